@@ -1,0 +1,13 @@
+# Compile flags that every target of this project shares.
+function(paceline_compile target)
+  target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wno-sign-conversion)
+  if(PACELINE_WERROR)
+    target_compile_options(${target} PRIVATE -Werror)
+  endif()
+  if(PACELINE_SANITIZE)
+    list(JOIN PACELINE_SANITIZE "," kinds)
+    target_compile_options(${target} PRIVATE -fsanitize=${kinds} -fno-omit-frame-pointer -fno-sanitize-recover=all -g)
+    target_link_options(${target} PUBLIC -fsanitize=${kinds})
+  endif()
+  set_target_properties(${target} PROPERTIES CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
+endfunction()

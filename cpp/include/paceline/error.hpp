@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <source_location>
+#include <stdexcept>
+#include <string>
+
+#include <paceline/export.hpp>
+
+namespace paceline {
+
+/// Base of every exception this library throws.
+///
+/// what() is a sentence a person can act on: what failed, why, where, and what to do. `device()` names
+/// the device it happened on ("host:1"), or is empty when no single device is to blame; `where()` is the
+/// place in the library's source that raised it.
+class PACELINE_API Error : public std::runtime_error {
+ public:
+  explicit Error(const std::string& message, std::string device = {},
+                 std::source_location where = std::source_location::current());
+  ~Error() override;
+
+  [[nodiscard]] const std::string& device() const noexcept { return device_; }
+  [[nodiscard]] const std::source_location& where() const noexcept { return where_; }
+
+ private:
+  std::string device_;
+  std::source_location where_;
+};
+
+/// An argument cannot be used as given; nothing was changed. ValueError in Python.
+class PACELINE_API InvalidArgument : public Error {
+ public:
+  using Error::Error;
+  ~InvalidArgument() override;
+};
+
+/// Something this machine or this build does not have. RuntimeError in Python.
+class PACELINE_API Unavailable : public Error {
+ public:
+  using Error::Error;
+  ~Unavailable() override;
+};
+
+/// A deadline passed. TimeoutError in Python.
+class PACELINE_API Timeout : public Error {
+ public:
+  using Error::Error;
+  ~Timeout() override;
+};
+
+/// The work was given up because something else failed or the group is closing.
+class PACELINE_API Cancelled : public Error {
+ public:
+  using Error::Error;
+  ~Cancelled() override;
+};
+
+/// A device or the host has no memory left for what was asked. MemoryError in Python.
+class PACELINE_API OutOfMemory : public Error {
+ public:
+  using Error::Error;
+  ~OutOfMemory() override;
+};
+
+}  // namespace paceline

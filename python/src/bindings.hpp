@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace paceline::python {
+
+// One function per room; each lives in <room>_py.cpp and fills the submodule of the same name.
+void bind_errors(pybind11::module_& module);
+void bind_plan(pybind11::module_& module);
+void bind_balance(pybind11::module_& module);
+void bind_sim(pybind11::module_& module);
+void bind_runtime(pybind11::module_& module);
+void bind_comm(pybind11::module_& module);
+void bind_engine(pybind11::module_& module);
+void bind_observe(pybind11::module_& module);
+
+}  // namespace paceline::python
