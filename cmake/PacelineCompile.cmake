@@ -1,5 +1,19 @@
-# Compile flags that every target of this project shares.
+# What every target of this project is compiled with.
+include_guard(GLOBAL)
+
+set(paceline_sanitizers "" thread address undefined "address;undefined")
+if(NOT PACELINE_SANITIZE IN_LIST paceline_sanitizers AND NOT PACELINE_SANITIZE STREQUAL "address;undefined")
+  message(FATAL_ERROR "PACELINE_SANITIZE is '${PACELINE_SANITIZE}'; it may be 'thread' or 'address;undefined'")
+endif()
+
 function(paceline_compile target)
+  target_compile_features(${target} PUBLIC cxx_std_20)
+  set_target_properties(
+    ${target}
+    PROPERTIES CXX_EXTENSIONS OFF
+               POSITION_INDEPENDENT_CODE ON
+               CXX_VISIBILITY_PRESET hidden
+               VISIBILITY_INLINES_HIDDEN ON)
   target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wno-sign-conversion)
   if(PACELINE_WERROR)
     target_compile_options(${target} PRIVATE -Werror)
@@ -9,5 +23,4 @@ function(paceline_compile target)
     target_compile_options(${target} PRIVATE -fsanitize=${kinds} -fno-omit-frame-pointer -fno-sanitize-recover=all -g)
     target_link_options(${target} PUBLIC -fsanitize=${kinds})
   endif()
-  set_target_properties(${target} PROPERTIES CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
 endfunction()

@@ -1,0 +1,27 @@
+# Lets find_package see what pip installed: fmt from the cmeel-fmt wheel (under cmeel.prefix/) and pybind11.
+#
+# The interpreter itself is asked for its path. That covers a virtual environment as well as pip's isolated build environment, which is
+# not the interpreter's own site-packages but a folder put on its path by an environment variable. What the caller named in
+# CMAKE_PREFIX_PATH comes first; the system's own packages are the fallback and need no Python at all.
+include_guard(GLOBAL)
+
+set(Python_FIND_VIRTUALENV FIRST)
+if(PACELINE_PYTHON)
+  find_package(Python 3.10 REQUIRED COMPONENTS Interpreter Development.Module)
+else()
+  find_package(Python 3.10 QUIET COMPONENTS Interpreter)
+endif()
+
+if(Python_Interpreter_FOUND)
+  execute_process(
+    COMMAND "${Python_EXECUTABLE}" -c "import sys; print(';'.join(p for p in sys.path if p))"
+    OUTPUT_VARIABLE paceline_python_path
+    OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  foreach(folder IN LISTS paceline_python_path)
+    foreach(package cmeel.prefix pybind11)
+      if(IS_DIRECTORY "${folder}/${package}")
+        list(APPEND CMAKE_PREFIX_PATH "${folder}/${package}")
+      endif()
+    endforeach()
+  endforeach()
+endif()
