@@ -1,1 +1,267 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <paceline/runtime/host_topology.hpp>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <map>
+#include <system_error>
+#include <thread>
+#include <tuple>
+
+#if defined(__linux__)
+#include <sched.h>
+#include <unistd.h>
+#endif
+
+#include "runtime/text_file.hpp"
+
+namespace paceline {
+namespace {
+
+using internal::read_text_file;
+using internal::split;
+using internal::trim;
+namespace fs = std::filesystem;
+
+// A mask of a million cores is a malformed file, not a machine.
+constexpr int kMaxCoreIndex = 1 << 20;
+
+template <class Integer>
+std::optional<Integer> parse_integer(std::string_view text) {
+  Integer value{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc{} || end != text.data() + text.size()) return std::nullopt;
+  return value;
+}
+
+// --- cgroups ---------------------------------------------------------------------------------------------------
+
+struct CgroupMount {
+  bool is_v2 = false;
+  std::string root;  // the part of the hierarchy that is mounted here
+  std::string mount_point;
+};
+
+// mountinfo writes space, tab, newline and backslash as three octal digits.
+std::string unescape_octal(std::string_view text) {
+  std::string plain;
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    const auto digit = [&](std::size_t at) { return at < text.size() && text[at] >= '0' && text[at] <= '7'; };
+    if (text[i] == '\\' && digit(i + 1) && digit(i + 2) && digit(i + 3)) {
+      plain += static_cast<char>((text[i + 1] - '0') * 64 + (text[i + 2] - '0') * 8 + (text[i + 3] - '0'));
+      i += 3;
+    } else {
+      plain += text[i];
+    }
+  }
+  return plain;
+}
+
+bool lists(std::string_view comma_separated, std::string_view word) {
+  const auto words = split(comma_separated, ',');
+  return std::find(words.begin(), words.end(), word) != words.end();
+}
+
+// Where the v2 hierarchy and v1's cpu controller are mounted.
+std::vector<CgroupMount> read_cgroup_mounts(const fs::path& root) {
+  std::vector<CgroupMount> mounts;
+  const auto text = read_text_file(root / "proc/self/mountinfo");
+  if (!text) return mounts;
+  for (const std::string_view line : split(*text, '\n')) {
+    const auto fields = split(line, ' ');
+    const auto dash = std::find(fields.begin(), fields.end(), "-");
+    if (dash - fields.begin() < 5 || fields.end() - dash < 4) continue;
+    const bool is_v2 = dash[1] == "cgroup2";
+    if (is_v2 || (dash[1] == "cgroup" && lists(dash[3], "cpu"))) {
+      mounts.push_back({is_v2, unescape_octal(fields[3]), unescape_octal(fields[4])});
+    }
+  }
+  return mounts;
+}
+
+// The path of our group in the v2 hierarchy, or in the one of v1's cpu controller.
+std::optional<std::string> read_cgroup_path(const fs::path& root, bool v2) {
+  const auto text = read_text_file(root / "proc/self/cgroup");
+  if (!text) return std::nullopt;
+  for (const std::string_view line : split(*text, '\n')) {
+    const std::size_t first = line.find(':');
+    if (first == std::string_view::npos) continue;
+    const std::size_t second = line.find(':', first + 1);  // the path itself may hold colons
+    if (second == std::string_view::npos) continue;
+    const std::string_view controllers = line.substr(first + 1, second - first - 1);
+    const bool matches = v2 ? line.substr(0, first) == "0" && controllers.empty() : lists(controllers, "cpu");
+    if (matches) return std::string(line.substr(second + 1));
+  }
+  return std::nullopt;
+}
+
+// Our group's path below the mount point. What a container shows is often only its own subtree, while the path in
+// /proc still names the host's hierarchy: then the mount point itself is our group.
+fs::path below_mount(const std::string& group, const std::string& mounted) {
+  std::string_view rest = group;
+  if (mounted != "/") {
+    if (!rest.starts_with(mounted)) return {};
+    rest.remove_prefix(mounted.size());
+    if (!rest.empty() && rest.front() != '/') return {};
+  }
+  fs::path path;
+  for (const std::string_view part : split(rest, '/')) {
+    if (part == "..") return {};  // outside of our cgroup namespace: not visible here
+    path /= part;
+  }
+  return path;
+}
+
+std::optional<CpuLimit> checked_limit(std::optional<std::int64_t> quota, std::optional<std::int64_t> period,
+                                      const fs::path& source) {
+  if (!quota || !period || *quota <= 0 || *period <= 0) return std::nullopt;
+  return CpuLimit{*quota, *period, source.string()};
+}
+
+std::optional<CpuLimit> read_group_limit(const fs::path& directory, bool v2) {
+  if (v2) {
+    const auto text = read_text_file(directory / "cpu.max");  // "max 100000" or "150000 100000"
+    if (!text) return std::nullopt;
+    const auto words = split(trim(*text), ' ');
+    if (words.size() != 2) return std::nullopt;
+    return checked_limit(parse_integer<std::int64_t>(words[0]), parse_integer<std::int64_t>(words[1]),
+                         directory / "cpu.max");
+  }
+  const auto quota = read_text_file(directory / "cpu.cfs_quota_us");  // -1: none
+  const auto period = read_text_file(directory / "cpu.cfs_period_us");
+  if (!quota || !period) return std::nullopt;
+  return checked_limit(parse_integer<std::int64_t>(trim(*quota)), parse_integer<std::int64_t>(trim(*period)),
+                       directory / "cpu.cfs_quota_us");
+}
+
+// --- cores -----------------------------------------------------------------------------------------------------
+
+std::map<int, int> read_numa_nodes(const fs::path& root) {
+  std::map<int, int> node_of_core;
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator(root / "sys/devices/system/node", error)) {
+    const std::string name = entry.path().filename().string();
+    if (!name.starts_with("node")) continue;
+    const auto node = parse_integer<int>(std::string_view(name).substr(4));
+    const auto text = read_text_file(entry.path() / "cpulist");
+    if (!node || !text) continue;
+    for (const int core : parse_cpu_list(*text).value_or(std::vector<int>{})) node_of_core[core] = *node;
+  }
+  return node_of_core;
+}
+
+std::vector<HostCore> read_cores(const fs::path& root, std::vector<int> affinity) {
+  std::sort(affinity.begin(), affinity.end());
+  affinity.erase(std::unique(affinity.begin(), affinity.end()), affinity.end());
+  const auto node_of_core = read_numa_nodes(root);
+  std::map<int, int> used_siblings;
+  std::vector<HostCore> cores;
+  for (const int index : affinity) {
+    HostCore core{.index = index, .physical_core = index};
+    if (const auto node = node_of_core.find(index); node != node_of_core.end()) core.numa_node = node->second;
+    const auto text = read_text_file(root / "sys/devices/system/cpu" / ("cpu" + std::to_string(index)) /
+                                     "topology/thread_siblings_list");
+    const auto siblings = text ? parse_cpu_list(*text) : std::nullopt;
+    if (siblings && std::binary_search(siblings->begin(), siblings->end(), index)) {
+      core.physical_core = siblings->front();
+    }
+    core.sibling_rank = used_siblings[core.physical_core]++;
+    cores.push_back(core);
+  }
+  return cores;
+}
+
+}  // namespace
+
+std::optional<CpuLimit> read_cpu_limit(const fs::path& root) {
+  std::optional<CpuLimit> tightest;
+  for (const CgroupMount& mount : read_cgroup_mounts(root)) {
+    const auto group = read_cgroup_path(root, mount.is_v2);
+    if (!group) continue;
+    const fs::path top = root / fs::path(mount.mount_point).relative_path();
+    for (fs::path below = below_mount(*group, mount.root);; below = below.parent_path()) {
+      const auto limit = read_group_limit(below.empty() ? top : top / below, mount.is_v2);
+      if (limit && (!tightest || limit->cores() < tightest->cores())) tightest = limit;
+      if (below.empty()) break;
+    }
+  }
+  return tightest;
+}
+
+std::optional<std::vector<int>> parse_cpu_list(std::string_view text) {
+  std::vector<int> cores;
+  for (const std::string_view piece : split(trim(text), ',')) {
+    const std::size_t dash = piece.find('-');
+    const auto first = parse_integer<int>(piece.substr(0, dash));
+    const auto last = dash == std::string_view::npos ? first : parse_integer<int>(piece.substr(dash + 1));
+    if (!first || !last || *first < 0 || *last < *first || *last >= kMaxCoreIndex) return std::nullopt;
+    for (int core = *first; core <= *last; ++core) cores.push_back(core);
+  }
+  std::sort(cores.begin(), cores.end());
+  cores.erase(std::unique(cores.begin(), cores.end()), cores.end());
+  return cores;
+}
+
+std::vector<int> affinity_mask() {
+  std::vector<int> cores;
+#if defined(__linux__)
+  // The kernel refuses a set smaller than its own (EINVAL), and cpu_set_t ends at 1024: grow until it fits.
+  for (int capacity = 1024; capacity <= kMaxCoreIndex; capacity *= 2) {
+    cpu_set_t* set = CPU_ALLOC(static_cast<std::size_t>(capacity));
+    if (set == nullptr) break;
+    const std::size_t bytes = CPU_ALLOC_SIZE(static_cast<std::size_t>(capacity));
+    CPU_ZERO_S(bytes, set);
+    const bool read = sched_getaffinity(getpid(), bytes, set) == 0;
+    const bool too_small = !read && errno == EINVAL;
+    for (int core = 0; read && core < capacity; ++core) {
+      if (CPU_ISSET_S(static_cast<std::size_t>(core), bytes, set)) cores.push_back(core);
+    }
+    CPU_FREE(set);
+    if (!too_small) break;
+  }
+#endif
+  return cores;
+}
+
+HostTopology read_host_topology(const fs::path& root, std::vector<int> affinity) {
+  HostTopology topology;
+  topology.cores = read_cores(root, std::move(affinity));
+  topology.cpu_limit = read_cpu_limit(root);
+  topology.device_count = topology.cores.empty() ? std::max<std::int64_t>(1, std::thread::hardware_concurrency())
+                                                 : static_cast<std::int64_t>(topology.cores.size());
+  if (topology.cpu_limit) {
+    topology.device_count = std::min(topology.device_count, topology.cpu_limit->worker_count());
+  }
+  return topology;
+}
+
+HostTopology read_host_topology() { return read_host_topology("/", affinity_mask()); }
+
+Device host_device(const HostTopology& topology, std::int32_t index) {
+  Device device;
+  device.index = index;
+  device.name = "host:" + std::to_string(index);
+  device.memory_space = "host";
+  device.device_class = "host";
+  const auto place = static_cast<std::size_t>(index % topology.device_count);
+  const auto device_count = static_cast<std::size_t>(topology.device_count);
+  std::vector<HostCore> cores = topology.cores;
+  const bool core_each = device_count >= cores.size();
+  std::sort(cores.begin(), cores.end(), [core_each](const HostCore& a, const HostCore& b) {
+    if (core_each) {
+      return std::tie(a.sibling_rank, a.numa_node, a.index) < std::tie(b.sibling_rank, b.numa_node, b.index);
+    }
+    return std::tie(a.numa_node, a.physical_core, a.index) < std::tie(b.numa_node, b.physical_core, b.index);
+  });
+  const std::size_t begin = place * cores.size() / device_count;
+  const std::size_t end = (place + 1) * cores.size() / device_count;
+  for (std::size_t i = begin; i < end; ++i) {
+    device.cores.push_back(cores[i].index);
+    device.numa_node = i == begin || device.numa_node == cores[i].numa_node ? cores[i].numa_node : -1;
+  }
+  std::sort(device.cores.begin(), device.cores.end());
+  return device;
+}
+
+}  // namespace paceline

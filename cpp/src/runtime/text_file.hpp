@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace paceline::internal {
+
+/// The whole of a small text file, or nothing if it cannot be read. Files of /proc and /sys have no size: read to the
+/// end.
+[[nodiscard]] inline std::optional<std::string> read_text_file(const std::filesystem::path& path) {
+  std::ifstream stream(path, std::ios::binary);
+  if (!stream) return std::nullopt;
+  std::string text{std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
+  if (stream.bad()) return std::nullopt;
+  return text;
+}
+
+/// The non-empty pieces of `text` between separators.
+[[nodiscard]] inline std::vector<std::string_view> split(std::string_view text, char separator) {
+  std::vector<std::string_view> pieces;
+  while (!text.empty()) {
+    const std::size_t end = text.find(separator);
+    if (end != 0) pieces.push_back(text.substr(0, end));
+    if (end == std::string_view::npos) break;
+    text.remove_prefix(end + 1);
+  }
+  return pieces;
+}
+
+[[nodiscard]] inline std::string_view trim(std::string_view text) {
+  constexpr std::string_view blank = " \t\r\n";
+  const std::size_t first = text.find_first_not_of(blank);
+  if (first == std::string_view::npos) return {};
+  return text.substr(first, text.find_last_not_of(blank) - first + 1);
+}
+
+}  // namespace paceline::internal

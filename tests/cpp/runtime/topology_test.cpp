@@ -1,0 +1,301 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <atomic>
+#include <filesystem>
+#include <fstream>
+#include <set>
+#include <string>
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <paceline/error.hpp>
+#include <paceline/runtime/device.hpp>
+#include <paceline/runtime/host_topology.hpp>
+#include <paceline/runtime/system_info.hpp>
+
+namespace paceline {
+namespace {
+
+namespace fs = std::filesystem;
+
+// A made-up /proc and /sys below a directory of its own.
+class FakeSystem {
+ public:
+  FakeSystem() {
+    static std::atomic<int> count{0};
+    root_ = fs::temp_directory_path() /
+            ("paceline_topology_" + std::to_string(::getpid()) + "_" + std::to_string(count.fetch_add(1)));
+    fs::create_directories(root_);
+  }
+  ~FakeSystem() {
+    std::error_code ignored;
+    fs::remove_all(root_, ignored);
+  }
+  FakeSystem(const FakeSystem&) = delete;
+  FakeSystem& operator=(const FakeSystem&) = delete;
+
+  FakeSystem& file(const std::string& path, const std::string& text) {
+    fs::create_directories((root_ / path).parent_path());
+    std::ofstream(root_ / path) << text;
+    return *this;
+  }
+  FakeSystem& v2_mount(const std::string& mount_root = "/", const std::string& point = "/sys/fs/cgroup") {
+    mounts_ += "30 23 0:26 " + mount_root + " " + point + " rw,nosuid shared:4 - cgroup2 cgroup2 rw\n";
+    return file("proc/self/mountinfo", mounts_);
+  }
+  FakeSystem& v1_mount(const std::string& controllers, const std::string& point, const std::string& mount_root = "/") {
+    mounts_ += "31 23 0:27 " + mount_root + " " + point + " rw,nosuid - cgroup cgroup rw," + controllers + "\n";
+    return file("proc/self/mountinfo", mounts_);
+  }
+  [[nodiscard]] std::optional<CpuLimit> limit() const { return read_cpu_limit(root_); }
+  [[nodiscard]] HostTopology topology(std::vector<int> affinity) const { return read_host_topology(root_, affinity); }
+  [[nodiscard]] const fs::path& root() const { return root_; }
+
+ private:
+  fs::path root_;
+  std::string mounts_ = "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n";
+};
+
+using Cores = std::vector<int>;
+
+TEST(CpuList, ReadsRangesAndSingleCores) {
+  EXPECT_EQ(parse_cpu_list("0-3,8,10-11\n"), (Cores{0, 1, 2, 3, 8, 10, 11}));
+  EXPECT_EQ(parse_cpu_list("5"), Cores{5});
+  EXPECT_EQ(parse_cpu_list("3,1-3"), (Cores{1, 2, 3}));
+  EXPECT_EQ(parse_cpu_list("\n"), Cores{});  // a node without cores
+}
+
+TEST(CpuList, RefusesWhatIsMalformedAsAWhole) {
+  for (const char* text : {"0-", "-3", "a", "0-2x", "3-1", "0,,x", "0-99999999", "1 2", "0x3"}) {
+    EXPECT_EQ(parse_cpu_list(text), std::nullopt) << text;
+  }
+}
+
+TEST(CgroupLimit, IsAbsentWithoutAnyCgroup) { EXPECT_EQ(FakeSystem{}.limit(), std::nullopt); }
+
+TEST(CgroupLimit, ReadsVersionTwoOfTheOwnGroup) {
+  FakeSystem system;
+  system.v2_mount().file("proc/self/cgroup", "0::/user.slice/job.scope\n");
+  system.file("sys/fs/cgroup/user.slice/job.scope/cpu.max", "150000 100000\n");
+  const auto limit = system.limit();
+  ASSERT_TRUE(limit.has_value());
+  EXPECT_DOUBLE_EQ(limit->cores(), 1.5);
+  EXPECT_EQ(limit->worker_count(), 2);
+  EXPECT_TRUE(limit->source.ends_with("/user.slice/job.scope/cpu.max")) << limit->source;
+}
+
+TEST(CgroupLimit, OfAParentCountsWhenItIsTighter) {
+  FakeSystem system;
+  system.v2_mount().file("proc/self/cgroup", "0::/a/b/c\n");
+  system.file("sys/fs/cgroup/a/b/c/cpu.max", "800000 100000\n");
+  system.file("sys/fs/cgroup/a/b/cpu.max", "max 100000\n");
+  system.file("sys/fs/cgroup/a/cpu.max", "300000 100000\n");
+  ASSERT_TRUE(system.limit().has_value());
+  EXPECT_EQ(system.limit()->worker_count(), 3);
+}
+
+TEST(CgroupLimit, OfTheMountPointCountsInsideACgroupNamespace) {
+  FakeSystem system;
+  system.v2_mount().file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", "50000 100000\n");
+  ASSERT_TRUE(system.limit().has_value());
+  EXPECT_EQ(system.limit()->worker_count(), 1);
+}
+
+TEST(CgroupLimit, MaxMeansNone) {
+  FakeSystem system;
+  system.v2_mount().file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", "max 100000\n");
+  EXPECT_EQ(system.limit(), std::nullopt);
+}
+
+TEST(CgroupLimit, ReadsVersionOneWithItsParents) {
+  FakeSystem system;
+  system.v1_mount("cpu,cpuacct", "/sys/fs/cgroup/cpu,cpuacct");
+  system.file("proc/self/cgroup", "5:memory:/other\n4:cpu,cpuacct:/slurm/job_7\n");
+  system.file("sys/fs/cgroup/cpu,cpuacct/slurm/job_7/cpu.cfs_quota_us", "-1\n");
+  system.file("sys/fs/cgroup/cpu,cpuacct/slurm/job_7/cpu.cfs_period_us", "100000\n");
+  system.file("sys/fs/cgroup/cpu,cpuacct/slurm/cpu.cfs_quota_us", "400000\n");
+  system.file("sys/fs/cgroup/cpu,cpuacct/slurm/cpu.cfs_period_us", "100000\n");
+  ASSERT_TRUE(system.limit().has_value());
+  EXPECT_EQ(system.limit()->worker_count(), 4);
+}
+
+TEST(CgroupLimit, FindsAContainersOwnGroupWhereOnlyItsSubtreeIsMounted) {
+  FakeSystem system;
+  system.v1_mount("cpu", "/sys/fs/cgroup/cpu", "/docker/abc").file("proc/self/cgroup", "4:cpu:/docker/abc\n");
+  system.file("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "200000\n").file("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n");
+  ASSERT_TRUE(system.limit().has_value());
+  EXPECT_EQ(system.limit()->worker_count(), 2);
+}
+
+TEST(CgroupLimit, FallsBackToTheMountPointForAGroupThatIsNotVisible) {
+  for (const char* group : {"0::/elsewhere/x\n", "0::/../outside\n", "0::/podman/abcdef\n"}) {
+    FakeSystem system;
+    system.v2_mount("/podman/abc").file("proc/self/cgroup", group);
+    system.file("sys/fs/cgroup/cpu.max", "700000 100000\n");
+    ASSERT_TRUE(system.limit().has_value()) << group;
+    EXPECT_EQ(system.limit()->worker_count(), 7);
+  }
+}
+
+TEST(CgroupLimit, TakesTheTighterOfBothOnAHybridSystem) {
+  FakeSystem system;
+  system.v1_mount("cpuset", "/sys/fs/cgroup/cpuset").v1_mount("cpu", "/sys/fs/cgroup/cpu");
+  system.v2_mount("/", "/sys/fs/cgroup/unified");
+  system.file("proc/self/cgroup", "3:cpuset:/q\n1:cpu:/\n0::/s\n");
+  system.file("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "600000\n").file("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n");
+  ASSERT_TRUE(system.limit().has_value());
+  EXPECT_EQ(system.limit()->worker_count(), 6);
+  system.file("sys/fs/cgroup/unified/s/cpu.max", "250000 100000\n");
+  EXPECT_EQ(system.limit()->worker_count(), 3);
+}
+
+TEST(CgroupLimit, ReadsMountPointsAndGroupsWithOddCharacters) {
+  FakeSystem system;
+  system.v2_mount("/", "/sys/fs/my\\040cgroups").file("proc/self/cgroup", "0::/a:b c\n");
+  system.file("sys/fs/my cgroups/a:b c/cpu.max", "100000 100000\n");
+  ASSERT_TRUE(system.limit().has_value());
+  EXPECT_EQ(system.limit()->worker_count(), 1);
+}
+
+TEST(CgroupLimit, IgnoresFilesThatMakeNoSense) {
+  for (const char* text : {"", "max", "abc 100000", "100000", "100000 0", "-1 100000", "0 100000", "1e5 100000",
+                           "100000 100000 7", "99999999999999999999 100000"}) {
+    FakeSystem system;
+    system.v2_mount().file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", text);
+    EXPECT_EQ(system.limit(), std::nullopt) << text;
+  }
+  FakeSystem lines;
+  lines.file("proc/self/mountinfo", "garbage\n1 2 - cgroup2\n- - - - - - - - -\n").file("proc/self/cgroup", "::\n0:\n");
+  EXPECT_EQ(lines.limit(), std::nullopt);
+}
+
+TEST(HostTopology, CountsTheCoresOfTheMaskWhenNothingElseIsKnown) {
+  const HostTopology topology = FakeSystem{}.topology({4, 1, 4, 2000});
+  ASSERT_EQ(topology.cores.size(), 3u);
+  EXPECT_EQ(topology.cores[0], (HostCore{.index = 1, .physical_core = 1}));
+  EXPECT_EQ(topology.cores[2].index, 2000);
+  EXPECT_EQ(topology.device_count, 3);
+}
+
+TEST(HostTopology, IsLimitedByTheQuotaButNeverBelowOne) {
+  FakeSystem system;
+  system.v2_mount().file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", "1000 100000\n");
+  EXPECT_EQ(system.topology({0, 1, 2, 3}).device_count, 1);
+  system.file("sys/fs/cgroup/cpu.max", "900000 100000\n");
+  EXPECT_EQ(system.topology({0, 1, 2, 3}).device_count, 4);
+}
+
+TEST(HostTopology, ReadsNumaNodesAndSiblings) {
+  FakeSystem system;
+  system.file("sys/devices/system/node/node0/cpulist", "0-1\n").file("sys/devices/system/node/node1/cpulist", "2-3\n");
+  system.file("sys/devices/system/node/nodeX/cpulist", "0\n").file("sys/devices/system/node/online", "0-1\n");
+  system.file("sys/devices/system/cpu/cpu0/topology/thread_siblings_list", "0,2\n");
+  system.file("sys/devices/system/cpu/cpu2/topology/thread_siblings_list", "0,2\n");
+  system.file("sys/devices/system/cpu/cpu3/topology/thread_siblings_list", "nonsense\n");
+  const HostTopology topology = system.topology({0, 2, 3, 9});
+  EXPECT_EQ(topology.cores[0], (HostCore{.index = 0, .numa_node = 0, .physical_core = 0, .sibling_rank = 0}));
+  EXPECT_EQ(topology.cores[1], (HostCore{.index = 2, .numa_node = 1, .physical_core = 0, .sibling_rank = 1}));
+  EXPECT_EQ(topology.cores[2], (HostCore{.index = 3, .numa_node = 1, .physical_core = 3, .sibling_rank = 0}));
+  EXPECT_EQ(topology.cores[3], (HostCore{.index = 9, .numa_node = -1, .physical_core = 9, .sibling_rank = 0}));
+}
+
+TEST(HostDevice, TakesFirstHyperthreadsFirstWhenThereIsACoreForEach) {
+  FakeSystem system;  // siblings are neighbours, as on many virtual machines
+  for (int core = 0; core < 4; ++core) {
+    system.file("sys/devices/system/cpu/cpu" + std::to_string(core) + "/topology/thread_siblings_list",
+                core < 2 ? "0-1\n" : "2-3\n");
+  }
+  const HostTopology topology = system.topology({0, 1, 2, 3});
+  std::vector<Cores> cores;
+  for (int i = 0; i < 4; ++i) cores.push_back(host_device(topology, i).cores);
+  EXPECT_EQ(cores, (std::vector<Cores>{{0}, {2}, {1}, {3}}));
+}
+
+TEST(HostDevice, DealsAllCoresOutInDisjointRunsUnderAQuota) {
+  FakeSystem system;
+  system.v2_mount().file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", "300000 100000\n");
+  system.file("sys/devices/system/node/node0/cpulist", "0-7\n");
+  const HostTopology topology = system.topology({0, 1, 2, 3, 4, 5, 6, 7});
+  ASSERT_EQ(topology.device_count, 3);
+  std::multiset<int> seen;
+  for (int i = 0; i < 3; ++i) {
+    const Device device = host_device(topology, i);
+    EXPECT_GE(device.cores.size(), 2u);
+    EXPECT_EQ(device.numa_node, 0);
+    seen.insert(device.cores.begin(), device.cores.end());
+  }
+  EXPECT_EQ(seen, (std::multiset<int>{0, 1, 2, 3, 4, 5, 6, 7}));
+}
+
+TEST(HostDevice, HasNoNodeWhenItsCoresLieOnSeveral) {
+  FakeSystem system;
+  system.v2_mount().file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", "100000 100000\n");
+  system.file("sys/devices/system/node/node0/cpulist", "0\n").file("sys/devices/system/node/node1/cpulist", "1-2\n");
+  EXPECT_EQ(host_device(system.topology({0, 1, 2}), 0).numa_node, -1);
+  EXPECT_EQ(host_device(system.topology({1, 2}), 0).numa_node, 1);
+}
+
+TEST(HostDevice, SharesCoresWhenThereAreMoreDevicesThanCores) {
+  const HostTopology topology = FakeSystem{}.topology({3, 5});
+  EXPECT_EQ(host_device(topology, 2).cores, Cores{3});
+  EXPECT_EQ(host_device(topology, 5).cores, Cores{5});
+  EXPECT_EQ(host_device(topology, 5).name, "host:5");
+}
+
+TEST(HostDevice, IsNotPinnedWhereThePlatformHasNoMask) {
+  const HostTopology topology = FakeSystem{}.topology({});
+  EXPECT_GE(topology.device_count, 1);
+  EXPECT_TRUE(host_device(topology, 0).cores.empty());
+}
+
+TEST(Devices, OfThisMachineAreDisjointAndInsideTheMask) {
+  const std::vector<int> mask = affinity_mask();
+  const std::vector<Device> found = devices();
+  ASSERT_FALSE(found.empty());
+  std::set<int> used;
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    EXPECT_EQ(found[i].name, "host:" + std::to_string(i));
+    EXPECT_EQ(found[i].memory_space, "host");
+    for (const int core : found[i].cores) {
+      EXPECT_TRUE(std::find(mask.begin(), mask.end(), core) != mask.end()) << core;
+      EXPECT_TRUE(used.insert(core).second) << "core " << core << " is used twice";
+    }
+    EXPECT_EQ(find_device(found[i].name), found[i]);
+  }
+}
+
+TEST(Devices, BeyondTheCoresAreLegalByName) {
+  const std::vector<Device> found = devices();
+  const Device extra = find_device("host:" + std::to_string(found.size() + 1));
+  EXPECT_EQ(extra.index, static_cast<int>(found.size()) + 1);
+  EXPECT_EQ(extra.cores, found[1 % found.size()].cores);
+}
+
+TEST(Devices, ErrorsForUnknownNamesListThoseThatExist) {
+  for (const char* name : {"", "host", "host:", "host:-1", "host:01", "host:1x", "host: 1", "HOST:0", "host:99999",
+                           "host:99999999999999999999", "gpu:0", "cuda:0"}) {
+    try {
+      (void)find_device(name);
+      ADD_FAILURE() << "accepted '" << name << "'";
+    } catch (const InvalidArgument& error) {
+      EXPECT_NE(std::string(error.what()).find("devices of this machine: host:0"), std::string::npos) << error.what();
+    }
+  }
+}
+
+TEST(SystemInfo, ReadsTheModelOfTheProcessor) {
+  FakeSystem system;
+  EXPECT_EQ(read_cpu_model(system.root()), "");
+  system.file("proc/cpuinfo", "processor\t: 0\nmodel\t\t: 207\nmodel name\t: Some CPU @ 2.0GHz : B\n\nprocessor : 1\n");
+  EXPECT_EQ(read_cpu_model(system.root()), "Some CPU @ 2.0GHz : B");
+}
+
+TEST(SystemInfo, SaysHowTheLibraryWasBuilt) {
+  const BuildInfo info = build_info();
+  EXPECT_NE(info.compiler.find('.'), std::string::npos);
+  EXPECT_NE(info.flags.find("C++ 20"), std::string::npos);
+  EXPECT_NE(info.fmt_version.find('.'), std::string::npos);
+}
+
+}  // namespace
+}  // namespace paceline
