@@ -11,26 +11,26 @@
 
 #include <paceline/export.hpp>
 #include <paceline/runtime/device.hpp>
+#include <paceline/runtime/group_task.hpp>
 
 namespace paceline {
 
-/// Work for the workers of a group. Workers hold it only while they run it.
-class PACELINE_API GroupTask {
- public:
-  virtual ~GroupTask();
-  /// Runs once on each device's worker thread, concurrently. Must not throw: keep errors in the task.
-  virtual void run(std::size_t device_index) noexcept = 0;
-  /// True when the caller need not wait for workers that have not come in yet or have not left.
-  [[nodiscard]] virtual bool complete() const noexcept = 0;
-};
+class GroupWorkers;
 
 /// An ordered set of devices, and one worker thread per device that lives as long as the group.
 ///
-/// Threads: workers park when there is nothing to do. submit() and wait() may be called from any thread, one
-/// task at a time; a second submit() while one runs throws InvalidArgument. The group must not be closed by one of its workers.
-/// After fork() the child owns no workers: there every call but destruction throws Unavailable and destruction drops the state.
+/// A DeviceGroup is a handle: copies name the same workers, and the last one to go ends them. Workers are pinned to
+/// their device's cores, park when there is nothing to do, and are never the caller's thread.
+/// Threads: any thread may submit, one task at a time.
+/// After fork() the child has no workers: there every call throws Unavailable, and destruction only drops the state.
+///
+///   paceline::DeviceGroup group = paceline::DeviceGroup::all();
+///   group.run(task);                                        // task: std::shared_ptr<GroupTask>
 class PACELINE_API DeviceGroup {
  public:
+  /// Called while waiting, at least every 50 ms, on the waiting thread; false ends the wait.
+  using Between = std::function<bool()>;
+
   /// Every device of the machine that is worth using: host devices where there is no GPU.
   [[nodiscard]] static DeviceGroup all();
 
@@ -38,7 +38,7 @@ class PACELINE_API DeviceGroup {
   explicit DeviceGroup(std::vector<Device> devices);
   explicit DeviceGroup(std::span<const std::string> names);
   ~DeviceGroup();
-  DeviceGroup(const DeviceGroup&);              // another handle to the same workers
+  DeviceGroup(const DeviceGroup&);
   DeviceGroup& operator=(const DeviceGroup&);
   DeviceGroup(DeviceGroup&&) noexcept;
   DeviceGroup& operator=(DeviceGroup&&) noexcept;
@@ -46,27 +46,28 @@ class PACELINE_API DeviceGroup {
   [[nodiscard]] std::size_t size() const noexcept;
   [[nodiscard]] const std::vector<Device>& devices() const noexcept;
 
-  /// Gives `task` to every worker. Returns at once.
-  void submit(std::shared_ptr<GroupTask> task);
+  /// Gives `task` to every worker and returns at once.
+  /// @throws InvalidArgument while another task is not complete, Unavailable once closed or after fork().
+  void submit(const std::shared_ptr<GroupTask>& task);
 
-  /// Waits until the submitted task is complete and no worker runs it, at most `timeout`. True when done.
-  /// Waking slice by slice lets the caller look for signals.
-  [[nodiscard]] bool wait(std::chrono::nanoseconds timeout);
+  /// Waits until `task` is complete, without end: user code may compile for half a minute or sit in a debugger. `between` is called
+  /// at least every 50 ms; when it returns false the wait ends, false comes back and the task goes on.
+  bool wait(GroupTask& task, const Between& between = {});
 
-  /// submit() and wait() without end: calls `between` at least every 50 ms while waiting (signals); if it returns false,
-  /// waiting ends and false comes back with the task still running.
-  bool run(std::shared_ptr<GroupTask> task, const std::function<bool()>& between = {});
+  /// submit() and wait().
+  bool run(const std::shared_ptr<GroupTask>& task, const Between& between = {});
 
-  /// Ends and joins the workers; idempotent. Waits for a running task at most `timeout`, then leaves its threads behind
-  /// (they end with the process) and throws Timeout naming the devices that are stuck.
+  /// True while a submitted task is not complete.
+  [[nodiscard]] bool busy() const noexcept;
+
+  /// Ends and joins the workers; idempotent. A worker that does not come back within `timeout` is left behind (it ends
+  /// with the process).
+  /// @throws Timeout naming the devices whose workers were left behind.
   void close(std::chrono::nanoseconds timeout = std::chrono::seconds(10));
   [[nodiscard]] bool closed() const noexcept;
 
-  class State;
-  [[nodiscard]] const std::shared_ptr<State>& state() const noexcept { return state_; }
-
  private:
-  std::shared_ptr<State> state_;
+  std::shared_ptr<GroupWorkers> workers_;
 };
 
 }  // namespace paceline

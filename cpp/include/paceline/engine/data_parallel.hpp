@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <paceline/engine/micro_batch.hpp>
+#include <paceline/engine/step.hpp>
+#include <paceline/export.hpp>
+#include <paceline/runtime/device_group.hpp>
+
+namespace paceline {
+
+/// What one device computes with: the parameters that all devices of its memory space share, and gradients of its own.
+template <class T>
+struct BasicReplica {
+  std::size_t device_index = 0;
+  std::span<const T> parameters;
+  std::span<T> gradients;   ///< zero when the device's first micro-batch of a step begins; add to it
+};
+
+struct DataParallelOptions {
+  std::size_t parameter_count = 0;
+  std::string balance = "auto";    ///< "auto", "even", or "weighted" with `weights` (no stealing for the last two)
+  std::vector<double> weights{};   ///< for "weighted": the ratios, one per device
+  std::int64_t micro_batch = 0;    ///< > 0: fixed size; 0: one planned chunk per device, then corrections
+  std::int64_t granularity = 1;
+};
+
+/// Data parallel training over flat parameters: the same step that paceline.torch runs, without torch.
+///
+/// The objective is (sum over items of w_k * l_k) / W with W the sum of the weights (the batch size by default). The body adds
+/// the gradient of the plain *sum* over its items, w_k included, to the replica's gradients and returns that sum; the library
+/// divides once by W. So the result is that of one device for any split, up to the order of floating-point sums.
+///
+///   paceline::DataParallel trainer{group, {.parameter_count = n}};
+///   double loss = trainer.step(batch_size, [&](const paceline::MicroBatch& mb, paceline::Replica& replica) {
+///     return backward(mb.begin, mb.end, replica.parameters, replica.gradients);   // sum of the items' losses
+///   });
+///   update(trainer.parameters(), trainer.gradients());
+///
+/// Threads: one step at a time; the body runs on the workers, concurrently for different devices. A body that throws ends the
+/// step: gradients() stays as it was, the error names the device, the next step works.
+template <class T>
+class PACELINE_API BasicDataParallel {
+ public:
+  using Replica = BasicReplica<T>;
+  using Body = std::function<double(const MicroBatch&, Replica&)>;
+
+  /// @throws InvalidArgument if parameter_count is zero, or balance and weights do not fit the group.
+  BasicDataParallel(DeviceGroup group, DataParallelOptions options);
+  ~BasicDataParallel();
+  BasicDataParallel(const BasicDataParallel&) = delete;
+  BasicDataParallel& operator=(const BasicDataParallel&) = delete;
+
+  /// One step over `batch_size` items of total weight `total_weight` (0: the batch size). Overwrites gradients().
+  /// @return the objective.
+  /// @throws InvalidArgument if batch_size < 1, or the weight is negative or not finite; Error if a body threw.
+  double step(std::int64_t batch_size, const Body& body, double total_weight = 0.0);
+
+  [[nodiscard]] std::span<T> parameters() noexcept;
+  /// Of the last successful step, already divided by W.
+  [[nodiscard]] std::span<T> gradients() noexcept;
+
+  /// Items that each device ran in the last step.
+  [[nodiscard]] const std::vector<std::int64_t>& shares() const noexcept;
+  [[nodiscard]] const StepRecord& last_step() const noexcept;
+  [[nodiscard]] std::string explain() const;
+  [[nodiscard]] const DeviceGroup& group() const noexcept;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+extern template class BasicDataParallel<float>;
+extern template class BasicDataParallel<double>;
+
+using Replica = BasicReplica<float>;
+using DataParallel = BasicDataParallel<float>;
+
+}  // namespace paceline

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <vector>
+
+#include <paceline/balance/balancer.hpp>
+#include <paceline/engine/block_reduction.hpp>
+#include <paceline/engine/micro_batch.hpp>
+#include <paceline/export.hpp>
+#include <paceline/plan/cost_model.hpp>
+#include <paceline/runtime/device_group.hpp>
+
+namespace paceline {
+
+/// What the workers do in one step. Called on the worker threads, concurrently for different devices.
+///
+/// Lifecycle on each worker: run() for every micro-batch it claims, then finish(). When every device has finished without an
+/// error, reduction() is asked once, on the worker that finished last, and all workers work it off together. Each of the three
+/// may throw: the step then stops at the next claims, nothing is reduced, and the step reports it.
+class PACELINE_API StepProgram {
+ public:
+  virtual ~StepProgram();
+  /// Forward and backward of one micro-batch. True: its time is no evidence (compilation, a first run).
+  virtual bool run(const MicroBatch& micro_batch) = 0;
+  virtual void finish(std::size_t device_index);
+  /// What to sum, or null. It belongs to the step from then on, because a worker that wakes late still looks at it.
+  virtual std::unique_ptr<BlockReduction> reduction();
+};
+
+struct StepOptions {
+  std::vector<std::int64_t> shares{};     ///< per device of the group; their sum is the batch
+  std::vector<plan::CostModel> models{};  ///< per device, or empty: nothing measured yet
+  std::vector<double> noise{};            ///< per device, or empty
+  std::int64_t micro_batch = 0;           ///< > 0: fixed size; 0: one planned chunk, then corrections
+  std::int64_t granularity = 1;
+  bool stealing = true;                   ///< false: exactly the shares
+  /// Claim one micro-batch ahead, so that MicroBatch::last is known for certain. For devices that reduce while
+  /// the last backward runs; elsewhere it only takes decisions earlier than needed.
+  bool announce_last = false;
+};
+
+/// One micro-batch that ran. Times in seconds on the step's clock (0: the step was handed to the workers).
+struct ClaimRecord {
+  MicroBatch micro_batch;
+  double start_seconds = 0.0;
+  double finish_seconds = 0.0;
+  bool excluded = false;
+};
+
+struct StepRecord {
+  std::vector<ClaimRecord> claims;      ///< by device, in the order they ran
+  double compute_seconds = 0.0;         ///< from the first start to the last finish of a micro-batch: the makespan
+  double reduce_seconds = 0.0;          ///< from there to the end of the reduction
+  double step_seconds = 0.0;            ///< from handing the step to the workers to the end of the reduction
+
+  [[nodiscard]] balance::StepTimings timings(std::size_t device_count) const;
+  /// Items that each device really ran.
+  [[nodiscard]] std::vector<std::int64_t> items(std::size_t device_count) const;
+};
+
+/// The first error of a step, with what is needed to say where it happened.
+struct StepFailure {
+  std::exception_ptr error;
+  MicroBatch micro_batch;      ///< the one that was running; empty (begin == end) in finish() or reduction()
+};
+
+/// One step of a group: hands out the shares as micro-batches and runs the program. cancel() may be called from any
+/// thread. Destroying it while workers are still inside the program is legal: they keep what they use.
+class PACELINE_API Step {
+ public:
+  /// @throws InvalidArgument if the options do not fit the group.
+  Step(DeviceGroup group, std::shared_ptr<StepProgram> program, StepOptions options);
+  ~Step();
+  Step(const Step&) = delete;
+  Step& operator=(const Step&) = delete;
+
+  void start();
+  /// Waits as DeviceGroup::wait. True: the step is over, one way or the other.
+  bool wait(const DeviceGroup::Between& between = {});
+  /// No further micro-batch starts; those that run come to their end. Then failure() holds Cancelled.
+  void cancel();
+  /// After wait(): what went wrong, or null.
+  [[nodiscard]] const StepFailure* failure() const noexcept;
+  /// After wait(): throws if there was a failure. An Error that names the device and the items, with the program's own exception
+  /// nested in it (std::rethrow_if_nested); Cancelled as it is.
+  void rethrow_failure() const;
+  /// After wait() without a failure.
+  [[nodiscard]] StepRecord record() const;
+
+ private:
+  class Task;
+  DeviceGroup group_;
+  std::shared_ptr<Task> task_;
+};
+
+/// start(), wait(), rethrow_failure() and record(). When `between` ends the wait the step is cancelled.
+PACELINE_API StepRecord run_step(const DeviceGroup& group, const std::shared_ptr<StepProgram>& program, StepOptions options,
+                                 const DeviceGroup::Between& between = {});
+
+}  // namespace paceline

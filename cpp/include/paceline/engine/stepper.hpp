@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <paceline/balance/balancer.hpp>
+#include <paceline/engine/step.hpp>
+#include <paceline/export.hpp>
+#include <paceline/observe/event_ring.hpp>
+#include <paceline/observe/metrics.hpp>
+#include <paceline/runtime/device_group.hpp>
+
+namespace paceline {
+
+struct StepperOptions {
+  std::string balance = "auto";    ///< "auto", "even", or "weighted" with `weights` (no stealing for the last two)
+  std::vector<double> weights{};   ///< for "weighted": the ratios, one per device
+  std::int64_t micro_batch = 0;    ///< > 0: fixed size; 0: one planned chunk per device, then corrections
+  std::int64_t granularity = 1;
+};
+
+/// One balanced step after another on one group: plan, run, commit. What trainers in any language are made of.
+///
+///   auto step = stepper.begin(batch_size, program);
+///   step->wait();
+///   if (step->failure() == nullptr) stepper.commit(*step);   // only now do the balancer and the metrics learn of it
+///
+/// One step at a time; not thread-safe, but metrics() and events() may be read from any thread.
+class PACELINE_API Stepper {
+ public:
+  /// @throws InvalidArgument if balance and weights do not fit the group.
+  Stepper(DeviceGroup group, StepperOptions options);
+  ~Stepper();
+  Stepper(const Stepper&) = delete;
+  Stepper& operator=(const Stepper&) = delete;
+
+  /// Plans `batch_size` items (at least one) and hands the step to the workers. Nothing waits.
+  [[nodiscard]] std::unique_ptr<Step> begin(std::int64_t batch_size, std::shared_ptr<StepProgram> program);
+
+  /// Takes note of a step that succeeded and whose result the caller has committed.
+  void commit(const Step& step);
+
+  /// The plan of the last begin().
+  [[nodiscard]] const balance::StepPlan& plan() const noexcept;
+  [[nodiscard]] const StepRecord& last_step() const noexcept;
+  [[nodiscard]] observe::Metrics metrics() const;
+  [[nodiscard]] const observe::EventRing& events() const noexcept;
+  [[nodiscard]] balance::Balancer& balancer() noexcept;
+  [[nodiscard]] const balance::Balancer& balancer() const noexcept;
+  [[nodiscard]] const DeviceGroup& group() const noexcept;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace paceline

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include <paceline/export.hpp>
+
+namespace paceline::observe {
+
+enum class EventKind : std::uint8_t {
+  step,          ///< one whole step; begin and end are 0 and the batch size
+  micro_batch,   ///< items [begin, end) on one device
+  reduction,     ///< from the last micro-batch's end to the end of the reduction
+  move,          ///< the shares changed before this step
+  failure,       ///< the step ended with an error on this device
+};
+
+/// Something that happened. Seconds count from the ring's creation.
+struct Event {
+  EventKind kind = EventKind::step;
+  std::int32_t device_index = -1;   ///< -1: the group as a whole
+  std::int64_t step = 0;
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  double start_seconds = 0.0;
+  double duration_seconds = 0.0;
+};
+
+/// The last `capacity` events, oldest first. Writers never wait for readers longer than one copy. Thread-safe.
+class PACELINE_API EventRing {
+ public:
+  explicit EventRing(std::size_t capacity = 4096);
+
+  void push(const Event& event);
+  [[nodiscard]] std::vector<Event> snapshot() const;
+  /// Events ever pushed; those beyond the capacity are gone.
+  [[nodiscard]] std::uint64_t pushed() const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<Event> events_;
+  std::size_t capacity_;
+  std::uint64_t pushed_ = 0;
+};
+
+/// "micro_batch" and so on.
+[[nodiscard]] PACELINE_API const char* name_of(EventKind kind) noexcept;
+
+}  // namespace paceline::observe

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <paceline/export.hpp>
+
+namespace paceline::observe {
+
+/// One successful step, as its engine saw it. Vectors have one entry per device.
+struct StepSample {
+  std::vector<std::int64_t> items{};
+  std::vector<double> busy_seconds{};
+  double compute_seconds = 0.0;   ///< the makespan
+  double step_seconds = 0.0;      ///< with the reduction
+  bool moved = false;
+};
+
+struct DeviceMetrics {
+  std::string name;
+  std::int64_t items = 0;            ///< since the start
+  std::int64_t last_items = 0;       ///< in the last step
+  double busy_seconds = 0.0;         ///< computing
+  double idle_seconds = 0.0;         ///< inside makespans, waiting for slower devices
+  double items_per_second = 0.0;     ///< over the last steps (kWindow), while busy
+};
+
+/// Everything there is to read about a trainer, at one moment.
+struct Metrics {
+  std::vector<DeviceMetrics> devices;
+  std::int64_t steps = 0;
+  std::int64_t moves = 0;
+  double compute_seconds = 0.0;
+  double step_seconds = 0.0;
+  /// Slowest device's busy time over the mean, minus 1, over the last steps (kWindow): 0 is perfectly even.
+  double imbalance = 0.0;
+};
+
+/// Collects samples; thread-safe.
+class PACELINE_API MetricsRecorder {
+ public:
+  /// Rates and imbalance look at this many last steps: long enough to calm noise, short enough to show a change.
+  static constexpr std::size_t kWindow = 16;
+
+  explicit MetricsRecorder(std::vector<std::string> device_names);
+  void add(const StepSample& sample);
+  [[nodiscard]] Metrics snapshot() const;
+
+ private:
+  mutable std::mutex mutex_;
+  Metrics total_;
+  std::vector<StepSample> window_;   // ring of the last kWindow samples
+};
+
+}  // namespace paceline::observe

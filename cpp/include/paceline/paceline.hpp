@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Everything a program that links paceline needs.
+#include <paceline/balance/balancer.hpp>
+#include <paceline/comm/communicator.hpp>
+#include <paceline/engine/data_parallel.hpp>
+#include <paceline/engine/step.hpp>
+#include <paceline/engine/stepper.hpp>
+#include <paceline/error.hpp>
+#include <paceline/observe/event_ring.hpp>
+#include <paceline/observe/metrics.hpp>
+#include <paceline/plan/chunks.hpp>
+#include <paceline/plan/cost_model.hpp>
+#include <paceline/plan/split.hpp>
+#include <paceline/plan/tail.hpp>
+#include <paceline/runtime/device.hpp>
+#include <paceline/runtime/device_group.hpp>

@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/claim_state.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include <paceline/plan/chunks.hpp>
+#include <paceline/plan/tail.hpp>
+
+namespace paceline::engine {
+
+ClaimState::ClaimState(const StepOptions& options) : options_(options), lanes_(options.shares.size()) {
+  plan::TailPlan tail{.first_chunks = options.shares};
+  if (options.stealing && options.micro_batch == 0) {
+    tail = plan::plan_tail(options.shares, options.models, options.noise, options.granularity);
+  }
+  floor_ = tail.floor;
+  std::int64_t offset = 0;
+  for (std::size_t d = 0; d < lanes_.size(); ++d) {
+    lanes_[d].begin = offset;
+    lanes_[d].end = offset += tail.first_chunks[d];
+  }
+  pool_begin_ = offset;
+  pool_end_ = offset + tail.pool;
+}
+
+void ClaimState::cancel() {
+  const std::lock_guard lock(mutex_);
+  cancelled_ = true;
+}
+
+std::optional<MicroBatch> ClaimState::claim(std::size_t device, double now_seconds) {
+  const std::lock_guard lock(mutex_);
+  if (cancelled_) return std::nullopt;
+  Lane& lane = lanes_[device];
+  std::optional<MicroBatch> next = lane.held ? std::exchange(lane.held, std::nullopt) : take(device, now_seconds);
+  if (!next) {
+    lane.left = true;
+    return std::nullopt;
+  }
+  lane.claimed_at = now_seconds;
+  lane.free_at = now_seconds + (options_.models.empty() ? 0.0 : options_.models[device].seconds(next->size()));
+  if (options_.announce_last) {
+    lane.held = take(device, lane.free_at);
+    next->last = lane.left = !lane.held;
+  } else {
+    next->last = nothing_left_for(device);
+  }
+  return next;
+}
+
+std::optional<MicroBatch> ClaimState::take(std::size_t device, double now) {
+  Lane& lane = lanes_[device];
+  if (lane.begin < lane.end) {
+    const std::int64_t size = options_.micro_batch > 0 ? std::min(options_.micro_batch, lane.end - lane.begin) : lane.end - lane.begin;
+    const MicroBatch next{.begin = lane.begin, .end = lane.begin + size, .device_index = device};
+    lane.begin += size;
+    return next;
+  }
+  // A planned zero means that this device does not pay; it does not come in by the back door.
+  if (!options_.stealing || options_.shares[device] == 0) return std::nullopt;
+  if (pool_begin_ < pool_end_) return take_correction(device, now);
+  return steal(device, now);
+}
+
+// When a device is overdue by x, expect it to need x more: the estimate stays right for any slowdown within a factor of two.
+double ClaimState::free_at(std::size_t device, double now) const {
+  const Lane& lane = lanes_[device];
+  const double overdue = now - lane.free_at;
+  return overdue > 0.0 ? now + overdue : lane.free_at;
+}
+
+std::optional<MicroBatch> ClaimState::take_correction(std::size_t device, double now) {
+  std::vector<plan::TailDevice> devices(lanes_.size());
+  bool alone = true;   // nobody else will come for the rest
+  for (std::size_t d = 0; d < lanes_.size(); ++d) {
+    // A device that still has to run its own chunk comes to the pool only after it.
+    devices[d] = {.model = options_.models[d],
+                  .free_at_seconds = d == device ? now : free_at(d, now) + own_seconds(d),
+                  .may_claim = !lanes_[d].left && options_.shares[d] > 0};
+    alone = alone && (d == device || !devices[d].may_claim);
+  }
+  const std::int64_t left = pool_end_ - pool_begin_;
+  std::int64_t wanted = plan::next_correction(left, devices, static_cast<std::int64_t>(device), floor_, options_.granularity);
+  if (alone) wanted = std::max(wanted, std::min(floor_, left));
+  if (wanted <= 0) return std::nullopt;
+  const std::int64_t size = std::min(wanted, left);
+  const MicroBatch next{.begin = pool_begin_, .end = pool_begin_ + size, .device_index = device, .correction = true};
+  pool_begin_ += size;
+  return next;
+}
+
+double ClaimState::own_seconds(std::size_t device) const {
+  const Lane& lane = lanes_[device];
+  const std::int64_t items = lane.end - lane.begin;
+  if (items == 0 || options_.models.empty()) return 0.0;
+  const plan::CostModel& model = options_.models[device];
+  if (options_.micro_batch == 0) return model.seconds(items);
+  const std::int64_t full = items / options_.micro_batch;
+  const std::int64_t rest = items % options_.micro_batch;
+  return static_cast<double>(full) * model.seconds(options_.micro_batch) + (rest > 0 ? model.seconds(rest) : 0.0);
+}
+
+std::optional<MicroBatch> ClaimState::steal(std::size_t device, double now) {
+  std::size_t victim = lanes_.size();
+  double victim_finish = 0.0;
+  for (std::size_t d = 0; d < lanes_.size(); ++d) {
+    const Lane& lane = lanes_[d];
+    if (d == device || lane.begin == lane.end) continue;
+    // Without models the device with most items left is the one to help.
+    const double finish = options_.models.empty() ? static_cast<double>(lane.end - lane.begin) : free_at(d, now) + own_seconds(d);
+    if (victim == lanes_.size() || finish > victim_finish) {
+      victim = d;
+      victim_finish = finish;
+    }
+  }
+  if (victim == lanes_.size()) return std::nullopt;
+  Lane& lane = lanes_[victim];
+  const std::int64_t left = lane.end - lane.begin;
+  std::int64_t size = 0;
+  if (options_.micro_batch > 0) {
+    // The last micro-batch of a lane may be short; stealing takes that one first, so sizes stay the planned ones.
+    const std::int64_t rest = left % options_.micro_batch;
+    size = rest > 0 ? rest : options_.micro_batch;
+  } else {
+    size = std::min(left, std::max(floor_, (left / 2 + options_.granularity - 1) / options_.granularity * options_.granularity));
+  }
+  if (!options_.models.empty() && now + options_.models[device].seconds(size) >= victim_finish) return std::nullopt;
+  lane.end -= size;
+  return MicroBatch{.begin = lane.end, .end = lane.end + size, .device_index = device, .correction = true};
+}
+
+bool ClaimState::nothing_left_for(std::size_t device) const {
+  if (lanes_[device].begin < lanes_[device].end) return false;
+  if (!options_.stealing || options_.shares[device] == 0) return true;
+  return pool_begin_ == pool_end_ &&
+         std::all_of(lanes_.begin(), lanes_.end(), [](const Lane& lane) { return lane.begin == lane.end; });
+}
+
+}  // namespace paceline::engine

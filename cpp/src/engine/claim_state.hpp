@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include <paceline/engine/micro_batch.hpp>
+#include <paceline/engine/step.hpp>
+#include <paceline/export.hpp>
+
+namespace paceline::engine {
+
+/// Who runs which items: the one state through which every claim of a step goes.
+///
+/// The batch lies as [device 0's chunk][device 1's chunk]...[pool]. A device first takes its own chunk (whole, or in
+/// micro-batches of the fixed size), then corrections from the pool, each sized so that all devices aim at one
+/// common finish (plan::next_correction), then steals from the back of what another device would finish later than it would.
+/// Every item is handed out exactly once. Thread-safe: a claim is one short critical section (well under a microsecond
+/// against micro-batches of hundreds), which keeps "how much is left, who finishes when" consistent.
+class PACELINE_API ClaimState {
+ public:
+  explicit ClaimState(const StepOptions& options);
+
+  /// The next micro-batch of `device`, which is free at `now_seconds` on the step's clock; none when it is done.
+  std::optional<MicroBatch> claim(std::size_t device, double now_seconds);
+
+  /// From now on every claim comes back empty.
+  void cancel();
+
+ private:
+  struct Lane {
+    std::int64_t begin = 0;   // own items not handed out: [begin, end)
+    std::int64_t end = 0;
+    double claimed_at = 0.0;
+    double free_at = 0.0;     // predicted end of what it holds
+    bool left = false;        // has been told that there is nothing more for it
+    std::optional<MicroBatch> held;   // announce_last: claimed ahead
+  };
+
+  std::optional<MicroBatch> take(std::size_t device, double now);
+  std::optional<MicroBatch> take_correction(std::size_t device, double now);
+  std::optional<MicroBatch> steal(std::size_t device, double now);
+  [[nodiscard]] double free_at(std::size_t device, double now) const;
+  [[nodiscard]] double own_seconds(std::size_t device) const;
+  [[nodiscard]] bool nothing_left_for(std::size_t device) const;
+
+  std::mutex mutex_;
+  StepOptions options_;
+  std::vector<Lane> lanes_;
+  std::int64_t pool_begin_ = 0;
+  std::int64_t pool_end_ = 0;
+  std::int64_t floor_ = 1;
+  bool cancelled_ = false;
+};
+
+}  // namespace paceline::engine

@@ -1,0 +1,238 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/engine/step.hpp>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include <paceline/error.hpp>
+
+#include "engine/claim_state.hpp"
+
+namespace paceline {
+
+StepProgram::~StepProgram() = default;
+void StepProgram::finish(std::size_t) {}
+std::unique_ptr<BlockReduction> StepProgram::reduction() { return nullptr; }
+
+/// The step as the workers see it. Held by each worker until it has left, so a worker that wakes late still finds its state.
+class Step::Task final : public GroupTask {
+ public:
+  Task(const DeviceGroup& group, std::shared_ptr<StepProgram> program, const StepOptions& options)
+      : program_(std::move(program)), claims_(options), lanes_(group.size()) {}
+
+  void start_clock() { start_ = std::chrono::steady_clock::now(); }
+
+  void run(std::size_t device) noexcept override {
+    compute(device);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == lanes_.size()) open_reduction();
+    phase_.wait(kComputing, std::memory_order_acquire);
+    if (phase_.load(std::memory_order_acquire) != kReducing) return;
+    if ((reduction_ == nullptr || reduction_->work()) && !over_.exchange(true, std::memory_order_acq_rel)) {
+      settle();
+    }
+  }
+
+  [[nodiscard]] bool complete() const noexcept override { return settled_.load(std::memory_order_acquire); }
+
+  void fail(std::exception_ptr error, const MicroBatch& micro_batch) noexcept {
+    {
+      const std::lock_guard lock(failure_mutex_);
+      if (settled_.load(std::memory_order_relaxed)) return;   // too late: the caller reads the outcome without the lock
+      if (!failure_) failure_ = StepFailure{std::move(error), micro_batch};
+    }
+    claims_.cancel();
+  }
+
+  [[nodiscard]] const StepFailure* failure() const noexcept { return failure_ ? &*failure_ : nullptr; }
+
+  [[nodiscard]] StepRecord record() const {
+    StepRecord record;
+    double first = reduced_at_;
+    double last = 0.0;
+    for (const Lane& lane : lanes_) {
+      for (const ClaimRecord& claim : lane.claims) {
+        record.claims.push_back(claim);
+        first = std::min(first, claim.start_seconds);
+        last = std::max(last, claim.finish_seconds);
+      }
+    }
+    record.compute_seconds = std::max(0.0, last - first);
+    record.reduce_seconds = std::max(0.0, reduced_at_ - last);
+    record.step_seconds = reduced_at_;
+    return record;
+  }
+
+ private:
+  // A worker writes only its own lane; the barrier publishes it. Padded, so that neighbours do not share a cache line.
+  struct alignas(64) Lane {
+    std::vector<ClaimRecord> claims;
+  };
+  static constexpr int kComputing = 0;
+  static constexpr int kReducing = 1;
+  static constexpr int kFailed = 2;
+
+  [[nodiscard]] double now() const {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  }
+
+  void compute(std::size_t device) noexcept {
+    MicroBatch current{.device_index = device};
+    try {
+      double time = now();
+      while (const auto next = claims_.claim(device, time)) {
+        current = *next;
+        const bool excluded = program_->run(current);
+        const double finish = now();
+        lanes_[device].claims.push_back({current, time, finish, excluded});
+        time = finish;
+      }
+      current = MicroBatch{.device_index = device};
+      program_->finish(device);
+    } catch (...) {
+      fail(std::current_exception(), current);
+    }
+  }
+
+  void open_reduction() noexcept {
+    int phase = kReducing;
+    try {
+      const std::lock_guard lock(failure_mutex_);
+      if (failure_) phase = kFailed;
+    } catch (...) {
+      phase = kFailed;
+    }
+    if (phase == kReducing) {
+      try {
+        reduction_ = program_->reduction();
+      } catch (...) {
+        fail(std::current_exception(), MicroBatch{});
+        phase = kFailed;
+      }
+    }
+    phase_.store(phase, std::memory_order_release);
+    phase_.notify_all();
+    if (phase == kFailed) settle();
+  }
+
+  void settle() noexcept {
+    {
+      const std::lock_guard lock(failure_mutex_);
+      reduced_at_ = now();
+      settled_.store(true, std::memory_order_release);
+    }
+    wake_caller();
+  }
+
+  std::shared_ptr<StepProgram> program_;
+  std::unique_ptr<BlockReduction> reduction_;
+  engine::ClaimState claims_;
+  std::vector<Lane> lanes_;
+  std::chrono::steady_clock::time_point start_{};
+  std::atomic<std::size_t> arrived_{0};
+  std::atomic<int> phase_{kComputing};
+  std::atomic<bool> over_{false};
+  std::atomic<bool> settled_{false};
+  double reduced_at_ = 0.0;   // published by settled_
+  std::mutex failure_mutex_;
+  std::optional<StepFailure> failure_;
+};
+
+namespace {
+
+void check(const DeviceGroup& group, const StepOptions& options) {
+  const std::size_t count = group.size();
+  if (options.shares.size() != count) {
+    throw InvalidArgument(fmt::format("step: {} shares for a group of {} devices; one share per device is needed.",
+                                      options.shares.size(), count));
+  }
+  if (std::any_of(options.shares.begin(), options.shares.end(), [](std::int64_t share) { return share < 0; })) {
+    throw InvalidArgument("step: a share is negative. Shares are item counts, zero or more.");
+  }
+  if (std::all_of(options.shares.begin(), options.shares.end(), [](std::int64_t share) { return share == 0; })) {
+    throw InvalidArgument("step: the batch is empty. Skip the step instead.");
+  }
+  if ((!options.models.empty() && options.models.size() != count) || (!options.noise.empty() && options.noise.size() != count)) {
+    throw InvalidArgument(fmt::format("step: models and noise need one entry for each of the {} devices, or none.", count));
+  }
+  if (options.micro_batch < 0 || options.granularity < 1) {
+    throw InvalidArgument("step: micro_batch must be 0 (planned) or more, granularity 1 or more.");
+  }
+}
+
+}  // namespace
+
+Step::Step(DeviceGroup group, std::shared_ptr<StepProgram> program, StepOptions options) : group_(std::move(group)) {
+  check(group_, options);
+  task_ = std::make_shared<Task>(group_, std::move(program), options);
+}
+
+Step::~Step() = default;
+
+void Step::start() {
+  task_->start_clock();
+  group_.submit(task_);
+}
+
+bool Step::wait(const DeviceGroup::Between& between) { return group_.wait(*task_, between); }
+
+void Step::cancel() {
+  task_->fail(std::make_exception_ptr(Cancelled("step: cancelled before it was done; nothing was committed.")), MicroBatch{});
+}
+
+const StepFailure* Step::failure() const noexcept { return task_->failure(); }
+StepRecord Step::record() const { return task_->record(); }
+
+balance::StepTimings StepRecord::timings(std::size_t device_count) const {
+  balance::StepTimings timings{.devices = std::vector<std::vector<balance::MicroBatchTiming>>(device_count),
+                               .step_seconds = compute_seconds};
+  for (const ClaimRecord& claim : claims) {
+    timings.devices[claim.micro_batch.device_index].push_back(
+        {claim.micro_batch.size(), claim.finish_seconds - claim.start_seconds, claim.excluded});
+  }
+  return timings;
+}
+
+std::vector<std::int64_t> StepRecord::items(std::size_t device_count) const {
+  std::vector<std::int64_t> items(device_count, 0);
+  for (const ClaimRecord& claim : claims) items[claim.micro_batch.device_index] += claim.micro_batch.size();
+  return items;
+}
+
+void Step::rethrow_failure() const {
+  const StepFailure* failure = task_->failure();
+  if (failure == nullptr) return;
+  const MicroBatch& at = failure->micro_batch;
+  const std::string& device = group_.devices()[at.device_index].name;
+  const auto message = [&](const char* what) {
+    return at.size() > 0 ? fmt::format("step: {} failed at items [{}, {}): {}. Nothing was committed.", device, at.begin, at.end, what)
+                         : fmt::format("step: {} failed: {}. Nothing was committed.", device, what);
+  };
+  try {
+    std::rethrow_exception(failure->error);
+  } catch (const Cancelled&) {
+    throw;
+  } catch (const std::exception& error) {
+    std::throw_with_nested(Error(message(error.what()), device));
+  } catch (...) {
+    std::throw_with_nested(Error(message("an exception that is no std::exception"), device));
+  }
+}
+
+StepRecord run_step(const DeviceGroup& group, const std::shared_ptr<StepProgram>& program, StepOptions options,
+                    const DeviceGroup::Between& between) {
+  Step step(group, program, std::move(options));
+  step.start();
+  if (!step.wait(between)) {
+    step.cancel();
+    step.wait();
+  }
+  step.rethrow_failure();
+  return step.record();
+}
+
+}  // namespace paceline

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/observe/event_ring.hpp>
+
+#include <algorithm>
+
+namespace paceline::observe {
+
+EventRing::EventRing(std::size_t capacity) : capacity_(std::max<std::size_t>(capacity, 1)) { events_.reserve(capacity_); }
+
+void EventRing::push(const Event& event) {
+  const std::lock_guard lock(mutex_);
+  if (events_.size() < capacity_) {
+    events_.push_back(event);
+  } else {
+    events_[static_cast<std::size_t>(pushed_ % capacity_)] = event;
+  }
+  ++pushed_;
+}
+
+std::vector<Event> EventRing::snapshot() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<Event> ordered = events_;
+  if (pushed_ > capacity_) {
+    std::rotate(ordered.begin(), ordered.begin() + static_cast<std::ptrdiff_t>(pushed_ % capacity_), ordered.end());
+  }
+  return ordered;
+}
+
+std::uint64_t EventRing::pushed() const {
+  const std::lock_guard lock(mutex_);
+  return pushed_;
+}
+
+const char* name_of(EventKind kind) noexcept {
+  switch (kind) {
+    case EventKind::step:
+      return "step";
+    case EventKind::micro_batch:
+      return "micro_batch";
+    case EventKind::reduction:
+      return "reduction";
+    case EventKind::move:
+      return "move";
+    case EventKind::failure:
+      return "failure";
+  }
+  return "unknown";
+}
+
+}  // namespace paceline::observe

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/observe/metrics.hpp>
+
+#include <algorithm>
+#include <utility>
+
+namespace paceline::observe {
+
+MetricsRecorder::MetricsRecorder(std::vector<std::string> device_names) {
+  for (std::string& name : device_names) {
+    DeviceMetrics device;
+    device.name = std::move(name);
+    total_.devices.push_back(std::move(device));
+  }
+}
+
+void MetricsRecorder::add(const StepSample& sample) {
+  const std::lock_guard lock(mutex_);
+  for (std::size_t d = 0; d < total_.devices.size(); ++d) {
+    DeviceMetrics& device = total_.devices[d];
+    device.items += sample.items[d];
+    device.last_items = sample.items[d];
+    device.busy_seconds += sample.busy_seconds[d];
+    device.idle_seconds += std::max(0.0, sample.compute_seconds - sample.busy_seconds[d]);
+  }
+  if (window_.size() < kWindow) {
+    window_.push_back(sample);
+  } else {
+    window_[static_cast<std::size_t>(total_.steps) % kWindow] = sample;
+  }
+  ++total_.steps;
+  total_.moves += sample.moved ? 1 : 0;
+  total_.compute_seconds += sample.compute_seconds;
+  total_.step_seconds += sample.step_seconds;
+}
+
+Metrics MetricsRecorder::snapshot() const {
+  const std::lock_guard lock(mutex_);
+  Metrics metrics = total_;
+  double busiest = 0.0;
+  double sum = 0.0;
+  for (std::size_t d = 0; d < metrics.devices.size(); ++d) {
+    double busy = 0.0;
+    double items = 0.0;
+    for (const StepSample& sample : window_) {
+      busy += sample.busy_seconds[d];
+      items += static_cast<double>(sample.items[d]);
+    }
+    metrics.devices[d].items_per_second = busy > 0.0 ? items / busy : 0.0;
+    busiest = std::max(busiest, busy);
+    sum += busy;
+  }
+  if (sum > 0.0) metrics.imbalance = busiest * static_cast<double>(metrics.devices.size()) / sum - 1.0;
+  return metrics;
+}
+
+}  // namespace paceline::observe

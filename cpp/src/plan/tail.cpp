@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/plan/tail.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <limits>
+
+#include <paceline/error.hpp>
+#include <paceline/plan/chunks.hpp>
+
+namespace paceline::plan {
+namespace {
+
+// More than half of a share held back would be self-scheduling, not a plan with corrections.
+constexpr double kMostHeldBack = 0.5;
+
+std::int64_t round_up(double items, std::int64_t granularity) {
+  return static_cast<std::int64_t>(std::ceil(items / static_cast<double>(granularity))) * granularity;
+}
+
+}  // namespace
+
+TailPlan plan_tail(std::span<const std::int64_t> shares, std::span<const CostModel> models,
+                   std::span<const double> noise, std::int64_t granularity, double margin) {
+  TailPlan plan;
+  plan.first_chunks.assign(shares.begin(), shares.end());
+  plan.floor = std::max<std::int64_t>(granularity, 1);
+  if (models.empty() || noise.empty()) return plan;
+  if (models.size() != shares.size() || noise.size() != shares.size() || granularity < 1) {
+    throw InvalidArgument("plan_tail: shares, models and noise need one entry per device, and granularity at least 1.");
+  }
+
+  double spread_seconds = 0.0;
+  double correction_seconds = std::numeric_limits<double>::infinity();
+  std::int64_t floor = std::numeric_limits<std::int64_t>::max();
+  std::size_t active = 0;
+  for (std::size_t d = 0; d < shares.size(); ++d) {
+    if (shares[d] == 0) continue;
+    ++active;
+    spread_seconds = std::max(spread_seconds, noise[d] * models[d].seconds(shares[d]));
+    correction_seconds = std::min(correction_seconds, models[d].fixed_seconds());
+    floor = std::min(floor, correction_floor(models[d], 0.5, granularity));
+  }
+  if (active < 2 || spread_seconds <= correction_seconds) return plan;
+
+  plan.floor = floor;
+  for (std::size_t d = 0; d < shares.size(); ++d) {
+    if (shares[d] == 0) continue;
+    const double part = std::min(kMostHeldBack, margin * noise[d]);
+    // Held back in whole grains; a remainder that is no multiple stays in the chunk.
+    const std::int64_t held = std::min(round_up(part * static_cast<double>(shares[d]), granularity),
+                                       shares[d] / 2 / granularity * granularity);
+    plan.first_chunks[d] = shares[d] - held;
+    plan.pool += held;
+  }
+  if (plan.pool < plan.floor) {  // not even one correction: the chunks are the shares
+    plan.first_chunks.assign(shares.begin(), shares.end());
+    plan.pool = 0;
+  }
+  return plan;
+}
+
+}  // namespace paceline::plan

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/runtime/device_group.hpp>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <unordered_set>
+#include <utility>
+
+#include <paceline/error.hpp>
+#include <paceline/runtime/blocking.hpp>
+
+#include "runtime/group_workers.hpp"
+
+namespace paceline {
+namespace {
+
+std::vector<Device> checked(std::vector<Device> devices) {
+  if (devices.empty()) {
+    throw InvalidArgument("DeviceGroup: no devices given. Name at least one, e.g. \"host:0\"; paceline::devices() lists them.");
+  }
+  std::unordered_set<std::string> seen;
+  for (const Device& device : devices) {
+    if (!seen.insert(device.name).second) {
+      throw InvalidArgument(fmt::format("DeviceGroup: {} is named twice. Each device has one worker: name it once.", device.name),
+                            device.name);
+    }
+  }
+  return devices;
+}
+
+std::vector<Device> found(std::span<const std::string> names) {
+  std::vector<Device> devices;
+  for (const std::string& name : names) devices.push_back(find_device(name));
+  return devices;
+}
+
+// How long a wait may go without letting the caller look for signals.
+constexpr std::chrono::milliseconds kBetweenInterval{50};
+
+}  // namespace
+
+DeviceGroup DeviceGroup::all() { return DeviceGroup(paceline::devices()); }
+
+DeviceGroup::DeviceGroup(std::vector<Device> devices)
+    : workers_(std::make_shared<GroupWorkers>(checked(std::move(devices)))) {}
+DeviceGroup::DeviceGroup(std::span<const std::string> names) : DeviceGroup(found(names)) {}
+DeviceGroup::~DeviceGroup() = default;
+DeviceGroup::DeviceGroup(const DeviceGroup&) = default;
+DeviceGroup& DeviceGroup::operator=(const DeviceGroup&) = default;
+DeviceGroup::DeviceGroup(DeviceGroup&&) noexcept = default;
+DeviceGroup& DeviceGroup::operator=(DeviceGroup&&) noexcept = default;
+
+std::size_t DeviceGroup::size() const noexcept { return workers_->devices().size(); }
+const std::vector<Device>& DeviceGroup::devices() const noexcept { return workers_->devices(); }
+
+void DeviceGroup::submit(const std::shared_ptr<GroupTask>& task) { workers_->submit(task); }
+
+bool DeviceGroup::wait(GroupTask& task, const Between& between) {
+  const auto signal = task.signal_;
+  const auto done = [&] { return task.complete(); };
+  for (;;) {
+    {
+      const BlockingRegion region;
+      if (signal->wait_for(kBetweenInterval, done)) return true;
+    }
+    if (between && !between()) return task.complete();
+  }
+}
+
+bool DeviceGroup::run(const std::shared_ptr<GroupTask>& task, const Between& between) {
+  submit(task);
+  return wait(*task, between);
+}
+
+bool DeviceGroup::busy() const noexcept { return workers_->busy(); }
+void DeviceGroup::close(std::chrono::nanoseconds timeout) { workers_->close(timeout); }
+bool DeviceGroup::closed() const noexcept { return workers_->closed(); }
+
+}  // namespace paceline

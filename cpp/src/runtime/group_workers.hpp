@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <paceline/runtime/device.hpp>
+#include <paceline/runtime/group_task.hpp>
+
+namespace paceline {
+
+namespace detail {
+
+/// Where the caller of a task sleeps. Shared by the task and the group, so that a late worker may still knock.
+class TaskSignal {
+ public:
+  void wake() noexcept;
+  /// Sleeps until `done()` or the time is over; the value of done().
+  template <class Done>
+  bool wait_for(std::chrono::nanoseconds timeout, Done done) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, timeout, done);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+};
+
+/// One worker's mailbox. Owned jointly by the group and the thread: a thread that is left behind still finds it.
+struct Mailbox {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::shared_ptr<GroupTask> task;
+  bool stop = false;
+  std::atomic<bool> exited{false};
+};
+
+}  // namespace detail
+
+/// The workers behind the handles of one group.
+class GroupWorkers {
+ public:
+  explicit GroupWorkers(std::vector<Device> devices);
+  ~GroupWorkers();
+  GroupWorkers(const GroupWorkers&) = delete;
+  GroupWorkers& operator=(const GroupWorkers&) = delete;
+
+  [[nodiscard]] const std::vector<Device>& devices() const noexcept { return devices_; }
+  void submit(const std::shared_ptr<GroupTask>& task);
+  [[nodiscard]] bool busy() const noexcept;
+  void close(std::chrono::nanoseconds timeout);
+  [[nodiscard]] bool closed() const noexcept { return closed_.load(); }
+
+ private:
+  struct Threads;   // everything a forked child must not touch
+
+  void require_usable(const char* call) const;
+  [[nodiscard]] bool forked() const noexcept;
+
+  std::vector<Device> devices_;
+  pid_t owner_;
+  std::atomic<bool> closed_{false};
+  Threads* threads_;   // leaked on purpose in a forked child
+};
+
+}  // namespace paceline
