@@ -1,0 +1,198 @@
+# What the scripts (tests/run, examples/run, .ci/*) share: make a Python environment and fetch what a build needs, on a machine that
+# has python3 >= 3.10, a C++ compiler and git, and perhaps nothing else. To be sourced by bash, under set -euo pipefail.
+#
+# Debian packages come by apt-get where that is allowed (root, or sudo that asks for no password), else they are unpacked below the
+# build folder without any rights; everything from PyPI goes into a virtual environment. Nothing else on the machine changes.
+#
+#   PYTHON               the interpreter to make the environment with (python3)
+#   PACELINE_BUILD_DIR   where everything that is built goes (build/ in the checkout)
+#   PACELINE_VENV        the virtual environment (venv/ in the build folder), made when it is not there
+#   PACELINE_WERROR      ON: warnings in our own C++ are errors (OFF)
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+absolute() { case "$1" in /*) echo "$1" ;; *) echo "$PWD/$1" ;; esac; }
+build_dir="$(absolute "${PACELINE_BUILD_DIR:-$root/build}")"
+venv="$(absolute "${PACELINE_VENV:-$build_dir/venv}")"
+debian_dir="$build_dir/debian"
+werror="${PACELINE_WERROR:-OFF}"
+jobs="$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)"
+mkdir -p "$build_dir"
+
+say() { printf '\n== %s\n' "$*"; }
+note() { printf -- '-- %s\n' "$*" >&2; }
+die() {
+  printf 'error: %s\n' "$*" >&2
+  exit 1
+}
+
+# Runs a command as root if that needs no password; fails otherwise.
+as_root() {
+  if [ "$(id -u)" = 0 ]; then
+    "$@"
+  else
+    command -v sudo >/dev/null && sudo -n true 2>/dev/null && sudo -n "$@"
+  fi
+}
+
+apt_updated=no
+# debian_install PACKAGE...: installs Debian packages; fails where that is not possible.
+debian_install() {
+  command -v apt-get >/dev/null && as_root true || return 1
+  note "installing $*"
+  local log="$build_dir/apt.log"
+  local install=(as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@")
+  if "${install[@]}" >"$log" 2>&1 </dev/null; then return 0; fi
+  if [ "$apt_updated" = no ]; then
+    apt_updated=yes
+    as_root apt-get update >>"$log" 2>&1 </dev/null || true
+    if "${install[@]}" >>"$log" 2>&1 </dev/null; then return 0; fi
+  fi
+  note "apt-get could not install $* (see $log)"
+  return 1
+}
+
+# debian_unpack PACKAGE...: downloads packages and unpacks them below the build folder; needs no rights.
+debian_unpack() {
+  command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || return 1
+  local apt=(apt-get) log="$build_dir/apt.log" lists="$build_dir/apt"
+  mkdir -p "$debian_dir/archives"
+  note "unpacking $* into $debian_dir"
+  (
+    cd "$debian_dir/archives"
+    if ! "${apt[@]}" download "$@" >"$log" 2>&1 </dev/null; then
+      # No package lists on this machine: keep some of our own.
+      mkdir -p "$lists/lists/partial" "$lists/cache/archives/partial"
+      apt+=(-o "Dir::State::lists=$lists/lists" -o "Dir::Cache=$lists/cache" -o Debug::NoLocking=1)
+      "${apt[@]}" update >>"$log" 2>&1 </dev/null && "${apt[@]}" download "$@" >>"$log" 2>&1 </dev/null
+    fi
+    for package in "$@"; do
+      dpkg-deb -x "$package"_*.deb "$debian_dir"
+    done
+  ) || return 1
+}
+
+debian_get() { debian_install "$@" || debian_unpack "$@"; }
+
+compiler="${CXX:-c++}"
+has_header() { echo "#include <$1>" | "$compiler" -x c++ -E - >/dev/null 2>&1; }
+
+# need_header HEADER WHAT PACKAGE...: makes sure that HEADER can be included.
+need_header() {
+  local header="$1" what="$2"
+  shift 2
+  has_header "$header" && return 0
+  debian_get "$@" || true
+  has_header "$header" || die "$what is missing and could not be fetched. Install it (on Debian: apt-get install $*) and try again."
+}
+
+# What was unpacked earlier, or will be, is found without further ado.
+use_unpacked() {
+  export CPLUS_INCLUDE_PATH="$debian_dir/usr/include${CPLUS_INCLUDE_PATH:+:$CPLUS_INCLUDE_PATH}"
+  export CMAKE_PREFIX_PATH="$debian_dir/usr${CMAKE_PREFIX_PATH:+:$CMAKE_PREFIX_PATH}"
+  local multiarch
+  multiarch="$("$compiler" -print-multiarch 2>/dev/null || true)"
+  if [ -n "$multiarch" ]; then
+    export CPLUS_INCLUDE_PATH="$debian_dir/usr/include/$multiarch:$CPLUS_INCLUDE_PATH"
+    export LD_LIBRARY_PATH="$debian_dir/usr/lib/$multiarch${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+  fi
+}
+
+has_pip() { [ -x "$venv/bin/python" ] && "$venv/bin/python" -m pip --version >/dev/null 2>&1; }
+
+# Makes the virtual environment and puts it first on PATH. Debian's python3 comes without ensurepip, so there are several ways, from
+# the plainest on.
+need_venv() {
+  if ! has_pip; then
+    local python="${PYTHON:-python3}" version wheel
+    command -v "$python" >/dev/null || die "$python is not there: paceline needs Python >= 3.10"
+    version="$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || die "$python is Python $version; paceline needs >= 3.10"
+    say "Python $version environment in $venv"
+    rm -rf "$venv"
+    "$python" -m venv "$venv" >/dev/null 2>&1 || true
+    if ! has_pip && debian_install "python$version-venv"; then
+      rm -rf "$venv"
+      "$python" -m venv "$venv" >/dev/null 2>&1 || true
+    fi
+    if ! has_pip && "$python" -m pip --version >/dev/null 2>&1; then
+      rm -rf "$venv"
+      "$python" -m pip install -q --target "$build_dir/virtualenv" virtualenv &&
+        PYTHONPATH="$build_dir/virtualenv" "$python" -m virtualenv -q "$venv" || true
+    fi
+    if ! has_pip && debian_unpack python3-pip-whl; then
+      rm -rf "$venv"
+      "$python" -m venv --without-pip "$venv" || true
+      wheel="$(echo "$debian_dir"/usr/share/python-wheels/pip-*.whl)"
+      PYTHONPATH="$wheel" "$venv/bin/python" -m pip install -q pip || true
+    fi
+    has_pip || die "cannot make a virtual environment: install Python's venv module (on Debian: apt-get install python3-venv)"
+  fi
+  export VIRTUAL_ENV="$venv" PATH="$venv/bin:$PATH" PIP_DISABLE_PIP_VERSION_CHECK=1
+  unset PYTHONHOME
+}
+
+# pip_once REQUIREMENT...: installs into the environment, and does not ask the index again for what it has installed once.
+pip_once() {
+  local stamp="$venv/.paceline-requirements"
+  touch "$stamp"
+  grep -qxF -- "$*" "$stamp" && return 0
+  note "pip install $*"
+  "$venv/bin/python" -m pip install -q "$@"
+  printf '%s\n' "$*" >>"$stamp"
+}
+
+# What [build-system] of pyproject.toml asks for, one a line. (Python 3.10 has no tomllib.)
+build_requirements() {
+  "$venv/bin/python" - "$root/pyproject.toml" <<'PYTHON'
+import ast, pathlib, re, sys
+
+text = pathlib.Path(sys.argv[1]).read_text()
+print(*ast.literal_eval(re.search(r"^requires = (\[.*?\])", text, re.S | re.M)[1]), sep="\n")
+PYTHON
+}
+
+# CMake, Ninja and what the build needs from PyPI.
+have_build_tools=no
+need_build_tools() {
+  [ "$have_build_tools" = no ] || return 0
+  have_build_tools=yes
+  command -v "$compiler" >/dev/null || die "no C++ compiler: $compiler is not there (on Debian: apt-get install g++)"
+  use_unpacked
+  need_venv
+  local requirements
+  mapfile -t requirements < <(build_requirements)
+  pip_once "pip>=23.1" # older ones know no --config-settings
+  pip_once "${requirements[@]}" "cmake>=3.28" "ninja>=1.11"
+}
+
+# install_paceline [EXTRA,...]: builds the wheel, again only where something changed, and installs it with its extras. Without pip's
+# isolation, which would put the build tools into a new folder each time and so compile everything anew.
+install_paceline() {
+  need_build_tools
+  need_python_headers
+  note "pip install .${1:+[$1]}"
+  "$venv/bin/python" -m pip install -q --no-build-isolation --config-settings=build-dir="$build_dir/wheel" \
+    --config-settings=cmake.define.PACELINE_WERROR="$werror" "$root${1:+[$1]}"
+}
+
+need_python_headers() {
+  local include version
+  include="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')"
+  version="$(basename "$include")"
+  if [ ! -e "$include/Python.h" ]; then
+    [ -e "$debian_dir/usr/include/$version/Python.h" ] || debian_install "lib$version-dev" ||
+      debian_unpack "lib$version-dev" libexpat1-dev zlib1g-dev || true
+    [ -e "$include/Python.h" ] || [ -e "$debian_dir/usr/include/$version/Python.h" ] ||
+      die "Python.h is missing and could not be fetched. Install it (on Debian: apt-get install python3-dev) and try again."
+  fi
+  # Unpacked ones lie where nobody looks; FindPython takes the folder as given.
+  if [ ! -e "$include/Python.h" ]; then
+    export CMAKE_ARGS="${CMAKE_ARGS:+$CMAKE_ARGS }-DPython_INCLUDE_DIR=$debian_dir/usr/include/$version"
+  fi
+}
+
+# The checkers, pinned: a newer one may judge differently.
+need_checkers() {
+  need_build_tools
+  pip_once "ruff==0.17.5" "mypy==2.4.1" "clang-format==23.1.5" "pybind11-stubgen==3.0.0"
+}

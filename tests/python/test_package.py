@@ -1,0 +1,83 @@
+"""The package as installed: what importing it does and does not do, and what the wheel holds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import paceline
+import pytest
+
+PACKAGE = Path(paceline.__file__).parent
+
+
+def run_fresh(program: str) -> str:
+    """Run `program` in a new interpreter, since this one has imported everything already."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("heavy", ["torch", "numpy"])
+def test_import_leaves_heavy_packages_alone(heavy: str) -> None:
+    assert run_fresh(f"import sys, paceline; print({heavy!r} in sys.modules)") == "False"
+
+
+def test_import_starts_no_thread() -> None:
+    count = "len(list(pathlib.Path('/proc/self/task').iterdir()))"
+    assert run_fresh(f"import pathlib; a = {count}; import paceline; print({count} - a)") == "0"
+
+
+def test_import_prints_nothing() -> None:
+    assert run_fresh("import paceline") == ""
+
+
+def test_import_configures_no_logging() -> None:
+    program = (
+        "import logging; import paceline; print(logging.getLogger().handlers, sorted(logging.root.manager.loggerDict))"
+    )
+    assert run_fresh(program) == "[] []"
+
+
+def test_everything_in_all_can_be_imported() -> None:
+    assert len(paceline.__all__) == len(set(paceline.__all__))
+    missing = [name for name in paceline.__all__ if not hasattr(paceline, name)]
+    assert missing == []
+
+
+def test_version_is_the_one_of_the_metadata() -> None:
+    assert paceline.__version__ == metadata.version("paceline")
+
+
+def test_package_is_typed() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+    assert (PACKAGE / "_core" / "__init__.pyi").is_file()
+
+
+def test_wheel_holds_one_library() -> None:
+    files = metadata.files("paceline")
+    assert files is not None
+    libraries = [str(file) for file in files if "libpaceline" in file.name]
+    assert libraries == ["paceline/libpaceline.so"]
+    binaries = [file.name for file in files if ".so" in file.suffixes and file.name != "libpaceline.so"]
+    assert len(binaries) == 1
+    assert binaries[0].startswith("_core.")
+
+
+def test_wheel_keeps_headers_and_sources_out() -> None:
+    files = metadata.files("paceline")
+    assert files is not None
+    assert [str(file) for file in files if file.suffix in {".hpp", ".cpp", ".cmake", ".a"}] == []
+
+
+def test_binding_finds_the_library_beside_it() -> None:
+    maps = run_fresh("import paceline, pathlib; print(pathlib.Path('/proc/self/maps').read_text())")
+    loaded = {line.split()[-1] for line in maps.splitlines() if "libpaceline" in line}
+    assert loaded == {str(PACKAGE.resolve() / "libpaceline.so")}
+
+
+def test_command_line_program_is_installed() -> None:
+    scripts = metadata.entry_points(group="console_scripts", name="paceline")
+    assert [script.value for script in scripts] == ["paceline._cli:main"]
