@@ -1,4 +1,4 @@
-"""Checks of a built wheel: `wheel FILE` looks inside it, `import FOLDER` times the import of what was unpacked into FOLDER."""
+"""Checks of a built wheel: `wheel FILE` looks inside it, `import FOLDER` times the import from where it was unpacked."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check_wheel(wheel: Path) -> list[str]:
 
 
 def check_import(folder: Path) -> list[str]:
-    """What is wrong with importing the package from `folder`; the quickest of several runs is the one that nobody disturbed."""
+    """What is wrong with importing the package from `folder`; the quickest of several runs is the undisturbed one."""
     seconds = []
     for _ in range(IMPORT_RUNS):
         done = subprocess.run(

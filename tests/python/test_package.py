@@ -7,8 +7,9 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-import paceline
 import pytest
+
+import paceline
 
 PACKAGE = Path(paceline.__file__).parent
 
