@@ -11,8 +11,9 @@ void bind_plan(pybind11::module_& module);
 void bind_balance(pybind11::module_& module);
 void bind_sim(pybind11::module_& module);
 void bind_runtime(pybind11::module_& module);
+// The part of `runtime` that finds devices; called by bind_runtime.
+void bind_device(pybind11::module_& module);
 void bind_comm(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
-void bind_observe(pybind11::module_& module);
 
 }  // namespace paceline::python

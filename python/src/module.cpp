@@ -14,8 +14,6 @@ PYBIND11_MODULE(_core, module) {
   paceline::python::bind_sim(sim);
   auto runtime = module.def_submodule("runtime");
   paceline::python::bind_runtime(runtime);
-  auto observe = module.def_submodule("observe");
-  paceline::python::bind_observe(observe);
   auto comm = module.def_submodule("comm");
   paceline::python::bind_comm(comm);
   auto engine = module.def_submodule("engine");

@@ -1,8 +1,92 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include <paceline/runtime/blocking.hpp>
+#include <paceline/runtime/device_group.hpp>
+
 #include "bindings.hpp"
 
-namespace paceline::python {
+namespace py = pybind11;
 
-void bind_runtime(pybind11::module_&) {}
+namespace paceline::python {
+namespace {
+
+// Every wait of the library lets go of the interpreter, whoever started it: a worker may need it to come to an end, also when
+// the wait is in a destructor that the garbage collector runs.
+void* let_go() {
+  if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) return nullptr;
+  return PyEval_SaveThread();
+}
+
+void take_back(void* token) { PyEval_RestoreThread(static_cast<PyThreadState*>(token)); }
+
+std::chrono::nanoseconds seconds(double value) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(value));
+}
+
+DeviceGroup make_group(const std::variant<std::string, std::vector<std::variant<std::string, Device>>>& devices) {
+  if (const auto* name = std::get_if<std::string>(&devices)) {
+    if (*name == "auto") return DeviceGroup::all();
+    return DeviceGroup(std::vector<Device>{find_device(*name)});
+  }
+  std::vector<Device> found;
+  for (const auto& entry : std::get<1>(devices)) {
+    found.push_back(std::holds_alternative<Device>(entry) ? std::get<Device>(entry) : find_device(std::get<std::string>(entry)));
+  }
+  return DeviceGroup(std::move(found));
+}
+
+std::string repr(const DeviceGroup& group) {
+  std::string names;
+  for (const Device& device : group.devices()) names += (names.empty() ? "" : ", ") + device.name;
+  return "<paceline.DeviceGroup [" + names + "]" + (group.closed() ? " closed>" : ">");
+}
+
+}  // namespace
+
+void bind_runtime(py::module_& module) {
+  set_blocking_hooks({.enter = let_go, .leave = take_back});
+  bind_device(module);
+  // Before the interpreter goes down: workers hold a thread state, and some may wait for the interpreter.
+  py::module_::import("atexit").attr("register")(py::cpp_function([] { DeviceGroup::close_all(); }));
+
+  py::class_<DeviceGroup>(module, "DeviceGroup", py::is_weakrefable(),
+                          R"(An ordered set of devices and one worker thread per device.
+
+The workers live until `close()`, the end of a ``with`` block, or the last reference. They are pinned to their device's cores and
+park when there is nothing to do. After ``fork`` (a DataLoader worker) the child has none: there every call raises `Unavailable`.
+
+Parameters
+----------
+devices
+    ``"auto"``, one name such as ``"host:0"``, or a list of names and `Device` objects. `paceline.devices()` lists them.
+
+Raises
+------
+InvalidArgument
+    If a device does not exist, is named twice, or none is given.)")
+      .def(py::init(&make_group), py::arg("devices") = "auto")
+      .def_property_readonly("devices", &DeviceGroup::devices, "The devices, in order.")
+      .def_property_readonly("closed", &DeviceGroup::closed, "True once the workers have been ended.")
+      .def_property_readonly("busy", &DeviceGroup::busy, "True while the workers are at a task.")
+      .def("__len__", &DeviceGroup::size)
+      .def("__repr__", &repr)
+      .def(
+          "close", [](DeviceGroup& group, double timeout) { group.close(seconds(timeout)); }, py::arg("timeout") = 10.0,
+          R"(End and join the workers; idempotent.
+
+Raises
+------
+Timeout
+    If a worker is inside user code that does not return within `timeout` seconds; it is left behind and the error names it.)")
+      .def("__enter__", [](py::object self) { return self; })
+      .def("__exit__", [](DeviceGroup& group, const py::args&) { group.close(); });
+}
 
 }  // namespace paceline::python

@@ -3,7 +3,7 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
+#include <mutex>
 #include <unordered_set>
 #include <utility>
 
@@ -35,6 +35,27 @@ std::vector<Device> found(std::span<const std::string> names) {
   return devices;
 }
 
+// The open groups, for close_all(). Weak: being listed keeps no worker alive.
+struct Registry {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<GroupWorkers>> groups;
+};
+
+// Leaked on purpose: groups may be made and closed while static objects are being destroyed.
+Registry& registry() {
+  static auto* instance = new Registry;
+  return *instance;
+}
+
+std::shared_ptr<GroupWorkers> start(std::vector<Device> devices) {
+  auto workers = std::make_shared<GroupWorkers>(std::move(devices));
+  Registry& all = registry();
+  const std::lock_guard lock(all.mutex);
+  std::erase_if(all.groups, [](const auto& group) { return group.expired(); });
+  all.groups.push_back(workers);
+  return workers;
+}
+
 // How long a wait may go without letting the caller look for signals.
 constexpr std::chrono::milliseconds kBetweenInterval{50};
 
@@ -43,7 +64,7 @@ constexpr std::chrono::milliseconds kBetweenInterval{50};
 DeviceGroup DeviceGroup::all() { return DeviceGroup(paceline::devices()); }
 
 DeviceGroup::DeviceGroup(std::vector<Device> devices)
-    : workers_(std::make_shared<GroupWorkers>(checked(std::move(devices)))) {}
+    : workers_(start(checked(std::move(devices)))) {}
 DeviceGroup::DeviceGroup(std::span<const std::string> names) : DeviceGroup(found(names)) {}
 DeviceGroup::~DeviceGroup() = default;
 DeviceGroup::DeviceGroup(const DeviceGroup&) = default;
@@ -76,5 +97,23 @@ bool DeviceGroup::run(const std::shared_ptr<GroupTask>& task, const Between& bet
 bool DeviceGroup::busy() const noexcept { return workers_->busy(); }
 void DeviceGroup::close(std::chrono::nanoseconds timeout) { workers_->close(timeout); }
 bool DeviceGroup::closed() const noexcept { return workers_->closed(); }
+
+void DeviceGroup::close_all(std::chrono::nanoseconds timeout) noexcept {
+  std::vector<std::shared_ptr<GroupWorkers>> open;
+  {
+    Registry& all = registry();
+    const std::lock_guard lock(all.mutex);
+    for (const auto& group : all.groups) {
+      if (auto workers = group.lock()) open.push_back(std::move(workers));
+    }
+  }
+  for (const auto& workers : open) {
+    try {
+      workers->close(timeout);
+    } catch (const Error&) {
+      // Left behind, as documented: at the end of a process there is nobody to tell.
+    }
+  }
+}
 
 }  // namespace paceline

@@ -66,6 +66,10 @@ class PACELINE_API DeviceGroup {
   void close(std::chrono::nanoseconds timeout = std::chrono::seconds(10));
   [[nodiscard]] bool closed() const noexcept;
 
+  /// Closes every group of this process that is still open: for the end of a program or of a language runtime. Never throws; workers
+  /// that do not come back are left behind.
+  static void close_all(std::chrono::nanoseconds timeout = std::chrono::seconds(5)) noexcept;
+
  private:
   std::shared_ptr<GroupWorkers> workers_;
 };

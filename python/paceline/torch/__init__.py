@@ -1,0 +1,13 @@
+"""PyTorch on all devices of one machine: `DataParallel`.
+
+Needs PyTorch, which this package does not install by itself: ``pip install "paceline[torch]"``.
+"""
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    raise ImportError("paceline.torch needs PyTorch, which is not installed: pip install 'paceline[torch]'") from error
+
+from paceline.torch._trainer import DataParallel
+
+__all__ = ["DataParallel"]

@@ -1,0 +1,187 @@
+"""Splitting a batch: any nest of tuples, lists, dicts and dataclasses with tensors in it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paceline import InvalidArgument
+
+Slicer = Callable[[int, int], Any]
+
+
+class Batch:
+    """A batch that can be cut along its items.
+
+    Tensors with dimensions are cut along dimension 0, as views; everything else goes along unchanged.
+
+    Raises
+    ------
+    InvalidArgument
+        If there is nothing to cut, if two leaves disagree about the number of items, or if a leaf looks like items but
+        is not a tensor. The message names the leaf.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._sized: list[tuple[str, int]] = []
+        self._lists: list[tuple[str, int, str]] = []
+        slicer = self._slicer(data, "batch")
+        if not self._sized:
+            raise InvalidArgument(
+                "batch: no tensor with dimensions in it, so there are no items to split. Pass tensors whose dimension 0 is the item."
+            )
+        first_path, self.size = self._sized[0]
+        for path, size in self._sized:
+            if size != self.size:
+                raise InvalidArgument(
+                    f"batch: {path} has {size} items along dimension 0, but {first_path} has {self.size}. All tensors of a batch need the "
+                    "same length there; make what belongs to the whole batch 0-dimensional, or give it to loss_fn by a closure."
+                )
+        if self.size == 0:
+            raise InvalidArgument(f"batch: {first_path} has no items (its dimension 0 is 0). Skip empty batches.")
+        for path, size, kind in self._lists:
+            if size == self.size:
+                raise InvalidArgument(
+                    f"batch: {path} is {kind} of {size}, one for each item, and cannot be split. Pass a tensor: numbers by "
+                    "torch.as_tensor, other objects by a tensor of their indices that loss_fn looks up. What belongs to the whole batch "
+                    "goes in as a tuple."
+                )
+        if slicer is None:  # cannot happen with a sized leaf; keeps the type checker honest
+            raise InvalidArgument("batch: nothing to split.")
+        self._slice = slicer
+
+    def slice(self, begin: int, end: int) -> Any:
+        """Items ``[begin, end)``, in the same nest."""
+        return self._slice(begin, end)
+
+    def _slicer(self, node: Any, path: str) -> Slicer | None:
+        """What cuts `node`, or None if it goes along unchanged."""
+        if isinstance(node, torch.Tensor):
+            return self._tensor(node, path)
+        if dataclasses.is_dataclass(node) and not isinstance(node, type):
+            return self._dataclass(node, path)
+        if isinstance(node, (dict, UserDict)):
+            return self._mapping(node, path)
+        if isinstance(node, (list, tuple)):
+            return self._sequence(node, path)
+        shape = getattr(node, "shape", None)
+        if isinstance(shape, tuple) and shape and isinstance(shape[0], int):
+            self._lists.append((path, shape[0], f"an array ({type(node).__name__})"))
+        return None
+
+    def _tensor(self, node: torch.Tensor, path: str) -> Slicer | None:
+        if node.dim() == 0:
+            return None
+        if node.requires_grad:
+            raise InvalidArgument(
+                f"batch: {path} requires grad. Gradients of inputs are not collected from the devices; pass {path}.detach()."
+            )
+        self._sized.append((path, node.shape[0]))
+        return lambda begin, end: node[begin:end]
+
+    def _dataclass(self, node: Any, path: str) -> Slicer | None:
+        parts = self._parts((field.name, getattr(node, field.name), f"{path}.{field.name}") for field in dataclasses.fields(node))
+        if not parts:
+            return None
+
+        def cut(begin: int, end: int) -> Any:
+            result = copy.copy(node)
+            for name, slicer in parts:
+                object.__setattr__(result, name, slicer(begin, end))  # frozen dataclasses too
+            return result
+
+        return cut
+
+    def _mapping(self, node: Any, path: str) -> Slicer | None:
+        parts = self._parts((key, value, f"{path}[{key!r}]") for key, value in node.items())
+        if not parts:
+            return None
+
+        def cut(begin: int, end: int) -> Any:
+            result = copy.copy(node)
+            for key, slicer in parts:
+                result[key] = slicer(begin, end)
+            return result
+
+        return cut
+
+    def _sequence(self, node: Any, path: str) -> Slicer | None:
+        names = getattr(node, "_fields", None)
+        parts = self._parts(
+            (index, value, f"{path}.{names[index]}" if names else f"{path}[{index}]") for index, value in enumerate(node)
+        )
+        if not parts:
+            if isinstance(node, list) and node:
+                self._lists.append((path, len(node), f"a list of {type(node[0]).__name__}"))
+            return None
+
+        def cut(begin: int, end: int) -> Any:
+            values = list(node)
+            for index, slicer in parts:
+                values[index] = slicer(begin, end)
+            if names:
+                return type(node)(*values)
+            return values if type(node) is list else type(node)(values)
+
+        return cut
+
+    def _parts(self, entries: Any) -> list[tuple[Any, Slicer]]:
+        parts = []
+        for key, value, path in entries:
+            slicer = self._slicer(value, path)
+            if slicer is not None:
+                parts.append((key, slicer))
+        return parts
+
+
+def concatenate(outputs: list[tuple[int, int, Any]], path: str = "output") -> Any:
+    """Put the outputs of slices back together along dimension 0, in the order of the items.
+
+    Parameters
+    ----------
+    outputs
+        ``(begin, end, output)`` for slices that cover the batch; `output` is a tensor or a nest of them.
+
+    Raises
+    ------
+    InvalidArgument
+        If a leaf is not a tensor with one row per item. The message names it.
+    """
+    outputs = sorted(outputs, key=lambda entry: entry[0])
+    return _join([(end - begin, output) for begin, end, output in outputs], path)
+
+
+def _join(pieces: list[tuple[int, Any]], path: str) -> Any:
+    first = pieces[0][1]
+    if isinstance(first, torch.Tensor):
+        for items, piece in pieces:
+            if piece.dim() == 0 or piece.shape[0] != items:
+                raise InvalidArgument(
+                    f"predict: {path} has shape {tuple(piece.shape)} for {items} items. Return tensors whose dimension 0 is the item; "
+                    "a value for the whole batch cannot be put together from slices."
+                )
+        return first if len(pieces) == 1 else torch.cat([piece for _, piece in pieces])
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        result = copy.copy(first)
+        for field in dataclasses.fields(first):
+            joined = _join([(items, getattr(piece, field.name)) for items, piece in pieces], f"{path}.{field.name}")
+            object.__setattr__(result, field.name, joined)
+        return result
+    if isinstance(first, (dict, UserDict)):
+        result = copy.copy(first)
+        for key in first:
+            result[key] = _join([(items, piece[key]) for items, piece in pieces], f"{path}[{key!r}]")
+        return result
+    if isinstance(first, (list, tuple)):
+        values = [_join([(items, piece[index]) for items, piece in pieces], f"{path}[{index}]") for index in range(len(first))]
+        if hasattr(first, "_fields"):
+            return type(first)(*values)
+        return type(first)(values)
+    if first is None and all(piece is None for _, piece in pieces):
+        return None
+    raise InvalidArgument(f"predict: {path} is {type(first).__name__}, not a tensor, so it cannot be put together from slices.")

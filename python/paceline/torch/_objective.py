@@ -1,0 +1,88 @@
+"""The objective of a step: a weighted sum over items, divided once by the total weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from paceline import InvalidArgument
+
+Reduction = Literal["mean", "sum"]
+Weight = torch.Tensor | Callable[[Any], torch.Tensor]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Objective:
+    """Turns what ``loss_fn`` returns for a slice into the slice's term of the objective.
+
+    With W the sum of the weights w_k over the whole batch (default: the number of items, all w_k = 1) and s a slice:
+
+    ============ ========= =========================================
+    `reduction`  loss      term
+    ============ ========= =========================================
+    mean         scalar    (sum of w_k over s) * l_s / W
+    mean         1-D       (sum over k in s of w_k * l_k) / W
+    sum          scalar    l_s / W
+    sum          1-D       (sum over k in s of l_k) / W
+    ============ ========= =========================================
+
+    Raises
+    ------
+    InvalidArgument
+        If the weights are not 1-D with one per item, not finite, or do not sum to more than zero.
+    """
+
+    def __init__(self, batch: Any, size: int, reduction: Reduction, weight: Weight | None) -> None:
+        self._mean = reduction == "mean"
+        self._size = size
+        self._weights: torch.Tensor | None = None
+        self.total: int | float = size
+        if weight is None:
+            return
+        values = weight if isinstance(weight, torch.Tensor) else weight(batch)
+        if not isinstance(values, torch.Tensor) or values.dim() != 1 or values.shape[0] != size:
+            shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+            raise InvalidArgument(f"weight: {shape} for a batch of {size} items; a 1-D tensor with one weight per item is needed.")
+        if values.is_complex():
+            raise InvalidArgument("weight: complex weights; real ones are needed.")
+        # On the host, and exact: integers stay integers, everything else is summed in double precision.
+        values = values.detach().to("cpu", torch.float64 if values.is_floating_point() else torch.int64)
+        self._weights = values
+        self.total = values.sum().item()
+        if not math.isfinite(self.total) or self.total <= 0:
+            raise InvalidArgument(
+                f"weight: the weights of the batch sum to {self.total}; the objective is divided by that sum, so it must be positive and "
+                "finite. Skip batches without weight."
+            )
+
+    def idle(self, begin: int, end: int) -> bool:
+        """Whether no item of the slice counts. Such a slice is not run: its mean may be 0/0."""
+        return self._weights is not None and not bool(self._weights[begin:end].any())
+
+    def term(self, loss: Any, begin: int, end: int) -> torch.Tensor:
+        """The slice's term, 0-dimensional, with its graph."""
+        items = end - begin
+        if not isinstance(loss, torch.Tensor) or loss.dim() > 1 or (loss.dim() == 1 and loss.shape[0] != items):
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{type(loss).__name__}"
+            raise InvalidArgument(
+                f"loss_fn returned {got} for a slice of {items} items; a 0-dim tensor or a 1-D tensor with one loss per item is needed."
+            )
+        if loss.dtype in _HALF:
+            loss = loss.float()  # the division by W must not round to half precision
+        if loss.dim() == 0:
+            factor = (self._weight_of(begin, end) if self._mean else 1) / self.total
+        else:
+            if self._mean and self._weights is not None:
+                loss = loss * self._weights[begin:end].to(loss.device, loss.dtype)
+            loss = loss.sum()
+            factor = 1 / self.total
+        return loss if factor == 1 else loss * factor
+
+    def _weight_of(self, begin: int, end: int) -> int | float:
+        if self._weights is None:
+            return end - begin
+        return self._weights[begin:end].sum().item()

@@ -1,0 +1,221 @@
+"""Replicas: modules of their own for every device, with the user's parameters inside."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline import InvalidArgument
+
+Replicate = Callable[[nn.Module], nn.Module]
+
+
+def alias_of(parameter: nn.Parameter) -> nn.Parameter:
+    """A leaf with the parameter's storage and version counter, and a ``.grad`` of its own.
+
+    ``detach`` shares the version counter, so a write in place during a step is noticed; assigning ``.data`` would not.
+    """
+    alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    if type(parameter) is not nn.Parameter:
+        alias.__class__ = type(parameter)
+    return alias
+
+
+def named_slots(module: nn.Module) -> list[tuple[str, dict[str, Any], str, nn.Parameter]]:
+    """Every place that holds a parameter, tied ones included: (qualified name, the module's dict, the name in it, the parameter)."""
+    slots = []
+    for prefix, owner in module.named_modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                slots.append((f"{prefix}.{name}" if prefix else name, owner._parameters, name, parameter))
+    return slots
+
+
+def check_parameters(module: nn.Module, device_type: str, shared: bool) -> None:
+    """Raise for parameters that this library cannot train, with the reason."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise InvalidArgument(f"DataParallel: parameter {name} is not initialised yet (a lazy module). Run one forward pass first.")
+        if parameter.device.type != device_type:
+            raise InvalidArgument(
+                f"DataParallel: parameter {name} is on {parameter.device}, but the devices compute on '{device_type}'. Move the module "
+                f"there first: module.to('{device_type}')."
+            )
+        if not shared:
+            continue
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise InvalidArgument(
+                f"DataParallel: parameter {name} has a gradient hook. With two or more devices it would see the gradient of a slice, not of "
+                "the batch, so it is refused. Remove it and work on .grad after step(), or use one device."
+            )
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    memo: dict[int, Any] = {id(parameter): alias_of(parameter) for parameter in module.parameters()}
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise InvalidArgument(
+            f"DataParallel: the module cannot be copied for a second device: {_culprit(module, error)}. Give replicate=, a callable that "
+            "takes the module and returns a new one of the same structure; the user's parameters are put into it."
+        ) from error
+
+
+def _culprit(module: nn.Module, error: Exception) -> str:
+    """Which attribute of which submodule refuses to be copied."""
+    for prefix, owner in module.named_modules():
+        memo: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
+        memo.update({id(child): child for child in owner.children()})
+        memo[id(owner)] = owner
+        for name, value in vars(owner).items():
+            if name in ("_parameters", "_modules"):
+                continue
+            entries = value.items() if name == "_buffers" else [(name, value)]
+            for entry, content in entries:
+                try:
+                    copy.deepcopy(content, memo)
+                except Exception as reason:
+                    path = f"{prefix}.{entry}" if prefix else entry
+                    return f"attribute '{path}' ({type(content).__name__}): {reason}"
+    return str(error)
+
+
+def _made_by(replicate: Replicate, module: nn.Module) -> nn.Module:
+    replica = replicate(module)
+    if not isinstance(replica, nn.Module) or replica is module:
+        raise InvalidArgument("DataParallel: replicate(module) must return a new nn.Module, not the module itself.")
+    theirs = {name: (slots, key, parameter) for name, slots, key, parameter in named_slots(replica)}
+    ours = named_slots(module)
+    aliases: dict[int, nn.Parameter] = {}
+    for name, _, _, parameter in ours:
+        if name not in theirs or theirs[name][2].shape != parameter.shape:
+            raise InvalidArgument(f"DataParallel: what replicate(module) returned has no parameter {name} of shape {tuple(parameter.shape)}.")
+        slots, key, _ = theirs[name]
+        slots[key] = aliases.setdefault(id(parameter), alias_of(parameter))
+    return replica
+
+
+class Replica:
+    """One device's module. `parameters` are in the order of the user's ``module.parameters()``."""
+
+    def __init__(self, module: nn.Module, source: nn.Module, shared: bool) -> None:
+        self.module = module
+        self.shared = shared  # False: it is the user's module itself
+        by_name = dict(module.named_parameters(remove_duplicate=False))
+        self.parameters = [by_name[name] for name, _ in source.named_parameters()]
+        self.strides = [parameter.stride() for parameter in self.parameters]
+        self.modules = list(module.modules())
+        self.buffers = Buffers(source, module) if shared else None
+
+    def clear_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+class Buffers:
+    """The buffers of a replica, kept equal to the user's before each step and brought back after it.
+
+    Version counters tell what changed since the last copy, so a large constant buffer is copied once.
+    """
+
+    def __init__(self, source: nn.Module, replica: nn.Module) -> None:
+        self._pairs: list[tuple[str, dict[str, Any], dict[str, Any], str]] = []
+        for (prefix, ours), (_, theirs) in zip(source.named_modules(), replica.named_modules(), strict=True):
+            for name, value in ours._buffers.items():
+                if value is not None:
+                    self._pairs.append((f"{prefix}.{name}" if prefix else name, ours._buffers, theirs._buffers, name))
+        self._seen: list[tuple[int, int, int, int] | None] = [None] * len(self._pairs)
+
+    def _state(self, index: int) -> tuple[int, int, int, int]:
+        _, ours, theirs, name = self._pairs[index]
+        a, b = ours[name], theirs[name]
+        return (id(a), a._version, id(b), b._version)
+
+    def pull(self) -> None:
+        """The user's values into the replica."""
+        for index in range(len(self._pairs)):
+            if self._seen[index] == self._state(index):
+                continue
+            _, ours, theirs, name = self._pairs[index]
+            if theirs[name].shape == ours[name].shape and theirs[name].dtype == ours[name].dtype:
+                theirs[name].copy_(ours[name])
+            else:
+                theirs[name] = ours[name].clone()
+            self._seen[index] = self._state(index)
+
+    def push(self) -> None:
+        """The replica's values back into the user's module."""
+        for index in range(len(self._pairs)):
+            if self._seen[index] == self._state(index):
+                continue
+            _, ours, theirs, name = self._pairs[index]
+            if theirs[name].shape == ours[name].shape and theirs[name].dtype == ours[name].dtype:
+                ours[name].copy_(theirs[name])
+            else:
+                ours[name] = theirs[name].clone()
+            self._seen[index] = self._state(index)
+
+
+class Replicas:
+    """The replicas of one trainer, and whether they still fit the user's module."""
+
+    def __init__(self, module: nn.Module, device_count: int, device_type: str, replicate: Replicate | None) -> None:
+        self._module = module
+        self._device_count = device_count
+        self._device_type = device_type
+        self._replicate = replicate
+        self.list: list[Replica] = []
+        self._build()
+
+    def _build(self) -> None:
+        shared = self._device_count > 1
+        check_parameters(self._module, self._device_type, shared)
+        self.parameters = list(self._module.parameters())
+        self.names = [name for name, _ in self._module.named_parameters()]
+        self._slots = named_slots(self._module)
+        self._modules = list(self._module.modules())
+        self._sizes = [(len(m._modules), len(m._parameters), len(m._buffers)) for m in self._modules]
+        self._storages = [parameter.data_ptr() for parameter in self.parameters]
+        if shared:
+            make: Replicate = _copied if self._replicate is None else lambda module: _made_by(self._replicate, module)  # type: ignore[arg-type]
+            self.list = [Replica(make(self._module), self._module, True) for _ in range(self._device_count)]
+        else:
+            self.list = [Replica(self._module, self._module, False)]
+
+    def refresh(self) -> None:
+        """Before a step: follow what the user changed on the module. Costs a pass over cached lists."""
+        if not self._fits():
+            self._build()
+        if self._device_count == 1:
+            return
+        for index, parameter in enumerate(self.parameters):
+            for replica in self.list:
+                if replica.parameters[index].requires_grad != parameter.requires_grad:
+                    replica.parameters[index].requires_grad_(parameter.requires_grad)
+        for replica in self.list:
+            for ours, theirs in zip(self._modules, replica.modules, strict=False):
+                if theirs.training != ours.training:
+                    theirs.training = ours.training
+            if replica.buffers is not None:
+                replica.buffers.pull()
+
+    def _fits(self) -> bool:
+        """Whether structure, identity and storage of the parameters are those that the replicas were made from."""
+        for module, sizes in zip(self._modules, self._sizes, strict=True):
+            if (len(module._modules), len(module._parameters), len(module._buffers)) != sizes:
+                return False
+        for _, slots, key, parameter in self._slots:
+            if slots.get(key) is not parameter:
+                return False
+        return all(parameter.data_ptr() == storage for parameter, storage in zip(self.parameters, self._storages, strict=True))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module` or a part of it runs through ``torch.compile``."""
+    return any(
+        type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None for part in module.modules()
+    )

@@ -1,0 +1,174 @@
+"""What the workers run in one step or one prediction."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.torch._batch import Batch
+from paceline.torch._caller_state import CallerState, RecomputeWatch, prepare_worker
+from paceline.torch._gradients import View, views
+from paceline.torch._objective import Objective
+from paceline.torch._replicas import Replica
+
+LossFunction = Callable[[nn.Module, Any], torch.Tensor]
+
+DONE = 0
+DONE_BUT_NO_EVIDENCE = 1
+FAILED = -1
+
+
+class Seen:
+    """Which micro-batch sizes each device has run before: a first run may compile, allocate and choose algorithms."""
+
+    def __init__(self, device_count: int, compiled: bool) -> None:
+        self.compiled = compiled
+        self.sizes: list[set[int]] = [set() for _ in range(device_count)]
+        self.gate = CompileGate()
+
+
+class CompileGate:
+    """Compiled modules: first calls of a size run alone, all others together. Dynamo is not thread-safe while it compiles."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._running = 0
+        self._compiling = False
+
+    @contextlib.contextmanager
+    def enter(self, first: bool) -> Any:
+        with self._condition:
+            self._condition.wait_for(lambda: not self._compiling and not (first and self._running))
+            self._compiling = first
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._running -= 1
+                if first:
+                    self._compiling = False
+                self._condition.notify_all()
+
+
+class Run:
+    """The common frame: caller's state around every slice, failures kept with their traceback."""
+
+    def __init__(self, batch: Batch, replicas: list[Replica], seen: Seen, state: CallerState, thread_counts: list[int]) -> None:
+        self.batch = batch
+        self.replicas = replicas
+        self.seen = seen
+        self.state = state
+        self.thread_counts = thread_counts
+        self.failures: list[tuple[int, int, int, BaseException]] = []
+
+    def body(self, device: int, begin: int, end: int, last: bool) -> int:
+        try:
+            prepare_worker(self.thread_counts[device])
+            return self.state.contexts[device].run(self._slice, device, begin, end)
+        except BaseException as error:
+            self.failures.append((device, begin, end, error))
+            return FAILED
+
+    def finish(self, device: int) -> list[View | None] | None:
+        return []
+
+    def _slice(self, device: int, begin: int, end: int) -> int:
+        sizes = self.seen.sizes[device]
+        first = not sizes or (self.seen.compiled and end - begin not in sizes)
+        gate = self.seen.gate.enter(first) if self.seen.compiled else contextlib.nullcontext()
+        with gate, self.state.replayed():
+            ran = self.compute(device, begin, end)
+        if ran:
+            sizes.add(end - begin)
+        return DONE if ran and not first else DONE_BUT_NO_EVIDENCE
+
+    def compute(self, device: int, begin: int, end: int) -> bool:
+        raise TypeError("Run.compute is for subclasses")
+
+
+class TrainRun(Run):
+    """Forward, backward and the slice's term of the objective."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        replicas: list[Replica],
+        seen: Seen,
+        state: CallerState,
+        thread_counts: list[int],
+        *,
+        loss_fn: LossFunction,
+        objective: Objective,
+        scale: torch.Tensor | None,
+        names: list[str],
+    ) -> None:
+        super().__init__(batch, replicas, seen, state, thread_counts)
+        self.loss_fn = loss_fn
+        self.objective = objective
+        self.scale = scale
+        self.names = names
+        self.terms: list[tuple[int, torch.Tensor]] = []
+        self.left_out: dict[int, set[int]] = {}
+        # Recomputation draws from the one generator that all host devices share; a compiled module manages its own.
+        self.watches = [RecomputeWatch() for _ in replicas] if len(replicas) > 1 and not seen.compiled else []
+
+    def compute(self, device: int, begin: int, end: int) -> bool:
+        if self.objective.idle(begin, end):
+            return False
+        loss = self.loss_fn(self.replicas[device].module, self.batch.slice(begin, end))
+        term = self.objective.term(loss, begin, end)
+        self.terms.append((begin, term.detach()))
+        with self.watches[device] if self.watches else contextlib.nullcontext():
+            (term if self.scale is None else term * self.scale).backward()  # type: ignore[no-untyped-call]
+        return True
+
+    def finish(self, device: int) -> list[View | None] | None:
+        if len(self.replicas) == 1:
+            return []
+        try:
+            found, left_out = views(self.replicas[device], self.names)
+        except BaseException as error:
+            self.failures.append((device, 0, 0, error))
+            return None
+        self.left_out[device] = set(left_out)
+        return found
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether a forward was run again inside a backward (activation checkpointing)."""
+        return any(watch.seen for watch in self.watches)
+
+    def loss(self) -> torch.Tensor:
+        """The objective: the sum of the terms, in the order of the items."""
+        terms = [term for _, term in sorted(self.terms, key=lambda entry: entry[0])]
+        return terms[0].clone() if len(terms) == 1 else torch.stack(terms).sum()
+
+
+class PredictRun(Run):
+    """Forward only."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        replicas: list[Replica],
+        seen: Seen,
+        state: CallerState,
+        thread_counts: list[int],
+        *,
+        fn: Callable[[nn.Module, Any], Any],
+    ) -> None:
+        super().__init__(batch, replicas, seen, state, thread_counts)
+        self.fn = fn
+        self.outputs: list[tuple[int, int, Any]] = []
+
+    def compute(self, device: int, begin: int, end: int) -> bool:
+        with torch.no_grad():
+            output = self.fn(self.replicas[device].module, self.batch.slice(begin, end))
+        self.outputs.append((begin, end, output))
+        return True

@@ -1,0 +1,317 @@
+"""`DataParallel`: the training step over all devices of one machine."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from paceline import Device, DeviceGroup, InvalidArgument, Unavailable
+from paceline._core.engine import Stepper
+from paceline.torch._batch import Batch, concatenate
+from paceline.torch._caller_state import CallerState, CallerThreads
+from paceline.torch._failures import raise_failure
+from paceline.torch._gradients import UserGradients
+from paceline.torch._objective import Objective, Reduction, Weight
+from paceline.torch._replicas import Replicas, Replicate, is_compiled
+from paceline.torch._run import LossFunction, PredictRun, Run, Seen, TrainRun
+
+Balance = Literal["auto", "even"] | Sequence[float]
+_DEVICE_TYPE = "cpu"  # of host devices, in PyTorch's words
+
+
+class DataParallel:
+    """Trains `module` on several devices of this machine, with exactly the gradient of one.
+
+    Every call of `step` splits one batch over the devices in proportion to what was measured of them, runs forward and backward on
+    persistent replicas that share the parameters, and commits the gradient of the *whole* batch to the parameters' ``.grad``.
+    The module stays the user's: its parameters are the trained ones and its ``state_dict`` is the single-device one.
+
+    Parameters
+    ----------
+    module
+        The module to train. With two or more devices it is copied once per device (parameters shared, buffers own); attributes other
+        than parameters, buffers, training mode and ``requires_grad`` that change later do not reach the copies.
+    devices
+        ``"auto"`` (all of them), names such as ``["host:0", "host:1"]``, or a `paceline.DeviceGroup`, which then stays open on `close`.
+    balance
+        ``"auto"``: shares follow the measured speeds, and a device that is done early takes over work. ``"even"``: equal shares.
+        A list with one number per device: fixed ratios. The last two never move work.
+    micro_batch
+        Items of one forward and backward; None: one large planned micro-batch per device, then small corrections where they pay.
+    reduction
+        What ``loss_fn`` returns: ``"mean"`` over the items of its slice (or, with `weight`, over their weight), or ``"sum"``.
+    replicate
+        ``replicate(module)`` returns a new module of the same structure, for modules that ``copy.deepcopy`` cannot copy.
+
+    Notes
+    -----
+    *Exact* means: for an objective that is a weighted sum over items, the gradient equals the single-device one up to the order of
+    floating-point sums. Losses that couple items (contrastive losses, BatchNorm in training) are no such sum; dropout stays valid but
+    draws other masks for another split.
+
+    While a trainer on host devices is open, the caller's own PyTorch operators run on one thread; `close` restores that.
+
+    Examples
+    --------
+    >>> with DataParallel(model) as trainer:                                     # doctest: +SKIP
+    ...     optimizer = trainer.optimizer(torch.optim.AdamW, lr=3e-4)
+    ...     for batch in loader:
+    ...         loss = trainer.step(lambda module, b: loss_fn(module(b[0]), b[1]), batch)
+    ...         optimizer.step(); optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: str | Sequence[str | Device] | DeviceGroup = "auto",
+        *,
+        balance: Balance = "auto",
+        micro_batch: int | None = None,
+        reduction: Reduction = "mean",
+        replicate: Replicate | None = None,
+    ) -> None:
+        if reduction not in ("mean", "sum"):
+            raise InvalidArgument(f"DataParallel: reduction is {reduction!r}; it must be 'mean' or 'sum'.")
+        if micro_batch is not None and micro_batch < 1:
+            raise InvalidArgument(f"DataParallel: micro_batch is {micro_batch}; it must be at least 1, or None to have it planned.")
+        policy, weights = _policy(balance)
+        self.module = module
+        self._reduction: Reduction = reduction
+        group = devices if isinstance(devices, DeviceGroup) else DeviceGroup(devices if isinstance(devices, str) else list(devices))
+        owned = group is not devices
+        try:
+            self._names = [device.name for device in group.devices]
+            self._thread_counts = [max(1, len(device.cores)) for device in group.devices]
+            self._options: dict[str, Any] = {"balance": policy, "weights": weights, "micro_batch": micro_batch or 0}
+            self._stepper = Stepper(group, **self._options)
+            self._predictor: Stepper | None = None
+            self._replicas = Replicas(module, len(group), _DEVICE_TYPE, replicate)
+        except BaseException:
+            if owned:
+                group.close()
+            raise
+        self.group = group
+        compiled = is_compiled(module)
+        self._seen = Seen(len(group), compiled)
+        self._seen_predicting = Seen(len(group), compiled)
+        CallerThreads.limit()
+        # Also runs at exit, before the interpreter is finalised, and when the trainer is dropped without close().
+        self._finalizer = weakref.finalize(self, _finalize, group if owned else None)
+
+    def step(
+        self,
+        loss_fn: LossFunction,
+        batch: Any,
+        weight: Weight | None = None,
+        scaler: Any = None,
+    ) -> torch.Tensor:
+        """Run one forward and backward over `batch` on all devices and add the gradient to the parameters' ``.grad``.
+
+        Parameters
+        ----------
+        loss_fn
+            ``loss_fn(module, slice)``, called once per micro-batch with a replica and a slice of `batch`: the loss, 0-dimensional or with
+            one entry per item of the slice.
+        batch
+            A tensor, or any nest of tuples, lists, dicts and dataclasses. Tensors with dimensions are split along dimension 0, where
+            all have the same length B; 0-dimensional tensors and other objects go along unchanged.
+        weight
+            What the mean is over: a 1-D tensor with one weight per item, or a callable that makes one from the whole batch, e.g. the
+            number of unmasked tokens. Default: every item counts 1. Slices without weight are not run.
+        scaler
+            A ``torch.amp.GradScaler``: gradients come out scaled, as after ``scaler.scale(loss).backward()``.
+
+        Returns
+        -------
+        torch.Tensor
+            The objective over the whole batch: 0-dimensional, detached, unscaled.
+
+        Raises
+        ------
+        InvalidArgument
+            For a batch, weight, loss or module that cannot be used; the message says what to do.
+        Exception
+            What `loss_fn` raised on a worker, with its own traceback and a note that names the device. Then gradients and buffers are as
+            before the step (random generators and Python state are not), and the next step works.
+        """
+        self._check_open("step")
+        if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+            mode = "inference mode" if torch.is_inference_mode_enabled() else "no_grad"
+            raise InvalidArgument(f"step: called under {mode}, so there would be no gradients. Leave it for the step, or use predict().")
+        whole = Batch(batch)
+        objective = Objective(batch, whole.size, self._reduction, weight)
+        with torch.no_grad():
+            self._replicas.refresh()
+            saved = self._saved_buffers()
+        scale = None if scaler is None or not scaler.is_enabled() else scaler.scale(torch.ones(()))
+        run = TrainRun(
+            whole,
+            self._replicas.list,
+            self._seen,
+            CallerState(_DEVICE_TYPE, len(self._names)),
+            self._thread_counts,
+            loss_fn=loss_fn,
+            objective=objective,
+            scale=scale,
+            names=self._replicas.names,
+        )
+        user = UserGradients(self._replicas)
+        drawn_before = torch.get_rng_state() if run.watches else None
+        try:
+            outcome = self._execute(self._stepper, run, whole.size)
+            user.check()
+            if drawn_before is not None and run.recomputed and not torch.equal(drawn_before, torch.get_rng_state()):
+                raise InvalidArgument(
+                    "step: random draws (dropout?) together with activation checkpointing on two or more host devices. Host devices share one "
+                    "random generator, so a recomputed forward would silently draw other masks than the first. Set dropout to 0, train "
+                    "without checkpointing, or use one device. Nothing was committed."
+                )
+            with torch.no_grad():
+                self._commit_buffers(outcome)
+                user.commit(run.left_out)
+            self._stepper.commit(outcome)
+            return run.loss()
+        except BaseException:
+            user.restore()
+            _restore(saved)
+            raise
+        finally:
+            self._drop_gradients()
+
+    def predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any] | None = None) -> Any:
+        """Run the module forward over `batch` on all devices, without gradients.
+
+        Parameters
+        ----------
+        batch
+            As for `step`.
+        fn
+            ``fn(module, slice)``; default ``module(slice)``. Returns a tensor, or a nest of them, whose dimension 0 is the item.
+
+        Returns
+        -------
+        Any
+            What `fn` returns, for the whole batch, in the order of the items. The training mode is the module's own.
+        """
+        self._check_open("predict")
+        whole = Batch(batch)
+        with torch.no_grad():
+            self._replicas.refresh()
+        if self._predictor is None:
+            self._predictor = Stepper(self.group, **self._options)
+        run = PredictRun(
+            whole,
+            self._replicas.list,
+            self._seen_predicting,
+            CallerState(_DEVICE_TYPE, len(self._names)),
+            self._thread_counts,
+            fn=fn if fn is not None else _forward,
+        )
+        outcome = self._execute(self._predictor, run, whole.size)
+        self._predictor.commit(outcome)
+        with torch.no_grad():
+            return concatenate(run.outputs)
+
+    def optimizer(self, cls: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
+        """An optimizer over the module's parameters: on host devices exactly ``cls(module.parameters(), **options)``."""
+        return cls(self.module.parameters(), **options)
+
+    @property
+    def shares(self) -> dict[str, int]:
+        """Items that each device really ran in the last step."""
+        return {name: entry["share"] for name, entry in self._stepper.metrics["devices"].items()}
+
+    def report(self) -> dict[str, Any]:
+        """Figures for a dashboard.
+
+        Returns
+        -------
+        dict
+            ``devices``: per name ``share`` (items of the last step), ``items``, ``busy_seconds``, ``idle_seconds`` (totals),
+            ``items_per_second`` (recent, while busy); ``imbalance`` (slowest busy time over the mean, minus 1; recent); ``moves`` (changes of
+            shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction).
+        """
+        return dict(self._stepper.metrics)
+
+    def events(self) -> list[dict[str, Any]]:
+        """The last events, oldest first: steps, micro-batches, reductions, moves, with their times in seconds."""
+        return list(self._stepper.events)
+
+    def explain(self) -> str:
+        """In words: what was seen, what was decided and why, what a move would gain."""
+        return self._stepper.explain()
+
+    def close(self) -> None:
+        """End the workers and give the caller its PyTorch threads back; idempotent. A `DeviceGroup` that was passed in stays open."""
+        self._finalizer()
+
+    def __enter__(self) -> DataParallel:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "open" if self._finalizer.alive else "closed"
+        return f"<paceline.torch.DataParallel {type(self.module).__name__} on {', '.join(self._names)}, {self._options['balance']}, {state}>"
+
+    def _check_open(self, call: str) -> None:
+        if not self._finalizer.alive:
+            raise Unavailable(f"{call}: the trainer is closed. Make a new one.")
+
+    def _execute(self, stepper: Stepper, run: Run, size: int) -> Any:
+        outcome = stepper.run(size, run.body, run.finish)
+        if run.failures:
+            device, begin, end, error = run.failures[0]
+            run.failures.clear()
+            raise_failure(error, self._names[device], begin, end)
+        return outcome
+
+    def _commit_buffers(self, outcome: Any) -> None:
+        if not self._replicas.list[0].shared:
+            return
+        ran = [0] * len(self._names)
+        for device, begin, end, *_ in outcome.claims:
+            ran[device] += end - begin
+        buffers = self._replicas.list[ran.index(max(ran))].buffers
+        if buffers is not None:
+            buffers.push()
+
+    def _saved_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """With one device the user's module itself runs: its buffers are kept for the case that the step fails."""
+        if self._replicas.list[0].shared:
+            return []
+        return [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+
+    def _drop_gradients(self) -> None:
+        if self._replicas.list[0].shared:
+            for replica in self._replicas.list:
+                replica.clear_gradients()
+
+
+def _policy(balance: Balance) -> tuple[str, list[float]]:
+    if isinstance(balance, str):
+        if balance not in ("auto", "even"):
+            raise InvalidArgument(f"DataParallel: balance is {balance!r}; it must be 'auto', 'even' or a list with one ratio per device.")
+        return balance, []
+    return "weighted", [float(ratio) for ratio in balance]
+
+
+def _forward(module: nn.Module, batch: Any) -> Any:
+    return module(batch)
+
+
+def _restore(saved: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    with torch.no_grad():
+        for buffer, value in saved:
+            buffer.copy_(value)
+
+
+def _finalize(group: DeviceGroup | None) -> None:
+    if group is not None:
+        group.close()
+    CallerThreads.restore()

@@ -1,8 +1,0 @@
-// SPDX-License-Identifier: Apache-2.0
-#include "bindings.hpp"
-
-namespace paceline::python {
-
-void bind_observe(pybind11::module_&) {}
-
-}  // namespace paceline::python

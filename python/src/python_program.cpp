@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "python_program.hpp"
+
+#include <cxxabi.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "worker_gil.hpp"
+
+namespace py = pybind11;
+
+namespace paceline::python {
+namespace {
+
+// Runs `call` with the interpreter held. CPython up to 3.13 ends a thread that comes back while the interpreter goes down by
+// unwinding its stack, which no C++ frame may swallow or stop: such a thread sleeps here until the process is gone.
+template <class Call>
+auto with_interpreter(Call call) {
+  try {
+    const WorkerGil gil;
+    return call();
+  } catch (abi::__forced_unwind&) {
+    for (;;) pause();
+  }
+}
+
+[[noreturn]] void fail() {
+  PyErr_Clear();
+  throw BodyFailed();
+}
+
+BufferView view_of(PyObject* entry) {
+  if (entry == Py_None) return {};
+  const py::tuple fields = py::reinterpret_borrow<py::tuple>(entry);
+  return {.data = reinterpret_cast<void*>(fields[0].cast<std::uintptr_t>()),
+          .count = fields[1].cast<std::size_t>(),
+          .dtype = static_cast<DType>(fields[2].cast<int>())};
+}
+
+}  // namespace
+
+PythonProgram::PythonProgram(py::object run, py::object finish, std::size_t device_count)
+    : run_(std::move(run)), finish_(std::move(finish)), gradients_(device_count) {}
+
+PythonProgram::~PythonProgram() {
+  if (!run_ && !finish_) return;
+  // Only an abandoned step comes here with its callables, on whatever thread was last.
+  if (interpreter_is_ending()) {
+    run_.release();
+    finish_.release();
+    return;
+  }
+  const py::gil_scoped_acquire gil;
+  release();
+}
+
+void PythonProgram::release() {
+  run_ = py::object();
+  finish_ = py::object();
+}
+
+bool PythonProgram::run(const MicroBatch& micro_batch) {
+  return with_interpreter([&] {
+    const py::object device = py::int_(micro_batch.device_index);
+    const py::object begin = py::int_(micro_batch.begin);
+    const py::object end = py::int_(micro_batch.end);
+    PyObject* arguments[] = {device.ptr(), begin.ptr(), end.ptr(), micro_batch.last ? Py_True : Py_False};
+    PyObject* result = PyObject_Vectorcall(run_.ptr(), arguments, 4, nullptr);
+    if (result == nullptr) fail();
+    const long code = PyLong_AsLong(result);
+    Py_DECREF(result);
+    if (code < 0) fail();
+    return code == 1;
+  });
+}
+
+void PythonProgram::finish(std::size_t device_index) {
+  with_interpreter([&] {
+    PyObject* result = PyObject_CallFunction(finish_.ptr(), "n", static_cast<Py_ssize_t>(device_index));
+    if (result == nullptr) fail();
+    const py::object owned = py::reinterpret_steal<py::object>(result);
+    if (owned.is_none()) fail();
+    std::vector<BufferView>& views = gradients_[device_index];
+    const Py_ssize_t count = PyList_Size(result);
+    if (count < 0) fail();
+    views.reserve(static_cast<std::size_t>(count));
+    for (Py_ssize_t i = 0; i < count; ++i) views.push_back(view_of(PyList_GET_ITEM(result, i)));
+    return 0;
+  });
+}
+
+std::unique_ptr<BlockReduction> PythonProgram::reduction() {
+  std::vector<ReductionSegment> segments;
+  std::size_t parameter_count = 0;
+  for (const auto& views : gradients_) parameter_count = std::max(parameter_count, views.size());
+  for (std::size_t p = 0; p < parameter_count; ++p) {
+    ReductionSegment segment;
+    for (const auto& views : gradients_) {
+      if (p >= views.size() || views[p].data == nullptr) continue;
+      segment.count = views[p].count;
+      segment.dtype = views[p].dtype;
+      segment.inputs.push_back(views[p].data);
+    }
+    if (segment.inputs.size() < 2) continue;   // nothing to add: the one device's gradient is the gradient
+    segment.output = const_cast<void*>(segment.inputs.front());
+    segments.push_back(std::move(segment));
+  }
+  if (segments.empty()) return nullptr;
+  return std::make_unique<BlockReduction>(std::move(segments));
+}
+
+}  // namespace paceline::python

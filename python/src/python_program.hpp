@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <vector>
+
+#include <paceline/comm/buffer_view.hpp>
+#include <paceline/engine/step.hpp>
+
+namespace paceline::python {
+
+/// The Python body said that it failed; it keeps the exception itself, with its traceback.
+class BodyFailed : public std::exception {
+ public:
+  [[nodiscard]] const char* what() const noexcept override { return "the Python body failed"; }
+};
+
+/// A step whose work is two Python callables.
+///
+/// run(device, begin, end, last) -> int: 0 done, 1 done but its time is no evidence, -1 failed (the callable has kept the exception).
+/// finish(device) -> list[tuple[int, int, int] | None] | None: the device's gradients in the common order of the parameters, each
+/// (address, elements, DType), None where there is none or where the caller combines it; None as a whole means failed.
+/// Gradients of one parameter are summed, in the order of the devices, into the first device's.
+class PythonProgram final : public StepProgram {
+ public:
+  PythonProgram(pybind11::object run, pybind11::object finish, std::size_t device_count);
+  ~PythonProgram() override;
+
+  bool run(const MicroBatch& micro_batch) override;
+  void finish(std::size_t device_index) override;
+  std::unique_ptr<BlockReduction> reduction() override;
+
+  /// Lets go of the callables. With the interpreter held, when no worker runs them any more.
+  void release();
+
+ private:
+  pybind11::object run_;
+  pybind11::object finish_;
+  std::vector<std::vector<BufferView>> gradients_;
+};
+
+}  // namespace paceline::python

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "worker_gil.hpp"
+
+namespace paceline::python {
+namespace {
+
+class ThreadState {
+ public:
+  ThreadState() : gil_(PyGILState_Ensure()), state_(PyThreadState_Get()) { PyEval_SaveThread(); }
+  ~ThreadState() {
+    if (interpreter_is_ending()) return;   // the interpreter frees what is left
+    PyEval_RestoreThread(state_);
+    PyGILState_Release(gil_);
+  }
+  ThreadState(const ThreadState&) = delete;
+  ThreadState& operator=(const ThreadState&) = delete;
+
+  void enter() { PyEval_RestoreThread(state_); }
+
+ private:
+  PyGILState_STATE gil_;
+  PyThreadState* state_;
+};
+
+ThreadState& this_thread() {
+  thread_local ThreadState state;
+  return state;
+}
+
+}  // namespace
+
+bool interpreter_is_ending() noexcept {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsInitialized() == 0 || Py_IsFinalizing() != 0;
+#else
+  return Py_IsInitialized() == 0 || _Py_IsFinalizing() != 0;
+#endif
+}
+
+WorkerGil::WorkerGil() { this_thread().enter(); }
+WorkerGil::~WorkerGil() { PyEval_SaveThread(); }
+
+}  // namespace paceline::python
