@@ -1,4 +1,4 @@
-"""Checks of a built wheel: `wheel FILE` looks inside it, `import FOLDER` times the import from where it was unpacked."""
+"""Checks of a wheel: `wheel FILE` looks inside it, `import FOLDER` times the import from where it was unpacked."""
 
 from __future__ import annotations
 

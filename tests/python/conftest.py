@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from importlib import metadata
-from pathlib import Path
+from importlib.util import find_spec
 
 import pytest
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Say which copy of the package is tested, and with which torch: the usual question when a test fails elsewhere."""
+    """Say which copies are tested, the usual question when a test fails elsewhere; without importing them."""
     del config
-    import paceline
-
-    lines = [f"paceline {metadata.version('paceline')} from {Path(paceline.__file__).parent}"]
-    try:
-        lines.append(f"torch {metadata.version('torch')}")
-    except metadata.PackageNotFoundError:
-        lines.append("torch is not installed")
+    lines = []
+    for package in ("paceline", "torch"):
+        spec = find_spec(package)
+        lines.append(
+            f"{package} {metadata.version(package)} from {spec.origin}" if spec else f"{package}: not installed"
+        )
     return lines
