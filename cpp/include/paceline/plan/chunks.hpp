@@ -21,29 +21,42 @@ struct ChunkOptions {
   std::int64_t granularity = 1;
 };
 
-/// The smallest correction for which the fixed cost is at most `overhead` of its time, at least 1.
-PACELINE_API std::int64_t correction_floor(const CostModel& model, double overhead = 0.5,
-                                           std::int64_t granularity = 1);
+/// The smallest correction for which the fixed cost is at most `overhead` of its time, at least 1, rounded up to a
+/// multiple of `granularity`. Where the time does not grow with the size no correction is worth it: the largest int64
+/// multiple.
+PACELINE_API std::int64_t correction_floor(const CostModel& model, double overhead = 0.5, std::int64_t granularity = 1);
 
-/// The micro-batch sizes of a share of `share` items, in the order they run; they sum to `share`.
+/// The micro-batch sizes of a share of `share` items, in the order they run; they sum to `share`. None for a share of
+/// 0.
 ///
-/// With fixed_size: equal micro-batches. Otherwise one large planned chunk, then corrections that halve
-/// (factoring, Hummel, Schonberg & Flynn 1992, after guided self-scheduling, Polychronopoulos & Kuck 1987), each
-/// floor * 2^k, so that few distinct sizes ever run.
+/// With fixed_size: equal micro-batches, the last one smaller if need be. Otherwise one large planned chunk, then
+/// corrections that halve: each is unit * 2^k, where unit is the floor rounded up to the granularity, and about half of
+/// what is left. Handing out a part of what is left, so that pieces shrink towards the end, is guided self-scheduling
+/// (Polychronopoulos & Kuck, IEEE Transactions on Computers 36(12), 1987); half of it a round is factoring (Hummel,
+/// Schonberg & Flynn, Communications of the ACM 35(8), 1992); a planned part by speed first is weighted factoring
+/// (Hummel, Schmidt, Uma & Wein, SPAA 1996).
+///
+/// At most 2 + log2(held back / unit) distinct sizes; what is no multiple of the unit goes into the planned chunk.
 PACELINE_API std::vector<std::int64_t> chunks(std::int64_t share, const ChunkOptions& options = {});
 
 /// What is known about a device when somebody claims in the tail of a step.
 struct TailDevice {
   CostModel model;
-  double free_at_seconds = 0.0;   ///< when it will have finished what it holds, on the step's clock
-  bool may_claim = true;          ///< it has not been told that its micro-batch is its last
+  double free_at_seconds = 0.0;  ///< when it will have finished what it holds, on the step's clock
+  bool may_claim = true;         ///< it has not been told that its micro-batch is its last
 };
 
 /// How many of `remaining` unclaimed items the device `claimer`, free at its free_at_seconds, should take now.
 ///
-/// Aims all devices at one common finish: T solves sum_i n_i(T) = remaining with n_i(T) the items that
-/// device i can finish by T. The claimer takes half of its part (factoring) while that is at least 2 * floor,
-/// rounded down to floor * 2^k * granularity, else all of its part. 0: others will finish the rest sooner.
+/// Aims all devices that may claim at one common finish: T solves sum_i n_i(T) = remaining with n_i(T) the items that
+/// device i can finish by T, its fixed cost included: a device that could not finish a grain by then has no part. The
+/// claimer takes half of its part (factoring, see chunks) while that is at least 2 * unit, rounded down to unit * 2^k
+/// with unit the floor rounded up to the granularity, else all of its part, which is then below 4 * unit. 0: others
+/// will finish the rest sooner, or it may not claim.
+///
+/// While devices that may claim ask whenever they are free, everything is handed out: the last one left is never told
+/// 0. Per step at most log2(remaining / unit) + 4 * unit / granularity distinct sizes. Pure; no allocation up to 16
+/// devices.
 PACELINE_API std::int64_t next_correction(std::int64_t remaining, std::span<const TailDevice> devices,
                                           std::int64_t claimer, std::int64_t floor, std::int64_t granularity = 1);
 

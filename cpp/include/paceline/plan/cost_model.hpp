@@ -20,7 +20,7 @@ struct CostPoint {
 ///
 /// Affine: seconds(n) = fixed + per_item * n. Table: linear between points, the first segment's line (never
 /// below zero) before the first point, the last segment's slope after the last. Both are nondecreasing in n,
-/// which is all that split_batch needs to be exact. A value type; safe to share between threads.
+/// rounding included, which is all that split_batch needs to be exact. A value type; safe to share between threads.
 class PACELINE_API CostModel {
  public:
   /// The free device: zero seconds for any share.
@@ -44,15 +44,15 @@ class PACELINE_API CostModel {
 
   [[nodiscard]] bool is_affine() const noexcept { return points_.empty(); }
   /// Seconds that do not depend on the size: the affine constant, or the table's value at n = 0.
-  [[nodiscard]] double fixed_seconds() const noexcept;
+  [[nodiscard]] double fixed_seconds() const noexcept { return fixed_seconds_; }
   /// Seconds each further item costs: the affine slope, or the table's mean slope over its range.
-  [[nodiscard]] double per_item_seconds() const noexcept;
+  [[nodiscard]] double per_item_seconds() const noexcept { return per_item_seconds_; }
   [[nodiscard]] const std::vector<CostPoint>& points() const noexcept { return points_; }
 
   friend bool operator==(const CostModel&, const CostModel&) = default;
 
  private:
-  double fixed_seconds_ = 0.0;
+  double fixed_seconds_ = 0.0;  // of a table: derived from the points, kept so that reading it costs nothing
   double per_item_seconds_ = 0.0;
   std::vector<CostPoint> points_;
 };

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace paceline::plan::detail {
+
+/// The last n in [low, high) for which `fits(n)` holds, where it holds at `low`, not at `high`, and changes once.
+///
+/// `guess` is where a formula in floating point puts the answer: exact or one off nearly always, so the neighbours are
+/// looked at first; where rounding makes long runs of equal values the search widens by doubling and stays O(log).
+template <class Fits>
+std::int64_t last_that_fits(std::int64_t low, std::int64_t high, std::int64_t guess, const Fits& fits) {
+  guess = std::clamp(guess, low, high - 1);
+  if (fits(guess)) {
+    low = guess;
+    for (std::int64_t step = 1; high - low > 1; step *= 2) {
+      const std::int64_t probe = low + std::min(step, high - low - 1);
+      if (!fits(probe)) {
+        high = probe;
+        break;
+      }
+      low = probe;
+    }
+  } else {
+    high = guess;
+    for (std::int64_t step = 1; high - low > 1; step *= 2) {
+      const std::int64_t probe = high - std::min(step, high - low - 1);
+      if (fits(probe)) {
+        low = probe;
+        break;
+      }
+      high = probe;
+    }
+  }
+  while (high - low > 1) {
+    const std::int64_t middle = low + (high - low) / 2;
+    (fits(middle) ? low : high) = middle;
+  }
+  return low;
+}
+
+/// A double as a count of items, saturating at `limit`; NaN and negatives give 0.
+inline std::int64_t to_count(double value, std::int64_t limit) {
+  if (!(value > 0.0)) return 0;
+  return value < static_cast<double>(limit) ? static_cast<std::int64_t>(value) : limit;
+}
+
+}  // namespace paceline::plan::detail

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include <paceline/error.hpp>
+#include <paceline/plan/split.hpp>
+
+#include "split_solver.hpp"
+
+namespace paceline::plan {
+namespace {
+
+using detail::BoundedLane;
+using detail::Candidate;
+using detail::Lane;
+using detail::SplitProblem;
+
+// Sums over thousands of devices stay far from overflow and every count is exact as a double.
+constexpr std::int64_t kLargestBatch = std::int64_t{1} << 50;
+
+void require_size(std::size_t size, std::size_t wanted, const char* what, const char* unit) {
+  if (size == 0 || size == wanted) return;
+  throw InvalidArgument(fmt::format("{} has {} entries where {} are needed ({}), or none", what, size, wanted, unit));
+}
+
+void require_seconds(double seconds, const char* what, std::size_t i) {
+  if (std::isfinite(seconds) && seconds >= 0.0) return;
+  throw InvalidArgument(fmt::format("{} at {} is {}; it must be finite and not negative", what, i, seconds));
+}
+
+void validate(std::int64_t batch_size, std::span<const CostModel> models, const SplitOptions& options) {
+  if (models.empty()) throw InvalidArgument("a batch cannot be split over no devices; pass one cost model per device");
+  if (batch_size < 0 || batch_size > kLargestBatch) {
+    throw InvalidArgument(fmt::format("batch_size is {}; it must be from 0 to {}", batch_size, kLargestBatch));
+  }
+  if (options.granularity < 1) {
+    throw InvalidArgument(
+        fmt::format("granularity is {}; shares are multiples of it, so it must be at least 1", options.granularity));
+  }
+  require_size(options.limits.size(), models.size(), "limits", "one per device");
+  require_size(options.previous.size(), models.size(), "previous", "one per device");
+  require_size(options.reduction_seconds.size(), models.size() + 1, "reduction_seconds",
+               "one per number of devices, from 0");
+  for (std::size_t i = 0; i < options.limits.size(); ++i) {
+    const ShareLimits& limits = options.limits[i];
+    if (limits.minimum < 0 || limits.maximum < limits.minimum) {
+      throw InvalidArgument(fmt::format("device {} has minimum {} and maximum {}; 0 <= minimum <= maximum must hold", i,
+                                        limits.minimum, limits.maximum));
+    }
+    require_seconds(limits.startup_seconds, "startup_seconds", i);
+  }
+  for (std::size_t i = 0; i < options.previous.size(); ++i) {
+    if (options.previous[i] < 0)
+      throw InvalidArgument(fmt::format("previous share {} is {}; shares are not negative", i, options.previous[i]));
+  }
+  for (std::size_t i = 1; i < options.reduction_seconds.size(); ++i) {
+    require_seconds(options.reduction_seconds[i], "reduction_seconds", i);
+  }
+}
+
+// The range of grains whose items, grains * granularity + offset, lie in [minimum, maximum].
+BoundedLane range_of(const Lane& lane, std::int64_t minimum, std::int64_t maximum, std::int64_t granularity,
+                     std::int64_t offset) {
+  const std::int64_t above = std::max<std::int64_t>(minimum - offset, 0);
+  const std::int64_t low = above / granularity + (above % granularity != 0 ? 1 : 0);
+  return {lane, low, maximum >= offset ? (maximum - offset) / granularity : -1};
+}
+
+SplitProblem problem_of(std::int64_t batch_size, std::span<const CostModel> models, const SplitOptions& options) {
+  SplitProblem problem;
+  problem.granularity = options.granularity;
+  problem.grains = batch_size / options.granularity;
+  problem.remainder = batch_size % options.granularity;
+  problem.has_previous = !options.previous.empty();
+  problem.reduction_seconds = options.reduction_seconds;
+  problem.candidates.resize(models.size());
+  for (std::size_t i = 0; i < models.size(); ++i) {
+    const ShareLimits limits = options.limits.empty() ? ShareLimits{} : options.limits[i];
+    const std::int64_t minimum = std::max<std::int64_t>(limits.minimum, 1);
+    const std::int64_t maximum = std::min(limits.maximum, batch_size);
+    if (!std::isfinite(models[i].seconds(maximum) + limits.startup_seconds)) {
+      throw InvalidArgument(
+          fmt::format("the cost model of device {} overflows at {} items; check its units", i, maximum));
+    }
+    Candidate& candidate = problem.candidates[i];
+    candidate.may_idle = limits.may_be_zero;
+    candidate.previous = options.previous.empty() ? 0 : options.previous[i];
+    candidate.work =
+        range_of({models[i], limits.startup_seconds, options.granularity, 0}, minimum, maximum, options.granularity, 0);
+    candidate.carry = {{}, 0, -1};
+    if (problem.remainder > 0) {
+      candidate.carry = range_of({models[i], limits.startup_seconds, options.granularity, problem.remainder}, minimum,
+                                 maximum, options.granularity, problem.remainder);
+    }
+  }
+  return problem;
+}
+
+std::int64_t saturating_add(std::int64_t a, std::int64_t b) {
+  return a > ShareLimits::kUnlimited - b ? ShareLimits::kUnlimited : a + b;
+}
+
+// Which constraint stands in the way: the limits alone, those with the granularity, or the gaps between zero and the
+// minimums.
+[[noreturn]] void throw_infeasible(std::int64_t batch_size, std::size_t device_count, const SplitOptions& options) {
+  std::int64_t most = 0;
+  std::int64_t least = 0;
+  std::int64_t most_in_grains = 0;
+  std::size_t gaps = 0;
+  for (std::size_t i = 0; i < device_count; ++i) {
+    const ShareLimits limits = options.limits.empty() ? ShareLimits{} : options.limits[i];
+    most = saturating_add(most, limits.maximum);
+    most_in_grains = saturating_add(most_in_grains, limits.maximum / options.granularity * options.granularity);
+    if (!limits.may_be_zero && limits.maximum == 0) {
+      throw InvalidArgument(
+          fmt::format("device {} must take part (may_be_zero is false), but its maximum is 0; raise the maximum "
+                      "or let it be zero",
+                      i));
+    }
+    if (!limits.may_be_zero) least = saturating_add(least, std::max<std::int64_t>(limits.minimum, 1));
+    if (limits.may_be_zero && limits.minimum > 1) ++gaps;
+  }
+  if (most < batch_size) {
+    throw InvalidArgument(
+        fmt::format("a batch of {} items does not fit: the maximums of the {} devices add up to {}; raise a maximum, "
+                    "add a device or make the batch smaller",
+                    batch_size, device_count, most));
+  }
+  if (least > batch_size) {
+    throw InvalidArgument(
+        fmt::format("a batch of {} items is too small: the minimums of the devices that must take part (may_be_zero is "
+                    "false) add up to {}; lower a minimum or let a device be zero",
+                    batch_size, least));
+  }
+  if (saturating_add(most_in_grains, batch_size % options.granularity) < batch_size) {
+    throw InvalidArgument(
+        fmt::format("a batch of {} items does not fit in shares that are multiples of the granularity {}: below their "
+                    "maximums the {} devices can take {}, and one share the remainder of {}; lower the granularity or "
+                    "make the maximums multiples of it",
+                    batch_size, options.granularity, device_count, most_in_grains, batch_size % options.granularity));
+  }
+  const char* searched = device_count > detail::kExactDevices && gaps > 0
+                             ? " (with more than 8 devices the search stops early and may have missed one)"
+                             : "";
+  throw InvalidArgument(fmt::format(
+      "no shares add up to a batch of {} items: {} devices have a minimum above one item, shares are multiples "
+      "of {} except one with the remainder of {}, and devices that must take part need at least {} items{}; "
+      "lower the minimums or the granularity, or raise the maximums",
+      batch_size, gaps, options.granularity, batch_size % options.granularity, least, searched));
+}
+
+}  // namespace
+
+Split split_batch(std::int64_t batch_size, std::span<const CostModel> models, const SplitOptions& options) {
+  validate(batch_size, models, options);
+  Split split;
+  if (batch_size == 0) {
+    const auto forced = [](const ShareLimits& limits) { return !limits.may_be_zero; };
+    if (std::any_of(options.limits.begin(), options.limits.end(), forced))
+      throw_infeasible(batch_size, models.size(), options);
+    split.shares.assign(models.size(), 0);
+    return split;
+  }
+  if (!detail::solve(problem_of(batch_size, models, options), split))
+    throw_infeasible(batch_size, models.size(), options);
+  return split;
+}
+
+}  // namespace paceline::plan

@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "split_solver.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+
+#include "water_level.hpp"
+
+namespace paceline::plan::detail {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// The largest double t >= 0 with t + reduction <= total in floating point; negative if there is none. By bisection on
+// the bits: doubles that are not negative are ordered as their representations are.
+double budget_before_reduction(double total, double reduction) {
+  if (reduction == 0.0) return total;
+  if (!(reduction <= total)) return -1.0;
+  std::uint64_t low = 0;
+  std::uint64_t high = std::bit_cast<std::uint64_t>(total) + 1;
+  while (high - low > 1) {
+    const std::uint64_t middle = low + (high - low) / 2;
+    (std::bit_cast<double>(middle) + reduction <= total ? low : high) = middle;
+  }
+  return std::bit_cast<double>(low);
+}
+
+class Solver {
+ public:
+  explicit Solver(const SplitProblem& problem) : problem_(problem), grains_(problem.candidates.size()) {}
+
+  bool solve(Split& split) {
+    double makespan = kInfinity;
+    bool settled = false;
+    if (is_plain()) {
+      if (!fill_plain()) return false;
+      makespan = finish_seconds();
+      settled = !problem_.has_previous && !has_tied_idle(makespan);
+    } else if (!find_makespan(makespan)) {
+      return false;
+    }
+    split.makespan_seconds = makespan;
+    if (problem_.has_previous && previous_is_optimal(makespan)) {
+      for (const Candidate& candidate : problem_.candidates) split.shares.push_back(candidate.previous);
+      return true;
+    }
+    if (!settled) settle(makespan);
+    for (std::size_t i = 0; i < grains_.size(); ++i) {
+      const std::int64_t rest = carries(i) ? problem_.remainder : 0;
+      split.shares.push_back(grains_[i] * problem_.granularity + rest);
+    }
+    return true;
+  }
+
+ private:
+  // Every device can take any number of grains between two bounds, and nothing else counts: one filling is the answer.
+  // Start-up and fixed costs do not matter here: a cost that is 0 for no work and jumps for the first grain is
+  // nondecreasing.
+  [[nodiscard]] bool is_plain() const {
+    return problem_.remainder == 0 && problem_.reduction_seconds.empty() &&
+           std::none_of(problem_.candidates.begin(), problem_.candidates.end(),
+                        [](const Candidate& c) { return c.has_gap(); });
+  }
+
+  bool fill_plain() {
+    lanes_.clear();
+    std::int64_t low = 0;
+    std::int64_t high = 0;
+    for (const Candidate& candidate : problem_.candidates) {
+      BoundedLane lane = candidate.work;
+      if (candidate.may_idle) {
+        lane.low = 0;
+        lane.high = std::max<std::int64_t>(lane.high, 0);
+      }
+      if (lane.low > lane.high) return false;
+      low += lane.low;
+      high += lane.high;
+      lanes_.push_back(lane);
+    }
+    if (low > problem_.grains || high < problem_.grains) return false;
+    fill_to_level(lanes_, problem_.grains, grains_);
+    return true;
+  }
+
+  [[nodiscard]] bool carries(std::size_t i) const { return !plan_.roles.empty() && role_carries(i); }
+  [[nodiscard]] bool role_carries(std::size_t i) const {
+    if (plan_.roles[i] == Role::keep) return problem_.candidates[i].previous % problem_.granularity != 0;
+    return plan_.roles[i] == Role::carry;
+  }
+
+  [[nodiscard]] double finish_seconds() const {
+    double finish = 0.0;
+    for (std::size_t i = 0; i < grains_.size(); ++i) {
+      if (grains_[i] > 0 || carries(i)) finish = std::max(finish, lanes_[i].lane.seconds(grains_[i]));
+    }
+    return finish;
+  }
+
+  // A device left idle that could have started on a tie: the order of preference wants it to work.
+  [[nodiscard]] bool has_tied_idle(double makespan) const {
+    for (std::size_t i = 0; i < grains_.size(); ++i) {
+      if (grains_[i] == 0 && lanes_[i].high > 0 && lanes_[i].lane.seconds(1) <= makespan) return true;
+    }
+    return false;
+  }
+
+  // Fills the devices of a plan of roles and returns when the last one finishes.
+  double fill_plan() {
+    lanes_ = plan_.lanes;
+    fill_to_level(lanes_, problem_.grains, grains_);
+    return finish_seconds();
+  }
+
+  bool fits(double budget, std::int64_t workers, double& finish) {
+    if (!find_roles(problem_, {.budget_seconds = budget, .working_devices = workers, .prefer_previous = false}, plan_))
+      return false;
+    finish = fill_plan();
+    return true;
+  }
+
+  // A bound from below that gaps, the remainder and reductions cannot beat: the whole grains alone, spread freely.
+  double relaxed_makespan() {
+    lanes_.clear();
+    std::int64_t high = 0;
+    for (const Candidate& candidate : problem_.candidates) {
+      lanes_.push_back({candidate.work.lane, 0, std::max<std::int64_t>(candidate.work.high, 0)});
+      high += lanes_.back().high;
+    }
+    if (high < problem_.grains) return 0.0;  // the carrier's last grain is needed as well
+    plan_.roles.clear();
+    fill_to_level(lanes_, problem_.grains, grains_);
+    return finish_seconds();
+  }
+
+  // The least finish for one number of workers that is better than `budget`, exact to the last bit: each success lowers
+  // the upper end to a finish that a split really has, and the search ends when the next double below it is refused.
+  bool find_finish(double budget, std::int64_t workers, double bound, double& finish) {
+    if (!fits(budget, workers, finish)) return false;
+    double below = bound;
+    if (below >= finish) return true;
+    if (fits(below, workers, finish)) return true;
+    while (finish - below > 1e-9 * finish) {
+      const double middle = below + (finish - below) / 2;
+      double found = 0.0;
+      if (fits(middle, workers, found)) {
+        finish = found;
+      } else {
+        below = middle;
+      }
+    }
+    for (double found = 0.0; finish > 0.0 && fits(std::nextafter(finish, 0.0), workers, found);) finish = found;
+    return true;
+  }
+
+  bool find_makespan(double& makespan) {
+    const double bound = relaxed_makespan();
+    double finish = 0.0;
+    if (problem_.reduction_seconds.empty()) {
+      if (!find_finish(kInfinity, -1, bound, finish)) return false;
+      makespan = finish;
+      return true;
+    }
+    bool found = false;
+    for (std::int64_t workers = static_cast<std::int64_t>(grains_.size()); workers > 0; --workers) {
+      const double reduction = problem_.reduction_seconds[static_cast<std::size_t>(workers)];
+      const double better = found ? std::nextafter(makespan, -kInfinity) : kInfinity;
+      const double budget = found ? budget_before_reduction(better, reduction) : kInfinity;
+      if (budget < bound || !find_finish(budget, workers, bound, finish)) continue;
+      makespan = finish + reduction;
+      found = true;
+    }
+    return found;
+  }
+
+  [[nodiscard]] bool previous_is_optimal(double makespan) const {
+    std::int64_t sum = 0;
+    std::int64_t carriers = 0;
+    std::size_t workers = 0;
+    double finish = 0.0;
+    for (const Candidate& candidate : problem_.candidates) {
+      sum += candidate.previous;
+      if (candidate.previous == 0) {
+        if (!candidate.may_idle) return false;
+        continue;
+      }
+      const std::int64_t grains = candidate.previous / problem_.granularity;
+      const std::int64_t rest = candidate.previous % problem_.granularity;
+      if (rest != 0 && rest != problem_.remainder) return false;
+      const BoundedLane& range = rest == 0 ? candidate.work : candidate.carry;
+      if (grains < range.low || grains > range.high) return false;
+      carriers += rest != 0 ? 1 : 0;
+      workers += 1;
+      finish = std::max(finish, range.lane.seconds(grains));
+    }
+    if (sum != problem_.batch() || carriers != (problem_.remainder > 0 ? 1 : 0)) return false;
+    if (!problem_.reduction_seconds.empty()) finish += problem_.reduction_seconds[workers];
+    return finish <= makespan;
+  }
+
+  // Among all splits that reach the makespan, the one that the order of preference names.
+  void settle(double makespan) {
+    const bool counts = !problem_.reduction_seconds.empty();
+    const bool prefer = problem_.has_previous && (!counts || grains_.size() <= kChangeTableDevices);
+    const std::int64_t most = counts ? static_cast<std::int64_t>(grains_.size()) : 1;
+    RolePlan best;
+    bool found = false;
+    for (std::int64_t workers = 1; workers <= most; ++workers) {
+      const double reduction = counts ? problem_.reduction_seconds[static_cast<std::size_t>(workers)] : 0.0;
+      const RoleQuery query{.budget_seconds = budget_before_reduction(makespan, reduction),
+                            .working_devices = counts ? workers : -1,
+                            .prefer_previous = prefer};
+      if (query.budget_seconds < 0.0 || !find_roles(problem_, query, plan_)) continue;
+      if (!found || plan_.better_than(best)) best = plan_;
+      found = true;
+    }
+    if (!found) return;  // more than kExactDevices devices and out of steps: the split that gave the makespan stands
+    plan_ = std::move(best);
+    fill_plan();
+  }
+
+  const SplitProblem& problem_;
+  std::vector<std::int64_t> grains_;
+  std::vector<BoundedLane> lanes_;
+  RolePlan plan_;
+};
+
+}  // namespace
+
+bool solve(const SplitProblem& problem, Split& split) {
+  split.shares.reserve(problem.candidates.size());
+  return Solver(problem).solve(split);
+}
+
+}  // namespace paceline::plan::detail

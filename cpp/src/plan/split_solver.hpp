@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <paceline/plan/split.hpp>
+
+#include "role_search.hpp"
+
+namespace paceline::plan::detail {
+
+/// Solves a validated problem with at least one item; false if no split respects the limits.
+[[nodiscard]] bool solve(const SplitProblem& problem, Split& split);
+
+}  // namespace paceline::plan::detail

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "water_level.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace paceline::plan::detail {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kLargest = std::numeric_limits<double>::max();
+
+struct Level {
+  double grains = 0.0;
+  double slope = 0.0;  // grains per second of those lanes that the level moves
+  double free = 0.0;   // how many these are
+};
+
+Level level_at(std::span<const BoundedLane> lanes, double seconds) {
+  Level level;
+  for (const BoundedLane& bounded : lanes) {
+    const double low = static_cast<double>(bounded.low);
+    const double high = static_cast<double>(bounded.high);
+    const double above = seconds - bounded.lane.intercept();
+    const double slope = bounded.lane.slope();
+    if (slope <= 0.0) {
+      level.grains += above >= 0.0 ? high : low;
+      continue;
+    }
+    const double rate = 1.0 / slope;
+    const double grains = above * rate;
+    if (grains <= low) {
+      level.grains += low;
+    } else if (grains >= high) {
+      level.grains += high;
+    } else {
+      level.grains += grains;
+      level.slope += rate;
+      level.free += 1.0;
+    }
+  }
+  return level;
+}
+
+// Where the real-valued relaxation puts the level. Only an estimate: the repair below is exact from anywhere.
+double affine_level(std::span<const BoundedLane> lanes, std::int64_t count) {
+  double rates = 0.0;
+  double offsets = 0.0;
+  for (const BoundedLane& bounded : lanes) {
+    if (bounded.lane.slope() <= 0.0 || bounded.high == bounded.low) continue;
+    const double rate = 1.0 / bounded.lane.slope();
+    rates += rate;
+    offsets += bounded.lane.intercept() * rate;
+  }
+  const double wanted = static_cast<double>(count);
+  double seconds = rates > 0.0 ? (wanted + offsets) / rates : 0.0;
+  double below = 0.0;
+  double above = kInfinity;
+  for (int i = 0; i < 40; ++i) {
+    const Level level = level_at(lanes, seconds);
+    // Rounding down will cost each moving lane half a grain on average: aim that much higher, and little is left to
+    // repair.
+    const double missing = wanted + 0.5 * level.free - level.grains;
+    if (std::abs(missing) <= 0.25) break;
+    (missing > 0.0 ? below : above) = seconds;
+    double next = level.slope > 0.0 ? seconds + missing / level.slope : kInfinity;
+    if (!(next > below && next < above)) next = above < kInfinity ? below + (above - below) / 2 : 2.0 * below + 1e-9;
+    if (next == seconds || !(next < kInfinity)) break;
+    seconds = next;
+  }
+  return seconds;
+}
+
+std::int64_t fill_up_to(std::span<const BoundedLane> lanes, double seconds, std::span<std::int64_t> grains) {
+  std::int64_t sum = 0;
+  for (std::size_t i = 0; i < lanes.size(); ++i) {
+    grains[i] = std::max(lanes[i].low, lanes[i].lane.within(seconds, lanes[i].low, lanes[i].high));
+    sum += grains[i];
+  }
+  return sum;
+}
+
+// Narrows the level until few grains are left to repair, by exact counts: interpolation while it helps, else bisection,
+// to adjacent doubles if need be (a flat part of a table holds many grains of one finish time; the repair moves them as
+// one).
+std::int64_t search_level(std::span<const BoundedLane> lanes, std::int64_t count, std::span<std::int64_t> grains) {
+  const std::int64_t tolerance = 2 * static_cast<std::int64_t>(lanes.size());
+  double below = 0.0;
+  double above = 0.0;
+  double below_sum = 0.0;
+  double above_sum = 0.0;
+  for (const BoundedLane& bounded : lanes) {
+    above = std::max(above, bounded.lane.seconds(bounded.high));
+    below_sum += static_cast<double>(bounded.low);
+    above_sum += static_cast<double>(bounded.high);
+  }
+  above = std::min(above, kLargest);
+  for (int i = 0; std::nextafter(below, kInfinity) < above; ++i) {
+    double middle = below / 2 + above / 2;
+    if (i % 2 == 0 && above_sum > below_sum) {
+      middle = below + (above - below) * ((static_cast<double>(count) - below_sum) / (above_sum - below_sum));
+    }
+    if (!(middle > below && middle < above)) middle = below / 2 + above / 2;
+    if (!(middle > below && middle < above)) break;
+    const std::int64_t sum = fill_up_to(lanes, middle, grains);
+    if (std::abs(sum - count) <= tolerance) return sum;
+    (sum < count ? below : above) = middle;
+    (sum < count ? below_sum : above_sum) = static_cast<double>(sum);
+  }
+  return fill_up_to(lanes, above, grains);
+}
+
+void give(std::span<const BoundedLane> lanes, std::int64_t missing, std::span<std::int64_t> grains) {
+  while (missing > 0) {
+    std::size_t first = lanes.size();
+    double earliest = kInfinity;
+    for (std::size_t i = 0; i < lanes.size(); ++i) {
+      if (grains[i] == lanes[i].high) continue;
+      const double finish = lanes[i].lane.seconds(grains[i] + 1);
+      if (first == lanes.size() || finish < earliest) {
+        first = i;
+        earliest = finish;
+      }
+    }
+    const std::int64_t last = lanes[first].lane.within(earliest, grains[first] + 1, lanes[first].high);
+    const std::int64_t given = std::min(missing, last - grains[first]);
+    grains[first] += given;
+    missing -= given;
+  }
+}
+
+void take(std::span<const BoundedLane> lanes, std::int64_t surplus, std::span<std::int64_t> grains) {
+  while (surplus > 0) {
+    std::size_t last = lanes.size();
+    double latest = 0.0;
+    for (std::size_t i = 0; i < lanes.size(); ++i) {
+      if (grains[i] == lanes[i].low) continue;
+      const double finish = lanes[i].lane.seconds(grains[i]);
+      if (last == lanes.size() || finish >= latest) {
+        last = i;
+        latest = finish;
+      }
+    }
+    // Not below low: the search starts there, and low - 1 says that all above low finish at the latest time.
+    const double before = std::nextafter(latest, -kInfinity);
+    const std::int64_t kept = std::max(lanes[last].low, lanes[last].lane.within(before, lanes[last].low, grains[last]));
+    const std::int64_t taken = std::min(surplus, grains[last] - kept);
+    grains[last] -= taken;
+    surplus -= taken;
+  }
+}
+
+}  // namespace
+
+void fill_to_level(std::span<const BoundedLane> lanes, std::int64_t count, std::span<std::int64_t> grains) {
+  const bool affine = std::all_of(lanes.begin(), lanes.end(), [](const BoundedLane& b) { return b.lane.is_affine(); });
+  const std::int64_t tolerance = 2 * static_cast<std::int64_t>(lanes.size());
+  std::int64_t sum = 0;
+  if (affine) sum = fill_up_to(lanes, affine_level(lanes, count), grains);
+  // Tables, and lines that the estimate could not handle (flat ones, or slopes lost in rounding).
+  if (!affine || std::abs(sum - count) > tolerance) sum = search_level(lanes, count, grains);
+  if (sum < count) give(lanes, count - sum, grains);
+  if (sum > count) take(lanes, sum - count, grains);
+}
+
+}  // namespace paceline::plan::detail
