@@ -31,8 +31,8 @@ void ClaimState::cancel() {
 
 std::optional<MicroBatch> ClaimState::claim(std::size_t device, double now_seconds) {
   const std::lock_guard lock(mutex_);
-  if (cancelled_) return std::nullopt;
   Lane& lane = lanes_[device];
+  if (cancelled_ || lane.left) return std::nullopt;
   std::optional<MicroBatch> next = lane.held ? std::exchange(lane.held, std::nullopt) : take(device, now_seconds);
   if (!next) {
     lane.left = true;

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "engine/claim_state.hpp"
+
+namespace paceline::engine {
+namespace {
+
+struct Played {
+  std::vector<std::vector<MicroBatch>> ran;   // per device
+  double makespan = 0.0;
+};
+
+// Plays a step on a virtual clock: device d needs slowdown[d] times what its model says.
+Played play(const StepOptions& options, const std::vector<plan::CostModel>& truth) {
+  ClaimState state(options);
+  const std::size_t count = options.shares.size();
+  Played played{.ran = std::vector<std::vector<MicroBatch>>(count)};
+  std::vector<double> free_at(count, 0.0);
+  std::vector<bool> gone(count, false);
+  for (;;) {
+    std::size_t next = count;
+    for (std::size_t d = 0; d < count; ++d) {
+      if (!gone[d] && (next == count || free_at[d] < free_at[next])) next = d;
+    }
+    if (next == count) return played;
+    const auto claim = state.claim(next, free_at[next]);
+    if (!claim) {
+      gone[next] = true;
+      continue;
+    }
+    free_at[next] += truth[next].seconds(claim->size());
+    played.makespan = std::max(played.makespan, free_at[next]);
+    played.ran[next].push_back(*claim);
+  }
+}
+
+std::int64_t total(const std::vector<std::int64_t>& shares) {
+  std::int64_t sum = 0;
+  for (const std::int64_t share : shares) sum += share;
+  return sum;
+}
+
+void expect_every_item_once(const Played& played, std::int64_t batch) {
+  std::vector<int> times(static_cast<std::size_t>(batch), 0);
+  for (const auto& device : played.ran) {
+    for (const MicroBatch& mb : device) {
+      ASSERT_LT(mb.begin, mb.end);
+      ASSERT_LE(mb.end, batch);
+      for (std::int64_t i = mb.begin; i < mb.end; ++i) ++times[static_cast<std::size_t>(i)];
+    }
+  }
+  for (const int n : times) ASSERT_EQ(n, 1);
+}
+
+struct Case {
+  StepOptions options;
+  std::vector<plan::CostModel> truth;
+};
+
+Case random_case(std::mt19937_64& rng) {
+  const auto uniform = [&](double low, double high) { return std::uniform_real_distribution<double>(low, high)(rng); };
+  const std::size_t count = 1 + rng() % 5;
+  Case result;
+  bool any = false;
+  for (std::size_t d = 0; d < count; ++d) {
+    const std::int64_t share = rng() % 4 == 0 ? 0 : static_cast<std::int64_t>(rng() % 200);
+    any = any || share > 0;
+    result.options.shares.push_back(share);
+    const plan::CostModel model = plan::CostModel::affine(uniform(0, 2e-3), uniform(1e-5, 2e-4));
+    result.truth.push_back(model.scaled(uniform(0.5, 4.0)));
+    if (rng() % 5 != 0 || d > 0) {
+      result.options.models.push_back(model);
+      result.options.noise.push_back(uniform(0, 0.2));
+    }
+  }
+  if (result.options.models.size() != count) {
+    result.options.models.clear();
+    result.options.noise.clear();
+  }
+  if (!any) result.options.shares[0] = 7;
+  result.options.micro_batch = rng() % 2 == 0 ? 0 : static_cast<std::int64_t>(1 + rng() % 40);
+  result.options.granularity = rng() % 3 == 0 ? 8 : 1;
+  result.options.stealing = rng() % 4 != 0;
+  result.options.announce_last = rng() % 2 == 0;
+  return result;
+}
+
+TEST(Claims, HandOutEveryItemExactlyOnceUnderAnySpeeds) {
+  std::mt19937_64 rng(7);
+  for (int round = 0; round < 5000; ++round) {
+    const Case c = random_case(rng);
+    SCOPED_TRACE(round);
+    expect_every_item_once(play(c.options, c.truth), total(c.options.shares));
+  }
+}
+
+TEST(Claims, AnnounceTheLastMicroBatchOfEachDeviceForCertain) {
+  std::mt19937_64 rng(11);
+  for (int round = 0; round < 3000; ++round) {
+    Case c = random_case(rng);
+    c.options.announce_last = true;
+    SCOPED_TRACE(round);
+    for (const auto& device : play(c.options, c.truth).ran) {
+      for (std::size_t i = 0; i < device.size(); ++i) EXPECT_EQ(device[i].last, i + 1 == device.size());
+    }
+  }
+}
+
+TEST(Claims, NeverCallAMicroBatchLastThatIsNot) {
+  std::mt19937_64 rng(13);
+  for (int round = 0; round < 3000; ++round) {
+    Case c = random_case(rng);
+    c.options.announce_last = false;
+    for (const auto& device : play(c.options, c.truth).ran) {
+      for (std::size_t i = 0; i + 1 < device.size(); ++i) EXPECT_FALSE(device[i].last);
+    }
+  }
+}
+
+TEST(Claims, KeepExactlyToTheSharesWithoutStealing) {
+  std::mt19937_64 rng(17);
+  for (int round = 0; round < 1000; ++round) {
+    Case c = random_case(rng);
+    c.options.stealing = false;
+    const Played played = play(c.options, c.truth);
+    for (std::size_t d = 0; d < played.ran.size(); ++d) {
+      std::int64_t items = 0;
+      for (const MicroBatch& mb : played.ran[d]) items += mb.size();
+      EXPECT_EQ(items, c.options.shares[d]);
+    }
+  }
+}
+
+TEST(Claims, GiveADeviceWithAPlannedZeroNothing) {
+  StepOptions options{.shares = {100, 0}, .micro_batch = 10};
+  const std::vector<plan::CostModel> truth(2, plan::CostModel::affine(1e-3, 1e-4));
+  EXPECT_TRUE(play(options, truth).ran[1].empty());
+}
+
+TEST(Claims, MoveWorkFromADeviceThatTurnsSlowToTheOthers) {
+  // Planned evenly with known noise, then device 1 runs at half its speed: the corrections must take part of the loss back.
+  const plan::CostModel model = plan::CostModel::affine(5e-4, 1e-4);
+  StepOptions options{.shares = {256, 256}, .models = {model, model}, .noise = {0.08, 0.08}};
+  const std::vector<plan::CostModel> truth{model, model.scaled(2.0)};
+  const double with = play(options, truth).makespan;
+  options.stealing = false;
+  const double without = play(options, truth).makespan;
+  EXPECT_LT(with, 0.93 * without);
+}
+
+TEST(Claims, StealFixedMicroBatchesUntilBothFinishWithinOneOfThem) {
+  const plan::CostModel model = plan::CostModel::affine(0.0, 1e-4);
+  const StepOptions options{.shares = {256, 256}, .models = {model, model}, .micro_batch = 16};
+  const std::vector<plan::CostModel> truth{model, model.scaled(3.0)};
+  const double ideal = 512 * 1e-4 / (1.0 + 1.0 / 3.0);
+  EXPECT_LE(play(options, truth).makespan, ideal + truth[1].seconds(16));
+}
+
+TEST(Claims, ComeBackEmptyOnceCancelled) {
+  ClaimState state({.shares = {10, 10}});
+  EXPECT_TRUE(state.claim(0, 0.0).has_value());
+  state.cancel();
+  EXPECT_FALSE(state.claim(1, 0.0).has_value());
+}
+
+}  // namespace
+}  // namespace paceline::engine

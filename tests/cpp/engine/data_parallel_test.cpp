@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include <paceline/engine/data_parallel.hpp>
+#include <paceline/error.hpp>
+
+#include "host_group.hpp"
+
+namespace paceline {
+namespace {
+
+/// Weighted least squares: l_k = (x_k . p - y_k)^2 / 2.
+struct Regression {
+  Regression(std::size_t item_count, std::size_t width, std::uint64_t seed)
+      : parameter_count(width), rows(item_count, std::vector<double>(width)), targets(item_count), weights(item_count) {
+    std::mt19937_64 rng(seed);
+    std::normal_distribution<double> normal;
+    for (auto& row : rows) {
+      for (double& value : row) value = normal(rng);
+    }
+    for (double& target : targets) target = normal(rng);
+    for (double& weight : weights) weight = static_cast<double>(rng() % 5);
+  }
+
+  double add(std::int64_t begin, std::int64_t end, std::span<const double> p, std::span<double> gradient) const {
+    double sum = 0.0;
+    for (auto k = static_cast<std::size_t>(begin); k < static_cast<std::size_t>(end); ++k) {
+      double error = -targets[k];
+      for (std::size_t j = 0; j < p.size(); ++j) error += rows[k][j] * p[j];
+      sum += weights[k] * error * error / 2;
+      for (std::size_t j = 0; j < p.size(); ++j) gradient[j] += weights[k] * error * rows[k][j];
+    }
+    return sum;
+  }
+
+  std::size_t parameter_count;
+  std::vector<std::vector<double>> rows;
+  std::vector<double> targets;
+  std::vector<double> weights;
+};
+
+using Trainer = BasicDataParallel<double>;
+
+TEST(DataParallel, GivesTheGradientOfOneDeviceForAnySplit) {
+  std::mt19937_64 rng(1);
+  for (const std::size_t devices : {1U, 2U, 3U}) {
+    for (const char* balance : {"auto", "even", "weighted"}) {
+      for (const std::int64_t micro_batch : {0, 5}) {
+        const Regression data(64, 9, rng());
+        DataParallelOptions options{.parameter_count = 9, .balance = balance, .micro_batch = micro_batch};
+        if (options.balance == "weighted") {
+          options.weights.assign(devices, 1.0);
+          options.weights[0] = 3.5;
+        }
+        Trainer trainer(host_group(devices), options);
+        for (double& p : trainer.parameters()) p = static_cast<double>(rng() % 100) / 50.0 - 1.0;
+        for (const std::int64_t batch : {64, 1, 2, 37}) {
+          double total = 0.0;
+          for (std::int64_t k = 0; k < batch; ++k) total += data.weights[static_cast<std::size_t>(k)];
+          if (total == 0.0) continue;
+          const double loss = trainer.step(
+              batch,
+              [&](const MicroBatch& mb, Trainer::Replica& replica) {
+                return data.add(mb.begin, mb.end, replica.parameters, replica.gradients);
+              },
+              total);
+          std::vector<double> expected(9, 0.0);
+          const double sum = data.add(0, batch, trainer.parameters(), expected);
+          EXPECT_NEAR(loss, sum / total, 1e-12 * std::abs(sum / total));
+          for (std::size_t j = 0; j < 9; ++j) EXPECT_NEAR(trainer.gradients()[j], expected[j] / total, 1e-12 * (1 + std::abs(expected[j])));
+          std::int64_t ran = 0;
+          for (const std::int64_t share : trainer.shares()) ran += share;
+          EXPECT_EQ(ran, batch);
+        }
+      }
+    }
+  }
+}
+
+TEST(DataParallel, LeavesTheGradientsAloneWhenABodyThrows) {
+  Trainer trainer(host_group(2), {.parameter_count = 4});
+  trainer.step(8, [](const MicroBatch& mb, Trainer::Replica& replica) {
+    for (double& g : replica.gradients) g += static_cast<double>(mb.size());
+    return 0.0;
+  });
+  const std::vector<double> before(trainer.gradients().begin(), trainer.gradients().end());
+  EXPECT_EQ(before, std::vector<double>(4, 1.0));
+  EXPECT_THROW(trainer.step(8,
+                            [](const MicroBatch& mb, Trainer::Replica& replica) -> double {
+                              for (double& g : replica.gradients) g += 100.0;
+                              if (mb.begin == 0) throw std::runtime_error("no");
+                              return 0.0;
+                            }),
+               Error);
+  EXPECT_EQ(before, std::vector<double>(trainer.gradients().begin(), trainer.gradients().end()));
+  EXPECT_NO_THROW(trainer.step(8, [](const MicroBatch&, Trainer::Replica&) { return 0.0; }));
+}
+
+TEST(DataParallel, RefusesWhatCannotBeTrained) {
+  EXPECT_THROW(Trainer(host_group(2), {.parameter_count = 0}), InvalidArgument);
+  EXPECT_THROW(Trainer(host_group(2), {.parameter_count = 1, .balance = "fair"}), InvalidArgument);
+  EXPECT_THROW(Trainer(host_group(2), {.parameter_count = 1, .balance = "weighted", .weights = {1.0}}), InvalidArgument);
+  Trainer trainer(host_group(2), {.parameter_count = 1});
+  const auto body = [](const MicroBatch&, Trainer::Replica&) { return 0.0; };
+  EXPECT_THROW(trainer.step(0, body), InvalidArgument);
+  EXPECT_THROW(trainer.step(4, body, -1.0), InvalidArgument);
+  EXPECT_THROW(trainer.step(4, body, std::nan("")), InvalidArgument);
+}
+
+TEST(DataParallel, RunsAThousandStepsOnTheSameWorkers) {
+  DataParallel trainer(host_group(4), {.parameter_count = 100});
+  for (int step = 0; step < 1000; ++step) {
+    const double loss = trainer.step(16, [](const MicroBatch& mb, Replica& replica) {
+      replica.gradients[0] += static_cast<float>(mb.size());
+      return static_cast<double>(mb.size());
+    });
+    ASSERT_EQ(loss, 1.0);
+    ASSERT_EQ(trainer.gradients()[0], 1.0F);
+  }
+  EXPECT_FALSE(trainer.explain().empty());
+}
+
+}  // namespace
+}  // namespace paceline

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <paceline/engine/step.hpp>
+#include <paceline/error.hpp>
+
+#include "host_group.hpp"
+
+namespace paceline {
+namespace {
+
+/// Counts how often each item ran; sleeps and throws as a seed says.
+class CountingProgram final : public StepProgram {
+ public:
+  CountingProgram(std::int64_t batch, std::uint64_t seed, bool throws)
+      : times_(static_cast<std::size_t>(batch)), seed_(seed), throws_(throws), sums_(8) {}
+
+  bool run(const MicroBatch& mb) override {
+    std::mt19937_64 rng(seed_ ^ static_cast<std::uint64_t>(mb.begin * 31 + 7));
+    if (rng() % 3 == 0) std::this_thread::sleep_for(std::chrono::microseconds(rng() % 60));
+    if (throws_ && rng() % 5 == 0) throw std::runtime_error("thrown by the body");
+    for (std::int64_t i = mb.begin; i < mb.end; ++i) times_[static_cast<std::size_t>(i)].fetch_add(1);
+    sums_[mb.device_index] += static_cast<double>(mb.size());
+    return false;
+  }
+
+  void finish(std::size_t) override { finished_.fetch_add(1); }
+
+  std::unique_ptr<BlockReduction> reduction() override {
+    ReductionSegment segment{.output = &total_, .count = 1, .dtype = DType::float64};
+    for (const double& sum : sums_) segment.inputs.push_back(&sum);
+    return std::make_unique<BlockReduction>(std::vector<ReductionSegment>{segment});
+  }
+
+  std::vector<std::atomic<int>> times_;
+  std::uint64_t seed_;
+  bool throws_;
+  std::vector<double> sums_;
+  std::atomic<int> finished_{0};
+  double total_ = -1.0;
+};
+
+StepOptions random_options(std::mt19937_64& rng, std::size_t devices, std::int64_t batch) {
+  StepOptions options;
+  std::int64_t left = batch;
+  for (std::size_t d = 0; d < devices; ++d) {
+    const std::int64_t share = d + 1 == devices ? left : static_cast<std::int64_t>(rng() % static_cast<std::uint64_t>(left + 1));
+    options.shares.push_back(share);
+    left -= share;
+    options.models.push_back(plan::CostModel::affine(1e-5, 1e-6));
+    options.noise.push_back(0.3);
+  }
+  options.micro_batch = rng() % 2 == 0 ? 0 : static_cast<std::int64_t>(1 + rng() % 20);
+  options.announce_last = rng() % 2 == 0;
+  return options;
+}
+
+TEST(Step, RunsEveryItemOnceUnderStealingDelaysAndExceptions) {
+  const DeviceGroup group = host_group(3);
+  std::mt19937_64 rng(2026);
+  int failed = 0;
+  for (int round = 0; round < 1200; ++round) {
+    const std::int64_t batch = 1 + static_cast<std::int64_t>(rng() % 120);
+    const bool throws = round % 4 == 0;
+    auto program = std::make_shared<CountingProgram>(batch, rng(), throws);
+    SCOPED_TRACE(round);
+    try {
+      const StepRecord record = run_step(group, program, random_options(rng, group.size(), batch));
+      for (const auto& times : program->times_) ASSERT_EQ(times.load(), 1);
+      EXPECT_EQ(program->total_, static_cast<double>(batch));
+      EXPECT_EQ(program->finished_.load(), 3);
+      std::int64_t items = 0;
+      for (const std::int64_t n : record.items(3)) items += n;
+      EXPECT_EQ(items, batch);
+    } catch (const Error& error) {
+      ++failed;
+      ASSERT_TRUE(throws);
+      EXPECT_NE(std::string(error.what()).find("thrown by the body"), std::string::npos);
+      EXPECT_EQ(error.device().rfind("host:", 0), 0u);
+      EXPECT_EQ(program->total_, -1.0) << "a failed step must not reduce";
+      for (const auto& times : program->times_) ASSERT_LE(times.load(), 1);
+    }
+  }
+  EXPECT_GT(failed, 50);
+}
+
+TEST(Step, NestsTheBodysOwnExceptionInTheError) {
+  const DeviceGroup group = host_group(2);
+  class Throwing final : public StepProgram {
+    bool run(const MicroBatch& mb) override {
+      if (mb.device_index == 1) throw std::out_of_range("no such row");
+      return false;
+    }
+  };
+  try {
+    run_step(group, std::make_shared<Throwing>(), {.shares = {4, 4}});
+    FAIL() << "expected an error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.device(), group.devices()[1].name);
+    EXPECT_THROW(std::rethrow_if_nested(error), std::out_of_range);
+  }
+}
+
+TEST(Step, CancelsFromAnotherThreadAndTheNextOneWorks) {
+  const DeviceGroup group = host_group(2);
+  class Slow final : public StepProgram {
+   public:
+    bool run(const MicroBatch&) override {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      return false;
+    }
+  };
+  Step step(group, std::make_shared<Slow>(), {.shares = {2000, 2000}, .micro_batch = 1});
+  step.start();
+  std::jthread other([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    step.cancel();
+  });
+  EXPECT_TRUE(step.wait());
+  EXPECT_THROW(step.rethrow_failure(), Cancelled);
+  EXPECT_NO_THROW(run_step(group, std::make_shared<Slow>(), {.shares = {2, 2}}));
+}
+
+TEST(Step, RefusesOptionsThatDoNotFitTheGroup) {
+  const DeviceGroup group = host_group(2);
+  auto program = std::make_shared<CountingProgram>(4, 1, false);
+  EXPECT_THROW(run_step(group, program, {.shares = {4}}), InvalidArgument);
+  EXPECT_THROW(run_step(group, program, {.shares = {0, 0}}), InvalidArgument);
+  EXPECT_THROW(run_step(group, program, {.shares = {5, -1}}), InvalidArgument);
+  EXPECT_THROW(run_step(group, program, {.shares = {2, 2}, .noise = {0.1}}), InvalidArgument);
+}
+
+TEST(Step, RefusesASecondTaskWhileOneRuns) {
+  const DeviceGroup group = host_group(2);
+  class Waiting final : public StepProgram {
+   public:
+    bool run(const MicroBatch&) override {
+      while (!go.load()) std::this_thread::yield();
+      return false;
+    }
+    std::atomic<bool> go{false};
+  };
+  auto program = std::make_shared<Waiting>();
+  Step first(group, program, {.shares = {1, 1}});
+  first.start();
+  Step second(group, std::make_shared<CountingProgram>(2, 1, false), {.shares = {1, 1}});
+  EXPECT_THROW(second.start(), InvalidArgument);
+  program->go = true;
+  EXPECT_TRUE(first.wait());
+}
+
+}  // namespace
+}  // namespace paceline

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include <paceline/error.hpp>
+#include <paceline/runtime/device_group.hpp>
+
+#include "host_group.hpp"
+
+namespace paceline {
+namespace {
+
+class CountTask final : public GroupTask {
+ public:
+  explicit CountTask(std::size_t count) : seen(count) {}
+  void run(std::size_t device_index) noexcept override { seen[device_index].fetch_add(1); }
+  std::vector<std::atomic<int>> seen;
+};
+
+/// Holds the workers until it is told to let them go.
+class HoldTask final : public GroupTask {
+ public:
+  void run(std::size_t) noexcept override {
+    entered.fetch_add(1);
+    while (!go.load()) std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  std::atomic<bool> go{false};
+  std::atomic<int> entered{0};
+};
+
+TEST(DeviceGroup, RunsATaskOnceOnEachWorker) {
+  DeviceGroup group = host_group(5);
+  for (int round = 0; round < 500; ++round) {
+    auto task = std::make_shared<CountTask>(group.size());
+    EXPECT_TRUE(group.run(task));
+    for (const auto& seen : task->seen) ASSERT_EQ(seen.load(), 1);
+  }
+}
+
+TEST(DeviceGroup, LetsTheWaiterLookUpAndLeave) {
+  DeviceGroup group = host_group(2);
+  auto task = std::make_shared<HoldTask>();
+  int looks = 0;
+  EXPECT_FALSE(group.run(task, [&] { return ++looks < 3; }));
+  EXPECT_EQ(looks, 3);
+  EXPECT_TRUE(group.busy());
+  EXPECT_THROW(group.submit(std::make_shared<CountTask>(2)), InvalidArgument);
+  task->go = true;
+  EXPECT_TRUE(group.wait(*task));
+  EXPECT_FALSE(group.busy());
+}
+
+TEST(DeviceGroup, RefusesToWorkOnceClosed) {
+  DeviceGroup group = host_group(2);
+  const DeviceGroup other = group;
+  group.close();
+  group.close();
+  EXPECT_TRUE(other.closed());
+  EXPECT_THROW(group.submit(std::make_shared<CountTask>(2)), Unavailable);
+}
+
+TEST(DeviceGroup, LeavesAStuckWorkerBehindAndNamesIt) {
+  auto task = std::make_shared<HoldTask>();
+  {
+    DeviceGroup group = host_group(2);
+    group.submit(task);
+    while (task->entered.load() < 2) std::this_thread::yield();
+    try {
+      group.close(std::chrono::milliseconds(20));
+      FAIL() << "expected a Timeout";
+    } catch (const Timeout& error) {
+      EXPECT_EQ(error.device(), "host:0");
+    }
+  }
+  task->go = true;
+}
+
+TEST(DeviceGroup, CanBeDroppedByItsOwnWorker) {
+  class DropTask final : public GroupTask {
+   public:
+    explicit DropTask(DeviceGroup group) : group_(std::make_unique<DeviceGroup>(std::move(group))) {}
+    void run(std::size_t device_index) noexcept override {
+      if (device_index == 0) group_.reset();
+      done.fetch_add(1);
+    }
+    std::unique_ptr<DeviceGroup> group_;
+    std::atomic<int> done{0};
+  };
+  std::shared_ptr<DropTask> task;
+  {
+    DeviceGroup group = host_group(2);
+    task = std::make_shared<DropTask>(group);
+    group.submit(task);
+  }
+  while (task->done.load() < 2) std::this_thread::yield();
+}
+
+TEST(DeviceGroup, NamesWhatIsWrongWithTheDevices) {
+  EXPECT_THROW(DeviceGroup(std::vector<Device>{}), InvalidArgument);
+  const std::vector<std::string> twice{"host:0", "host:0"};
+  EXPECT_THROW(DeviceGroup{twice}, InvalidArgument);
+  const std::vector<std::string> nonsense{"tpu:0"};
+  EXPECT_THROW(DeviceGroup{nonsense}, InvalidArgument);
+}
+
+TEST(DeviceGroup, ClosesEveryOpenGroupOnDemand) {
+  DeviceGroup group = host_group(1);
+  DeviceGroup::close_all();
+  EXPECT_TRUE(group.closed());
+}
+
+#if !defined(__SANITIZE_THREAD__)   // the thread sanitizer does not support threads of a forked child's parent
+TEST(DeviceGroup, IsOnlyDroppedInAForkedChild) {
+  DeviceGroup group = host_group(2);
+  EXPECT_TRUE(group.run(std::make_shared<CountTask>(2)));
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    int code = 1;
+    try {
+      group.submit(std::make_shared<CountTask>(2));
+    } catch (const Unavailable&) {
+      code = 0;
+    }
+    group.close();
+    { const DeviceGroup gone = std::move(group); }
+    _exit(code);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+  EXPECT_TRUE(group.run(std::make_shared<CountTask>(2)));
+}
+#endif
+
+}  // namespace
+}  // namespace paceline
