@@ -27,9 +27,6 @@ std::string code_flags() {
     if (!flags.empty()) flags += ", ";
     flags += flag;
   };
-#if defined(PACELINE_BUILD_FLAGS)
-  add(PACELINE_BUILD_FLAGS);
-#endif
   add(fmt::format("C++ {}", __cplusplus / 100 % 100));
 #if defined(__OPTIMIZE__)
   add("optimized");
@@ -66,7 +63,8 @@ std::string code_flags() {
 }  // namespace
 
 BuildInfo build_info() {
-  return {.compiler = compiler_name(),
+  return {.version = PACELINE_VERSION,
+          .compiler = compiler_name(),
           .flags = code_flags(),
           .fmt_version = fmt::format("{}.{}.{}", FMT_VERSION / 10000, FMT_VERSION / 100 % 100, FMT_VERSION % 100)};
 }

@@ -292,6 +292,7 @@ TEST(SystemInfo, ReadsTheModelOfTheProcessor) {
 
 TEST(SystemInfo, SaysHowTheLibraryWasBuilt) {
   const BuildInfo info = build_info();
+  EXPECT_NE(info.version.find('.'), std::string::npos);
   EXPECT_NE(info.compiler.find('.'), std::string::npos);
   EXPECT_NE(info.flags.find("C++ 20"), std::string::npos);
   EXPECT_NE(info.fmt_version.find('.'), std::string::npos);

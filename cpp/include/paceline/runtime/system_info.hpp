@@ -10,6 +10,7 @@ namespace paceline {
 
 /// How this library was built, for bug reports and benchmark records.
 struct BuildInfo {
+  std::string version;      ///< "0.1.0"
   std::string compiler;     ///< "GCC 12.2.0"
   std::string flags;        ///< what the code can tell of itself: "C++ 20, optimized, without assertions, x86-64"
   std::string fmt_version;  ///< "12.2.0"

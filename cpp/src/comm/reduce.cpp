@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/comm/reduce.hpp>
+
+#include <array>
+
+#include "comm/reduce_kernels.hpp"
+
+namespace paceline {
+namespace internal {
+namespace {
+
+struct SupportedKernels {
+  std::array<const ReduceKernels*, 3> list{};
+  std::size_t count = 0;
+
+  // Asked of the processor once, at first use. Not by ifunc or target_clones: their resolvers run before the
+  // sanitizers' runtimes are ready.
+  SupportedKernels() noexcept {
+#if defined(PACELINE_X86_KERNELS)
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+      list[count++] = &reduce_kernels_avx512;
+    }
+    if (avx2) list[count++] = &reduce_kernels_avx2;
+#endif
+    list[count++] = &reduce_kernels_baseline;
+  }
+};
+
+}  // namespace
+
+std::span<const ReduceKernels* const> supported_reduce_kernels() noexcept {
+  static const SupportedKernels supported;
+  return {supported.list.data(), supported.count};
+}
+
+}  // namespace internal
+
+const char* name_of(ReduceOp op) noexcept {
+  switch (op) {
+    case ReduceOp::sum:
+      return "sum";
+    case ReduceOp::mean:
+      return "mean";
+    case ReduceOp::min:
+      return "min";
+    case ReduceOp::max:
+      return "max";
+  }
+  return "unknown";
+}
+
+void reduce_block(std::span<const void* const> inputs, void* output, std::size_t count, DType dtype,
+                  ReduceOp op) noexcept {
+  if (inputs.empty() || count == 0) return;
+  const internal::ReduceKernels& kernels = *internal::supported_reduce_kernels().front();
+  kernels.functions[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)](inputs.data(), inputs.size(), output,
+                                                                                   count);
+}
+
+const char* reduce_isa() noexcept { return internal::supported_reduce_kernels().front()->isa; }
+
+}  // namespace paceline

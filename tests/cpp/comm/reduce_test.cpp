@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstdint>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include <paceline/comm/reduce.hpp>
+
+#include "comm/reduce_kernels.hpp"
+#include "reference.hpp"
+
+namespace paceline {
+namespace {
+
+using reference::bits_of;
+using reference::kDTypes;
+using reference::kOps;
+
+std::string describe(const char* isa, DType dtype, ReduceOp op, std::size_t k, std::size_t count, std::size_t index) {
+  return std::string(isa) + " " + name_of(dtype) + " " + name_of(op) + " k=" + std::to_string(k) +
+         " count=" + std::to_string(count) + " at " + std::to_string(index);
+}
+
+// One run of the kernels against the reference; the bytes around the output must stay as they were.
+void expect_reference(const internal::ReduceKernels& kernels, DType dtype, ReduceOp op, std::size_t k,
+                      std::size_t count, std::size_t misalignment, std::mt19937_64& random) {
+  const std::size_t bytes = count * size_of(dtype);
+  std::vector<std::vector<char>> memory(k, std::vector<char>(bytes + 16));
+  std::vector<const void*> inputs;
+  for (std::size_t i = 0; i < k; ++i) {
+    inputs.push_back(memory[i].data() + (misalignment + i) % 9);
+    reference::fill(const_cast<void*>(inputs[i]), count, dtype, random);
+  }
+  std::vector<char> output(bytes + 32, '\x5a');
+  char* const target = output.data() + 8 + misalignment;
+  kernels.functions[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)](inputs.data(), k, target, count);
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint64_t expected = reference::reduced_bits(inputs, i, dtype, op);
+    ASSERT_TRUE(reference::same(bits_of(target, i, dtype), expected, dtype))
+        << describe(kernels.isa, dtype, op, k, count, i) << std::hex << ": " << bits_of(target, i, dtype)
+        << ", expected " << expected;
+  }
+  for (const char* byte = output.data(); byte < output.data() + output.size(); ++byte) {
+    if (byte < target || byte >= target + bytes) {
+      ASSERT_EQ(*byte, '\x5a') << describe(kernels.isa, dtype, op, k, count, 0) << ": wrote beside the output";
+    }
+  }
+}
+
+TEST(ReduceBlock, AgreesWithThePlainReferenceForEveryTypeOperationCountAndAlignment) {
+  std::mt19937_64 random(1);
+  for (const auto* kernels : internal::supported_reduce_kernels()) {
+    for (const DType dtype : kDTypes) {
+      for (const ReduceOp op : kOps) {
+        for (const std::size_t k : {1, 2, 3, 5}) {
+          for (const std::size_t count : {1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 127, 257}) {
+            for (const std::size_t misalignment : {0, 1, 4}) {
+              expect_reference(*kernels, dtype, op, k, count, misalignment, random);
+              if (HasFatalFailure()) return;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(ReduceBlock, AgreesWithThePlainReferenceForManyInputs) {
+  std::mt19937_64 random(2);
+  for (const auto* kernels : internal::supported_reduce_kernels()) {
+    for (const DType dtype : kDTypes) {
+      for (const ReduceOp op : kOps) {
+        for (const std::size_t k : {16, 64, 65}) expect_reference(*kernels, dtype, op, k, 301, 2, random);
+      }
+    }
+  }
+}
+
+TEST(ReduceBlock, GivesTheSameBitsOnEveryInstructionSet) {
+  const auto all = internal::supported_reduce_kernels();
+  if (all.size() < 2) GTEST_SKIP() << "this processor runs only the '" << all.front()->isa << "' kernels";
+  std::mt19937_64 random(3);
+  constexpr std::size_t count = 20001;
+  for (const DType dtype : kDTypes) {
+    for (const ReduceOp op : kOps) {
+      std::vector<std::vector<char>> memory(3, std::vector<char>(count * size_of(dtype)));
+      std::vector<const void*> inputs;
+      for (auto& buffer : memory) {
+        reference::fill(buffer.data(), count, dtype, random);
+        inputs.push_back(buffer.data());
+      }
+      std::vector<std::vector<char>> outputs(all.size(), std::vector<char>(count * size_of(dtype)));
+      for (std::size_t a = 0; a < all.size(); ++a) {
+        all[a]->functions[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)](inputs.data(), inputs.size(),
+                                                                                         outputs[a].data(), count);
+        for (std::size_t i = 0; i < count; ++i) {
+          ASSERT_TRUE(
+              reference::same(bits_of(outputs[0].data(), i, dtype), bits_of(outputs[a].data(), i, dtype), dtype))
+              << describe(all[a]->isa, dtype, op, 3, count, i) << " differs from " << all[0]->isa;
+        }
+      }
+    }
+  }
+}
+
+TEST(ReduceBlock, KeepsEveryValueOfTheHalfTypes) {
+  std::vector<std::uint16_t> every(65536);
+  for (std::size_t i = 0; i < every.size(); ++i) every[i] = static_cast<std::uint16_t>(i);
+  for (const auto* kernels : internal::supported_reduce_kernels()) {
+    for (const DType dtype : {DType::float16, DType::bfloat16}) {
+      std::vector<std::uint16_t> output(every.size());
+      const void* const input = every.data();
+      kernels->functions[static_cast<std::size_t>(dtype)][0](&input, 1, output.data(), every.size());
+      for (std::size_t i = 0; i < every.size(); ++i) {
+        ASSERT_TRUE(reference::same(output[i], every[i], dtype)) << kernels->isa << " " << name_of(dtype) << " " << i;
+      }
+    }
+  }
+}
+
+TEST(ReduceBlock, RoundsHalfTypesOnceAtTheEnd) {
+  // 2048 + 1 is no float16; rounded after each addition the ones would all be lost.
+  std::vector<std::uint16_t> values;
+  for (const float number : {2048.0f, 1.0f, 1.0f, 1.0f}) values.push_back(reference::half_bits(number, 5, 10));
+  std::vector<const void*> inputs;
+  for (const auto& value : values) inputs.push_back(&value);
+  std::uint16_t output = 0;
+  reduce_block(inputs, &output, 1, DType::float16, ReduceOp::sum);
+  EXPECT_EQ(reference::half_value(output, 5, 10), 2052.0f);  // 2051 lies between 2050 and 2052: ties to even
+}
+
+TEST(ReduceBlock, DoesNotOverflowInTheMiddleOfAHalfMean) {
+  const std::uint16_t large = reference::half_bits(60000.0f, 5, 10);
+  const std::vector<const void*> inputs(4, &large);
+  std::uint16_t output = 0;
+  reduce_block(inputs, &output, 1, DType::float16, ReduceOp::mean);
+  EXPECT_EQ(output, large);
+}
+
+TEST(ReduceBlock, AddsInTheOrderOfTheInputs) {
+  const float values[] = {1e8f, 1.0f, -1e8f, 1.0f};
+  const std::vector<const void*> inputs{&values[0], &values[1], &values[2], &values[3]};
+  float output = 0;
+  reduce_block(inputs, &output, 1, DType::float32, ReduceOp::sum);
+  EXPECT_EQ(output, 1.0f);  // ((1e8 + 1) - 1e8) + 1; any pairing that cancels first gives 2
+}
+
+TEST(ReduceBlock, TruncatesIntegerMeansTowardsZeroAndWrapsSums) {
+  const std::int32_t values[] = {-3, -4};
+  std::int32_t mean = 0;
+  reduce_block(std::vector<const void*>{&values[0], &values[1]}, &mean, 1, DType::int32, ReduceOp::mean);
+  EXPECT_EQ(mean, -3);
+  const std::int64_t largest = INT64_MAX;
+  const std::int64_t one = 1;
+  std::int64_t sum = 0;
+  reduce_block(std::vector<const void*>{&largest, &one}, &sum, 1, DType::int64, ReduceOp::sum);
+  EXPECT_EQ(sum, INT64_MIN);
+}
+
+TEST(ReduceBlock, PropagatesNaNFromAnyPlaceInMinAndMax) {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  for (std::size_t place = 0; place < 3; ++place) {
+    std::vector<float> values{1.0f, 2.0f, 3.0f};
+    values[place] = nan;
+    for (const ReduceOp op : {ReduceOp::min, ReduceOp::max}) {
+      float output = 0;
+      reduce_block(std::vector<const void*>{&values[0], &values[1], &values[2]}, &output, 1, DType::float32, op);
+      EXPECT_TRUE(std::isnan(output)) << place;
+    }
+  }
+}
+
+TEST(ReduceBlock, MayWriteOverAnyOfItsInputs) {
+  std::mt19937_64 random(4);
+  constexpr std::size_t count = 77;
+  for (const auto* kernels : internal::supported_reduce_kernels()) {
+    for (const DType dtype : kDTypes) {
+      for (std::size_t over = 0; over < 5; ++over) {
+        std::vector<std::vector<char>> memory(5, std::vector<char>(count * size_of(dtype)));
+        std::vector<const void*> inputs;
+        for (auto& buffer : memory) {
+          reference::fill(buffer.data(), count, dtype, random);
+          inputs.push_back(buffer.data());
+        }
+        std::vector<std::uint64_t> expected;
+        for (std::size_t i = 0; i < count; ++i) {
+          expected.push_back(reference::reduced_bits(inputs, i, dtype, ReduceOp::sum));
+        }
+        kernels->functions[static_cast<std::size_t>(dtype)][0](inputs.data(), 5, memory[over].data(), count);
+        for (std::size_t i = 0; i < count; ++i) {
+          ASSERT_TRUE(reference::same(bits_of(memory[over].data(), i, dtype), expected[i], dtype))
+              << describe(kernels->isa, dtype, ReduceOp::sum, 5, count, i) << " over input " << over;
+        }
+      }
+    }
+  }
+}
+
+TEST(ReduceBlock, OfNothingWritesNothing) {
+  float output = 7.0f;
+  reduce_block({}, &output, 1, DType::float32, ReduceOp::sum);
+  const void* const input = &output;
+  reduce_block({&input, 1}, nullptr, 0, DType::float32, ReduceOp::sum);
+  EXPECT_EQ(output, 7.0f);
+}
+
+TEST(ReduceIsa, NamesTheBestSetThatThisProcessorRuns) {
+  EXPECT_STREQ(reduce_isa(), internal::supported_reduce_kernels().front()->isa);
+  EXPECT_STREQ(internal::supported_reduce_kernels().back()->isa, "baseline");
+}
+
+TEST(Names, AreKnownForEveryTypeAndOperationAndForNothingElse) {
+  for (const DType dtype : kDTypes) EXPECT_STRNE(name_of(dtype), "unknown");
+  for (const ReduceOp op : kOps) EXPECT_STRNE(name_of(op), "unknown");
+  EXPECT_STREQ(name_of(static_cast<DType>(200)), "unknown");
+  EXPECT_EQ(size_of(static_cast<DType>(200)), 0u);
+  EXPECT_STREQ(name_of(static_cast<ReduceOp>(200)), "unknown");
+}
+
+}  // namespace
+}  // namespace paceline
