@@ -56,8 +56,16 @@ class Buffers {
   std::vector<std::vector<char>> memory_;
 };
 
+// Which of several NaNs comes out may depend on where the blocks begin; all else is equal to the bit.
+bool same(const void* a, const void* b, std::size_t count, DType dtype) {
+  for (std::size_t i = 0; i < count; ++i) {
+    if (!reference::same(bits_of(a, i, dtype), bits_of(b, i, dtype), dtype)) return false;
+  }
+  return true;
+}
+
 // From the calling thread's share to many blocks for each worker.
-constexpr std::size_t kCounts[] = {0, 1, 1000, 70001};
+constexpr std::size_t kCounts[] = {0, 1, 1000, 40001};
 
 TEST(AllReduce, GivesEveryDeviceTheReducedBuffer) {
   for (const std::size_t devices : {1, 2, 3}) {
@@ -71,7 +79,7 @@ TEST(AllReduce, GivesEveryDeviceTheReducedBuffer) {
           reduce_block(before.pointers(), expected.data(), count, dtype, op);
           communicator.all_reduce(buffers.views(), op);
           for (std::size_t d = 0; d < devices; ++d) {
-            ASSERT_EQ(std::memcmp(buffers.view(d).data, expected.data(), count * size_of(dtype)), 0)
+            ASSERT_TRUE(same(buffers.view(d).data, expected.data(), count, dtype))
                 << name_of(dtype) << " " << name_of(op) << " " << count << " elements, device " << d << " of "
                 << devices;
           }
@@ -138,7 +146,7 @@ TEST(ReduceScatter, GivesEachDeviceItsPartOfTheReducedInputs) {
         communicator.reduce_scatter(inputs.views(), outputs.views(), ReduceOp::max);
         const std::size_t bytes = part * size_of(dtype);
         for (std::size_t d = 0; d < devices; ++d) {
-          ASSERT_EQ(std::memcmp(outputs.view(d).data, expected.data() + d * bytes, bytes), 0) << name_of(dtype) << d;
+          ASSERT_TRUE(same(outputs.view(d).data, expected.data() + d * bytes, part, dtype)) << name_of(dtype) << d;
         }
         EXPECT_TRUE(inputs == before) << "inputs are only read";
       }
@@ -351,7 +359,7 @@ TEST(Communicator, OfDifferentGroupsWorkAtTheSameTime) {
         reduce_block(buffers.pointers(), expected.data(), 30000 + round, DType::float32, ReduceOp::sum);
         communicator.all_reduce(buffers.views());
         for (std::size_t d = 0; d < 2; ++d) {
-          if (std::memcmp(buffers.view(d).data, expected.data(), expected.size()) != 0) ++wrong;
+          if (!same(buffers.view(d).data, expected.data(), 30000 + round, DType::float32)) ++wrong;
         }
       }
     });
@@ -397,7 +405,7 @@ TEST(Communicator, DoesNotWaitForAWorkerThatHasNotComeIn) {
   reduce_block(buffers.pointers(), expected.data(), 300000, DType::float32, ReduceOp::sum);
   Communicator(group).all_reduce(buffers.views());  // hangs here if all workers were needed
   holding->release();
-  EXPECT_EQ(std::memcmp(buffers.view(1).data, expected.data(), expected.size()), 0);
+  EXPECT_TRUE(same(buffers.view(1).data, expected.data(), 300000, DType::float32));
 }
 
 TEST(BlockTask, RunsEveryBlockExactlyOnce) {
