@@ -1,8 +1,271 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include <paceline/error.hpp>
+#include <paceline/plan/chunks.hpp>
+#include <paceline/plan/cost_model.hpp>
+#include <paceline/plan/split.hpp>
+
 #include "bindings.hpp"
 
-namespace paceline::python {
+namespace py = pybind11;
 
-void bind_plan(pybind11::module_&) {}
+namespace paceline::python {
+namespace {
+
+using plan::CostModel;
+using plan::CostPoint;
+using plan::Split;
+
+using Model = std::variant<CostModel, std::pair<double, double>>;
+// None, one value for all devices, or one per device.
+template <class Value>
+using PerDevice = std::optional<std::variant<Value, std::vector<Value>>>;
+
+std::vector<CostModel> models_of(const std::vector<Model>& given) {
+  std::vector<CostModel> models;
+  models.reserve(given.size());
+  for (const Model& model : given) {
+    if (const auto* line = std::get_if<1>(&model)) {
+      models.push_back(CostModel::affine(line->first, line->second));
+    } else {
+      models.push_back(std::get<0>(model));
+    }
+  }
+  return models;
+}
+
+template <class Value, class Set>
+void for_each_device(const PerDevice<Value>& given, std::size_t device_count, const char* name, const Set& set) {
+  if (!given) return;
+  if (const auto* all = std::get_if<0>(&*given)) {
+    for (std::size_t i = 0; i < device_count; ++i) set(i, *all);
+    return;
+  }
+  const std::vector<Value>& each = std::get<1>(*given);
+  if (each.size() != device_count) {
+    throw InvalidArgument(
+        fmt::format("{} has {} entries for {} devices; pass one per device, or one value for all of them", name,
+                    each.size(), device_count));
+  }
+  for (std::size_t i = 0; i < device_count; ++i) set(i, static_cast<Value>(each[i]));
+}
+
+Split split_batch(std::int64_t batch_size, const std::vector<Model>& given,
+                  const PerDevice<std::optional<std::int64_t>>& minimum,
+                  const PerDevice<std::optional<std::int64_t>>& maximum, std::int64_t granularity,
+                  const PerDevice<bool>& may_be_zero, const PerDevice<double>& startup_seconds,
+                  const std::optional<std::vector<double>>& reduction_seconds,
+                  const std::optional<std::vector<std::int64_t>>& previous) {
+  const std::vector<CostModel> models = models_of(given);
+  plan::SplitOptions options;
+  options.limits.resize(models.size());
+  for_each_device(minimum, models.size(), "minimum",
+                  [&](std::size_t i, auto value) { options.limits[i].minimum = value.value_or(0); });
+  for_each_device(maximum, models.size(), "maximum", [&](std::size_t i, auto value) {
+    options.limits[i].maximum = value.value_or(plan::ShareLimits::kUnlimited);
+  });
+  for_each_device(may_be_zero, models.size(), "may_be_zero",
+                  [&](std::size_t i, bool value) { options.limits[i].may_be_zero = value; });
+  for_each_device(startup_seconds, models.size(), "startup_seconds",
+                  [&](std::size_t i, double value) { options.limits[i].startup_seconds = value; });
+  options.granularity = granularity;
+  options.reduction_seconds = reduction_seconds.value_or(std::vector<double>{});
+  options.previous = previous.value_or(std::vector<std::int64_t>{});
+  return plan::split_batch(batch_size, models, options);
+}
+
+CostModel table_of(const std::vector<std::pair<std::int64_t, double>>& pairs) {
+  std::vector<CostPoint> points;
+  for (const auto& [items, seconds] : pairs) points.push_back({items, seconds});
+  return CostModel::table(points);
+}
+
+std::vector<std::pair<std::int64_t, double>> points_of(const CostModel& model) {
+  std::vector<std::pair<std::int64_t, double>> pairs;
+  for (const CostPoint& point : model.points()) pairs.emplace_back(point.items, point.seconds);
+  return pairs;
+}
+
+// As Python writes it: 1.0 stays a float.
+template <class Value>
+std::string repr_of(const Value& value) {
+  return std::string(py::repr(py::cast(value)));
+}
+
+std::string repr(const CostModel& model) {
+  if (model.is_affine()) {
+    return fmt::format("CostModel.affine(fixed_seconds={}, per_item_seconds={})", repr_of(model.fixed_seconds()),
+                       repr_of(model.per_item_seconds()));
+  }
+  return fmt::format("CostModel.table({})", repr_of(points_of(model)));
+}
+
+double seconds_of(const CostModel& model, std::int64_t items) {
+  if (items < 0) throw InvalidArgument(fmt::format("items is {}; it cannot be negative", items));
+  return model.seconds(items);
+}
+
+void bind_cost_model(py::module_& module) {
+  py::class_<CostModel>(module, "CostModel", R"(Seconds a device needs for a share of n items; nondecreasing in n.
+
+Make one with `affine` or `table`; `CostModel()` is the free device. Immutable.)")
+      .def(py::init<>())
+      .def_static("affine", &CostModel::affine, py::arg("fixed_seconds"), py::arg("per_item_seconds"),
+                  R"(`fixed_seconds + per_item_seconds * n`.
+
+Raises
+------
+InvalidArgument
+    If a coefficient is negative or not finite.)")
+      .def_static("table", &table_of, py::arg("points"),
+                  R"(Linear between measured points, on by the slope of the first and last two.
+
+Parameters
+----------
+points
+    Pairs (items, seconds) in strictly increasing items with nondecreasing seconds. One pair means proportional.
+
+Raises
+------
+InvalidArgument
+    Naming the first point that breaks the order.)")
+      .def("seconds", &seconds_of, py::arg("items"), "Seconds for a share of `items` items.")
+      .def("items_within", &CostModel::items_within, py::arg("budget_seconds"), py::arg("limit"),
+           "The largest n in [0, limit] with seconds(n) <= budget_seconds; -1 if even n = 0 does not fit.")
+      .def("scaled", &CostModel::scaled, py::arg("factor"), "The same shape on a device `factor` times slower.")
+      .def_property_readonly("fixed_seconds", &CostModel::fixed_seconds, "Seconds that do not depend on the size.")
+      .def_property_readonly("per_item_seconds", &CostModel::per_item_seconds,
+                             "Seconds each further item costs; of a table its mean slope.")
+      .def_property_readonly("points", &points_of, "The table's pairs (items, seconds); empty for an affine model.")
+      .def(
+          "__eq__", [](const CostModel& a, const CostModel& b) { return a == b; }, py::arg("other"), py::is_operator())
+      .def("__hash__", [](const CostModel& model) { return py::hash(py::str(repr(model))); })
+      .def("__repr__", &repr);
+}
+
+void bind_splits(py::module_& module) {
+  py::class_<Split>(module, "Split", "The shares of one step, and when the last device will be done by the models.")
+      .def_readonly("shares", &Split::shares, "Items per device; they sum to the batch.")
+      .def_readonly("makespan_seconds", &Split::makespan_seconds, "When the last device finishes, by the models.")
+      .def("__repr__", [](const Split& split) {
+        return fmt::format("Split(shares={}, makespan_seconds={})", repr_of(split.shares),
+                           repr_of(split.makespan_seconds));
+      });
+
+  module.def("split_batch", &split_batch, py::arg("batch_size"), py::arg("models"), py::kw_only(),
+             py::arg("minimum") = py::none(), py::arg("maximum") = py::none(), py::arg("granularity") = 1,
+             py::arg("may_be_zero") = py::none(), py::arg("startup_seconds") = py::none(),
+             py::arg("reduction_seconds") = py::none(), py::arg("previous") = py::none(),
+             R"(Split a batch so that the last device finishes as early as possible: the exact integer optimum.
+
+Parameters
+----------
+batch_size
+    Items of the whole batch.
+models
+    One per device: a `CostModel`, or a pair (fixed_seconds, per_item_seconds).
+minimum, maximum
+    The smallest share that is not zero and the largest share, for all devices or one per device; None: no limit.
+granularity
+    Shares are multiples of it; if the batch is not, exactly one share has the remainder.
+may_be_zero
+    Whether a device may be left without work (the default), for all devices or one per device.
+startup_seconds
+    What a device pays once if it has work, for all devices or one per device.
+reduction_seconds
+    Seconds the step ends later when k devices have work, at index k, from 0 to the number of devices.
+previous
+    The shares now in force: among optimal splits the one that changes the fewest devices wins, then lower-numbered devices do.
+
+Returns
+-------
+Split
+    `shares` and `makespan_seconds`.
+
+Raises
+------
+InvalidArgument
+    For arguments that make no sense, and for limits that no split respects, naming the constraint.
+
+Notes
+-----
+Each grain goes to the device that would finish it first, which is optimal for nondecreasing costs (Ibaraki & Katoh, Resource
+Allocation Problems, MIT Press 1988). With minimums above zero subsets of devices are searched: all of them up to 8 devices, a part beyond.
+
+Examples
+--------
+>>> from paceline.plan import split_batch
+>>> split_batch(512, [(0.004, 0.0001), (0.004, 0.0003)]).shares
+[384, 128])");
+
+  module.def(
+      "split_weighted",
+      [](std::int64_t batch_size, const std::vector<double>& weights) {
+        return plan::split_weighted(batch_size, weights);
+      },
+      py::arg("batch_size"), py::arg("weights"),
+      R"(Shares in the ratio of `weights`, by largest remainder, on a tie the lower index; a weight of zero gets nothing.
+
+Raises
+------
+InvalidArgument
+    If a weight is negative or not finite, or none is above zero.)");
+  module.def("split_even", &plan::split_even, py::arg("batch_size"), py::arg("device_count"),
+             "Shares that differ by at most one item, the larger ones first.");
+}
+
+void bind_chunks(py::module_& module) {
+  module.def(
+      "chunks",
+      [](std::int64_t share, std::int64_t fixed_size, double correction_fraction, std::int64_t floor,
+         std::int64_t granularity) {
+        return plan::chunks(share, {.fixed_size = fixed_size,
+                                    .correction_fraction = correction_fraction,
+                                    .floor = floor,
+                                    .granularity = granularity});
+      },
+      py::arg("share"), py::kw_only(), py::arg("fixed_size") = 0, py::arg("correction_fraction") = 0.0,
+      py::arg("floor") = 1, py::arg("granularity") = 1,
+      R"(The micro-batch sizes of a share, in the order they run; they sum to it.
+
+Parameters
+----------
+share
+    Items of one device.
+fixed_size
+    Above 0: every micro-batch has this size but the last.
+correction_fraction
+    Part of the share, in [0, 1), held back for late corrections after one large planned chunk; 0: one micro-batch.
+floor
+    The smallest correction; see `correction_floor`. Corrections have sizes floor * 2**k, each about half of what is left.
+granularity
+    What `floor` is rounded up to.
+
+Notes
+-----
+Guided self-scheduling (Polychronopoulos & Kuck 1987) and factoring (Hummel, Schonberg & Flynn 1992).)");
+  module.def(
+      "correction_floor", &plan::correction_floor, py::arg("model"), py::arg("overhead") = 0.5,
+      py::arg("granularity") = 1,
+      "The smallest micro-batch whose fixed cost is at most `overhead` of its time, rounded up to `granularity`.");
+}
+
+}  // namespace
+
+void bind_plan(py::module_& module) {
+  module.doc() = "Pure decisions: cost models, batch splits, micro-batch sizes.";
+  bind_cost_model(module);
+  bind_splits(module);
+  bind_chunks(module);
+}
 
 }  // namespace paceline::python

@@ -134,41 +134,87 @@ class Solver {
     return finish_seconds();
   }
 
-  // The least finish for one number of workers that is better than `budget`, exact to the last bit: each success lowers
-  // the upper end to a finish that a split really has, and the search ends when the next double below it is refused.
-  bool find_finish(double budget, std::int64_t workers, double bound, double& finish) {
-    if (!fits(budget, workers, finish)) return false;
+  // The least finish for one number of workers that is within `budget`, exact to the last bit: each success lowers the
+  // upper end to a finish that a split really has, and the search ends when the next double below it is refused.
+  // `guess` is tried first.
+  bool find_finish(double budget, std::int64_t workers, double bound, double guess, double& finish) {
+    if (!(guess < budget && fits(guess, workers, finish)) && !fits(budget, workers, finish)) return false;
     double below = bound;
-    if (below >= finish) return true;
-    if (fits(below, workers, finish)) return true;
-    while (finish - below > 1e-9 * finish) {
-      const double middle = below + (finish - below) / 2;
-      double found = 0.0;
-      if (fits(middle, workers, found)) {
-        finish = found;
-      } else {
-        below = middle;
+    if (below >= finish || fits(below, workers, finish)) return true;
+    for (double found = 0.0; finish > 0.0 && fits(std::nextafter(finish, 0.0), workers, found);) {
+      finish = found;
+      while (finish - below > 1e-9 * finish) {
+        const double middle = below + (finish - below) / 2;
+        if (fits(middle, workers, found)) {
+          finish = found;
+        } else {
+          below = middle;
+        }
       }
     }
-    for (double found = 0.0; finish > 0.0 && fits(std::nextafter(finish, 0.0), workers, found);) finish = found;
     return true;
+  }
+
+  // When `workers` devices would finish if nothing but their maximums counted, for a good choice of them: a first
+  // guess, and a hint which numbers of workers to look at first.
+  double guess_finish(std::int64_t workers) {
+    double finish = kInfinity;
+    std::vector<BoundedLane> all;
+    for (const Candidate& candidate : problem_.candidates) {
+      if (candidate.work.high > 0) all.push_back({candidate.work.lane, 0, candidate.work.high});
+    }
+    const auto count = static_cast<std::size_t>(workers);
+    if (all.size() < count) return finish;
+    double level = 0.0;  // judged first by an even share, then by what each could finish by the level found
+    for (int round = 0; round < 2; ++round) {
+      const auto rank = [&](const BoundedLane& bounded) {
+        if (round == 0) return -bounded.lane.seconds(std::min(bounded.high, problem_.grains / workers + 1));
+        return static_cast<double>(bounded.lane.within(level, 0, bounded.high));
+      };
+      std::stable_sort(all.begin(), all.end(),
+                       [&](const BoundedLane& a, const BoundedLane& b) { return rank(a) > rank(b); });
+      std::vector<BoundedLane> chosen(all.begin(), all.begin() + workers);
+      std::int64_t high = 0;
+      for (BoundedLane& bounded : chosen) {
+        bounded.low = 1;
+        high += bounded.high;
+      }
+      if (workers > problem_.grains || high < problem_.grains) return finish;
+      std::vector<std::int64_t> grains(count);
+      fill_to_level(chosen, problem_.grains, grains);
+      level = 0.0;
+      for (std::size_t i = 0; i < count; ++i) level = std::max(level, chosen[i].lane.seconds(grains[i]));
+      finish = std::min(finish, level);
+    }
+    return finish;
   }
 
   bool find_makespan(double& makespan) {
     const double bound = relaxed_makespan();
     double finish = 0.0;
     if (problem_.reduction_seconds.empty()) {
-      if (!find_finish(kInfinity, -1, bound, finish)) return false;
+      if (!find_finish(kInfinity, -1, bound, kInfinity, finish)) return false;
       makespan = finish;
       return true;
     }
-    bool found = false;
+    struct Attempt {
+      std::int64_t workers;
+      double reduction;
+      double guess;
+    };
+    std::vector<Attempt> attempts;
     for (std::int64_t workers = static_cast<std::int64_t>(grains_.size()); workers > 0; --workers) {
-      const double reduction = problem_.reduction_seconds[static_cast<std::size_t>(workers)];
+      attempts.push_back(
+          {workers, problem_.reduction_seconds[static_cast<std::size_t>(workers)], guess_finish(workers)});
+    }
+    std::stable_sort(attempts.begin(), attempts.end(),
+                     [](const Attempt& a, const Attempt& b) { return a.guess + a.reduction < b.guess + b.reduction; });
+    bool found = false;
+    for (const Attempt& attempt : attempts) {
       const double better = found ? std::nextafter(makespan, -kInfinity) : kInfinity;
-      const double budget = found ? budget_before_reduction(better, reduction) : kInfinity;
-      if (budget < bound || !find_finish(budget, workers, bound, finish)) continue;
-      makespan = finish + reduction;
+      const double budget = found ? budget_before_reduction(better, attempt.reduction) : kInfinity;
+      if (budget < bound || !find_finish(budget, attempt.workers, bound, attempt.guess, finish)) continue;
+      makespan = finish + attempt.reduction;
       found = true;
     }
     return found;

@@ -41,7 +41,7 @@ PACELINE_API std::vector<std::int64_t> chunks(std::int64_t share, const ChunkOpt
 
 /// What is known about a device when somebody claims in the tail of a step.
 struct TailDevice {
-  CostModel model;
+  CostModel model = {};
   double free_at_seconds = 0.0;  ///< when it will have finished what it holds, on the step's clock
   bool may_claim = true;         ///< it has not been told that its micro-batch is its last
 };
@@ -50,12 +50,12 @@ struct TailDevice {
 ///
 /// Aims all devices that may claim at one common finish: T solves sum_i n_i(T) = remaining with n_i(T) the items that
 /// device i can finish by T, its fixed cost included: a device that could not finish a grain by then has no part. The
-/// claimer takes half of its part (factoring, see chunks) while that is at least 2 * unit, rounded down to unit * 2^k
-/// with unit the floor rounded up to the granularity, else all of its part, which is then below 4 * unit. 0: others
-/// will finish the rest sooner, or it may not claim.
+/// claimer takes half of its part (factoring, see chunks) while that is at least twice the larger of `floor` and its
+/// own correction_floor, rounded down to unit * 2^k with unit the floor rounded up to the granularity, else all of its
+/// part. 0: others will finish the rest sooner, or it may not claim.
 ///
 /// While devices that may claim ask whenever they are free, everything is handed out: the last one left is never told
-/// 0. Per step at most log2(remaining / unit) + 4 * unit / granularity distinct sizes. Pure; no allocation up to 16
+/// 0. Sizes are unit * 2^k, or a device's last, below four times the larger floor. Pure; no allocation up to 16
 /// devices.
 PACELINE_API std::int64_t next_correction(std::int64_t remaining, std::span<const TailDevice> devices,
                                           std::int64_t claimer, std::int64_t floor, std::int64_t granularity = 1);

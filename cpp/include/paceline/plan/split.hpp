@@ -21,15 +21,16 @@ struct ShareLimits {
 };
 
 struct SplitOptions {
+  // `= {}` keeps designated initialisers free of -Wmissing-field-initializers.
   /// One per device, or empty for no limits.
-  std::vector<ShareLimits> limits;
+  std::vector<ShareLimits> limits = {};
   /// Shares are multiples of it. When the batch is not, exactly one share carries the remainder.
   std::int64_t granularity = 1;
   /// Seconds the step ends later when k devices have work, at index k (index 0 unused): the reduction.
   /// Empty: free. Nondecreasing is usual but not required.
-  std::vector<double> reduction_seconds;
+  std::vector<double> reduction_seconds = {};
   /// The shares now in force, or empty: among optimal splits the one that changes fewest devices wins.
-  std::vector<std::int64_t> previous;
+  std::vector<std::int64_t> previous = {};
 };
 
 struct Split {

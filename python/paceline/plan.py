@@ -1,0 +1,8 @@
+"""Pure decisions: what a share costs a device, how a batch is split, how a share is cut into micro-batches.
+
+Nothing here needs a device, keeps state or looks at a clock.
+"""
+
+from paceline._core.plan import CostModel, Split, chunks, correction_floor, split_batch, split_even, split_weighted
+
+__all__ = ["CostModel", "Split", "chunks", "correction_floor", "split_batch", "split_even", "split_weighted"]

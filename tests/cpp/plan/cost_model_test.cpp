@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <limits>
+#include <random>
+
+#include <paceline/error.hpp>
+#include <paceline/plan/cost_model.hpp>
+
+namespace paceline::plan {
+namespace {
+
+TEST(CostModel, CostsNothingByDefault) {
+  EXPECT_EQ(CostModel().seconds(1'000'000), 0.0);
+  EXPECT_EQ(CostModel().items_within(0.0, 7), 7);
+}
+
+TEST(CostModel, AddsTheFixedCostToThePriceOfEachItem) {
+  const CostModel model = CostModel::affine(0.5, 0.25);
+  EXPECT_EQ(model.seconds(0), 0.5);
+  EXPECT_EQ(model.seconds(6), 2.0);
+  EXPECT_EQ(model.items_within(2.0, 100), 6);
+  EXPECT_EQ(model.items_within(std::nextafter(2.0, 0.0), 100), 5);
+  EXPECT_EQ(model.items_within(0.49, 100), -1);
+  EXPECT_EQ(model.items_within(2.0, 3), 3);
+}
+
+TEST(CostModel, JoinsTablePointsByLinesAndGoesOnAtTheLastSlope) {
+  const std::array points{CostPoint{2, 4.0}, CostPoint{4, 5.0}, CostPoint{8, 13.0}};
+  const CostModel model = CostModel::table(points);
+  EXPECT_EQ(model.seconds(0), 3.0);
+  EXPECT_EQ(model.seconds(2), 4.0);
+  EXPECT_EQ(model.seconds(3), 4.5);
+  EXPECT_EQ(model.seconds(6), 9.0);
+  EXPECT_EQ(model.seconds(10), 17.0);
+  EXPECT_EQ(model.fixed_seconds(), 3.0);
+  EXPECT_EQ(model.per_item_seconds(), 1.5);
+}
+
+TEST(CostModel, NeverGoesBelowZeroBeforeTheFirstPoint) {
+  const std::array points{CostPoint{4, 1.0}, CostPoint{6, 3.0}};
+  EXPECT_EQ(CostModel::table(points).seconds(0), 0.0);
+  EXPECT_EQ(CostModel::table(points).seconds(3), 0.0);
+}
+
+TEST(CostModel, TakesOnePointAsProportional) {
+  const std::array points{CostPoint{4, 1.0}};
+  const CostModel model = CostModel::table(points);
+  EXPECT_EQ(model.seconds(0), 0.0);
+  EXPECT_EQ(model.seconds(6), 1.5);
+}
+
+TEST(CostModel, KeepsItsShapeWhenScaled) {
+  const std::array points{CostPoint{2, 4.0}, CostPoint{4, 5.0}};
+  EXPECT_EQ(CostModel::table(points).scaled(2.0).seconds(3), 9.0);
+  EXPECT_EQ(CostModel::affine(1.0, 0.5).scaled(3.0), CostModel::affine(3.0, 1.5));
+}
+
+TEST(CostModel, RefusesWhatIsNoNondecreasingCostAndNamesThePoint) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const double infinity = std::numeric_limits<double>::infinity();
+  EXPECT_THROW((void)CostModel::affine(-1.0, 0.0), InvalidArgument);
+  EXPECT_THROW((void)CostModel::affine(0.0, nan), InvalidArgument);
+  EXPECT_THROW((void)CostModel::affine(infinity, 0.0), InvalidArgument);
+  EXPECT_THROW((void)CostModel::affine(1.0, 1.0).scaled(-2.0), InvalidArgument);
+  EXPECT_THROW((void)CostModel::table({}), InvalidArgument);
+  EXPECT_THROW((void)CostModel::table(std::array{CostPoint{0, 1.0}}), InvalidArgument);
+  EXPECT_THROW((void)CostModel::table(std::array{CostPoint{1, 1.0}, CostPoint{1, 2.0}}), InvalidArgument);
+  EXPECT_THROW((void)CostModel::table(std::array{CostPoint{-1, 1.0}, CostPoint{1, 2.0}}), InvalidArgument);
+  try {
+    (void)CostModel::table(std::array{CostPoint{1, 1.0}, CostPoint{2, 2.0}, CostPoint{4, 1.5}});
+    FAIL() << "a table that gets cheaper was taken";
+  } catch (const InvalidArgument& error) {
+    EXPECT_NE(std::string(error.what()).find("point 2 (4 items)"), std::string::npos) << error.what();
+  }
+}
+
+// Coefficients whose decimal fractions round at every step, slopes far below the fixed cost, and flat parts.
+TEST(CostModel, IsNondecreasingAndInvertedExactlyInItsOwnDoubles) {
+  std::mt19937_64 random(1);
+  std::uniform_real_distribution<double> exponent(-18.0, 2.0);
+  for (int round = 0; round < 2000; ++round) {
+    CostModel model = CostModel::affine(std::pow(10.0, exponent(random)), std::pow(10.0, exponent(random)));
+    if (round % 2 == 1) {
+      std::vector<CostPoint> points;
+      std::int64_t items = static_cast<std::int64_t>(random() % 3);
+      double seconds = std::pow(10.0, exponent(random));
+      for (int i = 0; i < 4; ++i) {
+        points.push_back({items, seconds});
+        items += 1 + static_cast<std::int64_t>(random() % 40);
+        if (random() % 3 != 0) seconds += std::pow(10.0, exponent(random));
+      }
+      model = CostModel::table(points);
+    }
+    constexpr std::int64_t limit = 150;
+    for (std::int64_t n = 0; n < limit; ++n)
+      ASSERT_LE(model.seconds(n), model.seconds(n + 1)) << "round " << round << ", n " << n;
+    for (int probe = 0; probe < 10; ++probe) {
+      const double budget = model.seconds(static_cast<std::int64_t>(random() % limit)) * (probe % 2 == 0 ? 1.0 : 0.999);
+      std::int64_t expected = -1;
+      while (expected < limit && model.seconds(expected + 1) <= budget) ++expected;
+      ASSERT_EQ(model.items_within(budget, limit), expected) << "round " << round << ", budget " << budget;
+    }
+  }
+}
+
+TEST(CostModel, FindsTheEndOfAFlatPartOfBillionsOfItems) {
+  const CostModel model = CostModel::affine(1.0, 1e-26);
+  const std::int64_t items = model.items_within(1.0, std::int64_t{1} << 60);
+  EXPECT_EQ(model.seconds(items), 1.0);
+  EXPECT_GT(model.seconds(items + 1), 1.0);
+}
+
+}  // namespace
+}  // namespace paceline::plan
