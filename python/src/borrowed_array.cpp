@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "borrowed_array.hpp"
+
+#include <fmt/format.h>
+
+#include <optional>
+#include <string_view>
+#include <utility>
+
+#include <paceline/error.hpp>
+
+namespace py = pybind11;
+
+namespace paceline::python {
+namespace {
+
+constexpr const char* kSupported = "float32, float64, float16, bfloat16, int32 and int64";
+
+[[noreturn]] void refuse(const std::string& label, const std::string& reason) {
+  throw InvalidArgument(fmt::format("{} {}", label, reason));
+}
+
+std::string type_name(py::handle object) { return py::str(py::type::handle_of(object).attr("__qualname__")); }
+
+[[noreturn]] void refuse_read_only(const std::string& label, py::handle object) {
+  refuse(label,
+         fmt::format("({}) is read-only, and the result is written into it; pass a writable array", type_name(object)));
+}
+
+[[noreturn]] void refuse_strided(const std::string& label, py::handle object) {
+  refuse(label,
+         fmt::format("({}) is not contiguous (C order): its elements do not lie one after the other; pass a contiguous "
+                     "array and copy the result back",
+                     type_name(object)));
+}
+
+// Calls into somebody's code; an exception becomes ours, with its text. What is no ordinary error passes unchanged.
+template <class Call>
+auto translated(const std::string& label, py::handle object, const char* what, Call call) {
+  try {
+    return call();
+  } catch (const py::error_already_set& error) {
+    if (!error.matches(PyExc_Exception) || error.matches(PyExc_MemoryError)) throw;
+    refuse(label, fmt::format("({}) {}: {}", type_name(object), what, std::string(py::str(error.value()))));
+  }
+}
+
+std::optional<DType> known_type(const dlpack::DataType& type) {
+  if (type.lanes != 1) return std::nullopt;
+  switch (type.code) {
+    case dlpack::kFloat:
+      if (type.bits == 32) return DType::float32;
+      if (type.bits == 64) return DType::float64;
+      if (type.bits == 16) return DType::float16;
+      return std::nullopt;
+    case dlpack::kBFloat:
+      if (type.bits == 16) return DType::bfloat16;
+      return std::nullopt;
+    case dlpack::kInt:
+      if (type.bits == 32) return DType::int32;
+      if (type.bits == 64) return DType::int64;
+      return std::nullopt;
+    default:
+      return std::nullopt;
+  }
+}
+
+std::string describe(const dlpack::DataType& type) {
+  constexpr const char* names[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
+  const std::string name =
+      type.code < std::size(names) ? names[type.code] : fmt::format("DLPack type {} of ", type.code);
+  return fmt::format("{}{}{}", name, type.bits, type.lanes == 1 ? "" : fmt::format("x{}", type.lanes));
+}
+
+// The buffer protocol's type letters are those of the struct module. Sizes differ by platform for some ('l'), so they
+// are asked of the buffer.
+std::optional<DType> known_type(std::string_view format, Py_ssize_t item_bytes) {
+  if (!format.empty() && (format.front() == '@' || format.front() == '=' ||
+                          (format.front() == '<' && PY_LITTLE_ENDIAN) || (format.front() == '>' && PY_BIG_ENDIAN))) {
+    format.remove_prefix(1);
+  }
+  if (format.size() != 1) return std::nullopt;
+  switch (format.front()) {
+    case 'e':
+      return DType::float16;
+    case 'f':
+      return DType::float32;
+    case 'd':
+      return DType::float64;
+    case 'i':
+    case 'l':
+    case 'q':
+      if (item_bytes == 4) return DType::int32;
+      if (item_bytes == 8) return DType::int64;
+      return std::nullopt;
+    default:
+      return std::nullopt;
+  }
+}
+
+bool is_contiguous(const dlpack::Tensor& tensor, std::int64_t count) {
+  if (tensor.strides == nullptr || count <= 1) return true;
+  std::int64_t expected = 1;
+  for (std::int32_t d = tensor.dimension_count - 1; d >= 0; --d) {
+    if (tensor.shape[d] != 1 && tensor.strides[d] != expected) return false;
+    expected *= tensor.shape[d];
+  }
+  return true;
+}
+
+// Asks for memory that is not a copy, and for the read-only flag, which only versioned capsules carry. Older producers
+// know neither keyword.
+py::object call_dlpack(py::handle object) {
+  const py::object method = object.attr("__dlpack__");
+  try {
+    return method(py::arg("max_version") = py::make_tuple(dlpack::kMajorVersion, 0), py::arg("copy") = false);
+  } catch (const py::error_already_set& error) {
+    if (!error.matches(PyExc_TypeError)) throw;
+  }
+  return method();
+}
+
+}  // namespace
+
+BorrowedArray::BorrowedArray(py::handle object, const std::string& label, Access access) {
+  try {
+    if (py::hasattr(object, "__dlpack__")) {
+      take_dlpack(object, label, access);
+    } else if (PyObject_CheckBuffer(object.ptr()) != 0) {
+      take_buffer(object, label, access);
+    } else {
+      refuse(label, fmt::format(
+                        "is a {}, not an array; pass something with __dlpack__ (torch, NumPy, JAX, CuPy) or the buffer "
+                        "protocol (array.array, memoryview)",
+                        type_name(object)));
+    }
+  } catch (...) {
+    release();  // the destructor of a half-made object does not run
+    throw;
+  }
+}
+
+BorrowedArray::BorrowedArray(BorrowedArray&& other) noexcept
+    : view_(other.view_),
+      managed_(std::exchange(other.managed_, nullptr)),
+      versioned_(std::exchange(other.versioned_, nullptr)),
+      buffer_(std::exchange(other.buffer_, Py_buffer{})) {}
+
+void BorrowedArray::release() noexcept {
+  // A deleter may run Python code, and must not see, nor lose, an exception that is on its way.
+  const py::error_scope keep_pending_error;
+  if (auto* managed = std::exchange(managed_, nullptr); managed != nullptr && managed->deleter != nullptr) {
+    managed->deleter(managed);
+  }
+  if (auto* versioned = std::exchange(versioned_, nullptr); versioned != nullptr && versioned->deleter != nullptr) {
+    versioned->deleter(versioned);
+  }
+  if (buffer_.obj != nullptr) PyBuffer_Release(&buffer_);
+}
+
+void BorrowedArray::take_dlpack(py::handle object, const std::string& label, Access access) {
+  // torch says so too, but only on some of its versions' paths, and without naming the argument.
+  if (py::bool_(py::getattr(object, "requires_grad", py::bool_(false)))) {
+    refuse(
+        label,
+        fmt::format("({}) requires grad: autograd would not see what is done to it; pass its .grad, or .detach() of it",
+                    type_name(object)));
+  }
+  translated(label, object, "cannot be used through DLPack", [&] {
+    if (!py::hasattr(object, "__dlpack_device__")) return;
+    const py::tuple device = object.attr("__dlpack_device__")();
+    const auto type = py::int_(device[0]).cast<std::int32_t>();
+    if (type == dlpack::kCpu || type == dlpack::kCudaHost || type == dlpack::kRocmHost) return;
+    refuse(label,
+           fmt::format(
+               "({}) is not in the memory of the CPU (DLPack device type {}, number {}), where host devices reduce; "
+               "move it there first",
+               type_name(object), type, py::int_(device[1]).cast<std::int32_t>()));
+  });
+  const py::object capsule =
+      translated(label, object, "cannot be used through DLPack", [&] { return call_dlpack(object); });
+
+  const dlpack::Tensor* tensor = nullptr;
+  if (PyCapsule_IsValid(capsule.ptr(), dlpack::kVersionedCapsule) != 0) {
+    versioned_ =
+        static_cast<dlpack::ManagedTensorVersioned*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kVersionedCapsule));
+    PyCapsule_SetName(capsule.ptr(), dlpack::kUsedVersionedCapsule);
+    if (versioned_->version.major != dlpack::kMajorVersion) {  // another layout: only the deleter may be used
+      refuse(label, fmt::format("({}) speaks DLPack {}.{}; this build knows version {}", type_name(object),
+                                versioned_->version.major, versioned_->version.minor, dlpack::kMajorVersion));
+    }
+    if (access == Access::write && (versioned_->flags & dlpack::kFlagReadOnly) != 0) refuse_read_only(label, object);
+    if (access == Access::write && (versioned_->flags & dlpack::kFlagIsCopied) != 0) {
+      refuse(
+          label,
+          fmt::format("({}) lends only a copy of its memory, and the result would be lost with it; pass a plain array",
+                      type_name(object)));
+    }
+    tensor = &versioned_->tensor;
+  } else if (PyCapsule_IsValid(capsule.ptr(), dlpack::kCapsule) != 0) {
+    managed_ = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsule));
+    PyCapsule_SetName(capsule.ptr(), dlpack::kUsedCapsule);
+    tensor = &managed_->tensor;
+  } else {
+    refuse(label, fmt::format("({}) returned no DLPack capsule from __dlpack__", type_name(object)));
+  }
+
+  const std::optional<DType> dtype = known_type(tensor->dtype);
+  if (!dtype) {
+    refuse(label, fmt::format("({}) has elements of type {}; supported are {}", type_name(object),
+                              describe(tensor->dtype), kSupported));
+  }
+  std::int64_t count = 1;
+  for (std::int32_t d = 0; d < tensor->dimension_count; ++d) count *= tensor->shape[d];
+  if (!is_contiguous(*tensor, count)) refuse_strided(label, object);
+  char* data = static_cast<char*>(tensor->data);
+  view_ = {data == nullptr ? nullptr : data + tensor->byte_offset, static_cast<std::size_t>(count), *dtype};
+}
+
+void BorrowedArray::take_buffer(py::handle object, const std::string& label, Access access) {
+  translated(label, object, "does not lend its memory", [&] {
+    if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_FULL_RO) != 0) throw py::error_already_set();
+  });
+  const std::string_view format = buffer_.format == nullptr ? "B" : buffer_.format;
+  const std::optional<DType> dtype = known_type(format, buffer_.itemsize);
+  if (!dtype) {
+    refuse(label,
+           fmt::format("({}) has elements of format '{}'; supported are {} in native byte order (of raw bytes, pass "
+                       "memoryview(x).cast(\"f\") or the like)",
+                       type_name(object), format, kSupported));
+  }
+  if (access == Access::write && buffer_.readonly != 0) refuse_read_only(label, object);
+  if (PyBuffer_IsContiguous(&buffer_, 'C') == 0) refuse_strided(label, object);
+  view_ = {buffer_.buf, static_cast<std::size_t>(buffer_.len) / size_of(*dtype), *dtype};
+}
+
+}  // namespace paceline::python

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <paceline/runtime/device.hpp>
+#include <paceline/runtime/host_topology.hpp>
+#include <paceline/runtime/system_info.hpp>
+
+#include "bindings.hpp"
+
+namespace py = pybind11;
+
+namespace paceline::python {
+namespace {
+
+const char* kind_name(DeviceKind kind) { return kind == DeviceKind::cuda ? "cuda" : "host"; }
+
+std::string repr(const Device& device) {
+  std::string text = fmt::format("<paceline.Device {}", device.name);
+  if (!device.cores.empty()) {
+    text += fmt::format(" {} {}", device.cores.size() == 1 ? "core" : "cores", fmt::join(device.cores, ","));
+  }
+  if (device.numa_node >= 0) text += fmt::format(" node {}", device.numa_node);
+  return text + ">";
+}
+
+py::dict host_facts() {
+  const HostTopology topology = read_host_topology();
+  std::vector<int> affinity;
+  std::map<int, std::vector<int>> nodes;
+  for (const HostCore& core : topology.cores) {
+    affinity.push_back(core.index);
+    if (core.numa_node >= 0) nodes[core.numa_node].push_back(core.index);
+  }
+  py::dict facts;
+  facts["cpu_model"] = read_cpu_model();
+  facts["affinity"] = affinity;
+  facts["numa_nodes"] = nodes;
+  facts["cpu_limit"] = py::none();
+  if (topology.cpu_limit) {
+    py::dict limit;
+    limit["cores"] = topology.cpu_limit->cores();
+    limit["source"] = topology.cpu_limit->source;
+    facts["cpu_limit"] = std::move(limit);
+  }
+  return facts;
+}
+
+py::dict build_facts() {
+  const BuildInfo build = build_info();
+  py::dict facts;
+  facts["version"] = build.version;
+  facts["compiler"] = build.compiler;
+  facts["flags"] = build.flags;
+  facts["fmt"] = build.fmt_version;
+  facts["pybind11"] = fmt::format("{}.{}.{}", PYBIND11_VERSION_MAJOR, PYBIND11_VERSION_MINOR, PYBIND11_VERSION_MICRO);
+  return facts;
+}
+
+}  // namespace
+
+void bind_device(py::module_& module) {
+  py::class_<Device>(module, "Device", R"(A place of execution, such as ``host:1``: a worker pinned to cores of its own.
+
+A value that names the place and says what was found out about it; it owns nothing. `devices` and `find_device` make them.)")
+      .def_property_readonly(
+          "name", [](const Device& device) { return device.name; }, "``host:1``; names are unique.")
+      .def_property_readonly(
+          "kind", [](const Device& device) { return kind_name(device.kind); }, "``host`` or ``cuda``.")
+      .def_property_readonly(
+          "index", [](const Device& device) { return device.index; }, "The number in the name.")
+      .def_property_readonly(
+          "memory_space", [](const Device& device) { return device.memory_space; },
+          "Devices of one memory space share memory without copying.")
+      .def_property_readonly(
+          "cores", [](const Device& device) { return py::tuple(py::cast(device.cores)); },
+          "The cores that the worker is pinned to; empty where pinning is impossible.")
+      .def_property_readonly(
+          "numa_node",
+          [](const Device& device) {
+            return device.numa_node < 0 ? py::object(py::none()) : py::int_(device.numa_node);
+          },
+          "The NUMA node of the cores; None when unknown or several.")
+      .def("__repr__", &repr)
+      .def("__str__", [](const Device& device) { return device.name; })
+      .def("__hash__", [](const Device& device) { return std::hash<std::string>{}(device.name); })
+      .def("__eq__", [](const Device& self, const Device& other) { return self == other; }, py::is_operator());
+  module.def("devices", &devices, R"(Every device that this process can use now, in order.
+
+Host devices: one per core of the process's affinity mask, no more than its cgroup's CPU limit allows. Under such a limit
+a device is pinned to several cores, since all the cores of the mask are dealt out.)");
+  module.def("find_device", &find_device, py::arg("name"), R"(The device called `name`, such as ``host:1``.
+
+More host devices than cores may be named; they share cores.
+
+Raises
+------
+InvalidArgument
+    If the name is malformed or there is no such device; the message lists those that exist.)");
+  module.def("host_facts", &host_facts,
+             "What the operating system says about the processor and this process's part of it.");
+  module.def("build_facts", &build_facts, "How the compiled part was built.");
+}
+
+}  // namespace paceline::python

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The binary interface of DLPack, declared by ourselves: what a `__dlpack__` capsule points to. The layout is that of
+// DLPack 1.x (a change of layout changes the major version) and, for the unversioned struct, of everything before.
+
+#include <cstddef>
+#include <cstdint>
+
+namespace paceline::dlpack {
+
+inline constexpr std::uint32_t kMajorVersion = 1;
+inline constexpr std::uint64_t kFlagReadOnly = 1;
+inline constexpr std::uint64_t kFlagIsCopied = 2;
+
+struct Version {
+  std::uint32_t major;
+  std::uint32_t minor;
+};
+
+// Device types whose memory the processor reads and writes directly, without waiting for anybody.
+inline constexpr std::int32_t kCpu = 1;
+inline constexpr std::int32_t kCudaHost = 3;   // pinned
+inline constexpr std::int32_t kRocmHost = 11;  // pinned
+
+struct Device {
+  std::int32_t type;
+  std::int32_t id;
+};
+
+enum TypeCode : std::uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kOpaque = 3, kBFloat = 4, kComplex = 5, kBool = 6 };
+
+struct DataType {
+  std::uint8_t code;
+  std::uint8_t bits;
+  std::uint16_t lanes;
+};
+
+struct Tensor {
+  void* data;
+  Device device;
+  std::int32_t dimension_count;
+  DataType dtype;
+  std::int64_t* shape;
+  std::int64_t* strides;  // in elements; null: contiguous (allowed before 1.2)
+  std::uint64_t byte_offset;
+};
+
+struct ManagedTensor {
+  Tensor tensor;
+  void* context;
+  void (*deleter)(ManagedTensor* self);  // may be null
+};
+
+struct ManagedTensorVersioned {
+  Version version;
+  void* context;
+  void (*deleter)(ManagedTensorVersioned* self);  // may be null; to be called whatever the version
+  std::uint64_t flags;
+  Tensor tensor;
+};
+
+static_assert(sizeof(void*) != 8 ||
+              (sizeof(Tensor) == 48 && offsetof(Tensor, shape) == 24 && sizeof(ManagedTensor) == 64 &&
+               offsetof(ManagedTensorVersioned, flags) == 24 && offsetof(ManagedTensorVersioned, tensor) == 32));
+
+// Names of the capsules. A consumer renames what it takes, so that the capsule's own destructor leaves it alone.
+inline constexpr const char* kCapsule = "dltensor";
+inline constexpr const char* kUsedCapsule = "used_dltensor";
+inline constexpr const char* kVersionedCapsule = "dltensor_versioned";
+inline constexpr const char* kUsedVersionedCapsule = "used_dltensor_versioned";
+
+}  // namespace paceline::dlpack
