@@ -39,14 +39,16 @@ struct Outcome {
     std::vector<Claim> claims;
     for (const ClaimRecord& claim : step->record().claims) {
       const MicroBatch& mb = claim.micro_batch;
-      claims.emplace_back(mb.device_index, mb.begin, mb.end, claim.start_seconds, claim.finish_seconds, claim.excluded, mb.correction);
+      claims.emplace_back(mb.device_index, mb.begin, mb.end, claim.start_seconds, claim.finish_seconds, claim.excluded,
+                          mb.correction);
     }
     return claims;
   }
 };
 
-// Waits with the interpreter let go and looks for signals at least every 50 ms. On the first one no further micro-batch starts and
-// those that run come to their end, so that nothing writes gradients after the exception has left; a second one leaves at once.
+// Waits with the interpreter let go and looks for signals at least every 50 ms. On the first one no further micro-batch
+// starts and those that run come to their end, so that nothing writes gradients after the exception has left; a second
+// one leaves at once.
 Outcome run(Stepper& stepper, std::int64_t batch_size, py::object body, py::object finish) {
   const std::size_t device_count = stepper.group().size();
   auto program = std::make_shared<PythonProgram>(std::move(body), std::move(finish), device_count);
@@ -57,7 +59,7 @@ Outcome run(Stepper& stepper, std::int64_t batch_size, py::object body, py::obje
     outcome.step->cancel();
     if (!outcome.step->wait(no_signal)) throw py::error_already_set();
     program->release();
-    throw interrupt;   // NOLINT: the object that was caught first is the one to go on
+    throw interrupt;  // NOLINT: the object that was caught first is the one to go on
   }
   program->release();
   if (const StepFailure* failure = outcome.step->failure()) {
@@ -97,8 +99,10 @@ py::list events_list(const Stepper& stepper) {
   for (const observe::Event& event : stepper.events().snapshot()) {
     py::dict entry;
     entry["kind"] = observe::name_of(event.kind);
-    entry["device"] = event.device_index < 0 ? py::object(py::none())
-                                             : py::object(py::str(stepper.group().devices()[static_cast<std::size_t>(event.device_index)].name));
+    entry["device"] =
+        event.device_index < 0
+            ? py::object(py::none())
+            : py::object(py::str(stepper.group().devices()[static_cast<std::size_t>(event.device_index)].name));
     entry["step"] = event.step;
     entry["begin"] = event.begin;
     entry["end"] = event.end;
@@ -113,12 +117,15 @@ py::list events_list(const Stepper& stepper) {
 
 void bind_engine(py::module_& module) {
   py::class_<Outcome>(module, "StepOutcome", "How one step ended.")
-      .def_property_readonly("failed_at", &Outcome::failed_at, "(device index, begin, end) of the micro-batch that failed, or None.")
-      .def_property_readonly("claims", &Outcome::claims,
-                             "What ran: (device index, begin, end, start seconds, finish seconds, excluded, correction) each.");
+      .def_property_readonly("failed_at", &Outcome::failed_at,
+                             "(device index, begin, end) of the micro-batch that failed, or None.")
+      .def_property_readonly(
+          "claims", &Outcome::claims,
+          "What ran: (device index, begin, end, start seconds, finish seconds, excluded, correction) each.");
 
   py::class_<Stepper>(module, "Stepper", "One balanced step after another on one group: plan, run, commit.")
-      .def(py::init([](DeviceGroup group, std::string balance, std::vector<double> weights, std::int64_t micro_batch, std::int64_t granularity) {
+      .def(py::init([](DeviceGroup group, std::string balance, std::vector<double> weights, std::int64_t micro_batch,
+                       std::int64_t granularity) {
              StepperOptions options;
              options.balance = std::move(balance);
              options.weights = std::move(weights);
@@ -129,15 +136,19 @@ void bind_engine(py::module_& module) {
            py::arg("group"), py::kw_only(), py::arg("balance") = "auto", py::arg("weights") = std::vector<double>{},
            py::arg("micro_batch") = 0, py::arg("granularity") = 1)
       .def("run", &run, py::arg("batch_size"), py::arg("body"), py::arg("finish"),
-           "Run one step: body(device, begin, end, last) -> int per micro-batch, finish(device) -> gradients. See python_program.hpp.")
+           "Run one step: body(device, begin, end, last) -> int per micro-batch, finish(device) -> gradients. See "
+           "python_program.hpp.")
       .def(
           "commit", [](Stepper& stepper, const Outcome& outcome) { stepper.commit(*outcome.step); }, py::arg("outcome"),
           "Tell the balancer and the metrics about a step that succeeded.")
-      .def_property_readonly("metrics", &metrics_dict, "One snapshot: per device share, items, busy and idle seconds, rate; totals.")
+      .def_property_readonly("metrics", &metrics_dict,
+                             "One snapshot: per device share, items, busy and idle seconds, rate; totals.")
       .def_property_readonly("events", &events_list, "The last events, oldest first.")
       .def_property_readonly("planned_shares", [](const Stepper& stepper) { return stepper.plan().shares; })
       .def_property_readonly("reason", [](const Stepper& stepper) { return stepper.plan().reason; })
-      .def_property_readonly("balancer", [](Stepper& stepper) -> balance::Balancer& { return stepper.balancer(); }, py::return_value_policy::reference_internal)
+      .def_property_readonly(
+          "balancer", [](Stepper& stepper) -> balance::Balancer& { return stepper.balancer(); },
+          py::return_value_policy::reference_internal)
       .def("explain", [](const Stepper& stepper) { return stepper.balancer().explain(); });
 }
 

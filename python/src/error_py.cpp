@@ -10,8 +10,8 @@ namespace py = pybind11;
 namespace paceline::python {
 namespace {
 
-// Python types of the library's errors, each also the built-in that a user would catch. Kept for the life of the process:
-// the translator may run while modules are being torn down.
+// Python types of the library's errors, each also the built-in that a user would catch. Kept for the life of the
+// process: the translator may run while modules are being torn down.
 struct ErrorTypes {
   PyObject* error = nullptr;
   PyObject* invalid_argument = nullptr;
@@ -44,10 +44,12 @@ void bind_errors(py::module_& module) {
   };
   types.error = make(module, "Error", "Base of the errors that paceline raises; `device` names the device or is None.",
                      py::make_tuple(py::reinterpret_borrow<py::object>(PyExc_Exception)));
-  types.invalid_argument = make(module, "InvalidArgument", "An argument cannot be used; nothing was changed.", with(PyExc_ValueError));
+  types.invalid_argument =
+      make(module, "InvalidArgument", "An argument cannot be used; nothing was changed.", with(PyExc_ValueError));
   types.unavailable = make(module, "Unavailable", "This machine or build does not have it.", with(PyExc_RuntimeError));
   types.timeout = make(module, "Timeout", "A deadline passed.", with(PyExc_TimeoutError));
-  types.cancelled = make(module, "Cancelled", "Given up because something else failed or the group is closing.", with(PyExc_RuntimeError));
+  types.cancelled = make(module, "Cancelled", "Given up because something else failed or the group is closing.",
+                         with(PyExc_RuntimeError));
   types.out_of_memory = make(module, "OutOfMemory", "No memory left for what was asked.", with(PyExc_MemoryError));
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {

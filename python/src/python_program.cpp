@@ -14,8 +14,9 @@ namespace py = pybind11;
 namespace paceline::python {
 namespace {
 
-// Runs `call` with the interpreter held. CPython up to 3.13 ends a thread that comes back while the interpreter goes down by
-// unwinding its stack, which no C++ frame may swallow or stop: such a thread sleeps here until the process is gone.
+// Runs `call` with the interpreter held. CPython up to 3.13 ends a thread that comes back while the interpreter goes
+// down by unwinding its stack, which no C++ frame may swallow or stop: such a thread sleeps here until the process is
+// gone.
 template <class Call>
 auto with_interpreter(Call call) {
   try {
@@ -103,7 +104,7 @@ std::unique_ptr<BlockReduction> PythonProgram::reduction() {
       segment.dtype = views[p].dtype;
       segment.inputs.push_back(views[p].data);
     }
-    if (segment.inputs.size() < 2) continue;   // nothing to add: the one device's gradient is the gradient
+    if (segment.inputs.size() < 2) continue;  // nothing to add: the one device's gradient is the gradient
     segment.output = const_cast<void*>(segment.inputs.front());
     segments.push_back(std::move(segment));
   }

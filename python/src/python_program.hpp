@@ -22,10 +22,11 @@ class BodyFailed : public std::exception {
 
 /// A step whose work is two Python callables.
 ///
-/// run(device, begin, end, last) -> int: 0 done, 1 done but its time is no evidence, -1 failed (the callable has kept the exception).
-/// finish(device) -> list[tuple[int, int, int] | None] | None: the device's gradients in the common order of the parameters, each
-/// (address, elements, DType), None where there is none or where the caller combines it; None as a whole means failed.
-/// Gradients of one parameter are summed, in the order of the devices, into the first device's.
+/// run(device, begin, end, last) -> int: 0 done, 1 done but its time is no evidence, -1 failed (the callable has kept
+/// the exception). finish(device) -> list[tuple[int, int, int] | None] | None: the device's gradients in the common
+/// order of the parameters, each (address, elements, DType), None where there is none or where the caller combines it;
+/// None as a whole means failed. Gradients of one parameter are summed, in the order of the devices, into the first
+/// device's.
 class PythonProgram final : public StepProgram {
  public:
   PythonProgram(pybind11::object run, pybind11::object finish, std::size_t device_count);

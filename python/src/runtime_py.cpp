@@ -17,8 +17,8 @@ namespace py = pybind11;
 namespace paceline::python {
 namespace {
 
-// Every wait of the library lets go of the interpreter, whoever started it: a worker may need it to come to an end, also when
-// the wait is in a destructor that the garbage collector runs.
+// Every wait of the library lets go of the interpreter, whoever started it: a worker may need it to come to an end,
+// also when the wait is in a destructor that the garbage collector runs.
 void* let_go() {
   if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) return nullptr;
   return PyEval_SaveThread();
@@ -37,7 +37,8 @@ DeviceGroup make_group(const std::variant<std::string, std::vector<std::variant<
   }
   std::vector<Device> found;
   for (const auto& entry : std::get<1>(devices)) {
-    found.push_back(std::holds_alternative<Device>(entry) ? std::get<Device>(entry) : find_device(std::get<std::string>(entry)));
+    found.push_back(std::holds_alternative<Device>(entry) ? std::get<Device>(entry)
+                                                          : find_device(std::get<std::string>(entry)));
   }
   return DeviceGroup(std::move(found));
 }
@@ -56,7 +57,7 @@ void bind_runtime(py::module_& module) {
   // Before the interpreter goes down: workers hold a thread state, and some may wait for the interpreter.
   py::module_::import("atexit").attr("register")(py::cpp_function([] { DeviceGroup::close_all(); }));
 
-  py::class_<DeviceGroup>(module, "DeviceGroup", py::is_weakrefable(),
+  py::class_<DeviceGroup>(module, "DeviceGroup",
                           R"(An ordered set of devices and one worker thread per device.
 
 The workers live until `close()`, the end of a ``with`` block, or the last reference. They are pinned to their device's cores and

@@ -8,7 +8,7 @@ class ThreadState {
  public:
   ThreadState() : gil_(PyGILState_Ensure()), state_(PyThreadState_Get()) { PyEval_SaveThread(); }
   ~ThreadState() {
-    if (interpreter_is_ending()) return;   // the interpreter frees what is left
+    if (interpreter_is_ending()) return;  // the interpreter frees what is left
     PyEval_RestoreThread(state_);
     PyGILState_Release(gil_);
   }

@@ -7,8 +7,8 @@ namespace paceline::python {
 
 /// Holds the interpreter on a worker thread.
 ///
-/// A worker keeps one PyThreadState for its whole life: making one per call costs five times the call itself and would lose
-/// what user code keeps in threading.local. It is given back when the thread ends.
+/// A worker keeps one PyThreadState for its whole life: making one per call costs five times the call itself and would
+/// lose what user code keeps in threading.local. It is given back when the thread ends.
 class WorkerGil {
  public:
   WorkerGil();

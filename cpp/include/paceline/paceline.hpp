@@ -14,5 +14,6 @@
 #include <paceline/plan/cost_model.hpp>
 #include <paceline/plan/split.hpp>
 #include <paceline/plan/tail.hpp>
+#include <paceline/runtime/backend.hpp>
 #include <paceline/runtime/device.hpp>
 #include <paceline/runtime/device_group.hpp>

@@ -31,7 +31,7 @@ BlockReduction::BlockReduction(std::vector<ReductionSegment> segments) : segment
       const std::size_t count = std::min(most, segments_[s].count - begin);
       blocks_.push_back({s, begin, count});
       claimed_bytes += count * element;
-      if (claimed_bytes >= kBlockBytes) {   // small parameters share a claim
+      if (claimed_bytes >= kBlockBytes) {  // small parameters share a claim
         claims_.push_back(blocks_.size());
         claimed_bytes = 0;
       }

@@ -52,7 +52,8 @@ std::optional<MicroBatch> ClaimState::claim(std::size_t device, double now_secon
 std::optional<MicroBatch> ClaimState::take(std::size_t device, double now) {
   Lane& lane = lanes_[device];
   if (lane.begin < lane.end) {
-    const std::int64_t size = options_.micro_batch > 0 ? std::min(options_.micro_batch, lane.end - lane.begin) : lane.end - lane.begin;
+    const std::int64_t size =
+        options_.micro_batch > 0 ? std::min(options_.micro_batch, lane.end - lane.begin) : lane.end - lane.begin;
     const MicroBatch next{.begin = lane.begin, .end = lane.begin + size, .device_index = device};
     lane.begin += size;
     return next;
@@ -63,7 +64,8 @@ std::optional<MicroBatch> ClaimState::take(std::size_t device, double now) {
   return steal(device, now);
 }
 
-// When a device is overdue by x, expect it to need x more: the estimate stays right for any slowdown within a factor of two.
+// When a device is overdue by x, expect it to need x more: the estimate stays right for any slowdown within a factor of
+// two.
 double ClaimState::free_at(std::size_t device, double now) const {
   const Lane& lane = lanes_[device];
   const double overdue = now - lane.free_at;
@@ -72,7 +74,7 @@ double ClaimState::free_at(std::size_t device, double now) const {
 
 std::optional<MicroBatch> ClaimState::take_correction(std::size_t device, double now) {
   std::vector<plan::TailDevice> devices(lanes_.size());
-  bool alone = true;   // nobody else will come for the rest
+  bool alone = true;  // nobody else will come for the rest
   for (std::size_t d = 0; d < lanes_.size(); ++d) {
     // A device that still has to run its own chunk comes to the pool only after it.
     devices[d] = {.model = options_.models[d],
@@ -81,7 +83,8 @@ std::optional<MicroBatch> ClaimState::take_correction(std::size_t device, double
     alone = alone && (d == device || !devices[d].may_claim);
   }
   const std::int64_t left = pool_end_ - pool_begin_;
-  std::int64_t wanted = plan::next_correction(left, devices, static_cast<std::int64_t>(device), floor_, options_.granularity);
+  std::int64_t wanted =
+      plan::next_correction(left, devices, static_cast<std::int64_t>(device), floor_, options_.granularity);
   if (alone) wanted = std::max(wanted, std::min(floor_, left));
   if (wanted <= 0) return std::nullopt;
   const std::int64_t size = std::min(wanted, left);
@@ -108,7 +111,8 @@ std::optional<MicroBatch> ClaimState::steal(std::size_t device, double now) {
     const Lane& lane = lanes_[d];
     if (d == device || lane.begin == lane.end) continue;
     // Without models the device with most items left is the one to help.
-    const double finish = options_.models.empty() ? static_cast<double>(lane.end - lane.begin) : free_at(d, now) + own_seconds(d);
+    const double finish =
+        options_.models.empty() ? static_cast<double>(lane.end - lane.begin) : free_at(d, now) + own_seconds(d);
     if (victim == lanes_.size() || finish > victim_finish) {
       victim = d;
       victim_finish = finish;
@@ -123,7 +127,8 @@ std::optional<MicroBatch> ClaimState::steal(std::size_t device, double now) {
     const std::int64_t rest = left % options_.micro_batch;
     size = rest > 0 ? rest : options_.micro_batch;
   } else {
-    size = std::min(left, std::max(floor_, (left / 2 + options_.granularity - 1) / options_.granularity * options_.granularity));
+    size = std::min(
+        left, std::max(floor_, (left / 2 + options_.granularity - 1) / options_.granularity * options_.granularity));
   }
   if (!options_.models.empty() && now + options_.models[device].seconds(size) >= victim_finish) return std::nullopt;
   lane.end -= size;

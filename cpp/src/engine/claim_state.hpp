@@ -17,9 +17,9 @@ namespace paceline::engine {
 ///
 /// The batch lies as [device 0's chunk][device 1's chunk]...[pool]. A device first takes its own chunk (whole, or in
 /// micro-batches of the fixed size), then corrections from the pool, each sized so that all devices aim at one
-/// common finish (plan::next_correction), then steals from the back of what another device would finish later than it would.
-/// Every item is handed out exactly once. Thread-safe: a claim is one short critical section (well under a microsecond
-/// against micro-batches of hundreds), which keeps "how much is left, who finishes when" consistent.
+/// common finish (plan::next_correction), then steals from the back of what another device would finish later than it
+/// would. Every item is handed out exactly once. Thread-safe: a claim is one short critical section (well under a
+/// microsecond against micro-batches of hundreds), which keeps "how much is left, who finishes when" consistent.
 class PACELINE_API ClaimState {
  public:
   explicit ClaimState(const StepOptions& options);
@@ -32,12 +32,12 @@ class PACELINE_API ClaimState {
 
  private:
   struct Lane {
-    std::int64_t begin = 0;   // own items not handed out: [begin, end)
+    std::int64_t begin = 0;  // own items not handed out: [begin, end)
     std::int64_t end = 0;
     double claimed_at = 0.0;
-    double free_at = 0.0;     // predicted end of what it holds
-    bool left = false;        // has been told that there is nothing more for it
-    std::optional<MicroBatch> held;   // announce_last: claimed ahead
+    double free_at = 0.0;            // predicted end of what it holds
+    bool left = false;               // has been told that there is nothing more for it
+    std::optional<MicroBatch> held;  // announce_last: claimed ahead
   };
 
   std::optional<MicroBatch> take(std::size_t device, double now);

@@ -47,7 +47,8 @@ class Program final : public StepProgram {
   }
 
   std::unique_ptr<BlockReduction> reduction() override {
-    ReductionSegment segment{.output = scratch_.data(), .count = scratch_.size(), .dtype = kDType<T>, .scale = 1.0 / total_weight_};
+    ReductionSegment segment{
+        .output = scratch_.data(), .count = scratch_.size(), .dtype = kDType<T>, .scale = 1.0 / total_weight_};
     for (std::size_t d = 0; d < gradients_.size(); ++d) {
       if (ran_[d] != 0) segment.inputs.push_back(gradients_[d].data());
     }
@@ -101,7 +102,8 @@ struct BasicDataParallel<T>::State {
 template <class T>
 BasicDataParallel<T>::BasicDataParallel(DeviceGroup group, DataParallelOptions options) {
   if (options.parameter_count == 0) {
-    throw InvalidArgument("DataParallel: parameter_count is 0. Give the number of elements of the flat parameter vector.");
+    throw InvalidArgument(
+        "DataParallel: parameter_count is 0. Give the number of elements of the flat parameter vector.");
   }
   state_ = std::make_unique<State>(std::move(group), options);
 }
@@ -115,10 +117,12 @@ double BasicDataParallel<T>::step(std::int64_t batch_size, const Body& body, dou
     throw InvalidArgument(fmt::format("step: a batch of {} items; at least one is needed.", batch_size));
   }
   if (!std::isfinite(total_weight) || total_weight < 0.0) {
-    throw InvalidArgument(fmt::format("step: the total weight is {}; it must be positive, or 0 for the batch size.", total_weight));
+    throw InvalidArgument(
+        fmt::format("step: the total weight is {}; it must be positive, or 0 for the batch size.", total_weight));
   }
   State& state = *state_;
-  state.program->begin_step(state.parameters, &body, total_weight > 0.0 ? total_weight : static_cast<double>(batch_size));
+  state.program->begin_step(state.parameters, &body,
+                            total_weight > 0.0 ? total_weight : static_cast<double>(batch_size));
   const std::unique_ptr<Step> step = state.stepper.begin(batch_size, state.program);
   step->wait();
   step->rethrow_failure();

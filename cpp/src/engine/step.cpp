@@ -19,7 +19,8 @@ StepProgram::~StepProgram() = default;
 void StepProgram::finish(std::size_t) {}
 std::unique_ptr<BlockReduction> StepProgram::reduction() { return nullptr; }
 
-/// The step as the workers see it. Held by each worker until it has left, so a worker that wakes late still finds its state.
+/// The step as the workers see it. Held by each worker until it has left, so a worker that wakes late still finds its
+/// state.
 class Step::Task final : public GroupTask {
  public:
   Task(const DeviceGroup& group, std::shared_ptr<StepProgram> program, const StepOptions& options)
@@ -42,7 +43,7 @@ class Step::Task final : public GroupTask {
   void fail(std::exception_ptr error, const MicroBatch& micro_batch) noexcept {
     {
       const std::lock_guard lock(failure_mutex_);
-      if (settled_.load(std::memory_order_relaxed)) return;   // too late: the caller reads the outcome without the lock
+      if (settled_.load(std::memory_order_relaxed)) return;  // too late: the caller reads the outcome without the lock
       if (!failure_) failure_ = StepFailure{std::move(error), micro_batch};
     }
     claims_.cancel();
@@ -137,7 +138,7 @@ class Step::Task final : public GroupTask {
   std::atomic<int> phase_{kComputing};
   std::atomic<bool> over_{false};
   std::atomic<bool> settled_{false};
-  double reduced_at_ = 0.0;   // published by settled_
+  double reduced_at_ = 0.0;  // published by settled_
   std::mutex failure_mutex_;
   std::optional<StepFailure> failure_;
 };
@@ -156,8 +157,10 @@ void check(const DeviceGroup& group, const StepOptions& options) {
   if (std::all_of(options.shares.begin(), options.shares.end(), [](std::int64_t share) { return share == 0; })) {
     throw InvalidArgument("step: the batch is empty. Skip the step instead.");
   }
-  if ((!options.models.empty() && options.models.size() != count) || (!options.noise.empty() && options.noise.size() != count)) {
-    throw InvalidArgument(fmt::format("step: models and noise need one entry for each of the {} devices, or none.", count));
+  if ((!options.models.empty() && options.models.size() != count) ||
+      (!options.noise.empty() && options.noise.size() != count)) {
+    throw InvalidArgument(
+        fmt::format("step: models and noise need one entry for each of the {} devices, or none.", count));
   }
   if (options.micro_batch < 0 || options.granularity < 1) {
     throw InvalidArgument("step: micro_batch must be 0 (planned) or more, granularity 1 or more.");
@@ -181,7 +184,8 @@ void Step::start() {
 bool Step::wait(const DeviceGroup::Between& between) { return group_.wait(*task_, between); }
 
 void Step::cancel() {
-  task_->fail(std::make_exception_ptr(Cancelled("step: cancelled before it was done; nothing was committed.")), MicroBatch{});
+  task_->fail(std::make_exception_ptr(Cancelled("step: cancelled before it was done; nothing was committed.")),
+              MicroBatch{});
 }
 
 const StepFailure* Step::failure() const noexcept { return task_->failure(); }
@@ -209,7 +213,8 @@ void Step::rethrow_failure() const {
   const MicroBatch& at = failure->micro_batch;
   const std::string& device = group_.devices()[at.device_index].name;
   const auto message = [&](const char* what) {
-    return at.size() > 0 ? fmt::format("step: {} failed at items [{}, {}): {}. Nothing was committed.", device, at.begin, at.end, what)
+    return at.size() > 0 ? fmt::format("step: {} failed at items [{}, {}): {}. Nothing was committed.", device,
+                                       at.begin, at.end, what)
                          : fmt::format("step: {} failed: {}. Nothing was committed.", device, what);
   };
   try {

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include <paceline/error.hpp>
+#include <paceline/runtime/backend.hpp>
 
 namespace paceline {
 namespace {
@@ -39,7 +40,9 @@ struct Stepper::State {
         options(std::move(the_options)),
         balancer(make_balancer(group, options)),
         metrics(names_of(group)),
-        origin(std::chrono::steady_clock::now()) {}
+        origin(std::chrono::steady_clock::now()) {
+    for (const Device& device : group.devices()) announce_last = announce_last || backend_of(device).asynchronous();
+  }
 
   void note_events(const StepRecord& done) {
     const double end = std::chrono::duration<double>(std::chrono::steady_clock::now() - origin).count();
@@ -67,6 +70,7 @@ struct Stepper::State {
 
   DeviceGroup group;
   StepperOptions options;
+  bool announce_last = false;
   balance::Balancer balancer;
   observe::MetricsRecorder metrics;
   observe::EventRing events;
@@ -77,7 +81,8 @@ struct Stepper::State {
 
 Stepper::Stepper(DeviceGroup group, StepperOptions options) {
   if (options.micro_batch < 0) {
-    throw InvalidArgument(fmt::format("micro_batch is {}; give a size of at least 1, or 0 to have it planned.", options.micro_batch));
+    throw InvalidArgument(
+        fmt::format("micro_batch is {}; give a size of at least 1, or 0 to have it planned.", options.micro_batch));
   }
   state_ = std::make_unique<State>(std::move(group), std::move(options));
 }
@@ -90,8 +95,9 @@ std::unique_ptr<Step> Stepper::begin(std::int64_t batch_size, std::shared_ptr<St
   }
   State& state = *state_;
   if (state.group.busy()) {
-    throw InvalidArgument("step: an earlier step of this group has not ended: its workers are still inside user code. Wait for it, "
-                          "or close the trainer.");
+    throw InvalidArgument(
+        "step: an earlier step of this group has not ended: its workers are still inside user code. Wait for it, "
+        "or close the trainer.");
   }
   state.plan = state.balancer.next_plan(batch_size);
   StepOptions options;
@@ -101,6 +107,7 @@ std::unique_ptr<Step> Stepper::begin(std::int64_t batch_size, std::shared_ptr<St
   options.micro_batch = state.options.micro_batch;
   options.granularity = state.options.granularity;
   options.stealing = state.options.balance == "auto";
+  options.announce_last = state.announce_last;
   auto step = std::make_unique<Step>(state.group, std::move(program), std::move(options));
   step->start();
   return step;

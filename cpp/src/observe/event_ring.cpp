@@ -5,7 +5,9 @@
 
 namespace paceline::observe {
 
-EventRing::EventRing(std::size_t capacity) : capacity_(std::max<std::size_t>(capacity, 1)) { events_.reserve(capacity_); }
+EventRing::EventRing(std::size_t capacity) : capacity_(std::max<std::size_t>(capacity, 1)) {
+  events_.reserve(capacity_);
+}
 
 void EventRing::push(const Event& event) {
   const std::lock_guard lock(mutex_);

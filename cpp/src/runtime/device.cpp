@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <paceline/runtime/device.hpp>
 
-#include <charconv>
-#include <system_error>
-
 #include <fmt/format.h>
 
+#include <array>
+#include <utility>
+
 #include <paceline/error.hpp>
-#include <paceline/runtime/host_topology.hpp>
+#include <paceline/runtime/backend.hpp>
+
+#include "runtime/host_backend.hpp"
 
 namespace paceline {
 namespace {
@@ -20,37 +22,44 @@ std::string join_names(const std::vector<Device>& devices) {
 
 }  // namespace
 
+Backend::~Backend() = default;
+
+std::span<const Backend* const> backends() noexcept {
+  static const HostBackend host;
+  static const std::array<const Backend*, 1> all{&host};
+  return all;
+}
+
+const Backend& backend_of(const Device& device) {
+  for (const Backend* backend : backends()) {
+    if (backend->kind() == device.kind) return *backend;
+  }
+  throw Unavailable(fmt::format("{}: this build has no backend for such devices", device.name), device.name);
+}
+
 std::vector<Device> devices() {
-  const HostTopology topology = read_host_topology();
   std::vector<Device> found;
-  for (std::int32_t index = 0; index < topology.device_count; ++index) found.push_back(host_device(topology, index));
+  for (const Backend* backend : backends()) {
+    for (Device& device : backend->devices()) found.push_back(std::move(device));
+  }
   return found;
 }
 
 Device find_device(std::string_view name) {
-  constexpr std::string_view prefix = "host:";
-  // More workers than cores is legal, but a name beyond this is a typing mistake: each costs a thread.
-  constexpr std::int32_t max_index = 4095;
-  if (name.starts_with(prefix)) {
-    const std::string_view digits = name.substr(prefix.size());
-    std::int32_t index = 0;
-    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), index);
-    const bool canonical = digits == "0" || (!digits.empty() && digits.front() >= '1' && digits.front() <= '9');
-    if (canonical && error == std::errc{} && end == digits.data() + digits.size() && index <= max_index) {
-      return host_device(read_host_topology(), index);
-    }
+  for (const Backend* backend : backends()) {
+    const std::string_view prefix = backend->prefix();
+    if (name.starts_with(prefix) && name.size() > prefix.size() && name[prefix.size()] == ':')
+      return backend->find(name);
   }
   const std::string present = join_names(devices());
   if (name.starts_with("cuda:") || name == "cuda") {
-    throw InvalidArgument(
-        fmt::format("there is no device '{}': this build has no CUDA backend, only host devices; "
-                    "devices of this machine: {}",
-                    name, present));
+    throw InvalidArgument(fmt::format(
+        "there is no device '{}': this build has no CUDA backend, only host devices; devices of this machine: {}", name,
+        present));
   }
-  throw InvalidArgument(
-      fmt::format("'{}' is not the name of a device: host devices are called host:0, host:1, ... "
-                  "(up to host:{}); devices of this machine: {}",
-                  name, max_index, present));
+  throw InvalidArgument(fmt::format(
+      "'{}' is not the name of a device: host devices are called host:0, host:1, ...; devices of this machine: {}",
+      name, present));
 }
 
 }  // namespace paceline

@@ -17,13 +17,15 @@ namespace {
 
 std::vector<Device> checked(std::vector<Device> devices) {
   if (devices.empty()) {
-    throw InvalidArgument("DeviceGroup: no devices given. Name at least one, e.g. \"host:0\"; paceline::devices() lists them.");
+    throw InvalidArgument(
+        "DeviceGroup: no devices given. Name at least one, e.g. \"host:0\"; paceline::devices() lists them.");
   }
   std::unordered_set<std::string> seen;
   for (const Device& device : devices) {
     if (!seen.insert(device.name).second) {
-      throw InvalidArgument(fmt::format("DeviceGroup: {} is named twice. Each device has one worker: name it once.", device.name),
-                            device.name);
+      throw InvalidArgument(
+          fmt::format("DeviceGroup: {} is named twice. Each device has one worker: name it once.", device.name),
+          device.name);
     }
   }
   return devices;
@@ -63,8 +65,7 @@ constexpr std::chrono::milliseconds kBetweenInterval{50};
 
 DeviceGroup DeviceGroup::all() { return DeviceGroup(paceline::devices()); }
 
-DeviceGroup::DeviceGroup(std::vector<Device> devices)
-    : workers_(start(checked(std::move(devices)))) {}
+DeviceGroup::DeviceGroup(std::vector<Device> devices) : workers_(start(checked(std::move(devices)))) {}
 DeviceGroup::DeviceGroup(std::span<const std::string> names) : DeviceGroup(found(names)) {}
 DeviceGroup::~DeviceGroup() = default;
 DeviceGroup::DeviceGroup(const DeviceGroup&) = default;

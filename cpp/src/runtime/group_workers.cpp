@@ -4,14 +4,13 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <pthread.h>
-#include <sched.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <system_error>
 #include <utility>
 
 #include <paceline/error.hpp>
+#include <paceline/runtime/backend.hpp>
 #include <paceline/runtime/blocking.hpp>
 
 namespace paceline {
@@ -20,7 +19,9 @@ namespace detail {
 
 void TaskSignal::wake() noexcept {
   // Taking the lock orders the wake-up after a waiter that has just seen "not done" and is about to sleep.
-  { const std::lock_guard lock(mutex_); }
+  {
+    const std::lock_guard lock(mutex_);
+  }
   changed_.notify_all();
 }
 
@@ -32,13 +33,13 @@ GroupTask::~GroupTask() = default;
 void GroupTask::wake_caller() noexcept { signal_->wake(); }
 
 void GroupTask::leave() noexcept {
-  const auto signal = signal_;   // the task may be gone once the caller sees that everybody has left
+  const auto signal = signal_;  // the task may be gone once the caller sees that everybody has left
   const std::size_t expected = expected_.load(std::memory_order_relaxed);
   if (left_.fetch_add(1, std::memory_order_acq_rel) + 1 == expected) signal->wake();
 }
 
 struct GroupWorkers::Threads {
-  std::mutex mutex;   // one submit or close at a time
+  std::mutex mutex;  // one submit or close at a time
   std::shared_ptr<GroupTask> current;
   std::vector<std::shared_ptr<detail::Mailbox>> mailboxes;
   std::vector<std::thread> threads;
@@ -46,29 +47,19 @@ struct GroupWorkers::Threads {
 
 namespace {
 
-// Best effort: a mask that the system refuses (cores taken away since discovery) leaves the worker unpinned.
-void pin_this_thread(const std::vector<int>& cores) {
-  if (cores.empty()) return;
-  const int highest = *std::max_element(cores.begin(), cores.end());
-  cpu_set_t* mask = CPU_ALLOC(static_cast<std::size_t>(highest) + 1);
-  if (mask == nullptr) return;
-  const std::size_t bytes = CPU_ALLOC_SIZE(static_cast<std::size_t>(highest) + 1);
-  CPU_ZERO_S(bytes, mask);
-  for (const int core : cores) CPU_SET_S(static_cast<std::size_t>(core), bytes, mask);
-  pthread_setaffinity_np(pthread_self(), bytes, mask);
-  CPU_FREE(mask);
-}
+constexpr std::chrono::seconds kStartTimeout{10};
 
 void work(const Device& device, std::size_t device_index, const std::shared_ptr<detail::Mailbox>& mailbox,
           void (*leave)(GroupTask&)) {
-  pin_this_thread(device.cores);
+  backend_of(device).prepare_worker(device);
   pthread_setname_np(pthread_self(), fmt::format("pl {}", device.name).substr(0, 15).c_str());
+  mailbox->ready.store(true);
   for (;;) {
     std::shared_ptr<GroupTask> task;
     {
       std::unique_lock lock(mailbox->mutex);
       mailbox->changed.wait(lock, [&] { return mailbox->stop || mailbox->task != nullptr; });
-      if (mailbox->task == nullptr) break;   // a task already posted is still run before the worker ends
+      if (mailbox->task == nullptr) break;  // a task already posted is still run before the worker ends
       task = std::move(mailbox->task);
     }
     task->run(device_index);
@@ -97,12 +88,42 @@ GroupWorkers::GroupWorkers(std::vector<Device> devices)
                         devices_[i].name);
     }
   }
+  try {
+    await_ready();
+  } catch (const Error&) {
+    for (std::thread& thread : threads_->threads) thread.detach();
+    for (auto& mailbox : threads_->mailboxes) {
+      const std::lock_guard lock(mailbox->mutex);
+      mailbox->stop = true;
+      mailbox->changed.notify_one();
+    }
+    delete threads_;
+    throw;
+  }
+}
+
+// Our own handshake, so it has a deadline: a worker that cannot even start is a machine in trouble, and is named.
+void GroupWorkers::await_ready() {
+  const auto deadline = std::chrono::steady_clock::now() + kStartTimeout;
+  for (std::size_t i = 0; i < devices_.size(); ++i) {
+    while (!threads_->mailboxes[i]->ready.load()) {
+      if (std::chrono::steady_clock::now() > deadline) {
+        throw Timeout(
+            fmt::format(
+                "DeviceGroup: the worker of {} did not start within {} s. Is another process holding its core {} "
+                "at a real-time priority?",
+                devices_[i].name, kStartTimeout.count(), fmt::join(devices_[i].cores, ", ")),
+            devices_[i].name);
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
 }
 
 bool GroupWorkers::forked() const noexcept { return getpid() != owner_; }
 
 GroupWorkers::~GroupWorkers() {
-  if (forked()) return;   // the threads exist only in the parent: joining, or even locking, could hang
+  if (forked()) return;  // the threads exist only in the parent: joining, or even locking, could hang
   try {
     close(std::chrono::seconds(10));
   } catch (const Error&) {
@@ -113,9 +134,10 @@ GroupWorkers::~GroupWorkers() {
 
 void GroupWorkers::require_usable(const char* call) const {
   if (forked()) {
-    throw Unavailable(fmt::format("{}: this device group belongs to process {}, and threads do not survive fork(). Make "
-                                  "a new group in this process, or start workers with the 'spawn' method.",
-                                  call, owner_));
+    throw Unavailable(
+        fmt::format("{}: this device group belongs to process {}, and threads do not survive fork(). Make "
+                    "a new group in this process, or start workers with the 'spawn' method.",
+                    call, owner_));
   }
   if (closed_) throw Unavailable(fmt::format("{}: the device group is closed. Make a new one.", call));
 }
@@ -124,15 +146,16 @@ void GroupWorkers::submit(const std::shared_ptr<GroupTask>& task) {
   require_usable("submit");
   const std::lock_guard lock(threads_->mutex);
   if (threads_->current != nullptr && !threads_->current->complete()) {
-    throw InvalidArgument("submit: the group's workers are still at an earlier task. A group runs one task at a time: "
-                          "wait for it, or use a second group.");
+    throw InvalidArgument(
+        "submit: the group's workers are still at an earlier task. A group runs one task at a time: "
+        "wait for it, or use a second group.");
   }
   task->expected_.store(devices_.size(), std::memory_order_relaxed);
   threads_->current = task;
   for (auto& mailbox : threads_->mailboxes) {
     {
       const std::lock_guard mailbox_lock(mailbox->mutex);
-      mailbox->task = task;   // an earlier task that this worker never came to is complete: it is dropped here
+      mailbox->task = task;  // an earlier task that this worker never came to is complete: it is dropped here
     }
     mailbox->changed.notify_one();
   }
@@ -158,7 +181,7 @@ void GroupWorkers::close(std::chrono::nanoseconds timeout) {
   const BlockingRegion region;
   for (std::size_t i = 0; i < threads_->threads.size(); ++i) {
     std::thread& thread = threads_->threads[i];
-    if (thread.get_id() == std::this_thread::get_id()) {   // the last handle was dropped by a worker itself
+    if (thread.get_id() == std::this_thread::get_id()) {  // the last handle was dropped by a worker itself
       thread.detach();
       continue;
     }
@@ -174,10 +197,11 @@ void GroupWorkers::close(std::chrono::nanoseconds timeout) {
   }
   threads_->current.reset();
   if (!stuck.empty()) {
-    throw Timeout(fmt::format("close: the workers of {} did not come back within {:.1f} s and were left behind; they are "
-                              "inside user code that does not return.",
-                              fmt::join(stuck, ", "), std::chrono::duration<double>(timeout).count()),
-                  stuck.front());
+    throw Timeout(
+        fmt::format("close: the workers of {} did not come back within {:.1f} s and were left behind; they are "
+                    "inside user code that does not return.",
+                    fmt::join(stuck, ", "), std::chrono::duration<double>(timeout).count()),
+        stuck.front());
   }
 }
 

@@ -42,6 +42,7 @@ struct Mailbox {
   std::condition_variable changed;
   std::shared_ptr<GroupTask> task;
   bool stop = false;
+  std::atomic<bool> ready{false};
   std::atomic<bool> exited{false};
 };
 
@@ -62,15 +63,16 @@ class GroupWorkers {
   [[nodiscard]] bool closed() const noexcept { return closed_.load(); }
 
  private:
-  struct Threads;   // everything a forked child must not touch
+  struct Threads;  // everything a forked child must not touch
 
+  void await_ready();
   void require_usable(const char* call) const;
   [[nodiscard]] bool forked() const noexcept;
 
   std::vector<Device> devices_;
   pid_t owner_;
   std::atomic<bool> closed_{false};
-  Threads* threads_;   // leaked on purpose in a forked child
+  Threads* threads_;  // leaked on purpose in a forked child
 };
 
 }  // namespace paceline

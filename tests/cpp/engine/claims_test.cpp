@@ -12,7 +12,7 @@ namespace paceline::engine {
 namespace {
 
 struct Played {
-  std::vector<std::vector<MicroBatch>> ran;   // per device
+  std::vector<std::vector<MicroBatch>> ran;  // per device
   double makespan = 0.0;
 };
 
@@ -144,7 +144,8 @@ TEST(Claims, GiveADeviceWithAPlannedZeroNothing) {
 }
 
 TEST(Claims, MoveWorkFromADeviceThatTurnsSlowToTheOthers) {
-  // Planned evenly with known noise, then device 1 runs at half its speed: the corrections must take part of the loss back.
+  // Planned evenly with known noise, then device 1 runs at half its speed: the corrections must take part of the loss
+  // back.
   const plan::CostModel model = plan::CostModel::affine(5e-4, 1e-4);
   StepOptions options{.shares = {256, 256}, .models = {model, model}, .noise = {0.08, 0.08}};
   const std::vector<plan::CostModel> truth{model, model.scaled(2.0)};

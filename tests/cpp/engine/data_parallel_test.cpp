@@ -72,7 +72,8 @@ TEST(DataParallel, GivesTheGradientOfOneDeviceForAnySplit) {
           std::vector<double> expected(9, 0.0);
           const double sum = data.add(0, batch, trainer.parameters(), expected);
           EXPECT_NEAR(loss, sum / total, 1e-12 * std::abs(sum / total));
-          for (std::size_t j = 0; j < 9; ++j) EXPECT_NEAR(trainer.gradients()[j], expected[j] / total, 1e-12 * (1 + std::abs(expected[j])));
+          for (std::size_t j = 0; j < 9; ++j)
+            EXPECT_NEAR(trainer.gradients()[j], expected[j] / total, 1e-12 * (1 + std::abs(expected[j])));
           std::int64_t ran = 0;
           for (const std::int64_t share : trainer.shares()) ran += share;
           EXPECT_EQ(ran, batch);
@@ -104,7 +105,8 @@ TEST(DataParallel, LeavesTheGradientsAloneWhenABodyThrows) {
 TEST(DataParallel, RefusesWhatCannotBeTrained) {
   EXPECT_THROW(Trainer(host_group(2), {.parameter_count = 0}), InvalidArgument);
   EXPECT_THROW(Trainer(host_group(2), {.parameter_count = 1, .balance = "fair"}), InvalidArgument);
-  EXPECT_THROW(Trainer(host_group(2), {.parameter_count = 1, .balance = "weighted", .weights = {1.0}}), InvalidArgument);
+  EXPECT_THROW(Trainer(host_group(2), {.parameter_count = 1, .balance = "weighted", .weights = {1.0}}),
+               InvalidArgument);
   Trainer trainer(host_group(2), {.parameter_count = 1});
   const auto body = [](const MicroBatch&, Trainer::Replica&) { return 0.0; };
   EXPECT_THROW(trainer.step(0, body), InvalidArgument);

@@ -53,7 +53,8 @@ StepOptions random_options(std::mt19937_64& rng, std::size_t devices, std::int64
   StepOptions options;
   std::int64_t left = batch;
   for (std::size_t d = 0; d < devices; ++d) {
-    const std::int64_t share = d + 1 == devices ? left : static_cast<std::int64_t>(rng() % static_cast<std::uint64_t>(left + 1));
+    const std::int64_t share =
+        d + 1 == devices ? left : static_cast<std::int64_t>(rng() % static_cast<std::uint64_t>(left + 1));
     options.shares.push_back(share);
     left -= share;
     options.models.push_back(plan::CostModel::affine(1e-5, 1e-6));

@@ -41,7 +41,8 @@ TEST(EventRing, NamesEveryKind) {
 TEST(Metrics, AddsUpItemsBusyAndIdleTime) {
   MetricsRecorder recorder({"host:0", "host:1"});
   recorder.add({.items = {30, 10}, .busy_seconds = {1.0, 0.5}, .compute_seconds = 1.0, .step_seconds = 1.1});
-  recorder.add({.items = {28, 12}, .busy_seconds = {0.9, 0.9}, .compute_seconds = 1.0, .step_seconds = 1.1, .moved = true});
+  recorder.add(
+      {.items = {28, 12}, .busy_seconds = {0.9, 0.9}, .compute_seconds = 1.0, .step_seconds = 1.1, .moved = true});
   const Metrics metrics = recorder.snapshot();
   EXPECT_EQ(metrics.steps, 2);
   EXPECT_EQ(metrics.moves, 1);
@@ -56,7 +57,8 @@ TEST(Metrics, AddsUpItemsBusyAndIdleTime) {
 TEST(Metrics, LooksOnlyAtTheLastStepsForRates) {
   MetricsRecorder recorder({"host:0"});
   recorder.add({.items = {1000}, .busy_seconds = {1.0}, .compute_seconds = 1.0});
-  for (std::size_t i = 0; i < MetricsRecorder::kWindow; ++i) recorder.add({.items = {10}, .busy_seconds = {1.0}, .compute_seconds = 1.0});
+  for (std::size_t i = 0; i < MetricsRecorder::kWindow; ++i)
+    recorder.add({.items = {10}, .busy_seconds = {1.0}, .compute_seconds = 1.0});
   EXPECT_DOUBLE_EQ(recorder.snapshot().devices[0].items_per_second, 10.0);
 }
 

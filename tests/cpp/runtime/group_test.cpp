@@ -116,7 +116,7 @@ TEST(DeviceGroup, ClosesEveryOpenGroupOnDemand) {
   EXPECT_TRUE(group.closed());
 }
 
-#if !defined(__SANITIZE_THREAD__)   // the thread sanitizer does not support threads of a forked child's parent
+#if !defined(__SANITIZE_THREAD__)  // the thread sanitizer does not support threads of a forked child's parent
 TEST(DeviceGroup, IsOnlyDroppedInAForkedChild) {
   DeviceGroup group = host_group(2);
   EXPECT_TRUE(group.run(std::make_shared<CountTask>(2)));
@@ -130,7 +130,9 @@ TEST(DeviceGroup, IsOnlyDroppedInAForkedChild) {
       code = 0;
     }
     group.close();
-    { const DeviceGroup gone = std::move(group); }
+    {
+      const DeviceGroup gone = std::move(group);
+    }
     _exit(code);
   }
   int status = 0;

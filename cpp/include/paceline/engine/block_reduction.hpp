@@ -15,15 +15,16 @@ namespace paceline {
 struct ReductionSegment {
   std::vector<const void*> inputs{};
   void* output = nullptr;
-  std::size_t count = 0;   ///< elements
+  std::size_t count = 0;  ///< elements
   DType dtype = DType::float32;
-  double scale = 1.0;      ///< float32 and float64 only
+  double scale = 1.0;  ///< float32 and float64 only
 };
 
 /// A sum over many buffers that any number of threads work off together, in cache-sized blocks.
 ///
-/// Blocks are claimed one by one, not dealt out beforehand: a thread on a busy core takes fewer, and one that wakes late
-/// finds nothing left. Each element is summed in the order of its inputs, so the result does not depend on who did what.
+/// Blocks are claimed one by one, not dealt out beforehand: a thread on a busy core takes fewer, and one that wakes
+/// late finds nothing left. Each element is summed in the order of its inputs, so the result does not depend on who did
+/// what.
 class PACELINE_API BlockReduction {
  public:
   explicit BlockReduction(std::vector<ReductionSegment> segments);
@@ -38,7 +39,7 @@ class PACELINE_API BlockReduction {
   };
   std::vector<ReductionSegment> segments_;
   std::vector<Block> blocks_;
-  std::vector<std::size_t> claims_;   // claim c covers blocks [claims_[c], claims_[c + 1])
+  std::vector<std::size_t> claims_;  // claim c covers blocks [claims_[c], claims_[c + 1])
   std::atomic<std::size_t> next_{0};
   std::atomic<std::size_t> done_{0};
 };

@@ -21,22 +21,23 @@ template <class T>
 struct BasicReplica {
   std::size_t device_index = 0;
   std::span<const T> parameters;
-  std::span<T> gradients;   ///< zero when the device's first micro-batch of a step begins; add to it
+  std::span<T> gradients;  ///< zero when the device's first micro-batch of a step begins; add to it
 };
 
 struct DataParallelOptions {
   std::size_t parameter_count = 0;
-  std::string balance = "auto";    ///< "auto", "even", or "weighted" with `weights` (no stealing for the last two)
-  std::vector<double> weights{};   ///< for "weighted": the ratios, one per device
-  std::int64_t micro_batch = 0;    ///< > 0: fixed size; 0: one planned chunk per device, then corrections
+  std::string balance = "auto";   ///< "auto", "even", or "weighted" with `weights` (no stealing for the last two)
+  std::vector<double> weights{};  ///< for "weighted": the ratios, one per device
+  std::int64_t micro_batch = 0;   ///< > 0: fixed size; 0: one planned chunk per device, then corrections
   std::int64_t granularity = 1;
 };
 
 /// Data parallel training over flat parameters: the same step that paceline.torch runs, without torch.
 ///
-/// The objective is (sum over items of w_k * l_k) / W with W the sum of the weights (the batch size by default). The body adds
-/// the gradient of the plain *sum* over its items, w_k included, to the replica's gradients and returns that sum; the library
-/// divides once by W. So the result is that of one device for any split, up to the order of floating-point sums.
+/// The objective is (sum over items of w_k * l_k) / W with W the sum of the weights (the batch size by default). The
+/// body adds the gradient of the plain *sum* over its items, w_k included, to the replica's gradients and returns that
+/// sum; the library divides once by W. So the result is that of one device for any split, up to the order of
+/// floating-point sums.
 ///
 ///   paceline::DataParallel trainer{group, {.parameter_count = n}};
 ///   double loss = trainer.step(batch_size, [&](const paceline::MicroBatch& mb, paceline::Replica& replica) {
@@ -44,8 +45,8 @@ struct DataParallelOptions {
 ///   });
 ///   update(trainer.parameters(), trainer.gradients());
 ///
-/// Threads: one step at a time; the body runs on the workers, concurrently for different devices. A body that throws ends the
-/// step: gradients() stays as it was, the error names the device, the next step works.
+/// Threads: one step at a time; the body runs on the workers, concurrently for different devices. A body that throws
+/// ends the step: gradients() stays as it was, the error names the device, the next step works.
 template <class T>
 class PACELINE_API BasicDataParallel {
  public:

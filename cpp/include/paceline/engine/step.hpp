@@ -19,9 +19,9 @@ namespace paceline {
 
 /// What the workers do in one step. Called on the worker threads, concurrently for different devices.
 ///
-/// Lifecycle on each worker: run() for every micro-batch it claims, then finish(). When every device has finished without an
-/// error, reduction() is asked once, on the worker that finished last, and all workers work it off together. Each of the three
-/// may throw: the step then stops at the next claims, nothing is reduced, and the step reports it.
+/// Lifecycle on each worker: run() for every micro-batch it claims, then finish(). When every device has finished
+/// without an error, reduction() is asked once, on the worker that finished last, and all workers work it off together.
+/// Each of the three may throw: the step then stops at the next claims, nothing is reduced, and the step reports it.
 class PACELINE_API StepProgram {
  public:
   virtual ~StepProgram();
@@ -38,7 +38,7 @@ struct StepOptions {
   std::vector<double> noise{};            ///< per device, or empty
   std::int64_t micro_batch = 0;           ///< > 0: fixed size; 0: one planned chunk, then corrections
   std::int64_t granularity = 1;
-  bool stealing = true;                   ///< false: exactly the shares
+  bool stealing = true;  ///< false: exactly the shares
   /// Claim one micro-batch ahead, so that MicroBatch::last is known for certain. For devices that reduce while
   /// the last backward runs; elsewhere it only takes decisions earlier than needed.
   bool announce_last = false;
@@ -53,10 +53,10 @@ struct ClaimRecord {
 };
 
 struct StepRecord {
-  std::vector<ClaimRecord> claims;      ///< by device, in the order they ran
-  double compute_seconds = 0.0;         ///< from the first start to the last finish of a micro-batch: the makespan
-  double reduce_seconds = 0.0;          ///< from there to the end of the reduction
-  double step_seconds = 0.0;            ///< from handing the step to the workers to the end of the reduction
+  std::vector<ClaimRecord> claims;  ///< by device, in the order they ran
+  double compute_seconds = 0.0;     ///< from the first start to the last finish of a micro-batch: the makespan
+  double reduce_seconds = 0.0;      ///< from there to the end of the reduction
+  double step_seconds = 0.0;        ///< from handing the step to the workers to the end of the reduction
 
   [[nodiscard]] balance::StepTimings timings(std::size_t device_count) const;
   /// Items that each device really ran.
@@ -66,7 +66,7 @@ struct StepRecord {
 /// The first error of a step, with what is needed to say where it happened.
 struct StepFailure {
   std::exception_ptr error;
-  MicroBatch micro_batch;      ///< the one that was running; empty (begin == end) in finish() or reduction()
+  MicroBatch micro_batch;  ///< the one that was running; empty (begin == end) in finish() or reduction()
 };
 
 /// One step of a group: hands out the shares as micro-batches and runs the program. cancel() may be called from any
@@ -86,8 +86,8 @@ class PACELINE_API Step {
   void cancel();
   /// After wait(): what went wrong, or null.
   [[nodiscard]] const StepFailure* failure() const noexcept;
-  /// After wait(): throws if there was a failure. An Error that names the device and the items, with the program's own exception
-  /// nested in it (std::rethrow_if_nested); Cancelled as it is.
+  /// After wait(): throws if there was a failure. An Error that names the device and the items, with the program's own
+  /// exception nested in it (std::rethrow_if_nested); Cancelled as it is.
   void rethrow_failure() const;
   /// After wait() without a failure.
   [[nodiscard]] StepRecord record() const;
@@ -99,7 +99,7 @@ class PACELINE_API Step {
 };
 
 /// start(), wait(), rethrow_failure() and record(). When `between` ends the wait the step is cancelled.
-PACELINE_API StepRecord run_step(const DeviceGroup& group, const std::shared_ptr<StepProgram>& program, StepOptions options,
-                                 const DeviceGroup::Between& between = {});
+PACELINE_API StepRecord run_step(const DeviceGroup& group, const std::shared_ptr<StepProgram>& program,
+                                 StepOptions options, const DeviceGroup::Between& between = {});
 
 }  // namespace paceline

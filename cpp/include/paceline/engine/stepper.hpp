@@ -16,9 +16,9 @@
 namespace paceline {
 
 struct StepperOptions {
-  std::string balance = "auto";    ///< "auto", "even", or "weighted" with `weights` (no stealing for the last two)
-  std::vector<double> weights{};   ///< for "weighted": the ratios, one per device
-  std::int64_t micro_batch = 0;    ///< > 0: fixed size; 0: one planned chunk per device, then corrections
+  std::string balance = "auto";   ///< "auto", "even", or "weighted" with `weights` (no stealing for the last two)
+  std::vector<double> weights{};  ///< for "weighted": the ratios, one per device
+  std::int64_t micro_batch = 0;   ///< > 0: fixed size; 0: one planned chunk per device, then corrections
   std::int64_t granularity = 1;
 };
 

@@ -11,17 +11,17 @@
 namespace paceline::observe {
 
 enum class EventKind : std::uint8_t {
-  step,          ///< one whole step; begin and end are 0 and the batch size
-  micro_batch,   ///< items [begin, end) on one device
-  reduction,     ///< from the last micro-batch's end to the end of the reduction
-  move,          ///< the shares changed before this step
-  failure,       ///< the step ended with an error on this device
+  step,         ///< one whole step; begin and end are 0 and the batch size
+  micro_batch,  ///< items [begin, end) on one device
+  reduction,    ///< from the last micro-batch's end to the end of the reduction
+  move,         ///< the shares changed before this step
+  failure,      ///< the step ended with an error on this device
 };
 
 /// Something that happened. Seconds count from the ring's creation.
 struct Event {
   EventKind kind = EventKind::step;
-  std::int32_t device_index = -1;   ///< -1: the group as a whole
+  std::int32_t device_index = -1;  ///< -1: the group as a whole
   std::int64_t step = 0;
   std::int64_t begin = 0;
   std::int64_t end = 0;

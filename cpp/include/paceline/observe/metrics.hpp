@@ -15,18 +15,18 @@ namespace paceline::observe {
 struct StepSample {
   std::vector<std::int64_t> items{};
   std::vector<double> busy_seconds{};
-  double compute_seconds = 0.0;   ///< the makespan
-  double step_seconds = 0.0;      ///< with the reduction
+  double compute_seconds = 0.0;  ///< the makespan
+  double step_seconds = 0.0;     ///< with the reduction
   bool moved = false;
 };
 
 struct DeviceMetrics {
   std::string name;
-  std::int64_t items = 0;            ///< since the start
-  std::int64_t last_items = 0;       ///< in the last step
-  double busy_seconds = 0.0;         ///< computing
-  double idle_seconds = 0.0;         ///< inside makespans, waiting for slower devices
-  double items_per_second = 0.0;     ///< over the last steps (kWindow), while busy
+  std::int64_t items = 0;         ///< since the start
+  std::int64_t last_items = 0;    ///< in the last step
+  double busy_seconds = 0.0;      ///< computing
+  double idle_seconds = 0.0;      ///< inside makespans, waiting for slower devices
+  double items_per_second = 0.0;  ///< over the last steps (kWindow), while busy
 };
 
 /// Everything there is to read about a trainer, at one moment.
@@ -53,7 +53,7 @@ class PACELINE_API MetricsRecorder {
  private:
   mutable std::mutex mutex_;
   Metrics total_;
-  std::vector<StepSample> window_;   // ring of the last kWindow samples
+  std::vector<StepSample> window_;  // ring of the last kWindow samples
 };
 
 }  // namespace paceline::observe

@@ -50,8 +50,9 @@ class PACELINE_API DeviceGroup {
   /// @throws InvalidArgument while another task is not complete, Unavailable once closed or after fork().
   void submit(const std::shared_ptr<GroupTask>& task);
 
-  /// Waits until `task` is complete, without end: user code may compile for half a minute or sit in a debugger. `between` is called
-  /// at least every 50 ms; when it returns false the wait ends, false comes back and the task goes on.
+  /// Waits until `task` is complete, without end: user code may compile for half a minute or sit in a debugger.
+  /// `between` is called at least every 50 ms; when it returns false the wait ends, false comes back and the task goes
+  /// on.
   bool wait(GroupTask& task, const Between& between = {});
 
   /// submit() and wait().
@@ -66,8 +67,8 @@ class PACELINE_API DeviceGroup {
   void close(std::chrono::nanoseconds timeout = std::chrono::seconds(10));
   [[nodiscard]] bool closed() const noexcept;
 
-  /// Closes every group of this process that is still open: for the end of a program or of a language runtime. Never throws; workers
-  /// that do not come back are left behind.
+  /// Closes every group of this process that is still open: for the end of a program or of a language runtime. Never
+  /// throws; workers that do not come back are left behind.
   static void close_all(std::chrono::nanoseconds timeout = std::chrono::seconds(5)) noexcept;
 
  private:

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include <paceline/export.hpp>
+#include <paceline/runtime/device.hpp>
+
+namespace paceline {
+
+/// One kind of device, as groups and engines see it. Stateless towards its users; every method may be called from any
+/// thread.
+///
+/// A further kind is one more implementation in the list that backends() returns; nothing above this interface names a
+/// kind.
+class PACELINE_API Backend {
+ public:
+  virtual ~Backend();
+
+  [[nodiscard]] virtual DeviceKind kind() const noexcept = 0;
+  /// What its devices' names begin with: "host".
+  [[nodiscard]] virtual std::string_view prefix() const noexcept = 0;
+  /// The devices that this process can use now, in order.
+  [[nodiscard]] virtual std::vector<Device> devices() const = 0;
+  /// The device called `name`, which begins with prefix() and a colon.
+  /// @throws InvalidArgument if it is malformed or there is none such.
+  [[nodiscard]] virtual Device find(std::string_view name) const = 0;
+  /// Called on the device's worker thread before its first task: affinity, current device. Best effort.
+  virtual void prepare_worker(const Device& device) const noexcept = 0;
+  /// True if a worker comes back from a micro-batch before the device has finished it. Engines then claim ahead, know
+  /// each device's last micro-batch for certain and reduce while it still runs; otherwise they reduce after it.
+  [[nodiscard]] virtual bool asynchronous() const noexcept = 0;
+};
+
+/// The backends of this build, those worth using first in front.
+[[nodiscard]] PACELINE_API std::span<const Backend* const> backends() noexcept;
+
+/// The backend that `device` belongs to.
+[[nodiscard]] PACELINE_API const Backend& backend_of(const Device& device);
+
+}  // namespace paceline

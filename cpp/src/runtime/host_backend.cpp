@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "runtime/host_backend.hpp"
+
+#include <fmt/format.h>
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstdint>
+#include <system_error>
+
+#include <paceline/error.hpp>
+#include <paceline/runtime/host_topology.hpp>
+
+namespace paceline {
+
+std::vector<Device> HostBackend::devices() const {
+  const HostTopology topology = read_host_topology();
+  std::vector<Device> found;
+  for (std::int32_t index = 0; index < topology.device_count; ++index) found.push_back(host_device(topology, index));
+  return found;
+}
+
+Device HostBackend::find(std::string_view name) const {
+  // More workers than cores is legal, but a name beyond this is a typing mistake: each costs a thread.
+  constexpr std::int32_t max_index = 4095;
+  const std::string_view digits = name.substr(prefix().size() + 1);
+  std::int32_t index = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), index);
+  const bool canonical = digits == "0" || (!digits.empty() && digits.front() >= '1' && digits.front() <= '9');
+  if (canonical && error == std::errc{} && end == digits.data() + digits.size() && index <= max_index) {
+    return host_device(read_host_topology(), index);
+  }
+  throw InvalidArgument(
+      fmt::format("'{}' is not the name of a device: host devices are called host:0, host:1, ... (up to host:{})", name,
+                  max_index));
+}
+
+// Best effort: a mask that the system refuses (cores taken away since discovery) leaves the worker unpinned.
+void HostBackend::prepare_worker(const Device& device) const noexcept {
+  if (device.cores.empty()) return;
+  const auto count = static_cast<std::size_t>(*std::max_element(device.cores.begin(), device.cores.end())) + 1;
+  cpu_set_t* mask = CPU_ALLOC(count);
+  if (mask == nullptr) return;
+  const std::size_t bytes = CPU_ALLOC_SIZE(count);
+  CPU_ZERO_S(bytes, mask);
+  for (const int core : device.cores) CPU_SET_S(static_cast<std::size_t>(core), bytes, mask);
+  pthread_setaffinity_np(pthread_self(), bytes, mask);
+  CPU_FREE(mask);
+}
+
+}  // namespace paceline

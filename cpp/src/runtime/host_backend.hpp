@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <paceline/runtime/backend.hpp>
+
+namespace paceline {
+
+/// CPU cores as devices: one pinned worker each, all in one memory space, synchronous.
+class HostBackend final : public Backend {
+ public:
+  [[nodiscard]] DeviceKind kind() const noexcept override { return DeviceKind::host; }
+  [[nodiscard]] std::string_view prefix() const noexcept override { return "host"; }
+  [[nodiscard]] std::vector<Device> devices() const override;
+  [[nodiscard]] Device find(std::string_view name) const override;
+  void prepare_worker(const Device& device) const noexcept override;
+  [[nodiscard]] bool asynchronous() const noexcept override { return false; }
+};
+
+}  // namespace paceline
