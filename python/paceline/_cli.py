@@ -1,0 +1,66 @@
+"""The `paceline` command. Each subcommand imports what it needs only when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status: 0, 2 for a wrong argument, 130 after Ctrl-C.
+
+    Parameters
+    ----------
+    arguments
+        The words after the program's name; default those of this process.
+    """
+    from paceline import Error
+
+    options = _parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], int | None] = options.run
+    try:
+        status = run(options) or 0
+        sys.stdout.flush()
+    except Error as error:
+        print(f"paceline {options.command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader (`| head`) has gone. What is left in the buffer must not fail again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    from paceline._cli_simulate import add_parser as add_simulate
+    from paceline._core.runtime import build_facts
+
+    parser = argparse.ArgumentParser(prog="paceline", description="All the devices of one machine as one.")
+    parser.add_argument("--version", action="version", version=f"paceline {build_facts()['version']}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    info = commands.add_parser(
+        "info",
+        help="what this machine offers and what this installation can use of it",
+        description="Devices, cores and limits, how paceline was built, which optional libraries were found and where, "
+        "what is missing and why it matters.",
+    )
+    info.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    info.set_defaults(run=_info)
+    add_simulate(commands)
+    return parser
+
+
+def _info(options: argparse.Namespace) -> None:
+    from paceline.info import collect, render
+
+    facts = collect()
+    print(json.dumps(facts, indent=2) if options.json else render(facts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""Devices as Python sees them, what `paceline.info` finds, and the command that prints it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline
+from paceline import _cli, info
+
+# --- devices -----------------------------------------------------------------------------------------------------
+
+
+def test_devices_lie_on_cores_of_their_own_inside_the_mask() -> None:
+    found = paceline.devices()
+    assert [device.name for device in found] == [f"host:{i}" for i in range(len(found))]
+    cores = [core for device in found for core in device.cores]
+    assert len(cores) == len(set(cores))
+    assert set(cores) <= os.sched_getaffinity(0)
+    for index, device in enumerate(found):
+        assert (device.kind, device.index, device.memory_space) == ("host", index, "host")
+        assert device.numa_node is None or device.numa_node >= 0
+
+
+def test_devices_are_values() -> None:
+    device = paceline.find_device("host:0")
+    assert device == paceline.devices()[0]
+    assert hash(device) == hash(paceline.find_device("host:0"))
+    assert device != paceline.find_device("host:1")
+    assert device != "host:0"
+    assert str(device) == "host:0"
+    assert repr(device).startswith("<paceline.Device host:0")
+    with pytest.raises(AttributeError):
+        device.name = "other"  # type: ignore[misc]
+
+
+def test_unknown_devices_are_named_together_with_those_that_exist() -> None:
+    with pytest.raises(paceline.InvalidArgument, match="'gpu:0'.*devices of this machine: host:0"):
+        paceline.find_device("gpu:0")
+
+
+def test_devices_follow_the_affinity_mask_of_the_process() -> None:
+    core = min(os.sched_getaffinity(0))
+    program = f"import os; os.sched_setaffinity(0, [{core}]); import paceline; print(paceline.devices())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.count("Device") == 1
+    assert f"host:0 core {core}" in done.stdout
+
+
+# --- what is found -----------------------------------------------------------------------------------------------
+
+
+def test_collect_agrees_with_the_library_and_can_be_written_as_json() -> None:
+    facts = info.collect()
+    assert json.loads(json.dumps(facts)) == facts
+    assert [device["name"] for device in facts["devices"]] == [device.name for device in paceline.devices()]
+    assert facts["memory_spaces"] == {"host": [device.name for device in paceline.devices()]}
+    assert set(facts["cpu"]["affinity"]) == os.sched_getaffinity(0)
+    assert facts["cpu"]["reduction_kernels"] in {"baseline", "avx2", "avx512"}
+    assert facts["backends"]["cuda"] == {"built": False, "detail": "not built; host devices only"}
+    assert all(part.isdigit() for part in facts["version"].split("."))
+    assert facts["python"]["executable"] == sys.executable
+    for name in ("compiler", "flags", "fmt", "pybind11"):
+        assert facts["build"][name]
+
+
+def test_collect_imports_none_of_the_libraries_it_looks_for() -> None:
+    program = (
+        "import sys; from paceline import info; info.collect(); print({'torch', 'numpy', 'sklearn'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_an_installed_package_is_reported_with_its_version_and_place() -> None:
+    numpy = pytest.importorskip("numpy")
+    entry = info.collect()["libraries"]["numpy"]
+    assert entry == {
+        "found": True,
+        "version": metadata.version("numpy"),
+        "path": str(Path(numpy.__file__).parent),
+        "source": "loaded",
+    }
+
+
+def test_what_is_missing_is_listed_with_why_and_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info, "find_spec", lambda name: None)
+    monkeypatch.setattr(info, "_library_candidates", lambda library: iter(()))
+    facts = info.collect()
+    assert not any(entry["found"] for entry in facts["libraries"].values())
+    names = [entry["name"] for entry in facts["missing"]]
+    assert names == [
+        "cuda backend",
+        "torch",
+        "numpy",
+        "scikit-learn",
+        "matplotlib",
+        "NVIDIA driver (libcuda.so.1)",
+        "NCCL (libnccl.so.2)",
+        "NVML (libnvidia-ml.so.1)",
+    ]
+    text = info.render(facts)
+    for entry in facts["missing"]:
+        assert entry["why"] in text
+        assert entry["how"] in text
+
+
+def test_a_folder_of_the_name_of_a_package_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_package_of_ours").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    package = info._Package("a_package_of_ours", "a-package-of-ours", "", "")
+    assert not info._find_package(package)["found"]
+    (tmp_path / "a_package_of_ours" / "__init__.py").write_text("raise RuntimeError('imported')")
+    found = info._find_package(package)
+    assert found["path"] == str(tmp_path / "a_package_of_ours")
+    assert (found["version"], found["source"]) == (None, "Python path")
+
+
+LIBRARY = info._SharedLibrary("Ours", "libours.so.1", ("ours-wheel",), "", "")
+
+
+def test_a_shared_library_is_found_in_a_wheel_before_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not info._find_shared_library(LIBRARY)["found"]
+    system = tmp_path / "system"
+    system.mkdir()
+    (system / "libours.so.1").touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path / 'nowhere'}:{system}")
+    found = info._find_shared_library(LIBRARY)
+    assert (found["path"], found["source"]) == (str(system / "libours.so.1"), "LD_LIBRARY_PATH")
+
+    site = tmp_path / "site"
+    (site / "ours" / "lib").mkdir(parents=True)
+    (site / "ours" / "lib" / "libours.so.1").touch()
+    (site / "ours_wheel-2.5.dist-info").mkdir()
+    (site / "ours_wheel-2.5.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: ours-wheel\nVersion: 2.5\n"
+    )
+    (site / "ours_wheel-2.5.dist-info" / "RECORD").write_text("ours/lib/libours.so.1,,\n")
+    monkeypatch.syspath_prepend(site)
+    found = info._find_shared_library(LIBRARY)
+    assert (found["path"], found["version"]) == (str(site / "ours" / "lib" / "libours.so.1"), "2.5")
+    assert found["source"] == "wheel ours-wheel"
+
+
+def test_a_library_of_the_process_is_found_as_loaded() -> None:
+    found = info._find_shared_library(info._SharedLibrary("C", "libc.so.6", (), "", ""))
+    assert found["source"] == "loaded"
+    assert Path(found["path"]).exists()
+
+
+def test_the_linker_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "libours.so.1"
+    library.touch()
+    listing = (
+        f"2 libs found\n\tlibours.so.1x (libc6) => /x\n\tlibours.so.1 (libc6,x86-64) => {library}\n\tbroken line\n"
+    )
+    monkeypatch.setattr(info.subprocess, "run", lambda *a, **k: types.SimpleNamespace(stdout=listing))
+    found = info._find_shared_library(LIBRARY)
+    assert (found["path"], found["source"]) == (str(library), "linker cache")
+
+
+@pytest.mark.parametrize(("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([5, 0, 1, 3], "0-1,3,5")])
+def test_runs_of_cores_are_written_as_ranges(numbers: list[int], text: str) -> None:
+    assert info._ranges(numbers) == text
+
+
+def test_text_shows_limits_and_unknowns() -> None:
+    facts = info.collect()
+    facts["cpu"]["cgroup_limit"] = {"cores": 1.5, "source": "/sys/fs/cgroup/cpu.max"}
+    facts["cpu"]["affinity"] = []
+    facts["devices"][0]["cores"] = [0, 1]
+    facts["missing"] = []
+    text = info.render(facts)
+    assert "1.5 cores (/sys/fs/cgroup/cpu.max)" in text
+    assert "unknown (no affinity mask)" in text
+    assert "pinned to cores 0-1" in text
+    assert "Missing" not in text
+
+
+# --- the command -------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paceline._cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
+
+
+def test_info_prints_text_for_people_with_aligned_columns() -> None:
+    done = run("info")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    start = lines.index("Devices") + 1
+    rows = lines[start : start + len(paceline.devices())]
+    assert [row.split()[0] for row in rows] == [device.name for device in paceline.devices()]
+    columns = {row.index("pinned") for row in rows if "pinned" in row}
+    assert len(columns) == 1
+    assert "cuda" in done.stdout
+    assert "not built; host devices only" in done.stdout
+
+
+def test_info_prints_one_json_object() -> None:
+    done = run("info", "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["devices"]
+    assert facts["libraries"]
+    assert facts["missing"][0]["name"] == "cuda backend"
+
+
+def test_version_is_printed() -> None:
+    assert run("--version").stdout.strip() == f"paceline {info.collect()['version']}"
+
+
+def test_without_a_command_it_says_which_there_are() -> None:
+    done = run()
+    assert done.returncode == 2
+    assert "info" in done.stderr + done.stdout or "command" in done.stderr
+
+
+def test_help_lists_the_commands() -> None:
+    text = run("--help").stdout
+    assert "info" in text
+    assert "simulate" in text
+
+
+def test_a_mistake_is_one_line_and_not_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise paceline.InvalidArgument("host:7 does not exist")
+
+    monkeypatch.setattr(info, "collect", refuse)
+    assert _cli.main(["info"]) == 2
+    assert capsys.readouterr().err == "paceline info: error: host:7 does not exist\n"
+
+
+def test_an_interrupt_ends_it_quietly(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(info, "collect", interrupt)
+    assert _cli.main(["info"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = f"{sys.executable} -m paceline._cli info --json | true"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0
+    assert done.stderr == ""
