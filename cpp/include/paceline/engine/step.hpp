@@ -52,7 +52,7 @@ struct ClaimRecord {
   bool excluded = false;
 };
 
-struct StepRecord {
+struct PACELINE_API StepRecord {
   std::vector<ClaimRecord> claims;  ///< by device, in the order they ran
   double compute_seconds = 0.0;     ///< from the first start to the last finish of a micro-batch: the makespan
   double reduce_seconds = 0.0;      ///< from there to the end of the reduction
