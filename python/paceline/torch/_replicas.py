@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from paceline import InvalidArgument
+from paceline.torch._buffers import Buffers
 
 Replicate = Callable[[nn.Module], nn.Module]
 
@@ -45,13 +46,17 @@ def check_parameters(module: nn.Module, device_type: str, shared: bool) -> None:
                 f"DataParallel: parameter {name} is on {parameter.device}, but the devices compute on '{device_type}'. Move the module "
                 f"there first: module.to('{device_type}')."
             )
-        if not shared:
-            continue
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise InvalidArgument(
-                f"DataParallel: parameter {name} has a gradient hook. With two or more devices it would see the gradient of a slice, not of "
-                "the batch, so it is refused. Remove it and work on .grad after step(), or use one device."
-            )
+        if shared:
+            check_hooks(name, parameter)
+
+
+def check_hooks(name: str, parameter: nn.Parameter) -> None:
+    """Raise for a parameter with a gradient hook. Copies do not carry them, so they would be lost without a word."""
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise InvalidArgument(
+            f"DataParallel: parameter {name} has a gradient hook. With two or more devices it would see the gradient of a slice, not of "
+            "the batch, so it is refused. Remove it and work on .grad after step(), or use one device."
+        )
 
 
 def _copied(module: nn.Module) -> nn.Module:
@@ -116,50 +121,6 @@ class Replica:
             parameter.grad = None
 
 
-class Buffers:
-    """The buffers of a replica, kept equal to the user's before each step and brought back after it.
-
-    Version counters tell what changed since the last copy, so a large constant buffer is copied once.
-    """
-
-    def __init__(self, source: nn.Module, replica: nn.Module) -> None:
-        self._pairs: list[tuple[str, dict[str, Any], dict[str, Any], str]] = []
-        for (prefix, ours), (_, theirs) in zip(source.named_modules(), replica.named_modules(), strict=True):
-            for name, value in ours._buffers.items():
-                if value is not None:
-                    self._pairs.append((f"{prefix}.{name}" if prefix else name, ours._buffers, theirs._buffers, name))
-        self._seen: list[tuple[int, int, int, int] | None] = [None] * len(self._pairs)
-
-    def _state(self, index: int) -> tuple[int, int, int, int]:
-        _, ours, theirs, name = self._pairs[index]
-        a, b = ours[name], theirs[name]
-        return (id(a), a._version, id(b), b._version)
-
-    def pull(self) -> None:
-        """The user's values into the replica."""
-        for index in range(len(self._pairs)):
-            if self._seen[index] == self._state(index):
-                continue
-            _, ours, theirs, name = self._pairs[index]
-            if theirs[name].shape == ours[name].shape and theirs[name].dtype == ours[name].dtype:
-                theirs[name].copy_(ours[name])
-            else:
-                theirs[name] = ours[name].clone()
-            self._seen[index] = self._state(index)
-
-    def push(self) -> None:
-        """The replica's values back into the user's module."""
-        for index in range(len(self._pairs)):
-            if self._seen[index] == self._state(index):
-                continue
-            _, ours, theirs, name = self._pairs[index]
-            if theirs[name].shape == ours[name].shape and theirs[name].dtype == ours[name].dtype:
-                ours[name].copy_(theirs[name])
-            else:
-                ours[name] = theirs[name].clone()
-            self._seen[index] = self._state(index)
-
-
 class Replicas:
     """The replicas of one trainer, and whether they still fit the user's module."""
 
@@ -169,7 +130,8 @@ class Replicas:
         self._device_type = device_type
         self._replicate = replicate
         self.list: list[Replica] = []
-        self._build()
+        with torch.inference_mode(False):
+            self._build()
 
     def _build(self) -> None:
         shared = self._device_count > 1
@@ -178,7 +140,8 @@ class Replicas:
         self.names = [name for name, _ in self._module.named_parameters()]
         self._slots = named_slots(self._module)
         self._modules = list(self._module.modules())
-        self._sizes = [(len(m._modules), len(m._parameters), len(m._buffers)) for m in self._modules]
+        self._children = [list(m._modules.values()) for m in self._modules]
+        self._sizes = [(len(m._parameters), len(m._buffers)) for m in self._modules]
         self._storages = [parameter.data_ptr() for parameter in self.parameters]
         if shared:
             make: Replicate = _copied if self._replicate is None else lambda module: _made_by(self._replicate, module)  # type: ignore[arg-type]
@@ -187,12 +150,20 @@ class Replicas:
             self.list = [Replica(self._module, self._module, False)]
 
     def refresh(self) -> None:
-        """Before a step: follow what the user changed on the module. Costs a pass over cached lists."""
+        """Before a step: follow what the user changed on the module. Costs a pass over cached lists.
+
+        Not in inference mode, which the caller may be in for `predict`: what is made in it is of no use to a later step.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            self._refresh()
+
+    def _refresh(self) -> None:
         if not self._fits():
             self._build()
         if self._device_count == 1:
             return
         for index, parameter in enumerate(self.parameters):
+            check_hooks(self.names[index], parameter)
             for replica in self.list:
                 if replica.parameters[index].requires_grad != parameter.requires_grad:
                     replica.parameters[index].requires_grad_(parameter.requires_grad)
@@ -205,9 +176,12 @@ class Replicas:
 
     def _fits(self) -> bool:
         """Whether structure, identity and storage of the parameters are those that the replicas were made from."""
-        for module, sizes in zip(self._modules, self._sizes, strict=True):
-            if (len(module._modules), len(module._parameters), len(module._buffers)) != sizes:
+        for module, children, sizes in zip(self._modules, self._children, self._sizes, strict=True):
+            if (len(module._parameters), len(module._buffers)) != sizes or len(module._modules) != len(children):
                 return False
+            for child, known in zip(module._modules.values(), children, strict=True):
+                if child is not known:
+                    return False
         for _, slots, key, parameter in self._slots:
             if slots.get(key) is not parameter:
                 return False

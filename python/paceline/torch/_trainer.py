@@ -12,6 +12,7 @@ from torch import nn
 from paceline import Device, DeviceGroup, InvalidArgument, Unavailable
 from paceline._core.engine import Stepper
 from paceline.torch._batch import Batch, concatenate
+from paceline.torch._buffers import KeptBuffers
 from paceline.torch._caller_state import CallerState, CallerThreads
 from paceline.torch._failures import raise_failure
 from paceline.torch._gradients import UserGradients
@@ -144,9 +145,9 @@ class DataParallel:
             raise InvalidArgument(f"step: called under {mode}, so there would be no gradients. Leave it for the step, or use predict().")
         whole = Batch(batch)
         objective = Objective(batch, whole.size, self._reduction, weight)
-        with torch.no_grad():
-            self._replicas.refresh()
-            saved = self._saved_buffers()
+        self._replicas.refresh()
+        # With one device the user's module itself runs, so its buffers are kept for the case that the step fails.
+        kept = None if self._replicas.list[0].shared else KeptBuffers(self.module)
         scale = None if scaler is None or not scaler.is_enabled() else scaler.scale(torch.ones(()))
         run = TrainRun(
             whole,
@@ -177,7 +178,9 @@ class DataParallel:
             return run.loss()
         except BaseException:
             user.restore()
-            _restore(saved)
+            if kept is not None:
+                with torch.no_grad():
+                    kept.restore()
             raise
         finally:
             self._drop_gradients()
@@ -199,8 +202,7 @@ class DataParallel:
         """
         self._check_open("predict")
         whole = Batch(batch)
-        with torch.no_grad():
-            self._replicas.refresh()
+        self._replicas.refresh()
         if self._predictor is None:
             self._predictor = Stepper(self.group, **self._options)
         run = PredictRun(
@@ -281,12 +283,6 @@ class DataParallel:
         if buffers is not None:
             buffers.push()
 
-    def _saved_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """With one device the user's module itself runs: its buffers are kept for the case that the step fails."""
-        if self._replicas.list[0].shared:
-            return []
-        return [(buffer, buffer.clone()) for buffer in self.module.buffers()]
-
     def _drop_gradients(self) -> None:
         if self._replicas.list[0].shared:
             for replica in self._replicas.list:
@@ -305,13 +301,9 @@ def _forward(module: nn.Module, batch: Any) -> Any:
     return module(batch)
 
 
-def _restore(saved: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    with torch.no_grad():
-        for buffer, value in saved:
-            buffer.copy_(value)
-
-
 def _finalize(group: DeviceGroup | None) -> None:
-    if group is not None:
-        group.close()
-    CallerThreads.restore()
+    try:
+        if group is not None:
+            group.close()
+    finally:
+        CallerThreads.restore()

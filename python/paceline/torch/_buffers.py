@@ -1,0 +1,78 @@
+"""Buffers on their way between the user's module and the replicas, and kept for the case that a step fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+Slots = dict[str, Any]  # a module's own buffers, by name; an entry may be None
+
+
+class Buffers:
+    """The buffers of a replica: the user's values before each step, and back into the user's module after it.
+
+    Copied every time: nothing says cheaply what a step wrote. Version counters do not count what batch normalisation writes
+    to its statistics, nor what is written through ``.data``.
+    """
+
+    def __init__(self, source: nn.Module, replica: nn.Module) -> None:
+        self._pairs = [
+            (ours._buffers, theirs._buffers, name)
+            for ours, theirs in zip(source.modules(), replica.modules(), strict=True)
+            for name in ours._buffers
+        ]
+
+    def pull(self) -> None:
+        """The user's values into the replica."""
+        _copy(self._pairs)
+
+    def push(self) -> None:
+        """The replica's values back into the user's module."""
+        _copy((theirs, ours, name) for ours, theirs, name in self._pairs)
+
+
+class KeptBuffers:
+    """The buffers of a module as they are now, to go back to."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._kept = [
+            (owner._buffers, name, buffer, None if buffer is None else buffer.clone())
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()
+        ]
+
+    def restore(self) -> None:
+        """The same tensors as then, with the same values."""
+        for slots, name, buffer, value in self._kept:
+            slots[name] = buffer
+            if buffer is not None and not _overlaps(buffer):
+                buffer.copy_(value)
+
+
+def _copy(pairs: Iterable[tuple[Slots, Slots, str]]) -> None:
+    sources: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
+    for source, target, name in pairs:
+        value, old = source.get(name), target.get(name)
+        if value is old:
+            continue
+        if value is None:
+            target[name] = None
+        elif old is None or old.shape != value.shape or old.dtype != value.dtype:
+            target[name] = value.clone()
+        elif _overlaps(old):
+            if not torch.equal(old, value):
+                target[name] = value.clone()
+        else:
+            sources.append(value)
+            targets.append(old)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, as after `expand`: such a tensor cannot be written."""
+    return 0 in tensor.stride()
