@@ -1,44 +1,52 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include <paceline/balance/report.hpp>
 #include <paceline/export.hpp>
 #include <paceline/plan/cost_model.hpp>
 #include <paceline/plan/split.hpp>
 
 namespace paceline::balance {
 
+class LedgerWriter;
+
 /// A device as the balancer sees it. Devices of one class share the shape of their cost model.
 struct DeviceProfile {
-  std::string name;           ///< "host:0"
-  std::string device_class;   ///< "host"; devices of one class are equal until measured otherwise
+  std::string name;          ///< "host:0"
+  std::string device_class;  ///< "host"; devices of one class are equal until measured otherwise
   plan::ShareLimits limits;
 };
 
 struct BalancerOptions {
   std::vector<DeviceProfile> devices;
-  std::string policy = "auto";    ///< "auto" | "even" | "weighted"
-  std::vector<double> weights;    ///< for "weighted": one per device
+  std::string policy = "auto";  ///< "auto" | "even" | "weighted"
+  std::vector<double> weights;  ///< for "weighted": one per device
   std::int64_t granularity = 1;
-  std::vector<double> reduction_seconds;   ///< as in plan::SplitOptions
+  std::vector<double> reduction_seconds;  ///< as in plan::SplitOptions
+  /// "auto" only: run the first steps with shares off the even split, so that the constant part of a step's time can
+  /// be told from the part per item. Ends by itself as soon as the timings tell the two apart.
+  bool calibrate = true;
 };
 
 /// One micro-batch that ran.
 struct MicroBatchTiming {
   std::int64_t items = 0;
-  double seconds = 0.0;     ///< compute only, by the device's own clock
-  bool excluded = false;    ///< first run of a size, compilation: counted as work, not as evidence
+  double seconds = 0.0;   ///< compute only, by the device's own clock
+  bool excluded = false;  ///< first run of a size, compilation: counted as work, not as evidence
   friend bool operator==(const MicroBatchTiming&, const MicroBatchTiming&) = default;
 };
 
 /// What one step measured: one list per device, empty where a device had no work.
 struct StepTimings {
   std::vector<std::vector<MicroBatchTiming>> devices;
-  double step_seconds = 0.0;   ///< first start to last finish of the compute
+  double step_seconds =
+      0.0;  ///< first start to last finish of the compute; 0: unknown, the slowest device's sum is taken
 };
 
 /// What to run next, and the numbers behind it.
@@ -46,36 +54,62 @@ struct StepPlan {
   std::int64_t step = 0;
   std::int64_t batch_size = 0;
   std::vector<std::int64_t> shares;
-  std::vector<plan::CostModel> models;    ///< the present estimate per device; empty before the first timing
-  std::vector<double> noise;              ///< relative standard deviation of one micro-batch, per device
-  bool moved = false;                     ///< shares differ from the last plan's for the same batch size
-  double predicted_seconds = 0.0;         ///< makespan by `models`; 0 before the first timing
-  std::string reason;                     ///< one sentence
+  std::vector<plan::CostModel> models;  ///< the present estimate per device; empty before the first timing
+  std::vector<double> noise;            ///< relative standard deviation of one micro-batch, per device
+  bool moved = false;                   ///< shares differ from the last plan's for the same batch size
+  double predicted_seconds = 0.0;       ///< makespan by `models`; 0 before the first timing
+  std::string reason;                   ///< one sentence
 };
 
 /// The closed loop: timings in, plans out. Every plan is a pure function of the options and of the calls
-/// made so far (batch sizes asked, timings recorded): no clock, no random numbers, no thread. A ledger of the calls replays to the same
-/// plans. Not thread-safe; one thread at a time.
+/// made so far (batch sizes asked, timings recorded, devices retired): no clock, no random numbers, no thread. A ledger
+/// of the calls replays to the same plans (ledger.hpp). Not thread-safe; one thread at a time.
+///
+/// "auto" calibrates on the first steps, then keeps an even split until measured differences are worth more than their
+/// uncertainty: it moves when the promised gain exceeds max(1 %, 2 standard errors), and takes back a move that
+/// measures worse. How a device's speed is estimated stands in report.hpp; memory is bounded, whatever the number of
+/// steps and batch sizes.
+///
+/// @code
+/// Balancer balancer({.devices = {{"host:0", "host", {}}, {"host:1", "host", {}}}});
+/// StepPlan plan = balancer.next_plan(512);            // run plan.shares, then
+/// balancer.record({.devices = {{{256, 0.030}}, {{256, 0.031}}}, .step_seconds = 0.031});
+/// @endcode
 class PACELINE_API Balancer {
  public:
+  /// @throws InvalidArgument for no devices, an unknown policy, weights that do not fit, a granularity below 1.
   explicit Balancer(BalancerOptions options);
   ~Balancer();
   Balancer(Balancer&&) noexcept;
   Balancer& operator=(Balancer&&) noexcept;
 
-  /// The plan of the next step. Shares sum to `batch_size`.
+  /// The plan of the next step. Shares sum to `batch_size`. Asked again without a record in between (a step that
+  /// failed), it returns the same plan with the same step number.
+  /// @throws InvalidArgument if batch_size < 1 or no split respects the limits; nothing changes then.
   StepPlan next_plan(std::int64_t batch_size);
 
   /// The timings of the plan that next_plan last returned. A step that failed is never recorded.
+  /// @throws InvalidArgument without a plan, for a wrong number of devices, or a time that is negative or not finite.
   void record(const StepTimings& timings);
+
+  /// The device gets no further work: it failed or left. The plans that follow share its part among the others.
+  /// @throws InvalidArgument if there is no such device or it is the last one.
+  void retire(std::size_t device);
 
   [[nodiscard]] const BalancerOptions& options() const noexcept;
 
-  /// In words: what was seen, what was decided and why, what a move would gain.
+  /// What is known and what was decided, as numbers.
+  [[nodiscard]] BalanceReport report() const;
+
+  /// In words: what was seen, what was decided and why, what a move would gain, what it does not know.
   [[nodiscard]] std::string explain() const;
 
   /// Changes of shares so far, for unchanged batch sizes.
   [[nodiscard]] std::int64_t move_count() const noexcept;
+
+  /// From now on every call is written to `ledger`, or to none if null. Attach before the first call: a ledger that
+  /// lacks calls cannot be replayed, so attaching later throws InvalidArgument.
+  void write_to(std::shared_ptr<LedgerWriter> ledger);
 
  private:
   struct State;

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <iosfwd>
+#include <string>
+#include <vector>
+
+#include <paceline/balance/balancer.hpp>
+#include <paceline/export.hpp>
+
+namespace paceline::balance {
+
+/// Writes the calls of one balancer as JSON lines: a header with the format's version and the options, then one line
+/// per next_plan, record and retire. Doubles are written so that they read back bit for bit.
+///
+///   {"paceline_ledger": 1, "options": {...}}
+///   {"plan": {"step": 0, "batch_size": 512, "shares": [256, 256], "moved": false, "predicted_seconds": 0, "reason":
+///   "..."}}
+///   {"record": {"step": 0, "devices": [[[256, 0.03]], [[256, 0.031, true]]], "step_seconds": 0.031}}
+///   {"retire": {"device": 1}}
+///
+/// A micro-batch is [items, seconds], with a third element true if it was excluded. Lines are flushed by the stream's
+/// own rules. Not thread-safe, like the balancer it belongs to. The stream must outlive the writer.
+class PACELINE_API LedgerWriter {
+ public:
+  explicit LedgerWriter(std::ostream& out);
+
+  void header(const BalancerOptions& options);
+  void plan(const StepPlan& plan);
+  void record(std::int64_t step, const StepTimings& timings);
+  void retire(std::size_t device);
+
+ private:
+  void line(const std::string& text);
+  std::ostream* out_;
+};
+
+/// A decision that came out differently.
+struct LedgerMismatch {
+  std::int64_t line = 0;  ///< 1-based
+  std::int64_t step = 0;
+  std::string what;  ///< "shares: the ledger says [...], replayed [...]"
+};
+
+struct ReplayResult {
+  std::int64_t plans = 0;
+  std::int64_t records = 0;
+  std::int64_t moves = 0;
+  std::vector<LedgerMismatch> mismatches;  ///< empty: every decision was reproduced
+};
+
+/// Runs a fresh balancer through the calls of a ledger and compares every plan with the one written.
+/// @throws InvalidArgument naming the line that is not what a ledger holds, or holds a call the balancer refuses.
+PACELINE_API ReplayResult replay(std::istream& ledger);
+
+}  // namespace paceline::balance

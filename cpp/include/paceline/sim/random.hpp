@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include <paceline/export.hpp>
+
+namespace paceline::sim {
+
+/// Random numbers that are a function of a key, not of how many were drawn before.
+///
+/// SplitMix64 (Steele, Lea & Flood, 2014) from a state hashed from (seed, step, device): two policies simulated with
+/// one seed meet the same noise on the same device at the same step, whatever shares they chose.
+/// std::normal_distribution is not used because its output differs between standard libraries. A value type.
+class PACELINE_API Random {
+ public:
+  Random(std::uint64_t seed, std::uint64_t step, std::uint64_t device) noexcept;
+
+  [[nodiscard]] std::uint64_t next() noexcept;
+  /// In [0, 1), 53 bits.
+  [[nodiscard]] double uniform() noexcept;
+  /// Standard normal (Box & Muller, 1958); two uniforms each.
+  [[nodiscard]] double normal() noexcept;
+
+ private:
+  std::uint64_t state_;
+};
+
+}  // namespace paceline::sim

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "balance/auto_policy.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "balance/target.hpp"
+
+namespace paceline::balance {
+namespace {
+
+constexpr double kLeastGain = 0.01;
+constexpr double kGainErrors = 2.0;
+constexpr std::size_t kLeastSamples = 2;  // one step alone may be a spike
+constexpr std::size_t kSettledSamples =
+    48;  // standard error of 0.5 % at 3 % noise: what is left is below what the gate asks
+constexpr std::size_t kProvisionalKept = 32;  // batch sizes; sequences with lengths have many
+constexpr std::int64_t kFirmSteps = 32;
+constexpr std::int64_t kMostSetbacks = 6;  // 2^6: by then only a gain of 64 % would be believed
+
+/// The fewest samples of a device that has work.
+std::size_t fewest_samples(const PolicyContext& context, const std::vector<std::int64_t>& present) {
+  std::size_t fewest = kSettledSamples;
+  for (std::size_t i = 0; i < present.size(); ++i) {
+    if (present[i] > 0 && context.limits[i].maximum > 0)
+      fewest = std::min(fewest, context.estimator.devices()[i].samples);
+  }
+  return fewest;
+}
+
+}  // namespace
+
+AutoPolicy::Decision AutoPolicy::decide(const PolicyContext& context, const std::vector<std::int64_t>& present,
+                                        double least_gain) const {
+  const std::vector<plan::CostModel> models = estimated_models(context);
+  Decision decision;
+  decision.target = best_split(context, models);
+  const double now = makespan(models, present, context.options);
+  const double then = makespan(models, decision.target, context.options);
+  decision.gain = now > 0.0 ? 1.0 - then / now : 0.0;
+  decision.required = std::max(least_gain, kGainErrors * gain_error(context, models, present));
+  decision.required *= static_cast<double>(std::int64_t{1} << setbacks_);
+  return decision;
+}
+
+Proposal AutoPolicy::gate(const PolicyContext& context, const std::vector<std::int64_t>& present) {
+  if (context.step < firm_until_step_) {
+    return {present, fmt::format("kept: a move was taken back, none before step {}", firm_until_step_)};
+  }
+  const std::size_t samples = fewest_samples(context, present);
+  if (samples < kLeastSamples) return {present, "kept: too few steps measured at the present speeds"};
+  const bool completes = samples >= kSettledSamples && provisional_.contains(context.batch_size);
+  const Decision decision = decide(context, present, completes ? 0.0 : kLeastGain);
+  last_required_ = decision.required;
+  if (completes) provisional_.erase(context.batch_size);
+  const double gain = 100.0 * std::max(decision.gain, 0.0);
+  const double required = 100.0 * decision.required;
+  if (decision.gain <= decision.required || decision.target == present) {
+    return {present, fmt::format("kept: a move promises {:.2f} %, it must promise more than {:.2f} %", gain, required)};
+  }
+  if (samples < kSettledSamples) {
+    if (provisional_.size() >= kProvisionalKept) provisional_.erase(provisional_.begin());
+    provisional_.insert(context.batch_size);
+  }
+  trials_.started(context.step, context.batch_size, present, decision.target, decision.gain);
+  return {decision.target, fmt::format("{}: promises {:.2f} %, more than the {:.2f} % it must",
+                                       completes ? "completed the last move" : "moved", gain, required)};
+}
+
+Proposal AutoPolicy::propose(const PolicyContext& context) {
+  const bool was_off = off_ && context.incumbent != nullptr && *context.incumbent == off_->shares;
+  const std::vector<std::int64_t> base = was_off ? off_->base : std::vector<std::int64_t>{};
+  off_.reset();
+  if (take_back_ && take_back_->batch_size == context.batch_size) {
+    const TrialLog::Verdict verdict = *std::exchange(take_back_, std::nullopt);
+    provisional_.erase(context.batch_size);
+    return {verdict.restore,
+            fmt::format("the last move made steps {:.1f} % longer and is taken back", 100.0 * verdict.loss)};
+  }
+  const auto even = [&] { return split_by_weights(context, std::vector<double>(context.limits.size(), 1.0)); };
+  if (!calibration_.done()) {
+    if (auto shares = calibration_.shares(context, even())) {
+      off_ = OffPlan{*shares, even(), true};
+      return {*std::move(shares), "calibration: sizes off the even split tell fixed from per-item time"};
+    }
+  }
+  const bool known = context.estimator.has_evidence();
+  if (context.incumbent == nullptr) {
+    if (!known) return {even(), "even: nothing measured yet"};
+    return {best_split(context, estimated_models(context)),
+            "first step of this batch size: the best split by the measured speeds"};
+  }
+  const std::vector<std::int64_t>& present = was_off ? base : *context.incumbent;
+  if (!known) return {present, "even: nothing measured yet"};
+  if (auto shares = probe_.shares(context, present)) {
+    off_ = OffPlan{*shares, present, false};
+    return {*std::move(shares), "probe: a device without work gets a little, to see whether it recovered"};
+  }
+  return gate(context, present);
+}
+
+void AutoPolicy::observe(const PolicyContext& context, const StepTimings& timings, double makespan_seconds) {
+  const std::int64_t change_points = context.estimator.change_points();
+  const bool changed = change_points != std::exchange(seen_change_points_, change_points);
+  if (changed) {
+    setbacks_ = 0;
+    firm_until_step_ = 0;
+  }
+  probe_.observe(context, timings);
+  if (off_) {
+    if (off_->calibrates) calibration_.observe(context);
+    return;  // a deliberately uneven step is no yardstick
+  }
+  auto verdict = trials_.observe(context.batch_size, makespan_seconds, changed, context.estimator.pooled_noise());
+  if (verdict) {
+    take_back_ = std::move(verdict);
+    firm_until_step_ = context.step + (kFirmSteps << setbacks_);
+    setbacks_ = std::min(setbacks_ + 1, kMostSetbacks);
+  } else if (trials_.last_move_paid()) {
+    setbacks_ = 0;
+  }
+}
+
+void AutoPolicy::retired(const PolicyContext&) {
+  trials_.reset_all();
+  take_back_.reset();
+  off_.reset();
+  provisional_.clear();
+  setbacks_ = 0;
+  firm_until_step_ = 0;
+}
+
+void AutoPolicy::describe(BalanceReport& report) const {
+  report.taken_back = trials_.taken_back();
+  report.required_gain = last_required_;
+  report.firm_until_step = firm_until_step_;
+  report.recent_moves.assign(trials_.moves().begin(), trials_.moves().end());
+}
+
+}  // namespace paceline::balance

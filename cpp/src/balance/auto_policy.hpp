@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "balance/calibration.hpp"
+#include "balance/policy.hpp"
+#include "balance/probe.hpp"
+#include "balance/trial.hpp"
+
+namespace paceline::balance {
+
+/// Moves shares to where the measured speeds want them, but only for a gain that is not noise.
+///
+/// A proposal is, in this order: calibration shares; the shares of a move taken back; the even split while nothing is
+/// known; the target, where this batch size has no shares yet; a probe of a device that has had no work for long; else
+/// the present shares, or the target if its promised gain exceeds max(1 %, 2 standard errors of that gain). Without the
+/// gate the smallest of many noisy candidates always promises something, and a quiet box loses 2 to 4 %.
+///
+/// A move decided while a device that matters has few samples is provisional: it passed the gate against the split that
+/// was settled, but its numbers are rough. Once 48 steps are in, the decision is completed, once: the target then
+/// counts from 2 standard errors on. Otherwise what the first rough numbers got wrong by less than 1 % would stay for
+/// good.
+///
+/// The target is the exact split for the estimated times, or for times at a higher quantile, whichever is expected to
+/// end sooner given the errors: an item too many on one device delays the whole step, an item too few costs each of the
+/// others 1 / (N - 1) of it (the newsvendor's rule, quantile (N - 1) / N). It matters while errors are large. Gains are
+/// judged by the medians.
+///
+/// After a move was taken back the required gain doubles and no move is made for 32 steps, twice that the next time; a
+/// change point or a move that measurably paid ends this.
+class AutoPolicy final : public Policy {
+ public:
+  explicit AutoPolicy(const BalancerOptions& options) : calibration_(options.calibrate) {}
+
+  Proposal propose(const PolicyContext& context) override;
+  void observe(const PolicyContext& context, const StepTimings& timings, double makespan_seconds) override;
+  void retired(const PolicyContext& context) override;
+  void describe(BalanceReport& report) const override;
+
+ private:
+  /// A step planned off the split in force, for what it teaches; the split comes back after it.
+  struct OffPlan {
+    std::vector<std::int64_t> shares;
+    std::vector<std::int64_t> base;
+    bool calibrates = false;
+  };
+  struct Decision {
+    std::vector<std::int64_t> target;
+    double gain = 0.0;
+    double required = 0.0;
+  };
+  [[nodiscard]] Decision decide(const PolicyContext& context, const std::vector<std::int64_t>& present,
+                                double least_gain) const;
+  [[nodiscard]] Proposal gate(const PolicyContext& context, const std::vector<std::int64_t>& present);
+
+  Calibration calibration_;
+  Probe probe_;
+  std::optional<OffPlan> off_;
+  std::set<std::int64_t> provisional_;  // batch sizes whose split is yet to be completed
+  TrialLog trials_;
+  std::optional<TrialLog::Verdict> take_back_;
+  std::int64_t seen_change_points_ = 0;
+  std::int64_t setbacks_ = 0;
+  std::int64_t firm_until_step_ = 0;
+  double last_required_ = 0.0;
+};
+
+}  // namespace paceline::balance

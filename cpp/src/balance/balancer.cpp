@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/balance/balancer.hpp>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include <paceline/error.hpp>
+
+#include "balance/balancer_state.hpp"
+
+namespace paceline::balance {
+namespace {
+
+constexpr std::size_t kBatchSizes = 64;  // shares are remembered for so many; sequences with lengths have thousands
+
+void check(const BalancerOptions& options) {
+  if (options.devices.empty()) throw InvalidArgument("a balancer needs at least one device");
+  if (options.granularity < 1) {
+    throw InvalidArgument(
+        fmt::format("granularity is {}: shares are multiples of at least one item", options.granularity));
+  }
+}
+
+void check(const StepTimings& timings, const BalancerOptions& options) {
+  if (timings.devices.size() != options.devices.size()) {
+    throw InvalidArgument(
+        fmt::format("timings of {} devices for a balancer of {}", timings.devices.size(), options.devices.size()));
+  }
+  const auto sane = [](double seconds) { return std::isfinite(seconds) && seconds >= 0.0; };
+  if (!sane(timings.step_seconds)) throw InvalidArgument(fmt::format("step_seconds is {}", timings.step_seconds));
+  for (std::size_t i = 0; i < timings.devices.size(); ++i) {
+    for (const MicroBatchTiming& timing : timings.devices[i]) {
+      if (sane(timing.seconds) && timing.items >= 0) continue;
+      const std::string& name = options.devices[i].name;
+      throw InvalidArgument(fmt::format("{} reports {} s for {} items", name, timing.seconds, timing.items), name);
+    }
+  }
+}
+
+/// By the clock, or the slowest device's sum. 0 where a compilation or first run makes the step incomparable.
+double makespan_of(const StepTimings& timings) {
+  double longest = 0.0;
+  for (const auto& device : timings.devices) {
+    double sum = 0.0;
+    for (const MicroBatchTiming& timing : device) {
+      if (timing.excluded) return 0.0;
+      sum += timing.seconds;
+    }
+    longest = std::max(longest, sum);
+  }
+  return timings.step_seconds > 0.0 ? timings.step_seconds : longest;
+}
+
+}  // namespace
+
+Balancer::State::State(BalancerOptions given) : options(std::move(given)), estimator(options.devices) {
+  check(options);
+  for (const DeviceProfile& device : options.devices) limits.push_back(device.limits);
+  retired.assign(options.devices.size(), false);
+  policy = make_policy(options);
+}
+
+PolicyContext Balancer::State::context(std::int64_t batch_size) const {
+  const auto incumbent = incumbents.find(batch_size);
+  return {options, estimator,  limits,
+          step,    batch_size, incumbent == incumbents.end() ? nullptr : &incumbent->second.shares};
+}
+
+StepPlan Balancer::State::make_plan(std::int64_t batch_size) {
+  Proposal proposal = policy->propose(context(batch_size));
+  StepPlan made;
+  made.step = step;
+  made.batch_size = batch_size;
+  made.reason = std::move(proposal.reason);
+  const auto incumbent = incumbents.find(batch_size);
+  made.moved = incumbent != incumbents.end() && incumbent->second.shares != proposal.shares;
+  made.shares = std::move(proposal.shares);
+  for (std::size_t i = 0; i < options.devices.size(); ++i) {
+    made.noise.push_back(estimator.devices()[i].noise);
+    if (estimator.has_evidence()) made.models.push_back(estimator.model(i));
+  }
+  if (estimator.has_evidence()) made.predicted_seconds = makespan(made.models, made.shares, options);
+  return made;
+}
+
+double Balancer::State::possible_gain() const {
+  if (!plan || !estimator.has_evidence()) return 0.0;
+  std::vector<plan::CostModel> models;
+  for (std::size_t i = 0; i < options.devices.size(); ++i) models.push_back(estimator.model(i));
+  const PolicyContext here = context(plan->batch_size);
+  const double now = makespan(models, plan->shares, options);
+  const plan::Split best = plan::split_batch(plan->batch_size, models, split_options(here));
+  return now > 0.0 ? std::max(0.0, 1.0 - makespan(models, best.shares, options) / now) : 0.0;
+}
+
+Balancer::Balancer(BalancerOptions options) : state_(std::make_unique<State>(std::move(options))) {}
+Balancer::~Balancer() = default;
+Balancer::Balancer(Balancer&&) noexcept = default;
+Balancer& Balancer::operator=(Balancer&&) noexcept = default;
+
+StepPlan Balancer::next_plan(std::int64_t batch_size) {
+  State& state = *state_;
+  if (batch_size < 1)
+    throw InvalidArgument(fmt::format("the batch has {} items: it must have at least one", batch_size));
+  const bool again = state.awaiting_record && state.plan->batch_size == batch_size;
+  if (!again) {
+    StepPlan made = state.make_plan(batch_size);
+    if (made.moved) ++state.moves;
+    if (state.incumbents.size() >= kBatchSizes && !state.incumbents.contains(batch_size)) {
+      state.incumbents.erase(std::min_element(state.incumbents.begin(), state.incumbents.end(), [](auto& a, auto& b) {
+        return a.second.last_used < b.second.last_used;
+      }));
+    }
+    state.incumbents[batch_size] = {made.shares, state.step};
+    state.plan = std::move(made);
+    state.awaiting_record = true;
+  }
+  state.called = true;
+  if (state.ledger) state.ledger->plan(*state.plan);
+  return *state.plan;
+}
+
+void Balancer::record(const StepTimings& timings) {
+  State& state = *state_;
+  if (!state.awaiting_record) throw InvalidArgument("record without a plan: call next_plan before each step");
+  check(timings, state.options);
+  if (state.ledger) state.ledger->record(state.step, timings);
+  state.awaiting_record = false;
+  state.estimator.record(state.step, timings);
+  state.policy->observe(state.context(state.plan->batch_size), timings, makespan_of(timings));
+  ++state.step;
+}
+
+void Balancer::retire(std::size_t device) {
+  State& state = *state_;
+  if (device >= state.limits.size()) {
+    throw InvalidArgument(fmt::format("there is no device {}: there are {}", device, state.limits.size()));
+  }
+  if (state.retired[device]) return;
+  if (std::count(state.retired.begin(), state.retired.end(), false) == 1) {
+    const std::string& name = state.options.devices[device].name;
+    throw InvalidArgument(fmt::format("{} is the last device: it cannot be retired", name), name);
+  }
+  state.called = true;
+  if (state.ledger) state.ledger->retire(device);
+  state.retired[device] = true;
+  state.limits[device] = {.minimum = 0, .maximum = 0};
+  state.incumbents.clear();
+  state.awaiting_record = false;
+  state.policy->retired(state.context(state.plan ? state.plan->batch_size : 1));
+}
+
+const BalancerOptions& Balancer::options() const noexcept { return state_->options; }
+
+std::int64_t Balancer::move_count() const noexcept { return state_->moves; }
+
+void Balancer::write_to(std::shared_ptr<LedgerWriter> ledger) {
+  if (ledger && state_->called) throw InvalidArgument("a ledger must be attached before the first call");
+  state_->ledger = std::move(ledger);
+  if (state_->ledger) state_->ledger->header(state_->options);
+}
+
+BalanceReport Balancer::report() const {
+  const State& state = *state_;
+  BalanceReport report;
+  report.policy = state.options.policy;
+  report.steps = state.step;
+  report.moves = state.moves;
+  state.policy->describe(report);
+  report.possible_gain = state.possible_gain();
+  if (state.plan) report.last_reason = state.plan->reason;
+  const std::vector<DeviceEstimate>& estimates = state.estimator.devices();
+  for (std::size_t i = 0; i < estimates.size(); ++i) {
+    const DeviceEstimate& estimate = estimates[i];
+    DeviceReport device;
+    device.name = state.options.devices[i].name;
+    device.device_class = state.options.devices[i].device_class;
+    device.retired = state.retired[i];
+    device.measured = estimate.samples > 0;
+    device.share = state.plan ? state.plan->shares[i] : 0;
+    if (device.measured) {
+      double fastest = estimate.scale;
+      for (std::size_t j = 0; j < estimates.size(); ++j) {
+        if (state.estimator.class_of(i) != state.estimator.class_of(j) || estimates[j].samples == 0) continue;
+        if (estimates[j].cluster == estimate.cluster) ++device.equals;
+        if (!state.retired[j]) fastest = std::min(fastest, estimates[j].scale);
+      }
+      const plan::CostModel model = state.estimator.model(i);
+      device.speed = fastest / estimate.scale;
+      device.noise = estimate.noise;
+      device.error = estimate.error;
+      device.fixed_seconds = model.fixed_seconds();
+      device.per_item_seconds = model.per_item_seconds();
+      device.fixed_error = state.estimator.shape_of(i).error();
+      device.reference_items = state.estimator.shape_of(i).shape().reference_items;
+      device.samples = static_cast<std::int64_t>(estimate.samples);
+      device.since_step = estimate.since_step;
+      device.change_points = estimate.change_points;
+    }
+    report.devices.push_back(std::move(device));
+  }
+  return report;
+}
+
+std::string Balancer::explain() const { return describe(report(), state_->plan ? state_->plan->batch_size : 0); }
+
+}  // namespace paceline::balance

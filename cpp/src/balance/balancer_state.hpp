@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <paceline/balance/balancer.hpp>
+#include <paceline/balance/ledger.hpp>
+
+#include "balance/estimator.hpp"
+#include "balance/policy.hpp"
+
+namespace paceline::balance {
+
+/// Everything a balancer remembers.
+struct Balancer::State {
+  struct Incumbent {
+    std::vector<std::int64_t> shares;
+    std::int64_t last_used = 0;
+  };
+
+  explicit State(BalancerOptions given);
+
+  [[nodiscard]] PolicyContext context(std::int64_t batch_size) const;
+  [[nodiscard]] StepPlan make_plan(std::int64_t batch_size);
+  [[nodiscard]] double possible_gain() const;
+
+  BalancerOptions options;
+  std::vector<plan::ShareLimits> limits;  // the options' own, maximum 0 once retired
+  std::vector<bool> retired;
+  Estimator estimator;
+  std::unique_ptr<Policy> policy;
+  std::map<std::int64_t, Incumbent> incumbents;  // by batch size
+  std::optional<StepPlan> plan;                  // the last one
+  bool awaiting_record = false;
+  bool called = false;
+  std::int64_t step = 0;
+  std::int64_t moves = 0;
+  std::shared_ptr<LedgerWriter> ledger;
+};
+
+/// The report in words.
+[[nodiscard]] std::string describe(const BalanceReport& report, std::int64_t batch_size);
+
+}  // namespace paceline::balance

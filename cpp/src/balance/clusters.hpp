@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "balance/shape.hpp"
+
+namespace paceline::balance {
+
+/// One device's scale as measured.
+struct Measured {
+  std::size_t device = 0;
+  double scale = 0.0;
+  double error = 0.0;         ///< relative standard error
+  double centre_items = 0.0;  ///< where it was measured: comparing two sizes needs the shape
+};
+
+/// Devices that cannot be told apart, and their common scale.
+struct Cluster {
+  std::vector<std::size_t> members;
+  double scale = 0.0;
+  double error = 0.0;
+  double centre_items = 0.0;
+};
+
+/// Groups devices of one class: two groups are one until their scales differ by 3 standard errors and 1 %.
+///
+/// Agglomerative, the closest pair in units of that bound first; the common scale weighs by inverse variance. O(n^3)
+/// for n devices, which are few. Deterministic: ties go to the slower-index pair.
+[[nodiscard]] std::vector<Cluster> cluster_equals(const std::vector<Measured>& devices, const ShapeEstimator& shape);
+
+}  // namespace paceline::balance

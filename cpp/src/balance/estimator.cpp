@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "balance/estimator.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <string>
+#include <utility>
+
+#include "balance/clusters.hpp"
+#include "balance/statistics.hpp"
+
+namespace paceline::balance {
+namespace {
+
+// Long enough that the standard error at 3 % noise (0.3 %) is well under the 1 % that matters, short enough
+// that a slow drift below the change-point threshold is half forgotten in 64 steps.
+constexpr std::size_t kWindow = 128;
+constexpr std::size_t kFirstJudged = 3;  // a median of fewer says nothing about outliers, ...
+constexpr std::size_t kNextJudged = 2;   // ... but after a change point two agreed, and the noise is known
+constexpr double kJump = 0.08;           // smaller shifts reach the median in time
+constexpr double kJumpSigmas = 4.0;
+constexpr double kShapeSigmas = 3.0;
+constexpr double kPriorNoise = 0.02;        // between steady shapes (0.5 %) and variable lengths (5 %)
+constexpr double kPriorNoiseSamples = 8.0;  // what it weighs against measured samples
+constexpr double kLeastNoise = 0.002;       // clocks and schedulers allow no better
+constexpr double kUnmeasuredError = 0.3;    // a device that never ran is its class or its neighbour, give or take this
+
+}  // namespace
+
+Estimator::Estimator(const std::vector<DeviceProfile>& profiles)
+    : devices_(profiles.size()), estimates_(profiles.size()), pooled_noise_(kPriorNoise) {
+  std::map<std::string, std::size_t> classes;
+  std::vector<std::size_t> sizes;
+  for (const DeviceProfile& profile : profiles) {
+    const std::size_t number = classes.emplace(profile.device_class, classes.size()).first->second;
+    if (number == sizes.size()) sizes.push_back(0);
+    class_of_.push_back(number);
+    index_in_class_.push_back(sizes[number]++);
+  }
+  for (const std::size_t size : sizes) shapes_.emplace_back(size);
+  for (DeviceEstimate& estimate : estimates_) {
+    estimate.noise = kPriorNoise;
+    estimate.error = kUnmeasuredError;
+  }
+}
+
+void Estimator::record(std::int64_t step, const StepTimings& timings) {
+  std::vector<std::optional<Sample>> samples(devices_.size());
+  std::vector<std::vector<double>> largest(shapes_.size());
+  for (std::size_t i = 0; i < devices_.size(); ++i) {
+    Sample sample;
+    sample.step = step;
+    double most = 0.0;
+    for (const MicroBatchTiming& timing : timings.devices[i]) {
+      if (timing.excluded || timing.items <= 0 || !(timing.seconds > 0.0)) continue;
+      sample.seconds += timing.seconds;
+      sample.count += 1.0;
+      sample.items += static_cast<double>(timing.items);
+      sample.parts.push_back(timing);
+      most = std::max(most, static_cast<double>(timing.items));
+    }
+    if (sample.parts.empty()) continue;
+    largest[class_of_[i]].push_back(most);
+    samples[i] = std::move(sample);
+  }
+  for (std::size_t c = 0; c < shapes_.size(); ++c) {
+    if (shapes_[c].has_reference() || largest[c].empty()) continue;
+    double sum = 0.0;
+    for (const double items : largest[c]) sum += items;
+    shapes_[c].set_reference(sum / static_cast<double>(largest[c].size()));
+  }
+  for (std::size_t i = 0; i < devices_.size(); ++i) {
+    if (samples[i]) take(i, std::move(*samples[i]));
+  }
+  for (ShapeEstimator& shape : shapes_) shape.fit(pooled_noise_);
+  measure_noise();
+  pool_equals();
+}
+
+double Estimator::ratio(std::size_t device, const Sample& sample) const {
+  return sample.seconds / shape_of(device).shape().sum(sample.count, sample.items);
+}
+
+double Estimator::median_ratio(std::size_t device) const {
+  std::vector<double> ratios;
+  ratios.reserve(devices_[device].window.size());
+  for (const Sample& sample : devices_[device].window) ratios.push_back(ratio(device, sample));
+  return median(ratios);
+}
+
+void Estimator::accept(std::size_t device, Sample sample) {
+  for (const MicroBatchTiming& part : sample.parts) {
+    shapes_[class_of_[device]].add(index_in_class_[device], sample.step, part.items, part.seconds);
+  }
+  sample.parts = {};
+  devices_[device].window.push_back(std::move(sample));
+  if (devices_[device].window.size() > kWindow) devices_[device].window.pop_front();
+}
+
+void Estimator::take(std::size_t index, Sample sample) {
+  has_evidence_ = true;
+  Device& device = devices_[index];
+  DeviceEstimate& estimate = estimates_[index];
+  if (device.window.empty()) estimate.since_step = sample.step;
+  if (device.window.size() < (estimate.change_points == 0 ? kFirstJudged : kNextJudged))
+    return accept(index, std::move(sample));
+  const double level = median_ratio(index);
+  const double unknown = shape_of(index).ratio_error(estimate.centre_items, sample.items / sample.count);
+  const double tolerance = std::max({kJump, kJumpSigmas * estimate.noise, kShapeSigmas * unknown});
+  const auto deviation = [&](const Sample& s) { return ratio(index, s) / level - 1.0; };
+  if (std::abs(deviation(sample)) <= tolerance) {
+    device.outlier.reset();  // it was alone
+    return accept(index, std::move(sample));
+  }
+  if (!device.outlier || deviation(*device.outlier) * deviation(sample) < 0.0) {
+    device.outlier = std::move(sample);
+    return;
+  }
+  Sample first = std::move(*device.outlier);
+  device.outlier.reset();
+  device.window.clear();
+  shapes_[class_of_[index]].restart(index_in_class_[index]);
+  ++estimate.change_points;
+  // If the two disagree, the change fell into the first one's step: it is a mixture of both levels.
+  if (std::abs(ratio(index, first) / ratio(index, sample) - 1.0) <= tolerance) {
+    estimate.since_step = first.step;
+    accept(index, std::move(first));
+  } else {
+    estimate.since_step = sample.step;
+  }
+  accept(index, std::move(sample));
+}
+
+void Estimator::measure_noise() {
+  std::vector<double> all;
+  std::vector<double> own;
+  std::vector<double> deviations(devices_.size(), 0.0);
+  std::vector<double> counts(devices_.size(), 0.0);
+  for (std::size_t i = 0; i < devices_.size(); ++i) {
+    DeviceEstimate& estimate = estimates_[i];
+    estimate.samples = devices_[i].window.size();
+    if (estimate.samples == 0) continue;
+    estimate.own_scale = median_ratio(i);
+    double count = 0.0;
+    double items = 0.0;
+    own.clear();
+    // Residuals about a median of few samples are too small by this factor.
+    const auto n = static_cast<double>(estimate.samples);
+    const double correction = n > 1.0 ? std::sqrt(n / (n - 1.0)) : 1.0;
+    for (const Sample& sample : devices_[i].window) {
+      count += sample.count;
+      items += sample.items;
+      const double residual = std::abs(ratio(i, sample) / estimate.own_scale - 1.0);
+      if (residual > 0.0) own.push_back(correction * residual);  // the median itself is no evidence of calm
+    }
+    estimate.centre_items = items / count;
+    all.insert(all.end(), own.begin(), own.end());
+    counts[i] = static_cast<double>(own.size());
+    deviations[i] = from_median_deviation(median(own));
+  }
+  const auto shrink = [](double deviation, double count, double prior) {
+    return std::sqrt((count * deviation * deviation + kPriorNoiseSamples * prior * prior) /
+                     (count + kPriorNoiseSamples));
+  };
+  const auto total = static_cast<double>(all.size());
+  pooled_noise_ = std::max(kLeastNoise, shrink(from_median_deviation(median(all)), total, kPriorNoise));
+  for (std::size_t i = 0; i < devices_.size(); ++i) {
+    estimates_[i].noise = std::max(kLeastNoise, shrink(deviations[i], counts[i], pooled_noise_));
+  }
+}
+
+void Estimator::pool_equals() {
+  std::size_t next_cluster = 0;
+  for (std::size_t c = 0; c < shapes_.size(); ++c) {
+    std::vector<Measured> members;
+    for (std::size_t i = 0; i < devices_.size(); ++i) {
+      const DeviceEstimate& estimate = estimates_[i];
+      if (class_of_[i] != c || estimate.samples == 0) continue;
+      const double error = median_error(estimate.noise, estimate.samples);
+      members.push_back({i, estimate.own_scale, error, estimate.centre_items});
+    }
+    for (const Cluster& cluster : cluster_equals(members, shapes_[c])) {
+      for (const std::size_t i : cluster.members) {
+        estimates_[i].scale = cluster.scale;
+        estimates_[i].error = cluster.error;
+        estimates_[i].pooled_centre_items = cluster.centre_items;
+        estimates_[i].cluster = next_cluster;
+      }
+      ++next_cluster;
+    }
+  }
+}
+
+plan::CostModel Estimator::model(std::size_t device) const {
+  const auto affine = [&](std::size_t like) {
+    const Shape& shape = shape_of(like).shape();
+    const double scale = estimates_[like].scale;
+    return plan::CostModel::affine(scale * shape.fixed_fraction,
+                                   scale * (1.0 - shape.fixed_fraction) / shape.reference_items);
+  };
+  if (estimates_[device].scale > 0.0) return affine(device);
+  // Never measured: as fast as the fastest of its class, else as the fastest of all, so that it gets work and is
+  // measured.
+  std::size_t best = devices_.size();
+  bool best_in_class = false;
+  for (std::size_t i = 0; i < devices_.size(); ++i) {
+    if (estimates_[i].scale <= 0.0) continue;
+    const bool in_class = class_of_[i] == class_of_[device];
+    const bool better = best == devices_.size() || (in_class && !best_in_class) ||
+                        (in_class == best_in_class && affine(i).seconds(1) < affine(best).seconds(1));
+    if (!better) continue;
+    best = i;
+    best_in_class = in_class;
+  }
+  return affine(best);
+}
+
+double Estimator::error_at(std::size_t device, double items) const {
+  const DeviceEstimate& estimate = estimates_[device];
+  if (estimate.scale <= 0.0) return kUnmeasuredError;
+  return std::hypot(estimate.error, shape_of(device).ratio_error(estimate.pooled_centre_items, items));
+}
+
+std::int64_t Estimator::change_points() const {
+  std::int64_t sum = 0;
+  for (const DeviceEstimate& estimate : estimates_) sum += estimate.change_points;
+  return sum;
+}
+
+}  // namespace paceline::balance

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <map>
+#include <string>
+
+#include "balance/balancer_state.hpp"
+
+namespace paceline::balance {
+namespace {
+
+constexpr std::size_t kMovesTold = 3;
+
+std::string outcome(const MoveReport& move) {
+  switch (move.outcome) {
+    case MoveOutcome::pending:
+      return "not yet judged";
+    case MoveOutcome::overtaken:
+      return "not judged: a speed or the shares changed before 8 steps had run";
+    case MoveOutcome::unjudged:
+      return "not judged: nothing comparable ran before it";
+    case MoveOutcome::kept:
+      return fmt::format("measured {:+.1f} % (noise {:.1f} %), kept", 100.0 * move.measured_gain,
+                         100.0 * move.resolution);
+    case MoveOutcome::taken_back:
+      return fmt::format("measured {:+.1f} % (noise {:.1f} %), taken back", 100.0 * move.measured_gain,
+                         100.0 * move.resolution);
+  }
+  return {};
+}
+
+std::string device_line(const DeviceReport& device) {
+  if (device.retired) return fmt::format("  {}: retired, gets no work\n", device.name);
+  if (!device.measured) {
+    return fmt::format("  {}: share {}, never measured; taken to be as fast as the fastest that was\n", device.name,
+                       device.share);
+  }
+  const std::string equal =
+      device.equals > 1 ? fmt::format(", not told from {} other{}", device.equals - 1, device.equals > 2 ? "s" : "")
+                        : "";
+  const std::string idle = device.share == 0 ? "; without work it is not measured, only probed now and then" : "";
+  const std::string changes = device.change_points == 0
+                                  ? "no change of speed seen"
+                                  : fmt::format("its speed changed {} time{}, last at step {}", device.change_points,
+                                                device.change_points == 1 ? "" : "s", device.since_step);
+  return fmt::format(
+      "  {}: share {}, speed {:.2f} of the fastest {} (+-{:.1f} %{}), noise {:.1f} %, {} steps of evidence, {}{}\n",
+      device.name, device.share, device.speed, device.device_class, 100.0 * device.error, equal, 100.0 * device.noise,
+      device.samples, changes, idle);
+}
+
+/// What the timings say about the fixed part of each class.
+std::string shapes(const BalanceReport& report) {
+  std::map<std::string, const DeviceReport*> classes;
+  for (const DeviceReport& device : report.devices) {
+    if (device.measured) classes.try_emplace(device.device_class, &device);
+  }
+  std::string out;
+  for (const auto& [name, device] : classes) {
+    const double whole = device->fixed_seconds + device->per_item_seconds * device->reference_items;
+    out +=
+        fmt::format("  {}: {:.0f} % +-{:.0f} % of the time of {:.0f} items does not depend on the number of items{}\n",
+                    name, 100.0 * device->fixed_seconds / whole, 100.0 * device->fixed_error, device->reference_items,
+                    device->fixed_error > 0.1 ? " (little known: hardly more than one size was seen)" : "");
+  }
+  return out;
+}
+
+}  // namespace
+
+std::string describe(const BalanceReport& report, std::int64_t batch_size) {
+  std::string out = fmt::format("{} balance, {} steps measured, {} moves", report.policy, report.steps, report.moves);
+  if (report.taken_back > 0) out += fmt::format(", {} taken back", report.taken_back);
+  out += batch_size > 0 ? fmt::format("; batch of {}\n", batch_size) : "; nothing planned yet\n";
+  for (const DeviceReport& device : report.devices) out += device_line(device);
+  const std::string known = shapes(report);
+  if (known.empty()) return out + "Nothing is measured yet, so nothing is known about the devices.\n";
+  out += known;
+  if (!report.last_reason.empty()) out += fmt::format("Last decision: {}.\n", report.last_reason);
+  const std::size_t told = std::min(kMovesTold, report.recent_moves.size());
+  for (std::size_t i = report.recent_moves.size() - told; i < report.recent_moves.size(); ++i) {
+    const MoveReport& move = report.recent_moves[i];
+    out += fmt::format("Move at step {}: [{}] to [{}], promised {:.1f} %, {}.\n", move.step, fmt::join(move.from, ", "),
+                       fmt::join(move.to, ", "), 100.0 * move.promised_gain, outcome(move));
+  }
+  out += fmt::format("The best split for the measured speeds would make steps {:.2f} % shorter",
+                     100.0 * report.possible_gain);
+  if (report.policy == "auto") {
+    out += report.steps < report.firm_until_step
+               ? fmt::format("; no move before step {}, because one was taken back", report.firm_until_step)
+               : fmt::format("; a move must promise more than {:.2f} %", 100.0 * report.required_gain);
+  }
+  return out + ".\n";
+}
+
+}  // namespace paceline::balance

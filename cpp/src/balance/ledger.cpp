@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/balance/ledger.hpp>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <ostream>
+
+#include "balance/json.hpp"
+#include "balance/ledger_format.hpp"
+
+namespace paceline::balance {
+namespace {
+
+std::string limits_json(const plan::ShareLimits& limits) {
+  const bool unlimited = limits.maximum == plan::ShareLimits::kUnlimited;
+  return fmt::format(R"("minimum": {}, "maximum": {}, "may_be_zero": {}, "startup_seconds": {})", limits.minimum,
+                     unlimited ? "null" : fmt::to_string(limits.maximum), limits.may_be_zero, limits.startup_seconds);
+}
+
+}  // namespace
+
+LedgerWriter::LedgerWriter(std::ostream& out) : out_(&out) {}
+
+void LedgerWriter::line(const std::string& text) { *out_ << text << '\n'; }
+
+void LedgerWriter::header(const BalancerOptions& options) {
+  std::vector<std::string> devices;
+  for (const DeviceProfile& device : options.devices) {
+    devices.push_back(fmt::format(R"({{"name": {}, "device_class": {}, {}}})", json_quoted(device.name),
+                                  json_quoted(device.device_class), limits_json(device.limits)));
+  }
+  line(fmt::format(R"({{"paceline_ledger": {}, "options": {{"policy": {}, "weights": [{}], "granularity": {}, )"
+                   R"("reduction_seconds": [{}], "calibrate": {}, "devices": [{}]}}}})",
+                   kLedgerVersion, json_quoted(options.policy), fmt::join(options.weights, ", "), options.granularity,
+                   fmt::join(options.reduction_seconds, ", "), options.calibrate, fmt::join(devices, ", ")));
+}
+
+void LedgerWriter::plan(const StepPlan& plan) {
+  line(fmt::format(R"({{"plan": {{"step": {}, "batch_size": {}, "shares": [{}], "moved": {}, "predicted_seconds": {}, )"
+                   R"("reason": {}}}}})",
+                   plan.step, plan.batch_size, fmt::join(plan.shares, ", "), plan.moved, plan.predicted_seconds,
+                   json_quoted(plan.reason)));
+}
+
+void LedgerWriter::record(std::int64_t step, const StepTimings& timings) {
+  std::vector<std::string> devices;
+  for (const auto& device : timings.devices) {
+    std::vector<std::string> runs;
+    for (const MicroBatchTiming& timing : device) {
+      runs.push_back(fmt::format("[{}, {}{}]", timing.items, timing.seconds, timing.excluded ? ", true" : ""));
+    }
+    devices.push_back(fmt::format("[{}]", fmt::join(runs, ", ")));
+  }
+  line(fmt::format(R"({{"record": {{"step": {}, "devices": [{}], "step_seconds": {}}}}})", step,
+                   fmt::join(devices, ", "), timings.step_seconds));
+}
+
+void LedgerWriter::retire(std::size_t device) { line(fmt::format(R"({{"retire": {{"device": {}}}}})", device)); }
+
+}  // namespace paceline::balance

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "balance/statistics.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+
+namespace paceline::balance {
+
+double median(std::vector<double>& values) {
+  if (values.empty()) return 0.0;
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  if (values.size() % 2 == 1) return *middle;
+  return 0.5 * (*middle + *std::max_element(values.begin(), middle));
+}
+
+double median_error(double deviation, std::size_t samples) {
+  if (samples == 0) return deviation;
+  const double factor = samples <= 2 ? 1.0 : 1.2533;
+  return factor * deviation / std::sqrt(static_cast<double>(samples));
+}
+
+double from_median_deviation(double median_deviation) { return 1.4826 * median_deviation; }
+
+double normal_quantile(double probability) {
+  if (probability > 0.5) return -normal_quantile(1.0 - probability);
+  const double t = std::sqrt(-2.0 * std::log(std::max(probability, 1e-12)));
+  const double above = 2.515517 + t * (0.802853 + t * 0.010328);
+  const double below = 1.0 + t * (1.432788 + t * (0.189269 + t * 0.001308));
+  return above / below - t;
+}
+
+}  // namespace paceline::balance

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "balance/trial.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "balance/statistics.hpp"
+
+namespace paceline::balance {
+namespace {
+
+constexpr std::size_t kTimesKept = 16;
+constexpr std::size_t kBatchSizes = 32;  // a data loader with lengths has many; beyond, old ones are forgotten
+constexpr std::size_t kStepsToJudge = 8;
+constexpr std::size_t kMovesKept = 16;
+constexpr double kLeastResolution = 0.01;
+constexpr double kResolutionErrors = 2.0;
+constexpr double kMaxOverNoise = 0.5;  // the largest of several device times varies about half as much as one
+
+std::vector<double> residuals(const std::vector<double>& values, double centre) {
+  std::vector<double> out;
+  for (const double value : values) out.push_back(std::abs(value / centre - 1.0));
+  return out;
+}
+
+}  // namespace
+
+void TrialLog::overtake(MoveOutcome outcome) {
+  if (!pending_) return;
+  moves_.back().outcome = outcome;
+  pending_.reset();
+}
+
+void TrialLog::started(std::int64_t step, std::int64_t batch_size, std::vector<std::int64_t> from,
+                       std::vector<std::int64_t> to, double promised_gain) {
+  overtake(MoveOutcome::overtaken);
+  moves_.push_back({step, batch_size, std::move(from), std::move(to), promised_gain, 0.0, 0.0, MoveOutcome::pending});
+  if (moves_.size() > kMovesKept) moves_.pop_front();
+  const std::deque<double>& times = times_[batch_size];
+  pending_ = Pending{batch_size, {times.begin(), times.end()}};
+  if (pending_->before.empty()) overtake(MoveOutcome::unjudged);
+  reset(batch_size);
+}
+
+void TrialLog::reset(std::int64_t batch_size) { times_.erase(batch_size); }
+
+void TrialLog::reset_all() {
+  overtake(MoveOutcome::overtaken);
+  times_.clear();
+}
+
+std::optional<TrialLog::Verdict> TrialLog::observe(std::int64_t batch_size, double makespan_seconds, bool changed,
+                                                   double noise) {
+  if (changed) {
+    overtake(MoveOutcome::overtaken);
+    // The change was confirmed by the step before and this one: these two already ran under the new conditions.
+    for (auto& [size, times] : times_) {
+      const std::size_t keep = size == batch_size ? 1 : 0;
+      while (times.size() > keep) times.pop_front();
+    }
+  }
+  if (makespan_seconds <= 0.0) return std::nullopt;
+  if (times_.size() >= kBatchSizes && !times_.contains(batch_size)) {
+    times_.erase(times_.begin()->first == (pending_ ? pending_->batch_size : -1) ? std::next(times_.begin())
+                                                                                 : times_.begin());
+  }
+  std::deque<double>& times = times_[batch_size];
+  times.push_back(makespan_seconds);
+  if (times.size() > kTimesKept) times.pop_front();
+  if (!pending_ || pending_->batch_size != batch_size || times.size() < kStepsToJudge) return std::nullopt;
+  return judge(noise);
+}
+
+std::optional<TrialLog::Verdict> TrialLog::judge(double noise) {
+  const std::deque<double>& times = times_[pending_->batch_size];
+  std::vector<double> after(times.begin(), times.end());
+  std::vector<double> before = std::move(pending_->before);
+  const double median_before = median(before);
+  const double median_after = median(after);
+  std::vector<double> spread = residuals(before, median_before);
+  const std::vector<double> spread_after = residuals(after, median_after);
+  spread.insert(spread.end(), spread_after.begin(), spread_after.end());
+  const double deviation = std::max(from_median_deviation(median(spread)), kMaxOverNoise * noise);
+  const double error = std::hypot(median_error(deviation, before.size()), median_error(deviation, after.size()));
+  MoveReport& move = moves_.back();
+  move.measured_gain = 1.0 - median_after / median_before;
+  move.resolution = std::max(kLeastResolution, kResolutionErrors * error);
+  last_move_paid_ = move.measured_gain > move.resolution;
+  const double loss = median_after / median_before - 1.0;
+  if (loss <= move.resolution) {
+    overtake(MoveOutcome::kept);
+    return std::nullopt;
+  }
+  const Verdict verdict{move.batch_size, move.from, loss};
+  overtake(MoveOutcome::taken_back);
+  ++taken_back_;
+  reset(verdict.batch_size);
+  return verdict;
+}
+
+}  // namespace paceline::balance

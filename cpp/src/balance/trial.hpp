@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <optional>
+#include <vector>
+
+#include <paceline/balance/report.hpp>
+
+namespace paceline::balance {
+
+/// Step times measured under the shares in force, per batch size, and what became of the last move.
+///
+/// Lifecycle: started() when a move is made, observe() after each step, which judges the pending move once 8 steps
+/// have run under the new shares: worse than before by more than the resolution, max(1 %, 2 standard errors of the
+/// difference of the two medians), means the model was wrong, and verdict() asks for the old shares. A change point
+/// ends the comparison: what ran before it is no yardstick for what ran after. Judged by the clock alone, never by the
+/// model.
+class TrialLog {
+ public:
+  struct Verdict {
+    std::int64_t batch_size = 0;
+    std::vector<std::int64_t> restore;  ///< the shares before the move
+    double loss = 0.0;                  ///< how much longer steps took, relative
+  };
+
+  void started(std::int64_t step, std::int64_t batch_size, std::vector<std::int64_t> from, std::vector<std::int64_t> to,
+               double promised_gain);
+
+  /// `changed`: a device's speed changed with this step's evidence (and the step before it). `noise`: of one device's
+  /// time. Returns the move to take back, if any.
+  std::optional<Verdict> observe(std::int64_t batch_size, double makespan_seconds, bool changed, double noise);
+
+  /// Shares changed for another reason (a device left, a move taken back): earlier times say nothing any more.
+  void reset(std::int64_t batch_size);
+  void reset_all();
+
+  [[nodiscard]] const std::deque<MoveReport>& moves() const { return moves_; }
+  [[nodiscard]] std::int64_t taken_back() const { return taken_back_; }
+  /// True when the last judged move measured better than before, beyond the resolution.
+  [[nodiscard]] bool last_move_paid() const { return last_move_paid_; }
+
+ private:
+  struct Pending {
+    std::int64_t batch_size = 0;
+    std::vector<double> before;
+  };
+  void overtake(MoveOutcome outcome);
+  std::optional<Verdict> judge(double noise);
+
+  std::map<std::int64_t, std::deque<double>> times_;  // per batch size, under its present shares
+  std::optional<Pending> pending_;
+  std::deque<MoveReport> moves_;
+  std::int64_t taken_back_ = 0;
+  bool last_move_paid_ = false;
+};
+
+}  // namespace paceline::balance

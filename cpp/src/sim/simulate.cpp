@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/sim/simulate.hpp>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include <paceline/error.hpp>
+
+namespace paceline::sim {
+namespace {
+
+constexpr double kRecovered = 0.05;
+
+balance::BalancerOptions balancer_options(const SimulationOptions& options) {
+  balance::BalancerOptions out;
+  out.policy = options.policy;
+  out.granularity = options.granularity;
+  for (const SimDevice& device : options.box.devices) {
+    out.devices.push_back({device.name, device.device_class, device.limits});
+    if (options.policy == "weighted") out.weights.push_back(device.speed);
+  }
+  return out;
+}
+
+std::vector<Event> events_of(const SimulationOptions& options) {
+  std::vector<Event> events;
+  for (const Throttle& throttle : options.box.throttles) {
+    events.push_back({throttle.from, throttle.device, "throttle"});
+    events.push_back({throttle.to, throttle.device, "release"});
+  }
+  for (const Failure& failure : options.box.failures) events.push_back({failure.step, failure.device, "failure"});
+  std::erase_if(events, [&](const Event& event) { return event.step >= options.steps; });
+  std::stable_sort(events.begin(), events.end(), [](const Event& a, const Event& b) { return a.step < b.step; });
+  return events;
+}
+
+/// Per event, the steps from it to the first step with a small loss, before the next event at a later step.
+std::vector<std::optional<std::int64_t>> recoveries(const std::vector<Event>& events,
+                                                    const std::vector<double>& losses) {
+  std::vector<std::optional<std::int64_t>> out;
+  for (std::size_t e = 0; e < events.size(); ++e) {
+    auto end = static_cast<std::int64_t>(losses.size());
+    for (std::size_t later = e + 1; later < events.size(); ++later) {
+      if (events[later].step > events[e].step) {
+        end = events[later].step;
+        break;
+      }
+    }
+    std::optional<std::int64_t> steps;
+    for (std::int64_t k = events[e].step; k < end && !steps; ++k) {
+      if (losses[static_cast<std::size_t>(k)] <= kRecovered) steps = k - events[e].step;
+    }
+    out.push_back(steps);
+  }
+  return out;
+}
+
+}  // namespace
+
+SimulationResult simulate(const SimulationOptions& options) {
+  if (options.steps < 1) throw InvalidArgument(fmt::format("{} steps: simulate at least one", options.steps));
+  Box box(options.box);
+  balance::Balancer balancer(balancer_options(options));
+  if (options.ledger) balancer.write_to(options.ledger);
+  SimulationResult result;
+  result.events = events_of(options);
+  std::vector<double> losses;
+  double ideal = 0.0;
+  for (std::int64_t step = 0; step < options.steps;) {
+    const balance::StepPlan plan = balancer.next_plan(options.batch_size);
+    const StepOutcome outcome = box.run(step, plan.shares);
+    if (outcome.failed_device) {
+      const std::size_t device = *outcome.failed_device;
+      const std::vector<std::int64_t>& shares = plan.shares;
+      bool any_left = false;
+      for (std::size_t i = 0; i < shares.size(); ++i) any_left = any_left || box.alive(i, step);
+      if (!any_left) {
+        throw Error(fmt::format("step {}: {} failed and no device is left", step, options.box.devices[device].name),
+                    options.box.devices[device].name);
+      }
+      balancer.retire(device);
+      ++result.lost_steps;
+      continue;  // the step is repeated by those who are left
+    }
+    balancer.record(outcome.timings);
+    // The oracle's split changes only with an event.
+    const bool event_now =
+        std::any_of(result.events.begin(), result.events.end(), [&](auto& e) { return e.step == step; });
+    if (step == 0 || event_now) ideal = box.ideal(step, options.batch_size);
+    losses.push_back(box.makespan(step, plan.shares) / ideal - 1.0);
+    result.ideal_seconds += ideal;
+    result.final_shares = plan.shares;
+    ++step;
+  }
+  for (const double loss : losses) result.loss_to_ideal += loss / static_cast<double>(losses.size());
+  result.elapsed_seconds = box.now();
+  result.time_over_ideal = box.now() / result.ideal_seconds;
+  result.moves = balancer.move_count();
+  result.moves_per_100_steps = 100.0 * static_cast<double>(result.moves) / static_cast<double>(options.steps);
+  result.steps_to_recover = recoveries(result.events, losses);
+  result.explanation = balancer.explain();
+  return result;
+}
+
+}  // namespace paceline::sim
