@@ -1,8 +1,263 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include <paceline/balance/balancer.hpp>
+#include <paceline/balance/ledger.hpp>
+#include <paceline/error.hpp>
+
 #include "bindings.hpp"
 
-namespace paceline::python {
+namespace py = pybind11;
 
-void bind_balance(pybind11::module_&) {}
+namespace paceline::python {
+namespace {
+
+using namespace balance;
+
+using Run = std::variant<std::pair<std::int64_t, double>, std::tuple<std::int64_t, double, bool>>;
+
+/// A balancer whose ledger, if it is kept, lies in memory.
+struct RecordedBalancer {
+  std::unique_ptr<std::ostringstream> text;  // at a fixed place: the writer points to it
+  Balancer balancer;
+};
+
+std::unique_ptr<RecordedBalancer> make_balancer(const std::vector<std::string>& devices, const std::string& policy,
+                                                const std::optional<std::vector<std::string>>& device_classes,
+                                                const std::optional<std::vector<double>>& weights,
+                                                std::int64_t granularity,
+                                                const std::optional<std::vector<std::optional<std::int64_t>>>& maximum,
+                                                bool calibrate, bool ledger) {
+  const auto fits = [&](std::size_t count, const char* name) {
+    if (count == devices.size()) return;
+    throw InvalidArgument(
+        fmt::format("{} has {} entries for {} devices; pass one per device", name, count, devices.size()));
+  };
+  if (device_classes) fits(device_classes->size(), "device_classes");
+  if (maximum) fits(maximum->size(), "maximum");
+  BalancerOptions options;
+  options.policy = policy;
+  options.weights = weights.value_or(std::vector<double>{});
+  options.granularity = granularity;
+  options.calibrate = calibrate;
+  for (std::size_t i = 0; i < devices.size(); ++i) {
+    DeviceProfile profile{devices[i], device_classes ? (*device_classes)[i] : "device", {}};
+    if (maximum && (*maximum)[i]) profile.limits.maximum = *(*maximum)[i];
+    options.devices.push_back(std::move(profile));
+  }
+  auto made = std::make_unique<RecordedBalancer>(RecordedBalancer{nullptr, Balancer(std::move(options))});
+  if (ledger) {
+    made->text = std::make_unique<std::ostringstream>();
+    made->balancer.write_to(std::make_shared<LedgerWriter>(*made->text));
+  }
+  return made;
+}
+
+void record(RecordedBalancer& self, const std::vector<std::vector<Run>>& devices, double step_seconds) {
+  StepTimings timings;
+  timings.step_seconds = step_seconds;
+  for (const auto& device : devices) {
+    auto& runs = timings.devices.emplace_back();
+    for (const Run& run : device) {
+      std::visit(
+          [&](const auto& parts) {
+            MicroBatchTiming timing{std::get<0>(parts), std::get<1>(parts)};
+            if constexpr (std::tuple_size_v<std::decay_t<decltype(parts)>> == 3) timing.excluded = std::get<2>(parts);
+            runs.push_back(timing);
+          },
+          run);
+    }
+  }
+  self.balancer.record(timings);
+}
+
+std::string ledger_of(const RecordedBalancer& self) {
+  if (self.text == nullptr) throw InvalidArgument("no ledger is kept: make the balancer with ledger=True");
+  return self.text->str();
+}
+
+const char* name_of(MoveOutcome outcome) {
+  switch (outcome) {
+    case MoveOutcome::pending:
+      return "pending";
+    case MoveOutcome::kept:
+      return "kept";
+    case MoveOutcome::taken_back:
+      return "taken back";
+    case MoveOutcome::overtaken:
+      return "overtaken";
+    case MoveOutcome::unjudged:
+      return "unjudged";
+  }
+  return "";
+}
+
+py::dict report_of(const RecordedBalancer& self) {
+  const BalanceReport report = self.balancer.report();
+  py::list devices;
+  for (const DeviceReport& device : report.devices) {
+    py::dict entry;
+    entry["name"] = device.name;
+    entry["device_class"] = device.device_class;
+    entry["retired"] = device.retired;
+    entry["measured"] = device.measured;
+    entry["share"] = device.share;
+    entry["speed"] = device.speed;
+    entry["noise"] = device.noise;
+    entry["error"] = device.error;
+    entry["fixed_seconds"] = device.fixed_seconds;
+    entry["per_item_seconds"] = device.per_item_seconds;
+    entry["equals"] = device.equals;
+    entry["samples"] = device.samples;
+    entry["since_step"] = device.since_step;
+    entry["change_points"] = device.change_points;
+    devices.append(std::move(entry));
+  }
+  py::list moves;
+  for (const MoveReport& move : report.recent_moves) {
+    py::dict entry;
+    entry["step"] = move.step;
+    entry["batch_size"] = move.batch_size;
+    entry["from"] = move.from;
+    entry["to"] = move.to;
+    entry["promised_gain"] = move.promised_gain;
+    entry["measured_gain"] = move.measured_gain;
+    entry["resolution"] = move.resolution;
+    entry["outcome"] = name_of(move.outcome);
+    moves.append(std::move(entry));
+  }
+  py::dict out;
+  out["policy"] = report.policy;
+  out["steps"] = report.steps;
+  out["moves"] = report.moves;
+  out["taken_back"] = report.taken_back;
+  out["possible_gain"] = report.possible_gain;
+  out["required_gain"] = report.required_gain;
+  out["last_reason"] = report.last_reason;
+  out["devices"] = std::move(devices);
+  out["recent_moves"] = std::move(moves);
+  return out;
+}
+
+void bind_balancer(py::module_& module) {
+  py::class_<StepPlan>(module, "StepPlan", "What to run next, and the numbers behind it.")
+      .def_readonly("step", &StepPlan::step, "Steps recorded before this one.")
+      .def_readonly("batch_size", &StepPlan::batch_size, "Items of the whole batch.")
+      .def_readonly("shares", &StepPlan::shares, "Items per device; they sum to the batch.")
+      .def_readonly("models", &StepPlan::models,
+                    "The present estimates, `plan.CostModel` each; empty before the first timing.")
+      .def_readonly("noise", &StepPlan::noise, "Relative standard deviation of a device's time, per device.")
+      .def_readonly("moved", &StepPlan::moved,
+                    "Whether the shares differ from the last plan's for the same batch size.")
+      .def_readonly("predicted_seconds", &StepPlan::predicted_seconds,
+                    "Makespan by the models; 0 before the first timing.")
+      .def_readonly("reason", &StepPlan::reason, "Why, in a sentence.")
+      .def("__repr__", [](const StepPlan& plan) {
+        return fmt::format("StepPlan(step={}, batch_size={}, shares={}, moved={}, reason={})", plan.step,
+                           plan.batch_size, std::string(py::repr(py::cast(plan.shares))), plan.moved ? "True" : "False",
+                           std::string(py::repr(py::cast(plan.reason))));
+      });
+  py::class_<RecordedBalancer>(module, "Balancer", R"(The closed loop: timings in, plans out.
+
+Every plan is a pure function of the arguments and of the calls made so far. Not thread-safe.
+
+Parameters
+----------
+devices
+    Their names.
+policy
+    "auto", "even" or "weighted".
+device_classes
+    One per device; devices of one class share the shape of their cost and are equal until measured otherwise. Default: all one class.
+weights
+    For "weighted": one per device, zeros allowed.
+granularity
+    Shares are multiples of it.
+maximum
+    The largest share of each device, None for no limit.
+calibrate
+    "auto" only: run the first two steps off the even split, to tell fixed from per-item time.
+ledger
+    Keep a ledger of all calls, for `ledger()`.
+
+Raises
+------
+InvalidArgument
+    For arguments that make no sense.)")
+      .def(py::init(&make_balancer), py::arg("devices"), py::arg("policy") = "auto", py::kw_only(),
+           py::arg("device_classes") = py::none(), py::arg("weights") = py::none(), py::arg("granularity") = 1,
+           py::arg("maximum") = py::none(), py::arg("calibrate") = true, py::arg("ledger") = false)
+      .def(
+          "next_plan",
+          [](RecordedBalancer& self, std::int64_t batch_size) { return self.balancer.next_plan(batch_size); },
+          py::arg("batch_size"),
+          "The plan of the next step. Asked again without a record in between, it is the same plan.")
+      .def("record", &record, py::arg("devices"), py::arg("step_seconds") = 0.0,
+           R"(The timings of the plan that `next_plan` last returned.
+
+Parameters
+----------
+devices
+    Per device a list of micro-batches (items, seconds) or (items, seconds, excluded); excluded ones are work but no evidence.
+step_seconds
+    From the first start to the last finish; 0: the largest sum of a device's seconds.)")
+      .def(
+          "retire", [](RecordedBalancer& self, std::size_t device) { self.balancer.retire(device); }, py::arg("device"),
+          "The device with this index gets no further work.")
+      .def(
+          "explain", [](const RecordedBalancer& self) { return self.balancer.explain(); },
+          "In words: what was seen, what was decided and why, what a move would gain, what is not known.")
+      .def("report", &report_of, "The same as numbers.")
+      .def("ledger", &ledger_of, "The calls so far as JSON lines, for `replay`.")
+      .def_property_readonly(
+          "move_count", [](const RecordedBalancer& self) { return self.balancer.move_count(); },
+          "Changes of shares so far, for unchanged batch sizes.")
+      .def("__repr__", [](const RecordedBalancer& self) {
+        const BalanceReport report = self.balancer.report();
+        return fmt::format("Balancer(policy='{}', devices={}, steps={}, moves={})", report.policy,
+                           report.devices.size(), report.steps, report.moves);
+      });
+}
+
+}  // namespace
+
+void bind_balance(py::module_& module) {
+  bind_balancer(module);
+  py::class_<LedgerMismatch>(module, "LedgerMismatch", "A decision that came out differently in a replay.")
+      .def_readonly("line", &LedgerMismatch::line, "Of the ledger, from 1.")
+      .def_readonly("step", &LedgerMismatch::step, "The step of the plan.")
+      .def_readonly("what", &LedgerMismatch::what, "What the ledger says and what was replayed.")
+      .def("__repr__", [](const LedgerMismatch& self) {
+        return fmt::format("LedgerMismatch(line={}, step={}, what={})", self.line, self.step,
+                           std::string(py::repr(py::cast(self.what))));
+      });
+  py::class_<ReplayResult>(module, "ReplayResult", "What a replay found.")
+      .def_readonly("plans", &ReplayResult::plans, "Plans replayed.")
+      .def_readonly("records", &ReplayResult::records, "Records replayed.")
+      .def_readonly("moves", &ReplayResult::moves, "Changes of shares in the replay.")
+      .def_readonly("mismatches", &ReplayResult::mismatches,
+                    "Decisions that came out differently; empty: all were reproduced.")
+      .def("__repr__", [](const ReplayResult& self) {
+        return fmt::format("ReplayResult(plans={}, records={}, moves={}, mismatches={})", self.plans, self.records,
+                           self.moves, self.mismatches.size());
+      });
+  module.def(
+      "replay_text",
+      [](const std::string& text) {
+        std::istringstream in(text);
+        return replay(in);
+      },
+      py::arg("text"), "Replays a ledger given as text; see `paceline.balance.replay`.");
+}
 
 }  // namespace paceline::python

@@ -1,0 +1,236 @@
+"""The command `paceline simulate`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.sim import SimulationResult
+
+POLICIES = ("auto", "even", "weighted")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand to what `argparse.ArgumentParser.add_subparsers` returned."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "simulate",
+        help="how even, weighted and automatic splits would do on given devices",
+        description="Runs the balancer on simulated devices: a device of speed s takes (fixed + per-item * n) / s for "
+        "n items, times noise. Compares each policy with the ideal, the exact split by the true speeds.",
+    )
+    parser.add_argument(
+        "--speeds", type=_speeds, required=True, metavar="S,S,...", help="relative speed of each device"
+    )
+    parser.add_argument("--batch", type=_positive_int, default=512, metavar="ITEMS", help="items per step (512)")
+    parser.add_argument("--steps", type=_positive_int, default=400, metavar="N", help="steps to simulate (400)")
+    parser.add_argument(
+        "--noise", type=_fraction, default=0.0, metavar="F", help="standard deviation of log times, e.g. 0.03"
+    )
+    parser.add_argument(
+        "--throttle",
+        type=_throttle,
+        action="append",
+        default=[],
+        metavar="DEVICE:FACTOR@FROM-TO",
+        help="the device takes FACTOR times as long in steps FROM to TO-1; repeatable",
+    )
+    parser.add_argument(
+        "--fail",
+        type=_failure,
+        action="append",
+        default=[],
+        metavar="DEVICE@STEP",
+        help="the device stops in that step, which the others repeat; repeatable",
+    )
+    parser.add_argument(
+        "--spikes",
+        type=_spikes,
+        default=(0.0, 1.0),
+        metavar="P:FACTOR",
+        help="with probability P a device's step takes FACTOR times as long",
+    )
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the noise (0)")
+    parser.add_argument(
+        "--fixed-ms", type=_milliseconds, default=4.0, metavar="MS", help="fixed time of a step at speed 1 (4)"
+    )
+    parser.add_argument(
+        "--per-item-ms", type=_milliseconds, default=0.1, metavar="MS", help="time per item at speed 1 (0.1)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate all policies and print; returns the exit status (bad arguments exit with 2)."""
+    count = len(args.speeds)
+    for option, entries in (("--throttle", args.throttle), ("--fail", args.fail)):
+        for device in (entry[0] for entry in entries):
+            if device >= count:
+                args.parser.error(f"argument {option}: there is no device {device}, the last one is {count - 1}")
+    if {device for device, _ in args.fail} == set(range(count)):
+        args.parser.error("argument --fail: every device fails, so there is nobody left to simulate")
+    if args.fixed_ms == 0 and args.per_item_ms == 0:
+        args.parser.error("--fixed-ms and --per-item-ms are both 0: steps would take no time")
+
+    from paceline.sim import simulate
+
+    results = {
+        policy: simulate(
+            args.speeds,
+            batch_size=args.batch,
+            steps=args.steps,
+            policy=policy,
+            noise=args.noise,
+            throttles=args.throttle,
+            failures=args.fail,
+            spike_probability=args.spikes[0],
+            spike_factor=args.spikes[1],
+            seed=args.seed,
+            fixed_seconds=args.fixed_ms / 1e3,
+            per_item_seconds=args.per_item_ms / 1e3,
+        )
+        for policy in POLICIES
+    }
+    print(json.dumps(_summary(args, results)) if args.json else _table(args, results))
+    return 0
+
+
+def _summary(args: argparse.Namespace, results: dict[str, SimulationResult]) -> dict[str, Any]:
+    any_result = results[POLICIES[0]]
+    return {
+        "policies": {
+            policy: {
+                "loss_to_ideal": result.loss_to_ideal,
+                "time_over_ideal": result.time_over_ideal,
+                "moves": result.moves,
+                "moves_per_100_steps": result.moves_per_100_steps,
+                "steps_to_recover": result.steps_to_recover,
+                "lost_steps": result.lost_steps,
+                "elapsed_ms": result.elapsed_seconds * 1e3,
+                "final_shares": result.final_shares,
+            }
+            for policy, result in results.items()
+        },
+        "events": [{"step": event.step, "device": event.device, "kind": event.kind} for event in any_result.events],
+        "ideal_ms": any_result.ideal_seconds * 1e3,
+        "config": {
+            "speeds": args.speeds,
+            "batch": args.batch,
+            "steps": args.steps,
+            "noise": args.noise,
+            "throttle": [
+                {"device": device, "factor": factor, "from": first, "to": last}
+                for device, factor, first, last in args.throttle
+            ],
+            "fail": [{"device": device, "step": step} for device, step in args.fail],
+            "spikes": {"probability": args.spikes[0], "factor": args.spikes[1]},
+            "seed": args.seed,
+            "fixed_ms": args.fixed_ms,
+            "per_item_ms": args.per_item_ms,
+        },
+    }
+
+
+def _table(args: argparse.Namespace, results: dict[str, SimulationResult]) -> str:
+    any_result = results[POLICIES[0]]
+    lines = [
+        f"{len(args.speeds)} devices, batch {args.batch}, {args.steps} steps, noise {args.noise:.1%}, "
+        f"seed {args.seed}; ideal {any_result.ideal_seconds * 1e3 / args.steps:.2f} ms a step",
+        "",
+        f"{'policy':<10}{'loss to ideal':>15}{'time / ideal':>14}{'moves per 100':>15}  {'steps to recover':<18}"
+        "final shares",
+    ]
+    for policy, result in results.items():
+        recover = ", ".join("never" if steps is None else str(steps) for steps in result.steps_to_recover) or "-"
+        shares = " ".join(str(share) for share in result.final_shares)
+        lines.append(
+            f"{policy:<10}{result.loss_to_ideal:>15.2%}{result.time_over_ideal:>14.3f}"
+            f"{result.moves_per_100_steps:>15.2f}  {recover:<18}{shares}"
+        )
+    if any_result.events:
+        events = ", ".join(f"{event.kind} of {event.device} at step {event.step}" for event in any_result.events)
+        lines += ["", f"Events: {events}. Recovered: within 5 % of the new ideal."]
+    lines += ["", "Loss compares shares without noise; time / ideal includes the noise, which no split can avoid."]
+    return "\n".join(lines)
+
+
+def _speeds(text: str) -> list[float]:
+    speeds = [_number(part, "a speed") for part in text.split(",")]
+    if any(speed <= 0 for speed in speeds):
+        raise argparse.ArgumentTypeError(f"speeds must be above zero, got {text!r}")
+    return speeds
+
+
+def _number(text: str, what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{what} is a number, got {text!r}") from None
+    if not -1e300 < value < 1e300:
+        raise argparse.ArgumentTypeError(f"{what} must be finite, got {text!r}")
+    return value
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a whole number is needed, got {text!r}") from None
+    if not least <= value < 2**62:
+        raise argparse.ArgumentTypeError(f"at least {least} is needed, got {text!r}")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    return _whole(text, 1)
+
+
+def _seed(text: str) -> int:
+    return _whole(text, 0)
+
+
+def _fraction(text: str) -> float:
+    value = _number(text, "the noise")
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"the noise is a fraction from 0 to below 1, e.g. 0.03 for 3 %, got {text!r}")
+    return value
+
+
+def _milliseconds(text: str) -> float:
+    value = _number(text, "a time")
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"a time cannot be negative, got {text!r}")
+    return value
+
+
+def _throttle(text: str) -> tuple[int, float, int, int]:
+    match = re.fullmatch(r"(\d+):([^@]+)@(\d+)-(\d+)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"DEVICE:FACTOR@FROM-TO is needed, e.g. 0:2.0@100-300, got {text!r}")
+    factor = _number(match[2], "the factor")
+    if factor <= 0:
+        raise argparse.ArgumentTypeError(f"the factor must be above zero, got {text!r}")
+    first, last = int(match[3]), int(match[4])
+    if first >= last:
+        raise argparse.ArgumentTypeError(f"it must end after it starts, got {text!r}")
+    return int(match[1]), factor, first, last
+
+
+def _failure(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)@(\d+)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"DEVICE@STEP is needed, e.g. 2@150, got {text!r}")
+    return int(match[1]), int(match[2])
+
+
+def _spikes(text: str) -> tuple[float, float]:
+    probability, separator, factor = text.partition(":")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"P:FACTOR is needed, e.g. 0.005:1.5, got {text!r}")
+    values = _number(probability, "the probability"), _number(factor, "the factor")
+    if not 0 <= values[0] <= 1 or values[1] <= 0:
+        raise argparse.ArgumentTypeError(f"a probability from 0 to 1 and a factor above zero are needed, got {text!r}")
+    return values
