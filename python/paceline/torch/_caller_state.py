@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import ctypes
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -73,6 +74,22 @@ class RecomputeWatch(TorchFunctionMode):
         if not self.seen and torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
             self.seen = True
         return func(*args, **(kwargs or {}))
+
+
+def backward_watched(root: torch.Tensor) -> None:
+    """``root.backward()`` with function modes on inside.
+
+    ``Tensor.backward`` and ``torch.autograd.backward`` are PyTorch calls themselves, and a function mode is off while it handles one.
+    """
+    torch.autograd.graph._engine_run_backward(
+        (root,), (torch.ones_like(root),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def generator_state() -> bytes:
+    """The state of the generator that all host devices share. No operator runs, so the user's modes see nothing of it."""
+    state = torch.default_generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 _worker = threading.local()

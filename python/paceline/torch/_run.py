@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from paceline.torch._batch import Batch
-from paceline.torch._caller_state import CallerState, RecomputeWatch, prepare_worker
+from paceline.torch._caller_state import (
+    CallerState,
+    RecomputeWatch,
+    backward_watched,
+    generator_state,
+    prepare_worker,
+)
 from paceline.torch._gradients import View, views
 from paceline.torch._objective import Objective
 from paceline.torch._replicas import Replica
@@ -117,15 +123,25 @@ class TrainRun(Run):
         self.left_out: dict[int, set[int]] = {}
         # Recomputation draws from the one generator that all host devices share; a compiled module manages its own.
         self.watches = [RecomputeWatch() for _ in replicas] if len(replicas) > 1 and not seen.compiled else []
+        # Looked at around every forward: recomputation sets the generator back for a while, so that before and after the whole step it
+        # may be the same. The first device that comes to its backward has seen its own forward undisturbed.
+        self.drawn = False
 
     def compute(self, device: int, begin: int, end: int) -> bool:
         if self.objective.idle(begin, end):
             return False
+        state = generator_state() if self.watches else b""
         loss = self.loss_fn(self.replicas[device].module, self.batch.slice(begin, end))
+        if self.watches and generator_state() != state:
+            self.drawn = True
         term = self.objective.term(loss, begin, end)
         self.terms.append((begin, term.detach()))
-        with self.watches[device] if self.watches else contextlib.nullcontext():
-            (term if self.scale is None else term * self.scale).backward()  # type: ignore[no-untyped-call]
+        root = term if self.scale is None else term * self.scale
+        if self.watches:
+            with self.watches[device]:
+                backward_watched(root)
+        else:
+            root.backward()  # type: ignore[no-untyped-call]
         return True
 
     def finish(self, device: int) -> list[View | None] | None:

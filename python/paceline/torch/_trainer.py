@@ -161,11 +161,10 @@ class DataParallel:
             names=self._replicas.names,
         )
         user = UserGradients(self._replicas)
-        drawn_before = torch.get_rng_state() if run.watches else None
         try:
             outcome = self._execute(self._stepper, run, whole.size)
             user.check()
-            if drawn_before is not None and run.recomputed and not torch.equal(drawn_before, torch.get_rng_state()):
+            if run.drawn and run.recomputed:
                 raise InvalidArgument(
                     "step: random draws (dropout?) together with activation checkpointing on two or more host devices. Host devices share one "
                     "random generator, so a recomputed forward would silently draw other masks than the first. Set dropout to 0, train "
