@@ -20,7 +20,7 @@ constexpr const char* kSupported = "float32, float64, float16, bfloat16, int32 a
   throw InvalidArgument(fmt::format("{} {}", label, reason));
 }
 
-std::string type_name(py::handle object) { return py::str(py::type::handle_of(object).attr("__qualname__")); }
+std::string type_name(py::handle object) { return py::str(py::type::handle_of(object).attr("__name__")); }
 
 [[noreturn]] void refuse_read_only(const std::string& label, py::handle object) {
   refuse(label,

@@ -23,7 +23,7 @@ class ArrayList {
   ArrayList(py::handle given, const char* call, const char* name, Access access) {
     if (!py::isinstance<py::list>(given) && !py::isinstance<py::tuple>(given)) {
       throw InvalidArgument(fmt::format("{}: {} is a {}; pass a list with one array per device", call, name,
-                                        std::string(py::str(py::type::handle_of(given).attr("__qualname__")))));
+                                        std::string(py::str(py::type::handle_of(given).attr("__name__")))));
     }
     // A copy: __dlpack__ is foreign code, which could change a list under our feet.
     const py::tuple arrays(py::reinterpret_borrow<py::object>(given));

@@ -3,9 +3,11 @@
 #include <fmt/ranges.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,6 +23,8 @@ namespace py = pybind11;
 namespace paceline::python {
 namespace {
 
+using Facts = py::typing::Dict<py::str, py::object>;
+
 const char* kind_name(DeviceKind kind) { return kind == DeviceKind::cuda ? "cuda" : "host"; }
 
 std::string repr(const Device& device) {
@@ -32,7 +36,7 @@ std::string repr(const Device& device) {
   return text + ">";
 }
 
-py::dict host_facts() {
+Facts host_facts() {
   const HostTopology topology = read_host_topology();
   std::vector<int> affinity;
   std::map<int, std::vector<int>> nodes;
@@ -40,7 +44,7 @@ py::dict host_facts() {
     affinity.push_back(core.index);
     if (core.numa_node >= 0) nodes[core.numa_node].push_back(core.index);
   }
-  py::dict facts;
+  Facts facts;
   facts["cpu_model"] = read_cpu_model();
   facts["affinity"] = affinity;
   facts["numa_nodes"] = nodes;
@@ -54,9 +58,9 @@ py::dict host_facts() {
   return facts;
 }
 
-py::dict build_facts() {
+Facts build_facts() {
   const BuildInfo build = build_info();
-  py::dict facts;
+  Facts facts;
   facts["version"] = build.version;
   facts["compiler"] = build.compiler;
   facts["flags"] = build.flags;
@@ -81,18 +85,18 @@ A value that names the place and says what was found out about it; it owns nothi
           "memory_space", [](const Device& device) { return device.memory_space; },
           "Devices of one memory space share memory without copying.")
       .def_property_readonly(
-          "cores", [](const Device& device) { return py::tuple(py::cast(device.cores)); },
+          "cores", [](const Device& device) { return py::typing::Tuple<int, py::ellipsis>(py::cast(device.cores)); },
           "The cores that the worker is pinned to; empty where pinning is impossible.")
       .def_property_readonly(
           "numa_node",
-          [](const Device& device) {
-            return device.numa_node < 0 ? py::object(py::none()) : py::int_(device.numa_node);
-          },
+          [](const Device& device) { return device.numa_node < 0 ? std::nullopt : std::optional(device.numa_node); },
           "The NUMA node of the cores; None when unknown or several.")
       .def("__repr__", &repr)
       .def("__str__", [](const Device& device) { return device.name; })
       .def("__hash__", [](const Device& device) { return std::hash<std::string>{}(device.name); })
-      .def("__eq__", [](const Device& self, const Device& other) { return self == other; }, py::is_operator());
+      .def("__eq__", [](const Device& self, const py::object& other) {
+        return py::isinstance<Device>(other) && self == other.cast<const Device&>();
+      });
   module.def("devices", &devices, R"(Every device that this process can use now, in order.
 
 Host devices: one per core of the process's affinity mask, no more than its cgroup's CPU limit allows. Under such a limit

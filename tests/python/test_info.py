@@ -43,7 +43,7 @@ def test_devices_are_values() -> None:
 
 
 def test_unknown_devices_are_named_together_with_those_that_exist() -> None:
-    with pytest.raises(paceline.InvalidArgument, match="'gpu:0'.*devices of this machine: host:0"):
+    with pytest.raises(paceline.InvalidArgument, match=r"'gpu:0'.*devices of this machine: host:0"):
         paceline.find_device("gpu:0")
 
 
@@ -164,7 +164,7 @@ def test_the_linker_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     listing = (
         f"2 libs found\n\tlibours.so.1x (libc6) => /x\n\tlibours.so.1 (libc6,x86-64) => {library}\n\tbroken line\n"
     )
-    monkeypatch.setattr(info.subprocess, "run", lambda *a, **k: types.SimpleNamespace(stdout=listing))
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: types.SimpleNamespace(stdout=listing))
     found = info._find_shared_library(LIBRARY)
     assert (found["path"], found["source"]) == (str(library), "linker cache")
 

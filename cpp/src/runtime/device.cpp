@@ -46,20 +46,21 @@ std::vector<Device> devices() {
 }
 
 Device find_device(std::string_view name) {
-  for (const Backend* backend : backends()) {
-    const std::string_view prefix = backend->prefix();
-    if (name.starts_with(prefix) && name.size() > prefix.size() && name[prefix.size()] == ':')
-      return backend->find(name);
+  std::string reason;
+  try {
+    for (const Backend* backend : backends()) {
+      const std::string_view prefix = backend->prefix();
+      if (name.starts_with(prefix) && name.size() > prefix.size() && name[prefix.size()] == ':') {
+        return backend->find(name);
+      }
+    }
+    reason = name.starts_with("cuda:") || name == "cuda"
+                 ? fmt::format("there is no device '{}': this build has no CUDA backend, only host devices", name)
+                 : fmt::format("'{}' is not the name of a device: host devices are called host:0, host:1, ...", name);
+  } catch (const InvalidArgument& error) {
+    reason = error.what();  // a backend knows its own names; the list is of all
   }
-  const std::string present = join_names(devices());
-  if (name.starts_with("cuda:") || name == "cuda") {
-    throw InvalidArgument(fmt::format(
-        "there is no device '{}': this build has no CUDA backend, only host devices; devices of this machine: {}", name,
-        present));
-  }
-  throw InvalidArgument(fmt::format(
-      "'{}' is not the name of a device: host devices are called host:0, host:1, ...; devices of this machine: {}",
-      name, present));
+  throw InvalidArgument(fmt::format("{}; devices of this machine: {}", reason, join_names(devices())));
 }
 
 }  // namespace paceline
