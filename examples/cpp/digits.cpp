@@ -129,7 +129,7 @@ int train(const std::string& path, int epochs) {
   });
   const double accuracy = static_cast<double>(right) / static_cast<double>(kTestImages);
   std::printf("\n%s\n", trainer.explain().c_str());
-  std::printf("\ntest accuracy: %.1f%% of %zu images that it was not trained on\n", 100.0 * accuracy, kTestImages);
+  std::printf("test accuracy: %.1f%% of %zu images that it was not trained on\n", 100.0 * accuracy, kTestImages);
   if (accuracy < kGoal && epochs >= kEpochs) {
     std::fprintf(stderr, "that is less than the %.0f%% which this network reaches\n", 100.0 * kGoal);
     return 1;

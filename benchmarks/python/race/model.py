@@ -1,0 +1,48 @@
+"""The same for every rival: the network of examples/python/digits.py, the data in memory, the optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def network() -> nn.Sequential:
+    """The same weights in every process."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * 4 * 4, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
+    )
+
+
+def batches(folder: str, size: int) -> list[Pair]:
+    """Four batches, ready in memory, that the steps go round: loading data is no part of this race."""
+    images = torch.from_numpy(np.load(Path(folder) / "images.npy"))
+    labels = torch.from_numpy(np.load(Path(folder) / "labels.npy"))
+    epochs = -(-4 * size // len(images))
+    order = torch.cat(
+        [torch.randperm(len(images), generator=torch.Generator().manual_seed(seed)) for seed in range(epochs)]
+    )
+    parts = [order[begin : begin + size] for begin in range(0, 4 * size, size)]
+    return [(images[part], labels[part]) for part in parts]
+
+
+def loss_fn(model: nn.Module, batch: Pair) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Fused: a third of the time of the default, for everybody."""
+    return torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)

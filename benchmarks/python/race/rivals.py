@@ -1,0 +1,159 @@
+"""How each rival trains. Each function measures one process and returns seconds: of steps, in blocks, by variant."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import distributed, nn
+
+from race import model
+from race.figures import median_interval
+from race.job import CHECKED_STEPS, WARM_UP_STEPS, Job, block_length
+
+if TYPE_CHECKING:  # at run time only its own process loads it
+    from paceline.torch import DataParallel
+
+Blocks = dict[str, list[list[float]]]
+Step = Callable[[model.Pair], float]
+
+
+class Variant:
+    """Something that trains, step by step, on batches that never end."""
+
+    def __init__(self, step: Step, job: Job) -> None:
+        self._step = step
+        self._batches: Iterator[model.Pair] = itertools.cycle(model.batches(job.folder, job.batch))
+        losses = [self._step(next(self._batches)) for _ in range(WARM_UP_STEPS)]
+        self.checked_loss = losses[CHECKED_STEPS - 1]
+
+    def run(self, steps: int) -> list[float]:
+        seconds = []
+        for _ in range(steps):
+            batch = next(self._batches)
+            start = time.perf_counter()
+            self._step(batch)
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+
+def plain_step(module: nn.Module, part: Callable[[model.Pair], list[model.Pair]]) -> Step:
+    """Forward and backward over the parts of a batch that this process runs, and the optimizer."""
+    optimizer = model.optimizer(module)
+
+    def step(batch: model.Pair) -> float:
+        loss = torch.zeros(())
+        parts = part(batch)
+        total = sum(len(labels) for _, labels in parts)
+        for images, labels in parts:
+            term = model.loss_fn(module, (images, labels)) * (len(labels) / total)
+            term.backward()  # type: ignore[no-untyped-call]
+            loss += term.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return step
+
+
+def cut(batch: model.Pair, parts: int) -> list[model.Pair]:
+    return list(zip(batch[0].tensor_split(parts), batch[1].tensor_split(parts), strict=True))
+
+
+def ddp(job: Job) -> tuple[Blocks, list[float]]:
+    """DistributedDataParallel over gloo: this process is one rank and runs its part of each batch on one thread."""
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{job.rendezvous}",
+        rank=job.rank,
+        world_size=job.parts,
+        timeout=timedelta(seconds=60),
+    )
+    # Gradients as views of the buckets saves a copy.
+    module = nn.parallel.DistributedDataParallel(model.network(), gradient_as_bucket_view=True)
+    variant = Variant(plain_step(module, lambda batch: [cut(batch, job.parts)[job.rank]]), job)
+    distributed.barrier()
+    seconds = variant.run(job.steps)
+    items = torch.empty(job.batch).tensor_split(job.parts)[job.rank].numel()
+    loss = torch.tensor(variant.checked_loss * items / job.batch)
+    distributed.all_reduce(loss)
+    distributed.destroy_process_group()
+    return {"ddp": [seconds]}, [float(loss)]
+
+
+def threads(job: Job) -> tuple[Blocks, list[float]]:
+    """One process, PyTorch's own threads: as many as cores, not pinned."""
+    torch.set_num_threads(job.parts)
+    variant = Variant(plain_step(model.network(), lambda batch: [batch]), job)
+    return {"threads": [variant.run(job.steps)]}, [variant.checked_loss]
+
+
+def alone(job: Job) -> tuple[Blocks, list[float]]:
+    """One core by itself: the batch at once, and in micro-batches of a device's size, which cost less per item."""
+    torch.set_num_threads(1)
+    variants = {
+        "whole": Variant(plain_step(model.network(), lambda batch: [batch]), job),
+        "parts": Variant(plain_step(model.network(), lambda batch: cut(batch, job.parts)), job),
+    }
+    return take_turns(variants, job.steps), [variant.checked_loss for variant in variants.values()]
+
+
+def paceline(job: Job) -> tuple[Blocks, list[float]]:
+    """Two trainers in one process, one with even and one with balanced shares, in turns."""
+    from paceline.torch import DataParallel
+
+    with contextlib.ExitStack() as stack:
+        variants: dict[str, Variant] = {}
+        balances: tuple[Literal["even", "auto"], ...] = ("even", "auto")
+        for balance in balances:
+            trainer = stack.enter_context(DataParallel(model.network(), job.devices, balance=balance))
+            variants[balance] = Variant(paceline_step(trainer), job)
+        blocks = take_until_tight(variants, job) if job.rival == "ratio" else take_turns(variants, job.steps)
+        return blocks, [variant.checked_loss for variant in variants.values()]
+
+
+def paceline_step(trainer: DataParallel) -> Step:
+    optimizer = model.optimizer(trainer.module)
+
+    def step(batch: model.Pair) -> float:
+        loss = trainer.step(model.loss_fn, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return step
+
+
+def take_turns(variants: dict[str, Variant], steps: int) -> Blocks:
+    """Blocks in the order A B, B A, A B, ...: what changes slowly on the machine meets both alike."""
+    length = block_length(steps)
+    blocks: Blocks = {name: [] for name in variants}
+    names = list(variants)
+    for _ in range(-(-steps // length)):
+        for name in names:
+            blocks[name].append(variants[name].run(length))
+        names.reverse()
+    return blocks
+
+
+def take_until_tight(variants: dict[str, Variant], job: Job) -> Blocks:
+    """The same, until the ratio of the two is known well enough or the time is up."""
+    begin = time.monotonic()
+    length = block_length(job.steps)
+    blocks: Blocks = {name: [] for name in variants}
+    for _ in range(50 * -(-job.steps // length)):
+        for name, more in take_turns(variants, 2 * length).items():
+            blocks[name] += more
+        interval = median_interval(
+            [sum(even) / sum(auto) for even, auto in zip(blocks["even"], blocks["auto"], strict=True)]
+        )
+        tight = interval is not None and interval[1] - interval[0] <= 2 * job.tolerance
+        if tight or time.monotonic() - begin > job.seconds:
+            break
+    return blocks

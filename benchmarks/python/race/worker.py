@@ -1,0 +1,41 @@
+"""One process of the race (``python -m race.worker JOB``): gets ready, waits for the word, measures, answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from race.job import Job
+
+MARK = "race:"  # libraries print to standard output too
+
+
+def say(what: object) -> None:
+    print(MARK, json.dumps(what), flush=True)
+
+
+def main() -> None:
+    job = Job.from_text(sys.argv[1])
+    os.sched_setaffinity(0, job.cores)  # before torch is there: it counts cores when it is loaded
+    import torch
+
+    from race import rivals
+
+    measure = {
+        "ddp": rivals.ddp,
+        "threads": rivals.threads,
+        "alone": rivals.alone,
+        "paceline": rivals.paceline,
+        "ratio": rivals.paceline,
+    }[job.rival]
+    if measure is rivals.paceline:
+        import paceline.torch  # noqa: F401
+    say({"torch": torch.__version__})
+    sys.stdin.readline()
+    blocks, losses = measure(job)
+    say({"blocks": blocks, "losses": losses})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""Trains a small convolutional network on scikit-learn's handwritten digits, over all devices of this machine.
+
+    python digits.py                                     all devices; about 20 seconds on two cores
+    python digits.py --slow host:1                       a busy loop takes half of host:1 away for a while
+    python digits.py --slow host:1 --balance even        the same with equal shares: everybody waits for host:1
+    python digits.py --slow host:1 --plot shares.png     and draws it
+
+The lines that a plain training script would not have are marked with (*).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import nn
+
+from paceline.torch import DataParallel
+
+STEPS = 300
+GOAL = 0.97  # of the test set; this network reaches 98 to 99 %
+ROWS = 12  # of the table; a multiple of three, so that the busy loop comes and goes between two rows
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * 4 * 4, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
+    )
+
+
+def load(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """1347 images to train on and 450 to test with, 1 x 8 x 8 pixels from 0 to 1, and their labels."""
+    digits = load_digits()
+    parts = train_test_split(digits.images, digits.target, test_size=450, random_state=seed, stratify=digits.target)
+    train_images, test_images = (torch.tensor(part, dtype=torch.float32).div(16).unsqueeze(1) for part in parts[:2])
+    train_labels, test_labels = (torch.tensor(part, dtype=torch.int64) for part in parts[2:])
+    return train_images, train_labels, test_images, test_labels
+
+
+def batches(images: torch.Tensor, labels: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of `size` without end, one shuffled epoch after the other."""
+    order = torch.empty(0, dtype=torch.int64)
+    while True:
+        while len(order) < size:
+            order = torch.cat([order, torch.randperm(len(images))])
+        yield images[order[:size]], labels[order[:size]]
+        order = order[size:]
+
+
+def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    images, labels = batch
+    return nn.functional.cross_entropy(model(images), labels)
+
+
+def main() -> int:
+    args = arguments()
+    torch.manual_seed(args.seed)
+    train_images, train_labels, test_images, test_labels = load(args.seed)
+    steps = args.steps or -(-args.epochs * len(train_images) // args.batch)
+    slow_steps = range(steps // 3, 2 * steps // 3) if args.slow else range(0)
+
+    model = network()
+    with DataParallel(model, args.devices, balance=args.balance) as trainer:  # (*)
+        optimizer = trainer.optimizer(torch.optim.AdamW, lr=2e-3)  # (*) torch.optim.AdamW(model.parameters(), lr=2e-3)
+        neighbour = BusyLoop(trainer, args.slow)
+        table = Table(trainer, steps, neighbour)
+        with contextlib.closing(neighbour):
+            for step, batch in zip(range(steps), batches(train_images, train_labels, args.batch), strict=False):
+                neighbour.run(step in slow_steps)
+                start = time.perf_counter()
+                loss = trainer.step(loss_fn, batch)  # (*) loss_fn(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                table.add(step, float(loss), time.perf_counter() - start)
+
+        model.eval()
+        answers = trainer.predict(test_images).argmax(dim=1)  # (*) model(test_images), with torch.no_grad()
+        accuracy = (answers == test_labels).double().mean().item()
+        print()
+        print(trainer.explain())
+
+    if args.plot:
+        plot(table, slow_steps, args)
+    print(f"test accuracy: {accuracy:.1%} of {len(test_labels)} images that it was not trained on")
+    if accuracy < GOAL and steps >= STEPS:
+        print(f"that is less than the {GOAL:.0%} which this network reaches", file=sys.stderr)
+        return 1
+    return 0
+
+
+class BusyLoop:
+    """Somebody else's program: a process for each core of `device` that computes nothing, as fast as it can."""
+
+    # It ends by itself when its parent is gone, however that came about.
+    CODE = """
+import os, sys
+parent = os.getppid()
+os.sched_setaffinity(0, [int(sys.argv[1])])
+while os.getppid() == parent:
+    pass
+"""
+
+    def __init__(self, trainer: DataParallel, device: str | None) -> None:
+        cores = {entry.name: entry.cores for entry in trainer.group.devices}
+        if device is not None and not cores.get(device):
+            raise SystemExit(
+                f"--slow {device}: not a device of this run with cores of its own; there are {', '.join(cores)}"
+            )
+        self.device = device
+        self._cores = cores[device] if device is not None else []
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def running(self) -> bool:
+        return bool(self._processes)
+
+    def run(self, wanted: bool) -> None:
+        if wanted and not self.running:
+            self._processes = [subprocess.Popen([sys.executable, "-c", self.CODE, str(core)]) for core in self._cores]
+        elif not wanted:
+            self.close()
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._processes = []
+
+
+class Table:
+    """Who did how much, and how the shares move. Keeps what `plot` draws."""
+
+    HEAD = f"{'steps':>9}  {'loss':>6}  {'ms/step':>7}   {'device':<8}{'share':>5}  {'':<24}{'items/s':>8}  {'busy':>5}"
+
+    def __init__(self, trainer: DataParallel, steps: int, neighbour: BusyLoop) -> None:
+        self.shares: list[dict[str, int]] = []
+        self.seconds: list[float] = []
+        self._trainer = trainer
+        self._steps = steps
+        self._neighbour = neighbour
+        self._row_begin = 0
+        self._report = trainer.report()["devices"]
+        print(self.HEAD)
+
+    def add(self, step: int, loss: float, seconds: float) -> None:
+        self.shares.append(self._trainer.shares)
+        self.seconds.append(seconds)
+        if (step + 1) * ROWS // self._steps > step * ROWS // self._steps:
+            self._row(step + 1, loss)
+        elif sys.stdout.isatty():
+            print(f"{step + 1:>9}  {loss:6.3f}  {seconds * 1e3:7.1f}   training ...", end="\r", flush=True)
+
+    def _row(self, end: int, loss: float) -> None:
+        seconds = self.seconds[self._row_begin :]
+        report = self._trainer.report()["devices"]
+        label = f"{f'{self._row_begin + 1}-{end}':>9}  {loss:6.3f}  {1e3 * sum(seconds) / len(seconds):7.1f}"
+        for name, now in report.items():
+            items = now["items"] - self._report[name]["items"]
+            busy = now["busy_seconds"] - self._report[name]["busy_seconds"]
+            mean = items / len(seconds)
+            total = sum(self.shares[-1].values())
+            bar = "#" * round(24 * mean / total)
+            rate = f"{items / busy:8.0f}" if busy > 0 else f"{'-':>8}"
+            mark = "  <- busy loop" if self._neighbour.running and name == self._neighbour.device else ""
+            print(f"{label:<26}   {name:<8}{mean:5.0f}  {bar:<24}{rate}  {busy / sum(seconds):5.0%}{mark}", flush=True)
+            label = ""
+        self._report = report
+        self._row_begin = end
+
+
+def plot(table: Table, slow_steps: range, args: argparse.Namespace) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(9, 6), layout="constrained")
+    steps = range(1, len(table.seconds) + 1)
+    for name in table.shares[0]:
+        above.step(steps, [shares[name] for shares in table.shares], where="mid", label=name)
+    above.set(
+        ylabel="share (items of a step)",
+        ylim=(0, args.batch),
+        title=f"Shares of {args.batch} items, --balance {args.balance}",
+    )
+    milliseconds = [1e3 * seconds for seconds in table.seconds]
+    below.plot(steps, milliseconds, ".", color="0.7", label="each step")
+    window = [sorted(milliseconds[max(0, i - 4) : i + 5]) for i in range(len(milliseconds))]
+    below.plot(steps, [values[len(values) // 2] for values in window], color="black", label="median of 9 steps")
+    # A first step makes threads and allocates; it would squeeze all others together.
+    highest = sorted(milliseconds)[int(0.99 * (len(milliseconds) - 1))]
+    below.set(ylabel="time of a step (ms)", xlabel="step", ylim=(0, 1.15 * highest))
+    for axes in (above, below):
+        if slow_steps:
+            label = f"busy loop on {args.slow}"
+            axes.axvspan(slow_steps.start + 0.5, slow_steps.stop + 0.5, color="tab:red", alpha=0.12, lw=0, label=label)
+        axes.set_xlim(0.5, len(table.seconds) + 0.5)
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+        axes.grid(alpha=0.3)
+    figure.savefig(args.plot, dpi=150)
+    print(f"drawn: {args.plot}")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--devices", default="auto", help="such as host:0,host:1; default: all of this machine")
+    parser.add_argument(
+        "--balance", choices=["auto", "even"], default="auto", help="how a batch is split (default: auto)"
+    )
+    parser.add_argument("--slow", metavar="DEVICE", help="hold a busy loop on this device's core in the middle third")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw shares and step times over the steps, as .png, .svg or .pdf"
+    )
+    parser.add_argument("--batch", type=int, default=512, help="items of a step, over all devices (default: 512)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the split into training and test set, and of all else (default: 0)"
+    )
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, help=f"how long to train (default: {STEPS})")
+    length.add_argument("--epochs", type=int, help="the same, in passes over the training set")
+    args = parser.parse_args()
+    for name in ("batch", "steps", "epochs"):
+        if (getattr(args, name) or 1) < 1:
+            parser.error(f"--{name} must be at least 1")
+    if args.slow and not hasattr(os, "sched_setaffinity"):
+        parser.error("--slow needs a system on which processes can be pinned to cores")
+    if args.steps is None and args.epochs is None:
+        args.steps = STEPS
+    if args.devices != "auto":
+        args.devices = args.devices.split(",")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""The examples and the race: that they run, and print what they promise. How fast is no question here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import paceline
+
+ROOT = Path(__file__).resolve().parents[2]
+DIGITS = ROOT / "examples" / "python" / "digits.py"
+RACE = ROOT / "benchmarks" / "python" / "race_ddp.py"
+
+for package in ("torch", "sklearn"):
+    pytest.importorskip(package, reason=f"the examples need {package}")
+needs_two_cores = pytest.mark.skipif(
+    len(paceline.devices()) < 2 or not all(device.cores for device in paceline.devices()),
+    reason="needs two cores that processes can be pinned to",
+)
+
+
+def run(script: Path, *arguments: str, timeout: float = 240) -> str:
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=timeout, env=dict(os.environ)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def load(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def shares(output: str) -> list[dict[str, int]]:
+    """The rows of the table: what each device had."""
+    rows: list[dict[str, int]] = []
+    for line in output.splitlines():
+        found = re.match(r"(.{26})   (host:\d+) +(\d+)  #* +(\d+|-)  +\d+%", line)
+        if found:
+            if found[1].strip():
+                rows.append({})
+            rows[-1][found[2]] = int(found[3])
+    return rows
+
+
+def test_digits_prints_a_table_whose_shares_add_up_to_the_batch() -> None:
+    output = run(DIGITS, "--steps", "12", "--batch", "64", "--devices", "host:0,host:1")
+    rows = shares(output)
+    assert len(rows) == 12
+    assert all(set(row) == {"host:0", "host:1"} and sum(row.values()) == 64 for row in rows), output
+    assert "auto balance, 12 steps measured" in output
+    assert re.search(r"test accuracy: \d+\.\d% of 450 images", output)
+
+
+def test_digits_keeps_even_shares_when_told_to() -> None:
+    rows = shares(run(DIGITS, "--epochs", "1", "--batch", "128", "--balance", "even", "--devices", "host:0,host:1"))
+    assert rows
+    assert all(row == {"host:0": 64, "host:1": 64} for row in rows)
+
+
+def test_digits_runs_on_one_device() -> None:
+    assert shares(run(DIGITS, "--steps", "2", "--batch", "32", "--devices", "host:0")) == [{"host:0": 32}] * 2
+
+
+@needs_two_cores
+def test_digits_holds_the_busy_loop_in_the_middle_third_and_draws(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "shares.png"
+    output = run(DIGITS, "--steps", "12", "--batch", "64", "--slow", "host:1", "--plot", str(picture))
+    marked = [line.split()[0] for line in output.splitlines() if "busy loop" in line]
+    assert marked == ["host:1"] * 4
+    rows = [line for line in output.splitlines() if re.match(r" +\d+-\d+ ", line)]
+    before = [number for number, line in enumerate(output.splitlines()) if "busy loop" in line]
+    assert output.splitlines().index(rows[4]) < before[0]
+    assert before[-1] < output.splitlines().index(rows[8])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 10_000
+
+
+def test_digits_says_which_devices_could_be_slowed() -> None:
+    done = subprocess.run(
+        [sys.executable, str(DIGITS), "--devices", "host:0", "--slow", "host:7"], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "host:7" in done.stderr
+    assert "there are host:0" in done.stderr
+
+
+def test_the_race_trains_the_network_of_the_example() -> None:
+    example = load("digits_example", DIGITS)
+    racing = load("race_model", RACE.parent / "race" / "model.py")
+    assert str(racing.network()) == str(example.network())
+
+
+def test_the_interval_of_a_median_holds_it_as_often_as_it_says() -> None:
+    import random
+
+    figures = load("race_figures", RACE.parent / "race" / "figures.py")
+    # Binomial tables: of 6 values the first from either end (96.9 %), of 10 the second (97.9 %), of 20 the sixth.
+    assert figures.median_interval([1, 2, 3, 4, 5]) is None
+    assert figures.median_interval([3, 1, 2, 4, 5, 6]) == (1, 6)
+    assert figures.median_interval(list(range(1, 11))) == (2, 9)
+    assert figures.median_interval(list(range(1, 21))) == (6, 15)
+    generator = random.Random(1)
+    held = 0
+    for _ in range(1000):
+        low, high = figures.median_interval([generator.expovariate(1.0) for _ in range(15)])
+        held += low <= 0.6931 <= high
+    assert 945 <= held <= 985  # 96.5 % in theory
+
+
+@pytest.mark.slow
+@needs_two_cores
+@pytest.mark.parametrize("load", ["quiet", "busy"])
+def test_the_race_ends_with_a_line_of_json(load: str) -> None:
+    options = ["--busy"] if load == "busy" else ["--ratio-seconds", "2"]
+    output = run(RACE, "--steps", "2", "--rounds", "1", "--batch", "64", "--json", *options)
+    result = json.loads(output.splitlines()[-1])
+    assert result["busy"] is (load == "busy")
+    for name in ("ddp", "threads", "even", "auto", "ideal"):
+        assert result[name] > 0, name
+    assert result["auto_over_ddp"] == pytest.approx(result["auto"] / result["ddp"], rel=1e-3)
+    assert result["auto_over_ideal"] == pytest.approx(result["auto"] / result["ideal"], rel=1e-3)
+    assert result["ideal"] == max(result["ideals"].values())
+    assert {"auto_over_even", "auto_over_even_interval", "spread", "hardware", "versions"} <= set(result)
+    assert "paceline, auto" in output
+    assert "DDP" in output
