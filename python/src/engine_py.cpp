@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <fstream>
 #include <memory>
 #include <optional>
 #include <string>
@@ -10,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include <paceline/balance/ledger.hpp>
 #include <paceline/engine/stepper.hpp>
 #include <paceline/error.hpp>
 
@@ -46,6 +50,22 @@ struct Outcome {
   }
 };
 
+/// A ledger and the file it goes to.
+struct FileLedger {
+  explicit FileLedger(const std::string& path) : file(path, std::ios::trunc), writer(file) {}
+  std::ofstream file;
+  balance::LedgerWriter writer;
+};
+
+void write_ledger(Stepper& stepper, const std::string& path) {
+  auto ledger = std::make_shared<FileLedger>(path);
+  if (!ledger->file) {
+    throw InvalidArgument(fmt::format("write_ledger: {} cannot be opened for writing; check the folder and the permissions", path));
+  }
+  balance::LedgerWriter* writer = &ledger->writer;
+  stepper.balancer().write_to(std::shared_ptr<balance::LedgerWriter>(std::move(ledger), writer));
+}
+
 // Waits with the interpreter let go and looks for signals at least every 50 ms. On the first one no further micro-batch
 // starts and those that run come to their end, so that nothing writes gradients after the exception has left; a second
 // one leaves at once.
@@ -74,6 +94,8 @@ Outcome run(Stepper& stepper, std::int64_t batch_size, py::object body, py::obje
 
 py::dict metrics_dict(const Stepper& stepper) {
   const observe::Metrics metrics = stepper.metrics();
+  double fastest = 0.0;
+  for (const observe::DeviceMetrics& device : metrics.devices) fastest = std::max(fastest, device.items_per_second);
   py::dict devices;
   for (const observe::DeviceMetrics& device : metrics.devices) {
     py::dict entry;
@@ -82,6 +104,7 @@ py::dict metrics_dict(const Stepper& stepper) {
     entry["busy_seconds"] = device.busy_seconds;
     entry["idle_seconds"] = device.idle_seconds;
     entry["items_per_second"] = device.items_per_second;
+    entry["speed"] = fastest > 0.0 ? device.items_per_second / fastest : 0.0;
     devices[py::str(device.name)] = entry;
   }
   py::dict result;
@@ -146,9 +169,8 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("events", &events_list, "The last events, oldest first.")
       .def_property_readonly("planned_shares", [](const Stepper& stepper) { return stepper.plan().shares; })
       .def_property_readonly("reason", [](const Stepper& stepper) { return stepper.plan().reason; })
-      .def_property_readonly(
-          "balancer", [](Stepper& stepper) -> balance::Balancer& { return stepper.balancer(); },
-          py::return_value_policy::reference_internal)
+      .def("write_ledger", &write_ledger, py::arg("path"),
+           "Write every call of the balancer to a file of JSON lines, from before the first step on.")
       .def("explain", [](const Stepper& stepper) { return stepper.balancer().explain(); });
 }
 
