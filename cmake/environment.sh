@@ -170,6 +170,7 @@ need_build_tools() {
 install_paceline() {
   need_build_tools
   need_python_headers
+  export CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$jobs}"
   note "pip install .${1:+[$1]}"
   "$venv/bin/python" -m pip install -q --no-build-isolation --config-settings=build-dir="$build_dir/wheel" \
     --config-settings=cmake.define.PACELINE_WERROR="$werror" "$root${1:+[$1]}"
