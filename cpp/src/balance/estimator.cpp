@@ -23,6 +23,7 @@ constexpr double kJumpSigmas = 4.0;
 constexpr double kShapeSigmas = 3.0;
 constexpr double kPriorNoise = 0.02;        // between steady shapes (0.5 %) and variable lengths (5 %)
 constexpr double kPriorNoiseSamples = 8.0;  // what it weighs against measured samples
+constexpr std::size_t kPooledSamples = 32;  // of each device; more would only cost time
 constexpr double kLeastNoise = 0.002;       // clocks and schedulers allow no better
 constexpr double kUnmeasuredError = 0.3;    // a device that never ran is its class or its neighbour, give or take this
 
@@ -45,36 +46,45 @@ Estimator::Estimator(const std::vector<DeviceProfile>& profiles)
   }
 }
 
-void Estimator::record(std::int64_t step, const StepTimings& timings) {
-  std::vector<std::optional<Sample>> samples(devices_.size());
-  std::vector<std::vector<double>> largest(shapes_.size());
-  for (std::size_t i = 0; i < devices_.size(); ++i) {
-    Sample sample;
-    sample.step = step;
-    double most = 0.0;
-    for (const MicroBatchTiming& timing : timings.devices[i]) {
-      if (timing.excluded || timing.items <= 0 || !(timing.seconds > 0.0)) continue;
-      sample.seconds += timing.seconds;
-      sample.count += 1.0;
-      sample.items += static_cast<double>(timing.items);
-      sample.parts.push_back(timing);
-      most = std::max(most, static_cast<double>(timing.items));
-    }
-    if (sample.parts.empty()) continue;
-    largest[class_of_[i]].push_back(most);
-    samples[i] = std::move(sample);
+Estimator::Evidence Estimator::evidence_of(std::int64_t step, const std::vector<MicroBatchTiming>& timings) {
+  Evidence evidence;
+  evidence.step = step;
+  for (const MicroBatchTiming& timing : timings) {
+    if (timing.excluded || timing.items <= 0 || !(timing.seconds > 0.0)) continue;
+    evidence.sample.seconds += timing.seconds;
+    evidence.sample.count += 1.0;
+    evidence.sample.items += static_cast<double>(timing.items);
+    evidence.parts.push_back(timing);
   }
+  return evidence;
+}
+
+/// The reference size of a class is the mean of its devices' largest micro-batches in its first step with evidence.
+void Estimator::set_references(const std::vector<Evidence>& evidence) {
   for (std::size_t c = 0; c < shapes_.size(); ++c) {
-    if (shapes_[c].has_reference() || largest[c].empty()) continue;
+    if (shapes_[c].has_reference()) continue;
     double sum = 0.0;
-    for (const double items : largest[c]) sum += items;
-    shapes_[c].set_reference(sum / static_cast<double>(largest[c].size()));
+    double count = 0.0;
+    for (std::size_t i = 0; i < evidence.size(); ++i) {
+      if (class_of_[i] != c || evidence[i].parts.empty()) continue;
+      std::int64_t most = 0;
+      for (const MicroBatchTiming& part : evidence[i].parts) most = std::max(most, part.items);
+      sum += static_cast<double>(most);
+      count += 1.0;
+    }
+    if (count > 0.0) shapes_[c].set_reference(sum / count);
   }
-  for (std::size_t i = 0; i < devices_.size(); ++i) {
-    if (samples[i]) take(i, std::move(*samples[i]));
+}
+
+void Estimator::record(std::int64_t step, const StepTimings& timings) {
+  std::vector<Evidence> evidence;
+  for (const auto& device : timings.devices) evidence.push_back(evidence_of(step, device));
+  set_references(evidence);
+  for (std::size_t i = 0; i < evidence.size(); ++i) {
+    if (!evidence[i].parts.empty()) take(i, std::move(evidence[i]));
   }
   for (ShapeEstimator& shape : shapes_) shape.fit(pooled_noise_);
-  measure_noise();
+  measure_scales();
   pool_equals();
 }
 
@@ -82,82 +92,81 @@ double Estimator::ratio(std::size_t device, const Sample& sample) const {
   return sample.seconds / shape_of(device).shape().sum(sample.count, sample.items);
 }
 
-double Estimator::median_ratio(std::size_t device) const {
-  std::vector<double> ratios;
-  ratios.reserve(devices_[device].window.size());
-  for (const Sample& sample : devices_[device].window) ratios.push_back(ratio(device, sample));
-  return median(ratios);
-}
-
-void Estimator::accept(std::size_t device, Sample sample) {
-  for (const MicroBatchTiming& part : sample.parts) {
-    shapes_[class_of_[device]].add(index_in_class_[device], sample.step, part.items, part.seconds);
+void Estimator::accept(std::size_t device, const Evidence& evidence) {
+  for (const MicroBatchTiming& part : evidence.parts) {
+    shapes_[class_of_[device]].add(index_in_class_[device], evidence.step, part.items, part.seconds);
   }
-  sample.parts = {};
-  devices_[device].window.push_back(std::move(sample));
-  if (devices_[device].window.size() > kWindow) devices_[device].window.pop_front();
+  std::vector<Sample>& window = devices_[device].window;
+  if (window.size() == kWindow) window.erase(window.begin());
+  window.push_back(evidence.sample);
 }
 
-void Estimator::take(std::size_t index, Sample sample) {
+void Estimator::take(std::size_t index, Evidence evidence) {
   has_evidence_ = true;
   Device& device = devices_[index];
   DeviceEstimate& estimate = estimates_[index];
-  if (device.window.empty()) estimate.since_step = sample.step;
-  if (device.window.size() < (estimate.change_points == 0 ? kFirstJudged : kNextJudged))
-    return accept(index, std::move(sample));
-  const double level = median_ratio(index);
+  if (device.window.empty()) estimate.since_step = evidence.step;
+  if (device.window.size() < (estimate.change_points == 0 ? kFirstJudged : kNextJudged)) return accept(index, evidence);
+  const Sample& sample = evidence.sample;
   const double unknown = shape_of(index).ratio_error(estimate.centre_items, sample.items / sample.count);
   const double tolerance = std::max({kJump, kJumpSigmas * estimate.noise, kShapeSigmas * unknown});
-  const auto deviation = [&](const Sample& s) { return ratio(index, s) / level - 1.0; };
+  const auto deviation = [&](const Sample& s) { return ratio(index, s) / estimate.own_scale - 1.0; };
   if (std::abs(deviation(sample)) <= tolerance) {
     device.outlier.reset();  // it was alone
-    return accept(index, std::move(sample));
+    return accept(index, evidence);
   }
-  if (!device.outlier || deviation(*device.outlier) * deviation(sample) < 0.0) {
-    device.outlier = std::move(sample);
+  if (!device.outlier || deviation(device.outlier->sample) * deviation(sample) < 0.0) {
+    device.outlier = std::move(evidence);
     return;
   }
-  Sample first = std::move(*device.outlier);
-  device.outlier.reset();
+  const Evidence first = *std::exchange(device.outlier, std::nullopt);
   device.window.clear();
   shapes_[class_of_[index]].restart(index_in_class_[index]);
   ++estimate.change_points;
   // If the two disagree, the change fell into the first one's step: it is a mixture of both levels.
-  if (std::abs(ratio(index, first) / ratio(index, sample) - 1.0) <= tolerance) {
+  if (std::abs(ratio(index, first.sample) / ratio(index, sample) - 1.0) <= tolerance) {
     estimate.since_step = first.step;
-    accept(index, std::move(first));
+    accept(index, first);
   } else {
-    estimate.since_step = sample.step;
+    estimate.since_step = evidence.step;
   }
-  accept(index, std::move(sample));
+  accept(index, evidence);
 }
 
-void Estimator::measure_noise() {
+void Estimator::measure_scales() {
   std::vector<double> all;
-  std::vector<double> own;
+  std::vector<double> ratios;
+  std::vector<double> residuals;
   std::vector<double> deviations(devices_.size(), 0.0);
   std::vector<double> counts(devices_.size(), 0.0);
   for (std::size_t i = 0; i < devices_.size(); ++i) {
     DeviceEstimate& estimate = estimates_[i];
-    estimate.samples = devices_[i].window.size();
-    if (estimate.samples == 0) continue;
-    estimate.own_scale = median_ratio(i);
+    const std::vector<Sample>& window = devices_[i].window;
+    estimate.samples = window.size();
+    if (window.empty()) continue;
     double count = 0.0;
     double items = 0.0;
-    own.clear();
-    // Residuals about a median of few samples are too small by this factor.
-    const auto n = static_cast<double>(estimate.samples);
-    const double correction = n > 1.0 ? std::sqrt(n / (n - 1.0)) : 1.0;
-    for (const Sample& sample : devices_[i].window) {
+    ratios.clear();
+    for (const Sample& sample : window) {
       count += sample.count;
       items += sample.items;
-      const double residual = std::abs(ratio(i, sample) / estimate.own_scale - 1.0);
-      if (residual > 0.0) own.push_back(correction * residual);  // the median itself is no evidence of calm
+      ratios.push_back(ratio(i, sample));
     }
     estimate.centre_items = items / count;
-    all.insert(all.end(), own.begin(), own.end());
-    counts[i] = static_cast<double>(own.size());
-    deviations[i] = from_median_deviation(median(own));
+    residuals = ratios;
+    estimate.own_scale = median(residuals);
+    // Residuals about a median of few samples are too small by this factor.
+    const auto n = static_cast<double>(window.size());
+    const double correction = n > 1.0 ? std::sqrt(n / (n - 1.0)) : 1.0;
+    residuals.clear();
+    for (std::size_t j = 0; j < ratios.size(); ++j) {
+      const double residual = correction * std::abs(ratios[j] / estimate.own_scale - 1.0);
+      if (residual <= 0.0) continue;  // the median itself is no evidence of calm
+      residuals.push_back(residual);
+      if (j + kPooledSamples >= ratios.size()) all.push_back(residual);
+    }
+    counts[i] = static_cast<double>(residuals.size());
+    deviations[i] = from_median_deviation(median(residuals));
   }
   const auto shrink = [](double deviation, double count, double prior) {
     return std::sqrt((count * deviation * deviation + kPriorNoiseSamples * prior * prior) /

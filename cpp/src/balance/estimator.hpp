@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <optional>
 #include <vector>
 
@@ -66,23 +65,28 @@ class Estimator {
   [[nodiscard]] std::int64_t change_points() const;
 
  private:
+  /// One device's evidence of one step, raw: what the shape makes of it may change.
   struct Sample {
     double seconds = 0.0;
     double count = 0.0;
     double items = 0.0;
+  };
+  struct Evidence {
+    Sample sample;
     std::int64_t step = 0;
     std::vector<MicroBatchTiming> parts;
   };
   struct Device {
-    std::deque<Sample> window;
-    std::optional<Sample> outlier;
+    std::vector<Sample> window;  // oldest first
+    std::optional<Evidence> outlier;
   };
 
-  void take(std::size_t device, Sample sample);
-  void accept(std::size_t device, Sample sample);
+  [[nodiscard]] static Evidence evidence_of(std::int64_t step, const std::vector<MicroBatchTiming>& timings);
+  void set_references(const std::vector<Evidence>& evidence);
+  void take(std::size_t device, Evidence evidence);
+  void accept(std::size_t device, const Evidence& evidence);
   [[nodiscard]] double ratio(std::size_t device, const Sample& sample) const;
-  [[nodiscard]] double median_ratio(std::size_t device) const;
-  void measure_noise();
+  void measure_scales();
   void pool_equals();
 
   std::vector<std::size_t> class_of_;

@@ -94,6 +94,7 @@ ShapeEstimator::Sums ShapeEstimator::accumulate(Group& group, double noise, bool
   level = first ? median(residuals) : level / weight;
   slope /= weight;
   Sums sums;
+  sums.freedom = -1.0;  // the level
   for (Cell& cell : group.cells) {
     const auto items = static_cast<double>(cell.items);
     const double log_shape = std::log(shape_.at(items));
@@ -104,6 +105,8 @@ ShapeEstimator::Sums ShapeEstimator::accumulate(Group& group, double noise, bool
       cell.weights[j] = size <= kHuber * noise ? 1.0 : kHuber * noise / size;
       sums.information += cell.weights[j] * contrast * contrast;
       sums.gradient += cell.weights[j] * contrast * residual;
+      sums.misfit += cell.weights[j] * residual * residual;
+      sums.freedom += 1.0;
     }
   }
   return sums;
@@ -114,20 +117,25 @@ void ShapeEstimator::fit(double noise) {
   stale_ = false;
   const double prior = noise * noise / (kPriorError * kPriorError);
   for (int iteration = 0; iteration < kIterations; ++iteration) {
-    Sums total{prior, prior * (kPriorFraction - shape_.fixed_fraction)};
+    Sums total{prior, prior * (kPriorFraction - shape_.fixed_fraction), 0.0, 0.0};
     for (Member& member : members_) {
       const auto add = [&](Group& group) {
         if (group.cells.size() < 2) return;
         const Sums sums = accumulate(group, noise, iteration == 0);
         total.information += sums.information;
         total.gradient += sums.gradient;
+        total.misfit += sums.misfit;
+        total.freedom += sums.freedom;
       };
       for (Group& group : member.closed) add(group);
       add(member.open);
     }
     const double step = total.gradient / total.information;
     shape_.fixed_fraction = std::clamp(shape_.fixed_fraction + step, 0.0, kLargestFraction);
-    error_ = noise / std::sqrt(total.information);
+    // Where the samples contradict each other (a slow first step, a curve that is no line), the noise alone would
+    // claim to know the shape.
+    const double spread = total.freedom > 0.0 ? std::sqrt(total.misfit / total.freedom) : noise;
+    error_ = std::max(noise, spread) / std::sqrt(total.information);
     if (std::abs(step) < 1e-4) break;
   }
 }

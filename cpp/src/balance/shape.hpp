@@ -73,6 +73,8 @@ class ShapeEstimator {
   struct Sums {
     double information = 0.0;
     double gradient = 0.0;
+    double misfit = 0.0;
+    double freedom = 0.0;
   };
 
   void close(Member& member);

@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/balance/balancer.hpp>
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include <paceline/error.hpp>
+
+namespace paceline::balance {
+namespace {
+
+using Shares = std::vector<std::int64_t>;
+
+BalancerOptions three(const std::string& policy = "auto") {
+  BalancerOptions options;
+  options.policy = policy;
+  for (int i = 0; i < 3; ++i) options.devices.push_back({"host:" + std::to_string(i), "host", {}});
+  options.calibrate = false;
+  return options;
+}
+
+StepTimings proportional(const Shares& shares, const std::vector<double>& speeds) {
+  StepTimings timings;
+  for (std::size_t i = 0; i < shares.size(); ++i) {
+    auto& runs = timings.devices.emplace_back();
+    if (shares[i] > 0) runs.push_back({shares[i], 0.001 * static_cast<double>(shares[i]) / speeds[i]});
+  }
+  return timings;
+}
+
+TEST(Balancer, EvenGivesSharesThatDifferByAtMostOne) {
+  Balancer balancer(three("even"));
+  EXPECT_EQ(balancer.next_plan(100).shares, (Shares{34, 33, 33}));
+  EXPECT_EQ(balancer.next_plan(2).shares, (Shares{1, 1, 0}));
+}
+
+TEST(Balancer, WeightedKeepsTheRatiosWhateverIsMeasured) {
+  BalancerOptions options = three("weighted");
+  options.weights = {2.0, 1.0, 0.0};
+  Balancer balancer(options);
+  for (int k = 0; k < 20; ++k) {
+    const StepPlan plan = balancer.next_plan(90);
+    EXPECT_EQ(plan.shares, (Shares{60, 30, 0}));
+    balancer.record(proportional(plan.shares, {1.0, 4.0, 1.0}));
+  }
+  EXPECT_EQ(balancer.move_count(), 0);
+  EXPECT_GT(balancer.report().possible_gain, 0.3) << "a fixed policy still says what it costs";
+}
+
+TEST(Balancer, FixedPoliciesRespectCapsAndGranularity) {
+  BalancerOptions options = three("even");
+  options.devices[0].limits.maximum = 16;
+  options.granularity = 8;
+  const Shares shares = Balancer(options).next_plan(96).shares;
+  EXPECT_EQ(shares, (Shares{16, 40, 40}));
+}
+
+TEST(Balancer, RefusesWhatMakesNoSenseByName) {
+  const auto message = [](BalancerOptions options) -> std::string {
+    try {
+      Balancer balancer(std::move(options));
+    } catch (const InvalidArgument& error) {
+      return error.what();
+    }
+    return {};
+  };
+  EXPECT_NE(message({}).find("at least one device"), std::string::npos);
+  EXPECT_NE(message(three("fastest")).find("\"fastest\""), std::string::npos);
+  EXPECT_NE(message(three("weighted")).find("0 weights for 3 devices"), std::string::npos);
+  BalancerOptions options = three("weighted");
+  options.weights = {1.0, -1.0, 1.0};
+  EXPECT_NE(message(options).find("host:1"), std::string::npos);
+  options.weights = {0.0, 0.0, 0.0};
+  EXPECT_NE(message(options).find("zero"), std::string::npos);
+  options = three("auto");
+  options.weights = {1.0, 1.0, 1.0};
+  EXPECT_NE(message(options).find("weights are for"), std::string::npos);
+  options = three("auto");
+  options.granularity = 0;
+  EXPECT_NE(message(options).find("granularity"), std::string::npos);
+}
+
+TEST(Balancer, RefusesRecordsThatCannotBe) {
+  Balancer balancer(three());
+  EXPECT_THROW(balancer.record({}), InvalidArgument) << "no plan yet";
+  EXPECT_THROW(balancer.next_plan(0), InvalidArgument);
+  balancer.next_plan(30);
+  EXPECT_THROW(balancer.record({.devices = {{}, {}}}), InvalidArgument);
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_THROW(balancer.record({.devices = {{{10, nan}}, {}, {}}}), InvalidArgument);
+  EXPECT_THROW(balancer.record({.devices = {{{10, -1.0}}, {}, {}}}), InvalidArgument);
+  balancer.record(proportional({10, 10, 10}, {1, 1, 1}));
+  EXPECT_THROW(balancer.record(proportional({10, 10, 10}, {1, 1, 1})), InvalidArgument) << "the plan was used";
+}
+
+TEST(Balancer, AFailedStepIsPlannedAgainTheSame) {
+  Balancer balancer(three());
+  for (int k = 0; k < 2; ++k) balancer.record(proportional(balancer.next_plan(300).shares, {1.0, 1.0, 0.5}));
+  const StepPlan first = balancer.next_plan(300);
+  const StepPlan again = balancer.next_plan(300);
+  EXPECT_TRUE(first.moved);
+  EXPECT_EQ(again.shares, first.shares);
+  EXPECT_EQ(again.step, first.step);
+  EXPECT_EQ(again.moved, first.moved);
+  EXPECT_EQ(balancer.move_count(), 1);
+}
+
+TEST(Balancer, StolenItemsAreEvidenceOfWhereTheyRan) {
+  Balancer balancer(three());
+  for (int k = 0; k < 6; ++k) {
+    balancer.next_plan(300);
+    // The third device was slow, so the others took part of its share in small pieces.
+    balancer.record(
+        {.devices = {{{100, 0.100}, {20, 0.020}}, {{100, 0.100}, {20, 0.020}}, {{60, 0.120}}}, .step_seconds = 0.12});
+  }
+  EXPECT_EQ(balancer.next_plan(300).shares, (Shares{120, 120, 60}));
+}
+
+TEST(Balancer, BatchSizesMayChangeFromStepToStep) {
+  Balancer balancer(three());
+  std::int64_t batch = 7;
+  for (int k = 0; k < 300; ++k) {
+    batch = 1 + (batch * 31 + 17) % 400;
+    const StepPlan plan = balancer.next_plan(batch);
+    ASSERT_EQ(std::accumulate(plan.shares.begin(), plan.shares.end(), std::int64_t{0}), batch);
+    balancer.record(proportional(plan.shares, {1.0, 1.0, 0.5}));
+  }
+  EXPECT_EQ(balancer.next_plan(1000).shares, (Shares{400, 400, 200}));
+}
+
+TEST(Balancer, ARetiredDeviceGetsNothingAndTheLastOneStays) {
+  for (const char* policy : {"auto", "even", "weighted"}) {
+    BalancerOptions options = three(policy);
+    if (options.policy == "weighted") options.weights = {1.0, 1.0, 1.0};
+    Balancer balancer(options);
+    balancer.next_plan(90);
+    balancer.retire(1);
+    EXPECT_EQ(balancer.next_plan(90).shares, (Shares{45, 0, 45})) << policy;
+    balancer.retire(0);
+    EXPECT_EQ(balancer.next_plan(90).shares, (Shares{0, 0, 90})) << policy;
+    EXPECT_THROW(balancer.retire(2), InvalidArgument);
+    EXPECT_THROW(balancer.retire(3), InvalidArgument);
+  }
+}
+
+TEST(Balancer, NoticesThatADeviceWithoutWorkRecovered) {
+  BalancerOptions options = three();
+  Balancer balancer(options);
+  // The third device has a fixed cost of more than the whole step while it is slow, so it gets nothing.
+  const auto seconds = [](std::int64_t items, bool slow) {
+    return (0.010 + 0.0001 * static_cast<double>(items)) * (slow ? 8.0 : 1.0);
+  };
+  bool idled = false;
+  Shares shares;
+  for (int k = 0; k < 400; ++k) {
+    shares = balancer.next_plan(300).shares;
+    idled = idled || shares[2] == 0;
+    StepTimings timings;
+    for (std::size_t i = 0; i < 3; ++i) {
+      auto& runs = timings.devices.emplace_back();
+      if (shares[i] > 0) runs.push_back({shares[i], seconds(shares[i], i == 2 && k < 150)});
+    }
+    balancer.record(timings);
+    if (k == 149) {
+      EXPECT_EQ(shares[2], 0);
+      EXPECT_NE(balancer.explain().find("not measured"), std::string::npos);
+    }
+  }
+  EXPECT_TRUE(idled);
+  EXPECT_EQ(shares, (Shares{100, 100, 100}));
+}
+
+TEST(Balancer, ExplainsInWords) {
+  Balancer balancer(three());
+  EXPECT_NE(balancer.explain().find("Nothing is measured yet"), std::string::npos);
+  for (int k = 0; k < 20; ++k) balancer.record(proportional(balancer.next_plan(300).shares, {1.0, 1.0, 0.5}));
+  const std::string text = balancer.explain();
+  for (const char* part : {"host:2", "speed 0.50", "20 steps measured", "Move at step", "promised", "kept", "noise"}) {
+    EXPECT_NE(text.find(part), std::string::npos) << part << " in\n" << text;
+  }
+}
+
+}  // namespace
+}  // namespace paceline::balance

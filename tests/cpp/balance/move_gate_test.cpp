@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+
+#include <paceline/balance/balancer.hpp>
+#include <paceline/sim/box.hpp>
+
+namespace paceline::balance {
+namespace {
+
+using Shares = std::vector<std::int64_t>;
+
+BalancerOptions options_for(const sim::BoxOptions& box) {
+  BalancerOptions options;
+  for (const sim::SimDevice& device : box.devices)
+    options.devices.push_back({device.name, device.device_class, device.limits});
+  return options;
+}
+
+sim::BoxOptions box_of(const std::vector<double>& speeds, double noise) {
+  sim::BoxOptions box;
+  for (std::size_t i = 0; i < speeds.size(); ++i) {
+    sim::SimDevice device;
+    device.name = "sim:" + std::to_string(i);
+    device.speed = speeds[i];
+    box.devices.push_back(device);
+  }
+  box.noise = noise;
+  box.seed = 3;
+  return box;
+}
+
+/// Runs `steps` steps and returns the last shares.
+Shares run(Balancer& balancer, sim::Box& box, std::int64_t from, std::int64_t steps, std::int64_t batch) {
+  Shares shares;
+  for (std::int64_t k = from; k < from + steps; ++k) {
+    const StepPlan plan = balancer.next_plan(batch);
+    EXPECT_EQ(std::accumulate(plan.shares.begin(), plan.shares.end(), std::int64_t{0}), batch);
+    shares = plan.shares;
+    balancer.record(box.run(k, plan.shares).timings);
+  }
+  return shares;
+}
+
+TEST(MoveGate, CalibratesThenReturnsToTheEvenSplit) {
+  sim::Box box(box_of({1, 1, 1, 1}, 0.0));
+  Balancer balancer(options_for(box.options()));
+  EXPECT_EQ(run(balancer, box, 0, 1, 400), (Shares{25, 125, 125, 125}));
+  EXPECT_EQ(run(balancer, box, 1, 1, 400), (Shares{25, 125, 125, 125}));
+  EXPECT_EQ(run(balancer, box, 2, 1, 400), (Shares{100, 100, 100, 100}));
+  EXPECT_EQ(balancer.move_count(), 1);
+  const DeviceReport device = balancer.report().devices[0];
+  EXPECT_NEAR(device.fixed_seconds, 0.004, 0.0002);
+  EXPECT_NEAR(device.per_item_seconds, 0.0001, 0.000002);
+}
+
+TEST(MoveGate, CalibrationRespectsCapsAndSwitch) {
+  sim::BoxOptions capped = box_of({1, 1}, 0.0);
+  capped.devices[1].limits.maximum = 210;
+  sim::Box box(capped);
+  Balancer balancer(options_for(capped));
+  EXPECT_EQ(balancer.next_plan(400).shares, (Shares{200, 200}));
+  BalancerOptions off = options_for(box_of({1, 1}, 0.0));
+  off.calibrate = false;
+  EXPECT_EQ(Balancer(off).next_plan(400).shares, (Shares{200, 200}));
+}
+
+TEST(MoveGate, CalibrationEndsWhenSizesWithinAStepTellTheShape) {
+  Balancer balancer(options_for(box_of({1, 1}, 0.0)));
+  EXPECT_NE(balancer.next_plan(400).shares, (Shares{200, 200}));
+  StepTimings timings;
+  for (int i = 0; i < 2; ++i) timings.devices.push_back({{160, 0.020}, {32, 0.0072}, {8, 0.0048}});
+  balancer.record(timings);
+  EXPECT_EQ(balancer.next_plan(400).shares, (Shares{200, 200}));
+}
+
+TEST(MoveGate, StopsWaitingForEvidenceWhenEverythingIsExcluded) {
+  Balancer balancer(options_for(box_of({1, 1}, 0.0)));
+  for (int k = 0; k < 4; ++k) {
+    const StepPlan plan = balancer.next_plan(400);
+    balancer.record({.devices = {{{plan.shares[0], 1.0, true}}, {{plan.shares[1], 1.0, true}}}});
+  }
+  EXPECT_EQ(balancer.next_plan(400).shares, (Shares{200, 200}));
+}
+
+TEST(MoveGate, StaysWhereAMovePromisesLessThanOnePercent) {
+  sim::Box box(box_of({1.0, 0.985}, 0.0));  // 1.5 % slower: a move gains 0.7 %
+  Balancer balancer(options_for(box.options()));
+  EXPECT_EQ(run(balancer, box, 0, 100, 2000), (Shares{1000, 1000}));
+  EXPECT_GT(balancer.report().possible_gain, 0.003);
+  EXPECT_LT(balancer.report().possible_gain, 0.01);
+  EXPECT_EQ(balancer.move_count(), 1);
+}
+
+TEST(MoveGate, MovesWhereTheGainIsLargerThanOnePercent) {
+  sim::Box box(box_of({1.0, 0.9}, 0.0));
+  Balancer balancer(options_for(box.options()));
+  const Shares shares = run(balancer, box, 0, 20, 2000);
+  EXPECT_LT(box.makespan(20, shares) / box.ideal(20, 2000), 1.01);
+  EXPECT_GT(shares[0], shares[1]);
+}
+
+TEST(MoveGate, NoiseRaisesTheGate) {
+  sim::BoxOptions noisy = box_of({1.0, 1.0}, 0.15);
+  sim::Box box(noisy);
+  Balancer balancer(options_for(noisy));
+  run(balancer, box, 0, 12, 2000);
+  EXPECT_GT(balancer.report().required_gain, 0.03);
+}
+
+TEST(MoveGate, AnUnseenBatchSizeGetsTheBestKnownSplitWithoutBeingAMove) {
+  sim::Box box(box_of({1.0, 0.5}, 0.0));
+  Balancer balancer(options_for(box.options()));
+  run(balancer, box, 0, 10, 512);
+  const std::int64_t moves = balancer.move_count();
+  const StepPlan last_batch = balancer.next_plan(96);
+  EXPECT_FALSE(last_batch.moved);
+  EXPECT_EQ(balancer.move_count(), moves);
+  EXPECT_LT(box.makespan(10, last_batch.shares) / box.ideal(10, 96), 1.03);
+}
+
+TEST(MoveGate, CompletesAProvisionalMoveWithBetterNumbers) {
+  int better = 0;
+  for (std::uint64_t seed = 1; seed <= 10; ++seed) {
+    sim::BoxOptions options = box_of(std::vector<double>(8, 1.0), 0.03);
+    options.seed = seed;
+    options.throttles = {{3, 2.0, 60, 1000}};
+    sim::Box box(options);
+    Balancer balancer(options_for(options));
+    const double first = box.makespan(62, run(balancer, box, 0, 63, 512)) / box.ideal(62, 512) - 1.0;
+    const double settled = box.makespan(150, run(balancer, box, 63, 88, 512)) / box.ideal(150, 512) - 1.0;
+    EXPECT_LE(first, 0.05);
+    better += settled < 0.009;
+  }
+  EXPECT_GE(better, 8);
+}
+
+/// Steps of two devices, the second 5 % slower, on a bus that makes every uneven step 6 % longer than its devices' own
+/// times say.
+Shares step_on_shared_bus(Balancer& balancer) {
+  const StepPlan plan = balancer.next_plan(400);
+  StepTimings timings;
+  for (std::size_t i = 0; i < 2; ++i) {
+    const double seconds = (0.004 + 0.0001 * static_cast<double>(plan.shares[i])) * (i == 1 ? 1.05 : 1.0);
+    timings.devices.push_back({{plan.shares[i], seconds}});
+    timings.step_seconds = std::max(timings.step_seconds, seconds);
+  }
+  if (plan.shares[0] != plan.shares[1]) timings.step_seconds *= 1.06;
+  balancer.record(timings);
+  return plan.shares;
+}
+
+TEST(MoveGate, TakesBackAMoveThatMeasuresWorseAndBelievesLessAfterwards) {
+  BalancerOptions options = options_for(box_of({1, 1}, 0.0));
+  options.calibrate = false;
+  Balancer balancer(options);
+  int uneven = 0;
+  int first_uneven = -1;
+  for (int k = 0; k < 60; ++k) {
+    const bool off = step_on_shared_bus(balancer)[0] != 200;
+    if (off && first_uneven < 0) first_uneven = k;
+    uneven += off;
+  }
+  EXPECT_GE(first_uneven, 2);
+  EXPECT_GE(uneven, 8);
+  EXPECT_NE(balancer.explain().find("taken back"), std::string::npos) << balancer.explain();
+  const BalanceReport early = balancer.report();
+  ASSERT_FALSE(early.recent_moves.empty());
+  EXPECT_EQ(early.recent_moves.front().outcome, MoveOutcome::taken_back);
+  EXPECT_GT(early.recent_moves.front().promised_gain, 0.01);
+  EXPECT_LT(early.recent_moves.front().measured_gain, -0.02);
+  for (std::size_t i = 1; i < early.recent_moves.size(); ++i) {
+    EXPECT_GE(early.recent_moves[i].step - early.recent_moves[i - 1].step, 32)
+        << "a move while one was just taken back";
+  }
+  // The required gain doubles each time, so it stops although the models promise the same as ever.
+  for (int k = 0; k < 600; ++k) step_on_shared_bus(balancer);
+  EXPECT_LE(balancer.report().taken_back, 2);
+  EXPECT_EQ(step_on_shared_bus(balancer), (Shares{200, 200}));
+}
+
+}  // namespace
+}  // namespace paceline::balance

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "balance/shape.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include <paceline/sim/random.hpp>
+
+#include "balance/statistics.hpp"
+
+namespace paceline::balance {
+namespace {
+
+constexpr double kFixed = 4.0;
+constexpr double kPerItem = 0.1;
+
+double seconds(std::int64_t items, double noise, sim::Random& random) {
+  return (kFixed + kPerItem * static_cast<double>(items)) * std::exp(noise * random.normal());
+}
+
+double truth(double reference) { return kFixed / (kFixed + kPerItem * reference); }
+
+TEST(ShapeEstimator, LearnsTheFixedPartFromTwoSizes) {
+  ShapeEstimator shape(1);
+  sim::Random random(1, 0, 0);
+  shape.set_reference(64.0);
+  for (int k = 0; k < 10; ++k) {
+    shape.add(0, k, 64, seconds(64, 0.01, random));
+    shape.add(0, k, 16, seconds(16, 0.01, random));
+  }
+  shape.fit(0.01);
+  EXPECT_NEAR(shape.shape().fixed_fraction, truth(64.0), 0.02);
+  EXPECT_LT(shape.error(), 0.01);
+}
+
+TEST(ShapeEstimator, SaysThatOneSizeTellsNothing) {
+  ShapeEstimator shape(1);
+  sim::Random random(2, 0, 0);
+  shape.set_reference(64.0);
+  for (int k = 0; k < 40; ++k) shape.add(0, k, 64, seconds(64, 0.01, random));
+  shape.fit(0.01);
+  EXPECT_GT(shape.error(), 0.2);
+  EXPECT_GT(shape.ratio_error(64.0, 16.0), 0.2);
+}
+
+TEST(ShapeEstimator, ErrorCoversTheTruthOverManySeeds) {
+  int outside = 0;
+  for (std::uint64_t seed = 0; seed < 200; ++seed) {
+    ShapeEstimator shape(2);
+    sim::Random random(seed, 0, 0);
+    shape.set_reference(64.0);
+    for (int k = 0; k < 8; ++k) {
+      shape.add(0, k, k < 2 ? 16 : 64, seconds(k < 2 ? 16 : 64, 0.03, random));
+      shape.add(1, k, k < 2 ? 80 : 64, seconds(k < 2 ? 80 : 64, 0.03, random));
+    }
+    shape.fit(0.03);
+    outside += std::abs(shape.shape().fixed_fraction - truth(64.0)) > 2.0 * shape.error();
+  }
+  EXPECT_LT(outside, 24);  // 5 % expected, 10 with a spread of 3
+}
+
+TEST(ShapeEstimator, DoesNotReadAChangeOfSpeedAsAShape) {
+  ShapeEstimator shape(1);
+  sim::Random random(3, 0, 0);
+  shape.set_reference(64.0);
+  for (int k = 0; k < 10; ++k) {
+    shape.add(0, k, 64, seconds(64, 0.01, random));
+    shape.add(0, k, 16, seconds(16, 0.01, random));
+  }
+  shape.restart(0);
+  for (int k = 10; k < 40; ++k) shape.add(0, k, 32, 2.0 * seconds(32, 0.01, random));
+  shape.fit(0.01);
+  EXPECT_NEAR(shape.shape().fixed_fraction, truth(64.0), 0.03);
+}
+
+TEST(ShapeEstimator, AWildSampleCountsLittle) {
+  ShapeEstimator shape(1);
+  sim::Random random(4, 0, 0);
+  shape.set_reference(64.0);
+  for (int k = 0; k < 6; ++k) {
+    shape.add(0, k, 64, seconds(64, 0.01, random));
+    shape.add(0, k, 16, (k == 2 ? 3.0 : 1.0) * seconds(16, 0.01, random));
+  }
+  shape.fit(0.01);
+  EXPECT_NEAR(shape.shape().fixed_fraction, truth(64.0), 0.05);
+}
+
+TEST(ShapeEstimator, ContradictionsWidenTheError) {
+  ShapeEstimator agreeing(2);
+  ShapeEstimator contradicting(2);
+  for (ShapeEstimator* shape : {&agreeing, &contradicting}) {
+    sim::Random random(5, 0, 0);
+    shape->set_reference(64.0);
+    for (int k = 0; k < 6; ++k) {
+      // The first two steps of a process may be three times slower on every device.
+      const double slow = shape == &contradicting && k < 2 ? 3.0 : 1.0;
+      shape->add(0, k, k < 2 ? 16 : 64, slow * seconds(k < 2 ? 16 : 64, 0.01, random));
+      shape->add(1, k, k < 2 ? 80 : 64, slow * seconds(k < 2 ? 80 : 64, 0.01, random));
+    }
+    shape->fit(0.01);
+  }
+  EXPECT_GT(contradicting.error(), 5.0 * agreeing.error());
+}
+
+TEST(ShapeEstimator, StaysNonNegativeWhenSmallSizesAreFasterThanProportional) {
+  ShapeEstimator shape(1);
+  shape.set_reference(64.0);
+  for (int k = 0; k < 10; ++k) {
+    shape.add(0, k, 64, 64.0 * 64.0);
+    shape.add(0, k, 16, 16.0 * 16.0);
+  }
+  shape.fit(0.01);
+  EXPECT_GE(shape.shape().fixed_fraction, 0.0);
+  EXPECT_GT(shape.shape().at(1.0), 0.0);
+}
+
+TEST(Statistics, MedianOfEvenNumberIsTheMeanOfTheMiddleTwo) {
+  std::vector<double> values{4.0, 1.0, 3.0, 2.0};
+  EXPECT_DOUBLE_EQ(median(values), 2.5);
+  values = {5.0, 1.0, 3.0};
+  EXPECT_DOUBLE_EQ(median(values), 3.0);
+}
+
+TEST(Statistics, QuantilesOfTheNormalDistribution) {
+  EXPECT_NEAR(normal_quantile(0.5), 0.0, 1e-3);
+  EXPECT_NEAR(normal_quantile(0.875), 1.1503, 1e-3);
+  EXPECT_NEAR(normal_quantile(0.025), -1.9600, 1e-3);
+}
+
+}  // namespace
+}  // namespace paceline::balance

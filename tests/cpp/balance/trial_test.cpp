@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "balance/trial.hpp"
+
+#include <gtest/gtest.h>
+
+namespace paceline::balance {
+namespace {
+
+using Shares = std::vector<std::int64_t>;
+
+std::optional<TrialLog::Verdict> feed(TrialLog& log, int steps, double seconds, std::int64_t batch = 100) {
+  for (int k = 0; k < steps; ++k) {
+    auto verdict = log.observe(batch, seconds * (k % 2 == 0 ? 1.001 : 0.999), false, 0.002);
+    if (verdict) return verdict;
+  }
+  return std::nullopt;
+}
+
+TEST(TrialLog, TakesBackAMoveThatMeasuresWorse) {
+  TrialLog log;
+  feed(log, 10, 1.0);
+  log.started(10, 100, {50, 50}, {60, 40}, 0.05);
+  EXPECT_FALSE(feed(log, 7, 1.1)) << "judged before 8 steps";
+  const auto verdict = feed(log, 1, 1.1);
+  ASSERT_TRUE(verdict);
+  EXPECT_EQ(verdict->restore, (Shares{50, 50}));
+  EXPECT_NEAR(verdict->loss, 0.1, 0.01);
+  EXPECT_EQ(log.moves().back().outcome, MoveOutcome::taken_back);
+  EXPECT_NEAR(log.moves().back().measured_gain, -0.1, 0.01);
+}
+
+TEST(TrialLog, KeepsAMoveThatMeasuresBetter) {
+  TrialLog log;
+  feed(log, 10, 1.0);
+  log.started(10, 100, {50, 50}, {60, 40}, 0.05);
+  EXPECT_FALSE(feed(log, 8, 0.95));
+  EXPECT_EQ(log.moves().back().outcome, MoveOutcome::kept);
+  EXPECT_TRUE(log.last_move_paid());
+}
+
+TEST(TrialLog, KeepsAMoveWithinTheResolution) {
+  TrialLog log;
+  feed(log, 10, 1.0);
+  log.started(10, 100, {50, 50}, {60, 40}, 0.05);
+  EXPECT_FALSE(feed(log, 8, 1.005));
+  EXPECT_EQ(log.moves().back().outcome, MoveOutcome::kept);
+  EXPECT_FALSE(log.last_move_paid());
+}
+
+TEST(TrialLog, DoesNotBlameTheMoveForAChangeOfSpeed) {
+  TrialLog log;
+  feed(log, 10, 1.0);
+  log.started(10, 100, {50, 50}, {60, 40}, 0.05);
+  feed(log, 4, 0.95);
+  log.observe(100, 2.0, true, 0.002);
+  EXPECT_FALSE(feed(log, 10, 2.0));
+  EXPECT_EQ(log.moves().back().outcome, MoveOutcome::overtaken);
+}
+
+TEST(TrialLog, JudgesOnStepsOfTheSameBatchSizeOnly) {
+  TrialLog log;
+  feed(log, 10, 1.0);
+  log.started(10, 100, {50, 50}, {60, 40}, 0.05);
+  EXPECT_FALSE(feed(log, 20, 3.0, 300));
+  EXPECT_EQ(log.moves().back().outcome, MoveOutcome::pending);
+}
+
+TEST(TrialLog, ComparesWithTheStepsSinceAChangeOfSpeed) {
+  TrialLog log;
+  feed(log, 10, 1.0);
+  log.observe(100, 2.0, false, 0.002);
+  log.observe(100, 2.0, true, 0.002);  // the second outlier confirms the first: both ran slow
+  log.started(12, 100, {50, 50}, {60, 40}, 0.3);
+  EXPECT_FALSE(feed(log, 8, 1.4));
+  EXPECT_EQ(log.moves().back().outcome, MoveOutcome::kept);
+  EXPECT_NEAR(log.moves().back().measured_gain, 0.3, 0.01);
+}
+
+TEST(TrialLog, DoesNotJudgeAMoveBeforeWhichNothingRan) {
+  TrialLog log;
+  log.started(0, 100, {50, 50}, {60, 40}, 0.05);
+  EXPECT_FALSE(feed(log, 10, 1.0));
+  EXPECT_EQ(log.moves().back().outcome, MoveOutcome::unjudged);
+}
+
+TEST(TrialLog, MemoryIsBoundedOverBatchSizes) {
+  TrialLog log;
+  for (std::int64_t batch = 1; batch <= 1000; ++batch) {
+    log.started(batch, batch, {1}, {1}, 0.1);
+    log.observe(batch, 1.0, false, 0.01);
+  }
+  EXPECT_LE(log.moves().size(), 16u);
+}
+
+}  // namespace
+}  // namespace paceline::balance

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/sim/box.hpp>
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include <paceline/error.hpp>
+#include <paceline/sim/random.hpp>
+
+namespace paceline::sim {
+namespace {
+
+using Shares = std::vector<std::int64_t>;
+
+BoxOptions two_devices() {
+  BoxOptions options;
+  options.devices.resize(2);
+  options.devices[0].name = "sim:0";
+  options.devices[1].name = "sim:1";
+  options.devices[1].speed = 0.5;
+  return options;
+}
+
+TEST(Random, IsAFunctionOfItsKey) {
+  Random a(1, 2, 3);
+  Random b(1, 2, 3);
+  EXPECT_EQ(a.next(), b.next());
+  EXPECT_NE(Random(1, 2, 3).next(), Random(1, 3, 2).next());
+  EXPECT_NE(Random(1, 2, 3).next(), Random(2, 1, 3).next());
+}
+
+TEST(Random, NormalNumbersHaveTheirMoments) {
+  double sum = 0.0;
+  double squares = 0.0;
+  int beyond = 0;
+  constexpr int kCount = 40000;
+  for (int k = 0; k < kCount; ++k) {
+    const double z = Random(7, static_cast<std::uint64_t>(k), 0).normal();
+    sum += z;
+    squares += z * z;
+    beyond += std::abs(z) > 2.0;
+  }
+  EXPECT_NEAR(sum / kCount, 0.0, 0.02);
+  EXPECT_NEAR(squares / kCount, 1.0, 0.03);
+  EXPECT_NEAR(static_cast<double>(beyond) / kCount, 0.0455, 0.005);
+}
+
+TEST(Box, TakesFixedAndPerItemTimeOverSpeed) {
+  Box box(two_devices());
+  const StepOutcome outcome = box.run(0, {60, 20});
+  EXPECT_DOUBLE_EQ(outcome.timings.devices[0][0].seconds, 0.010);
+  EXPECT_DOUBLE_EQ(outcome.timings.devices[1][0].seconds, 0.012);
+  EXPECT_DOUBLE_EQ(outcome.seconds, 0.012);
+  EXPECT_DOUBLE_EQ(box.now(), 0.012);
+  box.run(1, {60, 0});
+  EXPECT_DOUBLE_EQ(box.now(), 0.022);
+}
+
+TEST(Box, ThrottlesFromTheFirstStepToBeforeTheLast) {
+  BoxOptions options = two_devices();
+  options.throttles = {{0, 3.0, 5, 7}};
+  const Box box(options);
+  EXPECT_DOUBLE_EQ(box.makespan(4, {60, 0}), 0.010);
+  EXPECT_DOUBLE_EQ(box.makespan(5, {60, 0}), 0.030);
+  EXPECT_DOUBLE_EQ(box.makespan(6, {60, 0}), 0.030);
+  EXPECT_DOUBLE_EQ(box.makespan(7, {60, 0}), 0.010);
+}
+
+TEST(Box, IdealIsTheBestOfAllSplits) {
+  BoxOptions options = two_devices();
+  options.throttles = {{0, 3.0, 5, 7}};
+  const Box box(options);
+  for (const std::int64_t step : {0, 5}) {
+    double best = std::numeric_limits<double>::infinity();
+    for (std::int64_t n = 0; n <= 200; ++n) best = std::min(best, box.makespan(step, {n, 200 - n}));
+    EXPECT_DOUBLE_EQ(box.ideal(step, 200), best);
+  }
+}
+
+TEST(Box, NoiseDoesNotDependOnWhatElseRan) {
+  BoxOptions options = two_devices();
+  options.noise = 0.05;
+  options.seed = 9;
+  Box one(options);
+  Box other(options);
+  for (std::int64_t k = 0; k < 10; ++k) one.run(k, {50, 50});
+  const double late = one.run(10, {80, 10}).timings.devices[0][0].seconds;
+  EXPECT_DOUBLE_EQ(other.run(10, {80, 60}).timings.devices[0][0].seconds, late);
+  options.seed = 10;
+  EXPECT_NE(Box(options).run(10, {80, 10}).timings.devices[0][0].seconds, late);
+}
+
+TEST(Box, SpikesComeAsOftenAsAsked) {
+  BoxOptions options = two_devices();
+  options.spike_probability = 0.1;
+  options.spike_factor = 2.0;
+  Box box(options);
+  int spikes = 0;
+  for (std::int64_t k = 0; k < 5000; ++k) spikes += box.run(k, {60, 0}).seconds > 0.015;
+  EXPECT_NEAR(spikes / 5000.0, 0.1, 0.02);
+}
+
+TEST(Box, AFailedDeviceLosesTheStepAndIsNamed) {
+  BoxOptions options = two_devices();
+  options.failures = {{1, 3}};
+  Box box(options);
+  EXPECT_FALSE(box.run(2, {50, 50}).failed_device);
+  const double before = box.now();
+  const StepOutcome outcome = box.run(3, {50, 50});
+  EXPECT_EQ(outcome.failed_device, std::optional<std::size_t>(1));
+  EXPECT_TRUE(outcome.timings.devices.empty());
+  EXPECT_GT(box.now(), before);
+  EXPECT_FALSE(box.run(3, {100, 0}).failed_device);
+  EXPECT_DOUBLE_EQ(box.ideal(3, 100), box.makespan(3, {100, 0}));
+}
+
+TEST(Box, RefusesEventsThatMakeNoSense) {
+  const auto refused = [](auto change) {
+    BoxOptions options = two_devices();
+    change(options);
+    EXPECT_THROW(Box{options}, InvalidArgument);
+  };
+  refused([](BoxOptions& o) { o.devices.clear(); });
+  refused([](BoxOptions& o) { o.devices[0].speed = 0.0; });
+  refused([](BoxOptions& o) { o.devices[0].fixed_seconds = o.devices[0].per_item_seconds = 0.0; });
+  refused([](BoxOptions& o) { o.noise = -0.1; });
+  refused([](BoxOptions& o) { o.spike_probability = 1.5; });
+  refused([](BoxOptions& o) { o.throttles = {{2, 2.0, 0, 1}}; });
+  refused([](BoxOptions& o) { o.throttles = {{0, 0.0, 0, 1}}; });
+  refused([](BoxOptions& o) { o.throttles = {{0, 2.0, 5, 5}}; });
+  refused([](BoxOptions& o) { o.failures = {{7, 0}}; });
+}
+
+}  // namespace
+}  // namespace paceline::sim

@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/sim/simulate.hpp>
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include <paceline/error.hpp>
+
+namespace paceline::sim {
+namespace {
+
+SimulationOptions box_of(const std::vector<double>& speeds, double noise = 0.03) {
+  SimulationOptions options;
+  for (std::size_t i = 0; i < speeds.size(); ++i) {
+    SimDevice device;
+    device.name = "sim:" + std::to_string(i);
+    device.speed = speeds[i];
+    options.box.devices.push_back(device);
+  }
+  options.box.noise = noise;
+  return options;
+}
+
+SimulationOptions eight_equal(double noise = 0.03) { return box_of(std::vector<double>(8, 1.0), noise); }
+
+struct Summary {
+  double mean_loss = 0.0;
+  double worst_loss = 0.0;
+  double worst_moves = 0.0;
+  std::vector<std::int64_t> worst_recovery;  // per event; -1 where some seed never recovered
+};
+
+Summary over_seeds(SimulationOptions options, int seeds) {
+  Summary summary;
+  for (int seed = 1; seed <= seeds; ++seed) {
+    options.box.seed = static_cast<std::uint64_t>(seed);
+    const SimulationResult result = simulate(options);
+    summary.mean_loss += result.loss_to_ideal / seeds;
+    summary.worst_loss = std::max(summary.worst_loss, result.loss_to_ideal);
+    summary.worst_moves = std::max(summary.worst_moves, result.moves_per_100_steps);
+    summary.worst_recovery.resize(result.steps_to_recover.size(), 0);
+    for (std::size_t e = 0; e < result.steps_to_recover.size(); ++e) {
+      std::int64_t& worst = summary.worst_recovery[e];
+      if (!result.steps_to_recover[e]) worst = -1;
+      if (worst >= 0) worst = std::max(worst, *result.steps_to_recover[e]);
+    }
+  }
+  return summary;
+}
+
+TEST(Simulation, AQuietBoxIsLeftAlone) {
+  for (const std::int64_t steps : {400, 800}) {
+    SimulationOptions options = eight_equal();
+    options.steps = steps;
+    const Summary summary = over_seeds(options, 20);
+    EXPECT_LE(summary.worst_loss, 0.0035) << steps;
+    EXPECT_LE(summary.worst_moves, 0.5) << steps;
+  }
+}
+
+TEST(Simulation, AThrottleIsFollowedInTwoStepsAndCostsLittle) {
+  SimulationOptions options = eight_equal();
+  options.steps = 800;
+  options.box.throttles = {{3, 2.0, 200, 600}};
+  const Summary summary = over_seeds(options, 20);
+  EXPECT_LE(summary.mean_loss, 0.004);
+  EXPECT_LE(summary.worst_loss, 0.006);
+  EXPECT_EQ(summary.worst_recovery, (std::vector<std::int64_t>{2, 2}));
+}
+
+TEST(Simulation, AStaticMixIsFound) {
+  SimulationOptions options = box_of({1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5});
+  options.steps = 800;
+  EXPECT_LE(over_seeds(options, 10).mean_loss, 0.004);
+  options.policy = "even";
+  EXPECT_GE(over_seeds(options, 1).mean_loss, 0.4);
+}
+
+TEST(Simulation, FlappingCostsLessThanDoingNothing) {
+  SimulationOptions options = eight_equal();
+  options.steps = 800;
+  for (std::int64_t k = 0; k < options.steps; k += 40) options.box.throttles.push_back({3, 1.5, k, k + 4});
+  const double adaptive = over_seeds(options, 5).mean_loss;
+  options.policy = "even";
+  EXPECT_LT(adaptive, 0.7 * over_seeds(options, 5).mean_loss);
+}
+
+TEST(Simulation, TwoDevicesOfWhichOneIsTwiceAsFast) {
+  SimulationOptions options = box_of({1.0, 0.5});
+  const Summary summary = over_seeds(options, 10);
+  EXPECT_LE(summary.mean_loss, 0.012);  // 0.4 % of it are the first three steps
+}
+
+TEST(Simulation, CalmNoiseIsBalancedFiner) {
+  SimulationOptions options = eight_equal(0.01);
+  options.steps = 800;
+  options.box.throttles = {{3, 2.0, 200, 600}};
+  EXPECT_LE(over_seeds(options, 10).worst_loss, 0.004);
+}
+
+TEST(Simulation, ABusyNeighboursNoiseIsNotChased) {
+  SimulationOptions options = box_of({1.0, 1.0}, 0.08);
+  EXPECT_LE(over_seeds(options, 10).worst_loss, 0.01);
+}
+
+TEST(Simulation, ClassesLearnTheirOwnShapes) {
+  SimulationOptions options = box_of({1.0, 1.0, 1.0, 1.0});
+  for (const std::size_t i : {2u, 3u}) {
+    options.box.devices[i].device_class = "old";
+    options.box.devices[i].fixed_seconds = 0.012;
+    options.box.devices[i].per_item_seconds = 0.00015;
+  }
+  EXPECT_LE(over_seeds(options, 10).mean_loss, 0.012);
+}
+
+TEST(Simulation, SpikesMoveNothing) {
+  SimulationOptions options = eight_equal();
+  options.steps = 800;
+  options.box.spike_probability = 0.005;
+  options.box.spike_factor = 1.5;
+  EXPECT_LE(over_seeds(options, 10).worst_loss, 0.002);
+}
+
+TEST(Simulation, GoesOnWithoutADeviceThatFails) {
+  for (const char* policy : {"auto", "even", "weighted"}) {
+    SimulationOptions options = eight_equal();
+    options.policy = policy;
+    options.box.failures = {{5, 200}};
+    const SimulationResult result = simulate(options);
+    EXPECT_EQ(result.lost_steps, 1);
+    EXPECT_EQ(result.final_shares[5], 0);
+    EXPECT_EQ(result.steps_to_recover, (std::vector<std::optional<std::int64_t>>{0}));
+    EXPECT_LE(result.loss_to_ideal, 0.02);
+  }
+}
+
+TEST(Simulation, SaysWhichDeviceWasTheLastToFail) {
+  SimulationOptions options = box_of({1.0, 1.0});
+  options.box.failures = {{0, 10}, {1, 20}};
+  try {
+    simulate(options);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.device(), "sim:1");
+  }
+}
+
+TEST(Simulation, EqualOptionsGiveEqualResults) {
+  SimulationOptions options = eight_equal();
+  options.box.throttles = {{3, 2.0, 100, 200}};
+  options.box.seed = 4;
+  const SimulationResult a = simulate(options);
+  const SimulationResult b = simulate(options);
+  EXPECT_EQ(a.loss_to_ideal, b.loss_to_ideal);
+  EXPECT_EQ(a.elapsed_seconds, b.elapsed_seconds);
+  EXPECT_EQ(a.explanation, b.explanation);
+  options.box.seed = 5;
+  EXPECT_NE(a.elapsed_seconds, simulate(options).elapsed_seconds);
+}
+
+TEST(Simulation, ARecoveryThatNeverComesIsNone) {
+  SimulationOptions options = eight_equal(0.0);
+  options.policy = "even";
+  options.box.throttles = {{3, 2.0, 100, 200}};
+  EXPECT_EQ(simulate(options).steps_to_recover, (std::vector<std::optional<std::int64_t>>{std::nullopt, 0}));
+}
+
+TEST(Simulation, WeightedByTrueSpeedsLosesOnlyTheFixedPart) {
+  SimulationOptions options = box_of({1.0, 0.5}, 0.0);
+  options.policy = "weighted";
+  for (SimDevice& device : options.box.devices) device.fixed_seconds = 0.0;
+  EXPECT_NEAR(simulate(options).loss_to_ideal, 0.0, 1e-9);
+  EXPECT_EQ(simulate(options).moves, 0);
+}
+
+}  // namespace
+}  // namespace paceline::sim
