@@ -1,0 +1,129 @@
+"""`paceline.sim` and the command `paceline simulate`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import pytest
+
+from paceline import InvalidArgument
+from paceline._cli_simulate import add_parser
+from paceline.balance import replay
+from paceline.sim import simulate
+
+EIGHT = ["--speeds", "1,1,1,1,1,1,1,1", "--batch", "512", "--noise", "0.03", "--fixed-ms", "4", "--per-item-ms", "0.1"]
+
+
+def run_command(*words: str) -> int:
+    parser = argparse.ArgumentParser(prog="paceline")
+    add_parser(parser.add_subparsers(required=True))
+    options = parser.parse_args(["simulate", *words])
+    status: int = options.run(options)
+    return status
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert run_command(*words, "--json") == 0
+    summary: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return summary
+
+
+def test_json_has_all_policies_events_and_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--speeds", "1,1,1,0.5", "--noise", "0.03", "--throttle", "0:2.0@100-300", "--seed", "1"]
+    summary = run_json(capsys, *words)
+    assert set(summary["policies"]) == {"auto", "even", "weighted"}
+    auto = summary["policies"]["auto"]
+    assert auto["steps_to_recover"] == [2, 2]
+    assert auto["loss_to_ideal"] < 0.02 < 0.3 < summary["policies"]["even"]["loss_to_ideal"]
+    assert auto["moves_per_100_steps"] == auto["moves"] / 4
+    assert sum(auto["final_shares"]) == 512
+    assert summary["policies"]["even"]["steps_to_recover"] == [None, None]
+    assert summary["events"] == [
+        {"step": 100, "device": 0, "kind": "throttle"},
+        {"step": 300, "device": 0, "kind": "release"},
+    ]
+    assert summary["ideal_ms"] > 0
+    assert summary["config"]["throttle"] == [{"device": 0, "factor": 2.0, "from": 100, "to": 300}]
+    assert run_json(capsys, *words) == summary, "equal arguments give equal results"
+
+
+@pytest.mark.parametrize("steps", [400, 800])
+def test_a_quiet_box_is_left_alone(capsys: pytest.CaptureFixture[str], steps: int) -> None:
+    for seed in range(1, 6):
+        auto = run_json(capsys, *EIGHT, "--steps", str(steps), "--seed", str(seed))["policies"]["auto"]
+        assert auto["loss_to_ideal"] <= 0.0035
+        assert auto["moves_per_100_steps"] <= 0.5
+
+
+def test_a_throttle_is_followed_in_two_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    losses = []
+    for seed in range(1, 6):
+        words = [*EIGHT, "--steps", "800", "--throttle", "3:2.0@200-600", "--seed", str(seed)]
+        auto = run_json(capsys, *words)["policies"]["auto"]
+        assert all(steps <= 2 for steps in auto["steps_to_recover"])
+        losses.append(auto["loss_to_ideal"])
+    assert sum(losses) / len(losses) <= 0.005
+
+
+def test_table_is_aligned_ascii(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("--speeds", "1,0.5", "--steps", "100", "--throttle", "0:2@50-80", "--fail", "1@90") == 0
+    text = capsys.readouterr().out
+    assert text.isascii()
+    rows = text.splitlines()[2:6]
+    assert [row.split()[0] for row in rows] == ["policy", "auto", "even", "weighted"]
+    ends = {row.index("%") for row in rows[1:]}
+    assert len(ends) == 1, "the percentages stand below each other"
+    assert "never" in text
+    assert "failure of 1 at step 90" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--speeds"),
+        (["--speeds", "1,x"], "a speed is a number, got 'x'"),
+        (["--speeds", "1,0"], "above zero"),
+        (["--speeds", "1,nan"], "finite"),
+        (["--speeds", "1,1", "--batch", "0"], "at least 1"),
+        (["--speeds", "1,1", "--steps", "many"], "whole number"),
+        (["--speeds", "1,1", "--noise", "3"], "fraction"),
+        (["--speeds", "1,1", "--throttle", "0:2.0"], "DEVICE:FACTOR@FROM-TO"),
+        (["--speeds", "1,1", "--throttle", "0:2.0@300-100"], "end after it starts"),
+        (["--speeds", "1,1", "--throttle", "0:0@1-2"], "above zero"),
+        (["--speeds", "1,1", "--throttle", "2:2.0@1-2"], "no device 2, the last one is 1"),
+        (["--speeds", "1,1", "--fail", "5@10"], "no device 5"),
+        (["--speeds", "1,1", "--fail", "x"], "DEVICE@STEP"),
+        (["--speeds", "1,1", "--fail", "0@1", "--fail", "1@2"], "every device fails"),
+        (["--speeds", "1,1", "--spikes", "0.1"], "P:FACTOR"),
+        (["--speeds", "1,1", "--spikes", "2:1.5"], "probability from 0 to 1"),
+        (["--speeds", "1,1", "--fixed-ms", "0", "--per-item-ms", "0"], "no time"),
+        (["--speeds", "1,1", "--seed", "-1"], "at least 0"),
+    ],
+)
+def test_wrong_arguments_exit_with_two_and_say_why(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        run_command(*words)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_simulations_replay() -> None:
+    result = simulate(
+        [1.0, 1.0, 0.5], steps=200, noise=0.05, throttles=[(0, 2.0, 50, 120)], failures=[(1, 150)], ledger=True
+    )
+    assert result.lost_steps == 1
+    assert result.final_shares[1] == 0
+    replayed = replay(result.ledger.splitlines())
+    assert replayed.mismatches == []
+    assert replayed.moves == result.moves > 2
+
+
+def test_wrong_options_are_named() -> None:
+    with pytest.raises(InvalidArgument, match="device 4"):
+        simulate([1.0, 1.0], throttles=[(4, 2.0, 0, 10)])
+    with pytest.raises(InvalidArgument, match="device_classes has 1 entries"):
+        simulate([1.0, 1.0], device_classes=["a"])
