@@ -64,11 +64,14 @@ void PythonProgram::release() {
 
 bool PythonProgram::run(const MicroBatch& micro_batch) {
   return with_interpreter([&] {
-    const py::object device = py::int_(micro_batch.device_index);
-    const py::object begin = py::int_(micro_batch.begin);
-    const py::object end = py::int_(micro_batch.end);
-    PyObject* arguments[] = {device.ptr(), begin.ptr(), end.ptr(), micro_batch.last ? Py_True : Py_False};
-    PyObject* result = PyObject_Vectorcall(run_.ptr(), arguments, 4, nullptr);
+    // Plain pointers: should the interpreter end inside of the call, the unwinding must not touch reference counts.
+    PyObject* arguments[] = {PyLong_FromSize_t(micro_batch.device_index), PyLong_FromLongLong(micro_batch.begin),
+                             PyLong_FromLongLong(micro_batch.end), micro_batch.last ? Py_True : Py_False};
+    PyObject* result = nullptr;
+    if (arguments[0] != nullptr && arguments[1] != nullptr && arguments[2] != nullptr) {
+      result = PyObject_Vectorcall(run_.ptr(), arguments, 4, nullptr);
+    }
+    for (int i = 0; i < 3; ++i) Py_XDECREF(arguments[i]);
     if (result == nullptr) fail();
     const long code = PyLong_AsLong(result);
     Py_DECREF(result);

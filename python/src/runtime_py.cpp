@@ -2,6 +2,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cxxabi.h>
+#include <unistd.h>
+
 #include <chrono>
 #include <string>
 #include <variant>
@@ -24,7 +27,16 @@ void* let_go() {
   return PyEval_SaveThread();
 }
 
-void take_back(void* token) { PyEval_RestoreThread(static_cast<PyThreadState*>(token)); }
+// CPython up to 3.13 ends a thread that comes back while the interpreter goes down by unwinding its stack, which cannot pass the
+// destructor that calls this: such a thread (a daemon that waits for a step) sleeps here until the process is gone.
+void take_back(void* token) {
+  if (token == nullptr) return;
+  try {
+    PyEval_RestoreThread(static_cast<PyThreadState*>(token));
+  } catch (abi::__forced_unwind&) {
+    for (;;) pause();
+  }
+}
 
 std::chrono::nanoseconds seconds(double value) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(value));

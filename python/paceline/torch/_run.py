@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline import Cancelled
 from paceline.torch._batch import Batch
 from paceline.torch._caller_state import (
     CallerState,
@@ -72,14 +74,23 @@ class Run:
         self.state = state
         self.thread_counts = thread_counts
         self.failures: list[tuple[int, int, int, BaseException]] = []
+        self._inside: dict[int, int] = {}
 
     def body(self, device: int, begin: int, end: int, last: bool) -> int:
         try:
+            self._inside[device] = threading.get_ident()
             prepare_worker(self.thread_counts[device])
             return self.state.contexts[device].run(self._slice, device, begin, end)
         except BaseException as error:
             self.failures.append((device, begin, end, error))
             return FAILED
+        finally:
+            self._inside.pop(device, None)
+
+    def interrupt(self) -> None:
+        """Raise `Cancelled` in every worker that is inside user code, at its next Python instruction."""
+        for thread in list(self._inside.values()):
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Cancelled))
 
     def finish(self, device: int) -> list[View | None] | None:
         return []

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from paceline import Device, DeviceGroup, InvalidArgument, Unavailable
+from paceline import Device, DeviceGroup, Error, InvalidArgument, Timeout, Unavailable
 from paceline._core.engine import Stepper
 from paceline.torch._batch import Batch, concatenate
 from paceline.torch._buffers import KeptBuffers
@@ -22,6 +26,7 @@ from paceline.torch._run import LossFunction, PredictRun, Run, Seen, TrainRun
 
 Balance = Literal["auto", "even"] | Sequence[float]
 _DEVICE_TYPE = "cpu"  # of host devices, in PyTorch's words
+_AT_EXIT_SECONDS = 3.0  # for a worker that is inside an operator or a sleep when the program ends
 
 
 class DataParallel:
@@ -99,9 +104,14 @@ class DataParallel:
         compiled = is_compiled(module)
         self._seen = Seen(len(group), compiled)
         self._seen_predicting = Seen(len(group), compiled)
+        self._lock = threading.Lock()
+        self._running: Run | None = None
+        self._abandoned = False
         CallerThreads.limit()
-        # Also runs at exit, before the interpreter is finalised, and when the trainer is dropped without close().
+        # Runs when the trainer is dropped without close(); the end of the program has _close_at_exit.
         self._finalizer = weakref.finalize(self, _finalize, group if owned else None)
+        self._finalizer.atexit = False
+        _open.add(self)
 
     def step(
         self,
@@ -139,7 +149,10 @@ class DataParallel:
             What `loss_fn` raised on a worker, with its own traceback and a note that names the device. Then gradients and buffers are as
             before the step (random generators and Python state are not), and the next step works.
         """
-        self._check_open("step")
+        with self._alone("step"):
+            return self._step(loss_fn, batch, weight, scaler)
+
+    def _step(self, loss_fn: LossFunction, batch: Any, weight: Weight | None, scaler: Any) -> torch.Tensor:
         if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
             mode = "inference mode" if torch.is_inference_mode_enabled() else "no_grad"
             raise InvalidArgument(f"step: called under {mode}, so there would be no gradients. Leave it for the step, or use predict().")
@@ -199,7 +212,10 @@ class DataParallel:
         Any
             What `fn` returns, for the whole batch, in the order of the items. The training mode is the module's own.
         """
-        self._check_open("predict")
+        with self._alone("predict"):
+            return self._predict(batch, fn if fn is not None else _forward)
+
+    def _predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any]) -> Any:
         whole = Batch(batch)
         self._replicas.refresh()
         if self._predictor is None:
@@ -210,7 +226,7 @@ class DataParallel:
             self._seen_predicting,
             CallerState(_DEVICE_TYPE, len(self._names)),
             self._thread_counts,
-            fn=fn if fn is not None else _forward,
+            fn=fn,
         )
         outcome = self._execute(self._predictor, run, whole.size)
         self._predictor.commit(outcome)
@@ -233,7 +249,7 @@ class DataParallel:
         -------
         dict
             ``devices``: per name ``share`` (items of the last step), ``items``, ``busy_seconds``, ``idle_seconds`` (totals),
-            ``items_per_second`` (recent, while busy); ``imbalance`` (slowest busy time over the mean, minus 1; recent); ``moves`` (changes of
+            ``items_per_second`` (recent, while busy), ``speed`` (that, over the fastest device's); ``imbalance`` (slowest busy time over the mean, minus 1; recent); ``moves`` (changes of
             shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction).
         """
         return dict(self._stepper.metrics)
@@ -245,6 +261,16 @@ class DataParallel:
     def explain(self) -> str:
         """In words: what was seen, what was decided and why, what a move would gain."""
         return self._stepper.explain()
+
+    def write_ledger(self, path: str | os.PathLike[str]) -> None:
+        """Write every measurement and decision of `step` to a file of JSON lines; `paceline.balance.replay` reproduces them.
+
+        Raises
+        ------
+        InvalidArgument
+            After the first step (a ledger that lacks steps cannot be replayed), or if the file cannot be written.
+        """
+        self._stepper.write_ledger(os.fspath(path))
 
     def close(self) -> None:
         """End the workers and give the caller its PyTorch threads back; idempotent. A `DeviceGroup` that was passed in stays open."""
@@ -260,16 +286,39 @@ class DataParallel:
         state = "open" if self._finalizer.alive else "closed"
         return f"<paceline.torch.DataParallel {type(self.module).__name__} on {', '.join(self._names)}, {self._options['balance']}, {state}>"
 
-    def _check_open(self, call: str) -> None:
+    @contextlib.contextmanager
+    def _alone(self, call: str) -> Iterator[None]:
+        """One call at a time: the replicas and their gradients are the trainer's, not the call's."""
         if not self._finalizer.alive:
             raise Unavailable(f"{call}: the trainer is closed. Make a new one.")
+        if not self._lock.acquire(blocking=False):
+            raise InvalidArgument(
+                f"{call}: this trainer is in the middle of another call, in another thread or around this one (loss_fn must "
+                "not call the trainer). One call at a time."
+            )
+        try:
+            if self.group.busy:
+                raise InvalidArgument(
+                    f"{call}: an earlier step of this group has not ended: its workers are still inside user code. Wait for it, or close "
+                    "the trainer."
+                )
+            if self._abandoned:  # its workers have gone on to write gradients meanwhile
+                self._drop_gradients()
+            yield
+        finally:
+            self._running = None
+            self._abandoned = self.group.busy
+            self._lock.release()
 
     def _execute(self, stepper: Stepper, run: Run, size: int) -> Any:
+        self._running = run
         outcome = stepper.run(size, run.body, run.finish)
         if run.failures:
             device, begin, end, error = run.failures[0]
             run.failures.clear()
             raise_failure(error, self._names[device], begin, end)
+        if outcome.failed_at is not None:
+            raise Error(f"step: {self._names[outcome.failed_at[0]]} failed outside of user code. Nothing was committed.")
         return outcome
 
     def _commit_buffers(self, outcome: Any) -> None:
@@ -286,6 +335,21 @@ class DataParallel:
         if self._replicas.list[0].shared:
             for replica in self._replicas.list:
                 replica.clear_gradients()
+
+
+_open: weakref.WeakSet[DataParallel] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    """Workers must have left Python before the interpreter goes down: PyTorch does not survive a thread that is ended inside of it."""
+    trainers = list(_open)
+    for trainer in trainers:
+        if trainer._running is not None:
+            trainer._running.interrupt()
+    for trainer in trainers:
+        with contextlib.suppress(Timeout):  # inside an operator or a sleep: ends with the process
+            trainer.group.close(_AT_EXIT_SECONDS)
 
 
 def _policy(balance: Balance) -> tuple[str, list[float]]:
