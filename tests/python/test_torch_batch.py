@@ -1,0 +1,170 @@
+"""Batches: what is split, what goes along, and what is refused with advice."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from paceline import InvalidArgument
+from paceline.torch import DataParallel
+from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain
+
+
+class Named(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+OldNamed = namedtuple("OldNamed", ["x", "y"])  # noqa: PYI024
+
+
+class Encoding(UserDict[str, Any]):
+    """As the tokenizers of transformers return."""
+
+
+@dataclass
+class Plain:
+    x: torch.Tensor
+    y: torch.Tensor
+    note: str = "whole"
+    count: int = field(default=0, init=False)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenSlots:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+NESTS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]] = {
+    "tuple": (lambda x, y: (x, y), lambda b: (b[0], b[1])),
+    "list": (lambda x, y: [x, y], lambda b: (b[0], b[1])),
+    "dict": (lambda x, y: {"x": x, "y": y}, lambda b: (b["x"], b["y"])),
+    "OrderedDict": (lambda x, y: OrderedDict(x=x, y=y), lambda b: (b["x"], b["y"])),
+    "UserDict": (lambda x, y: Encoding(x=x, y=y), lambda b: (b["x"], b["y"])),
+    "NamedTuple": (Named, lambda b: (b.x, b.y)),
+    "namedtuple": (OldNamed, lambda b: (b.x, b.y)),
+    "dataclass": (Plain, lambda b: (b.x, b.y)),
+    "frozen dataclass": (Frozen, lambda b: (b.x, b.y)),
+    "frozen dataclass with slots": (FrozenSlots, lambda b: (b.x, b.y)),
+    "deep": (lambda x, y: {"in": [(x,), None], "out": Plain(x, y)}, lambda b: (b["in"][0][0], b["out"].y)),
+}
+
+
+@pytest.mark.parametrize("nest", NESTS)
+def test_any_nest_is_split_into_nests_of_the_same_kind(nest: str) -> None:
+    make, take = NESTS[nest]
+    module, (x, y) = classifier(11)
+    batch = make(x, y)
+    kinds = []
+
+    def loss_fn(replica: nn.Module, part: Any) -> torch.Tensor:
+        kinds.append(type(part))
+        return classify(replica, take(part))
+
+    _, wanted = plain(module, classify, (x, y))
+    with DataParallel(module, TWO, balance=[2, 1], micro_batch=3) as trainer:
+        trainer.step(loss_fn, batch)
+    assert_same_gradients(module, wanted)
+    assert set(kinds) == {type(batch)}
+    assert len(kinds) >= 4
+    assert take(batch)[0] is x, "the caller's batch was changed"
+    assert len(take(batch)[1]) == 11
+
+
+def test_other_leaves_go_along_unchanged() -> None:
+    module, (x, y) = classifier(8)
+    leaves = {"scalar": torch.tensor(2.0), "text": "words", "number": 3, "none": None, "set": {1}, "empty": [], "kind": Plain}
+    seen = []
+
+    def loss_fn(replica: nn.Module, part: Any) -> torch.Tensor:
+        seen.append(part[2])
+        return classify(replica, part)
+
+    with DataParallel(module, TWO, balance="even") as trainer:
+        trainer.step(loss_fn, (x, y, leaves))
+    assert len(seen) == 2
+    for part in seen:
+        assert all(part[name] is value for name, value in leaves.items())
+
+
+def test_slices_are_views_of_the_batch() -> None:
+    module, batch = classifier(8)
+    addresses = set()
+    with DataParallel(module, TWO, balance="even") as trainer:
+        trainer.step(lambda m, b: addresses.add(b[0].data_ptr()) or classify(m, b), batch)  # type: ignore[func-returns-value]
+    assert addresses == {batch[0].data_ptr(), batch[0][4:].data_ptr()}
+
+
+@pytest.mark.parametrize("items", [1, 2, 3])
+def test_a_batch_may_be_smaller_than_the_number_of_devices(items: int) -> None:
+    module, batch = classifier(items)
+    _, wanted = plain(module, classify, batch)
+    with DataParallel(module, hosts(4)) as trainer:
+        trainer.step(classify, batch)
+        assert sum(trainer.shares.values()) == items
+    assert_same_gradients(module, wanted)
+
+
+@pytest.mark.parametrize("balance", ["auto", "even", [2, 1]], ids=str)
+def test_the_size_may_change_from_step_to_step(balance: Any) -> None:
+    module, _ = classifier()
+    with DataParallel(module, TWO, balance=balance) as trainer:
+        for items in (64, 64, 64, 17, 64, 1, 200, 3):
+            _, batch = classifier(items, seed=items)
+            _, wanted = plain(module, classify, batch)
+            module.zero_grad()
+            trainer.step(classify, batch)
+            assert_same_gradients(module, wanted)
+            assert sum(trainer.shares.values()) == items
+
+
+X = torch.zeros(8, 6, dtype=torch.float64)
+REFUSED: dict[str, tuple[Any, str]] = {
+    "empty": (torch.zeros(0, 6), "batch has no items.*Skip empty batches"),
+    "other length": ({"x": X, "deep": [X, (X[:5],)]}, r"batch\['deep'\]\[1\]\[0\] has 5 items.*batch\['x'\] has 8"),
+    "other length in a field": (Plain(X, X[:3]), r"batch\.y has 3 items.*batch\.x has 8"),
+    "other length in a named tuple": (Named(X, X[:3]), r"batch\.y has 3 items"),
+    "no tensor": ({"x": 1, "y": "text"}, "no items to split"),
+    "only a 0-dim tensor": (torch.tensor(1.0), "no items to split"),
+    "None": (None, "no items to split"),
+    "list of strings": ((X, ["a"] * 8), r"batch\[1\] is a list of str of 8.*indices that loss_fn looks up"),
+    "list of numbers": ({"x": X, "y": list(range(8))}, r"batch\['y'\] is a list of int of 8.*torch\.as_tensor"),
+    "array": ((X, np.zeros(8)), r"batch\[1\] is an array \(ndarray\) of 8.*torch\.as_tensor"),
+    "array alone": (np.zeros((8, 6)), "no items to split"),
+    "gradient": ((X, X.clone().requires_grad_()), r"batch\[1\] requires grad.*batch\[1\]\.detach\(\)"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("call", ["step", "predict"])
+def test_batches_that_cannot_be_split_are_refused_with_the_leaf_and_advice(case: str, call: str) -> None:
+    batch, message = REFUSED[case]
+    module, good = classifier(8)
+    with DataParallel(module, TWO) as trainer:
+        with pytest.raises(InvalidArgument, match=message):
+            trainer.step(classify, batch) if call == "step" else trainer.predict(batch)
+        assert gradients(module) == [None] * 4
+        trainer.step(classify, good)  # and the trainer goes on
+
+
+def test_lists_and_arrays_of_another_length_belong_to_the_whole_batch() -> None:
+    module, (x, y) = classifier(8)
+    seen = []
+    with DataParallel(module, TWO, balance="even") as trainer:
+        trainer.step(lambda m, b: seen.append(b[2:]) or classify(m, b), (x, y, ["a", "b"], np.ones(3)))  # type: ignore[func-returns-value]
+    assert [len(part[0]) for part in seen] == [2, 2]
+    assert [len(part[1]) for part in seen] == [3, 3]

@@ -1,0 +1,194 @@
+"""Exceptions in a worker: raised once, as they are, and nothing is left of the step."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import Error, InvalidArgument, Unavailable
+from paceline.torch import DataParallel
+from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain
+
+DEVICES = pytest.mark.parametrize("devices", [1, 2, 3])
+
+
+class Unlucky(RuntimeError):
+    """Raised by the tests only."""
+
+
+def failing_at(items: torch.Tensor) -> Any:
+    """A loss that raises in the slices that hold one of `items` (rows of the batch)."""
+
+    def deeper(part: Any) -> None:
+        raise Unlucky("as planned")
+
+    def loss_fn(module: Any, part: Any) -> Any:
+        loss = classify(module, part)
+        if bool((part[0][:, None] == items[None]).all(-1).any()):
+            deeper(part)
+        return loss
+
+    return loss_fn
+
+
+@DEVICES
+def test_an_exception_is_raised_once_with_its_own_traceback_and_the_device(devices: int) -> None:
+    module, batch = classifier(12)
+    with DataParallel(module, hosts(devices), balance="even") as trainer:
+        with pytest.raises(Unlucky, match="as planned") as caught:
+            trainer.step(failing_at(batch[0][-1:]), batch)
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert frames[-2:] == ["loss_fn", "deeper"]
+    name = f"host:{devices - 1}"
+    first = 12 - 12 // devices
+    where = f"raised on {name} at items {first} to 11 of the batch; gradients and buffers are as before the step"
+    if sys.version_info >= (3, 11):
+        assert caught.value.__notes__ == [where]
+        assert caught.value.__cause__ is None
+    else:
+        assert isinstance(caught.value.__cause__, Error)
+        assert str(caught.value.__cause__) == where
+
+
+@DEVICES
+def test_exceptions_on_every_device_make_one(devices: int) -> None:
+    module, batch = classifier(12)
+    with DataParallel(module, hosts(devices), balance="even") as trainer:
+        with pytest.raises(Unlucky) as caught:
+            trainer.step(failing_at(batch[0]), batch)
+    assert len(getattr(caught.value, "__notes__", ["one"])) == 1
+
+
+@DEVICES
+def test_gradients_are_as_before_and_the_next_step_works(devices: int) -> None:
+    module, batch = classifier(12)
+    _, wanted = plain(module, classify, batch)
+    with DataParallel(module, hosts(devices), balance="even", micro_batch=2) as trainer:
+        for _ in range(3):
+            with pytest.raises(Unlucky):
+                trainer.step(failing_at(batch[0][-1:]), batch)
+            assert gradients(module) == [None] * 4
+        trainer.step(classify, batch)
+        assert_same_gradients(module, wanted)
+        own, before = [parameter.grad for parameter in module.parameters()], gradients(module)
+        with pytest.raises(Unlucky):
+            trainer.step(failing_at(batch[0][-1:]), batch)
+        assert all(parameter.grad is grad for parameter, grad in zip(module.parameters(), own, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(gradients(module), before, strict=True))  # type: ignore[arg-type]
+        assert trainer.report()["steps"] == 1
+        trainer.step(classify, batch)
+        assert_same_gradients(module, [2 * gradient for gradient in wanted if gradient is not None])
+
+
+def test_an_exception_stops_the_other_device_at_its_next_micro_batch() -> None:
+    module, batch = classifier(200)
+    ran: list[int] = []
+
+    def loss_fn(replica: Any, part: Any) -> Any:
+        if bool((part[0] == batch[0][0]).all(-1).any()):
+            raise Unlucky
+        ran.append(len(part[0]))
+        time.sleep(0.002)
+        return classify(replica, part)
+
+    with DataParallel(module, TWO, balance="even", micro_batch=1) as trainer, pytest.raises(Unlucky):
+        trainer.step(loss_fn, batch)
+    assert len(ran) < 50
+
+
+def test_an_exception_in_backward_is_raised_as_it_is() -> None:
+    class Breaking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            raise Unlucky("in backward")
+
+    module, batch = classifier(12)
+    with DataParallel(module, TWO) as trainer:
+        with pytest.raises(Unlucky, match="in backward"):
+            trainer.step(lambda m, b: classify(lambda x: Breaking.apply(m(x)), b), batch)
+        trainer.step(classify, batch)
+    assert_same_gradients(module, plain(module, classify, batch)[1])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, StopIteration, GeneratorExit])
+def test_unusual_exceptions_come_through(error: type[BaseException]) -> None:
+    module, batch = classifier(12)
+
+    def loss_fn(replica: Any, part: Any) -> Any:
+        raise error("unusual")
+
+    with DataParallel(module, TWO) as trainer:
+        with pytest.raises(error):
+            trainer.step(loss_fn, batch)
+        trainer.step(classify, batch)
+
+
+def test_warnings_as_errors_come_through() -> None:
+    module, batch = classifier(12)
+
+    def loss_fn(replica: Any, part: Any) -> Any:
+        warnings.warn("careful", UserWarning, stacklevel=1)
+        return classify(replica, part)
+
+    with DataParallel(module, TWO) as trainer, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="careful"):
+            trainer.step(loss_fn, batch)
+
+
+def test_a_closed_trainer_says_so() -> None:
+    module, batch = classifier()
+    trainer = DataParallel(module, TWO)
+    trainer.step(classify, batch)
+    trainer.close()
+    trainer.close()
+    assert repr(trainer) == "<paceline.torch.DataParallel Sequential on host:0, host:1, auto, closed>"
+    for call in (lambda: trainer.step(classify, batch), lambda: trainer.predict(batch[0])):
+        with pytest.raises(Unavailable, match="closed"):
+            call()
+    assert sum(trainer.shares.values()) == 16  # what was, can still be read
+
+
+def test_a_second_step_at_the_same_time_is_refused_and_the_first_is_exact() -> None:
+    module, batch = classifier(12)
+    _, wanted = plain(module, classify, batch)
+    inside, leave = threading.Event(), threading.Event()
+
+    def waiting(replica: Any, part: Any) -> Any:
+        loss = classify(replica, part)
+        inside.set()
+        assert leave.wait(30)
+        return loss
+
+    with DataParallel(module, TWO, balance="even", micro_batch=3) as trainer:
+        first = threading.Thread(target=trainer.step, args=(waiting, batch))
+        first.start()
+        assert inside.wait(30)
+        time.sleep(0.05)
+        for call in (lambda: trainer.step(classify, batch), lambda: trainer.predict(batch[0])):
+            with pytest.raises(InvalidArgument, match=r"step|predict"):
+                call()
+        leave.set()
+        first.join(30)
+        assert not first.is_alive()
+        assert_same_gradients(module, wanted)
+
+
+def test_a_step_inside_of_a_step_is_refused() -> None:
+    module, batch = classifier(12)
+    with DataParallel(module, TWO) as trainer:
+        with pytest.raises(InvalidArgument):
+            trainer.step(lambda m, b: trainer.step(classify, b), batch)
+        trainer.step(classify, batch)
+    assert_same_gradients(module, plain(module, classify, batch)[1])

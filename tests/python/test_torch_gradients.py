@@ -1,0 +1,160 @@
+"""What a step does to ``.grad``: set, add, or leave alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import InvalidArgument
+from paceline.torch import DataParallel
+from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain
+
+DEVICES = pytest.mark.parametrize("devices", [1, 2, 3])
+
+
+class Halves(nn.Module):
+    """`right` runs only for items whose number is 6 or more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(4, 2)
+        self.right = nn.Linear(4, 2)
+        self.unused = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.left(x).pow(2).sum(1)
+        late = number >= 6
+        return y + self.right(x).pow(2).sum(1) * late if late.any() else y
+
+
+def per_item(module: nn.Module, batch: Any) -> torch.Tensor:
+    return module(*batch)  # type: ignore[no-any-return]
+
+
+def halves() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(3)
+    return Halves().double(), (torch.randn(8, 4, dtype=torch.double), torch.arange(8))
+
+
+@DEVICES
+def test_gradients_that_no_micro_batch_touched_stay_none(devices: int) -> None:
+    module, batch = halves()
+    _, wanted = plain(module, lambda m, b: per_item(m, b).mean(), batch)
+    with DataParallel(module, hosts(devices), balance="even") as trainer:
+        trainer.step(per_item, batch)
+        assert_same_gradients(module, wanted)
+        assert gradients(module)[4:] == [None, None]
+        module.zero_grad()
+        trainer.step(per_item, (batch[0], batch[1] % 6))
+        assert [gradient is None for gradient in gradients(module)] == [False, False, True, True, True, True]
+
+
+@DEVICES
+def test_weight_decay_does_not_move_what_no_micro_batch_touched(devices: int) -> None:
+    module, batch = halves()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with DataParallel(module, hosts(devices)) as trainer:
+        optimizer = trainer.optimizer(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+        trainer.step(per_item, batch)
+        optimizer.step()
+    moved = {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved == {"left.weight", "left.bias", "right.weight", "right.bias"}
+
+
+@DEVICES
+def test_a_gradient_that_no_micro_batch_touched_is_kept(devices: int) -> None:
+    module, batch = halves()
+    kept = torch.full((2, 4), 7.0, dtype=torch.double)
+    module.unused.weight.grad = kept  # type: ignore[union-attr]
+    with DataParallel(module, hosts(devices)) as trainer:
+        trainer.step(per_item, batch)
+    assert module.unused.weight.grad is kept  # type: ignore[union-attr]
+    assert bool((kept == 7).all())
+
+
+@DEVICES
+def test_steps_add_up_until_gradients_are_zeroed(devices: int) -> None:
+    module, batch = classifier()
+    _, wanted = plain(module, classify, batch)
+    with DataParallel(module, hosts(devices)) as trainer:
+        for count in (1, 2, 3):
+            trainer.step(classify, batch)
+            assert_same_gradients(module, [count * gradient for gradient in wanted if gradient is not None])
+        module.zero_grad(set_to_none=False)
+        own = [parameter.grad for parameter in module.parameters()]
+        trainer.step(classify, batch)
+        assert_same_gradients(module, wanted)
+        assert all(a.grad is b for a, b in zip(module.parameters(), own, strict=True)), "gradients were replaced"
+        module.zero_grad()
+        trainer.step(classify, batch)
+        assert_same_gradients(module, wanted)
+
+
+def test_gradients_are_the_users_own_once_committed() -> None:
+    module, batch = classifier()
+    with DataParallel(module, TWO) as trainer:
+        trainer.step(classify, batch)
+        mine = [parameter.grad for parameter in module.parameters()]
+        before = gradients(module)
+        module.zero_grad()
+        trainer.step(classify, (batch[0] * 2, batch[1]))
+    assert all(torch.equal(a, b) for a, b in zip(mine, before, strict=True) if a is not None and b is not None)
+
+
+@DEVICES
+def test_frozen_parameters_get_no_gradient(devices: int) -> None:
+    module, batch = classifier()
+    module[0].weight.requires_grad_(False)  # type: ignore[index]
+    _, wanted = plain(module, classify, batch)
+    with DataParallel(module, hosts(devices)) as trainer:
+        trainer.step(classify, batch)
+    assert module[0].weight.grad is None  # type: ignore[index]
+    assert_same_gradients(module, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex128], ids=str)
+def test_other_types_of_parameters_are_summed_too(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = nn.ParameterList([nn.Parameter(torch.randn(5, 3, dtype=dtype))])
+    batch = torch.randn(8, 5, dtype=dtype)
+
+    def loss_fn(m: Any, b: torch.Tensor) -> torch.Tensor:
+        return (b @ m[0]).abs().pow(2).sum(1)  # type: ignore[no-any-return]
+
+    _, wanted = plain(module, lambda m, b: loss_fn(m, b).float().mean(), batch)
+    with DataParallel(module, hosts(3), balance=[2, 1, 1]) as trainer:
+        trainer.step(loss_fn, batch)
+    got, expected = gradients(module)[0], wanted[0]
+    assert got is not None
+    assert expected is not None
+    assert got.dtype == dtype
+    tolerance = 1e-12 if dtype == torch.complex128 else 2e-2
+    assert float((got - expected).abs().max() / expected.abs().max()) < tolerance
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4, sparse=True)
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return self.table(index).pow(2).sum(1)  # type: ignore[no-any-return]
+
+
+def test_sparse_gradients_are_refused_by_name_on_several_devices() -> None:
+    module = Bag()
+    with DataParallel(module, TWO) as trainer:
+        with pytest.raises(InvalidArgument, match=r"table\.weight is sparse.*sparse=False"):
+            trainer.step(lambda m, b: m(b), torch.arange(8))
+        assert module.table.weight.grad is None
+
+
+def test_sparse_gradients_work_on_one_device() -> None:
+    module = Bag()
+    with DataParallel(module, ["host:0"]) as trainer:
+        trainer.step(lambda m, b: m(b), torch.arange(8))
+    assert module.table.weight.grad is not None
+    assert module.table.weight.grad.is_sparse

@@ -1,0 +1,131 @@
+"""`predict`: outputs of the whole batch, in the order of the items, without gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import InvalidArgument
+from paceline.torch import DataParallel
+from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    hidden: torch.Tensor | None = None
+
+
+class Pair(NamedTuple):
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("micro_batch", [None, 1, 3])
+def test_outputs_come_in_the_order_of_the_items(devices: int, micro_batch: int | None) -> None:
+    module, (x, _) = classifier(17)
+    with DataParallel(module, hosts(devices), micro_batch=micro_batch) as trainer:
+        for _ in range(5):
+            outputs = trainer.predict(x)
+            torch.testing.assert_close(outputs, module(x), rtol=1e-12, atol=1e-12)
+            assert not outputs.requires_grad
+
+
+def test_nested_outputs_keep_their_kind() -> None:
+    module, (x, _) = classifier(9)
+
+    def fn(replica: nn.Module, part: torch.Tensor) -> Any:
+        logits = replica(part)
+        return {"out": Output(logits), "pair": Pair(logits + 1, part), "list": [logits.argmax(1)], "nothing": None}
+
+    with DataParallel(module, TWO, balance=[2, 1]) as trainer:
+        result = trainer.predict(x, fn)
+    wanted = module(x).detach()
+    torch.testing.assert_close(result["out"].logits, wanted)
+    assert isinstance(result["out"], Output)
+    assert result["out"].hidden is None
+    assert isinstance(result["pair"], Pair)
+    assert torch.equal(result["pair"].b, x)
+    torch.testing.assert_close(result["pair"].a, wanted + 1)
+    assert isinstance(result["list"], list)
+    assert torch.equal(result["list"][0], wanted.argmax(1))
+    assert result["nothing"] is None
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (lambda module, part: module(part).mean(), r"output has shape \(\) for 4 items"),
+        (lambda module, part: {"scores": module(part)[:1]}, r"output\['scores'\] has shape \(1, 3\) for 4 items"),
+        (lambda module, part: (module(part), 1.5), r"output\[1\] is float, not a tensor"),
+    ],
+    ids=["mean", "one row", "number"],
+)
+def test_outputs_that_are_not_per_item_are_refused_by_name(fn: Any, message: str) -> None:
+    module, (x, _) = classifier(8)
+    with DataParallel(module, TWO, balance="even") as trainer, pytest.raises(InvalidArgument, match=message):
+        trainer.predict(x, fn)
+
+
+def test_predicting_runs_without_gradients_in_the_modules_own_mode() -> None:
+    module, (x, _) = classifier(8)
+    seen = []
+
+    def fn(replica: nn.Module, part: torch.Tensor) -> Any:
+        seen.append((torch.is_grad_enabled(), replica.training))
+        return replica(part)
+
+    with DataParallel(module, TWO, balance="even") as trainer:
+        trainer.predict(x, fn)
+        assert set(seen) == {(False, True)}
+        module.eval()
+        trainer.predict(x, fn)
+        assert seen[-1] == (False, False)
+
+
+def test_predicting_between_steps_touches_neither_gradients_nor_shares() -> None:
+    module, batch = classifier(8)
+    _, wanted = plain(module, classify, batch)
+    with DataParallel(module, TWO, balance="even") as trainer:
+        trainer.step(classify, batch)
+        own = [parameter.grad for parameter in module.parameters()]
+        shares, steps = trainer.shares, trainer.report()["steps"]
+        trainer.predict(batch[0][:3])
+        assert (trainer.shares, trainer.report()["steps"]) == (shares, steps)
+        assert all(a.grad is b for a, b in zip(module.parameters(), own, strict=True))
+        assert_same_gradients(module, wanted)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_predicting_under_no_grad_and_inference_mode_leaves_the_next_step_alone(mode: Any) -> None:
+    module, batch = classifier(8)
+    norm = nn.Sequential(nn.BatchNorm1d(6), module).double()
+    _, wanted = plain(norm.eval(), classify, batch)
+    with DataParallel(norm, TWO) as trainer:
+        with mode():
+            torch.testing.assert_close(trainer.predict(batch[0]), norm(batch[0]))
+        norm.load_state_dict({name: value.clone() for name, value in norm.state_dict().items()}, assign=True)
+        with mode():  # the replicas are made anew here
+            torch.testing.assert_close(trainer.predict(batch[0]), norm(batch[0]))
+        trainer.step(classify, batch)
+    assert_same_gradients(norm, wanted)
+
+
+def test_an_exception_in_predict_names_the_device_and_the_next_call_works() -> None:
+    module, (x, _) = classifier(8)
+
+    def fn(replica: nn.Module, part: torch.Tensor) -> torch.Tensor:
+        if float(part[-1, 0]) == float(x[-1, 0]):
+            raise KeyError("last")
+        return replica(part)  # type: ignore[no-any-return]
+
+    with DataParallel(module, TWO, balance="even") as trainer:
+        with pytest.raises(KeyError, match="last"):
+            trainer.predict(x, fn)
+        torch.testing.assert_close(trainer.predict(x), module(x).detach())
+    assert gradients(module) == [None] * 4

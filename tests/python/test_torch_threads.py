@@ -1,0 +1,126 @@
+"""Threads: how many PyTorch uses and where, and that each worker is one thread for its whole life."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import DeviceGroup
+from paceline.torch import DataParallel
+from torch_support import TWO, classifier, classify, hosts, output_of
+
+
+@pytest.fixture(autouse=True)
+def _caller_with_two_threads() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_caller_has_one_thread_while_a_trainer_is_open() -> None:
+    module, _ = classifier()
+    with DataParallel(module, TWO):
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+
+
+def test_the_last_of_several_trainers_gives_the_callers_threads_back() -> None:
+    module, _ = classifier()
+    first = DataParallel(module, TWO)
+    with DataParallel(module, ["host:0"]) as second:
+        first.close()
+        first.close()
+        assert torch.get_num_threads() == 1
+        second.close()
+        assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == 2
+
+
+def test_dropping_a_trainer_gives_the_callers_threads_back() -> None:
+    module, _ = classifier()
+    trainer = DataParallel(module, TWO)
+    assert torch.get_num_threads() == 1
+    del trainer
+    assert torch.get_num_threads() == 2
+
+
+def worker_threads(trainer: DataParallel, batch: Any) -> list[int]:
+    seen: list[int] = []
+    trainer.step(lambda m, b: seen.append(torch.get_num_threads()) or classify(m, b), batch)
+    return seen
+
+
+def test_a_workers_thread_count_is_that_of_its_cores_whatever_the_caller_sets_later() -> None:
+    """PyTorch reads the process-wide count lazily in every new thread, which would overrule the worker's own."""
+    module, batch = classifier()
+    with DataParallel(module, TWO, balance="even") as trainer:
+        wanted = [max(1, len(device.cores)) for device in trainer.group.devices]
+        assert worker_threads(trainer, batch) == wanted
+        torch.set_num_threads(2)
+        assert worker_threads(trainer, batch) == wanted
+    with DataParallel(module, TWO, balance="even") as trainer:
+        torch.set_num_threads(4)  # before the first step
+        assert worker_threads(trainer, batch) == wanted
+
+
+def test_every_device_has_one_thread_for_its_whole_life() -> None:
+    module, batch = classifier()
+    local = threading.local()
+    seen: dict[int, list[int]] = {}
+
+    def loss_fn(replica: Any, part: Any) -> Any:
+        local.count = getattr(local, "count", 0) + 1
+        seen.setdefault(threading.get_native_id(), []).append(local.count)
+        return classify(replica, part)
+
+    with DataParallel(module, TWO, balance="even") as trainer:
+        for _ in range(50):
+            trainer.step(loss_fn, batch)
+    assert threading.get_native_id() not in seen
+    assert sorted(seen.values()) == [list(range(1, 51))] * 2
+
+
+def test_workers_are_pinned_to_their_cores_and_the_caller_is_not() -> None:
+    module, batch = classifier()
+    before = os.sched_getaffinity(0)
+    seen: set[frozenset[int]] = set()
+    with DataParallel(module, TWO, balance="even") as trainer:
+        trainer.step(lambda m, b: seen.add(frozenset(os.sched_getaffinity(0))) or classify(m, b), batch)
+        assert seen == {frozenset(device.cores) for device in trainer.group.devices}
+        assert os.sched_getaffinity(0) == before
+
+
+def test_a_group_that_was_passed_in_stays_open_and_serves_several_trainers() -> None:
+    with DeviceGroup(TWO) as group:
+        for seed in range(2):
+            module, batch = classifier(seed=seed)
+            with DataParallel(module, group) as trainer:
+                trainer.step(classify, batch)
+            assert not group.closed
+    assert group.closed
+
+
+def test_closing_ends_the_workers() -> None:
+    program = """
+    torch.set_num_threads(1)
+    before = thread_count()
+    for count in (1, 2, 3):
+        with DataParallel(module, [f"host:{i}" for i in range(count)]) as trainer:
+            trainer.step(mean_of_squares, batch)
+            assert thread_count() == before + count, thread_count()
+        assert thread_count() == before, thread_count()
+    print("ok")
+    """
+    assert output_of(program) == "ok"
+
+
+def test_host_devices_may_outnumber_the_cores() -> None:
+    module, batch = classifier(12)
+    with DataParallel(module, hosts(6), balance="even") as trainer:
+        trainer.step(classify, batch)
+        assert list(trainer.shares.values()) == [2] * 6

@@ -1,0 +1,122 @@
+"""What the tests of `paceline.torch` share: names of devices, plain PyTorch's gradients, comparisons, fresh interpreters."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+LossFunction = Callable[[nn.Module, Any], torch.Tensor]
+Gradients = list[torch.Tensor | None]
+
+TWO = ["host:0", "host:1"]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def hosts(count: int) -> list[str]:
+    """Names of `count` host devices; beyond the number of cores they share cores, which is legal."""
+    return [f"host:{index}" for index in range(count)]
+
+
+def classify(module: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(module(batch[0]), batch[1])
+
+
+def classifier(
+    items: int = 16, *, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    """A small module and a batch for it, which `classify` brings together."""
+    generator = torch.Generator().manual_seed(seed)
+    module = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).to(dtype)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=dtype) / 3)
+    return module, (
+        torch.randn(items, 6, generator=generator, dtype=dtype),
+        torch.randint(0, 3, (items,), generator=generator),
+    )
+
+
+def gradients(module: nn.Module) -> Gradients:
+    """Copies of the gradients as they are now."""
+    return [None if parameter.grad is None else parameter.grad.clone() for parameter in module.parameters()]
+
+
+def plain(module: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[torch.Tensor, Gradients]:
+    """Loss and gradients by PyTorch alone, on a copy of `module`, starting from no gradients."""
+    reference = copy.deepcopy(module)
+    reference.zero_grad(set_to_none=True)
+    loss = loss_fn(reference, batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach(), gradients(reference)
+
+
+def worst_difference(got: Sequence[torch.Tensor | None], wanted: Sequence[torch.Tensor | None]) -> float:
+    """The largest norm of a difference, relative to the tensor's norm or a thousandth of the norm of all.
+
+    The second is for gradients that are zero in exact arithmetic (the key bias of attention): their relative error means nothing.
+    None on one side only is an infinite difference.
+    """
+    total = sum(float(tensor.double().norm()) ** 2 for tensor in wanted if tensor is not None) ** 0.5
+    worst = 0.0
+    for mine, theirs in zip(got, wanted, strict=True):
+        if mine is None or theirs is None:
+            if mine is not theirs:
+                return float("inf")
+            continue
+        difference = float((mine.double() - theirs.double()).norm())
+        relative = difference / max(float(theirs.double().norm()), 1e-3 * total, 1e-300)
+        worst = max(worst, relative if relative == relative else float("inf"))  # NaN: as far off as can be
+    return worst
+
+
+def assert_same_gradients(
+    module: nn.Module, wanted: Sequence[torch.Tensor | None], dtype: torch.dtype = torch.float64
+) -> None:
+    assert any(tensor is not None and tensor.abs().sum() > 0 for tensor in wanted), "nothing to compare"
+    assert worst_difference(gradients(module), wanted) <= TOLERANCE[dtype]
+
+
+def run_script(program: str, *, timeout: float = 60, preamble: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run `program` in a fresh interpreter, which says where it hangs if it is still there shortly before the timeout."""
+    source = _PREAMBLE.format(seconds=max(1.0, timeout - 5)) if preamble else ""
+    return subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", source + textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def output_of(program: str, *, timeout: float = 60) -> str:
+    """What `program` printed; it must end by itself, with status 0 and without a word on stderr."""
+    done = run_script(program, timeout=timeout)
+    assert done.returncode == 0, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert done.stderr == ""
+    return done.stdout.strip()
+
+
+_PREAMBLE = """
+import faulthandler
+faulthandler.dump_traceback_later({seconds}, exit=True)
+import gc, os, signal, sys, threading, time
+import torch
+from torch import nn
+from paceline.torch import DataParallel
+
+def mean_of_squares(module, batch):
+    return module(batch).pow(2).mean()
+
+def thread_count():
+    return len(os.listdir("/proc/self/task"))
+
+module = nn.Linear(4, 2).double()
+batch = torch.ones(8, 4, dtype=torch.double)
+"""
