@@ -18,17 +18,18 @@ enum class DeviceKind : std::uint8_t { host, cuda };
 struct PACELINE_API Device {
   DeviceKind kind = DeviceKind::host;
   std::int32_t index = 0;
-  std::string name;              ///< "host:1"
-  std::string memory_space;      ///< devices with equal spaces share memory without copying: "host"
-  std::string device_class;      ///< devices of one class are taken as equally fast until measured: "host"
-  std::vector<int> cores;        ///< host: the cores its worker is pinned to, empty when pinning is impossible
-  int numa_node = -1;            ///< -1 when the system does not tell
+  std::string name;          ///< "host:1"
+  std::string memory_space;  ///< devices with equal spaces share memory without copying: "host"
+  std::string device_class;  ///< devices of one class are taken as equally fast until measured: "host"
+  std::vector<int> cores;    ///< host: the cores its worker is pinned to, empty when pinning is impossible
+  int numa_node = -1;        ///< -1 when the system does not tell
   friend bool operator==(const Device&, const Device&) = default;
 };
 
 /// Every device that this process can use now, in order. Empty only where the platform has no CPU to offer.
 ///
-/// Host devices are one per core of the process's affinity mask, no more than its cgroup's CPU limit allows.
+/// Host devices are one per core of the process's affinity mask, no more than its cgroup's CPU limit allows; see
+/// host_device() for which cores they are pinned to.
 PACELINE_API std::vector<Device> devices();
 
 /// The device called `name`. host:i wraps nothing: asking for more host devices than cores is legal, they then
