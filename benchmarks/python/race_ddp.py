@@ -28,11 +28,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import paceline
 from race import data, processes
 from race.job import Job
 from race.results import Results
-
-import paceline
 
 # The largest threshold that glibc takes on 64-bit machines is 32 MiB.
 MALLOC = {

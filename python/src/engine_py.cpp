@@ -60,7 +60,8 @@ struct FileLedger {
 void write_ledger(Stepper& stepper, const std::string& path) {
   auto ledger = std::make_shared<FileLedger>(path);
   if (!ledger->file) {
-    throw InvalidArgument(fmt::format("write_ledger: {} cannot be opened for writing; check the folder and the permissions", path));
+    throw InvalidArgument(
+        fmt::format("write_ledger: {} cannot be opened for writing; check the folder and the permissions", path));
   }
   balance::LedgerWriter* writer = &ledger->writer;
   stepper.balancer().write_to(std::shared_ptr<balance::LedgerWriter>(std::move(ledger), writer));

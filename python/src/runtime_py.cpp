@@ -27,8 +27,9 @@ void* let_go() {
   return PyEval_SaveThread();
 }
 
-// CPython up to 3.13 ends a thread that comes back while the interpreter goes down by unwinding its stack, which cannot pass the
-// destructor that calls this: such a thread (a daemon that waits for a step) sleeps here until the process is gone.
+// CPython up to 3.13 ends a thread that comes back while the interpreter goes down by unwinding its stack, which cannot
+// pass the destructor that calls this: such a thread (a daemon that waits for a step) sleeps here until the process is
+// gone.
 void take_back(void* token) {
   if (token == nullptr) return;
   try {

@@ -39,7 +39,8 @@ bool interpreter_is_ending() noexcept {
 
 WorkerGil::WorkerGil() { this_thread().enter(); }
 WorkerGil::~WorkerGil() {
-  // Nobody but the main thread holds the interpreter once it is ending: this is the unwinding of a thread that CPython ends.
+  // Nobody but the main thread holds the interpreter once it is ending: this is the unwinding of a thread that CPython
+  // ends.
   if (!interpreter_is_ending()) PyEval_SaveThread();
 }
 

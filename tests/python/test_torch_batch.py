@@ -22,7 +22,7 @@ class Named(NamedTuple):
     y: torch.Tensor
 
 
-OldNamed = namedtuple("OldNamed", ["x", "y"])  # noqa: PYI024
+OldNamed = namedtuple("OldNamed", ["x", "y"])
 
 
 class Encoding(UserDict[str, Any]):
@@ -87,7 +87,15 @@ def test_any_nest_is_split_into_nests_of_the_same_kind(nest: str) -> None:
 
 def test_other_leaves_go_along_unchanged() -> None:
     module, (x, y) = classifier(8)
-    leaves = {"scalar": torch.tensor(2.0), "text": "words", "number": 3, "none": None, "set": {1}, "empty": [], "kind": Plain}
+    leaves = {
+        "scalar": torch.tensor(2.0),
+        "text": "words",
+        "number": 3,
+        "none": None,
+        "set": {1},
+        "empty": [],
+        "kind": Plain,
+    }
     seen = []
 
     def loss_fn(replica: nn.Module, part: Any) -> torch.Tensor:

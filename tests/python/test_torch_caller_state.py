@@ -203,7 +203,10 @@ def test_anomaly_detection_finds_a_nan_in_a_worker(devices: int) -> None:
     module, batch = classifier()
     with DataParallel(module, hosts(devices)) as trainer:
         with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
-            with pytest.warns(UserWarning, match="SqrtBackward"), pytest.raises(RuntimeError, match="returned nan values"):
+            with (
+                pytest.warns(UserWarning, match="SqrtBackward"),
+                pytest.raises(RuntimeError, match="returned nan values"),
+            ):
                 trainer.step(lambda m, b: (m(b[0]) * 0).sqrt().sum() * 0, batch)
     assert gradients(module) == [None] * 4
 

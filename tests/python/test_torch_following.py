@@ -146,7 +146,12 @@ def test_the_training_mode_follows_part_by_part(devices: int) -> None:
         return classify(replica, part)
 
     with DataParallel(module, hosts(devices), balance="even") as trainer:
-        for change in (lambda: module.eval(), lambda: module[1].train(), lambda: module.train(), lambda: module[2].eval()):
+        for change in (
+            lambda: module.eval(),
+            lambda: module[1].train(),
+            lambda: module.train(),
+            lambda: module[2].eval(),
+        ):
             change()  # type: ignore[no-untyped-call]
             trainer.step(loss_fn, batch)
             assert seen[-devices:] == [[child.training for child in module.modules()]] * devices

@@ -85,7 +85,9 @@ class Batch:
         return lambda begin, end: node[begin:end]
 
     def _dataclass(self, node: Any, path: str) -> Slicer | None:
-        parts = self._parts((field.name, getattr(node, field.name), f"{path}.{field.name}") for field in dataclasses.fields(node))
+        parts = self._parts(
+            (field.name, getattr(node, field.name), f"{path}.{field.name}") for field in dataclasses.fields(node)
+        )
         if not parts:
             return None
 
@@ -113,7 +115,8 @@ class Batch:
     def _sequence(self, node: Any, path: str) -> Slicer | None:
         names = getattr(node, "_fields", None)
         parts = self._parts(
-            (index, value, f"{path}.{names[index]}" if names else f"{path}[{index}]") for index, value in enumerate(node)
+            (index, value, f"{path}.{names[index]}" if names else f"{path}[{index}]")
+            for index, value in enumerate(node)
         )
         if not parts:
             if isinstance(node, list) and node:
@@ -178,10 +181,14 @@ def _join(pieces: list[tuple[int, Any]], path: str) -> Any:
             result[key] = _join([(items, piece[key]) for items, piece in pieces], f"{path}[{key!r}]")
         return result
     if isinstance(first, (list, tuple)):
-        values = [_join([(items, piece[index]) for items, piece in pieces], f"{path}[{index}]") for index in range(len(first))]
+        values = [
+            _join([(items, piece[index]) for items, piece in pieces], f"{path}[{index}]") for index in range(len(first))
+        ]
         if hasattr(first, "_fields"):
             return type(first)(*values)
         return type(first)(values)
     if first is None and all(piece is None for _, piece in pieces):
         return None
-    raise InvalidArgument(f"predict: {path} is {type(first).__name__}, not a tensor, so it cannot be put together from slices.")
+    raise InvalidArgument(
+        f"predict: {path} is {type(first).__name__}, not a tensor, so it cannot be put together from slices."
+    )

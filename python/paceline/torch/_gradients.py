@@ -36,11 +36,10 @@ def views(replica: Replica, names: list[str]) -> tuple[list[View | None], list[i
                 "dense (sparse=False), or use one device."
             )
         code = _DTYPES.get(gradient.dtype)
-        if code is None or gradient.stride() != replica.strides[index] or not parameter.is_contiguous():
-            if code is None or not gradient.is_contiguous():
-                found.append(None)
-                left_out.append(index)
-                continue
+        if code is None or not gradient.is_contiguous():
+            found.append(None)
+            left_out.append(index)
+            continue
         found.append((gradient.data_ptr(), gradient.numel(), code))
     return found, left_out
 
@@ -69,7 +68,9 @@ class UserGradients:
             if not self._replicas.list[0].shared:
                 continue
             before = self._before[index]
-            changed = parameter.grad is not before or (before is not None and before._version != self._before_versions[index])
+            changed = parameter.grad is not before or (
+                before is not None and before._version != self._before_versions[index]
+            )
             if changed:
                 raise InvalidArgument(
                     f"step: the gradient of parameter {names[index]} of the original module was touched during the step: loss_fn (or a "

@@ -46,7 +46,9 @@ class Objective:
         values = weight if isinstance(weight, torch.Tensor) else weight(batch)
         if not isinstance(values, torch.Tensor) or values.dim() != 1 or values.shape[0] != size:
             shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
-            raise InvalidArgument(f"weight: {shape} for a batch of {size} items; a 1-D tensor with one weight per item is needed.")
+            raise InvalidArgument(
+                f"weight: {shape} for a batch of {size} items; a 1-D tensor with one weight per item is needed."
+            )
         if values.is_complex():
             raise InvalidArgument("weight: complex weights; real ones are needed.")
         # On the host, and exact: integers stay integers, everything else is summed in double precision.
@@ -67,7 +69,9 @@ class Objective:
         """The slice's term, 0-dimensional, with its graph."""
         items = end - begin
         if not isinstance(loss, torch.Tensor) or loss.dim() > 1 or (loss.dim() == 1 and loss.shape[0] != items):
-            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{type(loss).__name__}"
+            got = (
+                f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{type(loss).__name__}"
+            )
             raise InvalidArgument(
                 f"loss_fn returned {got} for a slice of {items} items; a 0-dim tensor or a 1-D tensor with one loss per item is needed."
             )

@@ -40,7 +40,9 @@ def check_parameters(module: nn.Module, device_type: str, shared: bool) -> None:
     """Raise for parameters that this library cannot train, with the reason."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise InvalidArgument(f"DataParallel: parameter {name} is not initialised yet (a lazy module). Run one forward pass first.")
+            raise InvalidArgument(
+                f"DataParallel: parameter {name} is not initialised yet (a lazy module). Run one forward pass first."
+            )
         if parameter.device.type != device_type:
             raise InvalidArgument(
                 f"DataParallel: parameter {name} is on {parameter.device}, but the devices compute on '{device_type}'. Move the module "
@@ -98,7 +100,9 @@ def _made_by(replicate: Replicate, module: nn.Module) -> nn.Module:
     aliases: dict[int, nn.Parameter] = {}
     for name, _, _, parameter in ours:
         if name not in theirs or theirs[name][2].shape != parameter.shape:
-            raise InvalidArgument(f"DataParallel: what replicate(module) returned has no parameter {name} of shape {tuple(parameter.shape)}.")
+            raise InvalidArgument(
+                f"DataParallel: what replicate(module) returned has no parameter {name} of shape {tuple(parameter.shape)}."
+            )
         slots, key, _ = theirs[name]
         slots[key] = aliases.setdefault(id(parameter), alias_of(parameter))
     return replica
@@ -112,7 +116,6 @@ class Replica:
         self.shared = shared  # False: it is the user's module itself
         by_name = dict(module.named_parameters(remove_duplicate=False))
         self.parameters = [by_name[name] for name, _ in source.named_parameters()]
-        self.strides = [parameter.stride() for parameter in self.parameters]
         self.modules = list(module.modules())
         self.buffers = Buffers(source, module) if shared else None
 
@@ -185,11 +188,14 @@ class Replicas:
         for _, slots, key, parameter in self._slots:
             if slots.get(key) is not parameter:
                 return False
-        return all(parameter.data_ptr() == storage for parameter, storage in zip(self.parameters, self._storages, strict=True))
+        return all(
+            parameter.data_ptr() == storage for parameter, storage in zip(self.parameters, self._storages, strict=True)
+        )
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether `module` or a part of it runs through ``torch.compile``."""
     return any(
-        type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None for part in module.modules()
+        type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None
+        for part in module.modules()
     )

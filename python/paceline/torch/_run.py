@@ -67,7 +67,9 @@ class CompileGate:
 class Run:
     """The common frame: caller's state around every slice, failures kept with their traceback."""
 
-    def __init__(self, batch: Batch, replicas: list[Replica], seen: Seen, state: CallerState, thread_counts: list[int]) -> None:
+    def __init__(
+        self, batch: Batch, replicas: list[Replica], seen: Seen, state: CallerState, thread_counts: list[int]
+    ) -> None:
         self.batch = batch
         self.replicas = replicas
         self.seen = seen

@@ -83,11 +83,17 @@ class DataParallel:
         if reduction not in ("mean", "sum"):
             raise InvalidArgument(f"DataParallel: reduction is {reduction!r}; it must be 'mean' or 'sum'.")
         if micro_batch is not None and micro_batch < 1:
-            raise InvalidArgument(f"DataParallel: micro_batch is {micro_batch}; it must be at least 1, or None to have it planned.")
+            raise InvalidArgument(
+                f"DataParallel: micro_batch is {micro_batch}; it must be at least 1, or None to have it planned."
+            )
         policy, weights = _policy(balance)
         self.module = module
         self._reduction: Reduction = reduction
-        group = devices if isinstance(devices, DeviceGroup) else DeviceGroup(devices if isinstance(devices, str) else list(devices))
+        group = (
+            devices
+            if isinstance(devices, DeviceGroup)
+            else DeviceGroup(devices if isinstance(devices, str) else list(devices))
+        )
         owned = group is not devices
         try:
             self._names = [device.name for device in group.devices]
@@ -155,7 +161,9 @@ class DataParallel:
     def _step(self, loss_fn: LossFunction, batch: Any, weight: Weight | None, scaler: Any) -> torch.Tensor:
         if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
             mode = "inference mode" if torch.is_inference_mode_enabled() else "no_grad"
-            raise InvalidArgument(f"step: called under {mode}, so there would be no gradients. Leave it for the step, or use predict().")
+            raise InvalidArgument(
+                f"step: called under {mode}, so there would be no gradients. Leave it for the step, or use predict()."
+            )
         whole = Batch(batch)
         objective = Objective(batch, whole.size, self._reduction, weight)
         self._replicas.refresh()
@@ -318,7 +326,9 @@ class DataParallel:
             run.failures.clear()
             raise_failure(error, self._names[device], begin, end)
         if outcome.failed_at is not None:
-            raise Error(f"step: {self._names[outcome.failed_at[0]]} failed outside of user code. Nothing was committed.")
+            raise Error(
+                f"step: {self._names[outcome.failed_at[0]]} failed outside of user code. Nothing was committed."
+            )
         return outcome
 
     def _commit_buffers(self, outcome: Any) -> None:
@@ -355,7 +365,9 @@ def _close_at_exit() -> None:
 def _policy(balance: Balance) -> tuple[str, list[float]]:
     if isinstance(balance, str):
         if balance not in ("auto", "even"):
-            raise InvalidArgument(f"DataParallel: balance is {balance!r}; it must be 'auto', 'even' or a list with one ratio per device.")
+            raise InvalidArgument(
+                f"DataParallel: balance is {balance!r}; it must be 'auto', 'even' or a list with one ratio per device."
+            )
         return balance, []
     return "weighted", [float(ratio) for ratio in balance]
 

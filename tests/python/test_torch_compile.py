@@ -1,0 +1,107 @@
+"""Compiled modules: exact on several devices, and compiled by one thread at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.torch import DataParallel
+from torch_support import TWO, assert_same_gradients, classifier, classify, plain
+
+COMPILE: dict[str, Any] = {
+    "torch.compile(module)": lambda module, **options: torch.compile(module, **options),
+    "module.compile()": lambda module, **options: module.compile(**options) or module,
+}
+HOW = pytest.mark.parametrize("how", COMPILE)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def check(how: str, backend: str, dtype: torch.dtype) -> None:
+    module, _ = classifier(dtype=dtype)
+    compiled = COMPILE[how](module, backend=backend)
+    with DataParallel(compiled, TWO, balance=[2, 1]) as trainer:
+        for items in (12, 12, 7, 12, 7):
+            _, batch = classifier(items, dtype=dtype, seed=items)
+            _, wanted = plain(classifier(dtype=dtype)[0], classify, batch)
+            module.zero_grad()
+            trainer.step(classify, batch)
+            assert_same_gradients(module, wanted, dtype)
+            with torch.no_grad():
+                torch.testing.assert_close(trainer.predict(batch[0]), classifier(dtype=dtype)[0](batch[0]))
+
+
+@HOW
+def test_gradients_are_exact_when_captured(how: str) -> None:
+    check(how, "aot_eager", torch.float64)
+
+
+@pytest.mark.slow
+@HOW
+def test_gradients_are_exact_when_compiled_to_machine_code(how: str) -> None:
+    check(how, "inductor", torch.float32)
+
+
+@HOW
+def test_the_first_run_of_each_size_is_alone(how: str) -> None:
+    """The compiler is not thread-safe. Later runs are side by side again."""
+    module, _ = classifier()
+    compiled = COMPILE[how](module, backend="eager")
+    lock = threading.Lock()
+    inside: set[int] = set()
+    known: set[tuple[int, int]] = set()
+    crowded: list[tuple[int, int]] = []
+    together = threading.Barrier(2)
+    meet = False
+
+    def loss_fn(replica: Any, part: Any) -> Any:
+        key = (threading.get_ident(), len(part[0]))
+        with lock:
+            if inside and key not in known:
+                crowded.append(key)
+            inside.add(key[0])
+        if meet:
+            together.wait(30)  # breaks if the other device does not come while this one is inside
+        loss = classify(replica, part)
+        with lock:
+            inside.discard(key[0])
+            known.add(key)
+        return loss
+
+    with DataParallel(compiled, TWO, balance="even") as trainer:
+        for items in (16, 6, 10):
+            batch = classifier(items)[1]
+            meet = False
+            trainer.step(loss_fn, batch)
+            meet = True
+            trainer.step(loss_fn, batch)
+    assert crowded == []
+    assert len(known) == 6
+
+
+def test_a_first_run_that_fails_opens_the_gate_again() -> None:
+    module, batch = classifier(8)
+    with DataParallel(torch.compile(module, backend="eager"), TWO, balance="even") as trainer:
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                trainer.step(lambda m, b: 1 / 0, batch)  # type: ignore[arg-type,return-value]
+        trainer.step(classify, batch)
+    assert_same_gradients(module, plain(classifier(8)[0], classify, batch)[1])
+
+
+def test_first_runs_are_no_evidence_for_the_balancer() -> None:
+    module, _ = classifier()
+    with DataParallel(torch.compile(module, backend="eager"), TWO, balance="even", micro_batch=4) as trainer:
+        trainer.step(classify, classifier(16)[1])
+        excluded = [claim[5] for claim in trainer._stepper.run(16, lambda *_: 1, lambda _: []).claims]
+        assert all(excluded)
+        assert "never measured" not in trainer.explain() or trainer.report()["steps"] == 1

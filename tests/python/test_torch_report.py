@@ -1,0 +1,129 @@
+"""What a trainer tells about itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import DeviceGroup, InvalidArgument, find_device
+from paceline.torch import DataParallel
+from torch_support import TWO, classifier, classify, hosts
+
+FIGURES = {"share", "items", "busy_seconds", "idle_seconds", "items_per_second"}
+
+
+def test_shares_are_what_each_device_ran_in_the_last_step() -> None:
+    module, _ = classifier()
+    with DataParallel(module, hosts(3), balance=[2, 0, 1]) as trainer:
+        assert trainer.shares == {"host:0": 0, "host:1": 0, "host:2": 0}
+        trainer.step(classify, classifier(512)[1])
+        assert trainer.shares == {"host:0": 341, "host:1": 0, "host:2": 171}
+        trainer.step(classify, classifier(9)[1])
+        assert trainer.shares == {"host:0": 6, "host:1": 0, "host:2": 3}
+
+
+def test_the_report_adds_up() -> None:
+    module, batch = classifier(12)
+    with DataParallel(module, TWO, balance=[2, 1]) as trainer:
+        for _ in range(5):
+            trainer.step(classify, batch)
+        report = trainer.report()
+    assert set(report) >= {"devices", "imbalance", "moves", "steps", "compute_seconds", "step_seconds"}
+    assert (report["steps"], report["moves"]) == (5, 0)
+    assert list(report["devices"]) == TWO
+    for name, share in zip(TWO, (8, 4), strict=True):
+        device = report["devices"][name]
+        assert set(device) >= FIGURES
+        assert (device["share"], device["items"]) == (share, 5 * share)
+        assert device["busy_seconds"] > 0
+        assert device["idle_seconds"] >= 0
+        assert device["items_per_second"] > 0
+        assert device["busy_seconds"] + device["idle_seconds"] == pytest.approx(report["compute_seconds"], rel=0.05)
+    assert 0 < report["compute_seconds"] <= report["step_seconds"]
+    assert report["imbalance"] >= 0
+
+
+def test_the_report_is_a_copy() -> None:
+    module, batch = classifier()
+    with DataParallel(module, TWO) as trainer:
+        trainer.step(classify, batch)
+        trainer.report()["devices"].clear()
+        assert list(trainer.report()["devices"]) == TWO
+
+
+@pytest.mark.parametrize("balance", ["auto", "even", [1, 2]], ids=str)
+def test_the_explanation_names_every_device_before_and_after_the_first_step(balance: Any) -> None:
+    module, batch = classifier(64)
+    with DataParallel(module, TWO, balance=balance) as trainer:
+        before = trainer.explain()
+        for _ in range(12):
+            trainer.step(classify, batch)
+        after = trainer.explain()
+    assert all(name in text for name in TWO for text in (before, after))
+    assert before != after
+
+
+def test_events_tell_what_ran_where_and_when() -> None:
+    module, batch = classifier(12)
+    with DataParallel(module, TWO, balance=[2, 1], micro_batch=4) as trainer:
+        assert trainer.events() == []
+        trainer.step(classify, batch)
+        events = trainer.events()
+    assert {event["kind"] for event in events} >= {"step", "micro_batch", "reduction"}
+    ran = sorted((event["begin"], event["end"], event["device"]) for event in events if event["kind"] == "micro_batch")
+    assert ran == [(0, 4, "host:0"), (4, 8, "host:0"), (8, 12, "host:1")]
+    (step,) = [event for event in events if event["kind"] == "step"]
+    assert (step["device"], step["begin"], step["end"]) == (None, 0, 12)
+    for event in events:
+        assert set(event) == {"kind", "device", "step", "begin", "end", "start_seconds", "duration_seconds"}
+        assert event["duration_seconds"] >= 0
+        assert event["start_seconds"] >= step["start_seconds"]
+        end = event["start_seconds"] + event["duration_seconds"]
+        assert end <= step["start_seconds"] + step["duration_seconds"] + 1e-6
+
+
+def test_a_step_that_failed_leaves_the_figures_as_they_were() -> None:
+    module, batch = classifier(12)
+    with DataParallel(module, TWO, balance="even") as trainer:
+        trainer.step(classify, batch)
+        before, events = trainer.report(), len(trainer.events())
+        with pytest.raises(ZeroDivisionError):
+            trainer.step(lambda m, b: 1 / 0, batch)  # type: ignore[arg-type,return-value]
+        assert trainer.report() == before
+        assert len(trainer.events()) == events
+
+
+def test_devices_are_given_in_several_ways() -> None:
+    module, batch = classifier()
+    with DeviceGroup(TWO) as group:
+        for devices in ("auto", "host:0", TWO, [find_device("host:1"), "host:0"], group):
+            with DataParallel(module, devices) as trainer:  # type: ignore[arg-type]
+                trainer.step(classify, batch)
+                assert sum(trainer.shares.values()) == 16
+                assert repr(trainer).endswith("auto, open>")
+                assert list(trainer.shares) == [device.name for device in trainer.group.devices]
+            assert repr(trainer).endswith("auto, closed>")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": ["host:0", "host:0"]}, "twice"),
+        ({"devices": []}, "no devices|at least one"),
+        ({"devices": ["gpu"]}, "'gpu'"),
+        ({"balance": "fair"}, "'auto', 'even' or a list"),
+        ({"balance": [1, 2, 3]}, "3.*2|2.*3"),
+        ({"balance": [0, 0]}, "zero|positive|sum"),
+        ({"balance": [1, -1]}, "negative"),
+        ({"micro_batch": 0}, "at least 1"),
+        ({"micro_batch": -4}, "at least 1"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], message: str) -> None:
+    threads = torch.get_num_threads()
+    with pytest.raises(InvalidArgument, match=message):
+        DataParallel(classifier()[0], **{"devices": TWO, **options})
+    assert torch.get_num_threads() == threads

@@ -1,0 +1,120 @@
+"""Every item runs exactly once, whoever takes it: forced stealing, random delays, exceptions."""
+
+from __future__ import annotations
+
+import collections
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.torch import DataParallel
+from torch_support import gradients, hosts
+
+ROUNDS = 150  # for each of the settings below: more than 1,000 in all
+
+
+class Planned(RuntimeError):
+    """Raised by a round that is to fail."""
+
+
+class Rounds:
+    """A loss whose gradient is a histogram: the derivative by `weight` is the number of times that each item ran."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.lock = threading.Lock()
+        self.ran: list[tuple[int, int, int]] = []
+        self.slow = 0
+        self.devices: dict[int, int] = {}
+        self.fail_at: int | None = None
+
+    def loss_fn(self, module: Any, numbers: torch.Tensor) -> Any:
+        begin, end = int(numbers[0]), int(numbers[-1]) + 1
+        assert numbers.tolist() == list(range(begin, end))
+        with self.lock:
+            device = self.devices.setdefault(threading.get_ident(), len(self.devices))
+            self.ran.append((device, begin, end))
+            delay = self.rng.uniform(0, 5e-5) + (3e-4 if device == self.slow else 0.0)
+        time.sleep(delay * (end - begin))
+        if self.fail_at is not None and begin <= self.fail_at < end:
+            raise Planned
+        return module.weight[numbers].sum()
+
+    def counts(self) -> collections.Counter[int]:
+        return collections.Counter(item for _, begin, end in self.ran for item in range(begin, end))
+
+
+class Histogram(nn.Module):
+    def __init__(self, items: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(items, dtype=torch.double))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, None])
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_every_item_runs_exactly_once(devices: int, micro_batch: int | None) -> None:
+    rounds = Rounds(devices * 10 + (micro_batch or 0))
+    rng = rounds.rng
+    module = Histogram(40)
+    moved = failed = 0
+    with DataParallel(module, hosts(devices), balance="auto", micro_batch=micro_batch, reduction="sum") as trainer:
+        for _ in range(ROUNDS):
+            items = rng.randint(1, 40)
+            rounds.ran.clear()
+            rounds.slow = rng.randrange(devices)
+            rounds.fail_at = rng.randrange(items) if rng.random() < 0.2 else None
+            module.zero_grad()
+            if rounds.fail_at is not None:
+                with pytest.raises(Planned):
+                    trainer.step(rounds.loss_fn, torch.arange(items))
+                assert max(rounds.counts().values()) == 1
+                assert gradients(module) == [None]
+                failed += 1
+                continue
+            trainer.step(rounds.loss_fn, torch.arange(items))
+            assert rounds.counts() == collections.Counter(range(items))
+            expected = torch.zeros(40, dtype=torch.double)
+            expected[:items] = 1 / items
+            torch.testing.assert_close(gradients(module)[0], expected, rtol=1e-12, atol=0)
+            assert sum(trainer.shares.values()) == items
+            shares = [0] * devices
+            for device, begin, end in rounds.ran:
+                shares[device] += end - begin
+            assert sorted(shares) == sorted(trainer.shares.values())
+            moved += list(trainer.shares.values()) != list(trainer._stepper.planned_shares)
+    assert failed > ROUNDS // 10
+    # Without a fixed size the balancer learns that these devices are unreliable, and keeps less back for corrections.
+    assert moved > (ROUNDS // 10 if micro_batch else 3), "nothing was stolen: this would test nothing"
+
+
+@pytest.mark.parametrize("balance", ["even", [3, 1, 2]], ids=str)
+def test_fixed_shares_are_never_stolen(balance: Any) -> None:
+    rounds = Rounds(5)
+    module = Histogram(40)
+    with DataParallel(module, hosts(3), balance=balance, micro_batch=2, reduction="sum") as trainer:
+        for slow in (0, 1, 2, 0, 1, 2):
+            rounds.slow = slow
+            rounds.ran.clear()
+            trainer.step(rounds.loss_fn, torch.arange(24))
+            assert rounds.counts() == collections.Counter(range(24))
+            assert list(trainer.shares.values()) == ([8, 8, 8] if balance == "even" else [12, 4, 8])
+
+
+def test_items_planned_for_a_slow_device_run_on_the_others() -> None:
+    """Uneven work, not uneven devices: one item takes as long as all the others together."""
+    module = Histogram(32)
+
+    def loss_fn(replica: Any, numbers: torch.Tensor) -> Any:
+        time.sleep(0.06 if 0 in numbers.tolist() else 0.002)
+        return replica.weight[numbers].sum()
+
+    with DataParallel(module, hosts(2), balance="auto", micro_batch=1) as trainer:
+        for _ in range(3):
+            trainer.step(loss_fn, torch.arange(32))
+        shares = sorted(trainer.shares.values())
+    assert shares[1] > 20
