@@ -1,0 +1,42 @@
+"""
+The compiled part of paceline.
+"""
+
+from __future__ import annotations
+
+from . import balance, comm, engine, plan, runtime, sim
+
+__all__: list[str] = [
+    "Cancelled",
+    "Error",
+    "InvalidArgument",
+    "OutOfMemory",
+    "Timeout",
+    "Unavailable",
+    "balance",
+    "comm",
+    "engine",
+    "plan",
+    "runtime",
+    "sim",
+]
+
+class Error(Exception):
+    """Base of the errors that paceline raises; `device` names the device or is None."""
+
+    device: str | None
+
+class Cancelled(Error, RuntimeError):
+    """Given up because something else failed or the group is closing."""
+
+class InvalidArgument(Error, ValueError):
+    """An argument cannot be used; nothing was changed."""
+
+class OutOfMemory(Error, MemoryError):
+    """No memory left for what was asked."""
+
+class Timeout(Error, TimeoutError):
+    """A deadline passed."""
+
+class Unavailable(Error, RuntimeError):
+    """This machine or build does not have it."""

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import collections.abc
+import typing
+
+import paceline._core.plan
+
+__all__: list[str] = ["Balancer", "LedgerMismatch", "ReplayResult", "StepPlan", "replay_text"]
+
+class StepPlan:
+    """
+    What to run next, and the numbers behind it.
+    """
+    def __repr__(self) -> str: ...
+    @property
+    def batch_size(self) -> int:
+        """
+        Items of the whole batch.
+        """
+    @property
+    def models(self) -> list[paceline._core.plan.CostModel]:
+        """
+        The present estimates, `plan.CostModel` each; empty before the first timing.
+        """
+    @property
+    def moved(self) -> bool:
+        """
+        Whether the shares differ from the last plan's for the same batch size.
+        """
+    @property
+    def noise(self) -> list[float]:
+        """
+        Relative standard deviation of a device's time, per device.
+        """
+    @property
+    def predicted_seconds(self) -> float:
+        """
+        Makespan by the models; 0 before the first timing.
+        """
+    @property
+    def reason(self) -> str:
+        """
+        Why, in a sentence.
+        """
+    @property
+    def shares(self) -> list[int]:
+        """
+        Items per device; they sum to the batch.
+        """
+    @property
+    def step(self) -> int:
+        """
+        Steps recorded before this one.
+        """
+
+class Balancer:
+    """
+    The closed loop: timings in, plans out.
+
+    Every plan is a pure function of the arguments and of the calls made so far. Not thread-safe.
+
+    Parameters
+    ----------
+    devices
+        Their names.
+    policy
+        "auto", "even" or "weighted".
+    device_classes
+        One per device; devices of one class share the shape of their cost and are equal until measured otherwise. Default: all one class.
+    weights
+        For "weighted": one per device, zeros allowed.
+    granularity
+        Shares are multiples of it.
+    maximum
+        The largest share of each device, None for no limit.
+    calibrate
+        "auto" only: run the first two steps off the even split, to tell fixed from per-item time.
+    ledger
+        Keep a ledger of all calls, for `ledger()`.
+
+    Raises
+    ------
+    InvalidArgument
+        For arguments that make no sense.
+    """
+    def __init__(
+        self,
+        devices: collections.abc.Sequence[str],
+        policy: str = "auto",
+        *,
+        device_classes: collections.abc.Sequence[str] | None = None,
+        weights: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | None = None,
+        granularity: typing.SupportsInt | typing.SupportsIndex = 1,
+        maximum: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex | None] | None = None,
+        calibrate: bool = True,
+        ledger: bool = False,
+    ) -> None: ...
+    def __repr__(self) -> str: ...
+    def explain(self) -> str:
+        """
+        In words: what was seen, what was decided and why, what a move would gain, what is not known.
+        """
+    def ledger(self) -> str:
+        """
+        The calls so far as JSON lines, for `replay`.
+        """
+    def next_plan(self, batch_size: typing.SupportsInt | typing.SupportsIndex) -> StepPlan:
+        """
+        The plan of the next step. Asked again without a record in between, it is the same plan.
+        """
+    def record(
+        self,
+        devices: collections.abc.Sequence[
+            collections.abc.Sequence[
+                tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
+                | tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex, bool]
+            ]
+        ],
+        step_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    ) -> None:
+        """
+        The timings of the plan that `next_plan` last returned.
+
+        Parameters
+        ----------
+        devices
+            Per device a list of micro-batches (items, seconds) or (items, seconds, excluded); excluded ones are work but no evidence.
+        step_seconds
+            From the first start to the last finish; 0: the largest sum of a device's seconds.
+        """
+    def report(self) -> dict[str, typing.Any]:
+        """
+        The same as numbers.
+        """
+    def retire(self, device: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        The device with this index gets no further work.
+        """
+    @property
+    def move_count(self) -> int:
+        """
+        Changes of shares so far, for unchanged batch sizes.
+        """
+
+class LedgerMismatch:
+    """
+    A decision that came out differently in a replay.
+    """
+    def __repr__(self) -> str: ...
+    @property
+    def line(self) -> int:
+        """
+        Of the ledger, from 1.
+        """
+    @property
+    def step(self) -> int:
+        """
+        The step of the plan.
+        """
+    @property
+    def what(self) -> str:
+        """
+        What the ledger says and what was replayed.
+        """
+
+class ReplayResult:
+    """
+    What a replay found.
+    """
+    def __repr__(self) -> str: ...
+    @property
+    def mismatches(self) -> list[LedgerMismatch]:
+        """
+        Decisions that came out differently; empty: all were reproduced.
+        """
+    @property
+    def moves(self) -> int:
+        """
+        Changes of shares in the replay.
+        """
+    @property
+    def plans(self) -> int:
+        """
+        Plans replayed.
+        """
+    @property
+    def records(self) -> int:
+        """
+        Records replayed.
+        """
+
+def replay_text(text: str) -> ReplayResult:
+    """
+    Replays a ledger given as text; see `paceline.balance.replay`.
+    """

@@ -1,0 +1,227 @@
+"""
+Pure decisions: cost models, batch splits, micro-batch sizes.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import typing
+
+__all__: list[str] = ["CostModel", "Split", "chunks", "correction_floor", "split_batch", "split_even", "split_weighted"]
+
+class CostModel:
+    """
+    Seconds a device needs for a share of n items; nondecreasing in n.
+
+    Make one with `affine` or `table`; `CostModel()` is the free device. Immutable.
+    """
+    @staticmethod
+    def affine(
+        fixed_seconds: typing.SupportsFloat | typing.SupportsIndex,
+        per_item_seconds: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> CostModel:
+        """
+        `fixed_seconds + per_item_seconds * n`.
+
+        Raises
+        ------
+        InvalidArgument
+            If a coefficient is negative or not finite.
+        """
+    @staticmethod
+    def table(
+        points: collections.abc.Sequence[
+            tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
+        ],
+    ) -> CostModel:
+        """
+        Linear between measured points, on by the slope of the first and last two.
+
+        Parameters
+        ----------
+        points
+            Pairs (items, seconds) in strictly increasing items with nondecreasing seconds. One pair means proportional.
+
+        Raises
+        ------
+        InvalidArgument
+            Naming the first point that breaks the order.
+        """
+    def __eq__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __init__(self) -> None: ...
+    def __repr__(self) -> str: ...
+    def items_within(
+        self,
+        budget_seconds: typing.SupportsFloat | typing.SupportsIndex,
+        limit: typing.SupportsInt | typing.SupportsIndex,
+    ) -> int:
+        """
+        The largest n in [0, limit] with seconds(n) <= budget_seconds; -1 if even n = 0 does not fit.
+        """
+    def scaled(self, factor: typing.SupportsFloat | typing.SupportsIndex) -> CostModel:
+        """
+        The same shape on a device `factor` times slower.
+        """
+    def seconds(self, items: typing.SupportsInt | typing.SupportsIndex) -> float:
+        """
+        Seconds for a share of `items` items.
+        """
+    @property
+    def fixed_seconds(self) -> float:
+        """
+        Seconds that do not depend on the size.
+        """
+    @property
+    def per_item_seconds(self) -> float:
+        """
+        Seconds each further item costs; of a table its mean slope.
+        """
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """
+        The table's pairs (items, seconds); empty for an affine model.
+        """
+
+class Split:
+    """
+    The shares of one step, and when the last device will be done by the models.
+    """
+    def __repr__(self) -> str: ...
+    @property
+    def makespan_seconds(self) -> float:
+        """
+        When the last device finishes, by the models.
+        """
+    @property
+    def shares(self) -> list[int]:
+        """
+        Items per device; they sum to the batch.
+        """
+
+def chunks(
+    share: typing.SupportsInt | typing.SupportsIndex,
+    *,
+    fixed_size: typing.SupportsInt | typing.SupportsIndex = 0,
+    correction_fraction: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    floor: typing.SupportsInt | typing.SupportsIndex = 1,
+    granularity: typing.SupportsInt | typing.SupportsIndex = 1,
+) -> list[int]:
+    """
+    The micro-batch sizes of a share, in the order they run; they sum to it.
+
+    Parameters
+    ----------
+    share
+        Items of one device.
+    fixed_size
+        Above 0: every micro-batch has this size but the last.
+    correction_fraction
+        Part of the share, in [0, 1), held back for late corrections after one large planned chunk; 0: one micro-batch.
+    floor
+        The smallest correction; see `correction_floor`. Corrections have sizes floor * 2**k, each about half of what is left.
+    granularity
+        What `floor` is rounded up to.
+
+    Notes
+    -----
+    Guided self-scheduling (Polychronopoulos & Kuck 1987) and factoring (Hummel, Schonberg & Flynn 1992).
+    """
+
+def correction_floor(
+    model: CostModel,
+    overhead: typing.SupportsFloat | typing.SupportsIndex = 0.5,
+    granularity: typing.SupportsInt | typing.SupportsIndex = 1,
+) -> int:
+    """
+    The smallest micro-batch whose fixed cost is at most `overhead` of its time, rounded up to `granularity`.
+    """
+
+def split_batch(
+    batch_size: typing.SupportsInt | typing.SupportsIndex,
+    models: collections.abc.Sequence[
+        CostModel | tuple[typing.SupportsFloat | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
+    ],
+    *,
+    minimum: typing.SupportsInt
+    | typing.SupportsIndex
+    | None
+    | collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex | None]
+    | None = None,
+    maximum: typing.SupportsInt
+    | typing.SupportsIndex
+    | None
+    | collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex | None]
+    | None = None,
+    granularity: typing.SupportsInt | typing.SupportsIndex = 1,
+    may_be_zero: bool | collections.abc.Sequence[bool] | None = None,
+    startup_seconds: typing.SupportsFloat
+    | typing.SupportsIndex
+    | collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]
+    | None = None,
+    reduction_seconds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | None = None,
+    previous: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] | None = None,
+) -> Split:
+    """
+    Split a batch so that the last device finishes as early as possible: the exact integer optimum.
+
+    Parameters
+    ----------
+    batch_size
+        Items of the whole batch.
+    models
+        One per device: a `CostModel`, or a pair (fixed_seconds, per_item_seconds).
+    minimum, maximum
+        The smallest share that is not zero and the largest share, for all devices or one per device; None: no limit.
+    granularity
+        Shares are multiples of it; if the batch is not, exactly one share has the remainder.
+    may_be_zero
+        Whether a device may be left without work (the default), for all devices or one per device.
+    startup_seconds
+        What a device pays once if it has work, for all devices or one per device.
+    reduction_seconds
+        Seconds the step ends later when k devices have work, at index k, from 0 to the number of devices.
+    previous
+        The shares now in force: among optimal splits the one that changes the fewest devices wins, then lower-numbered devices do.
+
+    Returns
+    -------
+    Split
+        `shares` and `makespan_seconds`.
+
+    Raises
+    ------
+    InvalidArgument
+        For arguments that make no sense, and for limits that no split respects, naming the constraint.
+
+    Notes
+    -----
+    Each grain goes to the device that would finish it first, which is optimal for nondecreasing costs (Ibaraki & Katoh, Resource
+    Allocation Problems, MIT Press 1988). With minimums above zero subsets of devices are searched: all of them up to 8 devices, a part beyond.
+
+    Examples
+    --------
+    >>> from paceline.plan import split_batch
+    >>> split_batch(512, [(0.004, 0.0001), (0.004, 0.0003)]).shares
+    [384, 128]
+    """
+
+def split_even(
+    batch_size: typing.SupportsInt | typing.SupportsIndex, device_count: typing.SupportsInt | typing.SupportsIndex
+) -> list[int]:
+    """
+    Shares that differ by at most one item, the larger ones first.
+    """
+
+def split_weighted(
+    batch_size: typing.SupportsInt | typing.SupportsIndex,
+    weights: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+) -> list[int]:
+    """
+    Shares in the ratio of `weights`, by largest remainder, on a tie the lower index; a weight of zero gets nothing.
+
+    Raises
+    ------
+    InvalidArgument
+        If a weight is negative or not finite, or none is above zero.
+    """

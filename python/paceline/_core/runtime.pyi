@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import collections.abc
+import typing
+
+__all__: list[str] = ["Device", "DeviceGroup", "build_facts", "devices", "find_device", "host_facts"]
+
+class Device:
+    """
+    A place of execution, such as ``host:1``: a worker pinned to cores of its own.
+
+    A value that names the place and says what was found out about it; it owns nothing. `devices` and `find_device` make them.
+    """
+    def __eq__(self, arg0: object) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __repr__(self) -> str: ...
+    def __str__(self) -> str: ...
+    @property
+    def cores(self) -> tuple[int, ...]:
+        """
+        The cores that the worker is pinned to; empty where pinning is impossible.
+        """
+    @property
+    def index(self) -> int:
+        """
+        The number in the name.
+        """
+    @property
+    def kind(self) -> str:
+        """
+        ``host`` or ``cuda``.
+        """
+    @property
+    def memory_space(self) -> str:
+        """
+        Devices of one memory space share memory without copying.
+        """
+    @property
+    def name(self) -> str:
+        """
+        ``host:1``; names are unique.
+        """
+    @property
+    def numa_node(self) -> int | None:
+        """
+        The NUMA node of the cores; None when unknown or several.
+        """
+
+class DeviceGroup:
+    """
+    An ordered set of devices and one worker thread per device.
+
+    The workers live until `close()`, the end of a ``with`` block, or the last reference. They are pinned to their device's cores and
+    park when there is nothing to do. After ``fork`` (a DataLoader worker) the child has none: there every call raises `Unavailable`.
+
+    Parameters
+    ----------
+    devices
+        ``"auto"``, one name such as ``"host:0"``, or a list of names and `Device` objects. `paceline.devices()` lists them.
+
+    Raises
+    ------
+    InvalidArgument
+        If a device does not exist, is named twice, or none is given.
+    """
+    def __enter__(self) -> typing.Any: ...
+    def __exit__(self, *args: object) -> None: ...
+    def __init__(self, devices: str | collections.abc.Sequence[str | Device] = "auto") -> None: ...
+    def __len__(self) -> int: ...
+    def __repr__(self) -> str: ...
+    def close(self, timeout: typing.SupportsFloat | typing.SupportsIndex = 10.0) -> None:
+        """
+        End and join the workers; idempotent.
+
+        Raises
+        ------
+        Timeout
+            If a worker is inside user code that does not return within `timeout` seconds; it is left behind and the error names it.
+        """
+    @property
+    def busy(self) -> bool:
+        """
+        True while the workers are at a task.
+        """
+    @property
+    def closed(self) -> bool:
+        """
+        True once the workers have been ended.
+        """
+    @property
+    def devices(self) -> list[Device]:
+        """
+        The devices, in order.
+        """
+
+def build_facts() -> dict[str, typing.Any]:
+    """
+    How the compiled part was built.
+    """
+
+def devices() -> list[Device]:
+    """
+    Every device that this process can use now, in order.
+
+    Host devices: one per core of the process's affinity mask, no more than its cgroup's CPU limit allows. Under such a limit
+    a device is pinned to several cores, since all the cores of the mask are dealt out.
+    """
+
+def find_device(name: str) -> Device:
+    """
+    The device called `name`, such as ``host:1``.
+
+    More host devices than cores may be named; they share cores.
+
+    Raises
+    ------
+    InvalidArgument
+        If the name is malformed or there is no such device; the message lists those that exist.
+    """
+
+def host_facts() -> dict[str, typing.Any]:
+    """
+    What the operating system says about the processor and this process's part of it.
+    """

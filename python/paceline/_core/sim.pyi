@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import collections.abc
+import typing
+
+__all__: list[str] = ["Event", "SimulationResult", "simulate"]
+
+class Event:
+    """
+    A change of the box that the split should follow.
+    """
+    def __repr__(self) -> str: ...
+    @property
+    def device(self) -> int:
+        """
+        Index of the device.
+        """
+    @property
+    def kind(self) -> str:
+        """
+        "throttle", "release" or "failure".
+        """
+    @property
+    def step(self) -> int: ...
+
+class SimulationResult:
+    """
+    How a policy did on a simulated box.
+    """
+    def __repr__(self) -> str: ...
+    @property
+    def elapsed_seconds(self) -> float:
+        """
+        On the virtual clock.
+        """
+    @property
+    def events(self) -> list[Event]:
+        """
+        In order of steps.
+        """
+    @property
+    def explanation(self) -> str:
+        """
+        `Balancer.explain()` at the end.
+        """
+    @property
+    def final_shares(self) -> list[int]: ...
+    @property
+    def ideal_seconds(self) -> float:
+        """
+        The oracle's time for all steps.
+        """
+    @property
+    def ledger(self) -> str:
+        """
+        JSON lines, empty unless asked for.
+        """
+    @property
+    def loss_to_ideal(self) -> float:
+        """
+        Mean over steps of the noise-free makespan of the shares used over the oracle's, minus 1.
+        """
+    @property
+    def lost_steps(self) -> int:
+        """
+        Steps repeated because a device failed.
+        """
+    @property
+    def moves(self) -> int:
+        """
+        Changes of shares.
+        """
+    @property
+    def moves_per_100_steps(self) -> float: ...
+    @property
+    def steps_to_recover(self) -> list[int | None]:
+        """
+        Per event, steps until within 5 % of the new ideal; None if not before the next event.
+        """
+    @property
+    def time_over_ideal(self) -> float:
+        """
+        All the time that passed, noise and lost steps included, over the oracle's noise-free time.
+        """
+
+def simulate(
+    speeds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+    *,
+    batch_size: typing.SupportsInt | typing.SupportsIndex = 512,
+    steps: typing.SupportsInt | typing.SupportsIndex = 400,
+    policy: str = "auto",
+    noise: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    throttles: collections.abc.Sequence[
+        tuple[
+            typing.SupportsInt | typing.SupportsIndex,
+            typing.SupportsFloat | typing.SupportsIndex,
+            typing.SupportsInt | typing.SupportsIndex,
+            typing.SupportsInt | typing.SupportsIndex,
+        ]
+    ] = [],
+    failures: collections.abc.Sequence[
+        tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]
+    ] = [],
+    spike_probability: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    spike_factor: typing.SupportsFloat | typing.SupportsIndex = 1.0,
+    seed: typing.SupportsInt | typing.SupportsIndex = 0,
+    fixed_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.004,
+    per_item_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0001,
+    device_classes: collections.abc.Sequence[str] | None = None,
+    ledger: bool = False,
+) -> SimulationResult:
+    """
+    Run the balancer on simulated devices with a virtual clock.
+
+    A device takes `(fixed_seconds + per_item_seconds * n) / speed` for n > 0 items, times throttles and noise. The balancer sees
+    only the times. Deterministic: equal arguments give equal results, and policies meet the same noise.
+
+    Parameters
+    ----------
+    speeds
+        One per device.
+    batch_size, steps
+        Items per step; steps that must succeed.
+    policy
+        "auto", "even" or "weighted" (by `speeds`).
+    noise
+        Times are multiplied by exp(noise * Z), Z standard normal.
+    throttles
+        (device, factor, from, to): that device takes `factor` times as long in steps [from, to).
+    failures
+        (device, step): the device stops in that step, which is lost and repeated by the others.
+    spike_probability, spike_factor
+        So often a device's step takes `spike_factor` times as long.
+    seed
+        Of the noise.
+    fixed_seconds, per_item_seconds
+        The cost of a device of speed 1.
+    device_classes
+        One name per device; default: all of one class.
+    ledger
+        Keep the balancer's calls, for `paceline.balance.replay`.
+
+    Returns
+    -------
+    SimulationResult
+
+    Raises
+    ------
+    InvalidArgument
+        For arguments that make no sense, naming the device or event.
+    """
