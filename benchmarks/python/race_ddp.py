@@ -50,7 +50,7 @@ class Race:
         self._environment = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")} | (
             MALLOC if args.malloc else {}
         )
-        self._busy_cores = devices[-1].cores if args.busy else []
+        self._busy_cores = list(devices[-1].cores) if args.busy else []
         self._folder = folder
         self._count = 0
         self._loss: float | None = None
@@ -77,7 +77,7 @@ class Race:
         self._count += 1
         rendezvous = str(self._folder / f"rendezvous-{self._count}")
         jobs = [
-            dataclasses.replace(self._job, rival="ddp", cores=device.cores, rank=rank, rendezvous=rendezvous)
+            dataclasses.replace(self._job, rival="ddp", cores=list(device.cores), rank=rank, rendezvous=rendezvous)
             for rank, device in enumerate(self._devices)
         ]
         self.results.add(self._run(jobs, {"OMP_NUM_THREADS": "1"}))
@@ -91,7 +91,7 @@ class Race:
 
     def alone(self) -> None:
         for device in self._devices:
-            job = dataclasses.replace(self._job, rival="alone", cores=device.cores)
+            job = dataclasses.replace(self._job, rival="alone", cores=list(device.cores))
             self.results.add_alone(device.name, self._run([job], {"OMP_NUM_THREADS": "1"}))
 
     def ratio(self, seconds: float, tolerance: float) -> None:

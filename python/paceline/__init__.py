@@ -4,17 +4,11 @@
 `paceline.sim` the simulator. Importing this package loads neither PyTorch nor NumPy and starts no thread.
 """
 
-from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
-from importlib.metadata import version as _version
-
 from paceline._core import Cancelled, Error, InvalidArgument, OutOfMemory, Timeout, Unavailable
 from paceline._core.runtime import Device, DeviceGroup, devices, find_device
 from paceline.comm import Communicator
 
-try:
-    __version__ = _version("paceline")
-except _PackageNotFoundError:  # used from a build tree, without being installed
-    __version__ = "0+unknown"
+__version__: str
 
 __all__ = [
     "Cancelled",
@@ -30,3 +24,15 @@ __all__ = [
     "devices",
     "find_device",
 ]
+
+
+def __getattr__(name: str) -> str:
+    # importlib.metadata takes half of the import's time, so it is loaded by those who ask.
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("paceline")
+        except PackageNotFoundError:  # used from a build tree, without being installed
+            return "0+unknown"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

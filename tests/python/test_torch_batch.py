@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
-from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain
+from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, noting, plain
 
 
 class Named(NamedTuple):
@@ -71,7 +71,7 @@ def test_any_nest_is_split_into_nests_of_the_same_kind(nest: str) -> None:
     batch = make(x, y)
     kinds = []
 
-    def loss_fn(replica: nn.Module, part: Any) -> torch.Tensor:
+    def loss_fn(replica: nn.Module, part: Any) -> Any:
         kinds.append(type(part))
         return classify(replica, take(part))
 
@@ -98,7 +98,7 @@ def test_other_leaves_go_along_unchanged() -> None:
     }
     seen = []
 
-    def loss_fn(replica: nn.Module, part: Any) -> torch.Tensor:
+    def loss_fn(replica: nn.Module, part: Any) -> Any:
         seen.append(part[2])
         return classify(replica, part)
 
@@ -113,7 +113,7 @@ def test_slices_are_views_of_the_batch() -> None:
     module, batch = classifier(8)
     addresses = set()
     with DataParallel(module, TWO, balance="even") as trainer:
-        trainer.step(lambda m, b: addresses.add(b[0].data_ptr()) or classify(m, b), batch)  # type: ignore[func-returns-value]
+        trainer.step(noting(lambda m, b: addresses.add(b[0].data_ptr())), batch)
     assert addresses == {batch[0].data_ptr(), batch[0][4:].data_ptr()}
 
 
@@ -173,6 +173,6 @@ def test_lists_and_arrays_of_another_length_belong_to_the_whole_batch() -> None:
     module, (x, y) = classifier(8)
     seen = []
     with DataParallel(module, TWO, balance="even") as trainer:
-        trainer.step(lambda m, b: seen.append(b[2:]) or classify(m, b), (x, y, ["a", "b"], np.ones(3)))  # type: ignore[func-returns-value]
+        trainer.step(noting(lambda m, b: seen.append(b[2:])), (x, y, ["a", "b"], np.ones(3)))
     assert [len(part[0]) for part in seen] == [2, 2]
     assert [len(part[1]) for part in seen] == [3, 3]

@@ -90,7 +90,8 @@ def test_the_first_run_of_each_size_is_alone(how: str) -> None:
 
 def test_a_first_run_that_fails_opens_the_gate_again() -> None:
     module, batch = classifier(8)
-    with DataParallel(torch.compile(module, backend="eager"), TWO, balance="even") as trainer:
+    module.compile(backend="eager")
+    with DataParallel(module, TWO, balance="even") as trainer:
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
                 trainer.step(lambda m, b: 1 / 0, batch)  # type: ignore[arg-type,return-value]
@@ -98,10 +99,22 @@ def test_a_first_run_that_fails_opens_the_gate_again() -> None:
     assert_same_gradients(module, plain(classifier(8)[0], classify, batch)[1])
 
 
-def test_first_runs_are_no_evidence_for_the_balancer() -> None:
-    module, _ = classifier()
-    with DataParallel(torch.compile(module, backend="eager"), TWO, balance="even", micro_batch=4) as trainer:
-        trainer.step(classify, classifier(16)[1])
-        excluded = [claim[5] for claim in trainer._stepper.run(16, lambda *_: 1, lambda _: []).claims]
-        assert all(excluded)
-        assert "never measured" not in trainer.explain() or trainer.report()["steps"] == 1
+@pytest.mark.parametrize("compiled", [True, False])
+def test_first_runs_are_no_evidence_for_the_balancer(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each size where something compiles, else the very first of a device."""
+    module = classifier()[0]
+    if compiled:
+        module.compile(backend="eager")
+    excluded: list[list[bool]] = []
+    with DataParallel(module, TWO, balance="even", micro_batch=4) as trainer:
+        execute = trainer._execute
+
+        def recording(*arguments: Any) -> Any:
+            outcome = execute(*arguments)
+            excluded.append([claim[5] for claim in outcome.claims])
+            return outcome
+
+        monkeypatch.setattr(trainer, "_execute", recording)
+        for items in (16, 16, 6, 6):
+            trainer.step(classify, classifier(items)[1])
+    assert excluded == [[True, False] * 2, [False] * 4, [compiled] * 2, [False] * 2]

@@ -106,17 +106,18 @@ def test_an_exception_stops_the_other_device_at_its_next_micro_batch() -> None:
 def test_an_exception_in_backward_is_raised_as_it_is() -> None:
     class Breaking(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        def forward(ctx: Any, x: torch.Tensor) -> Any:
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             raise Unlucky("in backward")
 
+    breaking: Any = Breaking.apply
     module, batch = classifier(12)
     with DataParallel(module, TWO) as trainer:
         with pytest.raises(Unlucky, match="in backward"):
-            trainer.step(lambda m, b: classify(lambda x: Breaking.apply(m(x)), b), batch)
+            trainer.step(lambda m, b: classify(lambda x: breaking(m(x)), b), batch)
         trainer.step(classify, batch)
     assert_same_gradients(module, plain(module, classify, batch)[1])
 

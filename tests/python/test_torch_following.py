@@ -128,7 +128,7 @@ def test_freezing_later_leaves_gradients_as_they_are() -> None:
     with DataParallel(module, hosts(2)) as trainer:
         trainer.step(classify, batch)
         before = gradients(module)
-        module[0].requires_grad_(False)  # type: ignore[index]
+        module[0].requires_grad_(False)
         trainer.step(classify, batch)
     after = gradients(module)
     assert all(torch.equal(a, b) for a, b in zip(after[:2], before[:2], strict=True) if a is not None and b is not None)
@@ -141,7 +141,7 @@ def test_the_training_mode_follows_part_by_part(devices: int) -> None:
     _, batch = classifier()
     seen: list[list[bool]] = []
 
-    def loss_fn(replica: nn.Module, part: Any) -> torch.Tensor:
+    def loss_fn(replica: nn.Module, part: Any) -> Any:
         seen.append([child.training for child in replica.modules()])
         return classify(replica, part)
 
@@ -159,11 +159,11 @@ def test_the_training_mode_follows_part_by_part(devices: int) -> None:
 
 def test_other_attributes_changed_later_stay_with_the_users_module() -> None:
     """As the documentation of `DataParallel` says; a new trainer takes them up."""
-    module = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.0)).double()
+    module: Any = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.0)).double()
     _, batch = classifier()
     seen: list[float] = []
 
-    def loss_fn(replica: Any, part: Any) -> torch.Tensor:
+    def loss_fn(replica: Any, part: Any) -> Any:
         seen.append(replica[1].p)
         return classify(replica, part)
 

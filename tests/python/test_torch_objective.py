@@ -16,7 +16,7 @@ F = nn.functional
 Reduction = Literal["mean", "sum"]
 
 
-def losses_of(module: nn.Module, batch: Any) -> torch.Tensor:
+def losses_of(module: nn.Module, batch: Any) -> Any:
     return F.cross_entropy(module(batch["x"]), batch["y"], reduction="none")
 
 
@@ -44,13 +44,13 @@ def test_every_formula_divides_once_by_the_total_weight(
 ) -> None:
     module, batch = weighted_batch(kind)
 
-    def loss_fn(replica: nn.Module, part: dict[str, torch.Tensor]) -> torch.Tensor:
+    def loss_fn(replica: nn.Module, part: dict[str, torch.Tensor]) -> Any:
         losses, w = losses_of(replica, part), part["w"].double()
         if reduction == "sum":  # weights, if any, are the user's to apply: it is not multiplied again
             return losses * w if shape == "per item" else (losses * w).sum()
         return losses if shape == "per item" else (losses * w).sum() / w.sum()
 
-    def objective(replica: nn.Module, whole: dict[str, torch.Tensor]) -> torch.Tensor:
+    def objective(replica: nn.Module, whole: dict[str, torch.Tensor]) -> Any:
         return (losses_of(replica, whole) * whole["w"].double()).sum() / whole["w"].double().sum()
 
     loss, wanted = plain(module, objective, batch)
@@ -83,7 +83,7 @@ def test_slices_without_weight_are_not_run() -> None:
     mask = torch.tensor([1, 0, 0, 0, 0, 0, 1, 1])
     ran: list[int] = []
 
-    def masked_mean(replica: nn.Module, part: Any) -> torch.Tensor:
+    def masked_mean(replica: nn.Module, part: Any) -> Any:
         ran.extend(part[3].tolist())
         losses = F.cross_entropy(replica(part[0]), part[1], reduction="none")
         return (losses * part[2]).sum() / part[2].sum()  # 0/0 where nothing is unmasked

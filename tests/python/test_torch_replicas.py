@@ -15,14 +15,14 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
-from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain
+from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, noting, plain
 
 
 def identifiers(trainer: DataParallel, batch: Any) -> list[int]:
     """The modules that loss_fn is given, one entry per micro-batch."""
     seen: list[int] = []
 
-    def loss_fn(module: nn.Module, part: Any) -> torch.Tensor:
+    def loss_fn(module: nn.Module, part: Any) -> Any:
         seen.append(id(module))
         return classify(module, part)
 
@@ -50,8 +50,8 @@ def test_replicas_share_the_memory_of_the_parameters() -> None:
     module, batch = classifier()
     addresses = set()
     with DataParallel(module, hosts(3), balance="even") as trainer:
-        trainer.step(lambda m, b: addresses.add(m[0].weight.data_ptr()) or classify(m, b), batch)  # type: ignore[index,func-returns-value,operator,union-attr]
-    assert addresses == {module[0].weight.data_ptr()}  # type: ignore[index,operator,union-attr]
+        trainer.step(noting(lambda m, b: addresses.add(m[0].weight.data_ptr())), batch)
+    assert addresses == {module[0].weight.data_ptr()}
 
 
 def test_state_dict_and_parameters_stay_those_of_the_single_device_module() -> None:
@@ -82,27 +82,27 @@ def test_a_closure_over_the_users_module_raises_and_names_the_parameter() -> Non
 
 def test_a_closure_that_reaches_one_parameter_is_noticed() -> None:
     module, batch = classifier()
-    weight = module[2].weight  # type: ignore[index]
+    weight = module[2].weight
     with DataParallel(module, TWO) as trainer, pytest.raises(InvalidArgument, match=r"gradient of parameter 2\.weight"):
-        trainer.step(lambda m, b: classify(m, b) + 0.1 * weight.pow(2).sum(), batch)  # type: ignore[operator]
+        trainer.step(lambda m, b: classify(m, b) + 0.1 * weight.pow(2).sum(), batch)
 
 
 def test_a_forward_patched_by_a_closure_raises_and_names_the_parameter() -> None:
     module, batch = classifier()
     original = module.forward
-    module.forward = lambda x: original(x) * 2  # type: ignore[method-assign]
+    module.forward = lambda x: original(x) * 2
     with DataParallel(module, TWO) as trainer, pytest.raises(InvalidArgument, match=r"0\.weight.*patched forward"):
         trainer.step(classify, batch)
 
 
-def doubled(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return 2 * nn.Sequential.forward(self, x)  # type: ignore[no-any-return]
+def doubled(self: Any, x: torch.Tensor) -> Any:
+    return 2 * nn.Sequential.forward(self, x)  # type: ignore[no-untyped-call]
 
 
 def test_methods_bound_to_the_module_follow_the_replica() -> None:
     for patch in (lambda m: types.MethodType(doubled, m), lambda m: functools.partial(doubled, m)):
         module, batch = classifier()
-        module.forward = patch(module)  # type: ignore[method-assign]
+        module.forward = patch(module)
         _, wanted = plain(module, classify, batch)
         with DataParallel(module, TWO) as trainer:
             trainer.step(classify, batch)
@@ -114,9 +114,9 @@ def test_methods_bound_to_the_module_follow_the_replica() -> None:
 def test_a_shared_parameter_written_in_place_during_a_step_raises_and_is_named(devices: int, whose: str) -> None:
     module, batch = classifier()
 
-    def loss_fn(replica: nn.Module, part: Any) -> torch.Tensor:
+    def loss_fn(replica: Any, part: Any) -> Any:
         with torch.no_grad():
-            (replica if whose == "replica" else module)[2].bias.add_(0.0)  # type: ignore[index]
+            (replica if whose == "replica" else module)[2].bias.add_(0.0)
         return classify(replica, part)
 
     with DataParallel(module, TWO[:devices]) as trainer:
@@ -145,12 +145,12 @@ REGISTER: list[Callable[[torch.Tensor, Hook], Any]] = [
 @pytest.mark.parametrize("register", REGISTER, ids=["hook", "post-accumulate hook"])
 def test_parameter_hooks_are_refused_on_several_devices_whenever_they_come(register: Any) -> None:
     module, batch = classifier()
-    handle = register(module[2].weight, Hook())  # type: ignore[index]
+    handle = register(module[2].weight, Hook())
     with pytest.raises(InvalidArgument, match=r"parameter 2\.weight has a gradient hook"):
         DataParallel(module, TWO)
     handle.remove()
     with DataParallel(module, TWO) as trainer:
-        handle = register(module[2].weight, Hook())  # type: ignore[index]
+        handle = register(module[2].weight, Hook())
         with pytest.raises(InvalidArgument, match=r"parameter 2\.weight has a gradient hook"):
             trainer.step(classify, batch)
         handle.remove()
@@ -161,7 +161,7 @@ def test_parameter_hooks_are_refused_on_several_devices_whenever_they_come(regis
 def test_parameter_hooks_run_on_one_device(register: Any) -> None:
     module, batch = classifier()
     hook = Hook()
-    register(module[2].weight, hook)  # type: ignore[index]
+    register(module[2].weight, hook)
     with DataParallel(module, ["host:0"]) as trainer:
         trainer.step(classify, batch)
     assert hook.calls == 1
@@ -174,7 +174,7 @@ class Storing(nn.Module):
         super().__init__()
         self.inner = nn.Linear(6, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         self.last = self.inner(x)
         return self.last
 
@@ -185,9 +185,9 @@ class Locking(nn.Module):
         self.inner = nn.Linear(6, 3)
         self.guard = threading.Lock()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         with self.guard:
-            return self.inner(x)  # type: ignore[no-any-return]
+            return self.inner(x)
 
 
 def stored_activation() -> nn.Module:
@@ -247,7 +247,7 @@ def test_a_lazy_module_is_refused_until_it_is_initialised() -> None:
 )
 def test_parametrizations_work_also_after_a_forward(parametrize: Callable[[nn.Module], nn.Module]) -> None:
     module, batch = classifier()
-    parametrize(module[0])  # type: ignore[index]
+    parametrize(module[0])
     module(batch[0])
     _, wanted = plain(module, classify, batch)
     with DataParallel(module, TWO) as trainer:
@@ -275,8 +275,8 @@ def test_replicate_keeps_tied_parameters_tied() -> None:
             self.a, self.b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
             self.b.weight = self.a.weight
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.b(self.a(x).tanh())  # type: ignore[no-any-return]
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.b(self.a(x).tanh())
 
     module, batch = Tied().double(), classifier()[1]
     _, wanted = plain(module, classify, batch)

@@ -11,7 +11,7 @@ import torch
 
 from paceline import DeviceGroup
 from paceline.torch import DataParallel
-from torch_support import TWO, classifier, classify, hosts, output_of
+from torch_support import TWO, classifier, classify, hosts, noting, output_of
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def test_dropping_a_trainer_gives_the_callers_threads_back() -> None:
 
 def worker_threads(trainer: DataParallel, batch: Any) -> list[int]:
     seen: list[int] = []
-    trainer.step(lambda m, b: seen.append(torch.get_num_threads()) or classify(m, b), batch)
+    trainer.step(noting(lambda m, b: seen.append(torch.get_num_threads())), batch)
     return seen
 
 
@@ -64,7 +64,9 @@ def test_a_workers_thread_count_is_that_of_its_cores_whatever_the_caller_sets_la
         torch.set_num_threads(2)
         assert worker_threads(trainer, batch) == wanted
     with DataParallel(module, TWO, balance="even") as trainer:
-        torch.set_num_threads(4)  # before the first step
+        with pytest.raises(ZeroDivisionError):
+            trainer.step(lambda m, b: 1 / 0, batch)  # no operator has run on the workers yet
+        torch.set_num_threads(2)
         assert worker_threads(trainer, batch) == wanted
 
 
@@ -90,7 +92,7 @@ def test_workers_are_pinned_to_their_cores_and_the_caller_is_not() -> None:
     before = os.sched_getaffinity(0)
     seen: set[frozenset[int]] = set()
     with DataParallel(module, TWO, balance="even") as trainer:
-        trainer.step(lambda m, b: seen.add(frozenset(os.sched_getaffinity(0))) or classify(m, b), batch)
+        trainer.step(noting(lambda m, b: seen.add(frozenset(os.sched_getaffinity(0)))), batch)
         assert seen == {frozenset(device.cores) for device in trainer.group.devices}
         assert os.sched_getaffinity(0) == before
 

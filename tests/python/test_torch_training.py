@@ -32,7 +32,7 @@ def plain_curve(module: Any, optimizer: torch.optim.Optimizer, data: list[Any], 
     losses = []
     for batch in data:
         loss = classify(module, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(module.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()

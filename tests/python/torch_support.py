@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-LossFunction = Callable[[nn.Module, Any], torch.Tensor]
+LossFunction = Callable[[Any, Any], Any]
 Gradients = list[torch.Tensor | None]
 
 TWO = ["host:0", "host:1"]
@@ -24,13 +24,13 @@ def hosts(count: int) -> list[str]:
     return [f"host:{index}" for index in range(count)]
 
 
-def classify(module: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def classify(module: Any, batch: Any) -> Any:
     return nn.functional.cross_entropy(module(batch[0]), batch[1])
 
 
 def classifier(
     items: int = 16, *, dtype: torch.dtype = torch.float64, seed: int = 0
-) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+) -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:
     """A small module and a batch for it, which `classify` brings together."""
     generator = torch.Generator().manual_seed(seed)
     module = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).to(dtype)
@@ -43,6 +43,16 @@ def classifier(
     )
 
 
+def noting(note: Callable[[Any, Any], Any]) -> LossFunction:
+    """`classify`, with `note(module, slice)` called before."""
+
+    def loss_fn(module: Any, part: Any) -> Any:
+        note(module, part)
+        return classify(module, part)
+
+    return loss_fn
+
+
 def gradients(module: nn.Module) -> Gradients:
     """Copies of the gradients as they are now."""
     return [None if parameter.grad is None else parameter.grad.clone() for parameter in module.parameters()]
@@ -53,7 +63,7 @@ def plain(module: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[torch.T
     reference = copy.deepcopy(module)
     reference.zero_grad(set_to_none=True)
     loss = loss_fn(reference, batch)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return loss.detach(), gradients(reference)
 
 

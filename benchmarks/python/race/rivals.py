@@ -52,7 +52,7 @@ def plain_step(module: nn.Module, part: Callable[[model.Pair], list[model.Pair]]
         total = sum(len(labels) for _, labels in parts)
         for images, labels in parts:
             term = model.loss_fn(module, (images, labels)) * (len(labels) / total)
-            term.backward()  # type: ignore[no-untyped-call]
+            term.backward()
             loss += term.detach()
         optimizer.step()
         optimizer.zero_grad()

@@ -170,7 +170,7 @@ def _join(pieces: list[tuple[int, Any]], path: str) -> Any:
                 )
         return first if len(pieces) == 1 else torch.cat([piece for _, piece in pieces])
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        result = copy.copy(first)
+        result: Any = copy.copy(first)
         for field in dataclasses.fields(first):
             joined = _join([(items, getattr(piece, field.name)) for items, piece in pieces], f"{path}.{field.name}")
             object.__setattr__(result, field.name, joined)

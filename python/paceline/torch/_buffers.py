@@ -48,7 +48,7 @@ class KeptBuffers:
         """The same tensors as then, with the same values."""
         for slots, name, buffer, value in self._kept:
             slots[name] = buffer
-            if buffer is not None and not _overlaps(buffer):
+            if buffer is not None and value is not None and not _overlaps(buffer):
                 buffer.copy_(value)
 
 

@@ -84,7 +84,8 @@ class Objective:
                 loss = loss * self._weights[begin:end].to(loss.device, loss.dtype)
             loss = loss.sum()
             factor = 1 / self.total
-        return loss if factor == 1 else loss * factor
+        term: torch.Tensor = loss if factor == 1 else loss * factor
+        return term
 
     def _weight_of(self, begin: int, end: int) -> int | float:
         if self._weights is None:

@@ -154,7 +154,7 @@ class TrainRun(Run):
             with self.watches[device]:
                 backward_watched(root)
         else:
-            root.backward()  # type: ignore[no-untyped-call]
+            root.backward()
         return True
 
     def finish(self, device: int) -> list[View | None] | None:
