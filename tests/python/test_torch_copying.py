@@ -1,0 +1,165 @@
+"""Copying modules for several devices: what can be copied, what is refused by name, and `replicate=`, the way out."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import InvalidArgument
+from paceline.torch import DataParallel
+from torch_support import TWO, assert_same_gradients, classifier, classify, hosts, plain
+
+
+class Storing(nn.Module):
+    """Keeps an activation, with its graph, on itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.last = self.inner(x)
+        return self.last
+
+
+class Locking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+        self.guard = threading.Lock()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with self.guard:
+            return self.inner(x)
+
+
+def stored_activation() -> nn.Module:
+    module = nn.Sequential(nn.Identity(), Storing())
+    module(torch.zeros(1, 6))
+    return module
+
+
+def old_weight_norm() -> nn.Module:
+    with pytest.warns(FutureWarning):
+        layer = nn.utils.weight_norm(nn.Linear(6, 3))
+    layer(torch.zeros(1, 6))
+    return nn.Sequential(nn.Identity(), layer)
+
+
+def old_spectral_norm() -> nn.Module:
+    layer = nn.utils.spectral_norm(nn.Linear(6, 3))
+    layer(torch.zeros(1, 6))
+    return nn.Sequential(nn.Identity(), layer)
+
+
+@pytest.mark.parametrize(
+    ("make", "attribute"),
+    [
+        (stored_activation, r"'1\.last' \(Tensor\)"),
+        (lambda: nn.Sequential(nn.Identity(), Locking()), r"'1\.guard' \(lock\)"),
+        (old_weight_norm, r"'1\.weight' \(Tensor\)"),
+        (old_spectral_norm, r"'1\.weight' \(Tensor\)"),
+    ],
+    ids=["stored activation", "lock", "old weight_norm", "old spectral_norm"],
+)
+def test_what_cannot_be_copied_is_named_and_one_device_takes_it(make: Callable[[], nn.Module], attribute: str) -> None:
+    module = make()
+    with pytest.raises(InvalidArgument, match=rf"cannot be copied.*{attribute}.*replicate="):
+        DataParallel(module, TWO)
+    with DataParallel(module, ["host:0"]) as trainer:
+        trainer.step(classify, (torch.ones(4, 6), torch.zeros(4, dtype=torch.long)))
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_a_lazy_module_is_refused_until_it_is_initialised() -> None:
+    module: nn.Module = nn.Sequential(nn.LazyLinear(10), nn.Tanh(), nn.Linear(10, 3)).double()
+    _, batch = classifier()
+    with pytest.raises(InvalidArgument, match=r"parameter 0\.weight is not initialised yet"):
+        DataParallel(module, TWO)
+    module(batch[0])
+    _, wanted = plain(module, classify, batch)
+    with DataParallel(module, TWO) as trainer:
+        trainer.step(classify, batch)
+    assert_same_gradients(module, wanted)
+
+
+@pytest.mark.parametrize(
+    "parametrize",
+    [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.orthogonal],
+    ids=["weight_norm", "orthogonal"],
+)
+def test_parametrizations_work_also_after_a_forward(parametrize: Callable[[nn.Module], nn.Module]) -> None:
+    module, batch = classifier()
+    parametrize(module[0])
+    module(batch[0])
+    _, wanted = plain(module, classify, batch)
+    with DataParallel(module, TWO) as trainer:
+        trainer.step(classify, batch)
+    assert_same_gradients(module, wanted)
+
+
+def test_replicate_takes_modules_that_cannot_be_copied() -> None:
+    module, (x, y) = Locking().double(), classifier()[1]
+    inner = copy.deepcopy(module.inner)
+    _, wanted = plain(nn.Sequential(inner), classify, (x, y))
+    with DataParallel(module, hosts(3), replicate=lambda _: Locking().double()) as trainer:
+        trainer.step(classify, (x, y))
+        assert_same_gradients(module, wanted)
+        trainer.optimizer(torch.optim.SGD, lr=0.1).step()
+        module.zero_grad()
+        trainer.step(classify, (x, y))  # the replicas see what the optimizer wrote
+    assert_same_gradients(module, plain(nn.Sequential(module.inner), classify, (x, y))[1])
+
+
+def test_replicate_keeps_tied_parameters_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.b(self.a(x).tanh())
+
+    module, batch = Tied().double(), classifier()[1]
+    _, wanted = plain(module, classify, batch)
+    with DataParallel(module, TWO, replicate=lambda _: Tied().double()) as trainer:
+        trainer.step(classify, batch)
+    assert_same_gradients(module, wanted)
+
+
+@pytest.mark.parametrize(
+    ("replicate", "message"),
+    [
+        (lambda module: module, "not the module itself"),
+        (lambda module: None, "must return a new nn.Module"),
+        (lambda module: nn.Sequential(nn.Linear(6, 10), nn.Tanh()), r"no parameter 2\.weight"),
+        (lambda module: nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3)), r"no parameter 0\.weight of shape"),
+    ],
+    ids=["the same", "None", "a layer short", "other shape"],
+)
+def test_what_replicate_returns_is_checked(replicate: Any, message: str) -> None:
+    module, _ = classifier()
+    with pytest.raises(InvalidArgument, match=message):
+        DataParallel(module, TWO, replicate=replicate)
+
+
+def test_parameters_elsewhere_are_refused_by_name() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(InvalidArgument, match=r"parameter 1\.weight is on meta.*module\.to\('cpu'\)"):
+        DataParallel(module, TWO)
+
+
+def test_a_trainer_that_cannot_be_made_leaves_no_threads() -> None:
+    before, threads = threading.active_count(), torch.get_num_threads()
+    for _ in range(3):
+        with pytest.raises(InvalidArgument):
+            DataParallel(Locking(), TWO)
+    assert threading.active_count() == before
+    assert torch.get_num_threads() == threads
