@@ -13,9 +13,8 @@ namespace {
 
 constexpr double kLeastGain = 0.01;
 constexpr double kGainErrors = 2.0;
-constexpr std::size_t kLeastSamples = 2;  // one step alone may be a spike
-constexpr std::size_t kSettledSamples =
-    48;  // standard error of 0.5 % at 3 % noise: what is left is below what the gate asks
+constexpr std::size_t kLeastSamples = 2;      // one step alone may be a spike
+constexpr std::size_t kSettledSamples = 48;   // a standard error of 0.5 % at 3 % noise: half of what the gate asks
 constexpr std::size_t kProvisionalKept = 32;  // batch sizes; sequences with lengths have many
 constexpr std::int64_t kFirmSteps = 32;
 constexpr std::int64_t kMostSetbacks = 6;  // 2^6: by then only a gain of 64 % would be believed
@@ -33,10 +32,10 @@ std::size_t fewest_samples(const PolicyContext& context, const std::vector<std::
 }  // namespace
 
 AutoPolicy::Decision AutoPolicy::decide(const PolicyContext& context, const std::vector<std::int64_t>& present,
-                                        double least_gain) const {
+                                        bool settled, double least_gain) const {
   const std::vector<plan::CostModel> models = estimated_models(context);
   Decision decision;
-  decision.target = best_split(context, models);
+  decision.target = best_split(context, models, !settled);
   const double now = makespan(models, present, context.options);
   const double then = makespan(models, decision.target, context.options);
   decision.gain = now > 0.0 ? 1.0 - then / now : 0.0;
@@ -52,7 +51,7 @@ Proposal AutoPolicy::gate(const PolicyContext& context, const std::vector<std::i
   const std::size_t samples = fewest_samples(context, present);
   if (samples < kLeastSamples) return {present, "kept: too few steps measured at the present speeds"};
   const bool completes = samples >= kSettledSamples && provisional_.contains(context.batch_size);
-  const Decision decision = decide(context, present, completes ? 0.0 : kLeastGain);
+  const Decision decision = decide(context, present, samples >= kSettledSamples, completes ? 0.0 : kLeastGain);
   last_required_ = decision.required;
   if (completes) provisional_.erase(context.batch_size);
   const double gain = 100.0 * std::max(decision.gain, 0.0);
@@ -89,7 +88,7 @@ Proposal AutoPolicy::propose(const PolicyContext& context) {
   const bool known = context.estimator.has_evidence();
   if (context.incumbent == nullptr) {
     if (!known) return {even(), "even: nothing measured yet"};
-    return {best_split(context, estimated_models(context)),
+    return {best_split(context, estimated_models(context), false),
             "first step of this batch size: the best split by the measured speeds"};
   }
   const std::vector<std::int64_t>& present = was_off ? base : *context.incumbent;

@@ -25,10 +25,8 @@ namespace paceline::balance {
 /// counts from 2 standard errors on. Otherwise what the first rough numbers got wrong by less than 1 % would stay for
 /// good.
 ///
-/// The target is the exact split for the estimated times, or for times at a higher quantile, whichever is expected to
-/// end sooner given the errors: an item too many on one device delays the whole step, an item too few costs each of the
-/// others 1 / (N - 1) of it (the newsvendor's rule, quantile (N - 1) / N). It matters while errors are large. Gains are
-/// judged by the medians.
+/// The target is the exact split for the estimated times; of a provisional move for times at a higher quantile
+/// (best_split), so that rough numbers overload nobody. Gains are judged by the medians.
 ///
 /// After a move was taken back the required gain doubles and no move is made for 32 steps, twice that the next time; a
 /// change point or a move that measurably paid ends this.
@@ -53,7 +51,7 @@ class AutoPolicy final : public Policy {
     double gain = 0.0;
     double required = 0.0;
   };
-  [[nodiscard]] Decision decide(const PolicyContext& context, const std::vector<std::int64_t>& present,
+  [[nodiscard]] Decision decide(const PolicyContext& context, const std::vector<std::int64_t>& present, bool settled,
                                 double least_gain) const;
   [[nodiscard]] Proposal gate(const PolicyContext& context, const std::vector<std::int64_t>& present);
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <numbers>
 #include <string>
 #include <utility>
 
@@ -123,8 +124,9 @@ void Estimator::take(std::size_t index, Evidence evidence) {
   device.window.clear();
   shapes_[class_of_[index]].restart(index_in_class_[index]);
   ++estimate.change_points;
-  // If the two disagree, the change fell into the first one's step: it is a mixture of both levels.
-  if (std::abs(ratio(index, first.sample) / ratio(index, sample) - 1.0) <= tolerance) {
+  // If the two disagree, by more than two noisy times may, the change fell into the first one's step: it is a mixture
+  // of both levels.
+  if (std::abs(ratio(index, first.sample) / ratio(index, sample) - 1.0) <= std::numbers::sqrt2 * tolerance) {
     estimate.since_step = first.step;
     accept(index, first);
   } else {

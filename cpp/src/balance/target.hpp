@@ -11,12 +11,14 @@ namespace paceline::balance {
 /// The models of all devices as estimated.
 [[nodiscard]] std::vector<plan::CostModel> estimated_models(const PolicyContext& context);
 
-/// The split that is expected to end soonest, given the estimates and their errors.
+/// The exact split for the estimated times; `cautious`: for each device's time at its (N - 1) / N quantile.
 ///
-/// Candidates are the exact splits for each device's time at three quantiles, from the median to (N - 1) / N; the
-/// expectation of the makespan is integrated over independent normal errors of the clusters of equal devices.
+/// An item too many on one device delays the whole step, an item too few costs each of the others 1 / (N - 1) of it:
+/// the newsvendor's rule. It keeps first, rough splits from overloading the device they know least (observed: after a
+/// 2x throttle of one of 8 devices the plain split was more than 5 % off in 4 % of runs). With many samples it is only
+/// timid, and the plain split is better.
 [[nodiscard]] std::vector<std::int64_t> best_split(const PolicyContext& context,
-                                                   const std::vector<plan::CostModel>& models);
+                                                   const std::vector<plan::CostModel>& models, bool cautious);
 
 /// The standard error of the gain of leaving `present`: the device that is waited for now, against the average of all.
 [[nodiscard]] double gain_error(const PolicyContext& context, const std::vector<plan::CostModel>& models,
