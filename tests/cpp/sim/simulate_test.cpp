@@ -65,11 +65,11 @@ TEST(Simulation, AThrottleIsFollowedInTwoStepsAndCostsLittle) {
   SimulationOptions options = eight_equal();
   options.steps = 800;
   options.box.throttles = {{3, 2.0, 200, 600}};
-  const Summary summary = over_seeds(options, 20);
+  const Summary summary = over_seeds(options, 50);
   EXPECT_LE(summary.mean_loss, 0.004);
-  // Items are whole: in one run of twenty the split settles one item (0.9 %) beside the best, less than the gate asks
-  // for.
-  EXPECT_GE(std::count_if(summary.losses.begin(), summary.losses.end(), [](double loss) { return loss <= 0.005; }), 18);
+  // Items are whole: in one run of twenty (18 of 400 unseen seeds) the split settles one item (0.9 %) beside the best,
+  // less than the gate asks for.
+  EXPECT_GE(std::count_if(summary.losses.begin(), summary.losses.end(), [](double loss) { return loss <= 0.005; }), 45);
   EXPECT_LE(summary.worst_loss, 0.008);
   EXPECT_EQ(summary.worst_recovery, (std::vector<std::int64_t>{2, 2}));
 }
