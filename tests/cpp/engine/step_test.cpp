@@ -103,7 +103,7 @@ TEST(Step, NestsTheBodysOwnExceptionInTheError) {
     }
   };
   try {
-    run_step(group, std::make_shared<Throwing>(), {.shares = {4, 4}});
+    run_step(group, std::make_shared<Throwing>(), {.shares = {4, 4}, .stealing = false});
     FAIL() << "expected an error";
   } catch (const Error& error) {
     EXPECT_EQ(error.device(), group.devices()[1].name);
