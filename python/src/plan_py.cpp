@@ -254,7 +254,7 @@ Notes
 -----
 Guided self-scheduling (Polychronopoulos & Kuck 1987) and factoring (Hummel, Schonberg & Flynn 1992).)");
   module.def(
-      "correction_floor", &plan::correction_floor, py::arg("model"), py::arg("overhead") = 0.5,
+      "correction_floor", &plan::correction_floor, py::arg("model"), py::arg("overhead") = plan::kCorrectionOverhead,
       py::arg("granularity") = 1,
       "The smallest micro-batch whose fixed cost is at most `overhead` of its time, rounded up to `granularity`.");
 }

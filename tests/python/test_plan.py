@@ -91,7 +91,7 @@ def test_weighted_even_and_chunks() -> None:
     assert split_even(10, 4) == [3, 3, 2, 2]
     assert chunks(100, fixed_size=32) == [32, 32, 32, 4]
     assert chunks(256, correction_fraction=0.25, floor=8) == [192, 32, 16, 8, 8]
-    assert correction_floor(CostModel.affine(4.0, 0.5)) == 8
+    assert correction_floor(CostModel.affine(4.0, 0.5), 0.5) == 8
 
 
 def test_examples_in_docstrings_are_true() -> None:

@@ -132,7 +132,7 @@ std::int64_t next_correction(std::int64_t remaining, std::span<const TailDevice>
   const std::int64_t unit = unit_of(floor, granularity);
   // One floor serves a whole box; a device whose fixed cost is higher would lose more to smaller pieces than they can
   // win back.
-  const std::int64_t own_unit = std::max(unit, correction_floor(asking.model, 0.5, granularity));
+  const std::int64_t own_unit = std::max(unit, correction_floor(asking.model, kCorrectionOverhead, granularity));
   const std::int64_t half = part / 2;
   return half / 2 >= own_unit ? doubled_unit(half, unit) : part;
 }

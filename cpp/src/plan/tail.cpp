@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstddef>
 #include <limits>
+#include <numbers>
 
 #include <paceline/error.hpp>
 #include <paceline/plan/chunks.hpp>
@@ -31,18 +32,23 @@ TailPlan plan_tail(std::span<const std::int64_t> shares, std::span<const CostMod
     throw InvalidArgument("plan_tail: shares, models and noise need one entry per device, and granularity at least 1.");
   }
 
-  double spread_seconds = 0.0;
-  double correction_seconds = std::numeric_limits<double>::infinity();
+  double largest = 0.0;  // standard deviations of the two noisiest finishes, in seconds
+  double second = 0.0;
+  double fixed_seconds = 0.0;
   std::int64_t floor = std::numeric_limits<std::int64_t>::max();
   std::size_t active = 0;
   for (std::size_t d = 0; d < shares.size(); ++d) {
     if (shares[d] == 0) continue;
     ++active;
-    spread_seconds = std::max(spread_seconds, noise[d] * models[d].seconds(shares[d]));
-    correction_seconds = std::min(correction_seconds, models[d].fixed_seconds());
-    floor = std::min(floor, correction_floor(models[d], 0.5, granularity));
+    const double deviation = noise[d] * models[d].seconds(shares[d]);
+    second = std::max(second, std::min(largest, deviation));
+    largest = std::max(largest, deviation);
+    fixed_seconds += models[d].fixed_seconds();
+    floor = std::min(floor, correction_floor(models[d], kCorrectionOverhead, granularity));
   }
-  if (active < 2 || spread_seconds <= correction_seconds) return plan;
+  if (active < 2) return plan;
+  const double late_seconds = std::hypot(largest, second) / std::sqrt(2.0 * std::numbers::pi);
+  if (late_seconds <= fixed_seconds / static_cast<double>(active)) return plan;
 
   plan.floor = floor;
   for (std::size_t d = 0; d < shares.size(); ++d) {

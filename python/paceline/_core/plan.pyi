@@ -130,7 +130,7 @@ def chunks(
 
 def correction_floor(
     model: CostModel,
-    overhead: typing.SupportsFloat | typing.SupportsIndex = 0.5,
+    overhead: typing.SupportsFloat | typing.SupportsIndex = 0.25,
     granularity: typing.SupportsInt | typing.SupportsIndex = 1,
 ) -> int:
     """

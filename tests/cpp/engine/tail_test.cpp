@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <numbers>
 #include <numeric>
 #include <random>
 #include <vector>
@@ -21,9 +23,19 @@ TEST(Tail, HoldsNothingBackOnAQuietMachine) {
 
 TEST(Tail, HoldsBackMoreTheMoreADeviceVaries) {
   const std::vector<std::int64_t> shares{340, 172};
-  const TailPlan plan = plan_tail(shares, std::vector{kModel, kModel.scaled(2.0)}, std::vector{0.01, 0.08});
+  const TailPlan plan = plan_tail(shares, std::vector{kModel, kModel.scaled(2.0)}, std::vector{0.02, 0.16});
   EXPECT_GT(plan.pool, 0);
   EXPECT_GT(172 - plan.first_chunks[1], 2 * (340 - plan.first_chunks[0]));
+}
+
+TEST(Tail, HoldsNothingBackWhereACorrectionCostsMoreThanItRecovers) {
+  const std::vector<std::int64_t> shares{256, 256};
+  const std::vector models(2, CostModel::affine(1e-3, 1e-4));  // shares of 26.6 ms
+  const auto pool = [&](double noise) { return plan_tail(shares, models, std::vector(2, noise)).pool; };
+  // Two normal finishes with deviation s: the later one is s / sqrt(pi) behind their mean.
+  const double even_odds = 1e-3 * std::sqrt(std::numbers::pi) / models[0].seconds(256);
+  EXPECT_EQ(pool(0.99 * even_odds), 0);
+  EXPECT_GT(pool(1.01 * even_odds), 0);
 }
 
 TEST(Tail, HoldsNothingBackBeforeAnythingIsMeasured) {

@@ -70,13 +70,13 @@ TEST(Chunks, RefuseWhatIsNoCut) {
 }
 
 TEST(CorrectionFloor, IsTheFirstSizeWhoseFixedCostIsWorthIt) {
-  EXPECT_EQ(correction_floor(CostModel::affine(4.0, 0.5)), 8);
+  EXPECT_EQ(correction_floor(CostModel::affine(4.0, 0.5), 0.5), 8);
   EXPECT_EQ(correction_floor(CostModel::affine(4.0, 0.5), 0.2), 32);
   EXPECT_EQ(correction_floor(CostModel::affine(4.0, 0.5), 0.5, 6), 12);
   EXPECT_EQ(correction_floor(CostModel::affine(0.0, 0.5)), 1);
   EXPECT_EQ(correction_floor(CostModel::affine(4.0, 0.5), 1.0), 1);
   const std::array points{CostPoint{0, 2.0}, CostPoint{10, 2.0}, CostPoint{20, 6.0}};
-  EXPECT_EQ(correction_floor(CostModel::table(points)), 15);
+  EXPECT_EQ(correction_floor(CostModel::table(points), 0.5), 15);
 }
 
 TEST(CorrectionFloor, IsOutOfReachWhereTimeDoesNotGrow) {

@@ -112,7 +112,7 @@ TEST(Corrections, HandOutEverythingInFewSizes) {
     const std::int64_t unit = (tail.floor + granularity - 1) / granularity * granularity;
     std::int64_t largest_floor = unit;
     for (const TailDevice& device : tail.devices) {
-      largest_floor = std::max(largest_floor, correction_floor(device.model, 0.5, granularity));
+      largest_floor = std::max(largest_floor, correction_floor(device.model, kCorrectionOverhead, granularity));
     }
     for (const std::int64_t size : outcome.sizes) {
       const bool doubled = size % unit == 0 && std::has_single_bit(static_cast<std::uint64_t>(size / unit));
@@ -190,9 +190,9 @@ TEST(Corrections, BeatUniformSmallChunksWhereAChunkHasAFixedCost) {
 
 TEST(Corrections, DoNotHalveBelowWhatPaysForTheClaimersOwnFixedCost) {
   const std::vector<TailDevice> devices(2, {.model = CostModel::affine(30.0, 1.0)});
-  EXPECT_EQ(correction_floor(devices[0].model), 30);
-  EXPECT_EQ(next_correction(200, devices, 0, 4), 100);
-  EXPECT_EQ(next_correction(240, devices, 0, 4), 32);
+  EXPECT_EQ(correction_floor(devices[0].model), 90);
+  EXPECT_EQ(next_correction(716, devices, 0, 4), 358);
+  EXPECT_EQ(next_correction(720, devices, 0, 4), 128);
 }
 
 TEST(Corrections, LeaveTheRestToDevicesThatFinishItSooner) {
