@@ -6,8 +6,10 @@
 All train the same network on the same data with the same global batch and optimizer, each in processes of its own,
 while nobody else runs: DDP as one process per core, pinned, one thread each, over gloo; one process with a thread per
 core; paceline with even and with balanced shares, in turns in one process. The ideal is the sum of what each core does
-alone under the same load, with the batch at once or in micro-batches of a device's size, whichever is faster. Figures
-are samples per second: medians over rounds, ± half of their range.
+alone under the same load, one core after the other. Two more figures say what it is made of: the same sum in
+micro-batches of a device's size, which fit caches better, and the sum while all cores compute at the same time, in
+processes that share nothing: less than the ideal where cores share caches, memory or a core of the host. Figures are
+samples per second: medians over rounds, ± half of their range.
 
 Environment: OMP_NUM_THREADS and all that places threads is taken away, then OMP_NUM_THREADS is 1 for DDP and for a core
 alone, and the number of cores for the process with threads. DDP gets GLOO_SOCKET_IFNAME=lo unless it is set. --malloc
@@ -31,7 +33,7 @@ from typing import Any
 import paceline
 from race import data, processes
 from race.job import Job
-from race.results import Results
+from race.results import Blocks, Results
 
 # The largest threshold that glibc takes on 64-bit machines is 32 MiB.
 MALLOC = {
@@ -68,7 +70,7 @@ class Race:
 
     def round(self, number: int) -> None:
         """Every rival once, each round in another order."""
-        rivals = [self.ddp, self.threads, self.paceline, self.alone]
+        rivals = [self.ddp, self.threads, self.paceline, self.alone, self.together]
         first = number % len(rivals)
         for rival in rivals[first:] + rivals[:first]:
             rival()
@@ -94,12 +96,21 @@ class Race:
             job = dataclasses.replace(self._job, rival="alone", cores=list(device.cores))
             self.results.add_alone(device.name, self._run([job], {"OMP_NUM_THREADS": "1"}))
 
+    def together(self) -> None:
+        # Half of the time for a slow core's warm-up, half to measure.
+        job = dataclasses.replace(self._job, rival="together", seconds=3.0 + 0.1 * self._job.steps)
+        jobs = [dataclasses.replace(job, cores=list(device.cores)) for device in self._devices]
+        self.results.add_together(self._run_all(jobs, {"OMP_NUM_THREADS": "1"}))
+
     def ratio(self, seconds: float, tolerance: float) -> None:
         """Only auto against even, for longer."""
         job = dataclasses.replace(self._job, rival="ratio", seconds=seconds, tolerance=tolerance)
         self.results.replace_ratios(self._run([job], {}, seconds))
 
-    def _run(self, jobs: list[Job], environment: dict[str, str], seconds: float = 0.0) -> dict[str, list[list[float]]]:
+    def _run(self, jobs: list[Job], environment: dict[str, str], seconds: float = 0.0) -> Blocks:
+        return self._run_all(jobs, environment, seconds)[0]
+
+    def _run_all(self, jobs: list[Job], environment: dict[str, str], seconds: float = 0.0) -> list[Blocks]:
         deadline = PROCESS_SECONDS + seconds
         answers, self.torch_version = processes.run(jobs, self._environment | environment, self._busy_cores, deadline)
         for loss in answers[0]["losses"]:
@@ -110,8 +121,7 @@ class Race:
                 raise RuntimeError(
                     f"{jobs[0].rival} does other work: its loss after the first steps is {loss}, not {self._loss}"
                 )
-        blocks: dict[str, list[list[float]]] = answers[0]["blocks"]
-        return blocks
+        return [answer["blocks"] for answer in answers]
 
 
 def hardware(devices: list[paceline.Device]) -> dict[str, Any]:

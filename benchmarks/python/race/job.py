@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Literal
 
-Rival = Literal["ddp", "threads", "paceline", "ratio", "alone"]
+Rival = Literal["ddp", "threads", "paceline", "ratio", "alone", "together"]
 
 # After this many steps all rivals must have the same loss. Not later, since their sums differ in order and drift apart.
 CHECKED_STEPS = 3
@@ -27,7 +27,7 @@ class Job:
     rank: int = 0  # DDP
     rendezvous: str = ""  # DDP: a file
     tolerance: float = 0.0  # ratio: how tight its interval shall be
-    seconds: float = 0.0  # ratio: how long to try
+    seconds: float = 0.0  # ratio: how long to try; together: how long from the start, warm-up included
 
     def to_text(self) -> str:
         return json.dumps(dataclasses.asdict(self))

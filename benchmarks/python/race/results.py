@@ -24,6 +24,7 @@ class Results:
         self._busy = busy
         self._rates: dict[str, list[float]] = defaultdict(list)
         self._alone: dict[str, dict[str, list[float]]] = {"whole": defaultdict(list), "parts": defaultdict(list)}
+        self._together: list[float] = []
         self._ratios: list[float] = []
 
     def add(self, blocks: Blocks) -> None:
@@ -37,6 +38,9 @@ class Results:
         for name, seconds in blocks.items():
             self._alone[name][device].append(rate(self._batch, seconds))
 
+    def add_together(self, processes: list[Blocks]) -> None:
+        self._together.append(sum(rate(self._batch, blocks["together"]) for blocks in processes))
+
     def replace_ratios(self, blocks: Blocks) -> None:
         """Ratios of auto to even from a longer measurement, instead of those of the rounds."""
         self._ratios = block_ratios(blocks)
@@ -48,7 +52,7 @@ class Results:
     def summary(self) -> dict[str, Any]:
         medians = {name: statistics.median(self._rates[name]) for name in LABELS}
         ideals = self.ideals()
-        ideal = max(ideals.values())
+        ideal = ideals["whole"]
         interval = median_interval(self._ratios)
         return {
             "busy": self._busy,
@@ -60,7 +64,8 @@ class Results:
             "auto_over_even_interval": None if interval is None else [round(end, 4) for end in interval],
             "auto_over_even_blocks": len(self._ratios),
             "spread": {name: round(spread(self._rates[name]), 4) for name in LABELS},
-            "ideals": {name: round(value, 1) for name, value in ideals.items()},
+            "ideal_in_micro_batches": round(ideals["parts"], 1),
+            "cores_at_the_same_time": round(statistics.median(self._together), 1),
             "alone": {
                 device: {name: round(statistics.median(self._alone[name][device]), 1) for name in self._alone}
                 for device in self._alone["whole"]
@@ -80,10 +85,11 @@ class Results:
 
         for name, label in LABELS.items():
             line(label, summary[name], f"±{summary['spread'][name]:.1%}")
-        line("ideal: the sum of the cores below", ideal, "")
+        line("ideal: each core alone, summed", ideal, "")
         for device, ways in summary["alone"].items():
-            both = f"{ways['whole']:.0f} with the batch at once, {ways['parts']:.0f} in micro-batches"
-            lines.append(f"  {device + ' alone':<38}{max(ways.values()):>10.0f}  ({both})")
+            lines.append(f"  {device + ' alone':<38}{ways['whole']:>10.0f}")
+        line("the same in micro-batches", summary["ideal_in_micro_batches"], "")
+        line("all cores at once, nothing shared", summary["cores_at_the_same_time"], "")
         interval = summary["auto_over_even_interval"]
         known = f"95 % interval {interval[0]:.4f} to {interval[1]:.4f}" if interval else "too few for an interval"
         pairs = summary["auto_over_even_blocks"]

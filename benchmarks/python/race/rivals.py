@@ -104,6 +104,17 @@ def alone(job: Job) -> tuple[Blocks, list[float]]:
     return take_turns(variants, job.steps), [variant.checked_loss for variant in variants.values()]
 
 
+def together(job: Job) -> tuple[Blocks, list[float]]:
+    """One core by itself while the others do the same, until a time that is the same for all."""
+    end = time.monotonic() + job.seconds
+    torch.set_num_threads(1)
+    variant = Variant(plain_step(model.network(), lambda batch: [batch]), job)
+    seconds = variant.run(1)
+    while time.monotonic() < end:
+        seconds += variant.run(1)
+    return {"together": [seconds]}, [variant.checked_loss]
+
+
 def paceline(job: Job) -> tuple[Blocks, list[float]]:
     """Two trainers in one process, one with even and one with balanced shares, in turns."""
     from paceline.torch import DataParallel

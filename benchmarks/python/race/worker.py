@@ -26,6 +26,7 @@ def main() -> None:
         "ddp": rivals.ddp,
         "threads": rivals.threads,
         "alone": rivals.alone,
+        "together": rivals.together,
         "paceline": rivals.paceline,
         "ratio": rivals.paceline,
     }[job.rival]

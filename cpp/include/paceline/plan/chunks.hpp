@@ -21,8 +21,8 @@ struct ChunkOptions {
   std::int64_t granularity = 1;
 };
 
-/// The part of a correction's time that its fixed cost may take. A quarter: in simulation with 8 to 16 % of noise, smaller
-/// corrections cost more in fixed time than they save in waiting, larger ones no longer even out the finish.
+/// The part of a correction's time that its fixed cost may take. A quarter: in simulation with 8 to 16 % of noise,
+/// smaller corrections cost more in fixed time than they save in waiting, larger ones no longer even out the finish.
 inline constexpr double kCorrectionOverhead = 0.25;
 
 /// The smallest correction for which the fixed cost is at most `overhead` of its time, at least 1, rounded up to a
