@@ -77,10 +77,13 @@ class Run:
         self.thread_counts = thread_counts
         self.failures: list[tuple[int, int, int, BaseException]] = []
         self._inside: dict[int, int] = {}
+        self._interrupted = False
 
     def body(self, device: int, begin: int, end: int, last: bool) -> int:
         try:
             self._inside[device] = threading.get_ident()
+            if self._interrupted:  # before this worker could be seen inside
+                raise Cancelled
             prepare_worker(self.thread_counts[device])
             return self.state.contexts[device].run(self._slice, device, begin, end)
         except BaseException as error:
@@ -90,7 +93,8 @@ class Run:
             self._inside.pop(device, None)
 
     def interrupt(self) -> None:
-        """Raise `Cancelled` in every worker that is inside user code, at its next Python instruction."""
+        """Raise `Cancelled` in every worker that is inside user code, at its next Python instruction, or comes there later."""
+        self._interrupted = True
         for thread in list(self._inside.values()):
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Cancelled))
 

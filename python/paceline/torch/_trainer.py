@@ -360,6 +360,8 @@ def _close_at_exit() -> None:
     for trainer in trainers:
         with contextlib.suppress(Timeout):  # inside an operator or a sleep: ends with the process
             trainer.group.close(_AT_EXIT_SECONDS)
+            # A daemon thread that was waiting for the step now leaves it. Never released: nothing follows.
+            trainer._lock.acquire(timeout=_AT_EXIT_SECONDS)
 
 
 def _policy(balance: Balance) -> tuple[str, list[float]]:
