@@ -165,7 +165,7 @@ class Masked(nn.Module):
 def test_expanded_buffers_work_also_when_a_step_fails(devices: int) -> None:
     module = Masked()
     batch = torch.ones(6, 4, dtype=torch.double)
-    with DataParallel(module, hosts(devices)) as trainer:
+    with DataParallel(module, hosts(devices), balance="even") as trainer:
         trainer.step(mean_of_squares, batch)
         with pytest.raises(ZeroDivisionError):
             trainer.step(lambda m, b: m(b).sum() / 0 if 1 / 0 else None, batch)  # type: ignore[arg-type,return-value]

@@ -139,13 +139,58 @@ def test_replicate_keeps_tied_parameters_tied() -> None:
     [
         (lambda module: module, "not the module itself"),
         (lambda module: None, "must return a new nn.Module"),
-        (lambda module: nn.Sequential(nn.Linear(6, 10), nn.Tanh()), r"no parameter 2\.weight"),
+        (
+            lambda module: nn.Sequential(nn.Linear(6, 10), nn.Tanh()),
+            r"same parameters as the module, by name; it lacks 2\.bias, lacks 2\.weight",
+        ),
         (lambda module: nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3)), r"no parameter 0\.weight of shape"),
     ],
     ids=["the same", "None", "a layer short", "other shape"],
 )
 def test_what_replicate_returns_is_checked(replicate: Any, message: str) -> None:
     module, _ = classifier()
+    with pytest.raises(InvalidArgument, match=message):
+        DataParallel(module, TWO, replicate=replicate)
+
+
+class Norms(nn.Module):
+    """Two statistics, registered in either order."""
+
+    def __init__(self, names: tuple[str, str]) -> None:
+        super().__init__()
+        for name in names:
+            setattr(self, name, nn.BatchNorm1d(2).double())
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(self.first(x) * 0 + x * 3)
+
+
+def test_what_replicate_returns_may_have_its_modules_in_another_order() -> None:
+    module = Norms(("first", "second"))
+    batch = torch.randn(16, 2, dtype=torch.double) + 5
+    with DataParallel(module, TWO, balance="even", replicate=lambda _: Norms(("second", "first"))) as trainer:
+        trainer.step(lambda m, b: m(b).square().mean(), batch)
+    assert float(module.first.running_mean.mean()) == pytest.approx(0.5, rel=0.5)
+    assert float(module.second.running_mean.mean()) == pytest.approx(1.5, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.register_parameter("more", nn.Parameter(torch.ones(1))), "same parameters.*has more, which"),
+        (lambda m: m[0].register_buffer("b", torch.ones(1)), r"same buffers.*has 0\.b, which"),
+        (lambda m: m.append(nn.Tanh()), "same submodules.*has 3, which"),
+    ],
+    ids=["parameter", "buffer", "submodule"],
+)
+def test_what_replicate_returns_may_not_have_more_than_the_module(change: Any, message: str) -> None:
+    module, _ = classifier()
+
+    def replicate(_: Any) -> Any:
+        other, _ = classifier()
+        change(other)
+        return other
+
     with pytest.raises(InvalidArgument, match=message):
         DataParallel(module, TWO, replicate=replicate)
 

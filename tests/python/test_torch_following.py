@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline import InvalidArgument
 from paceline.torch import DataParallel
 from torch_support import assert_same_gradients, classifier, classify, gradients, hosts, plain
 
@@ -173,3 +174,30 @@ def test_other_attributes_changed_later_stay_with_the_users_module() -> None:
     with DataParallel(module, hosts(2), balance="even") as trainer:
         trainer.step(loss_fn, batch)
     assert seen == [0.0, 0.0, 0.5, 0.5]
+
+
+def test_a_bias_that_was_none_is_followed_once_it_is_set() -> None:
+    module, batch = nn.Linear(4, 2, bias=False).double(), torch.ones(8, 4, dtype=torch.double)
+    with DataParallel(module, hosts(2)) as trainer:
+        trainer.step(lambda m, b: m(b).square().mean(), batch)
+        module.zero_grad()
+        module.bias = nn.Parameter(torch.full((2,), 100.0, dtype=torch.double))
+        _, wanted = plain(module, lambda m, b: m(b).square().mean(), batch)
+        trainer.step(lambda m, b: m(b).square().mean(), batch)
+    assert_same_gradients(module, wanted)
+
+
+def test_replicas_that_could_not_be_made_anew_are_not_used() -> None:
+    module, batch = classifier()
+    with DataParallel(module, hosts(2)) as trainer:
+        trainer.step(classify, batch)
+        module.zero_grad()
+        module[0].weight = nn.Parameter(torch.zeros_like(module[0].weight))
+        module.stored = module[0](batch[0])  # an activation cannot be copied
+        for _ in range(2):
+            with pytest.raises(InvalidArgument, match="'stored'"):
+                trainer.step(classify, batch)
+        del module.stored
+        _, wanted = plain(module, classify, batch)
+        trainer.step(classify, batch)
+    assert_same_gradients(module, wanted)

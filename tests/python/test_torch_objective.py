@@ -147,6 +147,21 @@ def test_a_loss_that_no_parameter_reaches_is_an_error_as_in_plain_pytorch() -> N
         trainer.step(lambda m, b: classify(m, b).detach(), batch)
 
 
+def test_a_slice_that_no_parameter_reaches_adds_nothing() -> None:
+    module = nn.Linear(4, 1).double()
+    batch = torch.arange(8 * 4, dtype=torch.double).view(8, 4)
+
+    def loss_fn(m: Any, part: Any) -> Any:
+        chosen = part[part[:, 0] < 12]  # the first three items
+        return m(chosen).square().sum() if len(chosen) else torch.zeros((), dtype=torch.double)
+
+    _, wanted = plain(module, lambda m, b: loss_fn(m, b) / 8, batch)
+    with DataParallel(module, TWO, balance="even", reduction="sum") as trainer:
+        loss = trainer.step(loss_fn, batch)
+    assert_same_gradients(module, wanted)
+    assert loss.item() == pytest.approx(loss_fn(module, batch).item() / 8)
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_half_precision_loss_is_not_divided_in_half_precision(devices: int) -> None:
     """A sum of 4096 losses of 20 is beyond the largest float16."""

@@ -149,3 +149,21 @@ def test_the_callers_generator_goes_on() -> None:
         before = torch.get_rng_state()
         trainer.step(classify, batch)
         assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_dropout_with_checkpointing_raises_also_where_another_part_is_compiled() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.eager = Checkpointed(0.5, False)
+            self.head = nn.Linear(3, 3).double()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.head(self.eager(x))
+
+    module, (_, batch) = Half(), classifier()
+    module.head.compile(backend="eager")
+    with DataParallel(module, TWO, balance="even") as trainer:
+        for _ in range(10):
+            with pytest.raises(InvalidArgument, match=r"random draws.*activation checkpointing"):
+                trainer.step(classify, batch)

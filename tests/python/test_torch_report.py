@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,3 +128,19 @@ def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], messag
     with pytest.raises(InvalidArgument, match=message):
         DataParallel(classifier()[0], **{"devices": TWO, **options})
     assert torch.get_num_threads() == threads
+
+
+def test_a_ledger_is_whole_as_soon_as_a_step_is_done_and_replays(tmp_path: Path) -> None:
+    from paceline.balance import replay
+
+    module, batch = classifier()
+    path = tmp_path / "ledger.jsonl"
+    with DataParallel(module, TWO) as trainer:
+        trainer.write_ledger(path)
+        for _ in range(5):
+            trainer.step(classify, batch)
+        open_lines = path.read_text().splitlines()
+    assert path.read_text().splitlines() == open_lines
+    assert len(open_lines) == 1 + 2 * 5
+    result = replay(path)
+    assert (result.plans, result.records, result.mismatches) == (5, 5, [])

@@ -126,3 +126,22 @@ def test_host_devices_may_outnumber_the_cores() -> None:
     with DataParallel(module, hosts(6), balance="even") as trainer:
         trainer.step(classify, batch)
         assert list(trainer.shares.values()) == [2] * 6
+
+
+def test_every_thread_that_calls_is_limited_and_only_its_own_number_comes_back() -> None:
+    module, batch = classifier()
+    counts: list[int] = []
+    with DataParallel(module, TWO) as trainer:
+
+        def elsewhere() -> None:
+            torch.get_num_threads()
+            torch.set_num_threads(3)
+            trainer.step(classify, batch)
+            counts.append(torch.get_num_threads())
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert torch.get_num_threads() == 1
+    assert counts == [1]
+    assert torch.get_num_threads() == 2

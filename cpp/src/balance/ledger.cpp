@@ -22,7 +22,8 @@ std::string limits_json(const plan::ShareLimits& limits) {
 
 LedgerWriter::LedgerWriter(std::ostream& out) : out_(&out) {}
 
-void LedgerWriter::line(const std::string& text) { *out_ << text << '\n'; }
+// Flushed: a program that crashes is the one whose decisions somebody wants to see.
+void LedgerWriter::line(const std::string& text) { *out_ << text << '\n' << std::flush; }
 
 void LedgerWriter::header(const BalancerOptions& options) {
   std::vector<std::string> devices;

@@ -18,12 +18,9 @@ class Buffers:
     to its statistics, nor what is written through ``.data``.
     """
 
-    def __init__(self, source: nn.Module, replica: nn.Module) -> None:
-        self._pairs = [
-            (ours._buffers, theirs._buffers, name)
-            for ours, theirs in zip(source.modules(), replica.modules(), strict=True)
-            for name in ours._buffers
-        ]
+    def __init__(self, modules: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+        """Of pairs of the user's module and the replica's."""
+        self._pairs = [(ours._buffers, theirs._buffers, name) for ours, theirs in modules for name in ours._buffers]
 
     def pull(self) -> None:
         """The user's values into the replica."""

@@ -116,19 +116,29 @@ class CallerThreads:
 
     _lock = threading.Lock()
     _open = 0
-    _before = 1
+    _caller = threading.local()  # before: what the thread had, while it is limited
 
     @classmethod
     def limit(cls) -> None:
+        """A trainer opens, on this thread."""
         with cls._lock:
-            if cls._open == 0:
-                cls._before = torch.get_num_threads()
-                torch.set_num_threads(1)
             cls._open += 1
+        cls.enter()
+
+    @classmethod
+    def enter(cls) -> None:
+        """A thread calls a trainer. The number is each thread's own: it may be another one than that which opened."""
+        if getattr(cls._caller, "before", None) is None:
+            cls._caller.before = torch.get_num_threads()
+            torch.set_num_threads(1)
 
     @classmethod
     def restore(cls) -> None:
+        """A trainer closes. After the last one the thread that closed it has its own number again; nobody can set another thread's."""
         with cls._lock:
             cls._open -= 1
-            if cls._open == 0:
-                torch.set_num_threads(cls._before)
+            last = cls._open == 0
+        before = getattr(cls._caller, "before", None)
+        if last and before is not None:
+            torch.set_num_threads(before)
+            cls._caller.before = None

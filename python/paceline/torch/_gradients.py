@@ -50,6 +50,11 @@ class UserGradients:
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._before = [parameter.grad for parameter in replicas.parameters]
+        for name, gradient in zip(replicas.names, self._before, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided and replicas.list[0].shared:
+                raise InvalidArgument(
+                    f"step: the .grad of parameter {name} is sparse; a dense gradient cannot be added to it. Set it to None first."
+                )
         self._before_versions = [-1 if gradient is None else gradient._version for gradient in self._before]
         self._versions = [parameter._version for parameter in replicas.parameters]
         if not replicas.list[0].shared:  # the user's module itself runs: its gradients of this step must stand alone
@@ -58,6 +63,8 @@ class UserGradients:
 
     def check(self) -> None:
         """Raise if the loss reached around the replicas, or somebody wrote a shared parameter while the step ran."""
+        if not self._replicas.list[0].shared:
+            return  # the user's own module: what it writes in its forward is its business, as in plain PyTorch
         names = self._replicas.names
         for index, parameter in enumerate(self._replicas.parameters):
             if parameter._version != self._versions[index]:
@@ -65,8 +72,6 @@ class UserGradients:
                     f"step: parameter {names[index]} was written in place while the step ran; all devices share it. Write parameters "
                     "between steps only. Nothing was committed."
                 )
-            if not self._replicas.list[0].shared:
-                continue
             before = self._before[index]
             changed = parameter.grad is not before or (
                 before is not None and before._version != self._before_versions[index]

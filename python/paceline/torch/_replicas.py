@@ -36,6 +36,15 @@ def named_slots(module: nn.Module) -> list[tuple[str, dict[str, Any], str, nn.Pa
     return slots
 
 
+def _slots_of(module: nn.Module) -> list[tuple[dict[str, Any], str, nn.Parameter | None]]:
+    """Every place that may hold a parameter, empty ones included: a bias that is None now may be set later."""
+    return [
+        (owner._parameters, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+    ]
+
+
 def check_parameters(module: nn.Module, device_type: str, shared: bool) -> None:
     """Raise for parameters that this library cannot train, with the reason."""
     for name, parameter in module.named_parameters():
@@ -97,15 +106,42 @@ def _made_by(replicate: Replicate, module: nn.Module) -> nn.Module:
         raise InvalidArgument("DataParallel: replicate(module) must return a new nn.Module, not the module itself.")
     theirs = {name: (slots, key, parameter) for name, slots, key, parameter in named_slots(replica)}
     ours = named_slots(module)
+    _check_same("parameter", {name for name, *_ in ours}, set(theirs))
+    _check_same("buffer", _buffer_names(module), _buffer_names(replica))
+    _check_same("submodule", _module_names(module), _module_names(replica))
     aliases: dict[int, nn.Parameter] = {}
     for name, _, _, parameter in ours:
-        if name not in theirs or theirs[name][2].shape != parameter.shape:
+        if theirs[name][2].shape != parameter.shape:
             raise InvalidArgument(
                 f"DataParallel: what replicate(module) returned has no parameter {name} of shape {tuple(parameter.shape)}."
             )
         slots, key, _ = theirs[name]
         slots[key] = aliases.setdefault(id(parameter), alias_of(parameter))
     return replica
+
+
+def _buffer_names(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_buffers(remove_duplicate=False)}
+
+
+def _module_names(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_modules(remove_duplicate=False)}
+
+
+def _check_same(kind: str, ours: set[str], theirs: set[str]) -> None:
+    problems = [f"lacks {name}" for name in sorted(ours - theirs)] + [
+        f"has {name}, which the module has not" for name in sorted(theirs - ours)
+    ]
+    if problems:
+        raise InvalidArgument(
+            f"DataParallel: what replicate(module) returned must have the same {kind}s as the module, by name; it {', '.join(problems[:3])}."
+        )
+
+
+def modules_by_name(source: nn.Module, replica: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """The submodules of both that belong together: replicate() may have registered them in another order."""
+    theirs = dict(replica.named_modules(remove_duplicate=False))
+    return [(module, theirs[name]) for name, module in source.named_modules()]
 
 
 class Replica:
@@ -116,8 +152,9 @@ class Replica:
         self.shared = shared  # False: it is the user's module itself
         by_name = dict(module.named_parameters(remove_duplicate=False))
         self.parameters = [by_name[name] for name, _ in source.named_parameters()]
-        self.modules = list(module.modules())
-        self.buffers = Buffers(source, module) if shared else None
+        pairs = modules_by_name(source, module)
+        self.modules = [theirs for _, theirs in pairs]
+        self.buffers = Buffers(pairs) if shared else None
 
     def clear_gradients(self) -> None:
         for parameter in self.parameters:
@@ -133,24 +170,28 @@ class Replicas:
         self._device_type = device_type
         self._replicate = replicate
         self.list: list[Replica] = []
+        self.generation = 0  # counts how often they were made
         with torch.inference_mode(False):
             self._build()
 
     def _build(self) -> None:
         shared = self._device_count > 1
         check_parameters(self._module, self._device_type, shared)
+        # First what can fail: replicas that do not fit must not pass for the ones that do.
+        if shared:
+            make: Replicate = _copied if self._replicate is None else lambda module: _made_by(self._replicate, module)  # type: ignore[arg-type]
+            made = [Replica(make(self._module), self._module, True) for _ in range(self._device_count)]
+        else:
+            made = [Replica(self._module, self._module, False)]
+        self.list = made
+        self.generation += 1
         self.parameters = list(self._module.parameters())
         self.names = [name for name, _ in self._module.named_parameters()]
-        self._slots = named_slots(self._module)
+        self._slots = _slots_of(self._module)
         self._modules = list(self._module.modules())
         self._children = [list(m._modules.values()) for m in self._modules]
         self._sizes = [(len(m._parameters), len(m._buffers)) for m in self._modules]
         self._storages = [parameter.data_ptr() for parameter in self.parameters]
-        if shared:
-            make: Replicate = _copied if self._replicate is None else lambda module: _made_by(self._replicate, module)  # type: ignore[arg-type]
-            self.list = [Replica(make(self._module), self._module, True) for _ in range(self._device_count)]
-        else:
-            self.list = [Replica(self._module, self._module, False)]
 
     def refresh(self) -> None:
         """Before a step: follow what the user changed on the module. Costs a pass over cached lists.
@@ -171,7 +212,7 @@ class Replicas:
                 if replica.parameters[index].requires_grad != parameter.requires_grad:
                     replica.parameters[index].requires_grad_(parameter.requires_grad)
         for replica in self.list:
-            for ours, theirs in zip(self._modules, replica.modules, strict=False):
+            for ours, theirs in zip(self._modules, replica.modules, strict=True):
                 if theirs.training != ours.training:
                     theirs.training = ours.training
             if replica.buffers is not None:
@@ -185,7 +226,7 @@ class Replicas:
             for child, known in zip(module._modules.values(), children, strict=True):
                 if child is not known:
                     return False
-        for _, slots, key, parameter in self._slots:
+        for slots, key, parameter in self._slots:
             if slots.get(key) is not parameter:
                 return False
         return all(

@@ -22,7 +22,7 @@ from paceline.torch._caller_state import (
 )
 from paceline.torch._gradients import View, views
 from paceline.torch._objective import Objective
-from paceline.torch._replicas import Replica
+from paceline.torch._replicas import Replica, Replicas, is_compiled
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -34,10 +34,21 @@ FAILED = -1
 class Seen:
     """Which micro-batch sizes each device has run before: a first run may compile, allocate and choose algorithms."""
 
-    def __init__(self, device_count: int, compiled: bool) -> None:
-        self.compiled = compiled
-        self.sizes: list[set[int]] = [set() for _ in range(device_count)]
+    def __init__(self, device_count: int) -> None:
+        self.compiled = False
+        self.sizes: list[set[tuple[int, Any]]] = [set() for _ in range(device_count)]
         self.gate = CompileGate()
+        self.mode: Any = None
+        self._generation = 0
+
+    def follow(self, replicas: Replicas, module: nn.Module) -> None:
+        """Before a step: new replicas have run nothing yet, and other modes compile anew."""
+        if replicas.generation != self._generation:
+            self._generation = replicas.generation
+            self.compiled = is_compiled(module)
+            for sizes in self.sizes:
+                sizes.clear()
+        self.mode = (module.training, torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
 
 
 class CompileGate:
@@ -50,12 +61,14 @@ class CompileGate:
 
     @contextlib.contextmanager
     def enter(self, first: bool) -> Any:
+        """Yields whether it had to wait: such a run's time is no evidence."""
         with self._condition:
+            waited = self._compiling or (first and self._running > 0)
             self._condition.wait_for(lambda: not self._compiling and not (first and self._running))
             self._compiling = first
             self._running += 1
         try:
-            yield
+            yield waited
         finally:
             with self._condition:
                 self._running -= 1
@@ -103,13 +116,14 @@ class Run:
 
     def _slice(self, device: int, begin: int, end: int) -> int:
         sizes = self.seen.sizes[device]
-        first = not sizes or (self.seen.compiled and end - begin not in sizes)
-        gate = self.seen.gate.enter(first) if self.seen.compiled else contextlib.nullcontext()
-        with gate, self.state.replayed():
+        size = (end - begin, self.seen.mode)
+        first = not sizes or (self.seen.compiled and size not in sizes)
+        gate = self.seen.gate.enter(first) if self.seen.compiled else contextlib.nullcontext(False)
+        with gate as waited, self.state.replayed():
             ran = self.compute(device, begin, end)
         if ran:
-            sizes.add(end - begin)
-        return DONE if ran and not first else DONE_BUT_NO_EVIDENCE
+            sizes.add(size)
+        return DONE if ran and not first and not waited else DONE_BUT_NO_EVIDENCE
 
     def compute(self, device: int, begin: int, end: int) -> bool:
         raise TypeError("Run.compute is for subclasses")
@@ -138,8 +152,10 @@ class TrainRun(Run):
         self.names = names
         self.terms: list[tuple[int, torch.Tensor]] = []
         self.left_out: dict[int, set[int]] = {}
-        # Recomputation draws from the one generator that all host devices share; a compiled module manages its own.
-        self.watches = [RecomputeWatch() for _ in replicas] if len(replicas) > 1 and not seen.compiled else []
+        self.without_gradient = self.with_gradient = False
+        # Recomputation draws from the one generator that all host devices share. Compiled code keeps the seeds of its draws instead, and
+        # makes no PyTorch calls from Python in its backward.
+        self.watches = [RecomputeWatch() for _ in replicas] if len(replicas) > 1 else []
         # Looked at around every forward: recomputation sets the generator back for a while, so that before and after the whole step it
         # may be the same. The first device that comes to its backward has seen its own forward undisturbed.
         self.drawn = False
@@ -153,6 +169,10 @@ class TrainRun(Run):
             self.drawn = True
         term = self.objective.term(loss, begin, end)
         self.terms.append((begin, term.detach()))
+        if not term.requires_grad:  # nothing in this slice depends on a parameter: its gradient is zero
+            self.without_gradient = True
+            return False
+        self.with_gradient = True
         root = term if self.scale is None else term * self.scale
         if self.watches:
             with self.watches[device]:

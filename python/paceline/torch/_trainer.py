@@ -21,7 +21,7 @@ from paceline.torch._caller_state import CallerState, CallerThreads
 from paceline.torch._failures import raise_failure
 from paceline.torch._gradients import UserGradients
 from paceline.torch._objective import Objective, Reduction, Weight
-from paceline.torch._replicas import Replicas, Replicate, is_compiled
+from paceline.torch._replicas import Replicas, Replicate
 from paceline.torch._run import LossFunction, PredictRun, Run, Seen, TrainRun
 
 Balance = Literal["auto", "even"] | Sequence[float]
@@ -107,9 +107,8 @@ class DataParallel:
                 group.close()
             raise
         self.group = group
-        compiled = is_compiled(module)
-        self._seen = Seen(len(group), compiled)
-        self._seen_predicting = Seen(len(group), compiled)
+        self._seen = Seen(len(group))
+        self._seen_predicting = Seen(len(group))
         self._lock = threading.Lock()
         self._running: Run | None = None
         self._abandoned = False
@@ -167,6 +166,7 @@ class DataParallel:
         whole = Batch(batch)
         objective = Objective(batch, whole.size, self._reduction, weight)
         self._replicas.refresh()
+        self._seen.follow(self._replicas, self.module)
         # With one device the user's module itself runs, so its buffers are kept for the case that the step fails.
         kept = None if self._replicas.list[0].shared else KeptBuffers(self.module)
         scale = None if scaler is None or not scaler.is_enabled() else scaler.scale(torch.ones(()))
@@ -185,6 +185,10 @@ class DataParallel:
         try:
             outcome = self._execute(self._stepper, run, whole.size)
             user.check()
+            if run.without_gradient and not run.with_gradient:
+                raise RuntimeError(  # the type that plain PyTorch raises
+                    "step: the loss does not require grad: no parameter that does reaches it (is it detached, or everything frozen?)."
+                )
             if run.drawn and run.recomputed:
                 raise InvalidArgument(
                     "step: random draws (dropout?) together with activation checkpointing on two or more host devices. Host devices share one "
@@ -192,8 +196,8 @@ class DataParallel:
                     "without checkpointing, or use one device. Nothing was committed."
                 )
             with torch.no_grad():
-                self._commit_buffers(outcome)
                 user.commit(run.left_out)
+                self._commit_buffers(outcome)
             self._stepper.commit(outcome)
             return run.loss()
         except BaseException:
@@ -226,6 +230,7 @@ class DataParallel:
     def _predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any]) -> Any:
         whole = Batch(batch)
         self._replicas.refresh()
+        self._seen_predicting.follow(self._replicas, self.module)
         if self._predictor is None:
             self._predictor = Stepper(self.group, **self._options)
         run = PredictRun(
@@ -304,6 +309,7 @@ class DataParallel:
                 f"{call}: this trainer is in the middle of another call, in another thread or around this one (loss_fn must "
                 "not call the trainer). One call at a time."
             )
+        CallerThreads.enter()
         try:
             if self.group.busy:
                 raise InvalidArgument(
