@@ -101,22 +101,28 @@ def test_a_first_run_that_fails_opens_the_gate_again() -> None:
     assert_same_gradients(module, plain(classifier(8)[0], classify, batch)[1])
 
 
+def recorded(trainer: DataParallel, monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
+    """From now on, for each step: which of its micro-batches are no evidence."""
+    excluded: list[list[bool]] = []
+    execute = trainer._execute
+
+    def recording(*arguments: Any) -> Any:
+        outcome = execute(*arguments)
+        excluded.append([claim[5] for claim in outcome.claims])
+        return outcome
+
+    monkeypatch.setattr(trainer, "_execute", recording)
+    return excluded
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_first_runs_are_no_evidence_for_the_balancer(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each size where something compiles, else the very first of a device."""
     module = classifier()[0]
     if compiled:
         module.compile(backend="eager")
-    excluded: list[list[bool]] = []
     with DataParallel(module, TWO, balance="even", micro_batch=4) as trainer:
-        execute = trainer._execute
-
-        def recording(*arguments: Any) -> Any:
-            outcome = execute(*arguments)
-            excluded.append([claim[5] for claim in outcome.claims])
-            return outcome
-
-        monkeypatch.setattr(trainer, "_execute", recording)
+        excluded = recorded(trainer, monkeypatch)
         for items in (16, 16, 6, 6):
             trainer.step(classify, classifier(items)[1])
     assert excluded[0][0::2] == [True, True]
@@ -160,16 +166,8 @@ def test_first_runs_after_a_change_that_compiles_anew_are_no_evidence(
 ) -> None:
     module = classifier(dtype=torch.float32)[0]
     module.compile(backend="eager")
-    excluded: list[list[bool]] = []
     with DataParallel(module, TWO, balance="even") as trainer:
-        execute = trainer._execute
-
-        def recording(*arguments: Any) -> Any:
-            outcome = execute(*arguments)
-            excluded.append([claim[5] for claim in outcome.claims])
-            return outcome
-
-        monkeypatch.setattr(trainer, "_execute", recording)
+        excluded = recorded(trainer, monkeypatch)
         _, batch = classifier(8, dtype=torch.float32)
         trainer.step(classify, batch)
         trainer.step(classify, batch)

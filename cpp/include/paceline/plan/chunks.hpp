@@ -21,7 +21,7 @@ struct ChunkOptions {
   std::int64_t granularity = 1;
 };
 
-/// The part of a correction's time that its fixed cost may take. A quarter: in simulation with 8 to 16 % of noise,
+/// The part of a correction's time that its fixed cost may take. A quarter:
 /// smaller corrections cost more in fixed time than they save in waiting, larger ones no longer even out the finish.
 inline constexpr double kCorrectionOverhead = 0.25;
 
