@@ -9,7 +9,8 @@ core; paceline with even and with balanced shares, in turns in one process. The 
 alone under the same load, one core after the other. Two more figures say what it is made of: the same sum in
 micro-batches of a device's size, which fit caches better, and the sum while all cores compute at the same time, in
 processes that share nothing: less than the ideal where cores share caches, memory or a core of the host. Figures are
-samples per second: medians over rounds, ± half of their range.
+samples per second: medians over rounds, ± half of their range. A virtual machine also says how much of its cores' time
+the host gave to others meanwhile (steal in /proc/stat): above a few percent rivals did not meet the same machine.
 
 Environment: OMP_NUM_THREADS and all that places threads is taken away, then OMP_NUM_THREADS is 1 for DDP and for a core
 alone, and the number of cores for the process with threads. DDP gets GLOO_SOCKET_IFNAME=lo unless it is set. --malloc
@@ -28,10 +29,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import paceline
-from race import data, processes
+from race import data, host, processes
 from race.job import Job
 from race.results import Blocks, Results
 
@@ -112,7 +112,9 @@ class Race:
 
     def _run_all(self, jobs: list[Job], environment: dict[str, str], seconds: float = 0.0) -> list[Blocks]:
         deadline = PROCESS_SECONDS + seconds
+        before = host.core_seconds(self._job.cores)
         answers, self.torch_version = processes.run(jobs, self._environment | environment, self._busy_cores, deadline)
+        self.results.add_host(jobs[0].rival, before, host.core_seconds(self._job.cores))
         for loss in answers[0]["losses"]:
             if self._loss is None:
                 self._loss = loss
@@ -122,19 +124,6 @@ class Race:
                     f"{jobs[0].rival} does other work: its loss after the first steps is {loss}, not {self._loss}"
                 )
         return [answer["blocks"] for answer in answers]
-
-
-def hardware(devices: list[paceline.Device]) -> dict[str, Any]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "processor": names[0] if names else platform.processor(),
-        "devices": {device.name: device.cores for device in devices},
-        "system": f"{platform.system()} {platform.release()}",
-    }
 
 
 def main() -> int:
@@ -178,7 +167,7 @@ def main() -> int:
             "environment": MALLOC if args.malloc else {},
             "load_before": round(load, 2),
             "seconds": round(time.monotonic() - begin, 1),
-            "hardware": hardware(devices),
+            "hardware": host.hardware(devices),
             "versions": versions,
         }
         print(json.dumps(race.results.summary() | settings))

@@ -7,6 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 from race.figures import median_interval, rate, spread
+from race.host import CoreSeconds
 
 Blocks = dict[str, list[list[float]]]
 
@@ -26,6 +27,8 @@ class Results:
         self._alone: dict[str, dict[str, list[float]]] = {"whole": defaultdict(list), "parts": defaultdict(list)}
         self._together: list[float] = []
         self._ratios: list[float] = []
+        self._passed: dict[str, float] = defaultdict(float)
+        self._stolen: dict[str, float] = defaultdict(float)
 
     def add(self, blocks: Blocks) -> None:
         """One round of one or two rivals."""
@@ -40,6 +43,16 @@ class Results:
 
     def add_together(self, processes: list[Blocks]) -> None:
         self._together.append(sum(rate(self._batch, blocks["together"]) for blocks in processes))
+
+    def add_host(self, rival: str, before: CoreSeconds | None, after: CoreSeconds | None) -> None:
+        """What the host did with the cores while one rival ran."""
+        if before is not None and after is not None:
+            self._passed[rival] += after.passed - before.passed
+            self._stolen[rival] += after.stolen - before.stolen
+
+    def stolen(self) -> dict[str, float]:
+        """The part of the cores' time that the host gave to others, by rival; empty where it is not known."""
+        return {rival: self._stolen[rival] / passed for rival, passed in self._passed.items() if passed > 0}
 
     def replace_ratios(self, blocks: Blocks) -> None:
         """Ratios of auto to even from a longer measurement, instead of those of the rounds."""
@@ -70,6 +83,7 @@ class Results:
                 device: {name: round(statistics.median(self._alone[name][device]), 1) for name in self._alone}
                 for device in self._alone["whole"]
             },
+            "stolen": {rival: round(part, 4) for rival, part in self.stolen().items()},
             "rounds": len(self._rates["auto"]),
             "rates": {name: [round(value, 1) for value in self._rates[name]] for name in LABELS},
         }
@@ -94,6 +108,9 @@ class Results:
         known = f"95 % interval {interval[0]:.4f} to {interval[1]:.4f}" if interval else "too few for an interval"
         pairs = summary["auto_over_even_blocks"]
         lines.append(f"auto / even: {summary['auto_over_even']:.4f}, {known} ({pairs} pairs of blocks)")
+        if stolen := summary["stolen"]:
+            parts = ", ".join(f"{rival} {part:.1%}" for rival, part in stolen.items())
+            lines.append(f"time of these cores that the host gave to others: {parts}")
         return "\n".join(lines)
 
 
