@@ -20,14 +20,16 @@ struct Measured {
 struct Cluster {
   std::vector<std::size_t> members;
   double scale = 0.0;
+  double log_scale = 0.0;
   double error = 0.0;
   double centre_items = 0.0;
 };
 
 /// Groups devices of one class: two groups are one until their scales differ by 3 standard errors and 1 %.
 ///
-/// Agglomerative, the closest pair in units of that bound first; the common scale weighs by inverse variance. O(n^3)
-/// for n devices, which are few. Deterministic: ties go to the slower-index pair.
+/// Agglomerative, the closest pair in units of that bound first; the common scale weighs by inverse variance. Each
+/// group remembers its nearest one (Anderberg, 1973), so n devices take O(n^2) unless most groups share a nearest one,
+/// at most O(n^3). Deterministic: ties go to the pair of lower indices.
 [[nodiscard]] std::vector<Cluster> cluster_equals(const std::vector<Measured>& devices, const ShapeEstimator& shape);
 
 }  // namespace paceline::balance

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "balance/statistics.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <limits>
+
+#include <paceline/sim/random.hpp>
+
+namespace paceline::balance {
+namespace {
+
+double median_by_sorting(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const std::size_t half = values.size() / 2;
+  return values.size() % 2 == 1 ? values[half] : 0.5 * (values[half - 1] + values[half]);
+}
+
+TEST(Median, IsTheMiddleOfTheSortedValues) {
+  sim::Random random(1, 0, 0);
+  for (std::size_t size = 1; size <= 200; ++size) {
+    // From nearly all equal to nearly all different.
+    for (const double kinds : {1.0, 2.0, 5.0, 1000.0}) {
+      std::vector<double> values(size);
+      for (double& value : values) value = std::floor(kinds * random.uniform());
+      const double expected = median_by_sorting(values);
+      ASSERT_EQ(median(values), expected) << size << " values of " << kinds << " kinds";
+    }
+  }
+}
+
+TEST(Median, TakesSortedValuesEitherWay) {
+  std::vector<double> values(999);
+  for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<double>(i);
+  std::vector<double> falling(values.rbegin(), values.rend());
+  EXPECT_EQ(median(values), 499.0);
+  EXPECT_EQ(median(falling), 499.0);
+}
+
+TEST(Median, OfNothingIsZero) {
+  std::vector<double> none;
+  EXPECT_EQ(median(none), 0.0);
+}
+
+TEST(Median, EndsWithValuesThatHaveNoOrder) {
+  std::vector<double> values(9, std::numeric_limits<double>::quiet_NaN());
+  EXPECT_TRUE(std::isnan(median(values)));
+}
+
+}  // namespace
+}  // namespace paceline::balance
