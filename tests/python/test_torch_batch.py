@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,6 +84,23 @@ def test_any_nest_is_split_into_nests_of_the_same_kind(nest: str) -> None:
     assert len(kinds) >= 4
     assert take(batch)[0] is x, "the caller's batch was changed"
     assert len(take(batch)[1]) == 11
+
+
+def test_mappings_of_other_kinds_are_split_into_dicts() -> None:
+    module, (x, y) = classifier(11)
+    kinds = []
+
+    def loss_fn(replica: nn.Module, part: Any) -> Any:
+        kinds.append((type(part), part["epoch"]))
+        return classify(replica, (part["x"], part["y"]))
+
+    batch = MappingProxyType({"x": x, "y": y, "epoch": 7})
+    _, wanted = plain(module, classify, (x, y))
+    with DataParallel(module, TWO, balance=[2, 1]) as trainer:
+        trainer.step(loss_fn, batch)
+    assert_same_gradients(module, wanted)
+    assert kinds == [(dict, 7)] * 2
+    assert batch["x"] is x
 
 
 def test_other_leaves_go_along_unchanged() -> None:

@@ -86,6 +86,29 @@ def test_the_default_device_holds_in_the_workers(devices: int, context: Any) -> 
     assert seen[devices:] == ["cpu"] * devices
 
 
+@DEVICES
+def test_the_autocast_type_that_the_caller_chose_holds_in_a_loss_fn_that_turns_autocast_on(devices: int) -> None:
+    module, batch = classifier(dtype=torch.float32)
+    seen = []
+
+    def loss_fn(replica: Any, part: Any) -> Any:
+        with torch.autocast("cpu"):
+            output = replica(part[0])
+        seen.append(output.dtype)
+        return torch.nn.functional.cross_entropy(output.float(), part[1])
+
+    before = torch.get_autocast_dtype("cpu")
+    with DataParallel(module, hosts(devices), balance="even") as trainer:
+        trainer.step(loss_fn, batch)
+        torch.set_autocast_dtype("cpu", torch.float16)
+        try:
+            trainer.step(loss_fn, batch)
+        finally:
+            torch.set_autocast_dtype("cpu", before)
+        trainer.step(loss_fn, batch)
+    assert seen == [dtype for dtype in (before, torch.float16, before) for _ in range(devices)]
+
+
 class CountingFunctions(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +121,7 @@ class CountingFunctions(TorchFunctionMode):
 
 class CountingDispatch(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

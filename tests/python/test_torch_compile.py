@@ -90,6 +90,34 @@ def test_the_first_run_of_each_size_is_alone(how: str) -> None:
     assert len(known) == 6
 
 
+def test_a_compiled_loss_function_is_seen_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[bool] = []
+
+    class NotingGate(CompileGate):
+        def enter(self, first: bool) -> Any:
+            entered.append(first)
+            return super().enter(first)
+
+    monkeypatch.setattr("paceline.torch._run.CompileGate", NotingGate)
+    module, _ = classifier()
+    compiled = torch.compile(classify, backend="eager")
+    with DataParallel(module, TWO, balance="even") as trainer:
+        for loss_fn, items, wanted_gates in (
+            (classify, 16, []),
+            (compiled, 16, [True, True]),
+            (compiled, 16, [False, False]),
+            (compiled, 6, [True, True]),
+            (classify, 16, []),
+        ):
+            _, batch = classifier(items, seed=items)
+            _, wanted = plain(classifier()[0], classify, batch)
+            module.zero_grad()
+            entered.clear()
+            trainer.step(loss_fn, batch)
+            assert_same_gradients(module, wanted)
+            assert entered == wanted_gates
+
+
 def test_a_first_run_that_fails_opens_the_gate_again() -> None:
     module, batch = classifier(8)
     module.compile(backend="eager")

@@ -162,7 +162,8 @@ class Norms(nn.Module):
             setattr(self, name, nn.BatchNorm1d(2).double())
 
     def forward(self, x: torch.Tensor) -> Any:
-        return self.second(self.first(x) * 0 + x * 3)
+        first, second = self.get_submodule("first"), self.get_submodule("second")
+        return second(first(x) * 0 + x * 3)
 
 
 def test_what_replicate_returns_may_have_its_modules_in_another_order() -> None:
@@ -170,8 +171,8 @@ def test_what_replicate_returns_may_have_its_modules_in_another_order() -> None:
     batch = torch.randn(16, 2, dtype=torch.double) + 5
     with DataParallel(module, TWO, balance="even", replicate=lambda _: Norms(("second", "first"))) as trainer:
         trainer.step(lambda m, b: m(b).square().mean(), batch)
-    assert float(module.first.running_mean.mean()) == pytest.approx(0.5, rel=0.5)
-    assert float(module.second.running_mean.mean()) == pytest.approx(1.5, rel=0.5)
+    means = [float(module.get_buffer(f"{name}.running_mean").mean()) for name in ("first", "second")]
+    assert means == [pytest.approx(0.5, rel=0.5), pytest.approx(1.5, rel=0.5)]
 
 
 @pytest.mark.parametrize(
@@ -193,6 +194,16 @@ def test_what_replicate_returns_may_not_have_more_than_the_module(change: Any, m
 
     with pytest.raises(InvalidArgument, match=message):
         DataParallel(module, TWO, replicate=replicate)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("devices", [["host:0"], TWO], ids=["one", "two"])
+def test_script_modules_are_refused_by_name(devices: list[str]) -> None:
+    script = torch.jit.script(nn.Linear(2, 2))
+    with pytest.raises(InvalidArgument, match=r"the module is a torch\.jit\.ScriptModule.*torch\.compile"):
+        DataParallel(script, devices)
+    with pytest.raises(InvalidArgument, match=r"submodule 1 is a torch\.jit\.ScriptModule"):
+        DataParallel(nn.Sequential(nn.Linear(2, 2), script), devices)
 
 
 def test_parameters_elsewhere_are_refused_by_name() -> None:

@@ -39,6 +39,22 @@ def failing_at(items: torch.Tensor) -> Any:
 
 
 @DEVICES
+def test_closing_the_trainer_in_loss_fn_is_refused_at_once(devices: int) -> None:
+    module, batch = classifier(12)
+    with DataParallel(module, hosts(devices), balance="even") as trainer:
+
+        def loss_fn(replica: Any, part: Any) -> Any:
+            trainer.close()
+            return classify(replica, part)
+
+        begin = time.monotonic()
+        with pytest.raises(InvalidArgument, match="close: called by loss_fn on a worker"):
+            trainer.step(loss_fn, batch)
+        assert time.monotonic() - begin < 5
+        trainer.step(classify, batch)
+
+
+@DEVICES
 def test_an_exception_is_raised_once_with_its_own_traceback_and_the_device(devices: int) -> None:
     module, batch = classifier(12)
     with DataParallel(module, hosts(devices), balance="even") as trainer:

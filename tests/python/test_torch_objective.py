@@ -111,8 +111,9 @@ def test_slices_without_weight_are_not_run() -> None:
         (torch.tensor(1.0), "one weight per item"),
         (torch.ones(8, dtype=torch.complex64), "complex"),
         (lambda batch: [1.0] * 8, "list for a batch of 8"),
+        ([1.0] * 8, "list; a 1-D tensor with one weight per item, or a callable"),
     ],
-    ids=["zero", "negative", "nan", "inf", "short", "2-D", "0-D", "complex", "list"],
+    ids=["zero", "negative", "nan", "inf", "short", "2-D", "0-D", "complex", "makes a list", "list"],
 )
 def test_weights_that_cannot_be_used_are_refused_before_anything_runs(weight: Any, message: str) -> None:
     module, batch = classifier(8)

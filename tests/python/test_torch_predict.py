@@ -125,7 +125,23 @@ def test_an_exception_in_predict_names_the_device_and_the_next_call_works() -> N
         return replica(part)
 
     with DataParallel(module, TWO, balance="even") as trainer:
-        with pytest.raises(KeyError, match="last"):
+        with pytest.raises(KeyError, match="last") as caught:
             trainer.predict(x, fn)
+        note = getattr(caught.value, "__notes__", None) or [str(caught.value.__cause__)]  # before Python 3.11 a cause
+        assert note == ["raised on host:1 at items 4 to 7 of the batch; gradients are untouched"]
         torch.testing.assert_close(trainer.predict(x), module(x).detach())
     assert gradients(module) == [None] * 4
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_predicting_in_training_mode_updates_running_statistics_as_plain_pytorch_does(devices: int) -> None:
+    norm = nn.BatchNorm1d(6).double()
+    x = torch.randn(12, 6, dtype=torch.double) + 3
+    with DataParallel(norm, hosts(devices), balance="even") as trainer:
+        norm.eval()
+        trainer.predict(x)
+        assert int(norm.get_buffer("num_batches_tracked")) == 0
+        norm.train()
+        trainer.predict(x)
+    assert int(norm.get_buffer("num_batches_tracked")) == 1
+    assert float(norm.get_buffer("running_mean").mean()) == pytest.approx(0.3, rel=0.3)

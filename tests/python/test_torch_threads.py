@@ -65,7 +65,7 @@ def test_a_workers_thread_count_is_that_of_its_cores_whatever_the_caller_sets_la
         assert worker_threads(trainer, batch) == wanted
     with DataParallel(module, ["host:0"]) as trainer:  # a second worker would set the process-wide count in its turn
         with pytest.raises(ZeroDivisionError):
-            trainer.step(lambda m, b: 1 / 0, batch)  # no operator has run on the worker yet
+            trainer.step(noting(lambda m, b: 1 / 0), batch)  # no operator has run on the worker yet
         torch.set_num_threads(wanted[0] + 1)
         assert worker_threads(trainer, batch) == wanted[:1]
 

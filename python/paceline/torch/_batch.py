@@ -1,11 +1,11 @@
-"""Splitting a batch: any nest of tuples, lists, dicts and dataclasses with tensors in it."""
+"""Splitting a batch: any nest of tuples, lists, mappings and dataclasses with tensors in it."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class Batch:
             return self._tensor(node, path)
         if dataclasses.is_dataclass(node) and not isinstance(node, type):
             return self._dataclass(node, path)
-        if isinstance(node, (dict, UserDict)):
+        if isinstance(node, Mapping):
             return self._mapping(node, path)
         if isinstance(node, (list, tuple)):
             return self._sequence(node, path)
@@ -99,13 +99,14 @@ class Batch:
 
         return cut
 
-    def _mapping(self, node: Any, path: str) -> Slicer | None:
+    def _mapping(self, node: Mapping[Any, Any], path: str) -> Slicer | None:
         parts = self._parts((key, value, f"{path}[{key!r}]") for key, value in node.items())
         if not parts:
             return None
 
         def cut(begin: int, end: int) -> Any:
-            result = copy.copy(node)
+            # Of other kinds a shallow copy may write through to the user's own; they are split into a dict.
+            result: Any = copy.copy(node) if isinstance(node, (dict, UserDict)) else dict(node)
             for key, slicer in parts:
                 result[key] = slicer(begin, end)
             return result

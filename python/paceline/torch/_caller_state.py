@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
+_NEW_THREAD_AUTOCAST_DTYPE = {"cpu": torch.bfloat16}
+
 
 class CallerState:
     """What a new thread does not inherit and a step's result may depend on.
@@ -34,7 +36,13 @@ class CallerState:
         self._dispatch_modes = _get_current_dispatch_mode_stack()
         self._saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self.contexts = [contextvars.copy_context() for _ in range(device_count)]
-        self._plain = not (self._autocast or self._function_modes or self._dispatch_modes or self._saved_tensor_hooks)
+        self._plain = not (
+            self._autocast
+            or self._autocast_dtype != _NEW_THREAD_AUTOCAST_DTYPE[device_type]
+            or self._function_modes
+            or self._dispatch_modes
+            or self._saved_tensor_hooks
+        )
 
     @contextlib.contextmanager
     def _replayed(self) -> Iterator[None]:
@@ -48,6 +56,8 @@ class CallerState:
             if self._saved_tensor_hooks is not None:
                 torch._C._autograd._push_saved_tensors_default_hooks(*self._saved_tensor_hooks)
                 stack.callback(torch._C._autograd._pop_saved_tensors_default_hooks)
+            stack.callback(torch.set_autocast_dtype, self._device_type, torch.get_autocast_dtype(self._device_type))
+            torch.set_autocast_dtype(self._device_type, self._autocast_dtype)
             if self._autocast:
                 stack.enter_context(
                     torch.autocast(self._device_type, dtype=self._autocast_dtype, cache_enabled=self._autocast_cache)

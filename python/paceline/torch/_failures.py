@@ -7,10 +7,10 @@ from typing import NoReturn
 from paceline import Error
 
 
-def raise_failure(error: BaseException, device: str, begin: int, end: int) -> NoReturn:
-    """Raise what a worker raised, with its own traceback, and say on which device it happened."""
+def raise_failure(error: BaseException, device: str, begin: int, end: int, kept: str) -> NoReturn:
+    """Raise what a worker raised, with its own traceback; say on which device it happened and what is `kept` as it was."""
     where = f" at items {begin} to {end - 1} of the batch" if end > begin else ""
-    note = f"raised on {device}{where}; gradients and buffers are as before the step"
+    note = f"raised on {device}{where}; {kept}"
     if hasattr(error, "add_note"):
         error.add_note(note)
         raise error

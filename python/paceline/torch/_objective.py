@@ -43,6 +43,11 @@ class Objective:
         self.total: int | float = size
         if weight is None:
             return
+        if not isinstance(weight, torch.Tensor) and not callable(weight):
+            raise InvalidArgument(
+                f"weight: {type(weight).__name__}; a 1-D tensor with one weight per item, or a callable that makes one from the batch, "
+                "is needed."
+            )
         values = weight if isinstance(weight, torch.Tensor) else weight(batch)
         if not isinstance(values, torch.Tensor) or values.dim() != 1 or values.shape[0] != size:
             shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__

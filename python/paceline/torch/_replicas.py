@@ -45,8 +45,14 @@ def _slots_of(module: nn.Module) -> list[tuple[dict[str, Any], str, nn.Parameter
     ]
 
 
-def check_parameters(module: nn.Module, device_type: str, shared: bool) -> None:
-    """Raise for parameters that this library cannot train, with the reason."""
+def check_trainable(module: nn.Module, device_type: str, shared: bool) -> None:
+    """Raise for modules and parameters that this library cannot train, with the reason."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise InvalidArgument(
+                f"DataParallel: {f'submodule {name}' if name else 'the module'} is a torch.jit.ScriptModule, which keeps its parameters out of "
+                "reach of Python, so replicas could not share them. Pass the module it was made from; torch.compile(module) is supported."
+            )
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise InvalidArgument(
@@ -176,7 +182,7 @@ class Replicas:
 
     def _build(self) -> None:
         shared = self._device_count > 1
-        check_parameters(self._module, self._device_type, shared)
+        check_trainable(self._module, self._device_type, shared)
         # First what can fail: replicas that do not fit must not pass for the ones that do.
         if shared:
             make: Replicate = _copied if self._replicate is None else lambda module: _made_by(self._replicate, module)  # type: ignore[arg-type]
@@ -240,3 +246,8 @@ def is_compiled(module: nn.Module) -> bool:
         type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None
         for part in module.modules()
     )
+
+
+def is_compiled_function(fn: Any) -> bool:
+    """Whether `fn` is what ``torch.compile`` returned for a function."""
+    return getattr(fn, "_torchdynamo_orig_callable", None) is not None

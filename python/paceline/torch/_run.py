@@ -22,7 +22,7 @@ from paceline.torch._caller_state import (
 )
 from paceline.torch._gradients import View, views
 from paceline.torch._objective import Objective
-from paceline.torch._replicas import Replica, Replicas, is_compiled
+from paceline.torch._replicas import Replica, Replicas, is_compiled, is_compiled_function
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -40,15 +40,19 @@ class Seen:
         self.gate = CompileGate()
         self.mode: Any = None
         self._generation = 0
+        self._compiled_module = False
 
-    def follow(self, replicas: Replicas, module: nn.Module) -> None:
-        """Before a step: new replicas have run nothing yet, and other modes compile anew."""
+    def follow(self, replicas: Replicas, module: nn.Module, fn: Callable[..., Any]) -> None:
+        """Before a step: new replicas have run nothing yet, and other modes and compiled functions compile anew."""
+        compiled_fn = is_compiled_function(fn)
         if replicas.generation != self._generation:
             self._generation = replicas.generation
-            self.compiled = is_compiled(module)
+            self._compiled_module = is_compiled(module)
             for sizes in self.sizes:
                 sizes.clear()
-        self.mode = (module.training, torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+        self.compiled = self._compiled_module or compiled_fn
+        modes = (module.training, torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+        self.mode = (modes, fn if compiled_fn else None)
 
 
 class CompileGate:
@@ -110,6 +114,16 @@ class Run:
         self._interrupted = True
         for thread in list(self._inside.values()):
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Cancelled))
+
+    @property
+    def kept(self) -> str:
+        """What a failure leaves as it was."""
+        return "gradients and buffers are as before the step"
+
+    @property
+    def on_a_worker(self) -> bool:
+        """Whether the calling thread is one of the workers that run this."""
+        return threading.get_ident() in self._inside.values()
 
     def finish(self, device: int) -> list[View | None] | None:
         return []
@@ -219,6 +233,10 @@ class PredictRun(Run):
         super().__init__(batch, replicas, seen, state, thread_counts)
         self.fn = fn
         self.outputs: list[tuple[int, int, Any]] = []
+
+    @property
+    def kept(self) -> str:
+        return "gradients are untouched"
 
     def compute(self, device: int, begin: int, end: int) -> bool:
         with torch.no_grad():

@@ -133,7 +133,7 @@ class DataParallel:
             ``loss_fn(module, slice)``, called once per micro-batch with a replica and a slice of `batch`: the loss, 0-dimensional or with
             one entry per item of the slice.
         batch
-            A tensor, or any nest of tuples, lists, dicts and dataclasses. Tensors with dimensions are split along dimension 0, where
+            A tensor, or any nest of tuples, lists, mappings and dataclasses. Tensors with dimensions are split along dimension 0, where
             all have the same length B; 0-dimensional tensors and other objects go along unchanged.
         weight
             What the mean is over: a 1-D tensor with one weight per item, or a callable that makes one from the whole batch, e.g. the
@@ -153,6 +153,10 @@ class DataParallel:
         Exception
             What `loss_fn` raised on a worker, with its own traceback and a note that names the device. Then gradients and buffers are as
             before the step (random generators and Python state are not), and the next step works.
+        KeyboardInterrupt
+            Ctrl-C. The first ends the step as a failure does, once every worker has left its micro-batch. A second one does not wait:
+            the trainer refuses steps until the workers are out, and a single device, which runs the module itself, may write to its
+            ``.grad`` until then; call ``zero_grad`` afterwards.
         """
         with self._alone("step"):
             return self._step(loss_fn, batch, weight, scaler)
@@ -166,7 +170,7 @@ class DataParallel:
         whole = Batch(batch)
         objective = Objective(batch, whole.size, self._reduction, weight)
         self._replicas.refresh()
-        self._seen.follow(self._replicas, self.module)
+        self._seen.follow(self._replicas, self.module, loss_fn)
         # With one device the user's module itself runs, so its buffers are kept for the case that the step fails.
         kept = None if self._replicas.list[0].shared else KeptBuffers(self.module)
         scale = None if scaler is None or not scaler.is_enabled() else scaler.scale(torch.ones(()))
@@ -230,7 +234,7 @@ class DataParallel:
     def _predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any]) -> Any:
         whole = Batch(batch)
         self._replicas.refresh()
-        self._seen_predicting.follow(self._replicas, self.module)
+        self._seen_predicting.follow(self._replicas, self.module, fn)
         if self._predictor is None:
             self._predictor = Stepper(self.group, **self._options)
         run = PredictRun(
@@ -244,6 +248,8 @@ class DataParallel:
         outcome = self._execute(self._predictor, run, whole.size)
         self._predictor.commit(outcome)
         with torch.no_grad():
+            if self.module.training:  # as in plain PyTorch, running statistics follow
+                self._commit_buffers(outcome)
             return concatenate(run.outputs)
 
     def optimizer(self, cls: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
@@ -287,6 +293,11 @@ class DataParallel:
 
     def close(self) -> None:
         """End the workers and give the caller its PyTorch threads back; idempotent. A `DeviceGroup` that was passed in stays open."""
+        running = self._running
+        if running is not None and running.on_a_worker:
+            raise InvalidArgument(
+                "close: called by loss_fn on a worker, which cannot wait for its own end. Leave the step first, by an exception if need be."
+            )
         self._finalizer()
 
     def __enter__(self) -> DataParallel:
@@ -330,7 +341,7 @@ class DataParallel:
         if run.failures:
             device, begin, end, error = run.failures[0]
             run.failures.clear()
-            raise_failure(error, self._names[device], begin, end)
+            raise_failure(error, self._names[device], begin, end, run.kept)
         if outcome.failed_at is not None:
             raise Error(
                 f"step: {self._names[outcome.failed_at[0]]} failed outside of user code. Nothing was committed."
