@@ -1,4 +1,4 @@
-# Lets find_package and find_path see what pip installed: fmt from the cmeel-fmt wheel (under cmeel.prefix/), nlohmann-json and pybind11.
+# Lets find_package and find_path see what pip installed: fmt from the cmeel-fmt wheel (under cmeel.prefix/) and pybind11.
 #
 # The interpreter itself is asked for its path. That covers a virtual environment as well as pip's isolated build environment, which is
 # not the interpreter's own site-packages but a folder put on its path by an environment variable. What the caller named in
@@ -18,7 +18,7 @@ if(Python_Interpreter_FOUND)
     OUTPUT_VARIABLE paceline_python_path
     OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
   foreach(folder IN LISTS paceline_python_path)
-    foreach(package cmeel.prefix nlohmann_json pybind11)
+    foreach(package cmeel.prefix pybind11)
       if(IS_DIRECTORY "${folder}/${package}")
         list(APPEND CMAKE_PREFIX_PATH "${folder}/${package}")
       endif()

@@ -63,8 +63,12 @@ void write_ledger(Stepper& stepper, const std::string& path) {
     throw InvalidArgument(
         fmt::format("write_ledger: {} cannot be opened for writing; check the folder and the permissions", path));
   }
-  balance::LedgerWriter* writer = &ledger->writer;
-  stepper.balancer().write_to(std::shared_ptr<balance::LedgerWriter>(std::move(ledger), writer));
+  const std::shared_ptr<balance::LedgerWriter> writer(ledger, &ledger->writer);
+  stepper.balancer().write_to(writer);
+  if (writer->failed()) {
+    stepper.balancer().write_to(nullptr);
+    throw InvalidArgument(fmt::format("write_ledger: {} cannot be written to; is the disk full?", path));
+  }
 }
 
 // Waits with the interpreter let go and looks for signals at least every 50 ms. On the first one no further micro-batch
@@ -74,11 +78,19 @@ Outcome run(Stepper& stepper, std::int64_t batch_size, py::object body, py::obje
   const std::size_t device_count = stepper.group().size();
   auto program = std::make_shared<PythonProgram>(std::move(body), std::move(finish), device_count);
   Outcome outcome{stepper.begin(batch_size, program), device_count};
-  const auto no_signal = [] { return PyErr_CheckSignals() == 0; };
-  if (!outcome.step->wait(no_signal)) {
+  // Not what wait() returns: the step may come to its end while the signal's handler runs.
+  bool signalled = false;
+  const auto no_signal = [&signalled] {
+    signalled = PyErr_CheckSignals() != 0;
+    return !signalled;
+  };
+  outcome.step->wait(no_signal);
+  if (signalled) {
     py::error_already_set interrupt;
+    signalled = false;
     outcome.step->cancel();
-    if (!outcome.step->wait(no_signal)) throw py::error_already_set();
+    outcome.step->wait(no_signal);
+    if (signalled) throw py::error_already_set();
     program->release();
     throw interrupt;  // NOLINT: the object that was caught first is the one to go on
   }
@@ -162,6 +174,7 @@ void bind_engine(py::module_& module) {
       .def("run", &run, py::arg("batch_size"), py::arg("body"), py::arg("finish"),
            "Run one step: body(device, begin, end, last) -> int per micro-batch, finish(device) -> gradients. See "
            "python_program.hpp.")
+      .def("cancel", &Stepper::cancel, "End the step that runs, if any, once every worker has left its micro-batch.")
       .def(
           "commit", [](Stepper& stepper, const Outcome& outcome) { stepper.commit(*outcome.step); }, py::arg("outcome"),
           "Tell the balancer and the metrics about a step that succeeded.")

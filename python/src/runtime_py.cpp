@@ -3,13 +3,17 @@
 #include <pybind11/stl.h>
 
 #include <cxxabi.h>
+#include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <string>
 #include <variant>
 #include <vector>
 
+#include <paceline/error.hpp>
 #include <paceline/runtime/blocking.hpp>
 #include <paceline/runtime/device_group.hpp>
 
@@ -39,8 +43,40 @@ void take_back(void* token) {
   }
 }
 
-std::chrono::nanoseconds seconds(double value) {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(value));
+std::chrono::nanoseconds timeout_of(double seconds) {
+  constexpr double longest = 3e9;  // a century; nanoseconds hold three
+  if (std::isnan(seconds) || seconds < 0.0) {
+    throw InvalidArgument(
+        fmt::format("close: timeout is {}; it must be 0 or more seconds, inf to wait for ever", seconds));
+  }
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+      std::chrono::duration<double>(std::min(seconds, longest)));
+}
+
+// Looks for signals while it waits, as every wait on the main thread does.
+void close(DeviceGroup& group, double timeout) {
+  bool signalled = false;
+  const auto no_signal = [&signalled] {
+    signalled = PyErr_CheckSignals() != 0;
+    return !signalled;
+  };
+  try {
+    group.close(timeout_of(timeout), no_signal);
+  } catch (const Timeout&) {
+    if (!signalled) throw;
+  }
+  if (signalled) throw py::error_already_set();
+}
+
+// The end of a `with` block. Left by an exception while the workers are still at it (a second Ctrl-C), nobody is waited
+// for.
+void leave(DeviceGroup& group, const py::object& kind, const py::args&) {
+  if (kind.is_none() || !group.busy()) return close(group, 10.0);
+  try {
+    group.close(std::chrono::nanoseconds(0));
+  } catch (const Timeout&) {
+    // As wanted: the exception that is on its way is the one to go on.
+  }
 }
 
 DeviceGroup make_group(const std::variant<std::string, std::vector<std::variant<std::string, Device>>>& devices) {
@@ -91,16 +127,17 @@ InvalidArgument
       .def_property_readonly("busy", &DeviceGroup::busy, "True while the workers are at a task.")
       .def("__len__", &DeviceGroup::size)
       .def("__repr__", &repr)
-      .def(
-          "close", [](DeviceGroup& group, double timeout) { group.close(seconds(timeout)); }, py::arg("timeout") = 10.0,
-          R"(End and join the workers; idempotent.
+      .def("close", &close, py::arg("timeout") = 10.0,
+           R"(End and join the workers; idempotent.
 
 Raises
 ------
 Timeout
-    If a worker is inside user code that does not return within `timeout` seconds; it is left behind and the error names it.)")
+    If a worker is inside user code that does not return within `timeout` seconds; it is left behind and the error names it.
+InvalidArgument
+    If `timeout` is negative or no number.)")
       .def("__enter__", [](py::object self) { return self; })
-      .def("__exit__", [](DeviceGroup& group, const py::args&) { group.close(); });
+      .def("__exit__", &leave);
 }
 
 }  // namespace paceline::python

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import sys
 import threading
 import weakref
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline import Communicator, DeviceGroup, InvalidArgument, Unavailable
+from paceline import Communicator, DeviceGroup, InvalidArgument, Timeout, Unavailable
 
 torch = pytest.importorskip("torch", reason="torch's tensors are the arrays that matter most")
 
@@ -202,6 +203,24 @@ def test_mistakes_in_the_call_are_named(communicator: Communicator) -> None:
     for call, argument, message in calls:
         with pytest.raises(InvalidArgument, match=message):
             call(argument)
+
+
+@pytest.mark.parametrize("timeout", [0.0, math.inf, 1e300])
+def test_a_group_may_be_closed_with_any_patience(timeout: float) -> None:
+    group = DeviceGroup(["host:0", "host:1"])
+    try:
+        group.close(timeout)
+    except Timeout:
+        assert timeout == 0.0
+    assert group.closed
+
+
+@pytest.mark.parametrize("timeout", [math.nan, -1.0, -math.inf])
+def test_a_timeout_that_is_none_is_refused(timeout: float) -> None:
+    with DeviceGroup(["host:0"]) as group:
+        with pytest.raises(InvalidArgument, match="close: timeout is"):
+            group.close(timeout)
+        assert not group.closed
 
 
 def test_a_closed_group_is_unavailable() -> None:

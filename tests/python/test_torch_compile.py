@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from paceline.torch import DataParallel
 from paceline.torch._run import CompileGate
@@ -141,6 +142,17 @@ def recorded(trainer: DataParallel, monkeypatch: pytest.MonkeyPatch) -> list[lis
 
     monkeypatch.setattr(trainer, "_execute", recording)
     return excluded
+
+
+def test_the_first_run_of_each_length_is_no_evidence_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module = nn.RNN(3, 4, batch_first=True).double()
+    compiled = torch.compile(lambda m, x: m(x)[0].square().mean(), backend="eager", dynamic=False)
+    with DataParallel(module, TWO, balance="even") as trainer:
+        excluded = recorded(trainer, monkeypatch)
+        for length in (3, 3, 5, 5):
+            trainer.step(compiled, torch.ones(8, length, 3, dtype=torch.double))
+    assert excluded == [[True, True], [False, False]] * 2
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -129,6 +129,24 @@ def make_partly_used(items: int, dtype: torch.dtype) -> tuple[nn.Module, Any, Lo
     return Branches(), (torch.randn(items, 5, dtype=dtype), labels(items)), cross_entropy
 
 
+class Positions(nn.Module):
+    """Where a slice has one item nothing is broadcast, and autograd gives the two embeddings views of one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(7, 6)
+        self.positions = nn.Parameter(torch.randn(5, 6))
+        self.segments = nn.Parameter(torch.randn(5, 6))
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.out(torch.tanh(self.tokens(x) + self.positions.unsqueeze(0) + self.segments.unsqueeze(0)).mean(1))
+
+
+def make_positions(items: int, dtype: torch.dtype) -> tuple[nn.Module, Any, LossFunction]:
+    return Positions(), (torch.randint(0, 7, (items, 5)), labels(items)), cross_entropy
+
+
 MAKERS: dict[str, Make] = {
     "linear": make_linear,
     "convolution": make_convolution,
@@ -139,6 +157,7 @@ MAKERS: dict[str, Make] = {
     "tied": make_tied,
     "frozen": make_frozen,
     "partly_used": make_partly_used,
+    "positions": make_positions,
 }
 
 
@@ -179,6 +198,35 @@ def test_gradients_of_two_accumulated_batches_are_those_of_one_device(kind: str,
             assert loss.item() == pytest.approx(losses[0].item(), rel=TOLERANCE[dtype])
             trainer.step(loss_fn, second_batch)
         assert_same_gradients(module, gradients(reference), dtype)
+
+
+class SumOfTwo(nn.Module):
+    """Both parameters get the same gradient, and autograd gives both the same memory, whatever the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(4))
+        self.b = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x @ (self.a.view(2, 2) + self.b.view(2, 2))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("micro_batch", [None, 1, 2])
+def test_gradients_in_one_memory_are_told_apart(devices: int, micro_batch: int | None) -> None:
+    torch.manual_seed(0)
+    module, batch = SumOfTwo().double(), torch.randn(9, 2, dtype=torch.double)
+
+    def loss_fn(replica: nn.Module, part: torch.Tensor) -> Any:
+        return replica(part).square().mean()
+
+    _, wanted = plain(module, loss_fn, batch)
+    with DataParallel(module, hosts(devices), micro_batch=micro_batch) as trainer:
+        trainer.step(loss_fn, batch)
+        assert_same_gradients(module, wanted)
+        trainer.step(loss_fn, batch)
+    assert_same_gradients(module, [None if gradient is None else 2 * gradient for gradient in wanted])
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import Error, InvalidArgument, Unavailable
+from paceline import Cancelled, Error, InvalidArgument, Unavailable
 from paceline.torch import DataParallel
 from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain
 
@@ -209,3 +209,33 @@ def test_a_step_inside_of_a_step_is_refused() -> None:
             trainer.step(lambda m, b: trainer.step(classify, b), batch)
         trainer.step(classify, batch)
     assert_same_gradients(module, plain(module, classify, batch)[1])
+
+
+@DEVICES
+def test_closing_the_trainer_in_another_thread_cancels_the_step(devices: int) -> None:
+    module, batch = classifier(64)
+    inside = threading.Event()
+
+    def loss_fn(replica: Any, part: Any) -> Any:
+        inside.set()
+        time.sleep(0.1)
+        return classify(replica, part)
+
+    trainer = DataParallel(module, hosts(devices), balance="even", micro_batch=1)
+    raised: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            trainer.step(loss_fn, batch)
+        except Cancelled as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert inside.wait(30)
+    begin = time.monotonic()
+    trainer.close()
+    thread.join()
+    assert time.monotonic() - begin < 2  # the whole step takes at least 3.2 s
+    assert len(raised) == 1
+    assert gradients(module) == [None] * 4

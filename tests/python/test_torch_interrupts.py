@@ -50,6 +50,55 @@ print(same_gradients())
     assert output_of(program) == "True"
 
 
+def test_ctrl_c_whose_handler_outlasts_the_step_raises_what_the_handler_raised() -> None:
+    program = (
+        SETUP
+        + """
+def handler(*_):
+    time.sleep(0.4)
+    raise KeyboardInterrupt
+signal.signal(signal.SIGINT, handler)
+
+def slow(replica, part):
+    time.sleep(0.25)
+    return mean_of_squares(replica, part)
+
+trainer = DataParallel(module, ["host:0", "host:1"], balance="even")
+interrupt_after(0.1)
+interrupted(lambda: trainer.step(slow, batch))
+assert all(parameter.grad is None for parameter in module.parameters())
+trainer.step(mean_of_squares, batch)
+print(same_gradients())
+"""
+    )
+    assert output_of(program) == "True"
+
+
+def test_ctrl_c_while_gradients_are_written_comes_after_them() -> None:
+    program = (
+        SETUP
+        + """
+add = torch._foreach_add_
+def add_and_interrupt(*arguments, **options):
+    add(*arguments, **options)
+    torch._foreach_add_ = add
+    signal.raise_signal(signal.SIGINT)
+
+trainer = DataParallel(module, ["host:0", "host:1"], balance="even")
+trainer.step(mean_of_squares, batch)
+torch._foreach_add_ = add_and_interrupt
+interrupted(lambda: trainer.step(mean_of_squares, batch))
+mean_of_squares(reference, batch).backward()
+assert same_gradients()
+assert trainer.report()["steps"] == 2
+trainer.step(mean_of_squares, batch)
+mean_of_squares(reference, batch).backward()
+print(same_gradients(), trainer.report()["steps"])
+"""
+    )
+    assert output_of(program) == "True 3"
+
+
 def test_ctrl_c_in_predict_raises_too() -> None:
     program = (
         SETUP
@@ -100,6 +149,53 @@ print(same_gradients())
 """
     )
     assert output_of(program) == "True"
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_a_second_ctrl_c_leaves_a_with_block_at_once(group: bool) -> None:
+    program = (
+        SETUP
+        + f"""
+leave = threading.Event()
+def stuck(replica, part):
+    leave.wait(30)
+    return mean_of_squares(replica, part)
+
+def train():
+    from paceline import DeviceGroup
+    with DeviceGroup(["host:0", "host:1"]) as devices, DataParallel(module, devices if {group} else "auto", balance="even") as trainer:
+        trainer.step(stuck, batch)
+
+interrupt_after(0.3)
+interrupt_after(0.8)
+assert 0.7 < interrupted(train) < 5
+leave.set()
+print(all(parameter.grad is None for parameter in module.parameters()))
+"""
+    )
+    assert output_of(program) == "True"
+
+
+def test_close_looks_for_signals() -> None:
+    program = (
+        SETUP
+        + """
+leave = threading.Event()
+def stuck(replica, part):
+    leave.wait(30)
+    return mean_of_squares(replica, part)
+
+trainer = DataParallel(module, ["host:0", "host:1"], balance="even")
+interrupt_after(0.3)
+interrupt_after(0.6)
+interrupted(lambda: trainer.step(stuck, batch))
+interrupt_after(0.5)
+assert 0.4 < interrupted(trainer.close) < 5
+leave.set()
+print("left")
+"""
+    )
+    assert output_of(program) == "left"
 
 
 def test_ctrl_c_that_nobody_catches_ends_the_program() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +19,28 @@ from torch_support import TWO, assert_same_gradients, classifier, classify, grad
 class Output:
     logits: torch.Tensor
     hidden: torch.Tensor | None = None
+
+
+@dataclass
+class ModelOutput(OrderedDict[str, Any]):
+    """A dataclass that is a mapping too, and keeps both in step by its own rules, as models of natural language return."""
+
+    logits: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self["logits"] = self.logits
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self:
+            super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+    def __reduce__(self) -> Any:
+        return self.__class__, (self.logits,)
 
 
 class Pair(NamedTuple):
@@ -145,3 +168,12 @@ def test_predicting_in_training_mode_updates_running_statistics_as_plain_pytorch
         trainer.predict(x)
     assert int(norm.get_buffer("num_batches_tracked")) == 1
     assert float(norm.get_buffer("running_mean").mean()) == pytest.approx(0.3, rel=0.3)
+
+
+def test_outputs_that_are_dataclass_and_mapping_are_whole_either_way() -> None:
+    module, (x, _) = classifier(9)
+    with DataParallel(module, TWO, balance=[2, 1]) as trainer:
+        output = trainer.predict(x, lambda replica, part: ModelOutput(replica(part)))
+    assert isinstance(output, ModelOutput)
+    torch.testing.assert_close(output.logits, module(x).detach())
+    torch.testing.assert_close(output["logits"], module(x).detach())

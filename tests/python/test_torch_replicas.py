@@ -71,8 +71,11 @@ def test_a_closure_over_the_users_module_raises_and_names_the_parameter() -> Non
     _, wanted = plain(module, classify, batch)
     with DataParallel(module, TWO) as trainer:
         for _ in range(2):  # without gradients before, then with some
+            before = gradients(module)
             with pytest.raises(InvalidArgument, match=r"parameter 0\.weight of the original module was touched"):
                 trainer.step(lambda _, b: classify(module, b), batch)
+            for now, then in zip(gradients(module), before, strict=True):
+                assert (now is None and then is None) or torch.equal(now, then)  # type: ignore[arg-type]
             module.zero_grad()
             trainer.step(classify, batch)
             assert_same_gradients(module, wanted)

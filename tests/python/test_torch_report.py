@@ -130,6 +130,16 @@ def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], messag
     assert torch.get_num_threads() == threads
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_a_ledger_that_cannot_be_written_is_refused_at_once() -> None:
+    module, batch = classifier()
+    with DataParallel(module, TWO) as trainer:
+        with pytest.raises(InvalidArgument, match="/dev/full cannot be written to"):
+            trainer.write_ledger("/dev/full")
+        trainer.step(classify, batch)
+        assert "ledger" not in trainer.explain()
+
+
 def test_a_ledger_is_whole_as_soon_as_a_step_is_done_and_replays(tmp_path: Path) -> None:
     from paceline.balance import replay
 

@@ -205,6 +205,13 @@ BalanceReport Balancer::report() const {
   return report;
 }
 
-std::string Balancer::explain() const { return describe(report(), state_->plan ? state_->plan->batch_size : 0); }
+std::string Balancer::explain() const {
+  std::string text = describe(report(), state_->plan ? state_->plan->batch_size : 0);
+  if (state_->ledger && state_->ledger->failed()) {
+    text +=
+        "The ledger could not be written to its end (is the disk full?): what was written replays, the rest is lost.\n";
+  }
+  return text;
+}
 
 }  // namespace paceline::balance

@@ -23,7 +23,11 @@ std::string limits_json(const plan::ShareLimits& limits) {
 LedgerWriter::LedgerWriter(std::ostream& out) : out_(&out) {}
 
 // Flushed: a program that crashes is the one whose decisions somebody wants to see.
-void LedgerWriter::line(const std::string& text) { *out_ << text << '\n' << std::flush; }
+void LedgerWriter::line(const std::string& text) {
+  if (failed_) return;
+  *out_ << text << '\n' << std::flush;
+  failed_ = !*out_;
+}
 
 void LedgerWriter::header(const BalancerOptions& options) {
   std::vector<std::string> devices;

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <new>
+#include <stdexcept>
 #include <type_traits>
 #include <utility>
 
@@ -105,24 +107,39 @@ BasicDataParallel<T>::BasicDataParallel(DeviceGroup group, DataParallelOptions o
     throw InvalidArgument(
         "DataParallel: parameter_count is 0. Give the number of elements of the flat parameter vector.");
   }
-  state_ = std::make_unique<State>(std::move(group), options);
+  const auto no_memory = [&] {
+    return OutOfMemory(
+        fmt::format("DataParallel: no memory for {} parameters: they are kept once, and their gradients "
+                    "once for each device and twice more.",
+                    options.parameter_count));
+  };
+  try {
+    state_ = std::make_unique<State>(std::move(group), options);
+  } catch (const std::bad_alloc&) {
+    throw no_memory();
+  } catch (const std::length_error&) {
+    throw no_memory();
+  }
 }
 
 template <class T>
 BasicDataParallel<T>::~BasicDataParallel() = default;
 
 template <class T>
-double BasicDataParallel<T>::step(std::int64_t batch_size, const Body& body, double total_weight) {
+double BasicDataParallel<T>::step(std::int64_t batch_size, const Body& body, std::optional<double> total_weight) {
   if (batch_size < 1) {
     throw InvalidArgument(fmt::format("step: a batch of {} items; at least one is needed.", batch_size));
   }
-  if (!std::isfinite(total_weight) || total_weight < 0.0) {
+  const double weight = total_weight.value_or(static_cast<double>(batch_size));
+  if (!std::isfinite(weight) || weight <= 0.0) {
     throw InvalidArgument(
-        fmt::format("step: the total weight is {}; it must be positive, or 0 for the batch size.", total_weight));
+        fmt::format("step: the total weight is {}; the objective is divided by it, so it must be "
+                    "positive and finite. Skip batches without weight.",
+                    weight));
   }
   State& state = *state_;
-  state.program->begin_step(state.parameters, &body,
-                            total_weight > 0.0 ? total_weight : static_cast<double>(batch_size));
+  state.stepper.require_idle();  // the program is still that step's
+  state.program->begin_step(state.parameters, &body, weight);
   const std::unique_ptr<Step> step = state.stepper.begin(batch_size, state.program);
   step->wait();
   step->rethrow_failure();

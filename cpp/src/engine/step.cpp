@@ -183,9 +183,15 @@ void Step::start() {
 
 bool Step::wait(const DeviceGroup::Between& between) { return group_.wait(*task_, between); }
 
-void Step::cancel() {
-  task_->fail(std::make_exception_ptr(Cancelled("step: cancelled before it was done; nothing was committed.")),
-              MicroBatch{});
+void Step::cancel() { canceller()(); }
+
+std::function<void()> Step::canceller() const {
+  return [task = std::weak_ptr<Task>(task_)] {
+    if (const std::shared_ptr<Task> alive = task.lock()) {
+      alive->fail(std::make_exception_ptr(Cancelled("step: cancelled before it was done; nothing was committed.")),
+                  MicroBatch{});
+    }
+  };
 }
 
 const StepFailure* Step::failure() const noexcept { return task_->failure(); }

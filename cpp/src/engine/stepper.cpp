@@ -4,6 +4,8 @@
 #include <fmt/format.h>
 
 #include <chrono>
+#include <functional>
+#include <mutex>
 #include <utility>
 
 #include <paceline/error.hpp>
@@ -77,6 +79,8 @@ struct Stepper::State {
   balance::StepPlan plan;
   StepRecord record;
   std::chrono::steady_clock::time_point origin;
+  std::mutex cancel_mutex;
+  std::function<void()> cancel_running;
 };
 
 Stepper::Stepper(DeviceGroup group, StepperOptions options) {
@@ -94,11 +98,7 @@ std::unique_ptr<Step> Stepper::begin(std::int64_t batch_size, std::shared_ptr<St
     throw InvalidArgument(fmt::format("step: a batch of {} items; at least one is needed.", batch_size));
   }
   State& state = *state_;
-  if (state.group.busy()) {
-    throw InvalidArgument(
-        "step: an earlier step of this group has not ended: its workers are still inside user code. Wait for it, "
-        "or close the trainer.");
-  }
+  require_idle();
   state.plan = state.balancer.next_plan(batch_size);
   StepOptions options;
   options.shares = state.plan.shares;
@@ -109,8 +109,25 @@ std::unique_ptr<Step> Stepper::begin(std::int64_t batch_size, std::shared_ptr<St
   options.stealing = state.options.balance == "auto";
   options.announce_last = state.announce_last;
   auto step = std::make_unique<Step>(state.group, std::move(program), std::move(options));
+  {
+    const std::lock_guard lock(state.cancel_mutex);
+    state.cancel_running = step->canceller();
+  }
   step->start();
   return step;
+}
+
+void Stepper::cancel() {
+  const std::lock_guard lock(state_->cancel_mutex);
+  if (state_->cancel_running) state_->cancel_running();
+}
+
+void Stepper::require_idle() const {
+  if (!state_->group.busy()) return;
+  throw InvalidArgument(
+      "step: an earlier step of this group has not ended: its workers are still inside user code. Wait for it, or "
+      "close "
+      "the trainer.");
 }
 
 void Stepper::commit(const Step& step) {

@@ -96,7 +96,7 @@ bool DeviceGroup::run(const std::shared_ptr<GroupTask>& task, const Between& bet
 }
 
 bool DeviceGroup::busy() const noexcept { return workers_->busy(); }
-void DeviceGroup::close(std::chrono::nanoseconds timeout) { workers_->close(timeout); }
+void DeviceGroup::close(std::chrono::nanoseconds timeout, const Between& between) { workers_->close(timeout, between); }
 bool DeviceGroup::closed() const noexcept { return workers_->closed(); }
 
 void DeviceGroup::close_all(std::chrono::nanoseconds timeout) noexcept {
@@ -115,6 +115,8 @@ void DeviceGroup::close_all(std::chrono::nanoseconds timeout) noexcept {
       // Left behind, as documented: at the end of a process there is nobody to tell.
     }
   }
+  // Those that an earlier close() left behind may be on their way out by now.
+  GroupWorkers::await_left_behind(timeout);
 }
 
 }  // namespace paceline

@@ -48,6 +48,29 @@ struct GroupWorkers::Threads {
 namespace {
 
 constexpr std::chrono::seconds kStartTimeout{10};
+constexpr std::chrono::milliseconds kBetweenInterval{50};
+
+/// Threads that nobody can join any more.
+struct LeftBehind {
+  std::mutex mutex;
+  pid_t owner = 0;  // a forked child has none of its parent's threads
+  std::vector<std::shared_ptr<detail::Mailbox>> mailboxes;
+};
+
+// Leaked on purpose: the end of the program asks for them.
+LeftBehind& left_behind() {
+  static auto* instance = new LeftBehind;
+  return *instance;
+}
+
+void remember(const std::shared_ptr<detail::Mailbox>& mailbox) {
+  LeftBehind& all = left_behind();
+  const std::lock_guard lock(all.mutex);
+  if (all.owner != getpid()) all.mailboxes.clear();
+  all.owner = getpid();
+  std::erase_if(all.mailboxes, [](const auto& known) { return known->exited.load(); });
+  all.mailboxes.push_back(mailbox);
+}
 
 void work(const Device& device, std::size_t device_index, const std::shared_ptr<detail::Mailbox>& mailbox,
           void (*leave)(GroupTask&)) {
@@ -132,19 +155,19 @@ GroupWorkers::~GroupWorkers() {
   delete threads_;
 }
 
-void GroupWorkers::require_usable(const char* call) const {
+void GroupWorkers::require_alive(const char* call) const {
   if (forked()) {
     throw Unavailable(
         fmt::format("{}: this device group belongs to process {}, and threads do not survive fork(). Make "
                     "a new group in this process, or start workers with the 'spawn' method.",
                     call, owner_));
   }
-  if (closed_) throw Unavailable(fmt::format("{}: the device group is closed. Make a new one.", call));
 }
 
 void GroupWorkers::submit(const std::shared_ptr<GroupTask>& task) {
-  require_usable("submit");
+  require_alive("submit");
   const std::lock_guard lock(threads_->mutex);
+  if (closed_) throw Unavailable("submit: the device group is closed. Make a new one.");
   if (threads_->current != nullptr && !threads_->current->complete()) {
     throw InvalidArgument(
         "submit: the group's workers are still at an earlier task. A group runs one task at a time: "
@@ -167,41 +190,76 @@ bool GroupWorkers::busy() const noexcept {
   return threads_->current != nullptr && !threads_->current->complete();
 }
 
-void GroupWorkers::close(std::chrono::nanoseconds timeout) {
-  if (forked() || closed_.exchange(true)) return;
-  for (auto& mailbox : threads_->mailboxes) {
-    {
-      const std::lock_guard lock(mailbox->mutex);
-      mailbox->stop = true;
+void GroupWorkers::close(std::chrono::nanoseconds timeout, const std::function<bool()>& between) {
+  if (forked()) return;
+  {
+    // Not while a task is being handed out: some workers would have it, and others never come to it.
+    const std::lock_guard lock(threads_->mutex);
+    if (closed_.exchange(true)) return;
+    for (auto& mailbox : threads_->mailboxes) {
+      {
+        const std::lock_guard mailbox_lock(mailbox->mutex);
+        mailbox->stop = true;
+      }
+      mailbox->changed.notify_one();
     }
-    mailbox->changed.notify_one();
   }
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  const auto begin = std::chrono::steady_clock::now();
+  const auto waited = [&] { return std::chrono::steady_clock::now() - begin; };
+  bool patient = true;
   std::vector<std::string> stuck;
-  const BlockingRegion region;
   for (std::size_t i = 0; i < threads_->threads.size(); ++i) {
     std::thread& thread = threads_->threads[i];
     if (thread.get_id() == std::this_thread::get_id()) {  // the last handle was dropped by a worker itself
       thread.detach();
       continue;
     }
-    while (!threads_->mailboxes[i]->exited.load() && std::chrono::steady_clock::now() < deadline) {
-      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    const std::atomic<bool>& exited = threads_->mailboxes[i]->exited;
+    while (!exited.load() && patient && waited() < timeout) {
+      const auto look_up = std::chrono::steady_clock::now() + kBetweenInterval;
+      {
+        const BlockingRegion region;
+        while (!exited.load() && waited() < timeout && std::chrono::steady_clock::now() < look_up) {
+          std::this_thread::sleep_for(std::chrono::microseconds(200));
+        }
+      }
+      patient = !between || between();
     }
-    if (threads_->mailboxes[i]->exited.load()) {
+    if (exited.load()) {
+      const BlockingRegion region;  // what the thread cleans up as it ends may need the interpreter
       thread.join();
     } else {
       thread.detach();
+      remember(threads_->mailboxes[i]);
       stuck.push_back(devices_[i].name);
     }
   }
-  threads_->current.reset();
+  {
+    const std::lock_guard lock(threads_->mutex);
+    threads_->current.reset();
+  }
   if (!stuck.empty()) {
     throw Timeout(
         fmt::format("close: the workers of {} did not come back within {:.1f} s and were left behind; they are "
-                    "inside user code that does not return.",
-                    fmt::join(stuck, ", "), std::chrono::duration<double>(timeout).count()),
+                    "still at what they were given.",
+                    fmt::join(stuck, ", "), std::chrono::duration<double>(waited()).count()),
         stuck.front());
+  }
+}
+
+void GroupWorkers::await_left_behind(std::chrono::nanoseconds timeout) {
+  std::vector<std::shared_ptr<detail::Mailbox>> mailboxes;
+  {
+    LeftBehind& all = left_behind();
+    const std::lock_guard lock(all.mutex);
+    if (all.owner == getpid()) mailboxes = all.mailboxes;
+  }
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  const BlockingRegion region;
+  for (const auto& mailbox : mailboxes) {
+    while (!mailbox->exited.load() && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
   }
 }
 

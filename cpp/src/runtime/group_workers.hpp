@@ -7,6 +7,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -59,14 +60,17 @@ class GroupWorkers {
   [[nodiscard]] const std::vector<Device>& devices() const noexcept { return devices_; }
   void submit(const std::shared_ptr<GroupTask>& task);
   [[nodiscard]] bool busy() const noexcept;
-  void close(std::chrono::nanoseconds timeout);
+  void close(std::chrono::nanoseconds timeout, const std::function<bool()>& between = {});
   [[nodiscard]] bool closed() const noexcept { return closed_.load(); }
+
+  /// Waits until every worker that some close() left behind has come to its end, at most until the time is over.
+  static void await_left_behind(std::chrono::nanoseconds timeout);
 
  private:
   struct Threads;  // everything a forked child must not touch
 
   void await_ready();
-  void require_usable(const char* call) const;
+  void require_alive(const char* call) const;
   [[nodiscard]] bool forked() const noexcept;
 
   std::vector<Device> devices_;

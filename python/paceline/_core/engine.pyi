@@ -35,6 +35,10 @@ class Stepper:
         micro_batch: typing.SupportsInt | typing.SupportsIndex = 0,
         granularity: typing.SupportsInt | typing.SupportsIndex = 1,
     ) -> None: ...
+    def cancel(self) -> None:
+        """
+        End the step that runs, if any, once every worker has left its micro-batch.
+        """
     def commit(self, outcome: StepOutcome) -> None:
         """
         Tell the balancer and the metrics about a step that succeeded.

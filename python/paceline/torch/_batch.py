@@ -29,6 +29,7 @@ class Batch:
 
     def __init__(self, data: Any) -> None:
         self._sized: list[tuple[str, int]] = []
+        self._item_shapes: list[tuple[torch.Size, torch.dtype]] = []
         self._lists: list[tuple[str, int, str]] = []
         slicer = self._slicer(data, "batch")
         if not self._sized:
@@ -54,6 +55,7 @@ class Batch:
         if slicer is None:  # cannot happen with a sized leaf; keeps the type checker honest
             raise InvalidArgument("batch: nothing to split.")
         self._slice = slicer
+        self.item_shapes = tuple(self._item_shapes)  # of every tensor that is cut: shape of one item, type
 
     def slice(self, begin: int, end: int) -> Any:
         """Items ``[begin, end)``, in the same nest."""
@@ -82,6 +84,7 @@ class Batch:
                 f"batch: {path} requires grad. Gradients of inputs are not collected from the devices; pass {path}.detach()."
             )
         self._sized.append((path, node.shape[0]))
+        self._item_shapes.append((node.shape[1:], node.dtype))
         return lambda begin, end: node[begin:end]
 
     def _dataclass(self, node: Any, path: str) -> Slicer | None:
@@ -94,7 +97,7 @@ class Batch:
         def cut(begin: int, end: int) -> Any:
             result = copy.copy(node)
             for name, slicer in parts:
-                object.__setattr__(result, name, slicer(begin, end))  # frozen dataclasses too
+                _set_field(result, name, slicer(begin, end))
             return result
 
         return cut
@@ -143,6 +146,14 @@ class Batch:
         return parts
 
 
+def _set_field(target: Any, name: str, value: Any) -> None:
+    """By the class's own rules, which may keep a second copy (a dataclass that is a mapping too); frozen dataclasses as well."""
+    try:
+        setattr(target, name, value)
+    except dataclasses.FrozenInstanceError:
+        object.__setattr__(target, name, value)
+
+
 def concatenate(outputs: list[tuple[int, int, Any]], path: str = "output") -> Any:
     """Put the outputs of slices back together along dimension 0, in the order of the items.
 
@@ -174,7 +185,7 @@ def _join(pieces: list[tuple[int, Any]], path: str) -> Any:
         result: Any = copy.copy(first)
         for field in dataclasses.fields(first):
             joined = _join([(items, getattr(piece, field.name)) for items, piece in pieces], f"{path}.{field.name}")
-            object.__setattr__(result, field.name, joined)
+            _set_field(result, field.name, joined)
         return result
     if isinstance(first, (dict, UserDict)):
         result = copy.copy(first)

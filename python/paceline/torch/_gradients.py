@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch._replicas import Replica, Replicas
@@ -44,8 +47,35 @@ def views(replica: Replica, names: list[str]) -> tuple[list[View | None], list[i
     return found, left_out
 
 
+class OwnStorages:
+    """Gives every gradient of a replica memory of its own, for one step.
+
+    Autograd may hand two parameters views of one tensor, as after ``a + b`` where nothing is broadcast. That is harmless until
+    somebody adds to them in place, be it a second backward or the reduction: each would get what is meant for the other, too.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._waiting: Sequence[nn.Parameter] = parameters  # for their first gradient
+        self._known: set[int] = set()
+
+    def separate(self) -> None:
+        """After a backward: gradients that are new and lie in memory that another has are copied."""
+        waiting = []
+        for parameter in self._waiting:
+            gradient = parameter.grad
+            if gradient is None:
+                waiting.append(parameter)
+            elif gradient.layout is torch.strided:
+                address = gradient.untyped_storage().data_ptr()
+                if address in self._known:
+                    parameter.grad = gradient.clone()
+                else:
+                    self._known.add(address)
+        self._waiting = waiting
+
+
 class UserGradients:
-    """The user's own ``.grad`` during a step: who else touched it, and what is committed in the end."""
+    """The user's own ``.grad`` during a step: set aside, so that it is as it was whatever happens, and added to in the end."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
@@ -55,11 +85,10 @@ class UserGradients:
                 raise InvalidArgument(
                     f"step: the .grad of parameter {name} is sparse; a dense gradient cannot be added to it. Set it to None first."
                 )
-        self._before_versions = [-1 if gradient is None else gradient._version for gradient in self._before]
         self._versions = [parameter._version for parameter in replicas.parameters]
-        if not replicas.list[0].shared:  # the user's module itself runs: its gradients of this step must stand alone
-            for parameter in replicas.parameters:
-                parameter.grad = None
+        self._added_to: list[tuple[torch.Tensor, int]] = []
+        for parameter in replicas.parameters:
+            parameter.grad = None
 
     def check(self) -> None:
         """Raise if the loss reached around the replicas, or somebody wrote a shared parameter while the step ran."""
@@ -72,11 +101,7 @@ class UserGradients:
                     f"step: parameter {names[index]} was written in place while the step ran; all devices share it. Write parameters "
                     "between steps only. Nothing was committed."
                 )
-            before = self._before[index]
-            changed = parameter.grad is not before or (
-                before is not None and before._version != self._before_versions[index]
-            )
-            if changed:
+            if parameter.grad is not None:
                 raise InvalidArgument(
                     f"step: the gradient of parameter {names[index]} of the original module was touched during the step: loss_fn (or a "
                     "closure, a patched forward, a stored reference) uses the original module instead of the one it is given. "
@@ -89,24 +114,28 @@ class UserGradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
 
-    def commit(self, left_out: dict[int, set[int]]) -> None:
-        """Set or add the summed gradients. The first device that has one holds the sum of all that the reduction could take."""
-        targets: list[torch.Tensor] = []
-        sums: list[torch.Tensor] = []
-        for index, parameter in enumerate(self._replicas.parameters):
-            total = self._total(index, left_out)
-            if total is None:
-                parameter.grad = self._before[index]
-                continue
-            before = self._before[index]
-            if before is None:
-                parameter.grad = total
-            else:
-                parameter.grad = before
-                targets.append(before)
-                sums.append(total)
-        if targets:
-            torch._foreach_add_(targets, sums)
+    def totals(self, left_out: dict[int, set[int]]) -> list[torch.Tensor | None]:
+        """The gradients of the batch. The first device that has one holds the sum of all that the reduction could take."""
+        return [self._total(index, left_out) for index in range(len(self._before))]
+
+    def commit(self, totals: list[torch.Tensor | None]) -> None:
+        """Set or add the gradients of the batch. An interrupted call may be repeated: what was added is not added again."""
+        if not self.written:
+            pairs = [
+                (before, total)
+                for before, total in zip(self._before, totals, strict=True)
+                if before is not None and total is not None
+            ]
+            self._added_to = [(before, before._version) for before, _ in pairs]
+            if pairs:
+                torch._foreach_add_([before for before, _ in pairs], [total for _, total in pairs])
+        for parameter, before, total in zip(self._replicas.parameters, self._before, totals, strict=True):
+            parameter.grad = total if before is None else before
+
+    @property
+    def written(self) -> bool:
+        """Whether `commit` has come to where the user's gradients are added to, which cannot be taken back."""
+        return any(gradient._version != version for gradient, version in self._added_to)
 
     def _total(self, index: int, left_out: dict[int, set[int]]) -> torch.Tensor | None:
         total: torch.Tensor | None = None

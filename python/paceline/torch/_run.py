@@ -20,11 +20,14 @@ from paceline.torch._caller_state import (
     generator_state,
     prepare_worker,
 )
-from paceline.torch._gradients import View, views
+from paceline.torch._gradients import OwnStorages, View, views
 from paceline.torch._objective import Objective
 from paceline.torch._replicas import Replica, Replicas, is_compiled, is_compiled_function
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
+
+# Of one device. A compiler that meets so many has long turned to shapes that may vary, or given up (its own limit is 8).
+_MOST_SIZES = 64
 
 DONE = 0
 DONE_BUT_NO_EVIDENCE = 1
@@ -36,7 +39,7 @@ class Seen:
 
     def __init__(self, device_count: int) -> None:
         self.compiled = False
-        self.sizes: list[set[tuple[int, Any]]] = [set() for _ in range(device_count)]
+        self.sizes: list[set[tuple[int, Any, Any]]] = [set() for _ in range(device_count)]
         self.gate = CompileGate()
         self.mode: Any = None
         self._generation = 0
@@ -130,17 +133,22 @@ class Run:
 
     def _slice(self, device: int, begin: int, end: int) -> int:
         sizes = self.seen.sizes[device]
-        size = (end - begin, self.seen.mode)
-        first = not sizes or (self.seen.compiled and size not in sizes)
+        size = (end - begin, self.seen.mode, self.batch.item_shapes)
+        first = not sizes or (self.seen.compiled and size not in sizes and len(sizes) < _MOST_SIZES)
         gate = self.seen.gate.enter(first) if self.seen.compiled else contextlib.nullcontext(False)
         with gate as waited, self.state.replayed():
             ran = self.compute(device, begin, end)
         if ran:
-            sizes.add(size)
+            if len(sizes) < _MOST_SIZES:
+                sizes.add(size)
+            self.after(device)
         return DONE if ran and not first and not waited else DONE_BUT_NO_EVIDENCE
 
     def compute(self, device: int, begin: int, end: int) -> bool:
         raise TypeError("Run.compute is for subclasses")
+
+    def after(self, device: int) -> None:
+        """What follows a micro-batch outside of the caller's state: modes of the user do not see it."""
 
 
 class TrainRun(Run):
@@ -166,6 +174,7 @@ class TrainRun(Run):
         self.names = names
         self.terms: list[tuple[int, torch.Tensor]] = []
         self.left_out: dict[int, set[int]] = {}
+        self._storages = [OwnStorages(replica.parameters) for replica in replicas]
         self.without_gradient = self.with_gradient = False
         # Recomputation draws from the one generator that all host devices share. Compiled code keeps the seeds of its draws instead, and
         # makes no PyTorch calls from Python in its backward.
@@ -194,6 +203,9 @@ class TrainRun(Run):
         else:
             root.backward()
         return True
+
+    def after(self, device: int) -> None:
+        self._storages[device].separate()
 
     def finish(self, device: int) -> list[View | None] | None:
         if len(self.replicas) == 1:

@@ -111,6 +111,7 @@ class DataParallel:
         self._seen_predicting = Seen(len(group))
         self._lock = threading.Lock()
         self._running: Run | None = None
+        self._committed: Any = None  # the last outcome that was
         self._abandoned = False
         CallerThreads.limit()
         # Runs when the trainer is dropped without close(); the end of the program has _close_at_exit.
@@ -154,9 +155,12 @@ class DataParallel:
             What `loss_fn` raised on a worker, with its own traceback and a note that names the device. Then gradients and buffers are as
             before the step (random generators and Python state are not), and the next step works.
         KeyboardInterrupt
-            Ctrl-C. The first ends the step as a failure does, once every worker has left its micro-batch. A second one does not wait:
-            the trainer refuses steps until the workers are out, and a single device, which runs the module itself, may write to its
-            ``.grad`` until then; call ``zero_grad`` afterwards.
+            Ctrl-C. The first ends the step as a failure does, once every worker has left its micro-batch (one that comes while the
+            gradients are being written comes too late: the step is done, and ``report()["steps"]`` counts it). A second one does not
+            wait: the trainer refuses steps until the workers are out, and a single device, which runs the module itself, may write to
+            its ``.grad`` until then; call ``zero_grad`` afterwards.
+        Cancelled
+            If another thread closed the trainer; gradients and buffers are as before the step.
         """
         with self._alone("step"):
             return self._step(loss_fn, batch, weight, scaler)
@@ -200,11 +204,15 @@ class DataParallel:
                     "without checkpointing, or use one device. Nothing was committed."
                 )
             with torch.no_grad():
-                user.commit(run.left_out)
-                self._commit_buffers(outcome)
-            self._stepper.commit(outcome)
-            return run.loss()
+                loss = run.loss()
+                totals = user.totals(run.left_out)
+                self._commit(user, totals, outcome)
+            return loss
         except BaseException:
+            if user.written:  # interrupted in the middle of writing: a step is done or not done
+                with torch.no_grad():
+                    self._commit(user, totals, outcome)
+                raise
             user.restore()
             if kept is not None:
                 with torch.no_grad():
@@ -292,19 +300,37 @@ class DataParallel:
         self._stepper.write_ledger(os.fspath(path))
 
     def close(self) -> None:
-        """End the workers and give the caller its PyTorch threads back; idempotent. A `DeviceGroup` that was passed in stays open."""
+        """End the workers and give the caller its PyTorch threads back; idempotent. A `DeviceGroup` that was passed in stays open.
+
+        A step that runs in another thread is cancelled: it ends once every worker has left its micro-batch.
+        """
         running = self._running
         if running is not None and running.on_a_worker:
             raise InvalidArgument(
                 "close: called by loss_fn on a worker, which cannot wait for its own end. Leave the step first, by an exception if need be."
             )
+        self._cancel()
         self._finalizer()
+
+    def _cancel(self) -> None:
+        self._stepper.cancel()
+        if self._predictor is not None:
+            self._predictor.cancel()
 
     def __enter__(self) -> DataParallel:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *exception: object) -> None:
+        if kind is None or not self.group.busy:
+            return self.close()
+        # Left by a second Ctrl-C: its workers are inside user code, and whoever pressed it does not want to wait for them.
+        self._cancel()
+        ended = self._finalizer.detach()
+        if ended is not None:
+            group = ended[2][0]
+            with contextlib.suppress(Timeout):
+                _finalize(group, timeout=0.0)
+        return None
 
     def __repr__(self) -> str:
         state = "open" if self._finalizer.alive else "closed"
@@ -331,6 +357,8 @@ class DataParallel:
                 self._drop_gradients()
             yield
         finally:
+            if self.group.busy and self._running is not None:
+                _abandoned.add(self._running)
             self._running = None
             self._abandoned = self.group.busy
             self._lock.release()
@@ -347,6 +375,13 @@ class DataParallel:
                 f"step: {self._names[outcome.failed_at[0]]} failed outside of user code. Nothing was committed."
             )
         return outcome
+
+    def _commit(self, user: UserGradients, totals: list[torch.Tensor | None], outcome: Any) -> None:
+        user.commit(totals)
+        self._commit_buffers(outcome)
+        if self._committed is not outcome:
+            self._stepper.commit(outcome)
+            self._committed = outcome
 
     def _commit_buffers(self, outcome: Any) -> None:
         if not self._replicas.list[0].shared:
@@ -365,15 +400,16 @@ class DataParallel:
 
 
 _open: weakref.WeakSet[DataParallel] = weakref.WeakSet()
+_abandoned: weakref.WeakSet[Run] = weakref.WeakSet()  # left by a second Ctrl-C; workers may still be inside
 
 
 @atexit.register
 def _close_at_exit() -> None:
     """Workers must have left Python before the interpreter goes down: PyTorch does not survive a thread that is ended inside of it."""
     trainers = list(_open)
-    for trainer in trainers:
-        if trainer._running is not None:
-            trainer._running.interrupt()
+    for run in [*(trainer._running for trainer in trainers), *_abandoned]:
+        if run is not None:
+            run.interrupt()
     for trainer in trainers:
         with contextlib.suppress(Timeout):  # inside an operator or a sleep: ends with the process
             trainer.group.close(_AT_EXIT_SECONDS)
@@ -395,9 +431,9 @@ def _forward(module: nn.Module, batch: Any) -> Any:
     return module(batch)
 
 
-def _finalize(group: DeviceGroup | None) -> None:
+def _finalize(group: DeviceGroup | None, timeout: float = 10.0) -> None:
     try:
         if group is not None:
-            group.close()
+            group.close(timeout)
     finally:
         CallerThreads.restore()

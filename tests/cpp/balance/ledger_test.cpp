@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <sstream>
+#include <streambuf>
 
 #include <paceline/error.hpp>
 #include <paceline/sim/simulate.hpp>
@@ -34,6 +35,24 @@ std::string eventful_ledger(const std::string& policy = "auto") {
   sim::simulate(options);
   return out.str();
 }
+
+/// Takes so many bytes, then none.
+class FullDisk final : public std::streambuf {
+ public:
+  explicit FullDisk(std::size_t space) : space_(space) {}
+  [[nodiscard]] const std::string& written() const { return written_; }
+
+ protected:
+  int_type overflow(int_type c) override {
+    if (written_.size() == space_) return traits_type::eof();
+    written_.push_back(traits_type::to_char_type(c));
+    return c;
+  }
+
+ private:
+  std::size_t space_;
+  std::string written_;
+};
 
 ReplayResult replay_text(const std::string& text) {
   std::istringstream in(text);
@@ -129,6 +148,29 @@ TEST(Ledger, MustBeAttachedBeforeTheFirstCall) {
   balancer.next_plan(8);
   std::ostringstream out;
   EXPECT_THROW(balancer.write_to(std::make_shared<LedgerWriter>(out)), InvalidArgument);
+}
+
+TEST(Ledger, SaysThatItCouldNotBeWrittenToItsEnd) {
+  FullDisk disk(1000);
+  std::ostream out(&disk);
+  const auto ledger = std::make_shared<LedgerWriter>(out);
+  BalancerOptions options;
+  options.devices = {{"host:0", "host", {}}, {"host:1", "host", {}}};
+  Balancer balancer(options);
+  balancer.write_to(ledger);
+  const auto step = [&] {
+    const StepPlan plan = balancer.next_plan(64);
+    balancer.record({.devices = {{{plan.shares[0], 0.01}}, {{plan.shares[1], 0.01}}}, .step_seconds = 0.01});
+  };
+  step();
+  EXPECT_FALSE(ledger->failed());
+  EXPECT_EQ(balancer.explain().find("ledger"), std::string::npos);
+  for (int k = 0; k < 10; ++k) step();
+  EXPECT_TRUE(ledger->failed());
+  EXPECT_NE(balancer.explain().find("The ledger could not be written to its end"), std::string::npos);
+  out.clear();  // space again: a line that is missing in the middle would not replay
+  step();
+  EXPECT_EQ(disk.written().size(), 1000U);
 }
 
 }  // namespace

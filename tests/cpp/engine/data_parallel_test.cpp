@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cmath>
+#include <cstddef>
 #include <random>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 #include <paceline/engine/data_parallel.hpp>
@@ -111,7 +114,31 @@ TEST(DataParallel, RefusesWhatCannotBeTrained) {
   const auto body = [](const MicroBatch&, Trainer::Replica&) { return 0.0; };
   EXPECT_THROW(trainer.step(0, body), InvalidArgument);
   EXPECT_THROW(trainer.step(4, body, -1.0), InvalidArgument);
+  EXPECT_THROW(trainer.step(4, body, 0.0), InvalidArgument);
   EXPECT_THROW(trainer.step(4, body, std::nan("")), InvalidArgument);
+}
+
+TEST(DataParallel, SaysThatThereIsNoMemory) {
+  EXPECT_THROW(Trainer(host_group(2), {.parameter_count = std::size_t{1} << 62}), OutOfMemory);
+}
+
+TEST(DataParallel, RefusesASecondStepAndDoesTheFirst) {
+  Trainer trainer(host_group(2), {.parameter_count = 1});
+  std::atomic<bool> inside{false};
+  std::atomic<bool> go{false};
+  std::thread first([&] {
+    trainer.step(8, [&](const MicroBatch& mb, Trainer::Replica& replica) {
+      inside = true;
+      while (!go) std::this_thread::yield();
+      replica.gradients[0] += static_cast<double>(mb.size());
+      return 0.0;
+    });
+  });
+  while (!inside) std::this_thread::yield();
+  EXPECT_THROW(trainer.step(8, [](const MicroBatch&, Trainer::Replica&) { return 1.0; }), InvalidArgument);
+  go = true;
+  first.join();
+  EXPECT_EQ(trainer.gradients()[0], 1.0);
 }
 
 TEST(DataParallel, RunsAThousandStepsOnTheSameWorkers) {

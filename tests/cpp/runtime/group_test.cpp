@@ -82,6 +82,38 @@ TEST(DeviceGroup, LeavesAStuckWorkerBehindAndNamesIt) {
   task->go = true;
 }
 
+TEST(DeviceGroup, StopsWaitingForAStuckWorkerWhenAskedTo) {
+  auto task = std::make_shared<HoldTask>();
+  {
+    DeviceGroup group = host_group(2);
+    group.submit(task);
+    while (task->entered.load() < 2) std::this_thread::yield();
+    int asked = 0;
+    EXPECT_THROW(group.close(std::chrono::hours(1), [&] { return ++asked < 3; }), Timeout);
+    EXPECT_EQ(asked, 3);
+  }
+  task->go = true;
+}
+
+TEST(DeviceGroup, RunsOrRefusesWhatIsSubmittedWhileItCloses) {
+  for (int round = 0; round < 300; ++round) {
+    DeviceGroup group = host_group(2);
+    std::atomic<bool> submitting{false};
+    std::thread other([&] {
+      try {
+        for (;;) {
+          submitting = true;
+          group.run(std::make_shared<CountTask>(2));
+        }
+      } catch (const Unavailable&) {
+      }
+    });
+    while (!submitting) std::this_thread::yield();
+    group.close();
+    other.join();  // hangs if a worker never came to a task that was taken
+  }
+}
+
 TEST(DeviceGroup, CanBeDroppedByItsOwnWorker) {
   class DropTask final : public GroupTask {
    public:

@@ -26,6 +26,9 @@ class PACELINE_API LedgerWriter {
  public:
   explicit LedgerWriter(std::ostream& out);
 
+  /// Whether a line could not be written. None is written after it: a ledger that lacks calls cannot be replayed.
+  [[nodiscard]] bool failed() const noexcept { return failed_; }
+
   void header(const BalancerOptions& options);
   void plan(const StepPlan& plan);
   void record(std::int64_t step, const StepTimings& timings);
@@ -34,6 +37,7 @@ class PACELINE_API LedgerWriter {
  private:
   void line(const std::string& text);
   std::ostream* out_;
+  bool failed_ = false;
 };
 
 /// A decision that came out differently.

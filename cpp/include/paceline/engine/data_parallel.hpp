@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -53,16 +54,17 @@ class PACELINE_API BasicDataParallel {
   using Replica = BasicReplica<T>;
   using Body = std::function<double(const MicroBatch&, Replica&)>;
 
-  /// @throws InvalidArgument if parameter_count is zero, or balance and weights do not fit the group.
+  /// @throws InvalidArgument if parameter_count is zero, or balance and weights do not fit the group; OutOfMemory.
   BasicDataParallel(DeviceGroup group, DataParallelOptions options);
   ~BasicDataParallel();
   BasicDataParallel(const BasicDataParallel&) = delete;
   BasicDataParallel& operator=(const BasicDataParallel&) = delete;
 
-  /// One step over `batch_size` items of total weight `total_weight` (0: the batch size). Overwrites gradients().
+  /// One step over `batch_size` items of total weight `total_weight` (by default the batch size). Overwrites
+  /// gradients().
   /// @return the objective.
-  /// @throws InvalidArgument if batch_size < 1, or the weight is negative or not finite; Error if a body threw.
-  double step(std::int64_t batch_size, const Body& body, double total_weight = 0.0);
+  /// @throws InvalidArgument if batch_size < 1, or the weight is not positive and finite; Error if a body threw.
+  double step(std::int64_t batch_size, const Body& body, std::optional<double> total_weight = {});
 
   [[nodiscard]] std::span<T> parameters() noexcept;
   /// Of the last successful step, already divided by W.

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -84,6 +85,8 @@ class PACELINE_API Step {
   bool wait(const DeviceGroup::Between& between = {});
   /// No further micro-batch starts; those that run come to their end. Then failure() holds Cancelled.
   void cancel();
+  /// A function that does so, for as long as the step exists; calling it later is harmless. Any thread.
+  [[nodiscard]] std::function<void()> canceller() const;
   /// After wait(): what went wrong, or null.
   [[nodiscard]] const StepFailure* failure() const noexcept;
   /// After wait(): throws if there was a failure. An Error that names the device and the items, with the program's own

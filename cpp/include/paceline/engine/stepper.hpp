@@ -28,7 +28,7 @@ struct StepperOptions {
 ///   step->wait();
 ///   if (step->failure() == nullptr) stepper.commit(*step);   // only now do the balancer and the metrics learn of it
 ///
-/// One step at a time; not thread-safe, but metrics() and events() may be read from any thread.
+/// One step at a time; not thread-safe, but metrics() and events() may be read from any thread, and cancel() called.
 class PACELINE_API Stepper {
  public:
   /// @throws InvalidArgument if balance and weights do not fit the group.
@@ -39,6 +39,11 @@ class PACELINE_API Stepper {
 
   /// Plans `batch_size` items (at least one) and hands the step to the workers. Nothing waits.
   [[nodiscard]] std::unique_ptr<Step> begin(std::int64_t batch_size, std::shared_ptr<StepProgram> program);
+
+  /// Cancels the step that runs, if any (see Step::cancel). Any thread, also while another is in begin() or commit().
+  void cancel();
+  /// @throws InvalidArgument while the workers are still at an earlier step.
+  void require_idle() const;
 
   /// Takes note of a step that succeeded and whose result the caller has committed.
   void commit(const Step& step);

@@ -62,9 +62,9 @@ class PACELINE_API DeviceGroup {
   [[nodiscard]] bool busy() const noexcept;
 
   /// Ends and joins the workers; idempotent. A worker that does not come back within `timeout` is left behind (it ends
-  /// with the process).
+  /// with the process). `between` is called as in wait(); when it returns false nobody is waited for any more.
   /// @throws Timeout naming the devices whose workers were left behind.
-  void close(std::chrono::nanoseconds timeout = std::chrono::seconds(10));
+  void close(std::chrono::nanoseconds timeout = std::chrono::seconds(10), const Between& between = {});
   [[nodiscard]] bool closed() const noexcept;
 
   /// Closes every group of this process that is still open: for the end of a program or of a language runtime. Never
