@@ -14,13 +14,19 @@ function(paceline_compile target)
                POSITION_INDEPENDENT_CODE ON
                CXX_VISIBILITY_PRESET hidden
                VISIBILITY_INLINES_HIDDEN ON)
-  target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wno-sign-conversion)
+  # What nvcc hands to the host compiler is not what was written: pedantry and conversions are not for it.
+  set(cxx "$<COMPILE_LANGUAGE:CXX>")
+  set(cuda "$<COMPILE_LANGUAGE:CUDA>")
+  target_compile_options(
+    ${target} PRIVATE "$<${cxx}:-Wall;-Wextra;-Wpedantic;-Wshadow;-Wconversion;-Wno-sign-conversion>"
+                      "$<${cuda}:-Xcompiler=-Wall,-Wextra>")
   if(PACELINE_WERROR)
-    target_compile_options(${target} PRIVATE -Werror)
+    target_compile_options(${target} PRIVATE "$<${cxx}:-Werror>" "$<${cuda}:-Werror=all-warnings;-Xcompiler=-Werror>")
   endif()
   if(PACELINE_SANITIZE)
     list(JOIN PACELINE_SANITIZE "," kinds)
-    target_compile_options(${target} PRIVATE -fsanitize=${kinds} -fno-omit-frame-pointer -fno-sanitize-recover=all -g)
+    target_compile_options(
+      ${target} PRIVATE "$<${cxx}:-fsanitize=${kinds};-fno-omit-frame-pointer;-fno-sanitize-recover=all;-g>")
     target_link_options(${target} PUBLIC -fsanitize=${kinds})
   endif()
 endfunction()

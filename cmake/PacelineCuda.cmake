@@ -1,12 +1,38 @@
-# PACELINE_CUDA=AUTO|ON|OFF. This version has no CUDA sources yet: AUTO and OFF build for the CPU, whether or not nvcc is there, and ON
-# is refused at once rather than giving a library that silently lacks what was asked for.
+# PACELINE_CUDA=AUTO|ON|OFF decides whether the CUDA backend is built: AUTO where nvcc of CUDA 12.4 or newer is found. Sets
+# PACELINE_WITH_CUDA. Only the runtime is linked, statically: the library loads without a driver.
 include_guard(GLOBAL)
 
 string(TOUPPER "${PACELINE_CUDA}" paceline_cuda)
-if(paceline_cuda STREQUAL "ON")
-  message(FATAL_ERROR "PACELINE_CUDA=ON: paceline ${PROJECT_VERSION} has no CUDA backend yet; "
-                      "configure with PACELINE_CUDA=AUTO or OFF for the host devices")
-elseif(NOT paceline_cuda MATCHES "^(AUTO|OFF)$")
+if(NOT paceline_cuda MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "PACELINE_CUDA is '${PACELINE_CUDA}'; it may be AUTO, ON or OFF")
 endif()
-message(STATUS "paceline: host devices only (this version has no CUDA backend)")
+
+set(PACELINE_WITH_CUDA OFF)
+if(NOT paceline_cuda STREQUAL "OFF")
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    find_package(CUDAToolkit 12.4 QUIET)
+  endif()
+  if(CMAKE_CUDA_COMPILER AND CUDAToolkit_FOUND AND TARGET CUDA::cudart_static)
+    set(PACELINE_WITH_CUDA ON)
+  elseif(paceline_cuda STREQUAL "ON")
+    message(FATAL_ERROR "PACELINE_CUDA=ON needs the CUDA toolkit, 12.4 or newer, with nvcc and the static runtime: name its place with "
+                        "-DCMAKE_CUDA_COMPILER=/path/to/nvcc, or configure with PACELINE_CUDA=OFF for the host devices alone")
+  endif()
+endif()
+
+if(NOT PACELINE_WITH_CUDA)
+  message(STATUS "paceline: host devices only (PACELINE_CUDA=${paceline_cuda}, no CUDA toolkit in use)")
+  return()
+endif()
+
+# Machine code for these, and for all later GPUs the intermediate code of the last.
+if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+  set(CMAKE_CUDA_ARCHITECTURES 75-real 80-real 90)
+  if(CUDAToolkit_VERSION VERSION_GREATER_EQUAL 12.8)
+    set(CMAKE_CUDA_ARCHITECTURES 75-real 80-real 90-real 100-real 120)
+  endif()
+endif()
+enable_language(CUDA)
+message(STATUS "paceline: with CUDA ${CUDAToolkit_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}")

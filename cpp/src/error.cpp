@@ -15,5 +15,6 @@ Unavailable::~Unavailable() = default;
 Timeout::~Timeout() = default;
 Cancelled::~Cancelled() = default;
 OutOfMemory::~OutOfMemory() = default;
+DeviceLost::~DeviceLost() = default;
 
 }  // namespace paceline

@@ -93,7 +93,8 @@ int train(const std::string& path, int epochs) {
   const std::vector<std::size_t> test(order.end() - kTestImages, order.end());
   order.resize(order.size() - kTestImages);
 
-  paceline::DataParallel trainer{paceline::DeviceGroup::all(), {.parameter_count = Mlp::kParameters}};
+  paceline::DataParallel trainer{paceline::DeviceGroup::all(paceline::DeviceKind::host),
+                                 {.parameter_count = Mlp::kParameters}};
   Mlp::initialise(trainer.parameters(), random);
   std::vector<float> velocity(Mlp::kParameters);
   Table table(trainer.group());

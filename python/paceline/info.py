@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline._core.comm import reduce_isa
-from paceline._core.runtime import build_facts, devices, host_facts
+from paceline._core.runtime import Device, build_facts, devices, host_facts, why_no_devices
 
 __all__ = ["collect", "render"]
 
@@ -107,8 +107,7 @@ def collect() -> dict[str, Any]:
             "reduction_kernels": reduce_isa(),
         },
         "backends": {
-            "host": {"built": True, "detail": f"{len(found)} devices"},
-            "cuda": {"built": False, "detail": "not built; host devices only"},
+            kind: _backend(kind, [device for device in found if device.kind == kind]) for kind in ("host", "cuda")
         },
         "libraries": libraries,
         "missing": list(_missing(libraries)),
@@ -123,12 +122,20 @@ def collect() -> dict[str, Any]:
     }
 
 
+def _backend(kind: str, found: list[Device]) -> dict[str, Any]:
+    why_none = why_no_devices().get(kind)
+    if why_none is None:
+        return {"built": False, "detail": "not built; host devices only"}
+    return {"built": True, "detail": f"no devices: {why_none}" if why_none else f"{len(found)} devices"}
+
+
 def _missing(libraries: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, str]]:
-    yield {
-        "name": "cuda backend",
-        "why": "this build runs on host devices only; GPUs are not used",
-        "how": "no release has it yet",
-    }
+    if "cuda" not in why_no_devices():
+        yield {
+            "name": "cuda backend",
+            "why": "this build runs on host devices only; GPUs are not used",
+            "how": "build with CUDA's nvcc on the PATH; its absence costs nothing on a machine without an NVIDIA GPU",
+        }
     for package in _PACKAGES:
         if not libraries[package.distribution]["found"]:
             yield {"name": package.distribution, "why": package.why, "how": package.how}

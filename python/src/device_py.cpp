@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include <paceline/runtime/backend.hpp>
 #include <paceline/runtime/device.hpp>
 #include <paceline/runtime/host_topology.hpp>
 #include <paceline/runtime/system_info.hpp>
@@ -69,6 +70,13 @@ Facts build_facts() {
   return facts;
 }
 
+/// Of each kind of device that this build knows, why there is none; empty where there is one.
+std::map<std::string, std::string> why_no_devices() {
+  std::map<std::string, std::string> reasons;
+  for (const Backend* backend : backends()) reasons[std::string(backend->prefix())] = backend->why_none();
+  return reasons;
+}
+
 }  // namespace
 
 void bind_device(py::module_& module) {
@@ -111,6 +119,8 @@ InvalidArgument
     If the name is malformed or there is no such device; the message lists those that exist.)");
   module.def("host_facts", &host_facts,
              "What the operating system says about the processor and this process's part of it.");
+  module.def("why_no_devices", &why_no_devices,
+             "Of each kind of device that this build knows, why there is none; empty where there is one.");
   module.def("build_facts", &build_facts, "How the compiled part was built.");
 }
 

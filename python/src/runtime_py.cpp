@@ -81,7 +81,7 @@ void leave(DeviceGroup& group, const py::object& kind, const py::args&) {
 
 DeviceGroup make_group(const std::variant<std::string, std::vector<std::variant<std::string, Device>>>& devices) {
   if (const auto* name = std::get_if<std::string>(&devices)) {
-    if (*name == "auto") return DeviceGroup::all();
+    if (*name == "auto") return DeviceGroup::all(DeviceKind::host);  // what the Python side computes on so far
     return DeviceGroup(std::vector<Device>{find_device(*name)});
   }
   std::vector<Device> found;
@@ -115,7 +115,7 @@ park when there is nothing to do. After ``fork`` (a DataLoader worker) the child
 Parameters
 ----------
 devices
-    ``"auto"``, one name such as ``"host:0"``, or a list of names and `Device` objects. `paceline.devices()` lists them.
+    ``"auto"`` (all host devices), one name such as ``"host:0"``, or a list of names and `Device` objects. `paceline.devices()` lists them.
 
 Raises
 ------

@@ -65,11 +65,36 @@ def test_collect_agrees_with_the_library_and_can_be_written_as_json() -> None:
     assert facts["memory_spaces"] == {"host": [device.name for device in paceline.devices()]}
     assert set(facts["cpu"]["affinity"]) == os.sched_getaffinity(0)
     assert facts["cpu"]["reduction_kernels"] in {"baseline", "avx2", "avx512"}
-    assert facts["backends"]["cuda"] == {"built": False, "detail": "not built; host devices only"}
+    assert facts["backends"]["host"] == {
+        "built": True,
+        "detail": f"{sum(device.kind == 'host' for device in paceline.devices())} devices",
+    }
     assert all(part.isdigit() for part in facts["version"].split("."))
     assert facts["python"]["executable"] == sys.executable
     for name in ("compiler", "flags", "fmt", "pybind11"):
         assert facts["build"][name]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "backend", "missing"),
+    [
+        ({"host": ""}, {"built": False, "detail": "not built; host devices only"}, True),
+        (
+            {"host": "", "cuda": "no NVIDIA driver is loaded"},
+            {"built": True, "detail": "no devices: no NVIDIA driver is loaded"},
+            False,
+        ),
+    ],
+    ids=["not built", "no driver"],
+)
+def test_why_there_is_no_gpu_is_said(
+    reasons: dict[str, str], backend: dict[str, Any], missing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(info, "why_no_devices", lambda: reasons)
+    facts = info.collect()
+    assert facts["backends"]["cuda"] == backend
+    assert ("cuda backend" in [entry["name"] for entry in facts["missing"]]) == missing
+    assert backend["detail"] in info.render(facts)
 
 
 def test_collect_imports_none_of_the_libraries_it_looks_for() -> None:
@@ -98,7 +123,7 @@ def test_what_is_missing_is_listed_with_why_and_how(monkeypatch: pytest.MonkeyPa
     assert not any(entry["found"] for entry in facts["libraries"].values())
     names = [entry["name"] for entry in facts["missing"]]
     assert names == [
-        "cuda backend",
+        *([] if facts["backends"]["cuda"]["built"] else ["cuda backend"]),
         "torch",
         "numpy",
         "scikit-learn",
@@ -205,7 +230,7 @@ def test_info_prints_text_for_people_with_aligned_columns() -> None:
     columns = {row.index("pinned") for row in rows if "pinned" in row}
     assert len(columns) == 1
     assert "cuda" in done.stdout
-    assert "not built; host devices only" in done.stdout
+    assert info.collect()["backends"]["cuda"]["detail"] in done.stdout
 
 
 def test_info_prints_one_json_object() -> None:
@@ -214,7 +239,7 @@ def test_info_prints_one_json_object() -> None:
     facts = json.loads(done.stdout)
     assert facts["devices"]
     assert facts["libraries"]
-    assert facts["missing"][0]["name"] == "cuda backend"
+    assert facts["missing"]
 
 
 def test_version_is_printed() -> None:
@@ -260,3 +285,20 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     )
     assert done.returncode == 0
     assert done.stderr == ""
+
+
+def test_submodules_are_there_without_a_further_import() -> None:
+    program = (
+        "import sys, paceline; paceline.balance.replay, paceline.plan.split_batch, paceline.sim\n"
+        "assert 'torch' not in sys.modules\n"
+        "try: paceline.DataParallel\n"
+        "except AttributeError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "DataParallel is in paceline.torch: from paceline.torch import DataParallel"
+
+
+def test_the_package_runs_as_the_command_does() -> None:
+    command = [sys.executable, "-m", "paceline", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == run("--version").stdout

@@ -108,6 +108,12 @@ void check_open(const char* call, const DeviceGroup& group) {
 Communicator::Communicator(DeviceGroup group) : group_(std::move(group)) {
   const Device& first = group_.devices().front();
   for (const Device& device : group_.devices()) {
+    if (device.kind != DeviceKind::host) {
+      throw Unavailable(fmt::format("Communicator: {} is no host device, and collectives on others are not built yet; "
+                                    "make a group of host devices",
+                                    device.name),
+                        device.name);
+    }
     if (device.memory_space == first.memory_space) continue;
     throw InvalidArgument(fmt::format("Communicator: {} is in memory space '{}' and {} in '{}'; host collectives need "
                                       "one space: make a group of devices that share one",

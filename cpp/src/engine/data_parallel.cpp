@@ -7,75 +7,24 @@
 #include <cmath>
 #include <new>
 #include <stdexcept>
-#include <type_traits>
 #include <utility>
 
-#include <paceline/comm/buffer_view.hpp>
-#include <paceline/engine/block_reduction.hpp>
 #include <paceline/engine/stepper.hpp>
 #include <paceline/error.hpp>
+#include <paceline/runtime/backend.hpp>
+
+#include "engine/trainer_program.hpp"
 
 namespace paceline {
 namespace {
 
 template <class T>
-constexpr DType kDType = std::is_same_v<T, float> ? DType::float32 : DType::float64;
-
-/// One step's work on the workers.
-template <class T>
-class Program final : public StepProgram {
- public:
-  Program(std::size_t device_count, std::size_t parameter_count)
-      : gradients_(device_count, std::vector<T>(parameter_count)),
-        scratch_(parameter_count),
-        ran_(device_count),
-        losses_(device_count) {}
-
-  void begin_step(std::span<const T> parameters, const typename BasicDataParallel<T>::Body* body, double total_weight) {
-    parameters_ = parameters;
-    body_ = body;
-    total_weight_ = total_weight;
-    std::fill(ran_.begin(), ran_.end(), 0);
-    std::fill(losses_.begin(), losses_.end(), 0.0);
-  }
-
-  bool run(const MicroBatch& micro_batch) override {
-    const std::size_t d = micro_batch.device_index;
-    // Cleared by the device itself, on its own core, and only when it has work.
-    if (ran_[d] == 0) std::fill(gradients_[d].begin(), gradients_[d].end(), T{0});
-    BasicReplica<T> replica{.device_index = d, .parameters = parameters_, .gradients = gradients_[d]};
-    losses_[d] += (*body_)(micro_batch, replica);
-    return std::exchange(ran_[d], 1) == 0 && std::exchange(warm_[d], 1) == 0;
-  }
-
-  std::unique_ptr<BlockReduction> reduction() override {
-    ReductionSegment segment{
-        .output = scratch_.data(), .count = scratch_.size(), .dtype = kDType<T>, .scale = 1.0 / total_weight_};
-    for (std::size_t d = 0; d < gradients_.size(); ++d) {
-      if (ran_[d] != 0) segment.inputs.push_back(gradients_[d].data());
-    }
-    return std::make_unique<BlockReduction>(std::vector<ReductionSegment>{std::move(segment)});
-  }
-
-  /// Swaps the finished gradients out, so that committing costs nothing.
-  void commit(std::vector<T>& gradients) { std::swap(gradients, scratch_); }
-
-  [[nodiscard]] double objective() const {
-    double sum = 0.0;
-    for (const double loss : losses_) sum += loss;
-    return sum / total_weight_;
-  }
-
- private:
-  std::vector<std::vector<T>> gradients_;
-  std::vector<T> scratch_;
-  std::vector<int> ran_;
-  std::vector<int> warm_ = std::vector<int>(gradients_.size(), 0);
-  std::vector<double> losses_;
-  std::span<const T> parameters_;
-  const typename BasicDataParallel<T>::Body* body_ = nullptr;
-  double total_weight_ = 1.0;
-};
+std::shared_ptr<TrainerProgram<T>> make_program(const DeviceGroup& group, const DataParallelOptions& options) {
+  const std::vector<Device>& devices = group.devices();
+  const bool any_async = std::any_of(devices.begin(), devices.end(),
+                                     [](const Device& device) { return backend_of(device).asynchronous(); });
+  return any_async ? make_async_program<T>(group, options) : make_host_program<T>(group, options);
+}
 
 StepperOptions stepper_options(const DataParallelOptions& options) {
   return {.balance = options.balance,
@@ -89,15 +38,10 @@ StepperOptions stepper_options(const DataParallelOptions& options) {
 template <class T>
 struct BasicDataParallel<T>::State {
   State(DeviceGroup group, const DataParallelOptions& options)
-      : program(std::make_shared<Program<T>>(group.size(), options.parameter_count)),
-        stepper(std::move(group), stepper_options(options)),
-        parameters(options.parameter_count),
-        gradients(options.parameter_count) {}
+      : program(make_program<T>(group, options)), stepper(std::move(group), stepper_options(options)) {}
 
-  std::shared_ptr<Program<T>> program;
+  std::shared_ptr<TrainerProgram<T>> program;
   Stepper stepper;
-  std::vector<T> parameters;
-  std::vector<T> gradients;
   std::vector<std::int64_t> shares;
 };
 
@@ -139,23 +83,30 @@ double BasicDataParallel<T>::step(std::int64_t batch_size, const Body& body, std
   }
   State& state = *state_;
   state.stepper.require_idle();  // the program is still that step's
-  state.program->begin_step(state.parameters, &body, weight);
+  state.program->begin_step(body, weight);
   const std::unique_ptr<Step> step = state.stepper.begin(batch_size, state.program);
   step->wait();
-  step->rethrow_failure();
-  state.program->commit(state.gradients);
+  if (step->failure() != nullptr) {
+    state.program->abandon();
+    step->rethrow_failure();
+  }
+  const double objective = state.program->complete();
   state.stepper.commit(*step);
   state.shares = state.stepper.last_step().items(state.stepper.group().size());
-  return state.program->objective();
+  return objective;
 }
 
 template <class T>
 std::span<T> BasicDataParallel<T>::parameters() noexcept {
-  return state_->parameters;
+  return state_->program->parameters();
 }
 template <class T>
 std::span<T> BasicDataParallel<T>::gradients() noexcept {
-  return state_->gradients;
+  return state_->program->gradients();
+}
+template <class T>
+void* BasicDataParallel<T>::stream() const noexcept {
+  return state_->program->stream();
 }
 template <class T>
 const std::vector<std::int64_t>& BasicDataParallel<T>::shares() const noexcept {

@@ -17,6 +17,7 @@ namespace paceline {
 
 StepProgram::~StepProgram() = default;
 void StepProgram::finish(std::size_t) {}
+void StepProgram::stamp(std::vector<ClaimRecord>&) const {}
 std::unique_ptr<BlockReduction> StepProgram::reduction() { return nullptr; }
 
 /// The step as the workers see it. Held by each worker until it has left, so a worker that wakes late still finds its
@@ -55,12 +56,11 @@ class Step::Task final : public GroupTask {
     StepRecord record;
     double first = reduced_at_;
     double last = 0.0;
-    for (const Lane& lane : lanes_) {
-      for (const ClaimRecord& claim : lane.claims) {
-        record.claims.push_back(claim);
-        first = std::min(first, claim.start_seconds);
-        last = std::max(last, claim.finish_seconds);
-      }
+    for (const Lane& lane : lanes_) record.claims.insert(record.claims.end(), lane.claims.begin(), lane.claims.end());
+    program_->stamp(record.claims);
+    for (const ClaimRecord& claim : record.claims) {
+      first = std::min(first, claim.start_seconds);
+      last = std::max(last, claim.finish_seconds);
     }
     record.compute_seconds = std::max(0.0, last - first);
     record.reduce_seconds = std::max(0.0, reduced_at_ - last);

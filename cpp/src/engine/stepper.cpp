@@ -43,7 +43,7 @@ struct Stepper::State {
         balancer(make_balancer(group, options)),
         metrics(names_of(group)),
         origin(std::chrono::steady_clock::now()) {
-    for (const Device& device : group.devices()) announce_last = announce_last || backend_of(device).asynchronous();
+    for (const Device& device : group.devices()) asynchronous = asynchronous || backend_of(device).asynchronous();
   }
 
   void note_events(const StepRecord& done) {
@@ -72,7 +72,7 @@ struct Stepper::State {
 
   DeviceGroup group;
   StepperOptions options;
-  bool announce_last = false;
+  bool asynchronous = false;  // any of the devices
   balance::Balancer balancer;
   observe::MetricsRecorder metrics;
   observe::EventRing events;
@@ -106,8 +106,9 @@ std::unique_ptr<Step> Stepper::begin(std::int64_t batch_size, std::shared_ptr<St
   options.noise = state.plan.noise;
   options.micro_batch = state.options.micro_batch;
   options.granularity = state.options.granularity;
-  options.stealing = state.options.balance == "auto";
-  options.announce_last = state.announce_last;
+  // Corrections of any size would be new shapes: asynchronous devices keep to sizes that the user chose.
+  options.stealing = state.options.balance == "auto" && !(state.asynchronous && options.micro_batch == 0);
+  options.announce_last = state.asynchronous;
   auto step = std::make_unique<Step>(state.group, std::move(program), std::move(options));
   {
     const std::lock_guard lock(state.cancel_mutex);

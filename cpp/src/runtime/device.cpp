@@ -10,6 +10,9 @@
 #include <paceline/runtime/backend.hpp>
 
 #include "runtime/host_backend.hpp"
+#ifdef PACELINE_WITH_CUDA
+#include "cuda_backend.hpp"
+#endif
 
 namespace paceline {
 namespace {
@@ -23,10 +26,17 @@ std::string join_names(const std::vector<Device>& devices) {
 }  // namespace
 
 Backend::~Backend() = default;
+std::string Backend::why_none() const { return {}; }
+std::unique_ptr<AsyncDevice> Backend::open(const Device&) const { return nullptr; }
 
 std::span<const Backend* const> backends() noexcept {
   static const HostBackend host;
+#ifdef PACELINE_WITH_CUDA
+  static const CudaBackend cuda;
+  static const std::array<const Backend*, 2> all{&cuda, &host};
+#else
   static const std::array<const Backend*, 1> all{&host};
+#endif
   return all;
 }
 

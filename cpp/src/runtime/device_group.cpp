@@ -8,6 +8,7 @@
 #include <utility>
 
 #include <paceline/error.hpp>
+#include <paceline/runtime/backend.hpp>
 #include <paceline/runtime/blocking.hpp>
 
 #include "runtime/group_workers.hpp"
@@ -63,7 +64,22 @@ constexpr std::chrono::milliseconds kBetweenInterval{50};
 
 }  // namespace
 
-DeviceGroup DeviceGroup::all() { return DeviceGroup(paceline::devices()); }
+DeviceGroup DeviceGroup::all() {
+  // Sorted by worth: a core beside a GPU would get next to nothing to do, and cost the GPU's own worker its core.
+  for (const Backend* backend : backends()) {
+    if (std::vector<Device> devices = backend->devices(); !devices.empty()) return DeviceGroup(std::move(devices));
+  }
+  throw Unavailable("DeviceGroup: this machine has no device at all");
+}
+
+DeviceGroup DeviceGroup::all(DeviceKind kind) {
+  for (const Backend* backend : backends()) {
+    if (backend->kind() != kind) continue;
+    if (std::vector<Device> devices = backend->devices(); !devices.empty()) return DeviceGroup(std::move(devices));
+    throw Unavailable(fmt::format("DeviceGroup: there are no {} devices: {}", backend->prefix(), backend->why_none()));
+  }
+  throw Unavailable("DeviceGroup: this build has no backend for such devices");
+}
 
 DeviceGroup::DeviceGroup(std::vector<Device> devices) : workers_(start(checked(std::move(devices)))) {}
 DeviceGroup::DeviceGroup(std::span<const std::string> names) : DeviceGroup(found(names)) {}

@@ -2,16 +2,15 @@
 #include "runtime/host_backend.hpp"
 
 #include <fmt/format.h>
-#include <pthread.h>
-#include <sched.h>
 
-#include <algorithm>
 #include <charconv>
 #include <cstdint>
 #include <system_error>
 
 #include <paceline/error.hpp>
 #include <paceline/runtime/host_topology.hpp>
+
+#include "runtime/thread_affinity.hpp"
 
 namespace paceline {
 
@@ -37,17 +36,6 @@ Device HostBackend::find(std::string_view name) const {
                   max_index));
 }
 
-// Best effort: a mask that the system refuses (cores taken away since discovery) leaves the worker unpinned.
-void HostBackend::prepare_worker(const Device& device) const noexcept {
-  if (device.cores.empty()) return;
-  const auto count = static_cast<std::size_t>(*std::max_element(device.cores.begin(), device.cores.end())) + 1;
-  cpu_set_t* mask = CPU_ALLOC(count);
-  if (mask == nullptr) return;
-  const std::size_t bytes = CPU_ALLOC_SIZE(count);
-  CPU_ZERO_S(bytes, mask);
-  for (const int core : device.cores) CPU_SET_S(static_cast<std::size_t>(core), bytes, mask);
-  pthread_setaffinity_np(pthread_self(), bytes, mask);
-  CPU_FREE(mask);
-}
+void HostBackend::prepare_worker(const Device& device) const noexcept { pin_this_thread(device.cores); }
 
 }  // namespace paceline

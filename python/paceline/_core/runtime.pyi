@@ -3,7 +3,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 
-__all__: list[str] = ["Device", "DeviceGroup", "build_facts", "devices", "find_device", "host_facts"]
+__all__: list[str] = ["Device", "DeviceGroup", "build_facts", "devices", "find_device", "host_facts", "why_no_devices"]
 
 class Device:
     """
@@ -56,7 +56,7 @@ class DeviceGroup:
     Parameters
     ----------
     devices
-        ``"auto"``, one name such as ``"host:0"``, or a list of names and `Device` objects. `paceline.devices()` lists them.
+        ``"auto"`` (all host devices), one name such as ``"host:0"``, or a list of names and `Device` objects. `paceline.devices()` lists them.
 
     Raises
     ------
@@ -123,4 +123,9 @@ def find_device(name: str) -> Device:
 def host_facts() -> dict[str, typing.Any]:
     """
     What the operating system says about the processor and this process's part of it.
+    """
+
+def why_no_devices() -> dict[str, str]:
+    """
+    Of each kind of device that this build knows, why there is none; empty where there is one.
     """

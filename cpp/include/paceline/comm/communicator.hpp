@@ -24,7 +24,7 @@ namespace paceline {
 /// Calls block until the result is there. Threads: one call at a time per group, and none while the group runs
 /// something else (InvalidArgument). A closed group throws Unavailable.
 ///
-///   paceline::Communicator communicator{paceline::DeviceGroup::all()};
+///   paceline::Communicator communicator{paceline::DeviceGroup::all(paceline::DeviceKind::host)};
 ///   communicator.all_reduce(gradients, paceline::ReduceOp::sum);   // gradients: one BufferView per device
 class PACELINE_API Communicator {
  public:

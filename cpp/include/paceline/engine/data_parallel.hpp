@@ -18,11 +18,14 @@
 namespace paceline {
 
 /// What one device computes with: the parameters that all devices of its memory space share, and gradients of its own.
+/// On a GPU all of it lies in the GPU's memory.
 template <class T>
 struct BasicReplica {
   std::size_t device_index = 0;
   std::span<const T> parameters;
-  std::span<T> gradients;  ///< zero when the device's first micro-batch of a step begins; add to it
+  std::span<T> gradients;      ///< zero when the device's first micro-batch of a step begins; add to it
+  void* stream = nullptr;      ///< on a GPU the cudaStream_t to enqueue everything on; null on the host
+  double* loss_sum = nullptr;  ///< on a GPU: zero at first, add the losses here and return 0; null on the host
 };
 
 struct DataParallelOptions {
@@ -31,6 +34,11 @@ struct DataParallelOptions {
   std::vector<double> weights{};  ///< for "weighted": the ratios, one per device
   std::int64_t micro_batch = 0;   ///< > 0: fixed size; 0: one planned chunk per device, then corrections
   std::int64_t granularity = 1;
+  /// GPUs only: the cudaStream_t that the parameters are updated on; null: a stream of the trainer's own, see stream().
+  void* stream = nullptr;
+  /// GPUs only: how many micro-batches a device may be given beyond the one it computes. What another device could take
+  /// over when this one turns slow is what it has not been given: (run_ahead + 1) micro-batches stay with it.
+  std::int64_t run_ahead = 1;
 };
 
 /// Data parallel training over flat parameters: the same step that paceline.torch runs, without torch.
@@ -45,6 +53,11 @@ struct DataParallelOptions {
 ///     return backward(mb.begin, mb.end, replica.parameters, replica.gradients);   // sum of the items' losses
 ///   });
 ///   update(trainer.parameters(), trainer.gradients());
+///
+/// GPUs: parameters() and gradients() lie in the memory of the first GPU of the group, and belong to stream(): update
+/// them there, without waiting. Every device's work waits for what was enqueued on it before step(), and what is
+/// enqueued after step() comes after the reduction. Other GPUs and host devices get a copy of the parameters at each
+/// step.
 ///
 /// Threads: one step at a time; the body runs on the workers, concurrently for different devices. A body that throws
 /// ends the step: gradients() stays as it was, the error names the device, the next step works.
@@ -69,6 +82,9 @@ class PACELINE_API BasicDataParallel {
   [[nodiscard]] std::span<T> parameters() noexcept;
   /// Of the last successful step, already divided by W.
   [[nodiscard]] std::span<T> gradients() noexcept;
+
+  /// With GPUs in the group the cudaStream_t that parameters() and gradients() belong to; else null.
+  [[nodiscard]] void* stream() const noexcept;
 
   /// Items that each device ran in the last step.
   [[nodiscard]] const std::vector<std::int64_t>& shares() const noexcept;

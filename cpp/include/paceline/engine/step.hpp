@@ -18,6 +18,14 @@
 
 namespace paceline {
 
+/// One micro-batch that ran. Times in seconds on the step's clock (0: the step was handed to the workers).
+struct ClaimRecord {
+  MicroBatch micro_batch;
+  double start_seconds = 0.0;
+  double finish_seconds = 0.0;
+  bool excluded = false;
+};
+
 /// What the workers do in one step. Called on the worker threads, concurrently for different devices.
 ///
 /// Lifecycle on each worker: run() for every micro-batch it claims, then finish(). When every device has finished
@@ -29,6 +37,9 @@ class PACELINE_API StepProgram {
   /// Forward and backward of one micro-batch. True: its time is no evidence (compilation, a first run).
   virtual bool run(const MicroBatch& micro_batch) = 0;
   virtual void finish(std::size_t device_index);
+  /// After the step, before its times are used: puts right those that the host's clock cannot know. The host saw when
+  /// work was enqueued; devices that do it later have clocks of their own.
+  virtual void stamp(std::vector<ClaimRecord>& claims) const;
   /// What to sum, or null. It belongs to the step from then on, because a worker that wakes late still looks at it.
   virtual std::unique_ptr<BlockReduction> reduction();
 };
@@ -43,14 +54,6 @@ struct StepOptions {
   /// Claim one micro-batch ahead, so that MicroBatch::last is known for certain. For devices that reduce while
   /// the last backward runs; elsewhere it only takes decisions earlier than needed.
   bool announce_last = false;
-};
-
-/// One micro-batch that ran. Times in seconds on the step's clock (0: the step was handed to the workers).
-struct ClaimRecord {
-  MicroBatch micro_batch;
-  double start_seconds = 0.0;
-  double finish_seconds = 0.0;
-  bool excluded = false;
 };
 
 struct PACELINE_API StepRecord {

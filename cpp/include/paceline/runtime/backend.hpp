@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <memory>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
 #include <paceline/export.hpp>
+#include <paceline/runtime/async.hpp>
 #include <paceline/runtime/device.hpp>
 
 namespace paceline {
@@ -24,6 +27,8 @@ class PACELINE_API Backend {
   [[nodiscard]] virtual std::string_view prefix() const noexcept = 0;
   /// The devices that this process can use now, in order.
   [[nodiscard]] virtual std::vector<Device> devices() const = 0;
+  /// Where devices() is empty: why, as the end of a sentence.
+  [[nodiscard]] virtual std::string why_none() const;
   /// The device called `name`, which begins with prefix() and a colon.
   /// @throws InvalidArgument if it is malformed or there is none such.
   [[nodiscard]] virtual Device find(std::string_view name) const = 0;
@@ -32,6 +37,9 @@ class PACELINE_API Backend {
   /// True if a worker comes back from a micro-batch before the device has finished it. Engines then claim ahead, know
   /// each device's last micro-batch for certain and reduce while it still runs; otherwise they reduce after it.
   [[nodiscard]] virtual bool asynchronous() const noexcept = 0;
+  /// Streams, events and memory of an asynchronous device; null for others.
+  /// @throws Error if the device refuses.
+  [[nodiscard]] virtual std::unique_ptr<AsyncDevice> open(const Device& device) const;
 };
 
 /// The backends of this build, those worth using first in front.

@@ -31,8 +31,11 @@ class PACELINE_API DeviceGroup {
   /// Called while waiting, at least every 50 ms, on the waiting thread; false ends the wait.
   using Between = std::function<bool()>;
 
-  /// Every device of the machine that is worth using: host devices where there is no GPU.
+  /// Every device of the machine that is worth using: its GPUs, or the host devices where there is none.
   [[nodiscard]] static DeviceGroup all();
+  /// Every device of this kind. What is written for one kind (a body that computes on the host) asks for that kind.
+  /// @throws Unavailable if there is none, with the reason.
+  [[nodiscard]] static DeviceGroup all(DeviceKind kind);
 
   /// @throws InvalidArgument if `devices` is empty or names a device twice.
   explicit DeviceGroup(std::vector<Device> devices);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <paceline/comm/buffer_view.hpp>
+#include <paceline/runtime/dtype.hpp>
 
 namespace paceline {
 

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+
+#include <paceline/export.hpp>
+#include <paceline/runtime/dtype.hpp>
+
+namespace paceline {
+
+/// A point in the work of a stream, once it has been recorded there. Waiting for one that was not is an error.
+class PACELINE_API Event {
+ public:
+  virtual ~Event();
+  /// Whether the device has come to it. Never blocks.
+  /// @throws Error if the device has failed.
+  [[nodiscard]] virtual bool done() const = 0;
+  /// Seconds of the device's own clock from `begin` to here, both timed, recorded and done.
+  [[nodiscard]] virtual double seconds_since(const Event& begin) const = 0;
+};
+
+/// Memory that goes back when this is destroyed: of a device in the order of the stream it was taken for, so that work
+/// enqueued before still finds it.
+class PACELINE_API Buffer {
+ public:
+  virtual ~Buffer();
+  [[nodiscard]] virtual void* data() const noexcept = 0;
+  [[nodiscard]] virtual std::size_t bytes() const noexcept = 0;
+};
+
+/// output[i] = scale * (sum over k of inputs[k][i]), added in the order of the inputs, half types in float32.
+/// Everything lies in the memory of the stream's device; the output may be one of the inputs, else it overlaps none.
+struct DeviceSum {
+  std::span<const void* const> inputs;
+  void* output = nullptr;
+  std::size_t count = 0;  ///< elements
+  DType dtype = DType::float32;
+  double scale = 1.0;
+};
+
+/// A queue of work that a device does in order, after the calls have returned. One thread at a time.
+class PACELINE_API Stream {
+ public:
+  virtual ~Stream();
+  /// What the device's own library calls it (cudaStream_t).
+  [[nodiscard]] virtual void* native() const noexcept = 0;
+  virtual void record(Event& event) = 0;
+  /// What is enqueued from now on runs after `event`, which may be another device's.
+  virtual void wait(const Event& event) = 0;
+  virtual void zero(void* data, std::size_t bytes) = 0;
+  /// Between any two memories of the machine; on the host only pinned ones.
+  virtual void copy(void* to, const void* from, std::size_t bytes) = 0;
+  virtual void sum(const DeviceSum& sum) = 0;
+};
+
+/// A device whose work runs after the call that enqueued it: streams, events and memory of it.
+class PACELINE_API AsyncDevice {
+ public:
+  virtual ~AsyncDevice();
+  [[nodiscard]] virtual std::unique_ptr<Stream> make_stream() = 0;
+  /// The caller's own stream; it stays the caller's.
+  [[nodiscard]] virtual std::unique_ptr<Stream> adopt_stream(void* native) = 0;
+  [[nodiscard]] virtual std::unique_ptr<Event> make_event(bool timed) = 0;
+  /// @throws OutOfMemory
+  [[nodiscard]] virtual std::unique_ptr<Buffer> allocate(std::size_t bytes, Stream& stream) = 0;
+  /// Host memory that copies of every device reach.
+  [[nodiscard]] virtual std::unique_ptr<Buffer> allocate_pinned(std::size_t bytes) = 0;
+};
+
+/// Waits until the event is done, by asking again and again: first at once, then less and less often, at most every
+/// 100 us. The blocking hooks are called around it.
+PACELINE_API void wait_for(const Event& event);
+
+}  // namespace paceline

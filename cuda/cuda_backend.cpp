@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda_backend.hpp"
+
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+
+#include <charconv>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <system_error>
+#include <vector>
+
+#include <paceline/error.hpp>
+#include <paceline/runtime/host_topology.hpp>
+
+#include "cuda_device.hpp"
+#include "device_guard.hpp"
+#include "error.hpp"
+#include "runtime/thread_affinity.hpp"
+
+namespace paceline {
+namespace {
+
+struct Count {
+  int devices = 0;
+  std::string why_none;
+};
+
+Count count_devices() {
+  Count count;
+  const cudaError_t error = cudaGetDeviceCount(&count.devices);
+  if (error == cudaSuccess && count.devices > 0) return count;
+  static_cast<void>(cudaGetLastError());
+  count.devices = 0;
+  int version = 0;
+  const bool has_driver = cudaDriverGetVersion(&version) == cudaSuccess && version > 0;
+  if (!has_driver) {
+    count.why_none = "no NVIDIA driver is loaded";
+  } else if (error == cudaErrorInsufficientDriver) {
+    count.why_none =
+        fmt::format("the driver is for CUDA {}.{}, older than the CUDA {}.{} that this build needs", version / 1000,
+                    version % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+  } else if (error == cudaErrorNoDevice || error == cudaSuccess) {
+    count.why_none = "the driver shows no GPU (is CUDA_VISIBLE_DEVICES set?)";
+  } else {
+    count.why_none = fmt::format("the driver answers: {}", cuda::text_of(error));
+  }
+  return count;
+}
+
+int numa_node(int ordinal) {
+  int node = -1;
+  if (cudaDeviceGetAttribute(&node, cudaDevAttrHostNumaId, ordinal) == cudaSuccess) return node;
+  static_cast<void>(cudaGetLastError());
+  return -1;
+}
+
+/// All cores of the GPU's NUMA node that this process may use; all of them where none is near.
+std::vector<int> near_cores(const HostTopology& topology, int node) {
+  std::vector<int> near;
+  for (const HostCore& core : topology.cores) {
+    if (node >= 0 && core.numa_node == node) near.push_back(core.index);
+  }
+  return near;
+}
+
+Device describe(const HostTopology& topology, int ordinal) {
+  cudaDeviceProp properties{};
+  cuda::check(cudaGetDeviceProperties(&properties, ordinal), "asking for its properties", ordinal);
+  Device device;
+  device.kind = DeviceKind::cuda;
+  device.index = ordinal;
+  device.name = fmt::format("cuda:{}", ordinal);
+  device.memory_space = device.name;
+  device.device_class = fmt::format("{}, {} SMs", properties.name, properties.multiProcessorCount);
+  device.numa_node = numa_node(ordinal);
+  device.cores = near_cores(topology, device.numa_node);
+  return device;
+}
+
+}  // namespace
+
+std::vector<Device> CudaBackend::devices() const {
+  std::vector<Device> found;
+  const int count = count_devices().devices;
+  if (count == 0) return found;
+  const HostTopology topology = read_host_topology();
+  for (int ordinal = 0; ordinal < count; ++ordinal) found.push_back(describe(topology, ordinal));
+  return found;
+}
+
+std::string CudaBackend::why_none() const { return count_devices().why_none; }
+
+Device CudaBackend::find(std::string_view name) const {
+  const Count count = count_devices();
+  if (count.devices == 0) throw InvalidArgument(fmt::format("there is no device '{}': {}", name, count.why_none));
+  const std::string_view digits = name.substr(prefix().size() + 1);
+  std::int32_t index = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), index);
+  const bool canonical = digits == "0" || (!digits.empty() && digits.front() >= '1' && digits.front() <= '9');
+  if (!canonical || error != std::errc{} || end != digits.data() + digits.size() || index >= count.devices) {
+    throw InvalidArgument(
+        fmt::format("'{}' is not the name of a device: GPUs are called cuda:0 to cuda:{}", name, count.devices - 1));
+  }
+  return describe(read_host_topology(), index);
+}
+
+// Best effort: without it everything works, from further away.
+void CudaBackend::prepare_worker(const Device& device) const noexcept {
+  pin_this_thread(device.cores);
+  // The thread is ours, and so is its current device. What CUDA refuses here it refuses again where it can be said.
+  static_cast<void>(cudaSetDevice(device.index));
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));
+}
+
+std::unique_ptr<AsyncDevice> CudaBackend::open(const Device& device) const { return cuda::open_device(device.index); }
+
+}  // namespace paceline

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <paceline/runtime/backend.hpp>
+
+namespace paceline {
+
+/// NVIDIA's GPUs: cuda:0, cuda:1, ... as CUDA_VISIBLE_DEVICES shows them. Without a driver there are none.
+class CudaBackend final : public Backend {
+ public:
+  [[nodiscard]] DeviceKind kind() const noexcept override { return DeviceKind::cuda; }
+  [[nodiscard]] std::string_view prefix() const noexcept override { return "cuda"; }
+  [[nodiscard]] std::vector<Device> devices() const override;
+  [[nodiscard]] std::string why_none() const override;
+  [[nodiscard]] Device find(std::string_view name) const override;
+  void prepare_worker(const Device& device) const noexcept override;
+  [[nodiscard]] bool asynchronous() const noexcept override { return true; }
+  [[nodiscard]] std::unique_ptr<AsyncDevice> open(const Device& device) const override;
+};
+
+}  // namespace paceline

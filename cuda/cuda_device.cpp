@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda_device.hpp"
+
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include <paceline/error.hpp>
+
+#include "device_guard.hpp"
+#include "error.hpp"
+#include "pool.hpp"
+#include "sum.hpp"
+
+namespace paceline::cuda {
+namespace {
+
+/// A stream of ours, or one of the caller's that is only used. Shared with the memory that goes back in its order.
+class StreamHandle {
+ public:
+  explicit StreamHandle(int device) : device_(device), owned_(true) {
+    const DeviceGuard guard(device);
+    check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream", device);
+  }
+  StreamHandle(int device, cudaStream_t stream) : device_(device), stream_(stream) {}
+  ~StreamHandle() {
+    if (!owned_) return;
+    try {
+      const DeviceGuard guard(device_);
+      static_cast<void>(cudaStreamDestroy(stream_));
+    } catch (...) {  // the driver is going down, and takes the stream with it
+    }
+  }
+  StreamHandle(const StreamHandle&) = delete;
+  StreamHandle& operator=(const StreamHandle&) = delete;
+
+  [[nodiscard]] cudaStream_t get() const noexcept { return stream_; }
+
+ private:
+  int device_;
+  bool owned_ = false;
+  cudaStream_t stream_ = nullptr;
+};
+
+class CudaEvent final : public Event {
+ public:
+  CudaEvent(int device, bool timed) : device_(device) {
+    const DeviceGuard guard(device);
+    check(cudaEventCreateWithFlags(&event_, timed ? cudaEventDefault : cudaEventDisableTiming), "making an event",
+          device);
+  }
+  ~CudaEvent() override {
+    try {
+      const DeviceGuard guard(device_);
+      static_cast<void>(cudaEventDestroy(event_));
+    } catch (...) {  // the driver is going down, and takes the event with it
+    }
+  }
+
+  [[nodiscard]] bool done() const override {
+    require_recorded();
+    const RelaxedCapture relaxed;
+    const cudaError_t error = cudaEventQuery(event_);
+    if (error == cudaErrorNotReady) {
+      static_cast<void>(cudaGetLastError());
+      return false;
+    }
+    check(error, "running what was enqueued", device_);
+    return true;
+  }
+
+  [[nodiscard]] double seconds_since(const Event& begin) const override {
+    float milliseconds = 0.0F;
+    const RelaxedCapture relaxed;
+    check(cudaEventElapsedTime(&milliseconds, static_cast<const CudaEvent&>(begin).event_, event_), "reading a time",
+          device_);
+    return 1e-3 * static_cast<double>(milliseconds);
+  }
+
+  void record(cudaStream_t stream) {
+    const DeviceGuard guard(device_);
+    check(cudaEventRecord(event_, stream), "recording an event", device_);
+    recorded_ = true;
+  }
+
+  /// CUDA takes an event that was never recorded for one that is done.
+  void require_recorded() const {
+    if (!recorded_) throw Error(fmt::format("cuda:{}: an event that was never recorded was waited for", device_));
+  }
+
+  [[nodiscard]] cudaEvent_t get() const noexcept { return event_; }
+
+ private:
+  int device_;
+  bool recorded_ = false;
+  cudaEvent_t event_ = nullptr;
+};
+
+class DeviceBuffer final : public Buffer {
+ public:
+  DeviceBuffer(int device, std::shared_ptr<Pool> pool, std::shared_ptr<StreamHandle> stream, std::size_t bytes)
+      : device_(device), pool_(std::move(pool)), stream_(std::move(stream)), bytes_(bytes) {
+    if (bytes > 0) data_ = pool_->allocate(bytes, stream_->get());
+  }
+  ~DeviceBuffer() override {
+    if (data_ == nullptr) return;
+    try {
+      const DeviceGuard guard(device_);
+      static_cast<void>(cudaFreeAsync(data_, stream_->get()));
+    } catch (...) {  // the driver is going down, and takes the memory with it
+    }
+  }
+  [[nodiscard]] void* data() const noexcept override { return data_; }
+  [[nodiscard]] std::size_t bytes() const noexcept override { return bytes_; }
+
+ private:
+  int device_;
+  std::shared_ptr<Pool> pool_;
+  std::shared_ptr<StreamHandle> stream_;
+  std::size_t bytes_;
+  void* data_ = nullptr;
+};
+
+class PinnedBuffer final : public Buffer {
+ public:
+  PinnedBuffer(int device, std::size_t bytes) : bytes_(bytes) {
+    if (bytes == 0) return;
+    const DeviceGuard guard(device);
+    const cudaError_t error = cudaHostAlloc(&data_, bytes, cudaHostAllocPortable);
+    if (error == cudaErrorMemoryAllocation) {
+      static_cast<void>(cudaGetLastError());
+      throw OutOfMemory(
+          fmt::format("host: {} bytes of pinned memory cannot be had. The system limits how much memory "
+                      "may be locked; use a smaller batch, or raise the limit.",
+                      bytes));
+    }
+    check(error, "pinning host memory", device);
+  }
+  ~PinnedBuffer() override {
+    const RelaxedCapture relaxed;
+    if (data_ != nullptr) static_cast<void>(cudaFreeHost(data_));
+  }
+  [[nodiscard]] void* data() const noexcept override { return data_; }
+  [[nodiscard]] std::size_t bytes() const noexcept override { return bytes_; }
+
+ private:
+  std::size_t bytes_;
+  void* data_ = nullptr;
+};
+
+class CudaStream final : public Stream {
+ public:
+  CudaStream(int device, std::shared_ptr<StreamHandle> handle) : device_(device), handle_(std::move(handle)) {}
+
+  [[nodiscard]] void* native() const noexcept override { return handle_->get(); }
+  [[nodiscard]] const std::shared_ptr<StreamHandle>& handle() const noexcept { return handle_; }
+
+  void record(Event& event) override { static_cast<CudaEvent&>(event).record(handle_->get()); }
+
+  void wait(const Event& event) override {
+    const auto& awaited = static_cast<const CudaEvent&>(event);
+    awaited.require_recorded();
+    const DeviceGuard guard(device_);
+    check(cudaStreamWaitEvent(handle_->get(), awaited.get(), cudaEventWaitDefault), "waiting for an event", device_);
+  }
+
+  void zero(void* data, std::size_t bytes) override {
+    if (bytes == 0) return;
+    const DeviceGuard guard(device_);
+    check(cudaMemsetAsync(data, 0, bytes, handle_->get()), "zeroing memory", device_);
+  }
+
+  void copy(void* to, const void* from, std::size_t bytes) override {
+    if (bytes == 0) return;
+    const DeviceGuard guard(device_);
+    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, handle_->get()), "copying", device_);
+  }
+
+  void sum(const DeviceSum& sum) override;
+
+ private:
+  int device_;
+  std::shared_ptr<StreamHandle> handle_;
+};
+
+const void* sum_kernel(DType dtype) {
+  switch (dtype) {
+    case DType::float32:
+      return reinterpret_cast<const void*>(&paceline_sum_float32);
+    case DType::float64:
+      return reinterpret_cast<const void*>(&paceline_sum_float64);
+    case DType::float16:
+      return reinterpret_cast<const void*>(&paceline_sum_float16);
+    case DType::bfloat16:
+      return reinterpret_cast<const void*>(&paceline_sum_bfloat16);
+    case DType::int32:
+    case DType::int64:
+      break;
+  }
+  throw InvalidArgument(
+      fmt::format("sum: elements of type {} are not summed on a GPU; floating-point ones are.", name_of(dtype)));
+}
+
+void CudaStream::sum(const DeviceSum& sum) {
+  if (sum.inputs.empty() || sum.inputs.size() > static_cast<std::size_t>(kMaxSumInputs)) {
+    throw InvalidArgument(fmt::format("sum: {} inputs; 1 to {} can be summed.", sum.inputs.size(), kMaxSumInputs));
+  }
+  const void* const kernel = sum_kernel(sum.dtype);
+  if (sum.count == 0) return;
+  SumArguments arguments{};
+  std::copy(sum.inputs.begin(), sum.inputs.end(), arguments.inputs);
+  arguments.input_count = static_cast<int>(sum.inputs.size());
+  arguments.output = sum.output;
+  arguments.count = sum.count;
+  arguments.scale = sum.scale;
+  // One thread for 16 bytes, up to what fills the largest GPU several times over; the kernel goes round with the rest.
+  constexpr unsigned int block = 256;
+  constexpr std::size_t most_blocks = 4096;
+  const std::size_t packs = sum.count * size_of(sum.dtype) / 16 + 1;
+  const auto grid = static_cast<unsigned int>(std::min(most_blocks, (packs + block - 1) / block));
+  void* argument_list[] = {&arguments};
+  const DeviceGuard guard(device_);
+  check(cudaLaunchKernel(kernel, dim3(grid), dim3(block), argument_list, 0, handle_->get()), "summing", device_);
+}
+
+class CudaDevice final : public AsyncDevice {
+ public:
+  explicit CudaDevice(int ordinal) : ordinal_(ordinal), pool_(Pool::of(ordinal)) {
+    // Loaded now: loading a kernel at its first launch can wait for another that runs, and that one for us.
+    const DeviceGuard guard(ordinal);
+    for (const DType dtype : {DType::float32, DType::float64, DType::float16, DType::bfloat16}) {
+      cudaFuncAttributes attributes{};
+      check(cudaFuncGetAttributes(&attributes, sum_kernel(dtype)), "loading a kernel", ordinal);
+    }
+  }
+
+  std::unique_ptr<Stream> make_stream() override {
+    return std::make_unique<CudaStream>(ordinal_, std::make_shared<StreamHandle>(ordinal_));
+  }
+  std::unique_ptr<Stream> adopt_stream(void* native) override {
+    return std::make_unique<CudaStream>(ordinal_,
+                                        std::make_shared<StreamHandle>(ordinal_, static_cast<cudaStream_t>(native)));
+  }
+  std::unique_ptr<Event> make_event(bool timed) override { return std::make_unique<CudaEvent>(ordinal_, timed); }
+  std::unique_ptr<Buffer> allocate(std::size_t bytes, Stream& stream) override {
+    return std::make_unique<DeviceBuffer>(ordinal_, pool_, static_cast<CudaStream&>(stream).handle(), bytes);
+  }
+  std::unique_ptr<Buffer> allocate_pinned(std::size_t bytes) override {
+    return std::make_unique<PinnedBuffer>(ordinal_, bytes);
+  }
+
+ private:
+  int ordinal_;
+  std::shared_ptr<Pool> pool_;
+};
+
+}  // namespace
+
+std::unique_ptr<AsyncDevice> open_device(int ordinal) { return std::make_unique<CudaDevice>(ordinal); }
+
+}  // namespace paceline::cuda

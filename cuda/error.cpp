@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "error.hpp"
+
+#include <fmt/format.h>
+
+#include <paceline/error.hpp>
+
+namespace paceline::cuda {
+
+bool is_sticky(cudaError_t error) noexcept {
+  switch (error) {
+    // The runtime's header says of each that the process must be ended and started again; the last two are errors of
+    // the hardware, of which it says nothing better.
+    case cudaErrorContained:
+    case cudaErrorIllegalAddress:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorAssert:
+    case cudaErrorHardwareStackError:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorLaunchFailure:
+    case cudaErrorTensorMemoryLeak:
+    case cudaErrorMpsClientTerminated:
+    case cudaErrorExternalDevice:
+    case cudaErrorECCUncorrectable:
+    case cudaErrorNvlinkUncorrectable:
+      return true;
+    default:
+      return false;
+  }
+}
+
+std::string text_of(cudaError_t error) {
+  return fmt::format("{} ({})", cudaGetErrorString(error), cudaGetErrorName(error));
+}
+
+void check(cudaError_t error, const char* doing, int device, std::source_location where) {
+  if (error == cudaSuccess) return;
+  static_cast<void>(cudaGetLastError());
+  const std::string name = fmt::format("cuda:{}", device);
+  if (error == cudaErrorMemoryAllocation) {
+    throw OutOfMemory(
+        fmt::format("{}: {} failed: the device has no memory left. Use a smaller batch or model.", name, doing), name,
+        where);
+  }
+  if (is_sticky(error)) {
+    throw DeviceLost(fmt::format("{}: {} failed: {}. A kernel or the hardware broke the device's context, which CUDA "
+                                 "repairs only for a new process: save what you need and start again.",
+                                 name, doing, text_of(error)),
+                     name, where);
+  }
+  throw Error(fmt::format("{}: {} failed: {}", name, doing, text_of(error)), name, where);
+}
+
+}  // namespace paceline::cuda

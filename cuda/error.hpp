@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <source_location>
+#include <string>
+
+namespace paceline::cuda {
+
+/// Errors after which CUDA asks for a new process: the device's context answers every further call with them.
+[[nodiscard]] bool is_sticky(cudaError_t error) noexcept;
+
+/// "out of memory (cudaErrorMemoryAllocation)"
+[[nodiscard]] std::string text_of(cudaError_t error);
+
+/// Throws what a failed call means: OutOfMemory, DeviceLost for sticky errors, Error for all else. `doing` completes
+/// "cuda:0: ... failed". Clears the runtime's last error, so that nobody else's check finds it.
+void check(cudaError_t error, const char* doing, int device,
+           std::source_location where = std::source_location::current());
+
+}  // namespace paceline::cuda

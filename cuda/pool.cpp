@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pool.hpp"
+
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <mutex>
+
+#include "device_guard.hpp"
+#include "error.hpp"
+
+namespace paceline::cuda {
+
+std::shared_ptr<Pool> Pool::of(int device) {
+  static std::mutex mutex;
+  static auto* const pools =
+      new std::map<int, std::weak_ptr<Pool>>;  // no destructor: nothing of CUDA is touched at exit
+  const std::lock_guard lock(mutex);
+  std::weak_ptr<Pool>& known = (*pools)[device];
+  if (std::shared_ptr<Pool> pool = known.lock()) return pool;
+  auto made = std::make_shared<Pool>(device);
+  known = made;
+  return made;
+}
+
+Pool::Pool(int device) : device_(device) {
+  const DeviceGuard guard(device);
+  cudaMemPoolProps properties{};
+  properties.allocType = cudaMemAllocationTypePinned;
+  properties.location.type = cudaMemLocationTypeDevice;
+  properties.location.id = device;
+  check(cudaMemPoolCreate(&pool_, &properties), "making a memory pool", device);
+  // Keep what was freed: by default every synchronisation of anybody gives it back to the system.
+  std::uint64_t threshold = std::numeric_limits<std::uint64_t>::max();
+  int internal_dependencies = 0;
+  cudaError_t error = cudaMemPoolSetAttribute(pool_, cudaMemPoolAttrReleaseThreshold, &threshold);
+  if (error == cudaSuccess) {
+    error = cudaMemPoolSetAttribute(pool_, cudaMemPoolReuseAllowInternalDependencies, &internal_dependencies);
+  }
+  if (error != cudaSuccess) {
+    static_cast<void>(cudaMemPoolDestroy(pool_));
+    check(error, "setting up a memory pool", device);
+  }
+}
+
+Pool::~Pool() {
+  try {
+    const DeviceGuard guard(device_);
+    static_cast<void>(cudaMemPoolDestroy(pool_));
+  } catch (...) {  // the driver is going down, and takes the pool with it
+  }
+}
+
+void* Pool::allocate(std::size_t bytes, cudaStream_t stream) {
+  const DeviceGuard guard(device_);
+  void* data = nullptr;
+  check(cudaMallocFromPoolAsync(&data, bytes, pool_, stream), "allocating memory", device_);
+  return data;
+}
+
+std::size_t Pool::attribute(cudaMemPoolAttr which) const {
+  std::uint64_t value = 0;
+  check(cudaMemPoolGetAttribute(pool_, which, &value), "asking a memory pool", device_);
+  return static_cast<std::size_t>(value);
+}
+
+std::size_t Pool::bytes_in_use() const { return attribute(cudaMemPoolAttrUsedMemCurrent); }
+std::size_t Pool::peak_bytes() const { return attribute(cudaMemPoolAttrUsedMemHigh); }
+
+}  // namespace paceline::cuda

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <paceline/error.hpp>
+#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/backend.hpp>
+#include <paceline/runtime/device.hpp>
+
+#include "cuda_backend.hpp"
+#include "device_guard.hpp"
+#include "fake_cuda.hpp"
+#include "twins.hpp"
+
+namespace paceline {
+namespace {
+
+void boot_machine(const fake::Settings& settings = {}) {
+  fake::boot(settings);
+  fake::set_twins();
+}
+
+std::unique_ptr<AsyncDevice> open(int ordinal = 0) {
+  const CudaBackend backend;
+  return backend.open(backend.find("cuda:" + std::to_string(ordinal)));
+}
+
+TEST(CudaBackend, ListsTheGpusBeforeTheHost) {
+  boot_machine({.device_count = 2});
+  const std::vector<Device> all = devices();
+  ASSERT_GE(all.size(), 3U);
+  EXPECT_EQ(all[0].name, "cuda:0");
+  EXPECT_EQ(all[1].name, "cuda:1");
+  EXPECT_EQ(all[1].kind, DeviceKind::cuda);
+  EXPECT_EQ(all[1].memory_space, "cuda:1");
+  EXPECT_EQ(all[1].device_class, "Fake GPU 1, 132 SMs");
+  EXPECT_EQ(all[2].name, "host:0");
+  EXPECT_EQ(find_device("cuda:1"), all[1]);
+  EXPECT_THROW(static_cast<void>(find_device("cuda:2")), InvalidArgument);
+  EXPECT_THROW(static_cast<void>(find_device("cuda:01")), InvalidArgument);
+}
+
+TEST(CudaBackend, SaysWhyThereIsNone) {
+  const auto why = [](const fake::Settings& settings) {
+    boot_machine(settings);
+    EXPECT_TRUE(CudaBackend().devices().empty());
+    EXPECT_EQ(devices().front().name, "host:0");
+    return CudaBackend().why_none();
+  };
+  EXPECT_EQ(why({.driver_present = false}), "no NVIDIA driver is loaded");
+  EXPECT_NE(why({.device_count = 0}).find("shows no GPU"), std::string::npos);
+  boot_machine({.driver_present = false});
+  try {
+    static_cast<void>(find_device("cuda:0"));
+    FAIL();
+  } catch (const InvalidArgument& error) {
+    EXPECT_NE(std::string(error.what()).find("no NVIDIA driver is loaded"), std::string::npos) << error.what();
+  }
+}
+
+TEST(CudaDevice, GivesBackAllItTook) {
+  boot_machine();
+  {
+    const auto device = open();
+    const auto stream = device->make_stream();
+    const auto event = device->make_event(true);
+    const auto buffer = device->allocate(1000, *stream);
+    const auto pinned = device->allocate_pinned(1000);
+    const auto nothing = device->allocate(0, *stream);
+    EXPECT_EQ(nothing->data(), nullptr);
+    stream->zero(buffer->data(), 1000);
+    stream->copy(pinned->data(), buffer->data(), 1000);
+    stream->record(*event);
+    wait_for(*event);
+    EXPECT_EQ(static_cast<const char*>(pinned->data())[999], 0);
+  }
+  EXPECT_EQ(fake::leftovers(), fake::Leftovers{});
+  EXPECT_TRUE(fake::problems().empty());
+  EXPECT_EQ(fake::synchronize_calls(), 0);
+}
+
+TEST(CudaDevice, LeavesTheCallersDeviceAlone) {
+  boot_machine({.device_count = 2});
+  ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
+  {
+    const auto device = open(1);
+    const auto stream = device->make_stream();
+    const auto event = device->make_event(false);
+    stream->record(*event);
+    wait_for(*event);
+  }
+  int current = -1;
+  EXPECT_EQ(cudaGetDevice(&current), cudaSuccess);
+  EXPECT_EQ(current, 0);
+}
+
+TEST(CudaDevice, RefusesToWaitForWhatWasNeverRecorded) {
+  boot_machine();
+  const auto device = open();
+  const auto stream = device->make_stream();
+  const auto event = device->make_event(false);
+  EXPECT_THROW(stream->wait(*event), Error);
+  EXPECT_THROW(static_cast<void>(event->done()), Error);
+}
+
+TEST(CudaDevice, TranslatesErrors) {
+  boot_machine({.memory_bytes = 1 << 20});
+  const auto device = open();
+  const auto stream = device->make_stream();
+  const auto event = device->make_event(false);
+  try {
+    static_cast<void>(device->allocate(2 << 20, *stream));
+    FAIL();
+  } catch (const OutOfMemory& error) {
+    EXPECT_EQ(error.device(), "cuda:0");
+  }
+  fake::fail_allocation(0);
+  EXPECT_THROW(static_cast<void>(device->allocate_pinned(8)), OutOfMemory);
+  stream->record(*event);
+  fake::poison(0, cudaErrorIllegalAddress);
+  try {
+    static_cast<void>(event->done());
+    FAIL();
+  } catch (const DeviceLost& error) {
+    EXPECT_EQ(error.device(), "cuda:0");
+    EXPECT_NE(std::string(error.what()).find("cudaErrorIllegalAddress"), std::string::npos);
+  }
+  EXPECT_EQ(cudaPeekAtLastError(), cudaSuccess) << "an error of ours must not be found by somebody else's check";
+  EXPECT_THROW(static_cast<void>(device->make_stream()), DeviceLost);
+}
+
+TEST(CudaDevice, SumsInTheOrderOfTheInputs) {
+  boot_machine();
+  const auto device = open();
+  const auto stream = device->make_stream();
+  const auto event = device->make_event(false);
+  constexpr std::size_t count = 1003;
+  std::vector<std::unique_ptr<Buffer>> buffers;
+  std::vector<const void*> inputs;
+  for (std::size_t k = 0; k < 3; ++k) {
+    std::vector<float> values(count);
+    for (std::size_t i = 0; i < count; ++i) values[i] = static_cast<float>(i) * (k == 1 ? 1e8F : 0.37F);
+    buffers.push_back(device->allocate(count * sizeof(float), *stream));
+    stream->copy(buffers.back()->data(), values.data(), count * sizeof(float));
+    inputs.push_back(buffers.back()->data());
+  }
+  const auto result = device->allocate_pinned(count * sizeof(float));
+  stream->sum({inputs, buffers[0]->data(), count, DType::float32, 0.25});
+  stream->copy(result->data(), buffers[0]->data(), count * sizeof(float));
+  stream->record(*event);
+  wait_for(*event);
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto item = static_cast<float>(i);
+    const float expected = ((item * 0.37F + item * 1e8F) + item * 0.37F) * 0.25F;
+    ASSERT_EQ(static_cast<const float*>(result->data())[i], expected) << i;
+  }
+  EXPECT_TRUE(fake::problems().empty());
+  EXPECT_THROW(stream->sum({{}, buffers[0]->data(), 1, DType::float32, 1.0}), InvalidArgument);
+  EXPECT_THROW(stream->sum({inputs, buffers[0]->data(), 1, DType::int32, 1.0}), InvalidArgument);
+}
+
+}  // namespace
+}  // namespace paceline

@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The fake itself: does it notice what it is there for?
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "fake_cuda.hpp"
+
+namespace fake {
+namespace {
+
+struct Pair {
+  cudaStream_t writer = nullptr;
+  cudaStream_t reader = nullptr;
+  cudaEvent_t written = nullptr;
+  cudaMemPool_t pool = nullptr;
+  void* data = nullptr;
+  void* copy = nullptr;
+  void* host = nullptr;
+};
+
+constexpr std::size_t kBytes = 64;
+
+Pair set_up(std::uint64_t seed) {
+  Settings settings;
+  settings.seed = seed;
+  boot(settings);
+  Pair pair;
+  cudaMemPoolProps properties{};
+  EXPECT_EQ(cudaMemPoolCreate(&pair.pool, &properties), cudaSuccess);
+  EXPECT_EQ(cudaStreamCreateWithFlags(&pair.writer, cudaStreamNonBlocking), cudaSuccess);
+  EXPECT_EQ(cudaStreamCreateWithFlags(&pair.reader, cudaStreamNonBlocking), cudaSuccess);
+  EXPECT_EQ(cudaEventCreateWithFlags(&pair.written, cudaEventDisableTiming), cudaSuccess);
+  EXPECT_EQ(cudaMallocFromPoolAsync(&pair.data, kBytes, pair.pool, pair.writer), cudaSuccess);
+  EXPECT_EQ(cudaMallocFromPoolAsync(&pair.copy, kBytes, pair.pool, pair.reader), cudaSuccess);
+  EXPECT_EQ(cudaHostAlloc(&pair.host, kBytes, 0), cudaSuccess);
+  return pair;
+}
+
+void write_and_read(const Pair& pair, bool wait) {
+  EXPECT_EQ(cudaMemsetAsync(pair.data, 7, kBytes, pair.writer), cudaSuccess);
+  EXPECT_EQ(cudaEventRecord(pair.written, pair.writer), cudaSuccess);
+  if (wait) {
+    EXPECT_EQ(cudaStreamWaitEvent(pair.reader, pair.written, 0), cudaSuccess);
+  }
+  EXPECT_EQ(cudaMemcpyAsync(pair.host, pair.data, kBytes, cudaMemcpyDefault, pair.reader), cudaSuccess);
+  while (cudaStreamQuery(pair.reader) == cudaErrorNotReady) {
+  }
+}
+
+TEST(FakeCuda, RunsWhatIsOrderedRightForEverySeed) {
+  for (std::uint64_t seed = 0; seed < 1000; ++seed) {
+    const Pair pair = set_up(seed);
+    write_and_read(pair, true);
+    ASSERT_TRUE(problems().empty()) << problems().front();
+    ASSERT_EQ(*static_cast<unsigned char*>(pair.host), 7) << "seed " << seed;
+  }
+}
+
+TEST(FakeCuda, NoticesAMissingWaitForEverySeedAndOftenComputesWrongly) {
+  int wrong = 0;
+  for (std::uint64_t seed = 0; seed < 1000; ++seed) {
+    const Pair pair = set_up(seed);
+    write_and_read(pair, false);
+    // Either the write has already been seen, or it comes later and meets the read.
+    while (cudaStreamQuery(pair.writer) == cudaErrorNotReady) {
+    }
+    ASSERT_FALSE(problems().empty()) << "seed " << seed;
+    wrong += static_cast<int>(*static_cast<unsigned char*>(pair.host) != 7);
+  }
+  EXPECT_GT(wrong, 100);
+  EXPECT_LT(wrong, 1000);
+}
+
+TEST(FakeCuda, TakesWhatTheHostSawFinishedForAnOrder) {
+  for (std::uint64_t seed = 0; seed < 200; ++seed) {
+    const Pair pair = set_up(seed);
+    EXPECT_EQ(cudaMemsetAsync(pair.data, 7, kBytes, pair.writer), cudaSuccess);
+    EXPECT_EQ(cudaEventRecord(pair.written, pair.writer), cudaSuccess);
+    while (cudaEventQuery(pair.written) == cudaErrorNotReady) {
+    }
+    EXPECT_EQ(cudaMemcpyAsync(pair.host, pair.data, kBytes, cudaMemcpyDefault, pair.reader), cudaSuccess);
+    while (cudaStreamQuery(pair.reader) == cudaErrorNotReady) {
+    }
+    ASSERT_TRUE(problems().empty()) << problems().front();
+  }
+}
+
+TEST(FakeCuda, PoisonsFreshMemoryAndNoticesUseAfterRelease) {
+  const Pair pair = set_up(3);
+  EXPECT_EQ(static_cast<unsigned char*>(pair.data)[5], 0xFF);
+  EXPECT_EQ(cudaFreeAsync(pair.data, pair.writer), cudaSuccess);
+  EXPECT_EQ(cudaMemsetAsync(pair.data, 1, kBytes, pair.writer), cudaSuccess);
+  while (cudaStreamQuery(pair.writer) == cudaErrorNotReady) {
+  }
+  ASSERT_FALSE(problems().empty());
+  EXPECT_NE(problems().front().find("given back"), std::string::npos);
+}
+
+TEST(FakeCuda, NoticesAccessBeyondTheEnd) {
+  const Pair pair = set_up(4);
+  EXPECT_EQ(cudaMemcpyAsync(pair.host, pair.data, kBytes + 1, cudaMemcpyDefault, pair.writer), cudaSuccess);
+  while (cudaStreamQuery(pair.writer) == cudaErrorNotReady) {
+  }
+  ASSERT_FALSE(problems().empty());
+  EXPECT_NE(problems().front().find("beyond the end"), std::string::npos);
+}
+
+TEST(FakeCudaDeathTest, EndsTheProgramWhereCudaIsSilent) {
+  const Pair pair = set_up(5);
+  EXPECT_DEATH(static_cast<void>(cudaStreamWaitEvent(pair.reader, pair.written, 0)), "never recorded");
+  EXPECT_DEATH(static_cast<void>(cudaEventQuery(pair.written)), "never recorded");
+  EXPECT_DEATH(static_cast<void>(cudaMemsetAsync(pair.data, 0, 1, nullptr)), "legacy default stream");
+  EXPECT_DEATH(static_cast<void>(cudaFreeAsync(static_cast<char*>(pair.data) + 1, pair.writer)), "never taken");
+}
+
+TEST(FakeCuda, InjectsFailures) {
+  const Pair pair = set_up(6);
+  void* data = nullptr;
+  fail_allocation(1);
+  EXPECT_EQ(cudaMallocFromPoolAsync(&data, 8, pair.pool, pair.writer), cudaSuccess);
+  EXPECT_EQ(cudaMallocFromPoolAsync(&data, 8, pair.pool, pair.writer), cudaErrorMemoryAllocation);
+  EXPECT_EQ(cudaMallocFromPoolAsync(&data, 8, pair.pool, pair.writer), cudaSuccess);
+  EXPECT_EQ(cudaMallocFromPoolAsync(&data, std::size_t{1} << 40, pair.pool, pair.writer), cudaErrorMemoryAllocation);
+  EXPECT_EQ(cudaEventRecord(pair.written, pair.writer), cudaSuccess);
+  hang(pair.writer);
+  for (int k = 0; k < 1000; ++k) ASSERT_EQ(cudaEventQuery(pair.written), cudaErrorNotReady);
+  poison(0, cudaErrorIllegalAddress);
+  EXPECT_EQ(cudaEventQuery(pair.written), cudaErrorIllegalAddress);
+  EXPECT_EQ(cudaMemsetAsync(pair.data, 0, 1, pair.reader), cudaErrorIllegalAddress);
+}
+
+TEST(FakeCuda, MeasuresOnAClockOfItsOwn) {
+  const Pair pair = set_up(7);
+  cudaEvent_t begin = nullptr;
+  cudaEvent_t end = nullptr;
+  EXPECT_EQ(cudaEventCreateWithFlags(&begin, cudaEventDefault), cudaSuccess);
+  EXPECT_EQ(cudaEventCreateWithFlags(&end, cudaEventDefault), cudaSuccess);
+  EXPECT_EQ(cudaEventRecord(begin, pair.writer), cudaSuccess);
+  for (int k = 0; k < 5; ++k) EXPECT_EQ(cudaMemsetAsync(pair.data, 0, 1, pair.writer), cudaSuccess);
+  EXPECT_EQ(cudaEventRecord(end, pair.writer), cudaSuccess);
+  while (cudaEventQuery(end) == cudaErrorNotReady) {
+  }
+  float milliseconds = 0.0F;
+  EXPECT_EQ(cudaEventElapsedTime(&milliseconds, begin, end), cudaSuccess);
+  EXPECT_FLOAT_EQ(milliseconds, 5e-3F);
+}
+
+TEST(FakeCuda, CountsWhatIsLeft) {
+  const Pair pair = set_up(8);
+  EXPECT_EQ(leftovers().device_allocations, 2U);
+  EXPECT_EQ(leftovers().host_allocations, 1U);
+  EXPECT_EQ(leftovers().streams, 2U);
+  EXPECT_EQ(cudaFreeAsync(pair.data, pair.writer), cudaSuccess);
+  EXPECT_EQ(cudaFreeAsync(pair.copy, pair.reader), cudaSuccess);
+  EXPECT_EQ(cudaStreamDestroy(pair.writer), cudaSuccess);
+  EXPECT_EQ(cudaStreamDestroy(pair.reader), cudaSuccess);
+  EXPECT_EQ(cudaEventDestroy(pair.written), cudaSuccess);
+  EXPECT_EQ(cudaFreeHost(pair.host), cudaSuccess);
+  EXPECT_EQ(cudaMemPoolDestroy(pair.pool), cudaSuccess);
+  EXPECT_EQ(leftovers(), Leftovers{});
+  EXPECT_TRUE(problems().empty());
+}
+
+}  // namespace
+}  // namespace fake

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+namespace fake {
+
+/// The calling thread's current device: that of the context on top of its stack, or 0.
+int current_device();
+void set_current_device(int device);
+
+/// The driver's function of that name, or null.
+void* driver_function(const char* name);
+
+}  // namespace fake

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What nvcc's host code calls to register and to launch kernels, and what launches them here: their host twins.
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <string>
+#include <utility>
+
+#include "driver.hpp"
+#include "machine.hpp"
+
+namespace fake {
+namespace {
+
+struct Kernels {
+  std::map<const void*, std::string> names;  // by the address of the launching function
+  std::map<const void*, Bind> twins;
+};
+
+Kernels& kernels() {
+  static Kernels* const all = new Kernels;  // static constructors register before main
+  return *all;
+}
+
+thread_local Launch configuration;
+
+cudaError_t launch(const void* kernel, const Launch& how, void** arguments) {
+  const std::lock_guard lock(machine().mutex);
+  auto* const stream = reinterpret_cast<Stream*>(how.stream);
+  if (stream == nullptr) misuse("a kernel was launched on the legacy default stream");
+  if (!machine().known(stream)) misuse("a kernel was launched on a stream that was destroyed");
+  if (current_device() != stream->device) return cudaErrorInvalidResourceHandle;
+  if (const cudaError_t error = machine().health(stream->device); error != cudaSuccess) return error;
+  const auto twin = kernels().twins.find(kernel);
+  if (twin == kernels().twins.end()) misuse("a kernel without a twin was launched: " + kernels().names[kernel]);
+  Operation operation;
+  const std::string& name = kernels().names[kernel];
+  operation.name = name.empty() ? "a kernel" : name.c_str();
+  operation.body = twin->second(how, arguments);
+  machine().enqueue(stream, std::move(operation));
+  return cudaSuccess;
+}
+
+}  // namespace
+
+void set_twin(const void* kernel, Bind bind) {
+  const std::lock_guard lock(machine().mutex);
+  kernels().twins[kernel] = std::move(bind);
+}
+
+}  // namespace fake
+
+extern "C" {
+
+void** __cudaRegisterFatBinary(void*) {
+  static void* handle = nullptr;
+  return &handle;
+}
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+char __cudaInitModule(void**) { return 1; }
+
+void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*,
+                            int*) {
+  fake::kernels().names[host] = name;
+}
+
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, std::size_t shared_bytes, cudaStream_t stream) {
+  fake::configuration = {grid, block, shared_bytes, stream};
+  return 0;
+}
+
+cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, std::size_t* shared_bytes, void* stream) {
+  *grid = fake::configuration.grid;
+  *block = fake::configuration.block;
+  *shared_bytes = fake::configuration.shared_bytes;
+  *static_cast<cudaStream_t*>(stream) = fake::configuration.stream;
+  return cudaSuccess;
+}
+
+cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
+  *kernel = reinterpret_cast<cudaKernel_t>(const_cast<void*>(host));
+  return cudaSuccess;
+}
+
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, std::size_t shared_bytes,
+                               cudaStream_t stream) {
+  return fake::launch(reinterpret_cast<const void*>(kernel), {grid, block, shared_bytes, stream}, arguments);
+}
+
+cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** arguments, std::size_t shared_bytes,
+                             cudaStream_t stream) {
+  return fake::launch(kernel, {grid, block, shared_bytes, stream}, arguments);
+}
+
+}  // extern "C"

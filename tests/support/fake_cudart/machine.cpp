@@ -1,0 +1,316 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "machine.hpp"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+namespace fake {
+namespace {
+
+constexpr std::size_t kAlignment = 256;
+constexpr unsigned char kFresh = 0xFF;  // of floating-point types a NaN
+constexpr unsigned char kFreed = 0xDB;
+constexpr double kDefaultSeconds = 1e-6;
+
+}  // namespace
+
+void misuse(const std::string& what) {
+  std::fprintf(stderr, "fake CUDA: %s\n", what.c_str());
+  std::abort();
+}
+
+Machine& machine() {
+  static Machine* const the_one = new Machine;  // outlives every static object that may still give memory back
+  return *the_one;
+}
+
+void Clock::join(const Clock& other) {
+  if (counts_.size() < other.counts_.size()) counts_.resize(other.counts_.size());
+  for (std::size_t s = 0; s < other.counts_.size(); ++s) counts_[s] = std::max(counts_[s], other.counts_[s]);
+}
+
+void Clock::set(std::size_t stream, std::uint64_t count) {
+  if (counts_.size() <= stream) counts_.resize(stream + 1);
+  counts_[stream] = count;
+}
+
+bool Clock::covers(std::size_t stream, std::uint64_t count) const {
+  return stream < counts_.size() && counts_[stream] >= count;
+}
+
+void Machine::boot(const Settings& settings) {
+  settings_ = settings;
+  random_.seed(settings.seed);
+  streams_.clear();
+  events_.clear();
+  allocations_.clear();
+  pools.clear();
+  used_.clear();
+  problems.clear();
+  sticky.clear();
+  synchronize_calls = 0;
+  allocations_until_failure = -1;
+  next_stream_ = 1;
+  host_ = {};
+}
+
+cudaError_t Machine::health(int device) const {
+  const auto found = sticky.find(device);
+  return found == sticky.end() ? cudaSuccess : found->second;
+}
+
+Stream* Machine::make_stream(int device) {
+  auto stream = std::make_unique<Stream>();
+  stream->id = next_stream_++;
+  stream->device = device;
+  stream->priority = random_();
+  Stream* raw = stream.get();
+  streams_[raw] = std::move(stream);
+  return raw;
+}
+
+bool Machine::known(const Stream* stream) const { return streams_.contains(stream); }
+
+bool Machine::destroy(Stream* stream) {
+  if (!known(stream)) return false;
+  // As in CUDA the call returns at once and the work goes on; here it is simply done first.
+  run_until([&] { return stream->queue.empty(); });
+  streams_.erase(stream);
+  return true;
+}
+
+Event* Machine::make_event(int device, bool timed) {
+  auto event = std::make_unique<Event>();
+  event->device = device;
+  event->timed = timed;
+  Event* raw = event.get();
+  events_[raw] = std::move(event);
+  return raw;
+}
+
+bool Machine::destroy(Event* event) { return events_.erase(event) == 1; }
+
+void Machine::enqueue(Stream* stream, Operation operation) {
+  operation.known = host_;
+  stream->queue.push_back(std::move(operation));
+  drift();
+}
+
+void Machine::record(Stream* stream, Event* event) {
+  event->latest = std::make_shared<Recording>();
+  Operation operation;
+  operation.recorded = event->latest;
+  operation.name = "record";
+  enqueue(stream, std::move(operation));
+}
+
+void Machine::wait(Stream* stream, const Event* event) {
+  if (event->latest == nullptr) misuse("a stream waits for an event that was never recorded, which would not wait");
+  Operation operation;
+  operation.awaited = event->latest;
+  operation.name = "wait";
+  enqueue(stream, std::move(operation));
+}
+
+bool Machine::query(const Recording& recording) {
+  drift();
+  if (!recording.done) run_one();  // a program that polls must get somewhere in the end
+  if (recording.done) host_.join(recording.clock);
+  return recording.done;
+}
+
+bool Machine::query(Stream* stream) {
+  drift();
+  if (!stream->queue.empty()) run_one();
+  if (stream->queue.empty()) host_.join(stream->clock);
+  return stream->queue.empty();
+}
+
+bool Machine::run_until(const std::function<bool()>& done) {
+  while (!done()) {
+    if (!run_one()) return false;
+  }
+  return true;
+}
+
+void Machine::drift() {
+  if (current != nullptr) return;
+  for (std::uint64_t left = random_() % 4; left > 1; --left) run_one();
+}
+
+/// Even seeds choose any stream that can go on, odd ones by a priority that now and then changes, which finds orders
+/// that need one stream to be far behind (Burckhardt et al., 2010).
+bool Machine::run_one() {
+  std::vector<Stream*> ready;
+  for (const auto& [key, stream] : streams_) {
+    if (stream->hung || stream->queue.empty()) continue;
+    const auto& awaited = stream->queue.front().awaited;
+    if (awaited == nullptr || awaited->done) ready.push_back(stream.get());
+  }
+  if (ready.empty()) return false;
+  // The map is ordered by address, which is no function of the seed.
+  std::sort(ready.begin(), ready.end(), [](const Stream* a, const Stream* b) { return a->id < b->id; });
+  Stream* next = ready[random_() % ready.size()];
+  if (settings_.seed % 2 == 1) {
+    if (random_() % 32 == 0) next->priority = random_();
+    next = *std::max_element(ready.begin(), ready.end(),
+                             [](const Stream* a, const Stream* b) { return a->priority < b->priority; });
+  }
+  run(*next);
+  return true;
+}
+
+void Machine::run(Stream& stream) {
+  Operation operation = std::move(stream.queue.front());
+  stream.queue.pop_front();
+  stream.clock.join(operation.known);
+  stream.clock.set(stream.id, ++stream.count);
+  if (operation.awaited != nullptr) {
+    stream.clock.join(operation.awaited->clock);
+    stream.seconds = std::max(stream.seconds, operation.awaited->seconds);
+  }
+  if (operation.body) {
+    current = &operation;
+    current_stream = &stream;
+    current_cost = kDefaultSeconds;
+    operation.body();
+    stream.seconds += current_cost;
+    current = nullptr;
+    current_stream = nullptr;
+  }
+  if (operation.recorded != nullptr) {
+    operation.recorded->clock = stream.clock;
+    operation.recorded->seconds = stream.seconds;
+    operation.recorded->done = true;
+  }
+}
+
+Allocation* Machine::allocate(int device, std::size_t bytes) {
+  if (allocations_until_failure == 0) {
+    allocations_until_failure = -1;
+    return nullptr;
+  }
+  if (allocations_until_failure > 0) --allocations_until_failure;
+  if (device >= 0 && used_[device] + bytes > settings_.memory_bytes) return nullptr;
+  if (device >= 0) used_[device] += bytes;
+  auto allocation = std::make_unique<Allocation>();
+  allocation->bytes = bytes;
+  allocation->device = device;
+  allocation->storage.resize(bytes + kAlignment);
+  const auto address = reinterpret_cast<std::uintptr_t>(allocation->storage.data());
+  allocation->data = allocation->storage.data() + (kAlignment - address % kAlignment) % kAlignment;
+  std::memset(allocation->data, kFresh, bytes);
+  Allocation* raw = allocation.get();
+  allocations_[raw->data] = std::move(allocation);
+  return raw;
+}
+
+Allocation* Machine::find(const void* data) {
+  const auto* address = static_cast<const std::byte*>(data);
+  auto next = allocations_.upper_bound(address);
+  if (next == allocations_.begin()) return nullptr;
+  Allocation& candidate = *std::prev(next)->second;
+  return address < candidate.data + std::max<std::size_t>(candidate.bytes, 1) ? &candidate : nullptr;
+}
+
+/// The storage stays until the next boot, so that its address is not given out again and late accesses are known as
+/// such.
+void Machine::free(Allocation* allocation) {
+  allocation->freed = true;
+  if (allocation->device >= 0) used_[allocation->device] -= allocation->bytes;
+  // A pool may be destroyed before its last memory has come back.
+  if (pools.contains(allocation->pool)) allocation->pool->used -= allocation->bytes;
+  std::memset(allocation->data, kFreed, allocation->bytes);
+}
+
+void Machine::complain(std::string problem) {
+  if (problems.size() < 20) problems.push_back(std::move(problem));
+}
+
+void Machine::access(const void* data, std::size_t bytes, bool write) {
+  if (bytes == 0) return;
+  Allocation* const allocation = find(data);
+  const char* const name = current->name;
+  if (allocation == nullptr) {
+    complain(std::string(name) + " touches memory that no device has");
+    return;
+  }
+  const auto begin = static_cast<std::size_t>(static_cast<const std::byte*>(data) - allocation->data);
+  const std::size_t end = begin + bytes;
+  if (end > allocation->bytes) complain(std::string(name) + " goes beyond the end of an allocation");
+  if (allocation->freed) complain(std::string(name) + " touches memory that was given back");
+  Stream& stream = *current_stream;
+  std::vector<Access>& accesses = allocation->accesses;
+  for (const Access& earlier : accesses) {
+    const bool overlaps = earlier.begin < end && begin < earlier.end;
+    if (!overlaps || !(write || earlier.write) || stream.clock.covers(earlier.stream, earlier.count)) continue;
+    complain(std::string(name) + (write ? " writes" : " reads") + " what " + earlier.name +
+             (earlier.write ? " writes" : " reads") + " on another stream, and nothing orders the two");
+  }
+  // What a write covers it stands for from now on: whoever comes after it comes after those.
+  if (write) {
+    std::erase_if(accesses, [&](const Access& earlier) { return begin <= earlier.begin && earlier.end <= end; });
+  } else {
+    std::erase_if(accesses, [&](const Access& earlier) {
+      return !earlier.write && earlier.stream == stream.id && begin <= earlier.begin && earlier.end <= end;
+    });
+  }
+  accesses.push_back({begin, end, stream.id, stream.count, write, name});
+}
+
+Leftovers Machine::leftovers() const {
+  Leftovers left;
+  for (const auto& [address, allocation] : allocations_) {
+    if (!allocation->freed) ++(allocation->device < 0 ? left.host_allocations : left.device_allocations);
+  }
+  left.pools = pools.size();
+  left.streams = streams_.size();
+  left.events = events_.size();
+  for (const auto& [key, stream] : streams_) left.queued += stream->queue.size();
+  return left;
+}
+
+void boot(const Settings& settings) {
+  const std::lock_guard lock(machine().mutex);
+  machine().boot(settings);
+}
+
+Leftovers leftovers() {
+  const std::lock_guard lock(machine().mutex);
+  return machine().leftovers();
+}
+
+std::vector<std::string> problems() {
+  const std::lock_guard lock(machine().mutex);
+  return machine().problems;
+}
+
+int synchronize_calls() {
+  const std::lock_guard lock(machine().mutex);
+  return machine().synchronize_calls;
+}
+
+void fail_allocation(int count) {
+  const std::lock_guard lock(machine().mutex);
+  machine().allocations_until_failure = count;
+}
+
+void poison(int device, cudaError_t error) {
+  const std::lock_guard lock(machine().mutex);
+  machine().sticky[device] = error;
+}
+
+void hang(cudaStream_t stream) {
+  const std::lock_guard lock(machine().mutex);
+  reinterpret_cast<Stream*>(stream)->hung = true;
+}
+
+// Called by twins, which run while an entry point holds the lock.
+void reads(const void* data, std::size_t bytes) { machine().access(data, bytes, false); }
+void writes(const void* data, std::size_t bytes) { machine().access(data, bytes, true); }
+void takes(double seconds) { machine().current_cost = seconds; }
+
+}  // namespace fake

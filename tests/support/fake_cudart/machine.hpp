@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "fake_cuda.hpp"
+
+namespace fake {
+
+/// How far each stream had come: what happened before an operation. Entry s is a count of operations of stream s.
+class Clock {
+ public:
+  void join(const Clock& other);
+  void set(std::size_t stream, std::uint64_t count);
+  [[nodiscard]] bool covers(std::size_t stream, std::uint64_t count) const;
+
+ private:
+  std::vector<std::uint64_t> counts_;
+};
+
+/// One recording of an event. Waiting refers to a recording, not to the event: it may be recorded again.
+struct Recording {
+  bool done = false;
+  Clock clock;
+  double seconds = 0.0;
+};
+
+struct Operation {
+  std::function<void()> body;
+  Clock known;                          ///< what the host had seen finished when it enqueued this
+  std::shared_ptr<Recording> awaited;   ///< null: nothing
+  std::shared_ptr<Recording> recorded;  ///< done when this has run
+  const char* name = "";
+};
+
+struct Stream {
+  std::size_t id = 0;
+  int device = 0;
+  bool hung = false;
+  std::uint64_t priority = 0;  ///< of the scheduler
+  std::deque<Operation> queue;
+  std::uint64_t count = 0;
+  Clock clock;
+  double seconds = 0.0;
+};
+
+struct Event {
+  int device = 0;
+  bool timed = true;
+  std::shared_ptr<Recording> latest;
+};
+
+struct Access {
+  std::size_t begin = 0;
+  std::size_t end = 0;
+  std::size_t stream = 0;
+  std::uint64_t count = 0;
+  bool write = false;
+  const char* name = "";
+};
+
+struct Pool {
+  int device = 0;
+  std::size_t used = 0;
+  std::size_t used_high = 0;
+  std::map<int, int> attributes;
+};
+
+struct Allocation {
+  std::vector<std::byte> storage;
+  std::byte* data = nullptr;
+  std::size_t bytes = 0;
+  int device = 0;  ///< -1: pinned host memory
+  Pool* pool = nullptr;
+  bool given_back = false;  ///< its release was enqueued
+  bool freed = false;
+  std::vector<Access> accesses;
+};
+
+/// The fake's whole state. Every entry point locks `mutex` first; nothing here locks by itself.
+class Machine {
+ public:
+  void boot(const Settings& settings);
+
+  [[nodiscard]] const Settings& settings() const { return settings_; }
+  /// cudaSuccess, or the sticky error of the device.
+  [[nodiscard]] cudaError_t health(int device) const;
+
+  Stream* make_stream(int device);
+  bool destroy(Stream* stream);
+  [[nodiscard]] bool known(const Stream* stream) const;
+  Event* make_event(int device, bool timed);
+  bool destroy(Event* event);
+
+  void enqueue(Stream* stream, Operation operation);
+  void record(Stream* stream, Event* event);
+  void wait(Stream* stream, const Event* event);
+  /// Whether it is done, after letting some work run. The host knows of it from then on.
+  bool query(const Recording& recording);
+  bool query(Stream* stream);
+  /// Runs work until `done` says so; false if nothing can run any more.
+  bool run_until(const std::function<bool()>& done);
+  /// Lets some work run, as the seed likes.
+  void drift();
+
+  /// Null: no memory left.
+  Allocation* allocate(int device, std::size_t bytes);
+  [[nodiscard]] Allocation* find(const void* data);
+  void free(Allocation* allocation);
+  void access(const void* data, std::size_t bytes, bool write);
+
+  Leftovers leftovers() const;
+
+  std::mutex mutex;
+  std::vector<std::string> problems;
+  std::map<int, cudaError_t> sticky;
+  std::map<const Pool*, std::unique_ptr<Pool>> pools;
+  int synchronize_calls = 0;
+  int allocations_until_failure = -1;
+  Operation* current = nullptr;
+  Stream* current_stream = nullptr;
+  double current_cost = 0.0;
+
+ private:
+  bool run_one();
+  void run(Stream& stream);
+  void complain(std::string problem);
+
+  Settings settings_;
+  std::mt19937_64 random_;
+  std::map<const Stream*, std::unique_ptr<Stream>> streams_;
+  std::map<const Event*, std::unique_ptr<Event>> events_;
+  std::map<const std::byte*, std::unique_ptr<Allocation>> allocations_;
+  std::map<int, std::size_t> used_;
+  std::size_t next_stream_ = 1;
+  Clock host_;  ///< what some host thread has seen finished
+};
+
+Machine& machine();
+
+/// Ends the program: a misuse that CUDA would let pass in silence.
+[[noreturn]] void misuse(const std::string& what);
+
+}  // namespace fake
