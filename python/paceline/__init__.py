@@ -26,7 +26,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> str:
+_SUBMODULES = ("balance", "comm", "info", "plan", "sim", "torch")
+
+
+def __getattr__(name: str) -> object:
+    if name in _SUBMODULES:  # loaded by those who use them: paceline.torch takes as long as PyTorch does
+        from importlib import import_module
+
+        return import_module(f"paceline.{name}")
     # importlib.metadata takes half of the import's time, so it is loaded by those who ask.
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
@@ -35,4 +42,6 @@ def __getattr__(name: str) -> str:
             return version("paceline")
         except PackageNotFoundError:  # used from a build tree, without being installed
             return "0+unknown"
+    if name == "DataParallel":
+        raise AttributeError("DataParallel is in paceline.torch: from paceline.torch import DataParallel")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
 import threading
 import time
@@ -9,6 +11,7 @@ import traceback
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -239,3 +242,37 @@ def test_closing_the_trainer_in_another_thread_cancels_the_step(devices: int) ->
     assert time.monotonic() - begin < 2  # the whole step takes at least 3.2 s
     assert len(raised) == 1
     assert gradients(module) == [None] * 4
+
+
+def test_a_trainer_that_is_dropped_after_an_exception_ends_at_once() -> None:
+    module, batch = classifier(8)
+    before = torch.get_num_threads()
+    trainer = DataParallel(module, TWO)
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(ZeroDivisionError):
+            trainer.step(lambda m, b: 1 / 0, batch)  # type: ignore[arg-type,return-value]
+        del trainer
+        assert torch.get_num_threads() == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda t, m: t(m.parameters()), "module is a generator"),
+        (lambda t, m: t(m, 2), "devices is 2; give 'auto'"),
+        (lambda t, m: t(m, [0, 1]), r"devices is \[0, 1\]"),
+        (lambda t, m: t(m, TWO, micro_batch=1.5), "micro_batch is 1.5; it must be an integer"),
+        (lambda t, m: t(m, TWO, balance=None), "balance is None"),
+        (lambda t, m: t(m, TWO).step(torch.ones(2, 6), classify), "loss_fn is a Tensor, not a function"),
+        (lambda t, m: t(m, TWO).step(classify, torch.ones(2, 6), scaler=1024), "scaler is a int"),
+        (lambda t, m: t(m, TWO).step(classify, (np.ones(2), np.ones(2))), r"\(a tuple of ndarray\)"),
+    ],
+    ids=["generator", "number", "numbers", "fraction", "none", "swapped", "scaler", "numpy"],
+)
+def test_ordinary_mistakes_are_named(make: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        make(DataParallel, classifier(8)[0])

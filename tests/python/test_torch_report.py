@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paceline import DeviceGroup, InvalidArgument, find_device
+from paceline.balance import replay
 from paceline.torch import DataParallel
 from torch_support import TWO, classifier, classify, hosts
 
@@ -141,8 +142,6 @@ def test_a_ledger_that_cannot_be_written_is_refused_at_once() -> None:
 
 
 def test_a_ledger_is_whole_as_soon_as_a_step_is_done_and_replays(tmp_path: Path) -> None:
-    from paceline.balance import replay
-
     module, batch = classifier()
     path = tmp_path / "ledger.jsonl"
     with DataParallel(module, TWO) as trainer:
@@ -154,3 +153,20 @@ def test_a_ledger_is_whole_as_soon_as_a_step_is_done_and_replays(tmp_path: Path)
     assert len(open_lines) == 1 + 2 * 5
     result = replay(path)
     assert (result.plans, result.records, result.mismatches) == (5, 5, [])
+
+
+def test_a_ledger_that_comes_too_late_leaves_the_file_alone(tmp_path: Path) -> None:
+    module, batch = classifier()
+    path = tmp_path / "ledger.jsonl"
+    with DataParallel(module, TWO) as trainer:
+        trainer.write_ledger(path)
+        with pytest.raises(InvalidArgument, match="writes a ledger already"):
+            trainer.write_ledger(tmp_path / "second.jsonl")
+        trainer.step(classify, batch)
+        written = path.read_text()
+        with pytest.raises(InvalidArgument, match=r"1 steps have run already.*right after making the trainer"):
+            trainer.write_ledger(path)
+        assert path.read_text() == written
+        trainer.step(classify, batch)
+    assert not (tmp_path / "second.jsonl").exists()
+    assert replay(path).records == 2

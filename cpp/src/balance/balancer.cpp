@@ -163,6 +163,9 @@ void Balancer::write_to(std::shared_ptr<LedgerWriter> ledger) {
   if (state_->ledger) state_->ledger->header(state_->options);
 }
 
+bool Balancer::writes_ledger() const noexcept { return state_->ledger != nullptr; }
+bool Balancer::called() const noexcept { return state_->called; }
+
 BalanceReport Balancer::report() const {
   const State& state = *state_;
   BalanceReport report;

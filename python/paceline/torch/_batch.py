@@ -34,7 +34,8 @@ class Batch:
         slicer = self._slicer(data, "batch")
         if not self._sized:
             raise InvalidArgument(
-                "batch: no tensor with dimensions in it, so there are no items to split. Pass tensors whose dimension 0 is the item."
+                f"batch: no tensor with dimensions in it ({_told(data)}), so there are no items to split. Pass tensors whose dimension 0 "
+                "is the item; torch.from_numpy and torch.as_tensor make them."
             )
         first_path, self.size = self._sized[0]
         for path, size in self._sized:
@@ -144,6 +145,13 @@ class Batch:
             if slicer is not None:
                 parts.append((key, slicer))
         return parts
+
+
+def _told(data: Any) -> str:
+    """What somebody passed, in a few words."""
+    if isinstance(data, (list, tuple)):
+        return f"a {type(data).__name__} of {', '.join(sorted({type(entry).__name__ for entry in data})) or 'nothing'}"
+    return f"a {type(data).__name__}"
 
 
 def _set_field(target: Any, name: str, value: Any) -> None:

@@ -42,14 +42,15 @@ class DataParallel:
         The module to train. With two or more devices it is copied once per device (parameters shared, buffers own); attributes other
         than parameters, buffers, training mode and ``requires_grad`` that change later do not reach the copies.
     devices
-        ``"auto"`` (all of them), names such as ``["host:0", "host:1"]``, or a `paceline.DeviceGroup`, which then stays open on `close`.
+        ``"auto"`` (all host devices), names such as ``["host:0", "host:1"]``, or a `paceline.DeviceGroup`, which then stays open on `close`.
     balance
         ``"auto"``: shares follow the measured speeds, and a device that is done early takes over work. ``"even"``: equal shares.
         A list with one number per device: fixed ratios. The last two never move work.
     micro_batch
         Items of one forward and backward; None: one large planned micro-batch per device, then small corrections where they pay.
     reduction
-        What ``loss_fn`` returns: ``"mean"`` over the items of its slice (or, with `weight`, over their weight), or ``"sum"``.
+        What ``loss_fn`` returns for its slice: the ``"mean"`` over its items (or, with `weight`, over their weight), or their ``"sum"``.
+        **The objective is the mean over the batch either way**, so gradients do not change with this; it must only be true.
     replicate
         ``replicate(module)`` returns a new module of the same structure, for modules that ``copy.deepcopy`` cannot copy.
 
@@ -80,11 +81,14 @@ class DataParallel:
         reduction: Reduction = "mean",
         replicate: Replicate | None = None,
     ) -> None:
+        if not isinstance(module, nn.Module):
+            raise InvalidArgument(f"DataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed.")
+        _check_names(devices)
         if reduction not in ("mean", "sum"):
             raise InvalidArgument(f"DataParallel: reduction is {reduction!r}; it must be 'mean' or 'sum'.")
-        if micro_batch is not None and micro_batch < 1:
+        if micro_batch is not None and (not isinstance(micro_batch, int) or micro_batch < 1):
             raise InvalidArgument(
-                f"DataParallel: micro_batch is {micro_batch}; it must be at least 1, or None to have it planned."
+                f"DataParallel: micro_batch is {micro_batch}; it must be an integer of at least 1, or None to have it planned."
             )
         policy, weights = _policy(balance)
         self.module = module
@@ -96,6 +100,7 @@ class DataParallel:
         )
         owned = group is not devices
         try:
+            _check_devices(group)
             self._names = [device.name for device in group.devices]
             self._thread_counts = [max(1, len(device.cores)) for device in group.devices]
             self._options: dict[str, Any] = {"balance": policy, "weights": weights, "micro_batch": micro_batch or 0}
@@ -135,7 +140,8 @@ class DataParallel:
             one entry per item of the slice.
         batch
             A tensor, or any nest of tuples, lists, mappings and dataclasses. Tensors with dimensions are split along dimension 0, where
-            all have the same length B; 0-dimensional tensors and other objects go along unchanged.
+            all have the same length B; 0-dimensional tensors and other objects go along unchanged. A list or an array with B entries is
+            refused, since it looks like one entry per item but cannot be split.
         weight
             What the mean is over: a 1-D tensor with one weight per item, or a callable that makes one from the whole batch, e.g. the
             number of unmasked tokens. Default: every item counts 1. Slices without weight are not run.
@@ -171,6 +177,12 @@ class DataParallel:
             raise InvalidArgument(
                 f"step: called under {mode}, so there would be no gradients. Leave it for the step, or use predict()."
             )
+        if not callable(loss_fn):
+            raise InvalidArgument(
+                f"step: loss_fn is a {type(loss_fn).__name__}, not a function. It is step(loss_fn, batch), with loss_fn(module, slice)."
+            )
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise InvalidArgument(f"step: scaler is a {type(scaler).__name__}; a torch.amp.GradScaler is needed.")
         whole = Batch(batch)
         objective = Objective(batch, whole.size, self._reduction, weight)
         self._replicas.refresh()
@@ -369,7 +381,10 @@ class DataParallel:
         if run.failures:
             device, begin, end, error = run.failures[0]
             run.failures.clear()
-            raise_failure(error, self._names[device], begin, end, run.kept)
+            try:
+                raise_failure(error, self._names[device], begin, end, run.kept)
+            finally:
+                del error  # which refers to this frame: a dropped trainer shall end without the garbage collector
         if outcome.failed_at is not None:
             raise Error(
                 f"step: {self._names[outcome.failed_at[0]]} failed outside of user code. Nothing was committed."
@@ -417,7 +432,30 @@ def _close_at_exit() -> None:
             trainer._lock.acquire(timeout=_AT_EXIT_SECONDS)
 
 
+def _check_names(devices: object) -> None:
+    known = isinstance(devices, (str, DeviceGroup)) or (
+        isinstance(devices, Sequence) and all(isinstance(device, (str, Device)) for device in devices)
+    )
+    if not known:
+        raise InvalidArgument(
+            f"DataParallel: devices is {devices!r}; give 'auto', a list of names such as ['host:0', 'host:1'], or a DeviceGroup."
+        )
+
+
+def _check_devices(group: DeviceGroup) -> None:
+    for device in group.devices:
+        if device.kind != "host":
+            raise Unavailable(
+                f"DataParallel: {device.name} is no host device. This version trains PyTorch modules on host devices; GPUs are for the "
+                "C++ trainer so far."
+            )
+
+
 def _policy(balance: Balance) -> tuple[str, list[float]]:
+    if not isinstance(balance, (str, Sequence)):
+        raise InvalidArgument(
+            f"DataParallel: balance is {balance!r}; it must be 'auto', 'even' or a list with one ratio per device."
+        )
     if isinstance(balance, str):
         if balance not in ("auto", "even"):
             raise InvalidArgument(

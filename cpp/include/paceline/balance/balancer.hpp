@@ -110,6 +110,9 @@ class PACELINE_API Balancer {
   /// From now on every call is written to `ledger`, or to none if null. Attach before the first call: a ledger that
   /// lacks calls cannot be replayed, so attaching later throws InvalidArgument.
   void write_to(std::shared_ptr<LedgerWriter> ledger);
+  [[nodiscard]] bool writes_ledger() const noexcept;
+  /// Whether a plan was asked for or a device retired: from then on no ledger can be attached.
+  [[nodiscard]] bool called() const noexcept;
 
  private:
   struct State;

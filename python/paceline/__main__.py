@@ -1,0 +1,8 @@
+"""``python -m paceline``: the same as the command `paceline`."""
+
+import sys
+
+from paceline._cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
