@@ -7,6 +7,14 @@
 
 #include <paceline/export.hpp>
 
+// Where an error is made. nvcc 13.0 breaks off with an internal error over the usual default argument; errors that are made
+// in a .cu file do without.
+#if defined(__CUDACC__)
+#define PACELINE_HERE std::source_location{}
+#else
+#define PACELINE_HERE std::source_location::current()
+#endif
+
 namespace paceline {
 
 /// Base of every exception this library throws.
@@ -17,7 +25,7 @@ namespace paceline {
 class PACELINE_API Error : public std::runtime_error {
  public:
   explicit Error(const std::string& message, std::string device = {},
-                 std::source_location where = std::source_location::current());
+                 std::source_location where = PACELINE_HERE);
   ~Error() override;
 
   [[nodiscard]] const std::string& device() const noexcept { return device_; }
