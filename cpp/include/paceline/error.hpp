@@ -7,10 +7,10 @@
 
 #include <paceline/export.hpp>
 
-// Where an error is made. nvcc 13.0 breaks off with an internal error over the usual default argument; errors that are made
-// in a .cu file do without.
+// Where an error is made. nvcc 13.0 breaks off with an internal error over the usual default argument; errors that are
+// made in a .cu file do without.
 #if defined(__CUDACC__)
-#define PACELINE_HERE std::source_location{}
+#define PACELINE_HERE std::source_location()
 #else
 #define PACELINE_HERE std::source_location::current()
 #endif
@@ -24,8 +24,7 @@ namespace paceline {
 /// place in the library's source that raised it.
 class PACELINE_API Error : public std::runtime_error {
  public:
-  explicit Error(const std::string& message, std::string device = {},
-                 std::source_location where = PACELINE_HERE);
+  explicit Error(const std::string& message, std::string device = {}, std::source_location where = PACELINE_HERE);
   ~Error() override;
 
   [[nodiscard]] const std::string& device() const noexcept { return device_; }
