@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 #include <paceline/error.hpp>
@@ -78,6 +79,8 @@ class CudaEvent final : public Event {
           device_);
     return 1e-3 * static_cast<double>(milliseconds);
   }
+
+  [[nodiscard]] std::string device() const override { return fmt::format("cuda:{}", device_); }
 
   void record(cudaStream_t stream) {
     const DeviceGuard guard(device_);

@@ -29,7 +29,7 @@ using Claim = std::tuple<std::size_t, std::int64_t, std::int64_t, double, double
 
 /// How a step ended. Keeps what commit() needs.
 struct Outcome {
-  std::unique_ptr<Step> step;
+  std::shared_ptr<Step> step;
   std::size_t device_count = 0;
 
   [[nodiscard]] std::optional<std::tuple<std::size_t, std::int64_t, std::int64_t>> failed_at() const {
@@ -186,7 +186,7 @@ void bind_engine(py::module_& module) {
            "python_program.hpp.")
       .def("cancel", &Stepper::cancel, "End the step that runs, if any, once every worker has left its micro-batch.")
       .def(
-          "commit", [](Stepper& stepper, const Outcome& outcome) { stepper.commit(*outcome.step); }, py::arg("outcome"),
+          "commit", [](Stepper& stepper, const Outcome& outcome) { stepper.commit(outcome.step); }, py::arg("outcome"),
           "Tell the balancer and the metrics about a step that succeeded.")
       .def_property_readonly("metrics", &metrics_dict,
                              "One snapshot: per device share, items, busy and idle seconds, rate; totals.")

@@ -84,14 +84,14 @@ double BasicDataParallel<T>::step(std::int64_t batch_size, const Body& body, std
   State& state = *state_;
   state.stepper.require_idle();  // the program is still that step's
   state.program->begin_step(body, weight);
-  const std::unique_ptr<Step> step = state.stepper.begin(batch_size, state.program);
+  const std::shared_ptr<Step> step = state.stepper.begin(batch_size, state.program);
   step->wait();
   if (step->failure() != nullptr) {
     state.program->abandon();
     step->rethrow_failure();
   }
   const double objective = state.program->complete();
-  state.stepper.commit(*step);
+  state.stepper.commit(step);
   state.shares = state.stepper.last_step().items(state.stepper.group().size());
   return objective;
 }

@@ -18,6 +18,8 @@ namespace paceline {
 StepProgram::~StepProgram() = default;
 void StepProgram::finish(std::size_t) {}
 void StepProgram::stamp(std::vector<ClaimRecord>&) const {}
+bool StepProgram::settled() const { return true; }
+void StepProgram::settle() const {}
 std::unique_ptr<BlockReduction> StepProgram::reduction() { return nullptr; }
 
 /// The step as the workers see it. Held by each worker until it has left, so a worker that wakes late still finds its
@@ -64,9 +66,12 @@ class Step::Task final : public GroupTask {
     }
     record.compute_seconds = std::max(0.0, last - first);
     record.reduce_seconds = std::max(0.0, reduced_at_ - last);
-    record.step_seconds = reduced_at_;
+    // Devices that work after the call may be at it when the host is done.
+    record.step_seconds = std::max(reduced_at_, record.compute_seconds);
     return record;
   }
+
+  [[nodiscard]] const StepProgram& program() const noexcept { return *program_; }
 
  private:
   // A worker writes only its own lane; the barrier publishes it. Padded, so that neighbours do not share a cache line.
@@ -195,6 +200,8 @@ std::function<void()> Step::canceller() const {
 }
 
 const StepFailure* Step::failure() const noexcept { return task_->failure(); }
+bool Step::settled() const { return task_->program().settled(); }
+void Step::settle() const { task_->program().settle(); }
 StepRecord Step::record() const { return task_->record(); }
 
 balance::StepTimings StepRecord::timings(std::size_t device_count) const {
@@ -243,6 +250,7 @@ StepRecord run_step(const DeviceGroup& group, const std::shared_ptr<StepProgram>
     step.wait();
   }
   step.rethrow_failure();
+  step.settle();
   return step.record();
 }
 

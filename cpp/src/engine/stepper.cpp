@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <chrono>
+#include <deque>
 #include <functional>
 #include <mutex>
 #include <utility>
@@ -34,6 +35,15 @@ std::vector<std::string> names_of(const DeviceGroup& group) {
   return names;
 }
 
+constexpr std::size_t kMostPending = 2;  // steps that the caller may be ahead of the devices
+
+/// A step that was committed, until its times are known.
+struct PendingStep {
+  std::shared_ptr<const Step> step;
+  balance::StepPlan plan;
+  bool planned_anew = true;  // false: it ran by the plan of the one before, whose times were not known yet
+};
+
 }  // namespace
 
 struct Stepper::State {
@@ -46,26 +56,60 @@ struct Stepper::State {
     for (const Device& device : group.devices()) asynchronous = asynchronous || backend_of(device).asynchronous();
   }
 
-  void note_events(const StepRecord& done) {
+  void note(const PendingStep& done) {
+    record = done.step->record();
+    const std::size_t count = group.size();
+    const balance::StepTimings timings = record.timings(count);
+    // A move that came meanwhile is judged by steps that ran by it, not by this one.
+    const bool of_the_plan =
+        done.planned_anew || balancer.next_plan(done.plan.batch_size).shares == done.plan.shares;
+    if (of_the_plan) balancer.record(timings);
+    observe::StepSample sample;
+    sample.items = record.items(count);
+    sample.compute_seconds = record.compute_seconds;
+    sample.step_seconds = record.step_seconds;
+    sample.moved = done.plan.moved;
+    for (const auto& runs : timings.devices) {
+      double busy = 0.0;
+      for (const balance::MicroBatchTiming& run : runs) busy += run.seconds;
+      sample.busy_seconds.push_back(busy);
+    }
+    metrics.add(sample);
+    note_events(done.plan, record);
+  }
+
+  /// Takes note of the oldest steps until at most `most` are left, waiting for them, and of those that are done.
+  void collect(std::size_t most) {
+    while (!pending.empty()) {
+      const PendingStep& oldest = pending.front();
+      if (pending.size() <= most && !oldest.step->settled()) return;
+      const PendingStep taken = std::move(pending.front());
+      pending.pop_front();  // first: a device that has failed shall be reported once
+      taken.step->settle();
+      note(taken);
+    }
+  }
+
+  void note_events(const balance::StepPlan& planned, const StepRecord& done) {
     const double end = std::chrono::duration<double>(std::chrono::steady_clock::now() - origin).count();
     const double start = end - done.step_seconds;
-    if (plan.moved) events.push({.kind = observe::EventKind::move, .step = plan.step, .start_seconds = start});
+    if (planned.moved) events.push({.kind = observe::EventKind::move, .step = planned.step, .start_seconds = start});
     events.push({.kind = observe::EventKind::step,
-                 .step = plan.step,
-                 .end = plan.batch_size,
+                 .step = planned.step,
+                 .end = planned.batch_size,
                  .start_seconds = start,
                  .duration_seconds = done.step_seconds});
     for (const ClaimRecord& claim : done.claims) {
       events.push({.kind = observe::EventKind::micro_batch,
                    .device_index = static_cast<std::int32_t>(claim.micro_batch.device_index),
-                   .step = plan.step,
+                   .step = planned.step,
                    .begin = claim.micro_batch.begin,
                    .end = claim.micro_batch.end,
                    .start_seconds = start + claim.start_seconds,
                    .duration_seconds = claim.finish_seconds - claim.start_seconds});
     }
     events.push({.kind = observe::EventKind::reduction,
-                 .step = plan.step,
+                 .step = planned.step,
                  .start_seconds = end - done.reduce_seconds,
                  .duration_seconds = done.reduce_seconds});
   }
@@ -77,6 +121,8 @@ struct Stepper::State {
   observe::MetricsRecorder metrics;
   observe::EventRing events;
   balance::StepPlan plan;
+  bool planned_anew = true;
+  std::deque<PendingStep> pending;
   StepRecord record;
   std::chrono::steady_clock::time_point origin;
   std::mutex cancel_mutex;
@@ -93,13 +139,19 @@ Stepper::Stepper(DeviceGroup group, StepperOptions options) {
 
 Stepper::~Stepper() = default;
 
-std::unique_ptr<Step> Stepper::begin(std::int64_t batch_size, std::shared_ptr<StepProgram> program) {
+std::shared_ptr<Step> Stepper::begin(std::int64_t batch_size, std::shared_ptr<StepProgram> program) {
   if (batch_size < 1) {
     throw InvalidArgument(fmt::format("step: a batch of {} items; at least one is needed.", batch_size));
   }
   State& state = *state_;
   require_idle();
-  state.plan = state.balancer.next_plan(batch_size);
+  state.collect(state.plan.batch_size == batch_size ? kMostPending - 1 : 0);
+  state.planned_anew = state.pending.empty();
+  if (state.planned_anew) {
+    state.plan = state.balancer.next_plan(batch_size);
+  } else {
+    state.plan.moved = false;
+  }
   StepOptions options;
   options.shares = state.plan.shares;
   options.models = state.plan.models;
@@ -109,7 +161,7 @@ std::unique_ptr<Step> Stepper::begin(std::int64_t batch_size, std::shared_ptr<St
   // Corrections of any size would be new shapes: asynchronous devices keep to sizes that the user chose.
   options.stealing = state.options.balance == "auto" && !(state.asynchronous && options.micro_batch == 0);
   options.announce_last = state.asynchronous;
-  auto step = std::make_unique<Step>(state.group, std::move(program), std::move(options));
+  auto step = std::make_shared<Step>(state.group, std::move(program), std::move(options));
   {
     const std::lock_guard lock(state.cancel_mutex);
     state.cancel_running = step->canceller();
@@ -131,25 +183,13 @@ void Stepper::require_idle() const {
       "the trainer.");
 }
 
-void Stepper::commit(const Step& step) {
+void Stepper::commit(std::shared_ptr<const Step> step) {
   State& state = *state_;
-  state.record = step.record();
-  const std::size_t count = state.group.size();
-  const balance::StepTimings timings = state.record.timings(count);
-  state.balancer.record(timings);
-  observe::StepSample sample;
-  sample.items = state.record.items(count);
-  sample.compute_seconds = state.record.compute_seconds;
-  sample.step_seconds = state.record.step_seconds;
-  sample.moved = state.plan.moved;
-  for (const auto& runs : timings.devices) {
-    double busy = 0.0;
-    for (const balance::MicroBatchTiming& run : runs) busy += run.seconds;
-    sample.busy_seconds.push_back(busy);
-  }
-  state.metrics.add(sample);
-  state.note_events(state.record);
+  state.pending.push_back({std::move(step), state.plan, state.planned_anew});
+  state.collect(kMostPending);
 }
+
+void Stepper::settle() { state_->collect(0); }
 
 const balance::StepPlan& Stepper::plan() const noexcept { return state_->plan; }
 const StepRecord& Stepper::last_step() const noexcept { return state_->record; }

@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <paceline/runtime/async.hpp>
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <chrono>
+#include <string>
 #include <thread>
 
+#include <paceline/error.hpp>
 #include <paceline/runtime/blocking.hpp>
 
 namespace paceline {
@@ -14,8 +18,10 @@ Buffer::~Buffer() = default;
 Stream::~Stream() = default;
 AsyncDevice::~AsyncDevice() = default;
 
-void wait_for(const Event& event) {
+void wait_for(const Event& event, std::chrono::nanoseconds timeout) {
   if (event.done()) return;
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point start = Clock::now();
   const BlockingRegion region;
   // A micro-batch that is due within microseconds shall not wait for a sleeping thread to be woken (50 us and more).
   constexpr int kEagerRounds = 200;
@@ -25,6 +31,13 @@ void wait_for(const Event& event) {
   }
   auto pause = std::chrono::microseconds(5);
   while (!event.done()) {
+    if (Clock::now() - start > timeout) {
+      const std::string device = event.device();
+      throw Timeout(fmt::format("{}: what was enqueued has not ended within {:.3g} s. A kernel hangs, or waits for "
+                                "something that does not come; or the limit is too low for this work.",
+                                device, std::chrono::duration<double>(timeout).count()),
+                    device);
+    }
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 2, std::chrono::microseconds(100));
   }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -39,6 +40,9 @@ struct DataParallelOptions {
   /// GPUs only: how many micro-batches a device may be given beyond the one it computes. What another device could take
   /// over when this one turns slow is what it has not been given: (run_ahead + 1) micro-batches stay with it.
   std::int64_t run_ahead = 1;
+  /// GPUs only: the longest that anything enqueued may take. What takes longer is taken for a hang: the step throws
+  /// Timeout, and later ones DeviceLost.
+  std::chrono::nanoseconds timeout = std::chrono::minutes(10);
 };
 
 /// Data parallel training over flat parameters: the same step that paceline.torch runs, without torch.

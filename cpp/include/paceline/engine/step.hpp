@@ -40,6 +40,9 @@ class PACELINE_API StepProgram {
   /// After the step, before its times are used: puts right those that the host's clock cannot know. The host saw when
   /// work was enqueued; devices that do it later have clocks of their own.
   virtual void stamp(std::vector<ClaimRecord>& claims) const;
+  /// Whether stamp() can tell already; settle() returns when it can. @throws Error if a device has failed.
+  [[nodiscard]] virtual bool settled() const;
+  virtual void settle() const;
   /// What to sum, or null. It belongs to the step from then on, because a worker that wakes late still looks at it.
   virtual std::unique_ptr<BlockReduction> reduction();
 };
@@ -95,7 +98,10 @@ class PACELINE_API Step {
   /// After wait(): throws if there was a failure. An Error that names the device and the items, with the program's own
   /// exception nested in it (std::rethrow_if_nested); Cancelled as it is.
   void rethrow_failure() const;
-  /// After wait() without a failure.
+  /// Whether the devices' own times are known; settle() returns when they are. After wait() without a failure.
+  [[nodiscard]] bool settled() const;
+  void settle() const;
+  /// After that.
   [[nodiscard]] StepRecord record() const;
 
  private:

@@ -26,7 +26,10 @@ struct StepperOptions {
 ///
 ///   auto step = stepper.begin(batch_size, program);
 ///   step->wait();
-///   if (step->failure() == nullptr) stepper.commit(*step);   // only now do the balancer and the metrics learn of it
+///   if (step->failure() == nullptr) stepper.commit(step);   // only now do the balancer and the metrics learn of it
+///
+/// Devices that work after the call may be two steps behind: the caller is held up by the third. Until their times are
+/// known the plan stays as it is.
 ///
 /// One step at a time; not thread-safe, but metrics() and events() may be read from any thread, and cancel() called.
 class PACELINE_API Stepper {
@@ -38,15 +41,18 @@ class PACELINE_API Stepper {
   Stepper& operator=(const Stepper&) = delete;
 
   /// Plans `batch_size` items (at least one) and hands the step to the workers. Nothing waits.
-  [[nodiscard]] std::unique_ptr<Step> begin(std::int64_t batch_size, std::shared_ptr<StepProgram> program);
+  [[nodiscard]] std::shared_ptr<Step> begin(std::int64_t batch_size, std::shared_ptr<StepProgram> program);
 
   /// Cancels the step that runs, if any (see Step::cancel). Any thread, also while another is in begin() or commit().
   void cancel();
   /// @throws InvalidArgument while the workers are still at an earlier step.
   void require_idle() const;
 
-  /// Takes note of a step that succeeded and whose result the caller has committed.
-  void commit(const Step& step);
+  /// Takes note of a step that succeeded and whose result the caller has committed. Its times may come later: begin()
+  /// and settle() look for them.
+  void commit(std::shared_ptr<const Step> step);
+  /// Returns when the times of all steps are known that were committed. @throws Error if a device has failed.
+  void settle();
 
   /// The plan of the last begin().
   [[nodiscard]] const balance::StepPlan& plan() const noexcept;

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <span>
+#include <string>
 
 #include <paceline/export.hpp>
 #include <paceline/runtime/dtype.hpp>
@@ -19,6 +21,8 @@ class PACELINE_API Event {
   [[nodiscard]] virtual bool done() const = 0;
   /// Seconds of the device's own clock from `begin` to here, both timed, recorded and done.
   [[nodiscard]] virtual double seconds_since(const Event& begin) const = 0;
+  /// The name of the device that it is recorded on.
+  [[nodiscard]] virtual std::string device() const = 0;
 };
 
 /// Memory that goes back when this is destroyed: of a device in the order of the stream it was taken for, so that work
@@ -71,6 +75,7 @@ class PACELINE_API AsyncDevice {
 
 /// Waits until the event is done, by asking again and again: first at once, then less and less often, at most every
 /// 100 us. The blocking hooks are called around it.
-PACELINE_API void wait_for(const Event& event);
+/// @throws Timeout naming the device if it takes longer than `timeout`; Error if the device has failed.
+PACELINE_API void wait_for(const Event& event, std::chrono::nanoseconds timeout = std::chrono::nanoseconds::max());
 
 }  // namespace paceline

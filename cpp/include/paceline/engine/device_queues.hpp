@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include <paceline/comm/buffer_view.hpp>
+#include <paceline/engine/step.hpp>
+#include <paceline/export.hpp>
+#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/device_group.hpp>
+
+namespace paceline {
+
+struct DeviceQueueOptions {
+  /// What the device's library calls the stream (cudaStream_t) that steps are ordered on; null: one of our own.
+  void* stream = nullptr;
+  /// Micro-batches that a device may be given beyond the one it computes.
+  std::int64_t run_ahead = 1;
+  /// Longest wait for anything enqueued; what takes longer is taken for a hang.
+  std::chrono::nanoseconds timeout = std::chrono::minutes(10);
+};
+
+/// What a memory space needs of home's memory before its devices begin: parameters.
+struct SpaceCopy {
+  std::size_t space = 0;
+  void* to = nullptr;
+  const void* from = nullptr;
+  std::size_t bytes = 0;
+};
+
+/// When a step's micro-batches ran, by the devices' own clocks. May outlive the queues' next steps.
+class PACELINE_API StepTimes {
+ public:
+  virtual ~StepTimes();
+  /// Whether everything that the step enqueued is done. Never blocks. @throws Error if a device has failed.
+  [[nodiscard]] virtual bool settled() const = 0;
+  /// Returns when it is. @throws Timeout, Error if a device has failed.
+  virtual void wait() const = 0;
+  /// Puts the devices' times in place of the host's. Only when settled.
+  virtual void stamp(std::vector<ClaimRecord>& claims) const = 0;
+};
+
+/// The queues of a group with devices that work after the call (GPUs), and who waits for whom during a step. Host
+/// devices may be among them: what their worker has done is done.
+///
+/// *Home* is the memory space of the first such device: parameters, their update and the reduced gradients live there,
+/// and the home stream is what the caller's own work is ordered on. What must come after what, and by which wait:
+///
+///   1. A device's first work of a step after the parameters are ready: its stream waits for `ready` (recorded on the
+///      home stream by begin_step), or for its memory space's copy, whose stream waited for `ready`. A host worker
+///      waits itself.
+///   2. The reduction after every device's last work: the stream that sums a space waits for what each of its devices
+///      delivered, and the home stream for each space's sum.
+///   3. What the caller enqueues after the step after the reduction: both are on the home stream.
+///   4. The next step's first writes to gradients after this reduction has read them: they wait for its `ready`.
+///   5. The update of the parameters, which follows the reduction, after every copy of them: the home stream waits for
+///      each space's `arrived`, also where no device of that space had work.
+///   6. After a failed step drain() waits for everything: what the step used may be taken back.
+///
+/// Lifecycle of a step: begin_step() on the caller's thread; on each worker enter(), then begin_run() and end_run()
+/// around every micro-batch, deliver() at the end; when all have delivered, on any one thread, reduce() and end_step().
+/// Nothing here waits on the host, but for pacing and for host workers' parameters.
+class PACELINE_API DeviceQueues {
+ public:
+  /// @throws InvalidArgument if no device of the group works after the call, Error if a device refuses.
+  DeviceQueues(const DeviceGroup& group, const DeviceQueueOptions& options);
+  /// Waits for everything enqueued.
+  ~DeviceQueues();
+  DeviceQueues(const DeviceQueues&) = delete;
+  DeviceQueues& operator=(const DeviceQueues&) = delete;
+
+  [[nodiscard]] std::size_t device_count() const noexcept;
+  [[nodiscard]] std::size_t space_count() const noexcept;
+  [[nodiscard]] std::size_t home_space() const noexcept;
+  [[nodiscard]] std::size_t space_of(std::size_t device) const noexcept;
+  [[nodiscard]] bool on_host(std::size_t space) const noexcept;
+
+  /// The device that makes what a space needs: its own first one; for the host, home's.
+  [[nodiscard]] AsyncDevice& maker(std::size_t space) const noexcept;
+  [[nodiscard]] Stream& home_stream() const noexcept;
+  /// What brings a foreign space its parameters; null for home.
+  [[nodiscard]] Stream* copy_stream(std::size_t space) const noexcept;
+  /// The stream that a device computes on; null for host devices.
+  [[nodiscard]] Stream* stream(std::size_t device) const noexcept;
+  /// On the home GPU: for reading home's memory (a batch) on behalf of a device elsewhere; null for home's own devices.
+  [[nodiscard]] Stream* source_stream(std::size_t device) const noexcept;
+
+  /// From now on steps are ordered on this stream of the caller's; null: on one of our own.
+  void set_stream(void* native);
+
+  /// @throws DeviceLost after a hang.
+  [[nodiscard]] std::shared_ptr<const StepTimes> begin_step(std::span<const SpaceCopy> copies);
+  /// True the first time in a step: then it has made the device's queue wait for the parameters.
+  bool enter(std::size_t device);
+  /// Waits until the device is close enough behind. True if it had run dry: that time is not its own.
+  bool begin_run(std::size_t device);
+  void end_run(std::size_t device);
+  /// What to sum of this device, written by what is on its stream so far: the same list of sizes for every device.
+  /// Host memory must be pinned. Not called by devices without work.
+  void deliver(std::size_t device, std::vector<BufferView> parts);
+  /// outputs[k] = scale * sum over the devices of their k-th part, in home's memory, on the home stream.
+  void reduce(std::span<const BufferView> outputs, double scale);
+  /// Marks the end of the step on the home stream.
+  void end_step();
+  /// After a failure: returns when nothing is enqueued any more, or what is hangs.
+  void drain() noexcept;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace paceline

@@ -1,0 +1,384 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/engine/device_queues.hpp>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include <paceline/error.hpp>
+#include <paceline/runtime/backend.hpp>
+
+namespace paceline {
+
+StepTimes::~StepTimes() = default;
+
+namespace {
+
+/// A micro-batch on its way: recorded before and after it.
+struct Span {
+  std::unique_ptr<Event> start;
+  std::unique_ptr<Event> end;
+};
+
+struct Times {
+  std::vector<std::vector<Span>> spans;  // of each device; events are made once
+  std::vector<std::size_t> used;         // how many of them this step has
+  std::unique_ptr<Event> over;
+};
+
+/// Keeps what steps no longer need for later ones. Steps may outlive the queues.
+struct Recycler {
+  std::mutex mutex;
+  std::vector<std::unique_ptr<Times>> free;
+};
+
+class KeptTimes final : public StepTimes {
+ public:
+  KeptTimes(std::unique_ptr<Times> times, std::shared_ptr<Recycler> recycler, std::chrono::nanoseconds timeout)
+      : times_(std::move(times)), recycler_(std::move(recycler)), timeout_(timeout) {}
+  ~KeptTimes() override {
+    try {
+      const std::lock_guard lock(recycler_->mutex);
+      recycler_->free.push_back(std::move(times_));
+    } catch (...) {  // no memory to keep it: it goes
+    }
+  }
+
+  [[nodiscard]] bool settled() const override { return times_->over->done(); }
+  void wait() const override { wait_for(*times_->over, timeout_); }
+
+  void stamp(std::vector<ClaimRecord>& claims) const override {
+    std::vector<std::size_t> next(times_->spans.size(), 0);
+    std::vector<double> origin(times_->spans.size(), 0.0);
+    for (ClaimRecord& claim : claims) {
+      const std::size_t d = claim.micro_batch.device_index;
+      const std::vector<Span>& spans = times_->spans[d];
+      if (times_->used[d] == 0) continue;
+      const std::size_t k = next[d]++;
+      if (k == 0) origin[d] = claim.start_seconds;
+      claim.start_seconds = origin[d] + spans[k].start->seconds_since(*spans[0].start);
+      claim.finish_seconds = claim.start_seconds + spans[k].end->seconds_since(*spans[k].start);
+    }
+  }
+
+  [[nodiscard]] Times& times() const noexcept { return *times_; }
+
+ private:
+  std::unique_ptr<Times> times_;
+  std::shared_ptr<Recycler> recycler_;
+  std::chrono::nanoseconds timeout_;
+};
+
+struct Lane {
+  std::size_t space = 0;
+  std::unique_ptr<AsyncDevice> device;  // null on the host
+  Stream* stream = nullptr;             // home's where one device is all there is
+  std::unique_ptr<Stream> own_stream;
+  std::unique_ptr<Stream> source;
+  std::unique_ptr<Event> delivered;
+  std::vector<BufferView> parts;
+  bool entered = false;
+  bool has_delivered = false;
+};
+
+struct Space {
+  std::size_t lead = 0;            // its first lane
+  std::unique_ptr<Stream> copies;  // null at home
+  std::unique_ptr<Event> arrived;  // the parameters
+  std::unique_ptr<Event> summed;
+  std::vector<std::unique_ptr<Buffer>> sums;    // of its lanes' parts; none on the host
+  std::vector<std::unique_ptr<Buffer>> landed;  // at home, one for each part that comes
+};
+
+std::size_t bytes_of(const BufferView& part) { return part.count * size_of(part.dtype); }
+
+/// The k-th buffer of a list, at least so large. What was there goes back in the order of the stream it was made for.
+void* reserve(std::vector<std::unique_ptr<Buffer>>& buffers, std::size_t k, std::size_t bytes, AsyncDevice& device,
+              Stream& stream) {
+  if (buffers.size() <= k) buffers.resize(k + 1);
+  if (buffers[k] == nullptr || buffers[k]->bytes() < bytes) {
+    buffers[k].reset();
+    buffers[k] = device.allocate(bytes, stream);
+  }
+  return buffers[k]->data();
+}
+
+}  // namespace
+
+struct DeviceQueues::State {
+  DeviceQueueOptions options;
+  std::size_t run_ahead = 1;
+  std::vector<std::string> names;
+  std::size_t home = 0;
+  std::vector<Lane> lanes;
+  std::vector<Space> spaces;
+  std::unique_ptr<Stream> home_stream;
+  std::unique_ptr<Event> ready;
+  std::shared_ptr<Recycler> recycler = std::make_shared<Recycler>();
+  std::shared_ptr<const KeptTimes> step;
+  std::atomic<bool> hung{false};
+
+  [[nodiscard]] AsyncDevice& home_device() const { return *lanes[spaces[home].lead].device; }
+  [[nodiscard]] AsyncDevice& maker(const Space& space) const {
+    AsyncDevice* const own = lanes[space.lead].device.get();
+    return own != nullptr ? *own : home_device();
+  }
+  [[nodiscard]] bool on_host(const Space& space) const { return lanes[space.lead].device == nullptr; }
+  [[nodiscard]] const Event& arrival(const Lane& lane) const {
+    return lane.space == home ? *ready : *spaces[lane.space].arrived;
+  }
+
+  void find_spaces(const DeviceGroup& group) {
+    std::map<std::string, std::size_t> known;
+    lanes.resize(group.size());
+    home = group.size();
+    for (std::size_t d = 0; d < group.size(); ++d) {
+      const Device& device = group.devices()[d];
+      names.push_back(device.name);
+      const auto [entry, is_new] = known.emplace(device.memory_space, spaces.size());
+      if (is_new) spaces.emplace_back().lead = d;
+      lanes[d].space = entry->second;
+      lanes[d].device = backend_of(device).open(device);
+      if (lanes[d].device != nullptr && home == group.size()) home = entry->second;
+    }
+    if (home == group.size()) {
+      throw InvalidArgument("DeviceQueues: every device of the group works during the call; there is nothing to queue");
+    }
+  }
+
+  void use(void* native) {
+    AsyncDevice& device = home_device();
+    std::unique_ptr<Stream> before =
+        std::exchange(home_stream, native != nullptr ? device.adopt_stream(native) : device.make_stream());
+    if (before != nullptr) {  // what was ordered on the old one stays before what comes
+      const std::unique_ptr<Event> moved = device.make_event(false);
+      before->record(*moved);
+      home_stream->wait(*moved);
+    }
+    if (lanes.size() == 1) lanes.front().stream = home_stream.get();
+  }
+
+  void open(Lane& lane) {
+    if (lane.space != home) lane.source = home_device().make_stream();
+    if (lane.device == nullptr) return;
+    lane.delivered = lane.device->make_event(false);
+    if (lane.stream != nullptr) return;
+    lane.own_stream = lane.device->make_stream();
+    lane.stream = lane.own_stream.get();
+  }
+
+  void open(Space& space) {
+    AsyncDevice& device = maker(space);
+    space.copies = device.make_stream();
+    space.arrived = device.make_event(false);
+    space.summed = device.make_event(false);
+  }
+
+  /// Waits, and remembers a hang: whatever comes after it would wait as long again.
+  void await(const Event& event) {
+    try {
+      wait_for(event, options.timeout);
+    } catch (const Timeout&) {
+      hung = true;
+      throw;
+    }
+  }
+
+  void bring_home(Space& space, std::size_t index, std::vector<std::vector<const void*>>& inputs) {
+    std::vector<const Lane*> here;
+    for (const Lane& lane : lanes) {
+      if (!lane.has_delivered || lane.space != index) continue;
+      here.push_back(&lane);
+      if (lane.stream != nullptr) space.copies->wait(*lane.delivered);
+    }
+    home_stream->wait(*space.arrived);
+    if (here.empty()) return;
+    if (inputs.empty()) {  // nothing to sum, but what they have done is for the caller
+      space.copies->record(*space.summed);
+      home_stream->wait(*space.summed);
+      return;
+    }
+    const std::size_t part_count = inputs.size();
+    std::vector<std::vector<BufferView>> coming(part_count);
+    for (std::size_t k = 0; k < part_count; ++k) {
+      for (const Lane* lane : here) coming[k].push_back(lane->parts[k]);
+    }
+    if (!on_host(space)) {
+      for (std::size_t k = 0; k < part_count; ++k) {
+        BufferView sum = coming[k].front();
+        sum.data = reserve(space.sums, k, bytes_of(sum), maker(space), *space.copies);
+        std::vector<const void*> addends;
+        for (const BufferView& part : coming[k]) addends.push_back(part.data);
+        space.copies->sum({addends, sum.data, sum.count, sum.dtype, 1.0});
+        coming[k] = {sum};
+      }
+      space.copies->record(*space.summed);
+      home_stream->wait(*space.summed);
+    }
+    std::size_t next = 0;
+    for (std::size_t k = 0; k < part_count; ++k) {
+      for (const BufferView& part : coming[k]) {
+        void* const landed = reserve(space.landed, next++, bytes_of(part), home_device(), *home_stream);
+        home_stream->copy(landed, part.data, bytes_of(part));
+        inputs[k].push_back(landed);
+      }
+    }
+  }
+
+  /// Waits until the stream has nothing left. A device that fails here has nothing left either.
+  void drain(AsyncDevice* device, Stream* stream) noexcept {
+    if (device == nullptr || stream == nullptr || hung) return;
+    try {
+      const std::unique_ptr<Event> event = device->make_event(false);
+      stream->record(*event);
+      await(*event);
+    } catch (...) {
+    }
+  }
+};
+
+DeviceQueues::DeviceQueues(const DeviceGroup& group, const DeviceQueueOptions& options)
+    : state_(std::make_unique<State>()) {
+  State& state = *state_;
+  state.options = options;
+  state.run_ahead = static_cast<std::size_t>(std::max<std::int64_t>(options.run_ahead, 0));
+  state.find_spaces(group);
+  state.use(options.stream);
+  state.ready = state.home_device().make_event(false);
+  for (Lane& lane : state.lanes) state.open(lane);
+  for (std::size_t s = 0; s < state.spaces.size(); ++s) {
+    if (s != state.home) state.open(state.spaces[s]);
+  }
+}
+
+DeviceQueues::~DeviceQueues() { drain(); }
+
+std::size_t DeviceQueues::device_count() const noexcept { return state_->lanes.size(); }
+std::size_t DeviceQueues::space_count() const noexcept { return state_->spaces.size(); }
+std::size_t DeviceQueues::home_space() const noexcept { return state_->home; }
+std::size_t DeviceQueues::space_of(std::size_t device) const noexcept { return state_->lanes[device].space; }
+bool DeviceQueues::on_host(std::size_t space) const noexcept { return state_->on_host(state_->spaces[space]); }
+AsyncDevice& DeviceQueues::maker(std::size_t space) const noexcept { return state_->maker(state_->spaces[space]); }
+Stream& DeviceQueues::home_stream() const noexcept { return *state_->home_stream; }
+Stream* DeviceQueues::copy_stream(std::size_t space) const noexcept { return state_->spaces[space].copies.get(); }
+Stream* DeviceQueues::stream(std::size_t device) const noexcept { return state_->lanes[device].stream; }
+Stream* DeviceQueues::source_stream(std::size_t device) const noexcept { return state_->lanes[device].source.get(); }
+
+void DeviceQueues::set_stream(void* native) {
+  if (native != nullptr && native == state_->home_stream->native()) return;
+  // What landed at home for the old stream's reductions goes back in its order.
+  for (Space& space : state_->spaces) space.landed.clear();
+  state_->use(native);
+}
+
+std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceCopy> copies) {
+  State& state = *state_;
+  if (state.hung) {
+    throw DeviceLost("step: a device did not end what an earlier step gave it, and may still be at it. Start a new process.");
+  }
+  std::unique_ptr<Times> times;
+  {
+    const std::lock_guard lock(state.recycler->mutex);
+    if (!state.recycler->free.empty()) {
+      times = std::move(state.recycler->free.back());
+      state.recycler->free.pop_back();
+    }
+  }
+  if (times == nullptr) {
+    times = std::make_unique<Times>();
+    times->spans.resize(state.lanes.size());
+    times->over = state.home_device().make_event(false);
+  }
+  times->used.assign(state.lanes.size(), 0);
+  state.step = std::make_shared<KeptTimes>(std::move(times), state.recycler, state.options.timeout);
+  for (Lane& lane : state.lanes) {
+    lane.entered = false;
+    lane.has_delivered = false;
+    lane.parts.clear();
+  }
+  state.home_stream->record(*state.ready);
+  for (Space& space : state.spaces) {
+    if (space.copies != nullptr) space.copies->wait(*state.ready);
+  }
+  for (const SpaceCopy& copy : copies) state.spaces[copy.space].copies->copy(copy.to, copy.from, copy.bytes);
+  for (Space& space : state.spaces) {
+    if (space.copies != nullptr) space.copies->record(*space.arrived);
+  }
+  return state.step;
+}
+
+bool DeviceQueues::enter(std::size_t device) {
+  State& state = *state_;
+  Lane& lane = state.lanes[device];
+  if (std::exchange(lane.entered, true)) return false;
+  if (lane.source != nullptr) lane.source->wait(*state.ready);
+  if (lane.stream == nullptr) {
+    state.await(state.arrival(lane));
+  } else if (lane.own_stream != nullptr) {
+    lane.stream->wait(state.arrival(lane));
+  }
+  return true;
+}
+
+bool DeviceQueues::begin_run(std::size_t device) {
+  State& state = *state_;
+  Lane& lane = state.lanes[device];
+  if (lane.stream == nullptr) return false;
+  std::vector<Span>& spans = state.step->times().spans[device];
+  std::size_t& used = state.step->times().used[device];
+  if (used > state.run_ahead) state.await(*spans[used - 1 - state.run_ahead].end);
+  // A device that has nothing to do when it is given more has waited for the host: that time is not its own.
+  const bool dry = used > 0 && spans[used - 1].end->done();
+  if (used == spans.size()) spans.push_back({lane.device->make_event(true), lane.device->make_event(true)});
+  lane.stream->record(*spans[used++].start);
+  return dry;
+}
+
+void DeviceQueues::end_run(std::size_t device) {
+  Lane& lane = state_->lanes[device];
+  if (lane.stream == nullptr) return;
+  Times& times = state_->step->times();
+  lane.stream->record(*times.spans[device][times.used[device] - 1].end);
+}
+
+void DeviceQueues::deliver(std::size_t device, std::vector<BufferView> parts) {
+  Lane& lane = state_->lanes[device];
+  lane.parts = std::move(parts);
+  lane.has_delivered = true;
+  if (lane.stream != nullptr) lane.stream->record(*lane.delivered);
+}
+
+void DeviceQueues::reduce(std::span<const BufferView> outputs, double scale) {
+  State& state = *state_;
+  std::vector<std::vector<const void*>> inputs(outputs.size());
+  for (std::size_t s = 0; s < state.spaces.size(); ++s) {
+    if (s != state.home) state.bring_home(state.spaces[s], s, inputs);
+  }
+  for (Lane& lane : state.lanes) {
+    if (!lane.has_delivered || lane.space != state.home) continue;
+    if (lane.own_stream != nullptr) state.home_stream->wait(*lane.delivered);
+    for (std::size_t k = 0; k < outputs.size(); ++k) inputs[k].push_back(lane.parts[k].data);
+  }
+  for (std::size_t k = 0; k < outputs.size(); ++k) {
+    if (inputs[k].empty()) continue;
+    const BufferView& output = outputs[k];
+    state.home_stream->sum({inputs[k], output.data, output.count, output.dtype, scale});
+  }
+}
+
+void DeviceQueues::end_step() { state_->home_stream->record(*state_->step->times().over); }
+
+void DeviceQueues::drain() noexcept {
+  State& state = *state_;
+  for (Lane& lane : state.lanes) state.drain(lane.device.get(), lane.stream);
+  for (Lane& lane : state.lanes) state.drain(&state.home_device(), lane.source.get());
+  for (Space& space : state.spaces) state.drain(&state.maker(space), space.copies.get());
+  state.drain(&state.home_device(), state.home_stream.get());
+}
+
+}  // namespace paceline
