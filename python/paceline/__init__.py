@@ -4,7 +4,7 @@
 `paceline.sim` the simulator. Importing this package loads neither PyTorch nor NumPy and starts no thread.
 """
 
-from paceline._core import Cancelled, Error, InvalidArgument, OutOfMemory, Timeout, Unavailable
+from paceline._core import Cancelled, DeviceLost, Error, InvalidArgument, OutOfMemory, Timeout, Unavailable
 from paceline._core.runtime import Device, DeviceGroup, devices, find_device
 from paceline.comm import Communicator
 
@@ -15,6 +15,7 @@ __all__ = [
     "Communicator",
     "Device",
     "DeviceGroup",
+    "DeviceLost",
     "Error",
     "InvalidArgument",
     "OutOfMemory",

@@ -15,5 +15,7 @@ void bind_runtime(pybind11::module_& module);
 void bind_device(pybind11::module_& module);
 void bind_comm(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
+// The part of `engine` for devices that work after the call; called by bind_engine.
+void bind_queues(pybind11::module_& module);
 
 }  // namespace paceline::python

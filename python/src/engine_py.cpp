@@ -19,6 +19,7 @@
 
 #include "bindings.hpp"
 #include "python_program.hpp"
+#include "queued_program.hpp"
 
 namespace py = pybind11;
 
@@ -84,9 +85,18 @@ void write_ledger(Stepper& stepper, const std::string& path) {
 // Waits with the interpreter let go and looks for signals at least every 50 ms. On the first one no further micro-batch
 // starts and those that run come to their end, so that nothing writes gradients after the exception has left; a second
 // one leaves at once.
-Outcome run(Stepper& stepper, std::int64_t batch_size, py::object body, py::object finish) {
+//
+// With `queues` the devices work after the call: they are waited for only if the step fails.
+Outcome run(Stepper& stepper, std::int64_t batch_size, py::object body, py::object finish,
+            const std::optional<std::shared_ptr<TrainerQueues>>& shared, py::object outputs) {
+  const std::shared_ptr<TrainerQueues> queues = shared.value_or(nullptr);
   const std::size_t device_count = stepper.group().size();
-  auto program = std::make_shared<PythonProgram>(std::move(body), std::move(finish), device_count);
+  stepper.require_idle();
+  auto called = std::make_shared<PythonProgram>(std::move(body), std::move(finish), device_count);
+  std::shared_ptr<StepProgram> program = called;
+  std::shared_ptr<QueuedProgram> queued;
+  if (queues != nullptr) program = queued = std::make_shared<QueuedProgram>(called, std::move(outputs), queues);
+  const auto release = [&] { queued != nullptr ? queued->release() : called->release(); };
   Outcome outcome{stepper.begin(batch_size, program), device_count};
   // Not what wait() returns: the step may come to its end while the signal's handler runs.
   bool signalled = false;
@@ -101,11 +111,13 @@ Outcome run(Stepper& stepper, std::int64_t batch_size, py::object body, py::obje
     outcome.step->cancel();
     outcome.step->wait(no_signal);
     if (signalled) throw py::error_already_set();
-    program->release();
+    release();
+    if (queues != nullptr) queues->queues.drain();
     throw interrupt;  // NOLINT: the object that was caught first is the one to go on
   }
-  program->release();
+  release();
   if (const StepFailure* failure = outcome.step->failure()) {
+    if (queues != nullptr) queues->queues.drain();
     try {
       std::rethrow_exception(failure->error);
     } catch (const BodyFailed&) {
@@ -169,6 +181,8 @@ void bind_engine(py::module_& module) {
           "claims", &Outcome::claims,
           "What ran: (device index, begin, end, start seconds, finish seconds, excluded, correction) each.");
 
+  bind_queues(module);
+
   py::class_<Stepper>(module, "Stepper", "One balanced step after another on one group: plan, run, commit.")
       .def(py::init([](DeviceGroup group, std::string balance, std::vector<double> weights, std::int64_t micro_batch,
                        std::int64_t granularity) {
@@ -181,9 +195,11 @@ void bind_engine(py::module_& module) {
            }),
            py::arg("group"), py::kw_only(), py::arg("balance") = "auto", py::arg("weights") = std::vector<double>{},
            py::arg("micro_batch") = 0, py::arg("granularity") = 1)
-      .def("run", &run, py::arg("batch_size"), py::arg("body"), py::arg("finish"),
+      .def("run", &run, py::arg("batch_size"), py::arg("body"), py::arg("finish"), py::arg("queues") = py::none(),
+           py::arg("outputs") = py::none(),
            "Run one step: body(device, begin, end, last) -> int per micro-batch, finish(device) -> gradients. See "
-           "python_program.hpp.")
+           "python_program.hpp, and queued_program.hpp for devices with queues.")
+      .def("settle", &Stepper::settle, "Return when the times of all committed steps are known.")
       .def("cancel", &Stepper::cancel, "End the step that runs, if any, once every worker has left its micro-batch.")
       .def(
           "commit", [](Stepper& stepper, const Outcome& outcome) { stepper.commit(outcome.step); }, py::arg("outcome"),

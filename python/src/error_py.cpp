@@ -19,6 +19,7 @@ struct ErrorTypes {
   PyObject* timeout = nullptr;
   PyObject* cancelled = nullptr;
   PyObject* out_of_memory = nullptr;
+  PyObject* device_lost = nullptr;
 };
 ErrorTypes types;
 
@@ -51,6 +52,9 @@ void bind_errors(py::module_& module) {
   types.cancelled = make(module, "Cancelled", "Given up because something else failed or the group is closing.",
                          with(PyExc_RuntimeError));
   types.out_of_memory = make(module, "OutOfMemory", "No memory left for what was asked.", with(PyExc_MemoryError));
+  types.device_lost =
+      make(module, "DeviceLost", "A device that only a new process can use again: save what you need and start anew.",
+           with(PyExc_RuntimeError));
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
@@ -64,6 +68,8 @@ void bind_errors(py::module_& module) {
       raise(types.cancelled, error);
     } catch (const OutOfMemory& error) {
       raise(types.out_of_memory, error);
+    } catch (const DeviceLost& error) {
+      raise(types.device_lost, error);
     } catch (const Error& error) {
       raise(types.error, error);
     }

@@ -40,6 +40,19 @@ BufferView view_of(PyObject* entry) {
           .dtype = static_cast<DType>(fields[2].cast<int>())};
 }
 
+/// Of a list that a callable returned; it is taken over.
+std::vector<BufferView> views_of(PyObject* result) {
+  if (result == nullptr) fail();
+  const py::object owned = py::reinterpret_steal<py::object>(result);
+  if (owned.is_none()) fail();
+  const Py_ssize_t count = PyList_Size(result);
+  if (count < 0) fail();
+  std::vector<BufferView> views;
+  views.reserve(static_cast<std::size_t>(count));
+  for (Py_ssize_t i = 0; i < count; ++i) views.push_back(view_of(PyList_GET_ITEM(result, i)));
+  return views;
+}
+
 }  // namespace
 
 PythonProgram::PythonProgram(py::object run, py::object finish, std::size_t device_count)
@@ -83,16 +96,13 @@ bool PythonProgram::run(const MicroBatch& micro_batch) {
 void PythonProgram::finish(std::size_t device_index) {
   with_interpreter([&] {
     PyObject* result = PyObject_CallFunction(finish_.ptr(), "n", static_cast<Py_ssize_t>(device_index));
-    if (result == nullptr) fail();
-    const py::object owned = py::reinterpret_steal<py::object>(result);
-    if (owned.is_none()) fail();
-    std::vector<BufferView>& views = gradients_[device_index];
-    const Py_ssize_t count = PyList_Size(result);
-    if (count < 0) fail();
-    views.reserve(static_cast<std::size_t>(count));
-    for (Py_ssize_t i = 0; i < count; ++i) views.push_back(view_of(PyList_GET_ITEM(result, i)));
+    gradients_[device_index] = views_of(result);
     return 0;
   });
+}
+
+std::vector<BufferView> views_from(const py::object& callable) {
+  return with_interpreter([&] { return views_of(PyObject_CallNoArgs(callable.ptr())); });
 }
 
 std::unique_ptr<BlockReduction> PythonProgram::reduction() {

@@ -36,6 +36,11 @@ class PythonProgram final : public StepProgram {
   void finish(std::size_t device_index) override;
   std::unique_ptr<BlockReduction> reduction() override;
 
+  /// What finish() gave for a device.
+  [[nodiscard]] const std::vector<BufferView>& delivered(std::size_t device_index) const {
+    return gradients_[device_index];
+  }
+
   /// Lets go of the callables. With the interpreter held, when no worker runs them any more.
   void release();
 
@@ -44,5 +49,8 @@ class PythonProgram final : public StepProgram {
   pybind11::object finish_;
   std::vector<std::vector<BufferView>> gradients_;
 };
+
+/// What a callable of no arguments returns, called on a worker: a list as finish() gives it. @throws BodyFailed
+std::vector<BufferView> views_from(const pybind11::object& callable);
 
 }  // namespace paceline::python

@@ -70,7 +70,8 @@ class PACELINE_API OutOfMemory : public Error {
   ~OutOfMemory() override;
 };
 
-/// A device can no longer be used by this process: an error that CUDA repairs only for a new one. `Error` in Python.
+/// A device can no longer be used by this process: an error that CUDA repairs only for a new one.
+/// RuntimeError in Python.
 class PACELINE_API DeviceLost : public Error {
  public:
   using Error::Error;

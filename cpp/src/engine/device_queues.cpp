@@ -118,6 +118,7 @@ struct DeviceQueues::State {
   std::vector<Lane> lanes;
   std::vector<Space> spaces;
   std::unique_ptr<Stream> home_stream;
+  bool owns_home_stream = false;
   std::unique_ptr<Event> ready;
   std::shared_ptr<Recycler> recycler = std::make_shared<Recycler>();
   std::shared_ptr<const KeptTimes> step;
@@ -155,6 +156,7 @@ struct DeviceQueues::State {
     AsyncDevice& device = home_device();
     std::unique_ptr<Stream> before =
         std::exchange(home_stream, native != nullptr ? device.adopt_stream(native) : device.make_stream());
+    owns_home_stream = native == nullptr;
     if (before != nullptr) {  // what was ordered on the old one stays before what comes
       const std::unique_ptr<Event> moved = device.make_event(false);
       before->record(*moved);
@@ -270,7 +272,7 @@ Stream* DeviceQueues::stream(std::size_t device) const noexcept { return state_-
 Stream* DeviceQueues::source_stream(std::size_t device) const noexcept { return state_->lanes[device].source.get(); }
 
 void DeviceQueues::set_stream(void* native) {
-  if (native != nullptr && native == state_->home_stream->native()) return;
+  if (native == nullptr ? state_->owns_home_stream : native == state_->home_stream->native()) return;
   // What landed at home for the old stream's reductions goes back in its order.
   for (Space& space : state_->spaces) space.landed.clear();
   state_->use(native);
@@ -279,7 +281,8 @@ void DeviceQueues::set_stream(void* native) {
 std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceCopy> copies) {
   State& state = *state_;
   if (state.hung) {
-    throw DeviceLost("step: a device did not end what an earlier step gave it, and may still be at it. Start a new process.");
+    throw DeviceLost(
+        "step: a device did not end what an earlier step gave it, and may still be at it. Start a new process.");
   }
   std::unique_ptr<Times> times;
   {

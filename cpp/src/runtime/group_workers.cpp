@@ -39,10 +39,15 @@ void GroupTask::leave() noexcept {
 }
 
 struct GroupWorkers::Threads {
-  std::mutex mutex;  // one submit or close at a time
-  std::shared_ptr<GroupTask> current;
+  std::mutex mutex;                  // one submit or close at a time
+  std::weak_ptr<GroupTask> current;  // its submitter's and its workers'; gone means complete
   std::vector<std::shared_ptr<detail::Mailbox>> mailboxes;
   std::vector<std::thread> threads;
+
+  [[nodiscard]] bool busy() const {
+    const std::shared_ptr<GroupTask> task = current.lock();
+    return task != nullptr && !task->complete();
+  }
 };
 
 namespace {
@@ -168,7 +173,7 @@ void GroupWorkers::submit(const std::shared_ptr<GroupTask>& task) {
   require_alive("submit");
   const std::lock_guard lock(threads_->mutex);
   if (closed_) throw Unavailable("submit: the device group is closed. Make a new one.");
-  if (threads_->current != nullptr && !threads_->current->complete()) {
+  if (threads_->busy()) {
     throw InvalidArgument(
         "submit: the group's workers are still at an earlier task. A group runs one task at a time: "
         "wait for it, or use a second group.");
@@ -187,7 +192,7 @@ void GroupWorkers::submit(const std::shared_ptr<GroupTask>& task) {
 bool GroupWorkers::busy() const noexcept {
   if (forked() || closed_) return false;
   const std::lock_guard lock(threads_->mutex);
-  return threads_->current != nullptr && !threads_->current->complete();
+  return threads_->busy();
 }
 
 void GroupWorkers::close(std::chrono::nanoseconds timeout, const std::function<bool()>& between) {

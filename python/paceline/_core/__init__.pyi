@@ -8,6 +8,7 @@ from . import balance, comm, engine, plan, runtime, sim
 
 __all__: list[str] = [
     "Cancelled",
+    "DeviceLost",
     "Error",
     "InvalidArgument",
     "OutOfMemory",
@@ -28,6 +29,9 @@ class Error(Exception):
 
 class Cancelled(Error, RuntimeError):
     """Given up because something else failed or the group is closing."""
+
+class DeviceLost(Error, RuntimeError):
+    """A device that only a new process can use again: save what you need and start anew."""
 
 class InvalidArgument(Error, ValueError):
     """An argument cannot be used; nothing was changed."""

@@ -5,7 +5,7 @@ import typing
 
 import paceline._core.runtime
 
-__all__: list[str] = ["StepOutcome", "Stepper"]
+__all__: list[str] = ["DeviceQueues", "StepOutcome", "Stepper"]
 
 class StepOutcome:
     """
@@ -20,6 +20,60 @@ class StepOutcome:
     def failed_at(self) -> tuple[int, int, int] | None:
         """
         (device index, begin, end) of the micro-batch that failed, or None.
+        """
+
+class DeviceQueues:
+    """
+    The queues of a group's devices during steps, and who waits for whom.
+    """
+    def __init__(
+        self,
+        group: paceline._core.runtime.DeviceGroup,
+        *,
+        stream: typing.SupportsInt | typing.SupportsIndex | None = None,
+        run_ahead: typing.SupportsInt | typing.SupportsIndex = 1,
+        timeout: typing.SupportsFloat | typing.SupportsIndex = 600.0,
+    ) -> None: ...
+    def drain(self) -> None:
+        """
+        Return when nothing is enqueued any more.
+        """
+    def set_copies(
+        self,
+        copies: collections.abc.Sequence[
+            tuple[
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+            ]
+        ],
+    ) -> None:
+        """
+        (space, to, from, bytes) of what other memory spaces get at the start of each step.
+        """
+    def set_stream(self, stream: typing.SupportsInt | typing.SupportsIndex | None) -> None:
+        """
+        Order steps on this stream of the caller's from now on.
+        """
+    @property
+    def home_space(self) -> int: ...
+    @property
+    def home_stream(self) -> int | None: ...
+    @property
+    def sources(self) -> list[int | None]:
+        """
+        Of each device, the stream of the home GPU that reads on its behalf; None for home's own.
+        """
+    @property
+    def spaces(self) -> list[int]:
+        """
+        Of each device, the number of its memory space.
+        """
+    @property
+    def streams(self) -> list[int | None]:
+        """
+        Of each device, the stream it computes on; None on the host.
         """
 
 class Stepper:
@@ -45,10 +99,19 @@ class Stepper:
         """
     def explain(self) -> str: ...
     def run(
-        self, batch_size: typing.SupportsInt | typing.SupportsIndex, body: typing.Any, finish: typing.Any
+        self,
+        batch_size: typing.SupportsInt | typing.SupportsIndex,
+        body: typing.Any,
+        finish: typing.Any,
+        queues: DeviceQueues | None = None,
+        outputs: typing.Any = None,
     ) -> StepOutcome:
         """
-        Run one step: body(device, begin, end, last) -> int per micro-batch, finish(device) -> gradients. See python_program.hpp.
+        Run one step: body(device, begin, end, last) -> int per micro-batch, finish(device) -> gradients. See python_program.hpp, and queued_program.hpp for devices with queues.
+        """
+    def settle(self) -> None:
+        """
+        Return when the times of all committed steps are known.
         """
     def write_ledger(self, path: str) -> None:
         """

@@ -12,7 +12,8 @@ import torch
 
 from paceline import InvalidArgument
 
-Slicer = Callable[[int, int], Any]
+Move = Callable[[torch.Tensor], torch.Tensor]
+Slicer = Callable[[int, int, Move], Any]
 
 
 class Batch:
@@ -58,9 +59,9 @@ class Batch:
         self._slice = slicer
         self.item_shapes = tuple(self._item_shapes)  # of every tensor that is cut: shape of one item, type
 
-    def slice(self, begin: int, end: int) -> Any:
-        """Items ``[begin, end)``, in the same nest."""
-        return self._slice(begin, end)
+    def slice(self, begin: int, end: int, move: Move = lambda tensor: tensor) -> Any:
+        """Items ``[begin, end)``, in the same nest; `move` brings each tensor to where it is needed."""
+        return self._slice(begin, end, move)
 
     def _slicer(self, node: Any, path: str) -> Slicer | None:
         """What cuts `node`, or None if it goes along unchanged."""
@@ -79,14 +80,15 @@ class Batch:
 
     def _tensor(self, node: torch.Tensor, path: str) -> Slicer | None:
         if node.dim() == 0:
-            return None
+            # One of the host's goes with any device's; one that is on a GPU has to be on the right one.
+            return None if node.device.type == "cpu" else lambda begin, end, move: move(node)
         if node.requires_grad:
             raise InvalidArgument(
                 f"batch: {path} requires grad. Gradients of inputs are not collected from the devices; pass {path}.detach()."
             )
         self._sized.append((path, node.shape[0]))
         self._item_shapes.append((node.shape[1:], node.dtype))
-        return lambda begin, end: node[begin:end]
+        return lambda begin, end, move: move(node[begin:end])
 
     def _dataclass(self, node: Any, path: str) -> Slicer | None:
         parts = self._parts(
@@ -95,10 +97,10 @@ class Batch:
         if not parts:
             return None
 
-        def cut(begin: int, end: int) -> Any:
+        def cut(begin: int, end: int, move: Move) -> Any:
             result = copy.copy(node)
             for name, slicer in parts:
-                _set_field(result, name, slicer(begin, end))
+                _set_field(result, name, slicer(begin, end, move))
             return result
 
         return cut
@@ -108,11 +110,11 @@ class Batch:
         if not parts:
             return None
 
-        def cut(begin: int, end: int) -> Any:
+        def cut(begin: int, end: int, move: Move) -> Any:
             # Of other kinds a shallow copy may write through to the user's own; they are split into a dict.
             result: Any = copy.copy(node) if isinstance(node, (dict, UserDict)) else dict(node)
             for key, slicer in parts:
-                result[key] = slicer(begin, end)
+                result[key] = slicer(begin, end, move)
             return result
 
         return cut
@@ -128,10 +130,10 @@ class Batch:
                 self._lists.append((path, len(node), f"a list of {type(node[0]).__name__}"))
             return None
 
-        def cut(begin: int, end: int) -> Any:
+        def cut(begin: int, end: int, move: Move) -> Any:
             values = list(node)
             for index, slicer in parts:
-                values[index] = slicer(begin, end)
+                values[index] = slicer(begin, end, move)
             if names:
                 return type(node)(*values)
             return values if type(node) is list else type(node)(values)
@@ -162,13 +164,15 @@ def _set_field(target: Any, name: str, value: Any) -> None:
         object.__setattr__(target, name, value)
 
 
-def concatenate(outputs: list[tuple[int, int, Any]], path: str = "output") -> Any:
+def concatenate(outputs: list[tuple[int, int, Any]], move: Move = lambda tensor: tensor) -> Any:
     """Put the outputs of slices back together along dimension 0, in the order of the items.
 
     Parameters
     ----------
     outputs
         ``(begin, end, output)`` for slices that cover the batch; `output` is a tensor or a nest of them.
+    move
+        Brings each tensor to where all of them are put together.
 
     Raises
     ------
@@ -176,10 +180,10 @@ def concatenate(outputs: list[tuple[int, int, Any]], path: str = "output") -> An
         If a leaf is not a tensor with one row per item. The message names it.
     """
     outputs = sorted(outputs, key=lambda entry: entry[0])
-    return _join([(end - begin, output) for begin, end, output in outputs], path)
+    return _join([(end - begin, output) for begin, end, output in outputs], "output", move)
 
 
-def _join(pieces: list[tuple[int, Any]], path: str) -> Any:
+def _join(pieces: list[tuple[int, Any]], path: str, move: Move) -> Any:
     first = pieces[0][1]
     if isinstance(first, torch.Tensor):
         for items, piece in pieces:
@@ -188,21 +192,24 @@ def _join(pieces: list[tuple[int, Any]], path: str) -> Any:
                     f"predict: {path} has shape {tuple(piece.shape)} for {items} items. Return tensors whose dimension 0 is the item; "
                     "a value for the whole batch cannot be put together from slices."
                 )
-        return first if len(pieces) == 1 else torch.cat([piece for _, piece in pieces])
+        return move(first) if len(pieces) == 1 else torch.cat([move(piece) for _, piece in pieces])
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         result: Any = copy.copy(first)
         for field in dataclasses.fields(first):
-            joined = _join([(items, getattr(piece, field.name)) for items, piece in pieces], f"{path}.{field.name}")
+            joined = _join(
+                [(items, getattr(piece, field.name)) for items, piece in pieces], f"{path}.{field.name}", move
+            )
             _set_field(result, field.name, joined)
         return result
     if isinstance(first, (dict, UserDict)):
         result = copy.copy(first)
         for key in first:
-            result[key] = _join([(items, piece[key]) for items, piece in pieces], f"{path}[{key!r}]")
+            result[key] = _join([(items, piece[key]) for items, piece in pieces], f"{path}[{key!r}]", move)
         return result
     if isinstance(first, (list, tuple)):
         values = [
-            _join([(items, piece[index]) for items, piece in pieces], f"{path}[{index}]") for index in range(len(first))
+            _join([(items, piece[index]) for items, piece in pieces], f"{path}[{index}]", move)
+            for index in range(len(first))
         ]
         if hasattr(first, "_fields"):
             return type(first)(*values)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
-_NEW_THREAD_AUTOCAST_DTYPE = {"cpu": torch.bfloat16}
+_NEW_THREAD_AUTOCAST_DTYPE = {"cpu": torch.bfloat16, "cuda": torch.float16}
 
 
 class CallerState:
@@ -27,18 +27,17 @@ class CallerState:
     variables for each device. Modes are pushed on the worker's own stack, not entered again: entering may reset what they collect.
     """
 
-    def __init__(self, device_type: str, device_count: int) -> None:
-        self._device_type = device_type
-        self._autocast = torch.is_autocast_enabled(device_type)
-        self._autocast_dtype = torch.get_autocast_dtype(device_type)
+    def __init__(self, device_types: list[str], device_count: int) -> None:
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types
+        ]
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._function_modes = _get_current_function_mode_stack()
         self._dispatch_modes = _get_current_dispatch_mode_stack()
         self._saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self.contexts = [contextvars.copy_context() for _ in range(device_count)]
         self._plain = not (
-            self._autocast
-            or self._autocast_dtype != _NEW_THREAD_AUTOCAST_DTYPE[device_type]
+            any(enabled or dtype != _NEW_THREAD_AUTOCAST_DTYPE[kind] for kind, enabled, dtype in self._autocast)
             or self._function_modes
             or self._dispatch_modes
             or self._saved_tensor_hooks
@@ -56,12 +55,11 @@ class CallerState:
             if self._saved_tensor_hooks is not None:
                 torch._C._autograd._push_saved_tensors_default_hooks(*self._saved_tensor_hooks)
                 stack.callback(torch._C._autograd._pop_saved_tensors_default_hooks)
-            stack.callback(torch.set_autocast_dtype, self._device_type, torch.get_autocast_dtype(self._device_type))
-            torch.set_autocast_dtype(self._device_type, self._autocast_dtype)
-            if self._autocast:
-                stack.enter_context(
-                    torch.autocast(self._device_type, dtype=self._autocast_dtype, cache_enabled=self._autocast_cache)
-                )
+            for kind, enabled, dtype in self._autocast:
+                stack.callback(torch.set_autocast_dtype, kind, torch.get_autocast_dtype(kind))
+                torch.set_autocast_dtype(kind, dtype)
+                if enabled:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._autocast_cache))
             yield
 
     def replayed(self) -> contextlib.AbstractContextManager[None]:
@@ -96,26 +94,10 @@ def backward_watched(root: torch.Tensor) -> None:
     )
 
 
-def generator_state() -> bytes:
-    """The state of the generator that all host devices share. No operator runs, so the user's modes see nothing of it."""
-    state = torch.default_generator.get_state()
+def generator_state(generator: torch.Generator) -> bytes:
+    """The state of a generator. No operator runs, so the user's modes see nothing of it."""
+    state = generator.get_state()
     return ctypes.string_at(state.data_ptr(), state.numel())
-
-
-_worker = threading.local()
-
-
-def prepare_worker(thread_count: int) -> None:
-    """Set the calling worker's number of PyTorch threads, once in its life.
-
-    Reading it first matters: the lazy initialisation reads the process-wide value, and would otherwise overrule the worker's own
-    at some later operator.
-    """
-    if getattr(_worker, "prepared", False):
-        return
-    torch.get_num_threads()
-    torch.set_num_threads(thread_count)
-    _worker.prepared = True
 
 
 class CallerThreads:

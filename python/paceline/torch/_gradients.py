@@ -11,7 +11,7 @@ from paceline import InvalidArgument
 from paceline.torch._replicas import Replica, Replicas
 
 # Types that the reduction sums itself, by their number in paceline's DType; others are summed by PyTorch on the caller.
-_DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 
 View = tuple[int, int, int]
 
@@ -38,7 +38,7 @@ def views(replica: Replica, names: list[str]) -> tuple[list[View | None], list[i
                 f"step: the gradient of parameter {names[index]} is sparse. Gradients of several devices are summed densely; make the layer "
                 "dense (sparse=False), or use one device."
             )
-        code = _DTYPES.get(gradient.dtype)
+        code = DTYPES.get(gradient.dtype)
         if code is None or not gradient.is_contiguous():
             found.append(None)
             left_out.append(index)
@@ -81,7 +81,7 @@ class UserGradients:
         self._replicas = replicas
         self._before = [parameter.grad for parameter in replicas.parameters]
         for name, gradient in zip(replicas.names, self._before, strict=True):
-            if gradient is not None and gradient.layout is not torch.strided and replicas.list[0].shared:
+            if gradient is not None and gradient.layout is not torch.strided and replicas.shared:
                 raise InvalidArgument(
                     f"step: the .grad of parameter {name} is sparse; a dense gradient cannot be added to it. Set it to None first."
                 )
@@ -92,7 +92,7 @@ class UserGradients:
 
     def check(self) -> None:
         """Raise if the loss reached around the replicas, or somebody wrote a shared parameter while the step ran."""
-        if not self._replicas.list[0].shared:
+        if not self._replicas.shared:
             return  # the user's own module: what it writes in its forward is its business, as in plain PyTorch
         names = self._replicas.names
         for index, parameter in enumerate(self._replicas.parameters):

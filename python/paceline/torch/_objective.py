@@ -13,6 +13,14 @@ from paceline import InvalidArgument
 Reduction = Literal["mean", "sum"]
 Weight = torch.Tensor | Callable[[Any], torch.Tensor]
 
+Pin = Callable[[torch.Tensor], torch.Tensor]
+
+
+def keep(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself: no GPU copies it."""
+    return tensor
+
+
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -36,7 +44,7 @@ class Objective:
         If the weights are not 1-D with one per item, not finite, or do not sum to more than zero.
     """
 
-    def __init__(self, batch: Any, size: int, reduction: Reduction, weight: Weight | None) -> None:
+    def __init__(self, batch: Any, size: int, reduction: Reduction, weight: Weight | None, pin: Pin = keep) -> None:
         self._mean = reduction == "mean"
         self._size = size
         self._weights: torch.Tensor | None = None
@@ -58,7 +66,7 @@ class Objective:
             raise InvalidArgument("weight: complex weights; real ones are needed.")
         # On the host, and exact: integers stay integers, everything else is summed in double precision.
         values = values.detach().to("cpu", torch.float64 if values.is_floating_point() else torch.int64)
-        self._weights = values
+        self._weights = pin(values)
         self.total = values.sum().item()
         if not math.isfinite(self.total) or self.total <= 0:
             raise InvalidArgument(
@@ -86,7 +94,7 @@ class Objective:
             factor = (self._weight_of(begin, end) if self._mean else 1) / self.total
         else:
             if self._mean and self._weights is not None:
-                loss = loss * self._weights[begin:end].to(loss.device, loss.dtype)
+                loss = loss * self._weights[begin:end].to(loss.device, loss.dtype, non_blocking=True)
             loss = loss.sum()
             factor = 1 / self.total
         term: torch.Tensor = loss if factor == 1 else loss * factor

@@ -11,16 +11,22 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch._buffers import Buffers
+from paceline.torch._places import Places
 
 Replicate = Callable[[nn.Module], nn.Module]
 
 
-def alias_of(parameter: nn.Parameter) -> nn.Parameter:
-    """A leaf with the parameter's storage and version counter, and a ``.grad`` of its own.
+# What a device's module has in a parameter's place: made from the parameter and its storage in the device's memory space.
+Alias = Callable[[nn.Parameter], nn.Parameter]
+
+
+def alias_of(parameter: nn.Parameter, storage: torch.Tensor | None = None) -> nn.Parameter:
+    """A leaf with the parameter's storage (or the given one) and its version counter, and a ``.grad`` of its own.
 
     ``detach`` shares the version counter, so a write in place during a step is noticed; assigning ``.data`` would not.
     """
-    alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    source = parameter if storage is None else storage
+    alias = nn.Parameter(source.detach(), requires_grad=parameter.requires_grad)
     if type(parameter) is not nn.Parameter:
         alias.__class__ = type(parameter)
     return alias
@@ -45,7 +51,7 @@ def _slots_of(module: nn.Module) -> list[tuple[dict[str, Any], str, nn.Parameter
     ]
 
 
-def check_trainable(module: nn.Module, device_type: str, shared: bool) -> None:
+def check_trainable(module: nn.Module, shared: bool) -> None:
     """Raise for modules and parameters that this library cannot train, with the reason."""
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
@@ -57,11 +63,6 @@ def check_trainable(module: nn.Module, device_type: str, shared: bool) -> None:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise InvalidArgument(
                 f"DataParallel: parameter {name} is not initialised yet (a lazy module). Run one forward pass first."
-            )
-        if parameter.device.type != device_type:
-            raise InvalidArgument(
-                f"DataParallel: parameter {name} is on {parameter.device}, but the devices compute on '{device_type}'. Move the module "
-                f"there first: module.to('{device_type}')."
             )
         if shared:
             check_hooks(name, parameter)
@@ -76,8 +77,8 @@ def check_hooks(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def _copied(module: nn.Module) -> nn.Module:
-    memo: dict[int, Any] = {id(parameter): alias_of(parameter) for parameter in module.parameters()}
+def _copied(module: nn.Module, alias: Alias) -> nn.Module:
+    memo: dict[int, Any] = {id(parameter): alias(parameter) for parameter in module.parameters()}
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:
@@ -106,7 +107,7 @@ def _culprit(module: nn.Module, error: Exception) -> str:
     return str(error)
 
 
-def _made_by(replicate: Replicate, module: nn.Module) -> nn.Module:
+def _made_by(replicate: Replicate, module: nn.Module, alias: Alias) -> nn.Module:
     replica = replicate(module)
     if not isinstance(replica, nn.Module) or replica is module:
         raise InvalidArgument("DataParallel: replicate(module) must return a new nn.Module, not the module itself.")
@@ -122,7 +123,7 @@ def _made_by(replicate: Replicate, module: nn.Module) -> nn.Module:
                 f"DataParallel: what replicate(module) returned has no parameter {name} of shape {tuple(parameter.shape)}."
             )
         slots, key, _ = theirs[name]
-        slots[key] = aliases.setdefault(id(parameter), alias_of(parameter))
+        slots[key] = aliases.setdefault(id(parameter), alias(parameter))
     return replica
 
 
@@ -170,10 +171,11 @@ class Replica:
 class Replicas:
     """The replicas of one trainer, and whether they still fit the user's module."""
 
-    def __init__(self, module: nn.Module, device_count: int, device_type: str, replicate: Replicate | None) -> None:
+    def __init__(self, module: nn.Module, places: Places, replicate: Replicate | None) -> None:
         self._module = module
-        self._device_count = device_count
-        self._device_type = device_type
+        self._places = places
+        self._device_count = len(places)
+        self.shared = len(places) > 1  # False: the user's module itself runs
         self._replicate = replicate
         self.list: list[Replica] = []
         self.generation = 0  # counts how often they were made
@@ -182,11 +184,12 @@ class Replicas:
 
     def _build(self) -> None:
         shared = self._device_count > 1
-        check_trainable(self._module, self._device_type, shared)
+        check_trainable(self._module, shared)
         # First what can fail: replicas that do not fit must not pass for the ones that do.
         if shared:
-            make: Replicate = _copied if self._replicate is None else lambda module: _made_by(self._replicate, module)  # type: ignore[arg-type]
-            made = [Replica(make(self._module), self._module, True) for _ in range(self._device_count)]
+            copies = self._copies()
+            made = [self._make(device, copies) for device in range(self._device_count)]
+            self._send(copies)
         else:
             made = [Replica(self._module, self._module, False)]
         self.list = made
@@ -198,6 +201,70 @@ class Replicas:
         self._children = [list(m._modules.values()) for m in self._modules]
         self._sizes = [(len(m._parameters), len(m._buffers)) for m in self._modules]
         self._storages = [parameter.data_ptr() for parameter in self.parameters]
+
+    def _copies(self) -> dict[int, dict[int, torch.Tensor]]:
+        """Of each memory space that is not home, by the identity of the parameter: where its copy goes."""
+        copies: dict[int, dict[int, torch.Tensor]] = {}
+        for device, space in enumerate(self._places.spaces):
+            if space == self._places.home_space or space in copies:
+                continue
+            copies[space] = {
+                id(parameter): self._like(parameter, name, device)
+                for name, parameter in self._module.named_parameters()
+            }
+        return copies
+
+    def _like(self, parameter: nn.Parameter, name: str, device: int) -> torch.Tensor:
+        place = self._places.devices[device]
+        if place.type == "cpu" and self._places.home.type != "cpu":
+            like = self._places.pinned(parameter.numel(), parameter.dtype).as_strided(
+                parameter.shape, parameter.stride()
+            )
+        else:
+            like = torch.empty_like(parameter, device=place, requires_grad=False)
+        dense = parameter.is_contiguous() or torch.empty_like(parameter).stride() == parameter.stride()
+        if not dense:
+            raise InvalidArgument(
+                f"DataParallel: parameter {name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, with gaps or overlaps; "
+                f"such memory is not sent to {self._places.names[device]}. Make it contiguous, or use devices that share its memory."
+            )
+        return like
+
+    def _make(self, device: int, copies: dict[int, dict[int, torch.Tensor]]) -> Replica:
+        storages = copies.get(self._places.spaces[device], {})
+
+        def alias(parameter: nn.Parameter) -> nn.Parameter:
+            return alias_of(parameter, storages.get(id(parameter)))
+
+        if self._replicate is None:
+            made = _copied(self._module, alias)
+        else:
+            made = _made_by(self._replicate, self._module, alias)
+        if storages:
+            for owner in made.modules():
+                for name, buffer in owner._buffers.items():
+                    if buffer is not None:
+                        owner._buffers[name] = buffer.to(self._places.devices[device])
+        return Replica(made, self._module, True)
+
+    def _send(self, copies: dict[int, dict[int, torch.Tensor]]) -> None:
+        """From now on every step begins by bringing the parameters there."""
+        if self._places.queues is None:
+            return
+        parameters = {id(parameter): parameter for parameter in self._module.parameters()}
+        self._places.queues.set_copies(
+            [
+                (space, copy.data_ptr(), parameters[key].data_ptr(), copy.numel() * copy.element_size())
+                for space, storages in copies.items()
+                for key, copy in storages.items()
+            ]
+        )
+        self._sent = copies  # the queues have their addresses only
+
+    def release(self) -> None:
+        """Let go of the modules of the devices; the user's own stays."""
+        self.list = self.list if self._device_count == 1 else []
+        self._sent = {}
 
     def refresh(self) -> None:
         """Before a step: follow what the user changed on the module. Costs a pass over cached lists.

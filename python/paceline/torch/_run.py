@@ -13,15 +13,12 @@ from torch import nn
 
 from paceline import Cancelled
 from paceline.torch._batch import Batch
-from paceline.torch._caller_state import (
-    CallerState,
-    RecomputeWatch,
-    backward_watched,
-    generator_state,
-    prepare_worker,
-)
+from paceline.torch._buckets import Buckets
+from paceline.torch._caller_state import CallerState, RecomputeWatch, backward_watched, generator_state
 from paceline.torch._gradients import OwnStorages, View, views
+from paceline.torch._memory import MemoryCaps
 from paceline.torch._objective import Objective
+from paceline.torch._places import Places
 from paceline.torch._replicas import Replica, Replicas, is_compiled, is_compiled_function
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
@@ -45,7 +42,7 @@ class Seen:
         self._generation = 0
         self._compiled_module = False
 
-    def follow(self, replicas: Replicas, module: nn.Module, fn: Callable[..., Any]) -> None:
+    def follow(self, replicas: Replicas, module: nn.Module, fn: Callable[..., Any], device_types: list[str]) -> None:
         """Before a step: new replicas have run nothing yet, and other modes and compiled functions compile anew."""
         compiled_fn = is_compiled_function(fn)
         if replicas.generation != self._generation:
@@ -54,8 +51,8 @@ class Seen:
             for sizes in self.sizes:
                 sizes.clear()
         self.compiled = self._compiled_module or compiled_fn
-        modes = (module.training, torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
-        self.mode = (modes, fn if compiled_fn else None)
+        autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types)
+        self.mode = (module.training, autocast, fn if compiled_fn else None)
 
 
 class CompileGate:
@@ -88,13 +85,15 @@ class Run:
     """The common frame: caller's state around every slice, failures kept with their traceback."""
 
     def __init__(
-        self, batch: Batch, replicas: list[Replica], seen: Seen, state: CallerState, thread_counts: list[int]
+        self, batch: Batch, replicas: list[Replica], seen: Seen, state: CallerState, places: Places, caps: MemoryCaps
     ) -> None:
         self.batch = batch
         self.replicas = replicas
         self.seen = seen
         self.state = state
-        self.thread_counts = thread_counts
+        self.places = places
+        self.caps = caps
+        self._pieces = [(0, 0)] * len(places)  # of each device: what is in work
         self.failures: list[tuple[int, int, int, BaseException]] = []
         self._inside: dict[int, int] = {}
         self._interrupted = False
@@ -104,10 +103,10 @@ class Run:
             self._inside[device] = threading.get_ident()
             if self._interrupted:  # before this worker could be seen inside
                 raise Cancelled
-            prepare_worker(self.thread_counts[device])
+            self.places.prepare_worker(device)
             return self.state.contexts[device].run(self._slice, device, begin, end)
         except BaseException as error:
-            self.failures.append((device, begin, end, error))
+            self.failures.append((device, *self._pieces[device], error))
             return FAILED
         finally:
             self._inside.pop(device, None)
@@ -131,7 +130,19 @@ class Run:
     def finish(self, device: int) -> list[View | None] | None:
         return []
 
+    def sums(self) -> list[View | None] | None:
+        """Where the sums of what `finish` gave go; called on the worker that was last."""
+        return []
+
     def _slice(self, device: int, begin: int, end: int) -> int:
+        codes = []
+        with self.places.enter(device):
+            for piece in self.caps.pieces(device, begin, end):
+                self._pieces[device] = piece
+                codes.append(self._piece(device, *piece))
+        return max(codes)
+
+    def _piece(self, device: int, begin: int, end: int) -> int:
         sizes = self.seen.sizes[device]
         size = (end - begin, self.seen.mode, self.batch.item_shapes)
         first = not sizes or (self.seen.compiled and size not in sizes and len(sizes) < _MOST_SIZES)
@@ -160,25 +171,28 @@ class TrainRun(Run):
         replicas: list[Replica],
         seen: Seen,
         state: CallerState,
-        thread_counts: list[int],
+        places: Places,
+        caps: MemoryCaps,
         *,
         loss_fn: LossFunction,
         objective: Objective,
         scale: torch.Tensor | None,
         names: list[str],
     ) -> None:
-        super().__init__(batch, replicas, seen, state, thread_counts)
+        super().__init__(batch, replicas, seen, state, places, caps)
         self.loss_fn = loss_fn
         self.objective = objective
-        self.scale = scale
+        self.scales: list[torch.Tensor | None] = [scale] * len(places)
         self.names = names
-        self.terms: list[tuple[int, torch.Tensor]] = []
+        self.terms: list[list[tuple[int, torch.Tensor]]] = [[] for _ in replicas]
+        self.buckets = Buckets(replicas, names, places) if places.queues is not None and len(replicas) > 1 else None
         self.left_out: dict[int, set[int]] = {}
         self._storages = [OwnStorages(replica.parameters) for replica in replicas]
         self.without_gradient = self.with_gradient = False
-        # Recomputation draws from the one generator that all host devices share. Compiled code keeps the seeds of its draws instead, and
+        # Recomputation draws from the one generator that all host devices share, as the parts of a GPU do. Compiled code keeps the seeds of its draws instead, and
         # makes no PyTorch calls from Python in its backward.
-        self.watches = [RecomputeWatch() for _ in replicas] if len(replicas) > 1 else []
+        self.watches = [RecomputeWatch() for _ in replicas] if places.share_generators else []
+        self._generators = [places.generator(device) for device in range(len(places))] if self.watches else []
         # Looked at around every forward: recomputation sets the generator back for a while, so that before and after the whole step it
         # may be the same. The first device that comes to its backward has seen its own forward undisturbed.
         self.drawn = False
@@ -186,23 +200,31 @@ class TrainRun(Run):
     def compute(self, device: int, begin: int, end: int) -> bool:
         if self.objective.idle(begin, end):
             return False
-        state = generator_state() if self.watches else b""
-        loss = self.loss_fn(self.replicas[device].module, self.batch.slice(begin, end))
-        if self.watches and generator_state() != state:
+        state = generator_state(self._generators[device]) if self.watches else b""
+        part = self.batch.slice(begin, end, self.places.mover(device))
+        loss = self.loss_fn(self.replicas[device].module, part)
+        if self.watches and generator_state(self._generators[device]) != state:
             self.drawn = True
         term = self.objective.term(loss, begin, end)
-        self.terms.append((begin, term.detach()))
+        self.terms[device].append((begin, term.detach()))
         if not term.requires_grad:  # nothing in this slice depends on a parameter: its gradient is zero
             self.without_gradient = True
             return False
         self.with_gradient = True
-        root = term if self.scale is None else term * self.scale
+        root = term if self.scales[device] is None else term * self._scale(device)
         if self.watches:
             with self.watches[device]:
                 backward_watched(root)
         else:
             root.backward()
         return True
+
+    def _scale(self, device: int) -> torch.Tensor:
+        scale = self.scales[device]
+        assert scale is not None
+        if scale.device != self.places.devices[device]:
+            scale = self.scales[device] = self.places.mover(device)(scale)
+        return scale
 
     def after(self, device: int) -> None:
         self._storages[device].separate()
@@ -211,6 +233,9 @@ class TrainRun(Run):
         if len(self.replicas) == 1:
             return []
         try:
+            if self.buckets is not None:
+                with self.places.enter(device):
+                    return self.buckets.fill(device, [term for _, term in self.terms[device]])
             found, left_out = views(self.replicas[device], self.names)
         except BaseException as error:
             self.failures.append((device, 0, 0, error))
@@ -218,14 +243,25 @@ class TrainRun(Run):
         self.left_out[device] = set(left_out)
         return found
 
+    def sums(self) -> list[View | None] | None:
+        try:
+            return [] if self.buckets is None else self.buckets.sums()
+        except BaseException as error:
+            self.failures.append((0, 0, 0, error))
+            return None
+
     @property
     def recomputed(self) -> bool:
         """Whether a forward was run again inside a backward (activation checkpointing)."""
         return any(watch.seen for watch in self.watches)
 
     def loss(self) -> torch.Tensor:
-        """The objective: the sum of the terms, in the order of the items."""
-        terms = [term for _, term in sorted(self.terms, key=lambda entry: entry[0])]
+        """The objective: the sum of the terms, in the order of the items where they lie in one memory."""
+        if self.buckets is not None:
+            return self.buckets.loss().to(next(term.dtype for terms in self.terms for _, term in terms))
+        terms = [
+            term for _, term in sorted((entry for terms in self.terms for entry in terms), key=lambda entry: entry[0])
+        ]
         return terms[0].clone() if len(terms) == 1 else torch.stack(terms).sum()
 
 
@@ -238,11 +274,12 @@ class PredictRun(Run):
         replicas: list[Replica],
         seen: Seen,
         state: CallerState,
-        thread_counts: list[int],
+        places: Places,
+        caps: MemoryCaps,
         *,
         fn: Callable[[nn.Module, Any], Any],
     ) -> None:
-        super().__init__(batch, replicas, seen, state, thread_counts)
+        super().__init__(batch, replicas, seen, state, places, caps)
         self.fn = fn
         self.outputs: list[tuple[int, int, Any]] = []
 
@@ -252,6 +289,6 @@ class PredictRun(Run):
 
     def compute(self, device: int, begin: int, end: int) -> bool:
         with torch.no_grad():
-            output = self.fn(self.replicas[device].module, self.batch.slice(begin, end))
+            output = self.fn(self.replicas[device].module, self.batch.slice(begin, end, self.places.mover(device)))
         self.outputs.append((begin, end, output))
         return True

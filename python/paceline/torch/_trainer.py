@@ -14,18 +14,20 @@ import torch
 from torch import nn
 
 from paceline import Device, DeviceGroup, Error, InvalidArgument, Timeout, Unavailable
+from paceline import devices as all_devices
 from paceline._core.engine import Stepper
 from paceline.torch._batch import Batch, concatenate
 from paceline.torch._buffers import KeptBuffers
 from paceline.torch._caller_state import CallerState, CallerThreads
 from paceline.torch._failures import raise_failure
 from paceline.torch._gradients import UserGradients
+from paceline.torch._memory import MemoryCaps, is_out_of_memory
 from paceline.torch._objective import Objective, Reduction, Weight
+from paceline.torch._places import Places, RandomStates
 from paceline.torch._replicas import Replicas, Replicate
 from paceline.torch._run import LossFunction, PredictRun, Run, Seen, TrainRun
 
 Balance = Literal["auto", "even"] | Sequence[float]
-_DEVICE_TYPE = "cpu"  # of host devices, in PyTorch's words
 _AT_EXIT_SECONDS = 3.0  # for a worker that is inside an operator or a sleep when the program ends
 
 
@@ -80,6 +82,7 @@ class DataParallel:
         micro_batch: int | None = None,
         reduction: Reduction = "mean",
         replicate: Replicate | None = None,
+        timeout: float = 600.0,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise InvalidArgument(f"DataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed.")
@@ -93,20 +96,16 @@ class DataParallel:
         policy, weights = _policy(balance)
         self.module = module
         self._reduction: Reduction = reduction
-        group = (
-            devices
-            if isinstance(devices, DeviceGroup)
-            else DeviceGroup(devices if isinstance(devices, str) else list(devices))
-        )
+        group = devices if isinstance(devices, DeviceGroup) else DeviceGroup(_named(devices, module))
         owned = group is not devices
         try:
-            _check_devices(group)
             self._names = [device.name for device in group.devices]
-            self._thread_counts = [max(1, len(device.cores)) for device in group.devices]
+            self._places = Places(group, module, timeout)
+            self._caps, self._caps_predicting = MemoryCaps(self._places), MemoryCaps(self._places)
             self._options: dict[str, Any] = {"balance": policy, "weights": weights, "micro_batch": micro_batch or 0}
             self._stepper = Stepper(group, **self._options)
             self._predictor: Stepper | None = None
-            self._replicas = Replicas(module, len(group), _DEVICE_TYPE, replicate)
+            self._replicas = Replicas(module, self._places, replicate)
         except BaseException:
             if owned:
                 group.close()
@@ -118,9 +117,10 @@ class DataParallel:
         self._running: Run | None = None
         self._committed: Any = None  # the last outcome that was
         self._abandoned = False
-        CallerThreads.limit()
+        if self._places.any_host:
+            CallerThreads.limit()
         # Runs when the trainer is dropped without close(); the end of the program has _close_at_exit.
-        self._finalizer = weakref.finalize(self, _finalize, group if owned else None)
+        self._finalizer = weakref.finalize(self, _finalize, group if owned else None, self._places.any_host)
         self._finalizer.atexit = False
         _open.add(self)
 
@@ -184,18 +184,31 @@ class DataParallel:
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise InvalidArgument(f"step: scaler is a {type(scaler).__name__}; a torch.amp.GradScaler is needed.")
         whole = Batch(batch)
-        objective = Objective(batch, whole.size, self._reduction, weight)
+        self._places.begin()
+        objective = Objective(batch, whole.size, self._reduction, weight, self._places.pin)
+        random = RandomStates(self._places)
+        while True:
+            try:
+                return self._try_step(loss_fn, whole, objective, scaler)
+            except _TryAgainError:  # with smaller pieces, from where it began
+                self._places.release_memory()
+                random.restore()
+
+    def _try_step(self, loss_fn: LossFunction, whole: Batch, objective: Objective, scaler: Any) -> torch.Tensor:
         self._replicas.refresh()
-        self._seen.follow(self._replicas, self.module, loss_fn)
+        self._seen.follow(self._replicas, self.module, loss_fn, self._places.types)
         # With one device the user's module itself runs, so its buffers are kept for the case that the step fails.
-        kept = None if self._replicas.list[0].shared else KeptBuffers(self.module)
-        scale = None if scaler is None or not scaler.is_enabled() else scaler.scale(torch.ones(()))
+        kept = None if self._replicas.shared else KeptBuffers(self.module)
+        scale = None
+        if scaler is not None and scaler.is_enabled():
+            scale = scaler.scale(torch.ones((), device=self._places.home))
         run = TrainRun(
             whole,
             self._replicas.list,
             self._seen,
-            CallerState(_DEVICE_TYPE, len(self._names)),
-            self._thread_counts,
+            CallerState(self._places.types, len(self._names)),
+            self._places,
+            self._caps,
             loss_fn=loss_fn,
             objective=objective,
             scale=scale,
@@ -211,13 +224,13 @@ class DataParallel:
                 )
             if run.drawn and run.recomputed:
                 raise InvalidArgument(
-                    "step: random draws (dropout?) together with activation checkpointing on two or more host devices. Host devices share one "
-                    "random generator, so a recomputed forward would silently draw other masks than the first. Set dropout to 0, train "
+                    "step: random draws (dropout?) together with activation checkpointing on devices that share a random generator, as host "
+                    "devices and the parts of one GPU do: so a recomputed forward would silently draw other masks than the first. Set dropout to 0, train "
                     "without checkpointing, or use one device. Nothing was committed."
                 )
             with torch.no_grad():
                 loss = run.loss()
-                totals = user.totals(run.left_out)
+                totals = user.totals(run.left_out) if run.buckets is None else run.buckets.totals()
                 self._commit(user, totals, outcome)
             return loss
         except BaseException:
@@ -232,6 +245,8 @@ class DataParallel:
             raise
         finally:
             self._drop_gradients()
+            if run.buckets is not None:
+                run.buckets.drop()
 
     def predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any] | None = None) -> Any:
         """Run the module forward over `batch` on all devices, without gradients.
@@ -253,24 +268,35 @@ class DataParallel:
 
     def _predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any]) -> Any:
         whole = Batch(batch)
-        self._replicas.refresh()
-        self._seen_predicting.follow(self._replicas, self.module, fn)
+        self._places.begin()
         if self._predictor is None:
             self._predictor = Stepper(self.group, **self._options)
+        random = RandomStates(self._places)
+        while True:
+            try:
+                return self._try_predict(self._predictor, whole, fn)
+            except _TryAgainError:
+                self._places.release_memory()
+                random.restore()
+
+    def _try_predict(self, predictor: Stepper, whole: Batch, fn: Callable[[nn.Module, Any], Any]) -> Any:
+        self._replicas.refresh()
+        self._seen_predicting.follow(self._replicas, self.module, fn, self._places.types)
         run = PredictRun(
             whole,
             self._replicas.list,
             self._seen_predicting,
-            CallerState(_DEVICE_TYPE, len(self._names)),
-            self._thread_counts,
+            CallerState(self._places.types, len(self._names)),
+            self._places,
+            self._caps_predicting,
             fn=fn,
         )
-        outcome = self._execute(self._predictor, run, whole.size)
-        self._predictor.commit(outcome)
+        outcome = self._execute(predictor, run, whole.size)
+        predictor.commit(outcome)
         with torch.no_grad():
             if self.module.training:  # as in plain PyTorch, running statistics follow
                 self._commit_buffers(outcome)
-            return concatenate(run.outputs)
+            return concatenate(run.outputs, self._places.to_home)
 
     def optimizer(self, cls: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
         """An optimizer over the module's parameters: on host devices exactly ``cls(module.parameters(), **options)``."""
@@ -299,7 +325,7 @@ class DataParallel:
 
     def explain(self) -> str:
         """In words: what was seen, what was decided and why, what a move would gain."""
-        return self._stepper.explain()
+        return self._stepper.explain() + self._caps.explain()
 
     def write_ledger(self, path: str | os.PathLike[str]) -> None:
         """Write every measurement and decision of `step` to a file of JSON lines; `paceline.balance.replay` reproduces them.
@@ -323,6 +349,22 @@ class DataParallel:
             )
         self._cancel()
         self._finalizer()
+        if self._places.queues is not None and self._lock.acquire(blocking=False):
+            try:
+                self._give_back()
+            finally:
+                self._lock.release()
+
+    def _give_back(self) -> None:
+        """Everything that the devices hold of this trainer; its figures stay."""
+        with contextlib.suppress(Error):  # of a device that was lost: it has said so before
+            for stepper in (self._stepper, self._predictor):
+                if stepper is not None:
+                    stepper.settle()
+        self._committed = None
+        self._predictor = None
+        self._replicas.release()
+        self._places.close()
 
     def _cancel(self) -> None:
         self._stepper.cancel()
@@ -341,7 +383,7 @@ class DataParallel:
         if ended is not None:
             group = ended[2][0]
             with contextlib.suppress(Timeout):
-                _finalize(group, timeout=0.0)
+                _finalize(group, self._places.any_host, timeout=0.0)
         return None
 
     def __repr__(self) -> str:
@@ -358,7 +400,8 @@ class DataParallel:
                 f"{call}: this trainer is in the middle of another call, in another thread or around this one (loss_fn must "
                 "not call the trainer). One call at a time."
             )
-        CallerThreads.enter()
+        if self._places.any_host:
+            CallerThreads.enter()
         try:
             if self.group.busy:
                 raise InvalidArgument(
@@ -377,11 +420,13 @@ class DataParallel:
 
     def _execute(self, stepper: Stepper, run: Run, size: int) -> Any:
         self._running = run
-        outcome = stepper.run(size, run.body, run.finish)
+        outcome = stepper.run(size, run.body, run.finish, self._places.queues, run.sums)
         if run.failures:
             device, begin, end, error = run.failures[0]
             run.failures.clear()
             try:
+                if is_out_of_memory(error) and run.caps.shrink(device, end - begin):
+                    raise _TryAgainError from error
                 raise_failure(error, self._names[device], begin, end, run.kept)
             finally:
                 del error  # which refers to this frame: a dropped trainer shall end without the garbage collector
@@ -399,7 +444,7 @@ class DataParallel:
             self._committed = outcome
 
     def _commit_buffers(self, outcome: Any) -> None:
-        if not self._replicas.list[0].shared:
+        if not self._replicas.shared:
             return
         ran = [0] * len(self._names)
         for device, begin, end, *_ in outcome.claims:
@@ -409,7 +454,7 @@ class DataParallel:
             buffers.push()
 
     def _drop_gradients(self) -> None:
-        if self._replicas.list[0].shared:
+        if self._replicas.shared:
             for replica in self._replicas.list:
                 replica.clear_gradients()
 
@@ -442,13 +487,19 @@ def _check_names(devices: object) -> None:
         )
 
 
-def _check_devices(group: DeviceGroup) -> None:
-    for device in group.devices:
-        if device.kind != "host":
-            raise Unavailable(
-                f"DataParallel: {device.name} is no host device. This version trains PyTorch modules on host devices; GPUs are for the "
-                "C++ trainer so far."
-            )
+class _TryAgainError(Exception):
+    """Memory ran out, and smaller pieces may fit: nothing was committed, and the step can be run once more."""
+
+
+def _named(devices: str | Sequence[str | Device], module: nn.Module) -> str | list[str | Device]:
+    """What a group is made of. "auto" follows the module: all GPUs, its own first, if it is on one; else all host devices."""
+    if devices != "auto":
+        return devices if isinstance(devices, str) else list(devices)
+    parameter = next(module.parameters(), None)
+    if parameter is None or parameter.device.type != "cuda":
+        return "auto"
+    gpus = [device for device in all_devices() if device.kind == "cuda"]
+    return sorted(gpus, key=lambda gpu: gpu.index != parameter.device.index)
 
 
 def _policy(balance: Balance) -> tuple[str, list[float]]:
@@ -469,9 +520,10 @@ def _forward(module: nn.Module, batch: Any) -> Any:
     return module(batch)
 
 
-def _finalize(group: DeviceGroup | None, timeout: float = 10.0) -> None:
+def _finalize(group: DeviceGroup | None, any_host: bool, timeout: float = 10.0) -> None:
     try:
         if group is not None:
             group.close(timeout)
     finally:
-        CallerThreads.restore()
+        if any_host:
+            CallerThreads.restore()

@@ -35,6 +35,8 @@ struct Settings {
   int multiprocessors = 132;
   int driver_version = 13000;
   bool driver_present = true;
+  bool eager = false;           ///< run everything as soon as it may, and time it by the host's clock
+  bool foreign_memory = false;  ///< memory that no device has is taken for somebody else's, and not checked
 };
 
 /// A machine as after boot. What the last one still held is forgotten.

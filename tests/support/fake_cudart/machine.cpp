@@ -2,6 +2,7 @@
 #include "machine.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -96,7 +97,12 @@ bool Machine::destroy(Event* event) { return events_.erase(event) == 1; }
 void Machine::enqueue(Stream* stream, Operation operation) {
   operation.known = host_;
   stream->queue.push_back(std::move(operation));
-  drift();
+  if (settings_.eager) {
+    while (current == nullptr && run_one()) {
+    }
+  } else {
+    drift();
+  }
 }
 
 void Machine::record(Stream* stream, Event* event) {
@@ -182,6 +188,10 @@ void Machine::run(Stream& stream) {
     current_stream = nullptr;
   }
   if (operation.recorded != nullptr) {
+    if (settings_.eager) {
+      const auto now = std::chrono::steady_clock::now().time_since_epoch();
+      stream.seconds = std::chrono::duration<double>(now).count();
+    }
     operation.recorded->clock = stream.clock;
     operation.recorded->seconds = stream.seconds;
     operation.recorded->done = true;
@@ -235,6 +245,7 @@ void Machine::access(const void* data, std::size_t bytes, bool write) {
   Allocation* const allocation = find(data);
   const char* const name = current->name;
   if (allocation == nullptr) {
+    if (settings_.foreign_memory) return;
     complain(std::string(name) + " touches memory that no device has");
     return;
   }

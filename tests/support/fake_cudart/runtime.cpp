@@ -42,7 +42,7 @@ cudaError_t enqueue(cudaStream_t stream, const char* name, std::function<void()>
 
 bool on_a_device(const void* data) {
   const fake::Allocation* const allocation = machine().find(data);
-  return allocation != nullptr;
+  return allocation != nullptr || machine().settings().foreign_memory;
 }
 
 }  // namespace

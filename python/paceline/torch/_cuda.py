@@ -1,0 +1,81 @@
+"""What is asked of ``torch.cuda``, in one place: everything else of this package names no kind of device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import torch
+
+_LEGACY_STREAM = 1  # cudaStreamLegacy: PyTorch calls the default stream 0, which elsewhere means none
+
+
+def device(index: int) -> torch.device:
+    """The GPU with this number, which PyTorch and paceline count alike."""
+    return torch.device("cuda", index)
+
+
+def current_stream(index: int) -> int:
+    """The calling thread's stream on that GPU, as CUDA calls it."""
+    return torch.cuda.current_stream(index).cuda_stream or _LEGACY_STREAM
+
+
+def on_stream(index: int, handle: int) -> contextlib.AbstractContextManager[None]:
+    """What the calling thread does inside runs on this stream of that GPU."""
+    if handle == _LEGACY_STREAM:
+        return torch.cuda.stream(torch.cuda.default_stream(index))
+    return torch.cuda.stream(torch.cuda.ExternalStream(handle, device=index))
+
+
+class CopyStream:
+    """Brings host memory to a GPU while the stream that needs it still computes."""
+
+    def __init__(self, index: int, compute: int) -> None:
+        self._device = torch.device("cuda", index)
+        self._stream = torch.cuda.Stream(index)
+        self._compute = torch.cuda.ExternalStream(compute, device=index)
+
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the GPU that the compute stream may use from now on.
+
+        PyTorch's allocator of pinned memory takes the staging copy back when the GPU has read it, and `record_stream` keeps the
+        memory of the result until the compute stream is done with it: fresh memory needs no wait.
+        """
+        staged = tensor if tensor.is_pinned() else tensor.contiguous().pin_memory()
+        with torch.cuda.stream(self._stream):
+            there = staged.to(self._device, non_blocking=True)
+        self._compute.wait_stream(self._stream)
+        there.record_stream(self._compute)
+        return there
+
+
+def generator(index: int) -> torch.Generator:
+    """The generator that every thread and stream of that GPU draws from."""
+    torch.cuda.init()
+    return torch.cuda.default_generators[index]
+
+
+def pinned(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Host memory that GPUs copy from while the host goes on."""
+    return torch.empty(count, dtype=dtype, pin_memory=True)
+
+
+def pin(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that GPUs read while the host goes on."""
+    return tensor.pin_memory()
+
+
+def prepare_worker(index: int) -> None:
+    """Of a thread that computes on that GPU."""
+    torch.cuda.set_device(index)
+
+
+def release_memory() -> None:
+    """Let PyTorch give back what it keeps for streams that are about to go."""
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
+def launches_block() -> bool:
+    """Whether every launch waits for its kernel, so that devices could not work at the same time."""
+    return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")

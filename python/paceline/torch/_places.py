@@ -1,0 +1,193 @@
+"""Where PyTorch computes for each device of a group: device, stream, generator; and how a batch comes there."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline import DeviceGroup, InvalidArgument, Unavailable
+from paceline._core.engine import DeviceQueues
+from paceline.torch import _cuda
+
+Move = Callable[[torch.Tensor], torch.Tensor]
+
+_HOST = torch.device("cpu")
+_worker = threading.local()
+
+
+def stay(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself: it is where it is needed."""
+    return tensor
+
+
+class Places:
+    """The devices of a trainer, in PyTorch's words.
+
+    *Home* is where the module is: the memory of the group's first GPU, or the host's where there is none. With GPUs the group has
+    `queues`, and the caller's stream on the home GPU is what steps are ordered on.
+    """
+
+    def __init__(self, group: DeviceGroup, module: nn.Module, timeout: float) -> None:
+        gpus = [device for device in group.devices if device.kind == "cuda"]
+        if len(group) > 1 and gpus and _cuda.launches_block():
+            raise Unavailable(
+                "DataParallel: CUDA_LAUNCH_BLOCKING is set, so every launch waits for its kernel: several devices would take turns, and "
+                "collectives hang. Unset it, or use one device."
+            )
+        self.names = [device.name for device in group.devices]
+        self.space_names = [device.memory_space for device in group.devices]
+        self._gpu = [device.index if device.kind == "cuda" else None for device in group.devices]
+        self.devices = [_HOST if gpu is None else _cuda.device(gpu) for gpu in self._gpu]
+        self._home_gpu = gpus[0].index if gpus else None
+        self.home = _HOST if self._home_gpu is None else _cuda.device(self._home_gpu)
+        self.types = sorted({device.type for device in self.devices})
+        self._threads = [max(1, len(device.cores)) for device in group.devices]
+        _check_home(module, self.home, gpus[0].name if gpus else None)
+        self.queues: DeviceQueues | None = None
+        if self._home_gpu is not None:
+            self.queues = DeviceQueues(group, stream=_cuda.current_stream(self._home_gpu), timeout=timeout)
+        self.spaces = self.queues.spaces if self.queues is not None else [0] * len(group)
+        self.home_space = self.queues.home_space if self.queues is not None else 0
+        self._copies: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    @property
+    def any_host(self) -> bool:
+        """Whether some device is a worker on the host's cores."""
+        return None in self._gpu
+
+    def begin(self) -> None:
+        """Before a step: it is ordered on the stream that the caller is on now."""
+        if self.queues is not None and self._home_gpu is not None:
+            self.queues.set_stream(_cuda.current_stream(self._home_gpu))
+
+    def prepare_worker(self, device: int) -> None:
+        """Once in the life of the thread that computes for a device."""
+        if getattr(_worker, "prepared", False):
+            return
+        gpu = self._gpu[device]
+        if gpu is None:
+            # Reading it first matters: the lazy initialisation reads the process-wide value, and would otherwise overrule the worker's own
+            # at some later operator.
+            torch.get_num_threads()
+            torch.set_num_threads(self._threads[device])
+        else:
+            _cuda.prepare_worker(gpu)
+            # Else backward runs on a thread that all devices of one GPU share. Set for this thread, and for good.
+            torch.autograd.set_multithreading_enabled(False)
+        _worker.prepared = True
+
+    def enter(self, device: int) -> contextlib.AbstractContextManager[None]:
+        """On a worker: its operators go to the device's own queue."""
+        gpu = self._gpu[device]
+        if self.queues is None:
+            return contextlib.nullcontext()
+        return self._on_streams(gpu, self.queues.streams[device], self.queues.sources[device])
+
+    @contextlib.contextmanager
+    def _on_streams(self, gpu: int | None, stream: int | None, source: int | None) -> Any:
+        with contextlib.ExitStack() as stack:
+            if source is not None and self._home_gpu is not None:  # what it reads of home's memory
+                stack.enter_context(_cuda.on_stream(self._home_gpu, source))
+            if stream is not None and gpu is not None:
+                stack.enter_context(_cuda.on_stream(gpu, stream))
+            yield
+
+    def at_home(self) -> contextlib.AbstractContextManager[None]:
+        """On any thread: operators go to the stream that the step is ordered on."""
+        if self.queues is None or self._home_gpu is None or self.queues.home_stream is None:
+            return contextlib.nullcontext()
+        return _cuda.on_stream(self._home_gpu, self.queues.home_stream)
+
+    def mover(self, device: int) -> Move:
+        """What brings a tensor of the batch to the device, called on its worker inside `enter`."""
+        target, gpu = self.devices[device], self._gpu[device]
+        if self.queues is None:
+            return stay
+        if gpu is None:
+            return lambda tensor: tensor.to(target)
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device == target:
+                return tensor
+            if tensor.device.type != "cpu":
+                return tensor.to(target, non_blocking=True)
+            return self._copy_stream(device, gpu).bring(tensor)
+
+        return move
+
+    def _copy_stream(self, device: int, gpu: int) -> _cuda.CopyStream:
+        if device not in self._copies:
+            stream = self.queues.streams[device] if self.queues is not None else None
+            self._copies[device] = _cuda.CopyStream(gpu, stream or 0)
+        copies: _cuda.CopyStream = self._copies[device]
+        return copies
+
+    def to_home(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On the caller's thread, between steps."""
+        return tensor if tensor.device == self.home else tensor.to(self.home)
+
+    def generator(self, device: int) -> torch.Generator:
+        """What the device's random operators draw from."""
+        gpu = self._gpu[device]
+        return torch.default_generator if gpu is None else _cuda.generator(gpu)
+
+    @property
+    def share_generators(self) -> bool:
+        """Whether two devices draw from one generator: host devices do, and the parts of one GPU."""
+        return len(set(self._gpu)) < len(self._gpu)
+
+    def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that goes to GPUs while the host goes on."""
+        return _cuda.pinned(count, dtype)
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host tensor that every device can read while the host goes on."""
+        return tensor if self.queues is None else _cuda.pin(tensor)
+
+    def release_memory(self) -> None:
+        """After memory ran out, and before streams go."""
+        if self.queues is not None:
+            _cuda.release_memory()
+
+    def close(self) -> None:
+        """Wait for what is enqueued, and give the streams back."""
+        if self.queues is None:
+            return
+        self.queues.drain()
+        self._copies.clear()
+        self.release_memory()
+        self.queues = None
+
+
+def _check_home(module: nn.Module, home: torch.device, first_gpu: str | None) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.device != home and not isinstance(parameter, nn.parameter.UninitializedParameter):
+            why = (
+                "the devices compute on the host"
+                if first_gpu is None
+                else f"the first GPU of the devices, where the parameters live, is {first_gpu}"
+            )
+            raise InvalidArgument(
+                f"DataParallel: parameter {name} is on {parameter.device}, but {why}. Move the module there first: module.to('{home}')."
+            )
+
+
+class RandomStates:
+    """The random generators of a trainer's devices as they are now, to go back to."""
+
+    def __init__(self, places: Places) -> None:
+        generators = {id(generator): generator for generator in map(places.generator, range(len(places)))}
+        self._kept = [(generator, generator.get_state()) for generator in generators.values()]
+
+    def restore(self) -> None:
+        """Draws from now on are those that followed before."""
+        for generator, state in self._kept:
+            generator.set_state(state)

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "queued_program.hpp"
+
+#include <utility>
+
+#include "worker_gil.hpp"
+
+namespace py = pybind11;
+
+namespace paceline::python {
+
+QueuedProgram::QueuedProgram(std::shared_ptr<PythonProgram> body, py::object outputs,
+                             std::shared_ptr<TrainerQueues> shared)
+    : body_(std::move(body)),
+      outputs_(std::move(outputs)),
+      shared_(std::move(shared)),
+      times_(shared_->queues.begin_step(shared_->copies)),
+      ran_(shared_->queues.device_count()) {}
+
+QueuedProgram::~QueuedProgram() {
+  if (!outputs_) return;
+  if (interpreter_is_ending()) {
+    outputs_.release();
+    return;
+  }
+  const py::gil_scoped_acquire gil;
+  outputs_ = py::object();
+}
+
+void QueuedProgram::release() {
+  body_->release();
+  outputs_ = py::object();
+  shared_.reset();  // a step may be remembered for longer than its trainer lives
+}
+
+bool QueuedProgram::run(const MicroBatch& micro_batch) {
+  const std::size_t d = micro_batch.device_index;
+  shared_->queues.enter(d);
+  const bool dry = shared_->queues.begin_run(d);
+  const bool first = body_->run(micro_batch);
+  shared_->queues.end_run(d);
+  ran_[d] = 1;
+  return first || dry;
+}
+
+void QueuedProgram::finish(std::size_t d) {
+  if (ran_[d] == 0) return;
+  body_->finish(d);
+  shared_->queues.deliver(d, body_->delivered(d));
+}
+
+std::unique_ptr<BlockReduction> QueuedProgram::reduction() {
+  const std::vector<BufferView> outputs = outputs_.is_none() ? std::vector<BufferView>{} : views_from(outputs_);
+  shared_->queues.reduce(outputs, 1.0);
+  shared_->queues.end_step();
+  return nullptr;
+}
+
+}  // namespace paceline::python

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include <paceline/error.hpp>
+
+#include "bindings.hpp"
+#include "queued_program.hpp"
+
+namespace py = pybind11;
+
+namespace paceline::python {
+namespace {
+
+using Handle = std::optional<std::uintptr_t>;
+
+Handle handle_of(const Stream* stream) {
+  if (stream == nullptr) return std::nullopt;
+  return reinterpret_cast<std::uintptr_t>(stream->native());
+}
+
+void* native(const Handle& handle) { return reinterpret_cast<void*>(handle.value_or(0)); }
+
+std::shared_ptr<TrainerQueues> make(const DeviceGroup& group, const Handle& stream, std::int64_t run_ahead,
+                                    double timeout) {
+  if (!(timeout > 0.0)) throw InvalidArgument(fmt::format("timeout is {} s; it must be positive.", timeout));
+  constexpr double longest = 3e9;  // a century; nanoseconds hold three
+  const auto limit = std::chrono::duration<double>(std::min(timeout, longest));
+  return std::make_shared<TrainerQueues>(
+      group, DeviceQueueOptions{.stream = native(stream),
+                                .run_ahead = run_ahead,
+                                .timeout = std::chrono::duration_cast<std::chrono::nanoseconds>(limit)});
+}
+
+template <class Of>
+auto of_each_device(const DeviceQueues& queues, Of of) {
+  std::vector<decltype(of(std::size_t{0}))> values;
+  for (std::size_t d = 0; d < queues.device_count(); ++d) values.push_back(of(d));
+  return values;
+}
+
+void set_copies(TrainerQueues& shared,
+                const std::vector<std::tuple<std::size_t, std::uintptr_t, std::uintptr_t, std::size_t>>& copies) {
+  shared.copies.clear();
+  for (const auto& [space, to, from, bytes] : copies) {
+    shared.copies.push_back({space, reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes});
+  }
+}
+
+}  // namespace
+
+void bind_queues(py::module_& module) {
+  py::class_<TrainerQueues, std::shared_ptr<TrainerQueues>>(
+      module, "DeviceQueues", "The queues of a group's devices during steps, and who waits for whom.")
+      .def(py::init(&make), py::arg("group"), py::kw_only(), py::arg("stream") = py::none(), py::arg("run_ahead") = 1,
+           py::arg("timeout") = 600.0)
+      .def_property_readonly("home_space", [](const TrainerQueues& shared) { return shared.queues.home_space(); })
+      .def_property_readonly(
+          "spaces",
+          [](const TrainerQueues& shared) {
+            return of_each_device(shared.queues, [&](std::size_t d) { return shared.queues.space_of(d); });
+          },
+          "Of each device, the number of its memory space.")
+      .def_property_readonly(
+          "streams",
+          [](const TrainerQueues& shared) {
+            return of_each_device(shared.queues, [&](std::size_t d) { return handle_of(shared.queues.stream(d)); });
+          },
+          "Of each device, the stream it computes on; None on the host.")
+      .def_property_readonly(
+          "sources",
+          [](const TrainerQueues& shared) {
+            return of_each_device(shared.queues,
+                                  [&](std::size_t d) { return handle_of(shared.queues.source_stream(d)); });
+          },
+          "Of each device, the stream of the home GPU that reads on its behalf; None for home's own.")
+      .def_property_readonly("home_stream",
+                             [](const TrainerQueues& shared) { return handle_of(&shared.queues.home_stream()); })
+      .def(
+          "set_stream", [](TrainerQueues& shared, const Handle& stream) { shared.queues.set_stream(native(stream)); },
+          py::arg("stream"), "Order steps on this stream of the caller's from now on.")
+      .def("set_copies", &set_copies, py::arg("copies"),
+           "(space, to, from, bytes) of what other memory spaces get at the start of each step.")
+      .def("drain", [](TrainerQueues& shared) { shared.queues.drain(); }, "Return when nothing is enqueued any more.");
+}
+
+}  // namespace paceline::python

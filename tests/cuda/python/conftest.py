@@ -1,0 +1,108 @@
+"""`paceline.torch` on GPUs that are not there: the package is linked to the fake of the CUDA runtime, CPU tensors stand for the GPUs'.
+
+    PYTHONPATH=BUILD/fake_python_package python -m pytest tests/cuda/python
+
+What a GPU does on its own time happens here during the call; which stream it would have been on is written down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from paceline import _core  # noqa: E402
+from paceline.torch import _cuda  # noqa: E402
+
+
+class Fake:
+    """The fake's switches, and what was asked of ``torch.cuda``."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL(_core.__file__)
+        self.released = 0
+        self._streams = threading.local()
+
+    def boot(self, gpus: int) -> None:
+        """A machine as after boot, with so many GPUs."""
+        self.library.paceline_fake_boot(gpus)
+
+    def hang(self, stream: int) -> None:
+        """The stream runs nothing any more."""
+        self.library.paceline_fake_hang(ctypes.c_void_p(stream))
+
+    def poison(self, gpu: int) -> None:
+        """The GPU answers every call as after a kernel's illegal access."""
+        self.library.paceline_fake_poison(gpu, 700)
+
+    @property
+    def leftovers(self) -> int:
+        """What was not given back."""
+        return int(self.library.paceline_fake_leftovers())
+
+    @property
+    def synchronizations(self) -> int:
+        """Calls that held a thread until a GPU was done."""
+        return int(self.library.paceline_fake_synchronize_calls())
+
+    @property
+    def streams(self) -> list[tuple[int, int]]:
+        """The streams that the calling thread is on: (GPU, handle), the latest last."""
+        if not hasattr(self._streams, "stack"):
+            self._streams.stack = []
+        stack: list[tuple[int, int]] = self._streams.stack
+        return stack
+
+    @contextlib.contextmanager
+    def on_stream(self, index: int, handle: int) -> Iterator[None]:
+        """Stands for `_cuda.on_stream`."""
+        self.streams.append((index, handle))
+        try:
+            yield
+        finally:
+            self.streams.pop()
+
+    def release_memory(self) -> None:
+        """Stands for `_cuda.release_memory`."""
+        self.released += 1
+
+
+class CopyStream:
+    """Stands for `_cuda.CopyStream`."""
+
+    def __init__(self, index: int, compute: int) -> None:
+        pass
+
+    def bring(self, tensor: Any) -> Any:
+        """A copy."""
+        return tensor.clone()
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
+    """Four GPUs; afterwards nothing may have gone wrong that the fake has noticed."""
+    fake = Fake()
+    if not hasattr(fake.library, "paceline_fake_boot"):
+        pytest.skip("this package is not linked to the fake: PYTHONPATH=BUILD/fake_python_package")
+    gc.collect()  # what tests before left in cycles belongs to the machine before
+    fake.boot(4)
+    monkeypatch.setattr(_cuda, "device", lambda index: torch.device("cpu"))
+    monkeypatch.setattr(_cuda, "current_stream", lambda index: None)
+    monkeypatch.setattr(_cuda, "on_stream", fake.on_stream)
+    monkeypatch.setattr(_cuda, "CopyStream", CopyStream)
+    monkeypatch.setattr(_cuda, "generator", lambda index: torch.default_generator)
+    monkeypatch.setattr(_cuda, "pinned", lambda count, dtype: torch.empty(count, dtype=dtype))
+    monkeypatch.setattr(_cuda, "pin", lambda tensor: tensor.clone())
+    monkeypatch.setattr(_cuda, "prepare_worker", lambda index: None)
+    monkeypatch.setattr(_cuda, "release_memory", fake.release_memory)
+    yield fake
+    text = ctypes.create_string_buffer(500)
+    assert fake.library.paceline_fake_problems(text, 500) == 0, text.value.decode()
+    assert fake.synchronizations == 0
