@@ -16,10 +16,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parents[2] / "cpp" / "src" / "engine" / "async_program.cpp"
+ENGINE = Path(__file__).resolve().parents[2] / "cpp" / "src" / "engine"
+SOURCES = [ENGINE / "device_queues.cpp", ENGINE / "async_program.cpp"]
+TESTS = ["data_parallel", "device_queues"]
 # A statement that waits: a stream for an event, the host for an event, the host for all of a stream.
 WAIT = re.compile(
-    r"^(?P<indent>\s*(?:if \(.*?\) |for \(.*?\) )?)(?P<wait>[\w.\->\[\]*()]*?\b(?:wait|wait_for|drain)\(.*\));$"
+    r"^(?P<indent>\s*(?:if \(.*?\) |for \(.*?\) )?)(?P<wait>[\w.\->\[\]*()]*?\b(?:wait|wait_for|await|drain)\(.*\));$"
 )
 
 
@@ -27,33 +29,36 @@ def waits(lines: list[str]) -> list[int]:
     return [number for number, line in enumerate(lines) if WAIT.match(line)]
 
 
-def compile_command(build: Path) -> list[str]:
+def compile_command(build: Path, source: Path) -> list[str]:
     for entry in json.loads((build / "compile_commands.json").read_text()):
-        if Path(entry["file"]).resolve() == SOURCE:
-            return shlex.split(entry["command"])
-    raise SystemExit(f"removed_waits: {build} does not compile {SOURCE.name}; configure it with PACELINE_CUDA=ON")
+        if Path(entry["file"]).resolve() == source:
+            command = shlex.split(entry["command"])
+            return command[1:] if Path(command[0]).name == "ccache" else command
+    raise SystemExit(f"removed_waits: {build} does not compile {source.name}; configure it with PACELINE_CUDA=ON")
 
 
-def failed_test(build: Path, lines: list[str], folder: Path) -> str | None:
-    """The first test that fails with this source, "hangs" if one does not end, or None."""
-    source = folder / SOURCE.name
+def failed_test(build: Path, original: Path, lines: list[str], folder: Path) -> str | None:
+    """The first test that fails with these lines as its source, "hangs" if one does not end, or None."""
+    source = folder / original.name
     source.write_text("\n".join(lines) + "\n")
-    command = compile_command(build)
+    command = compile_command(build, original)
     command[command.index("-o") + 1] = str(folder / "mutant.o")
     command[command.index("-c") + 1] = str(source)
     # What the removal leaves unused is no error here.
-    subprocess.run([*command, "-w", f"-I{SOURCE.parent.parent}"], cwd=build, check=True)
+    subprocess.run([*command, "-w", f"-I{ENGINE.parent}"], cwd=build, check=True)
     tests = build / "tests" / "cuda"
-    test_object = tests / "CMakeFiles" / "test_cuda_data_parallel.dir" / "data_parallel_test.cpp.o"
-    program = folder / "mutant"
     libraries = [str(tests / "libfake_cudart.a"), "-lgtest", "-lgtest_main", "-lpthread"]
     sanitizers = [flag for flag in command if flag.startswith("-fsanitize")]
-    compiler = command[0]
-    subprocess.run([compiler, *sanitizers, "-o", program, test_object, folder / "mutant.o", *libraries], check=True)
-    for tests_to_run in ("*Everything", "*"):  # first where most waits are
-        command = [str(program), "--gtest_fail_fast", f"--gtest_filter={tests_to_run}"]
+    for name in TESTS:
+        test_object = tests / "CMakeFiles" / f"test_cuda_{name}.dir" / f"{name}_test.cpp.o"
+        program = folder / "mutant"
+        subprocess.run(
+            [command[0], *sanitizers, "-o", program, test_object, folder / "mutant.o", *libraries], check=True
+        )
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+            done = subprocess.run(
+                [str(program), "--gtest_fail_fast"], capture_output=True, text=True, timeout=300, check=False
+            )
         except subprocess.TimeoutExpired:
             return "(hangs)"
         if done.returncode != 0:
@@ -66,17 +71,19 @@ def main() -> int:
     if len(sys.argv) != 2:
         raise SystemExit(__doc__)
     build = Path(sys.argv[1]).resolve()
-    lines = SOURCE.read_text().splitlines()
     unnoticed = 0
-    print("| line | removed | noticed by |\n| --- | --- | --- |", flush=True)
+    print("| file, line | removed | noticed by |\n| --- | --- | --- |", flush=True)
     with tempfile.TemporaryDirectory() as name:
-        for number in waits(lines):
-            match = WAIT.match(lines[number])
-            assert match is not None
-            mutant = [*lines[:number], match["indent"] + "{}", *lines[number + 1 :]]
-            noticed = failed_test(build, mutant, Path(name))
-            unnoticed += noticed is None
-            print(f"| {number + 1} | `{lines[number].strip()}` | {noticed or '**nothing**'} |", flush=True)
+        for source in SOURCES:
+            lines = source.read_text().splitlines()
+            for number in waits(lines):
+                match = WAIT.match(lines[number])
+                assert match is not None
+                mutant = [*lines[:number], match["indent"] + "{}", *lines[number + 1 :]]
+                noticed = failed_test(build, source, mutant, Path(name))
+                unnoticed += noticed is None
+                removed = lines[number].strip()
+                print(f"| {source.name}, {number + 1} | `{removed}` | {noticed or '**nothing**'} |", flush=True)
     return 1 if unnoticed else 0
 
 

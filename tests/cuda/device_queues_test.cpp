@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Steps whose caller never waits, as the PyTorch trainer's: what orders them, and what is known of them when.
+#include <paceline/engine/device_queues.hpp>
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <paceline/engine/stepper.hpp>
+#include <paceline/error.hpp>
+#include <paceline/runtime/device_group.hpp>
+
+#include "fake_cuda.hpp"
+#include "twins.hpp"
+
+namespace paceline {
+namespace {
+
+constexpr std::int64_t kBatch = 12;
+
+struct Add {
+  const double* batch;
+  std::int64_t begin;
+  std::int64_t end;
+  double* sum;
+};
+
+void add_kernel(Add) {}
+void fill_kernel(double*, double) {}
+
+void boot(std::uint64_t seed, int gpus) {
+  fake::boot({.seed = seed, .device_count = gpus});
+  fake::set_twins();
+  fake::twin(&add_kernel, [](const fake::Launch&, const Add& add) {
+    fake::reads(add.batch + add.begin, static_cast<std::size_t>(add.end - add.begin) * sizeof(double));
+    fake::writes(add.sum, sizeof(double));
+    fake::takes(1e-3 * static_cast<double>(add.end - add.begin));
+    for (std::int64_t k = add.begin; k < add.end; ++k) *add.sum += add.batch[k];
+  });
+  fake::twin(&fill_kernel, [](const fake::Launch&, double* batch, double value) {
+    fake::writes(batch, kBatch * sizeof(double));
+    std::fill(batch, batch + kBatch, value);
+  });
+}
+
+template <class K, class... A>
+void launch(K* kernel, Stream& stream, A... values) {
+  void* arguments[] = {&values...};
+  ASSERT_EQ(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(1), dim3(1), arguments, 0,
+                             static_cast<cudaStream_t>(stream.native())),
+            cudaSuccess);
+}
+
+/// Sums a batch that lies at home and changes from step to step. Nobody waits for anything.
+class Summing final : public StepProgram {
+ public:
+  explicit Summing(const DeviceGroup& group, std::int64_t run_ahead = 1) : queues(group, {.run_ahead = run_ahead}) {
+    for (std::size_t d = group.size(); d-- > 0;) {
+      if (queues.space_of(d) == queues.home_space()) home_index_ = group.devices()[d].index;
+    }
+    AsyncDevice& home = queues.maker(queues.home_space());
+    batch_ = home.allocate(kBatch * sizeof(double), queues.home_stream());
+    for (std::size_t d = 0; d < queues.device_count(); ++d) {
+      Lane& lane = lanes_.emplace_back();
+      const std::size_t space = queues.space_of(d);
+      AsyncDevice& maker = queues.maker(space);
+      const auto make = [&](std::size_t bytes) {
+        return queues.on_host(space) ? maker.allocate_pinned(bytes) : maker.allocate(bytes, *queues.stream(d));
+      };
+      lane.sum = make(sizeof(double));
+      if (space == queues.home_space()) continue;
+      lane.batch = make(kBatch * sizeof(double));
+      lane.brought = home.make_event(false);
+      if (queues.on_host(space)) continue;
+      const std::unique_ptr<Event> there = maker.make_event(false);
+      queues.stream(d)->record(*there);
+      queues.source_stream(d)->wait(*there);
+    }
+  }
+  ~Summing() override {
+    queues.drain();
+    for (std::size_t d = 0; d < lanes_.size(); ++d) {
+      if (queues.stream(d) == nullptr) lanes_[d] = {};
+    }
+  }
+
+  /// The next step is about kBatch times `value`; its sum goes to `output`, at home.
+  void begin(double value, double* output) {
+    ASSERT_EQ(cudaSetDevice(home_index_), cudaSuccess);
+    launch(&fill_kernel, queues.home_stream(), static_cast<double*>(batch_->data()), value);
+    output_ = output;
+    times_ = queues.begin_step({});
+    for (Lane& lane : lanes_) lane.ran = false;
+  }
+
+  bool run(const MicroBatch& mb) override {
+    Lane& lane = lanes_[mb.device_index];
+    Stream* const stream = queues.stream(mb.device_index);
+    if (queues.enter(mb.device_index)) {
+      if (stream != nullptr) stream->zero(lane.sum->data(), sizeof(double));
+      if (lane.batch != nullptr) bring(lane, mb.device_index, stream);
+      if (stream == nullptr) *static_cast<double*>(lane.sum->data()) = 0.0;
+    }
+    queues.begin_run(mb.device_index);
+    const Buffer& batch = lane.batch != nullptr ? *lane.batch : *batch_;
+    const Add add{static_cast<const double*>(batch.data()), mb.begin, mb.end, static_cast<double*>(lane.sum->data())};
+    if (stream != nullptr) {
+      launch(&add_kernel, *stream, add);
+    } else {
+      for (std::int64_t k = add.begin; k < add.end; ++k) *add.sum += add.batch[k];
+    }
+    queues.end_run(mb.device_index);
+    lane.ran = true;
+    return false;
+  }
+
+  void finish(std::size_t d) override {
+    if (lanes_[d].ran) queues.deliver(d, {{lanes_[d].sum->data(), 1, DType::float64}});
+  }
+
+  std::unique_ptr<BlockReduction> reduction() override {
+    const BufferView outputs[] = {{output_, 1, DType::float64}};
+    queues.reduce(outputs, 1.0);
+    queues.end_step();
+    return nullptr;
+  }
+
+  void stamp(std::vector<ClaimRecord>& claims) const override { times_->stamp(claims); }
+  [[nodiscard]] bool settled() const override { return times_->settled(); }
+  void settle() const override { times_->wait(); }
+
+  DeviceQueues queues;
+
+ private:
+  struct Lane {
+    std::unique_ptr<Buffer> sum;
+    std::unique_ptr<Buffer> batch;  // where home's is out of reach
+    std::unique_ptr<Event> brought;
+    bool ran = false;
+  };
+
+  void bring(Lane& lane, std::size_t device, Stream* stream) {
+    Stream& source = *queues.source_stream(device);
+    source.copy(lane.batch->data(), batch_->data(), kBatch * sizeof(double));
+    source.record(*lane.brought);
+    if (stream != nullptr) {
+      stream->wait(*lane.brought);
+    } else {
+      wait_for(*lane.brought);
+    }
+  }
+
+  int home_index_ = 0;
+  std::vector<Lane> lanes_;
+  std::unique_ptr<Buffer> batch_;
+  double* output_ = nullptr;
+  std::shared_ptr<const StepTimes> times_;
+};
+
+DeviceGroup group_of(const std::vector<std::string>& names) {
+  std::vector<Device> devices;
+  for (const std::string& name : names) {
+    devices.push_back(find_device(name.substr(0, name.find('/'))));
+    devices.back().name = name;
+  }
+  return DeviceGroup(devices);
+}
+
+class Queued : public ::testing::TestWithParam<std::vector<std::string>> {};
+
+TEST_P(Queued, StepsThatNobodyWaitsForAreExactAndTimedInTheEnd) {
+  for (std::uint64_t seed = 0; seed < 300; ++seed) {
+    boot(seed, 2);
+    {
+      const DeviceGroup group = group_of(GetParam());
+      Stepper stepper(group,
+                      {.balance = seed % 2 == 0 ? "auto" : "even", .micro_batch = 1 + static_cast<int>(seed % 3)});
+      const std::unique_ptr<Buffer> outputs = [&] {
+        Summing any(group);
+        return any.queues.maker(any.queues.home_space()).allocate_pinned(6 * sizeof(double));
+      }();
+      auto* const sums = static_cast<double*>(outputs->data());
+      for (int k = 0; k < 6; ++k) {
+        // A program of its own for each step, as the PyTorch trainer has: each may still be on its way.
+        auto program = std::make_shared<Summing>(group, static_cast<std::int64_t>(seed % 2));
+        program->begin(1.0 + k, sums + k);
+        const std::shared_ptr<Step> step = stepper.begin(kBatch, program);
+        step->wait();
+        ASSERT_EQ(step->failure(), nullptr);
+        stepper.commit(step);
+      }
+      stepper.settle();
+      ASSERT_EQ(stepper.metrics().steps, 6);
+      for (int k = 0; k < 6; ++k) ASSERT_EQ(sums[k], (1.0 + k) * kBatch) << "seed " << seed << ", step " << k;
+    }
+    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
+    // The programs here give pinned memory back while others run, which waits.
+    if (GetParam().front() != "host:0") {
+      ASSERT_EQ(fake::synchronize_calls(), 0) << "seed " << seed;
+    }
+    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
+  }
+}
+
+TEST_P(Queued, OneStepFollowsTheOtherInTheSameMemory) {
+  for (std::uint64_t seed = 0; seed < 300; ++seed) {
+    boot(seed, 2);
+    {
+      const DeviceGroup group = group_of(GetParam());
+      Stepper stepper(group, {.balance = "even", .micro_batch = 2});
+      auto program = std::make_shared<Summing>(group);
+      const std::unique_ptr<Buffer> outputs =
+          program->queues.maker(program->queues.home_space()).allocate_pinned(4 * sizeof(double));
+      auto* const sums = static_cast<double*>(outputs->data());
+      for (int k = 0; k < 4; ++k) {
+        program->begin(1.0 + k, sums + k);
+        const std::shared_ptr<Step> step = stepper.begin(kBatch, program);
+        step->wait();
+        ASSERT_EQ(step->failure(), nullptr);
+      }
+      program->queues.drain();
+      for (int k = 0; k < 4; ++k) ASSERT_EQ(sums[k], (1.0 + k) * kBatch) << "seed " << seed << ", step " << k;
+    }
+    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
+    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cuda, Queued,
+                         ::testing::Values(std::vector<std::string>{"cuda:0"},
+                                           std::vector<std::string>{"cuda:0/0", "cuda:0/1"},
+                                           std::vector<std::string>{"cuda:0", "cuda:1"},
+                                           std::vector<std::string>{"host:0", "cuda:1/0", "cuda:1/1", "cuda:0"}));
+
+TEST(DeviceQueues, ANewStreamComesAfterTheOldOne) {
+  for (std::uint64_t seed = 0; seed < 200; ++seed) {
+    boot(seed, 1);
+    cudaStream_t streams[2] = {};
+    for (cudaStream_t& stream : streams)
+      ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+    {
+      const DeviceGroup group = group_of({"cuda:0/0", "cuda:0/1"});
+      Stepper stepper(group, {.balance = "even"});
+      auto program = std::make_shared<Summing>(group);
+      const std::unique_ptr<Buffer> outputs = program->queues.maker(0).allocate_pinned(4 * sizeof(double));
+      auto* const sums = static_cast<double*>(outputs->data());
+      for (int k = 0; k < 4; ++k) {
+        program->queues.set_stream(streams[k % 2]);
+        ASSERT_EQ(program->queues.home_stream().native(), streams[k % 2]);
+        program->begin(1.0 + k, sums + k);
+        stepper.begin(kBatch, program)->wait();
+      }
+      program->queues.drain();
+      for (int k = 0; k < 4; ++k) ASSERT_EQ(sums[k], (1.0 + k) * kBatch) << "seed " << seed;
+    }
+    for (cudaStream_t stream : streams) ASSERT_EQ(cudaStreamDestroy(stream), cudaSuccess);
+    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
+    ASSERT_EQ(fake::leftovers(), fake::Leftovers{});
+  }
+}
+
+TEST(DeviceQueues, TheCallerIsTwoStepsAheadAtMost) {
+  boot(1, 1);
+  const DeviceGroup group = group_of({"cuda:0"});
+  Stepper stepper(group, {});
+  Summing any(group);
+  const std::unique_ptr<Buffer> output = any.queues.maker(0).allocate_pinned(sizeof(double));
+  for (int k = 0; k < 5; ++k) {
+    auto program = std::make_shared<Summing>(group);
+    program->begin(1.0, static_cast<double*>(output->data()));
+    const std::shared_ptr<Step> step = stepper.begin(kBatch, program);
+    step->wait();
+    stepper.commit(step);
+    ASSERT_GE(stepper.metrics().steps, k - 1);
+  }
+}
+
+TEST(DeviceQueues, AHangIsATimeoutThatNamesTheDeviceAndEndsTheTraining) {
+  boot(3, 2);
+  const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
+  DeviceQueues queues(group, {.timeout = std::chrono::milliseconds(20)});
+  fake::hang(static_cast<cudaStream_t>(queues.stream(1)->native()));
+  const std::shared_ptr<const StepTimes> times = queues.begin_step({});
+  for (std::size_t d = 0; d < 2; ++d) {
+    queues.enter(d);
+    queues.begin_run(d);
+    queues.end_run(d);
+    queues.deliver(d, {});
+  }
+  queues.reduce({}, 1.0);
+  queues.end_step();
+  EXPECT_THROW(times->wait(), Timeout);
+  queues.drain();
+  try {
+    static_cast<void>(queues.begin_step({}));
+    FAIL();
+  } catch (const DeviceLost& error) {
+    EXPECT_NE(std::string(error.what()).find("new process"), std::string::npos);
+  }
+}
+
+TEST(DeviceQueues, AGroupOfTheHostAloneHasNone) {
+  boot(0, 1);
+  EXPECT_THROW(DeviceQueues(group_of({"host:0"}), {}), InvalidArgument);
+}
+
+}  // namespace
+}  // namespace paceline
