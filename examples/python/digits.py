@@ -4,6 +4,8 @@
     python digits.py --slow host:1                       a busy loop takes half of host:1 away for a while
     python digits.py --slow host:1 --balance even        the same with equal shares: everybody waits for host:1
     python digits.py --slow host:1 --plot shares.png     and draws it
+    python digits.py --devices cuda:0,cuda:1             on GPUs; cuda:0,host:0 mixes (the host seldom gets a share beside a GPU)
+    python digits.py --devices cuda:0 --partition 0.75,0.25     on two unequal parts of one GPU
 
 The lines that a plain training script would not have are marked with (*).
 """
@@ -24,6 +26,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
 
+from paceline import Device, find_device, partition
 from paceline.torch import DataParallel
 
 STEPS = 300
@@ -76,8 +79,9 @@ def main() -> int:
     steps = args.steps or -(-args.epochs * len(train_images) // args.batch)
     slow_steps = range(steps // 3, 2 * steps // 3) if args.slow else range(0)
 
-    model = network()
-    with DataParallel(model, args.devices, balance=args.balance) as trainer:  # (*)
+    devices = chosen(args)
+    model = network().to(home(devices))
+    with DataParallel(model, devices, balance=args.balance) as trainer:  # (*)
         optimizer = trainer.optimizer(torch.optim.AdamW, lr=2e-3)  # (*) torch.optim.AdamW(model.parameters(), lr=2e-3)
         neighbour = BusyLoop(trainer, args.slow)
         table = Table(trainer, steps, neighbour)
@@ -91,7 +95,7 @@ def main() -> int:
                 table.add(step, float(loss), time.perf_counter() - start)
 
         model.eval()
-        answers = trainer.predict(test_images).argmax(dim=1)  # (*) model(test_images), with torch.no_grad()
+        answers = trainer.predict(test_images).argmax(dim=1).cpu()  # (*) model(test_images), with torch.no_grad()
         accuracy = (answers == test_labels).double().mean().item()
         print()
         print(trainer.explain())
@@ -103,6 +107,25 @@ def main() -> int:
         print(f"that is less than the {GOAL:.0%} which this network reaches", file=sys.stderr)
         return 1
     return 0
+
+
+def chosen(args: argparse.Namespace) -> str | list[Device]:
+    """The devices that were asked for, as the trainer takes them."""
+    if args.devices == "auto":
+        return "auto" if not torch.cuda.is_available() else [find_device(f"cuda:{i}") for i in range(torch.cuda.device_count())]
+    devices = [find_device(name) for name in args.devices]
+    if not args.partition:
+        return devices
+    gpus = [device for device in devices if device.kind == "cuda"]
+    if len(gpus) != 1:
+        raise SystemExit("--partition: name one GPU with --devices, such as cuda:0; host devices may stand beside it")
+    return partition(gpus[0], args.partition) + [device for device in devices if device.kind == "host"]
+
+
+def home(devices: str | list[Device]) -> torch.device:
+    """Where the parameters live: on the first GPU, or on the host where there is none."""
+    gpus = [device.index for device in devices if isinstance(device, Device) and device.kind == "cuda"]
+    return torch.device("cuda", gpus[0]) if gpus else torch.device("cpu")
 
 
 class BusyLoop:
@@ -220,7 +243,10 @@ def plot(table: Table, slow_steps: range, args: argparse.Namespace) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--devices", default="auto", help="such as host:0,host:1; default: all of this machine")
+    parser.add_argument("--devices", default="auto", help="such as host:0,host:1; default: all GPUs, or all host devices")
+    parser.add_argument(
+        "--partition", metavar="FRACTIONS", help="of the GPU: its parts as devices of their own, such as 0.75,0.25"
+    )
     parser.add_argument(
         "--balance", choices=["auto", "even"], default="auto", help="how a batch is split (default: auto)"
     )
@@ -245,6 +271,11 @@ def arguments() -> argparse.Namespace:
         args.steps = STEPS
     if args.devices != "auto":
         args.devices = args.devices.split(",")
+    if args.partition:
+        try:
+            args.partition = [float(fraction) for fraction in args.partition.split(",")]
+        except ValueError:
+            parser.error(f"--partition {args.partition}: fractions of the GPU are needed, such as 0.75,0.25")
     return args
 
 

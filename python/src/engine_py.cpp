@@ -41,6 +41,7 @@ struct Outcome {
   }
 
   [[nodiscard]] std::vector<Claim> claims() const {
+    step->settle();
     std::vector<Claim> claims;
     for (const ClaimRecord& claim : step->record().claims) {
       const MicroBatch& mb = claim.micro_batch;
@@ -127,7 +128,8 @@ Outcome run(Stepper& stepper, std::int64_t batch_size, py::object body, py::obje
   return outcome;
 }
 
-py::dict metrics_dict(const Stepper& stepper) {
+py::dict metrics_dict(Stepper& stepper) {
+  stepper.settle();
   const observe::Metrics metrics = stepper.metrics();
   double fastest = 0.0;
   for (const observe::DeviceMetrics& device : metrics.devices) fastest = std::max(fastest, device.items_per_second);
@@ -152,7 +154,8 @@ py::dict metrics_dict(const Stepper& stepper) {
   return result;
 }
 
-py::list events_list(const Stepper& stepper) {
+py::list events_list(Stepper& stepper) {
+  stepper.settle();
   py::list events;
   for (const observe::Event& event : stepper.events().snapshot()) {
     py::dict entry;
@@ -177,6 +180,8 @@ void bind_engine(py::module_& module) {
   py::class_<Outcome>(module, "StepOutcome", "How one step ended.")
       .def_property_readonly("failed_at", &Outcome::failed_at,
                              "(device index, begin, end) of the micro-batch that failed, or None.")
+      .def_property_readonly(
+          "items", [](const Outcome& outcome) { return outcome.step->items(); }, "Items that each device ran.")
       .def_property_readonly(
           "claims", &Outcome::claims,
           "What ran: (device index, begin, end, start seconds, finish seconds, excluded, correction) each.");
@@ -211,7 +216,10 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("reason", [](const Stepper& stepper) { return stepper.plan().reason; })
       .def("write_ledger", &write_ledger, py::arg("path"),
            "Write every call of the balancer to a file of JSON lines, from before the first step on.")
-      .def("explain", [](const Stepper& stepper) { return stepper.balancer().explain(); });
+      .def("explain", [](Stepper& stepper) {
+        stepper.settle();
+        return stepper.balancer().explain();
+      });
 }
 
 }  // namespace paceline::python

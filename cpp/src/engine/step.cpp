@@ -71,6 +71,14 @@ class Step::Task final : public GroupTask {
     return record;
   }
 
+  [[nodiscard]] std::vector<std::int64_t> items() const {
+    std::vector<std::int64_t> items(lanes_.size(), 0);
+    for (std::size_t d = 0; d < lanes_.size(); ++d) {
+      for (const ClaimRecord& claim : lanes_[d].claims) items[d] += claim.micro_batch.size();
+    }
+    return items;
+  }
+
   [[nodiscard]] const StepProgram& program() const noexcept { return *program_; }
 
  private:
@@ -200,6 +208,7 @@ std::function<void()> Step::canceller() const {
 }
 
 const StepFailure* Step::failure() const noexcept { return task_->failure(); }
+std::vector<std::int64_t> Step::items() const { return task_->items(); }
 bool Step::settled() const { return task_->program().settled(); }
 void Step::settle() const { task_->program().settle(); }
 StepRecord Step::record() const { return task_->record(); }

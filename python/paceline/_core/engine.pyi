@@ -21,6 +21,11 @@ class StepOutcome:
         """
         (device index, begin, end) of the micro-batch that failed, or None.
         """
+    @property
+    def items(self) -> list[int]:
+        """
+        Items that each device ran.
+        """
 
 class DeviceQueues:
     """

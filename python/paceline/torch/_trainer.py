@@ -116,6 +116,7 @@ class DataParallel:
         self._lock = threading.Lock()
         self._running: Run | None = None
         self._committed: Any = None  # the last outcome that was
+        self._shares = dict.fromkeys(self._names, 0)
         self._abandoned = False
         if self._places.any_host:
             CallerThreads.limit()
@@ -305,7 +306,7 @@ class DataParallel:
     @property
     def shares(self) -> dict[str, int]:
         """Items that each device really ran in the last step."""
-        return {name: entry["share"] for name, entry in self._stepper.metrics["devices"].items()}
+        return dict(self._shares)
 
     def report(self) -> dict[str, Any]:
         """Figures for a dashboard.
@@ -442,13 +443,12 @@ class DataParallel:
         if self._committed is not outcome:
             self._stepper.commit(outcome)
             self._committed = outcome
+            self._shares = dict(zip(self._names, outcome.items, strict=True))
 
     def _commit_buffers(self, outcome: Any) -> None:
         if not self._replicas.shared:
             return
-        ran = [0] * len(self._names)
-        for device, begin, end, *_ in outcome.claims:
-            ran[device] += end - begin
+        ran = outcome.items
         buffers = self._replicas.list[ran.index(max(ran))].buffers
         if buffers is not None:
             buffers.push()

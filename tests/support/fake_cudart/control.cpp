@@ -10,7 +10,7 @@
 #define PACELINE_FAKE_API extern "C" __attribute__((visibility("default")))
 
 PACELINE_FAKE_API void paceline_fake_boot(int device_count) {
-  fake::boot({.device_count = device_count, .eager = true, .foreign_memory = true});
+  fake::boot({.device_count = device_count, .eager = true, .lag = 20, .foreign_memory = true});
   fake::set_twins();
 }
 

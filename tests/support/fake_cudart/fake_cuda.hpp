@@ -36,6 +36,7 @@ struct Settings {
   int driver_version = 13000;
   bool driver_present = true;
   bool eager = false;           ///< run everything as soon as it may, and time it by the host's clock
+  std::uint64_t lag = 0;        ///< an event looks undone until the program has asked about events so often
   bool foreign_memory = false;  ///< memory that no device has is taken for somebody else's, and not checked
 };
 

@@ -53,6 +53,7 @@ void Machine::boot(const Settings& settings) {
   problems.clear();
   sticky.clear();
   synchronize_calls = 0;
+  queries = 0;
   allocations_until_failure = -1;
   next_stream_ = 1;
   host_ = {};
@@ -124,8 +125,10 @@ void Machine::wait(Stream* stream, const Event* event) {
 bool Machine::query(const Recording& recording) {
   drift();
   if (!recording.done) run_one();  // a program that polls must get somewhere in the end
-  if (recording.done) host_.join(recording.clock);
-  return recording.done;
+  ++queries;
+  const bool seen = recording.done && queries >= recording.visible;
+  if (seen) host_.join(recording.clock);
+  return seen;
 }
 
 bool Machine::query(Stream* stream) {
@@ -194,6 +197,7 @@ void Machine::run(Stream& stream) {
     }
     operation.recorded->clock = stream.clock;
     operation.recorded->seconds = stream.seconds;
+    operation.recorded->visible = queries + settings_.lag;
     operation.recorded->done = true;
   }
 }

@@ -32,6 +32,7 @@ class Clock {
 /// One recording of an event. Waiting refers to a recording, not to the event: it may be recorded again.
 struct Recording {
   bool done = false;
+  std::uint64_t visible = 0;  ///< the count of queries from which on the host may know
   Clock clock;
   double seconds = 0.0;
 };
@@ -127,6 +128,7 @@ class Machine {
   std::map<int, cudaError_t> sticky;
   std::map<const Pool*, std::unique_ptr<Pool>> pools;
   int synchronize_calls = 0;
+  std::uint64_t queries = 0;
   int allocations_until_failure = -1;
   Operation* current = nullptr;
   Stream* current_stream = nullptr;

@@ -238,7 +238,8 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEve
   const fake::Event* const second = as_event(end);
   if (!first->timed || !second->timed || first->device != second->device) return fail(cudaErrorInvalidResourceHandle);
   if (first->latest == nullptr || second->latest == nullptr) fake::misuse("time from an event that was never recorded");
-  if (!first->latest->done || !second->latest->done) return fail(cudaErrorNotReady);
+  const auto seen = [](const fake::Recording& one) { return one.done && machine().queries >= one.visible; };
+  if (!seen(*first->latest) || !seen(*second->latest)) return fail(cudaErrorNotReady);
   *milliseconds = static_cast<float>((second->latest->seconds - first->latest->seconds) * 1e3);
   return cudaSuccess;
 }

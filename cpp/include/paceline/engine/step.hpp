@@ -98,6 +98,8 @@ class PACELINE_API Step {
   /// After wait(): throws if there was a failure. An Error that names the device and the items, with the program's own
   /// exception nested in it (std::rethrow_if_nested); Cancelled as it is.
   void rethrow_failure() const;
+  /// Items that each device ran. After wait() without a failure.
+  [[nodiscard]] std::vector<std::int64_t> items() const;
   /// Whether the devices' own times are known; settle() returns when they are. After wait() without a failure.
   [[nodiscard]] bool settled() const;
   void settle() const;
