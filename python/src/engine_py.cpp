@@ -211,7 +211,7 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("reason", [](const Stepper& stepper) { return stepper.plan().reason; })
       .def("write_ledger", &write_ledger, py::arg("path"),
            "Write every call of the balancer to a file of JSON lines, from before the first step on.")
-      .def("explain", [](const Stepper& stepper) { return stepper.balancer().explain(); });
+      .def("explain", &Stepper::explain);
 }
 
 }  // namespace paceline::python
