@@ -62,6 +62,20 @@ Facts facts_of(const DeviceHealth& health) {
     peers[py::str(peer.device)] = access;
   }
   if (!peers.empty()) facts["peers"] = peers;
+  if (health.cores) {
+    const auto seconds = [](std::chrono::nanoseconds time) { return std::chrono::duration<double>(time).count(); };
+    Facts cores;
+    cores["busy_seconds"] = seconds(health.cores->busy);
+    cores["own_seconds"] = seconds(health.cores->ours);
+    cores["stolen_seconds"] = seconds(health.cores->stolen);
+    facts["cores"] = cores;
+  }
+  if (health.quota) {
+    Facts quota;
+    quota["periods"] = health.quota->total;
+    quota["throttled"] = health.quota->throttled;
+    facts["quota"] = quota;
+  }
   return facts;
 }
 
