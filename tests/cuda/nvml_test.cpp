@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include <paceline/engine/data_parallel.hpp>
 #include <paceline/runtime/backend.hpp>
 #include <paceline/runtime/device.hpp>
 #include <paceline/runtime/device_health.hpp>
@@ -18,6 +19,7 @@
 #include "fake_nvml.hpp"
 #include "nvml.hpp"
 #include "nvml_library.hpp"
+#include "twins.hpp"
 
 namespace paceline {
 namespace {
@@ -258,6 +260,42 @@ TEST(GpuHealth, FindsItsGpuByPciAddressAndTellsCauses) {
   EXPECT_EQ(CudaBackend().health_source().value().version, "13.580.126.09");
   state.gpus.erase(kOther.pci_bus_id);
   EXPECT_FALSE(health_of(device).has_value());
+}
+
+// A kernel of the user: its address is all that a launch needs here.
+void backward_kernel(double*, double) {}
+
+TEST(GpuHealth, IsPartOfWhatATrainerExplains) {
+  using Trainer = BasicDataParallel<double>;
+  fake::boot({.device_count = 2});
+  fake::set_twins();
+  fake::twin(&backward_kernel, [](const fake::Launch&, double* gradients, double seconds) {
+    fake::writes(gradients, sizeof(double));
+    fake::takes(seconds);
+  });
+  fake_nvml::State& state = fresh(FAKE_NVML);
+  std::vector<Device> gpus = {find_device("cuda:0"), find_device("cuda:1")};
+  gpus[1].device_class = gpus[0].device_class;
+  Trainer trainer(DeviceGroup(gpus), {.parameter_count = 1});
+  state.gpus[kOther.pci_bus_id].compute = {{static_cast<std::uint32_t>(getpid()), 1}, {3'000'000'000U, 1ULL << 32}};
+  state.gpus[kGpu.pci_bus_id].compute = state.gpus[kOther.pci_bus_id].compute;
+  for (int step = 0; step < 20; ++step) {
+    trainer.step(96, [](const MicroBatch& mb, Trainer::Replica& replica) {
+      double* gradients = replica.gradients.data();
+      double seconds = 1e-3 * static_cast<double>(mb.size()) * (replica.device_index == 0 ? 1.0 : 2.0);
+      void* arguments[] = {&gradients, &seconds};
+      EXPECT_EQ(cudaLaunchKernel(reinterpret_cast<const void*>(&backward_kernel), dim3(1), dim3(1), arguments, 0,
+                                 static_cast<cudaStream_t>(replica.stream)),
+                cudaSuccess);
+      return 0.0;
+    });
+  }
+  const std::string text = trainer.explain();
+  const std::size_t slow = text.find("  cuda:1: share");
+  ASSERT_NE(slow, std::string::npos) << text;
+  const std::string cause = "    what may slow it: another process uses it (4.0 GiB)\n";
+  EXPECT_EQ(text.find(cause, slow), text.find('\n', slow) + 1) << text;
+  EXPECT_EQ(text.find(cause), text.rfind(cause)) << "the other GPU is not slow\n" << text;
 }
 
 TEST(GpuHealth, IsNoneForADeviceThatIsGone) {
