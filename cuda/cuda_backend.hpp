@@ -16,6 +16,8 @@ class CudaBackend final : public Backend {
   void prepare_worker(const Device& device) const noexcept override;
   [[nodiscard]] bool asynchronous() const noexcept override { return true; }
   [[nodiscard]] std::unique_ptr<AsyncDevice> open(const Device& device) const override;
+  [[nodiscard]] std::optional<DeviceHealth> health(const Device& device) const override;
+  [[nodiscard]] std::optional<HealthSource> health_source() const override;
 };
 
 }  // namespace paceline

@@ -7,6 +7,7 @@
 #include <paceline/error.hpp>
 
 #include "error.hpp"
+#include "toolkit.hpp"
 
 namespace paceline::cuda {
 namespace {
@@ -17,7 +18,7 @@ template <class F>
 void find(F& function, const char* name) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result{};
-  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &found, kOldestAbi, cudaEnableDefault, &result);
+  const cudaError_t error = find_driver_function(name, &found, kOldestAbi, &result);
   if (error != cudaSuccess || result != cudaDriverEntryPointSuccess || found == nullptr) {
     static_cast<void>(cudaGetLastError());
     throw Unavailable(fmt::format("the CUDA driver has no {}: it is missing or older than CUDA 12.0", name));

@@ -5,13 +5,14 @@
 
 #include <paceline/error.hpp>
 
+#include "toolkit.hpp"
+
 namespace paceline::cuda {
 
 bool is_sticky(cudaError_t error) noexcept {
   switch (error) {
     // The runtime's header says of each that the process must be ended and started again; the last two are errors of
     // the hardware, of which it says nothing better.
-    case cudaErrorContained:
     case cudaErrorIllegalAddress:
     case cudaErrorLaunchTimeout:
     case cudaErrorAssert:
@@ -21,14 +22,13 @@ bool is_sticky(cudaError_t error) noexcept {
     case cudaErrorInvalidAddressSpace:
     case cudaErrorInvalidPc:
     case cudaErrorLaunchFailure:
-    case cudaErrorTensorMemoryLeak:
     case cudaErrorMpsClientTerminated:
     case cudaErrorExternalDevice:
     case cudaErrorECCUncorrectable:
     case cudaErrorNvlinkUncorrectable:
       return true;
     default:
-      return false;
+      return is_later_sticky(error);
   }
 }
 

@@ -12,8 +12,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from paceline._core import comm as _comm
+from paceline._core import runtime as _runtime
 from paceline._core.comm import reduce_isa
-from paceline._core.runtime import Device, build_facts, devices, host_facts, why_no_devices
+from paceline._core.runtime import (
+    Device,
+    build_facts,
+    device_health,
+    devices,
+    health_sources,
+    host_facts,
+    why_no_devices,
+)
 
 __all__ = ["collect", "render"]
 
@@ -68,14 +78,14 @@ _LIBRARY_DIRECTORIES = (
 def collect() -> dict[str, Any]:
     """Everything `paceline info` tells, as plain values that `json` can write.
 
-    Imports none of the libraries it looks for and opens none: what is loaded already is found in the process, the rest
-    in package metadata, the linker's cache and the usual directories.
+    Imports none of the packages it looks for: what is loaded already is found in the process, the rest in package
+    metadata, the linker's cache and the usual directories. GPUs are asked how they are, for which NVML is opened.
 
     Returns
     -------
     dict
-        ``version``, ``devices``, ``memory_spaces``, ``cpu``, ``backends``, ``libraries``, ``missing``, ``build``,
-        ``python``, ``platform``.
+        ``version``, ``devices``, ``memory_spaces``, ``gpus`` (what is known of each, its ``health`` now), ``gpu_libraries``,
+        ``cpu``, ``backends``, ``libraries``, ``missing``, ``build``, ``python``, ``platform``.
     """
     build = build_facts()
     host = host_facts()
@@ -99,6 +109,8 @@ def collect() -> dict[str, Any]:
             for device in found
         ],
         "memory_spaces": spaces,
+        "gpus": _gpus(found),
+        "gpu_libraries": _gpu_libraries(),
         "cpu": {
             "model": host["cpu_model"] or platform.processor() or platform.machine(),
             "affinity": host["affinity"],
@@ -120,6 +132,30 @@ def collect() -> dict[str, Any]:
         },
         "platform": platform.platform(),
     }
+
+
+def _gpus(found: list[Device]) -> list[dict[str, Any]]:
+    ask = getattr(_runtime, "gpu_facts", None)
+    known = {facts.get("device"): facts for facts in (ask() if ask else [])}
+    return [
+        {**known.get(device.name, {}), "device": device.name, "health": device_health(device.name)}
+        for device in found
+        if device.kind == "cuda"
+    ]
+
+
+def _gpu_libraries() -> dict[str, dict[str, Any]]:
+    """The libraries that GPUs are used through, as they were opened: version and path, or why there is none."""
+    libraries: dict[str, dict[str, Any]] = {}
+    for source in health_sources().values():
+        libraries[source["name"]] = {key: value for key, value in source.items() if key != "name"}
+    ask = getattr(_comm, "nccl_info", None)
+    if ask is not None:
+        try:
+            libraries["NCCL"] = dict(ask() or {})
+        except RuntimeError as error:
+            libraries["NCCL"] = {"why_none": str(error)}
+    return libraries
 
 
 def _backend(kind: str, found: list[Device]) -> dict[str, Any]:
@@ -230,32 +266,43 @@ def render(facts: Mapping[str, Any]) -> str:
     limit = cpu["cgroup_limit"]
     python = facts["python"]
     build = facts["build"]
-    blocks = [
-        [("paceline", facts["version"]), ("platform", facts["platform"])],
-        [
-            ("processor", cpu["model"]),
-            ("cores we may use", _ranges(cpu["affinity"]) or "unknown (no affinity mask)"),
-            ("cgroup CPU limit", f"{limit['cores']:g} cores ({limit['source']})" if limit else "none"),
-            ("NUMA nodes", "; ".join(f"{node}: {_ranges(c)}" for node, c in cpu["numa_nodes"].items()) or "unknown"),
-            ("reduction kernels", cpu["reduction_kernels"]),
-        ],
-        [(name, entry["detail"]) for name, entry in facts["backends"].items()],
-        [(device["name"], _device_text(device)) for device in facts["devices"]],
-        [("space " + space, ", ".join(names)) for space, names in facts["memory_spaces"].items()],
-        [
-            ("built with", f"{build['compiler']} ({build['flags']})"),
-            ("fmt, pybind11", f"{build['fmt']}, {build['pybind11']}"),
-            (
-                python["implementation"],
-                f"{python['version']}{'' if python['gil'] else ' free-threaded'}, {python['executable']}",
-            ),
-        ],
-        [(name, _library_text(entry)) for name, entry in facts["libraries"].items()],
+    blocks: list[tuple[str | None, list[tuple[str, str]]]] = [
+        (None, [("paceline", facts["version"]), ("platform", facts["platform"])]),
+        (
+            "CPU",
+            [
+                ("processor", cpu["model"]),
+                ("cores we may use", _ranges(cpu["affinity"]) or "unknown (no affinity mask)"),
+                ("cgroup CPU limit", f"{limit['cores']:g} cores ({limit['source']})" if limit else "none"),
+                (
+                    "NUMA nodes",
+                    "; ".join(f"{node}: {_ranges(c)}" for node, c in cpu["numa_nodes"].items()) or "unknown",
+                ),
+                ("reduction kernels", cpu["reduction_kernels"]),
+            ],
+        ),
+        ("Backends", [(name, entry["detail"]) for name, entry in facts["backends"].items()]),
+        ("Devices", [(device["name"], _device_text(device)) for device in facts["devices"]]),
+        ("Memory", [("space " + space, ", ".join(names)) for space, names in facts["memory_spaces"].items()]),
+        ("GPUs", [*_gpu_rows(facts["gpus"]), *_gpu_library_rows(facts["gpu_libraries"])]),
+        (
+            "Build",
+            [
+                ("built with", f"{build['compiler']} ({build['flags']})"),
+                ("fmt, pybind11", f"{build['fmt']}, {build['pybind11']}"),
+                (
+                    python["implementation"],
+                    f"{python['version']}{'' if python['gil'] else ' free-threaded'}, {python['executable']}",
+                ),
+            ],
+        ),
+        ("Libraries", [(name, _library_text(entry)) for name, entry in facts["libraries"].items()]),
     ]
-    titles = [None, "CPU", "Backends", "Devices", "Memory", "Build", "Libraries"]
-    width = max(len(name) for block in blocks for name, _ in block)
+    width = max(len(name) for _, block in blocks for name, _ in block)
     lines: list[str] = []
-    for title, block in zip(titles, blocks, strict=True):
+    for title, block in blocks:
+        if not block:
+            continue
         if title:
             lines += ["", title]
         indent = "  " if title else ""
@@ -276,6 +323,61 @@ def _device_text(device: Mapping[str, Any]) -> str:
     where = f"pinned to core{'s' if len(cores) > 1 else ''} {_ranges(cores)}" if cores else "not pinned"
     node = device["numa_node"]
     return where if node is None else f"{where}, NUMA node {node}"
+
+
+def _gpu_rows(gpus: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    for gpu in gpus:
+        yield gpu["device"], str(gpu.get("model", ""))
+        health = gpu["health"]
+        for key, value in {**gpu, **(health or {"health": "unknown"})}.items():
+            if key in ("device", "model") or (key == "health" and health is not None):
+                continue
+            label, text = _quantity(key, value)
+            if text:
+                yield f"  {label}", text
+
+
+def _gpu_library_rows(libraries: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    for name, entry in libraries.items():
+        rest = {key: value for key, value in entry.items() if key not in ("why_none", "version", "path")}
+        parts = [_quantity(key, value) for key, value in rest.items()]
+        text = f"{entry.get('version') or 'version unknown'}  ({entry.get('path') or 'path unknown'})"
+        if why := entry.get("why_none"):
+            text = f"none: {why}"
+        yield name, "; ".join([text, *(f"{label}: {value}" for label, value in parts if value)])
+
+
+_UNITS = {
+    "_bytes": (1 / 2**30, "{:.1f} GiB"),
+    "_hz": (1e-9, "{:.2f} GHz"),
+    "_mhz": (1e-3, "{:.2f} GHz"),
+    "_celsius": (1.0, "{:.0f} C"),
+    "_watts": (1.0, "{:.0f} W"),
+    "_seconds": (1.0, "{:.1f} s"),
+}
+
+
+def _quantity(key: str, value: Any) -> tuple[str, str]:
+    """``("memory_bytes", 85899345920)`` as ``("memory", "80.0 GiB")``; text is empty where nothing is known."""
+    label = key.replace("_", " ")
+    if value is None or value == "":
+        return label, ""
+    if isinstance(value, bool):
+        return label, "yes" if value else "no"
+    for suffix, (factor, text) in _UNITS.items():
+        if not key.endswith(suffix):
+            continue
+        label = key.removesuffix(suffix).replace("_", " ")
+        if isinstance(value, (int, float)):
+            return label, text.format(factor * value)
+        if isinstance(value, Mapping):
+            return label, "; ".join(f"{name} {text.format(factor * amount)}" for name, amount in value.items())
+    if isinstance(value, Mapping):
+        parts = [_quantity(str(name), entry) for name, entry in value.items()]
+        return label, "; ".join(f"{name}: {text}" for name, text in parts if text)
+    if isinstance(value, (list, tuple)):
+        return label, ", ".join(str(entry) for entry in value) or "none"
+    return label, str(value)
 
 
 def _library_text(entry: Mapping[str, Any]) -> str:

@@ -13,6 +13,8 @@ void bind_sim(pybind11::module_& module);
 void bind_runtime(pybind11::module_& module);
 // The part of `runtime` that finds devices; called by bind_runtime.
 void bind_device(pybind11::module_& module);
+// The part of `runtime` that asks devices how they are.
+void bind_health(pybind11::module_& module);
 void bind_comm(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
 // The part of `engine` for devices that work after the call; called by bind_engine.

@@ -218,7 +218,7 @@ void bind_engine(py::module_& module) {
            "Write every call of the balancer to a file of JSON lines, from before the first step on.")
       .def("explain", [](Stepper& stepper) {
         stepper.settle();
-        return stepper.balancer().explain();
+        return stepper.explain();
       });
 }
 

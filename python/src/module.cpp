@@ -14,6 +14,7 @@ PYBIND11_MODULE(_core, module) {
   paceline::python::bind_sim(sim);
   auto runtime = module.def_submodule("runtime");
   paceline::python::bind_runtime(runtime);
+  paceline::python::bind_health(runtime);
   auto comm = module.def_submodule("comm");
   paceline::python::bind_comm(comm);
   auto engine = module.def_submodule("engine");

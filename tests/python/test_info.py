@@ -15,6 +15,7 @@ import pytest
 
 import paceline
 from paceline import _cli, info
+from paceline._core import comm, runtime
 
 # --- devices -----------------------------------------------------------------------------------------------------
 
@@ -95,6 +96,96 @@ def test_why_there_is_no_gpu_is_said(
     assert facts["backends"]["cuda"] == backend
     assert ("cuda backend" in [entry["name"] for entry in facts["missing"]]) == missing
     assert backend["detail"] in info.render(facts)
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, health: dict[str, Any] | None) -> None:
+    """One GPU, as a machine with a driver shows it."""
+    gpu = types.SimpleNamespace(
+        name="cuda:0", kind="cuda", index=0, memory_space="cuda:0", cores=(0, 1), numa_node=0, device_class="GPU"
+    )
+    facts = {
+        "device": "cuda:0",
+        "model": "NVIDIA H100 80GB HBM3",
+        "memory_bytes": 80 * 2**30,
+        "peak_clock_mhz": 1980,
+        "peers": [],
+        "why_no_partitions": "",
+    }
+    nvml = {"name": "NVML", "version": "13.580.95", "path": "/lib/libnvidia-ml.so.1", "why_none": ""}
+    monkeypatch.setattr(info, "devices", lambda: [gpu, *paceline.devices()])
+    monkeypatch.setattr(runtime, "gpu_facts", lambda: [facts], raising=False)
+    monkeypatch.setattr(info, "device_health", lambda name: health)
+    monkeypatch.setattr(info, "health_sources", lambda: {"cuda": nvml})
+    nccl = {"version": "2.28.9", "path": "/lib/libnccl.so.2", "source": "loaded"}
+    monkeypatch.setattr(comm, "nccl_info", lambda: nccl, raising=False)
+
+
+HEALTH = {
+    "clock_hz": 1.2e9,
+    "max_clock_hz": 1.98e9,
+    "clock_limits": ["the power cap"],
+    "limited_seconds": {"the power cap": 6.1},
+    "temperature_celsius": 83.0,
+    "power_watts": 349.5,
+    "other_processes": 1,
+    "other_memory_bytes": 3 * 2**30,
+    "peers": {"cuda:1": {"reads": True, "over_nvlink": False}},
+}
+
+
+def test_gpus_are_told_with_their_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, HEALTH)
+    facts = info.collect()
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["gpus"][0]["health"]["clock_hz"] == 1.2e9
+    rows = {" ".join(line.split()) for line in info.render(facts).splitlines()}
+    assert {
+        "cuda:0 NVIDIA H100 80GB HBM3",
+        "memory 80.0 GiB",
+        "peak clock 1.98 GHz",
+        "clock 1.20 GHz",
+        "clock limits the power cap",
+        "limited the power cap 6.1 s",
+        "temperature 83 C",
+        "other memory 3.0 GiB",
+        "peers cuda:1: reads: yes; over nvlink: no",
+        "NVML 13.580.95 (/lib/libnvidia-ml.so.1)",
+        "NCCL 2.28.9 (/lib/libnccl.so.2); source: loaded",
+    } <= rows
+    assert not any("partitions" in row for row in rows), "what is empty is left out"
+
+
+def test_gpus_are_told_where_little_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, None)
+    monkeypatch.delattr(runtime, "gpu_facts")
+    source = {"name": "NVML", "version": "", "path": "", "why_none": "it cannot be loaded"}
+    monkeypatch.setattr(info, "health_sources", lambda: {"cuda": source})
+
+    def refuse() -> None:
+        raise paceline.Unavailable("no libnccl.so.2")
+
+    monkeypatch.setattr(comm, "nccl_info", refuse)
+    facts = info.collect()
+    assert facts["gpus"] == [{"device": "cuda:0", "health": None}]
+    rows = {" ".join(line.split()) for line in info.render(facts).splitlines()}
+    assert {"health unknown", "NVML none: it cannot be loaded", "NCCL none: no libnccl.so.2"} <= rows
+
+
+def test_a_build_without_gpus_has_no_section_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info, "health_sources", dict)
+    monkeypatch.delattr(comm, "nccl_info", raising=False)
+    facts = info.collect()
+    assert (facts["gpus"], facts["gpu_libraries"]) == ([], {})
+    assert "GPUs" not in info.render(facts).splitlines()
+
+
+def test_health_is_asked_by_name() -> None:
+    health = runtime.device_health("host:0")
+    assert health is not None
+    assert {"clock_hz", "max_clock_hz", "cores", "quota"} >= set(health)
+    with pytest.raises(paceline.InvalidArgument, match="host:x"):
+        runtime.device_health("host:x")
+    assert json.loads(json.dumps(runtime.health_sources())) == runtime.health_sources()
 
 
 def test_collect_imports_none_of_the_libraries_it_looks_for() -> None:

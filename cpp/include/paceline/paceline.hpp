@@ -17,3 +17,4 @@
 #include <paceline/runtime/backend.hpp>
 #include <paceline/runtime/device.hpp>
 #include <paceline/runtime/device_group.hpp>
+#include <paceline/runtime/device_health.hpp>

@@ -208,8 +208,12 @@ BalanceReport Balancer::report() const {
   return report;
 }
 
-std::string Balancer::explain() const {
-  std::string text = describe(report(), state_->plan ? state_->plan->batch_size : 0);
+std::string Balancer::explain(std::span<const std::string> causes) const {
+  if (!causes.empty() && causes.size() != state_->options.devices.size()) {
+    throw InvalidArgument(fmt::format("explain: {} causes for {} devices; give one for each, or none", causes.size(),
+                                      state_->options.devices.size()));
+  }
+  std::string text = describe(report(), state_->plan ? state_->plan->batch_size : 0, causes);
   if (state_->ledger && state_->ledger->failed()) {
     text +=
         "The ledger could not be written to its end (is the disk full?): what was written replays, the rest is lost.\n";

@@ -5,6 +5,8 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
+#include <string>
 #include <vector>
 
 #include <paceline/balance/balancer.hpp>
@@ -42,7 +44,8 @@ struct Balancer::State {
   std::shared_ptr<LedgerWriter> ledger;
 };
 
-/// The report in words.
-[[nodiscard]] std::string describe(const BalanceReport& report, std::int64_t batch_size);
+/// The report in words, with the cause of a device's slowness behind its line, where one is given.
+[[nodiscard]] std::string describe(const BalanceReport& report, std::int64_t batch_size,
+                                   std::span<const std::string> causes);
 
 }  // namespace paceline::balance

@@ -70,11 +70,14 @@ std::string shapes(const BalanceReport& report) {
 
 }  // namespace
 
-std::string describe(const BalanceReport& report, std::int64_t batch_size) {
+std::string describe(const BalanceReport& report, std::int64_t batch_size, std::span<const std::string> causes) {
   std::string out = fmt::format("{} balance, {} steps measured, {} moves", report.policy, report.steps, report.moves);
   if (report.taken_back > 0) out += fmt::format(", {} taken back", report.taken_back);
   out += batch_size > 0 ? fmt::format("; batch of {}\n", batch_size) : "; nothing planned yet\n";
-  for (const DeviceReport& device : report.devices) out += device_line(device);
+  for (std::size_t i = 0; i < report.devices.size(); ++i) {
+    out += device_line(report.devices[i]);
+    if (i < causes.size() && !causes[i].empty()) out += fmt::format("    what may slow it: {}\n", causes[i]);
+  }
   const std::string known = shapes(report);
   if (known.empty()) return out + "Nothing is measured yet, so nothing is known about the devices.\n";
   out += known;

@@ -118,7 +118,7 @@ const StepRecord& BasicDataParallel<T>::last_step() const noexcept {
 }
 template <class T>
 std::string BasicDataParallel<T>::explain() const {
-  return state_->stepper.balancer().explain();
+  return state_->stepper.explain();
 }
 template <class T>
 const DeviceGroup& BasicDataParallel<T>::group() const noexcept {

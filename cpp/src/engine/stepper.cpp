@@ -12,6 +12,8 @@
 #include <paceline/error.hpp>
 #include <paceline/runtime/backend.hpp>
 
+#include "engine/health_log.hpp"
+
 namespace paceline {
 namespace {
 
@@ -52,6 +54,7 @@ struct Stepper::State {
         options(std::move(the_options)),
         balancer(make_balancer(group, options)),
         metrics(names_of(group)),
+        health(group.devices()),
         origin(std::chrono::steady_clock::now()) {
     for (const Device& device : group.devices()) asynchronous = asynchronous || backend_of(device).asynchronous();
   }
@@ -61,8 +64,7 @@ struct Stepper::State {
     const std::size_t count = group.size();
     const balance::StepTimings timings = record.timings(count);
     // A move that came meanwhile is judged by steps that ran by it, not by this one.
-    const bool of_the_plan =
-        done.planned_anew || balancer.next_plan(done.plan.batch_size).shares == done.plan.shares;
+    const bool of_the_plan = done.planned_anew || balancer.next_plan(done.plan.batch_size).shares == done.plan.shares;
     if (of_the_plan) balancer.record(timings);
     observe::StepSample sample;
     sample.items = record.items(count);
@@ -119,6 +121,7 @@ struct Stepper::State {
   bool asynchronous = false;  // any of the devices
   balance::Balancer balancer;
   observe::MetricsRecorder metrics;
+  HealthLog health;
   observe::EventRing events;
   balance::StepPlan plan;
   bool planned_anew = true;
@@ -190,6 +193,10 @@ void Stepper::commit(std::shared_ptr<const Step> step) {
 }
 
 void Stepper::settle() { state_->collect(0); }
+
+std::string Stepper::explain() const {
+  return state_->balancer.explain(state_->health.causes(state_->balancer.report()));
+}
 
 const balance::StepPlan& Stepper::plan() const noexcept { return state_->plan; }
 const StepRecord& Stepper::last_step() const noexcept { return state_->record; }

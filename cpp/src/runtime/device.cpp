@@ -28,6 +28,8 @@ std::string join_names(const std::vector<Device>& devices) {
 Backend::~Backend() = default;
 std::string Backend::why_none() const { return {}; }
 std::unique_ptr<AsyncDevice> Backend::open(const Device&) const { return nullptr; }
+std::optional<DeviceHealth> Backend::health(const Device&) const { return std::nullopt; }
+std::optional<HealthSource> Backend::health_source() const { return std::nullopt; }
 
 std::span<const Backend* const> backends() noexcept {
   static const HostBackend host;

@@ -2,6 +2,7 @@
 #include "runtime/host_backend.hpp"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <charconv>
 #include <cstdint>
@@ -10,6 +11,7 @@
 #include <paceline/error.hpp>
 #include <paceline/runtime/host_topology.hpp>
 
+#include "runtime/host_health.hpp"
 #include "runtime/thread_affinity.hpp"
 
 namespace paceline {
@@ -37,5 +39,9 @@ Device HostBackend::find(std::string_view name) const {
 }
 
 void HostBackend::prepare_worker(const Device& device) const noexcept { pin_this_thread(device.cores); }
+
+std::optional<DeviceHealth> HostBackend::health(const Device& device) const {
+  return read_host_health("/", device.cores, sysconf(_SC_CLK_TCK));
+}
 
 }  // namespace paceline

@@ -3,7 +3,17 @@ from __future__ import annotations
 import collections.abc
 import typing
 
-__all__: list[str] = ["Device", "DeviceGroup", "build_facts", "devices", "find_device", "host_facts", "why_no_devices"]
+__all__: list[str] = [
+    "Device",
+    "DeviceGroup",
+    "build_facts",
+    "device_health",
+    "devices",
+    "find_device",
+    "health_sources",
+    "host_facts",
+    "why_no_devices",
+]
 
 class Device:
     """
@@ -100,6 +110,18 @@ def build_facts() -> dict[str, typing.Any]:
     How the compiled part was built.
     """
 
+def device_health(name: str) -> dict[str, typing.Any] | None:
+    """
+    What a device's own sensors and counters say now: clocks, limits, temperature, power, other processes.
+
+    Holds what is known; None where nothing is.
+
+    Raises
+    ------
+    InvalidArgument
+        If there is no such device.
+    """
+
 def devices() -> list[Device]:
     """
     Every device that this process can use now, in order.
@@ -118,6 +140,11 @@ def find_device(name: str) -> Device:
     ------
     InvalidArgument
         If the name is malformed or there is no such device; the message lists those that exist.
+    """
+
+def health_sources() -> dict[str, dict[str, str]]:
+    """
+    Of each kind of device whose health a library tells: the library's name, version and path, and why it cannot be asked; empty where it can.
     """
 
 def host_facts() -> dict[str, typing.Any]:

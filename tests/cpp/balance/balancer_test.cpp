@@ -183,5 +183,17 @@ TEST(Balancer, ExplainsInWords) {
   }
 }
 
+TEST(Balancer, TellsTheCausesItIsGivenBehindTheDevicesTheyAreOf) {
+  Balancer balancer(three());
+  balancer.record(proportional(balancer.next_plan(300).shares, {1.0, 1.0, 0.5}));
+  const std::vector<std::string> causes{"", "", "it is hot"};
+  const std::string text = balancer.explain(causes);
+  const std::size_t line = text.find("  host:2: share");
+  ASSERT_NE(line, std::string::npos) << text;
+  EXPECT_EQ(text.find("\n    what may slow it: it is hot\n", line), text.find('\n', line)) << text;
+  EXPECT_EQ(text.find("what may slow it"), text.rfind("what may slow it"));
+  EXPECT_THROW(static_cast<void>(balancer.explain(std::span(causes).first(2))), InvalidArgument);
+}
+
 }  // namespace
 }  // namespace paceline::balance

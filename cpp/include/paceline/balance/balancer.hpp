@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -102,7 +103,9 @@ class PACELINE_API Balancer {
   [[nodiscard]] BalanceReport report() const;
 
   /// In words: what was seen, what was decided and why, what a move would gain, what it does not know.
-  [[nodiscard]] std::string explain() const;
+  /// `causes`, one per device or none at all, are what others know of why a device is slow: told where not empty.
+  /// @throws InvalidArgument for another number of causes.
+  [[nodiscard]] std::string explain(std::span<const std::string> causes = {}) const;
 
   /// Changes of shares so far, for unchanged batch sizes.
   [[nodiscard]] std::int64_t move_count() const noexcept;

@@ -54,6 +54,9 @@ class PACELINE_API Stepper {
   /// Returns when the times of all steps are known that were committed. @throws Error if a device has failed.
   void settle();
 
+  /// The balancer's explanation, with what its devices' sensors and counters say about those that are slow.
+  [[nodiscard]] std::string explain() const;
+
   /// The plan of the last begin().
   [[nodiscard]] const balance::StepPlan& plan() const noexcept;
   [[nodiscard]] const StepRecord& last_step() const noexcept;

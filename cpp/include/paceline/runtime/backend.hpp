@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -10,6 +11,7 @@
 #include <paceline/export.hpp>
 #include <paceline/runtime/async.hpp>
 #include <paceline/runtime/device.hpp>
+#include <paceline/runtime/device_health.hpp>
 
 namespace paceline {
 
@@ -40,6 +42,10 @@ class PACELINE_API Backend {
   /// Streams, events and memory of an asynchronous device; null for others.
   /// @throws Error if the device refuses.
   [[nodiscard]] virtual std::unique_ptr<AsyncDevice> open(const Device& device) const;
+  /// What the device's sensors and counters say now; see health_of(). Never throws.
+  [[nodiscard]] virtual std::optional<DeviceHealth> health(const Device& device) const;
+  /// Through which library, for kinds that need one.
+  [[nodiscard]] virtual std::optional<HealthSource> health_source() const;
 };
 
 /// The backends of this build, those worth using first in front.

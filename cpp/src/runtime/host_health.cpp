@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "runtime/host_health.hpp"
+
+#include <algorithm>
+#include <charconv>
+#include <string>
+#include <system_error>
+
+#include <paceline/runtime/host_topology.hpp>
+
+#include "runtime/text_file.hpp"
+
+namespace paceline {
+namespace {
+
+using internal::read_text_file;
+using internal::split;
+using internal::trim;
+namespace fs = std::filesystem;
+
+template <class Integer = std::int64_t>
+std::optional<Integer> parse_integer(std::string_view text) {
+  Integer value{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc{} || end != text.data() + text.size()) return std::nullopt;
+  return value;
+}
+
+std::optional<double> read_clock(const fs::path& directory, const char* file) {
+  const auto text = read_text_file(directory / file);
+  const auto kilohertz = text ? parse_integer(trim(*text)) : std::nullopt;
+  if (!kilohertz || *kilohertz <= 0) return std::nullopt;
+  return 1e3 * static_cast<double>(*kilohertz);
+}
+
+/// Means over the cores; unknown if one of them does not tell.
+void read_clocks(const fs::path& root, const std::vector<int>& cores, DeviceHealth& health) {
+  double now = 0.0;
+  double most = 0.0;
+  for (const int core : cores) {
+    const fs::path directory = root / "sys/devices/system/cpu" / ("cpu" + std::to_string(core)) / "cpufreq";
+    const auto clock = read_clock(directory, "scaling_cur_freq");
+    const auto max_clock = read_clock(directory, "cpuinfo_max_freq");
+    if (!clock || !max_clock) return;
+    now += *clock;
+    most += *max_clock;
+  }
+  if (cores.empty()) return;
+  health.clock_hz = now / static_cast<double>(cores.size());
+  health.max_clock_hz = most / static_cast<double>(cores.size());
+}
+
+bool may_run_on(std::string_view thread_status, const std::vector<int>& cores) {
+  constexpr std::string_view key = "Cpus_allowed_list:";
+  for (const std::string_view line : split(thread_status, '\n')) {
+    if (!line.starts_with(key)) continue;
+    const auto allowed = parse_cpu_list(line.substr(key.size()));
+    if (!allowed) return true;
+    return std::any_of(cores.begin(), cores.end(),
+                       [&](int core) { return std::binary_search(allowed->begin(), allowed->end(), core); });
+  }
+  return true;
+}
+
+/// What this process may have spent on `cores`: all of its time, threads that have ended included, less that of the
+/// threads that are pinned elsewhere. Too much rather than too little, so that nobody else is blamed for our own work.
+std::optional<std::int64_t> read_own_ticks(const fs::path& root, const std::vector<int>& cores) {
+  const auto process = read_text_file(root / "proc/self/stat");
+  auto ticks = process ? parse_task_ticks(*process) : std::nullopt;
+  if (!ticks) return std::nullopt;
+  std::error_code error;
+  for (const auto& thread : fs::directory_iterator(root / "proc/self/task", error)) {
+    const auto status = read_text_file(thread.path() / "status");
+    if (!status || may_run_on(*status, cores)) continue;
+    const auto stat = read_text_file(thread.path() / "stat");
+    *ticks -= (stat ? parse_task_ticks(*stat) : std::nullopt).value_or(0);
+  }
+  return ticks;
+}
+
+std::optional<CoreTimes> read_core_times(const fs::path& root, const std::vector<int>& cores,
+                                         std::int64_t ticks_per_second) {
+  const auto text = read_text_file(root / "proc/stat");
+  const auto own = read_own_ticks(root, cores);
+  if (!text || !own || cores.empty() || ticks_per_second < 1) return std::nullopt;
+  const auto all = parse_core_ticks(*text);
+  CoreTicks sum;
+  for (const int core : cores) {
+    const auto found = all.find(core);
+    if (found == all.end()) return std::nullopt;
+    sum.busy += found->second.busy;
+    sum.stolen += found->second.stolen;
+  }
+  const std::chrono::nanoseconds tick(1'000'000'000 / ticks_per_second);
+  return CoreTimes{.core_count = static_cast<std::int64_t>(cores.size()),
+                   .busy = sum.busy * tick,
+                   .ours = *own * tick,
+                   .stolen = sum.stolen * tick};
+}
+
+}  // namespace
+
+std::map<int, CoreTicks> parse_core_ticks(std::string_view proc_stat) {
+  std::map<int, CoreTicks> cores;
+  for (const std::string_view line : split(proc_stat, '\n')) {
+    const auto fields = split(line, ' ');
+    // cpu0 user nice system idle iowait irq softirq steal ...; guests' time is also in user and nice
+    if (fields.size() < 9 || !fields[0].starts_with("cpu")) continue;
+    const auto core = parse_integer<int>(fields[0].substr(3));
+    std::optional<std::int64_t> ticks[8];
+    bool sound = core.has_value();
+    for (std::size_t i = 0; i < 8; ++i) sound = (ticks[i] = parse_integer(fields[i + 1])).has_value() && sound;
+    if (sound) cores[*core] = {*ticks[0] + *ticks[1] + *ticks[2] + *ticks[5] + *ticks[6], *ticks[7]};
+  }
+  return cores;
+}
+
+std::optional<std::int64_t> parse_task_ticks(std::string_view stat) {
+  // The name in parentheses may hold anything, parentheses and spaces too; utime is the 12th field behind it.
+  const std::size_t name_end = stat.rfind(')');
+  if (name_end == std::string_view::npos) return std::nullopt;
+  const auto fields = split(stat.substr(name_end + 1), ' ');
+  if (fields.size() < 13) return std::nullopt;
+  const auto user = parse_integer(fields[11]);
+  const auto system = parse_integer(fields[12]);
+  if (!user || !system) return std::nullopt;
+  return *user + *system;
+}
+
+std::optional<QuotaPeriods> parse_quota_periods(std::string_view cpu_stat) {
+  std::optional<std::int64_t> total;
+  std::optional<std::int64_t> throttled;
+  for (const std::string_view line : split(cpu_stat, '\n')) {
+    const auto words = split(line, ' ');
+    if (words.size() != 2) continue;
+    if (words[0] == "nr_periods") total = parse_integer(words[1]);
+    if (words[0] == "nr_throttled") throttled = parse_integer(words[1]);
+  }
+  if (!total || !throttled) return std::nullopt;
+  return QuotaPeriods{*total, *throttled};
+}
+
+DeviceHealth read_host_health(const fs::path& root, const std::vector<int>& cores, std::int64_t ticks_per_second) {
+  DeviceHealth health;
+  health.when = std::chrono::steady_clock::now();
+  read_clocks(root, cores, health);
+  health.cores = read_core_times(root, cores, ticks_per_second);
+  if (const auto limit = read_cpu_limit(root)) {
+    const auto text = read_text_file(fs::path(limit->source).parent_path() / "cpu.stat");
+    if (text) health.quota = parse_quota_periods(*text);
+  }
+  return health;
+}
+
+}  // namespace paceline

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The CUDA backend's part of paceline/runtime/device_health.hpp.
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+
+#include <optional>
+#include <vector>
+
+#include "cuda_backend.hpp"
+#include "nvml.hpp"
+
+namespace paceline {
+namespace cuda {
+namespace {
+
+std::optional<GpuAddress> address_of(int ordinal) {
+  char bus_id[32] = {};
+  if (cudaDeviceGetPCIBusId(bus_id, static_cast<int>(sizeof(bus_id)), ordinal) != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+    return std::nullopt;
+  }
+  return GpuAddress{.name = fmt::format("cuda:{}", ordinal), .pci_bus_id = bus_id};
+}
+
+}  // namespace
+
+std::optional<DeviceHealth> gpu_health(const Device& device) noexcept try {
+  const auto gpu = address_of(device.index);
+  if (!gpu) return std::nullopt;
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) static_cast<void>(cudaGetLastError());
+  std::vector<GpuAddress> others;
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    const auto other = ordinal == device.index ? std::nullopt : address_of(ordinal);
+    if (other) others.push_back(*other);
+  }
+  return read_nvml(NvmlLibrary::of_process(), *gpu, others);
+} catch (...) {  // no memory left: a device that does not tell is no error
+  return std::nullopt;
+}
+
+HealthSource nvml_source() {
+  const NvmlLibrary& library = NvmlLibrary::of_process();
+  return {.name = "NVML", .version = library.version(), .path = library.path(), .why_none = library.why_none()};
+}
+
+}  // namespace cuda
+
+std::optional<DeviceHealth> CudaBackend::health(const Device& device) const { return cuda::gpu_health(device); }
+std::optional<HealthSource> CudaBackend::health_source() const { return cuda::nvml_source(); }
+
+}  // namespace paceline

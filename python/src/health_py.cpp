@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <pybind11/typing.h>
+
+#include <chrono>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <paceline/runtime/backend.hpp>
+#include <paceline/runtime/blocking.hpp>
+#include <paceline/runtime/device_health.hpp>
+
+#include "bindings.hpp"
+
+namespace py = pybind11;
+
+namespace paceline::python {
+namespace {
+
+using Facts = py::typing::Dict<py::str, py::object>;
+
+template <class T>
+void add(Facts& facts, const char* name, const std::optional<T>& value) {
+  if (value) facts[name] = *value;
+}
+
+Facts facts_of(const DeviceHealth& health) {
+  Facts facts;
+  add(facts, "clock_hz", health.clock_hz);
+  add(facts, "max_clock_hz", health.max_clock_hz);
+  if (health.limits) {
+    std::vector<std::string> names;
+    for (std::size_t i = 0; i < kClockLimitCount; ++i) {
+      if (health.limits->test(i)) names.emplace_back(name_of(static_cast<ClockLimit>(i)));
+    }
+    facts["clock_limits"] = names;
+  }
+  std::map<std::string, double> times;
+  for (std::size_t i = 0; i < kClockLimitCount; ++i) {
+    const auto& time = health.limited_for[i];
+    if (time) times[std::string(name_of(static_cast<ClockLimit>(i)))] = std::chrono::duration<double>(*time).count();
+  }
+  if (!times.empty()) facts["limited_seconds"] = times;
+  add(facts, "temperature_celsius", health.temperature_celsius);
+  add(facts, "power_watts", health.power_watts);
+  add(facts, "power_limit_watts", health.power_limit_watts);
+  if (health.other_processes) {
+    facts["other_processes"] = health.other_processes->count;
+    add(facts, "other_memory_bytes", health.other_processes->memory_bytes);
+  }
+  add(facts, "nvlinks_up", health.nvlinks_up);
+  py::dict peers;
+  for (const PeerAccess& peer : health.peers) {
+    Facts access;
+    add(access, "reads", peer.reads);
+    add(access, "writes", peer.writes);
+    add(access, "over_nvlink", peer.over_nvlink);
+    peers[py::str(peer.device)] = access;
+  }
+  if (!peers.empty()) facts["peers"] = peers;
+  if (health.cores) {
+    const auto seconds = [](std::chrono::nanoseconds time) { return std::chrono::duration<double>(time).count(); };
+    Facts cores;
+    cores["busy_seconds"] = seconds(health.cores->busy);
+    cores["own_seconds"] = seconds(health.cores->ours);
+    cores["stolen_seconds"] = seconds(health.cores->stolen);
+    facts["cores"] = cores;
+  }
+  if (health.quota) {
+    Facts quota;
+    quota["periods"] = health.quota->total;
+    quota["throttled"] = health.quota->throttled;
+    facts["quota"] = quota;
+  }
+  return facts;
+}
+
+std::optional<Facts> device_health(const std::string& name) {
+  std::optional<DeviceHealth> health;
+  {
+    const BlockingRegion region;  // a library opens, and a GPU may take its time
+    health = health_of(find_device(name));
+  }
+  if (!health) return std::nullopt;
+  return facts_of(*health);
+}
+
+std::map<std::string, std::map<std::string, std::string>> health_sources() {
+  std::map<std::string, std::map<std::string, std::string>> sources;
+  for (const Backend* const backend : backends()) {
+    std::optional<HealthSource> source;
+    {
+      const BlockingRegion region;
+      source = backend->health_source();
+    }
+    if (!source) continue;
+    sources[std::string(backend->prefix())] = {
+        {"name", source->name}, {"version", source->version}, {"path", source->path}, {"why_none", source->why_none}};
+  }
+  return sources;
+}
+
+}  // namespace
+
+void bind_health(py::module_& module) {
+  module.def("device_health", &device_health, py::arg("name"),
+             R"(What a device's own sensors and counters say now: clocks, limits, temperature, power, other processes.
+
+Holds what is known; None where nothing is.
+
+Raises
+------
+InvalidArgument
+    If there is no such device.)");
+  module.def(
+      "health_sources", &health_sources,
+      "Of each kind of device whose health a library tells: the library's name, version and path, and why it cannot "
+      "be asked; empty where it can.");
+}
+
+}  // namespace paceline::python

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <chrono>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include <paceline/engine/stepper.hpp>
+
+#include "engine/health_log.hpp"
+#include "host_group.hpp"
+
+namespace paceline {
+namespace {
+
+using std::chrono::seconds;
+
+balance::DeviceReport device(double speed, double error = 0.001, std::int64_t change_points = 0) {
+  balance::DeviceReport report;
+  report.measured = true;
+  report.speed = speed;
+  report.error = error;
+  report.change_points = change_points;
+  return report;
+}
+
+/// A device that is capped by its power for half of the time, and the samples taken of it.
+struct CappedDevices {
+  int samples = 0;
+  seconds now{100};
+
+  [[nodiscard]] HealthLog log(std::size_t count) {
+    return HealthLog(std::vector<Device>(count), [this](const Device&) {
+      ++samples;
+      DeviceHealth health;
+      health.when = std::chrono::steady_clock::time_point(now);
+      health.limited_for[static_cast<std::size_t>(ClockLimit::power_cap)] = now / 2;
+      return health;
+    });
+  }
+};
+
+TEST(HealthLog, AsksOnlyAboutDevicesThatAreSlowerThanTheirClassOrThanBefore) {
+  EXPECT_FALSE(needs_causes(device(1.0)));
+  EXPECT_FALSE(needs_causes(device(0.99)));
+  EXPECT_TRUE(needs_causes(device(0.8)));
+  EXPECT_FALSE(needs_causes(device(0.8, 0.15))) << "not told from noise";
+  EXPECT_TRUE(needs_causes(device(1.0, 0.001, 1)));
+  balance::DeviceReport gone = device(0.5);
+  gone.retired = true;
+  EXPECT_FALSE(needs_causes(gone));
+  EXPECT_FALSE(needs_causes(balance::DeviceReport{}));
+}
+
+TEST(HealthLog, TellsTheCausesOfTheSlowDevicesAlone) {
+  CappedDevices capped;
+  HealthLog log = capped.log(2);
+  capped.now = seconds(110);
+  balance::BalanceReport report;
+  report.steps = 5;
+  report.devices = {device(1.0), device(0.7)};
+  const std::vector<std::string> causes = log.causes(report);
+  ASSERT_EQ(causes.size(), 2U);
+  EXPECT_EQ(causes[0], "");
+  EXPECT_EQ(causes[1], "its clock was held down because of the power cap (50 % of the last 10 s)");
+}
+
+TEST(HealthLog, TakesNoSampleWhereAllIsWell) {
+  CappedDevices capped;
+  HealthLog log = capped.log(2);
+  balance::BalanceReport report;
+  report.steps = 5;
+  report.devices = {device(1.0), device(1.0)};
+  EXPECT_EQ(log.causes(report), std::vector<std::string>(2));
+  EXPECT_EQ(capped.samples, 2);
+}
+
+TEST(HealthLog, LooksBackToTheLastTimeItWasAskedAndIgnoresIdleTime) {
+  CappedDevices capped;
+  HealthLog log = capped.log(1);
+  balance::BalanceReport report;
+  report.devices = {device(0.7)};
+  const auto window = [&](int now, std::int64_t steps) {
+    capped.now = seconds(now);
+    report.steps = steps;
+    const std::string text = log.causes(report).front();
+    return text.substr(text.find("of the last"));
+  };
+  EXPECT_EQ(window(130, 5), "of the last 30 s)");
+  EXPECT_EQ(window(190, 5), "of the last 30 s)");
+  EXPECT_EQ(window(150, 6), "of the last 20 s)");
+}
+
+TEST(HealthLog, IsPartOfWhatAStepperExplains) {
+  const Stepper stepper(host_group(2), {});
+  EXPECT_EQ(stepper.explain(), stepper.balancer().explain()) << "nothing is slow before the first step";
+}
+
+TEST(HealthLog, LivesWithDevicesThatDoNotTell) {
+  HealthLog log(std::vector<Device>(1), [](const Device&) { return std::nullopt; });
+  balance::BalanceReport report;
+  report.steps = 1;
+  report.devices = {device(0.5)};
+  EXPECT_EQ(log.causes(report), std::vector<std::string>(1));
+}
+
+}  // namespace
+}  // namespace paceline
