@@ -5,7 +5,8 @@
 
 namespace paceline {
 
-/// NVIDIA's GPUs: cuda:0, cuda:1, ... as CUDA_VISIBLE_DEVICES shows them. Without a driver there are none.
+/// NVIDIA's GPUs: cuda:0, cuda:1, ... as CUDA_VISIBLE_DEVICES shows them, and by name their parts. Without a driver
+/// there are none.
 class CudaBackend final : public Backend {
  public:
   [[nodiscard]] DeviceKind kind() const noexcept override { return DeviceKind::cuda; }
@@ -16,6 +17,9 @@ class CudaBackend final : public Backend {
   void prepare_worker(const Device& device) const noexcept override;
   [[nodiscard]] bool asynchronous() const noexcept override { return true; }
   [[nodiscard]] std::unique_ptr<AsyncDevice> open(const Device& device) const override;
+  [[nodiscard]] std::vector<Device> partition(const Device& device, std::span<const double> fractions) const override;
+  void release_partitions(const Device& device, std::chrono::nanoseconds timeout) const override;
+  [[nodiscard]] std::vector<GpuFacts> gpu_facts() const override;
 };
 
 }  // namespace paceline

@@ -17,3 +17,5 @@
 #include <paceline/runtime/backend.hpp>
 #include <paceline/runtime/device.hpp>
 #include <paceline/runtime/device_group.hpp>
+#include <paceline/runtime/gpu_facts.hpp>
+#include <paceline/runtime/partition.hpp>

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <span>
 #include <string>
@@ -10,11 +11,12 @@
 #include <paceline/export.hpp>
 #include <paceline/runtime/async.hpp>
 #include <paceline/runtime/device.hpp>
+#include <paceline/runtime/gpu_facts.hpp>
 
 namespace paceline {
 
-/// One kind of device, as groups and engines see it. Stateless towards its users; every method may be called from any
-/// thread.
+/// One kind of device, as groups and engines see it. Every method may be called from any thread; state is the process's
+/// (which devices are split), never the object's.
 ///
 /// A further kind is one more implementation in the list that backends() returns; nothing above this interface names a
 /// kind.
@@ -40,6 +42,12 @@ class PACELINE_API Backend {
   /// Streams, events and memory of an asynchronous device; null for others.
   /// @throws Error if the device refuses.
   [[nodiscard]] virtual std::unique_ptr<AsyncDevice> open(const Device& device) const;
+  /// See paceline::partition(), which has checked the fractions. Refuses unless overridden.
+  [[nodiscard]] virtual std::vector<Device> partition(const Device& device, std::span<const double> fractions) const;
+  /// See paceline::release_partitions().
+  virtual void release_partitions(const Device& device, std::chrono::nanoseconds timeout) const;
+  /// See paceline::gpu_facts(). None unless overridden.
+  [[nodiscard]] virtual std::vector<GpuFacts> gpu_facts() const;
 };
 
 /// The backends of this build, those worth using first in front.
