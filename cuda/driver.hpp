@@ -25,8 +25,7 @@ struct GreenDriver {
   decltype(&cuGreenCtxCreate) create = nullptr;
   decltype(&cuGreenCtxDestroy) destroy = nullptr;
   decltype(&cuGreenCtxGetDevResource) context_resource = nullptr;
-  // Spelled out: it came one version after the others, and the toolkit may be as old as those.
-  CUresult (*make_stream)(CUstream*, CUgreenCtx, unsigned int flags, int priority) = nullptr;
+  decltype(&cuGreenCtxStreamCreate) make_stream = nullptr;
 };
 
 /// @throws Unavailable if the driver is older than CUDA 12.5, saying which one it is.
