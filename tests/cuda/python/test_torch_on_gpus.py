@@ -341,7 +341,9 @@ def test_a_group_that_was_passed_in_stays_open(fake: Any) -> None:
             with DataParallel(module, group, balance="even") as trainer:
                 trainer.step(classify, batch)
         deadline = time.monotonic() + 10
-        while fake.leftovers and time.monotonic() < deadline:  # a worker lets go of the step just after the caller goes on
+        while (
+            fake.leftovers and time.monotonic() < deadline
+        ):  # a worker lets go of the step just after the caller goes on
             time.sleep(0.01)
         assert fake.leftovers == 0
 
