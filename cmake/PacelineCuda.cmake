@@ -1,5 +1,6 @@
-# PACELINE_CUDA=AUTO|ON|OFF decides whether the CUDA backend is built: AUTO where nvcc of CUDA 12.4 or newer is found. Sets
-# PACELINE_WITH_CUDA. Only the runtime is linked, statically: the library loads without a driver.
+# PACELINE_CUDA=AUTO|ON|OFF decides whether the CUDA backend is built: AUTO where nvcc of CUDA 12.5 or newer is found. Sets
+# PACELINE_WITH_CUDA. Only the runtime is linked, statically: the library loads without a driver, and asks the runtime for the few functions of
+# the driver that it needs (cudaGetDriverEntryPointByVersion, since CUDA 12.5).
 include_guard(GLOBAL)
 
 string(TOUPPER "${PACELINE_CUDA}" paceline_cuda)
@@ -12,12 +13,12 @@ if(NOT paceline_cuda STREQUAL "OFF")
   include(CheckLanguage)
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
-    find_package(CUDAToolkit 12.4 QUIET)
+    find_package(CUDAToolkit 12.5 QUIET)
   endif()
   if(CMAKE_CUDA_COMPILER AND CUDAToolkit_FOUND AND TARGET CUDA::cudart_static)
     set(PACELINE_WITH_CUDA ON)
   elseif(paceline_cuda STREQUAL "ON")
-    message(FATAL_ERROR "PACELINE_CUDA=ON needs the CUDA toolkit, 12.4 or newer, with nvcc and the static runtime: name its place with "
+    message(FATAL_ERROR "PACELINE_CUDA=ON needs the CUDA toolkit, 12.5 or newer, with nvcc and the static runtime: name its place with "
                         "-DCMAKE_CUDA_COMPILER=/path/to/nvcc, or configure with PACELINE_CUDA=OFF for the host devices alone")
   endif()
 endif()

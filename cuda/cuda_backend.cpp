@@ -5,8 +5,10 @@
 #include <fmt/format.h>
 
 #include <charconv>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <system_error>
 #include <vector>
@@ -17,6 +19,8 @@
 #include "cuda_device.hpp"
 #include "device_guard.hpp"
 #include "error.hpp"
+#include "gpu_facts.hpp"
+#include "partitions.hpp"
 #include "runtime/thread_affinity.hpp"
 
 namespace paceline {
@@ -49,13 +53,6 @@ Count count_devices() {
   return count;
 }
 
-int numa_node(int ordinal) {
-  int node = -1;
-  if (cudaDeviceGetAttribute(&node, cudaDevAttrHostNumaId, ordinal) == cudaSuccess) return node;
-  static_cast<void>(cudaGetLastError());
-  return -1;
-}
-
 /// All cores of the GPU's NUMA node that this process may use; all of them where none is near.
 std::vector<int> near_cores(const HostTopology& topology, int node) {
   std::vector<int> near;
@@ -74,9 +71,40 @@ Device describe(const HostTopology& topology, int ordinal) {
   device.name = fmt::format("cuda:{}", ordinal);
   device.memory_space = device.name;
   device.device_class = fmt::format("{}, {} SMs", properties.name, properties.multiProcessorCount);
-  device.numa_node = numa_node(ordinal);
+  device.numa_node = cuda::attribute(cudaDevAttrHostNumaId, ordinal, -1);
   device.cores = near_cores(topology, device.numa_node);
+  device.sm_count = properties.multiProcessorCount;
   return device;
+}
+
+/// A number as names have it: no sign, no leading zero.
+std::optional<std::int32_t> number_in(std::string_view digits) {
+  std::int32_t number = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number);
+  const bool canonical = digits == "0" || (!digits.empty() && digits.front() >= '1' && digits.front() <= '9');
+  if (!canonical || error != std::errc{} || end != digits.data() + digits.size()) return std::nullopt;
+  return number;
+}
+
+Device find_part(const Device& gpu, std::string_view name, std::string_view digits) {
+  const std::vector<Device> parts = cuda::parts_of(gpu);
+  if (parts.empty()) {
+    throw InvalidArgument(
+        fmt::format("there is no '{0}': {1} has not been split. Call partition(\"{1}\", ...) first, "
+                    "with the fractions that its parts shall have",
+                    name, gpu.name));
+  }
+  const std::optional<std::int32_t> part = number_in(digits);
+  if (part && static_cast<std::size_t>(*part) < parts.size()) return parts[static_cast<std::size_t>(*part)];
+  throw InvalidArgument(fmt::format("there is no '{}': the parts of {} are called {} to {}", name, gpu.name,
+                                    parts.front().name, parts.back().name));
+}
+
+void require_whole(const Device& device, const char* call) {
+  if (device.part < 0) return;
+  throw InvalidArgument(
+      fmt::format("{}: {} is a part of a GPU. Name the GPU itself: cuda:{}.", call, device.name, device.index),
+      device.name);
 }
 
 }  // namespace
@@ -95,15 +123,15 @@ std::string CudaBackend::why_none() const { return count_devices().why_none; }
 Device CudaBackend::find(std::string_view name) const {
   const Count count = count_devices();
   if (count.devices == 0) throw InvalidArgument(fmt::format("there is no device '{}': {}", name, count.why_none));
-  const std::string_view digits = name.substr(prefix().size() + 1);
-  std::int32_t index = 0;
-  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), index);
-  const bool canonical = digits == "0" || (!digits.empty() && digits.front() >= '1' && digits.front() <= '9');
-  if (!canonical || error != std::errc{} || end != digits.data() + digits.size() || index >= count.devices) {
+  const std::string_view after_prefix = name.substr(prefix().size() + 1);
+  const std::size_t slash = after_prefix.find('/');
+  const std::optional<std::int32_t> index = number_in(after_prefix.substr(0, slash));
+  if (!index || *index >= count.devices) {
     throw InvalidArgument(
         fmt::format("'{}' is not the name of a device: GPUs are called cuda:0 to cuda:{}", name, count.devices - 1));
   }
-  return describe(read_host_topology(), index);
+  const Device gpu = describe(read_host_topology(), *index);
+  return slash == std::string_view::npos ? gpu : find_part(gpu, name, after_prefix.substr(slash + 1));
 }
 
 // Best effort: without it everything works, from further away.
@@ -115,6 +143,25 @@ void CudaBackend::prepare_worker(const Device& device) const noexcept {
   static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));
 }
 
-std::unique_ptr<AsyncDevice> CudaBackend::open(const Device& device) const { return cuda::open_device(device.index); }
+std::unique_ptr<AsyncDevice> CudaBackend::open(const Device& device) const {
+  return cuda::open_device(device.index, device.part < 0 ? nullptr : cuda::context_of(device));
+}
+
+std::vector<Device> CudaBackend::partition(const Device& device, std::span<const double> fractions) const {
+  require_whole(device, "partition");
+  return cuda::split(device, fractions);
+}
+
+void CudaBackend::release_partitions(const Device& device, std::chrono::nanoseconds timeout) const {
+  require_whole(device, "release_partitions");
+  cuda::end_split(device, timeout);
+}
+
+std::vector<GpuFacts> CudaBackend::gpu_facts() const {
+  std::vector<GpuFacts> all;
+  const int count = count_devices().devices;
+  for (int ordinal = 0; ordinal < count; ++ordinal) all.push_back(cuda::facts_of(ordinal, count));
+  return all;
+}
 
 }  // namespace paceline

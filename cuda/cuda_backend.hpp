@@ -5,7 +5,8 @@
 
 namespace paceline {
 
-/// NVIDIA's GPUs: cuda:0, cuda:1, ... as CUDA_VISIBLE_DEVICES shows them. Without a driver there are none.
+/// NVIDIA's GPUs: cuda:0, cuda:1, ... as CUDA_VISIBLE_DEVICES shows them, and by name their parts. Without a driver
+/// there are none.
 class CudaBackend final : public Backend {
  public:
   [[nodiscard]] DeviceKind kind() const noexcept override { return DeviceKind::cuda; }
@@ -18,6 +19,9 @@ class CudaBackend final : public Backend {
   [[nodiscard]] std::unique_ptr<AsyncDevice> open(const Device& device) const override;
   [[nodiscard]] std::optional<DeviceHealth> health(const Device& device) const override;
   [[nodiscard]] std::optional<HealthSource> health_source() const override;
+  [[nodiscard]] std::vector<Device> partition(const Device& device, std::span<const double> fractions) const override;
+  void release_partitions(const Device& device, std::chrono::nanoseconds timeout) const override;
+  [[nodiscard]] std::vector<GpuFacts> gpu_facts() const override;
 };
 
 }  // namespace paceline

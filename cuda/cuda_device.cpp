@@ -12,22 +12,32 @@
 
 #include "device_guard.hpp"
 #include "error.hpp"
+#include "green_context.hpp"
 #include "pool.hpp"
 #include "sum.hpp"
 
 namespace paceline::cuda {
 namespace {
 
-/// A stream of ours, or one of the caller's that is only used. Shared with the memory that goes back in its order.
+/// A stream of ours, on all of the GPU or on a part of it, or one of the caller's that is only used. Shared with the
+/// memory that goes back in its order.
 class StreamHandle {
  public:
-  explicit StreamHandle(int device) : device_(device), owned_(true) {
+  StreamHandle(int device, std::shared_ptr<GreenContext> part) : device_(device), owned_(true), part_(std::move(part)) {
+    if (part_ != nullptr) {
+      stream_ = part_->make_stream();
+      return;
+    }
     const DeviceGuard guard(device);
     check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream", device);
   }
   StreamHandle(int device, cudaStream_t stream) : device_(device), stream_(stream) {}
   ~StreamHandle() {
     if (!owned_) return;
+    if (part_ != nullptr) {
+      part_->drop(stream_);
+      return;
+    }
     try {
       const DeviceGuard guard(device_);
       static_cast<void>(cudaStreamDestroy(stream_));
@@ -42,6 +52,7 @@ class StreamHandle {
  private:
   int device_;
   bool owned_ = false;
+  std::shared_ptr<GreenContext> part_;
   cudaStream_t stream_ = nullptr;
 };
 
@@ -230,7 +241,8 @@ void CudaStream::sum(const DeviceSum& sum) {
 
 class CudaDevice final : public AsyncDevice {
  public:
-  explicit CudaDevice(int ordinal) : ordinal_(ordinal), pool_(Pool::of(ordinal)) {
+  CudaDevice(int ordinal, std::shared_ptr<GreenContext> part)
+      : ordinal_(ordinal), part_(std::move(part)), pool_(Pool::of(ordinal)) {
     // Loaded now: loading a kernel at its first launch can wait for another that runs, and that one for us.
     const DeviceGuard guard(ordinal);
     for (const DType dtype : {DType::float32, DType::float64, DType::float16, DType::bfloat16}) {
@@ -240,7 +252,7 @@ class CudaDevice final : public AsyncDevice {
   }
 
   std::unique_ptr<Stream> make_stream() override {
-    return std::make_unique<CudaStream>(ordinal_, std::make_shared<StreamHandle>(ordinal_));
+    return std::make_unique<CudaStream>(ordinal_, std::make_shared<StreamHandle>(ordinal_, part_));
   }
   std::unique_ptr<Stream> adopt_stream(void* native) override {
     return std::make_unique<CudaStream>(ordinal_,
@@ -256,11 +268,14 @@ class CudaDevice final : public AsyncDevice {
 
  private:
   int ordinal_;
+  std::shared_ptr<GreenContext> part_;
   std::shared_ptr<Pool> pool_;
 };
 
 }  // namespace
 
-std::unique_ptr<AsyncDevice> open_device(int ordinal) { return std::make_unique<CudaDevice>(ordinal); }
+std::unique_ptr<AsyncDevice> open_device(int ordinal, std::shared_ptr<GreenContext> part) {
+  return std::make_unique<CudaDevice>(ordinal, std::move(part));
+}
 
 }  // namespace paceline::cuda

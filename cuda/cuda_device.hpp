@@ -7,8 +7,11 @@
 
 namespace paceline::cuda {
 
-/// Streams, events and memory of the GPU with this ordinal.
+class GreenContext;
+
+/// Streams, events and memory of the GPU with this ordinal; with a `part` its streams are of that part of the GPU, and
+/// all else stays the GPU's.
 /// @throws Unavailable without a driver, Error if the device refuses.
-[[nodiscard]] std::unique_ptr<AsyncDevice> open_device(int ordinal);
+[[nodiscard]] std::unique_ptr<AsyncDevice> open_device(int ordinal, std::shared_ptr<GreenContext> part = nullptr);
 
 }  // namespace paceline::cuda

@@ -7,31 +7,46 @@
 #include <paceline/error.hpp>
 
 #include "error.hpp"
-#include "toolkit.hpp"
 
 namespace paceline::cuda {
 namespace {
 
-constexpr unsigned int kOldestAbi = 12000;  // of the functions below; newer drivers keep it
+// Which interface of a function is asked for: that of the CUDA version it came with; newer drivers keep it.
+constexpr unsigned int kOldestAbi = 12000;
+constexpr unsigned int kGreenContexts = 12040;
+constexpr unsigned int kGreenStreams = 12050;
 
 template <class F>
-void find(F& function, const char* name) {
+void find(F& function, const char* name, unsigned int abi) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result{};
-  const cudaError_t error = find_driver_function(name, &found, kOldestAbi, &result);
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &found, abi, cudaEnableDefault, &result);
   if (error != cudaSuccess || result != cudaDriverEntryPointSuccess || found == nullptr) {
     static_cast<void>(cudaGetLastError());
-    throw Unavailable(fmt::format("the CUDA driver has no {}: it is missing or older than CUDA 12.0", name));
+    throw Unavailable(fmt::format("the CUDA driver has no {}: it is missing or older than CUDA {}.{}", name, abi / 1000,
+                                  abi % 1000 / 10));
   }
   function = reinterpret_cast<F>(found);
 }
 
 Driver load() {
   Driver driver;
-  find(driver.device_get, "cuDeviceGet");
-  find(driver.primary_context_retain, "cuDevicePrimaryCtxRetain");
-  find(driver.context_push, "cuCtxPushCurrent");
-  find(driver.context_pop, "cuCtxPopCurrent");
+  find(driver.device_get, "cuDeviceGet", kOldestAbi);
+  find(driver.primary_context_retain, "cuDevicePrimaryCtxRetain", kOldestAbi);
+  find(driver.context_push, "cuCtxPushCurrent", kOldestAbi);
+  find(driver.context_pop, "cuCtxPopCurrent", kOldestAbi);
+  return driver;
+}
+
+GreenDriver load_green() {
+  GreenDriver driver;
+  find(driver.device_resource, "cuDeviceGetDevResource", kGreenContexts);
+  find(driver.split_by_count, "cuDevSmResourceSplitByCount", kGreenContexts);
+  find(driver.describe, "cuDevResourceGenerateDesc", kGreenContexts);
+  find(driver.create, "cuGreenCtxCreate", kGreenContexts);
+  find(driver.destroy, "cuGreenCtxDestroy", kGreenContexts);
+  find(driver.context_resource, "cuGreenCtxGetDevResource", kGreenContexts);
+  find(driver.make_stream, "cuGreenCtxStreamCreate", kGreenStreams);
   return driver;
 }
 
@@ -39,6 +54,18 @@ Driver load() {
 
 const Driver& driver() {
   static const Driver loaded = load();
+  return loaded;
+}
+
+const GreenDriver& green_driver() {
+  int version = 0;
+  check(cudaDriverGetVersion(&version), "asking for the driver's version", 0);
+  if (version < static_cast<int>(kGreenStreams)) {
+    throw Unavailable(
+        fmt::format("parts of a GPU need a driver for CUDA {}.{} or newer, and this one is for CUDA {}.{}",
+                    kGreenStreams / 1000, kGreenStreams % 1000 / 10, version / 1000, version % 1000 / 10));
+  }
+  static const GreenDriver loaded = load_green();
   return loaded;
 }
 

@@ -16,4 +16,19 @@ struct Driver {
 /// @throws Unavailable if there is no driver, or one that lacks a function, naming it.
 const Driver& driver();
 
+/// The driver's green contexts: streams on some of a GPU's SMs. A table of its own, so that drivers without them do all
+/// else.
+struct GreenDriver {
+  decltype(&cuDeviceGetDevResource) device_resource = nullptr;
+  decltype(&cuDevSmResourceSplitByCount) split_by_count = nullptr;
+  decltype(&cuDevResourceGenerateDesc) describe = nullptr;
+  decltype(&cuGreenCtxCreate) create = nullptr;
+  decltype(&cuGreenCtxDestroy) destroy = nullptr;
+  decltype(&cuGreenCtxGetDevResource) context_resource = nullptr;
+  decltype(&cuGreenCtxStreamCreate) make_stream = nullptr;
+};
+
+/// @throws Unavailable if the driver is older than CUDA 12.5, saying which one it is.
+const GreenDriver& green_driver();
+
 }  // namespace paceline::cuda

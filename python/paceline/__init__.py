@@ -5,7 +5,7 @@
 """
 
 from paceline._core import Cancelled, DeviceLost, Error, InvalidArgument, OutOfMemory, Timeout, Unavailable
-from paceline._core.runtime import Device, DeviceGroup, devices, find_device
+from paceline._core.runtime import Device, DeviceGroup, devices, find_device, partition, release_partitions
 from paceline.comm import Communicator
 
 __version__: str
@@ -24,6 +24,8 @@ __all__ = [
     "__version__",
     "devices",
     "find_device",
+    "partition",
+    "release_partitions",
 ]
 
 

@@ -33,6 +33,8 @@ std::string repr(const Device& device) {
   if (!device.cores.empty()) {
     text += fmt::format(" {} {}", device.cores.size() == 1 ? "core" : "cores", fmt::join(device.cores, ","));
   }
+  if (device.sm_count > 0) text += fmt::format(" {} SMs", device.sm_count);
+  if (device.part >= 0) text += fmt::format(" ({:.4g} asked for)", device.fraction);
   if (device.numa_node >= 0) text += fmt::format(" node {}", device.numa_node);
   return text + ">";
 }
@@ -80,18 +82,31 @@ std::map<std::string, std::string> why_no_devices() {
 }  // namespace
 
 void bind_device(py::module_& module) {
-  py::class_<Device>(module, "Device", R"(A place of execution, such as ``host:1``: a worker pinned to cores of its own.
+  py::class_<Device>(
+      module, "Device",
+      R"(A place of execution: ``host:1``, a worker pinned to cores of its own; ``cuda:0``, a GPU; ``cuda:0/1``, a part of one.
 
-A value that names the place and says what was found out about it; it owns nothing. `devices` and `find_device` make them.)")
+A value that names the place and says what was found out about it; it owns nothing. `devices`, `find_device` and `partition` make
+them.)")
       .def_property_readonly(
           "name", [](const Device& device) { return device.name; }, "``host:1``; names are unique.")
       .def_property_readonly(
           "kind", [](const Device& device) { return kind_name(device.kind); }, "``host`` or ``cuda``.")
       .def_property_readonly(
-          "index", [](const Device& device) { return device.index; }, "The number in the name.")
+          "index", [](const Device& device) { return device.index; }, "The number after the colon of the name.")
+      .def_property_readonly(
+          "part", [](const Device& device) { return device.part < 0 ? std::nullopt : std::optional(device.part); },
+          "Of ``cuda:0/1`` the 1; None for a whole device.")
       .def_property_readonly(
           "memory_space", [](const Device& device) { return device.memory_space; },
-          "Devices of one memory space share memory without copying.")
+          "Devices of one memory space share memory without copying: all parts of ``cuda:0`` are in ``cuda:0``.")
+      .def_property_readonly(
+          "sm_count",
+          [](const Device& device) { return device.sm_count == 0 ? std::nullopt : std::optional(device.sm_count); },
+          "The streaming multiprocessors of the GPU that it computes on; None on the host.")
+      .def_property_readonly(
+          "fraction", [](const Device& device) { return device.fraction; },
+          "The fraction of the GPU that `partition` was asked for; 1.0 for a whole device.")
       .def_property_readonly(
           "cores", [](const Device& device) { return py::typing::Tuple<int, py::ellipsis>(py::cast(device.cores)); },
           "The cores that the worker is pinned to; empty where pinning is impossible.")
@@ -105,18 +120,21 @@ A value that names the place and says what was found out about it; it owns nothi
       .def("__eq__", [](const Device& self, const py::object& other) {
         return py::isinstance<Device>(other) && self == other.cast<const Device&>();
       });
-  module.def("devices", &devices, R"(Every device that this process can use now, in order.
+  module.def("devices", &devices,
+             R"(Every device that this process can use now, in order: GPUs first, whole, then the host's.
 
 Host devices: one per core of the process's affinity mask, no more than its cgroup's CPU limit allows. Under such a limit
 a device is pinned to several cores, since all the cores of the mask are dealt out.)");
   module.def("find_device", &find_device, py::arg("name"), R"(The device called `name`, such as ``host:1``.
 
-More host devices than cores may be named; they share cores.
+More host devices than cores may be named; they share cores. Parts of a GPU, such as ``cuda:0/1``, are there once `partition` has made
+them.
 
 Raises
 ------
 InvalidArgument
     If the name is malformed or there is no such device; the message lists those that exist.)");
+  bind_gpu(module);
   module.def("host_facts", &host_facts,
              "What the operating system says about the processor and this process's part of it.");
   module.def("why_no_devices", &why_no_devices,

@@ -43,16 +43,6 @@ void take_back(void* token) {
   }
 }
 
-std::chrono::nanoseconds timeout_of(double seconds) {
-  constexpr double longest = 3e9;  // a century; nanoseconds hold three
-  if (std::isnan(seconds) || seconds < 0.0) {
-    throw InvalidArgument(
-        fmt::format("close: timeout is {}; it must be 0 or more seconds, inf to wait for ever", seconds));
-  }
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-      std::chrono::duration<double>(std::min(seconds, longest)));
-}
-
 // Looks for signals while it waits, as every wait on the main thread does.
 void close(DeviceGroup& group, double timeout) {
   bool signalled = false;
@@ -61,7 +51,7 @@ void close(DeviceGroup& group, double timeout) {
     return !signalled;
   };
   try {
-    group.close(timeout_of(timeout), no_signal);
+    group.close(timeout_of("close", timeout), no_signal);
   } catch (const Timeout&) {
     if (!signalled) throw;
   }
@@ -99,6 +89,16 @@ std::string repr(const DeviceGroup& group) {
 }
 
 }  // namespace
+
+std::chrono::nanoseconds timeout_of(const char* call, double seconds) {
+  constexpr double longest = 3e9;  // a century; nanoseconds hold three
+  if (std::isnan(seconds) || seconds < 0.0) {
+    throw InvalidArgument(
+        fmt::format("{}: timeout is {}; it must be 0 or more seconds, inf to wait for ever", call, seconds));
+  }
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+      std::chrono::duration<double>(std::min(seconds, longest)));
+}
 
 void bind_runtime(py::module_& module) {
   set_blocking_hooks({.enter = let_go, .leave = take_back});

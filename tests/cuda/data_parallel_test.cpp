@@ -16,6 +16,7 @@
 
 #include <paceline/error.hpp>
 #include <paceline/runtime/device_group.hpp>
+#include <paceline/runtime/partition.hpp>
 
 #include "fake_cuda.hpp"
 #include "twins.hpp"
@@ -28,6 +29,7 @@ using Trainer = BasicDataParallel<double>;
 constexpr std::size_t kWidth = 5;
 constexpr std::int64_t kBatch = 24;
 constexpr std::uint64_t kSeeds = 1000;
+constexpr std::uint64_t kSeedsOnParts = 300;  // the engine's orders are the same there
 
 /// Item k: half the squared distance between the parameters and a point of its own.
 double point(std::int64_t item, std::size_t j) {
@@ -142,12 +144,19 @@ struct Box {
   const char* name;
   int gpus;
   std::vector<std::string> devices;
+  std::vector<double> fractions{};  ///< of each GPU that is split
 };
 
 void PrintTo(const Box& box, std::ostream* out) { *out << box.name; }
 
-/// "cuda:0/1" stands for a second queue of cuda:0: a part of the GPU that shares its memory.
+/// Without fractions "cuda:0/1" stands for a second queue of the whole cuda:0.
 DeviceGroup group_of(const Box& box) {
+  if (!box.fractions.empty()) {
+    for (int gpu = 0; gpu < box.gpus; ++gpu) {
+      static_cast<void>(partition("cuda:" + std::to_string(gpu), box.fractions));
+    }
+    return DeviceGroup(box.devices);
+  }
   std::vector<Device> devices;
   for (const std::string& name : box.devices) {
     const auto slash = name.find('/');
@@ -155,6 +164,10 @@ DeviceGroup group_of(const Box& box) {
     devices.back().name = name;
   }
   return DeviceGroup(devices);
+}
+
+void make_whole(const Box& box) {
+  for (int gpu = 0; gpu < box.gpus; ++gpu) release_partitions("cuda:" + std::to_string(gpu));
 }
 
 void expect_clean(std::uint64_t seed) {
@@ -165,7 +178,8 @@ void expect_clean(std::uint64_t seed) {
 class OnGpus : public ::testing::TestWithParam<Box> {};
 
 TEST_P(OnGpus, TrainsAsOneDeviceWhateverTheOrder) {
-  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+  const std::uint64_t seeds = GetParam().fractions.empty() ? kSeeds : kSeedsOnParts;
+  for (std::uint64_t seed = 0; seed < seeds; ++seed) {
     boot(seed, GetParam().gpus);
     int synchronize_calls_of_the_test = 0;
     {
@@ -187,6 +201,7 @@ TEST_P(OnGpus, TrainsAsOneDeviceWhateverTheOrder) {
       synchronize_calls_of_the_test = fake::synchronize_calls();
       for (std::size_t j = 0; j < kWidth; ++j) ASSERT_NEAR(parameters[j], reference.parameters[j], 1e-12) << seed;
     }
+    make_whole(GetParam());
     ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
     ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
     ASSERT_EQ(fake::synchronize_calls(), synchronize_calls_of_the_test) << "seed " << seed;
@@ -210,6 +225,7 @@ TEST_P(OnGpus, AFailedStepLeavesNothingRunningAndTheNextOneIsRight) {
       const double expected = reference.step();
       ASSERT_NEAR(trainer.step(kBatch, body), expected, 1e-12 * expected);
     }
+    make_whole(GetParam());
     ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
     ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
   }
@@ -220,6 +236,15 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(Box{"OneGpu", 1, {"cuda:0"}}, Box{"TwoPartitions", 1, {"cuda:0/0", "cuda:0/1"}},
                       Box{"TwoGpus", 2, {"cuda:0", "cuda:1"}}, Box{"GpuAndHost", 1, {"cuda:0", "host:0", "host:1"}},
                       Box{"Everything", 2, {"host:0", "cuda:0/0", "cuda:0/1", "cuda:1/0", "cuda:1/1"}}),
+    [](const auto& param) { return param.param.name; });
+
+INSTANTIATE_TEST_SUITE_P(
+    Parts, OnGpus,
+    ::testing::Values(Box{"TwoEqual", 1, {"cuda:0/0", "cuda:0/1"}, {0.5, 0.5}},
+                      Box{"TwoUnequal", 1, {"cuda:0/0", "cuda:0/1"}, {0.75, 0.25}},
+                      Box{"Four", 1, {"cuda:0/0", "cuda:0/1", "cuda:0/2", "cuda:0/3"}, {0.4, 0.3, 0.2, 0.1}},
+                      Box{"PartsAndHost", 1, {"cuda:0/1", "host:0", "cuda:0/0"}, {0.6, 0.4}},
+                      Box{"PartsOfTwoGpus", 2, {"cuda:0/1", "cuda:1/0", "host:0", "cuda:1/1"}, {0.5, 0.25}}),
     [](const auto& param) { return param.param.name; });
 
 TEST(CudaDataParallel, LearnsSpeedsFromTheDevicesClocks) {

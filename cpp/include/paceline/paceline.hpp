@@ -18,3 +18,5 @@
 #include <paceline/runtime/device.hpp>
 #include <paceline/runtime/device_group.hpp>
 #include <paceline/runtime/device_health.hpp>
+#include <paceline/runtime/gpu_facts.hpp>
+#include <paceline/runtime/partition.hpp>

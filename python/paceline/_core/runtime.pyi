@@ -12,14 +12,21 @@ __all__: list[str] = [
     "find_device",
     "health_sources",
     "host_facts",
+    "devices",
+    "find_device",
+    "gpu_facts",
+    "host_facts",
+    "partition",
+    "release_partitions",
     "why_no_devices",
 ]
 
 class Device:
     """
-    A place of execution, such as ``host:1``: a worker pinned to cores of its own.
+    A place of execution: ``host:1``, a worker pinned to cores of its own; ``cuda:0``, a GPU; ``cuda:0/1``, a part of one.
 
-    A value that names the place and says what was found out about it; it owns nothing. `devices` and `find_device` make them.
+    A value that names the place and says what was found out about it; it owns nothing. `devices`, `find_device` and `partition` make
+    them.
     """
     def __eq__(self, arg0: object) -> bool: ...
     def __hash__(self) -> int: ...
@@ -31,9 +38,14 @@ class Device:
         The cores that the worker is pinned to; empty where pinning is impossible.
         """
     @property
+    def fraction(self) -> float:
+        """
+        The fraction of the GPU that `partition` was asked for; 1.0 for a whole device.
+        """
+    @property
     def index(self) -> int:
         """
-        The number in the name.
+        The number after the colon of the name.
         """
     @property
     def kind(self) -> str:
@@ -43,7 +55,7 @@ class Device:
     @property
     def memory_space(self) -> str:
         """
-        Devices of one memory space share memory without copying.
+        Devices of one memory space share memory without copying: all parts of ``cuda:0`` are in ``cuda:0``.
         """
     @property
     def name(self) -> str:
@@ -54,6 +66,16 @@ class Device:
     def numa_node(self) -> int | None:
         """
         The NUMA node of the cores; None when unknown or several.
+        """
+    @property
+    def part(self) -> int | None:
+        """
+        Of ``cuda:0/1`` the 1; None for a whole device.
+        """
+    @property
+    def sm_count(self) -> int | None:
+        """
+        The streaming multiprocessors of the GPU that it computes on; None on the host.
         """
 
 class DeviceGroup:
@@ -124,7 +146,7 @@ def device_health(name: str) -> dict[str, typing.Any] | None:
 
 def devices() -> list[Device]:
     """
-    Every device that this process can use now, in order.
+    Every device that this process can use now, in order: GPUs first, whole, then the host's.
 
     Host devices: one per core of the process's affinity mask, no more than its cgroup's CPU limit allows. Under such a limit
     a device is pinned to several cores, since all the cores of the mask are dealt out.
@@ -134,7 +156,8 @@ def find_device(name: str) -> Device:
     """
     The device called `name`, such as ``host:1``.
 
-    More host devices than cores may be named; they share cores.
+    More host devices than cores may be named; they share cores. Parts of a GPU, such as ``cuda:0/1``, are there once `partition` has made
+    them.
 
     Raises
     ------
@@ -145,11 +168,84 @@ def find_device(name: str) -> Device:
 def health_sources() -> dict[str, dict[str, str]]:
     """
     Of each kind of device whose health a library tells: the library's name, version and path, and why it cannot be asked; empty where it can.
+def gpu_facts() -> list[dict[str, typing.Any]]:
+    """
+    What the CUDA runtime and the driver tell of each GPU; an empty list where there is none.
+
+    Returns
+    -------
+    list of dict
+        ``device``, ``model``, ``pci_bus_id``, ``numa_node``, ``compute_capability``, ``sm_count``, ``peak_clock_mhz``, ``memory_bytes``,
+        ``copy_engine_count``, ``peers`` (the GPUs whose memory it reaches without the host), ``partition_sm_count`` (of the smallest part),
+        ``most_partitions``, ``why_no_partitions`` (empty where there can be some), ``driver`` and ``runtime`` (CUDA versions).
     """
 
 def host_facts() -> dict[str, typing.Any]:
     """
     What the operating system says about the processor and this process's part of it.
+    """
+
+def partition(
+    device: str | Device, fractions: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]
+) -> list[Device]:
+    """
+    Split a GPU's streaming multiprocessors (SMs) into parts that are devices of their own.
+
+    The parts, ``cuda:0/0``, ``cuda:0/1``, ..., share the GPU's memory, and compute at the same time, each on its own SMs. Memory bandwidth,
+    L2 cache, clock and copy engines stay the whole GPU's.
+
+    A GPU has one split at a time, the process's. Asked for again it gives the same devices; another one takes its place if nothing uses the
+    parts any more. `release_partitions` makes the GPU whole.
+
+    Parameters
+    ----------
+    device
+        The GPU, such as ``"cuda:0"``.
+    fractions
+        Of the GPU's SMs, one for each part; together at most 1. They are rounded to the groups of SMs that CUDA makes (8 SMs on compute
+        capability 9.0 and newer), equal fractions alike; SMs beyond whole groups stay unused.
+
+    Returns
+    -------
+    list of Device
+        The parts. Their ``sm_count`` says what each got, ``fraction`` what was asked for.
+
+    Raises
+    ------
+    InvalidArgument
+        If a fraction is not positive, too small for a group (the message names the smallest that is possible) or all of them are more
+        than 1 together; if `device` is itself a part; if another split of it is in use.
+    Unavailable
+        If the device has no parts (``host:0``), or the driver is older than CUDA 12.5.
+
+    Examples
+    --------
+    >>> parts = paceline.partition("cuda:0", [0.75, 0.25])  # doctest: +SKIP
+    >>> [part.sm_count for part in parts]  # of an H100's 132 # doctest: +SKIP
+    [96, 32]
+    """
+
+def release_partitions(device: str | Device, timeout: typing.SupportsFloat | typing.SupportsIndex = 10.0) -> None:
+    """
+    End the split of a GPU. Without one nothing happens.
+
+    Everything on the parts must be gone before, in this order: tensors that were computed there; where you ran PyTorch on a part's stream
+    by yourself, what it remembers of that stream (``torch._C._cuda_clearCublasWorkspaces()``, then ``torch.cuda.empty_cache()``); trainers
+    and whatever else holds the streams. What dropped streams still have to do is waited for.
+
+    Parameters
+    ----------
+    device
+        The GPU, such as ``"cuda:0"``.
+    timeout
+        Seconds to wait, ``inf`` for ever.
+
+    Raises
+    ------
+    InvalidArgument
+        If a part is still in use; the message names it. Or if `timeout` is negative or no number.
+    Timeout
+        If work on a part does not come to its end. The split stays.
     """
 
 def why_no_devices() -> dict[str, str]:

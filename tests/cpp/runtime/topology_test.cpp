@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <atomic>
 #include <filesystem>
 #include <fstream>
@@ -248,9 +249,16 @@ TEST(HostDevice, IsNotPinnedWhereThePlatformHasNoMask) {
   EXPECT_TRUE(host_device(topology, 0).cores.empty());
 }
 
-TEST(Devices, OfThisMachineAreDisjointAndInsideTheMask) {
+/// Those of this machine, which may have GPUs in front of them.
+std::vector<Device> host_devices() {
+  std::vector<Device> found = devices();
+  std::erase_if(found, [](const Device& device) { return device.kind != DeviceKind::host; });
+  return found;
+}
+
+TEST(Devices, OfTheHostAreDisjointAndInsideTheMask) {
   const std::vector<int> mask = affinity_mask();
-  const std::vector<Device> found = devices();
+  const std::vector<Device> found = host_devices();
   ASSERT_FALSE(found.empty());
   std::set<int> used;
   for (std::size_t i = 0; i < found.size(); ++i) {
@@ -264,8 +272,15 @@ TEST(Devices, OfThisMachineAreDisjointAndInsideTheMask) {
   }
 }
 
-TEST(Devices, BeyondTheCoresAreLegalByName) {
+TEST(Devices, OfTheHostComeAfterTheGpus) {
   const std::vector<Device> found = devices();
+  const std::vector<Device> host = host_devices();
+  ASSERT_LE(host.size(), found.size());
+  EXPECT_TRUE(std::equal(host.rbegin(), host.rend(), found.rbegin()));
+}
+
+TEST(Devices, OfTheHostBeyondTheCoresAreLegalByName) {
+  const std::vector<Device> found = host_devices();
   const Device extra = find_device("host:" + std::to_string(found.size() + 1));
   EXPECT_EQ(extra.index, static_cast<int>(found.size()) + 1);
   EXPECT_EQ(extra.cores, found[1 % found.size()].cores);
@@ -273,12 +288,13 @@ TEST(Devices, BeyondTheCoresAreLegalByName) {
 
 TEST(Devices, ErrorsForUnknownNamesListThoseThatExist) {
   for (const char* name : {"", "host", "host:", "host:-1", "host:01", "host:1x", "host: 1", "HOST:0", "host:99999",
-                           "host:99999999999999999999", "gpu:0", "cuda:0"}) {
+                           "host:99999999999999999999", "gpu:0", "cuda:4096", "cuda:0/7"}) {
     try {
       (void)find_device(name);
       ADD_FAILURE() << "accepted '" << name << "'";
     } catch (const InvalidArgument& error) {
-      EXPECT_NE(std::string(error.what()).find("devices of this machine: host:0"), std::string::npos) << error.what();
+      EXPECT_NE(std::string(error.what()).find("devices of this machine: " + devices().front().name), std::string::npos)
+          << error.what();
     }
   }
 }

@@ -22,11 +22,11 @@ PACELINE_FAKE_API void paceline_fake_poison(int device, int error) {
 
 PACELINE_FAKE_API void paceline_fake_fail_allocation(int count) { fake::fail_allocation(count); }
 
-/// Streams, events, memory and pools that were not given back.
+/// Streams, events, memory, pools and green contexts that were not given back.
 PACELINE_FAKE_API int paceline_fake_leftovers() {
   const fake::Leftovers left = fake::leftovers();
   return static_cast<int>(left.device_allocations + left.host_allocations + left.pools + left.streams + left.events +
-                          left.queued);
+                          left.green_contexts + left.queued);
 }
 
 PACELINE_FAKE_API int paceline_fake_synchronize_calls() { return fake::synchronize_calls(); }

@@ -5,10 +5,12 @@
 
 #include <cuda.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
+#include "green_contexts.hpp"
 #include "machine.hpp"
 
 namespace fake {
@@ -51,16 +53,24 @@ CUresult get_current(CUcontext* context) {
 
 struct Entry {
   const char* name;
+  unsigned int since;  ///< the CUDA version of the first driver that has it
   void* function;
 };
 
 const Entry kEntries[] = {
-    {"cuDeviceGet", reinterpret_cast<void*>(&device_get)},
-    {"cuDevicePrimaryCtxRetain", reinterpret_cast<void*>(&retain)},
-    {"cuDevicePrimaryCtxRelease", reinterpret_cast<void*>(&release)},
-    {"cuCtxPushCurrent", reinterpret_cast<void*>(&push)},
-    {"cuCtxPopCurrent", reinterpret_cast<void*>(&pop)},
-    {"cuCtxGetCurrent", reinterpret_cast<void*>(&get_current)},
+    {"cuDeviceGet", 2000, reinterpret_cast<void*>(&device_get)},
+    {"cuDevicePrimaryCtxRetain", 7000, reinterpret_cast<void*>(&retain)},
+    {"cuDevicePrimaryCtxRelease", 11000, reinterpret_cast<void*>(&release)},
+    {"cuCtxPushCurrent", 4000, reinterpret_cast<void*>(&push)},
+    {"cuCtxPopCurrent", 4000, reinterpret_cast<void*>(&pop)},
+    {"cuCtxGetCurrent", 4000, reinterpret_cast<void*>(&get_current)},
+    {"cuDeviceGetDevResource", 12040, reinterpret_cast<void*>(&device_resource)},
+    {"cuDevSmResourceSplitByCount", 12040, reinterpret_cast<void*>(&split_by_count)},
+    {"cuDevResourceGenerateDesc", 12040, reinterpret_cast<void*>(&describe)},
+    {"cuGreenCtxCreate", 12040, reinterpret_cast<void*>(&create_green_context)},
+    {"cuGreenCtxDestroy", 12040, reinterpret_cast<void*>(&destroy_green_context)},
+    {"cuGreenCtxGetDevResource", 12040, reinterpret_cast<void*>(&green_context_resource)},
+    {"cuGreenCtxStreamCreate", 12050, reinterpret_cast<void*>(&create_green_stream)},
 };
 
 }  // namespace
@@ -75,10 +85,14 @@ void set_current_device(int device) {
   }
 }
 
-void* driver_function(const char* name) {
-  if (!machine().settings().driver_present) return nullptr;
+void* driver_function(const char* name, unsigned int version) {
+  const Settings& settings = machine().settings();
+  if (!settings.driver_present) return nullptr;
+  const auto driver_version = static_cast<unsigned int>(settings.driver_version);
   for (const Entry& entry : kEntries) {
-    if (std::strcmp(entry.name, name) == 0) return entry.function;
+    if (std::strcmp(entry.name, name) != 0) continue;
+    // Asked for the interface of an older version than it came with, the driver has none either.
+    return entry.since <= std::min(version, driver_version) ? entry.function : nullptr;
   }
   return nullptr;
 }

@@ -7,7 +7,7 @@ namespace fake {
 int current_device();
 void set_current_device(int device);
 
-/// The driver's function of that name, or null.
-void* driver_function(const char* name);
+/// The driver's function of that name, in the interface of that CUDA version; null if it has none such.
+void* driver_function(const char* name, unsigned int version);
 
 }  // namespace fake

@@ -33,6 +33,7 @@ struct Settings {
   int device_count = 1;
   std::size_t memory_bytes = std::size_t{1} << 30;  ///< of each device
   int multiprocessors = 132;
+  int sm_granularity = 8;  ///< green contexts have a multiple of it
   int driver_version = 13000;
   bool driver_present = true;
   bool eager = false;           ///< run everything as soon as it may, and time it by the host's clock
@@ -48,8 +49,9 @@ struct Leftovers {
   std::size_t device_allocations = 0;
   std::size_t host_allocations = 0;
   std::size_t pools = 0;
-  std::size_t streams = 0;
+  std::size_t streams = 0;  ///< those of green contexts included
   std::size_t events = 0;
+  std::size_t green_contexts = 0;
   std::size_t queued = 0;
   friend bool operator==(const Leftovers&, const Leftovers&) = default;
 };
@@ -61,12 +63,16 @@ struct Leftovers {
 /// Calls of cuda*Synchronize, which hold a host thread.
 [[nodiscard]] int synchronize_calls();
 
-/// The allocation after `count` further ones fails for lack of memory, once.
+/// The allocation after `count` further ones fails for lack of memory, once. Making a green context is one.
 void fail_allocation(int count);
 /// From now on every call that concerns `device` gives `error`, as after a kernel's illegal access.
 void poison(int device, cudaError_t error);
-/// The stream runs nothing any more.
+/// The stream runs nothing any more, until it is told to go on.
 void hang(cudaStream_t stream);
+void go_on(cudaStream_t stream);
+
+/// The SMs that what is enqueued on the stream may use, ascending.
+[[nodiscard]] std::vector<int> sms_of(cudaStream_t stream);
 
 /// For the twin of a kernel: what it touches, and how long it takes on the virtual clock of event timings.
 void reads(const void* data, std::size_t bytes);

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 namespace fake {
@@ -47,6 +48,7 @@ void Machine::boot(const Settings& settings) {
   random_.seed(settings.seed);
   streams_.clear();
   events_.clear();
+  green_contexts_.clear();
   allocations_.clear();
   pools.clear();
   used_.clear();
@@ -64,24 +66,58 @@ cudaError_t Machine::health(int device) const {
   return found == sticky.end() ? cudaSuccess : found->second;
 }
 
-Stream* Machine::make_stream(int device) {
+Stream* Machine::make_stream(int device, const GreenContext* green) {
   auto stream = std::make_unique<Stream>();
   stream->id = next_stream_++;
   stream->device = device;
+  stream->green = green;
   stream->priority = random_();
   Stream* raw = stream.get();
   streams_[raw] = std::move(stream);
   return raw;
 }
 
-bool Machine::known(const Stream* stream) const { return streams_.contains(stream); }
+bool Machine::known(const Stream* stream) const {
+  const auto found = streams_.find(stream);
+  return found != streams_.end() && !found->second->dropped;
+}
 
 bool Machine::destroy(Stream* stream) {
   if (!known(stream)) return false;
-  // As in CUDA the call returns at once and the work goes on; here it is simply done first.
+  // As in CUDA the call returns at once and the work goes on. Only a green context may not go before that is done;
+  // elsewhere it is simply done first, so that a test need not wait for it.
+  if (stream->green != nullptr && !stream->queue.empty()) {
+    stream->dropped = true;
+    return true;
+  }
   run_until([&] { return stream->queue.empty(); });
   streams_.erase(stream);
   return true;
+}
+
+GreenContext* Machine::make_green_context(int device, std::vector<int> sms) {
+  if (out_of_memory_is_due()) return nullptr;
+  for (const auto& [key, other] : green_contexts_) {
+    const auto shared = [&](int sm) { return std::find(other->sms.begin(), other->sms.end(), sm) != other->sms.end(); };
+    if (other->device == device && std::any_of(sms.begin(), sms.end(), shared)) {
+      misuse("two green contexts of one GPU share SMs");
+    }
+  }
+  auto made = std::make_unique<GreenContext>(GreenContext{device, std::move(sms)});
+  GreenContext* raw = made.get();
+  green_contexts_[raw] = std::move(made);
+  return raw;
+}
+
+bool Machine::known(const GreenContext* green) const { return green_contexts_.contains(green); }
+
+void Machine::destroy(GreenContext* green) {
+  for (const auto& [key, stream] : streams_) {
+    if (stream->green != green) continue;
+    misuse(stream->dropped ? "a green context was destroyed while work of its streams was running"
+                           : "a green context was destroyed before its streams");
+  }
+  green_contexts_.erase(green);
 }
 
 Event* Machine::make_event(int device, bool timed) {
@@ -200,14 +236,16 @@ void Machine::run(Stream& stream) {
     operation.recorded->visible = queries + settings_.lag;
     operation.recorded->done = true;
   }
+  if (stream.dropped && stream.queue.empty()) streams_.erase(&stream);
+}
+
+bool Machine::out_of_memory_is_due() {
+  if (allocations_until_failure < 0) return false;
+  return --allocations_until_failure < 0;
 }
 
 Allocation* Machine::allocate(int device, std::size_t bytes) {
-  if (allocations_until_failure == 0) {
-    allocations_until_failure = -1;
-    return nullptr;
-  }
-  if (allocations_until_failure > 0) --allocations_until_failure;
+  if (out_of_memory_is_due()) return nullptr;
   if (device >= 0 && used_[device] + bytes > settings_.memory_bytes) return nullptr;
   if (device >= 0) used_[device] += bytes;
   auto allocation = std::make_unique<Allocation>();
@@ -282,8 +320,9 @@ Leftovers Machine::leftovers() const {
     if (!allocation->freed) ++(allocation->device < 0 ? left.host_allocations : left.device_allocations);
   }
   left.pools = pools.size();
-  left.streams = streams_.size();
+  for (const auto& [key, stream] : streams_) left.streams += stream->dropped ? 0U : 1U;
   left.events = events_.size();
+  left.green_contexts = green_contexts_.size();
   for (const auto& [key, stream] : streams_) left.queued += stream->queue.size();
   return left;
 }
@@ -321,6 +360,21 @@ void poison(int device, cudaError_t error) {
 void hang(cudaStream_t stream) {
   const std::lock_guard lock(machine().mutex);
   reinterpret_cast<Stream*>(stream)->hung = true;
+}
+
+void go_on(cudaStream_t stream) {
+  const std::lock_guard lock(machine().mutex);
+  reinterpret_cast<Stream*>(stream)->hung = false;
+}
+
+std::vector<int> sms_of(cudaStream_t stream) {
+  const std::lock_guard lock(machine().mutex);
+  const auto* const asked = reinterpret_cast<Stream*>(stream);
+  if (!machine().known(asked)) misuse("a stream that was destroyed was asked for its SMs");
+  if (asked->green != nullptr) return asked->green->sms;
+  std::vector<int> all(static_cast<std::size_t>(machine().settings().multiprocessors));
+  std::iota(all.begin(), all.end(), 0);
+  return all;
 }
 
 // Called by twins, which run while an entry point holds the lock.

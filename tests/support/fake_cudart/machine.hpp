@@ -45,9 +45,16 @@ struct Operation {
   const char* name = "";
 };
 
+struct GreenContext {
+  int device = 0;
+  std::vector<int> sms;
+};
+
 struct Stream {
   std::size_t id = 0;
   int device = 0;
+  const GreenContext* green = nullptr;  ///< null: all SMs
+  bool dropped = false;                 ///< destroyed, with work left to do
   bool hung = false;
   std::uint64_t priority = 0;  ///< of the scheduler
   std::deque<Operation> queue;
@@ -98,11 +105,16 @@ class Machine {
   /// cudaSuccess, or the sticky error of the device.
   [[nodiscard]] cudaError_t health(int device) const;
 
-  Stream* make_stream(int device);
+  Stream* make_stream(int device, const GreenContext* green = nullptr);
   bool destroy(Stream* stream);
   [[nodiscard]] bool known(const Stream* stream) const;
   Event* make_event(int device, bool timed);
   bool destroy(Event* event);
+
+  /// Null: no memory left.
+  GreenContext* make_green_context(int device, std::vector<int> sms);
+  [[nodiscard]] bool known(const GreenContext* green) const;
+  void destroy(GreenContext* green);
 
   void enqueue(Stream* stream, Operation operation);
   void record(Stream* stream, Event* event);
@@ -135,6 +147,7 @@ class Machine {
   double current_cost = 0.0;
 
  private:
+  bool out_of_memory_is_due();
   bool run_one();
   void run(Stream& stream);
   void complain(std::string problem);
@@ -143,6 +156,7 @@ class Machine {
   std::mt19937_64 random_;
   std::map<const Stream*, std::unique_ptr<Stream>> streams_;
   std::map<const Event*, std::unique_ptr<Event>> events_;
+  std::map<const GreenContext*, std::unique_ptr<GreenContext>> green_contexts_;
   std::map<const std::byte*, std::unique_ptr<Allocation>> allocations_;
   std::map<int, std::size_t> used_;
   std::size_t next_stream_ = 1;

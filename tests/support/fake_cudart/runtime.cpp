@@ -82,6 +82,9 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
     case cudaDevAttrComputeCapabilityMinor:
       *value = 0;
       break;
+    case cudaDevAttrClockRate:
+      *value = 1'980'000;
+      break;
     case cudaDevAttrHostNumaId:
       *value = 0;
       break;
@@ -102,6 +105,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   properties->totalGlobalMem = machine().settings().memory_bytes;
   properties->multiProcessorCount = machine().settings().multiprocessors;
   properties->major = 9;
+  properties->asyncEngineCount = 3;
   return cudaSuccess;
 }
 
@@ -124,8 +128,9 @@ cudaError_t cudaSetDevice(int device) {
   return machine().health(device);
 }
 
-cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
-  *can = 0;
+cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
+  // Pairs of neighbours, as where two GPUs share a switch.
+  *can = device / 2 == peer / 2 && device != peer ? 1 : 0;
   return cudaSuccess;
 }
 
@@ -370,9 +375,9 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   return cudaSuccess;
 }
 
-cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned int, unsigned long long,
-                                             cudaDriverEntryPointQueryResult* result) {
-  *function = fake::driver_function(name);
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned int version,
+                                             unsigned long long, cudaDriverEntryPointQueryResult* result) {
+  *function = fake::driver_function(name, version);
   const bool found = *function != nullptr;
   if (result != nullptr) *result = found ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return found ? cudaSuccess : fail(cudaErrorSymbolNotFound);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <span>
@@ -12,11 +13,12 @@
 #include <paceline/runtime/async.hpp>
 #include <paceline/runtime/device.hpp>
 #include <paceline/runtime/device_health.hpp>
+#include <paceline/runtime/gpu_facts.hpp>
 
 namespace paceline {
 
-/// One kind of device, as groups and engines see it. Stateless towards its users; every method may be called from any
-/// thread.
+/// One kind of device, as groups and engines see it. Every method may be called from any thread; state is the process's
+/// (which devices are split), never the object's.
 ///
 /// A further kind is one more implementation in the list that backends() returns; nothing above this interface names a
 /// kind.
@@ -46,6 +48,12 @@ class PACELINE_API Backend {
   [[nodiscard]] virtual std::optional<DeviceHealth> health(const Device& device) const;
   /// Through which library, for kinds that need one.
   [[nodiscard]] virtual std::optional<HealthSource> health_source() const;
+  /// See paceline::partition(), which has checked the fractions. Refuses unless overridden.
+  [[nodiscard]] virtual std::vector<Device> partition(const Device& device, std::span<const double> fractions) const;
+  /// See paceline::release_partitions().
+  virtual void release_partitions(const Device& device, std::chrono::nanoseconds timeout) const;
+  /// See paceline::gpu_facts(). None unless overridden.
+  [[nodiscard]] virtual std::vector<GpuFacts> gpu_facts() const;
 };
 
 /// The backends of this build, those worth using first in front.

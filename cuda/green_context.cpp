@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "green_context.hpp"
+
+#include "device_guard.hpp"
+#include "driver.hpp"
+#include "error.hpp"
+
+namespace paceline::cuda {
+namespace {
+
+// The runtime numbers its errors as the driver does.
+void check(CUresult result, const char* doing, int device,
+           std::source_location where = std::source_location::current()) {
+  cuda::check(static_cast<cudaError_t>(result), doing, device, where);
+}
+
+CUdevice handle_of(int device) {
+  CUdevice handle = 0;
+  check(driver().device_get(&handle, device), "finding the device", device);
+  return handle;
+}
+
+/// Destroys the events that are over; on a lost device all are, since nothing runs any more.
+void forget_finished(std::vector<cudaEvent_t>& events) {
+  std::erase_if(events, [](cudaEvent_t event) {
+    if (cudaEventQuery(event) == cudaErrorNotReady) {
+      static_cast<void>(cudaGetLastError());
+      return false;
+    }
+    static_cast<void>(cudaEventDestroy(event));
+    static_cast<void>(cudaGetLastError());
+    return true;
+  });
+}
+
+}  // namespace
+
+std::vector<CUdevResource> split_sms(int device) {
+  const GreenDriver& green = green_driver();
+  // The driver rounds it up to the smallest group that the GPU allows. Merging such groups makes parts of any size, so
+  // that the newer cuDevSmResourceSplit, which takes several sizes, would add nothing but a newer driver.
+  constexpr unsigned int smallest = 1;
+  CUdevResource whole{};
+  check(green.device_resource(handle_of(device), &whole, CU_DEV_RESOURCE_TYPE_SM), "asking for its SMs", device);
+  unsigned int count = 0;
+  check(green.split_by_count(nullptr, &count, &whole, nullptr, 0, smallest), "counting groups of SMs", device);
+  std::vector<CUdevResource> groups(count);
+  if (count == 0) return groups;
+  check(green.split_by_count(groups.data(), &count, &whole, nullptr, 0, smallest), "splitting its SMs", device);
+  groups.resize(count);
+  return groups;
+}
+
+GreenContext::GreenContext(int device, std::span<CUdevResource> groups) : device_(device) {
+  const GreenDriver& green = green_driver();
+  // Pushes the primary context: without one, every green context would make and end it anew.
+  const DeviceGuard guard(device);
+  CUdevResourceDesc description = nullptr;
+  check(green.describe(&description, groups.data(), static_cast<unsigned int>(groups.size())), "describing a part",
+        device);
+  check(green.create(&context_, description, handle_of(device), CU_GREEN_CTX_DEFAULT_STREAM), "making a part", device);
+  CUdevResource got{};
+  const CUresult result = green.context_resource(context_, &got, CU_DEV_RESOURCE_TYPE_SM);
+  if (result != CUDA_SUCCESS) {
+    static_cast<void>(green.destroy(context_));
+    check(result, "asking a part for its SMs", device);
+  }
+  sm_count_ = static_cast<int>(got.sm.smCount);
+}
+
+GreenContext::~GreenContext() {
+  try {
+    const DeviceGuard guard(device_);
+    for (cudaEvent_t event : last_work_) static_cast<void>(cudaEventDestroy(event));
+    static_cast<void>(green_driver().destroy(context_));
+  } catch (...) {  // the driver is going down, and takes the context with it
+  }
+}
+
+cudaStream_t GreenContext::make_stream() {
+  const std::lock_guard lock(mutex_);  // a green context has none of its own
+  const DeviceGuard guard(device_);
+  CUstream stream = nullptr;
+  check(green_driver().make_stream(&stream, context_, CU_STREAM_NON_BLOCKING, 0), "making a stream", device_);
+  return stream;
+}
+
+void GreenContext::drop(cudaStream_t stream) noexcept {
+  try {
+    const std::lock_guard lock(mutex_);
+    const DeviceGuard guard(device_);
+    forget_finished(last_work_);
+    cudaEvent_t event = nullptr;
+    if (cudaEventCreateWithFlags(&event, cudaEventDisableTiming) == cudaSuccess) {
+      if (cudaEventRecord(event, stream) == cudaSuccess) {
+        last_work_.push_back(event);
+      } else {
+        static_cast<void>(cudaEventDestroy(event));
+      }
+    }
+    static_cast<void>(cudaStreamDestroy(stream));
+    static_cast<void>(cudaGetLastError());
+  } catch (...) {  // the driver is going down, and takes the stream with it
+  }
+}
+
+bool GreenContext::idle() {
+  const std::lock_guard lock(mutex_);
+  const DeviceGuard guard(device_);
+  forget_finished(last_work_);
+  return last_work_.empty();
+}
+
+}  // namespace paceline::cuda

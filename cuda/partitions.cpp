@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "partitions.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include <paceline/error.hpp>
+#include <paceline/runtime/blocking.hpp>
+
+#include "green_context.hpp"
+#include "sm_groups.hpp"
+
+namespace paceline::cuda {
+namespace {
+
+struct Part {
+  Device device;
+  std::shared_ptr<GreenContext> context;
+};
+
+struct Split {
+  std::vector<int> groups;  ///< of SMs, in order: part k has the groups after those of the parts before it
+  std::vector<Part> parts;
+};
+
+struct Splits {
+  std::mutex mutex;
+  std::map<int, Split> of_gpu;
+};
+
+Splits& splits() {
+  static auto* const all = new Splits;  // no destructor: nothing of CUDA is touched at exit
+  return *all;
+}
+
+std::vector<Device> devices_of(const Split& split) {
+  std::vector<Device> devices;
+  for (const Part& part : split.parts) devices.push_back(part.device);
+  return devices;
+}
+
+Part make_part(const Device& gpu, std::size_t index, double fraction, std::span<CUdevResource> groups) {
+  Part part{gpu, std::make_shared<GreenContext>(gpu.index, groups)};
+  part.device.part = static_cast<std::int32_t>(index);
+  part.device.name = fmt::format("{}/{}", gpu.name, index);
+  part.device.sm_count = part.context->sm_count();
+  part.device.fraction = fraction;
+  part.device.device_class = fmt::format("{}, a part of {}", gpu.device_class, part.device.sm_count);
+  return part;
+}
+
+void require_unused(const Device& gpu, const Split& split, const char* call) {
+  std::vector<std::string> used;
+  std::vector<int> sms;
+  for (const Part& part : split.parts) {
+    sms.push_back(part.device.sm_count);
+    if (part.context.use_count() > 1) used.push_back(part.device.name);
+  }
+  if (used.empty()) return;
+  throw InvalidArgument(
+      fmt::format("{}: {} is split into parts of {} SMs, and {} still in use. Close or drop the "
+                  "trainers, streams and buffers there first.",
+                  call, gpu.name, fmt::join(sms, ", "),
+                  used.size() == 1 ? used.front() + " is" : fmt::format("{} are", fmt::join(used, ", "))),
+      used.front());
+}
+
+void await_dropped_streams(const Split& split, std::chrono::nanoseconds timeout, const char* call) {
+  const auto begin = std::chrono::steady_clock::now();
+  const BlockingRegion region;
+  for (const Part& part : split.parts) {
+    while (!part.context->idle()) {
+      if (std::chrono::steady_clock::now() - begin > timeout) {
+        throw Timeout(fmt::format("{}: work that was enqueued on {} does not come to its end; the part stays. Does a "
+                                  "kernel wait for something?",
+                                  call, part.device.name),
+                      part.device.name);
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+  }
+}
+
+/// The lock is held by the caller.
+void end_split(const Device& gpu, std::chrono::nanoseconds timeout, const char* call) {
+  const auto found = splits().of_gpu.find(gpu.index);
+  if (found == splits().of_gpu.end()) return;
+  require_unused(gpu, found->second, call);
+  await_dropped_streams(found->second, timeout, call);
+  splits().of_gpu.erase(found);
+}
+
+std::vector<CUdevResource> groups_of(const Device& gpu) {
+  std::vector<CUdevResource> groups;
+  try {
+    groups = split_sms(gpu.index);
+  } catch (const Unavailable& error) {
+    throw Unavailable(fmt::format("partition: {} cannot be split: {}", gpu.name, error.what()), gpu.name);
+  }
+  if (groups.empty()) {
+    throw Unavailable(
+        fmt::format("partition: {} cannot be split: CUDA makes no groups of its {} SMs", gpu.name, gpu.sm_count),
+        gpu.name);
+  }
+  return groups;
+}
+
+}  // namespace
+
+std::vector<Device> split(const Device& gpu, std::span<const double> fractions) {
+  std::vector<CUdevResource> groups = groups_of(gpu);
+  const std::vector<int> dealt = deal_groups(fractions, static_cast<int>(groups.size()), gpu.name);
+  const std::lock_guard lock(splits().mutex);
+  const auto known = splits().of_gpu.find(gpu.index);
+  if (known != splits().of_gpu.end() && known->second.groups == dealt) return devices_of(known->second);
+  end_split(gpu, std::chrono::seconds(10), "partition");
+  Split made{dealt, {}};
+  auto next = groups.begin();
+  for (std::size_t k = 0; k < dealt.size(); ++k) {
+    const auto count = static_cast<std::size_t>(dealt[k]);
+    made.parts.push_back(make_part(gpu, k, fractions[k], {next, count}));
+    std::advance(next, dealt[k]);
+  }
+  return devices_of(splits().of_gpu.emplace(gpu.index, std::move(made)).first->second);
+}
+
+std::vector<Device> parts_of(const Device& gpu) {
+  const std::lock_guard lock(splits().mutex);
+  const auto found = splits().of_gpu.find(gpu.index);
+  return found == splits().of_gpu.end() ? std::vector<Device>{} : devices_of(found->second);
+}
+
+std::shared_ptr<GreenContext> context_of(const Device& part) {
+  const std::lock_guard lock(splits().mutex);
+  const auto found = splits().of_gpu.find(part.index);
+  if (found != splits().of_gpu.end()) {
+    for (const Part& known : found->second.parts) {
+      if (known.device.part == part.part && known.device.sm_count == part.sm_count) return known.context;
+    }
+  }
+  throw InvalidArgument(
+      fmt::format("{} of {} SMs is no more: cuda:{} has been {} since. Call partition() again, and use "
+                  "the devices that it returns.",
+                  part.name, part.sm_count, part.index,
+                  found == splits().of_gpu.end() ? "made whole" : "split otherwise"),
+      part.name);
+}
+
+void end_split(const Device& gpu, std::chrono::nanoseconds timeout) {
+  const std::lock_guard lock(splits().mutex);
+  end_split(gpu, timeout, "release_partitions");
+}
+
+}  // namespace paceline::cuda

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/runtime/gpu_facts.hpp>
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "fake_cuda.hpp"
+
+namespace paceline {
+namespace {
+
+using Names = std::vector<std::string>;
+
+TEST(GpuFacts, SaysWhatTheDriverKnows) {
+  fake::boot({.device_count = 3, .memory_bytes = std::size_t{1} << 30, .driver_version = 13010});
+  const std::vector<GpuFacts> all = gpu_facts();
+  ASSERT_EQ(all.size(), 3U);
+  const GpuFacts& gpu = all[1];
+  EXPECT_EQ(gpu.device, "cuda:1");
+  EXPECT_EQ(gpu.model, "Fake GPU 1");
+  EXPECT_EQ(gpu.pci_bus_id, "0000:02:00.0");
+  EXPECT_EQ(gpu.numa_node, 0);
+  EXPECT_EQ(gpu.compute_capability, (CudaVersion{9, 0}));
+  EXPECT_EQ(gpu.sm_count, 132);
+  EXPECT_EQ(gpu.peak_clock_khz, 1'980'000);
+  EXPECT_EQ(gpu.memory_bytes, std::uint64_t{1} << 30);
+  EXPECT_EQ(gpu.copy_engine_count, 3);
+  EXPECT_EQ(gpu.partition_sm_count, 8);
+  EXPECT_EQ(gpu.most_partitions, 16);
+  EXPECT_EQ(gpu.why_no_partitions, "");
+  EXPECT_EQ(gpu.driver, (CudaVersion{13, 1}));
+  EXPECT_EQ(gpu.runtime, (CudaVersion{CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10}));
+  EXPECT_EQ(all[0].peers, Names{"cuda:1"});
+  EXPECT_EQ(all[1].peers, Names{"cuda:0"});
+  EXPECT_EQ(all[2].peers, Names{});
+  EXPECT_EQ(fake::leftovers(), fake::Leftovers{});
+}
+
+TEST(GpuFacts, SaysWhyAGpuHasNoParts) {
+  fake::boot({.driver_version = 12040});
+  EXPECT_NE(gpu_facts().front().why_no_partitions.find("CUDA 12.5 or newer"), std::string::npos);
+  EXPECT_EQ(gpu_facts().front().most_partitions, 0);
+  fake::boot({.multiprocessors = 4});
+  EXPECT_EQ(gpu_facts().front().why_no_partitions, "CUDA makes no groups of its SMs");
+}
+
+TEST(GpuFacts, AreNoneWithoutAGpu) {
+  fake::boot({.driver_present = false});
+  EXPECT_TRUE(gpu_facts().empty());
+}
+
+}  // namespace
+}  // namespace paceline

@@ -1,0 +1,76 @@
+"""The training step of PyTorch modules on parts of GPUs."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline.torch import DataParallel
+
+BOXES = {
+    "equal": ([0.5, 0.5], ["cuda:0/0", "cuda:0/1"]),
+    "unequal": ([0.75, 0.25], ["cuda:0/0", "cuda:0/1"]),
+    "four": ([0.25, 0.25, 0.25, 0.25], ["cuda:0/0", "cuda:0/1", "cuda:0/2", "cuda:0/3"]),
+    "mixed": ([0.5, 0.25], ["cuda:0/1", "host:0", "cuda:1", "cuda:0/0"]),
+}
+
+
+def module_and_batch() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).double()
+    return module, (torch.randn(24, 6, dtype=torch.float64), torch.randint(0, 3, (24,)))
+
+
+def classify(module: Any, batch: Any) -> Any:
+    return nn.functional.cross_entropy(module(batch[0]), batch[1])
+
+
+@pytest.fixture
+def whole_afterwards(fake: Any) -> Iterator[None]:
+    """What the process knows of parts must not outlive the machine they were on."""
+    yield
+    gc.collect()
+    paceline.release_partitions("cuda:0")
+    assert fake.leftovers == 0
+
+
+@pytest.mark.usefixtures("whole_afterwards")
+@pytest.mark.parametrize(("fractions", "devices"), BOXES.values(), ids=BOXES)
+@pytest.mark.parametrize("balance", ["even", "auto"])
+def test_the_gradient_is_that_of_one_device(
+    fractions: list[float], devices: list[str], balance: Literal["auto", "even"]
+) -> None:
+    paceline.partition("cuda:0", fractions)
+    module, batch = module_and_batch()
+    with DataParallel(module, devices, balance=balance) as trainer:
+        optimizer = trainer.optimizer(torch.optim.SGD, lr=0.3)
+        for _ in range(4):
+            alone = copy.deepcopy(module)
+            loss = classify(alone, batch)
+            loss.backward()
+            assert torch.allclose(trainer.step(classify, batch), loss, rtol=1e-12)
+            for parameter, expected in zip(module.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-12, atol=1e-12)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.usefixtures("whole_afterwards")
+def test_parts_are_in_use_until_the_trainer_is_closed(fake: Any) -> None:
+    paceline.partition("cuda:0", [0.75, 0.25])
+    module, batch = module_and_batch()
+    trainer = DataParallel(module, ["cuda:0/0", "cuda:0/1"])
+    trainer.step(classify, batch)
+    for call in (lambda: paceline.release_partitions("cuda:0"), lambda: paceline.partition("cuda:0", [0.5, 0.5])):
+        with pytest.raises(paceline.InvalidArgument, match="cuda:0/0, cuda:0/1 are still in use"):
+            call()
+    trainer.close()
+    assert fake.released == 1, "PyTorch lets go of the streams before they go"
+    assert [part.sm_count for part in paceline.partition("cuda:0", [0.5, 0.5])] == [64, 64]

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cuda.h>
+
+namespace fake {
+
+// Green contexts as drivers have them since CUDA 12.4: SMs split into equal groups of Settings::sm_granularity or a
+// multiple. Two that share an SM end the program, and so does one that is destroyed before its streams or their work.
+CUresult device_resource(CUdevice device, CUdevResource* resource, CUdevResourceType type);
+CUresult split_by_count(CUdevResource* result, unsigned int* group_count, const CUdevResource* input,
+                        CUdevResource* remaining, unsigned int flags, unsigned int least);
+CUresult describe(CUdevResourceDesc* description, CUdevResource* resources, unsigned int count);
+CUresult create_green_context(CUgreenCtx* context, CUdevResourceDesc description, CUdevice device, unsigned int flags);
+CUresult destroy_green_context(CUgreenCtx context);
+CUresult green_context_resource(CUgreenCtx context, CUdevResource* resource, CUdevResourceType type);
+CUresult create_green_stream(CUstream* stream, CUgreenCtx context, unsigned int flags, int priority);
+
+}  // namespace fake
