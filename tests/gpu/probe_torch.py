@@ -323,7 +323,7 @@ class Interval:
 def overlap(intervals: Sequence[Interval]) -> float:
     """The part of the shorter of two intervals during which both ran: 1 at the same time, 0 one after the other."""
     a, b = intervals
-    starts = 0.0, a.begin.elapsed_time(b.begin)
+    starts: tuple[float, float] = 0.0, a.begin.elapsed_time(b.begin)
     ends = a.milliseconds(), starts[1] + b.milliseconds()
     return round(max(0.0, min(ends) - max(starts)) / min(a.milliseconds(), b.milliseconds()), 3)
 
