@@ -121,3 +121,9 @@ def test_a_stage_whose_tests_were_all_skipped_is_skipped_with_the_reason() -> No
     program = "print('no GPU: PyTorch sees none\\n2 skipped in 0.10s')"
     record, _ = Running(python("tests", program), ENVIRONMENT).finish(20)
     assert (record["status"], record["why"]) == ("skipped", "no GPU: PyTorch sees none")
+
+
+def test_a_program_that_says_it_cannot_run_is_skipped_with_its_reason() -> None:
+    program = 'print(\'{"available": false, "why": "no driver"}\')'
+    record, _ = Running(python("probe", program, json_result=True), ENVIRONMENT).finish(20)
+    assert (record["status"], record["why"]) == ("skipped", "no driver")

@@ -57,15 +57,18 @@ def after_build(folder: Path, python_path: str, *, gpu: bool) -> list[Stage]:
     }
     on_host = [] if gpu else ["--devices", "host:0,host:1"]
     parts = ["--partition", "0.75,0.25"] if gpu else on_host
-    race = ROOT / "benchmarks" / "python"
+    race, digits = ROOT / "benchmarks" / "python", ROOT / "examples" / "python" / "digits.py"
+    why_no_digits = "" if gpu else "no GPU; tests/python runs it on host devices"
 
     def paceline(name: str, *arguments: str, limit: float = 60, json_result: bool = False) -> Stage:
         command = [sys.executable, "-m", "paceline", *arguments]
         return Stage(name, command, limit, ("build",), environment=python, json_result=json_result)
 
-    def script(name: str, path: Path, *arguments: str, limit: float, json_result: bool = True) -> Stage:
+    def script(
+        name: str, path: Path, *arguments: str, limit: float, json_result: bool = True, why_not: str = ""
+    ) -> Stage:
         command = [sys.executable, str(path), *arguments]
-        return Stage(name, command, limit, ("build",), environment=python, json_result=json_result)
+        return Stage(name, command, limit, ("build",), why_not, environment=python, json_result=json_result)
 
     def pytest(name: str, files: tuple[str, ...], limit: float, *, side_by_side: bool = False) -> Stage:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *on_host]
@@ -81,12 +84,9 @@ def after_build(folder: Path, python_path: str, *, gpu: bool) -> list[Stage]:
     stages += [
         pytest("python_side_by_side", PARALLEL, 150, side_by_side=True),
         pytest("python_alone", ALONE, 120),
+        script("digits", digits, "--devices", "cuda:0", limit=60, json_result=False, why_not=why_no_digits),
         script(
-            "digits",
-            ROOT / "examples/python/digits.py",
-            *(on_host or ["--devices", "cuda:0"]),
-            limit=60,
-            json_result=False,
+            "digits_in_parts", digits, "--partition", "0.75,0.25", limit=60, json_result=False, why_not=why_no_digits
         ),
         paceline("verify", "verify", "--json", "--seconds", "10", *parts, limit=60, json_result=True),
         script("race", race / "race_gpu.py", "--json", "--short", *on_host, limit=150),

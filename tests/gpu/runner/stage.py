@@ -81,6 +81,8 @@ class Running:
                 record |= {"status": "skipped", "why": _reason(text)}
         if self.stage.json_result and (result := _json_in(text)) is not None:
             record["result"] = result
+            if status == "passed" and isinstance(result, dict) and result.get("available") is False:
+                record |= {"status": "skipped", "why": result.get("why", "")}
         else:
             record["tail"] = text[-TAIL_CHARACTERS:]
         return record, text
