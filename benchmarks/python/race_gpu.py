@@ -92,7 +92,7 @@ def main() -> int:
     return 1 if any("failed" in entry for entry in races) else 0
 
 
-def on(named: list[str] | None, cut: tuple[float, ...]) -> list[Any]:
+def on(named: list[str] | None, cut: tuple[float, ...]) -> list[paceline.Device]:
     return partition(cut) if named is None else [paceline.find_device(name) for name in named]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_support import BOXES, Box, forget_streams, no_gpu
+from gpu_support import BOXES, Box, no_gpu
 
 FOLDER = Path(__file__).parent
 
@@ -47,11 +47,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def box(request: pytest.FixtureRequest) -> Iterator[Box]:
-    """A set of devices; afterwards nothing of PyTorch's remembers the streams of its parts."""
+    """A set of devices, whose parts nothing may hold afterwards."""
     chosen: Box = request.param
     chosen.open()
     yield chosen
-    forget_streams()
+    chosen.close()
 
 
 @pytest.fixture(autouse=True)

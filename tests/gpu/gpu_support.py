@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 import paceline
+from paceline import Device
 from paceline._core.runtime import why_no_devices
 
 TOLERANCE = {
@@ -39,17 +40,22 @@ class Box:
     name: str
     names: tuple[str, ...] = ("cuda:0",)
     ratios: tuple[float, ...] = ()
-    devices: list[Any] = field(default_factory=list)
+    devices: list[Device] = field(default_factory=list)
 
     def open(self) -> None:
         if not self.ratios:
             self.devices = [paceline.find_device(name) for name in self.names]
             return
-        partition: Any = getattr(paceline, "partition")  # noqa: B009
         try:
-            self.devices = list(partition(self.names[0], list(self.ratios)))
+            self.devices = paceline.partition(self.names[0], list(self.ratios))
         except paceline.Unavailable as error:
             pytest.skip(str(error))
+
+    def close(self) -> None:
+        """Fails if something still holds a part: a trainer that was not closed, a stream that was not dropped."""
+        forget_streams()
+        if self.ratios and self.devices:
+            paceline.release_partitions(self.names[0])
 
     @property
     def torch_device(self) -> torch.device:

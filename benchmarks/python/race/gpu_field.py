@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 import time
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import paceline
+from paceline import Device
 from paceline.torch import DataParallel
 from race import gpu_networks as networks
 from race.gpu_clock import Clock
@@ -43,7 +45,7 @@ class Paced:
     def __init__(
         self,
         network: Network,
-        devices: Sequence[Any],
+        devices: Sequence[Device],
         items: int,
         balance: Literal["auto", "even"],
         loss_fn: Callable[[nn.Module, Pair], torch.Tensor] = networks.loss_fn,
@@ -69,7 +71,7 @@ class Paced:
 class Lanes:
     """Which worker, and on a GPU which stream, belongs to which device of a trainer; learnt in one step with even shares."""
 
-    def __init__(self, network: Network, devices: Sequence[Any]) -> None:
+    def __init__(self, network: Network, devices: Sequence[Device]) -> None:
         self.streams: list[Any] = [None] * len(devices)
         share = 8
         items = share * len(devices)
@@ -87,7 +89,7 @@ class Lanes:
         self._trainer.trainer.close()
 
 
-def together(network: Network, devices: Sequence[Any], lanes: Lanes, items: Sequence[int], seconds: float) -> float:
+def together(network: Network, devices: Sequence[Device], lanes: Lanes, items: Sequence[int], seconds: float) -> float:
     """Items per second that the devices reach in all, each training alone on batches of its own while the others do the same."""
     counts = [0.0] * len(devices)
     errors: list[BaseException] = []
@@ -162,6 +164,12 @@ def batch_size(network: Network, clock: Clock, devices: int, seconds: float) -> 
     }
 
 
-def partition(ratios: Sequence[float]) -> list[Any]:
-    cut: Any = getattr(paceline, "partition")  # noqa: B009
-    return list(cut("cuda:0", list(ratios)))
+def partition(ratios: Sequence[float]) -> list[Device]:
+    """Parts of the first GPU in these ratios, in place of those of the race before."""
+    gc.collect()
+    torch.cuda.synchronize()
+    # What PyTorch keeps for the old parts' streams goes before they do.
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    paceline.release_partitions("cuda:0")
+    return paceline.partition("cuda:0", list(ratios))

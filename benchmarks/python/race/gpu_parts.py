@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline import Communicator, DeviceGroup
+from paceline import Communicator, Device, DeviceGroup
 from race import gpu_networks as networks
 from race.figures import ratio_summary, steps_to_recover
 from race.gpu_clock import Clock
@@ -32,7 +32,7 @@ class Length:
     seconds: float  # of the devices by themselves, in each round
 
 
-def overhead(network: Network, device: Any, length: Length) -> dict[str, Any]:
+def overhead(network: Network, device: Device, length: Length) -> dict[str, Any]:
     """(a) One device: plain PyTorch against paceline, in turns."""
     clock = Clock(network.device)
     items, size = batch_size(network, clock, 1, STEP_SECONDS)
@@ -48,7 +48,7 @@ def overhead(network: Network, device: Any, length: Length) -> dict[str, Any]:
     }
 
 
-def partitions(network: Network, devices: Sequence[Any], weights: Sequence[float], length: Length) -> dict[str, Any]:
+def partitions(network: Network, devices: Sequence[Device], weights: Sequence[float], length: Length) -> dict[str, Any]:
     """(b) Several devices of unequal speed: auto and even against what each does alone while the others do the same."""
     clock = Clock(network.device)
     items, size = batch_size(network, clock, len(devices), STEP_SECONDS)
@@ -85,7 +85,7 @@ def partitions(network: Network, devices: Sequence[Any], weights: Sequence[float
     }
 
 
-def disturbed(network: Network, devices: Sequence[Any], length: Length) -> dict[str, Any]:
+def disturbed(network: Network, devices: Sequence[Device], length: Length) -> dict[str, Any]:
     """(c) The first device has other work in its queue for the middle third: how soon is the step as fast as it then can be?"""
     clock = Clock(network.device)
     items, size = batch_size(network, clock, len(devices), STEP_SECONDS)
@@ -140,7 +140,7 @@ class Victim:
         return networks.loss_fn(module, part)
 
 
-def reduction(devices: Sequence[Any], device: torch.device, length: Length) -> dict[str, Any]:
+def reduction(devices: Sequence[Device], device: torch.device, length: Length) -> dict[str, Any]:
     """(d) The sum over buffers in one memory, bytes read and written per second, against those of a copy."""
     clock = Clock(device)
     bytes_each = (256 << 20) if device.type == "cuda" else (8 << 20)

@@ -16,6 +16,7 @@ import torch
 from torch import distributed, nn
 from torch.multiprocessing.spawn import spawn
 
+from paceline import Device
 from race import gpu_networks as networks
 from race.figures import spread
 from race.gpu_clock import Clock
@@ -24,7 +25,7 @@ from race.gpu_networks import MAKERS, Network
 from race.gpu_parts import STEP_SECONDS, WARM_UP_STEPS, Length
 
 
-def several_gpus(network: Network, devices: Sequence[Any], length: Length) -> dict[str, Any]:
+def several_gpus(network: Network, devices: Sequence[Device], length: Length) -> dict[str, Any]:
     """Items per second of each rival with the same global batch, one after the other, round by round."""
     clock = Clock(network.device)
     items, size = batch_size(network, clock, len(devices), STEP_SECONDS)
