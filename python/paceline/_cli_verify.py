@@ -47,12 +47,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _devices(args: argparse.Namespace) -> list[Any] | None:
     if args.partition:
-        from paceline import partition
-
         try:
             ratios = [float(part) for part in args.partition.split(",")]
         except ValueError:
             args.parser.error(f"argument --partition: ratios are numbers such as 0.75,0.25, got {args.partition!r}")
+        from paceline import partition
+
         return list(partition("cuda:0", ratios))
     return args.devices.split(",") if args.devices else None
 

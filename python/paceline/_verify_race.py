@@ -18,6 +18,7 @@ from paceline.torch import DataParallel
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 _STEPS_OF_A_BLOCK = 4
+_LEAST_BLOCKS = 3  # of each racer, however little time there is
 _WARM_UP_STEPS = 12  # by then the balancer has learnt what it needs
 _STEP_SECONDS = 0.05  # what a step shall take: long against what Python needs to start it
 _MOST_ITEMS = 1 << 16
@@ -72,7 +73,7 @@ def race(devices: Sequence[Device], seconds: float, seed: int) -> dict[str, Any]
         for racer in racers.values():
             racer.steps(_WARM_UP_STEPS)
         order = list(racers.values())
-        while not order[0].rates or time.monotonic() < deadline:
+        while len(order[0].rates) < _LEAST_BLOCKS or time.monotonic() < deadline:
             for racer in order:
                 racer.block()
             order.reverse()  # what changes slowly on the machine meets all alike

@@ -104,9 +104,9 @@ def forget_streams() -> None:
         torch.cuda.empty_cache()
 
 
-def delay(box: Box, seconds: float) -> None:
-    """Keep the current stream busy for so long by the GPU's own clock; on a host device the thread."""
-    if not box.is_cuda:
+def delay(box: Box, seconds: float, near: torch.Tensor | None = None) -> None:
+    """Keep the current stream busy for so long by the GPU's own clock; where `near` lies on the host, or all does, the thread."""
+    if not (box.is_cuda if near is None else near.is_cuda):
         time.sleep(seconds)
         return
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
@@ -132,7 +132,7 @@ class LateBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        delay(ctx.box, ctx.seconds)
+        delay(ctx.box, ctx.seconds, gradient)
         return gradient, None, None
 
 

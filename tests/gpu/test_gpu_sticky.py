@@ -42,8 +42,10 @@ print("end")
 def test_a_broken_gpu_is_named_and_the_program_ends(box: Box) -> None:
     done = run_script(box.program + PROGRAM, timeout=60)
     lines = done.stdout.splitlines()
-    assert done.returncode == 0, done.stderr
-    assert lines[-1] == "end"
+    # Its status is not ours to promise: PyTorch may abort when it takes down what lies on a broken GPU.
+    assert lines, done.stderr
+    assert lines[-1] == "end", done.stderr
+    assert "Timeout" not in done.stderr
     assert lines[0].split()[1] == "True", lines
     assert int(lines[0].split()[2]) <= len(box), "a broken step was run again"
     assert "went on" not in lines

@@ -26,11 +26,11 @@ def train(box: Box, place: str, module: Any, batches: list[Any], trainer: DataPa
     late_device = int(place[-1]) if place[-1].isdigit() else -1
 
     def loss_fn(replica: Any, part: Any) -> Any:
-        # Which device this is: its slice is a view into the batch, and shares are even.
+        # Which device this is: its slice is a view into the batch, and shares are even. (A host device beside a GPU has a copy.)
         share = -(-ITEMS // len(box))
         late = part[0].storage_offset() // part[0].stride(0) // share == late_device
         if late and place.startswith("forward"):
-            delay(box, SECONDS)
+            delay(box, SECONDS, part[0])
         if late and place.startswith("backward"):
             return classify(lambda x: LateBackward.apply(replica(x), box, SECONDS), part)  # type: ignore[no-untyped-call]
         return classify(replica, part)
