@@ -36,3 +36,23 @@ def rate(batch: int, blocks: Sequence[Sequence[float]]) -> float:
 def spread(values: Sequence[float]) -> float:
     """Half the distance between the smallest and the largest round, relative to the median."""
     return (max(values) - min(values)) / 2 / statistics.median(values)
+
+
+def ratio_summary(ratios: Sequence[float]) -> dict[str, object]:
+    """The median of ratios of neighbouring blocks, the interval that holds the true one with 95 %, and their spread."""
+    interval = median_interval(ratios)
+    return {
+        "median": round(statistics.median(ratios), 4),
+        "interval": None if interval is None else [round(end, 4) for end in interval],
+        "spread": round(spread(ratios), 4),
+        "pairs": len(ratios),
+    }
+
+
+def steps_to_recover(seconds: Sequence[float], change: int, end: int, tolerance: float = 0.05) -> int | None:
+    """Steps from a change to the first that is as fast as those before `end`, as is most of it and the next two; None: never."""
+    fast = statistics.median(seconds[(change + end) // 2 : end]) * (1 + tolerance)
+    for step in range(change, end - 2):
+        if seconds[step] <= fast and statistics.median(seconds[step : step + 3]) <= fast:
+            return step - change
+    return None

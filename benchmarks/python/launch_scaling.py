@@ -1,0 +1,206 @@
+"""How small a step may be before Python's lock limits a box of many fast GPUs.
+
+    python launch_scaling.py --json                        on the first GPU
+    python launch_scaling.py --devices host:0 --json       CPU tensors; only an indication
+
+1, 2, 4 and 8 threads, as many as a box has GPUs, each run operators that do next to nothing: what is measured is the time
+that Python and PyTorch need to start one, and how much of it threads can share. Python code runs one thread at a time, so
+that the operators a second of all threads together hardly grow. A micro-batch of N operators on each of n devices cannot be
+shorter than n x N over that rate, however fast the GPUs are: the last columns say what that is. Backward's operators are
+started by C++ without the lock, so `forward and backward` scales further than `operators`.
+
+The cure is a CUDA graph: one launch for all operators of a micro-batch. On a GPU the same operators are captured once for
+each thread and replayed, in the rows `CUDA graph`. A machine on which anybody else computes gives no figures to publish.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import paceline
+from race import host
+from race.figures import spread
+
+THREADS = (1, 2, 4, 8)
+OPERATORS = 50  # of one call
+EXAMPLES = (100, 500, 2000)  # operators of a small, a middle and a large network's micro-batch
+MEASURED = ("operators", "forward and backward", "CUDA graph")
+
+
+def main() -> int:
+    args = arguments()
+    kind = "cpu" if args.devices else "cuda"
+    if kind == "cuda" and not torch.cuda.is_available():
+        print("skipped: PyTorch sees no GPU; --devices host:0 measures CPU tensors", file=sys.stderr)
+        print(json.dumps({"available": False, "why": "PyTorch sees no GPU"}))
+        return 0
+    load = os.getloadavg()[0]
+    if load > 0.5:
+        print(
+            f"note: the load average is {load:.1f}: somebody else computes here, publish nothing of this",
+            file=sys.stderr,
+        )
+    rounds, seconds = (3, 0.3) if args.short else (7, 1.0)
+    torch.set_num_threads(1)
+    rows = []
+    for what in MEASURED if kind == "cuda" else MEASURED[:2]:
+        for threads in THREADS:
+            rates = [rate(MAKERS[what], kind, threads, seconds) for _ in range(rounds)]
+            rows.append(row(what, threads, rates))
+    print(table(rows))
+    if args.json:
+        print(json.dumps({"available": True, "kind": kind, "load_before": round(load, 2), "rows": rows, **setting()}))
+    return 0
+
+
+def rate(make: Callable[[str], tuple[Callable[[], None], int]], kind: str, threads: int, seconds: float) -> float:
+    """Operators per second that all threads together start."""
+    counts = [0] * threads
+    barrier = threading.Barrier(threads + 1)
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            stream = torch.cuda.Stream() if kind == "cuda" else None
+            with torch.cuda.stream(stream), torch.autograd.set_multithreading_enabled(False):
+                with CAPTURE:  # PyTorch captures one graph at a time in a process
+                    call, operators = make(kind)
+                for _ in range(3):
+                    call()
+                barrier.wait(60)
+                done = 0
+                while not stop.is_set():
+                    call()
+                    done += operators
+                    if stream is not None and done % (20 * operators) == 0:
+                        stream.synchronize()  # the queue is finite: beyond it a launch waits for the GPU
+                counts[index] = done
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    workers = [threading.Thread(target=run, args=(index,)) for index in range(threads)]
+    for worker in workers:
+        worker.start()
+    with contextlib.suppress(threading.BrokenBarrierError):
+        barrier.wait(60)
+    begin = time.perf_counter()
+    time.sleep(0 if errors else seconds)
+    stop.set()
+    passed = time.perf_counter() - begin
+    for worker in workers:
+        worker.join()
+    if errors:
+        raise errors[0]
+    return sum(counts) / passed
+
+
+CAPTURE = threading.Lock()
+
+
+def operators(kind: str) -> tuple[Callable[[], None], int]:
+    """Calls from Python that each start one operator on 16 numbers."""
+    x = torch.zeros(16, device=kind)
+
+    def call() -> None:
+        for _ in range(OPERATORS):
+            x.add_(1)
+
+    return call, OPERATORS
+
+
+def forward_and_backward(kind: str) -> tuple[Callable[[], None], int]:
+    """A tiny network: modules called from Python, and their backward, which C++ runs."""
+    layers = 10
+    module = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(layers)]).to(kind)
+    x = torch.zeros(4, 8, device=kind)
+    parameters = list(module.parameters())
+
+    def call() -> None:
+        torch.autograd.grad(module(x).sum(), parameters)
+
+    # Forward: a product with its bias and a ReLU for each layer. Backward: two products, a sum and a ReLU.
+    return call, 6 * layers + 2
+
+
+def graph(kind: str) -> tuple[Callable[[], None], int]:
+    """The operators of `operators`, captured once: one launch for all."""
+    x = torch.zeros(16, device=kind)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        for _ in range(OPERATORS):
+            x.add_(1)
+    return captured.replay, OPERATORS
+
+
+MAKERS: dict[str, Callable[[str], tuple[Callable[[], None], int]]] = {
+    "operators": operators,
+    "forward and backward": forward_and_backward,
+    "CUDA graph": graph,
+}
+
+
+def row(what: str, threads: int, rates: list[float]) -> dict[str, Any]:
+    median = statistics.median(rates)
+    return {
+        "what": what,
+        "threads": threads,
+        "operators_per_second": round(median),
+        "spread": round(spread(rates), 4),
+        "microseconds_per_operator": round(1e6 * threads / median, 2),  # as each thread sees it
+        "shortest_milliseconds": {str(count): round(1e3 * threads * count / median, 3) for count in EXAMPLES},
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    examples = " | ".join(f"{count} operators" for count in EXAMPLES)
+    lines = [
+        f"| | threads | operators/s, all | spread | µs each | shortest micro-batch of {examples} |",
+        "| --- | --- | --- | --- | --- |" + " --- |" * len(EXAMPLES),
+    ]
+    for entry in rows:
+        shortest = " | ".join(f"{value:.2f} ms" for value in entry["shortest_milliseconds"].values())
+        lines.append(
+            f"| {entry['what']} | {entry['threads']} | {entry['operators_per_second']:,} | ±{entry['spread']:.0%} | "
+            f"{entry['microseconds_per_operator']:.1f} | {shortest} |"
+        )
+    lines.append(
+        "\nA network whose micro-batches are shorter than this waits for Python, not for its GPUs; a CUDA graph is the cure."
+    )
+    return "\n".join(lines)
+
+
+def setting() -> dict[str, Any]:
+    return {
+        "hardware": host.hardware(paceline.devices())
+        | {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None},
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()},
+        "gil": bool(getattr(sys, "_is_gil_enabled", lambda: True)()),
+    }
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", help="any host device: measure CPU tensors (default: the first GPU)")
+    parser.add_argument("--short", action="store_true", help="ten seconds, with a wider spread")
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""The devices of a race, what runs on them, and how large its batches are."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import paceline
+from paceline import Device
+from paceline.torch import DataParallel
+from race import gpu_networks as networks
+from race.gpu_clock import Clock
+from race.gpu_networks import Network, Pair
+
+LAUNCH_FACTOR = 3.0  # GPU time of a micro-batch over devices x launch time, below which a run is bound by launches
+_MOST_MEMORY = 0.2  # of a GPU's, for what one batch keeps
+
+
+class Plain:
+    """PyTorch alone: forward, backward and the optimizer on the current stream."""
+
+    def __init__(self, network: Network, items: int) -> None:
+        self.items = items
+        self._batch = network.batch(items)
+        self._module = network.module()
+        self._optimizer = networks.optimizer(self._module)
+
+    def __call__(self) -> None:
+        networks.loss_fn(self._module, self._batch).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class Paced:
+    """The same through paceline."""
+
+    def __init__(
+        self,
+        network: Network,
+        devices: Sequence[Device],
+        items: int,
+        balance: Literal["auto", "even"],
+        loss_fn: Callable[[nn.Module, Pair], torch.Tensor] = networks.loss_fn,
+    ) -> None:
+        self.items = items
+        self._batch = network.batch(items)
+        self._loss_fn = loss_fn
+        self.trainer = DataParallel(network.module(), list(devices), balance=balance)
+        self._optimizer = networks.optimizer(self.trainer.module)
+
+    def __call__(self) -> None:
+        self.trainer.step(self._loss_fn, self._batch)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def __enter__(self) -> Paced:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.trainer.close()
+
+
+class Lanes:
+    """Which worker, and on a GPU which stream, belongs to which device of a trainer; learnt in one step with even shares."""
+
+    def __init__(self, network: Network, devices: Sequence[Device]) -> None:
+        self.streams: list[Any] = [None] * len(devices)
+        share = 8
+        items = share * len(devices)
+
+        def note(module: nn.Module, part: Pair) -> torch.Tensor:
+            # A slice is a view into the batch: where it begins says whose it is.
+            device = part[0].storage_offset() // part[0].stride(0) // share
+            self.streams[device] = torch.cuda.current_stream() if part[0].is_cuda else None
+            return networks.loss_fn(module, part)
+
+        self._trainer = Paced(network, devices, items, "even", note)
+        self._trainer()
+
+    def close(self) -> None:
+        self._trainer.trainer.close()
+
+
+def together(network: Network, devices: Sequence[Device], lanes: Lanes, items: Sequence[int], seconds: float) -> float:
+    """Items per second that the devices reach in all, each training alone on batches of its own while the others do the same."""
+    counts = [0.0] * len(devices)
+    errors: list[BaseException] = []
+    ready = threading.Barrier(len(devices) + 1)
+    stop = threading.Event()
+
+    def run(index: int) -> None:
+        try:
+            stream = lanes.streams[index]
+            if stream is None and devices[index].cores:
+                os.sched_setaffinity(0, devices[index].cores)  # of this thread
+                torch.get_num_threads()  # before it is set: the first question re-reads the global
+                torch.set_num_threads(1)
+            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                with torch.autograd.set_multithreading_enabled(False):
+                    plain = Plain(network, items[index])
+                    for _ in range(3):
+                        plain()
+                    _drain(stream)
+                    ready.wait(60)
+                    begin, steps = time.perf_counter(), 0
+                    while not stop.is_set():
+                        plain()
+                        steps += 1
+                        if steps % 2 == 0:  # two steps ahead at most, or the queue would outlast the measurement
+                            _drain(stream)
+                    _drain(stream)
+                    counts[index] = items[index] * steps / (time.perf_counter() - begin)
+        except BaseException as error:
+            errors.append(error)
+            ready.abort()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(devices))]
+    for thread in threads:
+        thread.start()
+    with contextlib.suppress(threading.BrokenBarrierError):
+        ready.wait(60)
+        time.sleep(seconds)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return sum(counts)
+
+
+def _drain(stream: Any) -> None:
+    if stream is not None:
+        stream.synchronize()
+
+
+def batch_size(network: Network, clock: Clock, devices: int, seconds: float) -> tuple[int, dict[str, Any]]:
+    """A batch whose share is no launch-bound micro-batch and takes `seconds` or more, as far as memory goes; and the figures behind."""
+    items = 64 * devices
+    most = 1 << 15
+    if clock.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(clock.device).total_memory
+        most = int(_MOST_MEMORY * memory / network.bytes_of_an_item)
+    while True:
+        plain = Plain(network, -(-items // devices))
+        clock.block(plain, 2)
+        launch, work = clock.launch_and_work(plain)
+        enough = work >= max(seconds, 1.5 * LAUNCH_FACTOR * devices * launch)
+        if enough or 2 * items > most:
+            break
+        items *= 2
+    return items, {
+        "batch": items,
+        "launch_milliseconds": round(1e3 * launch, 3),
+        "micro_batch_milliseconds": round(1e3 * work, 3),
+        "launch_bound": work < LAUNCH_FACTOR * devices * launch,
+    }
+
+
+def partition(ratios: Sequence[float]) -> list[Device]:
+    """Parts of the first GPU in these ratios, in place of those of the race before."""
+    gc.collect()
+    torch.cuda.synchronize()
+    # What PyTorch keeps for the old parts' streams goes before they do.
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    paceline.release_partitions("cuda:0")
+    return paceline.partition("cuda:0", list(ratios))

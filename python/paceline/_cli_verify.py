@@ -1,0 +1,86 @@
+"""The command `paceline verify`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand to what `argparse.ArgumentParser.add_subparsers` returned."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "verify",
+        help="whether the devices of this machine compute what they should, and how fast together; under a minute",
+        description="Trains small networks under random splits and compares the gradients with those of one device, checks the "
+        "collectives, and races automatic shares against even ones and against each device alone. Exits with 1 if a check "
+        "fails. The report names hardware and versions, and neither the host nor the user: please share it.",
+    )
+    parser.add_argument("--devices", metavar="NAME,NAME,...", help="default: all GPUs, or all host devices")
+    parser.add_argument(
+        "--partition",
+        metavar="R,R,...",
+        help="cut the first GPU into parts in these ratios, such as 0.75,0.25, and verify on those",
+    )
+    parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="for the race (20)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of networks, batches and splits (0)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Verify and print; returns the exit status: 0, 1 if a check failed (bad arguments exit with 2)."""
+    if args.devices and args.partition:
+        args.parser.error("--devices and --partition: give one of them")
+    if not 0 <= args.seconds <= 3600:
+        args.parser.error(f"--seconds is {args.seconds:g}; it must be from 0 to 3600")
+    if find_spec("torch") is None:
+        args.parser.error("PyTorch is not installed, and it trains the networks: pip install 'paceline[torch]'")
+    from paceline._verify import verify
+
+    report = verify(_devices(args), seconds=args.seconds, seed=args.seed)
+    print(json.dumps(report, indent=2) if args.json else render(report))
+    return 0 if report["passed"] else 1
+
+
+def _devices(args: argparse.Namespace) -> list[Any] | None:
+    if args.partition:
+        try:
+            ratios = [float(part) for part in args.partition.split(",")]
+        except ValueError:
+            args.parser.error(f"argument --partition: ratios are numbers such as 0.75,0.25, got {args.partition!r}")
+        from paceline import partition
+
+        return list(partition("cuda:0", ratios))
+    return args.devices.split(",") if args.devices else None
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """The report as text for people."""
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
+    names = ", ".join(device["name"] for device in report["devices"])
+    lines = [f"devices      {names}", f"versions     {versions}"]
+    for part in ("exactness", "collectives", "race"):
+        lines.append(f"{part:<12} {_line(part, report[part])}")
+    lines.append(f"\n{'everything passed' if report['passed'] else 'FAILED'} in {report['seconds']:.0f} s")
+    return "\n".join(lines)
+
+
+def _line(part: str, found: Mapping[str, Any]) -> str:
+    status: str = found["status"]
+    if "why" in found:
+        return f"{status}: {found['why']}"
+    if part == "exactness":
+        worst = ", ".join(
+            f"{name.removeprefix('torch.')} {value:.1e} (allowed {found['tolerances'][name]:.0e})"
+            for name, value in found["worst"].items()
+        )
+        return f"{status}: {found['cases']} splits; worst difference from one device: {worst}"
+    if part == "collectives":
+        return f"{status}: {found['cases']} sums" + "".join(f"; wrong: {case}" for case in found["failures"])
+    return (
+        f"auto {found['auto_over_alone']:.3f}, even {found['even_over_alone']:.3f} of the sum of the devices alone; "
+        f"auto / even {found['auto_over_even']:.3f} ({found['blocks']} blocks, steps of {found['step_milliseconds']:.0f} ms)"
+    )

@@ -1,0 +1,167 @@
+"""The checks of `paceline verify` that have a right answer: gradients against one device, collectives against sums of integers."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline import Communicator, Device, DeviceGroup, Unavailable
+from paceline.torch import DataParallel
+
+# Between sums in different orders, relative to a tensor's norm. float32 is wide because GPUs choose other algorithms for other batch
+# sizes; a wrong weight is off by a hundredth or more.
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4}
+_SPLITS_PER_NETWORK = 4
+_COLLECTIVE_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_COLLECTIVE_COUNTS = (1, 1003, 1 << 20)  # one element, nothing that 16 bytes divide, many blocks
+
+
+def torch_device(device: Device) -> torch.device:
+    """Where a device's tensors lie, in PyTorch's words."""
+    return torch.device("cpu" if device.kind == "host" else device.memory_space)
+
+
+def home_of(devices: Sequence[Device]) -> torch.device:
+    """Where the module of a group lives: on its first GPU."""
+    return next((torch_device(device) for device in devices if device.kind != "host"), torch.device("cpu"))
+
+
+def exactness(devices: Sequence[Device], seed: int) -> dict[str, Any]:
+    """Several networks under random splits: two accumulated steps against plain PyTorch on the first device alone."""
+    cases = []
+    rng = random.Random(seed)
+    for name in _NETWORKS:
+        for dtype in TOLERANCES:
+            for _ in range(_SPLITS_PER_NETWORK):
+                cases.append(_exactness_case(devices, name, dtype, rng))
+    return {
+        "status": "passed" if all(case["passed"] for case in cases) else "failed",
+        "tolerances": {str(dtype): tolerance for dtype, tolerance in TOLERANCES.items()},
+        "worst": {str(dtype): max(c["worst"] for c in cases if c["dtype"] == str(dtype)) for dtype in TOLERANCES},
+        "cases": len(cases),
+        "failures": [case for case in cases if not case["passed"]],
+    }
+
+
+def _exactness_case(devices: Sequence[Device], network: str, dtype: torch.dtype, rng: random.Random) -> dict[str, Any]:
+    torch.manual_seed(rng.randrange(1 << 30))
+    home, items = home_of(devices), rng.randint(2 * len(devices), 40 + 2 * len(devices))
+    module, item_shape = _NETWORKS[network]
+    reference = copy.deepcopy(module).to(home, dtype)
+    for parameter in reference.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    trained = copy.deepcopy(reference)
+    batches = [
+        (torch.randn(items, *item_shape, dtype=dtype, device=home), torch.randint(0, 4, (items,), device=home))
+        for _ in range(2)
+    ]
+    for batch in batches:
+        _loss(reference, batch).backward()
+    ratios = [rng.choice([0.0, 1.0, rng.uniform(0.1, 5.0)]) for _ in devices]
+    ratios[rng.randrange(len(devices))] += 1.0
+    balance: Any = rng.choice(["auto", "even", ratios, ratios])
+    micro_batch = rng.choice([None, 1, 3])
+    with DataParallel(trained, list(devices), balance=balance, micro_batch=micro_batch) as trainer:
+        for batch in batches:
+            trainer.step(_loss, batch)
+        shares = list(trainer.shares.values())
+    worst = worst_difference(
+        [parameter.grad for parameter in trained.parameters()], [parameter.grad for parameter in reference.parameters()]
+    )
+    return {
+        "network": network,
+        "dtype": str(dtype),
+        "balance": balance,
+        "micro_batch": micro_batch,
+        "shares": shares,
+        "worst": worst,
+        "passed": worst <= TOLERANCES[dtype],
+    }
+
+
+def worst_difference(got: Sequence[torch.Tensor | None], wanted: Sequence[torch.Tensor | None]) -> float:
+    """The largest norm of a difference, relative to the tensor's norm or a thousandth of the norm of all.
+
+    The second is for gradients that are zero in exact arithmetic. A gradient on one side only, and a NaN, are as far off as can be.
+    """
+    total = sum(float(tensor.double().norm()) ** 2 for tensor in wanted if tensor is not None) ** 0.5
+    worst = 0.0 if total > 0 else float("inf")
+    for mine, theirs in zip(got, wanted, strict=True):
+        if mine is None or theirs is None:
+            worst = worst if mine is theirs else float("inf")
+            continue
+        difference = float((mine.double() - theirs.double()).norm())
+        relative = difference / max(float(theirs.double().norm()), 1e-3 * total, 1e-300)
+        worst = max(worst, relative if relative == relative else float("inf"))
+    return worst
+
+
+def collectives(devices: Sequence[Device], seed: int) -> dict[str, Any]:
+    """All-reduce of small integers, whose sum every type holds: equal to the bit, whatever the order of the additions."""
+    if len(devices) == 1:
+        return {"status": "skipped", "why": "one device has nobody to reduce with"}
+    generator = torch.Generator().manual_seed(seed)
+    failures = []
+    ran: list[str] = []
+    refused: dict[str, str] = {}
+    with DeviceGroup(list(devices)) as group:
+        communicator = Communicator(group)
+        for dtype in _COLLECTIVE_TYPES:
+            for count in _COLLECTIVE_COUNTS:
+                values = [torch.randint(-2, 3, (count,), generator=generator) for _ in devices]
+                wanted = torch.stack(values).sum(0)
+                tensors = [value.to(torch_device(device), dtype) for value, device in zip(values, devices, strict=True)]
+                case = f"{str(dtype).removeprefix('torch.')} x {count}"
+                try:
+                    communicator.all_reduce(tensors)
+                except Unavailable as error:
+                    refused[case] = str(error)
+                    continue
+                ran.append(case)
+                failures += [
+                    f"{case} on {device.name}"
+                    for tensor, device in zip(tensors, devices, strict=True)
+                    if not torch.equal(tensor.cpu().double(), wanted.double())
+                ]
+    if not ran:
+        raise Unavailable(next(iter(refused.values())))
+    return {
+        "status": "failed" if failures else "passed",
+        "cases": len(ran),
+        "failures": failures,
+        "not_available": sorted(refused),
+    }
+
+
+def _loss(module: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(module(batch[0]), batch[1])
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        out: torch.Tensor = self.head((x + self.attention(y, y, y, need_weights=False)[0]).mean(1))
+        return out
+
+
+_NETWORKS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "linear": (nn.Sequential(nn.Linear(12, 33), nn.GELU(), nn.Linear(33, 4, bias=False)), (12,)),
+    "convolution": (
+        nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 64, 4)
+        ),
+        (3, 8, 8),
+    ),
+    "attention": (_Attention(), (7, 16)),
+}

@@ -1,0 +1,1 @@
+"""The stages of tests/gpu/run, and what runs and records them."""

@@ -1,0 +1,46 @@
+"""gpu.json and gpu.log: complete at every moment, whenever the run is killed."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Record:
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / "gpu.json"
+        self._log = folder / "gpu.log"
+        self._log.write_text("")
+        self._begin = time.monotonic()
+        self.machine: dict[str, Any] = {}
+        self.stages: list[dict[str, Any]] = []
+        self.write("starting")
+
+    def status_of(self, stage: str) -> str | None:
+        return next((entry["status"] for entry in self.stages if entry["stage"] == stage), None)
+
+    def add(self, entry: dict[str, Any], output: str = "") -> None:
+        self.stages.append(entry)
+        with self._log.open("a") as log:
+            log.write(f"\n######## {entry['stage']}: {entry['status']}, {entry['seconds']} s\n{output}")
+        self.write("between stages")
+
+    @property
+    def failed(self) -> list[str]:
+        return [entry["stage"] for entry in self.stages if entry["status"] in ("failed", "timed out")]
+
+    def write(self, state: str) -> None:
+        """Replace the file at once: a reader, or a kill, never meets half of it."""
+        whole = {
+            "state": state,
+            "failed": self.failed,
+            "seconds": round(time.monotonic() - self._begin, 1),
+            "machine": self.machine,
+            "stages": self.stages,
+        }
+        beside = self._path.with_suffix(".json.new")
+        beside.write_text(json.dumps(whole, indent=1))
+        beside.replace(self._path)

@@ -1,0 +1,123 @@
+"""Memory: a share that does not fit is run in smaller parts, a thousand steps take no more, and close() gives all back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gpu_support import Box, forget_streams
+from paceline.torch import DataParallel
+from torch_support import classifier, classify, gradients, worst_difference
+
+pytestmark = pytest.mark.needs_cuda
+
+MEGABYTES_OF_AN_ITEM = 32
+ITEMS = 64
+
+
+class Wide(nn.Module):
+    """Takes and keeps a lot of memory for each item."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 0.5, dtype=torch.double))
+        self.sizes: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.unsqueeze(1).expand(-1, (MEGABYTES_OF_AN_ITEM << 20) // 32, -1)
+        return (wide * self.weight).tanh().mean((1, 2))
+
+
+def squares(module: Any, x: torch.Tensor) -> Any:
+    return module(x).square().mean()
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """Room for a quarter of the batch: what the product is, its tanh, and their gradients."""
+    forget_streams()
+    total = torch.cuda.get_device_properties(0).total_memory
+    needed = ITEMS * (MEGABYTES_OF_AN_ITEM << 20)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + needed) / total)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    forget_streams()
+
+
+def test_what_does_not_fit_is_run_again_in_smaller_parts(box: Box, little_memory: None) -> None:
+    torch.manual_seed(0)
+    module, x = box.put(Wide()), box.put(torch.randn(ITEMS, 4, dtype=torch.double))
+    reference = copy.deepcopy(module)
+    for part in x.split(2):
+        (squares(reference, part) * len(part) / ITEMS).backward()
+    wanted = gradients(reference)
+    sizes: list[int] = []
+
+    def loss_fn(replica: Any, part: torch.Tensor) -> Any:
+        if part.is_cuda:  # a host device beside it has memory of its own
+            sizes.append(len(part))
+        return squares(replica, part)
+
+    before = torch.random.get_rng_state()
+    with DataParallel(module, box.devices) as trainer:
+        trainer.step(loss_fn, x)
+        assert worst_difference(gradients(module), wanted) <= 1e-12
+        assert max(sizes) * len(box) >= ITEMS // 2, "nothing was too large: the test says nothing"
+        first = max(sizes)
+        sizes.clear()
+        module.zero_grad()
+        trainer.step(loss_fn, x)
+        assert max(sizes) < first, "the cap was forgotten"
+        assert worst_difference(gradients(module), wanted) <= 1e-12
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.boxes("one_gpu", "two_unequal_parts")
+def test_an_item_that_does_not_fit_is_an_error_and_nothing_is_lost(box: Box) -> None:
+    module, batch = classifier()
+    module, batch = box.put(module), box.put(batch)
+
+    def too_large(replica: Any, part: Any) -> Any:
+        torch.empty(1 << 44, dtype=torch.uint8, device="cuda")
+        return classify(replica, part)
+
+    with DataParallel(module, box.devices) as trainer:
+        trainer.step(classify, batch)
+        wanted = gradients(module)
+        with pytest.raises((MemoryError, torch.cuda.OutOfMemoryError)):
+            trainer.step(too_large, batch)
+        assert worst_difference(gradients(module), wanted) == 0.0
+        module.zero_grad()
+        trainer.step(classify, batch)
+        assert worst_difference(gradients(module), wanted) <= 1e-12
+
+
+def test_a_thousand_steps_take_no_more_memory_and_close_gives_all_back(box: Box) -> None:
+    module, batch = classifier(64, dtype=torch.float32)
+    module, batch = box.put(module), box.put(batch)
+    module(batch[0]).sum().backward()  # what PyTorch itself keeps: its handles and workspaces
+    module.zero_grad(set_to_none=True)
+    forget_streams()
+    allocated, (free, _) = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()
+    trainer = DataParallel(module, box.devices, micro_batch=10)
+    optimizer = trainer.optimizer(torch.optim.SGD, lr=1e-3)
+    early = late = 0
+    for step in range(1000):
+        trainer.step(classify, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in (200, 999):
+            torch.cuda.synchronize()
+            early, late = late, torch.cuda.memory_reserved()
+    assert late <= early
+    trainer.close()
+    del trainer, optimizer
+    forget_streams()
+    assert torch.cuda.memory_allocated() <= allocated
+    # By the driver's count, which knows all pools; contexts of parts and loaded kernels may stay.
+    assert torch.cuda.mem_get_info()[0] >= free - (64 << 20)

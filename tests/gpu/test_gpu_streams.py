@@ -1,0 +1,122 @@
+"""Whatever is late, the step is right: a delay in every place where one stream's work comes before another's."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_support import Box, LateBackward, delay, equal, synchronize
+from paceline.torch import DataParallel
+from torch_support import classifier, classify
+
+SECONDS = 0.01  # long against everything else of these steps
+STEPS = 4
+ITEMS = 48
+
+
+def train(box: Box, place: str, module: Any, batches: list[Any], trainer: DataParallel | None) -> list[torch.Tensor]:
+    """Some steps with a delay at `place`; plain PyTorch without a trainer."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    staging = [torch.empty_like(part) for part in batches[0]]
+    late_device = int(place[-1]) if place[-1].isdigit() else -1
+
+    def loss_fn(replica: Any, part: Any) -> Any:
+        # Which device this is: its slice is a view into the batch, and shares are even. (A host device beside a GPU has a copy.)
+        share = -(-ITEMS // len(box))
+        late = part[0].storage_offset() // part[0].stride(0) // share == late_device
+        if late and place.startswith("forward"):
+            delay(box, SECONDS, part[0])
+        if late and place.startswith("backward"):
+            return classify(lambda x: LateBackward.apply(replica(x), box, SECONDS), part)  # type: ignore[no-untyped-call]
+        return classify(replica, part)
+
+    for batch in batches:
+        if place == "batch":
+            delay(box, SECONDS)
+        for there, part in zip(staging, batch, strict=True):
+            there.copy_(part)  # the same memory each time: the next batch must not come before this one was read
+        if trainer is None:
+            loss = classify(module, staging)
+            loss.backward()
+        else:
+            loss = trainer.step(loss_fn, tuple(staging))
+        losses.append(loss.detach().clone())
+        if place == "update":
+            delay(box, SECONDS)
+        optimizer.step()
+        optimizer.zero_grad()
+    synchronize(box)
+    return losses
+
+
+@pytest.mark.parametrize("side_stream", [False, True], ids=["default_stream", "side_stream"])
+@pytest.mark.parametrize("place", ["nowhere", "batch", "update", "forward 0", "forward 1", "backward 0", "backward 1"])
+def test_a_delay_changes_nothing(place: str, side_stream: bool, box: Box) -> None:
+    if side_stream and not box.is_cuda:
+        pytest.skip("host devices have no streams")
+    module, _ = classifier(ITEMS)
+    module = box.put(module)
+    batches = [box.put(classifier(ITEMS, seed=seed)[1]) for seed in range(STEPS)]
+    reference = copy.deepcopy(module)
+    wanted = train(box, "nowhere", reference, batches, None)
+    stream = torch.cuda.Stream() if side_stream else None
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        with DataParallel(module, box.devices, balance="even") as trainer:
+            losses = train(box, place, module, batches, trainer)
+    equal(losses, wanted, 1e-12)
+    equal(list(module.parameters()), list(reference.parameters()), 1e-12)
+
+
+@pytest.mark.needs_cuda
+@pytest.mark.boxes("two_unequal_parts", "one_gpu")
+def test_a_step_does_not_wait_for_the_gpu(box: Box) -> None:
+    module, batch = classifier(ITEMS)
+    module, batch = box.put(module), box.put(batch)
+    with DataParallel(module, box.devices, balance="even") as trainer:
+        trainer.step(classify, batch)
+        torch.cuda.synchronize()
+        delay(box, 1.0)
+        loss = trainer.step(classify, batch)
+        behind = torch.cuda.Event()
+        behind.record()
+        assert not behind.query()
+        assert loss.device == box.torch_device
+        torch.cuda.synchronize()
+
+
+@pytest.mark.needs_cuda
+def test_the_callers_device_and_stream_are_untouched(box: Box) -> None:
+    module, batch = classifier(ITEMS)
+    module, batch = box.put(module), box.put(batch)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        with DataParallel(module, box.devices) as trainer:
+            for _ in range(3):
+                trainer.step(classify, batch)
+                trainer.predict(batch[0])
+                assert torch.cuda.current_stream() == stream
+                assert torch.cuda.current_device() == box.torch_device.index
+        assert torch.cuda.current_stream() == stream
+    torch.cuda.synchronize()
+
+
+@pytest.mark.needs_cuda
+def test_gradients_may_be_read_at_once_on_the_callers_stream(box: Box) -> None:
+    module, batch = classifier(ITEMS)
+    module, batch = box.put(module), box.put(batch)
+    with DataParallel(module, box.devices) as trainer:
+        sums = []
+        for _ in range(20):
+            trainer.step(classify, batch)
+            sums.append(torch.stack([p.grad.sum() for p in module.parameters()]))
+            module.zero_grad(set_to_none=True)
+            time.sleep(0.001)  # freed memory may be given to another stream now
+    for each in sums:
+        torch.testing.assert_close(each, sums[0], rtol=1e-9, atol=1e-12)

@@ -1,0 +1,129 @@
+"""What runs and records the stages of tests/gpu/run: time-outs, failures, counts, and a record that is always whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runner.main import Run
+from runner.record import Record
+from runner.stage import Running, Stage
+from runner.stage import test_counts as counts_in
+
+ENVIRONMENT = dict(os.environ)
+
+
+def python(name: str, program: str, limit: float = 20, **more: object) -> Stage:
+    return Stage(name, [sys.executable, "-c", program], limit, **more)  # type: ignore[arg-type]
+
+
+def test_a_stage_that_hangs_ends_with_all_its_children(tmp_path: Path) -> None:
+    mark = tmp_path / "child"
+    program = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open({str(mark)!r}, "w").write(str(child.pid))
+print("started", flush=True)
+time.sleep(600)
+"""
+    running = Running(python("hangs", program), ENVIRONMENT)
+    while not mark.exists() or not mark.read_text():
+        time.sleep(0.01)
+    record, output = running.finish(0.1)
+    assert (record["status"], output) == ("timed out", "started\n")
+    child = int(mark.read_text())
+    deadline = time.monotonic() + 10
+    while _runs(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _runs(child)
+
+
+def _runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(") ", 1)[1][0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_one_stage_that_fails_stops_no_other_but_those_that_need_it(tmp_path: Path) -> None:
+    run = Run(Record(tmp_path), ENVIRONMENT, time.monotonic() + 1000)
+    run.stage(python("breaks", "raise SystemExit(3)"))
+    run.stage(python("needs it", "print(1)", needs=("breaks",)))
+    run.stage(python("other", 'print("first"); print(\'{"a": [1]}\')', json_result=True))
+    run.stage(Stage("absent", ["/no/such/program"], 5))
+    stages = {entry["stage"]: entry for entry in json.loads((tmp_path / "gpu.json").read_text())["stages"]}
+    assert [entry["status"] for entry in stages.values()] == ["failed", "skipped", "passed", "failed"]
+    assert stages["needs it"]["why"] == "breaks did not pass"
+    assert stages["other"]["result"] == {"a": [1]}
+    assert "No such file" in stages["absent"]["tail"]
+    assert run.record.failed == ["breaks", "absent"]
+
+
+def test_when_time_is_up_the_rest_is_skipped_and_the_last_stage_still_runs(tmp_path: Path) -> None:
+    run = Run(Record(tmp_path), ENVIRONMENT, time.monotonic() + 30)
+    run.stage(python("late", "print(1)"))
+    run.stage(python("last", "print(1)"), last=True)
+    assert [(entry["stage"], entry["status"]) for entry in run.record.stages] == [
+        ("late", "skipped"),
+        ("last", "passed"),
+    ]
+    assert run.record.stages[0]["why"] == "time is up"
+
+
+def test_a_run_that_is_killed_has_told_what_it_was_at(tmp_path: Path) -> None:
+    program = f"""
+import os, time
+from pathlib import Path
+from runner.main import Run
+from runner.record import Record
+from runner.stage import Stage
+run = Run(Record(Path({str(tmp_path)!r})), dict(os.environ), time.monotonic() + 1000)
+run.stage(Stage("done", ["true"], 5))
+run.stage(Stage("endless", ["sleep", "20"], 100))
+"""
+    folder = Path(__file__).resolve().parents[1] / "gpu"
+    process = subprocess.Popen([sys.executable, "-c", program], env=ENVIRONMENT | {"PYTHONPATH": str(folder)})
+    deadline = time.monotonic() + 20
+    record: dict[str, object] = {}
+    while record.get("state") != "running endless" and time.monotonic() < deadline:
+        time.sleep(0.01)
+        if (tmp_path / "gpu.json").exists():
+            record = json.loads((tmp_path / "gpu.json").read_text())  # whole at every moment
+    process.kill()
+    process.wait()
+    assert record["state"] == "running endless"
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ("[  PASSED  ] 3 tests.\n[  SKIPPED ] 2 tests, listed below:", (3, 0, 2)),
+        ("[  PASSED  ] 0 tests.\n[  FAILED  ] 1 test, listed below:", (0, 1, 0)),
+        ("x\n==== 1 failed, 40 passed, 2 skipped in 46.37s ====", (40, 1, 2)),
+        ("343 skipped in 2.65s", (0, 0, 343)),
+        ("1 passed, 2 errors in 1.00s (0:01:00)", (1, 2, 0)),
+        ("no tests here, it took 3 s", None),
+    ],
+)
+def test_tests_are_counted_by_what_the_runner_closes_with(text: str, counts: tuple[int, int, int] | None) -> None:
+    assert counts_in(text) == (
+        {} if counts is None else dict(zip(("passed", "failed", "skipped"), counts, strict=True))
+    )
+
+
+def test_a_stage_whose_tests_were_all_skipped_is_skipped_with_the_reason() -> None:
+    program = "print('no GPU: PyTorch sees none\\n2 skipped in 0.10s')"
+    record, _ = Running(python("tests", program), ENVIRONMENT).finish(20)
+    assert (record["status"], record["why"]) == ("skipped", "no GPU: PyTorch sees none")
+
+
+def test_a_program_that_says_it_cannot_run_is_skipped_with_its_reason() -> None:
+    program = 'print(\'{"available": false, "why": "no driver"}\')'
+    record, _ = Running(python("probe", program, json_result=True), ENVIRONMENT).finish(20)
+    assert (record["status"], record["why"]) == ("skipped", "no driver")

@@ -1,0 +1,51 @@
+"""What the races make of their measurements."""
+
+from __future__ import annotations
+
+import pytest
+
+import race_gpu
+from race.figures import ratio_summary, steps_to_recover
+
+
+def test_recovery_is_counted_from_the_change_to_the_first_step_that_is_fast_again() -> None:
+    quiet = [1.0] * 10
+    assert steps_to_recover(quiet + [3.0, 2.5] + [1.5] * 8, 10, 20) == 2
+    assert steps_to_recover(quiet + [3.0] * 4 + [1.5] * 6, 10, 20) == 4
+    assert steps_to_recover(quiet + [1.5] * 10, 10, 20) == 0
+    assert steps_to_recover(quiet + [3.0, 1.5, 3.0, 3.0, 3.0] + [1.5] * 5, 10, 20) == 5  # one lucky step is no recovery
+    assert steps_to_recover(quiet + [3.0, 1.5, 3.0] + [1.5] * 7, 10, 20) == 1  # nor one unlucky step a relapse
+
+
+def test_what_is_never_fast_enough_never_recovers() -> None:
+    assert steps_to_recover([1.0] * 4 + [5.0] * 8, 4, 12, tolerance=-0.5) is None
+
+
+def test_a_ratio_has_its_interval_where_there_are_enough_pairs() -> None:
+    assert ratio_summary([1.0, 1.1, 0.9])["interval"] is None
+    summary = ratio_summary([0.9, 1.0, 1.0, 1.0, 1.1, 1.2])
+    assert summary == {"median": 1.0, "interval": [0.9, 1.2], "spread": 0.15, "pairs": 6}
+
+
+@pytest.mark.parametrize(
+    ("figures", "counts", "met"),
+    [
+        ({"fraction_of_ideal": 0.96, "goal": 0.95}, True, True),
+        ({"fraction_of_ideal": 0.94, "goal": 0.95, "launch_bound": False}, True, False),
+        ({"fraction_of_ideal": 0.96, "goal": 0.95, "launch_bound": True}, False, None),
+        ({"fraction_of_ideal": 0.9, "goal_steps": 2, "steps_to_recover": 2}, True, True),
+        ({"fraction_of_ideal": 0.9, "goal_steps": 2, "steps_to_recover": 3}, True, False),
+        ({"fraction_of_ideal": 0.9, "goal_steps": 2, "steps_to_recover": None}, True, False),
+        ({"fraction_of_ideal": None}, True, None),
+    ],
+)
+def test_a_launch_bound_run_does_not_count(figures: dict[str, object], counts: bool, met: bool | None) -> None:
+    found = race_gpu.verdict(figures)
+    assert (found["counts"], found["met"]) == (counts, met)
+
+
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["race_gpu.py", "--json"])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert race_gpu.main() == 0
+    assert '"available": false' in capsys.readouterr().out

@@ -1,0 +1,183 @@
+"""`paceline verify`: what it checks passes here, what is wrong is noticed, and the report can be passed on."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import paceline
+import paceline.torch
+from paceline import _cli, _cli_verify, _verify, _verify_checks, _verify_race
+from torch_support import TWO
+
+
+def first(devices: list[str]) -> list[paceline.Device]:
+    return [paceline.find_device(name) for name in devices]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One split per network, and steps of a hundredth of a second: the race's figures are not what is tested."""
+    monkeypatch.setattr(_verify_checks, "_SPLITS_PER_NETWORK", 1)
+    monkeypatch.setattr(_verify_race, "_STEP_SECONDS", 0.01)
+    monkeypatch.setattr(_verify_race, "_WARM_UP_STEPS", 2)
+    monkeypatch.setattr(_verify_race, "_LEAST_BLOCKS", 1)
+
+
+def test_host_devices_pass_and_the_report_can_be_written_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_verify_race, "_STEP_SECONDS", 0.01)
+    report = _verify.verify(TWO, seconds=0)
+    assert report["passed"], report
+    assert json.loads(json.dumps(report)) == report
+    assert [device["name"] for device in report["devices"]] == TWO
+    assert report["exactness"]["cases"] == len(_verify_checks._NETWORKS) * 2 * 4
+    assert report["collectives"] == {"status": "passed", "cases": 12, "failures": [], "not_available": []}
+    assert report["race"]["blocks"] == 3
+    assert 0 < report["race"]["auto_over_alone"] < 10
+    assert sum(report["race"]["shares"].values()) == report["race"]["batch"]
+    assert report["versions"]["torch"] == torch.__version__
+
+
+def test_a_gradient_that_is_slightly_wrong_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(paceline.torch.DataParallel):
+        def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = super().step(*args, **kwargs)
+            for parameter in self.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad *= 1.001
+            return loss
+
+    monkeypatch.setattr(_verify_checks, "DataParallel", Wrong)
+    found = _verify_checks.exactness(first(TWO), 0)
+    assert found["status"] == "failed"
+    assert len(found["failures"]) == found["cases"]
+
+
+def test_missing_and_undefined_gradients_are_as_wrong_as_can_be() -> None:
+    one = torch.ones(3)
+    assert _verify_checks.worst_difference([one, None], [one, one]) == float("inf")
+    assert _verify_checks.worst_difference([one * float("nan")], [one]) == float("inf")
+    assert _verify_checks.worst_difference([one], [one]) == 0.0
+    assert _verify_checks.worst_difference([one * 0], [one * 0]) == float("inf")  # nothing was compared
+
+
+def test_a_sum_that_is_wrong_on_one_device_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(paceline.Communicator):
+        def all_reduce(self, buffers: Any, op: Any = "sum") -> None:
+            super().all_reduce(buffers, op)
+            buffers[1][-1] += 1
+
+    monkeypatch.setattr(_verify_checks, "Communicator", Wrong)
+    found = _verify_checks.collectives(first(TWO), 0)
+    assert found["status"] == "failed"
+    assert found["failures"][0] == "float32 x 1 on host:1"
+
+
+@pytest.mark.usefixtures("quick")
+def test_one_device_has_nobody_to_reduce_or_to_race_with() -> None:
+    report = _verify.verify(["host:0"], seconds=0)
+    assert report["passed"]
+    assert [report[part]["status"] for part in ("exactness", "collectives", "race")] == ["passed", "skipped", "skipped"]
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("error", "status"), [(paceline.Unavailable("no such library"), "skipped"), (RuntimeError("broke"), "failed")]
+)
+def test_what_cannot_run_is_told_apart_from_what_breaks(
+    error: Exception, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raises(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(_verify_race, "race", raises)
+    report = _verify.verify(["host:0"], seconds=0)
+    assert report["race"]["status"] == status
+    assert str(error) in report["race"]["why"]
+    assert report["passed"] == (status == "skipped")
+    assert report["exactness"]["status"] == "passed"  # one part does not stop the others
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_report_names_neither_host_nor_user_nor_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    true_names = {socket.gethostname(), getpass.getuser()} - {"root", "localhost"}
+    monkeypatch.setenv("HOME", "/home/jane")
+    monkeypatch.setenv("USER", "jane")
+    monkeypatch.setattr(socket, "gethostname", lambda: "lab-17")
+
+    def raises(*_: object) -> None:
+        raise OSError("/home/jane/x.so on lab-17 is not jane's; janet's is")
+
+    monkeypatch.setattr(_verify_checks, "collectives", raises)
+    text = json.dumps(_verify.verify(TWO, seconds=0))
+    assert "OSError: ~/x.so on <host> is not <user>'s; janet's is" in text
+    for name in {"/home/jane", "lab-17", str(Path.cwd()), sys.prefix} | true_names:
+        assert name not in text
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_command_prints_and_says_by_its_status_whether_all_passed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["verify", "--devices", "host:0,host:1", "--seconds", "0"]
+    assert _cli.main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["passed"] is True
+    assert _cli.main(command) == 0
+    text = capsys.readouterr().out
+    assert "exactness    passed: 6 splits" in text
+    assert "everything passed" in text
+    monkeypatch.setattr(_verify_checks, "TOLERANCES", dict.fromkeys(_verify_checks.TOLERANCES, -1.0))
+    assert _cli.main(command) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--devices", "host:x"], "host:x"),
+        (["--devices", "host:0", "--partition", "1,1"], "one of them"),
+        (["--seconds", "-1"], "--seconds"),
+        (["--partition", "much"], "ratios are numbers"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = _cli.main(["verify", *arguments])
+    except SystemExit as end:  # argparse's own
+        status = int(end.code or 0)
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_pytorch_it_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_cli_verify, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="2"):
+        _cli.main(["verify"])
+    assert "pip install 'paceline[torch]'" in capsys.readouterr().err
+
+
+def test_other_commands_do_not_load_pytorch_for_it() -> None:
+    program = "import sys; from paceline import _cli; _cli._parser(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.usefixtures("quick")
+def test_pytorch_settings_are_given_back() -> None:
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = True
+    try:
+        _verify.verify(["host:0"], seconds=0)
+        assert torch.backends.cudnn.allow_tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
