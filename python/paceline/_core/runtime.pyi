@@ -10,11 +10,8 @@ __all__: list[str] = [
     "device_health",
     "devices",
     "find_device",
-    "health_sources",
-    "host_facts",
-    "devices",
-    "find_device",
     "gpu_facts",
+    "health_sources",
     "host_facts",
     "partition",
     "release_partitions",
@@ -165,9 +162,6 @@ def find_device(name: str) -> Device:
         If the name is malformed or there is no such device; the message lists those that exist.
     """
 
-def health_sources() -> dict[str, dict[str, str]]:
-    """
-    Of each kind of device whose health a library tells: the library's name, version and path, and why it cannot be asked; empty where it can.
 def gpu_facts() -> list[dict[str, typing.Any]]:
     """
     What the CUDA runtime and the driver tell of each GPU; an empty list where there is none.
@@ -178,6 +172,11 @@ def gpu_facts() -> list[dict[str, typing.Any]]:
         ``device``, ``model``, ``pci_bus_id``, ``numa_node``, ``compute_capability``, ``sm_count``, ``peak_clock_mhz``, ``memory_bytes``,
         ``copy_engine_count``, ``peers`` (the GPUs whose memory it reaches without the host), ``partition_sm_count`` (of the smallest part),
         ``most_partitions``, ``why_no_partitions`` (empty where there can be some), ``driver`` and ``runtime`` (CUDA versions).
+    """
+
+def health_sources() -> dict[str, dict[str, str]]:
+    """
+    Of each kind of device whose health a library tells: the library's name, version and path, and why it cannot be asked; empty where it can.
     """
 
 def host_facts() -> dict[str, typing.Any]:
