@@ -87,7 +87,9 @@ struct Lane {
 };
 
 struct Space {
-  std::size_t lead = 0;            // its first lane
+  // The GPU as a whole, also where its devices are parts: what is done for all of them shall not have to do with one's
+  // share of it. Null on the host.
+  std::unique_ptr<AsyncDevice> device;
   std::unique_ptr<Stream> copies;  // null at home
   std::unique_ptr<Event> arrived;  // the parameters
   std::unique_ptr<Event> summed;
@@ -113,7 +115,7 @@ void* reserve(std::vector<std::unique_ptr<Buffer>>& buffers, std::size_t k, std:
 struct DeviceQueues::State {
   DeviceQueueOptions options;
   std::size_t run_ahead = 1;
-  std::vector<std::string> names;
+  bool one_whole_gpu = false;  // is all there is: then it computes on the home stream
   std::size_t home = 0;
   std::vector<Lane> lanes;
   std::vector<Space> spaces;
@@ -124,12 +126,9 @@ struct DeviceQueues::State {
   std::shared_ptr<const KeptTimes> step;
   std::atomic<bool> hung{false};
 
-  [[nodiscard]] AsyncDevice& home_device() const { return *lanes[spaces[home].lead].device; }
-  [[nodiscard]] AsyncDevice& maker(const Space& space) const {
-    AsyncDevice* const own = lanes[space.lead].device.get();
-    return own != nullptr ? *own : home_device();
-  }
-  [[nodiscard]] bool on_host(const Space& space) const { return lanes[space.lead].device == nullptr; }
+  [[nodiscard]] AsyncDevice& home_device() const { return *spaces[home].device; }
+  [[nodiscard]] AsyncDevice& maker(const Space& space) const { return space.device ? *space.device : home_device(); }
+  [[nodiscard]] bool on_host(const Space& space) const { return space.device == nullptr; }
   [[nodiscard]] const Event& arrival(const Lane& lane) const {
     return lane.space == home ? *ready : *spaces[lane.space].arrived;
   }
@@ -140,12 +139,16 @@ struct DeviceQueues::State {
     home = group.size();
     for (std::size_t d = 0; d < group.size(); ++d) {
       const Device& device = group.devices()[d];
-      names.push_back(device.name);
       const auto [entry, is_new] = known.emplace(device.memory_space, spaces.size());
-      if (is_new) spaces.emplace_back().lead = d;
+      const Backend& backend = backend_of(device);
       lanes[d].space = entry->second;
-      lanes[d].device = backend_of(device).open(device);
-      if (lanes[d].device != nullptr && home == group.size()) home = entry->second;
+      lanes[d].device = backend.open(device);
+      if (is_new) spaces.emplace_back();
+      if (lanes[d].device == nullptr) continue;
+      if (is_new) spaces.back().device = backend.open(backend.find(device.memory_space));
+      if (home != group.size()) continue;
+      home = entry->second;
+      one_whole_gpu = group.size() == 1 && device.name == device.memory_space;
     }
     if (home == group.size()) {
       throw InvalidArgument("DeviceQueues: every device of the group works during the call; there is nothing to queue");
@@ -162,7 +165,7 @@ struct DeviceQueues::State {
       before->record(*moved);
       home_stream->wait(*moved);
     }
-    if (lanes.size() == 1) lanes.front().stream = home_stream.get();
+    if (one_whole_gpu) lanes.front().stream = home_stream.get();
   }
 
   void open(Lane& lane) {
