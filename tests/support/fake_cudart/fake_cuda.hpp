@@ -67,6 +67,8 @@ void fail_allocation(int count);
 void poison(int device, cudaError_t error);
 /// The stream runs nothing any more.
 void hang(cudaStream_t stream);
+/// And goes on.
+void resume(cudaStream_t stream);
 
 /// For the twin of a kernel: what it touches, and how long it takes on the virtual clock of event timings.
 void reads(const void* data, std::size_t bytes);

@@ -8,6 +8,8 @@
 #include <cstring>
 #include <utility>
 
+#include "driver.hpp"
+
 namespace fake {
 namespace {
 
@@ -46,6 +48,7 @@ void Machine::boot(const Settings& settings) {
   settings_ = settings;
   random_.seed(settings.seed);
   streams_.clear();
+  legacy_.clear();
   events_.clear();
   allocations_.clear();
   pools.clear();
@@ -72,6 +75,13 @@ Stream* Machine::make_stream(int device) {
   Stream* raw = stream.get();
   streams_[raw] = std::move(stream);
   return raw;
+}
+
+Stream* Machine::resolve(cudaStream_t handle) {
+  if (handle != cudaStreamLegacy) return reinterpret_cast<Stream*>(handle);
+  Stream*& legacy = legacy_[current_device()];
+  if (legacy == nullptr) legacy = make_stream(current_device());
+  return legacy;
 }
 
 bool Machine::known(const Stream* stream) const { return streams_.contains(stream); }
@@ -282,7 +292,7 @@ Leftovers Machine::leftovers() const {
     if (!allocation->freed) ++(allocation->device < 0 ? left.host_allocations : left.device_allocations);
   }
   left.pools = pools.size();
-  left.streams = streams_.size();
+  left.streams = streams_.size() - legacy_.size();
   left.events = events_.size();
   for (const auto& [key, stream] : streams_) left.queued += stream->queue.size();
   return left;
@@ -321,6 +331,11 @@ void poison(int device, cudaError_t error) {
 void hang(cudaStream_t stream) {
   const std::lock_guard lock(machine().mutex);
   reinterpret_cast<Stream*>(stream)->hung = true;
+}
+
+void resume(cudaStream_t stream) {
+  const std::lock_guard lock(machine().mutex);
+  reinterpret_cast<Stream*>(stream)->hung = false;
 }
 
 // Called by twins, which run while an entry point holds the lock.
