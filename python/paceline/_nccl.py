@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from paceline._core.comm import NcclInfo, set_nccl_path
-from paceline._core.comm import nccl_info as _nccl_info
+from paceline._core import comm as _comm
 
 __all__ = ["find_installed_nccl", "nccl_info"]
 
@@ -20,11 +19,11 @@ def find_installed_nccl() -> None:
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         library = Path(folder) / "lib" / "libnccl.so.2"
         if library.exists():
-            set_nccl_path(str(library))
+            _comm.set_nccl_path(str(library))
             return
 
 
-def nccl_info() -> NcclInfo:
-    """Which NCCL this process uses, or why none; loads it. Needs no GPU."""
+def nccl_info() -> dict[str, str]:
+    """NCCL's ``version`` and ``path``, or ``why_none``; the rest is empty. Loads it; needs no GPU."""
     find_installed_nccl()
-    return _nccl_info()
+    return _comm.nccl_info()

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fmt/format.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <chrono>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -111,6 +113,11 @@ void broadcast(Communicator& communicator, py::handle buffers, std::int64_t root
       [&] { communicator.broadcast(arrays.views(), static_cast<std::size_t>(root)); });
 }
 
+std::map<std::string, std::string> library_info() {
+  const NcclInfo info = nccl_info();
+  return {{"version", info.version}, {"path", info.path}, {"why_none", info.why_none}};
+}
+
 }  // namespace
 
 void bind_comm(py::module_& module) {
@@ -123,11 +130,9 @@ void bind_comm(py::module_& module) {
       .def("wait", &Communicator::wait, py::call_guard<py::gil_scoped_release>())
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
       .def("description", &Communicator::description);
-  py::class_<NcclInfo>(module, "NcclInfo", "NVIDIA's library for collectives between GPUs, as this process has it.")
-      .def_readonly("version", &NcclInfo::version, "Like ``2.30.7``; empty if there is none to use.")
-      .def_readonly("path", &NcclInfo::path, "The file that is loaded.")
-      .def_readonly("why_none", &NcclInfo::why_none, "A sentence, where `version` is empty.");
-  module.def("nccl_info", &nccl_info, "Loads NCCL if it is not loaded yet. Needs no GPU.");
+  module.def("nccl_info", &library_info,
+             "NCCL's ``version`` and ``path``, or ``why_none``; the rest is empty. Loads it if it is not loaded yet; "
+             "needs no GPU.");
   module.def("set_nccl_path", &set_nccl_path, py::arg("path"),
              "Where an NCCL is installed; without effect once one is loaded.");
   module.def("reduce_isa", &reduce_isa, "The instruction set that the reduction kernels use on this processor.");

@@ -4,7 +4,7 @@ import typing
 
 import paceline._core.runtime
 
-__all__: list[str] = ["Communicator", "NcclInfo", "nccl_info", "reduce_isa", "set_nccl_path"]
+__all__: list[str] = ["Communicator", "nccl_info", "reduce_isa", "set_nccl_path"]
 
 class Communicator:
     """
@@ -24,29 +24,9 @@ class Communicator:
     def reduce_scatter(self, inputs: typing.Any, outputs: typing.Any, op: str) -> None: ...
     def wait(self) -> None: ...
 
-class NcclInfo:
+def nccl_info() -> dict[str, str]:
     """
-    NVIDIA's library for collectives between GPUs, as this process has it.
-    """
-    @property
-    def path(self) -> str:
-        """
-        The file that is loaded.
-        """
-    @property
-    def version(self) -> str:
-        """
-        Like ``2.30.7``; empty if there is none to use.
-        """
-    @property
-    def why_none(self) -> str:
-        """
-        A sentence, where `version` is empty.
-        """
-
-def nccl_info() -> NcclInfo:
-    """
-    Loads NCCL if it is not loaded yet. Needs no GPU.
+    NCCL's ``version`` and ``path``, or ``why_none``; the rest is empty. Loads it if it is not loaded yet; needs no GPU.
     """
 
 def reduce_isa() -> str:
