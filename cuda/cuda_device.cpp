@@ -255,8 +255,9 @@ class CudaDevice final : public AsyncDevice {
     return std::make_unique<CudaStream>(ordinal_, std::make_shared<StreamHandle>(ordinal_, part_));
   }
   std::unique_ptr<Stream> adopt_stream(void* native) override {
-    return std::make_unique<CudaStream>(ordinal_,
-                                        std::make_shared<StreamHandle>(ordinal_, static_cast<cudaStream_t>(native)));
+    // Said in full: a null that means it is told from a stream that was forgotten.
+    cudaStream_t stream = native == nullptr ? cudaStreamLegacy : static_cast<cudaStream_t>(native);
+    return std::make_unique<CudaStream>(ordinal_, std::make_shared<StreamHandle>(ordinal_, stream));
   }
   std::unique_ptr<Event> make_event(bool timed) override { return std::make_unique<CudaEvent>(ordinal_, timed); }
   std::unique_ptr<Buffer> allocate(std::size_t bytes, Stream& stream) override {

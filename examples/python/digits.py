@@ -112,7 +112,11 @@ def main() -> int:
 def chosen(args: argparse.Namespace) -> str | list[Device]:
     """The devices that were asked for, as the trainer takes them."""
     if args.devices == "auto":
-        return "auto" if not torch.cuda.is_available() else [find_device(f"cuda:{i}") for i in range(torch.cuda.device_count())]
+        return (
+            "auto"
+            if not torch.cuda.is_available()
+            else [find_device(f"cuda:{i}") for i in range(torch.cuda.device_count())]
+        )
     devices = [find_device(name) for name in args.devices]
     if not args.partition:
         return devices
@@ -243,7 +247,9 @@ def plot(table: Table, slow_steps: range, args: argparse.Namespace) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--devices", default="auto", help="such as host:0,host:1; default: all GPUs, or all host devices")
+    parser.add_argument(
+        "--devices", default="auto", help="such as host:0,host:1; default: all GPUs, or all host devices"
+    )
     parser.add_argument(
         "--partition", metavar="FRACTIONS", help="of the GPU: its parts as devices of their own, such as 0.75,0.25"
     )

@@ -8,9 +8,10 @@ from typing import Any, Literal, Protocol, TypeAlias
 from paceline._core.comm import Communicator as _Communicator
 from paceline._core.runtime import DeviceGroup
 
-__all__ = ["Array", "Communicator", "ReduceOp", "SupportsDLPack"]
+__all__ = ["Array", "Communicator", "ReduceOp", "SupportsDLPack", "Transport"]
 
 ReduceOp: TypeAlias = Literal["sum", "mean", "min", "max"]
+Transport: TypeAlias = Literal["auto", "nccl", "copies"]
 
 
 class SupportsDLPack(Protocol):
@@ -25,23 +26,38 @@ Array: TypeAlias = "SupportsDLPack | memoryview | bytearray | Any"
 
 
 class Communicator:
-    """Reduce and move arrays with all the workers of a group.
+    """Reduce and move arrays over all devices of a group.
 
-    Every method takes a list (or tuple) with one array for each device, in the order of the group. An array is anything
-    that lends its memory by DLPack (torch, NumPy, ...) or the buffer protocol (`array.array`, `memoryview`): contiguous
-    and in memory of the CPU, of float32, float64, float16, bfloat16 (by DLPack only), int32 or int64. Of its shape
-    only the number of elements matters. Nothing is copied: results are written into the arrays that are passed. torch's
-    version counters do not see that.
+    Every method takes a list (or tuple) with one array for each device, in the order of the group and in that device's
+    memory. An array is anything that lends its memory by DLPack (torch, CuPy, NumPy, ...) or, on the host, the buffer
+    protocol (`array.array`, `memoryview`): contiguous, of float32, float64, float16, bfloat16 (by DLPack only), int32
+    or int64. Of its shape only the number of elements matters. Results are written into the arrays that are passed;
+    torch's version counters do not see that.
 
-    Sums run in the order of the devices (half types in float32, rounded once), so the result is the same to the bit in
-    every run. Integer sums wrap; an integer mean is truncated towards zero. A NaN gives NaN, in min and max too.
+    Host devices: nothing is copied. Sums run in the order of the devices (half types in float32, rounded once), so the
+    result is the same to the bit in every run. Integer sums wrap; an integer mean is truncated towards zero. A NaN
+    gives NaN, in min and max too. The call returns when the result is there.
 
-    The GIL is released while the workers work. One call at a time per group.
+    GPUs, parts of one GPU, and both beside host devices: ``"sum"`` and ``"mean"`` of floating-point elements. What
+    shares memory is reduced first (half types in float32, rounded once), then the memories, by NCCL or by copies. The
+    work is enqueued in the order of each array's current stream, as an operator of torch would be: what you enqueue
+    next finds the result, and the call does not wait for the GPUs. It does wait where the group has host devices, and
+    for arrays whose library does not tell its stream (no DLPack C exchange API).
+    Errors that show later are raised by `wait` or the next call, which then does nothing; the call after it makes new
+    connections.
+
+    The GIL is released meanwhile. One call at a time per group.
 
     Parameters
     ----------
     group
-        The devices; they must share one memory space, as all host devices do.
+        The devices.
+    transport
+        What moves data between GPUs: ``"nccl"``; ``"copies"`` through the first GPU's memory; or ``"auto"``, NCCL where
+        it is found. `description` says which, and why.
+    timeout
+        Seconds that NCCL may take: for a collective, from the moment when every GPU has come to it; for making the
+        connections; for a call to return.
 
     Raises
     ------
@@ -50,7 +66,9 @@ class Communicator:
         the others, not contiguous, read-only, on another device, requires grad, or overlaps another. The message says
         which one, why, and what to do. Also a `ValueError`.
     Unavailable
-        If the group is closed.
+        If the group or the communicator is closed, or what is asked for cannot be had here: why.
+    Timeout, Error
+        If NCCL hangs or fails: on which device, and what to try. `Timeout` is also a `TimeoutError`.
 
     Examples
     --------
@@ -65,8 +83,12 @@ class Communicator:
 
     __slots__ = ("_core", "_group")
 
-    def __init__(self, group: DeviceGroup) -> None:
-        self._core = _Communicator(group)
+    def __init__(self, group: DeviceGroup, *, transport: Transport = "auto", timeout: float = 60.0) -> None:
+        if any(not device.name.startswith("host:") for device in group.devices):
+            from paceline._nccl import find_installed_nccl
+
+            find_installed_nccl()
+        self._core = _Communicator(group, transport, timeout)
         self._group = group
 
     @property
@@ -126,3 +148,16 @@ class Communicator:
             Index in the group of the device whose array is copied.
         """
         self._core.broadcast(buffers, root)
+
+    def wait(self) -> None:
+        """Wait until all that was enqueued so far is done, and raise what has failed."""
+        self._core.wait()
+
+    def close(self) -> None:
+        """Give back streams, memory and connections; also done when the object goes. Every later call is refused."""
+        self._core.close()
+
+    @property
+    def description(self) -> str:
+        """How data gets from one memory to another: ``"NCCL 2.30.7 (/usr/lib/libnccl.so.2)"``."""
+        return self._core.description()

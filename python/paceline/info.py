@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline._core import comm as _comm
 from paceline._core import runtime as _runtime
 from paceline._core.comm import reduce_isa
 from paceline._core.runtime import (
@@ -24,6 +23,7 @@ from paceline._core.runtime import (
     host_facts,
     why_no_devices,
 )
+from paceline._nccl import nccl_info
 
 __all__ = ["collect", "render"]
 
@@ -149,12 +149,8 @@ def _gpu_libraries() -> dict[str, dict[str, Any]]:
     libraries: dict[str, dict[str, Any]] = {}
     for source in health_sources().values():
         libraries[source["name"]] = {key: value for key, value in source.items() if key != "name"}
-    ask = getattr(_comm, "nccl_info", None)
-    if ask is not None:
-        try:
-            libraries["NCCL"] = dict(ask() or {})
-        except RuntimeError as error:
-            libraries["NCCL"] = {"why_none": str(error)}
+    if "cuda" in why_no_devices():
+        libraries["NCCL"] = dict(nccl_info())
     return libraries
 
 

@@ -109,24 +109,67 @@ bool is_contiguous(const dlpack::Tensor& tensor, std::int64_t count) {
 }
 
 // Asks for memory that is not a copy, and for the read-only flag, which only versioned capsules carry. Older producers
-// know neither keyword.
-py::object call_dlpack(py::handle object) {
+// know neither keyword. On a GPU the producer is told to order its work before the legacy default stream.
+py::object call_dlpack(py::handle object, const Device& device) {
+  constexpr int legacy_default_stream = 1;
+  py::dict stream;
+  if (device.kind == DeviceKind::cuda) stream["stream"] = legacy_default_stream;
   const py::object method = object.attr("__dlpack__");
   try {
-    return method(py::arg("max_version") = py::make_tuple(dlpack::kMajorVersion, 0), py::arg("copy") = false);
+    return method(py::arg("max_version") = py::make_tuple(dlpack::kMajorVersion, 0), py::arg("copy") = false, **stream);
   } catch (const py::error_already_set& error) {
     if (!error.matches(PyExc_TypeError)) throw;
   }
-  return method();
+  return method(**stream);
+}
+
+// The table of the object's type in the version that this build knows, or null.
+const dlpack::ExchangeApi* exchange_api_of(py::handle object) {
+  const py::handle type = py::type::handle_of(object);
+  for (const char* const name : dlpack::kExchangeApiAttributes) {
+    const py::object attribute = py::getattr(type, name, py::none());
+    const void* found = nullptr;
+    if (PyCapsule_IsValid(attribute.ptr(), dlpack::kExchangeApiCapsule) != 0) {
+      found = PyCapsule_GetPointer(attribute.ptr(), dlpack::kExchangeApiCapsule);
+    } else if (PyLong_Check(attribute.ptr()) != 0) {
+      found = PyLong_AsVoidPtr(attribute.ptr());
+      if (PyErr_Occurred() != nullptr) PyErr_Clear();  // no address
+    }
+    const auto* header = static_cast<const dlpack::ExchangeApiHeader*>(found);
+    while (header != nullptr && header->version.major != dlpack::kMajorVersion) header = header->previous;
+    if (header != nullptr) return reinterpret_cast<const dlpack::ExchangeApi*>(header);
+  }
+  return nullptr;
+}
+
+void check_place(py::handle object, const std::string& label, const dlpack::Device& place, const Device& device) {
+  if (device.kind == DeviceKind::cuda) {
+    if (place.type == dlpack::kCuda && place.id == device.index) return;
+    refuse(label, fmt::format("({}) is not in the memory of {} (DLPack device type {}, number {}), whose array it has "
+                              "to be; move it there first",
+                              type_name(object), device.name, place.type, place.id));
+  }
+  if (place.type == dlpack::kCpu || place.type == dlpack::kCudaHost || place.type == dlpack::kRocmHost) return;
+  refuse(label,
+         fmt::format("({}) is not in the memory of the CPU (DLPack device type {}, number {}), where host devices "
+                     "reduce; move it there first",
+                     type_name(object), place.type, place.id));
+}
+
+// JAX lends its arrays, which nobody may write to, without saying so where the capsule is of the old kind.
+bool is_immutable(py::handle object) {
+  const py::object module = py::getattr(py::type::handle_of(object), "__module__", py::str());
+  return py::isinstance<py::str>(module) && std::string_view(module.cast<std::string>()).starts_with("jax");
 }
 
 }  // namespace
 
-BorrowedArray::BorrowedArray(py::handle object, const std::string& label, Access access) {
+BorrowedArray::BorrowedArray(py::handle object, const std::string& label, Access access, const Device& device) {
   try {
     if (py::hasattr(object, "__dlpack__")) {
-      take_dlpack(object, label, access);
+      take_dlpack(object, label, access, device);
     } else if (PyObject_CheckBuffer(object.ptr()) != 0) {
+      if (device.kind != DeviceKind::host) check_place(object, label, {dlpack::kCpu, 0}, device);
       take_buffer(object, label, access);
     } else {
       refuse(label, fmt::format(
@@ -142,6 +185,7 @@ BorrowedArray::BorrowedArray(py::handle object, const std::string& label, Access
 
 BorrowedArray::BorrowedArray(BorrowedArray&& other) noexcept
     : view_(other.view_),
+      stream_unknown_(other.stream_unknown_),
       managed_(std::exchange(other.managed_, nullptr)),
       versioned_(std::exchange(other.versioned_, nullptr)),
       buffer_(std::exchange(other.buffer_, Py_buffer{})) {}
@@ -158,7 +202,38 @@ void BorrowedArray::release() noexcept {
   if (buffer_.obj != nullptr) PyBuffer_Release(&buffer_);
 }
 
-void BorrowedArray::take_dlpack(py::handle object, const std::string& label, Access access) {
+/// Null, and nothing taken, where the type has no such table.
+const dlpack::ExchangeApi* BorrowedArray::take_from_exchange_api(py::handle object, const std::string& label) {
+  const dlpack::ExchangeApi* const api = exchange_api_of(object);
+  if (api == nullptr) return nullptr;
+  translated(label, object, "cannot be used through DLPack", [&] {
+    if (api->managed_tensor_from_object(object.ptr(), &versioned_) != 0) throw py::error_already_set();
+  });
+  return api;
+}
+
+void BorrowedArray::take_capsule(py::handle object, const std::string& label, const Device& device) {
+  translated(label, object, "cannot be used through DLPack", [&] {
+    if (!py::hasattr(object, "__dlpack_device__")) return;
+    const py::tuple place = object.attr("__dlpack_device__")();
+    check_place(object, label, {py::int_(place[0]).cast<std::int32_t>(), py::int_(place[1]).cast<std::int32_t>()},
+                device);
+  });
+  const py::object capsule =
+      translated(label, object, "cannot be used through DLPack", [&] { return call_dlpack(object, device); });
+  if (PyCapsule_IsValid(capsule.ptr(), dlpack::kVersionedCapsule) != 0) {
+    versioned_ =
+        static_cast<dlpack::ManagedTensorVersioned*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kVersionedCapsule));
+    PyCapsule_SetName(capsule.ptr(), dlpack::kUsedVersionedCapsule);
+  } else if (PyCapsule_IsValid(capsule.ptr(), dlpack::kCapsule) != 0) {
+    managed_ = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsule));
+    PyCapsule_SetName(capsule.ptr(), dlpack::kUsedCapsule);
+  } else {
+    refuse(label, fmt::format("({}) returned no DLPack capsule from __dlpack__", type_name(object)));
+  }
+}
+
+void BorrowedArray::take_dlpack(py::handle object, const std::string& label, Access access, const Device& device) {
   // torch says so too, but only on some of its versions' paths, and without naming the argument.
   if (py::bool_(py::getattr(object, "requires_grad", py::bool_(false)))) {
     refuse(
@@ -166,25 +241,10 @@ void BorrowedArray::take_dlpack(py::handle object, const std::string& label, Acc
         fmt::format("({}) requires grad: autograd would not see what is done to it; pass its .grad, or .detach() of it",
                     type_name(object)));
   }
-  translated(label, object, "cannot be used through DLPack", [&] {
-    if (!py::hasattr(object, "__dlpack_device__")) return;
-    const py::tuple device = object.attr("__dlpack_device__")();
-    const auto type = py::int_(device[0]).cast<std::int32_t>();
-    if (type == dlpack::kCpu || type == dlpack::kCudaHost || type == dlpack::kRocmHost) return;
-    refuse(label,
-           fmt::format(
-               "({}) is not in the memory of the CPU (DLPack device type {}, number {}), where host devices reduce; "
-               "move it there first",
-               type_name(object), type, py::int_(device[1]).cast<std::int32_t>()));
-  });
-  const py::object capsule =
-      translated(label, object, "cannot be used through DLPack", [&] { return call_dlpack(object); });
+  const dlpack::ExchangeApi* const api = take_from_exchange_api(object, label);
+  if (api == nullptr) take_capsule(object, label, device);
 
-  const dlpack::Tensor* tensor = nullptr;
-  if (PyCapsule_IsValid(capsule.ptr(), dlpack::kVersionedCapsule) != 0) {
-    versioned_ =
-        static_cast<dlpack::ManagedTensorVersioned*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kVersionedCapsule));
-    PyCapsule_SetName(capsule.ptr(), dlpack::kUsedVersionedCapsule);
+  if (versioned_ != nullptr) {
     if (versioned_->version.major != dlpack::kMajorVersion) {  // another layout: only the deleter may be used
       refuse(label, fmt::format("({}) speaks DLPack {}.{}; this build knows version {}", type_name(object),
                                 versioned_->version.major, versioned_->version.minor, dlpack::kMajorVersion));
@@ -196,13 +256,17 @@ void BorrowedArray::take_dlpack(py::handle object, const std::string& label, Acc
           fmt::format("({}) lends only a copy of its memory, and the result would be lost with it; pass a plain array",
                       type_name(object)));
     }
-    tensor = &versioned_->tensor;
-  } else if (PyCapsule_IsValid(capsule.ptr(), dlpack::kCapsule) != 0) {
-    managed_ = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsule));
-    PyCapsule_SetName(capsule.ptr(), dlpack::kUsedCapsule);
-    tensor = &managed_->tensor;
-  } else {
-    refuse(label, fmt::format("({}) returned no DLPack capsule from __dlpack__", type_name(object)));
+  }
+  if (access == Access::write && is_immutable(object)) refuse_read_only(label, object);
+  const dlpack::Tensor* const tensor = versioned_ != nullptr ? &versioned_->tensor : &managed_->tensor;
+  check_place(object, label, tensor->device, device);
+  void* stream = nullptr;
+  if (tensor->device.type == dlpack::kCuda) {
+    stream_unknown_ = api == nullptr;
+    translated(label, object, "does not tell its stream", [&] {
+      if (api == nullptr) return;
+      if (api->current_work_stream(tensor->device.type, tensor->device.id, &stream) != 0) throw py::error_already_set();
+    });
   }
 
   const std::optional<DType> dtype = known_type(tensor->dtype);
@@ -214,7 +278,7 @@ void BorrowedArray::take_dlpack(py::handle object, const std::string& label, Acc
   for (std::int32_t d = 0; d < tensor->dimension_count; ++d) count *= tensor->shape[d];
   if (!is_contiguous(*tensor, count)) refuse_strided(label, object);
   char* data = static_cast<char*>(tensor->data);
-  view_ = {data == nullptr ? nullptr : data + tensor->byte_offset, static_cast<std::size_t>(count), *dtype};
+  view_ = {data == nullptr ? nullptr : data + tensor->byte_offset, static_cast<std::size_t>(count), *dtype, stream};
 }
 
 void BorrowedArray::take_buffer(py::handle object, const std::string& label, Access access) {

@@ -1,11 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fmt/format.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <chrono>
+#include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include <paceline/comm/communicator.hpp>
+#include <paceline/comm/nccl_info.hpp>
 #include <paceline/comm/reduce.hpp>
 #include <paceline/error.hpp>
 
@@ -20,24 +25,30 @@ namespace {
 // One argument of a collective: a list or tuple with an array for each device.
 class ArrayList {
  public:
-  ArrayList(py::handle given, const char* call, const char* name, Access access) {
+  ArrayList(py::handle given, const char* call, const char* name, Access access, const DeviceGroup& group) {
     if (!py::isinstance<py::list>(given) && !py::isinstance<py::tuple>(given)) {
       throw InvalidArgument(fmt::format("{}: {} is a {}; pass a list with one array per device", call, name,
                                         std::string(py::str(py::type::handle_of(given).attr("__name__")))));
     }
     // A copy: __dlpack__ is foreign code, which could change a list under our feet.
     const py::tuple arrays(py::reinterpret_borrow<py::object>(given));
+    const std::vector<Device>& devices = group.devices();
     arrays_.reserve(arrays.size());
     for (std::size_t i = 0; i < arrays.size(); ++i) {
-      arrays_.emplace_back(arrays[i], fmt::format("{}: {}[{}]", call, name, i), access);
+      // That there are too many is said later, with their number.
+      const Device& device = i < devices.size() ? devices[i] : devices.back();
+      arrays_.emplace_back(arrays[i], fmt::format("{}: {}[{}]", call, name, i), access, device);
       views_.push_back(arrays_.back().view());
+      stream_unknown_ = stream_unknown_ || arrays_.back().stream_unknown();
     }
   }
   [[nodiscard]] const std::vector<BufferView>& views() const { return views_; }
+  [[nodiscard]] bool stream_unknown() const { return stream_unknown_; }
 
  private:
   std::vector<BorrowedArray> arrays_;
   std::vector<BufferView> views_;
+  bool stream_unknown_ = false;
 };
 
 ReduceOp parse_op(const char* call, const std::string& name) {
@@ -47,44 +58,83 @@ ReduceOp parse_op(const char* call, const std::string& name) {
   throw InvalidArgument(fmt::format("{}: there is no operation '{}'; use 'sum', 'mean', 'min' or 'max'", call, name));
 }
 
+Transport parse_transport(const std::string& name) {
+  if (name == "auto") return Transport::automatic;
+  if (name == "nccl") return Transport::nccl;
+  if (name == "copies") return Transport::copies;
+  throw InvalidArgument(fmt::format("Communicator: there is no transport '{}'; use 'auto', 'nccl' or 'copies'", name));
+}
+
+std::unique_ptr<Communicator> make(const DeviceGroup& group, const std::string& transport, double timeout) {
+  CommunicatorOptions options{.transport = parse_transport(transport)};
+  constexpr double longest = 1e9;  // of what nanoseconds can count
+  if (!(timeout > 0.0)) {
+    throw InvalidArgument(fmt::format("Communicator: timeout is {}; use a positive number of seconds", timeout));
+  }
+  options.timeout = std::chrono::duration_cast<std::chrono::nanoseconds>(
+      std::chrono::duration<double>(timeout < longest ? timeout : longest));
+  const py::gil_scoped_release without_gil;
+  return std::make_unique<Communicator>(group, options);
+}
+
+/// The call without the GIL. Where a producer cannot be made to wait on its stream, the caller does.
+template <class Call>
+void run(Communicator& communicator, bool stream_unknown, Call call) {
+  const py::gil_scoped_release without_gil;
+  call();
+  if (stream_unknown) communicator.wait();
+}
+
 void all_reduce(Communicator& communicator, py::handle buffers, const std::string& op) {
   const ReduceOp operation = parse_op("all_reduce", op);
-  const ArrayList arrays(buffers, "all_reduce", "buffers", Access::write);
-  const py::gil_scoped_release without_gil;
-  communicator.all_reduce(arrays.views(), operation);
+  const ArrayList arrays(buffers, "all_reduce", "buffers", Access::write, communicator.group());
+  run(communicator, arrays.stream_unknown(), [&] { communicator.all_reduce(arrays.views(), operation); });
 }
 
 void reduce_scatter(Communicator& communicator, py::handle inputs, py::handle outputs, const std::string& op) {
   const ReduceOp operation = parse_op("reduce_scatter", op);
-  const ArrayList from(inputs, "reduce_scatter", "inputs", Access::read);
-  const ArrayList to(outputs, "reduce_scatter", "outputs", Access::write);
-  const py::gil_scoped_release without_gil;
-  communicator.reduce_scatter(from.views(), to.views(), operation);
+  const ArrayList from(inputs, "reduce_scatter", "inputs", Access::read, communicator.group());
+  const ArrayList to(outputs, "reduce_scatter", "outputs", Access::write, communicator.group());
+  run(communicator, from.stream_unknown() || to.stream_unknown(),
+      [&] { communicator.reduce_scatter(from.views(), to.views(), operation); });
 }
 
 void all_gather(Communicator& communicator, py::handle inputs, py::handle outputs) {
-  const ArrayList from(inputs, "all_gather", "inputs", Access::read);
-  const ArrayList to(outputs, "all_gather", "outputs", Access::write);
-  const py::gil_scoped_release without_gil;
-  communicator.all_gather(from.views(), to.views());
+  const ArrayList from(inputs, "all_gather", "inputs", Access::read, communicator.group());
+  const ArrayList to(outputs, "all_gather", "outputs", Access::write, communicator.group());
+  run(communicator, from.stream_unknown() || to.stream_unknown(),
+      [&] { communicator.all_gather(from.views(), to.views()); });
 }
 
 void broadcast(Communicator& communicator, py::handle buffers, std::int64_t root) {
   if (root < 0) throw InvalidArgument(fmt::format("broadcast: root is {}; use the index of a device, from 0", root));
-  const ArrayList arrays(buffers, "broadcast", "buffers", Access::write);
-  const py::gil_scoped_release without_gil;
-  communicator.broadcast(arrays.views(), static_cast<std::size_t>(root));
+  const ArrayList arrays(buffers, "broadcast", "buffers", Access::write, communicator.group());
+  run(communicator, arrays.stream_unknown(),
+      [&] { communicator.broadcast(arrays.views(), static_cast<std::size_t>(root)); });
+}
+
+std::map<std::string, std::string> library_info() {
+  const NcclInfo info = nccl_info();
+  return {{"version", info.version}, {"path", info.path}, {"why_none", info.why_none}};
 }
 
 }  // namespace
 
 void bind_comm(py::module_& module) {
   py::class_<Communicator>(module, "Communicator", "The compiled part of `paceline.Communicator`.")
-      .def(py::init<DeviceGroup>(), py::arg("group"))
+      .def(py::init(&make), py::arg("group"), py::arg("transport"), py::arg("timeout"))
       .def("all_reduce", &all_reduce, py::arg("buffers"), py::arg("op"))
       .def("reduce_scatter", &reduce_scatter, py::arg("inputs"), py::arg("outputs"), py::arg("op"))
       .def("all_gather", &all_gather, py::arg("inputs"), py::arg("outputs"))
-      .def("broadcast", &broadcast, py::arg("buffers"), py::arg("root"));
+      .def("broadcast", &broadcast, py::arg("buffers"), py::arg("root"))
+      .def("wait", &Communicator::wait, py::call_guard<py::gil_scoped_release>())
+      .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
+      .def("description", &Communicator::description);
+  module.def("nccl_info", &library_info,
+             "NCCL's ``version`` and ``path``, or ``why_none``; the rest is empty. Loads it if it is not loaded yet; "
+             "needs no GPU.");
+  module.def("set_nccl_path", &set_nccl_path, py::arg("path"),
+             "Where an NCCL is installed; without effect once one is loaded.");
   module.def("reduce_isa", &reduce_isa, "The instruction set that the reduction kernels use on this processor.");
 }
 

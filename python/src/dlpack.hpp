@@ -18,6 +18,8 @@ struct Version {
   std::uint32_t minor;
 };
 
+inline constexpr std::int32_t kCuda = 2;  // memory of a GPU, by the runtime's number of it
+
 // Device types whose memory the processor reads and writes directly, without waiting for anybody.
 inline constexpr std::int32_t kCpu = 1;
 inline constexpr std::int32_t kCudaHost = 3;   // pinned
@@ -63,6 +65,28 @@ struct ManagedTensorVersioned {
 static_assert(sizeof(void*) != 8 ||
               (sizeof(Tensor) == 48 && offsetof(Tensor, shape) == 24 && sizeof(ManagedTensor) == 64 &&
                offsetof(ManagedTensorVersioned, flags) == 24 && offsetof(ManagedTensorVersioned, tensor) == 32));
+
+// The C exchange API: a table of functions that a type of arrays offers beside `__dlpack__`. No synchronisation with
+// streams: the consumer works on the producer's current one.
+struct ExchangeApiHeader {
+  Version version;
+  const ExchangeApiHeader* previous;  // an older table, or null
+};
+
+struct ExchangeApi {
+  ExchangeApiHeader header;
+  void* managed_tensor_allocator;
+  int (*managed_tensor_from_object)(void* object, ManagedTensorVersioned** tensor);  // not 0: a Python exception is set
+  void* managed_tensor_to_object;
+  void* tensor_from_object;
+  int (*current_work_stream)(std::int32_t device_type, std::int32_t device_id, void** stream);  // as above
+};
+
+static_assert(sizeof(void*) != 8 || (sizeof(ExchangeApi) == 56 && offsetof(ExchangeApi, current_work_stream) == 48));
+
+// The attribute of the type, a capsule or (at first) an address: today's name and PyTorch's first one.
+inline constexpr const char* kExchangeApiAttributes[] = {"__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"};
+inline constexpr const char* kExchangeApiCapsule = "dlpack_exchange_api";
 
 // Names of the capsules. A consumer renames what it takes, so that the capsule's own destructor leaves it alone.
 inline constexpr const char* kCapsule = "dltensor";

@@ -1,6 +1,6 @@
-"""Removes each wait of the engine's asynchronous step in turn, and says which test notices.
+"""Removes each wait of the engine's asynchronous step and of the collectives in turn, and says which test notices.
 
-    python tests/cuda/removed_waits.py BUILD
+    python tests/cuda/removed_waits.py BUILD [PART_OF_A_FILE_NAME]
 
 BUILD is a CMake build with PACELINE_CUDA=ON and PACELINE_TESTS=ON, up to date. Nothing in the checkout changes: each mutant is compiled
 beside it and linked in front of the library's own object. Exits 1 if a wait can be removed without a test that fails.
@@ -16,12 +16,19 @@ import sys
 import tempfile
 from pathlib import Path
 
-ENGINE = Path(__file__).resolve().parents[2] / "cpp" / "src" / "engine"
-SOURCES = [ENGINE / "device_queues.cpp", ENGINE / "async_program.cpp"]
-TESTS = ["data_parallel", "device_queues"]
-# A statement that waits: a stream for an event, the host for an event, the host for all of a stream.
+ROOMS = Path(__file__).resolve().parents[2] / "cpp" / "src"
+# Each source, and the tests that run it.
+SOURCES = {
+    ROOMS / "engine" / "device_queues.cpp": ["data_parallel", "device_queues"],
+    ROOMS / "engine" / "async_program.cpp": ["data_parallel", "device_queues"],
+    ROOMS / "comm" / "async_collectives.cpp": ["communicator"],
+    ROOMS / "comm" / "copy_clique.cpp": ["communicator"],
+    ROOMS / "comm" / "memory_spaces.cpp": ["communicator"],
+}
+# A statement that waits: a stream for an event, the host for an event, the host for all of a stream; or that calls those.
 WAIT = re.compile(
-    r"^(?P<indent>\s*(?:if \(.*?\) |for \(.*?\) )?)(?P<wait>[\w.\->\[\]*()]*?\b(?:wait|wait_for|await|drain)\(.*\));$"
+    r"^(?P<indent>\s*(?:if \(.*?\) |for \(.*?\) )?)"
+    r"(?P<wait>[\w.\->\[\]*()]*?\b(?:wait|wait_for|await|drain|finish_on_host|memory_\.(?:enter|leave|meet))\(.*\));$"
 )
 
 
@@ -45,15 +52,15 @@ def failed_test(build: Path, original: Path, lines: list[str], folder: Path) -> 
     command[command.index("-o") + 1] = str(folder / "mutant.o")
     command[command.index("-c") + 1] = str(source)
     # What the removal leaves unused is no error here.
-    subprocess.run([*command, "-w", f"-I{ENGINE.parent}"], cwd=build, check=True)
+    subprocess.run([*command, "-w", f"-I{ROOMS}"], cwd=build, check=True)
     tests = build / "tests" / "cuda"
     libraries = [str(tests / "libfake_cudart.a"), "-lgtest", "-lgtest_main", "-lpthread"]
     sanitizers = [flag for flag in command if flag.startswith("-fsanitize")]
-    for name in TESTS:
-        test_object = tests / "CMakeFiles" / f"test_cuda_{name}.dir" / f"{name}_test.cpp.o"
+    for name in SOURCES[original]:
+        test_objects = sorted((tests / "CMakeFiles" / f"test_cuda_{name}.dir").rglob("*.o"))
         program = folder / "mutant"
         subprocess.run(
-            [command[0], *sanitizers, "-o", program, test_object, folder / "mutant.o", *libraries], check=True
+            [command[0], *sanitizers, "-o", program, *test_objects, folder / "mutant.o", *libraries], check=True
         )
         try:
             done = subprocess.run(
@@ -68,13 +75,16 @@ def failed_test(build: Path, original: Path, lines: list[str], folder: Path) -> 
 
 
 def main() -> int:
-    if len(sys.argv) != 2:
+    if len(sys.argv) not in (2, 3):
         raise SystemExit(__doc__)
     build = Path(sys.argv[1]).resolve()
+    wanted = sys.argv[2] if len(sys.argv) == 3 else ""
     unnoticed = 0
     print("| file, line | removed | noticed by |\n| --- | --- | --- |", flush=True)
     with tempfile.TemporaryDirectory() as name:
         for source in SOURCES:
+            if wanted not in source.name:
+                continue
             lines = source.read_text().splitlines()
             for number in waits(lines):
                 match = WAIT.match(lines[number])

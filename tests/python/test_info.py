@@ -15,7 +15,7 @@ import pytest
 
 import paceline
 from paceline import _cli, info
-from paceline._core import comm, runtime
+from paceline._core import runtime
 
 # --- devices -----------------------------------------------------------------------------------------------------
 
@@ -117,7 +117,8 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, health: dict[str, Any] | None) ->
     monkeypatch.setattr(info, "device_health", lambda name: health)
     monkeypatch.setattr(info, "health_sources", lambda: {"cuda": nvml})
     nccl = {"version": "2.28.9", "path": "/lib/libnccl.so.2", "source": "loaded"}
-    monkeypatch.setattr(comm, "nccl_info", lambda: nccl, raising=False)
+    monkeypatch.setattr(info, "nccl_info", lambda: nccl)
+    monkeypatch.setattr(info, "why_no_devices", lambda: {"cuda": "", "host": ""})
 
 
 HEALTH = {
@@ -160,11 +161,7 @@ def test_gpus_are_told_where_little_is_known(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delattr(runtime, "gpu_facts")
     source = {"name": "NVML", "version": "", "path": "", "why_none": "it cannot be loaded"}
     monkeypatch.setattr(info, "health_sources", lambda: {"cuda": source})
-
-    def refuse() -> None:
-        raise paceline.Unavailable("no libnccl.so.2")
-
-    monkeypatch.setattr(comm, "nccl_info", refuse)
+    monkeypatch.setattr(info, "nccl_info", lambda: {"version": "", "path": "", "why_none": "no libnccl.so.2"})
     facts = info.collect()
     assert facts["gpus"] == [{"device": "cuda:0", "health": None}]
     rows = {" ".join(line.split()) for line in info.render(facts).splitlines()}
@@ -173,7 +170,7 @@ def test_gpus_are_told_where_little_is_known(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_build_without_gpus_has_no_section_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(info, "health_sources", dict)
-    monkeypatch.delattr(comm, "nccl_info", raising=False)
+    monkeypatch.setattr(info, "why_no_devices", lambda: {"host": ""})
     facts = info.collect()
     assert (facts["gpus"], facts["gpu_libraries"]) == ([], {})
     assert "GPUs" not in info.render(facts).splitlines()

@@ -4,6 +4,7 @@
 // Everything a program that links paceline needs.
 #include <paceline/balance/balancer.hpp>
 #include <paceline/comm/communicator.hpp>
+#include <paceline/comm/nccl_info.hpp>
 #include <paceline/engine/data_parallel.hpp>
 #include <paceline/engine/step.hpp>
 #include <paceline/engine/stepper.hpp>

@@ -1,126 +1,43 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <paceline/comm/communicator.hpp>
 
-#include <algorithm>
-#include <cstring>
-#include <utility>
-#include <vector>
-
 #include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
 
 #include <paceline/error.hpp>
 
-#include "comm/block_task.hpp"
 #include "comm/buffer_checks.hpp"
+#include "comm/collectives.hpp"
 
 namespace paceline {
+namespace internal {
+
+Collectives::~Collectives() = default;
+
+}  // namespace internal
+
 namespace {
 
 using internal::Argument;
-
-// Bytes read and written in one block, over all buffers: half of the smallest second-level cache in use (256 KiB), so
-// that what a block reads is still there when it is written to.
-constexpr std::size_t kBlockTraffic = 128 * 1024;
-// Per buffer at least a page, so that hardware prefetching gets going and a claim (well under 1 us) is cheap against
-// its block; at most 32 KiB, so that the last block is short and nobody waits long for the worker that has it.
-constexpr std::size_t kMinBlockBytes = 4 * 1024;
-constexpr std::size_t kMaxBlockBytes = 32 * 1024;
-// Up to this traffic the caller does the work: waking a parked worker takes some 10 to 50 us until it runs, in which
-// one core moves a few hundred KiB.
-constexpr std::size_t kInlineTraffic = 256 * 1024;
-
-char* at(const BufferView& view, std::size_t element) {
-  return static_cast<char*>(view.data) + element * size_of(view.dtype);
-}
-
-// [0, count) of every buffer cut into blocks of one size (the last may be shorter), the whole `repeats` times.
-struct Blocks {
-  std::size_t count;
-  std::size_t block_elements;
-  std::size_t blocks_per_repeat;
-  std::size_t block_count;
-
-  // `streams`: how many buffers a block touches.
-  Blocks(std::size_t element_count, std::size_t element_bytes, std::size_t streams, std::size_t repeats)
-      : count(element_count),
-        block_elements(std::clamp(kBlockTraffic / streams, kMinBlockBytes, kMaxBlockBytes) / element_bytes),
-        blocks_per_repeat((element_count + block_elements - 1) / block_elements),
-        block_count(blocks_per_repeat * repeats) {}
-
-  struct Block {
-    std::size_t repeat;
-    std::size_t begin;
-    std::size_t size;
-  };
-  [[nodiscard]] Block operator[](std::size_t index) const {
-    const std::size_t begin = index % blocks_per_repeat * block_elements;
-    return {index / blocks_per_repeat, begin, std::min(block_elements, count - begin)};
-  }
-};
-
-template <class Work>
-void run(DeviceGroup& group, const Blocks& blocks, std::size_t traffic_bytes, Work work) {
-  if (blocks.block_count == 0) return;
-  if (traffic_bytes <= kInlineTraffic || blocks.block_count == 1) {
-    for (std::size_t i = 0; i < blocks.block_count; ++i) work(blocks[i]);
-  } else {
-    internal::run_blocks(group, blocks.block_count,
-                         [blocks, work = std::move(work)](std::size_t i) { work(blocks[i]); });
-  }
-}
-
-// Inputs as reduce_block wants them, without an allocation for up to 64.
-class Pointers {
- public:
-  Pointers(const std::vector<BufferView>& views, std::size_t element) {
-    const void** to = inline_;
-    if (views.size() > std::size(inline_)) {
-      many_.resize(views.size());
-      to = many_.data();
-    }
-    for (std::size_t i = 0; i < views.size(); ++i) to[i] = at(views[i], element);
-    span_ = {to, views.size()};
-  }
-  Pointers(const Pointers&) = delete;
-  Pointers& operator=(const Pointers&) = delete;
-  [[nodiscard]] std::span<const void* const> span() const { return span_; }
-
- private:
-  const void* inline_[64];
-  std::vector<const void*> many_;
-  std::span<const void* const> span_;
-};
-
-void copy(const BufferView& to, std::size_t to_element, const BufferView& from, std::size_t from_element,
-          std::size_t count) {
-  char* target = at(to, to_element);
-  const char* source = at(from, from_element);
-  if (target != source) std::memcpy(target, source, count * size_of(to.dtype));
-}
 
 // Small messages never reach the group, which would say so itself.
 void check_open(const char* call, const DeviceGroup& group) {
   if (group.closed()) throw Unavailable(fmt::format("{}: the device group is closed. Make a new one.", call));
 }
 
+std::shared_ptr<internal::Collectives> make(const DeviceGroup& group, const CommunicatorOptions& options) {
+  const auto on_host = [](const Device& device) { return device.kind == DeviceKind::host; };
+  const std::vector<Device>& devices = group.devices();
+  if (std::all_of(devices.begin(), devices.end(), on_host)) return internal::make_host_collectives(group);
+  return internal::make_async_collectives(group, options);
+}
+
 }  // namespace
 
-Communicator::Communicator(DeviceGroup group) : group_(std::move(group)) {
-  const Device& first = group_.devices().front();
-  for (const Device& device : group_.devices()) {
-    if (device.kind != DeviceKind::host) {
-      throw Unavailable(fmt::format("Communicator: {} is no host device, and collectives on others are not built yet; "
-                                    "make a group of host devices",
-                                    device.name),
-                        device.name);
-    }
-    if (device.memory_space == first.memory_space) continue;
-    throw InvalidArgument(fmt::format("Communicator: {} is in memory space '{}' and {} in '{}'; host collectives need "
-                                      "one space: make a group of devices that share one",
-                                      first.name, first.memory_space, device.name, device.memory_space),
-                          device.name);
-  }
-}
+Communicator::Communicator(DeviceGroup group, const CommunicatorOptions& options)
+    : group_(std::move(group)), collectives_(make(group_, options)) {}
 
 void Communicator::all_reduce(std::span<const BufferView> buffers, ReduceOp op) {
   const Argument argument{"all_reduce", "buffers", buffers};
@@ -130,17 +47,8 @@ void Communicator::all_reduce(std::span<const BufferView> buffers, ReduceOp op) 
   internal::check_disjoint(argument);
   check_open("all_reduce", group_);
 
-  if (buffers.size() == 1) return;  // every operation over one value is that value
-  const DType dtype = buffers.front().dtype;
-  const Blocks blocks(buffers.front().count, size_of(dtype), buffers.size(), 1);
-  const std::size_t traffic = 2 * buffers.size() * buffers.front().count * size_of(dtype);
-  std::vector<BufferView> views(buffers.begin(), buffers.end());
-  run(group_, blocks, traffic, [views = std::move(views), dtype, op](const Blocks::Block& block) {
-    // Into the first buffer, whose block is then copied out of the cache to the others.
-    const Pointers inputs(views, block.begin);
-    reduce_block(inputs.span(), at(views[0], block.begin), block.size, dtype, op);
-    for (std::size_t d = 1; d < views.size(); ++d) copy(views[d], block.begin, views[0], block.begin, block.size);
-  });
+  if (buffers.size() == 1 || buffers.front().count == 0) return;  // every operation over one value is that value
+  collectives_->all_reduce(buffers, op);
 }
 
 void Communicator::reduce_scatter(std::span<const BufferView> inputs, std::span<const BufferView> outputs,
@@ -157,17 +65,7 @@ void Communicator::reduce_scatter(std::span<const BufferView> inputs, std::span<
   internal::check_disjoint_or_own_part(whole, parts);
   check_open("reduce_scatter", group_);
 
-  const DType dtype = inputs.front().dtype;
-  const std::size_t part_size = outputs.front().count;
-  const Blocks blocks(part_size, size_of(dtype), inputs.size() + 1, outputs.size());
-  const std::size_t traffic = (inputs.size() + 1) * inputs.front().count * size_of(dtype);
-  std::vector<BufferView> from(inputs.begin(), inputs.end());
-  std::vector<BufferView> to(outputs.begin(), outputs.end());
-  run(group_, blocks, traffic,
-      [from = std::move(from), to = std::move(to), part_size, dtype, op](const Blocks::Block& block) {
-        const Pointers pointers(from, block.repeat * part_size + block.begin);
-        reduce_block(pointers.span(), at(to[block.repeat], block.begin), block.size, dtype, op);
-      });
+  if (outputs.front().count > 0) collectives_->reduce_scatter(inputs, outputs, op);
 }
 
 void Communicator::all_gather(std::span<const BufferView> inputs, std::span<const BufferView> outputs) {
@@ -182,18 +80,7 @@ void Communicator::all_gather(std::span<const BufferView> inputs, std::span<cons
   internal::check_disjoint_or_own_part(whole, parts);
   check_open("all_gather", group_);
 
-  const std::size_t part_size = inputs.front().count;
-  const std::size_t element_bytes = size_of(inputs.front().dtype);
-  const Blocks blocks(part_size, element_bytes, outputs.size() + 1, inputs.size());
-  const std::size_t traffic = (outputs.size() + 1) * outputs.front().count * element_bytes;
-  std::vector<BufferView> from(inputs.begin(), inputs.end());
-  std::vector<BufferView> to(outputs.begin(), outputs.end());
-  run(group_, blocks, traffic, [from = std::move(from), to = std::move(to), part_size](const Blocks::Block& block) {
-    const BufferView& source = from[block.repeat];
-    for (const BufferView& target : to) {
-      copy(target, block.repeat * part_size + block.begin, source, block.begin, block.size);
-    }
-  });
+  if (inputs.front().count > 0) collectives_->all_gather(inputs, outputs);
 }
 
 void Communicator::broadcast(std::span<const BufferView> buffers, std::size_t root) {
@@ -207,16 +94,12 @@ void Communicator::broadcast(std::span<const BufferView> buffers, std::size_t ro
   internal::check_disjoint(argument);
   check_open("broadcast", group_);
 
-  if (buffers.size() == 1) return;
-  const std::size_t element_bytes = size_of(buffers.front().dtype);
-  const Blocks blocks(buffers.front().count, element_bytes, buffers.size(), 1);
-  const std::size_t traffic = buffers.size() * buffers.front().count * element_bytes;
-  std::vector<BufferView> views(buffers.begin(), buffers.end());
-  run(group_, blocks, traffic, [views = std::move(views), root](const Blocks::Block& block) {
-    for (std::size_t d = 0; d < views.size(); ++d) {
-      if (d != root) copy(views[d], block.begin, views[root], block.begin, block.size);
-    }
-  });
+  if (buffers.size() == 1 || buffers.front().count == 0) return;
+  collectives_->broadcast(buffers, root);
 }
+
+void Communicator::wait() { collectives_->wait(); }
+void Communicator::close() { collectives_->close(); }
+std::string Communicator::description() const { return collectives_->description(); }
 
 }  // namespace paceline

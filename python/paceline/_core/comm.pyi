@@ -4,19 +4,37 @@ import typing
 
 import paceline._core.runtime
 
-__all__: list[str] = ["Communicator", "reduce_isa"]
+__all__: list[str] = ["Communicator", "nccl_info", "reduce_isa", "set_nccl_path"]
 
 class Communicator:
     """
     The compiled part of `paceline.Communicator`.
     """
-    def __init__(self, group: paceline._core.runtime.DeviceGroup) -> None: ...
+    def __init__(
+        self,
+        group: paceline._core.runtime.DeviceGroup,
+        transport: str,
+        timeout: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> None: ...
     def all_gather(self, inputs: typing.Any, outputs: typing.Any) -> None: ...
     def all_reduce(self, buffers: typing.Any, op: str) -> None: ...
     def broadcast(self, buffers: typing.Any, root: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def close(self) -> None: ...
+    def description(self) -> str: ...
     def reduce_scatter(self, inputs: typing.Any, outputs: typing.Any, op: str) -> None: ...
+    def wait(self) -> None: ...
+
+def nccl_info() -> dict[str, str]:
+    """
+    NCCL's ``version`` and ``path``, or ``why_none``; the rest is empty. Loads it if it is not loaded yet; needs no GPU.
+    """
 
 def reduce_isa() -> str:
     """
     The instruction set that the reduction kernels use on this processor.
+    """
+
+def set_nccl_path(path: str) -> None:
+    """
+    Where an NCCL is installed; without effect once one is loaded.
     """

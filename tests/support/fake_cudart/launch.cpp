@@ -27,7 +27,7 @@ thread_local Launch configuration;
 
 cudaError_t launch(const void* kernel, const Launch& how, void** arguments) {
   const std::lock_guard lock(machine().mutex);
-  auto* const stream = reinterpret_cast<Stream*>(how.stream);
+  Stream* const stream = machine().resolve(how.stream);
   if (stream == nullptr) misuse("a kernel was launched on the legacy default stream");
   if (!machine().known(stream)) misuse("a kernel was launched on a stream that was destroyed");
   if (current_device() != stream->device) return cudaErrorInvalidResourceHandle;

@@ -9,6 +9,8 @@
 #include <numeric>
 #include <utility>
 
+#include "driver.hpp"
+
 namespace fake {
 namespace {
 
@@ -47,6 +49,7 @@ void Machine::boot(const Settings& settings) {
   settings_ = settings;
   random_.seed(settings.seed);
   streams_.clear();
+  legacy_.clear();
   events_.clear();
   green_contexts_.clear();
   allocations_.clear();
@@ -80,6 +83,13 @@ Stream* Machine::make_stream(int device, const GreenContext* green) {
 bool Machine::known(const Stream* stream) const {
   const auto found = streams_.find(stream);
   return found != streams_.end() && !found->second->dropped;
+}
+
+Stream* Machine::resolve(cudaStream_t handle) {
+  if (handle != cudaStreamLegacy) return reinterpret_cast<Stream*>(handle);
+  Stream*& legacy = legacy_[current_device()];
+  if (legacy == nullptr) legacy = make_stream(current_device());
+  return legacy;
 }
 
 bool Machine::destroy(Stream* stream) {
@@ -321,6 +331,7 @@ Leftovers Machine::leftovers() const {
   }
   left.pools = pools.size();
   for (const auto& [key, stream] : streams_) left.streams += stream->dropped ? 0U : 1U;
+  left.streams -= legacy_.size();
   left.events = events_.size();
   left.green_contexts = green_contexts_.size();
   for (const auto& [key, stream] : streams_) left.queued += stream->queue.size();

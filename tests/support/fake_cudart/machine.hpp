@@ -107,6 +107,8 @@ class Machine {
 
   Stream* make_stream(int device, const GreenContext* green = nullptr);
   bool destroy(Stream* stream);
+  /// The stream that a handle names: cudaStreamLegacy is each device's own. Null stays null.
+  [[nodiscard]] Stream* resolve(cudaStream_t handle);
   [[nodiscard]] bool known(const Stream* stream) const;
   Event* make_event(int device, bool timed);
   bool destroy(Event* event);
@@ -155,6 +157,7 @@ class Machine {
   Settings settings_;
   std::mt19937_64 random_;
   std::map<const Stream*, std::unique_ptr<Stream>> streams_;
+  std::map<int, Stream*> legacy_;  ///< by device; made when first used
   std::map<const Event*, std::unique_ptr<Event>> events_;
   std::map<const GreenContext*, std::unique_ptr<GreenContext>> green_contexts_;
   std::map<const std::byte*, std::unique_ptr<Allocation>> allocations_;

@@ -22,8 +22,8 @@ cudaError_t fail(cudaError_t error) {
 }
 
 fake::Stream* as_stream(cudaStream_t stream) {
-  auto* const found = reinterpret_cast<fake::Stream*>(stream);
-  if (found == nullptr) fake::misuse("the legacy default stream, which waits for all others, was used");
+  auto* const found = machine().resolve(stream);
+  if (found == nullptr) fake::misuse("the legacy default stream was used without saying so: cudaStreamLegacy");
   if (!machine().known(found)) fake::misuse("a stream that was destroyed was used");
   return found;
 }

@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <chrono>
 #include <cstddef>
+#include <cstdint>
+#include <memory>
 #include <span>
+#include <string>
 
 #include <paceline/comm/buffer_view.hpp>
 #include <paceline/comm/reduce.hpp>
@@ -11,25 +15,54 @@
 
 namespace paceline {
 
-/// Collectives over one buffer per device of a group, in one memory space, in place and without copying.
+namespace internal {
+class Collectives;
+}
+
+/// What moves data between GPUs: NCCL, copies through the first GPU's memory, or NCCL where it is found and else
+/// copies.
+enum class Transport : std::uint8_t { automatic, nccl, copies };
+
+struct CommunicatorOptions {
+  Transport transport = Transport::automatic;
+  /// How long NCCL may take: for a collective, from the moment when every GPU has come to it; for making the
+  /// connections; for a call to return.
+  std::chrono::nanoseconds timeout = std::chrono::minutes(1);
+  /// The largest message of the warm-up. With the first message of a size NCCL makes the connections that it uses for
+  /// such sizes, which takes memory and time. 0: no warm-up.
+  std::size_t warm_up_bytes = std::size_t{4} << 20;
+};
+
+/// Collectives over one buffer per device of a group, in place.
 ///
 /// Every call checks everything first and throws InvalidArgument, naming the buffer, before anything is written:
 /// one buffer per device in the order of the group; one element type and one size; memory that is there; and no
 /// overlap, except where in-place use is named below. What is only read may be given twice.
 ///
-/// All workers work together: each takes the next cache-sized block until none is left, so that a worker on a busy core
-/// holds up nobody. Small messages are done by the calling thread, which is sooner than waking anybody. Either way the
-/// result is the same to the bit (see reduce_block), in every run and for every order in which workers arrive.
+/// Host devices: nothing is copied. All workers work together: each takes the next cache-sized block until none is
+/// left, so that a worker on a busy core holds up nobody. Small messages are done by the calling thread, which is
+/// sooner than waking anybody. Either way the result is the same to the bit (see reduce_block), in every run and for
+/// every order in which workers arrive. Calls block until the result is there.
 ///
-/// Calls block until the result is there. Threads: one call at a time per group, and none while the group runs
-/// something else (InvalidArgument). A closed group throws Unavailable.
+/// GPUs, parts of one GPU, and both beside host devices: each memory space is reduced first, by a kernel of its own or
+/// by the host's workers; then the spaces, by NCCL or by copies; then the result goes to the space's other devices.
+/// sum and mean, of floating-point elements. Half types are rounded after each of these stages, and a mean is scaled
+/// in the first. Work is only enqueued: it comes after what the buffers' streams have been given before (see
+/// BufferView), and what they are given afterwards comes after it. Only where the group has host devices, whose memory
+/// has no stream, does a call wait for the result.
+/// Errors of a GPU or of NCCL that show later are thrown by wait() or the next call, which then does nothing; the one
+/// after it makes new connections. What the buffers hold after such an error is not defined.
+///
+/// Threads: one call at a time per group, and none while the group runs something else (InvalidArgument). A closed
+/// group throws Unavailable. Copies share their state.
 ///
 ///   paceline::Communicator communicator{paceline::DeviceGroup::all(paceline::DeviceKind::host)};
 ///   communicator.all_reduce(gradients, paceline::ReduceOp::sum);   // gradients: one BufferView per device
 class PACELINE_API Communicator {
  public:
-  /// @throws InvalidArgument if the devices of the group do not share one memory space.
-  explicit Communicator(DeviceGroup group);
+  /// Between GPUs makes the connections, and waits until they have carried a message.
+  /// @throws Unavailable if the transport asked for cannot be had; Timeout, Error if NCCL fails: on which device, how.
+  explicit Communicator(DeviceGroup group, const CommunicatorOptions& options = {});
 
   /// buffers[d] = op over all buffers, for every d.
   void all_reduce(std::span<const BufferView> buffers, ReduceOp op = ReduceOp::sum);
@@ -46,10 +79,22 @@ class PACELINE_API Communicator {
   /// buffers[d] = buffers[root].
   void broadcast(std::span<const BufferView> buffers, std::size_t root = 0);
 
+  /// Waits until all that was enqueued so far is done. @throws what has failed since the last call.
+  void wait();
+
+  /// Gives back streams, memory and connections; also done by the destructor of the last copy. Idempotent; every later
+  /// call throws Unavailable. Of host devices nothing is held.
+  /// @throws Timeout, naming the device, if NCCL does not come back: what hangs is left behind.
+  void close();
+
+  /// How data gets from one memory space to another: "NCCL 2.30.7 (/usr/lib/libnccl.so.2)".
+  [[nodiscard]] std::string description() const;
+
   [[nodiscard]] const DeviceGroup& group() const noexcept { return group_; }
 
  private:
   DeviceGroup group_;
+  std::shared_ptr<internal::Collectives> collectives_;
 };
 
 }  // namespace paceline

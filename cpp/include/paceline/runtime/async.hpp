@@ -64,7 +64,7 @@ class PACELINE_API AsyncDevice {
  public:
   virtual ~AsyncDevice();
   [[nodiscard]] virtual std::unique_ptr<Stream> make_stream() = 0;
-  /// The caller's own stream; it stays the caller's.
+  /// The caller's own stream; it stays the caller's. Null: the device's legacy default stream.
   [[nodiscard]] virtual std::unique_ptr<Stream> adopt_stream(void* native) = 0;
   [[nodiscard]] virtual std::unique_ptr<Event> make_event(bool timed) = 0;
   /// @throws OutOfMemory

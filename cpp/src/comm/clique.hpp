@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <paceline/comm/communicator.hpp>
+#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/device.hpp>
+
+namespace paceline::internal {
+
+/// One memory space that takes part. Shared: work that no longer ends may still refer to it.
+struct Rank {
+  Device device;
+  std::shared_ptr<AsyncDevice> opened;
+  std::shared_ptr<Stream> stream;  ///< all the clique's work on this device is enqueued here
+};
+
+/// What moves data between memory spaces: NCCL, or copies. At least two ranks.
+///
+/// Everything is enqueued on the ranks' streams, and the calls come back without waiting for a device. What fails
+/// later, check() and the next call throw. One thread at a time.
+class Clique {
+ public:
+  virtual ~Clique();
+
+  /// "NCCL 2.30.7 (/path)"
+  [[nodiscard]] virtual std::string description() const = 0;
+  /// buffers[r] of every rank = their sum, in place.
+  virtual void all_reduce(std::span<void* const> buffers, std::size_t count, DType dtype) = 0;
+  /// buffers[r] of every rank = buffers[root].
+  virtual void broadcast(std::span<void* const> buffers, std::size_t bytes, std::size_t root) = 0;
+  /// Throws what has failed since the last call, once. What was enqueued before an event that is done is known here.
+  virtual void check() = 0;
+  /// Gives everything back. @throws Timeout if that does not end: what hangs is left behind.
+  virtual void close() = 0;
+};
+
+/// @throws Unavailable if there is nothing of the kind asked for: why.
+[[nodiscard]] std::unique_ptr<Clique> make_clique(std::vector<Rank> ranks, const CommunicatorOptions& options);
+
+/// By copies through the first rank's memory. Always works; the first rank's links carry everything.
+[[nodiscard]] std::unique_ptr<Clique> make_copy_clique(std::vector<Rank> ranks, std::string why);
+
+}  // namespace paceline::internal

@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "comm/block_task.hpp"
+#include "comm/collectives.hpp"
+
+namespace paceline::internal {
+namespace {
+
+// Bytes read and written in one block, over all buffers: half of the smallest second-level cache in use (256 KiB), so
+// that what a block reads is still there when it is written to.
+constexpr std::size_t kBlockTraffic = 128 * 1024;
+// Per buffer at least a page, so that hardware prefetching gets going and a claim (well under 1 us) is cheap against
+// its block; at most 32 KiB, so that the last block is short and nobody waits long for the worker that has it.
+constexpr std::size_t kMinBlockBytes = 4 * 1024;
+constexpr std::size_t kMaxBlockBytes = 32 * 1024;
+// Up to this traffic the caller does the work: waking a parked worker takes some 10 to 50 us until it runs, in which
+// one core moves a few hundred KiB.
+constexpr std::size_t kInlineTraffic = 256 * 1024;
+
+char* at(const BufferView& view, std::size_t element) {
+  return static_cast<char*>(view.data) + element * size_of(view.dtype);
+}
+
+// [0, count) of every buffer cut into blocks of one size (the last may be shorter), the whole `repeats` times.
+struct Blocks {
+  std::size_t count;
+  std::size_t block_elements;
+  std::size_t blocks_per_repeat;
+  std::size_t block_count;
+
+  // `streams`: how many buffers a block touches.
+  Blocks(std::size_t element_count, std::size_t element_bytes, std::size_t streams, std::size_t repeats)
+      : count(element_count),
+        block_elements(std::clamp(kBlockTraffic / streams, kMinBlockBytes, kMaxBlockBytes) / element_bytes),
+        blocks_per_repeat((element_count + block_elements - 1) / block_elements),
+        block_count(blocks_per_repeat * repeats) {}
+
+  struct Block {
+    std::size_t repeat;
+    std::size_t begin;
+    std::size_t size;
+  };
+  [[nodiscard]] Block operator[](std::size_t index) const {
+    const std::size_t begin = index % blocks_per_repeat * block_elements;
+    return {index / blocks_per_repeat, begin, std::min(block_elements, count - begin)};
+  }
+};
+
+template <class Work>
+void run(DeviceGroup& group, const Blocks& blocks, std::size_t traffic_bytes, Work work) {
+  if (blocks.block_count == 0) return;
+  if (traffic_bytes <= kInlineTraffic || blocks.block_count == 1) {
+    for (std::size_t i = 0; i < blocks.block_count; ++i) work(blocks[i]);
+  } else {
+    internal::run_blocks(group, blocks.block_count,
+                         [blocks, work = std::move(work)](std::size_t i) { work(blocks[i]); });
+  }
+}
+
+// Inputs as reduce_block wants them, without an allocation for up to 64.
+class Pointers {
+ public:
+  Pointers(const std::vector<BufferView>& views, std::size_t element) {
+    const void** to = inline_;
+    if (views.size() > std::size(inline_)) {
+      many_.resize(views.size());
+      to = many_.data();
+    }
+    for (std::size_t i = 0; i < views.size(); ++i) to[i] = at(views[i], element);
+    span_ = {to, views.size()};
+  }
+  Pointers(const Pointers&) = delete;
+  Pointers& operator=(const Pointers&) = delete;
+  [[nodiscard]] std::span<const void* const> span() const { return span_; }
+
+ private:
+  const void* inline_[64];
+  std::vector<const void*> many_;
+  std::span<const void* const> span_;
+};
+
+void copy(const BufferView& to, std::size_t to_element, const BufferView& from, std::size_t from_element,
+          std::size_t count) {
+  char* target = at(to, to_element);
+  const char* source = at(from, from_element);
+  if (target != source) std::memcpy(target, source, count * size_of(to.dtype));
+}
+
+class HostCollectives final : public Collectives {
+ public:
+  explicit HostCollectives(DeviceGroup group) : group_(std::move(group)) {}
+
+  void all_reduce(std::span<const BufferView> buffers, ReduceOp op) override {
+    const DType dtype = buffers.front().dtype;
+    const Blocks blocks(buffers.front().count, size_of(dtype), buffers.size(), 1);
+    const std::size_t traffic = 2 * buffers.size() * buffers.front().count * size_of(dtype);
+    std::vector<BufferView> views(buffers.begin(), buffers.end());
+    run(group_, blocks, traffic, [views = std::move(views), dtype, op](const Blocks::Block& block) {
+      // Into the first buffer, whose block is then copied out of the cache to the others.
+      const Pointers inputs(views, block.begin);
+      reduce_block(inputs.span(), at(views[0], block.begin), block.size, dtype, op);
+      for (std::size_t d = 1; d < views.size(); ++d) copy(views[d], block.begin, views[0], block.begin, block.size);
+    });
+  }
+
+  void reduce_scatter(std::span<const BufferView> inputs, std::span<const BufferView> outputs, ReduceOp op) override {
+    const DType dtype = inputs.front().dtype;
+    const std::size_t part_size = outputs.front().count;
+    const Blocks blocks(part_size, size_of(dtype), inputs.size() + 1, outputs.size());
+    const std::size_t traffic = (inputs.size() + 1) * inputs.front().count * size_of(dtype);
+    std::vector<BufferView> from(inputs.begin(), inputs.end());
+    std::vector<BufferView> to(outputs.begin(), outputs.end());
+    run(group_, blocks, traffic,
+        [from = std::move(from), to = std::move(to), part_size, dtype, op](const Blocks::Block& block) {
+          const Pointers pointers(from, block.repeat * part_size + block.begin);
+          reduce_block(pointers.span(), at(to[block.repeat], block.begin), block.size, dtype, op);
+        });
+  }
+
+  void all_gather(std::span<const BufferView> inputs, std::span<const BufferView> outputs) override {
+    const std::size_t part_size = inputs.front().count;
+    const std::size_t element_bytes = size_of(inputs.front().dtype);
+    const Blocks blocks(part_size, element_bytes, outputs.size() + 1, inputs.size());
+    const std::size_t traffic = (outputs.size() + 1) * outputs.front().count * element_bytes;
+    std::vector<BufferView> from(inputs.begin(), inputs.end());
+    std::vector<BufferView> to(outputs.begin(), outputs.end());
+    run(group_, blocks, traffic, [from = std::move(from), to = std::move(to), part_size](const Blocks::Block& block) {
+      const BufferView& source = from[block.repeat];
+      for (const BufferView& target : to) {
+        copy(target, block.repeat * part_size + block.begin, source, block.begin, block.size);
+      }
+    });
+  }
+
+  void broadcast(std::span<const BufferView> buffers, std::size_t root) override {
+    copy_on_host(group_, buffers[root], buffers);
+  }
+
+  void wait() override {}  // every call has waited
+  void close() override {}
+  [[nodiscard]] std::string description() const override { return "the host's memory"; }
+
+ private:
+  DeviceGroup group_;
+};
+
+}  // namespace
+
+std::unique_ptr<Collectives> make_host_collectives(const DeviceGroup& group) {
+  return std::make_unique<HostCollectives>(group);
+}
+
+void reduce_on_host(DeviceGroup& group, std::span<const BufferView> inputs, const BufferView& output, ReduceOp op) {
+  const Blocks blocks(output.count, size_of(output.dtype), inputs.size() + 1, 1);
+  const std::size_t traffic = (inputs.size() + 1) * output.count * size_of(output.dtype);
+  std::vector<BufferView> views(inputs.begin(), inputs.end());
+  run(group, blocks, traffic, [views = std::move(views), output, op](const Blocks::Block& block) {
+    const Pointers pointers(views, block.begin);
+    reduce_block(pointers.span(), at(output, block.begin), block.size, output.dtype, op);
+  });
+}
+
+void copy_on_host(DeviceGroup& group, const BufferView& source, std::span<const BufferView> targets) {
+  const std::size_t element_bytes = size_of(source.dtype);
+  const Blocks blocks(source.count, element_bytes, targets.size() + 1, 1);
+  const std::size_t traffic = (targets.size() + 1) * source.count * element_bytes;
+  std::vector<BufferView> views(targets.begin(), targets.end());
+  run(group, blocks, traffic, [views = std::move(views), source](const Blocks::Block& block) {
+    for (const BufferView& view : views) copy(view, block.begin, source, block.begin, block.size);
+  });
+}
+
+}  // namespace paceline::internal

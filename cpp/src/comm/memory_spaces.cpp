@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "comm/memory_spaces.hpp"
+
+#include <algorithm>
+#include <map>
+#include <new>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include <paceline/error.hpp>
+#include <paceline/runtime/backend.hpp>
+#include <paceline/runtime/blocking.hpp>
+
+namespace paceline::internal {
+namespace {
+
+/// The device whose streams may use all of the memory space's processors: a GPU's space is named after the GPU, and the
+/// group may have only a part of it.
+Device whole(const Device& device) {
+  if (device.name == device.memory_space) return device;
+  try {
+    return find_device(device.memory_space);
+  } catch (const InvalidArgument&) {
+    return device;
+  }
+}
+
+}  // namespace
+
+MemorySpaces::MemorySpaces(const DeviceGroup& group) : lanes_(group.size()), staging_(2) {
+  std::map<std::string, std::size_t> known;
+  for (std::size_t d = 0; d < group.size(); ++d) {
+    const Device& device = group.devices()[d];
+    Lane& lane = lanes_[d];
+    lane.device = backend_of(device).open(device);
+    if (lane.device == nullptr) {
+      host_.push_back(d);
+      continue;
+    }
+    lane.ready = lane.device->make_event(false);
+    const auto [entry, is_new] = known.emplace(device.memory_space, spaces_.size());
+    lane.space = entry->second;
+    if (is_new) {
+      Space& space = spaces_.emplace_back();
+      space.rank.device = whole(device);
+      space.rank.opened = backend_of(device).open(space.rank.device);
+      space.rank.stream = space.rank.opened->make_stream();
+      space.done = space.rank.opened->make_event(false);
+    }
+    spaces_[lane.space].members.push_back(d);
+  }
+}
+
+std::vector<Rank> MemorySpaces::ranks() const {
+  std::vector<Rank> all;
+  for (const Space& space : spaces_) all.push_back(space.rank);
+  return all;
+}
+
+void MemorySpaces::enter(std::span<const BufferView> buffers) {
+  for (std::size_t d = 0; d < lanes_.size(); ++d) {
+    Lane& lane = lanes_[d];
+    if (lane.device == nullptr) continue;
+    lane.device->adopt_stream(buffers[d].stream)->record(*lane.ready);
+    spaces_[lane.space].rank.stream->wait(*lane.ready);
+  }
+}
+
+void MemorySpaces::leave(std::span<const BufferView> buffers, Until until) {
+  for (Space& space : spaces_) space.rank.stream->record(*space.done);
+  used_ = true;
+  for (std::size_t d = 0; d < lanes_.size(); ++d) {
+    if (lanes_[d].device == nullptr) continue;
+    const std::unique_ptr<Stream> stream = lanes_[d].device->adopt_stream(buffers[d].stream);
+    for (const Space& space : spaces_) {
+      if (until == Until::every_space || &space == &spaces_[lanes_[d].space]) stream->wait(*space.done);
+    }
+  }
+}
+
+void MemorySpaces::meet() {
+  for (Space& space : spaces_) space.rank.stream->record(*space.done);
+  for (Space& space : spaces_) {
+    for (const Space& other : spaces_) {
+      if (&other != &space) space.rank.stream->wait(*other.done);
+    }
+  }
+}
+
+void* MemorySpaces::staging(std::size_t which, std::size_t bytes) {
+  std::vector<std::unique_ptr<Buffer>>& buffers = staging_[which];
+  if (buffers.empty() || buffers.back()->bytes() < bytes) {
+    const std::size_t doubled = buffers.empty() ? 0 : 2 * buffers.back()->bytes();
+    buffers.push_back(home().rank.opened->allocate_pinned(std::max(bytes, doubled)));
+  }
+  return buffers.back()->data();
+}
+
+void* MemorySpaces::reserve(const Space& space, std::unique_ptr<Buffer>& buffer, std::size_t bytes) {
+  if (buffer == nullptr || buffer->bytes() < bytes) {
+    buffer.reset();  // goes back in the order of the stream, so that the old one makes room for the new one
+    buffer = space.rank.opened->allocate(bytes, *space.rank.stream);
+  }
+  return buffer->data();
+}
+
+void MemorySpaces::wait() const {
+  if (!used_) return;
+  for (const Space& space : spaces_) wait_for(*space.done);
+}
+
+void MemorySpaces::close(std::chrono::nanoseconds timeout) noexcept {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  const auto is_done = [](const Space& space) {
+    try {
+      return space.done->done();
+    } catch (const Error&) {
+      return true;  // a lost device does nothing any more
+    }
+  };
+  if (used_) {
+    const BlockingRegion region;
+    while (!std::all_of(spaces_.begin(), spaces_.end(), is_done)) {
+      if (std::chrono::steady_clock::now() > deadline) return leak();
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+  }
+  // Pinned memory first, while nothing of ours runs: giving it back waits for all that does.
+  staging_.clear();
+  spaces_.clear();
+  lanes_.clear();
+}
+
+void MemorySpaces::leak() noexcept {
+  try {
+    static_cast<void>(new auto(std::move(staging_)));
+    static_cast<void>(new auto(std::move(spaces_)));
+    static_cast<void>(new auto(std::move(lanes_)));
+  } catch (const std::bad_alloc&) {
+  }
+  staging_.clear();
+  spaces_.clear();
+  lanes_.clear();
+}
+
+}  // namespace paceline::internal

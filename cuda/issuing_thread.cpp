@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "issuing_thread.hpp"
+
+#include <fmt/format.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include <paceline/error.hpp>
+#include <paceline/runtime/blocking.hpp>
+
+#include "device_guard.hpp"
+
+namespace paceline::nccl {
+
+using Clock = std::chrono::steady_clock;
+
+/// Owned by the thread too: one that was given up still finds it.
+struct IssuingThread::State {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::thread thread;
+  Job job;
+  LookAfter look_after;
+  std::exception_ptr error;
+  bool done = false;  // with the job
+  bool stop = false;
+  bool exited = false;
+  bool given_up = false;
+  pid_t owner = getpid();
+
+  void work(std::chrono::nanoseconds interval) {
+    const cuda::RelaxedCapture relaxed;
+    bool busy = false;
+    Clock::time_point next_look;
+    std::unique_lock lock(mutex);
+    while (!given_up) {
+      const auto wanted = [&] { return job != nullptr || stop; };
+      const bool woken = busy ? changed.wait_until(lock, next_look, wanted) : (changed.wait(lock, wanted), true);
+      if (woken && job == nullptr) break;
+      const Job current = std::exchange(job, nullptr);
+      lock.unlock();
+      std::exception_ptr thrown;
+      try {
+        if (current != nullptr) current();
+      } catch (...) {
+        thrown = std::current_exception();
+      }
+      // Not after every job: looking costs calls of the driver, and what runs well is only looked at to forget it.
+      if (!busy) next_look = Clock::now() + interval;
+      busy = true;
+      if (Clock::now() >= next_look) {
+        busy = look_after();
+        next_look = Clock::now() + interval;
+      }
+      lock.lock();
+      if (current == nullptr) continue;
+      error = std::move(thrown);
+      done = true;
+      changed.notify_all();
+    }
+    job = nullptr;
+    look_after = nullptr;  // and what they own, here: the caller may be gone
+    exited = true;
+    changed.notify_all();
+  }
+};
+
+IssuingThread::IssuingThread(const std::string& name, LookAfter look_after, std::chrono::nanoseconds interval)
+    : state_(std::make_shared<State>()) {
+  state_->look_after = std::move(look_after);
+  try {
+    state_->thread = std::thread([state = state_, interval, name] {
+      pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
+      state->work(interval);
+    });
+  } catch (const std::system_error& error) {
+    throw Unavailable(
+        fmt::format("Communicator: no thread could be started for NCCL ({}). Raise the limit on threads "
+                    "(ulimit -u, or pids.max of the cgroup).",
+                    error.what()));
+  }
+}
+
+IssuingThread::~IssuingThread() {
+  if (getpid() != state_->owner) {
+    static_cast<void>(new std::shared_ptr<State>(state_));  // of a thread that this process does not have
+    return;
+  }
+  const std::lock_guard lock(state_->mutex);
+  state_->given_up = true;
+  state_->changed.notify_all();
+  if (state_->thread.joinable()) state_->thread.detach();
+}
+
+bool IssuingThread::run(Job job, std::chrono::nanoseconds timeout) {
+  const BlockingRegion region;
+  std::unique_lock lock(state_->mutex);
+  state_->job = std::move(job);
+  state_->done = false;
+  state_->changed.notify_all();
+  if (!state_->changed.wait_for(lock, timeout, [&] { return state_->done; })) {
+    state_->given_up = true;
+    return false;
+  }
+  if (state_->error != nullptr) std::rethrow_exception(std::exchange(state_->error, nullptr));
+  return true;
+}
+
+bool IssuingThread::given_up() const noexcept {
+  const std::lock_guard lock(state_->mutex);
+  return state_->given_up;
+}
+
+bool IssuingThread::close(std::chrono::nanoseconds timeout) {
+  const BlockingRegion region;
+  std::unique_lock lock(state_->mutex);
+  if (!state_->thread.joinable()) return !state_->given_up;
+  state_->stop = true;
+  state_->changed.notify_all();
+  if (!state_->changed.wait_for(lock, timeout, [&] { return state_->exited; })) {
+    state_->given_up = true;
+    return false;
+  }
+  lock.unlock();
+  state_->thread.join();
+  return true;
+}
+
+}  // namespace paceline::nccl

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What paceline uses of NCCL's binary interface, declared by ourselves: a build without nccl.h has NCCL at run time all
+// the same. Where nccl.h is found, tests/cuda/nccl_header.cpp holds every line against it. Values and layouts are those
+// of NCCL 2.18, which later versions keep: they read only as much of a Config as its `size` says, and take their
+// defaults for what its `version` did not know.
+
+#include <cuda_runtime_api.h>
+
+#include <climits>
+#include <cstddef>
+
+namespace paceline::nccl {
+
+struct Communicator;  // NCCL's own; only pointers to it are handed about
+using Comm = Communicator*;
+
+enum Result : int {
+  kSuccess = 0,
+  kUnhandledCudaError = 1,
+  kSystemError = 2,
+  kInternalError = 3,
+  kInvalidArgument = 4,
+  kInvalidUsage = 5,
+  kRemoteError = 6,
+  kInProgress = 7,
+};
+
+enum DataType : int { kInt8 = 0, kInt32 = 2, kInt64 = 4, kFloat16 = 6, kFloat32 = 7, kFloat64 = 8, kBfloat16 = 9 };
+
+/// Plain sums only. PreMulSum, into which NCCL turns averages of floating-point numbers too, never uses NVLink SHARP.
+enum ReductionOperation : int { kSum = 0 };
+
+struct UniqueId {
+  char internal[128];
+};
+
+struct Config {
+  static constexpr int kUndefined = INT_MIN;
+
+  std::size_t size = sizeof(Config);
+  unsigned int magic = 0xcafebeef;
+  unsigned int version = 21800;
+  int blocking = kUndefined;
+  int cga_cluster_size = kUndefined;
+  int min_ctas = kUndefined;
+  int max_ctas = kUndefined;
+  const char* net_name = nullptr;
+  int split_share = kUndefined;
+  int traffic_class = kUndefined;  // padding in 2.18, but read together with the rest by those that know it
+};
+static_assert(sizeof(void*) != 8 || sizeof(Config) == 48);
+
+using GetVersion = Result(int* version);
+using GetErrorString = const char*(Result result);
+using GetLastError = const char*(Comm comm);
+using GetUniqueId = Result(UniqueId* id);
+using CommInitRankConfig = Result(Comm* comm, int rank_count, UniqueId id, int rank, Config* config);
+using CommDestroy = Result(Comm comm);
+using CommAbort = Result(Comm comm);
+using CommGetAsyncError = Result(Comm comm, Result* error);
+using GroupStart = Result();
+using GroupEnd = Result();
+using AllReduce = Result(const void* send, void* receive, std::size_t count, DataType type, ReductionOperation op,
+                         Comm comm, cudaStream_t stream);
+using Broadcast = Result(const void* send, void* receive, std::size_t count, DataType type, int root, Comm comm,
+                         cudaStream_t stream);
+
+}  // namespace paceline::nccl

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "nccl_clique.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <string_view>
+#include <utility>
+
+#include <paceline/error.hpp>
+
+#include "issuing_thread.hpp"
+#include "nccl_communicators.hpp"
+
+namespace paceline::nccl {
+namespace {
+
+std::atomic<bool> exiting{false};
+
+/// Once the program ends, NCCL and the driver may be gone before us: nothing is touched any more.
+void note_the_exit() {
+  static const int registered = std::atexit([] { exiting = true; });
+  static_cast<void>(registered);
+}
+
+/// How often the issuing thread looks after what is under way: often enough for the deadline, seldom enough to cost
+/// nothing.
+std::chrono::nanoseconds interval_for(std::chrono::nanoseconds timeout) {
+  return std::clamp<std::chrono::nanoseconds>(timeout / 8, std::chrono::milliseconds(1), std::chrono::milliseconds(10));
+}
+
+class NcclClique final : public internal::Clique {
+ public:
+  NcclClique(const Library& library, const std::vector<internal::Rank>& ranks, const CommunicatorOptions& options)
+      : library_(library),
+        timeout_(options.timeout),
+        warm_up_bytes_(options.warm_up_bytes),
+        communicators_(std::make_shared<Communicators>(library, ranks, options.timeout)),
+        thread_(
+            "pl nccl", [communicators = communicators_] { return communicators->look_after(); },
+            interval_for(options.timeout)) {
+    for (const internal::Rank& rank : ranks) names_.push_back(rank.device.name);
+    note_the_exit();
+    try {
+      open();
+    } catch (const Error&) {
+      if (!thread_.given_up()) static_cast<void>(thread_.close(timeout_));
+      throw;
+    }
+  }
+
+  ~NcclClique() override {
+    if (exiting) {
+      static_cast<void>(new auto(std::move(communicators_)));
+      return;
+    }
+    try {
+      close();
+    } catch (const Error&) {  // left behind, as close() says; a destructor has nobody to tell
+    }
+  }
+
+  [[nodiscard]] std::string description() const override {
+    return fmt::format("NCCL {} ({})", version_text(library_.version), library_.path);
+  }
+
+  void all_reduce(std::span<void* const> buffers, std::size_t count, DType dtype) override {
+    open();
+    run([communicators = communicators_, all = std::vector<void*>(buffers.begin(), buffers.end()), count, dtype] {
+      communicators->all_reduce(all, count, dtype);
+    });
+  }
+
+  void broadcast(std::span<void* const> buffers, std::size_t bytes, std::size_t root) override {
+    open();
+    run([communicators = communicators_, all = std::vector<void*>(buffers.begin(), buffers.end()), bytes, root] {
+      communicators->broadcast(all, bytes, root);
+    });
+  }
+
+  void check() override {
+    if (thread_.given_up()) throw_stuck();
+    communicators_->check();
+  }
+
+  void close() override {
+    if (exiting || std::exchange(closed_, true) || thread_.given_up()) return;
+    // Twice: for what is still under way, and for the end itself.
+    run([communicators = communicators_] { communicators->close(); }, 2 * timeout_);
+    if (!thread_.close(timeout_)) throw_stuck();
+  }
+
+ private:
+  void open() {
+    if (communicators_->is_open()) return;
+    // Twice: for the connections, and for the first messages.
+    run([communicators = communicators_, bytes = warm_up_bytes_] { communicators->open(bytes); }, 2 * timeout_);
+  }
+
+  void run(IssuingThread::Job job) { run(std::move(job), timeout_); }
+
+  void run(IssuingThread::Job job, std::chrono::nanoseconds timeout) {
+    if (thread_.given_up() || !thread_.run(std::move(job), timeout)) throw_stuck();
+  }
+
+  [[noreturn]] void throw_stuck() {
+    const Communicators::Position position = communicators_->position();
+    const bool one = position.rank != Communicators::kEveryRank;
+    std::string all;
+    for (const std::string& name : names_) all += (all.empty() ? "" : ", ") + name;
+    throw Timeout(
+        fmt::format("{}: NCCL did not come back from {} within {:g} s. Its thread was left behind, and this "
+                    "communicator is of no use any more. NCCL may be stuck for the whole process: save what you need "
+                    "and start again. NCCL_DEBUG=INFO in the environment tells more; Transport::copies does without "
+                    "NCCL.",
+                    one ? names_[position.rank] : all, position.function == nullptr ? "a call" : position.function,
+                    std::chrono::duration<double>(timeout_).count()),
+        one ? names_[position.rank] : "");
+  }
+
+  const Library& library_;
+  std::chrono::nanoseconds timeout_;
+  std::size_t warm_up_bytes_;
+  std::vector<std::string> names_;
+  bool closed_ = false;
+  std::shared_ptr<Communicators> communicators_;  // the thread's too, should it never come back
+  IssuingThread thread_;
+};
+
+}  // namespace
+
+std::unique_ptr<internal::Clique> make_clique(const std::vector<internal::Rank>& ranks,
+                                              const CommunicatorOptions& options, std::string& why_none) {
+  const Library* found = nullptr;
+  try {
+    found = &library();
+  } catch (const Unavailable& error) {
+    why_none = error.what();
+    return nullptr;
+  }
+  const char* const blocking = std::getenv("CUDA_LAUNCH_BLOCKING");
+  if (blocking != nullptr && std::string_view(blocking) != "0" && *blocking != '\0') {
+    throw Unavailable(
+        "Communicator: CUDA_LAUNCH_BLOCKING is set. With it every launch waits for its kernel, and NCCL's first "
+        "kernel waits for those of the other GPUs, which are never launched. Unset it, use one GPU, or choose "
+        "Transport::copies.");
+  }
+  return std::make_unique<NcclClique>(*found, ranks, options);
+}
+
+}  // namespace paceline::nccl

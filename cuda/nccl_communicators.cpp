@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "nccl_communicators.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include <paceline/error.hpp>
+
+#include "device_guard.hpp"
+
+namespace paceline::nccl {
+namespace {
+
+DataType type_of(DType dtype) {
+  switch (dtype) {
+    case DType::float32:
+      return kFloat32;
+    case DType::float64:
+      return kFloat64;
+    case DType::float16:
+      return kFloat16;
+    case DType::bfloat16:
+      return kBfloat16;
+    case DType::int32:
+      return kInt32;
+    case DType::int64:
+      return kInt64;
+  }
+  return kInt8;
+}
+
+double seconds(std::chrono::nanoseconds time) { return std::chrono::duration<double>(time).count(); }
+
+}  // namespace
+
+Communicators::Communicators(const Library& library, std::vector<internal::Rank> ranks,
+                             std::chrono::nanoseconds timeout)
+    : library_(library), ranks_(std::move(ranks)), timeout_(timeout), comms_(ranks_.size(), nullptr) {}
+
+void Communicators::open(std::size_t warm_up_bytes) {
+  if (open_) return;
+  UniqueId id{};
+  enter("ncclGetUniqueId", kEveryRank);
+  const Result result = library_.get_unique_id(&id);
+  enter(nullptr, kEveryRank);
+  if (result != kSuccess) std::rethrow_exception(error_of(result, "ncclGetUniqueId", kEveryRank));
+  std::vector<Config> configs(ranks_.size());
+  group("ncclCommInitRankConfig", [&](std::size_t r) {
+    const cuda::DeviceGuard guard(ranks_[r].device.index);
+    configs[r].blocking = 1;  // others may return from a group before its kernels are enqueued
+    return library_.comm_init_rank_config(&comms_[r], static_cast<int>(ranks_.size()), id, static_cast<int>(r),
+                                          &configs[r]);
+  });
+  open_ = true;
+  warm_up(warm_up_bytes);
+}
+
+/// The first message of a kind and size makes NCCL connect the GPUs for it and load kernels. Both can wait for a kernel
+/// that runs, and that one for them: not in the middle of work.
+void Communicators::warm_up(std::size_t bytes) {
+  constexpr std::size_t small = 4096;
+  if (bytes == 0) return;
+  std::vector<std::unique_ptr<Buffer>> memory;
+  std::vector<void*> buffers;
+  for (const internal::Rank& rank : ranks_) {
+    memory.push_back(rank.opened->allocate(bytes, *rank.stream));
+    buffers.push_back(memory.back()->data());
+    rank.stream->zero(buffers.back(), bytes);
+  }
+  for (const std::size_t size : {std::min(small, bytes), bytes}) {
+    all_reduce(buffers, size / sizeof(float), DType::float32);
+    broadcast(buffers, size, 0);
+  }
+  await_all();
+}
+
+void Communicators::all_reduce(const std::vector<void*>& buffers, std::size_t count, DType dtype) {
+  enqueue("ncclAllReduce", [&](std::size_t r, cudaStream_t stream) {
+    return library_.all_reduce(buffers[r], buffers[r], count, type_of(dtype), kSum, comms_[r], stream);
+  });
+}
+
+void Communicators::broadcast(const std::vector<void*>& buffers, std::size_t bytes, std::size_t root) {
+  enqueue("ncclBroadcast", [&](std::size_t r, cudaStream_t stream) {
+    return library_.broadcast(buffers[r], buffers[r], bytes, kInt8, static_cast<int>(root), comms_[r], stream);
+  });
+}
+
+template <class Call>
+void Communicators::enqueue(const char* function, Call call) {
+  if (!open_) check();  // they were aborted just now: that is why
+  Operation operation;
+  if (!spare_.empty()) {
+    operation = std::move(spare_.back());
+    spare_.pop_back();
+  } else {
+    for (const internal::Rank& rank : ranks_) {
+      operation.arrived.push_back(rank.opened->make_event(false));
+      operation.finished.push_back(rank.opened->make_event(false));
+    }
+  }
+  operation.function = function;
+  operation.started.reset();
+  for (std::size_t r = 0; r < ranks_.size(); ++r) ranks_[r].stream->record(*operation.arrived[r]);
+  group(function, [&](std::size_t r) { return call(r, static_cast<cudaStream_t>(ranks_[r].stream->native())); });
+  for (std::size_t r = 0; r < ranks_.size(); ++r) ranks_[r].stream->record(*operation.finished[r]);
+  outstanding_.push_back(std::move(operation));
+}
+
+/// Calls it for every rank between ncclGroupStart and ncclGroupEnd, which also has to follow an error. After one the
+/// communicators are of no use.
+template <class Call>
+void Communicators::group(const char* function, Call call) {
+  enter("ncclGroupStart", kEveryRank);
+  Result result = library_.group_start();
+  const char* failed = "ncclGroupStart";
+  std::size_t rank = kEveryRank;
+  std::exception_ptr error;
+  if (result == kSuccess) {
+    for (std::size_t r = 0; r < ranks_.size() && result == kSuccess && error == nullptr; ++r) {
+      enter(function, r);
+      try {
+        result = call(r);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      if (result == kSuccess) continue;
+      failed = function;
+      rank = r;
+    }
+    enter("ncclGroupEnd", kEveryRank);
+    const Result end = library_.group_end();
+    if (result == kSuccess && end != kSuccess) {
+      result = end;
+      failed = function;  // which is what the end of a group does
+      rank = broken_rank();
+    }
+  }
+  enter(nullptr, kEveryRank);
+  if (result != kSuccess && error == nullptr) error = error_of(result, failed, rank);
+  if (error == nullptr) return;
+  abort();
+  std::rethrow_exception(error);
+}
+
+bool Communicators::look_after() {
+  if (!open_) return false;
+  try {
+    if (const std::size_t rank = broken_rank(); rank != kEveryRank) {
+      Result result = kSuccess;
+      static_cast<void>(library_.comm_get_async_error(comms_[rank], &result));
+      fail(error_of(result, outstanding_.empty() ? "a collective" : outstanding_.front().function, rank));
+      return false;
+    }
+    while (!outstanding_.empty() && finish(outstanding_.front())) {
+      spare_.push_back(std::move(outstanding_.front()));
+      outstanding_.pop_front();
+    }
+    if (outstanding_.empty()) return false;
+    const Operation& oldest = outstanding_.front();
+    if (!oldest.started || Clock::now() - *oldest.started < timeout_) return true;
+    fail(late(oldest));
+  } catch (...) {  // a device was lost
+    fail(std::current_exception());
+  }
+  return false;
+}
+
+bool Communicators::finish(Operation& operation) {
+  const auto done = [](const std::unique_ptr<Event>& event) { return event->done(); };
+  if (!operation.started) {
+    if (!std::all_of(operation.arrived.begin(), operation.arrived.end(), done)) return false;
+    operation.started = Clock::now();
+  }
+  return std::all_of(operation.finished.begin(), operation.finished.end(), done);
+}
+
+void Communicators::await_all() {
+  while (look_after()) std::this_thread::sleep_for(std::chrono::microseconds(100));
+  check();
+}
+
+void Communicators::close() {
+  const auto deadline = Clock::now() + timeout_;
+  while (look_after() && Clock::now() < deadline) std::this_thread::sleep_for(std::chrono::microseconds(100));
+  if (!open_) return;
+  if (!outstanding_.empty()) return abort();
+  group("ncclCommDestroy", [&](std::size_t r) { return library_.comm_destroy(std::exchange(comms_[r], nullptr)); });
+  open_ = false;
+}
+
+/// kEveryRank: none that says so.
+std::size_t Communicators::broken_rank() {
+  for (std::size_t r = 0; r < comms_.size(); ++r) {
+    if (comms_[r] == nullptr) continue;
+    Result result = kSuccess;
+    if (library_.comm_get_async_error(comms_[r], &result) != kSuccess) continue;
+    if (result != kSuccess && result != kInProgress) return r;
+  }
+  return kEveryRank;
+}
+
+std::string Communicators::name_of_rank(std::size_t rank) const {
+  if (rank != kEveryRank) return ranks_[rank].device.name;
+  std::string names;
+  for (const internal::Rank& each : ranks_) names += (names.empty() ? "" : ", ") + each.device.name;
+  return names;
+}
+
+std::exception_ptr Communicators::error_of(Result result, const char* function, std::size_t rank) const {
+  const char* const last = library_.get_last_error(rank == kEveryRank ? nullptr : comms_[rank]);
+  const std::string detail = last == nullptr || *last == '\0' ? "" : fmt::format(" NCCL says: {}", last);
+  return std::make_exception_ptr(Error(
+      fmt::format("{}: {} failed: {} (NCCL error {}).{} All connections were given up; the next call makes new ones. "
+                  "NCCL_DEBUG=WARN in the environment tells more; Transport::copies does without NCCL.",
+                  name_of_rank(rank), function, library_.get_error_string(result), static_cast<int>(result), detail),
+      rank == kEveryRank ? "" : name_of_rank(rank)));
+}
+
+std::exception_ptr Communicators::late(const Operation& operation) const {
+  std::size_t stuck_count = 0;
+  std::string stuck;
+  for (std::size_t r = 0; r < ranks_.size(); ++r) {
+    if (operation.finished[r]->done()) continue;
+    stuck += (stuck_count++ == 0 ? "" : ", ") + ranks_[r].device.name;
+  }
+  return std::make_exception_ptr(Timeout(
+      fmt::format("{}: {} did not end within {:g} s, though every GPU had come to it. All connections were given "
+                  "up, and the next call makes new ones; what the buffers hold is not defined. If it is the "
+                  "first one, GPUs may be unable to reach each other's memory (NCCL_P2P_DISABLE=1 does without; "
+                  "Transport::copies without NCCL).",
+                  stuck, operation.function, seconds(timeout_)),
+      stuck_count == 1 ? stuck : ""));
+}
+
+/// The failure is known before the abort lets the streams go on: who sees an event behind it done, sees it.
+void Communicators::fail(std::exception_ptr failure) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (failure_ == nullptr) failure_ = std::move(failure);
+  }
+  abort();
+}
+
+/// All of them: what they share is freed with the last one.
+void Communicators::abort() noexcept {
+  open_ = false;
+  enter("ncclCommAbort", kEveryRank);
+  static_cast<void>(library_.group_start());
+  for (Comm& comm : comms_) {
+    if (comm != nullptr) static_cast<void>(library_.comm_abort(std::exchange(comm, nullptr)));
+  }
+  static_cast<void>(library_.group_end());
+  enter(nullptr, kEveryRank);
+  outstanding_.clear();
+}
+
+void Communicators::check() {
+  std::exception_ptr failure;
+  {
+    const std::lock_guard lock(mutex_);
+    failure = std::exchange(failure_, nullptr);
+  }
+  if (failure != nullptr) std::rethrow_exception(failure);
+}
+
+void Communicators::enter(const char* function, std::size_t rank) {
+  const std::lock_guard lock(mutex_);
+  position_ = {function, rank};
+}
+
+Communicators::Position Communicators::position() const {
+  const std::lock_guard lock(mutex_);
+  return position_;
+}
+
+}  // namespace paceline::nccl

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <paceline/runtime/async.hpp>
+
+#include "comm/clique.hpp"
+#include "nccl_library.hpp"
+
+namespace paceline::nccl {
+
+/// NCCL's communicators of several GPUs, blocking ones, made and ended together. Every collective is one group.
+///
+/// NCCL has no time-outs of its own: what was enqueued is looked after by events. Where one collective or one
+/// communicator fails, all of them are aborted, which lets the GPUs go on; open() makes new ones.
+/// Threads: one, the issuing thread; check() and position() any.
+class Communicators {
+ public:
+  Communicators(const Library& library, std::vector<internal::Rank> ranks, std::chrono::nanoseconds timeout);
+
+  /// Connects the GPUs, and waits until messages up to `warm_up_bytes` have gone through.
+  /// @throws Error, Timeout
+  void open(std::size_t warm_up_bytes);
+  [[nodiscard]] bool is_open() const noexcept { return open_.load(); }
+
+  void all_reduce(const std::vector<void*>& buffers, std::size_t count, DType dtype);
+  void broadcast(const std::vector<void*>& buffers, std::size_t bytes, std::size_t root);
+
+  /// Looks whether what was enqueued is done, late or broken. False: there is nothing to look after.
+  bool look_after();
+  /// Ends the communicators once they have nothing to do; aborts them if that takes too long.
+  void close();
+
+  /// Throws what look_after() has found, once.
+  void check();
+  /// "ncclAllReduce" and the rank, while the issuing thread is inside NCCL; kEveryRank if it concerns all.
+  struct Position {
+    const char* function = nullptr;
+    std::size_t rank = kEveryRank;
+  };
+  static constexpr std::size_t kEveryRank = static_cast<std::size_t>(-1);
+  [[nodiscard]] Position position() const;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  /// A collective on its way.
+  struct Operation {
+    const char* function = nullptr;
+    std::vector<std::unique_ptr<Event>> arrived;   // every rank's stream has come to it
+    std::vector<std::unique_ptr<Event>> finished;  // and is done with it
+    std::optional<Clock::time_point> started;      // when the last one was seen to have come
+  };
+
+  template <class Call>
+  void group(const char* function, Call call);
+  template <class Call>
+  void enqueue(const char* function, Call call);
+  void warm_up(std::size_t bytes);
+  void await_all();
+  [[nodiscard]] bool finish(Operation& operation);
+  [[nodiscard]] std::size_t broken_rank();
+  [[nodiscard]] std::exception_ptr error_of(Result result, const char* function, std::size_t rank) const;
+  [[nodiscard]] std::exception_ptr late(const Operation& operation) const;
+  void fail(std::exception_ptr failure);
+  void abort() noexcept;
+  void enter(const char* function, std::size_t rank);
+  [[nodiscard]] std::string name_of_rank(std::size_t rank) const;
+
+  const Library& library_;
+  const std::vector<internal::Rank> ranks_;
+  const std::chrono::nanoseconds timeout_;
+  std::vector<Comm> comms_;
+  std::deque<Operation> outstanding_;
+  std::vector<Operation> spare_;  // events are made once
+  std::atomic<bool> open_{false};
+
+  mutable std::mutex mutex_;
+  std::exception_ptr failure_;
+  Position position_;
+};
+
+}  // namespace paceline::nccl

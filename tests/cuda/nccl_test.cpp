@@ -1,0 +1,332 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// NCCL that is missing, old, slow, broken or stuck.
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <paceline/comm/communicator.hpp>
+#include <paceline/comm/nccl_info.hpp>
+#include <paceline/error.hpp>
+
+#include "fake_cuda.hpp"
+#include "gpu_arrays.hpp"
+#include "nccl_host.hpp"
+#include "nccl_library.hpp"
+#include "twins.hpp"
+
+namespace paceline {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+constexpr std::uint64_t kSeeds = 200;
+
+fake::Nccl& boot(std::uint64_t seed, int gpus) {
+  fake::boot({.seed = seed, .device_count = gpus});
+  fake::set_twins();
+  set_user_twins();
+  return fake::boot_nccl();
+}
+
+DeviceGroup gpus(int count) {
+  std::vector<std::string> names;
+  for (int d = 0; d < count; ++d) names.push_back("cuda:" + std::to_string(d));
+  return group_of(names);
+}
+
+/// A group of GPUs with an array each, and one more call to see that all is well again.
+struct Bench {
+  explicit Bench(int count, std::chrono::nanoseconds timeout = seconds(30), std::size_t warm_up_bytes = 0)
+      : group(gpus(count)),
+        communicator(group, {.transport = Transport::nccl, .timeout = timeout, .warm_up_bytes = warm_up_bytes}),
+        arrays(group, 4),
+        ones(4, 1.0F) {}
+
+  void reduce() {
+    for (std::size_t d = 0; d < group.size(); ++d) arrays.fill(d, ones);
+    communicator.all_reduce(arrays.views());
+  }
+
+  void expect_right() {
+    reduce();
+    std::vector<std::vector<float>> after(group.size());
+    for (std::size_t d = 0; d < group.size(); ++d) arrays.read(d, after[d]);
+    communicator.wait();
+    arrays.wait();
+    for (const auto& each : after) ASSERT_EQ(each, std::vector<float>(4, static_cast<float>(group.size())));
+  }
+
+  DeviceGroup group;
+  Communicator communicator;
+  GpuArrays arrays;
+  std::vector<float> ones;
+};
+
+template <class E>
+E thrown_by(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const E& error) {
+    return error;
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return E("nothing");
+}
+
+bool says(const Error& error, const std::string& words) {
+  return std::string(error.what()).find(words) != std::string::npos;
+}
+
+void expect_clean(const fake::Nccl& nccl, std::uint64_t seed) {
+  ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
+  ASSERT_EQ(nccl.problems(), std::vector<std::string>{}) << "seed " << seed;
+  ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
+  ASSERT_EQ(nccl.communicators(), 0) << "seed " << seed;
+}
+
+/// Runs in a process of its own, since one that has found an NCCL keeps it. The path of what was found, or why nothing.
+void expect_found(const std::string& expected, const std::function<void()>& prepare) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(
+      {
+        unsetenv("PACELINE_NCCL_LIBRARY");
+        prepare();
+        const NcclInfo info = nccl_info();
+        std::fprintf(stderr, "found %s%s", info.path.c_str(), info.why_none.c_str());
+        std::_Exit(0);
+      },
+      ::testing::ExitedWithCode(0), expected);
+}
+
+TEST(NcclLibrary, IsTheOneThatTheProcessHasBeforeAnyOther) {
+  expect_found("found .*/libnccl.so.2", [] {
+    ASSERT_NE(dlopen(FAKE_NCCL_RESIDENT_PATH, RTLD_NOW | RTLD_LOCAL), nullptr);
+    setenv("PACELINE_NCCL_LIBRARY", FAKE_NCCL_PATH, 1);
+    set_nccl_path(FAKE_NCCL_PATH);
+  });
+}
+
+TEST(NcclLibrary, IsTheOneThatTheEnvironmentNamesBeforeThatOfAPackage) {
+  expect_found("found .*/libfake_nccl.so", [] {
+    setenv("PACELINE_NCCL_LIBRARY", FAKE_NCCL_PATH, 1);
+    set_nccl_path(FAKE_NCCL_RESIDENT_PATH);
+  });
+  expect_found("found NCCL: /nowhere/libnccl.so cannot be loaded", [] {
+    setenv("PACELINE_NCCL_LIBRARY", "/nowhere/libnccl.so", 1);
+    set_nccl_path(FAKE_NCCL_RESIDENT_PATH);
+  });
+}
+
+TEST(NcclLibrary, IsThatOfAPackageBeforeTheSystems) {
+  expect_found("found .*/libfake_nccl.so", [] { set_nccl_path(FAKE_NCCL_PATH); });
+}
+
+TEST(NcclLibrary, TellsItsVersionAndItsFile) {
+  boot(1, 1);
+  const NcclInfo info = nccl_info();
+  EXPECT_EQ(info.version, "2.30.7");
+  EXPECT_EQ(info.path, FAKE_NCCL_PATH);
+  EXPECT_EQ(info.why_none, "");
+}
+
+TEST(NcclLibrary, RefusesAnOldOneAndSaysWhich) {
+  fake::Nccl& nccl = boot(1, 1);
+  nccl.set_version(21704);
+  const auto error = thrown_by<Unavailable>([] { static_cast<void>(nccl::open_library(FAKE_NCCL_PATH)); });
+  EXPECT_TRUE(says(error, std::string(FAKE_NCCL_PATH) + " is version 2.17.4, and 2.18.0 or newer")) << error.what();
+  nccl.set_version(2708);
+  EXPECT_TRUE(says(thrown_by<Unavailable>([] { static_cast<void>(nccl::open_library(FAKE_NCCL_PATH)); }), "2.7.8"));
+  nccl.set_version(21800);
+  EXPECT_EQ(nccl::open_library(FAKE_NCCL_PATH).version, 21800);
+}
+
+TEST(NcclLibrary, NamesAMissingFunction) {
+  // The version is asked first; the incomplete one has its own.
+  const auto error = thrown_by<Unavailable>([] { static_cast<void>(nccl::open_library(FAKE_NCCL_INCOMPLETE_PATH)); });
+  EXPECT_TRUE(says(error, std::string(FAKE_NCCL_INCOMPLETE_PATH) + " has no function ncclCommAbort")) << error.what();
+}
+
+TEST(NcclLibrary, SaysThatAFileIsNone) {
+  const auto error = thrown_by<Unavailable>([] { static_cast<void>(nccl::open_library("/nowhere/libnccl.so.2")); });
+  EXPECT_TRUE(says(error, "/nowhere/libnccl.so.2 cannot be loaded")) << error.what();
+  EXPECT_TRUE(says(error, "pip install")) << error.what();
+}
+
+TEST(NcclClique, ConnectsAllGpusAtOnceAndEndsThemTogether) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    fake::Nccl& nccl = boot(seed, 4);
+    {
+      Bench bench(2 + static_cast<int>(seed % 3), seconds(30), 8192);
+      ASSERT_EQ(nccl.made(), static_cast<int>(bench.group.size()));
+      ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+    }
+    ASSERT_EQ(nccl.aborted(), 0);
+    ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, seed));
+  }
+}
+
+TEST(NcclClique, RefusesBlockingLaunches) {
+  boot(1, 2);
+  setenv("CUDA_LAUNCH_BLOCKING", "1", 1);
+  const auto error = thrown_by<Unavailable>([] { Bench bench(2); });
+  setenv("CUDA_LAUNCH_BLOCKING", "0", 1);
+  EXPECT_TRUE(says(error, "CUDA_LAUNCH_BLOCKING is set")) << error.what();
+  Bench bench(2);
+  unsetenv("CUDA_LAUNCH_BLOCKING");
+}
+
+TEST(NcclClique, NamesTheDeviceAndTheCallThatFailed) {
+  for (const char* const function : {"ncclAllReduce", "ncclGroupStart", "ncclGroupEnd"}) {
+    for (std::uint64_t seed = 0; seed < 50; ++seed) {
+      fake::Nccl& nccl = boot(seed, 3);
+      {
+        Bench bench(3);
+        ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+        const bool one = std::string(function) == "ncclAllReduce";
+        nccl.fail(function, one ? 1 : fake::Nccl::kAnyRank, nccl::kUnhandledCudaError);
+        const auto error = thrown_by<Error>([&] { bench.reduce(); });
+        ASSERT_TRUE(says(error, "unhandled cuda error (NCCL error 1)") && says(error, "as was ordered"));
+        ASSERT_EQ(error.device(), one ? "cuda:1" : "") << error.what();
+        ASSERT_EQ(nccl.aborted(), 3) << "all of them, or what they share is never freed";
+        ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+        ASSERT_EQ(nccl.made(), 6);
+      }
+      ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, seed));
+    }
+  }
+}
+
+TEST(NcclClique, SaysThatItCannotConnect) {
+  for (const char* const function : {"ncclGetUniqueId", "ncclCommInitRankConfig", "ncclGroupEnd"}) {
+    fake::Nccl& nccl = boot(1, 2);
+    const bool one = std::string(function) == "ncclCommInitRankConfig";
+    nccl.fail(function, one ? 1 : fake::Nccl::kAnyRank, nccl::kSystemError);
+    const auto error = thrown_by<Error>([] { Bench bench(2); });
+    EXPECT_TRUE(says(error, "NCCL error 2")) << error.what();
+    EXPECT_EQ(error.device(), one ? "cuda:1" : "");
+    ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, 1));
+  }
+}
+
+TEST(NcclClique, FindsAHangInItsWarmUp) {
+  fake::Nccl& nccl = boot(1, 2);
+  nccl.hang();
+  const auto error = thrown_by<Timeout>([] { Bench bench(2, milliseconds(50), 64); });
+  EXPECT_TRUE(says(error, "cuda:0, cuda:1: ncclAllReduce did not end within 0.05 s")) << error.what();
+  EXPECT_TRUE(says(error, "NCCL_P2P_DISABLE=1")) << error.what();
+  EXPECT_EQ(nccl.aborted(), 2);
+  ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, 1));
+}
+
+TEST(NcclClique, EndsACollectiveThatHangsAndGoesOnWithNewConnections) {
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    fake::Nccl& nccl = boot(seed, 3);
+    {
+      Bench bench(3, milliseconds(30));
+      ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+      nccl.hang();
+      bench.reduce();
+      const auto error = thrown_by<Timeout>([&] { bench.communicator.wait(); });
+      ASSERT_TRUE(says(error, "ncclAllReduce did not end within 0.03 s")) << error.what();
+      ASSERT_EQ(nccl.aborted(), 3);
+      ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+    }
+    ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, seed));
+  }
+}
+
+TEST(NcclClique, GivesTheHostNothingOfAnAbortedCollective) {
+  fake::Nccl& nccl = boot(1, 2);
+  const DeviceGroup group = group_of({"cuda:0", "cuda:1", "host:0"});
+  Communicator communicator(group, {.timeout = milliseconds(30), .warm_up_bytes = 0});
+  GpuArrays arrays(group, 4);
+  const std::vector<float> ones(4, 1.0F);
+  for (std::size_t d = 0; d < 3; ++d) arrays.fill(d, ones);
+  nccl.hang();
+  EXPECT_THROW(communicator.all_reduce(arrays.views()), Timeout);
+  std::vector<float> host;
+  arrays.read(2, host);
+  EXPECT_EQ(host, ones);
+}
+
+TEST(NcclClique, WaitsForSlowProducersWithoutEnd) {
+  fake::Nccl& nccl = boot(1, 2);
+  Bench bench(2, milliseconds(30));
+  const auto late = static_cast<cudaStream_t>(bench.arrays.views()[1].stream);
+  fake::hang(late);
+  bench.reduce();
+  std::this_thread::sleep_for(milliseconds(150));
+  EXPECT_EQ(nccl.aborted(), 0) << "that a GPU comes late is no fault of the collective";
+  fake::go_on(late);
+  ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+}
+
+TEST(NcclClique, TakesItsTimeWhereCallsAreSlow) {
+  fake::Nccl& nccl = boot(1, 2);
+  Bench bench(2, seconds(10));
+  nccl.delay("ncclAllReduce", 1, milliseconds(50));
+  nccl.delay("ncclGroupEnd", fake::Nccl::kAnyRank, milliseconds(50));
+  ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+  EXPECT_EQ(nccl.aborted(), 0);
+}
+
+TEST(NcclClique, ReportsWhatACommunicatorSaysLater) {
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    fake::Nccl& nccl = boot(seed, 3);
+    {
+      Bench bench(3);
+      ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+      nccl.hang();
+      bench.reduce();
+      nccl.break_rank(2, nccl::kRemoteError);
+      const auto error = thrown_by<Error>([&] { bench.communicator.wait(); });
+      ASSERT_EQ(error.device(), "cuda:2") << error.what();
+      ASSERT_TRUE(says(error, "NCCL error 6")) << error.what();
+      ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+    }
+    ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, seed));
+  }
+}
+
+TEST(NcclClique, LeavesAThreadBehindThatDoesNotComeBackAndNamesTheDevice) {
+  fake::Nccl& nccl = boot(1, 2);
+  {
+    Bench bench(2, milliseconds(50));
+    ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+    nccl.hold("ncclAllReduce", 1);
+    const auto error = thrown_by<Timeout>([&] { bench.reduce(); });
+    EXPECT_EQ(error.device(), "cuda:1");
+    EXPECT_TRUE(says(error, "cuda:1: NCCL did not come back from ncclAllReduce within 0.05 s")) << error.what();
+    EXPECT_TRUE(says(thrown_by<Timeout>([&] { bench.reduce(); }), "left behind"));
+    bench.arrays.wait();
+  }
+  EXPECT_EQ(nccl.inside(), 1) << "still there, and nobody waited for it";
+  nccl.release();
+  while (fake::leftovers().streams > 0) std::this_thread::sleep_for(milliseconds(1));
+}
+
+TEST(NcclClique, NamesAllDevicesWhereTheEndOfAGroupHangs) {
+  fake::Nccl& nccl = boot(1, 2);
+  {
+    Bench bench(2, milliseconds(50));
+    nccl.hold("ncclGroupEnd", fake::Nccl::kAnyRank);
+    const auto error = thrown_by<Timeout>([&] { bench.reduce(); });
+    EXPECT_TRUE(says(error, "cuda:0, cuda:1: NCCL did not come back from ncclGroupEnd")) << error.what();
+    EXPECT_EQ(error.device(), "");
+  }
+  nccl.release();
+  while (fake::leftovers().streams > 0) std::this_thread::sleep_for(milliseconds(1));
+}
+
+}  // namespace
+}  // namespace paceline

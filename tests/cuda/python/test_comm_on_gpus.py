@@ -1,0 +1,143 @@
+"""`Communicator` on GPUs that are not there: arrays of NumPy say that they are a GPU's, and tell a stream or do not."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from paceline import Communicator, DeviceGroup, InvalidArgument, Unavailable
+
+GPU = 2  # DLPack's number for memory of CUDA
+
+
+def capsule_of(values: Any, index: int) -> tuple[Any, int]:
+    """A versioned capsule that says it is of a GPU, and what it points to."""
+    capsule = values.__dlpack__(max_version=(1, 0))
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    pointer = int(get(capsule, b"dltensor_versioned"))
+    place = (ctypes.c_int32 * 2).from_address(pointer + 40)  # after version, context, deleter, flags and data
+    place[0], place[1] = GPU, index
+    return capsule, pointer
+
+
+FromObject = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(ctypes.c_void_p))
+CurrentWorkStream = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
+
+
+class Table(ctypes.Structure):
+    """DLPackExchangeAPI, with its header at the beginning."""
+
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("previous", ctypes.c_void_p),
+        ("allocator", ctypes.c_void_p),
+        ("from_object", FromObject),
+        ("to_object", ctypes.c_void_p),
+        ("tensor_from_object", ctypes.c_void_p),
+        ("current_work_stream", CurrentWorkStream),
+    ]
+
+
+class OldArray:
+    """Memory of a GPU of a library that knows `__dlpack__` alone."""
+
+    def __init__(self, values: Any, index: int) -> None:
+        self.values = np.array(values, np.float32)
+        self.index = index
+        self.asked: list[dict[str, Any]] = []
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return GPU, self.index
+
+    def __dlpack__(self, **keywords: Any) -> Any:
+        self.asked.append(keywords)
+        return capsule_of(self.values, self.index)[0]
+
+
+class Array(OldArray):
+    """Memory of a GPU of a library with the C exchange API, whose current stream is the legacy default stream."""
+
+    streams_told: ClassVar[list[int]] = []
+
+
+def lend(lender: Any, out: Any) -> int:
+    capsule, pointer = capsule_of(lender.values, lender.index)
+    ctypes.pythonapi.PyCapsule_SetName.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    ctypes.pythonapi.PyCapsule_SetName(capsule, b"used_dltensor_versioned")
+    out[0] = pointer
+    return 0
+
+
+def tell_stream(kind: int, index: int, out: Any) -> int:
+    Array.streams_told.append(index)
+    out[0] = None
+    return 0
+
+
+TABLE = Table(1, 3, None, None, FromObject(lend), None, None, CurrentWorkStream(tell_stream))
+Array.__dlpack_c_exchange_api__ = ctypes.addressof(TABLE)  # type: ignore[attr-defined]
+
+
+def test_arrays_of_gpus_are_reduced_in_place_on_their_own_streams(fake: Any) -> None:
+    Array.streams_told.clear()
+    with DeviceGroup(["cuda:0", "cuda:1", "host:0"]) as group:
+        communicator = Communicator(group, transport="copies")
+        arrays: list[Any] = [Array([1, 2, 3], 0), Array([10, 20, 30], 1), np.array([100, 200, 300], np.float32)]
+        communicator.all_reduce(arrays)
+        for values in (arrays[0].values, arrays[1].values, arrays[2]):
+            assert values.tolist() == [111, 222, 333]
+        communicator.broadcast([Array([1, 2], 0), second := Array([5, 6], 1), np.zeros(2, np.float32)])
+        assert second.values.tolist() == [1, 2]
+        assert communicator.description == "copies through cuda:0 (as asked for)"
+        communicator.wait()
+        communicator.close()
+        with pytest.raises(Unavailable, match="closed"):
+            communicator.wait()
+    assert Array.streams_told == [0, 1, 0, 1]
+    assert all(not lender.asked for lender in arrays[:2])
+    assert fake.leftovers == 0
+
+
+def test_libraries_that_tell_no_stream_are_made_to_order_theirs(fake: Any) -> None:
+    with DeviceGroup(["cuda:0", "cuda:1"]) as group:
+        communicator = Communicator(group, transport="copies")
+        arrays = [OldArray([1, 2], 0), Array([3, 4], 1)]
+        communicator.all_reduce(arrays, "mean")
+        assert arrays[0].values.tolist() == arrays[1].values.tolist() == [2, 3]
+        assert arrays[0].asked == [{"max_version": (1, 0), "copy": False, "stream": 1}]
+        communicator.close()
+
+
+@pytest.mark.parametrize("kind", [Array, OldArray])
+def test_arrays_have_to_be_in_the_memory_of_their_device(fake: Any, kind: type[OldArray]) -> None:
+    with DeviceGroup(["cuda:0", "cuda:1"]) as group:
+        communicator = Communicator(group, transport="copies")
+        good = kind([1, 2], 0)
+        wrong: list[tuple[Any, str]] = [
+            (kind([1, 2], 3), r"buffers\[1\] .* not in the memory of cuda:1 \(DLPack device type 2, number 3\)"),
+            (np.zeros(2, np.float32), r"buffers\[1\] \(ndarray\) is not in the memory of cuda:1.*type 1"),
+            (array("f", [1.0, 2.0]), r"buffers\[1\] .* not in the memory of cuda:1"),
+        ]
+        for other, message in wrong:
+            with pytest.raises(InvalidArgument, match=message):
+                communicator.all_reduce([good, other])
+        assert good.values.tolist() == [1, 2]
+        communicator.close()
+
+
+def test_what_is_asked_for_and_not_there_is_said(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_NCCL_LIBRARY", "/nowhere/libnccl.so.2")
+    with DeviceGroup(["cuda:0", "cuda:1"]) as group:
+        with pytest.raises(Unavailable, match=r"/nowhere/libnccl\.so\.2 cannot be loaded"):
+            Communicator(group, transport="nccl")
+        communicator = Communicator(group)
+        assert "copies through cuda:0 (NCCL: /nowhere/libnccl.so.2" in communicator.description
+        with pytest.raises(Unavailable, match="'max' is not there for groups with GPUs"):
+            communicator.all_reduce([Array([1], 0), Array([2], 1)], "max")
+        communicator.close()

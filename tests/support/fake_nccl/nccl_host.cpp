@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "nccl_host.hpp"
+
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <mutex>
+#include <utility>
+
+#include <paceline/comm/reduce.hpp>
+
+#include "fake_cudart/driver.hpp"
+#include "machine.hpp"
+
+namespace fake {
+namespace {
+
+paceline::DType dtype_of(paceline::nccl::DataType type) {
+  switch (type) {
+    case paceline::nccl::kFloat64:
+      return paceline::DType::float64;
+    case paceline::nccl::kFloat16:
+      return paceline::DType::float16;
+    case paceline::nccl::kBfloat16:
+      return paceline::DType::bfloat16;
+    case paceline::nccl::kInt32:
+      return paceline::DType::int32;
+    case paceline::nccl::kInt64:
+      return paceline::DType::int64;
+    default:
+      return paceline::DType::float32;
+  }
+}
+
+void enqueue(cudaStream_t stream, const char* name, std::function<void()> body, const Signal& awaited,
+             const Signal& given) {
+  const std::lock_guard lock(machine().mutex);
+  Stream* const target = machine().resolve(stream);
+  if (!machine().known(target)) misuse("NCCL was given a stream that is none");
+  Operation operation;
+  operation.name = name;
+  operation.body = std::move(body);
+  operation.awaited = std::static_pointer_cast<Recording>(awaited);
+  operation.recorded = std::static_pointer_cast<Recording>(given);
+  machine().enqueue(target, std::move(operation));
+}
+
+const NcclHost kHost = {
+    .make_signal = [] { return Signal(std::make_shared<Recording>()); },
+    .give =
+        [](const Signal& signal) {
+          const std::lock_guard lock(machine().mutex);
+          std::static_pointer_cast<Recording>(signal)->done = true;
+        },
+    .enqueue = &enqueue,
+    .device_of =
+        [](cudaStream_t stream) {
+          const std::lock_guard lock(machine().mutex);
+          return machine().resolve(stream)->device;
+        },
+    .current_device = &current_device,
+    .reads = &reads,
+    .writes = &writes,
+    .sum =
+        [](std::span<const void* const> inputs, void* output, std::size_t count, paceline::nccl::DataType type) {
+          paceline::reduce_block(inputs, output, count, dtype_of(type), paceline::ReduceOp::sum);
+        },
+};
+
+Nccl& load() {
+  setenv("PACELINE_NCCL_LIBRARY", FAKE_NCCL_PATH, 1);
+  void* const library = dlopen(FAKE_NCCL_PATH, RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) misuse(dlerror());
+  return *reinterpret_cast<decltype(&fake_nccl)>(dlsym(library, "fake_nccl"))();
+}
+
+}  // namespace
+
+Nccl& boot_nccl() {
+  static Nccl& nccl = load();
+  nccl.reset(kHost);
+  return nccl;
+}
+
+}  // namespace fake

@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "fake_nccl.hpp"
+
+namespace fake {
+
+/// The fake NCCL, as if just loaded, on the machine that was booted last. The first call makes it the NCCL of the
+/// process: before paceline looks for one.
+Nccl& boot_nccl();
+
+}  // namespace fake
