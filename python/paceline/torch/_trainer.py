@@ -41,10 +41,12 @@ class DataParallel:
     Parameters
     ----------
     module
-        The module to train. With two or more devices it is copied once per device (parameters shared, buffers own); attributes other
-        than parameters, buffers, training mode and ``requires_grad`` that change later do not reach the copies.
+        The module to train. With two or more devices it is copied once per device (parameters shared within a memory, buffers own);
+        attributes other than parameters, buffers, training mode and ``requires_grad`` that change later do not reach the copies. With
+        GPUs among the devices it has to be on the first of them.
     devices
-        ``"auto"`` (all host devices), names such as ``["host:0", "host:1"]``, or a `paceline.DeviceGroup`, which then stays open on `close`.
+        ``"auto"`` (every GPU if the module is on one, else every host device), names such as ``["host:0", "host:1"]`` or
+        ``["cuda:0", "cuda:1"]``, what `paceline.partition` returns, or a `paceline.DeviceGroup`, which then stays open on `close`.
     balance
         ``"auto"``: shares follow the measured speeds, and a device that is done early takes over work. ``"even"``: equal shares.
         A list with one number per device: fixed ratios. The last two never move work.
@@ -55,6 +57,8 @@ class DataParallel:
         **The objective is the mean over the batch either way**, so gradients do not change with this; it must only be true.
     replicate
         ``replicate(module)`` returns a new module of the same structure, for modules that ``copy.deepcopy`` cannot copy.
+    timeout
+        Seconds that anything enqueued on a GPU may take; what takes longer is taken for a hang.
 
     Notes
     -----
@@ -63,6 +67,9 @@ class DataParallel:
     draws other masks for another split.
 
     While a trainer on host devices is open, the caller's own PyTorch operators run on one thread; `close` restores that.
+
+    On GPUs a step is ordered on the caller's current stream of the module's GPU, as an operator is, and waits for nothing; the caller may
+    be two steps ahead of the devices. Where memory runs out, the step runs again in smaller pieces.
 
     Examples
     --------
@@ -152,12 +159,14 @@ class DataParallel:
         Returns
         -------
         torch.Tensor
-            The objective over the whole batch: 0-dimensional, detached, unscaled.
+            The objective over the whole batch: 0-dimensional, detached, unscaled; with GPUs on the module's.
 
         Raises
         ------
         InvalidArgument
             For a batch, weight, loss or module that cannot be used; the message says what to do.
+        Timeout, DeviceLost
+            If a GPU hangs, and after that, or after an error that only a new process repairs. It may be of an earlier step.
         Exception
             What `loss_fn` raised on a worker, with its own traceback and a note that names the device. Then gradients and buffers are as
             before the step (random generators and Python state are not), and the next step works.
@@ -300,7 +309,7 @@ class DataParallel:
             return concatenate(run.outputs, self._places.to_home)
 
     def optimizer(self, cls: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
-        """An optimizer over the module's parameters: on host devices exactly ``cls(module.parameters(), **options)``."""
+        """An optimizer over the module's parameters: exactly ``cls(module.parameters(), **options)``."""
         return cls(self.module.parameters(), **options)
 
     @property
