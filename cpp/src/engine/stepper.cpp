@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <chrono>
 #include <deque>
 #include <functional>
@@ -46,18 +47,30 @@ struct PendingStep {
   bool planned_anew = true;  // false: it ran by the plan of the one before, whose times were not known yet
 };
 
+bool any_asynchronous(const DeviceGroup& group) {
+  const std::vector<Device>& devices = group.devices();
+  return std::any_of(devices.begin(), devices.end(),
+                     [](const Device& device) { return backend_of(device).asynchronous(); });
+}
+
+/// On devices that choose algorithms, compile or capture by size, moving shares shall bring no new sizes: with a fixed
+/// micro-batch every share is made of whole ones, but for what is left of the batch.
+StepperOptions with_stable_shapes(StepperOptions options, bool asynchronous) {
+  if (asynchronous && options.micro_batch > 0 && options.granularity == 1) options.granularity = options.micro_batch;
+  return options;
+}
+
 }  // namespace
 
 struct Stepper::State {
   State(DeviceGroup the_group, StepperOptions the_options)
       : group(std::move(the_group)),
-        options(std::move(the_options)),
+        asynchronous(any_asynchronous(group)),
+        options(with_stable_shapes(std::move(the_options), asynchronous)),
         balancer(make_balancer(group, options)),
         metrics(names_of(group)),
         health(group.devices()),
-        origin(std::chrono::steady_clock::now()) {
-    for (const Device& device : group.devices()) asynchronous = asynchronous || backend_of(device).asynchronous();
-  }
+        origin(std::chrono::steady_clock::now()) {}
 
   void note(const PendingStep& done) {
     record = done.step->record();
@@ -117,8 +130,8 @@ struct Stepper::State {
   }
 
   DeviceGroup group;
+  bool asynchronous;  // any of the devices
   StepperOptions options;
-  bool asynchronous = false;  // any of the devices
   balance::Balancer balancer;
   observe::MetricsRecorder metrics;
   HealthLog health;

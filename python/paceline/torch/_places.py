@@ -13,6 +13,7 @@ from torch import nn
 from paceline import DeviceGroup, InvalidArgument, Unavailable
 from paceline._core.engine import DeviceQueues
 from paceline.torch import _cuda
+from paceline.torch._launch import LaunchClock
 
 Move = Callable[[torch.Tensor], torch.Tensor]
 
@@ -53,6 +54,7 @@ class Places:
             self.queues = DeviceQueues(group, stream=_cuda.current_stream(self._home_gpu), timeout=timeout)
         self.spaces = self.queues.spaces if self.queues is not None else [0] * len(group)
         self.home_space = self.queues.home_space if self.queues is not None else 0
+        self.launches = LaunchClock(self.names, [gpu is not None for gpu in self._gpu])
         self._copies: dict[int, Any] = {}
 
     def __len__(self) -> int:

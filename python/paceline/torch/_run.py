@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -139,7 +140,9 @@ class Run:
         with self.places.enter(device):
             for piece in self.caps.pieces(device, begin, end):
                 self._pieces[device] = piece
+                began = time.perf_counter()
                 codes.append(self._piece(device, *piece))
+                self.launched(device, time.perf_counter() - began)
         return max(codes)
 
     def _piece(self, device: int, begin: int, end: int) -> int:
@@ -157,6 +160,9 @@ class Run:
 
     def compute(self, device: int, begin: int, end: int) -> bool:
         raise TypeError("Run.compute is for subclasses")
+
+    def launched(self, device: int, seconds: float) -> None:
+        """A piece was enqueued, or on the host has run, in that time."""
 
     def after(self, device: int) -> None:
         """What follows a micro-batch outside of the caller's state: modes of the user do not see it."""
@@ -225,6 +231,9 @@ class TrainRun(Run):
         if scale.device != self.places.devices[device]:
             scale = self.scales[device] = self.places.mover(device)(scale)
         return scale
+
+    def launched(self, device: int, seconds: float) -> None:
+        self.places.launches.note(device, seconds)
 
     def after(self, device: int) -> None:
         self._storages[device].separate()

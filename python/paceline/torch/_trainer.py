@@ -335,7 +335,9 @@ class DataParallel:
 
     def explain(self) -> str:
         """In words: what was seen, what was decided and why, what a move would gain."""
-        return self._stepper.explain() + self._caps.explain()
+        text = self._stepper.explain()
+        busy = [entry["busy_seconds"] for entry in self._stepper.metrics["devices"].values()]
+        return text + self._caps.explain() + self._places.launches.explain(busy)
 
     def write_ledger(self, path: str | os.PathLike[str]) -> None:
         """Write every measurement and decision of `step` to a file of JSON lines; `paceline.balance.replay` reproduces them.

@@ -353,3 +353,27 @@ def test_a_parameter_with_gaps_is_not_sent(fake: Any) -> None:
     module.weight = nn.Parameter(torch.randn(4, 8)[:, ::2])
     with pytest.raises(InvalidArgument, match=r"weight.*gaps"):
         DataParallel(module, BOXES["two"])
+
+
+def test_moving_shares_bring_no_new_sizes(fake: Any) -> None:
+    module, batch = module_and_batch()
+    sizes = set()
+
+    def loss_fn(one: Any, part: Any) -> Any:
+        sizes.add(len(part[0]))
+        time.sleep(0.002 * (1 + fake.streams[-1][0]))  # the second GPU is slower, so shares move
+        return classify(one, part)
+
+    with DataParallel(module, BOXES["two"], micro_batch=4) as trainer:
+        for _ in range(6):
+            trainer.step(loss_fn, batch)
+    assert sizes == {4}
+
+
+def test_a_run_that_python_holds_up_is_told_so(fake: Any) -> None:
+    module, batch = module_and_batch()
+    with DataParallel(module, BOXES["two"], balance="even", micro_batch=1) as trainer:
+        trainer.step(classify, batch)
+        text = trainer.explain()  # here a micro-batch takes as long as its launch
+    assert "Launch-bound: a micro-batch takes a GPU" in text
+    assert "2 devices share Python's lock" in text
