@@ -4,6 +4,10 @@
 #include <utility>
 #include <vector>
 
+#include <fmt/format.h>
+
+#include <paceline/error.hpp>
+
 #include "comm/block_task.hpp"
 #include "comm/collectives.hpp"
 
@@ -151,6 +155,14 @@ class HostCollectives final : public Collectives {
 }  // namespace
 
 std::unique_ptr<Collectives> make_host_collectives(const DeviceGroup& group) {
+  const Device& first = group.devices().front();
+  for (const Device& device : group.devices()) {
+    if (device.memory_space == first.memory_space) continue;
+    throw InvalidArgument(fmt::format("Communicator: {} is in memory space '{}' and {} in '{}'; host collectives need "
+                                      "one space: make a group of devices that share one",
+                                      first.name, first.memory_space, device.name, device.memory_space),
+                          device.name);
+  }
   return std::make_unique<HostCollectives>(group);
 }
 
