@@ -8,14 +8,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from paceline import Device, DeviceGroup, Error, InvalidArgument, Timeout, Unavailable
-from paceline import devices as all_devices
 from paceline._core.engine import Stepper
+from paceline.torch._arguments import Balance, check_devices, named_devices, policy_of
 from paceline.torch._batch import Batch, concatenate
 from paceline.torch._buffers import KeptBuffers
 from paceline.torch._caller_state import CallerState, CallerThreads
@@ -27,7 +27,6 @@ from paceline.torch._places import Places, RandomStates
 from paceline.torch._replicas import Replicas, Replicate
 from paceline.torch._run import LossFunction, PredictRun, Run, Seen, TrainRun
 
-Balance = Literal["auto", "even"] | Sequence[float]
 _AT_EXIT_SECONDS = 3.0  # for a worker that is inside an operator or a sleep when the program ends
 
 
@@ -93,17 +92,17 @@ class DataParallel:
     ) -> None:
         if not isinstance(module, nn.Module):
             raise InvalidArgument(f"DataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed.")
-        _check_names(devices)
+        check_devices(devices)
         if reduction not in ("mean", "sum"):
             raise InvalidArgument(f"DataParallel: reduction is {reduction!r}; it must be 'mean' or 'sum'.")
         if micro_batch is not None and (not isinstance(micro_batch, int) or micro_batch < 1):
             raise InvalidArgument(
                 f"DataParallel: micro_batch is {micro_batch}; it must be an integer of at least 1, or None to have it planned."
             )
-        policy, weights = _policy(balance)
+        policy, weights = policy_of(balance)
         self.module = module
         self._reduction: Reduction = reduction
-        group = devices if isinstance(devices, DeviceGroup) else DeviceGroup(_named(devices, module))
+        group = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices(devices, module))
         owned = group is not devices
         try:
             self._names = [device.name for device in group.devices]
@@ -488,43 +487,8 @@ def _close_at_exit() -> None:
             trainer._lock.acquire(timeout=_AT_EXIT_SECONDS)
 
 
-def _check_names(devices: object) -> None:
-    known = isinstance(devices, (str, DeviceGroup)) or (
-        isinstance(devices, Sequence) and all(isinstance(device, (str, Device)) for device in devices)
-    )
-    if not known:
-        raise InvalidArgument(
-            f"DataParallel: devices is {devices!r}; give 'auto', a list of names such as ['host:0', 'host:1'], or a DeviceGroup."
-        )
-
-
 class _TryAgainError(Exception):
     """Memory ran out, and smaller pieces may fit: nothing was committed, and the step can be run once more."""
-
-
-def _named(devices: str | Sequence[str | Device], module: nn.Module) -> str | list[str | Device]:
-    """What a group is made of. "auto" follows the module: all GPUs, its own first, if it is on one; else all host devices."""
-    if devices != "auto":
-        return devices if isinstance(devices, str) else list(devices)
-    parameter = next(module.parameters(), None)
-    if parameter is None or parameter.device.type != "cuda":
-        return "auto"
-    gpus = [device for device in all_devices() if device.kind == "cuda"]
-    return sorted(gpus, key=lambda gpu: gpu.index != parameter.device.index)
-
-
-def _policy(balance: Balance) -> tuple[str, list[float]]:
-    if not isinstance(balance, (str, Sequence)):
-        raise InvalidArgument(
-            f"DataParallel: balance is {balance!r}; it must be 'auto', 'even' or a list with one ratio per device."
-        )
-    if isinstance(balance, str):
-        if balance not in ("auto", "even"):
-            raise InvalidArgument(
-                f"DataParallel: balance is {balance!r}; it must be 'auto', 'even' or a list with one ratio per device."
-            )
-        return balance, []
-    return "weighted", [float(ratio) for ratio in balance]
 
 
 def _forward(module: nn.Module, batch: Any) -> Any:

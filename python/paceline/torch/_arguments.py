@@ -1,0 +1,50 @@
+"""The arguments of `DataParallel`, checked and put into the form that it works with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import nn
+
+from paceline import Device, DeviceGroup, InvalidArgument
+from paceline import devices as all_devices
+
+Balance = Literal["auto", "even"] | Sequence[float]
+
+
+def check_devices(devices: object) -> None:
+    """Raise for what names no devices."""
+    known = isinstance(devices, (str, DeviceGroup)) or (
+        isinstance(devices, Sequence) and all(isinstance(device, (str, Device)) for device in devices)
+    )
+    if not known:
+        raise InvalidArgument(
+            f"DataParallel: devices is {devices!r}; give 'auto', a list of names such as ['host:0', 'host:1'], or a DeviceGroup."
+        )
+
+
+def named_devices(devices: str | Sequence[str | Device], module: nn.Module) -> str | list[str | Device]:
+    """What a group is made of. "auto" follows the module: all GPUs, its own first, if it is on one; else all host devices."""
+    if devices != "auto":
+        return devices if isinstance(devices, str) else list(devices)
+    parameter = next(module.parameters(), None)
+    if parameter is None or parameter.device.type != "cuda":
+        return "auto"
+    gpus = [device for device in all_devices() if device.kind == "cuda"]
+    return sorted(gpus, key=lambda gpu: gpu.index != parameter.device.index)
+
+
+def policy_of(balance: Balance) -> tuple[str, list[float]]:
+    """The policy's name, and its ratios if it has any."""
+    if not isinstance(balance, (str, Sequence)):
+        raise InvalidArgument(
+            f"DataParallel: balance is {balance!r}; it must be 'auto', 'even' or a list with one ratio per device."
+        )
+    if isinstance(balance, str):
+        if balance not in ("auto", "even"):
+            raise InvalidArgument(
+                f"DataParallel: balance is {balance!r}; it must be 'auto', 'even' or a list with one ratio per device."
+            )
+        return balance, []
+    return "weighted", [float(ratio) for ratio in balance]
