@@ -73,7 +73,8 @@ class CudaEvent final : public Event {
 
   [[nodiscard]] bool done() const override {
     require_recorded();
-    const RelaxedCapture relaxed;
+    // Without a current context the runtime would make one, of GPU 0.
+    const DeviceGuard guard(device_);
     const cudaError_t error = cudaEventQuery(event_);
     if (error == cudaErrorNotReady) {
       static_cast<void>(cudaGetLastError());
@@ -85,7 +86,7 @@ class CudaEvent final : public Event {
 
   [[nodiscard]] double seconds_since(const Event& begin) const override {
     float milliseconds = 0.0F;
-    const RelaxedCapture relaxed;
+    const DeviceGuard guard(device_);
     check(cudaEventElapsedTime(&milliseconds, static_cast<const CudaEvent&>(begin).event_, event_), "reading a time",
           device_);
     return 1e-3 * static_cast<double>(milliseconds);
@@ -164,6 +165,13 @@ class PinnedBuffer final : public Buffer {
   void* data_ = nullptr;
 };
 
+/// The GPU whose memory it is; -1 for the host's.
+int gpu_of(const void* data, int device) {
+  cudaPointerAttributes attributes{};
+  check(cudaPointerGetAttributes(&attributes, data), "asking whose memory it is", device);
+  return attributes.type == cudaMemoryTypeDevice ? attributes.device : -1;
+}
+
 class CudaStream final : public Stream {
  public:
   CudaStream(int device, std::shared_ptr<StreamHandle> handle) : device_(device), handle_(std::move(handle)) {}
@@ -189,7 +197,13 @@ class CudaStream final : public Stream {
   void copy(void* to, const void* from, std::size_t bytes) override {
     if (bytes == 0) return;
     const DeviceGuard guard(device_);
-    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, handle_->get()), "copying", device_);
+    const int target = gpu_of(to, device_);
+    const int source = gpu_of(from, device_);
+    // Where GPUs cannot reach each other only this call goes by the host, and for memory of pools too.
+    const cudaError_t error = target >= 0 && source >= 0 && target != source
+                                  ? cudaMemcpyPeerAsync(to, target, from, source, bytes, handle_->get())
+                                  : cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, handle_->get());
+    check(error, "copying", device_);
   }
 
   void sum(const DeviceSum& sum) override;

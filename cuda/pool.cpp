@@ -23,6 +23,28 @@ std::shared_ptr<Pool> Pool::of(int device) {
   return made;
 }
 
+namespace {
+
+/// Lets the GPUs that can reach this one do so: access to a GPU is no access to its pools.
+cudaError_t let_peers_in(cudaMemPool_t pool, int device) {
+  int count = 0;
+  cudaError_t error = cudaGetDeviceCount(&count);
+  for (int peer = 0; peer < count && error == cudaSuccess; ++peer) {
+    int can = 0;
+    if (peer == device) continue;
+    error = cudaDeviceCanAccessPeer(&can, peer, device);
+    if (error != cudaSuccess || can == 0) continue;
+    cudaMemAccessDesc access{};
+    access.location.type = cudaMemLocationTypeDevice;
+    access.location.id = peer;
+    access.flags = cudaMemAccessFlagsProtReadWrite;
+    error = cudaMemPoolSetAccess(pool, &access, 1);
+  }
+  return error;
+}
+
+}  // namespace
+
 Pool::Pool(int device) : device_(device) {
   const DeviceGuard guard(device);
   cudaMemPoolProps properties{};
@@ -37,6 +59,7 @@ Pool::Pool(int device) : device_(device) {
   if (error == cudaSuccess) {
     error = cudaMemPoolSetAttribute(pool_, cudaMemPoolReuseAllowInternalDependencies, &internal_dependencies);
   }
+  if (error == cudaSuccess) error = let_peers_in(pool_, device);
   if (error != cudaSuccess) {
     static_cast<void>(cudaMemPoolDestroy(pool_));
     check(error, "setting up a memory pool", device);

@@ -181,6 +181,9 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("failed_at", &Outcome::failed_at,
                              "(device index, begin, end) of the micro-batch that failed, or None.")
       .def_property_readonly(
+          "settled", [](const Outcome& outcome) { return outcome.step->settled(); },
+          "Whether the devices have done all that the step enqueued.")
+      .def_property_readonly(
           "items", [](const Outcome& outcome) { return outcome.step->items(); }, "Items that each device ran.")
       .def_property_readonly(
           "claims", &Outcome::claims,

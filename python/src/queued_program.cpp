@@ -33,6 +33,8 @@ void QueuedProgram::release() {
   shared_.reset();  // a step may be remembered for longer than its trainer lives
 }
 
+void QueuedProgram::pace(std::size_t d) { shared_->queues.pace(d); }
+
 bool QueuedProgram::run(const MicroBatch& micro_batch) {
   const std::size_t d = micro_batch.device_index;
   shared_->queues.enter(d);

@@ -28,6 +28,7 @@ class QueuedProgram final : public StepProgram {
   QueuedProgram(std::shared_ptr<PythonProgram> body, pybind11::object outputs, std::shared_ptr<TrainerQueues> shared);
   ~QueuedProgram() override;
 
+  void pace(std::size_t device_index) override;
   bool run(const MicroBatch& micro_batch) override;
   void finish(std::size_t device_index) override;
   std::unique_ptr<BlockReduction> reduction() override;

@@ -83,6 +83,15 @@ void bind_queues(py::module_& module) {
                                   [&](std::size_t d) { return handle_of(shared.queues.source_stream(d)); });
           },
           "Of each device, the stream of the home GPU that reads on its behalf; None for home's own.")
+      .def_property_readonly(
+          "readers",
+          [](const TrainerQueues& shared) {
+            return of_each_device(shared.queues, [&](std::size_t d) {
+              const Stream* const copies = shared.queues.copy_stream(shared.queues.space_of(d));
+              return handle_of(copies != nullptr ? copies : &shared.queues.home_stream());
+            });
+          },
+          "Of each device, the stream that reads what it delivers.")
       .def_property_readonly("home_stream",
                              [](const TrainerQueues& shared) { return handle_of(&shared.queues.home_stream()); })
       .def(

@@ -98,6 +98,8 @@ class Summing final : public StepProgram {
     for (Lane& lane : lanes_) lane.ran = false;
   }
 
+  void pace(std::size_t d) override { queues.pace(d); }
+
   bool run(const MicroBatch& mb) override {
     Lane& lane = lanes_[mb.device_index];
     Stream* const stream = queues.stream(mb.device_index);

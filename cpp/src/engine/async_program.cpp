@@ -75,6 +75,8 @@ class AsyncProgram final : public TrainerProgram<T> {
     times_ = queues_.begin_step(copies_);
   }
 
+  void pace(std::size_t d) override { queues_.pace(d); }
+
   bool run(const MicroBatch& micro_batch) override {
     const std::size_t d = micro_batch.device_index;
     Stream* const stream = queues_.stream(d);
@@ -149,7 +151,7 @@ class AsyncProgram final : public TrainerProgram<T> {
   DeviceQueues queues_;
   std::vector<Sums> sums_;
   std::vector<char> ran_ = std::vector<char>(sums_.size());  // in this step; each entry is its worker's
-  std::vector<std::unique_ptr<Buffer>> foreign_;              // the parameters of spaces that are not home
+  std::vector<std::unique_ptr<Buffer>> foreign_;             // the parameters of spaces that are not home
   std::vector<SpaceCopy> copies_;
   std::unique_ptr<Buffer> parameters_;
   std::unique_ptr<Buffer> committed_;

@@ -331,13 +331,19 @@ bool DeviceQueues::enter(std::size_t device) {
   return true;
 }
 
+void DeviceQueues::pace(std::size_t device) {
+  State& state = *state_;
+  const std::vector<Span>& spans = state.step->times().spans[device];
+  const std::size_t used = state.step->times().used[device];
+  if (used > state.run_ahead) state.await(*spans[used - 1 - state.run_ahead].end);
+}
+
 bool DeviceQueues::begin_run(std::size_t device) {
   State& state = *state_;
   Lane& lane = state.lanes[device];
   if (lane.stream == nullptr) return false;
   std::vector<Span>& spans = state.step->times().spans[device];
   std::size_t& used = state.step->times().used[device];
-  if (used > state.run_ahead) state.await(*spans[used - 1 - state.run_ahead].end);
   // A device that has nothing to do when it is given more has waited for the host: that time is not its own.
   const bool dry = used > 0 && spans[used - 1].end->done();
   if (used == spans.size()) spans.push_back({lane.device->make_event(true), lane.device->make_event(true)});

@@ -16,6 +16,7 @@
 namespace paceline {
 
 StepProgram::~StepProgram() = default;
+void StepProgram::pace(std::size_t) {}
 void StepProgram::finish(std::size_t) {}
 void StepProgram::stamp(std::vector<ClaimRecord>&) const {}
 bool StepProgram::settled() const { return true; }
@@ -97,13 +98,15 @@ class Step::Task final : public GroupTask {
   void compute(std::size_t device) noexcept {
     MicroBatch current{.device_index = device};
     try {
+      program_->pace(device);
       double time = now();
       while (const auto next = claims_.claim(device, time)) {
         current = *next;
         const bool excluded = program_->run(current);
         const double finish = now();
         lanes_[device].claims.push_back({current, time, finish, excluded});
-        time = finish;
+        program_->pace(device);
+        time = now();
       }
       current = MicroBatch{.device_index = device};
       program_->finish(device);

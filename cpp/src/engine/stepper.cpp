@@ -44,7 +44,6 @@ constexpr std::size_t kMostPending = 2;  // steps that the caller may be ahead o
 struct PendingStep {
   std::shared_ptr<const Step> step;
   balance::StepPlan plan;
-  bool planned_anew = true;  // false: it ran by the plan of the one before, whose times were not known yet
 };
 
 bool any_asynchronous(const DeviceGroup& group) {
@@ -76,9 +75,9 @@ struct Stepper::State {
     record = done.step->record();
     const std::size_t count = group.size();
     const balance::StepTimings timings = record.timings(count);
-    // A move that came meanwhile is judged by steps that ran by it, not by this one.
-    const bool of_the_plan = done.planned_anew || balancer.next_plan(done.plan.batch_size).shares == done.plan.shares;
-    if (of_the_plan) balancer.record(timings);
+    // Steps that ran before an earlier one's times were known may have run by an older plan: a move that came meanwhile
+    // is judged by steps that ran by it. The plan stays the same until it is recorded.
+    if (balancer.next_plan(done.plan.batch_size).shares == done.plan.shares) balancer.record(timings);
     observe::StepSample sample;
     sample.items = record.items(count);
     sample.compute_seconds = record.compute_seconds;
@@ -137,7 +136,6 @@ struct Stepper::State {
   HealthLog health;
   observe::EventRing events;
   balance::StepPlan plan;
-  bool planned_anew = true;
   std::deque<PendingStep> pending;
   StepRecord record;
   std::chrono::steady_clock::time_point origin;
@@ -162,12 +160,9 @@ std::shared_ptr<Step> Stepper::begin(std::int64_t batch_size, std::shared_ptr<St
   State& state = *state_;
   require_idle();
   state.collect(state.plan.batch_size == batch_size ? kMostPending - 1 : 0);
-  state.planned_anew = state.pending.empty();
-  if (state.planned_anew) {
-    state.plan = state.balancer.next_plan(batch_size);
-  } else {
-    state.plan.moved = false;
-  }
+  const std::int64_t before = state.plan.batch_size > 0 ? state.plan.step : -1;
+  state.plan = state.balancer.next_plan(batch_size);
+  if (state.plan.step == before) state.plan.moved = false;  // the same plan again, and one move
   StepOptions options;
   options.shares = state.plan.shares;
   options.models = state.plan.models;
@@ -176,7 +171,6 @@ std::shared_ptr<Step> Stepper::begin(std::int64_t batch_size, std::shared_ptr<St
   options.granularity = state.options.granularity;
   // Corrections of any size would be new shapes: asynchronous devices keep to sizes that the user chose.
   options.stealing = state.options.balance == "auto" && !(state.asynchronous && options.micro_batch == 0);
-  options.announce_last = state.asynchronous;
   auto step = std::make_shared<Step>(state.group, std::move(program), std::move(options));
   {
     const std::lock_guard lock(state.cancel_mutex);
@@ -201,7 +195,7 @@ void Stepper::require_idle() const {
 
 void Stepper::commit(std::shared_ptr<const Step> step) {
   State& state = *state_;
-  state.pending.push_back({std::move(step), state.plan, state.planned_anew});
+  state.pending.push_back({std::move(step), state.plan});
   state.collect(kMostPending);
 }
 

@@ -26,6 +26,11 @@ class StepOutcome:
         """
         Items that each device ran.
         """
+    @property
+    def settled(self) -> bool:
+        """
+        Whether the devices have done all that the step enqueued.
+        """
 
 class DeviceQueues:
     """
@@ -65,6 +70,11 @@ class DeviceQueues:
     def home_space(self) -> int: ...
     @property
     def home_stream(self) -> int | None: ...
+    @property
+    def readers(self) -> list[int | None]:
+        """
+        Of each device, the stream that reads what it delivers.
+        """
     @property
     def sources(self) -> list[int | None]:
         """

@@ -22,30 +22,45 @@ def current_stream(index: int) -> int:
 
 def on_stream(index: int, handle: int) -> contextlib.AbstractContextManager[None]:
     """What the calling thread does inside runs on this stream of that GPU."""
+    return torch.cuda.stream(_stream(index, handle))
+
+
+def _stream(index: int, handle: int) -> torch.cuda.Stream:
     if handle == _LEGACY_STREAM:
-        return torch.cuda.stream(torch.cuda.default_stream(index))
-    return torch.cuda.stream(torch.cuda.ExternalStream(handle, device=index))
+        return torch.cuda.default_stream(index)
+    return torch.cuda.ExternalStream(handle, device=index)
+
+
+def keep_for(tensor: torch.Tensor, index: int, handle: int) -> None:
+    """PyTorch gives the tensor's memory to nobody before this stream has done what it was given so far."""
+    tensor.record_stream(_stream(index, handle))
+
+
+def is_capturing() -> bool:
+    """Whether what the calling thread does now is captured into a CUDA graph."""
+    return torch.cuda.is_current_stream_capturing()
 
 
 class CopyStream:
     """Brings host memory to a GPU while the stream that needs it still computes."""
 
-    def __init__(self, index: int, compute: int) -> None:
+    def __init__(self, index: int) -> None:
+        self._index = index
         self._device = torch.device("cuda", index)
         self._stream = torch.cuda.Stream(index)
-        self._compute = torch.cuda.ExternalStream(compute, device=index)
 
-    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the GPU that the compute stream may use from now on.
+    def bring(self, tensor: torch.Tensor, handle: int) -> torch.Tensor:
+        """A copy on the GPU that the stream of that handle may use from now on.
 
         PyTorch's allocator of pinned memory takes the staging copy back when the GPU has read it, and `record_stream` keeps the
         memory of the result until the compute stream is done with it: fresh memory needs no wait.
         """
+        compute = _stream(self._index, handle)
         staged = tensor if tensor.is_pinned() else tensor.contiguous().pin_memory()
         with torch.cuda.stream(self._stream):
             there = staged.to(self._device, non_blocking=True)
-        self._compute.wait_stream(self._stream)
-        there.record_stream(self._compute)
+        compute.wait_stream(self._stream)
+        there.record_stream(compute)
         return there
 
 
@@ -57,7 +72,7 @@ def generator(index: int) -> torch.Generator:
 
 def pinned(count: int, dtype: torch.dtype) -> torch.Tensor:
     """Host memory that GPUs copy from while the host goes on."""
-    return torch.empty(count, dtype=dtype, pin_memory=True)
+    return torch.empty(count, dtype=dtype, device="cpu", pin_memory=True)
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:

@@ -39,5 +39,5 @@ class LaunchClock:
         return (
             f"Launch-bound: a micro-batch takes a GPU {1e3 * mean:.2f} ms and Python {1e3 * statistics.median(launch):.2f} ms to enqueue, and "
             f"{len(self._names)} devices share Python's lock: with less than {1e3 * needed:.2f} ms the GPUs wait for it, and a split shows that more "
-            "than their speeds. Use larger micro-batches, or capture them in CUDA graphs (torch.compile with mode='reduce-overhead').\n"
+            "than their speeds. Use larger micro-batches; captured CUDA graphs launch without Python.\n"
         )

@@ -94,7 +94,7 @@ class Objective:
             factor = (self._weight_of(begin, end) if self._mean else 1) / self.total
         else:
             if self._mean and self._weights is not None:
-                loss = loss * self._weights[begin:end].to(loss.device, loss.dtype, non_blocking=True)
+                loss = loss * self._weights[begin:end].to(loss.device, non_blocking=True).to(loss.dtype)
             loss = loss.sum()
             factor = 1 / self.total
         term: torch.Tensor = loss if factor == 1 else loss * factor

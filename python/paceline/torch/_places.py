@@ -55,7 +55,7 @@ class Places:
         self.spaces = self.queues.spaces if self.queues is not None else [0] * len(group)
         self.home_space = self.queues.home_space if self.queues is not None else 0
         self.launches = LaunchClock(self.names, [gpu is not None for gpu in self._gpu])
-        self._copies: dict[int, Any] = {}
+        self._copies: dict[int, _cuda.CopyStream] = {}
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -68,6 +68,11 @@ class Places:
     def begin(self) -> None:
         """Before a step: it is ordered on the stream that the caller is on now."""
         if self.queues is not None and self._home_gpu is not None:
+            if _cuda.is_capturing():
+                raise InvalidArgument(
+                    "step: called while a CUDA graph is captured, which cannot hold what several devices do on their own streams. Capture "
+                    "what is inside loss_fn, or step outside of the capture."
+                )
             self.queues.set_stream(_cuda.current_stream(self._home_gpu))
 
     def prepare_worker(self, device: int) -> None:
@@ -116,25 +121,35 @@ class Places:
         if gpu is None:
             return lambda tensor: tensor.to(target)
 
+        stream = self.queues.streams[device]
+
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device == target:
-                return tensor
-            if tensor.device.type != "cpu":
-                return tensor.to(target, non_blocking=True)
-            return self._copy_stream(device, gpu).bring(tensor)
+            if tensor.device.type == "cpu" and target.type != "cpu" and stream is not None:
+                if device not in self._copies:
+                    self._copies[device] = _cuda.CopyStream(gpu)
+                return self._copies[device].bring(tensor, stream)
+            if tensor.device not in (self.home, _HOST):
+                raise InvalidArgument(
+                    f"batch: a tensor is on {tensor.device}, where nothing tells when it is ready. Put batches on the host, or where the "
+                    f"module is: {self.home}."
+                )
+            return tensor if tensor.device == target else tensor.to(target, non_blocking=True)
 
         return move
 
-    def _copy_stream(self, device: int, gpu: int) -> _cuda.CopyStream:
-        if device not in self._copies:
-            stream = self.queues.streams[device] if self.queues is not None else None
-            self._copies[device] = _cuda.CopyStream(gpu, stream or 0)
-        copies: _cuda.CopyStream = self._copies[device]
-        return copies
+    def keep_for_reader(self, tensor: torch.Tensor, device: int) -> None:
+        """What the device delivers is read by a stream that PyTorch does not know of, after the tensor is gone."""
+        if self.queues is None:
+            return
+        gpu, reader = self._gpu[device], self.queues.readers[device]
+        if gpu is not None and reader is not None:
+            _cuda.keep_for(tensor, gpu, reader)
 
     def to_home(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On the caller's thread, between steps."""
-        return tensor if tensor.device == self.home else tensor.to(self.home)
+        """On the caller's thread, between steps: memory of the caller's own stream, which lives on when the devices' are gone."""
+        if self.queues is None:
+            return tensor
+        return tensor.clone() if tensor.device == self.home else tensor.to(self.home)
 
     def generator(self, device: int) -> torch.Generator:
         """What the device's random operators draw from."""
@@ -153,6 +168,11 @@ class Places:
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """A host tensor that every device can read while the host goes on."""
         return tensor if self.queues is None else _cuda.pin(tensor)
+
+    def drain(self) -> None:
+        """Wait until the devices have done what they were given."""
+        if self.queues is not None:
+            self.queues.drain()
 
     def release_memory(self) -> None:
         """After memory ran out, and before streams go."""
@@ -186,7 +206,8 @@ class RandomStates:
     """The random generators of a trainer's devices as they are now, to go back to."""
 
     def __init__(self, places: Places) -> None:
-        generators = {id(generator): generator for generator in map(places.generator, range(len(places)))}
+        generators = {id(torch.default_generator): torch.default_generator}
+        generators.update((id(one), one) for one in map(places.generator, range(len(places))))
         self._kept = [(generator, generator.get_state()) for generator in generators.values()]
 
     def restore(self) -> None:

@@ -276,6 +276,7 @@ class Replicas:
 
     def _refresh(self) -> None:
         if not self._fits():
+            self._places.drain()  # they may still be at what is about to go
             self._build()
         if self._device_count == 1:
             return

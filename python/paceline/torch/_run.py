@@ -36,7 +36,7 @@ class Seen:
     """Which micro-batch sizes each device has run before: a first run may compile, allocate and choose algorithms."""
 
     def __init__(self, device_count: int) -> None:
-        self.compiled = False
+        self.compiled = self.tunes = False
         self.sizes: list[set[tuple[int, Any, Any]]] = [set() for _ in range(device_count)]
         self.gate = CompileGate()
         self.mode: Any = None
@@ -52,6 +52,8 @@ class Seen:
             for sizes in self.sizes:
                 sizes.clear()
         self.compiled = self._compiled_module or compiled_fn
+        # cuDNN's search for the fastest algorithm is like compilation: a new size takes long, once.
+        self.tunes = self.compiled or ("cuda" in device_types and torch.backends.cudnn.benchmark)
         autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types)
         self.mode = (module.training, autocast, fn if compiled_fn else None)
 
@@ -148,7 +150,7 @@ class Run:
     def _piece(self, device: int, begin: int, end: int) -> int:
         sizes = self.seen.sizes[device]
         size = (end - begin, self.seen.mode, self.batch.item_shapes)
-        first = not sizes or (self.seen.compiled and size not in sizes and len(sizes) < _MOST_SIZES)
+        first = not sizes or (self.seen.tunes and size not in sizes and len(sizes) < _MOST_SIZES)
         gate = self.seen.gate.enter(first) if self.seen.compiled else contextlib.nullcontext(False)
         with gate as waited, self.state.replayed():
             ran = self.compute(device, begin, end)

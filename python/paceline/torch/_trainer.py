@@ -8,15 +8,16 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from paceline import Device, DeviceGroup, Error, InvalidArgument, Timeout, Unavailable
+from paceline import Device, DeviceGroup, Error, InvalidArgument, OutOfMemory, Timeout, Unavailable
 from paceline._core.engine import Stepper
 from paceline.torch._arguments import Balance, check_devices, named_devices, policy_of
 from paceline.torch._batch import Batch, concatenate
+from paceline.torch._buckets import Buckets
 from paceline.torch._buffers import KeptBuffers
 from paceline.torch._caller_state import CallerState, CallerThreads
 from paceline.torch._failures import raise_failure
@@ -27,6 +28,7 @@ from paceline.torch._places import Places, RandomStates
 from paceline.torch._replicas import Replicas, Replicate
 from paceline.torch._run import LossFunction, PredictRun, Run, Seen, TrainRun
 
+_T = TypeVar("_T")
 _AT_EXIT_SECONDS = 3.0  # for a worker that is inside an operator or a sleep when the program ends
 
 
@@ -123,6 +125,8 @@ class DataParallel:
         self._running: Run | None = None
         self._committed: Any = None  # the last outcome that was
         self._shares = dict.fromkeys(self._names, 0)
+        # What host devices have delivered to GPUs, until these have read it: PyTorch would hand it on.
+        self._delivered: list[tuple[Any, Any]] = []
         self._abandoned = False
         if self._places.any_host:
             CallerThreads.limit()
@@ -195,13 +199,24 @@ class DataParallel:
         whole = Batch(batch)
         self._places.begin()
         objective = Objective(batch, whole.size, self._reduction, weight, self._places.pin)
+        return self._repeated(lambda: self._try_step(loss_fn, whole, objective, scaler))
+
+    def _repeated(self, attempt: Callable[[], _T]) -> _T:
+        """What `attempt` returns. Where memory ran out it is made again from where it began, in smaller pieces."""
         random = RandomStates(self._places)
+        released = False
         while True:
             try:
-                return self._try_step(loss_fn, whole, objective, scaler)
-            except _TryAgainError:  # with smaller pieces, from where it began
-                self._places.release_memory()
-                random.restore()
+                return attempt()
+            except _TryAgainError:
+                pass
+            except OutOfMemory:  # paceline's own: PyTorch may sit on memory that it does not use
+                if released:
+                    raise
+                released = True
+            # Not in the handler, where the traceback still holds what the first attempt had allocated.
+            self._places.release_memory()
+            random.restore()
 
     def _try_step(self, loss_fn: LossFunction, whole: Batch, objective: Objective, scaler: Any) -> torch.Tensor:
         self._replicas.refresh()
@@ -241,6 +256,8 @@ class DataParallel:
                 loss = run.loss()
                 totals = user.totals(run.left_out) if run.buckets is None else run.buckets.totals()
                 self._commit(user, totals, outcome)
+            if run.buckets is not None:
+                self._keep_delivered(outcome, run.buckets)
             return loss
         except BaseException:
             if user.written:  # interrupted in the middle of writing: a step is done or not done
@@ -254,8 +271,6 @@ class DataParallel:
             raise
         finally:
             self._drop_gradients()
-            if run.buckets is not None:
-                run.buckets.drop()
 
     def predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any] | None = None) -> Any:
         """Run the module forward over `batch` on all devices, without gradients.
@@ -280,13 +295,8 @@ class DataParallel:
         self._places.begin()
         if self._predictor is None:
             self._predictor = Stepper(self.group, **self._options)
-        random = RandomStates(self._places)
-        while True:
-            try:
-                return self._try_predict(self._predictor, whole, fn)
-            except _TryAgainError:
-                self._places.release_memory()
-                random.restore()
+        predictor = self._predictor
+        return self._repeated(lambda: self._try_predict(predictor, whole, fn))
 
     def _try_predict(self, predictor: Stepper, whole: Batch, fn: Callable[[nn.Module, Any], Any]) -> Any:
         self._replicas.refresh()
@@ -360,7 +370,14 @@ class DataParallel:
             )
         self._cancel()
         self._finalizer()
-        if self._places.queues is not None and self._lock.acquire(blocking=False):
+        self._give_back_once()
+
+    def _is_closed(self) -> bool:
+        return not self._finalizer.alive
+
+    def _give_back_once(self) -> None:
+        """Unless a call is still inside, which does it when it leaves, or workers are."""
+        if self._places.queues is not None and not self.group.busy and self._lock.acquire(blocking=False):
             try:
                 self._give_back()
             finally:
@@ -373,6 +390,7 @@ class DataParallel:
                 if stepper is not None:
                     stepper.settle()
         self._committed = None
+        self._delivered.clear()
         self._predictor = None
         self._replicas.release()
         self._places.close()
@@ -428,6 +446,8 @@ class DataParallel:
             self._running = None
             self._abandoned = self.group.busy
             self._lock.release()
+            if self._is_closed():  # meanwhile, by another thread
+                self._give_back_once()
 
     def _execute(self, stepper: Stepper, run: Run, size: int) -> Any:
         self._running = run
@@ -446,6 +466,14 @@ class DataParallel:
                 f"step: {self._names[outcome.failed_at[0]]} failed outside of user code. Nothing was committed."
             )
         return outcome
+
+    def _keep_delivered(self, outcome: Any, buckets: Buckets) -> None:
+        """Until the GPUs have read it. PyTorch keeps what lies on a GPU by itself."""
+        pinned = buckets.take_pinned()
+        if pinned:
+            self._delivered.append((outcome, pinned))
+        with contextlib.suppress(Error):  # a device that was lost says so at the next step
+            self._delivered = [entry for entry in self._delivered if not entry[0].settled]
 
     def _commit(self, user: UserGradients, totals: list[torch.Tensor | None], outcome: Any) -> None:
         user.commit(totals)

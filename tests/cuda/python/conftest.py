@@ -12,7 +12,7 @@ import ctypes
 import gc
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -77,11 +77,14 @@ class Fake:
 class CopyStream:
     """Stands for `_cuda.CopyStream`."""
 
-    def __init__(self, index: int, compute: int) -> None:
-        pass
+    used: ClassVar[list[tuple[int, int]]] = []  # (GPU, handle of the stream that the copies are for)
 
-    def bring(self, tensor: Any) -> Any:
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def bring(self, tensor: Any, handle: int) -> Any:
         """A copy."""
+        self.used.append((self._index, handle))
         return tensor.clone()
 
 
@@ -98,6 +101,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     monkeypatch.setattr(_cuda, "on_stream", fake.on_stream)
     monkeypatch.setattr(_cuda, "CopyStream", CopyStream)
     monkeypatch.setattr(_cuda, "generator", lambda index: torch.default_generator)
+    monkeypatch.setattr(_cuda, "keep_for", lambda tensor, index, handle: None)
+    monkeypatch.setattr(_cuda, "is_capturing", lambda: False)
     monkeypatch.setattr(_cuda, "pinned", lambda count, dtype: torch.empty(count, dtype=dtype))
     monkeypatch.setattr(_cuda, "pin", lambda tensor: tensor.clone())
     monkeypatch.setattr(_cuda, "prepare_worker", lambda index: None)

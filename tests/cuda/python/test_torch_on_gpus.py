@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import time
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline import DeviceGroup, DeviceLost, InvalidArgument, Timeout, Unavailable
+from paceline import Cancelled, DeviceGroup, DeviceLost, InvalidArgument, Timeout, Unavailable
 from paceline.torch import DataParallel
 
 BOXES = {
@@ -377,3 +378,105 @@ def test_a_run_that_python_holds_up_is_told_so(fake: Any) -> None:
         text = trainer.explain()  # here a micro-batch takes as long as its launch
     assert "Launch-bound: a micro-batch takes a GPU" in text
     assert "2 devices share Python's lock" in text
+
+
+def test_shares_follow_speeds_though_nobody_waits(fake: Any) -> None:
+    module, batch = module_and_batch()
+
+    def loss_fn(one: Any, part: Any) -> Any:
+        time.sleep(0.001 * len(part[0]) * (1 + 3 * fake.streams[-1][0]))  # the second GPU takes four times as long
+        return classify(one, part)
+
+    with DataParallel(module, BOXES["two"]) as trainer:
+        for _ in range(12):
+            trainer.step(loss_fn, batch)  # no report() in between, which would wait
+        assert trainer.shares["cuda:0"] >= 17
+
+
+def test_weights_that_leave_a_device_without_work(fake: Any) -> None:
+    module, batch = module_and_batch()
+    weight = torch.zeros(24)
+    weight[20:] = 1.0
+    _, expected = plain(module, (batch[0][20:], batch[1][20:]))
+    with DataParallel(module, BOXES["two"], balance="even") as trainer:
+        loss_fn = lambda one, part: nn.functional.cross_entropy(one(part[0]), part[1], reduction="none")  # noqa: E731
+        trainer.step(loss_fn, batch, weight=weight)
+    expect_same(module, expected)
+
+
+def test_gradients_lie_in_memory_as_parameters_do(fake: Any) -> None:
+    module = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten()).double().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    images = torch.randn(8, 3, 6, 6, dtype=torch.float64)
+    loss_fn = lambda one, x: one(x).square().mean()  # noqa: E731
+    _, expected = plain(module, images, loss_fn)
+    with DataParallel(module, BOXES["two"], balance="even") as trainer:
+        trainer.step(loss_fn, images)
+    expect_same(module, expected)
+    assert [parameter.grad.stride() for parameter in module.parameters() if parameter.grad is not None] == [
+        parameter.stride() for parameter in module.parameters()
+    ]
+
+
+def test_complex_parameters_behind_odd_ones(fake: Any) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.real = nn.Parameter(torch.randn(3, dtype=torch.float64))
+            self.turn = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ((x[:, :3] * self.real) * self.turn).abs().sum(1)
+
+    module, (batch, _) = Odd(), module_and_batch()[1]
+    loss_fn = lambda one, x: one(x).mean()  # noqa: E731
+    _, expected = plain(module, batch, loss_fn)
+    with DataParallel(module, BOXES["mixed"], balance="even") as trainer:
+        trainer.step(loss_fn, batch)
+    expect_same(module, expected)
+
+
+def test_memory_of_our_own_that_ran_out_is_asked_for_again(fake: Any) -> None:
+    module, batch = module_and_batch()
+    _, expected = plain(module, batch)
+    with DataParallel(module, BOXES["two"], balance="even") as trainer:
+        fake.library.paceline_fake_fail_allocation(0)  # where the second GPU's gradients come home
+        trainer.step(classify, batch)
+        assert fake.released == 1
+    expect_same(module, expected)
+
+
+def test_a_step_inside_a_graph_capture_is_refused(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.torch import _cuda
+
+    module, batch = module_and_batch()
+    with DataParallel(module, BOXES["two"]) as trainer:
+        monkeypatch.setattr(_cuda, "is_capturing", lambda: True)
+        with pytest.raises(InvalidArgument, match="CUDA graph"):
+            trainer.step(classify, batch)
+
+
+def test_closing_from_another_thread_gives_everything_back(fake: Any) -> None:
+    module, batch = module_and_batch()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def loss_fn(one: Any, part: Any) -> Any:
+        inside.set()
+        go_on.wait(10)
+        return classify(one, part)
+
+    trainer = DataParallel(module, BOXES["two"], balance="even")
+
+    def close() -> None:
+        inside.wait(10)
+        threading.Timer(0.1, go_on.set).start()
+        trainer.close()
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    with pytest.raises(Cancelled):
+        trainer.step(loss_fn, batch)
+    closing.join()
+    deadline = time.monotonic() + 10
+    while fake.leftovers and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert fake.leftovers == 0

@@ -364,6 +364,31 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaM
   });
 }
 
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* data) {
+  const std::lock_guard lock(machine().mutex);
+  *attributes = {};
+  attributes->type = cudaMemoryTypeUnregistered;
+  attributes->device = -1;
+  if (const fake::Allocation* const allocation = machine().find(data)) {
+    attributes->type = allocation->device < 0 ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
+    attributes->device = allocation->device;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, std::size_t) { return cudaSuccess; }
+
+cudaError_t cudaMemcpyPeerAsync(void* to, int target, const void* from, int source, std::size_t bytes,
+                                cudaStream_t stream) {
+  for (const auto& [data, device] : {std::pair<const void*, int>{to, target}, {from, source}}) {
+    const std::lock_guard lock(machine().mutex);
+    const fake::Allocation* const allocation = machine().find(data);
+    if (allocation == nullptr || allocation->device != device)
+      fake::misuse("a copy between GPUs that names the wrong one");
+  }
+  return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
+}
+
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   thread_local cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
   std::swap(current, *mode);

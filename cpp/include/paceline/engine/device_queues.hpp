@@ -62,9 +62,9 @@ class PACELINE_API StepTimes {
 ///      each space's `arrived`, also where no device of that space had work.
 ///   6. After a failed step drain() waits for everything: what the step used may be taken back.
 ///
-/// Lifecycle of a step: begin_step() on the caller's thread; on each worker enter(), then begin_run() and end_run()
-/// around every micro-batch, deliver() at the end; when all have delivered, on any one thread, reduce() and end_step().
-/// Nothing here waits on the host, but for pacing and for host workers' parameters.
+/// Lifecycle of a step: begin_step() on the caller's thread; on each worker enter(), then pace() before and begin_run()
+/// and end_run() around every micro-batch, deliver() at the end; when all have delivered, on any one thread, reduce()
+/// and end_step(). Nothing here waits on the host, but for pacing and for host workers' parameters.
 class PACELINE_API DeviceQueues {
  public:
   /// @throws InvalidArgument if no device of the group works after the call, Error if a device refuses.
@@ -97,7 +97,9 @@ class PACELINE_API DeviceQueues {
   [[nodiscard]] std::shared_ptr<const StepTimes> begin_step(std::span<const SpaceCopy> copies);
   /// True the first time in a step: then it has made the device's queue wait for the parameters.
   bool enter(std::size_t device);
-  /// Waits until the device is close enough behind. True if it had run dry: that time is not its own.
+  /// Waits until the device has no more to do than run_ahead micro-batches beyond the one it computes.
+  void pace(std::size_t device);
+  /// True if the device had run dry: that time is not its own.
   bool begin_run(std::size_t device);
   void end_run(std::size_t device);
   /// What to sum of this device, written by what is on its stream so far: the same list of sizes for every device.

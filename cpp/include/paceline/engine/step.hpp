@@ -28,14 +28,18 @@ struct ClaimRecord {
 
 /// What the workers do in one step. Called on the worker threads, concurrently for different devices.
 ///
-/// Lifecycle on each worker: run() for every micro-batch it claims, then finish(). When every device has finished
-/// without an error, reduction() is asked once, on the worker that finished last, and all workers work it off together.
-/// Each of the three may throw: the step then stops at the next claims, nothing is reduced, and the step reports it.
+/// Lifecycle on each worker: pace(), and run() for the micro-batch that it then claims, until there is none; finish().
+/// When every device has finished without an error, reduction() is asked once, on the worker that finished last, and
+/// all workers work it off together. Each of the three may throw: the step then stops at the next claims, nothing is
+/// reduced, and the step reports it.
 class PACELINE_API StepProgram {
  public:
   virtual ~StepProgram();
   /// Forward and backward of one micro-batch. True: its time is no evidence (compilation, a first run).
   virtual bool run(const MicroBatch& micro_batch) = 0;
+  /// Before the device claims its next micro-batch: waits until it is close enough to need one. What is not claimed yet
+  /// others may take.
+  virtual void pace(std::size_t device_index);
   virtual void finish(std::size_t device_index);
   /// After the step, before its times are used: puts right those that the host's clock cannot know. The host saw when
   /// work was enqueued; devices that do it later have clocks of their own.
