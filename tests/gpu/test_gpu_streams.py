@@ -120,3 +120,77 @@ def test_gradients_may_be_read_at_once_on_the_callers_stream(box: Box) -> None:
             time.sleep(0.001)  # freed memory may be given to another stream now
     for each in sums:
         torch.testing.assert_close(each, sums[0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.needs_cuda
+def test_a_batch_of_the_host_follows_the_callers_stream(box: Box) -> None:
+    module, _ = classifier(ITEMS)
+    module = box.put(module)
+    batches = [classifier(ITEMS, seed=seed)[1] for seed in range(STEPS)]  # pageable memory of the host
+    reference = copy.deepcopy(module)
+    wanted = train(box, "nowhere", reference, [box.put(batch) for batch in batches], None)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    streams = [torch.cuda.default_stream(), torch.cuda.Stream()]
+    losses = []
+    with DataParallel(module, box.devices, balance="even") as trainer:
+        for step, batch in enumerate(batches):
+            here, there = streams[step % 2], streams[(step + 1) % 2]
+            here.wait_stream(there)
+            with torch.cuda.stream(here):
+                delay(box, SECONDS)
+                losses.append(trainer.step(classify, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+    synchronize(box)
+    equal(losses, wanted, 1e-12)
+    equal(list(module.parameters()), list(reference.parameters()), 1e-12)
+
+
+@pytest.mark.needs_cuda
+@pytest.mark.boxes("two_unequal_parts")
+def test_shares_follow_speeds_though_nobody_waits(box: Box) -> None:
+    module = box.put(torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(6))))
+    batch = torch.randn(4096, 2048, device=box.torch_device)
+    with DataParallel(module, box.devices) as trainer:
+        for _ in range(30):
+            trainer.step(lambda one, x: one(x).square().mean(), batch)  # no report(), which would wait
+            module.zero_grad()
+        shares = list(trainer.shares.values())
+    assert shares[0] > 1.5 * shares[1], shares
+
+
+@pytest.mark.needs_cuda
+@pytest.mark.boxes("two_equal_parts", "gpu_and_host")
+def test_fused_optimizers_take_the_gradients_of_convolutions_in_any_layout(box: Box) -> None:
+    module = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten()).double()
+    module = box.put(module.to(memory_format=torch.channels_last))  # type: ignore[call-overload]
+    reference = copy.deepcopy(module)
+    images = torch.randn(16, 3, 8, 8, dtype=torch.float64, device=box.torch_device)
+    optimizers = [torch.optim.Adam(one.parameters(), lr=0.1, fused=True) for one in (module, reference)]
+    with DataParallel(module, box.devices, balance="even") as trainer:
+        for _ in range(3):
+            trainer.step(lambda one, x: one(x).square().mean(), images)
+            reference(images).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    equal(list(module.parameters()), list(reference.parameters()), 1e-9)
+
+
+@pytest.mark.needs_cuda
+@pytest.mark.boxes("two_equal_parts")
+def test_two_trainers_take_turns_on_the_same_devices(box: Box) -> None:
+    pairs = [classifier(ITEMS, seed=seed) for seed in (1, 2)]
+    modules = [box.put(module) for module, _ in pairs]
+    batch = box.put(pairs[0][1])
+    references = [copy.deepcopy(module) for module in modules]
+    first, second = (DataParallel(module, box.devices, balance="even") for module in modules)
+    with first, second:
+        for _ in range(3):
+            for trainer, module, reference in zip((first, second), modules, references, strict=True):
+                module.zero_grad()
+                reference.zero_grad()
+                loss = classify(reference, batch)
+                loss.backward()
+                equal([trainer.step(classify, batch)], [loss.detach()], 1e-12)
+                equal([p.grad for p in module.parameters()], [p.grad for p in reference.parameters()], 1e-12)

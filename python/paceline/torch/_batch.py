@@ -16,6 +16,10 @@ Move = Callable[[torch.Tensor], torch.Tensor]
 Slicer = Callable[[int, int, Move], Any]
 
 
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 class Batch:
     """A batch that can be cut along its items.
 
@@ -59,7 +63,7 @@ class Batch:
         self._slice = slicer
         self.item_shapes = tuple(self._item_shapes)  # of every tensor that is cut: shape of one item, type
 
-    def slice(self, begin: int, end: int, move: Move = lambda tensor: tensor) -> Any:
+    def slice(self, begin: int, end: int, move: Move = _same) -> Any:
         """Items ``[begin, end)``, in the same nest; `move` brings each tensor to where it is needed."""
         return self._slice(begin, end, move)
 
@@ -164,7 +168,7 @@ def _set_field(target: Any, name: str, value: Any) -> None:
         object.__setattr__(target, name, value)
 
 
-def concatenate(outputs: list[tuple[int, int, Any]], move: Move = lambda tensor: tensor) -> Any:
+def concatenate(outputs: list[tuple[int, int, Any]], move: Move = _same, own: Move = _same) -> Any:
     """Put the outputs of slices back together along dimension 0, in the order of the items.
 
     Parameters
@@ -173,6 +177,8 @@ def concatenate(outputs: list[tuple[int, int, Any]], move: Move = lambda tensor:
         ``(begin, end, output)`` for slices that cover the batch; `output` is a tensor or a nest of them.
     move
         Brings each tensor to where all of them are put together.
+    own
+        What a tensor goes through that is all there is, and so is not put together.
 
     Raises
     ------
@@ -180,10 +186,10 @@ def concatenate(outputs: list[tuple[int, int, Any]], move: Move = lambda tensor:
         If a leaf is not a tensor with one row per item. The message names it.
     """
     outputs = sorted(outputs, key=lambda entry: entry[0])
-    return _join([(end - begin, output) for begin, end, output in outputs], "output", move)
+    return _join([(end - begin, output) for begin, end, output in outputs], "output", move, own)
 
 
-def _join(pieces: list[tuple[int, Any]], path: str, move: Move) -> Any:
+def _join(pieces: list[tuple[int, Any]], path: str, move: Move, own: Move) -> Any:
     first = pieces[0][1]
     if isinstance(first, torch.Tensor):
         for items, piece in pieces:
@@ -192,23 +198,23 @@ def _join(pieces: list[tuple[int, Any]], path: str, move: Move) -> Any:
                     f"predict: {path} has shape {tuple(piece.shape)} for {items} items. Return tensors whose dimension 0 is the item; "
                     "a value for the whole batch cannot be put together from slices."
                 )
-        return move(first) if len(pieces) == 1 else torch.cat([move(piece) for _, piece in pieces])
+        return own(move(first)) if len(pieces) == 1 else torch.cat([move(piece) for _, piece in pieces])
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         result: Any = copy.copy(first)
         for field in dataclasses.fields(first):
             joined = _join(
-                [(items, getattr(piece, field.name)) for items, piece in pieces], f"{path}.{field.name}", move
+                [(items, getattr(piece, field.name)) for items, piece in pieces], f"{path}.{field.name}", move, own
             )
             _set_field(result, field.name, joined)
         return result
     if isinstance(first, (dict, UserDict)):
         result = copy.copy(first)
         for key in first:
-            result[key] = _join([(items, piece[key]) for items, piece in pieces], f"{path}[{key!r}]", move)
+            result[key] = _join([(items, piece[key]) for items, piece in pieces], f"{path}[{key!r}]", move, own)
         return result
     if isinstance(first, (list, tuple)):
         values = [
-            _join([(items, piece[index]) for items, piece in pieces], f"{path}[{index}]", move)
+            _join([(items, piece[index]) for items, piece in pieces], f"{path}[{index}]", move, own)
             for index in range(len(first))
         ]
         if hasattr(first, "_fields"):

@@ -146,10 +146,14 @@ class Places:
             _cuda.keep_for(tensor, gpu, reader)
 
     def to_home(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On the caller's thread, between steps: memory of the caller's own stream, which lives on when the devices' are gone."""
-        if self.queues is None:
+        """On the caller's thread, between steps."""
+        return tensor if tensor.device == self.home else tensor.to(self.home)
+
+    def owned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In memory of the caller's own stream, which lives on when those of the devices are gone."""
+        if self.queues is None or self.queues.streams == [self.queues.home_stream]:
             return tensor
-        return tensor.clone() if tensor.device == self.home else tensor.to(self.home)
+        return tensor.clone()
 
     def generator(self, device: int) -> torch.Generator:
         """What the device's random operators draw from."""

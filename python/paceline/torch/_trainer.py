@@ -315,7 +315,7 @@ class DataParallel:
         with torch.no_grad():
             if self.module.training:  # as in plain PyTorch, running statistics follow
                 self._commit_buffers(outcome)
-            return concatenate(run.outputs, self._places.to_home)
+            return concatenate(run.outputs, self._places.to_home, self._places.owned)
 
     def optimizer(self, cls: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
         """An optimizer over the module's parameters: exactly ``cls(module.parameters(), **options)``."""
