@@ -13,6 +13,7 @@
 #include <paceline/observe/metrics.hpp>
 #include <paceline/plan/chunks.hpp>
 #include <paceline/plan/cost_model.hpp>
+#include <paceline/plan/item_cost.hpp>
 #include <paceline/plan/items.hpp>
 #include <paceline/plan/split.hpp>
 #include <paceline/plan/tail.hpp>
