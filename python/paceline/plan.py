@@ -3,6 +3,30 @@
 Nothing here needs a device, keeps state or looks at a clock.
 """
 
-from paceline._core.plan import CostModel, Split, chunks, correction_floor, split_batch, split_even, split_weighted
+from paceline._core.plan import (
+    CostModel,
+    ItemCostFit,
+    ItemSplit,
+    Split,
+    chunks,
+    correction_floor,
+    fit_item_cost,
+    split_batch,
+    split_even,
+    split_items,
+    split_weighted,
+)
 
-__all__ = ["CostModel", "Split", "chunks", "correction_floor", "split_batch", "split_even", "split_weighted"]
+__all__ = [
+    "CostModel",
+    "ItemCostFit",
+    "ItemSplit",
+    "Split",
+    "chunks",
+    "correction_floor",
+    "fit_item_cost",
+    "split_batch",
+    "split_even",
+    "split_items",
+    "split_weighted",
+]

@@ -10,6 +10,7 @@ namespace paceline::python {
 // One function per room; each lives in <room>_py.cpp and fills the submodule of the same name.
 void bind_errors(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
+void bind_plan_items(pybind11::module_& module);
 void bind_balance(pybind11::module_& module);
 void bind_sim(pybind11::module_& module);
 void bind_runtime(pybind11::module_& module);

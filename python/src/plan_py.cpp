@@ -15,6 +15,7 @@
 #include <paceline/plan/split.hpp>
 
 #include "bindings.hpp"
+#include "per_device.hpp"
 
 namespace py = pybind11;
 
@@ -26,10 +27,6 @@ using plan::CostPoint;
 using plan::Split;
 
 using Model = std::variant<CostModel, std::pair<double, double>>;
-// None, one value for all devices, or one per device.
-template <class Value>
-using PerDevice = std::optional<std::variant<Value, std::vector<Value>>>;
-
 std::vector<CostModel> models_of(const std::vector<Model>& given) {
   std::vector<CostModel> models;
   models.reserve(given.size());
@@ -41,22 +38,6 @@ std::vector<CostModel> models_of(const std::vector<Model>& given) {
     }
   }
   return models;
-}
-
-template <class Value, class Set>
-void for_each_device(const PerDevice<Value>& given, std::size_t device_count, const char* name, const Set& set) {
-  if (!given) return;
-  if (const auto* all = std::get_if<0>(&*given)) {
-    for (std::size_t i = 0; i < device_count; ++i) set(i, *all);
-    return;
-  }
-  const std::vector<Value>& each = std::get<1>(*given);
-  if (each.size() != device_count) {
-    throw InvalidArgument(
-        fmt::format("{} has {} entries for {} devices; pass one per device, or one value for all of them", name,
-                    each.size(), device_count));
-  }
-  for (std::size_t i = 0; i < device_count; ++i) set(i, static_cast<Value>(each[i]));
 }
 
 Split split_batch(std::int64_t batch_size, const std::vector<Model>& given,
@@ -266,6 +247,7 @@ void bind_plan(py::module_& module) {
   bind_cost_model(module);
   bind_splits(module);
   bind_chunks(module);
+  bind_plan_items(module);
 }
 
 }  // namespace paceline::python

@@ -7,7 +7,19 @@ from __future__ import annotations
 import collections.abc
 import typing
 
-__all__: list[str] = ["CostModel", "Split", "chunks", "correction_floor", "split_batch", "split_even", "split_weighted"]
+__all__: list[str] = [
+    "CostModel",
+    "ItemCostFit",
+    "ItemSplit",
+    "Split",
+    "chunks",
+    "correction_floor",
+    "fit_item_cost",
+    "split_batch",
+    "split_even",
+    "split_items",
+    "split_weighted",
+]
 
 class CostModel:
     """
@@ -99,6 +111,80 @@ class Split:
         Items per device; they sum to the batch.
         """
 
+class ItemSplit:
+    """
+    Which device gets which items, and when the last one will be done.
+    """
+    def __repr__(self) -> str: ...
+    @property
+    def gap(self) -> float:
+        """
+        (makespan - lower bound) / lower bound.
+        """
+    @property
+    def items(self) -> list[list[int]]:
+        """
+        Per device, the indices of its items, ascending.
+        """
+    @property
+    def loads(self) -> list[float]:
+        """
+        Per device, the sum of its items' costs.
+        """
+    @property
+    def lower_bound_seconds(self) -> float:
+        """
+        No split has a smaller makespan; equal to it when the split is proven best.
+        """
+    @property
+    def makespan_seconds(self) -> float:
+        """
+        When the last device finishes, by the models.
+        """
+
+class ItemCostFit:
+    """
+    What an item costs, learned from timings: a shape shared by all devices, a scale for each.
+
+    The coefficients are those of the fastest device: a micro-batch takes fixed_seconds + per_token_seconds * tokens +
+    per_squared_token_seconds * (sum of squared lengths).
+    """
+    def __repr__(self) -> str: ...
+    def item_seconds(self, tokens: typing.SupportsFloat | typing.SupportsIndex) -> float:
+        """
+        What one more item of this length adds on the fastest device: its cost for `split_items`.
+        """
+    @property
+    def fixed_seconds(self) -> float:
+        """
+        Seconds of a micro-batch that do not depend on its tokens.
+        """
+    @property
+    def models(self) -> list[tuple[float, float]]:
+        """
+        Per device the pair (fixed_seconds, seconds_per_cost) for `split_items`.
+        """
+    @property
+    def per_squared_token_seconds(self) -> float:
+        """
+        Seconds by the sum of squared lengths: attention.
+        """
+    @property
+    def per_token_seconds(self) -> float:
+        """
+        Seconds each further token costs.
+        """
+    @property
+    def relative_rms(self) -> float:
+        """
+        Root mean square of (predicted - measured) / measured over the samples.
+        """
+    @property
+    def scales(self) -> list[float]:
+        """
+        Per device, how many times slower than the fastest; 0 for a device without samples.
+        """
+
 def chunks(
     share: typing.SupportsInt | typing.SupportsIndex,
     *,
@@ -135,6 +221,49 @@ def correction_floor(
 ) -> int:
     """
     The smallest micro-batch whose fixed cost is at most `overhead` of its time, rounded up to `granularity`.
+    """
+
+def fit_item_cost(
+    tokens: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+    seconds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+    *,
+    devices: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] | None = None,
+    squared_tokens: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | None = None,
+) -> ItemCostFit:
+    """
+    Learn what an item costs from timed micro-batches, by nonnegative least squares of the relative error.
+
+    Parameters
+    ----------
+    tokens
+        Tokens of each micro-batch, in all its items.
+    seconds
+        What each took, above 0.
+    devices
+        The device each ran on, from 0; None: all on one.
+    squared_tokens
+        For each the sum of the squared lengths of its items; None: each was a single item.
+
+    Returns
+    -------
+    ItemCostFit
+        The shape shared by the devices, their scales, and the error.
+
+    Raises
+    ------
+    InvalidArgument
+        Without samples, and for numbers that were not measured.
+
+    Notes
+    -----
+    What the samples do not tell apart is not known: with one length only, everything is fixed seconds.
+
+    Examples
+    --------
+    >>> from paceline.plan import fit_item_cost
+    >>> fit = fit_item_cost([100, 200, 400], [0.2, 0.3, 0.5])
+    >>> round(fit.fixed_seconds, 6), round(fit.per_token_seconds, 6), round(fit.relative_rms, 6)
+    (0.1, 0.001, 0.0)
     """
 
 def split_batch(
@@ -211,6 +340,71 @@ def split_even(
 ) -> list[int]:
     """
     Shares that differ by at most one item, the larger ones first.
+    """
+
+def split_items(
+    costs: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+    models: collections.abc.Sequence[
+        CostModel | tuple[typing.SupportsFloat | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
+    ],
+    *,
+    maximum_items: typing.SupportsInt
+    | typing.SupportsIndex
+    | None
+    | collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex | None]
+    | None = None,
+    maximum_cost: typing.SupportsFloat
+    | typing.SupportsIndex
+    | None
+    | collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex | None]
+    | None = None,
+    memory: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | None = None,
+    maximum_memory: typing.SupportsFloat
+    | typing.SupportsIndex
+    | None
+    | collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex | None]
+    | None = None,
+    tolerance: typing.SupportsFloat | typing.SupportsIndex = 0.0001,
+    search_steps: typing.SupportsInt | typing.SupportsIndex = 16384,
+) -> ItemSplit:
+    """
+    Split items that do not cost the same, so that the last device finishes as early as possible.
+
+    Parameters
+    ----------
+    costs
+        What each item costs, not negative: tokens, squared tokens, `ItemCostFit.item_seconds`, anything that adds up.
+    models
+        One per device: a pair (fixed_seconds, seconds_per_cost), or an affine `CostModel`. A device without items costs nothing.
+    maximum_items, maximum_cost
+        The most items, and the highest sum of costs, for all devices or one per device; None: no limit.
+    memory, maximum_memory
+        What each item takes of a device's memory, in any unit, and the highest sum, for all devices or one per device.
+    tolerance
+        The search ends once the makespan is within this part of the lower bound.
+    search_steps
+        The most placements that the search beyond exchanges may try, each some 30 ns. Only few items a device need it.
+
+    Returns
+    -------
+    ItemSplit
+        Every item on exactly one device; deterministic, ties go to the lower index.
+
+    Raises
+    ------
+    InvalidArgument
+        For arguments that make no sense, and for caps that no split respects or for which none was found, naming the cap.
+
+    Notes
+    -----
+    Longest processing time on unequal speeds (Gonzalez, Ibarra & Sahni 1977), then exchanges between the latest device and
+    others, then a bounded depth-first search (Korf 1998). Optimal up to 12 items on up to 4 devices, and mostly up to 8.
+
+    Examples
+    --------
+    >>> from paceline.plan import split_items
+    >>> split_items([5, 5, 4, 3, 3], [(0, 1), (0, 1)]).items
+    [[0, 1], [2, 3, 4]]
     """
 
 def split_weighted(

@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include <paceline/error.hpp>
+#include <paceline/plan/cost_model.hpp>
+#include <paceline/plan/item_cost.hpp>
+#include <paceline/plan/items.hpp>
+
+#include "bindings.hpp"
+#include "per_device.hpp"
+
+namespace py = pybind11;
+
+namespace paceline::python {
+namespace {
+
+using plan::CostModel;
+using plan::ItemCaps;
+using plan::ItemCost;
+using plan::ItemCostFit;
+using plan::ItemSample;
+using plan::ItemSplit;
+using plan::LoadModel;
+
+using Model = std::variant<CostModel, std::pair<double, double>>;
+
+std::vector<LoadModel> load_models_of(const std::vector<Model>& given) {
+  std::vector<LoadModel> models;
+  for (const Model& model : given) {
+    if (const auto* pair = std::get_if<1>(&model)) {
+      models.push_back({pair->first, pair->second});
+      continue;
+    }
+    const CostModel& line = std::get<0>(model);
+    if (!line.is_affine()) {
+      throw InvalidArgument(fmt::format(
+          "the model of device {} is a table; items of unequal cost need a line: pass CostModel.affine or a pair "
+          "(fixed_seconds, seconds_per_cost)",
+          models.size()));
+    }
+    models.push_back({line.fixed_seconds(), line.per_item_seconds()});
+  }
+  return models;
+}
+
+ItemSplit split_items(const std::vector<double>& costs, const std::vector<Model>& models,
+                      const PerDevice<std::optional<std::int64_t>>& maximum_items,
+                      const PerDevice<std::optional<double>>& maximum_cost,
+                      const std::optional<std::vector<double>>& memory,
+                      const PerDevice<std::optional<double>>& maximum_memory, double tolerance,
+                      std::int64_t search_steps) {
+  plan::ItemOptions options{.tolerance = tolerance, .search_steps = search_steps};
+  if (maximum_items || maximum_cost || maximum_memory) options.caps.resize(models.size());
+  for_each_device(maximum_items, models.size(), "maximum_items",
+                  [&](std::size_t i, auto value) { options.caps[i].items = value.value_or(ItemCaps::kAnyCount); });
+  for_each_device(maximum_cost, models.size(), "maximum_cost",
+                  [&](std::size_t i, auto value) { options.caps[i].cost = value.value_or(ItemCaps::kAnySum); });
+  for_each_device(maximum_memory, models.size(), "maximum_memory",
+                  [&](std::size_t i, auto value) { options.caps[i].memory = value.value_or(ItemCaps::kAnySum); });
+  options.memory = memory.value_or(std::vector<double>{});
+  const std::vector<LoadModel> loads = load_models_of(models);
+  const py::gil_scoped_release released;
+  return plan::split_items(costs, loads, options);
+}
+
+ItemCostFit fit_item_cost(const std::vector<double>& tokens, const std::vector<double>& seconds,
+                          const std::optional<std::vector<std::int64_t>>& devices,
+                          const std::optional<std::vector<double>>& squared_tokens) {
+  const auto require_size = [&](std::size_t size, const char* name) {
+    if (size == tokens.size()) return;
+    throw InvalidArgument(
+        fmt::format("{} has {} entries for {} samples; pass one per sample", name, size, tokens.size()));
+  };
+  require_size(seconds.size(), "seconds");
+  if (devices) require_size(devices->size(), "devices");
+  if (squared_tokens) require_size(squared_tokens->size(), "squared_tokens");
+  std::vector<ItemSample> samples;
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    samples.push_back({.tokens = tokens[i],
+                       .seconds = seconds[i],
+                       .device = devices ? (*devices)[i] : 0,
+                       .squared_tokens = squared_tokens ? (*squared_tokens)[i] : 0.0});
+  }
+  return plan::fit_item_cost(samples);
+}
+
+std::vector<std::pair<double, double>> models_of(const ItemCostFit& fit) {
+  std::vector<std::pair<double, double>> models;
+  for (std::size_t device = 0; device < fit.scales.size(); ++device) {
+    const LoadModel model = fit.load_model(device);
+    models.emplace_back(model.fixed_seconds, model.seconds_per_cost);
+  }
+  return models;
+}
+
+template <class Value>
+std::string repr_of(const Value& value) {
+  return std::string(py::repr(py::cast(value)));
+}
+
+void bind_split(py::module_& module) {
+  py::class_<ItemSplit>(module, "ItemSplit", "Which device gets which items, and when the last one will be done.")
+      .def_readonly("items", &ItemSplit::items, "Per device, the indices of its items, ascending.")
+      .def_readonly("loads", &ItemSplit::loads, "Per device, the sum of its items' costs.")
+      .def_readonly("makespan_seconds", &ItemSplit::makespan_seconds, "When the last device finishes, by the models.")
+      .def_readonly("lower_bound_seconds", &ItemSplit::lower_bound_seconds,
+                    "No split has a smaller makespan; equal to it when the split is proven best.")
+      .def_property_readonly("gap", &ItemSplit::gap, "(makespan - lower bound) / lower bound.")
+      .def("__repr__", [](const ItemSplit& split) {
+        return fmt::format("ItemSplit(items={}, makespan_seconds={}, gap={:.3g})", repr_of(split.items),
+                           repr_of(split.makespan_seconds), split.gap());
+      });
+
+  module.def("split_items", &split_items, py::arg("costs"), py::arg("models"), py::kw_only(),
+             py::arg("maximum_items") = py::none(), py::arg("maximum_cost") = py::none(),
+             py::arg("memory") = py::none(), py::arg("maximum_memory") = py::none(), py::arg("tolerance") = 1e-4,
+             py::arg("search_steps") = 1 << 14,
+             R"(Split items that do not cost the same, so that the last device finishes as early as possible.
+
+Parameters
+----------
+costs
+    What each item costs, not negative: tokens, squared tokens, `ItemCostFit.item_seconds`, anything that adds up.
+models
+    One per device: a pair (fixed_seconds, seconds_per_cost), or an affine `CostModel`. A device without items costs nothing.
+maximum_items, maximum_cost
+    The most items, and the highest sum of costs, for all devices or one per device; None: no limit.
+memory, maximum_memory
+    What each item takes of a device's memory, in any unit, and the highest sum, for all devices or one per device.
+tolerance
+    The search ends once the makespan is within this part of the lower bound.
+search_steps
+    The most placements that the search beyond exchanges may try, each some 30 ns. Only few items a device need it.
+
+Returns
+-------
+ItemSplit
+    Every item on exactly one device; deterministic, ties go to the lower index.
+
+Raises
+------
+InvalidArgument
+    For arguments that make no sense, and for caps that no split respects or for which none was found, naming the cap.
+
+Notes
+-----
+Longest processing time on unequal speeds (Gonzalez, Ibarra & Sahni 1977), then exchanges between the latest device and
+others, then a bounded depth-first search (Korf 1998). Optimal up to 12 items on up to 4 devices, and mostly up to 8.
+
+Examples
+--------
+>>> from paceline.plan import split_items
+>>> split_items([5, 5, 4, 3, 3], [(0, 1), (0, 1)]).items
+[[0, 1], [2, 3, 4]])");
+}
+
+void bind_fit(py::module_& module) {
+  py::class_<ItemCostFit>(module, "ItemCostFit",
+                          R"(What an item costs, learned from timings: a shape shared by all devices, a scale for each.
+
+The coefficients are those of the fastest device: a micro-batch takes fixed_seconds + per_token_seconds * tokens +
+per_squared_token_seconds * (sum of squared lengths).)")
+      .def_property_readonly(
+          "fixed_seconds", [](const ItemCostFit& fit) { return fit.shape.fixed_seconds; },
+          "Seconds of a micro-batch that do not depend on its tokens.")
+      .def_property_readonly(
+          "per_token_seconds", [](const ItemCostFit& fit) { return fit.shape.per_token_seconds; },
+          "Seconds each further token costs.")
+      .def_property_readonly(
+          "per_squared_token_seconds", [](const ItemCostFit& fit) { return fit.shape.per_squared_token_seconds; },
+          "Seconds by the sum of squared lengths: attention.")
+      .def_readonly("scales", &ItemCostFit::scales,
+                    "Per device, how many times slower than the fastest; 0 for a device without samples.")
+      .def_readonly("relative_rms", &ItemCostFit::relative_rms,
+                    "Root mean square of (predicted - measured) / measured over the samples.")
+      .def_property_readonly("models", &models_of,
+                             "Per device the pair (fixed_seconds, seconds_per_cost) for `split_items`.")
+      .def(
+          "item_seconds", [](const ItemCostFit& fit, double tokens) { return fit.shape.item_seconds(tokens); },
+          py::arg("tokens"),
+          "What one more item of this length adds on the fastest device: its cost for `split_items`.")
+      .def("__repr__", [](const ItemCostFit& fit) {
+        return fmt::format(
+            "ItemCostFit(fixed_seconds={:.6g}, per_token_seconds={:.6g}, per_squared_token_seconds={:.6g}, scales={}, "
+            "relative_rms={:.3g})",
+            fit.shape.fixed_seconds, fit.shape.per_token_seconds, fit.shape.per_squared_token_seconds,
+            repr_of(fit.scales), fit.relative_rms);
+      });
+
+  module.def("fit_item_cost", &fit_item_cost, py::arg("tokens"), py::arg("seconds"), py::kw_only(),
+             py::arg("devices") = py::none(), py::arg("squared_tokens") = py::none(),
+             R"(Learn what an item costs from timed micro-batches, by nonnegative least squares of the relative error.
+
+Parameters
+----------
+tokens
+    Tokens of each micro-batch, in all its items.
+seconds
+    What each took, above 0.
+devices
+    The device each ran on, from 0; None: all on one.
+squared_tokens
+    For each the sum of the squared lengths of its items; None: each was a single item.
+
+Returns
+-------
+ItemCostFit
+    The shape shared by the devices, their scales, and the error.
+
+Raises
+------
+InvalidArgument
+    Without samples, and for numbers that were not measured.
+
+Notes
+-----
+What the samples do not tell apart is not known: with one length only, everything is fixed seconds.
+
+Examples
+--------
+>>> from paceline.plan import fit_item_cost
+>>> fit = fit_item_cost([100, 200, 400], [0.2, 0.3, 0.5])
+>>> round(fit.fixed_seconds, 6), round(fit.per_token_seconds, 6), round(fit.relative_rms, 6)
+(0.1, 0.001, 0.0))");
+}
+
+}  // namespace
+
+void bind_plan_items(py::module_& module) {
+  bind_split(module);
+  bind_fit(module);
+}
+
+}  // namespace paceline::python

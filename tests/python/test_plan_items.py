@@ -1,0 +1,94 @@
+"""Items of unequal cost from Python: the same answers as in C++, and arguments a Python user would pass."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from paceline import InvalidArgument
+from paceline.plan import CostModel, fit_item_cost, split_items
+
+
+def test_split_items_equals_brute_force() -> None:
+    rng = random.Random(1)
+    for _ in range(50):
+        costs = [rng.choice([1.0, 2.0, rng.random()]) for _ in range(rng.randrange(1, 8))]
+        models = [(rng.random(), rng.random()) for _ in range(3)]
+        best = min(
+            max(
+                fixed + per * load if count else 0.0
+                for (fixed, per), load, count in (
+                    (
+                        model,
+                        sum(c for c, p in zip(costs, place, strict=True) if p == device),
+                        place.count(device),
+                    )
+                    for device, model in enumerate(models)
+                )
+            )
+            for place in itertools.product(range(3), repeat=len(costs))
+        )
+        split = split_items(costs, models)
+        assert sorted(index for items in split.items for index in items) == list(range(len(costs)))
+        assert split.loads == pytest.approx([sum(costs[index] for index in items) for items in split.items])
+        assert split.makespan_seconds == pytest.approx(best)
+        assert split.gap == pytest.approx(0.0, abs=1e-9)
+
+
+def test_models_are_pairs_or_lines() -> None:
+    lines: list[CostModel | tuple[float, float]] = [CostModel.affine(0.5, 1.0), (0.0, 2.0)]
+    assert split_items([1, 1, 1], lines).items == [[0, 2], [1]]
+    with pytest.raises(InvalidArgument, match="the model of device 0 is a table"):
+        split_items([1], [CostModel.table([(1, 1.0), (2, 3.0)])])
+
+
+def test_caps_are_given_for_all_devices_or_for_each() -> None:
+    models = [(0.0, 0.01), (0.0, 1.0)]
+    costs = [4, 3, 2, 1]
+    assert split_items(costs, models, maximum_items=2).loads == [7, 3]
+    assert split_items(costs, models, maximum_cost=[6, None]).loads == [6, 4]
+    split = split_items(costs, models, memory=[0.9, 0.5, 0.5, 0.4], maximum_memory=[1.0, None])
+    assert split.items == [[1, 2], [0, 3]]
+
+
+def test_caps_that_do_not_fit_are_value_errors_that_name_them() -> None:
+    with pytest.raises(ValueError, match="caps on items of the 2 devices add up to 2"):
+        split_items([1, 1, 1], [(0, 1)] * 2, maximum_items=1)
+    with pytest.raises(InvalidArgument, match="maximum_cost has 1 entries for 2 devices"):
+        split_items([1, 1, 1], [(0, 1)] * 2, maximum_cost=[1])
+    with pytest.raises(InvalidArgument, match="no memory per item is given"):
+        split_items([1, 1, 1], [(0, 1)] * 2, maximum_memory=3)
+
+
+def test_reprs_are_readable() -> None:
+    assert repr(split_items([2, 1], [(0, 1)] * 2)) == "ItemSplit(items=[[0], [1]], makespan_seconds=2.0, gap=0)"
+    assert repr(fit_item_cost([512], [0.5])) == (
+        "ItemCostFit(fixed_seconds=0.5, per_token_seconds=0, per_squared_token_seconds=0, scales=[1.0], relative_rms=0)"
+    )
+
+
+def test_a_fit_gives_costs_and_models_to_the_split() -> None:
+    lengths = [100.0, 300.0, 700.0, 1500.0] * 3
+    devices = [0] * 4 + [1] * 8
+    seconds = [
+        (1 + device) * (0.01 + 2e-5 * length + 1e-8 * length**2)
+        for device, length in zip(devices, lengths, strict=True)
+    ]
+    fit = fit_item_cost(lengths, seconds, devices=devices)
+    assert fit.scales == pytest.approx([1.0, 2.0], rel=1e-6)
+    assert fit.item_seconds(1000) == pytest.approx(0.03, rel=1e-6)
+    assert fit.models[1] == pytest.approx((0.02, 2.0), rel=1e-6)
+    assert fit.relative_rms < 1e-6
+    split = split_items([fit.item_seconds(length) for length in lengths], fit.models)
+    assert split.gap < 0.02
+    batches = fit_item_cost([200, 400], [0.3, 0.5], squared_tokens=[20000, 40000])
+    assert batches.fixed_seconds == pytest.approx(0.1)
+
+
+def test_samples_that_do_not_fit_together_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="seconds has 1 entries for 2 samples"):
+        fit_item_cost([1, 2], [1])
+    with pytest.raises(InvalidArgument, match="no samples"):
+        fit_item_cost([], [])
