@@ -1,4 +1,4 @@
-"""PyTorch on all devices of one machine: `DataParallel`.
+"""PyTorch on all devices of one machine: `DataParallel`; for those who stay on DDP or FSDP, `BalancedBatchSampler`.
 
 Needs PyTorch, which this package does not install by itself: ``pip install "paceline[torch]"``.
 """
@@ -8,6 +8,7 @@ try:
 except ImportError as error:
     raise ImportError("paceline.torch needs PyTorch, which is not installed: pip install 'paceline[torch]'") from error
 
+from paceline.torch._sampler import BalancedBatchSampler
 from paceline.torch._trainer import DataParallel
 
-__all__ = ["DataParallel"]
+__all__ = ["BalancedBatchSampler", "DataParallel"]

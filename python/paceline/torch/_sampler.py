@@ -1,0 +1,230 @@
+"""Batches for DDP and FSDP whose ranks take equally long: items dealt out by cost, not by count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed
+from torch.utils.data import Sampler
+
+from paceline import InvalidArgument
+from paceline.plan import split_items
+
+Cost = Callable[[float], float] | Sequence[float] | torch.Tensor | None
+
+
+class BalancedBatchSampler(Sampler[list[int]]):
+    """The items of each rank, batch by batch, so that all ranks of a batch finish together.
+
+    For training that stays on `DistributedDataParallel` or FSDP, with items of unequal length: one such sampler per process,
+    as the `batch_sampler` of its `DataLoader`. Global batches are drawn as torch's `DistributedSampler` draws them, by a
+    permutation of (seed, epoch); within each, `paceline.plan.split_items` deals the items to the ranks. Every rank computes
+    the same plan and yields its own part: nothing is communicated.
+
+    Each index comes exactly once per epoch, on one rank (with `drop_last`, the last incomplete batch does not come); nothing
+    is repeated to fill up. All ranks have the same number of batches and at least one item in each. **The ranks' item
+    counts differ**, so a mean over ranks of mean losses is not the batch's mean: multiply the rank's mean loss by `weight`
+    before `backward`, and the averaged gradient is exactly that of the mean over the global batch.
+
+    Parameters
+    ----------
+    lengths
+        One number per item of the data set, e.g. its tokens.
+    ranks, rank
+        Processes and the number of this one; None: as torch.distributed says, which must then be initialised.
+    batch_size
+        Items of a *global* batch, over all ranks; at least one per rank.
+    cost
+        None: an item costs its length. A function of the length, e.g. ``ItemCostFit.item_seconds``, or one number per item.
+    seed
+        Of the permutation; the same on all ranks.
+    shuffle
+        False: in the order of the data set.
+    drop_last
+        Leave out the last batch if it is incomplete. Otherwise, where it has fewer items than there are ranks, it takes some
+        from the batch before; where that would leave that one too few, it joins it.
+    speeds
+        How fast each rank is, in any unit, where they are not alike; one number per rank.
+
+    Raises
+    ------
+    InvalidArgument
+        For arguments that do not fit together, and for fewer items than ranks.
+
+    Notes
+    -----
+    A `DataLoader` with workers draws batches ahead: then `weight` belongs to a later batch than the one at hand. Ask for
+    ``weights[step]`` of the running epoch instead.
+
+    Examples
+    --------
+    >>> from paceline.torch import BalancedBatchSampler
+    >>> sampler = BalancedBatchSampler([9, 1, 8, 2], ranks=2, rank=0, batch_size=4, shuffle=False)
+    >>> next(iter(sampler)), sampler.weight
+    ([0, 1], 1.0)
+
+    In a training loop::
+
+        sampler = BalancedBatchSampler(lengths, batch_size=512, cost=fit.item_seconds)
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=4, collate_fn=pad)
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            for step, batch in enumerate(loader):
+                (loss_fn(model, batch) * sampler.weights[step]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[float] | torch.Tensor,
+        *,
+        batch_size: int,
+        ranks: int | None = None,
+        rank: int | None = None,
+        cost: Cost = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        speeds: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        self.ranks, self.rank = _place(ranks, rank)
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.epoch = 0
+        self._costs = _costs(lengths, cost)
+        self._models = _models(speeds, self.ranks)
+        self._weights: list[float] = []
+        if batch_size < self.ranks:
+            raise InvalidArgument(
+                f"batch_size is {batch_size} for {self.ranks} ranks; it counts the items of the global batch, of which every rank "
+                f"needs one: pass at least {self.ranks}"
+            )
+        least = batch_size if drop_last else self.ranks
+        if len(self._costs) < least:
+            raise InvalidArgument(
+                f"{len(self._costs)} items are too few: {least} are needed for one batch of {self.ranks} ranks"
+                + (" with drop_last" if drop_last else "")
+            )
+        self._sizes = _batch_sizes(len(self._costs), batch_size, self.ranks, drop_last)
+
+    def __len__(self) -> int:
+        """Batches per epoch, the same on every rank."""
+        return len(self._sizes)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The indices of this rank's items, ascending, batch by batch."""
+        weights: list[float] = []
+        self._weights = weights
+        order = self._order()
+        begin = 0
+        for size in self._sizes:
+            batch = sorted(order[begin : begin + size])
+            begin += size
+            mine = self._shares(batch)[self.rank]
+            weights.append(len(mine) * self.ranks / size)
+            yield mine
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw other batches; the same number on every rank, before the epoch's iteration starts."""
+        self.epoch = epoch
+
+    @property
+    def weight(self) -> float:
+        """What to multiply this rank's mean loss by, for the batch drawn last: items here * ranks / items of the batch.
+
+        DDP and FSDP average gradients over ranks; the mean over ranks of weight * (mean over the rank's items) is the mean
+        over the batch. For a loss that is a mean over something else than items, e.g. unmasked tokens, put counts of those
+        in the place of items: the count here * ranks / the count in the batch.
+        """
+        if not self._weights:
+            raise InvalidArgument("no batch was drawn yet: weight belongs to the batch drawn last; iterate first")
+        return self._weights[-1]
+
+    @property
+    def weights(self) -> Sequence[float]:
+        """The weights of the batches drawn so far in the epoch that was started last, by step."""
+        return self._weights
+
+    def _order(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(len(self._costs)))
+        generator = torch.Generator()
+        generator.manual_seed(self.seed + self.epoch)
+        order: list[int] = torch.randperm(len(self._costs), generator=generator).tolist()
+        return order
+
+    def _shares(self, batch: list[int]) -> list[list[int]]:
+        split = split_items([self._costs[index] for index in batch], self._models)
+        shares = [[batch[i] for i in items] for items in split.items]
+        # A rank without items would have no loss, and the others would wait for its gradient: it gets the cheapest item
+        # of the rank that has most. Happens with very unequal speeds or costs of zero.
+        for share in shares:
+            if not share:
+                giver = max(shares, key=len)
+                cheapest = min(giver, key=lambda index: self._costs[index])
+                giver.remove(cheapest)
+                share.append(cheapest)
+        return shares
+
+
+def _place(ranks: int | None, rank: int | None) -> tuple[int, int]:
+    if ranks is None or rank is None:
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            raise InvalidArgument(
+                "ranks and rank are not known, since torch.distributed is not initialised: pass both, or call "
+                "torch.distributed.init_process_group first"
+            )
+        ranks = torch.distributed.get_world_size() if ranks is None else ranks
+        rank = torch.distributed.get_rank() if rank is None else rank
+    if ranks < 1 or not 0 <= rank < ranks:
+        raise InvalidArgument(f"rank is {rank} of {ranks}; it must be from 0 to ranks - 1")
+    return ranks, rank
+
+
+def _costs(lengths: Sequence[float] | torch.Tensor, cost: Cost) -> list[float]:
+    values = _numbers(lengths)
+    if callable(cost):
+        values = [float(cost(length)) for length in values]
+    elif cost is not None:
+        costs = _numbers(cost)
+        if len(costs) != len(values):
+            raise InvalidArgument(f"cost has {len(costs)} entries for {len(values)} lengths; pass one per item")
+        values = costs
+    for index, value in enumerate(values):
+        if not 0.0 <= value < float("inf"):
+            raise InvalidArgument(f"the cost of item {index} is {value}; it must be finite and not negative")
+    return values
+
+
+def _numbers(values: Sequence[float] | torch.Tensor) -> list[float]:
+    if isinstance(values, torch.Tensor):
+        if values.dim() != 1:
+            raise InvalidArgument(f"lengths and cost are one number per item, not of shape {tuple(values.shape)}")
+        values = values.tolist()
+    return [float(value) for value in values]
+
+
+def _models(speeds: Sequence[float] | None, ranks: int) -> list[tuple[float, float]]:
+    if speeds is None:
+        return [(0.0, 1.0)] * ranks
+    if len(speeds) != ranks or not all(0.0 < speed < float("inf") for speed in speeds):
+        raise InvalidArgument(f"speeds is {list(speeds)}; pass one finite number above 0 for each of the {ranks} ranks")
+    return [(0.0, 1.0 / speed) for speed in speeds]
+
+
+def _batch_sizes(items: int, batch_size: int, ranks: int, drop_last: bool) -> list[int]:
+    full, rest = divmod(items, batch_size)
+    sizes = [batch_size] * full
+    if rest == 0 or drop_last:
+        return sizes
+    if rest >= ranks:
+        return [*sizes, rest]
+    missing = ranks - rest
+    if batch_size - missing >= ranks:
+        return [*sizes[:-1], batch_size - missing, ranks]
+    return [*sizes[:-1], batch_size + rest]

@@ -1,0 +1,232 @@
+"""Batches balanced by cost for DDP and FSDP: torch's contract of samplers, and gradients that stay exact."""
+
+from __future__ import annotations
+
+import doctest
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline import InvalidArgument
+from paceline.torch import BalancedBatchSampler, _sampler
+
+
+def lengths_of(items: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.exp(torch.randn(items, generator=generator) * 0.8 + 5.5).ceil()
+
+
+def samplers(lengths: Any, ranks: int, **arguments: Any) -> list[BalancedBatchSampler]:
+    return [BalancedBatchSampler(lengths, ranks=ranks, rank=rank, **arguments) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize(("items", "batch_size"), [(96, 16), (100, 16), (97, 8), (101, 24), (8, 8), (8, 64), (17, 16)])
+def test_every_index_comes_once_an_epoch_and_all_ranks_have_as_many_batches(
+    ranks: int, items: int, batch_size: int
+) -> None:
+    all_ranks = samplers(lengths_of(items), ranks, batch_size=batch_size)
+    batches = [list(sampler) for sampler in all_ranks]
+    assert [len(of_rank) for of_rank in batches] == [len(sampler) for sampler in all_ranks] == [len(batches[0])] * ranks
+    assert sorted(index for of_rank in batches for batch in of_rank for index in batch) == list(range(items))
+    assert all(batch for of_rank in batches for batch in of_rank), "a rank without items would stall the others"
+    sizes = [sum(len(of_rank[step]) for of_rank in batches) for step in range(len(batches[0]))]
+    assert max(sizes) < batch_size + ranks
+    assert sizes[:-2] == [batch_size] * len(sizes[:-2])
+
+
+@pytest.mark.parametrize(("items", "batches"), [(96, 6), (100, 6), (111, 6)])
+def test_drop_last_leaves_out_the_incomplete_batch(items: int, batches: int) -> None:
+    all_ranks = samplers(lengths_of(items), 3, batch_size=16, drop_last=True)
+    seen = [index for sampler in all_ranks for batch in sampler for index in batch]
+    assert len(all_ranks[0]) == batches
+    assert len(seen) == len(set(seen)) == batches * 16
+
+
+def test_too_small_a_last_batch_takes_items_or_joins() -> None:
+    def sizes(items: int, batch_size: int) -> list[int]:
+        drawn = [[len(batch) for batch in sampler] for sampler in samplers([1.0] * items, 4, batch_size=batch_size)]
+        return [sum(step) for step in zip(*drawn, strict=True)]
+
+    assert sizes(21, 10) == [10, 7, 4]
+    assert sizes(9, 4) == [4, 5]
+    assert sizes(18, 5) == [5, 5, 4, 4]
+    assert sizes(12, 5) == [5, 7]
+
+
+def test_the_same_seed_and_epoch_give_the_same_batches_and_others_do_not() -> None:
+    lengths = lengths_of(200)
+
+    def batches(seed: int, epoch: int) -> list[list[int]]:
+        sampler = BalancedBatchSampler(lengths, ranks=2, rank=1, batch_size=20, seed=seed)
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
+    assert batches(0, 1) == batches(0, 1)
+    assert batches(0, 1) != batches(0, 2)
+    assert batches(0, 1) != batches(5, 1)
+    sampler = BalancedBatchSampler(lengths, ranks=2, rank=1, batch_size=20)
+    assert list(sampler) == list(sampler), "without set_epoch an epoch repeats, as with DistributedSampler"
+
+
+def test_without_shuffle_batches_are_in_the_order_of_the_data() -> None:
+    all_ranks = samplers(lengths_of(30), 2, batch_size=10, shuffle=False)
+    for step, parts in enumerate(zip(*all_ranks, strict=True)):
+        assert sorted(parts[0] + parts[1]) == list(range(10 * step, 10 * step + 10))
+        assert all(part == sorted(part) for part in parts)
+
+
+@pytest.mark.parametrize("cost", ["length", "function", "tensor"])
+def test_ranks_cost_nearly_the_same(cost: str) -> None:
+    lengths = lengths_of(2048)
+    square = lengths**2
+    given = {"length": None, "function": lambda length: length**2, "tensor": square}[cost]
+    costs = lengths if cost == "length" else square
+    worst_of_slices = 1.0
+    for parts in zip(*samplers(lengths, 4, batch_size=256, cost=given), strict=True):
+        loads = [float(costs[part].sum()) for part in parts]
+        largest = max(float(costs[part].max()) for part in parts)
+        assert max(loads) <= max(sum(loads) / 4 * 1.001, largest)
+        batch = torch.tensor(sorted(index for part in parts for index in part))
+        slices = [float(costs[part].sum()) for part in batch.chunk(4)]
+        worst_of_slices = max(worst_of_slices, max(slices) / (sum(slices) / 4))
+    assert worst_of_slices > 1.1, "equal counts would have done"
+
+
+def test_faster_ranks_get_more_and_no_rank_nothing() -> None:
+    parts = [next(iter(sampler)) for sampler in samplers([1.0] * 12, 2, batch_size=12, speeds=[1.0, 3.0])]
+    assert [len(part) for part in parts] == [3, 9]
+    parts = [next(iter(sampler)) for sampler in samplers([1.0] * 4, 2, batch_size=4, speeds=[1.0, 1000.0])]
+    assert [len(part) for part in parts] == [1, 3]
+    parts = [next(iter(sampler)) for sampler in samplers([0.0] * 4, 3, batch_size=4)]
+    assert sorted(len(part) for part in parts) == [1, 1, 2]
+
+
+def test_weights_make_the_averaged_gradient_that_of_the_whole_batch() -> None:
+    items, ranks = 37, 3
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(items, 5, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, 3, (items,), generator=generator)
+    module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+    def gradient(indices: list[int], weight: float = 1.0) -> list[torch.Tensor]:
+        loss = nn.functional.cross_entropy(module(x[indices]), y[indices]) * weight
+        return list(torch.autograd.grad(loss, list(module.parameters())))
+
+    all_ranks = samplers(lengths_of(items), ranks, batch_size=10)
+    unweighted_differs = False
+    for parts in zip(*all_ranks, strict=True):
+        whole = gradient(sorted(index for part in parts for index in part))
+        weights = [sampler.weight for sampler in all_ranks]
+        assert weights == [len(part) * ranks / sum(map(len, parts)) for part in parts]
+        by_rank = [gradient(part, weight) for part, weight in zip(parts, weights, strict=True)]
+        for expected, *of_ranks in zip(whole, *by_rank, strict=True):
+            averaged = torch.stack(of_ranks).mean(0)  # what DDP and FSDP do
+            torch.testing.assert_close(averaged, expected, rtol=1e-12, atol=1e-14)
+        plain = [gradient(part) for part in parts]
+        mean = torch.stack([of_rank[0] for of_rank in plain]).mean(0)
+        unweighted_differs |= not torch.allclose(mean, whole[0], rtol=1e-6)
+    assert unweighted_differs, "with equal counts this test would show nothing"
+
+
+RANK = """
+import sys, torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from paceline.torch import BalancedBatchSampler
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+torch.manual_seed(0)
+x, y = torch.randn(19, 4, dtype=torch.float64), torch.randint(0, 3, (19,))
+model = nn.Linear(4, 3).double()
+parallel = nn.parallel.DistributedDataParallel(model)
+sampler = BalancedBatchSampler((torch.arange(19) % 7 + 1) ** 3, batch_size=8)
+others = [BalancedBatchSampler((torch.arange(19) % 7 + 1) ** 3, batch_size=8, ranks=2, rank=r) for r in range(2)]
+counts = []
+for indices, *parts in zip(DataLoader(TensorDataset(torch.arange(19)), batch_sampler=sampler), *others):
+    mine = indices[0].tolist()
+    assert mine == parts[rank]
+    whole = parts[0] + parts[1]
+    expected = torch.autograd.grad(nn.functional.cross_entropy(model(x[whole]), y[whole]), list(model.parameters()))
+    parallel.zero_grad()
+    (nn.functional.cross_entropy(parallel(x[mine]), y[mine]) * sampler.weight).backward()
+    for parameter, gradient in zip(model.parameters(), expected):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-14)
+    counts.append(len(mine))
+print(counts)
+dist.destroy_process_group()
+"""
+
+
+def test_under_ddp_gradients_are_those_of_the_whole_batch(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    counts = [process.communicate(timeout=120)[0].strip() for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0]
+    assert counts[0] != counts[1], "with equal counts this test would show nothing"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_loader_takes_it_and_weights_are_by_step(workers: int) -> None:
+    data = TensorDataset(torch.arange(50))
+    sampler = BalancedBatchSampler(lengths_of(50), ranks=2, rank=0, batch_size=10)
+    loader = DataLoader(data, batch_sampler=sampler, num_workers=workers)
+    assert len(loader) == len(sampler) == 5
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        expected = list(sampler)
+        for step, (batch,) in enumerate(loader):
+            assert batch.tolist() == expected[step]
+            assert sampler.weights[step] == len(batch) * 2 / 10
+            assert workers or sampler.weight == sampler.weights[step]
+
+
+def test_ranks_come_from_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidArgument, match="init_process_group"):
+        BalancedBatchSampler([1.0] * 8, batch_size=4)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    sampler = BalancedBatchSampler([1.0] * 8, batch_size=4)
+    assert (sampler.ranks, sampler.rank) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "arguments", "message"),
+    [
+        ([1.0] * 8, {"ranks": 4, "batch_size": 3}, "pass at least 4"),
+        ([1.0] * 3, {"ranks": 4, "batch_size": 4}, "3 items are too few: 4 are needed"),
+        ([1.0] * 7, {"batch_size": 8, "drop_last": True}, "8 are needed for one batch of 2 ranks with drop_last"),
+        ([1.0] * 8, {"rank": 2, "batch_size": 4}, "rank is 2 of 2"),
+        ([1.0, -1.0], {"batch_size": 2}, "the cost of item 1 is -1"),
+        ([1.0] * 8, {"batch_size": 4, "cost": [1.0]}, "cost has 1 entries for 8 lengths"),
+        ([1.0] * 8, {"batch_size": 4, "speeds": [1.0, 0.0]}, "one finite number above 0 for each of the 2 ranks"),
+        (torch.ones(2, 2), {"batch_size": 4}, "shape"),
+    ],
+)
+def test_what_does_not_fit_is_refused(lengths: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        BalancedBatchSampler(lengths, **{"ranks": 2, "rank": 0, **arguments})
+
+
+def test_weight_before_the_first_batch_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="no batch was drawn yet"):
+        _ = BalancedBatchSampler([1.0] * 4, ranks=2, rank=0, batch_size=4).weight
+
+
+def test_examples_in_docstrings_are_true() -> None:
+    for example in doctest.DocTestFinder(recurse=False).find(BalancedBatchSampler, "sampler", module=_sampler):
+        assert doctest.DocTestRunner().run(example).failed == 0
