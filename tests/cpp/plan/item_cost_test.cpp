@@ -19,13 +19,13 @@ constexpr ItemCost kTruth{4e-3, 2e-6, 3e-9};
 std::vector<ItemSample> measure(const ItemCost& truth, const std::vector<double>& scales, double noise,
                                 std::size_t count = 120) {
   std::mt19937_64 random(3);
-  std::normal_distribution<double> error(1.0, noise);
+  std::normal_distribution<double> deviation;
   std::vector<ItemSample> samples;
   for (std::size_t i = 0; i < count; ++i) {
     const double tokens = 64.0 * static_cast<double>(1 + i * 7 % 64);
     const std::size_t device = i % scales.size();
     samples.push_back({.tokens = tokens,
-                       .seconds = scales[device] * truth.seconds(tokens) * (noise > 0.0 ? error(random) : 1.0),
+                       .seconds = scales[device] * truth.seconds(tokens) * (1.0 + noise * deviation(random)),
                        .device = static_cast<std::int64_t>(device)});
   }
   return samples;

@@ -56,6 +56,26 @@ TEST(ItemSplit, BreaksTiesByIndex) {
   EXPECT_EQ(split.items, (Indices{{0, 2, 4}, {1, 3}}));
 }
 
+TEST(ItemSplit, OrdersCostsThatDifferInTheirLastBitsOnly) {
+  // As many devices as items: the costliest goes to the first device, and so on.
+  std::vector<double> costs;
+  for (int i = 0; i < 200; ++i) costs.push_back(1.0 + i * 0x1p-45);
+  const ItemSplit split = split_items(costs, std::vector<LoadModel>(200));
+  for (std::int64_t device = 0; device < 200; ++device) {
+    EXPECT_EQ(split.items[static_cast<std::size_t>(device)], (std::vector<std::int64_t>{199 - device}));
+  }
+}
+
+TEST(ItemSplit, BoundsTheCostliestItemsByTheFastestDevices) {
+  // Thirteen items: nothing is proven by search. Two items lie on at most two devices, which do 1 + 1/3 a second.
+  std::vector<double> costs(13, 0.0);
+  costs[3] = 10.3;
+  costs[7] = 5.1;
+  const ItemSplit split = split_items(costs, std::vector<LoadModel>{{0.0, 3.0}, {0.0, 1.0}, {0.0, 3.0}});
+  EXPECT_NEAR(split.lower_bound_seconds, 15.4 * 0.75, 1e-9);
+  EXPECT_NEAR(split.makespan_seconds, 15.3, 1e-12);
+}
+
 TEST(ItemSplit, OfNothingIsNothing) {
   const ItemSplit split = split_items(std::vector<double>{}, std::vector<LoadModel>(2, {3.0, 1.0}));
   EXPECT_EQ(split.items, (Indices{{}, {}}));
