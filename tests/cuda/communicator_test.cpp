@@ -20,12 +20,11 @@
 #include "fake_cuda.hpp"
 #include "gpu_arrays.hpp"
 #include "nccl_host.hpp"
+#include "orders.hpp"
 #include "twins.hpp"
 
 namespace paceline {
 namespace {
-
-constexpr std::uint64_t kSeeds = 300;
 
 struct Box {
   const char* name;
@@ -107,7 +106,7 @@ void expect_clean(std::uint64_t seed) {
 class OnGpus : public ::testing::TestWithParam<Box> {};
 
 TEST_P(OnGpus, ReducesAndMovesInTheOrderOfTheBuffersStreams) {
-  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     std::mt19937_64 random(seed);
     fake::Nccl& nccl = boot(seed, GetParam().gpus);
     const DeviceGroup group = group_of(GetParam().devices);
@@ -163,7 +162,7 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& param) { return param.param.name; });
 
 TEST(CudaCommunicator, WritesInPlaceWhereThePartsLieInTheWholes) {
-  for (std::uint64_t seed = 0; seed < 100; ++seed) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     boot(seed, 2);
     const DeviceGroup group = group_of({"cuda:0/0", "cuda:0/1", "cuda:1", "host:0"});
     {
@@ -198,7 +197,7 @@ TEST(CudaCommunicator, WritesInPlaceWhereThePartsLieInTheWholes) {
 }
 
 TEST(CudaCommunicator, TakesNoStreamForTheLegacyDefaultStream) {
-  for (std::uint64_t seed = 0; seed < 50; ++seed) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     boot(seed, 2);
     const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
     Communicator communicator(group, {.warm_up_bytes = 0});
@@ -298,7 +297,7 @@ TEST(CudaCommunicator, NamesTheDeviceThatBroke) {
 }
 
 TEST(CudaCommunicator, LeavesTheBuffersToTheirOwnersAfterAFailure) {
-  for (std::uint64_t seed = 0; seed < 100; ++seed) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     boot(seed, 2);
     const DeviceGroup group = group_of({"cuda:0/0", "cuda:0/1", "cuda:1", "host:0"});
     {

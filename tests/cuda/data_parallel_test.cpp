@@ -19,6 +19,7 @@
 #include <paceline/runtime/partition.hpp>
 
 #include "fake_cuda.hpp"
+#include "orders.hpp"
 #include "twins.hpp"
 
 namespace paceline {
@@ -28,8 +29,6 @@ using Trainer = BasicDataParallel<double>;
 
 constexpr std::size_t kWidth = 5;
 constexpr std::int64_t kBatch = 24;
-constexpr std::uint64_t kSeeds = 1000;
-constexpr std::uint64_t kSeedsOnParts = 300;  // the engine's orders are the same there
 
 /// Item k: half the squared distance between the parameters and a point of its own.
 double point(std::int64_t item, std::size_t j) {
@@ -178,8 +177,7 @@ void expect_clean(std::uint64_t seed) {
 class OnGpus : public ::testing::TestWithParam<Box> {};
 
 TEST_P(OnGpus, TrainsAsOneDeviceWhateverTheOrder) {
-  const std::uint64_t seeds = GetParam().fractions.empty() ? kSeeds : kSeedsOnParts;
-  for (std::uint64_t seed = 0; seed < seeds; ++seed) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     boot(seed, GetParam().gpus);
     int synchronize_calls_of_the_test = 0;
     {
@@ -209,7 +207,7 @@ TEST_P(OnGpus, TrainsAsOneDeviceWhateverTheOrder) {
 }
 
 TEST_P(OnGpus, AFailedStepLeavesNothingRunningAndTheNextOneIsRight) {
-  for (std::uint64_t seed = 0; seed < 50; ++seed) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     boot(seed, GetParam().gpus);
     {
       Reference reference;
@@ -258,7 +256,7 @@ TEST(CudaDataParallel, LearnsSpeedsFromTheDevicesClocks) {
 }
 
 TEST(CudaDataParallel, TakesTheCallersStream) {
-  for (std::uint64_t seed = 0; seed < 50; ++seed) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     boot(seed, 1);
     cudaStream_t stream = nullptr;
     ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
@@ -280,7 +278,7 @@ TEST(CudaDataParallel, TakesTheCallersStream) {
 }
 
 TEST(CudaDataParallel, AFailedStepAlsoEndsWhatItBeganForDevicesWithoutWork) {
-  for (std::uint64_t seed = 0; seed < 50; ++seed) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     boot(seed, 2);
     Trainer trainer(group_of({"", 2, {"cuda:0", "cuda:1"}}),
                     {.parameter_count = kWidth, .balance = "weighted", .weights = {1.0, 0.0}});
@@ -292,7 +290,7 @@ TEST(CudaDataParallel, AFailedStepAlsoEndsWhatItBeganForDevicesWithoutWork) {
 }
 
 TEST(CudaDataParallel, GoesWithoutHoldingTheThreadInTheMiddleOfWork) {
-  for (std::uint64_t seed = 0; seed < 50; ++seed) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     boot(seed, 1);
     {
       Trainer trainer(group_of({"", 1, {"cuda:0"}}), {.parameter_count = kWidth});

@@ -16,6 +16,7 @@
 #include <paceline/runtime/device_group.hpp>
 
 #include "fake_cuda.hpp"
+#include "orders.hpp"
 #include "twins.hpp"
 
 namespace paceline {
@@ -176,7 +177,7 @@ DeviceGroup group_of(const std::vector<std::string>& names) {
 class Queued : public ::testing::TestWithParam<std::vector<std::string>> {};
 
 TEST_P(Queued, StepsThatNobodyWaitsForAreExactAndTimedInTheEnd) {
-  for (std::uint64_t seed = 0; seed < 300; ++seed) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     boot(seed, 2);
     {
       const DeviceGroup group = group_of(GetParam());
@@ -210,7 +211,7 @@ TEST_P(Queued, StepsThatNobodyWaitsForAreExactAndTimedInTheEnd) {
 }
 
 TEST_P(Queued, OneStepFollowsTheOtherInTheSameMemory) {
-  for (std::uint64_t seed = 0; seed < 300; ++seed) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     boot(seed, 2);
     {
       const DeviceGroup group = group_of(GetParam());
@@ -240,7 +241,7 @@ INSTANTIATE_TEST_SUITE_P(Cuda, Queued,
                                            std::vector<std::string>{"host:0", "cuda:1/0", "cuda:1/1", "cuda:0"}));
 
 TEST(DeviceQueues, ANewStreamComesAfterTheOldOne) {
-  for (std::uint64_t seed = 0; seed < 200; ++seed) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     boot(seed, 1);
     cudaStream_t streams[2] = {};
     for (cudaStream_t& stream : streams)

@@ -21,6 +21,7 @@
 #include "gpu_arrays.hpp"
 #include "nccl_host.hpp"
 #include "nccl_library.hpp"
+#include "orders.hpp"
 #include "twins.hpp"
 
 namespace paceline {
@@ -28,8 +29,6 @@ namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-
-constexpr std::uint64_t kSeeds = 200;
 
 fake::Nccl& boot(std::uint64_t seed, int gpus) {
   fake::boot({.seed = seed, .device_count = gpus});
@@ -163,7 +162,7 @@ TEST(NcclLibrary, SaysThatAFileIsNone) {
 }
 
 TEST(NcclClique, ConnectsAllGpusAtOnceAndEndsThemTogether) {
-  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     fake::Nccl& nccl = boot(seed, 4);
     {
       Bench bench(2 + static_cast<int>(seed % 3), seconds(30), 8192);

@@ -20,6 +20,7 @@
 #include <paceline/runtime/device_group.hpp>
 
 #include "fake_cuda.hpp"
+#include "orders.hpp"
 #include "twins.hpp"
 
 namespace paceline {
@@ -185,7 +186,7 @@ TEST_F(Partition, ReleaseWaitsForWhatDroppedStreamsStillHadToDo) {
 }
 
 TEST_F(Partition, StreamsOfPartsDoWhatOthersDo) {
-  for (std::uint64_t seed = 0; seed < 300; ++seed) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     boot({.seed = seed});
     {
       const std::vector<Device> parts = partition("cuda:0", {0.75, 0.25});
