@@ -71,13 +71,22 @@ struct Stepper::State {
         health(group.devices()),
         origin(std::chrono::steady_clock::now()) {}
 
+  void draw_plan(std::int64_t batch_size) {
+    latest = balancer.next_plan(batch_size);
+    awaiting_record = true;
+  }
+
   void note(const PendingStep& done) {
     record = done.step->record();
     const std::size_t count = group.size();
     const balance::StepTimings timings = record.timings(count);
     // Steps that ran before an earlier one's times were known may have run by an older plan: a move that came meanwhile
     // is judged by steps that ran by it. The plan stays the same until it is recorded.
-    if (balancer.next_plan(done.plan.batch_size).shares == done.plan.shares) balancer.record(timings);
+    if (!awaiting_record) draw_plan(done.plan.batch_size);
+    if (latest.shares == done.plan.shares) {
+      balancer.record(timings);
+      awaiting_record = false;
+    }
     observe::StepSample sample;
     sample.items = record.items(count);
     sample.compute_seconds = record.compute_seconds;
@@ -135,7 +144,9 @@ struct Stepper::State {
   observe::MetricsRecorder metrics;
   HealthLog health;
   observe::EventRing events;
-  balance::StepPlan plan;
+  balance::StepPlan plan;    // of the last begin()
+  balance::StepPlan latest;  // of the balancer
+  bool awaiting_record = false;
   std::deque<PendingStep> pending;
   StepRecord record;
   std::chrono::steady_clock::time_point origin;
@@ -161,7 +172,8 @@ std::shared_ptr<Step> Stepper::begin(std::int64_t batch_size, std::shared_ptr<St
   require_idle();
   state.collect(state.plan.batch_size == batch_size ? kMostPending - 1 : 0);
   const std::int64_t before = state.plan.batch_size > 0 ? state.plan.step : -1;
-  state.plan = state.balancer.next_plan(batch_size);
+  state.draw_plan(batch_size);
+  state.plan = state.latest;
   if (state.plan.step == before) state.plan.moved = false;  // the same plan again, and one move
   StepOptions options;
   options.shares = state.plan.shares;
