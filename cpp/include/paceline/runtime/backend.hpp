@@ -38,8 +38,8 @@ class PACELINE_API Backend {
   [[nodiscard]] virtual Device find(std::string_view name) const = 0;
   /// Called on the device's worker thread before its first task: affinity, current device. Best effort.
   virtual void prepare_worker(const Device& device) const noexcept = 0;
-  /// True if a worker comes back from a micro-batch before the device has finished it. Engines then claim ahead, know
-  /// each device's last micro-batch for certain and reduce while it still runs; otherwise they reduce after it.
+  /// True if a worker comes back from a micro-batch before the device has finished it. Engines then pace the workers by
+  /// events, time micro-batches by the device's clock, and wait for nothing else.
   [[nodiscard]] virtual bool asynchronous() const noexcept = 0;
   /// Streams, events and memory of an asynchronous device; null for others.
   /// @throws Error if the device refuses.
