@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
 import torch
-from torch import nn
 
 import paceline
+from gpu_cases import expect_same, module_and_batch, plain
 from paceline.torch import DataParallel
+from torch_support import classify
 
 BOXES = {
     "equal": ([0.5, 0.5], ["cuda:0/0", "cuda:0/1"]),
@@ -20,16 +20,6 @@ BOXES = {
     "four": ([0.25, 0.25, 0.25, 0.25], ["cuda:0/0", "cuda:0/1", "cuda:0/2", "cuda:0/3"]),
     "mixed": ([0.5, 0.25], ["cuda:0/1", "host:0", "cuda:1", "cuda:0/0"]),
 }
-
-
-def module_and_batch() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).double()
-    return module, (torch.randn(24, 6, dtype=torch.float64), torch.randint(0, 3, (24,)))
-
-
-def classify(module: Any, batch: Any) -> Any:
-    return nn.functional.cross_entropy(module(batch[0]), batch[1])
 
 
 @pytest.fixture
@@ -52,12 +42,9 @@ def test_the_gradient_is_that_of_one_device(
     with DataParallel(module, devices, balance=balance) as trainer:
         optimizer = trainer.optimizer(torch.optim.SGD, lr=0.3)
         for _ in range(4):
-            alone = copy.deepcopy(module)
-            loss = classify(alone, batch)
-            loss.backward()
+            loss, gradients = plain(module, batch)
             assert torch.allclose(trainer.step(classify, batch), loss, rtol=1e-12)
-            for parameter, expected in zip(module.parameters(), alone.parameters(), strict=True):
-                torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-12, atol=1e-12)
+            expect_same(module, gradients)
             optimizer.step()
             optimizer.zero_grad()
 

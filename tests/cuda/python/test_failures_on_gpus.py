@@ -1,0 +1,184 @@
+"""Memory that runs out, failures, hangs, lost devices, and what is refused: nothing is lost, and the device is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gpu_cases import BOXES, expect_same, module_and_batch, plain, queues_of
+from paceline import DeviceLost, InvalidArgument, Timeout, Unavailable
+from paceline.torch import DataParallel
+from torch_support import classify
+
+
+class TestMemory:
+    """Memory that runs out."""
+
+    @staticmethod
+    def short_of(limit: int, ran: list[int]) -> Any:
+        def loss_fn(module: Any, part: Any) -> Any:
+            if len(part[0]) > limit:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            ran.append(len(part[0]))
+            return classify(module, part)
+
+        return loss_fn
+
+    @pytest.mark.parametrize("devices", [BOXES["one"], BOXES["two"], BOXES["mixed"], ["host:0", "host:1"]], ids=str)
+    def test_the_step_runs_again_in_smaller_pieces(self, fake: Any, devices: list[str]) -> None:
+        module, batch = module_and_batch()
+        ran: list[int] = []
+        with DataParallel(module, devices, balance="even") as trainer:
+            for _ in range(2):
+                loss, gradients = plain(module, batch)
+                assert torch.allclose(trainer.step(self.short_of(4, ran), batch), loss)
+                expect_same(module, gradients)
+                module.zero_grad()
+            assert max(ran) <= 4
+            assert "ran out of memory" in trainer.explain()
+            assert trainer.report()["steps"] == 2
+
+    def test_only_the_memory_that_ran_out_gets_a_cap(self, fake: Any) -> None:
+        module, batch = module_and_batch()
+        sizes: dict[int, list[int]] = {}
+
+        def loss_fn(one: Any, part: Any) -> Any:
+            gpu = fake.streams[-1][0]
+            if gpu == 1 and len(part[0]) > 3:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            sizes.setdefault(gpu, []).append(len(part[0]))
+            return classify(one, part)
+
+        with DataParallel(module, BOXES["two"], balance="even") as trainer:
+            trainer.step(loss_fn, batch)
+            assert "cuda:1: at most 3 items" in trainer.explain()
+            assert "cuda:0: at most" not in trainer.explain()
+        assert max(sizes[0]) == 12
+        assert max(sizes[1]) <= 3
+
+    def test_random_draws_are_those_of_the_first_try(self, fake: Any) -> None:
+        module, batch = module_and_batch()
+        drawn: list[float] = []
+        refused: list[int] = []
+
+        def loss_fn(one: Any, part: Any) -> Any:
+            value = torch.rand(())
+            if not refused:
+                refused.append(1)
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            drawn.append(float(value))
+            return classify(one, part)
+
+        torch.manual_seed(5)
+        expected = float(torch.rand(()))
+        torch.manual_seed(5)
+        with DataParallel(module, BOXES["one"]) as trainer:
+            trainer.step(loss_fn, batch)
+        assert drawn[0] == expected
+
+    def test_one_item_that_does_not_fit_is_an_error(self, fake: Any) -> None:
+        module, batch = module_and_batch()
+        with DataParallel(module, BOXES["two"], balance="even") as trainer:
+            with pytest.raises(torch.OutOfMemoryError):
+                trainer.step(self.short_of(0, []), batch)
+            assert all(parameter.grad is None for parameter in module.parameters())
+            loss, gradients = plain(module, batch)
+            assert torch.allclose(trainer.step(classify, batch), loss)
+            expect_same(module, gradients)
+
+    def test_predict_runs_again_too(self, fake: Any) -> None:
+        module, batch = module_and_batch()
+
+        def forward(one: Any, part: Any) -> Any:
+            if len(part) > 5:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return one(part)
+
+        with DataParallel(module, BOXES["two"]) as trainer:
+            torch.testing.assert_close(trainer.predict(batch[0], forward), module(batch[0]).detach())
+
+
+def test_memory_of_our_own_that_ran_out_is_asked_for_again(fake: Any) -> None:
+    module, batch = module_and_batch()
+    _, expected = plain(module, batch)
+    with DataParallel(module, BOXES["two"], balance="even") as trainer:
+        fake.library.paceline_fake_fail_allocation(0)  # where the second GPU's gradients come home
+        trainer.step(classify, batch)
+        assert fake.released == 1
+    expect_same(module, expected)
+
+
+def test_a_failed_step_commits_nothing_and_the_next_one_works(fake: Any) -> None:
+    module, batch = module_and_batch()
+
+    def fails(one: Any, part: Any) -> Any:
+        if fake.streams[-1][0] == 1:
+            raise RuntimeError("no")
+        return classify(one, part)
+
+    with DataParallel(module, BOXES["two"], balance="even", micro_batch=4) as trainer:
+        with pytest.raises(RuntimeError, match="no") as error:
+            trainer.step(fails, batch)
+        assert "cuda:1" in error.value.__notes__[0]
+        assert all(parameter.grad is None for parameter in module.parameters())
+        _, gradients = plain(module, batch)
+        trainer.step(classify, batch)
+    expect_same(module, gradients)
+
+
+def test_a_lost_device_is_named(fake: Any) -> None:
+    module, batch = module_and_batch()
+    with DataParallel(module, BOXES["two"], balance="even") as trainer:
+        trainer.step(classify, batch)
+        fake.poison(1)
+        with pytest.raises(DeviceLost, match="cuda:1") as error:
+            trainer.step(classify, batch)
+        assert error.value.device == "cuda:1"
+
+
+def test_a_hang_is_an_error_that_names_the_device(fake: Any) -> None:
+    module, batch = module_and_batch()
+    with DataParallel(module, BOXES["two"], balance="even", micro_batch=2, timeout=0.2) as trainer:
+        trainer.step(classify, batch)
+        fake.hang(queues_of(trainer).streams[1])
+        with pytest.raises(Timeout, match="cuda:1"):
+            trainer.step(classify, batch)
+        with pytest.raises(DeviceLost):
+            trainer.step(classify, batch)
+
+
+def test_a_module_elsewhere_is_refused(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.torch import _cuda
+
+    monkeypatch.setattr(_cuda, "device", lambda index: torch.device("meta"))
+    module, _ = module_and_batch()
+    with pytest.raises(InvalidArgument, match=r"parameter 0\.weight is on cpu, but the first GPU .* is cuda:1"):
+        DataParallel(module, ["host:0", "cuda:1"])
+
+
+def test_launches_that_block_are_refused(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    module, _ = module_and_batch()
+    with pytest.raises(Unavailable, match="CUDA_LAUNCH_BLOCKING"):
+        DataParallel(module, BOXES["two"])
+    DataParallel(module, BOXES["one"]).close()
+
+
+def test_a_parameter_with_gaps_is_not_sent(fake: Any) -> None:
+    module = nn.Linear(4, 4)
+    module.weight = nn.Parameter(torch.randn(4, 8)[:, ::2])
+    with pytest.raises(InvalidArgument, match=r"weight.*gaps"):
+        DataParallel(module, BOXES["two"])
+
+
+def test_a_step_inside_a_graph_capture_is_refused(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.torch import _cuda
+
+    module, batch = module_and_batch()
+    with DataParallel(module, BOXES["two"]) as trainer:
+        monkeypatch.setattr(_cuda, "is_capturing", lambda: True)
+        with pytest.raises(InvalidArgument, match="CUDA graph"):
+            trainer.step(classify, batch)

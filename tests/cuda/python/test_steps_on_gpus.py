@@ -1,0 +1,126 @@
+"""Streams, shares, figures and the end of a trainer on GPUs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from gpu_cases import BOXES, module_and_batch, queues_of
+from paceline import Cancelled, DeviceGroup
+from paceline.torch import DataParallel
+from torch_support import classify
+
+
+def test_each_worker_is_on_its_own_stream(fake: Any) -> None:
+    module, batch = module_and_batch()
+    seen: dict[str, set[Any]] = {}
+
+    def looking(one: Any, part: Any) -> Any:
+        seen.setdefault(str(len(fake.streams)), set()).add(tuple(fake.streams))
+        return classify(one, part)
+
+    with DataParallel(module, BOXES["two"], balance="even", micro_batch=4) as trainer:
+        trainer.step(looking, batch)
+        trainer.step(looking, batch)
+        streams = queues_of(trainer).streams
+        sources = queues_of(trainer).sources
+    assert seen == {"1": {((0, streams[0]),)}, "2": {((0, sources[1]), (1, streams[1]))}}
+    assert fake.streams == []
+
+
+def test_figures_wait_for_the_steps_they_tell_of(fake: Any) -> None:
+    module, batch = module_and_batch()
+    with DataParallel(module, BOXES["two"], balance="even") as trainer:
+        for _ in range(5):
+            trainer.step(classify, batch)
+        report = trainer.report()
+        assert report["steps"] == 5
+        assert [report["devices"][name]["items"] for name in BOXES["two"]] == [60, 60]
+        assert all(report["devices"][name]["busy_seconds"] > 0 for name in BOXES["two"])
+
+
+def test_auto_follows_the_module(fake: Any) -> None:
+    module, _ = module_and_batch()
+    with DataParallel(module) as trainer:  # it is on the host
+        assert all(device.kind == "host" for device in trainer.group.devices)
+
+
+def test_a_group_that_was_passed_in_stays_open(fake: Any) -> None:
+    module, batch = module_and_batch()
+    with DeviceGroup(BOXES["two"]) as group:
+        for _ in range(2):
+            with DataParallel(module, group, balance="even") as trainer:
+                trainer.step(classify, batch)
+        deadline = time.monotonic() + 10
+        while (
+            fake.leftovers and time.monotonic() < deadline
+        ):  # a worker lets go of the step just after the caller goes on
+            time.sleep(0.01)
+        assert fake.leftovers == 0
+
+
+def test_closing_from_another_thread_gives_everything_back(fake: Any) -> None:
+    module, batch = module_and_batch()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def loss_fn(one: Any, part: Any) -> Any:
+        inside.set()
+        go_on.wait(10)
+        return classify(one, part)
+
+    trainer = DataParallel(module, BOXES["two"], balance="even")
+
+    def close() -> None:
+        inside.wait(10)
+        threading.Timer(0.1, go_on.set).start()
+        trainer.close()
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    with pytest.raises(Cancelled):
+        trainer.step(loss_fn, batch)
+    closing.join()
+    deadline = time.monotonic() + 10
+    while fake.leftovers and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert fake.leftovers == 0
+
+
+def test_moving_shares_bring_no_new_sizes(fake: Any) -> None:
+    module, batch = module_and_batch()
+    sizes = set()
+
+    def loss_fn(one: Any, part: Any) -> Any:
+        sizes.add(len(part[0]))
+        time.sleep(0.002 * (1 + fake.streams[-1][0]))  # the second GPU is slower, so shares move
+        return classify(one, part)
+
+    with DataParallel(module, BOXES["two"], micro_batch=4) as trainer:
+        for _ in range(6):
+            trainer.step(loss_fn, batch)
+    assert sizes == {4}
+
+
+def test_a_run_that_python_holds_up_is_told_so(fake: Any) -> None:
+    module, batch = module_and_batch()
+    with DataParallel(module, BOXES["two"], balance="even", micro_batch=1) as trainer:
+        trainer.step(classify, batch)
+        text = trainer.explain()  # here a micro-batch takes as long as its launch
+    assert "Launch-bound: a micro-batch takes a GPU" in text
+    assert "2 devices share Python's lock" in text
+
+
+def test_shares_follow_speeds_though_nobody_waits(fake: Any) -> None:
+    module, batch = module_and_batch()
+
+    def loss_fn(one: Any, part: Any) -> Any:
+        time.sleep(0.001 * len(part[0]) * (1 + 3 * fake.streams[-1][0]))  # the second GPU takes four times as long
+        return classify(one, part)
+
+    with DataParallel(module, BOXES["two"]) as trainer:
+        for _ in range(12):
+            trainer.step(loss_fn, batch)  # no report() in between, which would wait
+        assert trainer.shares["cuda:0"] >= 17

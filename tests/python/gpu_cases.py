@@ -1,0 +1,44 @@
+"""What the tests on GPUs that are not there share: sets of devices, a module with its batch, and plain PyTorch to compare with."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.torch import DataParallel
+from torch_support import classify
+
+BOXES = {
+    "one": ["cuda:0"],
+    "two": ["cuda:0", "cuda:1"],
+    "four": ["cuda:0", "cuda:1", "cuda:2", "cuda:3"],
+    "mixed": ["host:0", "cuda:1", "host:1", "cuda:0"],
+}
+
+
+def module_and_batch(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).to(dtype)
+    return module, (torch.randn(24, 6, dtype=dtype), torch.randint(0, 3, (24,)))
+
+
+def plain(module: nn.Module, batch: Any, loss_fn: Any = classify) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    alone = copy.deepcopy(module)
+    loss = loss_fn(alone, batch)
+    loss.backward()
+    return loss.detach(), [parameter.grad for parameter in alone.parameters()]
+
+
+def expect_same(module: nn.Module, expected: list[torch.Tensor | None], tolerance: float = 1e-12) -> None:
+    for parameter, gradient in zip(module.parameters(), expected, strict=True):
+        if gradient is None:
+            assert parameter.grad is None
+        else:
+            torch.testing.assert_close(parameter.grad, gradient, rtol=tolerance, atol=tolerance)
+
+
+def queues_of(trainer: DataParallel) -> Any:
+    return trainer._places.queues
