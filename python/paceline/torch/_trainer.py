@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import threading
@@ -20,6 +19,7 @@ from paceline.torch._batch import Batch, concatenate
 from paceline.torch._buckets import Buckets
 from paceline.torch._buffers import KeptBuffers
 from paceline.torch._caller_state import CallerState, CallerThreads
+from paceline.torch._exit import abandoned_runs, finalize, open_trainers
 from paceline.torch._failures import raise_failure
 from paceline.torch._gradients import UserGradients
 from paceline.torch._memory import MemoryCaps, is_out_of_memory
@@ -29,7 +29,6 @@ from paceline.torch._replicas import Replicas, Replicate
 from paceline.torch._run import LossFunction, PredictRun, Run, Seen, TrainRun
 
 _T = TypeVar("_T")
-_AT_EXIT_SECONDS = 3.0  # for a worker that is inside an operator or a sleep when the program ends
 
 
 class DataParallel:
@@ -130,10 +129,10 @@ class DataParallel:
         self._abandoned = False
         if self._places.any_host:
             CallerThreads.limit()
-        # Runs when the trainer is dropped without close(); the end of the program has _close_at_exit.
-        self._finalizer = weakref.finalize(self, _finalize, group if owned else None, self._places.any_host)
+        # Runs when the trainer is dropped without close(); the end of the program has _exit.
+        self._finalizer = weakref.finalize(self, finalize, group if owned else None, self._places.any_host)
         self._finalizer.atexit = False
-        _open.add(self)
+        open_trainers.add(self)
 
     def step(
         self,
@@ -412,7 +411,7 @@ class DataParallel:
         if ended is not None:
             group = ended[2][0]
             with contextlib.suppress(Timeout):
-                _finalize(group, self._places.any_host, timeout=0.0)
+                finalize(group, self._places.any_host, timeout=0.0)
         return None
 
     def __repr__(self) -> str:
@@ -442,7 +441,7 @@ class DataParallel:
             yield
         finally:
             if self.group.busy and self._running is not None:
-                _abandoned.add(self._running)
+                abandoned_runs.add(self._running)
             self._running = None
             self._abandoned = self.group.busy
             self._lock.release()
@@ -497,36 +496,9 @@ class DataParallel:
                 replica.clear_gradients()
 
 
-_open: weakref.WeakSet[DataParallel] = weakref.WeakSet()
-_abandoned: weakref.WeakSet[Run] = weakref.WeakSet()  # left by a second Ctrl-C; workers may still be inside
-
-
-@atexit.register
-def _close_at_exit() -> None:
-    """Workers must have left Python before the interpreter goes down: PyTorch does not survive a thread that is ended inside of it."""
-    trainers = list(_open)
-    for run in [*(trainer._running for trainer in trainers), *_abandoned]:
-        if run is not None:
-            run.interrupt()
-    for trainer in trainers:
-        with contextlib.suppress(Timeout):  # inside an operator or a sleep: ends with the process
-            trainer.group.close(_AT_EXIT_SECONDS)
-            # A daemon thread that was waiting for the step now leaves it. Never released: nothing follows.
-            trainer._lock.acquire(timeout=_AT_EXIT_SECONDS)
-
-
 class _TryAgainError(Exception):
     """Memory ran out, and smaller pieces may fit: nothing was committed, and the step can be run once more."""
 
 
 def _forward(module: nn.Module, batch: Any) -> Any:
     return module(batch)
-
-
-def _finalize(group: DeviceGroup | None, any_host: bool, timeout: float = 10.0) -> None:
-    try:
-        if group is not None:
-            group.close(timeout)
-    finally:
-        if any_host:
-            CallerThreads.restore()

@@ -1,0 +1,44 @@
+"""The end of trainers: one that is dropped, and those that are open when the program ends."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import weakref
+from typing import TYPE_CHECKING
+
+from paceline import DeviceGroup, Timeout
+from paceline.torch._caller_state import CallerThreads
+from paceline.torch._run import Run
+
+if TYPE_CHECKING:
+    from paceline.torch._trainer import DataParallel
+
+_SECONDS = 3.0  # for a worker that is inside an operator or a sleep when the program ends
+
+open_trainers: weakref.WeakSet[DataParallel] = weakref.WeakSet()
+abandoned_runs: weakref.WeakSet[Run] = weakref.WeakSet()  # left by a second Ctrl-C; workers may still be inside
+
+
+def finalize(group: DeviceGroup | None, any_host: bool, timeout: float = 10.0) -> None:
+    """End the workers of a trainer that had a group of its own, and give the caller its threads back."""
+    try:
+        if group is not None:
+            group.close(timeout)
+    finally:
+        if any_host:
+            CallerThreads.restore()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Workers must have left Python before the interpreter goes down: PyTorch does not survive a thread that is ended inside of it."""
+    trainers = list(open_trainers)
+    for run in [*(trainer._running for trainer in trainers), *abandoned_runs]:
+        if run is not None:
+            run.interrupt()
+    for trainer in trainers:
+        with contextlib.suppress(Timeout):  # inside an operator or a sleep: ends with the process
+            trainer.group.close(_SECONDS)
+            # A daemon thread that was waiting for the step now leaves it. Never released: nothing follows.
+            trainer._lock.acquire(timeout=_SECONDS)
