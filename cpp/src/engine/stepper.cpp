@@ -105,10 +105,15 @@ struct Stepper::State {
   void collect(std::size_t most) {
     while (!pending.empty()) {
       const PendingStep& oldest = pending.front();
-      if (pending.size() <= most && !oldest.step->settled()) return;
+      try {
+        if (pending.size() <= most && !oldest.step->settled()) return;
+        oldest.step->settle();
+      } catch (const Error&) {
+        pending.pop_front();  // a device that has failed shall be reported once
+        throw;
+      }
       const PendingStep taken = std::move(pending.front());
-      pending.pop_front();  // first: a device that has failed shall be reported once
-      taken.step->settle();
+      pending.pop_front();
       note(taken);
     }
   }

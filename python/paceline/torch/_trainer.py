@@ -176,7 +176,8 @@ class DataParallel:
             Ctrl-C. The first ends the step as a failure does, once every worker has left its micro-batch (one that comes while the
             gradients are being written comes too late: the step is done, and ``report()["steps"]`` counts it). A second one does not
             wait: the trainer refuses steps until the workers are out, and a single device, which runs the module itself, may write to
-            its ``.grad`` until then; call ``zero_grad`` afterwards.
+            its ``.grad`` until then; call ``zero_grad`` afterwards. With GPUs the first then waits until nothing runs any more, the second
+            leaves that to the next step or `close`.
         Cancelled
             If another thread closed the trainer; gradients and buffers are as before the step.
         """

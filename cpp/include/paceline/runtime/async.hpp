@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <memory>
 #include <span>
+#include <stop_token>
 #include <string>
 
 #include <paceline/export.hpp>
@@ -75,7 +76,9 @@ class PACELINE_API AsyncDevice {
 
 /// Waits until the event is done, by asking again and again: first at once, then less and less often, at most every
 /// 100 us. The blocking hooks are called around it.
-/// @throws Timeout naming the device if it takes longer than `timeout`; Error if the device has failed.
-PACELINE_API void wait_for(const Event& event, std::chrono::nanoseconds timeout = std::chrono::nanoseconds::max());
+/// @throws Timeout naming the device if it takes longer than `timeout`; Cancelled if `stop` is requested meanwhile;
+/// Error if the device has failed; what the poll hook throws.
+PACELINE_API void wait_for(const Event& event, std::chrono::nanoseconds timeout = std::chrono::nanoseconds::max(),
+                           const std::stop_token& stop = {});
 
 }  // namespace paceline
