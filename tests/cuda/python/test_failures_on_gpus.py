@@ -170,11 +170,11 @@ def test_ctrl_c_leaves_every_wait_for_a_gpu_that_hangs(fake: Any) -> None:
 
         presser = threading.Thread(target=press)
         presser.start()
-        with pytest.raises(KeyboardInterrupt):
-            try:
+        try:
+            with pytest.raises(KeyboardInterrupt):
                 call()
-            finally:
-                ended.set()
+        finally:
+            ended.set()
         presser.join()
 
     def steps() -> None:
