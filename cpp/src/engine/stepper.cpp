@@ -98,6 +98,7 @@ struct Stepper::State {
       sample.busy_seconds.push_back(busy);
     }
     metrics.add(sample);
+    history.add(sample);
     note_events(done.plan, record);
   }
 
@@ -147,6 +148,7 @@ struct Stepper::State {
   StepperOptions options;
   balance::Balancer balancer;
   observe::MetricsRecorder metrics;
+  observe::History history;
   HealthLog health;
   observe::EventRing events;
   balance::StepPlan plan;    // of the last begin()
@@ -226,6 +228,7 @@ const balance::StepPlan& Stepper::plan() const noexcept { return state_->plan; }
 const StepRecord& Stepper::last_step() const noexcept { return state_->record; }
 observe::Metrics Stepper::metrics() const { return state_->metrics.snapshot(); }
 const observe::EventRing& Stepper::events() const noexcept { return state_->events; }
+const observe::History& Stepper::history() const noexcept { return state_->history; }
 balance::Balancer& Stepper::balancer() noexcept { return state_->balancer; }
 const balance::Balancer& Stepper::balancer() const noexcept { return state_->balancer; }
 const DeviceGroup& Stepper::group() const noexcept { return state_->group; }

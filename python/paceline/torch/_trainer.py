@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from paceline.torch._objective import Objective, Reduction, Weight
 from paceline.torch._places import Places, RandomStates
 from paceline.torch._replicas import Replicas, Replicate
 from paceline.torch._run import LossFunction, PredictRun, Run, Seen, TrainRun
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _T = TypeVar("_T")
 
@@ -341,6 +344,43 @@ class DataParallel:
     def events(self) -> list[dict[str, Any]]:
         """The last events, oldest first: steps, micro-batches, reductions, moves, with their times in seconds."""
         return list(self._stepper.events)
+
+    def history(self) -> list[dict[str, Any]]:
+        """The whole run in at most 1024 rows, oldest first: single steps, or in a longer run equally many steps added up.
+
+        Returns
+        -------
+        list of dict
+            ``first_step`` (from 0), ``steps`` (in this row), ``items`` and ``busy_seconds`` (sums, per name of a device), ``step_seconds``
+            (sum, with the reduction), ``longest_step_seconds`` (of one step), ``moves``. Reading it waits for GPUs, as `report` does.
+        """
+        return list(self._stepper.history)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw the run so far: shares with their moves, speeds, and step times. Also after `close`.
+
+        Parameters
+        ----------
+        path
+            A file to write, as .png, .svg, .pdf or what else matplotlib knows. None: only the figure is made.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            With steps counted from 1 on its three axes, to add to and to save; no window opens and pyplot is not used.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed, which ``pip install 'paceline[plot]'`` brings.
+        InvalidArgument
+            Before the first step.
+        """
+        from paceline._plot import draw_run, save
+
+        names = ", ".join(self._names) if len(self._names) <= 4 else f"{len(self._names)} devices"
+        title = f"{type(self.module).__name__} on {names}, balance {self._options['balance']}"
+        return save(draw_run(self.history(), title=title), path)
 
     def explain(self) -> str:
         """In words: what was seen, what was decided and why, what a move would gain."""
