@@ -6,8 +6,8 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import torch
 from torch import nn
@@ -30,6 +30,8 @@ from paceline.torch._run import LossFunction, PredictRun, Run, Seen, TrainRun
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from paceline._progress import Progress
 
 _T = TypeVar("_T")
 
@@ -127,6 +129,7 @@ class DataParallel:
         self._running: Run | None = None
         self._committed: Any = None  # the last outcome that was
         self._shares = dict.fromkeys(self._names, 0)
+        self._loss: torch.Tensor | None = None  # of the last step, for those who watch
         # What host devices have delivered to GPUs, until these have read it: PyTorch would hand it on.
         self._delivered: list[tuple[Any, Any]] = []
         self._abandoned = False
@@ -185,7 +188,8 @@ class DataParallel:
             If another thread closed the trainer; gradients and buffers are as before the step.
         """
         with self._alone("step"):
-            return self._step(loss_fn, batch, weight, scaler)
+            self._loss = self._step(loss_fn, batch, weight, scaler)
+            return self._loss
 
     def _step(self, loss_fn: LossFunction, batch: Any, weight: Weight | None, scaler: Any) -> torch.Tensor:
         if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
@@ -340,6 +344,43 @@ class DataParallel:
             shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction).
         """
         return dict(self._stepper.metrics)
+
+    def progress(
+        self, batches: Iterable[_T], *, total: int | None = None, every: float = 10.0, file: TextIO | None = None
+    ) -> Progress[_T]:
+        """Loop over `batches` and show step, loss, step time, imbalance, moves, and each device's share and busy time.
+
+        On a terminal it is redrawn in place where rich is installed (``pip install 'paceline[progress]'``), at most four times a second. Everywhere
+        else, in files, notebooks, and where log handlers write to the terminal, it is a plain line after the first batch, every
+        `every` seconds, and at the end. No thread is started; Ctrl-C, ``break`` and exceptions leave the terminal as it was.
+
+        Parameters
+        ----------
+        batches
+            Any iterable, such as a DataLoader; its elements come unchanged.
+        total
+            How many there are; default ``len(batches)`` where it has one.
+        every
+            Seconds between two plain lines; 0: one after each batch.
+        file
+            Where to write; default ``sys.stderr``.
+
+        Notes
+        -----
+        Shares, busy and step times are means since the figures before. Reading them and the loss waits for GPUs, only when something is shown.
+
+        Examples
+        --------
+        >>> for batch in trainer.progress(loader):                                   # doctest: +SKIP
+        ...     loss = trainer.step(loss_fn, batch)
+        ...     optimizer.step(); optimizer.zero_grad()
+        """
+        from paceline._progress import Progress
+
+        def loss() -> float | None:
+            return None if self._loss is None else float(self._loss)
+
+        return Progress(batches, self.report, loss, total=total, every=every, file=file)
 
     def events(self) -> list[dict[str, Any]]:
         """The last events, oldest first: steps, micro-batches, reductions, moves, with their times in seconds."""
