@@ -39,7 +39,7 @@ def draw_run(history: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     """
     if not history:
         raise InvalidArgument("plot: no step has run yet, so there is nothing to draw.")
-    figure, (shares, speeds, times) = _panels(3)
+    figure, (shares, speeds, times) = panels(3)
     edges = [row["first_step"] + 0.5 for row in history] + [history[-1]["first_step"] + history[-1]["steps"] + 0.5]
     sizes = [sum(row["items"].values()) / row["steps"] for row in history]
     fixed = min(sizes) == max(sizes)
@@ -103,7 +103,8 @@ def _step_times(axes: Axes, edges: Sequence[float], history: Sequence[Mapping[st
     show_range(axes, mean)
 
 
-def _panels(count: int) -> tuple[Figure, Sequence[Axes]]:
+def panels(count: int) -> tuple[Figure, Sequence[Axes]]:
+    """A figure with `count` axes, one below the other, with common steps."""
     figure = figure_class()(figsize=(9, 2.6 * count), layout="constrained")
     return figure, figure.subplots(count, 1, sharex=True)
 
