@@ -383,7 +383,15 @@ class DataParallel:
         return Progress(batches, self.report, loss, total=total, every=every, file=file)
 
     def events(self) -> list[dict[str, Any]]:
-        """The last events, oldest first: steps, micro-batches, reductions, moves, with their times in seconds."""
+        """The last events, oldest first, at most 4096; reading them waits for GPUs.
+
+        Returns
+        -------
+        list of dict
+            ``kind``: ``"step"``, ``"micro_batch"``, ``"reduction"`` or ``"move"``; ``device``: its name, None for the group; ``step``: how many
+            had succeeded before; ``begin`` and ``end``: items of the batch; ``start_seconds``, since the trainer was made, and
+            ``duration_seconds``. A step that failed leaves none.
+        """
         return list(self._stepper.events)
 
     def history(self) -> list[dict[str, Any]]:
@@ -424,7 +432,7 @@ class DataParallel:
         return save(draw_run(self.history(), title=title), path)
 
     def explain(self) -> str:
-        """In words: what was seen, what was decided and why, what a move would gain."""
+        """In words: what was seen, what was decided and why, what a move would gain. Waits for GPUs; also after `close`."""
         text = self._stepper.explain()
         busy = [entry["busy_seconds"] for entry in self._stepper.metrics["devices"].values()]
         return text + self._caps.explain() + self._places.launches.explain(busy)

@@ -11,7 +11,8 @@
 
 namespace paceline::observe {
 
-/// Consecutive steps, added up. Vectors have one entry per device.
+/// Consecutive steps, added up. Vectors have one entry per device, in the order of the group; see StepSample for what
+/// the figures are.
 struct HistoryRow {
   std::int64_t first_step = 0;  ///< counted from 0 over the steps that succeeded
   std::int64_t steps = 0;
@@ -35,6 +36,7 @@ class PACELINE_API History {
   /// @param capacity rows to keep at most; an odd one counts as the next even one, one below 2 as 2.
   explicit History(std::size_t capacity = kCapacity);
 
+  /// Requires as many entries in the sample's vectors each time.
   void add(const StepSample& sample);
   /// Oldest first, at most `capacity`. All but the last hold equally many steps, a power of two; the last at most that.
   [[nodiscard]] std::vector<HistoryRow> snapshot() const;
