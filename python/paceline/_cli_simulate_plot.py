@@ -17,15 +17,12 @@ if TYPE_CHECKING:
 
 
 def plot(args: argparse.Namespace, results: Mapping[str, SimulationResult]) -> None:
-    """Write the picture to `args.plot`.
-
-    Raises
-    ------
-    ImportError
-        If matplotlib is not installed; names the extra that brings it.
-    """
+    """Write the picture to `args.plot`; a file that cannot be written ends the program as a wrong argument does."""
     ledgers = {policy: read(result.ledger.splitlines()) for policy, result in results.items()}
-    save(draw(args, ledgers), args.plot)
+    try:
+        save(draw(args, ledgers), args.plot)
+    except (OSError, ValueError) as error:  # the folder, or an ending that matplotlib does not know
+        args.parser.error(f"argument --plot: {args.plot} cannot be written: {error}")
 
 
 def draw(args: argparse.Namespace, ledgers: Mapping[str, Ledger]) -> Figure:

@@ -65,3 +65,17 @@ def test_without_matplotlib_the_extra_is_named(
         main([*WORDS, "--plot", str(tmp_path / "picture.png")])
     assert stopped.value.code == 2
     assert "pip install 'paceline[plot]'" in capsys.readouterr().err
+
+
+@needs_matplotlib
+@pytest.mark.parametrize(("name", "message"), [("picture.what", "what"), ("nowhere/picture.png", "No such file")])
+def test_a_file_that_cannot_be_written_is_a_wrong_argument(
+    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*WORDS, "--plot", str(tmp_path / name)])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert "argument --plot: " in error
+    assert message in error
+    assert "Traceback" not in error
