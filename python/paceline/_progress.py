@@ -198,7 +198,7 @@ class Lines:
 
 def _live(file: TextIO) -> Display | None:
     """The display that redraws itself, None where it has no place."""
-    if not file.isatty() or _logs_to_a_terminal():
+    if not _is_terminal(file) or _logs_to_a_terminal():
         return None
     try:
         from paceline._progress_live import Live
@@ -210,8 +210,14 @@ def _live(file: TextIO) -> Display | None:
 
 def _logs_to_a_terminal() -> bool:
     """Whether log lines would be written into what is redrawn: handlers keep the stream that they were made with."""
-    streams = [getattr(handler, "stream", None) for handler in logging.getLogger().handlers]
-    return any(stream is not None and stream.isatty() for stream in streams)
+    return any(_is_terminal(getattr(handler, "stream", None)) for handler in logging.getLogger().handlers)
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):  # none, something else, or closed: whoever writes there finds out
+        return False
 
 
 def _length(batches: Iterable[Any]) -> int | None:

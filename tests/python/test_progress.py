@@ -216,9 +216,14 @@ def test_no_thread_draws() -> None:
     [
         ("sys.modules['rich'] = None", "xterm"),
         ("import logging; logging.basicConfig()", "xterm"),
+        (
+            "sys.modules['rich'] = None; import logging; logging.basicConfig(stream=open('/dev/null')); "
+            "logging.getLogger().handlers[0].stream.close()",
+            "xterm",
+        ),
         pytest.param("", "dumb", marks=needs_rich),
     ],
-    ids=["without rich", "with log handlers", "dumb"],
+    ids=["without rich", "with log handlers", "with a log that is closed", "dumb"],
 )
 def test_other_terminals_get_plain_lines(setup: str, term: str) -> None:
     output = on_a_terminal(3, "pass", setup=setup, term=term)
