@@ -25,7 +25,7 @@ def stages(programs: Path, picture: Path, *, quick: bool, gpu: bool) -> list[Sta
 
 def _program(path: Path, *, quick: bool) -> Stage:
     options = _TRY if quick else _MEASURE
-    return Stage(path.name, [str(path), "--benchmark_format=json", *options], 120 if quick else 900, json_result=True)
+    return Stage(path.name, [str(path), "--benchmark_format=json", *options], 900, json_result=True)
 
 
 def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
@@ -35,11 +35,11 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
     short = ("--short",) if quick else ()
     on_host = () if gpu else ("--devices", "host:0")
     return [
-        _script("race_ddp", *race, limit=240 if quick else 600),
-        _script("race_ddp", "--busy", *race, limit=240 if quick else 600),
-        _script("race_ddp", "--busy", "--malloc", *race, limit=240 if quick else 600),
-        _script("straggler", "--plot", str(picture), *straggler, limit=180),
-        _script("launch_scaling", *on_host, *short, limit=180),
+        _script("race_ddp", *race, limit=600),
+        _script("race_ddp", "--busy", *race, limit=600),
+        _script("race_ddp", "--busy", "--malloc", *race, limit=600),
+        _script("straggler", "--plot", str(picture), *straggler, limit=300),
+        _script("launch_scaling", *on_host, *short, limit=300),
         _script("race_gpu", *short, limit=900, why_not=no_gpu),
     ]
 

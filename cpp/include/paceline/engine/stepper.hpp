@@ -32,7 +32,8 @@ struct StepperOptions {
 /// Devices that work after the call may be two steps behind: the caller is held up by the third. Until their times are
 /// known the plan stays as it is.
 ///
-/// One step at a time; not thread-safe, but metrics(), events() and history() may be read from any thread, and cancel() called.
+/// One step at a time; not thread-safe, but metrics(), events() and history() may be read from any thread, and cancel()
+/// called.
 class PACELINE_API Stepper {
  public:
   /// @throws InvalidArgument if balance and weights do not fit the group.
