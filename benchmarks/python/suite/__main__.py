@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import paceline
+from paceline._core.runtime import build_facts
 from race import host
 from runner.stage import Running, Stage, skipped
 from suite.report import markdown
@@ -39,6 +40,7 @@ def main() -> int:
             "torch": torch.__version__,
             "python": platform.python_version(),
             "cuda": torch.version.cuda,
+            "compiler": build_facts()["compiler"],
         },
         "stages": [],
     }
