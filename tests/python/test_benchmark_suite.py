@@ -103,6 +103,11 @@ def test_results_become_rows() -> None:
         "races 2: a": "2",
     }
     single = {"run_name": "BM_x", "run_type": "iteration", "real_time": 2.5, "cpu_time": 2.4, "time_unit": "us"}
+    assert [row[1] for row in google_rows([{**single, "real_time": time} for time in (0.5, 1500.0, 2e6)])] == [
+        "500 ns",
+        "1.5 ms",
+        "2 s",
+    ]
     failed = {"run_name": "BM_y", "run_type": "iteration", "error_occurred": True, "error_message": "no"}
     assert list(google_rows([single, failed])) == [("BM_x", "2.5 µs", "2.4 µs", ""), ("BM_y", "failed: no", "", "")]
 

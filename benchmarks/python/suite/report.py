@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _MOST_ROWS = 60
+_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # as Google Benchmark writes them
 # Of a script's result: what the head says already, and what is too much to read; all of it is in the JSON.
 _LEFT_OUT = {"hardware", "versions", "rates", "environment"}
 
@@ -95,7 +96,9 @@ def _number(value: object) -> str:
 
 
 def _time(each: Mapping[str, Any], key: str) -> str:
-    return f"{each[key]:.3g} {each['time_unit'].replace('us', 'µs')}"
+    seconds = each[key] * _UNITS[each["time_unit"]]
+    unit = next((unit for unit in ("s", "ms", "us") if seconds >= _UNITS[unit]), "ns")
+    return f"{seconds / _UNITS[unit]:.3g} {unit.replace('us', 'µs')}"
 
 
 def _row(cells: Sequence[str]) -> str:
