@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <string>
 #include <utility>
 
@@ -14,8 +15,8 @@
 #include "error.hpp"
 #include "green_context.hpp"
 #include "pool.hpp"
+#include "reduce.hpp"
 #include "stream_shelf.hpp"
-#include "sum.hpp"
 
 namespace paceline::cuda {
 namespace {
@@ -205,51 +206,54 @@ class CudaStream final : public Stream {
     check(error, "copying", device_);
   }
 
-  void sum(const DeviceSum& sum) override;
+  void reduce(const DeviceReduction& reduction) override;
 
  private:
   int device_;
   std::shared_ptr<StreamHandle> handle_;
 };
 
-const void* sum_kernel(DType dtype) {
+const void* kernel_for(DType dtype) {
   switch (dtype) {
     case DType::float32:
-      return reinterpret_cast<const void*>(&paceline_sum_float32);
+      return reinterpret_cast<const void*>(&paceline_reduce_float32);
     case DType::float64:
-      return reinterpret_cast<const void*>(&paceline_sum_float64);
+      return reinterpret_cast<const void*>(&paceline_reduce_float64);
     case DType::float16:
-      return reinterpret_cast<const void*>(&paceline_sum_float16);
+      return reinterpret_cast<const void*>(&paceline_reduce_float16);
     case DType::bfloat16:
-      return reinterpret_cast<const void*>(&paceline_sum_bfloat16);
+      return reinterpret_cast<const void*>(&paceline_reduce_bfloat16);
     case DType::int32:
+      return reinterpret_cast<const void*>(&paceline_reduce_int32);
     case DType::int64:
-      break;
+      return reinterpret_cast<const void*>(&paceline_reduce_int64);
   }
-  throw InvalidArgument(
-      fmt::format("sum: elements of type {} are not summed on a GPU; floating-point ones are.", name_of(dtype)));
+  throw InvalidArgument(fmt::format("reduce: there is no element type of number {}.", static_cast<int>(dtype)));
 }
 
-void CudaStream::sum(const DeviceSum& sum) {
-  if (sum.inputs.empty() || sum.inputs.size() > static_cast<std::size_t>(kMaxSumInputs)) {
-    throw InvalidArgument(fmt::format("sum: {} inputs; 1 to {} can be summed.", sum.inputs.size(), kMaxSumInputs));
+void CudaStream::reduce(const DeviceReduction& reduction) {
+  const std::size_t input_count = reduction.inputs.size();
+  if (input_count == 0 || input_count > static_cast<std::size_t>(kMaxReductionInputs)) {
+    throw InvalidArgument(fmt::format("reduce: {} inputs; 1 to {} can be reduced.", input_count, kMaxReductionInputs));
   }
-  const void* const kernel = sum_kernel(sum.dtype);
-  if (sum.count == 0) return;
-  SumArguments arguments{};
-  std::copy(sum.inputs.begin(), sum.inputs.end(), arguments.inputs);
-  arguments.input_count = static_cast<int>(sum.inputs.size());
-  arguments.output = sum.output;
-  arguments.count = sum.count;
-  arguments.scale = sum.scale;
+  const void* const kernel = kernel_for(reduction.dtype);
+  if (reduction.count == 0) return;
+  ReductionArguments arguments{};
+  std::copy(reduction.inputs.begin(), reduction.inputs.end(), arguments.inputs);
+  arguments.input_count = static_cast<int>(input_count);
+  arguments.op = reduction.op;
+  arguments.output = reduction.output;
+  arguments.count = reduction.count;
+  arguments.scale = reduction.scale;
+  arguments.divisor = static_cast<std::int64_t>(reduction.divisor == 0 ? input_count : reduction.divisor);
   // One thread for 16 bytes, up to what fills the largest GPU several times over; the kernel goes round with the rest.
   constexpr unsigned int block = 256;
   constexpr std::size_t most_blocks = 4096;
-  const std::size_t packs = sum.count * size_of(sum.dtype) / 16 + 1;
+  const std::size_t packs = reduction.count * size_of(reduction.dtype) / 16 + 1;
   const auto grid = static_cast<unsigned int>(std::min(most_blocks, (packs + block - 1) / block));
   void* argument_list[] = {&arguments};
   const DeviceGuard guard(device_);
-  check(cudaLaunchKernel(kernel, dim3(grid), dim3(block), argument_list, 0, handle_->get()), "summing", device_);
+  check(cudaLaunchKernel(kernel, dim3(grid), dim3(block), argument_list, 0, handle_->get()), "reducing", device_);
 }
 
 class CudaDevice final : public AsyncDevice {
@@ -258,9 +262,10 @@ class CudaDevice final : public AsyncDevice {
       : ordinal_(ordinal), part_(std::move(part)), pool_(Pool::of(ordinal)) {
     // Loaded now: loading a kernel at its first launch can wait for another that runs, and that one for us.
     const DeviceGuard guard(ordinal);
-    for (const DType dtype : {DType::float32, DType::float64, DType::float16, DType::bfloat16}) {
+    for (const DType dtype :
+         {DType::float32, DType::float64, DType::float16, DType::bfloat16, DType::int32, DType::int64}) {
       cudaFuncAttributes attributes{};
-      check(cudaFuncGetAttributes(&attributes, sum_kernel(dtype)), "loading a kernel", ordinal);
+      check(cudaFuncGetAttributes(&attributes, kernel_for(dtype)), "loading a kernel", ordinal);
     }
   }
 

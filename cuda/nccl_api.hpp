@@ -29,8 +29,8 @@ enum Result : int {
 
 enum DataType : int { kInt8 = 0, kInt32 = 2, kInt64 = 4, kFloat16 = 6, kFloat32 = 7, kFloat64 = 8, kBfloat16 = 9 };
 
-/// Plain sums only. PreMulSum, into which NCCL turns averages of floating-point numbers too, never uses NVLink SHARP.
-enum ReductionOperation : int { kSum = 0 };
+/// No averages: PreMulSum, into which NCCL turns those of floating-point numbers, never uses NVLink SHARP.
+enum ReductionOperation : int { kSum = 0, kMax = 2, kMin = 3 };
 
 struct UniqueId {
   char internal[128];
@@ -64,6 +64,10 @@ using GroupStart = Result();
 using GroupEnd = Result();
 using AllReduce = Result(const void* send, void* receive, std::size_t count, DataType type, ReductionOperation op,
                          Comm comm, cudaStream_t stream);
+using ReduceScatter = Result(const void* send, void* receive, std::size_t receive_count, DataType type,
+                             ReductionOperation op, Comm comm, cudaStream_t stream);
+using AllGather = Result(const void* send, void* receive, std::size_t send_count, DataType type, Comm comm,
+                         cudaStream_t stream);
 using Broadcast = Result(const void* send, void* receive, std::size_t count, DataType type, int root, Comm comm,
                          cudaStream_t stream);
 

@@ -31,12 +31,20 @@ std::chrono::nanoseconds interval_for(std::chrono::nanoseconds timeout) {
   return std::clamp<std::chrono::nanoseconds>(timeout / 8, std::chrono::milliseconds(1), std::chrono::milliseconds(10));
 }
 
+/// What NCCL's minima and maxima do: of a NaN and a number they give the number. Such reductions go by copies, and by
+/// our own kernel, which gives the NaN.
+bool drops_nans(DType dtype, ReduceOp op) {
+  const bool integers = dtype == DType::int32 || dtype == DType::int64;
+  return !integers && (op == ReduceOp::min || op == ReduceOp::max);
+}
+
 class NcclClique final : public internal::Clique {
  public:
   NcclClique(const Library& library, const std::vector<internal::Rank>& ranks, const CommunicatorOptions& options)
       : library_(library),
         timeout_(options.timeout),
         warm_up_bytes_(options.warm_up_bytes),
+        copies_(internal::make_copy_clique(ranks, "beside NCCL")),
         communicators_(std::make_shared<Communicators>(library, ranks, options.timeout)),
         thread_(
             "pl nccl", [communicators = communicators_] { return communicators->look_after(); },
@@ -54,6 +62,7 @@ class NcclClique final : public internal::Clique {
   ~NcclClique() override {
     if (exiting) {
       static_cast<void>(new auto(std::move(communicators_)));
+      static_cast<void>(copies_.release());
       return;
     }
     try {
@@ -66,10 +75,27 @@ class NcclClique final : public internal::Clique {
     return fmt::format("NCCL {} ({})", version_text(library_.version), library_.path);
   }
 
-  void all_reduce(std::span<void* const> buffers, std::size_t count, DType dtype) override {
+  void all_reduce(std::span<void* const> buffers, std::size_t count, DType dtype, ReduceOp op) override {
+    if (drops_nans(dtype, op)) return copies_->all_reduce(buffers, count, dtype, op);
     open();
-    run([communicators = communicators_, all = std::vector<void*>(buffers.begin(), buffers.end()), count, dtype] {
-      communicators->all_reduce(all, count, dtype);
+    run([communicators = communicators_, all = std::vector<void*>(buffers.begin(), buffers.end()), count, dtype, op] {
+      communicators->all_reduce(all, count, dtype, op);
+    });
+  }
+
+  void reduce_scatter(std::span<const void* const> wholes, std::span<void* const> parts, std::size_t part_count,
+                      DType dtype, ReduceOp op) override {
+    if (drops_nans(dtype, op)) return copies_->reduce_scatter(wholes, parts, part_count, dtype, op);
+    open();
+    run([communicators = communicators_, from = std::vector<const void*>(wholes.begin(), wholes.end()),
+         to = std::vector<void*>(parts.begin(), parts.end()), part_count, dtype,
+         op] { communicators->reduce_scatter(from, to, part_count, dtype, op); });
+  }
+
+  void all_gather(std::span<void* const> buffers, std::size_t part_bytes) override {
+    open();
+    run([communicators = communicators_, all = std::vector<void*>(buffers.begin(), buffers.end()), part_bytes] {
+      communicators->all_gather(all, part_bytes);
     });
   }
 
@@ -83,6 +109,10 @@ class NcclClique final : public internal::Clique {
   void check() override {
     if (thread_.given_up()) throw_stuck();
     communicators_->check();
+  }
+
+  void give_up() override {
+    run([communicators = communicators_] { communicators->give_up(); });
   }
 
   void close() override {
@@ -125,6 +155,7 @@ class NcclClique final : public internal::Clique {
   std::size_t warm_up_bytes_;
   std::vector<std::string> names_;
   bool closed_ = false;
+  std::unique_ptr<internal::Clique> copies_;
   std::shared_ptr<Communicators> communicators_;  // the thread's too, should it never come back
   IssuingThread thread_;
 };

@@ -32,6 +32,11 @@ DataType type_of(DType dtype) {
   return kInt8;
 }
 
+ReductionOperation operation_of(ReduceOp op) {
+  if (op == ReduceOp::min) return kMin;
+  return op == ReduceOp::max ? kMax : kSum;
+}
+
 double seconds(std::chrono::nanoseconds time) { return std::chrono::duration<double>(time).count(); }
 
 }  // namespace
@@ -71,15 +76,36 @@ void Communicators::warm_up(std::size_t bytes) {
     rank.stream->zero(buffers.back(), bytes);
   }
   for (const std::size_t size : {std::min(small, bytes), bytes}) {
-    all_reduce(buffers, size / sizeof(float), DType::float32);
+    all_reduce(buffers, size / sizeof(float), DType::float32, ReduceOp::sum);
+    const std::size_t part_count = size / sizeof(float) / ranks_.size();
+    const std::size_t part_bytes = part_count * sizeof(float);
+    std::vector<void*> parts;
+    for (std::size_t r = 0; r < ranks_.size(); ++r) parts.push_back(static_cast<char*>(buffers[r]) + r * part_bytes);
+    reduce_scatter({buffers.begin(), buffers.end()}, parts, part_count, DType::float32, ReduceOp::sum);
+    all_gather(buffers, part_bytes);
     broadcast(buffers, size, 0);
   }
   await_all();
 }
 
-void Communicators::all_reduce(const std::vector<void*>& buffers, std::size_t count, DType dtype) {
+void Communicators::all_reduce(const std::vector<void*>& buffers, std::size_t count, DType dtype, ReduceOp op) {
   enqueue("ncclAllReduce", [&](std::size_t r, cudaStream_t stream) {
-    return library_.all_reduce(buffers[r], buffers[r], count, type_of(dtype), kSum, comms_[r], stream);
+    return library_.all_reduce(buffers[r], buffers[r], count, type_of(dtype), operation_of(op), comms_[r], stream);
+  });
+}
+
+void Communicators::reduce_scatter(const std::vector<const void*>& wholes, const std::vector<void*>& parts,
+                                   std::size_t part_count, DType dtype, ReduceOp op) {
+  enqueue("ncclReduceScatter", [&](std::size_t r, cudaStream_t stream) {
+    return library_.reduce_scatter(wholes[r], parts[r], part_count, type_of(dtype), operation_of(op), comms_[r],
+                                   stream);
+  });
+}
+
+void Communicators::all_gather(const std::vector<void*>& buffers, std::size_t part_bytes) {
+  enqueue("ncclAllGather", [&](std::size_t r, cudaStream_t stream) {
+    const void* const part = static_cast<char*>(buffers[r]) + r * part_bytes;
+    return library_.all_gather(part, buffers[r], part_bytes, kInt8, comms_[r], stream);
   });
 }
 
@@ -181,6 +207,18 @@ bool Communicators::finish(Operation& operation) {
 void Communicators::await_all() {
   while (look_after()) std::this_thread::sleep_for(std::chrono::microseconds(100));
   check();
+}
+
+void Communicators::give_up() {
+  if (!open_) return;
+  try {
+    while (!outstanding_.empty() && finish(outstanding_.front())) outstanding_.pop_front();
+    if (outstanding_.empty()) return;
+    if (outstanding_.front().started) fail(late(outstanding_.front()));
+  } catch (...) {  // a device was lost
+    fail(std::current_exception());
+  }
+  if (open_) abort();
 }
 
 void Communicators::close() {

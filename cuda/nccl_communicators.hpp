@@ -33,11 +33,18 @@ class Communicators {
   void open(std::size_t warm_up_bytes);
   [[nodiscard]] bool is_open() const noexcept { return open_.load(); }
 
-  void all_reduce(const std::vector<void*>& buffers, std::size_t count, DType dtype);
+  /// Sums, and minima and maxima of integers: NCCL drops NaNs from others.
+  void all_reduce(const std::vector<void*>& buffers, std::size_t count, DType dtype, ReduceOp op);
+  void reduce_scatter(const std::vector<const void*>& wholes, const std::vector<void*>& parts, std::size_t part_count,
+                      DType dtype, ReduceOp op);
+  void all_gather(const std::vector<void*>& buffers, std::size_t part_bytes);
   void broadcast(const std::vector<void*>& buffers, std::size_t bytes, std::size_t root);
 
   /// Looks whether what was enqueued is done, late or broken. False: there is nothing to look after.
   bool look_after();
+  /// Aborts them if the oldest of what was enqueued is still under way; why is then known to check(), if all GPUs had
+  /// come to it.
+  void give_up();
   /// Ends the communicators once they have nothing to do; aborts them if that takes too long.
   void close();
 

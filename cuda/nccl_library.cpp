@@ -80,6 +80,8 @@ Library take(void* handle, const std::string& asked_for) {
   find(handle, library.path, library.group_start, "ncclGroupStart");
   find(handle, library.path, library.group_end, "ncclGroupEnd");
   find(handle, library.path, library.all_reduce, "ncclAllReduce");
+  find(handle, library.path, library.reduce_scatter, "ncclReduceScatter");
+  find(handle, library.path, library.all_gather, "ncclAllGather");
   find(handle, library.path, library.broadcast, "ncclBroadcast");
   return library;
 }

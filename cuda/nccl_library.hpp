@@ -25,6 +25,8 @@ struct Library {
   GroupStart* group_start = nullptr;
   GroupEnd* group_end = nullptr;
   AllReduce* all_reduce = nullptr;
+  ReduceScatter* reduce_scatter = nullptr;
+  AllGather* all_gather = nullptr;
   Broadcast* broadcast = nullptr;
 };
 

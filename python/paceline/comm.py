@@ -39,9 +39,10 @@ class Communicator:
     result is the same to the bit in every run. Integer sums wrap; an integer mean is truncated towards zero. A NaN
     gives NaN, in min and max too. The call returns when the result is there.
 
-    GPUs, parts of one GPU, and both beside host devices: ``"sum"`` and ``"mean"`` of floating-point elements. What
-    shares memory is reduced first (half types in float32, rounded once), then the memories, by NCCL or by copies. The
-    work is enqueued in the order of each array's current stream, as an operator of torch would be: what you enqueue
+    GPUs, parts of one GPU, and both beside host devices: what shares memory is reduced first, then the memories, by
+    NCCL or by copies. Every operation means what it means on the host; parts of one GPU give the same bits. Between
+    memories a floating-point result is rounded after each of these stages, and ``"min"`` and ``"max"`` of
+    floating-point elements go by copies even where there is NCCL, whose own drop NaNs. The work is enqueued in the order of each array's current stream, as an operator of torch would be: what you enqueue
     next finds the result, and the call does not wait for the GPUs. It does wait where the group has host devices, and
     for arrays whose library does not tell its stream (no DLPack C exchange API).
     Errors that show later are raised by `wait` or the next call, which then does nothing; the call after it makes new
@@ -58,7 +59,8 @@ class Communicator:
         it is found. `description` says which, and why.
     timeout
         Seconds that NCCL may take: for a collective, from the moment when every GPU has come to it; for making the
-        connections; for a call to return.
+        connections; for a call to return. `wait`, and a call that waits, may take twice as long: once for what the
+        arrays' streams were given before, once for the collectives.
 
     Raises
     ------
@@ -151,7 +153,14 @@ class Communicator:
         self._core.broadcast(buffers, root)
 
     def wait(self) -> None:
-        """Wait until all that was enqueued so far is done, and raise what has failed."""
+        """Wait until all that was enqueued so far is done, and raise what has failed.
+
+        Raises
+        ------
+        Timeout
+            If it takes longer than twice the `timeout` of this communicator: which device is late. NCCL's connections
+            are then given up, so that the other GPUs go on, and the next call makes new ones.
+        """
         self._core.wait()
 
     def close(self) -> None:

@@ -169,7 +169,7 @@ TEST(CudaDevice, SumsInTheOrderOfTheInputs) {
     inputs.push_back(buffers.back()->data());
   }
   const auto result = device->allocate_pinned(count * sizeof(float));
-  stream->sum({inputs, buffers[0]->data(), count, DType::float32, 0.25});
+  stream->reduce({inputs, buffers[0]->data(), count, DType::float32, 0.25});
   stream->copy(result->data(), buffers[0]->data(), count * sizeof(float));
   stream->record(*event);
   wait_for(*event);
@@ -179,8 +179,8 @@ TEST(CudaDevice, SumsInTheOrderOfTheInputs) {
     ASSERT_EQ(static_cast<const float*>(result->data())[i], expected) << i;
   }
   EXPECT_TRUE(fake::problems().empty());
-  EXPECT_THROW(stream->sum({{}, buffers[0]->data(), 1, DType::float32, 1.0}), InvalidArgument);
-  EXPECT_THROW(stream->sum({inputs, buffers[0]->data(), 1, DType::int32, 1.0}), InvalidArgument);
+  EXPECT_THROW(stream->reduce({{}, buffers[0]->data(), 1, DType::float32, 1.0}), InvalidArgument);
+  EXPECT_THROW(stream->reduce({inputs, buffers[0]->data(), 1, static_cast<DType>(9), 1.0}), InvalidArgument);
 }
 
 }  // namespace

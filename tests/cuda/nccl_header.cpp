@@ -74,6 +74,8 @@ SAME_FUNCTION(CommGetAsyncError, ncclCommGetAsyncError);
 SAME_FUNCTION(GroupStart, ncclGroupStart);
 SAME_FUNCTION(GroupEnd, ncclGroupEnd);
 SAME_FUNCTION(AllReduce, ncclAllReduce);
+SAME_FUNCTION(ReduceScatter, ncclReduceScatter);
+SAME_FUNCTION(AllGather, ncclAllGather);
 SAME_FUNCTION(Broadcast, ncclBroadcast);
 
 static_assert(sizeof(ncclResult_t) == sizeof(Result) && sizeof(ncclDataType_t) == sizeof(DataType) &&
@@ -86,7 +88,7 @@ static_assert(same(kSuccess, ncclSuccess) && same(kUnhandledCudaError, ncclUnhan
               same(kRemoteError, ncclRemoteError) && same(kInProgress, ncclInProgress));
 static_assert(same(kInt8, ncclInt8) && same(kInt32, ncclInt32) && same(kInt64, ncclInt64) &&
               same(kFloat16, ncclFloat16) && same(kFloat32, ncclFloat32) && same(kFloat64, ncclFloat64) &&
-              same(kBfloat16, ncclBfloat16) && same(kSum, ncclSum));
+              same(kBfloat16, ncclBfloat16) && same(kSum, ncclSum) && same(kMax, ncclMax) && same(kMin, ncclMin));
 
 // The beginning of their Config, which is all that ours has.
 constexpr ncclConfig_t kTheirs = NCCL_CONFIG_INITIALIZER;

@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// NCCL that is missing, old, slow, broken or stuck.
-#include <dlfcn.h>
+// NCCL between GPUs: slow, broken or stuck.
 #include <gtest/gtest.h>
 
 #include <chrono>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <string>
@@ -14,28 +12,16 @@
 #include <vector>
 
 #include <paceline/comm/communicator.hpp>
-#include <paceline/comm/nccl_info.hpp>
 #include <paceline/error.hpp>
 
-#include "fake_cuda.hpp"
-#include "gpu_arrays.hpp"
-#include "nccl_host.hpp"
-#include "nccl_library.hpp"
+#include "nccl_machine.hpp"
 #include "orders.hpp"
-#include "twins.hpp"
 
 namespace paceline {
 namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-
-fake::Nccl& boot(std::uint64_t seed, int gpus) {
-  fake::boot({.seed = seed, .device_count = gpus});
-  fake::set_twins();
-  set_user_twins();
-  return fake::boot_nccl();
-}
 
 DeviceGroup gpus(int count) {
   std::vector<std::string> names;
@@ -70,96 +56,6 @@ struct Bench {
   GpuArrays arrays;
   std::vector<float> ones;
 };
-
-template <class E>
-E thrown_by(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const E& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return E("nothing");
-}
-
-bool says(const Error& error, const std::string& words) {
-  return std::string(error.what()).find(words) != std::string::npos;
-}
-
-void expect_clean(const fake::Nccl& nccl, std::uint64_t seed) {
-  ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
-  ASSERT_EQ(nccl.problems(), std::vector<std::string>{}) << "seed " << seed;
-  ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
-  ASSERT_EQ(nccl.communicators(), 0) << "seed " << seed;
-}
-
-/// Runs in a process of its own, since one that has found an NCCL keeps it. The path of what was found, or why nothing.
-void expect_found(const std::string& expected, const std::function<void()>& prepare) {
-  GTEST_FLAG_SET(death_test_style, "threadsafe");
-  EXPECT_EXIT(
-      {
-        unsetenv("PACELINE_NCCL_LIBRARY");
-        prepare();
-        const NcclInfo info = nccl_info();
-        std::fprintf(stderr, "found %s%s", info.path.c_str(), info.why_none.c_str());
-        std::_Exit(0);
-      },
-      ::testing::ExitedWithCode(0), expected);
-}
-
-TEST(NcclLibrary, IsTheOneThatTheProcessHasBeforeAnyOther) {
-  expect_found("found .*/libnccl.so.2", [] {
-    ASSERT_NE(dlopen(FAKE_NCCL_RESIDENT_PATH, RTLD_NOW | RTLD_LOCAL), nullptr);
-    setenv("PACELINE_NCCL_LIBRARY", FAKE_NCCL_PATH, 1);
-    set_nccl_path(FAKE_NCCL_PATH);
-  });
-}
-
-TEST(NcclLibrary, IsTheOneThatTheEnvironmentNamesBeforeThatOfAPackage) {
-  expect_found("found .*/libfake_nccl.so", [] {
-    setenv("PACELINE_NCCL_LIBRARY", FAKE_NCCL_PATH, 1);
-    set_nccl_path(FAKE_NCCL_RESIDENT_PATH);
-  });
-  expect_found("found NCCL: /nowhere/libnccl.so cannot be loaded", [] {
-    setenv("PACELINE_NCCL_LIBRARY", "/nowhere/libnccl.so", 1);
-    set_nccl_path(FAKE_NCCL_RESIDENT_PATH);
-  });
-}
-
-TEST(NcclLibrary, IsThatOfAPackageBeforeTheSystems) {
-  expect_found("found .*/libfake_nccl.so", [] { set_nccl_path(FAKE_NCCL_PATH); });
-}
-
-TEST(NcclLibrary, TellsItsVersionAndItsFile) {
-  boot(1, 1);
-  const NcclInfo info = nccl_info();
-  EXPECT_EQ(info.version, "2.30.7");
-  EXPECT_EQ(info.path, FAKE_NCCL_PATH);
-  EXPECT_EQ(info.why_none, "");
-}
-
-TEST(NcclLibrary, RefusesAnOldOneAndSaysWhich) {
-  fake::Nccl& nccl = boot(1, 1);
-  nccl.set_version(21704);
-  const auto error = thrown_by<Unavailable>([] { static_cast<void>(nccl::open_library(FAKE_NCCL_PATH)); });
-  EXPECT_TRUE(says(error, std::string(FAKE_NCCL_PATH) + " is version 2.17.4, and 2.18.0 or newer")) << error.what();
-  nccl.set_version(2708);
-  EXPECT_TRUE(says(thrown_by<Unavailable>([] { static_cast<void>(nccl::open_library(FAKE_NCCL_PATH)); }), "2.7.8"));
-  nccl.set_version(21800);
-  EXPECT_EQ(nccl::open_library(FAKE_NCCL_PATH).version, 21800);
-}
-
-TEST(NcclLibrary, NamesAMissingFunction) {
-  // The version is asked first; the incomplete one has its own.
-  const auto error = thrown_by<Unavailable>([] { static_cast<void>(nccl::open_library(FAKE_NCCL_INCOMPLETE_PATH)); });
-  EXPECT_TRUE(says(error, std::string(FAKE_NCCL_INCOMPLETE_PATH) + " has no function ncclCommAbort")) << error.what();
-}
-
-TEST(NcclLibrary, SaysThatAFileIsNone) {
-  const auto error = thrown_by<Unavailable>([] { static_cast<void>(nccl::open_library("/nowhere/libnccl.so.2")); });
-  EXPECT_TRUE(says(error, "/nowhere/libnccl.so.2 cannot be loaded")) << error.what();
-  EXPECT_TRUE(says(error, "pip install")) << error.what();
-}
 
 TEST(NcclClique, ConnectsAllGpusAtOnceAndEndsThemTogether) {
   for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
@@ -202,6 +98,51 @@ TEST(NcclClique, NamesTheDeviceAndTheCallThatFailed) {
       }
       ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, seed));
     }
+  }
+}
+
+TEST(NcclClique, ScattersAndGathersAndNamesThoseCallsToo) {
+  for (const char* const function : {"ncclReduceScatter", "ncclAllGather"}) {
+    for (const bool hangs : {false, true}) {
+      fake::Nccl& nccl = boot(1, 2);
+      {
+        Bench bench(2, milliseconds(30));
+        GpuArrays whole(bench.group, 8);
+        const std::vector<float> twos(8, 2.0F);
+        for (std::size_t d = 0; d < 2; ++d) {
+          whole.fill(d, twos);
+          bench.arrays.fill(d, bench.ones);
+        }
+        const auto call = [&] {
+          if (std::string(function) == "ncclAllGather") {
+            bench.communicator.all_gather(bench.arrays.views(), whole.views());
+          } else {
+            bench.communicator.reduce_scatter(whole.views(), bench.arrays.views());
+          }
+          bench.communicator.wait();
+        };
+        hangs ? nccl.hang() : nccl.fail(function, 1, nccl::kUnhandledCudaError);
+        const auto error = thrown_by<Error>(call);
+        EXPECT_TRUE(says(error, std::string(function) + (hangs ? " did not end within" : " failed"))) << error.what();
+        EXPECT_NO_THROW(call());
+        EXPECT_EQ(nccl.made(), 4);
+      }
+      ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, 1));
+    }
+  }
+}
+
+/// NCCL's drop NaNs. Integers have none.
+TEST(NcclClique, LeavesExtremaOfFloatingPointElementsToCopies) {
+  fake::Nccl& nccl = boot(1, 2);
+  Bench bench(2);
+  std::vector<BufferView> integers = bench.arrays.views();
+  for (BufferView& view : integers) view.dtype = DType::int32;
+  for (const ReduceOp op : {ReduceOp::min, ReduceOp::max}) {
+    nccl.fail("ncclAllReduce", 1, nccl::kUnhandledCudaError);
+    EXPECT_NO_THROW(bench.communicator.all_reduce(bench.arrays.views(), op));
+    bench.communicator.wait();
+    EXPECT_THROW(bench.communicator.all_reduce(integers, op), Error);
   }
 }
 

@@ -209,7 +209,7 @@ TEST_F(Partition, StreamsOfPartsDoWhatOthersDo) {
       const auto b = second->allocate(bytes, *second_stream);
       second_stream->zero(b->data(), bytes);
       const std::vector<const void*> inputs{a->data(), b->data(), a->data()};
-      second_stream->sum({inputs, b->data(), count, DType::float32, 1.0});
+      second_stream->reduce({inputs, b->data(), count, DType::float32, 1.0});
       second_stream->copy(pinned->data(), b->data(), bytes);
       second_stream->record(*done);
       wait_for(*done);

@@ -21,14 +21,15 @@ ROOMS = Path(__file__).resolve().parents[2] / "cpp" / "src"
 SOURCES = {
     ROOMS / "engine" / "device_queues.cpp": ["data_parallel", "device_queues"],
     ROOMS / "engine" / "async_program.cpp": ["data_parallel", "device_queues"],
-    ROOMS / "comm" / "async_collectives.cpp": ["communicator"],
-    ROOMS / "comm" / "copy_clique.cpp": ["communicator"],
-    ROOMS / "comm" / "memory_spaces.cpp": ["communicator"],
+    ROOMS / "comm" / "async_collectives.cpp": ["communicator", "communicator_failures"],
+    ROOMS / "comm" / "copy_clique.cpp": ["communicator", "communicator_failures"],
+    ROOMS / "comm" / "memory_spaces.cpp": ["communicator", "communicator_failures"],
 }
 # A statement that waits: a stream for an event, the host for an event, the host for all of a stream; or that calls those.
 WAIT = re.compile(
     r"^(?P<indent>\s*(?:if \(.*?\) |for \(.*?\) )?)"
-    r"(?P<wait>[\w.\->\[\]*()]*?\b(?:wait|wait_for|await|drain|finish_on_host|memory_\.(?:enter|leave|meet))\(.*\));$"
+    r"(?P<wait>[\w.\->\[\]*()]*?\b"
+    r"(?:wait|wait_for|await|drain|finish_on_host|await_devices|part_as_readers|memory_\.(?:enter|leave))\(.*\));$"
 )
 
 

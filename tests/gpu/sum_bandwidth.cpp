@@ -59,7 +59,7 @@ void measure() {
       inputs.clear();
       for (std::size_t k = 0; k < count; ++k) inputs.push_back(buffers[k]->data());
       const double time =
-          seconds(*device, *stream, [&] { stream->sum({inputs, output, kBytes / size_of(dtype), dtype, 0.5}); });
+          seconds(*device, *stream, [&] { stream->reduce({inputs, output, kBytes / size_of(dtype), dtype, 0.5}); });
       const double rate = static_cast<double>(count + 1) * kBytes / time;
       std::printf("%s{\"dtype\": \"%s\", \"inputs\": %zu, \"gigabytes_per_second\": %.1f, \"of_copy\": %.3f}",
                   separator, name_of(dtype), count, rate / 1e9, rate / copy);

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Collectives of devices that work after the call. Each memory space has one stream, on which everything for it is
-// enqueued: in program order, so NCCL sees the same order on every GPU. What must come after what:
+// enqueued: in program order, so NCCL sees the same order on every GPU. What crosses spaces is the clique's; what is
+// read and written here is of one space. What must come after what:
 //
 //   1. The first use of a buffer after what its owner's stream was given: enter() makes the space's stream wait.
 //   2. What the owner enqueues next after the last use of the buffer: leave() makes the owner's stream wait for its
-//      space; for all of them where other spaces read the buffer directly (all_gather).
-//   3. A direct copy from another space's buffer after that one's owner: meet().
-//   4. The host's reading of a result, and its next use of pinned memory, after the devices' work: the caller waits.
+//      space.
+//   3. The host's reading of a result, and its next use of pinned memory, after the devices' work: the caller waits.
 #include <fmt/format.h>
 #include <unistd.h>
 
-#include <cstring>
+#include <algorithm>
+#include <cstdint>
 #include <initializer_list>
 #include <mutex>
 #include <string>
@@ -22,36 +23,37 @@
 
 #include "comm/clique.hpp"
 #include "comm/collectives.hpp"
+#include "comm/host_side.hpp"
 #include "comm/memory_spaces.hpp"
+#include "comm/part_layout.hpp"
+#include "comm/staged_op.hpp"
 
 namespace paceline::internal {
 namespace {
 
-using Until = MemorySpaces::Until;
+std::size_t bytes_of(const BufferView& view) { return view.count * size_of(view.dtype); }
 
-char* at(const BufferView& view, std::size_t element) {
-  return static_cast<char*>(view.data) + element * size_of(view.dtype);
-}
+/// NCCL loads whole elements.
+bool aligned(const BufferView& view) { return reinterpret_cast<std::uintptr_t>(view.data) % size_of(view.dtype) == 0; }
 
-void check_reducible(const char* call, DType dtype, ReduceOp op) {
-  if (op != ReduceOp::sum && op != ReduceOp::mean) {
-    throw Unavailable(
-        fmt::format("{}: '{}' is not there for groups with GPUs, only sum and mean; make a group of host "
-                    "devices, or compute it from what all_gather brings together",
-                    call, name_of(op)));
-  }
-  if (dtype == DType::int32 || dtype == DType::int64) {
-    throw Unavailable(
-        fmt::format("{}: elements of type {} are not reduced on GPUs, only floating-point ones; convert "
-                    "them (float64 holds every integer up to 2^53)",
-                    call, name_of(dtype)));
-  }
+/// What each space sends and receives for: its own devices, home for the host's too.
+PartLayout layout_of(MemorySpaces& memory, std::size_t device_count) {
+  std::vector<std::vector<std::size_t>> owned;
+  for (const Space& space : memory.spaces()) owned.push_back(space.members);
+  owned.front().insert(owned.front().end(), memory.host_devices().begin(), memory.host_devices().end());
+  std::sort(owned.front().begin(), owned.front().end());
+  return {std::move(owned), device_count};
 }
 
 class AsyncCollectives final : public Collectives {
  public:
   AsyncCollectives(DeviceGroup group, const CommunicatorOptions& options)
-      : group_(std::move(group)), options_(options), owner_(getpid()), memory_(group_) {
+      : group_(std::move(group)),
+        options_(options),
+        owner_(getpid()),
+        memory_(group_),
+        host_(group_, memory_),
+        layout_(layout_of(memory_, group_.size())) {
     description_ = fmt::format("the memory of {}", memory_.home().rank.device.memory_space);
     if (memory_.spaces().size() == 1) return;
     clique_ = make_clique(memory_.ranks(), options);
@@ -73,78 +75,83 @@ class AsyncCollectives final : public Collectives {
   void all_reduce(std::span<const BufferView> buffers, ReduceOp op) override {
     const auto lock = begin("all_reduce");
     const BufferView& like = buffers.front();
-    check_reducible("all_reduce", like.dtype, op);
+    const StagedOp stages = staged(like.dtype, op);
     memory_.enter(buffers);
-    run({buffers}, Until::own_space, [&] {
-      std::vector<void*> sums;
-      for (Space& space : memory_.spaces()) sums.push_back(buffers[space.lead()].data);
-      reduce(buffers, sums, op);
+    run({buffers}, [&] {
+      const void* const hosts = host_.bring_in(buffers, op);
+      std::vector<void*> results;
       for (Space& space : memory_.spaces()) {
-        void* const sum = buffers[space.lead()].data;
-        for (const std::size_t d : space.members) copy(space, buffers[d].data, sum, bytes_of(like));
+        const BufferView& lead = buffers[space.lead()];
+        const bool in_place = clique_ == nullptr || aligned(lead);
+        results.push_back(in_place ? lead.data : MemorySpaces::reserve(space, space.scratch, bytes_of(like)));
+        reduce(space, stages, buffers, hosts, {results.back(), like.count, like.dtype});
       }
-      take_out(sums.front(), bytes_of(like));
+      if (clique_ != nullptr) clique_->all_reduce(results, like.count, like.dtype, stages.between());
+      for (std::size_t s = 0; s < results.size(); ++s) {
+        const Space& space = memory_.spaces()[s];
+        stages.last(*space.rank.stream, results[s], {results[s], like.count, like.dtype});
+        for (const std::size_t d : space.members) copy(space, buffers[d].data, results[s], bytes_of(like));
+      }
+      host_.take_out(results.front(), bytes_of(like), 0, bytes_of(like));
     });
-    give_host(buffers, like);
+    finish_on_host();
+    host_.give_all(like, buffers);
   }
 
   void reduce_scatter(std::span<const BufferView> inputs, std::span<const BufferView> outputs, ReduceOp op) override {
     const auto lock = begin("reduce_scatter");
-    const BufferView& whole = inputs.front();
-    const std::size_t part = outputs.front().count;
-    check_reducible("reduce_scatter", whole.dtype, op);
+    const StagedOp stages = staged(inputs.front().dtype, op);
     memory_.enter(inputs);
     memory_.enter(outputs);
-    run({inputs, outputs}, Until::own_space, [&] {
-      std::vector<void*> sums;
-      for (Space& space : memory_.spaces()) {
-        sums.push_back(MemorySpaces::reserve(space, space.scratch, bytes_of(whole)));
+    run({inputs, outputs}, [&] {
+      const void* const hosts = host_.bring_in(inputs, op);
+      if (clique_ == nullptr) {
+        scatter_inside(inputs, outputs, hosts, stages);
+      } else {
+        scatter_across(inputs, outputs, hosts, stages);
       }
-      reduce(inputs, sums, op);
-      for (std::size_t s = 0; s < sums.size(); ++s) {
-        Space& space = memory_.spaces()[s];
-        for (const std::size_t d : space.members) {
-          const std::size_t offset = d * part * size_of(whole.dtype);
-          copy(space, outputs[d].data, static_cast<char*>(sums[s]) + offset, bytes_of(outputs[d]));
-        }
-      }
-      take_out(sums.front(), bytes_of(whole));
     });
     finish_on_host();
     for (const std::size_t d : memory_.host_devices()) {
-      const BufferView mine{at(result(whole), d * part), part, whole.dtype};
-      copy_on_host(group_, mine, outputs.subspan(d, 1));
+      host_.give(inputs.front(), d * outputs[d].count, outputs[d]);
     }
   }
 
   void all_gather(std::span<const BufferView> inputs, std::span<const BufferView> outputs) override {
     const auto lock = begin("all_gather");
     const BufferView& whole = outputs.front();
-    const std::size_t part = inputs.front().count;
+    const std::size_t part = bytes_of(inputs.front());
     std::vector<const void*> sources;
-    for (const BufferView& input : inputs) sources.push_back(input.data);
-    for (const std::size_t d : memory_.host_devices()) {
-      const BufferView staged{memory_.staging(kIn, bytes_of(whole)), whole.count, whole.dtype};
-      sources[d] = std::memcpy(at(staged, d * part), inputs[d].data, bytes_of(inputs[d]));
+    for (std::size_t d = 0; d < inputs.size(); ++d) {
+      sources.push_back(memory_.on_host(d) ? host_.stage(inputs[d], d * part, bytes_of(whole)) : inputs[d].data);
     }
     memory_.enter(inputs);
     memory_.enter(outputs);
-    run({inputs, outputs}, Until::every_space, [&] {
-      memory_.meet();
-      for (Space& space : memory_.spaces()) {
-        for (std::size_t d = 0; d < sources.size(); ++d) {
-          // Once into the space, and from there to its other devices. An input may lie in its place already.
-          const void* from = sources[d];
-          for (const std::size_t m : space.members) {
-            void* const to = at(outputs[m], d * part);
-            if (to != inputs[d].data) copy(space, to, from, bytes_of(inputs[d]));
-            from = to;
+    run({inputs, outputs}, [&] {
+      std::vector<void*> gathered;
+      for (std::size_t s = 0; s < memory_.spaces().size(); ++s) {
+        Space& space = memory_.spaces()[s];
+        gathered.push_back(layout_.natural() ? outputs[space.lead()].data
+                                             : MemorySpaces::reserve(space, space.scratch, layout_.total() * part));
+        for (const std::size_t d : layout_.owned(s)) copy(space, slot(gathered[s], d, part), sources[d], part);
+      }
+      if (clique_ != nullptr) clique_->all_gather(gathered, layout_.block() * part);
+      for (std::size_t s = 0; s < gathered.size(); ++s) {
+        const Space& space = memory_.spaces()[s];
+        for (const std::size_t m : space.members) {
+          char* const to = static_cast<char*>(outputs[m].data);
+          if (layout_.natural()) {
+            copy(space, to, gathered[s], bytes_of(whole));
+          } else {
+            for (std::size_t d = 0; d < inputs.size(); ++d)
+              copy(space, to + d * part, slot(gathered[s], d, part), part);
           }
         }
       }
-      take_out(outputs[memory_.home().lead()].data, bytes_of(whole));
+      host_.take_out(outputs[memory_.home().lead()].data, bytes_of(whole), 0, bytes_of(whole));
     });
-    give_host(outputs, whole);
+    finish_on_host();
+    host_.give_all(whole, outputs);
   }
 
   void broadcast(std::span<const BufferView> buffers, std::size_t root) override {
@@ -154,11 +161,8 @@ class AsyncCollectives final : public Collectives {
     Space& from = from_host ? memory_.home() : memory_.space_of(root);
     const std::size_t source = from_host ? from.lead() : root;
     memory_.enter(buffers);
-    run({buffers}, Until::own_space, [&] {
-      if (from_host) {
-        void* const staged = std::memcpy(memory_.staging(kIn, bytes_of(like)), like.data, bytes_of(like));
-        copy(from, buffers[source].data, staged, bytes_of(like));
-      }
+    run({buffers}, [&] {
+      if (from_host) copy(from, buffers[source].data, host_.stage(like, 0, bytes_of(like)), bytes_of(like));
       std::vector<void*> first;  // of each space
       std::size_t root_rank = 0;
       for (Space& space : memory_.spaces()) {
@@ -170,15 +174,15 @@ class AsyncCollectives final : public Collectives {
         Space& space = memory_.spaces()[s];
         for (const std::size_t d : space.members) copy(space, buffers[d].data, first[s], bytes_of(like));
       }
-      take_out(buffers[memory_.home().lead()].data, bytes_of(like));
+      host_.take_out(buffers[memory_.home().lead()].data, bytes_of(like), 0, bytes_of(like));
     });
-    give_host(buffers, like, root);
+    finish_on_host();
+    host_.give_all(like, buffers, root);
   }
 
   void wait() override {
     const auto lock = begin("wait");
-    memory_.wait();
-    if (clique_ != nullptr) clique_->check();
+    await_devices();
   }
 
   void close() override {
@@ -197,12 +201,6 @@ class AsyncCollectives final : public Collectives {
   [[nodiscard]] std::string description() const override { return description_; }
 
  private:
-  // Which pinned memory: what goes to the devices, what comes from them.
-  static constexpr std::size_t kIn = 0;
-  static constexpr std::size_t kOut = 1;
-
-  [[nodiscard]] static std::size_t bytes_of(const BufferView& view) { return view.count * size_of(view.dtype); }
-
   static void copy(const Space& space, void* to, const void* from, std::size_t bytes) {
     if (to != from) space.rank.stream->copy(to, from, bytes);
   }
@@ -226,74 +224,102 @@ class AsyncCollectives final : public Collectives {
 
   /// Whatever happens: the owners of the buffers may only go on after what was enqueued for them.
   template <class Body>
-  void run(std::initializer_list<std::span<const BufferView>> arguments, Until until, Body body) {
+  void run(std::initializer_list<std::span<const BufferView>> arguments, Body body) {
     try {
       body();
     } catch (...) {
-      for (const auto& buffers : arguments) memory_.leave(buffers, Until::every_space);
+      // Perhaps in the middle of a collective, whose other ranks still read.
+      for (const auto& buffers : arguments) memory_.leave(buffers, MemorySpaces::Until::every_space);
       throw;
     }
-    for (const auto& buffers : arguments) memory_.leave(buffers, until);
+    for (const auto& buffers : arguments) memory_.leave(buffers, MemorySpaces::Until::own_space);
   }
 
-  /// sums[s] of every space = op over all inputs. They may be inputs of their own space.
-  void reduce(std::span<const BufferView> inputs, const std::vector<void*>& sums, ReduceOp op) {
-    const BufferView& like = inputs.front();
-    const double scale = op == ReduceOp::mean ? 1.0 / static_cast<double>(inputs.size()) : 1.0;
-    for (std::size_t s = 0; s < sums.size(); ++s) {
-      const Space& space = memory_.spaces()[s];
-      std::vector<const void*> members;
-      for (const std::size_t d : space.members) members.push_back(inputs[d].data);
-      if (members.size() == 1 && members.front() == sums[s] && scale == 1.0) continue;
-      space.rank.stream->sum({members, sums[s], like.count, like.dtype, scale});
-    }
-    if (!memory_.host_devices().empty()) bring_in(inputs, sums.front(), scale);
-    if (clique_ != nullptr) clique_->all_reduce(sums, like.count, like.dtype);
+  [[nodiscard]] StagedOp staged(DType dtype, ReduceOp op) const {
+    return {op, dtype, group_.size(), clique_ != nullptr};
   }
 
-  /// sum += scale * what the host's devices have; at home.
-  void bring_in(std::span<const BufferView> inputs, void* sum, double scale) {
-    const BufferView& like = inputs.front();
-    std::vector<BufferView> views;
-    for (const std::size_t d : memory_.host_devices()) views.push_back(inputs[d]);
-    const BufferView staged{memory_.staging(kIn, bytes_of(like)), like.count, like.dtype};
-    reduce_on_host(group_, views, staged, ReduceOp::sum);
+  /// result = the first stage over the elements from `begin` on of what a space has; home's has what the host's have.
+  void reduce(const Space& space, const StagedOp& op, std::span<const BufferView> inputs, const void* hosts,
+              const BufferView& result, std::size_t begin = 0) {
+    const std::size_t offset = begin * size_of(result.dtype);
+    std::vector<const void*> sources;
+    for (const std::size_t d : space.members) sources.push_back(static_cast<const char*>(inputs[d].data) + offset);
+    if (&space == &memory_.home() && hosts != nullptr) sources.push_back(static_cast<const char*>(hosts) + offset);
+    op.first(*space.rank.stream, sources, result);
+  }
+
+  [[nodiscard]] char* slot(void* base, std::size_t device, std::size_t part_bytes) const {
+    return static_cast<char*>(base) + layout_.slot(device) * part_bytes;
+  }
+
+  void scatter_inside(std::span<const BufferView> inputs, std::span<const BufferView> outputs, const void* hosts,
+                      const StagedOp& op) {
     Space& home = memory_.home();
-    void* const landed = MemorySpaces::reserve(home, home.landing, bytes_of(like));
-    copy(home, landed, staged.data, bytes_of(like));
-    const void* const alone[] = {landed};
-    if (scale != 1.0) home.rank.stream->sum({alone, landed, like.count, like.dtype, scale});
-    const void* const both[] = {sum, landed};
-    home.rank.stream->sum({both, sum, like.count, like.dtype, 1.0});
+    const std::size_t part = bytes_of(outputs.front());
+    for (std::size_t d = 0; d < outputs.size(); ++d) {
+      BufferView result = outputs[d];
+      if (memory_.on_host(d)) result.data = MemorySpaces::reserve(home, home.scratch, part);
+      reduce(home, op, inputs, hosts, result, d * result.count);
+      if (memory_.on_host(d)) host_.take_out(result.data, part, d * part, bytes_of(inputs.front()));
+    }
   }
 
-  /// What home has, on its way to the host.
-  void take_out(const void* from, std::size_t bytes) {
-    if (!memory_.host_devices().empty()) copy(memory_.home(), memory_.staging(kOut, bytes), from, bytes);
-  }
-
-  /// Where take_out() has put it.
-  [[nodiscard]] BufferView result(const BufferView& like) {
-    return {memory_.staging(kOut, bytes_of(like)), like.count, like.dtype};
+  void scatter_across(std::span<const BufferView> inputs, std::span<const BufferView> outputs, const void* hosts,
+                      const StagedOp& op) {
+    const BufferView& like = outputs.front();
+    const std::size_t part = bytes_of(like);
+    // One GPU a space, and nothing to do before its data crosses.
+    const bool direct = layout_.natural() && layout_.block() == 1 && op.skips_first() &&
+                        std::all_of(inputs.begin(), inputs.end(), aligned) &&
+                        std::all_of(outputs.begin(), outputs.end(), aligned);
+    const std::size_t runs = layout_.natural() ? 1 : outputs.size();
+    const std::size_t length = inputs.front().count / runs;
+    std::vector<const void*> wholes;
+    std::vector<void*> parts;
+    for (std::size_t s = 0; s < memory_.spaces().size(); ++s) {
+      Space& space = memory_.spaces()[s];
+      if (direct) {
+        wholes.push_back(inputs[s].data);
+        parts.push_back(outputs[s].data);
+        continue;
+      }
+      void* const whole = MemorySpaces::reserve(space, space.scratch, layout_.total() * part);
+      for (std::size_t i = 0; i < runs; ++i) {
+        reduce(space, op, inputs, hosts, {slot(whole, i, part), length, like.dtype}, i * length);
+      }
+      wholes.push_back(whole);
+      parts.push_back(static_cast<char*>(whole) + s * layout_.block() * part);
+    }
+    clique_->reduce_scatter(wholes, parts, layout_.block() * like.count, like.dtype, op.between());
+    for (std::size_t s = 0; s < parts.size(); ++s) {
+      char* from = static_cast<char*>(parts[s]);
+      for (const std::size_t d : layout_.owned(s)) {
+        BufferView result = outputs[d];
+        if (memory_.on_host(d)) result.data = from;
+        op.last(*memory_.spaces()[s].rank.stream, from, result);
+        if (memory_.on_host(d)) host_.take_out(result.data, part, d * part, bytes_of(inputs.front()));
+        from += part;
+      }
+    }
   }
 
   void finish_on_host() {
-    if (memory_.host_devices().empty()) return;
-    memory_.wait();
-    if (clique_ != nullptr) clique_->check();  // what an aborted collective has left is not for the host's buffers
+    if (!host_.empty()) await_devices();
   }
 
-  static constexpr std::size_t kNobody = static_cast<std::size_t>(-1);
-
-  /// The result to every host device but one.
-  void give_host(std::span<const BufferView> buffers, const BufferView& like, std::size_t except = kNobody) {
-    if (memory_.host_devices().empty()) return;
-    finish_on_host();
-    std::vector<BufferView> targets;
-    for (const std::size_t d : memory_.host_devices()) {
-      if (d != except) targets.push_back(buffers[d]);
+  /// Twice the timeout: once for what comes before the collectives, once for them, of which NCCL keeps the time itself.
+  void await_devices() {
+    constexpr auto longest = std::chrono::nanoseconds::max();
+    try {
+      memory_.wait(options_.timeout > longest / 2 ? longest : 2 * options_.timeout);
+    } catch (const Timeout&) {
+      if (clique_ == nullptr) throw;
+      clique_->give_up();
+      clique_->check();  // it may know more
+      throw;
     }
-    copy_on_host(group_, result(like), targets);
+    if (clique_ != nullptr) clique_->check();  // what an aborted collective has left is nobody's result
   }
 
   std::mutex mutex_;
@@ -302,6 +328,8 @@ class AsyncCollectives final : public Collectives {
   pid_t owner_;
   bool closed_ = false;
   MemorySpaces memory_;
+  HostSide host_;
+  PartLayout layout_;
   std::unique_ptr<Clique> clique_;
   std::string description_;
 };

@@ -31,12 +31,19 @@ class Clique {
 
   /// "NCCL 2.30.7 (/path)"
   [[nodiscard]] virtual std::string description() const = 0;
-  /// buffers[r] of every rank = their sum, in place.
-  virtual void all_reduce(std::span<void* const> buffers, std::size_t count, DType dtype) = 0;
+  /// buffers[r] of every rank = op over all of them, in place: sum, min or max (as reduce_block defines them).
+  virtual void all_reduce(std::span<void* const> buffers, std::size_t count, DType dtype, ReduceOp op) = 0;
+  /// parts[r] = the r-th of as many equal parts of op over all wholes. It may be the r-th part of wholes[r].
+  virtual void reduce_scatter(std::span<const void* const> wholes, std::span<void* const> parts, std::size_t part_count,
+                              DType dtype, ReduceOp op) = 0;
+  /// Every rank's buffer = the r-th part of buffers[r], for all r, one after the other.
+  virtual void all_gather(std::span<void* const> buffers, std::size_t part_bytes) = 0;
   /// buffers[r] of every rank = buffers[root].
   virtual void broadcast(std::span<void* const> buffers, std::size_t bytes, std::size_t root) = 0;
   /// Throws what has failed since the last call, once. What was enqueued before an event that is done is known here.
   virtual void check() = 0;
+  /// Gives up what is under way and late, so that devices that wait for each other go on. The next call begins anew.
+  virtual void give_up() = 0;
   /// Gives everything back. @throws Timeout if that does not end: what hangs is left behind.
   virtual void close() = 0;
 };

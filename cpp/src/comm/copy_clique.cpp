@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Between memory spaces by copies through the first one's memory, which needs nothing but the devices themselves. What
-// must come after what:
+// Between memory spaces by copies, which need nothing but the devices themselves. A rank takes what it needs out of the
+// others' memory (an all_reduce goes through the first rank's). What must come after what:
 //
 //   1. A copy out of a rank's memory after what that rank's stream did before the call: the copying stream waits for
 //      that rank's `ready`.
-//   2. What a rank's stream does after the call after the last copy out of its memory. In a sum that is the copy of the
-//      result back into it, which waits for the first rank's `ready`, recorded after all copies out. Where a rank is
-//      only read, its stream waits for every `fetched`.
+//   2. What a rank's stream does after the call after the last copy out of its memory. In an all_reduce that is the
+//   copy
+//      of the result back into it, which waits for the first rank's `ready`, recorded after all copies out. Where a
+//      rank is only read, its stream waits for every `fetched`.
 #include <fmt/format.h>
 
 #include <cstdint>
@@ -22,7 +23,8 @@ namespace {
 
 class CopyClique final : public Clique {
  public:
-  CopyClique(std::vector<Rank> ranks, std::string why) : ranks_(std::move(ranks)), why_(std::move(why)) {
+  CopyClique(std::vector<Rank> ranks, std::string why)
+      : ranks_(std::move(ranks)), why_(std::move(why)), landing_(ranks_.size()) {
     for (const Rank& rank : ranks_) {
       ready_.push_back(rank.opened->make_event(false));
       fetched_.push_back(rank.opened->make_event(false));
@@ -33,23 +35,38 @@ class CopyClique final : public Clique {
     return fmt::format("copies through {} ({})", home().device.name, why_);
   }
 
-  void all_reduce(std::span<void* const> buffers, std::size_t count, DType dtype) override {
-    const std::size_t bytes = count * size_of(dtype);
-    // The kernel loads 16 bytes at a time where all its buffers lie alike.
-    const std::size_t stride = (bytes + 15) / 16 * 16;
-    const std::size_t offset = reinterpret_cast<std::uintptr_t>(buffers[0]) % 16;
-    reserve(stride * (ranks_.size() - 1) + offset);
-    Stream& stream = *home().stream;
-    std::vector<const void*> inputs{buffers[0]};
-    for (std::size_t r = 1; r < ranks_.size(); ++r) {
-      ranks_[r].stream->record(*ready_[r]);
-      stream.wait(*ready_[r]);
-      void* const landed = static_cast<char*>(landing_->data()) + offset + stride * (r - 1);
-      stream.copy(landed, buffers[r], bytes);
-      inputs.push_back(landed);
+  void all_reduce(std::span<void* const> buffers, std::size_t count, DType dtype, ReduceOp op) override {
+    for (std::size_t r = 1; r < ranks_.size(); ++r) ranks_[r].stream->record(*ready_[r]);
+    reduce_at(0, buffers, buffers[0], count, dtype, op);
+    fetch(buffers, count * size_of(dtype), 0);
+  }
+
+  void reduce_scatter(std::span<const void* const> wholes, std::span<void* const> parts, std::size_t part_count,
+                      DType dtype, ReduceOp op) override {
+    for (std::size_t r = 0; r < ranks_.size(); ++r) ranks_[r].stream->record(*ready_[r]);
+    for (std::size_t r = 0; r < ranks_.size(); ++r) {
+      std::vector<const void*> sources;
+      for (const void* whole : wholes) {
+        sources.push_back(static_cast<const char*>(whole) + r * part_count * size_of(dtype));
+      }
+      reduce_at(r, sources, parts[r], part_count, dtype, op);
     }
-    stream.sum({inputs, buffers[0], count, dtype, 1.0});
-    fetch(buffers, bytes, 0);
+    part_as_readers();
+  }
+
+  void all_gather(std::span<void* const> buffers, std::size_t part_bytes) override {
+    for (std::size_t r = 0; r < ranks_.size(); ++r) ranks_[r].stream->record(*ready_[r]);
+    for (std::size_t r = 0; r < ranks_.size(); ++r) {
+      Stream& stream = *ranks_[r].stream;
+      for (std::size_t from = 0; from < ranks_.size(); ++from) {
+        if (from == r) continue;
+        stream.wait(*ready_[from]);
+        const std::size_t offset = from * part_bytes;
+        stream.copy(static_cast<char*>(buffers[r]) + offset, static_cast<char*>(buffers[from]) + offset, part_bytes);
+      }
+      stream.record(*fetched_[r]);
+    }
+    part_as_readers();
   }
 
   void broadcast(std::span<void* const> buffers, std::size_t bytes, std::size_t root) override {
@@ -57,6 +74,7 @@ class CopyClique final : public Clique {
   }
 
   void check() override {}
+  void give_up() override {}  // nothing here waits but streams for streams
   void close() override {}
 
  private:
@@ -76,17 +94,54 @@ class CopyClique final : public Clique {
     }
   }
 
-  void reserve(std::size_t bytes) {
-    if (landing_ != nullptr && landing_->bytes() >= bytes) return;
-    landing_.reset();  // goes back in the order of the stream, so that the old one makes room for the new one
-    landing_ = home().opened->allocate(bytes, *home().stream);
+  /// output = op over sources[r], of every rank, on that rank's stream and in its memory; `ready` of the others is
+  /// recorded. Its `fetched` is afterwards.
+  template <class Sources>
+  void reduce_at(std::size_t rank, const Sources& sources, void* output, std::size_t count, DType dtype, ReduceOp op) {
+    const std::size_t bytes = count * size_of(dtype);
+    // The kernel loads 16 bytes at a time where all its buffers lie alike.
+    const std::size_t stride = (bytes + 15) / 16 * 16;
+    const std::size_t offset = reinterpret_cast<std::uintptr_t>(sources[rank]) % 16;
+    char* landed = reserve(rank, stride * (ranks_.size() - 1) + offset) + offset;
+    Stream& stream = *ranks_[rank].stream;
+    std::vector<const void*> inputs;
+    for (std::size_t r = 0; r < ranks_.size(); ++r) {
+      if (r == rank) {
+        inputs.push_back(sources[r]);
+        continue;
+      }
+      stream.wait(*ready_[r]);
+      stream.copy(landed, sources[r], bytes);
+      inputs.push_back(landed);
+      landed += stride;
+    }
+    stream.record(*fetched_[rank]);
+    stream.reduce({inputs, output, count, dtype, 1.0, op});
+  }
+
+  /// Every rank goes on when all others have fetched what they need of it.
+  void part_as_readers() {
+    for (const Rank& rank : ranks_) {
+      for (std::size_t r = 0; r < ranks_.size(); ++r) {
+        if (&ranks_[r] != &rank) rank.stream->wait(*fetched_[r]);
+      }
+    }
+  }
+
+  [[nodiscard]] char* reserve(std::size_t rank, std::size_t bytes) {
+    std::unique_ptr<Buffer>& landing = landing_[rank];
+    if (landing == nullptr || landing->bytes() < bytes) {
+      landing.reset();  // goes back in the order of the stream, so that the old one makes room for the new one
+      landing = ranks_[rank].opened->allocate(bytes, *ranks_[rank].stream);
+    }
+    return static_cast<char*>(landing->data());
   }
 
   std::vector<Rank> ranks_;
   std::string why_;
   std::vector<std::unique_ptr<Event>> ready_;
   std::vector<std::unique_ptr<Event>> fetched_;
-  std::unique_ptr<Buffer> landing_;
+  std::vector<std::unique_ptr<Buffer>> landing_;  // by rank
 };
 
 }  // namespace

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/memory_spaces.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <map>
 #include <new>
@@ -33,6 +35,7 @@ MemorySpaces::MemorySpaces(const DeviceGroup& group) : lanes_(group.size()), sta
   for (std::size_t d = 0; d < group.size(); ++d) {
     const Device& device = group.devices()[d];
     Lane& lane = lanes_[d];
+    lane.name = device.name;
     lane.device = backend_of(device).open(device);
     if (lane.device == nullptr) {
       host_.push_back(d);
@@ -79,15 +82,6 @@ void MemorySpaces::leave(std::span<const BufferView> buffers, Until until) {
   }
 }
 
-void MemorySpaces::meet() {
-  for (Space& space : spaces_) space.rank.stream->record(*space.done);
-  for (Space& space : spaces_) {
-    for (const Space& other : spaces_) {
-      if (&other != &space) space.rank.stream->wait(*other.done);
-    }
-  }
-}
-
 void* MemorySpaces::staging(std::size_t which, std::size_t bytes) {
   std::vector<std::unique_ptr<Buffer>>& buffers = staging_[which];
   if (buffers.empty() || buffers.back()->bytes() < bytes) {
@@ -105,9 +99,39 @@ void* MemorySpaces::reserve(const Space& space, std::unique_ptr<Buffer>& buffer,
   return buffer->data();
 }
 
-void MemorySpaces::wait() const {
+void MemorySpaces::wait(std::chrono::nanoseconds timeout) const {
   if (!used_) return;
-  for (const Space& space : spaces_) wait_for(*space.done);
+  const auto start = std::chrono::steady_clock::now();
+  try {
+    for (const Space& space : spaces_) {
+      const auto left = timeout - (std::chrono::steady_clock::now() - start);
+      wait_for(*space.done, left);
+    }
+  } catch (const Timeout&) {
+    throw_late(timeout);
+  }
+}
+
+/// Spaces wait for each other: the one at fault is the one whose buffer's own stream has not come to the call.
+void MemorySpaces::throw_late(std::chrono::nanoseconds timeout) const {
+  const double seconds = std::chrono::duration<double>(timeout).count();
+  for (const Lane& lane : lanes_) {
+    if (lane.device == nullptr || lane.ready->done()) continue;
+    throw Timeout(fmt::format("{}: what its buffer's stream was given before the collective has not ended within {:g} "
+                              "s. A kernel hangs, or waits for something that does not come; or timeout is too short "
+                              "for this work.",
+                              lane.name, seconds),
+                  lane.name);
+  }
+  for (const Space& space : spaces_) {
+    if (space.done->done()) continue;
+    const std::string& name = space.rank.device.name;
+    throw Timeout(fmt::format("{}: a collective has not ended within {:g} s, though all that it waits for has. The "
+                              "device hangs, or does other work; or timeout is too short for this one.",
+                              name, seconds),
+                  name);
+  }
+  throw Timeout(fmt::format("a collective has only ended after {:g} s; timeout is too short for it.", seconds));
 }
 
 void MemorySpaces::close(std::chrono::nanoseconds timeout) noexcept {

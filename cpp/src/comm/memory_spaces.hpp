@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include <paceline/comm/buffer_view.hpp>
@@ -44,16 +45,15 @@ class MemorySpaces {
   /// What the buffers' streams are given from now on comes after what their own space's stream does, or everyone's.
   enum class Until { own_space, every_space };
   void leave(std::span<const BufferView> buffers, Until until);
-  /// What each space's stream does from now on comes after what all of them have been given.
-  void meet();
 
   /// Pinned memory, by number. It grows, and is kept until the end: giving it back waits for all work of the GPU.
   [[nodiscard]] void* staging(std::size_t which, std::size_t bytes);
   /// Memory of that space, for use on its stream.
   [[nodiscard]] static void* reserve(const Space& space, std::unique_ptr<Buffer>& buffer, std::size_t bytes);
 
-  /// Waits until all is done that was enqueued before the last leave(). @throws Error if a device has failed.
-  void wait() const;
+  /// Waits until all is done that was enqueued before the last leave().
+  /// @throws Timeout naming the device, Error if a device has failed
+  void wait(std::chrono::nanoseconds timeout) const;
   /// Gives everything back once that is done; what is not done by then stays for good, since it may still be in use.
   void close(std::chrono::nanoseconds timeout) noexcept;
   void leak() noexcept;
@@ -61,9 +61,12 @@ class MemorySpaces {
  private:
   struct Lane {
     std::size_t space = 0;
+    std::string name;
     std::unique_ptr<AsyncDevice> device;  // null for the host's
     std::unique_ptr<Event> ready;         // what its buffer's stream was given
   };
+
+  [[noreturn]] void throw_late(std::chrono::nanoseconds timeout) const;
 
   std::vector<Lane> lanes_;
   std::vector<Space> spaces_;

@@ -37,20 +37,6 @@ std::span<const ReduceKernels* const> supported_reduce_kernels() noexcept {
 
 }  // namespace internal
 
-const char* name_of(ReduceOp op) noexcept {
-  switch (op) {
-    case ReduceOp::sum:
-      return "sum";
-    case ReduceOp::mean:
-      return "mean";
-    case ReduceOp::min:
-      return "min";
-    case ReduceOp::max:
-      return "max";
-  }
-  return "unknown";
-}
-
 void reduce_block(std::span<const void* const> inputs, void* output, std::size_t count, DType dtype,
                   ReduceOp op) noexcept {
   if (inputs.empty() || count == 0) return;

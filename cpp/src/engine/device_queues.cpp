@@ -222,7 +222,7 @@ struct DeviceQueues::State {
         sum.data = reserve(space.sums, k, bytes_of(sum), maker(space), *space.copies);
         std::vector<const void*> addends;
         for (const BufferView& part : coming[k]) addends.push_back(part.data);
-        space.copies->sum({addends, sum.data, sum.count, sum.dtype, 1.0});
+        space.copies->reduce({addends, sum.data, sum.count, sum.dtype, 1.0});
         coming[k] = {sum};
       }
       space.copies->record(*space.summed);
@@ -389,7 +389,7 @@ void DeviceQueues::reduce(std::span<const BufferView> outputs, double scale) {
   for (std::size_t k = 0; k < outputs.size(); ++k) {
     if (inputs[k].empty()) continue;
     const BufferView& output = outputs[k];
-    state.home_stream->sum({inputs[k], output.data, output.count, output.dtype, scale});
+    state.home_stream->reduce({inputs[k], output.data, output.count, output.dtype, scale});
   }
 }
 

@@ -78,7 +78,7 @@ def after_build(folder: Path, python_path: str, *, gpu: bool) -> list[Stage]:
         return Stage(name, command, limit, ("build",), environment=python)
 
     stages = [paceline("info", "info"), paceline("info_json", "info", "--json", json_result=True)]
-    stages += [_cpp(folder, name, limit) for name, limit in (("sum", 60), ("device", 30), ("trainer", 90))]
+    stages += [_cpp(folder, name, limit) for name, limit in (("reduction", 60), ("device", 30), ("trainer", 90))]
     stages.append(_program("sum_bandwidth", folder / "tests/gpu/gpu_sum_bandwidth", 30, json_result=True))
     stages.append(_program("digits_cuda", folder / "examples/cpp/digits_cuda", 40, [] if not gpu else ["cuda:0"]))
     stages += [
@@ -116,8 +116,8 @@ def _sanitizer(folder: Path, *, gpu: bool) -> list[Stage]:
         why_not = "compute-sanitizer is not installed"
     stages = []
     for tool, test, what in (
-        ("memcheck", "sum", "*AlignedDifferently*"),
-        ("racecheck", "sum", "*TakesAsManyInputs*"),
+        ("memcheck", "reduction", "*AlignedDifferently*"),
+        ("racecheck", "reduction", "*TakesAsManyInputs*"),
         ("memcheck", "trainer", "*AFailedStep*TwoUnequal*:*CallersOwnStream*OneGpu*"),
     ):
         program = folder / "tests" / "gpu" / f"test_gpu_{test}"

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <span>
 
-#include "../sum_twin.hpp"
+#include "../reduction_twin.hpp"
 #include "fake_cuda.hpp"
 #include "stream_shelf.hpp"
 
@@ -12,14 +12,19 @@ namespace fake {
 namespace {
 
 using paceline::DType;
-using paceline::cuda::SumArguments;
+using paceline::cuda::ReductionArguments;
 
-void sum(const SumArguments& arguments, DType dtype) {
+void reduce(const ReductionArguments& arguments, DType dtype) {
   const std::size_t bytes = arguments.count * paceline::size_of(dtype);
   const std::span<const void* const> inputs(arguments.inputs, static_cast<std::size_t>(arguments.input_count));
   for (const void* input : inputs) reads(input, bytes);
   writes(arguments.output, bytes);
-  paceline::cuda::sum_twin(arguments, dtype);
+  paceline::cuda::reduction_twin(arguments, dtype);
+}
+
+template <DType dtype, class Kernel>
+void set_twin(Kernel* kernel) {
+  twin(kernel, [](const Launch&, const ReductionArguments& arguments) { reduce(arguments, dtype); });
 }
 
 }  // namespace
@@ -27,10 +32,12 @@ void sum(const SumArguments& arguments, DType dtype) {
 void set_twins() {
   using namespace paceline::cuda;
   set_release(&StreamShelf::clear_all);
-  twin(&paceline_sum_float32, [](const Launch&, const SumArguments& a) { sum(a, DType::float32); });
-  twin(&paceline_sum_float64, [](const Launch&, const SumArguments& a) { sum(a, DType::float64); });
-  twin(&paceline_sum_float16, [](const Launch&, const SumArguments& a) { sum(a, DType::float16); });
-  twin(&paceline_sum_bfloat16, [](const Launch&, const SumArguments& a) { sum(a, DType::bfloat16); });
+  set_twin<DType::float32>(&paceline_reduce_float32);
+  set_twin<DType::float64>(&paceline_reduce_float64);
+  set_twin<DType::float16>(&paceline_reduce_float16);
+  set_twin<DType::bfloat16>(&paceline_reduce_bfloat16);
+  set_twin<DType::int32>(&paceline_reduce_int32);
+  set_twin<DType::int64>(&paceline_reduce_int64);
 }
 
 }  // namespace fake

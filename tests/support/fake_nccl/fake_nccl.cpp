@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -54,6 +55,8 @@ struct Call {
   int root;  // -1: all give
   Comm comm;
   cudaStream_t stream;
+  ReductionOperation op = kSum;
+  enum class Kind { whole, scatter, gather } kind = Kind::whole;  // what a rank gives and gets beside `count` elements
 };
 
 /// One collective over all its ranks. What the streams do to it happens under the fake CUDA's lock.
@@ -227,6 +230,9 @@ class Fake final : public Nccl {
     return call(wanted.function, wanted.comm, [&] {
       if (depth_ == 0) complain(std::string(wanted.function) + " outside of a group: it would wait for the others");
       if (host_.device_of(wanted.stream) != wanted.comm->device) return kInvalidUsage;
+      const auto address =
+          reinterpret_cast<std::uintptr_t>(wanted.send) | reinterpret_cast<std::uintptr_t>(wanted.receive);
+      if (address % size_of(wanted.type) != 0) complain("a buffer lies across the borders of its elements");
       calls_.push_back(wanted);
       return kSuccess;
     });
@@ -297,7 +303,7 @@ class Fake final : public Nccl {
         const Call& first = made->calls.front();
         const Call& mine = made->calls.back();
         if (std::string(first.function) != mine.function || first.count != mine.count || first.type != mine.type ||
-            first.root != mine.root) {
+            first.root != mine.root || first.op != mine.op) {
           return complain("the ranks of a collective do not agree");
         }
       }
@@ -313,16 +319,19 @@ class Fake final : public Nccl {
   void launch(const std::shared_ptr<Collective>& made, std::size_t rank) {
     const Call& mine = made->calls[rank];
     const std::size_t bytes = mine.count * size_of(mine.type);
+    const std::size_t ranks = made->calls.size();
+    const std::size_t given_bytes = mine.kind == Call::Kind::scatter ? bytes * ranks : bytes;
+    const std::size_t gotten_bytes = mine.kind == Call::Kind::gather ? bytes * ranks : bytes;
     const bool gives = mine.root < 0 || mine.root == static_cast<int>(rank);
     const NcclHost host = host_;
     host_.enqueue(
         mine.stream, mine.function,
-        [host, made, rank, bytes, gives] {
+        [host, made, rank, given_bytes, gives] {
           const Call& call = made->calls[rank];
           if (!gives || made->aborted) return;
-          host.reads(call.send, bytes);
+          host.reads(call.send, given_bytes);
           const auto* const begin = static_cast<const std::byte*>(call.send);
-          made->given[rank].assign(begin, begin + bytes);
+          made->given[rank].assign(begin, begin + given_bytes);
         },
         nullptr, made->arrived[rank]);
     for (std::size_t other = 0; other < made->calls.size(); ++other) {
@@ -332,17 +341,21 @@ class Fake final : public Nccl {
     }
     host_.enqueue(
         mine.stream, mine.function,
-        [host, made, rank, bytes] {
+        [host, made, rank, bytes, gotten_bytes] {
           const Call& call = made->calls[rank];
-          host.writes(call.receive, bytes);
+          host.writes(call.receive, gotten_bytes);
           if (made->aborted) {
-            std::memset(call.receive, 0xAB, bytes);
+            std::memset(call.receive, 0xAB, gotten_bytes);
           } else if (call.root >= 0) {
             std::memcpy(call.receive, made->given[static_cast<std::size_t>(call.root)].data(), bytes);
+          } else if (call.kind == Call::Kind::gather) {
+            auto* to = static_cast<std::byte*>(call.receive);
+            for (const auto& given : made->given) to = std::copy(given.begin(), given.end(), to);
           } else {
+            const std::size_t offset = call.kind == Call::Kind::scatter ? rank * bytes : 0;
             std::vector<const void*> inputs;
-            for (const auto& given : made->given) inputs.push_back(given.data());
-            host.sum(inputs, call.receive, call.count, call.type);
+            for (const auto& given : made->given) inputs.push_back(given.data() + offset);
+            host.reduce(inputs, call.receive, call.count, call.type, call.op);
           }
         },
         made->end, nullptr);
@@ -398,9 +411,19 @@ Result ncclCommAbort(Comm comm) { return fake::instance().end_of(comm, "ncclComm
 Result ncclCommGetAsyncError(Comm comm, Result* error) { return fake::instance().async_error(comm, error); }
 Result ncclGroupStart() { return fake::instance().group_start(); }
 Result ncclGroupEnd() { return fake::instance().group_end(); }
-Result ncclAllReduce(const void* send, void* receive, std::size_t count, DataType type, ReductionOperation, Comm comm,
+Result ncclAllReduce(const void* send, void* receive, std::size_t count, DataType type, ReductionOperation op,
+                     Comm comm, cudaStream_t stream) {
+  return fake::instance().collective({"ncclAllReduce", send, receive, count, type, -1, comm, stream, op});
+}
+Result ncclReduceScatter(const void* send, void* receive, std::size_t count, DataType type, ReductionOperation op,
+                         Comm comm, cudaStream_t stream) {
+  return fake::instance().collective(
+      {"ncclReduceScatter", send, receive, count, type, -1, comm, stream, op, fake::Call::Kind::scatter});
+}
+Result ncclAllGather(const void* send, void* receive, std::size_t count, DataType type, Comm comm,
                      cudaStream_t stream) {
-  return fake::instance().collective({"ncclAllReduce", send, receive, count, type, -1, comm, stream});
+  return fake::instance().collective(
+      {"ncclAllGather", send, receive, count, type, -1, comm, stream, kSum, fake::Call::Kind::gather});
 }
 Result ncclBroadcast(const void* send, void* receive, std::size_t count, DataType type, int root, Comm comm,
                      cudaStream_t stream) {

@@ -34,7 +34,9 @@ struct NcclHost {
   int (*current_device)();
   void (*reads)(const void* data, std::size_t bytes);
   void (*writes)(const void* data, std::size_t bytes);
-  void (*sum)(std::span<const void* const> inputs, void* output, std::size_t count, paceline::nccl::DataType type);
+  /// As NCCL does it, whose minima and maxima drop NaNs.
+  void (*reduce)(std::span<const void* const> inputs, void* output, std::size_t count, paceline::nccl::DataType type,
+                 paceline::nccl::ReductionOperation op);
 };
 
 /// Orders for the fake, and what it has seen. Any thread.

@@ -3,12 +3,16 @@
 
 #include <dlfcn.h>
 
+#include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <utility>
+#include <vector>
 
 #include <paceline/comm/reduce.hpp>
 
+#include "../../cpp/comm/reference.hpp"
 #include "fake_cudart/driver.hpp"
 #include "machine.hpp"
 
@@ -45,6 +49,25 @@ void enqueue(cudaStream_t stream, const char* name, std::function<void()> body, 
   machine().enqueue(target, std::move(operation));
 }
 
+void reduce(std::span<const void* const> inputs, void* output, std::size_t count, paceline::nccl::DataType type,
+            paceline::nccl::ReductionOperation op) {
+  namespace reference = paceline::reference;
+  const paceline::DType dtype = dtype_of(type);
+  if (op == paceline::nccl::kSum) {
+    return paceline::reduce_block(inputs, output, count, dtype, paceline::ReduceOp::sum);
+  }
+  const auto wanted = op == paceline::nccl::kMin ? paceline::ReduceOp::min : paceline::ReduceOp::max;
+  for (std::size_t i = 0; i < count; ++i) {
+    std::vector<const void*> numbers;
+    for (const void* input : inputs) {
+      if (!reference::is_nan_bits(reference::bits_of(input, i, dtype), dtype)) numbers.push_back(input);
+    }
+    if (numbers.empty()) numbers.push_back(inputs.front());
+    const std::uint64_t bits = reference::reduced_bits(numbers, i, dtype, wanted);
+    std::memcpy(static_cast<char*>(output) + i * paceline::size_of(dtype), &bits, paceline::size_of(dtype));
+  }
+}
+
 const NcclHost kHost = {
     .make_signal = [] { return Signal(std::make_shared<Recording>()); },
     .give =
@@ -61,10 +84,7 @@ const NcclHost kHost = {
     .current_device = &current_device,
     .reads = &reads,
     .writes = &writes,
-    .sum =
-        [](std::span<const void* const> inputs, void* output, std::size_t count, paceline::nccl::DataType type) {
-          paceline::reduce_block(inputs, output, count, dtype_of(type), paceline::ReduceOp::sum);
-        },
+    .reduce = &reduce,
 };
 
 Nccl& load() {

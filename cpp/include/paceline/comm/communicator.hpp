@@ -26,7 +26,8 @@ enum class Transport : std::uint8_t { automatic, nccl, copies };
 struct CommunicatorOptions {
   Transport transport = Transport::automatic;
   /// How long NCCL may take: for a collective, from the moment when every GPU has come to it; for making the
-  /// connections; for a call to return.
+  /// connections; for a call to return. wait(), and a call that waits, may take twice as long: once for what the
+  /// buffers' streams were given before, once for the collectives.
   std::chrono::nanoseconds timeout = std::chrono::minutes(1);
   /// The largest message of the warm-up. With the first message of a size NCCL makes the connections that it uses for
   /// such sizes, which takes memory and time. 0: no warm-up.
@@ -46,10 +47,13 @@ struct CommunicatorOptions {
 ///
 /// GPUs, parts of one GPU, and both beside host devices: each memory space is reduced first, by a kernel of its own or
 /// by the host's workers; then the spaces, by NCCL or by copies; then the result goes to the space's other devices.
-/// sum and mean, of floating-point elements. Half types are rounded after each of these stages, and a mean is scaled
-/// in the first. Work is only enqueued: it comes after what the buffers' streams have been given before (see
-/// BufferView), and what they are given afterwards comes after it. Only where the group has host devices, whose memory
-/// has no stream, does a call wait for the result.
+/// Every operation means what it means on the host (see reduce_block), for every element type. Parts of one GPU give
+/// the host's result to the bit. With more memory spaces a floating-point result is rounded after each of these
+/// stages, of which a mean is divided in the first; minima and maxima of floating-point elements go by copies even
+/// where there is NCCL, whose own drop NaNs.
+/// Work is only enqueued: it comes after what the buffers' streams have been given before (see BufferView), and what
+/// they are given afterwards comes after it. Only where the group has host devices, whose memory has no stream, does a
+/// call wait for the result.
 /// Errors of a GPU or of NCCL that show later are thrown by wait() or the next call, which then does nothing; the one
 /// after it makes new connections. What the buffers hold after such an error is not defined.
 ///
@@ -79,8 +83,10 @@ class PACELINE_API Communicator {
   /// buffers[d] = buffers[root], for every d. @throws InvalidArgument also if there is no such device.
   void broadcast(std::span<const BufferView> buffers, std::size_t root = 0);
 
-  /// Waits until all that was enqueued so far is done; of host devices nothing is. @throws what has failed since the
-  /// last call.
+  /// Waits until all that was enqueued so far is done; of host devices nothing is.
+  /// @throws what has failed since the last call; Timeout, naming the device that is late (see CommunicatorOptions).
+  ///         NCCL's connections are then given up, so that the other GPUs go on, and the next call makes new ones; what
+  ///         else was enqueued stays so.
   void wait();
 
   /// Gives back streams, memory and connections; also done by the destructor of the last copy. Idempotent; every later

@@ -2,18 +2,13 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <span>
 
 #include <paceline/comm/buffer_view.hpp>
 #include <paceline/export.hpp>
+#include <paceline/runtime/reduce_op.hpp>
 
 namespace paceline {
-
-enum class ReduceOp : std::uint8_t { sum, mean, min, max };
-
-/// "sum"; "unknown" for a value that is no ReduceOp.
-[[nodiscard]] PACELINE_API const char* name_of(ReduceOp op) noexcept;
 
 /// output[i] = op over k of inputs[k][i], i < count, in one pass. All elements are of type `dtype`.
 ///

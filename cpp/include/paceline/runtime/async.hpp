@@ -10,6 +10,7 @@
 
 #include <paceline/export.hpp>
 #include <paceline/runtime/dtype.hpp>
+#include <paceline/runtime/reduce_op.hpp>
 
 namespace paceline {
 
@@ -36,14 +37,17 @@ class PACELINE_API Buffer {
   [[nodiscard]] virtual std::size_t bytes() const noexcept = 0;
 };
 
-/// output[i] = scale * (sum over k of inputs[k][i]), added in the order of the inputs, half types in float32.
-/// Everything lies in the memory of the stream's device; the output may be one of the inputs, else it overlaps none.
-struct DeviceSum {
+/// output[i] = op over k of inputs[k][i], as reduce_block defines it (paceline/comm/reduce.hpp): in the order of the
+/// inputs, half types in float32 and rounded once. Everything lies in the memory of the stream's device, however it is
+/// aligned; the output may be one of the inputs, else it overlaps none.
+struct DeviceReduction {
   std::span<const void* const> inputs;
   void* output = nullptr;
   std::size_t count = 0;  ///< elements
   DType dtype = DType::float32;
-  double scale = 1.0;
+  double scale = 1.0;  ///< a sum of floating-point elements is multiplied by it before it is rounded
+  ReduceOp op = ReduceOp::sum;
+  std::size_t divisor = 0;  ///< of a mean: of how many values; 0: of as many as there are inputs
 };
 
 /// A queue of work that a device does in order, after the calls have returned. What it reads and writes must stay alive
@@ -63,7 +67,7 @@ class PACELINE_API Stream {
   virtual void zero(void* data, std::size_t bytes) = 0;
   /// Between any two memories of the machine; on the host only pinned ones.
   virtual void copy(void* to, const void* from, std::size_t bytes) = 0;
-  virtual void sum(const DeviceSum& sum) = 0;
+  virtual void reduce(const DeviceReduction& reduction) = 0;
 };
 
 /// A device whose work runs after the call that enqueued it: streams, events and memory of it. Every call throws Error

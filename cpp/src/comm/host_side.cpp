@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "comm/host_side.hpp"
+
+#include <cstring>
+#include <vector>
+
+#include "comm/collectives.hpp"
+
+namespace paceline::internal {
+
+const void* HostSide::bring_in(std::span<const BufferView> inputs, ReduceOp op) {
+  if (empty()) return nullptr;
+  const BufferView& like = inputs.front();
+  const std::size_t bytes = like.count * size_of(like.dtype);
+  std::vector<BufferView> views;
+  for (const std::size_t d : memory_.host_devices()) views.push_back(inputs[d]);
+  const BufferView staged{memory_.staging(kIn, bytes), like.count, like.dtype};
+  reduce_on_host(group_, views, staged, op == ReduceOp::mean ? ReduceOp::sum : op);
+  Space& home = memory_.home();
+  void* const landed = MemorySpaces::reserve(home, home.landing, bytes);
+  home.rank.stream->copy(landed, staged.data, bytes);
+  return landed;
+}
+
+const void* HostSide::stage(const BufferView& input, std::size_t bytes_before, std::size_t all_bytes) {
+  char* const place = static_cast<char*>(memory_.staging(kIn, all_bytes)) + bytes_before;
+  return std::memcpy(place, input.data, input.count * size_of(input.dtype));
+}
+
+void HostSide::take_out(const void* from, std::size_t bytes, std::size_t bytes_before, std::size_t all_bytes) {
+  if (empty()) return;
+  memory_.home().rank.stream->copy(static_cast<char*>(memory_.staging(kOut, all_bytes)) + bytes_before, from, bytes);
+}
+
+void HostSide::give(const BufferView& whole, std::size_t begin, const BufferView& target) {
+  const std::size_t size = size_of(whole.dtype);
+  char* const result = static_cast<char*>(memory_.staging(kOut, whole.count * size));
+  copy_on_host(group_, {result + begin * size, target.count, whole.dtype}, {&target, 1});
+}
+
+void HostSide::give_all(const BufferView& whole, std::span<const BufferView> buffers, std::size_t except) {
+  if (empty()) return;
+  std::vector<BufferView> targets;
+  for (const std::size_t d : memory_.host_devices()) {
+    if (d != except) targets.push_back(buffers[d]);
+  }
+  void* const result = memory_.staging(kOut, whole.count * size_of(whole.dtype));
+  copy_on_host(group_, {result, whole.count, whole.dtype}, targets);
+}
+
+}  // namespace paceline::internal

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The reduction of the buffers of one GPU's partitions. Bound by memory: k inputs are read once, one output is written,
+// with loads of 16 bytes wherever the pointers allow it.
+#include "reduce.hpp"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace paceline::cuda {
+namespace {
+
+// --- the types: as they are stored, and what they are computed in ---
+
+template <class T>
+__device__ T widen(T value) {
+  return value;
+}
+__device__ float widen(__half value) { return __half2float(value); }
+__device__ float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
+
+template <class T>
+using Value = decltype(widen(T()));
+
+template <class T>
+__device__ T narrow(Value<T> value) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(value);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __float2bfloat16_rn(value);
+  } else {
+    return value;
+  }
+}
+
+// --- the operators ---
+
+struct Sum {
+  template <class V>
+  static __device__ V combine(V a, V b) {
+    if constexpr (std::is_integral_v<V>) {
+      using Unsigned = std::make_unsigned_t<V>;  // signed overflow is undefined, wrapping is wanted
+      return static_cast<V>(static_cast<Unsigned>(a) + static_cast<Unsigned>(b));
+    } else {
+      return a + b;
+    }
+  }
+  /// Not fused with the last addition: the host sums first and scales or divides then.
+  static __device__ float finish(float sum, const ReductionArguments& arguments) {
+    if (arguments.op == ReduceOp::mean) return __fdiv_rn(sum, static_cast<float>(arguments.divisor));
+    return arguments.scale == 1.0 ? sum : __fmul_rn(sum, static_cast<float>(arguments.scale));
+  }
+  static __device__ double finish(double sum, const ReductionArguments& arguments) {
+    if (arguments.op == ReduceOp::mean) return __ddiv_rn(sum, static_cast<double>(arguments.divisor));
+    return arguments.scale == 1.0 ? sum : __dmul_rn(sum, arguments.scale);
+  }
+  template <class V>
+  static __device__ V finish(V sum, const ReductionArguments& arguments) {
+    return arguments.op == ReduceOp::mean ? sum / static_cast<V>(arguments.divisor) : sum;
+  }
+};
+
+// a stays if it is NaN, b wins if it is; of equal values the first stays.
+struct Min {
+  template <class V>
+  static __device__ V combine(V a, V b) {
+    return b < a || b != b ? b : a;
+  }
+  template <class V>
+  static __device__ V finish(V value, const ReductionArguments&) {
+    return value;
+  }
+};
+
+struct Max : Min {
+  template <class V>
+  static __device__ V combine(V a, V b) {
+    return b > a || b != b ? b : a;
+  }
+};
+
+// --- one element, or 16 bytes of them ---
+
+__device__ std::uintptr_t address(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
+
+/// Byte by byte where the element lies across the borders of its type.
+template <class T>
+__device__ void copy_element(void* to, const void* from) {
+  if ((address(to) | address(from)) % alignof(T) == 0) {
+    *static_cast<T*>(to) = *static_cast<const T*>(from);
+    return;
+  }
+  for (std::size_t j = 0; j < sizeof(T); ++j) static_cast<char*>(to)[j] = static_cast<const char*>(from)[j];
+}
+
+template <class T, class Op>
+__device__ void reduce_one(const ReductionArguments& arguments, std::size_t i) {
+  const auto load = [&](int k) {
+    T value;
+    copy_element<T>(&value, static_cast<const char*>(arguments.inputs[k]) + i * sizeof(T));
+    return widen(value);
+  };
+  Value<T> value = load(0);
+  for (int k = 1; k < arguments.input_count; ++k) value = Op::combine(value, load(k));
+  const T result = narrow<T>(Op::finish(value, arguments));
+  copy_element<T>(static_cast<char*>(arguments.output) + i * sizeof(T), &result);
+}
+
+template <class T>
+struct alignas(16) Pack {
+  static constexpr int kSize = 16 / sizeof(T);
+  T values[kSize];
+};
+
+/// `begin` is the first element whose address is a multiple of 16 bytes in every buffer.
+template <class T, class Op>
+__device__ void reduce_pack(const ReductionArguments& arguments, std::size_t begin, std::size_t pack) {
+  constexpr int size = Pack<T>::kSize;
+  const auto at = [&](const void* buffer) {
+    return reinterpret_cast<const Pack<T>*>(static_cast<const T*>(buffer) + begin) + pack;
+  };
+  Value<T> values[size];
+  const Pack<T> first = *at(arguments.inputs[0]);
+#pragma unroll
+  for (int j = 0; j < size; ++j) values[j] = widen(first.values[j]);
+  for (int k = 1; k < arguments.input_count; ++k) {
+    const Pack<T> next = *at(arguments.inputs[k]);
+#pragma unroll
+    for (int j = 0; j < size; ++j) values[j] = Op::combine(values[j], widen(next.values[j]));
+  }
+  Pack<T> result;
+#pragma unroll
+  for (int j = 0; j < size; ++j) result.values[j] = narrow<T>(Op::finish(values[j], arguments));
+  *(reinterpret_cast<Pack<T>*>(static_cast<T*>(arguments.output) + begin) + pack) = result;
+}
+
+template <class T, class Op>
+__device__ void reduce_with(const ReductionArguments& arguments) {
+  const std::size_t thread = static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const std::size_t threads = static_cast<std::size_t>(gridDim.x) * blockDim.x;
+  const std::uintptr_t offset = address(arguments.output) % 16;
+  bool alike = offset % sizeof(T) == 0;
+  for (int k = 0; k < arguments.input_count; ++k) alike = alike && address(arguments.inputs[k]) % 16 == offset;
+  if (!alike) {
+    for (std::size_t i = thread; i < arguments.count; i += threads) reduce_one<T, Op>(arguments, i);
+    return;
+  }
+  std::size_t begin = offset == 0 ? 0 : (16 - offset) / sizeof(T);
+  if (begin > arguments.count) begin = arguments.count;
+  const std::size_t packs = (arguments.count - begin) / Pack<T>::kSize;
+  const std::size_t end = begin + packs * Pack<T>::kSize;
+  for (std::size_t i = thread; i < packs; i += threads) reduce_pack<T, Op>(arguments, begin, i);
+  if (thread < begin) reduce_one<T, Op>(arguments, thread);
+  if (thread < arguments.count - end) reduce_one<T, Op>(arguments, end + thread);
+}
+
+template <class T>
+__device__ void reduce(const ReductionArguments& arguments) {
+  if (arguments.op == ReduceOp::min) {
+    reduce_with<T, Min>(arguments);
+  } else if (arguments.op == ReduceOp::max) {
+    reduce_with<T, Max>(arguments);
+  } else {
+    reduce_with<T, Sum>(arguments);
+  }
+}
+
+}  // namespace
+
+__global__ void paceline_reduce_float32(ReductionArguments arguments) { reduce<float>(arguments); }
+__global__ void paceline_reduce_float64(ReductionArguments arguments) { reduce<double>(arguments); }
+__global__ void paceline_reduce_float16(ReductionArguments arguments) { reduce<__half>(arguments); }
+__global__ void paceline_reduce_bfloat16(ReductionArguments arguments) { reduce<__nv_bfloat16>(arguments); }
+__global__ void paceline_reduce_int32(ReductionArguments arguments) { reduce<std::int32_t>(arguments); }
+__global__ void paceline_reduce_int64(ReductionArguments arguments) { reduce<std::int64_t>(arguments); }
+
+}  // namespace paceline::cuda
