@@ -111,9 +111,9 @@ def test_arrays_of_gpus_are_reduced_in_place_on_their_own_streams(fake: Any) -> 
 def test_all_operations_are_there_and_mean_what_they_mean_on_the_host(fake: Any) -> None:
     with DeviceGroup(["cuda:0", "cuda:1", "host:0"]) as group:
         communicator = Communicator(group, transport="copies")
-        wanted = {"min": [-7, math.nan], "max": [2, math.nan], "sum": [-4, math.nan], "mean": [-4 / 3, math.nan]}
+        wanted = {"min": [-9, math.nan], "max": [3, math.nan], "sum": [-3, math.nan], "mean": [-1, math.nan]}
         for op, values in wanted.items():
-            arrays: list[Any] = [Array([1, math.nan], 0), Array([-7, 5], 1), np.array([2, 6], np.float32)]
+            arrays: list[Any] = [Array([3, math.nan], 0), Array([-9, 5], 1), np.array([3, 6], np.float32)]
             communicator.all_reduce(arrays, cast("ReduceOp", op))
             for got in (arrays[0].values, arrays[1].values, arrays[2]):
                 np.testing.assert_array_equal(got, np.array(values, np.float32))

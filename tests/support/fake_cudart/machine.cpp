@@ -390,12 +390,12 @@ void poison(int device, cudaError_t error) {
 
 void hang(cudaStream_t stream) {
   const std::lock_guard lock(machine().mutex);
-  reinterpret_cast<Stream*>(stream)->hung = true;
+  machine().resolve(stream)->hung = true;
 }
 
 void go_on(cudaStream_t stream) {
   const std::lock_guard lock(machine().mutex);
-  reinterpret_cast<Stream*>(stream)->hung = false;
+  machine().resolve(stream)->hung = false;
 }
 
 std::vector<int> sms_of(cudaStream_t stream) {
