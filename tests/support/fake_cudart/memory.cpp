@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Entry points of the CUDA runtime about memory: pools, pinned memory, fills and copies.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "entry_points.hpp"
+
+using fake::enqueue;
+using fake::fail;
+using fake::machine;
+
+namespace {
+
+bool on_a_device(const void* data) {
+  const fake::Allocation* const allocation = machine().find(data);
+  return allocation != nullptr || machine().settings().foreign_memory;
+}
+
+}  // namespace
+
+extern "C" {
+
+cudaError_t cudaMemPoolCreate(cudaMemPool_t* pool, const cudaMemPoolProps* properties) {
+  const std::lock_guard lock(machine().mutex);
+  auto made = std::make_unique<fake::Pool>();
+  made->device = properties->location.id;
+  fake::Pool* const raw = made.get();
+  machine().pools[raw] = std::move(made);
+  *pool = reinterpret_cast<cudaMemPool_t>(raw);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemPoolDestroy(cudaMemPool_t pool) {
+  const std::lock_guard lock(machine().mutex);
+  return machine().pools.erase(reinterpret_cast<fake::Pool*>(pool)) == 1 ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute, void* value) {
+  const std::lock_guard lock(machine().mutex);
+  fake::Pool& target = *reinterpret_cast<fake::Pool*>(pool);
+  if (attribute == cudaMemPoolAttrUsedMemHigh) {
+    target.used_high = target.used;
+  } else if (attribute == cudaMemPoolReuseAllowInternalDependencies || attribute == cudaMemPoolAttrReleaseThreshold) {
+    target.attributes[attribute] = static_cast<int>(*static_cast<const std::uint8_t*>(value));
+  } else {
+    return fail(cudaErrorInvalidValue);
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute, void* value) {
+  const std::lock_guard lock(machine().mutex);
+  const fake::Pool& target = *reinterpret_cast<fake::Pool*>(pool);
+  auto* const bytes = static_cast<std::uint64_t*>(value);
+  if (attribute == cudaMemPoolAttrUsedMemCurrent) {
+    *bytes = target.used;
+  } else if (attribute == cudaMemPoolAttrUsedMemHigh) {
+    *bytes = target.used_high;
+  } else {
+    return fail(cudaErrorInvalidValue);
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, std::size_t) { return cudaSuccess; }
+
+cudaError_t cudaMallocFromPoolAsync(void** data, std::size_t bytes, cudaMemPool_t pool, cudaStream_t stream) {
+  const std::lock_guard lock(machine().mutex);
+  fake::Pool* const from = reinterpret_cast<fake::Pool*>(pool);
+  if (const cudaError_t error = machine().health(from->device); error != cudaSuccess) return fail(error);
+  fake::Allocation* const made = machine().allocate(from->device, bytes);
+  if (made == nullptr) return fail(cudaErrorMemoryAllocation);
+  made->pool = from;
+  from->used += bytes;
+  from->used_high = std::max(from->used_high, from->used);
+  *data = made->data;
+  // Whoever uses it must come after this operation.
+  return enqueue(stream, "an allocation", [made] { fake::writes(made->data, made->bytes); });
+}
+
+cudaError_t cudaFreeAsync(void* data, cudaStream_t stream) {
+  const std::lock_guard lock(machine().mutex);
+  fake::Allocation* const allocation = machine().find(data);
+  if (allocation == nullptr || allocation->data != data) fake::misuse("memory was given back that was never taken");
+  if (allocation->given_back) fake::misuse("memory was given back twice");
+  allocation->given_back = true;
+  return enqueue(stream, fake::kRelease, [allocation] {
+    fake::writes(allocation->data, allocation->bytes);
+    machine().free(allocation);
+  });
+}
+
+cudaError_t cudaHostAlloc(void** data, std::size_t bytes, unsigned int) {
+  const std::lock_guard lock(machine().mutex);
+  fake::Allocation* const made = machine().allocate(-1, bytes);
+  if (made == nullptr) return fail(cudaErrorMemoryAllocation);
+  *data = made->data;
+  return cudaSuccess;
+}
+
+cudaError_t cudaFreeHost(void* data) {
+  const std::lock_guard lock(machine().mutex);
+  fake::Allocation* const allocation = machine().find(data);
+  if (allocation == nullptr || allocation->device >= 0 || allocation->freed) {
+    fake::misuse("pinned memory was given back that was not held");
+  }
+  // CUDA waits here for all work of the device.
+  if (machine().works()) ++machine().synchronize_calls;
+  machine().run_until([] { return false; });
+  machine().free(allocation);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemsetAsync(void* data, int value, std::size_t bytes, cudaStream_t stream) {
+  const std::lock_guard lock(machine().mutex);
+  return enqueue(stream, "a fill", [=] {
+    fake::writes(data, bytes);
+    std::memset(data, value, bytes);
+  });
+}
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  const std::lock_guard lock(machine().mutex);
+  if (!on_a_device(to)) fake::misuse("an asynchronous copy into pageable memory, which holds the calling thread");
+  if (on_a_device(from)) {
+    return enqueue(stream, "a copy", [=] {
+      fake::reads(from, bytes);
+      fake::writes(to, bytes);
+      std::memcpy(to, from, bytes);
+    });
+  }
+  // From pageable memory: CUDA has taken the bytes when the call returns.
+  const auto* const begin = static_cast<const std::byte*>(from);
+  return enqueue(stream, "a copy", [to, taken = std::vector<std::byte>(begin, begin + bytes)] {
+    fake::writes(to, taken.size());
+    std::memcpy(to, taken.data(), taken.size());
+  });
+}
+
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* data) {
+  const std::lock_guard lock(machine().mutex);
+  *attributes = {};
+  attributes->type = cudaMemoryTypeUnregistered;
+  attributes->device = -1;
+  if (const fake::Allocation* const allocation = machine().find(data)) {
+    attributes->type = allocation->device < 0 ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
+    attributes->device = allocation->device;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyPeerAsync(void* to, int target, const void* from, int source, std::size_t bytes,
+                                cudaStream_t stream) {
+  for (const auto& [data, device] : {std::pair<const void*, int>{to, target}, {from, source}}) {
+    const std::lock_guard lock(machine().mutex);
+    const fake::Allocation* const allocation = machine().find(data);
+    if (allocation == nullptr || allocation->device != device)
+      fake::misuse("a copy between GPUs that names the wrong one");
+  }
+  return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
+}
+
+}  // extern "C"
