@@ -38,6 +38,7 @@ inline std::vector<Box> boxes() {
           {"TwoGpusByCopies", 2, {"cuda:0", "cuda:1"}, Transport::copies},
           {"ThreeGpusByCopies", 3, {"cuda:2", "cuda:0", "cuda:1"}, Transport::copies},
           {"FourGpus", 4, {"cuda:0", "cuda:1", "cuda:2", "cuda:3"}},
+          {"TwoPartsAndAGpu", 2, {"cuda:0/0", "cuda:0/1", "cuda:1"}},
           {"TwoByTwo", 2, two_by_two},
           {"TwoByTwoByCopies", 2, two_by_two, Transport::copies},
           {"GpuAndHost", 1, {"host:0", "cuda:0", "host:1"}},
