@@ -38,6 +38,7 @@ TEST_P(OnGpus, ReducesAndMovesInTheOrderOfTheBuffersStreams) {
         std::vector<Words> before;
         std::vector<Words> after(group.size());
         const Words again(words_of(call.in_count, call.dtype), -1.0F);
+        const Words over(words_of(call.out_count, call.dtype), -1.0F);
         for (std::size_t d = 0; d < group.size(); ++d) {
           before.push_back(some_elements(call.in_count, call.dtype, random));
         }
@@ -46,6 +47,7 @@ TEST_P(OnGpus, ReducesAndMovesInTheOrderOfTheBuffersStreams) {
         for (std::size_t d = 0; d < group.size(); ++d) {
           result.read(d, after[d]);
           in.fill(d, again);
+          out.fill(d, over);
         }
         in.wait();
         out.wait();
