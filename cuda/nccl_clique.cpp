@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <functional>
+#include <memory>
 #include <string_view>
 #include <utility>
 
@@ -31,10 +33,26 @@ std::chrono::nanoseconds interval_for(std::chrono::nanoseconds timeout) {
   return std::clamp<std::chrono::nanoseconds>(timeout / 8, std::chrono::milliseconds(1), std::chrono::milliseconds(10));
 }
 
-class NcclClique final : public internal::Clique {
+/// Memory of NCCL's. Its end is a call of NCCL's too: of the issuing thread.
+class NcclBuffer final : public Buffer {
+ public:
+  NcclBuffer(void* data, std::size_t bytes, std::function<void(void*)> release)
+      : data_(data), bytes_(bytes), release_(std::move(release)) {}
+  ~NcclBuffer() override { release_(data_); }
+  [[nodiscard]] void* data() const noexcept override { return data_; }
+  [[nodiscard]] std::size_t bytes() const noexcept override { return bytes_; }
+
+ private:
+  void* data_;
+  std::size_t bytes_;
+  std::function<void(void*)> release_;
+};
+
+class NcclClique final : public internal::NativeClique {
  public:
   NcclClique(const Library& library, const std::vector<internal::Rank>& ranks, const CommunicatorOptions& options)
       : library_(library),
+        ranks_(ranks),
         timeout_(options.timeout),
         warm_up_bytes_(options.warm_up_bytes),
         communicators_(std::make_shared<Communicators>(library, ranks, options.timeout)),
@@ -80,6 +98,23 @@ class NcclClique final : public internal::Clique {
     });
   }
 
+  void reduce(std::span<void* const> buffers, std::size_t count, DType dtype, std::size_t root) override {
+    open();
+    run([communicators = communicators_, all = std::vector<void*>(buffers.begin(), buffers.end()), count, dtype, root] {
+      communicators->reduce(all, count, dtype, root);
+    });
+  }
+
+  std::unique_ptr<Buffer> allocate(std::size_t rank, std::size_t bytes, Stream& stream) override {
+    const auto data = std::make_shared<void*>(nullptr);
+    run([communicators = communicators_, data, rank, bytes] { *data = communicators->allocate(rank, bytes); });
+    // Before 2.19 NCCL has none to give. The pool's can be reached from every GPU too, but not be registered.
+    if (*data == nullptr) return ranks_[rank].opened->allocate(bytes, stream);
+    return std::make_unique<NcclBuffer>(*data, bytes, [this](void* memory) { release(memory); });
+  }
+
+  [[nodiscard]] bool lost() const noexcept override { return thread_.given_up(); }
+
   void check() override {
     if (thread_.given_up()) throw_stuck();
     communicators_->check();
@@ -97,6 +132,15 @@ class NcclClique final : public internal::Clique {
     if (communicators_->is_open()) return;
     // Twice: for the connections, and for the first messages.
     run([communicators = communicators_, bytes = warm_up_bytes_] { communicators->open(bytes); }, 2 * timeout_);
+  }
+
+  /// Stays for good where NCCL does not come back, or the program ends.
+  void release(void* memory) noexcept {
+    if (exiting || closed_ || thread_.given_up()) return;
+    try {
+      run([communicators = communicators_, memory] { communicators->release(memory); });
+    } catch (...) {
+    }
   }
 
   void run(IssuingThread::Job job) { run(std::move(job), timeout_); }
@@ -121,6 +165,7 @@ class NcclClique final : public internal::Clique {
   }
 
   const Library& library_;
+  std::vector<internal::Rank> ranks_;
   std::chrono::nanoseconds timeout_;
   std::size_t warm_up_bytes_;
   std::vector<std::string> names_;
@@ -131,8 +176,8 @@ class NcclClique final : public internal::Clique {
 
 }  // namespace
 
-std::unique_ptr<internal::Clique> make_clique(const std::vector<internal::Rank>& ranks,
-                                              const CommunicatorOptions& options, std::string& why_none) {
+std::unique_ptr<internal::NativeClique> make_clique(const std::vector<internal::Rank>& ranks,
+                                                    const CommunicatorOptions& options, std::string& why_none) {
   const Library* found = nullptr;
   try {
     found = &library();

@@ -26,6 +26,14 @@ struct Library {
   GroupEnd* group_end = nullptr;
   AllReduce* all_reduce = nullptr;
   Broadcast* broadcast = nullptr;
+  Reduce* reduce = nullptr;
+
+  // All four or none.
+  MemAlloc* mem_alloc = nullptr;
+  MemFree* mem_free = nullptr;
+  CommRegister* comm_register = nullptr;
+  CommDeregister* comm_deregister = nullptr;
+  [[nodiscard]] bool has_memory() const noexcept { return mem_alloc != nullptr; }
 };
 
 /// The NCCL of this process, looked for at the first call that finds one, in this order: a copy that is loaded already

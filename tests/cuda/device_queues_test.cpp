@@ -16,6 +16,7 @@
 #include <paceline/runtime/device_group.hpp>
 
 #include "fake_cuda.hpp"
+#include "nccl_host.hpp"
 #include "orders.hpp"
 #include "twins.hpp"
 
@@ -47,6 +48,7 @@ void boot(std::uint64_t seed, int gpus) {
     fake::writes(batch, kBatch * sizeof(double));
     std::fill(batch, batch + kBatch, value);
   });
+  fake::boot_nccl();
 }
 
 template <class K, class... A>
@@ -60,7 +62,8 @@ void launch(K* kernel, Stream& stream, A... values) {
 /// Sums a batch that lies at home and changes from step to step. Nobody waits for anything.
 class Summing final : public StepProgram {
  public:
-  explicit Summing(const DeviceGroup& group, std::int64_t run_ahead = 1) : queues(group, {.run_ahead = run_ahead}) {
+  explicit Summing(const DeviceGroup& group, std::int64_t run_ahead = 1)
+      : queues(group, {.run_ahead = run_ahead, .collectives = {.warm_up_bytes = 64}}) {
     for (std::size_t d = group.size(); d-- > 0;) {
       if (queues.space_of(d) == queues.home_space()) home_index_ = group.devices()[d].index;
     }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -51,7 +52,8 @@ struct Call {
   void* receive;
   std::size_t count;
   DataType type;
-  int root;  // -1: all give
+  int giver;  // -1: all give
+  int taker;  // -1: all take
   Comm comm;
   cudaStream_t stream;
 };
@@ -88,6 +90,10 @@ class Fake final : public Nccl {
     made_ = aborted_ = inside_ = depth_ = 0;
     inits_.clear();
     calls_.clear();
+    memory_.clear();
+    registered_.clear();
+    uses_ = {};
+    counts_.clear();
   }
   void set_version(int version) override {
     const std::lock_guard lock(mutex_);
@@ -105,9 +111,10 @@ class Fake final : public Nccl {
     released_ = true;
     changed_.notify_all();
   }
-  void hang() override {
+  void hang(const std::string& function) override {
     const std::lock_guard lock(mutex_);
     hang_ = true;
+    hanging_ = function;
   }
   void break_rank(int rank, Result result) override {
     const std::lock_guard lock(mutex_);
@@ -124,6 +131,21 @@ class Fake final : public Nccl {
   }
   int inside() const override {
     return of([](const Fake& f) { return f.inside_; });
+  }
+  int allocations() const override {
+    return of([](const Fake& f) { return static_cast<int>(f.memory_.size()); });
+  }
+  int registrations() const override {
+    return of([](const Fake& f) { return static_cast<int>(f.registered_.size()); });
+  }
+  Uses uses() const override {
+    const std::lock_guard lock(mutex_);
+    return uses_;
+  }
+  int calls(const std::string& function) const override {
+    const std::lock_guard lock(mutex_);
+    const auto found = counts_.find(function);
+    return found == counts_.end() ? 0 : found->second;
   }
   std::vector<std::string> problems() const override {
     const std::lock_guard lock(mutex_);
@@ -180,6 +202,8 @@ class Fake final : public Nccl {
         return mine;
       });
       if (abort) ++aborted_;
+      const std::size_t left = std::erase_if(registered_, [&](const auto& entry) { return entry.second.comm == comm; });
+      if (left > 0 && !abort) complain("a communicator was ended with memory that is registered");
       std::erase_if(comms_, [&](const auto& each) { return each.get() == comm; });
       return kSuccess;
     });
@@ -189,6 +213,51 @@ class Fake final : public Nccl {
       host_.give(collective->end);
     }
     return result;
+  }
+
+  Result mem_alloc(void** data, std::size_t bytes) {
+    return call("ncclMemAlloc", nullptr, [&] {
+      *data = host_.allocate(host_.current_device(), bytes);
+      if (*data == nullptr) return kUnhandledCudaError;
+      memory_[*data] = bytes;
+      return kSuccess;
+    });
+  }
+
+  Result mem_free(void* data) {
+    return call("ncclMemFree", nullptr, [&] {
+      if (memory_.erase(data) == 0) return kInvalidArgument;
+      for (const auto& [handle, one] : registered_) {
+        if (one.data == data) complain("memory was given back that is still registered");
+      }
+      host_.free(data);
+      return kSuccess;
+    });
+  }
+
+  Result enroll(Comm comm, void* data, std::size_t bytes, void** handle) {
+    return call("ncclCommRegister", comm, [&] {
+      const auto memory = memory_.find(data);
+      if (memory == memory_.end() || bytes > memory->second) complain("memory was registered that is not NCCL's");
+      for (const auto& [other, one] : registered_) {
+        if (one.comm == comm && one.data == data) complain("memory was registered twice");
+      }
+      *handle = reinterpret_cast<void*>(++handles_);
+      registered_[*handle] = {comm, data, bytes};
+      return kSuccess;
+    });
+  }
+
+  Result strike(Comm comm, void* handle) {
+    return call("ncclCommDeregister", comm, [&] {
+      const auto found = registered_.find(handle);
+      if (found == registered_.end() || found->second.comm != comm) {
+        complain("a registration was ended that is none");
+        return kInvalidArgument;
+      }
+      registered_.erase(found);
+      return kSuccess;
+    });
   }
 
   Result async_error(Comm comm, Result* error) {
@@ -227,6 +296,14 @@ class Fake final : public Nccl {
     return call(wanted.function, wanted.comm, [&] {
       if (depth_ == 0) complain(std::string(wanted.function) + " outside of a group: it would wait for the others");
       if (host_.device_of(wanted.stream) != wanted.comm->device) return kInvalidUsage;
+      const bool registered = std::any_of(registered_.begin(), registered_.end(), [&](const auto& entry) {
+        const Registration& one = entry.second;
+        const auto* const begin = static_cast<const std::byte*>(one.data);
+        const auto* const data = static_cast<const std::byte*>(wanted.send);
+        return one.comm == wanted.comm && data >= begin &&
+               data + wanted.count * size_of(wanted.type) <= begin + one.bytes;
+      });
+      ++(registered ? uses_.registered : uses_.other);
       calls_.push_back(wanted);
       return kSuccess;
     });
@@ -251,6 +328,7 @@ class Fake final : public Nccl {
   Result call(const char* function, Comm comm, Body body) {
     std::unique_lock lock(mutex_);
     ++inside_;
+    ++counts_[function];
     if (comm != nullptr && comm->thread != std::this_thread::get_id()) {
       complain(std::string(function) + " was called by a second thread");
     }
@@ -297,14 +375,19 @@ class Fake final : public Nccl {
         const Call& first = made->calls.front();
         const Call& mine = made->calls.back();
         if (std::string(first.function) != mine.function || first.count != mine.count || first.type != mine.type ||
-            first.root != mine.root) {
+            first.giver != mine.giver || first.taker != mine.taker) {
           return complain("the ranks of a collective do not agree");
         }
       }
       made->given.resize(count);
       for (std::size_t rank = 0; rank < count; ++rank) made->arrived.push_back(host_.make_signal());
       made->end = host_.make_signal();
-      if (!std::exchange(hang_, false)) host_.give(made->end);
+      const bool hangs = hang_ && (hanging_.empty() || hanging_ == made->calls.front().function);
+      if (hangs) {
+        hang_ = false;
+      } else {
+        host_.give(made->end);
+      }
       under_way_.push_back(made);
       for (std::size_t rank = 0; rank < count; ++rank) launch(made, rank);
     }
@@ -313,7 +396,10 @@ class Fake final : public Nccl {
   void launch(const std::shared_ptr<Collective>& made, std::size_t rank) {
     const Call& mine = made->calls[rank];
     const std::size_t bytes = mine.count * size_of(mine.type);
-    const bool gives = mine.root < 0 || mine.root == static_cast<int>(rank);
+    const bool gives = mine.giver < 0 || mine.giver == static_cast<int>(rank);
+    // Who gives to all in place has what it would take: NCCL writes nothing there.
+    const bool has_it = mine.giver == static_cast<int>(rank) && mine.send == mine.receive;
+    const bool takes = !has_it && (mine.taker < 0 || mine.taker == static_cast<int>(rank));
     const NcclHost host = host_;
     host_.enqueue(
         mine.stream, mine.function,
@@ -325,20 +411,21 @@ class Fake final : public Nccl {
           made->given[rank].assign(begin, begin + bytes);
         },
         nullptr, made->arrived[rank]);
-    for (std::size_t other = 0; other < made->calls.size(); ++other) {
-      if (mine.root < 0 || mine.root == static_cast<int>(other)) {
+    for (std::size_t other = 0; takes && other < made->calls.size(); ++other) {
+      if (mine.giver < 0 || mine.giver == static_cast<int>(other)) {
         host_.enqueue(mine.stream, mine.function, nullptr, made->arrived[other], nullptr);
       }
     }
     host_.enqueue(
         mine.stream, mine.function,
-        [host, made, rank, bytes] {
+        [host, made, rank, bytes, takes] {
           const Call& call = made->calls[rank];
+          if (!takes) return;
           host.writes(call.receive, bytes);
           if (made->aborted) {
             std::memset(call.receive, 0xAB, bytes);
-          } else if (call.root >= 0) {
-            std::memcpy(call.receive, made->given[static_cast<std::size_t>(call.root)].data(), bytes);
+          } else if (call.giver >= 0) {
+            std::memcpy(call.receive, made->given[static_cast<std::size_t>(call.giver)].data(), bytes);
           } else {
             std::vector<const void*> inputs;
             for (const auto& given : made->given) inputs.push_back(given.data());
@@ -347,6 +434,12 @@ class Fake final : public Nccl {
         },
         made->end, nullptr);
   }
+
+  struct Registration {
+    Comm comm = nullptr;
+    void* data = nullptr;
+    std::size_t bytes = 0;
+  };
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -361,11 +454,17 @@ class Fake final : public Nccl {
   std::vector<std::string> problems_;
   Result group_error_ = kSuccess;
   bool hang_ = false;
+  std::string hanging_;  // the name of what hangs; empty: anything
   bool released_ = false;
   int depth_ = 0;
   int made_ = 0;
   int aborted_ = 0;
   int inside_ = 0;
+  std::map<void*, std::size_t> memory_;
+  std::map<void*, Registration> registered_;
+  std::uintptr_t handles_ = 0;
+  Uses uses_;
+  std::map<std::string, int> counts_;
 };
 
 Fake& instance() {
@@ -400,11 +499,23 @@ Result ncclGroupStart() { return fake::instance().group_start(); }
 Result ncclGroupEnd() { return fake::instance().group_end(); }
 Result ncclAllReduce(const void* send, void* receive, std::size_t count, DataType type, ReductionOperation, Comm comm,
                      cudaStream_t stream) {
-  return fake::instance().collective({"ncclAllReduce", send, receive, count, type, -1, comm, stream});
+  return fake::instance().collective({"ncclAllReduce", send, receive, count, type, -1, -1, comm, stream});
 }
 Result ncclBroadcast(const void* send, void* receive, std::size_t count, DataType type, int root, Comm comm,
                      cudaStream_t stream) {
-  return fake::instance().collective({"ncclBroadcast", send, receive, count, type, root, comm, stream});
+  return fake::instance().collective({"ncclBroadcast", send, receive, count, type, root, -1, comm, stream});
 }
+Result ncclReduce(const void* send, void* receive, std::size_t count, DataType type, ReductionOperation, int root,
+                  Comm comm, cudaStream_t stream) {
+  return fake::instance().collective({"ncclReduce", send, receive, count, type, -1, root, comm, stream});
+}
+#ifndef FAKE_NCCL_WITHOUT_MEMORY
+Result ncclMemAlloc(void** data, std::size_t bytes) { return fake::instance().mem_alloc(data, bytes); }
+Result ncclMemFree(void* data) { return fake::instance().mem_free(data); }
+Result ncclCommRegister(Comm comm, void* data, std::size_t bytes, void** handle) {
+  return fake::instance().enroll(comm, data, bytes, handle);
+}
+Result ncclCommDeregister(Comm comm, void* handle) { return fake::instance().strike(comm, handle); }
+#endif
 
 }  // extern "C"

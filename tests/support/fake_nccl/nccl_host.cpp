@@ -59,6 +59,16 @@ const NcclHost kHost = {
           return machine().resolve(stream)->device;
         },
     .current_device = &current_device,
+    .allocate = [](int device, std::size_t bytes) -> void* {
+      const std::lock_guard lock(machine().mutex);
+      const Allocation* const made = machine().allocate(device, bytes);
+      return made == nullptr ? nullptr : made->data;
+    },
+    .free =
+        [](void* data) {
+          const std::lock_guard lock(machine().mutex);
+          machine().free(machine().find(data));
+        },
     .reads = &reads,
     .writes = &writes,
     .sum =
@@ -67,17 +77,17 @@ const NcclHost kHost = {
         },
 };
 
-Nccl& load() {
-  setenv("PACELINE_NCCL_LIBRARY", FAKE_NCCL_PATH, 1);
-  void* const library = dlopen(FAKE_NCCL_PATH, RTLD_NOW | RTLD_LOCAL);
+Nccl& load(const char* path) {
+  setenv("PACELINE_NCCL_LIBRARY", path, 1);
+  void* const library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) misuse(dlerror());
   return *reinterpret_cast<decltype(&fake_nccl)>(dlsym(library, "fake_nccl"))();
 }
 
 }  // namespace
 
-Nccl& boot_nccl() {
-  static Nccl& nccl = load();
+Nccl& boot_nccl(const char* path) {
+  static Nccl& nccl = load(path);
   nccl.reset(kHost);
   return nccl;
 }
