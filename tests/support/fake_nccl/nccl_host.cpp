@@ -78,18 +78,22 @@ const NcclHost kHost = {
 };
 
 Nccl& load(const char* path) {
-  setenv("PACELINE_NCCL_LIBRARY", path, 1);
   void* const library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) misuse(dlerror());
   return *reinterpret_cast<decltype(&fake_nccl)>(dlsym(library, "fake_nccl"))();
 }
 
+Nccl* loaded = nullptr;
+
 }  // namespace
 
 Nccl& boot_nccl(const char* path) {
-  static Nccl& nccl = load(path);
-  nccl.reset(kHost);
-  return nccl;
+  if (loaded == nullptr) loaded = &load(path);
+  setenv("PACELINE_NCCL_LIBRARY", path, 1);
+  loaded->reset(kHost);
+  return *loaded;
 }
+
+Nccl& the_nccl() { return *loaded; }
 
 }  // namespace fake
