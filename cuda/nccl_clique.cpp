@@ -113,6 +113,8 @@ class NcclClique final : public internal::NativeClique {
     return std::make_unique<NcclBuffer>(*data, bytes, [this](void* memory) { release(memory); });
   }
 
+  void keep_memory(bool keep) noexcept override { keeps_memory_ = keep; }
+
   [[nodiscard]] bool lost() const noexcept override { return thread_.given_up(); }
 
   void check() override {
@@ -136,7 +138,7 @@ class NcclClique final : public internal::NativeClique {
 
   /// Stays for good where NCCL does not come back, or the program ends.
   void release(void* memory) noexcept {
-    if (exiting || closed_ || thread_.given_up()) return;
+    if (exiting || closed_ || keeps_memory_ || thread_.given_up()) return;
     try {
       run([communicators = communicators_, memory] { communicators->release(memory); });
     } catch (...) {
@@ -170,6 +172,7 @@ class NcclClique final : public internal::NativeClique {
   std::size_t warm_up_bytes_;
   std::vector<std::string> names_;
   bool closed_ = false;
+  bool keeps_memory_ = false;
   std::shared_ptr<Communicators> communicators_;  // the thread's too, should it never come back
   IssuingThread thread_;
 };

@@ -236,6 +236,20 @@ TEST(StepCollectives, ACallThatNeverComesBackEndsTheTraining) {
   }
 }
 
+TEST(StepCollectives, MemoryThatAHungDeviceMayStillUseStays) {
+  fake::Nccl& nccl = boot(1, 2);
+  {
+    Bench bench(kTwo, milliseconds(50));
+    ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+    fake::hang(static_cast<cudaStream_t>(bench.trainer.stream()));
+    EXPECT_THROW(bench.trainer.step(kBatch, body), Timeout);
+    EXPECT_GT(nccl.allocations(), 0);
+  }
+  EXPECT_GT(nccl.allocations(), 0);
+  EXPECT_EQ(nccl.registrations(), 0);
+  EXPECT_EQ(nccl.communicators(), 0);
+}
+
 TEST(StepCollectives, ATrainerThatCannotConnectSaysSoAndLeavesNothing) {
   fake::Nccl& nccl = boot(1, 2);
   nccl.fail("ncclCommInitRankConfig", 1, nccl::kSystemError);

@@ -50,6 +50,8 @@ class NativeClique : public Clique {
   /// Memory of a rank for collectives, registered where the library can. Goes back before the clique does, when nothing
   /// uses it any more; where it comes from the device's pool, in the order of `stream`.
   [[nodiscard]] virtual std::unique_ptr<Buffer> allocate(std::size_t rank, std::size_t bytes, Stream& stream) = 0;
+  /// While true, what goes back stays for good: something enqueued may still use it.
+  virtual void keep_memory(bool keep) noexcept = 0;
   /// Whether it is of no use any more: a call never came back.
   [[nodiscard]] virtual bool lost() const noexcept = 0;
 };

@@ -502,11 +502,16 @@ void DeviceQueues::end_step() { state_->home_stream->record(*state_->step->times
 
 void DeviceQueues::drain() noexcept {
   State& state = *state_;
-  if (state.collectives != nullptr && state.collectives->lost()) state.hung = true;
+  // NCCL's memory does not go back in the order of a stream: not before this has come to its end.
+  if (state.collectives != nullptr) {
+    if (state.collectives->lost()) state.hung = true;
+    state.collectives->keep_memory(true);
+  }
   for (Lane& lane : state.lanes) state.drain(lane.device.get(), lane.stream);
   for (Lane& lane : state.lanes) state.drain(&state.home_device(), lane.source.get());
   for (Space& space : state.spaces) state.drain(&state.maker(space), space.copies.get());
   state.drain(&state.home_device(), state.home_stream.get());
+  if (state.collectives != nullptr) state.collectives->keep_memory(state.hung);
 }
 
 }  // namespace paceline

@@ -30,7 +30,7 @@ class GpuCollectives {
   /// `timeout` is for waits of the host, which only growing buffers need.
   GpuCollectives(std::unique_ptr<NativeClique> clique, std::vector<Rank> ranks, std::vector<std::size_t> spaces,
                  std::size_t home_space, std::size_t staging_bytes, std::chrono::nanoseconds timeout);
-  /// Requires: nothing enqueued, unless lost().
+  /// Requires: nothing enqueued, unless lost() or told to keep its memory.
   ~GpuCollectives();
   GpuCollectives(const GpuCollectives&) = delete;
   GpuCollectives& operator=(const GpuCollectives&) = delete;
@@ -50,6 +50,8 @@ class GpuCollectives {
 
   /// Throws what has failed since the last call, once.
   void check() { clique_->check(); }
+  /// See NativeClique::keep_memory().
+  void keep_memory(bool keep) noexcept { clique_->keep_memory(keep); }
   [[nodiscard]] bool lost() const noexcept { return clique_->lost(); }
 
  private:
