@@ -248,7 +248,11 @@ void expect_staged(Transport transport, std::uint64_t seed) {
   constexpr std::size_t kPieces = 3;
   constexpr std::size_t kBytes = kBatch * sizeof(double);
   boot(seed, 3);
-  const DeviceGroup group = group_of({"host:0", "cuda:1", "cuda:0/0", "cuda:0/1", "cuda:2"});
+  // Without the host nobody waits for a step before the next one.
+  const bool with_host = seed % 2 == 0;
+  std::vector<std::string> names{"cuda:1", "cuda:0/0", "cuda:0/1", "cuda:2"};
+  if (with_host) names.insert(names.begin(), "host:0");
+  const DeviceGroup group = group_of(names);
   {
     // Room for less than one piece, and not for a whole number of them.
     DeviceQueues queues(group,
@@ -288,7 +292,7 @@ void expect_staged(Transport transport, std::uint64_t seed) {
       }
       const std::shared_ptr<const StepTimes> times = queues.begin_step(copies);
       for (std::size_t d = 0; d < group.size(); ++d) {
-        if (step == 2 && d == 4) continue;  // had no work
+        if (step == 2 && d + 1 == group.size()) continue;  // had no work
         queues.enter(d);
         queues.begin_run(d);
         auto* const sum = static_cast<double*>(sums[d]->data());
@@ -310,13 +314,12 @@ void expect_staged(Transport transport, std::uint64_t seed) {
       queues.reduce(outputs, 0.5);
       queues.home_stream().copy(static_cast<double*>(totals->data()) + step, output->data(), sizeof(double));
       queues.end_step();
-      // The host's own memory is written again by the host.
-      times->wait();
+      if (with_host) times->wait();  // its memory is written again by itself
     }
     queues.drain();
     for (std::size_t step = 0; step < kSteps; ++step) {
       const double each = kBatch * (3.0 * static_cast<double>(step) + 30.0);
-      const double devices = step == 2 ? 4.0 : 5.0;
+      const auto devices = static_cast<double>(group.size() - (step == 2 ? 1 : 0));
       ASSERT_EQ(static_cast<const double*>(totals->data())[step], 0.5 * devices * each) << "seed " << seed;
     }
     const fake::Nccl::Uses after = fake::the_nccl().uses();
