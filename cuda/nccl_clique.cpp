@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <functional>
+#include <memory>
 #include <string_view>
 #include <utility>
 
@@ -38,10 +40,26 @@ bool drops_nans(DType dtype, ReduceOp op) {
   return !integers && (op == ReduceOp::min || op == ReduceOp::max);
 }
 
-class NcclClique final : public internal::Clique {
+/// Memory of NCCL's. Its end is a call of NCCL's too: of the issuing thread.
+class NcclBuffer final : public Buffer {
+ public:
+  NcclBuffer(void* data, std::size_t bytes, std::function<void(void*)> release)
+      : data_(data), bytes_(bytes), release_(std::move(release)) {}
+  ~NcclBuffer() override { release_(data_); }
+  [[nodiscard]] void* data() const noexcept override { return data_; }
+  [[nodiscard]] std::size_t bytes() const noexcept override { return bytes_; }
+
+ private:
+  void* data_;
+  std::size_t bytes_;
+  std::function<void(void*)> release_;
+};
+
+class NcclClique final : public internal::NativeClique {
  public:
   NcclClique(const Library& library, const std::vector<internal::Rank>& ranks, const CommunicatorOptions& options)
       : library_(library),
+        ranks_(ranks),
         timeout_(options.timeout),
         warm_up_bytes_(options.warm_up_bytes),
         copies_(internal::make_copy_clique(ranks, "beside NCCL")),
@@ -106,6 +124,25 @@ class NcclClique final : public internal::Clique {
     });
   }
 
+  void reduce(std::span<void* const> buffers, std::size_t count, DType dtype, std::size_t root) override {
+    open();
+    run([communicators = communicators_, all = std::vector<void*>(buffers.begin(), buffers.end()), count, dtype, root] {
+      communicators->reduce(all, count, dtype, root);
+    });
+  }
+
+  std::unique_ptr<Buffer> allocate(std::size_t rank, std::size_t bytes, Stream& stream) override {
+    const auto data = std::make_shared<void*>(nullptr);
+    run([communicators = communicators_, data, rank, bytes] { *data = communicators->allocate(rank, bytes); });
+    // Before 2.19 NCCL has none to give. The pool's can be reached from every GPU too, but not be registered.
+    if (*data == nullptr) return ranks_[rank].opened->allocate(bytes, stream);
+    return std::make_unique<NcclBuffer>(*data, bytes, [this](void* memory) { release(memory); });
+  }
+
+  void keep_memory(bool keep) noexcept override { keeps_memory_ = keep; }
+
+  [[nodiscard]] bool lost() const noexcept override { return thread_.given_up(); }
+
   void check() override {
     if (thread_.given_up()) throw_stuck();
     communicators_->check();
@@ -127,6 +164,15 @@ class NcclClique final : public internal::Clique {
     if (communicators_->is_open()) return;
     // Twice: for the connections, and for the first messages.
     run([communicators = communicators_, bytes = warm_up_bytes_] { communicators->open(bytes); }, 2 * timeout_);
+  }
+
+  /// Stays for good where NCCL does not come back, or the program ends.
+  void release(void* memory) noexcept {
+    if (exiting || closed_ || keeps_memory_ || thread_.given_up()) return;
+    try {
+      run([communicators = communicators_, memory] { communicators->release(memory); });
+    } catch (...) {
+    }
   }
 
   void run(IssuingThread::Job job) { run(std::move(job), timeout_); }
@@ -151,10 +197,12 @@ class NcclClique final : public internal::Clique {
   }
 
   const Library& library_;
+  std::vector<internal::Rank> ranks_;
   std::chrono::nanoseconds timeout_;
   std::size_t warm_up_bytes_;
   std::vector<std::string> names_;
   bool closed_ = false;
+  bool keeps_memory_ = false;
   std::unique_ptr<internal::Clique> copies_;
   std::shared_ptr<Communicators> communicators_;  // the thread's too, should it never come back
   IssuingThread thread_;
@@ -162,8 +210,8 @@ class NcclClique final : public internal::Clique {
 
 }  // namespace
 
-std::unique_ptr<internal::Clique> make_clique(const std::vector<internal::Rank>& ranks,
-                                              const CommunicatorOptions& options, std::string& why_none) {
+std::unique_ptr<internal::NativeClique> make_clique(const std::vector<internal::Rank>& ranks,
+                                                    const CommunicatorOptions& options, std::string& why_none) {
   const Library* found = nullptr;
   try {
     found = &library();

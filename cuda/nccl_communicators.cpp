@@ -60,6 +60,7 @@ void Communicators::open(std::size_t warm_up_bytes) {
                                           &configs[r]);
   });
   open_ = true;
+  for (Segment& segment : segments_) register_segment(segment);
   warm_up(warm_up_bytes);
 }
 
@@ -84,6 +85,7 @@ void Communicators::warm_up(std::size_t bytes) {
     reduce_scatter({buffers.begin(), buffers.end()}, parts, part_count, DType::float32, ReduceOp::sum);
     all_gather(buffers, part_bytes);
     broadcast(buffers, size, 0);
+    reduce(buffers, size / sizeof(float), DType::float32, 0);
   }
   await_all();
 }
@@ -113,6 +115,57 @@ void Communicators::broadcast(const std::vector<void*>& buffers, std::size_t byt
   enqueue("ncclBroadcast", [&](std::size_t r, cudaStream_t stream) {
     return library_.broadcast(buffers[r], buffers[r], bytes, kInt8, static_cast<int>(root), comms_[r], stream);
   });
+}
+
+void Communicators::reduce(const std::vector<void*>& buffers, std::size_t count, DType dtype, std::size_t root) {
+  enqueue("ncclReduce", [&](std::size_t r, cudaStream_t stream) {
+    return library_.reduce(buffers[r], buffers[r], count, type_of(dtype), kSum, static_cast<int>(root), comms_[r],
+                           stream);
+  });
+}
+
+void* Communicators::allocate(std::size_t rank, std::size_t bytes) {
+  if (!library_.has_memory()) return nullptr;
+  Segment segment{.rank = rank, .bytes = bytes};
+  {
+    const cuda::DeviceGuard guard(ranks_[rank].device.index);
+    enter("ncclMemAlloc", rank);
+    const Result result = library_.mem_alloc(&segment.data, bytes);
+    enter(nullptr, kEveryRank);
+    if (result != kSuccess) return nullptr;
+  }
+  if (open_) register_segment(segment);
+  segments_.push_back(segment);
+  return segment.data;
+}
+
+void Communicators::release(void* data) {
+  const auto segment =
+      std::find_if(segments_.begin(), segments_.end(), [&](const Segment& s) { return s.data == data; });
+  if (segment == segments_.end()) return;
+  const cuda::DeviceGuard guard(ranks_[segment->rank].device.index);
+  deregister(*segment);
+  enter("ncclMemFree", segment->rank);
+  static_cast<void>(library_.mem_free(data));
+  enter(nullptr, kEveryRank);
+  segments_.erase(segment);
+}
+
+/// So that kernels read it where it lies, and copy nothing through NCCL's own buffers. Refused, it works all the same.
+void Communicators::register_segment(Segment& segment) {
+  const cuda::DeviceGuard guard(ranks_[segment.rank].device.index);
+  enter("ncclCommRegister", segment.rank);
+  const Result result = library_.comm_register(comms_[segment.rank], segment.data, segment.bytes, &segment.handle);
+  enter(nullptr, kEveryRank);
+  if (result != kSuccess) segment.handle = nullptr;
+}
+
+void Communicators::deregister(Segment& segment) {
+  void* const handle = std::exchange(segment.handle, nullptr);
+  if (handle == nullptr || comms_[segment.rank] == nullptr) return;
+  enter("ncclCommDeregister", segment.rank);
+  static_cast<void>(library_.comm_deregister(comms_[segment.rank], handle));
+  enter(nullptr, kEveryRank);
 }
 
 template <class Call>
@@ -226,6 +279,7 @@ void Communicators::close() {
   while (look_after() && Clock::now() < deadline) std::this_thread::sleep_for(std::chrono::microseconds(100));
   if (!open_) return;
   if (!outstanding_.empty()) return abort();
+  for (Segment& segment : segments_) deregister(segment);
   group("ncclCommDestroy", [&](std::size_t r) { return library_.comm_destroy(std::exchange(comms_[r], nullptr)); });
   open_ = false;
 }
@@ -294,6 +348,7 @@ void Communicators::abort() noexcept {
   static_cast<void>(library_.group_end());
   enter(nullptr, kEveryRank);
   outstanding_.clear();
+  for (Segment& segment : segments_) segment.handle = nullptr;  // went with its communicator
 }
 
 void Communicators::check() {

@@ -39,6 +39,13 @@ class Communicators {
                       DType dtype, ReduceOp op);
   void all_gather(const std::vector<void*>& buffers, std::size_t part_bytes);
   void broadcast(const std::vector<void*>& buffers, std::size_t bytes, std::size_t root);
+  void reduce(const std::vector<void*>& buffers, std::size_t count, DType dtype, std::size_t root);
+
+  /// Memory of that rank which NCCL's kernels on all GPUs may reach, registered with its communicator and with those
+  /// that come after it. Null where the library has none to give, or there is none left.
+  [[nodiscard]] void* allocate(std::size_t rank, std::size_t bytes);
+  /// Requires: no work that uses it.
+  void release(void* data);
 
   /// Looks whether what was enqueued is done, late or broken. False: there is nothing to look after.
   bool look_after();
@@ -69,6 +76,16 @@ class Communicators {
     std::optional<Clock::time_point> started;      // when the last one was seen to have come
   };
 
+  /// Memory of NCCL's.
+  struct Segment {
+    std::size_t rank = 0;
+    void* data = nullptr;
+    std::size_t bytes = 0;
+    void* handle = nullptr;  // of its registration; null: not registered
+  };
+
+  void register_segment(Segment& segment);
+  void deregister(Segment& segment);
   template <class Call>
   void group(const char* function, Call call);
   template <class Call>
@@ -90,6 +107,7 @@ class Communicators {
   std::vector<Comm> comms_;
   std::deque<Operation> outstanding_;
   std::vector<Operation> spare_;  // events are made once
+  std::vector<Segment> segments_;
   std::atomic<bool> open_{false};
 
   mutable std::mutex mutex_;

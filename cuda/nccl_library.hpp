@@ -28,6 +28,14 @@ struct Library {
   ReduceScatter* reduce_scatter = nullptr;
   AllGather* all_gather = nullptr;
   Broadcast* broadcast = nullptr;
+  Reduce* reduce = nullptr;
+
+  // All four or none.
+  MemAlloc* mem_alloc = nullptr;
+  MemFree* mem_free = nullptr;
+  CommRegister* comm_register = nullptr;
+  CommDeregister* comm_deregister = nullptr;
+  [[nodiscard]] bool has_memory() const noexcept { return mem_alloc != nullptr; }
 };
 
 /// The NCCL of this process, looked for at the first call that finds one, in this order: a copy that is loaded already

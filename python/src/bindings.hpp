@@ -4,6 +4,9 @@
 #include <pybind11/pybind11.h>
 
 #include <chrono>
+#include <string>
+
+#include <paceline/comm/communicator.hpp>
 
 namespace paceline::python {
 
@@ -24,6 +27,9 @@ void bind_comm(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
 // The part of `engine` for devices that work after the call; called by bind_engine.
 void bind_queues(pybind11::module_& module);
+
+/// "auto", "nccl" or "copies". `call` is for the message. @throws InvalidArgument for others.
+Transport transport_of(const char* call, const std::string& name);
 
 /// Seconds as Python gives them, inf included. `call` is for the message.
 /// @throws InvalidArgument if they are negative or no number.

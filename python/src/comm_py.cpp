@@ -58,15 +58,8 @@ ReduceOp parse_op(const char* call, const std::string& name) {
   throw InvalidArgument(fmt::format("{}: there is no operation '{}'; use 'sum', 'mean', 'min' or 'max'", call, name));
 }
 
-Transport parse_transport(const std::string& name) {
-  if (name == "auto") return Transport::automatic;
-  if (name == "nccl") return Transport::nccl;
-  if (name == "copies") return Transport::copies;
-  throw InvalidArgument(fmt::format("Communicator: there is no transport '{}'; use 'auto', 'nccl' or 'copies'", name));
-}
-
 std::unique_ptr<Communicator> make(const DeviceGroup& group, const std::string& transport, double timeout) {
-  CommunicatorOptions options{.transport = parse_transport(transport)};
+  CommunicatorOptions options{.transport = transport_of("Communicator", transport)};
   constexpr double longest = 1e9;  // of what nanoseconds can count
   if (!(timeout > 0.0)) {
     throw InvalidArgument(fmt::format("Communicator: timeout is {}; use a positive number of seconds", timeout));
@@ -119,6 +112,13 @@ std::map<std::string, std::string> library_info() {
 }
 
 }  // namespace
+
+Transport transport_of(const char* call, const std::string& name) {
+  if (name == "auto") return Transport::automatic;
+  if (name == "nccl") return Transport::nccl;
+  if (name == "copies") return Transport::copies;
+  throw InvalidArgument(fmt::format("{}: there is no transport '{}'; use 'auto', 'nccl' or 'copies'", call, name));
+}
 
 void bind_comm(py::module_& module) {
   py::class_<Communicator>(module, "Communicator", "The compiled part of `paceline.Communicator`.")

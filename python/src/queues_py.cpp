@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -31,14 +32,17 @@ Handle handle_of(const Stream* stream) {
 void* native(const Handle& handle) { return reinterpret_cast<void*>(handle.value_or(0)); }
 
 std::shared_ptr<TrainerQueues> make(const DeviceGroup& group, const Handle& stream, std::int64_t run_ahead,
-                                    double timeout) {
+                                    double timeout, const std::string& transport) {
   if (!(timeout > 0.0)) throw InvalidArgument(fmt::format("timeout is {} s; it must be positive.", timeout));
   constexpr double longest = 3e9;  // a century; nanoseconds hold three
-  const auto limit = std::chrono::duration<double>(std::min(timeout, longest));
-  return std::make_shared<TrainerQueues>(
-      group, DeviceQueueOptions{.stream = native(stream),
-                                .run_ahead = run_ahead,
-                                .timeout = std::chrono::duration_cast<std::chrono::nanoseconds>(limit)});
+  const auto limit =
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(std::min(timeout, longest)));
+  DeviceQueueOptions options{.stream = native(stream), .run_ahead = run_ahead, .timeout = limit};
+  options.collectives.transport = transport_of("DataParallel", transport);
+  // A collective that hangs shall be known as one before it is taken for a device that does.
+  options.collectives.timeout = std::min(options.collectives.timeout, limit / 2);
+  const py::gil_scoped_release without_gil;
+  return std::make_shared<TrainerQueues>(group, options);
 }
 
 template <class Of>
@@ -62,7 +66,10 @@ void bind_queues(py::module_& module) {
   py::class_<TrainerQueues, std::shared_ptr<TrainerQueues>>(
       module, "DeviceQueues", "The queues of a group's devices during steps, and who waits for whom.")
       .def(py::init(&make), py::arg("group"), py::kw_only(), py::arg("stream") = py::none(), py::arg("run_ahead") = 1,
-           py::arg("timeout") = 600.0)
+           py::arg("timeout") = 600.0, py::arg("transport") = "auto")
+      .def_property_readonly(
+          "transport", [](const TrainerQueues& shared) { return shared.queues.transport(); },
+          "How data gets from one GPU to another, and why so; empty with one GPU.")
       .def_property_readonly("home_space", [](const TrainerQueues& shared) { return shared.queues.home_space(); })
       .def_property_readonly(
           "spaces",

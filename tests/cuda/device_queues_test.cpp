@@ -16,6 +16,7 @@
 #include <paceline/runtime/device_group.hpp>
 
 #include "fake_cuda.hpp"
+#include "nccl_host.hpp"
 #include "orders.hpp"
 #include "twins.hpp"
 
@@ -47,6 +48,7 @@ void boot(std::uint64_t seed, int gpus) {
     fake::writes(batch, kBatch * sizeof(double));
     std::fill(batch, batch + kBatch, value);
   });
+  fake::boot_nccl();
 }
 
 template <class K, class... A>
@@ -60,7 +62,8 @@ void launch(K* kernel, Stream& stream, A... values) {
 /// Sums a batch that lies at home and changes from step to step. Nobody waits for anything.
 class Summing final : public StepProgram {
  public:
-  explicit Summing(const DeviceGroup& group, std::int64_t run_ahead = 1) : queues(group, {.run_ahead = run_ahead}) {
+  explicit Summing(const DeviceGroup& group, std::int64_t run_ahead = 1)
+      : queues(group, {.run_ahead = run_ahead, .collectives = {.warm_up_bytes = 64}}) {
     for (std::size_t d = group.size(); d-- > 0;) {
       if (queues.space_of(d) == queues.home_space()) home_index_ = group.devices()[d].index;
     }
@@ -239,6 +242,105 @@ INSTANTIATE_TEST_SUITE_P(Cuda, Queued,
                                            std::vector<std::string>{"cuda:0/0", "cuda:0/1"},
                                            std::vector<std::string>{"cuda:0", "cuda:1"},
                                            std::vector<std::string>{"host:0", "cuda:1/0", "cuda:1/1", "cuda:0"}));
+
+/// Parameters in memory of the caller's, as PyTorch's are, which NCCL's kernels must not be given.
+void expect_staged(Transport transport, std::uint64_t seed) {
+  constexpr std::size_t kPieces = 3;
+  constexpr std::size_t kBytes = kBatch * sizeof(double);
+  boot(seed, 3);
+  // Without the host nobody waits for a step before the next one.
+  const bool with_host = seed % 2 == 0;
+  std::vector<std::string> names{"cuda:1", "cuda:0/0", "cuda:0/1", "cuda:2"};
+  if (with_host) names.insert(names.begin(), "host:0");
+  const DeviceGroup group = group_of(names);
+  {
+    // Room for less than one piece, and not for a whole number of them.
+    DeviceQueues queues(group,
+                        {.collectives = {.transport = transport, .warm_up_bytes = 64}, .staging_bytes = kBytes - 30});
+    const fake::Nccl::Uses before = fake::the_nccl().uses();
+    const std::size_t home = queues.home_space();
+    std::vector<std::vector<std::unique_ptr<Buffer>>> parameters(queues.space_count());
+    for (std::size_t s = 0; s < parameters.size(); ++s) {
+      AsyncDevice& maker = queues.maker(s);
+      Stream& stream = s == home ? queues.home_stream() : *queues.copy_stream(s);
+      for (std::size_t k = 0; k < kPieces; ++k) {
+        parameters[s].push_back(queues.on_host(s) ? maker.allocate_pinned(kBytes) : maker.allocate(kBytes, stream));
+      }
+    }
+    std::vector<SpaceCopy> copies;
+    for (std::size_t s = 0; s < parameters.size(); ++s) {
+      for (std::size_t k = 0; s != home && k < kPieces; ++k) {
+        copies.push_back({s, parameters[s][k]->data(), parameters[home][k]->data(), kBytes});
+      }
+    }
+    std::vector<std::unique_ptr<Buffer>> sums;
+    for (std::size_t d = 0; d < group.size(); ++d) {
+      AsyncDevice& maker = queues.maker(queues.space_of(d));
+      sums.push_back(queues.stream(d) == nullptr ? maker.allocate_pinned(kBytes)
+                                                 : maker.allocate(kBytes, *queues.stream(d)));
+    }
+    AsyncDevice& first = queues.maker(home);
+    const std::unique_ptr<Buffer> output = first.allocate(kBytes, queues.home_stream());
+    const std::unique_ptr<Buffer> totals = first.allocate_pinned(kBatch * kBytes);
+    constexpr std::size_t kSteps = 4;
+    for (std::size_t step = 0; step < kSteps; ++step) {
+      const std::size_t count = 1 + 2 * step;  // as when parameters are no longer frozen
+      for (std::size_t k = 0; k < kPieces; ++k) {
+        ASSERT_EQ(cudaSetDevice(1), cudaSuccess);
+        launch(&fill_kernel, queues.home_stream(), static_cast<double*>(parameters[home][k]->data()),
+               static_cast<double>(step + 10 * k));
+      }
+      const std::shared_ptr<const StepTimes> times = queues.begin_step(copies);
+      for (std::size_t d = 0; d < group.size(); ++d) {
+        if (step == 2 && d + 1 == group.size()) continue;  // had no work
+        queues.enter(d);
+        queues.begin_run(d);
+        auto* const sum = static_cast<double*>(sums[d]->data());
+        if (queues.stream(d) == nullptr) std::fill(sum, sum + kBatch, 0.0);
+        if (queues.stream(d) != nullptr) queues.stream(d)->zero(sum, kBytes);
+        for (const std::unique_ptr<Buffer>& piece : parameters[queues.space_of(d)]) {
+          const Add add{static_cast<const double*>(piece->data()), 0, kBatch, sum};
+          if (queues.stream(d) != nullptr) {
+            ASSERT_EQ(cudaSetDevice(group.devices()[d].index), cudaSuccess);
+            launch(&add_kernel, *queues.stream(d), add);
+          } else {
+            for (std::int64_t i = 0; i < kBatch; ++i) *sum += add.batch[i];
+          }
+        }
+        queues.end_run(d);
+        queues.deliver(d, {{sum, count, DType::float64}});
+      }
+      const BufferView outputs[] = {{output->data(), count, DType::float64}};
+      queues.reduce(outputs, 0.5);
+      queues.home_stream().copy(static_cast<double*>(totals->data()) + step, output->data(), sizeof(double));
+      queues.end_step();
+      if (with_host) times->wait();  // its memory is written again by itself
+    }
+    queues.drain();
+    for (std::size_t step = 0; step < kSteps; ++step) {
+      const double each = kBatch * (3.0 * static_cast<double>(step) + 30.0);
+      const auto devices = static_cast<double>(group.size() - (step == 2 ? 1 : 0));
+      ASSERT_EQ(static_cast<const double*>(totals->data())[step], 0.5 * devices * each) << "seed " << seed;
+    }
+    const fake::Nccl::Uses after = fake::the_nccl().uses();
+    ASSERT_EQ(after.other, before.other) << "of memory that is not NCCL's";
+    ASSERT_EQ(after.registered > before.registered, transport == Transport::nccl);
+    for (std::size_t d = 0; d < group.size(); ++d) {
+      if (queues.stream(d) == nullptr) sums[d].reset();
+    }
+  }
+  ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
+  ASSERT_EQ(fake::the_nccl().problems(), std::vector<std::string>{}) << "seed " << seed;
+  ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
+}
+
+TEST(DeviceQueues, ParametersOfTheCallersReachEveryGpuThroughNccl) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) ASSERT_NO_FATAL_FAILURE(expect_staged(Transport::nccl, seed));
+}
+
+TEST(DeviceQueues, ParametersOfTheCallersReachEveryGpuByCopies) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) ASSERT_NO_FATAL_FAILURE(expect_staged(Transport::copies, seed));
+}
 
 TEST(DeviceQueues, ANewStreamComesAfterTheOldOne) {
   for (std::uint64_t seed = 0; seed < kOrders; ++seed) {

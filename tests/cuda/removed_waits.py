@@ -21,6 +21,7 @@ ROOMS = Path(__file__).resolve().parents[2] / "cpp" / "src"
 SOURCES = {
     ROOMS / "engine" / "device_queues.cpp": ["data_parallel", "device_queues"],
     ROOMS / "engine" / "async_program.cpp": ["data_parallel", "device_queues"],
+    ROOMS / "engine" / "gpu_collectives.cpp": ["data_parallel", "device_queues"],
     ROOMS / "comm" / "async_collectives.cpp": ["communicator", "communicator_failures"],
     ROOMS / "comm" / "copy_clique.cpp": ["communicator", "communicator_failures"],
     ROOMS / "comm" / "memory_spaces.cpp": ["communicator", "communicator_failures"],

@@ -10,11 +10,10 @@
 #endif
 
 namespace paceline::internal {
-namespace {
 
-/// Null where the devices' own library is missing: why is then in `why_none`.
-std::unique_ptr<Clique> make_native_clique([[maybe_unused]] const std::vector<Rank>& ranks,
-                                           [[maybe_unused]] const CommunicatorOptions& options, std::string& why_none) {
+std::unique_ptr<NativeClique> make_native_clique([[maybe_unused]] const std::vector<Rank>& ranks,
+                                                 [[maybe_unused]] const CommunicatorOptions& options,
+                                                 std::string& why_none) {
 #ifdef PACELINE_WITH_CUDA
   return nccl::make_clique(ranks, options, why_none);
 #else
@@ -22,8 +21,6 @@ std::unique_ptr<Clique> make_native_clique([[maybe_unused]] const std::vector<Ra
   return nullptr;
 #endif
 }
-
-}  // namespace
 
 Clique::~Clique() = default;
 

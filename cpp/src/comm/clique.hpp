@@ -48,6 +48,26 @@ class Clique {
   virtual void close() = 0;
 };
 
+/// One whose devices reach into each other's memory by themselves, as NCCL's kernels do. The memory should be of its
+/// own: what others have allocated may be out of the other devices' reach.
+class NativeClique : public Clique {
+ public:
+  /// buffers[root] = the sum of every rank's; the others are only read.
+  virtual void reduce(std::span<void* const> buffers, std::size_t count, DType dtype, std::size_t root) = 0;
+  /// Memory of a rank for collectives, registered where the library can. Goes back before the clique does, when nothing
+  /// uses it any more; where it comes from the device's pool, in the order of `stream`.
+  [[nodiscard]] virtual std::unique_ptr<Buffer> allocate(std::size_t rank, std::size_t bytes, Stream& stream) = 0;
+  /// While true, what goes back stays for good: something enqueued may still use it.
+  virtual void keep_memory(bool keep) noexcept = 0;
+  /// Whether it is of no use any more: a call never came back.
+  [[nodiscard]] virtual bool lost() const noexcept = 0;
+};
+
+/// Null where the devices' own library is missing: why is then in `why_none`. @throws what nccl::make_clique() throws.
+[[nodiscard]] std::unique_ptr<NativeClique> make_native_clique(const std::vector<Rank>& ranks,
+                                                               const CommunicatorOptions& options,
+                                                               std::string& why_none);
+
 /// @throws Unavailable if there is nothing of the kind asked for: why.
 [[nodiscard]] std::unique_ptr<Clique> make_clique(std::vector<Rank> ranks, const CommunicatorOptions& options);
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -34,10 +35,13 @@ class AsyncProgram final : public TrainerProgram<T> {
 
   AsyncProgram(const DeviceGroup& group, const DataParallelOptions& options)
       : count_(options.parameter_count),
-        queues_(group, {.stream = options.stream, .run_ahead = options.run_ahead, .timeout = options.timeout}),
+        queues_(group, {.stream = options.stream,
+                        .run_ahead = options.run_ahead,
+                        .timeout = options.timeout,
+                        .collectives = options.collectives}),
         sums_(group.size()) {
     Stream& stream = queues_.home_stream();
-    parameters_ = home().allocate(bytes(), stream);
+    parameters_ = queues_.allocate(queues_.home_space(), bytes(), &stream);
     committed_ = home().allocate(bytes(), stream);
     scratch_ = home().allocate(bytes(), stream);
     loss_ = home().allocate(sizeof(double), stream);
@@ -51,7 +55,7 @@ class AsyncProgram final : public TrainerProgram<T> {
     foreign_.resize(queues_.space_count());
     for (std::size_t s = 0; s < foreign_.size(); ++s) {
       if (s == queues_.home_space()) continue;
-      foreign_[s] = allocate(s, queues_.copy_stream(s), bytes());
+      foreign_[s] = queues_.allocate(s, bytes(), queues_.copy_stream(s));
       copies_.push_back({s, foreign_[s]->data(), parameters_->data(), bytes()});
     }
   }
@@ -131,6 +135,7 @@ class AsyncProgram final : public TrainerProgram<T> {
   std::span<T> parameters() noexcept override { return {as<T>(parameters_), count_}; }
   std::span<T> gradients() noexcept override { return {as<T>(committed_), count_}; }
   [[nodiscard]] void* stream() const noexcept override { return queues_.home_stream().native(); }
+  [[nodiscard]] std::string transport() const override { return queues_.transport(); }
 
  private:
   [[nodiscard]] std::size_t bytes() const { return count_ * sizeof(T); }

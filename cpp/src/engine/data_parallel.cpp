@@ -118,7 +118,8 @@ const StepRecord& BasicDataParallel<T>::last_step() const noexcept {
 }
 template <class T>
 std::string BasicDataParallel<T>::explain() const {
-  return state_->stepper.explain();
+  const std::string transport = state_->program->transport();
+  return state_->stepper.explain() + (transport.empty() ? "" : fmt::format("Between GPUs: {}.\n", transport));
 }
 template <class T>
 const DeviceGroup& BasicDataParallel<T>::group() const noexcept {

@@ -14,6 +14,9 @@
 #include <paceline/error.hpp>
 #include <paceline/runtime/backend.hpp>
 
+#include "comm/clique.hpp"
+#include "engine/gpu_collectives.hpp"
+
 namespace paceline {
 
 StepTimes::~StepTimes() = default;
@@ -40,8 +43,12 @@ struct Recycler {
 
 class KeptTimes final : public StepTimes {
  public:
-  KeptTimes(std::unique_ptr<Times> times, std::shared_ptr<Recycler> recycler, std::chrono::nanoseconds timeout)
-      : times_(std::move(times)), recycler_(std::move(recycler)), timeout_(timeout) {}
+  KeptTimes(std::unique_ptr<Times> times, std::shared_ptr<Recycler> recycler, std::chrono::nanoseconds timeout,
+            std::weak_ptr<internal::GpuCollectives> collectives)
+      : times_(std::move(times)),
+        recycler_(std::move(recycler)),
+        timeout_(timeout),
+        collectives_(std::move(collectives)) {}
   ~KeptTimes() override {
     try {
       const std::lock_guard lock(recycler_->mutex);
@@ -51,7 +58,11 @@ class KeptTimes final : public StepTimes {
   }
 
   [[nodiscard]] bool settled() const override { return times_->over->done(); }
-  void wait() const override { wait_for(*times_->over, timeout_); }
+  void wait() const override {
+    wait_for(*times_->over, timeout_);
+    // A collective that was given up lets its stream go on, and that is known by then.
+    if (const auto collectives = collectives_.lock()) collectives->check();
+  }
 
   void stamp(std::vector<ClaimRecord>& claims) const override {
     std::vector<std::size_t> next(times_->spans.size(), 0);
@@ -73,6 +84,7 @@ class KeptTimes final : public StepTimes {
   std::unique_ptr<Times> times_;
   std::shared_ptr<Recycler> recycler_;
   std::chrono::nanoseconds timeout_;
+  std::weak_ptr<internal::GpuCollectives> collectives_;
 };
 
 struct Lane {
@@ -90,8 +102,8 @@ struct Lane {
 struct Space {
   // The GPU as a whole, also where its devices are parts: what is done for all of them shall not have to do with one's
   // share of it. Null on the host.
-  std::unique_ptr<AsyncDevice> device;
-  std::unique_ptr<Stream> copies;  // null at home
+  std::shared_ptr<AsyncDevice> device;
+  std::shared_ptr<Stream> copies;  // null at home, unless it takes part in collectives
   std::unique_ptr<Event> arrived;  // the parameters
   std::unique_ptr<Event> summed;
   std::vector<std::unique_ptr<Buffer>> sums;    // of its lanes' parts; none on the host
@@ -120,6 +132,9 @@ struct DeviceQueues::State {
   std::size_t home = 0;
   std::vector<Lane> lanes;
   std::vector<Space> spaces;
+  std::vector<Device> gpus;  // of each space; nothing is read of the host's
+  std::string transport;
+  std::shared_ptr<internal::GpuCollectives> collectives;  // null: by copies
   std::unique_ptr<Stream> home_stream;
   bool owns_home_stream = false;
   std::unique_ptr<Event> ready;
@@ -146,9 +161,15 @@ struct DeviceQueues::State {
       const Backend& backend = backend_of(device);
       lanes[d].space = entry->second;
       lanes[d].device = backend.open(device);
-      if (is_new) spaces.emplace_back();
+      if (is_new) {
+        spaces.emplace_back();
+        gpus.emplace_back();
+      }
       if (lanes[d].device == nullptr) continue;
-      if (is_new) spaces.back().device = backend.open(backend.find(device.memory_space));
+      if (is_new) {
+        gpus.back() = backend.find(device.memory_space);
+        spaces.back().device = backend.open(gpus.back());
+      }
       if (home != group.size()) continue;
       home = entry->second;
       one_whole_gpu = group.size() == 1 && device.name == device.memory_space;
@@ -180,6 +201,31 @@ struct DeviceQueues::State {
     lane.stream = lane.own_stream.get();
   }
 
+  /// Where the group has several GPUs, after their spaces' streams were made.
+  void connect() {
+    std::vector<std::size_t> members;
+    for (std::size_t s = 0; s < spaces.size(); ++s) {
+      if (!on_host(spaces[s])) members.push_back(s);
+    }
+    if (members.size() < 2) return;
+    std::string why_none = "as asked for";
+    if (options.collectives.transport != Transport::copies) {
+      open(spaces[home]);
+      std::vector<internal::Rank> ranks;
+      for (const std::size_t s : members) ranks.push_back({gpus[s], spaces[s].device, spaces[s].copies});
+      auto clique = internal::make_native_clique(ranks, options.collectives, why_none);
+      if (clique != nullptr) {
+        collectives = std::make_shared<internal::GpuCollectives>(
+            std::move(clique), std::move(ranks), std::move(members), home, options.staging_bytes, options.timeout);
+        transport = collectives->description();
+        return;
+      }
+      if (options.collectives.transport == Transport::nccl) throw Unavailable("DataParallel: " + why_none);
+      spaces[home].copies.reset();
+    }
+    transport = fmt::format("copies through {} ({})", gpus[home].name, why_none);
+  }
+
   void open(Space& space) {
     AsyncDevice& device = maker(space);
     space.copies = device.make_stream();
@@ -197,7 +243,8 @@ struct DeviceQueues::State {
     }
   }
 
-  void bring_home(Space& space, std::size_t index, std::vector<std::vector<const void*>>& inputs) {
+  /// The space's stream comes after what its devices have delivered.
+  std::vector<const Lane*> gather(Space& space, std::size_t index) {
     std::vector<const Lane*> here;
     for (const Lane& lane : lanes) {
       if (!lane.has_delivered || lane.space != index) continue;
@@ -205,6 +252,44 @@ struct DeviceQueues::State {
       if (lane.stream != nullptr) space.copies->wait(*lane.delivered);
     }
     home_stream->wait(*space.arrived);
+    return here;
+  }
+
+  /// The sums of all GPUs' devices, at home.
+  void collect(std::span<const BufferView> outputs, std::vector<std::vector<const void*>>& inputs) {
+    collectives->check();  // of the parameters, say: then there is nothing to sum
+    std::vector<std::size_t> sizes;
+    for (const BufferView& output : outputs) sizes.push_back(bytes_of(output));
+    collectives->reserve(sizes);
+    const std::span<const std::size_t> members = collectives->spaces();
+    for (std::size_t r = 0; r < members.size(); ++r) {
+      Space& space = spaces[members[r]];
+      const std::vector<const Lane*> here = gather(space, members[r]);
+      for (std::size_t k = 0; k < outputs.size(); ++k) {
+        void* const sum = collectives->sum(r, k);
+        std::vector<const void*> addends;
+        for (const Lane* lane : here) addends.push_back(lane->parts[k].data);
+        if (addends.empty()) {
+          space.copies->zero(sum, sizes[k]);
+        } else {
+          space.copies->reduce({addends, sum, outputs[k].count, outputs[k].dtype, 1.0});
+        }
+      }
+    }
+    for (std::size_t k = 0; k < outputs.size(); ++k) {
+      if (outputs[k].count > 0) collectives->reduce(k, outputs[k].count, outputs[k].dtype);
+    }
+    for (std::size_t r = 0; r < members.size(); ++r) {
+      Space& space = spaces[members[r]];
+      space.copies->record(*space.summed);
+      home_stream->wait(*space.summed);
+      if (members[r] != home) continue;
+      for (std::size_t k = 0; k < outputs.size(); ++k) inputs[k].push_back(collectives->sum(r, k));
+    }
+  }
+
+  void bring_home(Space& space, std::size_t index, std::vector<std::vector<const void*>>& inputs) {
+    const std::vector<const Lane*> here = gather(space, index);
     if (here.empty()) return;
     if (inputs.empty()) {  // nothing to sum, but what they have done is for the caller
       space.copies->record(*space.summed);
@@ -238,6 +323,22 @@ struct DeviceQueues::State {
     }
   }
 
+  /// Home's parameters to everybody else, once they are ready.
+  void distribute(std::span<const SpaceCopy> copies) {
+    home_stream->record(*ready);
+    for (Space& space : spaces) {
+      if (space.copies != nullptr) space.copies->wait(*ready);
+    }
+    if (collectives != nullptr) collectives->broadcast(copies);
+    for (const SpaceCopy& copy : copies) {
+      Space& space = spaces[copy.space];
+      if (collectives == nullptr || on_host(space)) space.copies->copy(copy.to, copy.from, copy.bytes);
+    }
+    for (Space& space : spaces) {
+      if (space.copies != nullptr) space.copies->record(*space.arrived);
+    }
+  }
+
   /// Waits until the stream has nothing left. A device that fails here has nothing left either.
   void drain(AsyncDevice* device, Stream* stream) {
     if (device == nullptr || stream == nullptr || hung) return;
@@ -262,6 +363,7 @@ DeviceQueues::DeviceQueues(const DeviceGroup& group, const DeviceQueueOptions& o
   for (std::size_t s = 0; s < state.spaces.size(); ++s) {
     if (s != state.home) state.open(state.spaces[s]);
   }
+  state.connect();
 }
 
 DeviceQueues::~DeviceQueues() {
@@ -276,6 +378,16 @@ std::size_t DeviceQueues::space_count() const noexcept { return state_->spaces.s
 std::size_t DeviceQueues::home_space() const noexcept { return state_->home; }
 std::size_t DeviceQueues::space_of(std::size_t device) const noexcept { return state_->lanes[device].space; }
 bool DeviceQueues::on_host(std::size_t space) const noexcept { return state_->on_host(state_->spaces[space]); }
+std::string DeviceQueues::transport() const { return state_->transport; }
+
+std::unique_ptr<Buffer> DeviceQueues::allocate(std::size_t space, std::size_t bytes, Stream* stream) const {
+  State& state = *state_;
+  AsyncDevice& device = maker(space);
+  if (on_host(space)) return device.allocate_pinned(bytes);
+  return state.collectives != nullptr ? state.collectives->allocate(space, bytes, *stream)
+                                      : device.allocate(bytes, *stream);
+}
+
 AsyncDevice& DeviceQueues::maker(std::size_t space) const noexcept { return state_->maker(state_->spaces[space]); }
 Stream& DeviceQueues::home_stream() const noexcept { return *state_->home_stream; }
 Stream* DeviceQueues::copy_stream(std::size_t space) const noexcept { return state_->spaces[space].copies.get(); }
@@ -296,6 +408,7 @@ std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceC
         "step: a device did not end what an earlier step gave it, and may still be at it. Start a new process.");
   }
   if (state.left) drain();
+  if (state.collectives != nullptr) state.collectives->check();
   std::unique_ptr<Times> times;
   {
     const std::lock_guard lock(state.recycler->mutex);
@@ -311,19 +424,17 @@ std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceC
   }
   times->used.assign(state.lanes.size(), 0);
   state.stop = std::stop_source();
-  state.step = std::make_shared<KeptTimes>(std::move(times), state.recycler, state.options.timeout);
+  state.step = std::make_shared<KeptTimes>(std::move(times), state.recycler, state.options.timeout, state.collectives);
   for (Lane& lane : state.lanes) {
     lane.entered = false;
     lane.has_delivered = false;
     lane.parts.clear();
   }
-  state.home_stream->record(*state.ready);
-  for (Space& space : state.spaces) {
-    if (space.copies != nullptr) space.copies->wait(*state.ready);
-  }
-  for (const SpaceCopy& copy : copies) state.spaces[copy.space].copies->copy(copy.to, copy.from, copy.bytes);
-  for (Space& space : state.spaces) {
-    if (space.copies != nullptr) space.copies->record(*space.arrived);
+  try {
+    state.distribute(copies);
+  } catch (...) {
+    drain();  // nobody else would: the step has not begun
+    throw;
   }
   return state.step;
 }
@@ -378,11 +489,15 @@ void DeviceQueues::deliver(std::size_t device, std::vector<BufferView> parts) {
 void DeviceQueues::reduce(std::span<const BufferView> outputs, double scale) {
   State& state = *state_;
   std::vector<std::vector<const void*>> inputs(outputs.size());
+  const bool collects = state.collectives != nullptr && !outputs.empty();
+  if (collects) state.collect(outputs, inputs);
   for (std::size_t s = 0; s < state.spaces.size(); ++s) {
-    if (s != state.home) state.bring_home(state.spaces[s], s, inputs);
+    if (collects ? state.on_host(state.spaces[s]) : state.spaces[s].copies != nullptr) {
+      state.bring_home(state.spaces[s], s, inputs);
+    }
   }
   for (Lane& lane : state.lanes) {
-    if (!lane.has_delivered || lane.space != state.home) continue;
+    if (collects || !lane.has_delivered || lane.space != state.home) continue;
     if (lane.own_stream != nullptr) state.home_stream->wait(*lane.delivered);
     for (std::size_t k = 0; k < outputs.size(); ++k) inputs[k].push_back(lane.parts[k].data);
   }
@@ -400,10 +515,16 @@ void DeviceQueues::stop() noexcept { state_->stop.request_stop(); }
 void DeviceQueues::drain() {
   State& state = *state_;
   state.left = true;
+  // NCCL's memory does not go back in the order of a stream: not before this has come to its end.
+  if (state.collectives != nullptr) {
+    if (state.collectives->lost()) state.hung = true;
+    state.collectives->keep_memory(true);
+  }
   for (Lane& lane : state.lanes) state.drain(lane.device.get(), lane.stream);
   for (Lane& lane : state.lanes) state.drain(&state.home_device(), lane.source.get());
   for (Space& space : state.spaces) state.drain(&state.maker(space), space.copies.get());
   state.drain(&state.home_device(), state.home_stream.get());
+  if (state.collectives != nullptr) state.collectives->keep_memory(state.hung);
   state.left = false;
 }
 

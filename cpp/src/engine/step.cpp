@@ -248,6 +248,10 @@ void Step::rethrow_failure() const {
     std::rethrow_exception(failure->error);
   } catch (const Cancelled&) {
     throw;
+  } catch (const Error& error) {
+    // Outside of a body it may be another device's: the one that came last also reduces.
+    if (at.size() > 0 || error.device().empty()) std::throw_with_nested(Error(message(error.what()), device));
+    std::throw_with_nested(Error(fmt::format("step: {}. Nothing was committed.", error.what()), error.device()));
   } catch (const std::exception& error) {
     std::throw_with_nested(Error(message(error.what()), device));
   } catch (...) {

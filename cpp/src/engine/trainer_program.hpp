@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <span>
+#include <string>
 
 #include <paceline/engine/data_parallel.hpp>
 #include <paceline/engine/step.hpp>
@@ -30,6 +31,8 @@ class TrainerProgram : public StepProgram {
   [[nodiscard]] virtual std::span<T> parameters() noexcept = 0;
   [[nodiscard]] virtual std::span<T> gradients() noexcept = 0;
   [[nodiscard]] virtual void* stream() const noexcept { return nullptr; }
+  /// How data gets from one GPU to another; empty where there are no two.
+  [[nodiscard]] virtual std::string transport() const { return {}; }
 };
 
 template <class T>

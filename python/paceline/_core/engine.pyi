@@ -43,6 +43,7 @@ class DeviceQueues:
         stream: typing.SupportsInt | typing.SupportsIndex | None = None,
         run_ahead: typing.SupportsInt | typing.SupportsIndex = 1,
         timeout: typing.SupportsFloat | typing.SupportsIndex = 600.0,
+        transport: str = "auto",
     ) -> None: ...
     def drain(self) -> None:
         """
@@ -89,6 +90,11 @@ class DeviceQueues:
     def streams(self) -> list[int | None]:
         """
         Of each device, the stream it computes on; None on the host.
+        """
+    @property
+    def transport(self) -> str:
+        """
+        How data gets from one GPU to another, and why so; empty with one GPU.
         """
 
 class Stepper:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import nn
 
 from paceline import Device, DeviceGroup, InvalidArgument
 from paceline import devices as all_devices
+from paceline.comm import Transport
 
 Balance = Literal["auto", "even"] | Sequence[float]
 
@@ -21,6 +22,14 @@ def check_devices(devices: object) -> None:
     if not known:
         raise InvalidArgument(
             f"DataParallel: devices is {devices!r}; give 'auto', a list of names such as ['host:0', 'host:1'], or a DeviceGroup."
+        )
+
+
+def check_transport(transport: object) -> None:
+    """Raise for what is none, also where there is nothing to carry."""
+    if transport not in get_args(Transport):
+        raise InvalidArgument(
+            f"DataParallel: there is no transport {transport!r}; use {', '.join(map(repr, get_args(Transport)))}."
         )
 
 

@@ -12,6 +12,8 @@ from torch import nn
 
 from paceline import DeviceGroup, InvalidArgument, Unavailable
 from paceline._core.engine import DeviceQueues
+from paceline._nccl import find_installed_nccl
+from paceline.comm import Transport
 from paceline.torch import _cuda
 from paceline.torch._launch import LaunchClock
 
@@ -33,7 +35,7 @@ class Places:
     `queues`, and the caller's stream on the home GPU is what steps are ordered on.
     """
 
-    def __init__(self, group: DeviceGroup, module: nn.Module, timeout: float) -> None:
+    def __init__(self, group: DeviceGroup, module: nn.Module, timeout: float, transport: Transport) -> None:
         gpus = [device for device in group.devices if device.kind == "cuda"]
         if len(group) > 1 and gpus and _cuda.launches_block():
             raise Unavailable(
@@ -51,7 +53,12 @@ class Places:
         _check_home(module, self.home, gpus[0].name if gpus else None)
         self.queues: DeviceQueues | None = None
         if self._home_gpu is not None:
-            self.queues = DeviceQueues(group, stream=_cuda.current_stream(self._home_gpu), timeout=timeout)
+            if len({device.memory_space for device in gpus}) > 1:
+                find_installed_nccl()
+            self.queues = DeviceQueues(
+                group, stream=_cuda.current_stream(self._home_gpu), timeout=timeout, transport=transport
+            )
+        self.transport = self.queues.transport if self.queues is not None else ""
         self.spaces = self.queues.spaces if self.queues is not None else [0] * len(group)
         self.home_space = self.queues.home_space if self.queues is not None else 0
         self.launches = LaunchClock(self.names, [gpu is not None for gpu in self._gpu])
@@ -172,6 +179,10 @@ class Places:
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """A host tensor that every device can read while the host goes on."""
         return tensor if self.queues is None else _cuda.pin(tensor)
+
+    def explain(self) -> str:
+        """How data gets from one GPU to another; empty where there are no two."""
+        return f"Between GPUs: {self.transport}.\n" if self.transport else ""
 
     def drain(self) -> None:
         """Wait until the devices have done what they were given."""

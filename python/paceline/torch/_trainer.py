@@ -14,7 +14,8 @@ from torch import nn
 
 from paceline import Device, DeviceGroup, Error, InvalidArgument, OutOfMemory, Timeout, Unavailable
 from paceline._core.engine import Stepper
-from paceline.torch._arguments import Balance, check_devices, named_devices, policy_of
+from paceline.comm import Transport
+from paceline.torch._arguments import Balance, check_devices, check_transport, named_devices, policy_of
 from paceline.torch._batch import Batch, concatenate
 from paceline.torch._buckets import Buckets
 from paceline.torch._buffers import KeptBuffers
@@ -64,6 +65,10 @@ class DataParallel:
         ``replicate(module)`` returns a new module of the same structure, for modules that ``copy.deepcopy`` cannot copy.
     timeout
         Seconds that anything enqueued on a GPU may take; what takes longer is taken for a hang.
+    transport
+        What brings several GPUs the parameters, and the sums of their gradients to the first one: ``"nccl"``, ``"copies"`` through the
+        first one's memory, or ``"auto"``: NCCL where it is found. `explain` says which it is and why. NCCL has a minute for a collective
+        (half of `timeout` where that is less).
 
     Notes
     -----
@@ -95,6 +100,7 @@ class DataParallel:
         reduction: Reduction = "mean",
         replicate: Replicate | None = None,
         timeout: float = 600.0,
+        transport: Transport = "auto",
     ) -> None:
         if not isinstance(module, nn.Module):
             raise InvalidArgument(f"DataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed.")
@@ -105,6 +111,7 @@ class DataParallel:
             raise InvalidArgument(
                 f"DataParallel: micro_batch is {micro_batch}; it must be an integer of at least 1, or None to have it planned."
             )
+        check_transport(transport)
         policy, weights = policy_of(balance)
         self.module = module
         self._reduction: Reduction = reduction
@@ -112,7 +119,7 @@ class DataParallel:
         owned = group is not devices
         try:
             self._names = [device.name for device in group.devices]
-            self._places = Places(group, module, timeout)
+            self._places = Places(group, module, timeout, transport)
             self._caps, self._caps_predicting = MemoryCaps(self._places), MemoryCaps(self._places)
             self._options: dict[str, Any] = {"balance": policy, "weights": weights, "micro_batch": micro_batch or 0}
             self._stepper = Stepper(group, **self._options)
@@ -175,6 +182,10 @@ class DataParallel:
             For a batch, weight, loss or module that cannot be used; the message says what to do.
         Timeout, DeviceLost
             If a GPU hangs, and after that, or after an error that only a new process repairs. It may be of an earlier step.
+        Error
+            If NCCL fails, with the device's name; the next step makes new connections. What NCCL finds only after `step` has returned is
+            said by the next call: the gradients of that step are not defined then, nor is what an optimizer has made of them. Go back to
+            what you saved last.
         Exception
             What `loss_fn` raised on a worker, with its own traceback and a note that names the device. Then gradients and buffers are as
             before the step (random generators and Python state are not), and the next step works.
@@ -435,7 +446,7 @@ class DataParallel:
         """In words: what was seen, what was decided and why, what a move would gain. Waits for GPUs; also after `close`."""
         text = self._stepper.explain()
         busy = [entry["busy_seconds"] for entry in self._stepper.metrics["devices"].values()]
-        return text + self._caps.explain() + self._places.launches.explain(busy)
+        return text + self._caps.explain() + self._places.explain() + self._places.launches.explain(busy)
 
     def write_ledger(self, path: str | os.PathLike[str]) -> None:
         """Write every measurement and decision of `step` to a file of JSON lines; `paceline.balance.replay` reproduces them.

@@ -46,6 +46,18 @@ class Fake:
         """The GPU answers every call as after a kernel's illegal access."""
         self.library.paceline_fake_poison(gpu, 700)
 
+    def fail_nccl(self, function: str, rank: int) -> None:
+        """The next such call of NCCL's for that rank fails."""
+        self.library.paceline_fake_nccl_fail(function.encode(), rank, 1)
+
+    def hang_nccl(self, function: str) -> None:
+        """The next such collective of NCCL's does not end by itself."""
+        self.library.paceline_fake_nccl_hang(function.encode())
+
+    def nccl_calls(self, function: str) -> int:
+        """How often it was called."""
+        return int(self.library.paceline_fake_nccl_calls(function.encode()))
+
     @property
     def leftovers(self) -> int:
         """What was not given back."""

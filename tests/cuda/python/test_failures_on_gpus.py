@@ -107,7 +107,7 @@ class TestMemory:
 def test_memory_of_our_own_that_ran_out_is_asked_for_again(fake: Any) -> None:
     module, batch = module_and_batch()
     _, expected = plain(module, batch)
-    with DataParallel(module, BOXES["two"], balance="even") as trainer:
+    with DataParallel(module, BOXES["two"], balance="even", transport="copies") as trainer:
         fake.library.paceline_fake_fail_allocation(0)  # where the second GPU's gradients come home
         trainer.step(classify, batch)
         assert fake.released == 1

@@ -3,8 +3,10 @@
 // The fake for Python tests, by ctypes. PyTorch's CPU tensors stand for the GPU's there: their memory is nobody's
 // allocation, and their operators run during the call, so whatever is enqueued runs at once, too.
 #include <string>
+#include <utility>
 
 #include "fake_cuda.hpp"
+#include "nccl_host.hpp"
 #include "twins.hpp"
 
 #define PACELINE_FAKE_API extern "C" __attribute__((visibility("default")))
@@ -12,7 +14,17 @@
 PACELINE_FAKE_API void paceline_fake_boot(int device_count) {
   fake::boot({.device_count = device_count, .eager = true, .lag = 20, .foreign_memory = true});
   fake::set_twins();
+  fake::boot_nccl();
 }
+
+/// Orders for the fake NCCL; rank -1 is any.
+PACELINE_FAKE_API void paceline_fake_nccl_fail(const char* function, int rank, int result) {
+  fake::the_nccl().fail(function, rank, static_cast<paceline::nccl::Result>(result));
+}
+
+PACELINE_FAKE_API void paceline_fake_nccl_hang(const char* function) { fake::the_nccl().hang(function); }
+
+PACELINE_FAKE_API int paceline_fake_nccl_calls(const char* function) { return fake::the_nccl().calls(function); }
 
 PACELINE_FAKE_API void paceline_fake_hang(void* stream) { fake::hang(static_cast<cudaStream_t>(stream)); }
 
@@ -28,13 +40,15 @@ PACELINE_FAKE_API void paceline_fake_fail_allocation(int count) { fake::fail_all
 PACELINE_FAKE_API int paceline_fake_leftovers() {
   const fake::Leftovers left = fake::leftovers();
   return static_cast<int>(left.device_allocations + left.host_allocations + left.pools + left.streams + left.events +
-                          left.green_contexts + left.queued);
+                          left.green_contexts + left.queued) +
+         fake::the_nccl().communicators();
 }
 
 PACELINE_FAKE_API int paceline_fake_synchronize_calls() { return fake::synchronize_calls(); }
 
 PACELINE_FAKE_API int paceline_fake_problems(char* text, int size) {
-  const auto problems = fake::problems();
+  auto problems = fake::problems();
+  for (std::string& problem : fake::the_nccl().problems()) problems.push_back(std::move(problem));
   if (!problems.empty() && size > 0) {
     const std::string first = problems.front().substr(0, static_cast<std::size_t>(size) - 1);
     first.copy(text, first.size());

@@ -52,7 +52,8 @@ struct Call {
   void* receive;
   std::size_t count;
   DataType type;
-  int root;  // -1: all give
+  int giver;  // -1: all give
+  int taker;  // -1: all take
   Comm comm;
   cudaStream_t stream;
   ReductionOperation op = kSum;
@@ -91,6 +92,10 @@ class Fake final : public Nccl {
     made_ = aborted_ = inside_ = depth_ = 0;
     inits_.clear();
     calls_.clear();
+    memory_.clear();
+    registered_.clear();
+    uses_ = {};
+    counts_.clear();
   }
   void set_version(int version) override {
     const std::lock_guard lock(mutex_);
@@ -108,9 +113,10 @@ class Fake final : public Nccl {
     released_ = true;
     changed_.notify_all();
   }
-  void hang() override {
+  void hang(const std::string& function) override {
     const std::lock_guard lock(mutex_);
     hang_ = true;
+    hanging_ = function;
   }
   void break_rank(int rank, Result result) override {
     const std::lock_guard lock(mutex_);
@@ -127,6 +133,21 @@ class Fake final : public Nccl {
   }
   int inside() const override {
     return of([](const Fake& f) { return f.inside_; });
+  }
+  int allocations() const override {
+    return of([](const Fake& f) { return static_cast<int>(f.memory_.size()); });
+  }
+  int registrations() const override {
+    return of([](const Fake& f) { return static_cast<int>(f.registered_.size()); });
+  }
+  Uses uses() const override {
+    const std::lock_guard lock(mutex_);
+    return uses_;
+  }
+  int calls(const std::string& function) const override {
+    const std::lock_guard lock(mutex_);
+    const auto found = counts_.find(function);
+    return found == counts_.end() ? 0 : found->second;
   }
   std::vector<std::string> problems() const override {
     const std::lock_guard lock(mutex_);
@@ -183,6 +204,8 @@ class Fake final : public Nccl {
         return mine;
       });
       if (abort) ++aborted_;
+      const std::size_t left = std::erase_if(registered_, [&](const auto& entry) { return entry.second.comm == comm; });
+      if (left > 0 && !abort) complain("a communicator was ended with memory that is registered");
       std::erase_if(comms_, [&](const auto& each) { return each.get() == comm; });
       return kSuccess;
     });
@@ -192,6 +215,51 @@ class Fake final : public Nccl {
       host_.give(collective->end);
     }
     return result;
+  }
+
+  Result mem_alloc(void** data, std::size_t bytes) {
+    return call("ncclMemAlloc", nullptr, [&] {
+      *data = host_.allocate(host_.current_device(), bytes);
+      if (*data == nullptr) return kUnhandledCudaError;
+      memory_[*data] = bytes;
+      return kSuccess;
+    });
+  }
+
+  Result mem_free(void* data) {
+    return call("ncclMemFree", nullptr, [&] {
+      if (memory_.erase(data) == 0) return kInvalidArgument;
+      for (const auto& [handle, one] : registered_) {
+        if (one.data == data) complain("memory was given back that is still registered");
+      }
+      host_.free(data);
+      return kSuccess;
+    });
+  }
+
+  Result enroll(Comm comm, void* data, std::size_t bytes, void** handle) {
+    return call("ncclCommRegister", comm, [&] {
+      const auto memory = memory_.find(data);
+      if (memory == memory_.end() || bytes > memory->second) complain("memory was registered that is not NCCL's");
+      for (const auto& [other, one] : registered_) {
+        if (one.comm == comm && one.data == data) complain("memory was registered twice");
+      }
+      *handle = reinterpret_cast<void*>(++handles_);
+      registered_[*handle] = {comm, data, bytes};
+      return kSuccess;
+    });
+  }
+
+  Result strike(Comm comm, void* handle) {
+    return call("ncclCommDeregister", comm, [&] {
+      const auto found = registered_.find(handle);
+      if (found == registered_.end() || found->second.comm != comm) {
+        complain("a registration was ended that is none");
+        return kInvalidArgument;
+      }
+      registered_.erase(found);
+      return kSuccess;
+    });
   }
 
   Result async_error(Comm comm, Result* error) {
@@ -233,6 +301,14 @@ class Fake final : public Nccl {
       const auto address =
           reinterpret_cast<std::uintptr_t>(wanted.send) | reinterpret_cast<std::uintptr_t>(wanted.receive);
       if (address % size_of(wanted.type) != 0) complain("a buffer lies across the borders of its elements");
+      const bool registered = std::any_of(registered_.begin(), registered_.end(), [&](const auto& entry) {
+        const Registration& one = entry.second;
+        const auto* const begin = static_cast<const std::byte*>(one.data);
+        const auto* const data = static_cast<const std::byte*>(wanted.send);
+        return one.comm == wanted.comm && data >= begin &&
+               data + wanted.count * size_of(wanted.type) <= begin + one.bytes;
+      });
+      ++(registered ? uses_.registered : uses_.other);
       calls_.push_back(wanted);
       return kSuccess;
     });
@@ -257,6 +333,7 @@ class Fake final : public Nccl {
   Result call(const char* function, Comm comm, Body body) {
     std::unique_lock lock(mutex_);
     ++inside_;
+    ++counts_[function];
     if (comm != nullptr && comm->thread != std::this_thread::get_id()) {
       complain(std::string(function) + " was called by a second thread");
     }
@@ -303,14 +380,19 @@ class Fake final : public Nccl {
         const Call& first = made->calls.front();
         const Call& mine = made->calls.back();
         if (std::string(first.function) != mine.function || first.count != mine.count || first.type != mine.type ||
-            first.root != mine.root || first.op != mine.op) {
+            first.giver != mine.giver || first.taker != mine.taker || first.op != mine.op) {
           return complain("the ranks of a collective do not agree");
         }
       }
       made->given.resize(count);
       for (std::size_t rank = 0; rank < count; ++rank) made->arrived.push_back(host_.make_signal());
       made->end = host_.make_signal();
-      if (!std::exchange(hang_, false)) host_.give(made->end);
+      const bool hangs = hang_ && (hanging_.empty() || hanging_ == made->calls.front().function);
+      if (hangs) {
+        hang_ = false;
+      } else {
+        host_.give(made->end);
+      }
       under_way_.push_back(made);
       for (std::size_t rank = 0; rank < count; ++rank) launch(made, rank);
     }
@@ -322,7 +404,10 @@ class Fake final : public Nccl {
     const std::size_t ranks = made->calls.size();
     const std::size_t given_bytes = mine.kind == Call::Kind::scatter ? bytes * ranks : bytes;
     const std::size_t gotten_bytes = mine.kind == Call::Kind::gather ? bytes * ranks : bytes;
-    const bool gives = mine.root < 0 || mine.root == static_cast<int>(rank);
+    const bool gives = mine.giver < 0 || mine.giver == static_cast<int>(rank);
+    // Who gives to all in place has what it would take: NCCL writes nothing there.
+    const bool has_it = mine.giver == static_cast<int>(rank) && mine.send == mine.receive;
+    const bool takes = !has_it && (mine.taker < 0 || mine.taker == static_cast<int>(rank));
     const NcclHost host = host_;
     host_.enqueue(
         mine.stream, mine.function,
@@ -334,20 +419,21 @@ class Fake final : public Nccl {
           made->given[rank].assign(begin, begin + given_bytes);
         },
         nullptr, made->arrived[rank]);
-    for (std::size_t other = 0; other < made->calls.size(); ++other) {
-      if (mine.root < 0 || mine.root == static_cast<int>(other)) {
+    for (std::size_t other = 0; takes && other < made->calls.size(); ++other) {
+      if (mine.giver < 0 || mine.giver == static_cast<int>(other)) {
         host_.enqueue(mine.stream, mine.function, nullptr, made->arrived[other], nullptr);
       }
     }
     host_.enqueue(
         mine.stream, mine.function,
-        [host, made, rank, bytes, gotten_bytes] {
+        [host, made, rank, bytes, gotten_bytes, takes] {
           const Call& call = made->calls[rank];
+          if (!takes) return;
           host.writes(call.receive, gotten_bytes);
           if (made->aborted) {
             std::memset(call.receive, 0xAB, gotten_bytes);
-          } else if (call.root >= 0) {
-            std::memcpy(call.receive, made->given[static_cast<std::size_t>(call.root)].data(), bytes);
+          } else if (call.giver >= 0) {
+            std::memcpy(call.receive, made->given[static_cast<std::size_t>(call.giver)].data(), bytes);
           } else if (call.kind == Call::Kind::gather) {
             auto* to = static_cast<std::byte*>(call.receive);
             for (const auto& given : made->given) to = std::copy(given.begin(), given.end(), to);
@@ -360,6 +446,12 @@ class Fake final : public Nccl {
         },
         made->end, nullptr);
   }
+
+  struct Registration {
+    Comm comm = nullptr;
+    void* data = nullptr;
+    std::size_t bytes = 0;
+  };
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -374,11 +466,17 @@ class Fake final : public Nccl {
   std::vector<std::string> problems_;
   Result group_error_ = kSuccess;
   bool hang_ = false;
+  std::string hanging_;  // the name of what hangs; empty: anything
   bool released_ = false;
   int depth_ = 0;
   int made_ = 0;
   int aborted_ = 0;
   int inside_ = 0;
+  std::map<void*, std::size_t> memory_;
+  std::map<void*, Registration> registered_;
+  std::uintptr_t handles_ = 0;
+  Uses uses_;
+  std::map<std::string, int> counts_;
 };
 
 Fake& instance() {
@@ -413,21 +511,33 @@ Result ncclGroupStart() { return fake::instance().group_start(); }
 Result ncclGroupEnd() { return fake::instance().group_end(); }
 Result ncclAllReduce(const void* send, void* receive, std::size_t count, DataType type, ReductionOperation op,
                      Comm comm, cudaStream_t stream) {
-  return fake::instance().collective({"ncclAllReduce", send, receive, count, type, -1, comm, stream, op});
+  return fake::instance().collective({"ncclAllReduce", send, receive, count, type, -1, -1, comm, stream, op});
 }
 Result ncclReduceScatter(const void* send, void* receive, std::size_t count, DataType type, ReductionOperation op,
                          Comm comm, cudaStream_t stream) {
   return fake::instance().collective(
-      {"ncclReduceScatter", send, receive, count, type, -1, comm, stream, op, fake::Call::Kind::scatter});
+      {"ncclReduceScatter", send, receive, count, type, -1, -1, comm, stream, op, fake::Call::Kind::scatter});
 }
 Result ncclAllGather(const void* send, void* receive, std::size_t count, DataType type, Comm comm,
                      cudaStream_t stream) {
   return fake::instance().collective(
-      {"ncclAllGather", send, receive, count, type, -1, comm, stream, kSum, fake::Call::Kind::gather});
+      {"ncclAllGather", send, receive, count, type, -1, -1, comm, stream, kSum, fake::Call::Kind::gather});
 }
 Result ncclBroadcast(const void* send, void* receive, std::size_t count, DataType type, int root, Comm comm,
                      cudaStream_t stream) {
-  return fake::instance().collective({"ncclBroadcast", send, receive, count, type, root, comm, stream});
+  return fake::instance().collective({"ncclBroadcast", send, receive, count, type, root, -1, comm, stream});
 }
+Result ncclReduce(const void* send, void* receive, std::size_t count, DataType type, ReductionOperation, int root,
+                  Comm comm, cudaStream_t stream) {
+  return fake::instance().collective({"ncclReduce", send, receive, count, type, -1, root, comm, stream});
+}
+#ifndef FAKE_NCCL_WITHOUT_MEMORY
+Result ncclMemAlloc(void** data, std::size_t bytes) { return fake::instance().mem_alloc(data, bytes); }
+Result ncclMemFree(void* data) { return fake::instance().mem_free(data); }
+Result ncclCommRegister(Comm comm, void* data, std::size_t bytes, void** handle) {
+  return fake::instance().enroll(comm, data, bytes, handle);
+}
+Result ncclCommDeregister(Comm comm, void* handle) { return fake::instance().strike(comm, handle); }
+#endif
 
 }  // extern "C"

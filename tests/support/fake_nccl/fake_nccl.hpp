@@ -32,6 +32,8 @@ struct NcclHost {
                   const Signal& given);
   int (*device_of)(cudaStream_t stream);
   int (*current_device)();
+  void* (*allocate)(int device, std::size_t bytes);  ///< null: no memory left
+  void (*free)(void* data);
   void (*reads)(const void* data, std::size_t bytes);
   void (*writes)(const void* data, std::size_t bytes);
   /// As NCCL does it, whose minima and maxima drop NaNs.
@@ -54,8 +56,8 @@ class Nccl {
   /// The next such call does not come back before release().
   virtual void hold(const std::string& function, int rank) = 0;
   virtual void release() = 0;
-  /// The next collective never ends on any rank, unless it is aborted.
-  virtual void hang() = 0;
+  /// The next collective (of that name) never ends on any rank, unless it is aborted.
+  virtual void hang(const std::string& function = "") = 0;
   /// From now on ncclCommGetAsyncError says so of that rank.
   virtual void break_rank(int rank, paceline::nccl::Result result) = 0;
 
@@ -63,6 +65,16 @@ class Nccl {
   [[nodiscard]] virtual int made() const = 0;           ///< since reset()
   [[nodiscard]] virtual int aborted() const = 0;        ///< since reset()
   [[nodiscard]] virtual int inside() const = 0;         ///< calls that have not come back
+  [[nodiscard]] virtual int allocations() const = 0;    ///< of ncclMemAlloc that are there
+  [[nodiscard]] virtual int registrations() const = 0;  ///< that are there
+  /// Ranks' parts in collectives since reset(): by memory that is registered, and by other.
+  struct Uses {
+    int registered = 0;
+    int other = 0;
+  };
+  [[nodiscard]] virtual Uses uses() const = 0;
+  /// Of that function since reset().
+  [[nodiscard]] virtual int calls(const std::string& function) const = 0;
   /// Misuse that the real one answers with a hang or worse.
   [[nodiscard]] virtual std::vector<std::string> problems() const = 0;
 

@@ -82,24 +82,38 @@ const NcclHost kHost = {
           return machine().resolve(stream)->device;
         },
     .current_device = &current_device,
+    .allocate = [](int device, std::size_t bytes) -> void* {
+      const std::lock_guard lock(machine().mutex);
+      const Allocation* const made = machine().allocate(device, bytes);
+      return made == nullptr ? nullptr : made->data;
+    },
+    .free =
+        [](void* data) {
+          const std::lock_guard lock(machine().mutex);
+          machine().free(machine().find(data));
+        },
     .reads = &reads,
     .writes = &writes,
     .reduce = &reduce,
 };
 
-Nccl& load() {
-  setenv("PACELINE_NCCL_LIBRARY", FAKE_NCCL_PATH, 1);
-  void* const library = dlopen(FAKE_NCCL_PATH, RTLD_NOW | RTLD_LOCAL);
+Nccl& load(const char* path) {
+  void* const library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) misuse(dlerror());
   return *reinterpret_cast<decltype(&fake_nccl)>(dlsym(library, "fake_nccl"))();
 }
 
+Nccl* loaded = nullptr;
+
 }  // namespace
 
-Nccl& boot_nccl() {
-  static Nccl& nccl = load();
-  nccl.reset(kHost);
-  return nccl;
+Nccl& boot_nccl(const char* path) {
+  if (loaded == nullptr) loaded = &load(path);
+  setenv("PACELINE_NCCL_LIBRARY", path, 1);
+  loaded->reset(kHost);
+  return *loaded;
 }
+
+Nccl& the_nccl() { return *loaded; }
 
 }  // namespace fake

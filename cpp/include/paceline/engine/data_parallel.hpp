@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include <paceline/comm/communicator.hpp>
 #include <paceline/engine/micro_batch.hpp>
 #include <paceline/engine/step.hpp>
 #include <paceline/export.hpp>
@@ -43,6 +44,10 @@ struct DataParallelOptions {
   /// GPUs only: the longest that anything enqueued may take. What takes longer is taken for a hang: the step throws
   /// Timeout, and later ones DeviceLost.
   std::chrono::nanoseconds timeout = std::chrono::minutes(10);
+  /// Several GPUs only: what brings the others their parameters, and the sums of their gradients to the first one:
+  /// NCCL, copies, or NCCL where it is found. A step in which NCCL fails throws, and the next one makes new
+  /// connections.
+  CommunicatorOptions collectives{};
 };
 
 /// Data parallel training over flat parameters: the same step that paceline.torch runs, without torch.

@@ -6,9 +6,11 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include <paceline/comm/buffer_view.hpp>
+#include <paceline/comm/communicator.hpp>
 #include <paceline/engine/step.hpp>
 #include <paceline/export.hpp>
 #include <paceline/runtime/async.hpp>
@@ -23,6 +25,11 @@ struct DeviceQueueOptions {
   std::int64_t run_ahead = 1;
   /// Longest wait for anything enqueued; what takes longer is taken for a hang.
   std::chrono::nanoseconds timeout = std::chrono::minutes(10);
+  /// What moves parameters and sums between the memory spaces of GPUs. Its timeout should be the shorter one, or a
+  /// collective that hangs is taken for a device that does.
+  CommunicatorOptions collectives{};
+  /// With NCCL: the most memory of each GPU that parameters travel through where they lie in memory of the caller's.
+  std::size_t staging_bytes = std::size_t{32} << 20;
 };
 
 /// What a memory space needs of home's memory before its devices begin: parameters.
@@ -39,7 +46,7 @@ class PACELINE_API StepTimes {
   virtual ~StepTimes();
   /// Whether everything that the step enqueued is done. Never blocks. @throws Error if a device has failed.
   [[nodiscard]] virtual bool settled() const = 0;
-  /// Returns when it is. @throws Timeout, Error if a device has failed.
+  /// Returns when it is. @throws Timeout, Error if a device or NCCL has failed: then its sums are not defined.
   virtual void wait() const = 0;
   /// Puts the devices' times in place of the host's. Only when settled.
   virtual void stamp(std::vector<ClaimRecord>& claims) const = 0;
@@ -62,12 +69,30 @@ class PACELINE_API StepTimes {
 ///      each space's `arrived`, also where no device of that space had work.
 ///   6. After a failed step drain() waits for everything: what the step used may be taken back.
 ///
+/// Several GPUs that NCCL connects have one more stream, home's own for collectives; other spaces' are those of their
+/// copies. Then
+///
+///   1. holds in that the streams of all GPUs' spaces wait for `ready` before the broadcast of the parameters. Home's
+///      own devices do not wait for it: it only reads.
+///   2. becomes: each space's stream, home's too, waits for what its devices delivered, sums it, and gives zeros where
+///      none did, since all have to take part; then comes the reduction to home; and the home stream waits for every
+///      space's `summed`, recorded after it.
+///   4. includes the sums themselves: home's is read by the home stream, and written again after the next `ready`.
+///   5. is the same: home's `arrived` says that its part of the broadcast, which reads the parameters, is done.
+///
+/// What NCCL fails to do is thrown by the call that finds it, or by the next begin_step() or StepTimes::wait(). Such a
+/// step is to be discarded; the next one makes new connections. Where NCCL never comes back, begin_step() throws
+/// DeviceLost from then on.
+///
 /// Lifecycle of a step: begin_step() on the caller's thread; on each worker enter(), then pace() before and begin_run()
 /// and end_run() around every micro-batch, deliver() at the end; when all have delivered, on any one thread, reduce()
-/// and end_step(). Nothing here waits on the host, but for pacing and for host workers' parameters.
+/// and end_step(). Nothing here waits on the host, but for pacing, for host workers' parameters, and until NCCL's calls
+/// have been made.
 class PACELINE_API DeviceQueues {
  public:
-  /// @throws InvalidArgument if no device of the group works after the call, Error if a device refuses.
+  /// With several GPUs makes NCCL's connections.
+  /// @throws InvalidArgument if no device of the group works after the call, Unavailable if the transport asked for
+  /// cannot be had, Error, Timeout if a device or NCCL refuses.
   DeviceQueues(const DeviceGroup& group, const DeviceQueueOptions& options);
   /// As drain(), but what that throws.
   ~DeviceQueues();
@@ -80,10 +105,18 @@ class PACELINE_API DeviceQueues {
   [[nodiscard]] std::size_t space_of(std::size_t device) const noexcept;
   [[nodiscard]] bool on_host(std::size_t space) const noexcept;
 
+  /// How parameters and sums get from one GPU to another, and why so; empty where the group has one GPU only.
+  [[nodiscard]] std::string transport() const;
+
+  /// Memory of that space: on the host pinned; of a GPU in the order of `stream`, and such that begin_step() moves what
+  /// lies in it without detours. Goes back before the queues do, when nothing uses it.
+  [[nodiscard]] std::unique_ptr<Buffer> allocate(std::size_t space, std::size_t bytes, Stream* stream) const;
+
   /// The device that makes what a space needs: its own first one; for the host, home's.
   [[nodiscard]] AsyncDevice& maker(std::size_t space) const noexcept;
   [[nodiscard]] Stream& home_stream() const noexcept;
-  /// What brings a foreign space its parameters; null for home.
+  /// What brings a foreign space its parameters and sums up what its devices deliver. Of home what takes part in
+  /// NCCL's collectives; null without them.
   [[nodiscard]] Stream* copy_stream(std::size_t space) const noexcept;
   /// The stream that a device computes on; null for host devices.
   [[nodiscard]] Stream* stream(std::size_t device) const noexcept;
@@ -93,7 +126,7 @@ class PACELINE_API DeviceQueues {
   /// From now on steps are ordered on this stream of the caller's; null: on one of our own.
   void set_stream(void* native);
 
-  /// @throws DeviceLost after a hang.
+  /// @throws DeviceLost after a hang; what NCCL failed to do in an earlier step.
   [[nodiscard]] std::shared_ptr<const StepTimes> begin_step(std::span<const SpaceCopy> copies);
   /// True the first time in a step: then it has made the device's queue wait for the parameters.
   bool enter(std::size_t device);

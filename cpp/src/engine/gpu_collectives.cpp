@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/gpu_collectives.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <functional>
+#include <map>
+
+#include <paceline/error.hpp>
+
+namespace paceline::internal {
+namespace {
+
+constexpr std::size_t kAlignment = 16;  // copies of less are slower
+
+std::size_t aligned(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+}  // namespace
+
+GpuCollectives::GpuCollectives(std::unique_ptr<NativeClique> clique, std::vector<Rank> ranks,
+                               std::vector<std::size_t> spaces, std::size_t home_space, std::size_t staging_bytes,
+                               std::chrono::nanoseconds timeout)
+    : clique_(std::move(clique)),
+      ranks_(std::move(ranks)),
+      spaces_(std::move(spaces)),
+      root_(rank_of(home_space)),
+      staging_bytes_(aligned(std::max(staging_bytes, std::size_t{1}))),
+      timeout_(timeout),
+      owner_(getpid()) {}
+
+GpuCollectives::~GpuCollectives() {
+  if (getpid() == owner_) return;
+  // CUDA and the clique's thread do not survive fork(): nothing of them may be touched here.
+  for (Buffers& buffers : sums_) {
+    for (std::unique_ptr<Buffer>& buffer : buffers) static_cast<void>(buffer.release());
+  }
+  for (std::unique_ptr<Buffer>& buffer : staging_) static_cast<void>(buffer.release());
+  static_cast<void>(clique_.release());
+}
+
+std::unique_ptr<Buffer> GpuCollectives::allocate(std::size_t space, std::size_t bytes, Stream& stream) {
+  std::unique_ptr<Buffer> buffer = clique_->allocate(rank_of(space), bytes, stream);
+  own_.emplace_back(static_cast<const char*>(buffer->data()), bytes);
+  return buffer;
+}
+
+void GpuCollectives::broadcast(std::span<const SpaceCopy> copies) {
+  std::vector<Piece> staged;
+  for (Piece& piece : pieces_of(copies)) {
+    if (is_own(piece)) {
+      clique_->broadcast(piece.to, piece.bytes, root_);
+    } else {
+      staged.push_back(std::move(piece));
+    }
+  }
+  if (!staged.empty()) stage(staged);
+}
+
+void GpuCollectives::reserve(std::span<const std::size_t> bytes) {
+  for (std::size_t k = 0; k < bytes.size(); ++k) {
+    if (k == sums_.size()) sums_.emplace_back();
+    if (!sums_[k].empty() && sums_[k].front()->bytes() >= bytes[k]) continue;
+    if (!sums_[k].empty()) settle();
+    sums_[k].clear();
+    sums_[k] = make(std::max(bytes[k], kAlignment));
+  }
+}
+
+void GpuCollectives::reduce(std::size_t k, std::size_t count, DType dtype) {
+  std::vector<void*> buffers;
+  for (std::size_t r = 0; r < ranks_.size(); ++r) buffers.push_back(sum(r, k));
+  clique_->reduce(buffers, count, dtype, root_);
+}
+
+std::vector<GpuCollectives::Piece> GpuCollectives::pieces_of(std::span<const SpaceCopy> copies) const {
+  std::vector<Piece> pieces;
+  std::map<std::pair<const void*, std::size_t>, std::size_t> known;
+  for (const SpaceCopy& copy : copies) {
+    const std::size_t rank = rank_of(copy.space);
+    if (rank == ranks_.size() || copy.bytes == 0) continue;
+    const auto [entry, is_new] = known.emplace(std::pair{copy.from, copy.bytes}, pieces.size());
+    if (is_new) {
+      Piece piece{.from = copy.from, .bytes = copy.bytes, .to = std::vector<void*>(ranks_.size(), nullptr)};
+      piece.to[root_] = const_cast<void*>(copy.from);  // as the clique's calls want it; of the root it is only read
+      pieces.push_back(std::move(piece));
+    }
+    pieces[entry->second].to[rank] = copy.to;
+  }
+  return pieces;
+}
+
+std::size_t GpuCollectives::rank_of(std::size_t space) const {
+  return static_cast<std::size_t>(std::find(spaces_.begin(), spaces_.end(), space) - spaces_.begin());
+}
+
+bool GpuCollectives::is_own(const void* data, std::size_t bytes) const {
+  const auto* const begin = static_cast<const char*>(data);
+  const std::less_equal<> not_after;
+  return std::any_of(own_.begin(), own_.end(), [&](const auto& memory) {
+    return not_after(memory.first, begin) && not_after(begin + bytes, memory.first + memory.second);
+  });
+}
+
+bool GpuCollectives::is_own(const Piece& piece) const {
+  return std::all_of(piece.to.begin(), piece.to.end(),
+                     [&](const void* to) { return to != nullptr && is_own(to, piece.bytes); });
+}
+
+GpuCollectives::Buffers GpuCollectives::make(std::size_t bytes) {
+  Buffers buffers;
+  for (std::size_t r = 0; r < ranks_.size(); ++r) buffers.push_back(clique_->allocate(r, bytes, *ranks_[r].stream));
+  return buffers;
+}
+
+/// Packs what lies scattered, so that the number of collectives does not grow with that of the parameters.
+void GpuCollectives::stage(std::span<const Piece> pieces) {
+  std::size_t total = 0;
+  for (const Piece& piece : pieces) total += aligned(piece.bytes);
+  const std::size_t room = std::min(total, staging_bytes_);
+  if (staging_.empty() || staging_.front()->bytes() < room) {
+    if (!staging_.empty()) settle();
+    staging_.clear();
+    staging_ = make(room);
+  }
+  std::vector<Section> sections;
+  std::size_t used = 0;
+  for (const Piece& piece : pieces) {
+    for (std::size_t begin = 0; begin < piece.bytes;) {
+      const std::size_t bytes = std::min(piece.bytes - begin, room - used);
+      sections.push_back({&piece, begin, bytes, used});
+      begin += bytes;
+      used += aligned(bytes);
+      if (used < room) continue;
+      send(sections, used);
+      sections.clear();
+      used = 0;
+    }
+  }
+  if (used > 0) send(sections, used);
+}
+
+void GpuCollectives::send(std::span<const Section> sections, std::size_t bytes) {
+  std::vector<void*> buffers;
+  for (const std::unique_ptr<Buffer>& buffer : staging_) buffers.push_back(buffer->data());
+  const auto staged = [&](std::size_t rank, const Section& section) {
+    return static_cast<char*>(buffers[rank]) + section.offset;
+  };
+  for (const Section& section : sections) {
+    const auto* const from = static_cast<const char*>(section.piece->from) + section.begin;
+    ranks_[root_].stream->copy(staged(root_, section), from, section.bytes);
+  }
+  clique_->broadcast(buffers, bytes, root_);
+  for (std::size_t r = 0; r < ranks_.size(); ++r) {
+    if (r == root_) continue;
+    for (const Section& section : sections) {
+      if (section.piece->to[r] == nullptr) continue;
+      ranks_[r].stream->copy(static_cast<char*>(section.piece->to[r]) + section.begin, staged(r, section),
+                             section.bytes);
+    }
+  }
+}
+
+/// The clique's memory does not go back in the order of a stream.
+void GpuCollectives::settle() {
+  for (const Rank& rank : ranks_) {
+    const std::unique_ptr<Event> idle = rank.opened->make_event(false);
+    rank.stream->record(*idle);
+    wait_for(*idle, timeout_);
+  }
+}
+
+}  // namespace paceline::internal

@@ -1,0 +1,96 @@
+"""What carries parameters and gradients between GPUs: NCCL, or copies; and an NCCL that fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_cases import BOXES, expect_same, module_and_batch, plain
+from paceline import Error, InvalidArgument, Timeout
+from paceline.torch import DataParallel
+from torch_support import classify
+
+
+@pytest.mark.parametrize("transport", ["auto", "nccl", "copies"])
+@pytest.mark.parametrize("box", ["two", "four", "mixed"])
+def test_gradients_are_those_of_one_device(fake: Any, box: str, transport: Any) -> None:
+    module, batch = module_and_batch()
+    with DataParallel(module, BOXES[box], balance="even", micro_batch=4, transport=transport) as trainer:
+        collectives = fake.nccl_calls("ncclReduce"), fake.nccl_calls("ncclBroadcast")
+        for _ in range(3):
+            loss, gradients = plain(module, batch)
+            torch.testing.assert_close(trainer.step(classify, batch), loss)
+            expect_same(module, gradients)
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter -= 0.1 * parameter.grad
+            module.zero_grad()
+        torch.testing.assert_close(trainer.predict(batch[0]), module(batch[0]).detach())
+        made = (
+            fake.nccl_calls("ncclReduce") - collectives[0],
+            fake.nccl_calls("ncclBroadcast") - collectives[1],
+        )
+    # One for the gradients and one for the loss, and one for all parameters, whatever their number.
+    gpus = sum(name.startswith("cuda") for name in BOXES[box])
+    assert made == ((0, 0) if transport == "copies" else (3 * 2 * gpus, 4 * gpus))
+
+
+def test_explain_says_what_is_used_and_why(fake: Any) -> None:
+    module, _ = module_and_batch()
+    said = {}
+    for transport in ("auto", "copies"):
+        trainer = DataParallel(module, BOXES["two"], transport=transport)  # type: ignore[arg-type]
+        trainer.close()
+        said[transport] = trainer.explain()
+    assert "Between GPUs: NCCL 2.30.7 (" in said["auto"]
+    assert "Between GPUs: copies through cuda:0 (as asked for).\n" in said["copies"]
+    with DataParallel(module, BOXES["one"]) as trainer:
+        assert "Between GPUs" not in trainer.explain()
+
+
+def test_what_is_no_transport_is_refused(fake: Any) -> None:
+    module, _ = module_and_batch()
+    with pytest.raises(InvalidArgument, match="no transport 'mpi'; use 'auto', 'nccl', 'copies'"):
+        DataParallel(module, ["host:0", "host:1"], transport="mpi")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("function", ["ncclBroadcast", "ncclReduce"])
+def test_a_call_that_fails_discards_the_step_and_names_the_device(fake: Any, function: str) -> None:
+    module, batch = module_and_batch()
+    _, gradients = plain(module, batch)
+    with DataParallel(module, BOXES["two"], balance="even") as trainer:
+        fake.fail_nccl(function, 1)
+        with pytest.raises(Error, match=f"cuda:1: {function} failed") as error:
+            trainer.step(classify, batch)
+        assert error.value.device == "cuda:1"
+        assert all(parameter.grad is None for parameter in module.parameters())
+        trainer.step(classify, batch)
+    expect_same(module, gradients)
+
+
+def test_a_collective_that_hangs_is_told_by_the_next_call(fake: Any) -> None:
+    module, batch = module_and_batch()
+    with DataParallel(module, BOXES["two"], balance="even", timeout=1.0) as trainer:
+        trainer.step(classify, batch)
+        module.zero_grad()
+        fake.hang_nccl("ncclReduce")
+        # Waits for nothing. Memory that a GPU has yet to write is PyTorch's to keep, but here it is the host's.
+        kept = [trainer.step(classify, batch), *(parameter.grad for parameter in module.parameters())]
+        module.zero_grad()
+        with pytest.raises(Timeout, match=r"ncclReduce did not end within 0\.5 s"):
+            trainer.report()
+        _, gradients = plain(module, batch)
+        trainer.step(classify, batch)
+    assert all(tensor is not None for tensor in kept)
+    expect_same(module, gradients)
+
+
+def test_trainers_give_back_what_nccl_gave(fake: Any) -> None:
+    module, batch = module_and_batch()
+    with DataParallel(module, BOXES["four"], balance="even") as trainer:
+        trainer.step(classify, batch)
+    assert fake.nccl_calls("ncclMemFree") == fake.nccl_calls("ncclMemAlloc") > 0
+    assert fake.nccl_calls("ncclCommDeregister") == fake.nccl_calls("ncclCommRegister") > 0
+    assert fake.nccl_calls("ncclCommDestroy") == 4

@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The training step over several GPUs with an NCCL that is slow, old, broken or stuck.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <thread>
+
+#include <paceline/error.hpp>
+
+#include "fake_cuda.hpp"
+#include "gpu_training.hpp"
+#include "nccl_host.hpp"
+#include "orders.hpp"
+
+namespace paceline {
+namespace {
+
+using std::chrono::milliseconds;
+
+const Box kTwo{"TwoGpus", 2, {"cuda:0", "cuda:1"}};
+
+DataParallelOptions options_with(std::chrono::nanoseconds timeout) {
+  return {.parameter_count = kWidth,
+          .balance = "even",
+          .timeout = 2 * timeout,
+          .collectives = {.transport = Transport::nccl, .timeout = timeout, .warm_up_bytes = 64}};
+}
+
+/// A trainer beside what it should have come to.
+struct Bench {
+  explicit Bench(const Box& box, std::chrono::nanoseconds timeout = std::chrono::minutes(1))
+      : trainer(group_of(box), options_with(timeout)) {}
+
+  void expect_right() {
+    const double expected = reference.step();
+    ASSERT_NEAR(trainer.step(kBatch, body), expected, 1e-12 * expected);
+    update(trainer);
+  }
+  void expect_right_in_the_end() {
+    ASSERT_NO_FATAL_FAILURE(expect_right());
+    const std::vector<double> parameters = fetched(trainer);
+    for (std::size_t j = 0; j < kWidth; ++j) ASSERT_NEAR(parameters[j], reference.parameters[j], 1e-12);
+  }
+
+  Trainer trainer;
+  Reference reference;
+};
+
+template <class E>
+E thrown_by(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const E& error) {
+    return error;
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return E("nothing");
+}
+
+bool says(const Error& error, const std::string& words) {
+  return std::string(error.what()).find(words) != std::string::npos;
+}
+
+void expect_nothing_left(const fake::Nccl& nccl, std::uint64_t seed) {
+  ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
+  ASSERT_EQ(nccl.problems(), std::vector<std::string>{}) << "seed " << seed;
+  ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
+  ASSERT_EQ(nccl.communicators() + nccl.allocations() + nccl.registrations(), 0) << "seed " << seed;
+}
+
+TEST(StepCollectives, GoByMemoryOfNcclsThatIsRegisteredOnce) {
+  fake::Nccl& nccl = boot(1, 2);
+  {
+    Bench bench(kTwo);
+    const fake::Nccl::Uses before = nccl.uses();  // its warm-up
+    for (int step = 0; step < 3; ++step) ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+    EXPECT_EQ(nccl.uses().other, before.other);
+    EXPECT_EQ(nccl.uses().registered - before.registered, 2 * 3 * 3) << "parameters, gradients and loss, on each GPU";
+    EXPECT_EQ(nccl.calls("ncclMemAlloc"), 2 * 3);
+    EXPECT_EQ(nccl.calls("ncclCommRegister"), 2 * 3);
+    EXPECT_TRUE(bench.trainer.explain().ends_with("Between GPUs: NCCL 2.30.7 (" FAKE_NCCL_PATH ").\n"))
+        << bench.trainer.explain();
+  }
+  ASSERT_NO_FATAL_FAILURE(expect_nothing_left(nccl, 1));
+}
+
+/// Runs in a process of its own, since one that has found an NCCL keeps it.
+TEST(StepCollectives, GoByTheLibrarysOwnPoolWhereNcclHasNoMemoryToGive) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(
+      {
+        fake::Nccl& nccl = fake::boot_nccl(FAKE_NCCL_WITHOUT_MEMORY_PATH);
+        for (std::uint64_t seed = 0; seed < 50; ++seed) {
+          boot(seed, 2);
+          {
+            Bench bench(kTwo);
+            bench.expect_right();
+            bench.expect_right_in_the_end();
+          }
+          expect_nothing_left(nccl, seed);
+        }
+        const bool right = !::testing::Test::HasFailure() && nccl.uses().registered == 0 && nccl.uses().other > 0;
+        std::_Exit(right ? 0 : 1);
+      },
+      ::testing::ExitedWithCode(0), "");
+}
+
+TEST(StepCollectives, GoByThePoolWhereNcclsMemoryIsRefused) {
+  fake::Nccl& nccl = boot(1, 2);
+  {
+    nccl.fail("ncclMemAlloc", fake::Nccl::kAnyRank, nccl::kUnhandledCudaError);
+    nccl.fail("ncclCommRegister", 1, nccl::kInternalError);
+    Bench bench(kTwo);
+    ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+    ASSERT_NO_FATAL_FAILURE(bench.expect_right_in_the_end());
+  }
+  ASSERT_NO_FATAL_FAILURE(expect_nothing_left(nccl, 1));
+}
+
+TEST(StepCollectives, AreCopiesWhereTheyAreAskedForOrAllThereIs) {
+  fake::Nccl& nccl = boot(1, 2);
+  const auto explained = [](const Box& box, Transport transport) {
+    return Trainer(group_of(box), {.parameter_count = kWidth, .collectives = {.transport = transport}}).explain();
+  };
+  EXPECT_TRUE(explained(kTwo, Transport::copies).ends_with("Between GPUs: copies through cuda:0 (as asked for).\n"));
+  EXPECT_EQ(explained({"", 1, {"cuda:0/0", "cuda:0/1"}}, Transport::nccl).find("Between GPUs"), std::string::npos);
+  EXPECT_EQ(nccl.made(), 0);
+}
+
+TEST(StepCollectives, AnErrorNamesTheDeviceAndTheNextStepIsRight) {
+  for (const char* const function : {"ncclBroadcast", "ncclReduce", "ncclGroupEnd"}) {
+    for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+      fake::Nccl& nccl = boot(seed, 3);
+      {
+        Bench bench({"", 3, {"cuda:0", "cuda:1", "cuda:2", "host:0"}});
+        ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+        const std::vector<double> before = fetched(bench.trainer);
+        const double* const gradients = bench.trainer.gradients().data();
+        const bool one = std::string(function) != "ncclGroupEnd";
+        nccl.fail(function, one ? 1 : fake::Nccl::kAnyRank, nccl::kUnhandledCudaError);
+        const auto error = thrown_by<Error>([&] { bench.trainer.step(kBatch, body); });
+        ASSERT_TRUE(says(error, "unhandled cuda error (NCCL error 1)")) << error.what();
+        if (one) {
+          ASSERT_TRUE(says(error, std::string("cuda:1: ") + function + " failed")) << error.what();
+          ASSERT_EQ(error.device(), "cuda:1") << error.what();
+        }
+        ASSERT_EQ(bench.trainer.gradients().data(), gradients) << "nothing was committed";
+        ASSERT_EQ(fetched(bench.trainer), before);
+        ASSERT_EQ(fake::leftovers().queued, 0U) << "the user may take back what the step has used";
+        ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+        ASSERT_NO_FATAL_FAILURE(bench.expect_right_in_the_end());
+        ASSERT_EQ(nccl.made(), 6);
+        ASSERT_EQ(nccl.aborted(), 3);
+      }
+      ASSERT_NO_FATAL_FAILURE(expect_nothing_left(nccl, seed));
+    }
+  }
+}
+
+TEST(StepCollectives, AHangIsATimeoutThatDiscardsTheStepAndTheNextOneIsRight) {
+  for (const char* const function : {"ncclBroadcast", "ncclReduce"}) {
+    for (std::uint64_t seed = 0; seed < 10; ++seed) {
+      fake::Nccl& nccl = boot(seed, 2);
+      {
+        Bench bench(kTwo, milliseconds(150));
+        ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+        const double* const gradients = bench.trainer.gradients().data();
+        nccl.hang(function);
+        const auto error = thrown_by<Timeout>([&] { bench.trainer.step(kBatch, body); });
+        ASSERT_TRUE(says(error, std::string(function) + " did not end within 0.15 s")) << error.what();
+        ASSERT_TRUE(says(error, "cuda:0") || says(error, "cuda:1")) << error.what();
+        ASSERT_EQ(bench.trainer.gradients().data(), gradients) << "nothing was committed";
+        ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+        ASSERT_NO_FATAL_FAILURE(bench.expect_right_in_the_end());
+        ASSERT_EQ(nccl.aborted(), 2);
+      }
+      ASSERT_NO_FATAL_FAILURE(expect_nothing_left(nccl, seed));
+    }
+  }
+}
+
+TEST(StepCollectives, WhatACommunicatorSaysInTheMiddleOfAStepDiscardsIt) {
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    fake::Nccl& nccl = boot(seed, 2);
+    {
+      Bench bench(kTwo);
+      ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+      nccl.hang("ncclBroadcast");
+      const auto breaking = [&](const MicroBatch& mb, Trainer::Replica& replica) {
+        nccl.break_rank(1, nccl::kRemoteError);
+        return body(mb, replica);
+      };
+      const auto error = thrown_by<Error>([&] { bench.trainer.step(kBatch, breaking); });
+      ASSERT_TRUE(says(error, "NCCL error 6")) << error.what();
+      ASSERT_EQ(error.device(), "cuda:1") << error.what();
+      ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+      ASSERT_NO_FATAL_FAILURE(bench.expect_right_in_the_end());
+    }
+    ASSERT_NO_FATAL_FAILURE(expect_nothing_left(nccl, seed));
+  }
+}
+
+TEST(StepCollectives, TakeTheirTimeWhereCallsAreSlow) {
+  fake::Nccl& nccl = boot(1, 2);
+  Bench bench(kTwo);
+  for (const char* const function : {"ncclBroadcast", "ncclReduce", "ncclGroupEnd", "ncclMemAlloc"}) {
+    nccl.delay(function, fake::Nccl::kAnyRank, milliseconds(30));
+  }
+  ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+  ASSERT_NO_FATAL_FAILURE(bench.expect_right_in_the_end());
+  EXPECT_EQ(nccl.aborted(), 0);
+}
+
+TEST(StepCollectives, ACallThatNeverComesBackEndsTheTraining) {
+  for (const char* const function : {"ncclBroadcast", "ncclReduce"}) {
+    fake::Nccl& nccl = boot(1, 2);
+    {
+      Bench bench(kTwo, milliseconds(150));
+      ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+      nccl.hold(function, 1);
+      const auto error = thrown_by<Error>([&] { bench.trainer.step(kBatch, body); });
+      EXPECT_TRUE(says(error, std::string("cuda:1: NCCL did not come back from ") + function)) << error.what();
+      EXPECT_EQ(error.device(), "cuda:1");
+      const auto later = thrown_by<DeviceLost>([&] { bench.trainer.step(kBatch, body); });
+      EXPECT_TRUE(says(later, "Start a new process")) << later.what();
+    }
+    EXPECT_EQ(nccl.inside(), 1) << "still there, and nobody waited for it";
+    nccl.release();
+    while (nccl.inside() > 0) std::this_thread::sleep_for(milliseconds(1));
+  }
+}
+
+TEST(StepCollectives, MemoryThatAHungDeviceMayStillUseStays) {
+  fake::Nccl& nccl = boot(1, 2);
+  {
+    Bench bench(kTwo, milliseconds(50));
+    ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+    fake::hang(static_cast<cudaStream_t>(bench.trainer.stream()));
+    EXPECT_THROW(bench.trainer.step(kBatch, body), Timeout);
+    EXPECT_GT(nccl.allocations(), 0);
+  }
+  EXPECT_GT(nccl.allocations(), 0);
+  EXPECT_EQ(nccl.registrations(), 0);
+  EXPECT_EQ(nccl.communicators(), 0);
+}
+
+TEST(StepCollectives, ATrainerThatCannotConnectSaysSoAndLeavesNothing) {
+  fake::Nccl& nccl = boot(1, 2);
+  nccl.fail("ncclCommInitRankConfig", 1, nccl::kSystemError);
+  const auto error = thrown_by<Error>([] { Bench bench(kTwo); });
+  EXPECT_EQ(error.device(), "cuda:1") << error.what();
+  ASSERT_NO_FATAL_FAILURE(expect_nothing_left(nccl, 1));
+}
+
+}  // namespace
+}  // namespace paceline
