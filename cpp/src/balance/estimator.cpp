@@ -128,6 +128,7 @@ void Estimator::take(std::size_t index, Evidence evidence) {
     return;
   }
   const Evidence first = *std::exchange(device.outlier, std::nullopt);
+  estimate.scale_before = estimate.own_scale;
   device.window.clear();
   shapes_[class_of_[index]].restart(index_in_class_[index]);
   ++estimate.change_points;
@@ -155,6 +156,7 @@ void Estimator::follow_drift(std::size_t index, std::int64_t step) {
   const double noise = estimates_[index].noise;
   const double error = std::hypot(median_error(noise, kRecent), median_error(noise, ratios.size()));
   if (std::abs(recent / median(ratios) - 1.0) <= std::max(kDrift, kDriftErrors * error)) return;
+  estimates_[index].scale_before = estimates_[index].own_scale;
   window.erase(window.begin(), first);
   shapes_[class_of_[index]].restart(index_in_class_[index]);
   ++estimates_[index].drifts;

@@ -19,6 +19,7 @@ struct DeviceEstimate {
   std::int64_t since_step = 0;  ///< first step of the present regime
   std::int64_t change_points = 0;
   std::int64_t drifts = 0;           ///< times that the window was cut because its newest samples differ
+  double scale_before = 0.0;         ///< own_scale before the last change point or drift; 0: there was none
   double own_scale = 0.0;            ///< seconds at the class's reference size, by its own timings; 0: never measured
   double scale = 0.0;                ///< the same, pooled with the devices it cannot be told from
   double noise = 0.0;                ///< relative standard deviation of one step's time

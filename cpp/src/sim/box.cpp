@@ -164,7 +164,8 @@ StepOutcome Box::run(std::int64_t step, const std::vector<std::int64_t>& shares)
     outcome.seconds = std::max(outcome.seconds, device.limits.startup_seconds + seconds);
   }
   outcome.timings.step_seconds = outcome.seconds;
-  outcome.seconds += reduction(shares);
+  outcome.timings.reduction_seconds = reduction(shares);
+  outcome.seconds += outcome.timings.reduction_seconds;
   now_seconds_ += outcome.seconds;
   if (outcome.failed_device) outcome.timings = {};
   return outcome;

@@ -158,7 +158,7 @@ Scenario subset_by_reduction() {
           "two fast and two slow devices, the slow ones behind a slow link: with them the reduction costs more than "
           "they bring",
           std::move(options),
-          0.25,
+          0.02,
           2.0,
           0};
 }

@@ -17,7 +17,6 @@ balance::BalancerOptions balancer_options(const SimulationOptions& options) {
   balance::BalancerOptions out;
   out.policy = options.policy;
   out.granularity = options.granularity;
-  out.reduction_seconds = options.box.reduction_seconds;
   for (const SimDevice& device : options.box.devices) {
     out.devices.push_back({device.name, device.device_class, device.limits});
     if (options.policy == "weighted") out.weights.push_back(device.speed);
