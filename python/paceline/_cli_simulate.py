@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.sim import SimulationResult
+    from paceline.sim import ScenarioResult, SimulationResult
 
 POLICIES = ("auto", "even", "weighted")
 
@@ -22,8 +22,15 @@ def add_parser(subparsers: Any) -> None:
         description="Runs the balancer on simulated devices: a device of speed s takes (fixed + per-item * n) / s for "
         "n items, times noise. Compares each policy with the ideal, the exact split by the true speeds.",
     )
+    parser.add_argument("--speeds", type=_speeds, metavar="S,S,...", help="relative speed of each device")
     parser.add_argument(
-        "--speeds", type=_speeds, required=True, metavar="S,S,...", help="relative speed of each device"
+        "--suite",
+        action="store_true",
+        help="instead of one box: every scenario of the library (noise, flapping, drift, warm-up, ...), each beside its "
+        "computed optimum and held against its bounds; exits with 1 if one is not kept",
+    )
+    parser.add_argument(
+        "--seeds", type=_positive_int, default=5, metavar="N", help="with --suite: runs of each scenario (5)"
     )
     parser.add_argument("--batch", type=_positive_int, default=512, metavar="ITEMS", help="items per step (512)")
     parser.add_argument("--steps", type=_positive_int, default=400, metavar="N", help="steps to simulate (400)")
@@ -67,6 +74,12 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate all policies and print; returns the exit status (bad arguments exit with 2)."""
+    if args.suite:
+        if args.speeds is not None:
+            args.parser.error("argument --speeds: not allowed with --suite, whose scenarios bring their own devices")
+        return _run_suite(args)
+    if args.speeds is None:
+        args.parser.error("one of the arguments --speeds and --suite is required")
     count = len(args.speeds)
     for option, entries in (("--throttle", args.throttle), ("--fail", args.fail)):
         for device in (entry[0] for entry in entries):
@@ -105,6 +118,72 @@ def run(args: argparse.Namespace) -> int:
         plot(args, results)
     print(json.dumps(_summary(args, results)) if args.json else _table(args, results))
     return 0
+
+
+def _run_suite(args: argparse.Namespace) -> int:
+    from paceline.sim import run_suite
+
+    results = run_suite(seeds=args.seeds)
+    print(json.dumps(_suite_summary(args, results)) if args.json else _suite_table(args, results))
+    return 1 if any(result.missed for result in results) else 0
+
+
+def _suite_summary(args: argparse.Namespace, results: list[ScenarioResult]) -> dict[str, Any]:
+    from paceline.sim import scenarios
+
+    library = {scenario.name: scenario for scenario in scenarios()}
+    return {
+        "seeds": args.seeds,
+        "scenarios": [
+            {
+                "name": result.name,
+                "about": library[result.name].about,
+                "steps": library[result.name].steps,
+                "loss": result.loss,
+                "worst_loss": result.worst_loss,
+                "even_loss": result.even_loss,
+                "optimum_loss": result.optimum_loss,
+                "optimum_source": result.optimum_source,
+                "regret": result.regret,
+                "moves_per_100_steps": result.moves_per_100_steps,
+                "steps_to_recover": result.steps_to_recover,
+                "bounds": {
+                    "regret": library[result.name].most_regret,
+                    "moves_per_100_steps": library[result.name].most_moves_per_100_steps,
+                    "steps_to_recover": library[result.name].most_steps_to_recover or None,
+                },
+                "missed": result.missed,
+            }
+            for result in results
+        ],
+    }
+
+
+def _suite_table(args: argparse.Namespace, results: list[ScenarioResult]) -> str:
+    from paceline.sim import scenarios
+
+    bounds = {scenario.name: scenario.most_regret for scenario in scenarios()}
+    lines = [
+        f"{len(results)} scenarios, {args.seeds} seeds each; losses to an oracle that knows of changes before they come",
+        "",
+        f"{'scenario':<34}{'even':>10}{'auto':>9}{'worst':>9}{'optimum':>9}{'regret':>9}{'bound':>9}"
+        f"{'moves/100':>11}{'recover':>9}",
+    ]
+    for result in results:
+        recover = "-" if result.steps_to_recover is None else str(result.steps_to_recover)
+        lines.append(
+            f"{result.name:<34}{result.even_loss:>10.2%}{result.loss:>9.2%}{result.worst_loss:>9.2%}"
+            f"{result.optimum_loss:>9.2%}{result.regret:>9.2%}{bounds[result.name]:>9.2%}"
+            f"{result.moves_per_100_steps:>11.2f}{recover:>9}"
+        )
+    lines += [
+        "",
+        "Optimum: the least that a rule without a crystal ball loses, the better of the exact split one step late and the",
+        "best single split in hindsight. Regret: what is lost beyond it, calibration and reaction included.",
+    ]
+    missed = [f"{result.name}: {text}" for result in results for text in result.missed]
+    lines += ["", *(missed or ["Every bound is kept."])]
+    return "\n".join(lines)
 
 
 def _summary(args: argparse.Namespace, results: dict[str, SimulationResult]) -> dict[str, Any]:

@@ -9,9 +9,9 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from paceline._core.balance import Balancer, LedgerMismatch, ReplayResult, StepPlan, replay_text
+from paceline._core.balance import Balancer, LedgerMismatch, ReplayResult, StepPlan, WhatIfAnswer, replay_text
 
-__all__ = ["Balancer", "LedgerMismatch", "ReplayResult", "StepPlan", "replay"]
+__all__ = ["Balancer", "LedgerMismatch", "ReplayResult", "StepPlan", "WhatIfAnswer", "replay"]
 
 
 def replay(ledger: str | os.PathLike[str] | Iterable[str]) -> ReplayResult:

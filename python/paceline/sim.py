@@ -1,5 +1,5 @@
 """Devices with a virtual clock, and the product's own balancer on them: try settings without the hardware."""
 
-from paceline._core.sim import Event, SimulationResult, simulate
+from paceline._core.sim import Event, Scenario, ScenarioResult, SimulationResult, run_suite, scenarios, simulate
 
-__all__ = ["Event", "SimulationResult", "simulate"]
+__all__ = ["Event", "Scenario", "ScenarioResult", "SimulationResult", "run_suite", "scenarios", "simulate"]

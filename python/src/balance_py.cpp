@@ -16,6 +16,7 @@
 #include <paceline/error.hpp>
 
 #include "bindings.hpp"
+#include "what_if_arguments.hpp"
 
 namespace py = pybind11;
 
@@ -121,6 +122,9 @@ py::dict report_of(const RecordedBalancer& self) {
     entry["samples"] = device.samples;
     entry["since_step"] = device.since_step;
     entry["change_points"] = device.change_points;
+    entry["drifts"] = device.drifts;
+    entry["slowdown"] = device.slowdown;
+    entry["regain"] = device.regain;
     devices.append(std::move(entry));
   }
   py::list moves;
@@ -147,6 +151,25 @@ py::dict report_of(const RecordedBalancer& self) {
   out["devices"] = std::move(devices);
   out["recent_moves"] = std::move(moves);
   return out;
+}
+
+WhatIfAnswer what_if(const RecordedBalancer& self, const WhatIfDevices& speeds, const WhatIfAdded& add,
+                     const std::vector<std::string>& remove, std::int64_t batch_size) {
+  return self.balancer.what_if(what_if_options(self.balancer, speeds, add, remove, batch_size));
+}
+
+void bind_what_if(py::module_& module) {
+  py::class_<WhatIfAnswer>(module, "WhatIfAnswer", "The split that would be best then, and how long a step would take.")
+      .def_readonly("names", &WhatIfAnswer::names, "The present devices, then those added.")
+      .def_readonly("shares", &WhatIfAnswer::shares, "Items per name; 0 for those removed.")
+      .def_readonly("seconds", &WhatIfAnswer::seconds, "Of a step with these shares, by the estimates.")
+      .def_readonly("present_seconds", &WhatIfAnswer::present_seconds,
+                    "Of a step with the shares now in force and the devices as they are.")
+      .def_readonly("best_seconds", &WhatIfAnswer::best_seconds,
+                    "Of a step with the best shares for the devices as they are.")
+      .def_readonly("error", &WhatIfAnswer::error, "Relative standard error of `seconds`.")
+      .def_readonly("text", &WhatIfAnswer::text, "In a sentence.")
+      .def("__repr__", [](const WhatIfAnswer& self) { return fmt::format("WhatIfAnswer({})", self.text); });
 }
 
 void bind_balancer(py::module_& module) {
@@ -218,6 +241,31 @@ step_seconds
           "explain", [](const RecordedBalancer& self) { return self.balancer.explain(); },
           "In words: what was seen, what was decided and why, what a move would gain, what is not known.")
       .def("report", &report_of, "The same as numbers.")
+      .def("what_if", &what_if, py::kw_only(), py::arg("speeds") = WhatIfDevices{}, py::arg("add") = WhatIfAdded{},
+           py::arg("remove") = std::vector<std::string>{}, py::arg("batch_size") = 0,
+           R"(What would the best split be, and how long a step, if devices had other speeds, came or left?
+
+By the present estimates; changes nothing.
+
+Parameters
+----------
+speeds
+    Device names and factors on their present speed: {"cuda:1": 2.0} is twice as fast.
+add
+    (like, speed) each: one device more like the named one, so many times as fast.
+remove
+    Names of devices that would get no work.
+batch_size
+    Default: that of the last plan.
+
+Returns
+-------
+WhatIfAnswer
+
+Raises
+------
+InvalidArgument
+    Before the first timing, for a name that is not there, or a speed that is not above zero.)")
       .def("ledger", &ledger_of, "The calls so far as JSON lines, for `replay`.")
       .def_property_readonly(
           "move_count", [](const RecordedBalancer& self) { return self.balancer.move_count(); },
@@ -232,6 +280,7 @@ step_seconds
 }  // namespace
 
 void bind_balance(py::module_& module) {
+  bind_what_if(module);
   bind_balancer(module);
   py::class_<LedgerMismatch>(module, "LedgerMismatch", "A decision that came out differently in a replay.")
       .def_readonly("line", &LedgerMismatch::line, "Of the ledger, from 1.")

@@ -20,6 +20,7 @@
 #include "bindings.hpp"
 #include "python_program.hpp"
 #include "queued_program.hpp"
+#include "what_if_arguments.hpp"
 
 namespace py = pybind11;
 
@@ -246,6 +247,17 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("reason", [](const Stepper& stepper) { return stepper.plan().reason; })
       .def("write_ledger", &write_ledger, py::arg("path"),
            "Write every call of the balancer to a file of JSON lines, from before the first step on.")
+      .def(
+          "what_if",
+          [](Stepper& stepper, const WhatIfDevices& speeds, const WhatIfAdded& add,
+             const std::vector<std::string>& remove, std::int64_t batch_size) {
+            stepper.settle();
+            const balance::Balancer& balancer = stepper.balancer();
+            return balancer.what_if(what_if_options(balancer, speeds, add, remove, batch_size));
+          },
+          py::kw_only(), py::arg("speeds") = WhatIfDevices{}, py::arg("add") = WhatIfAdded{},
+          py::arg("remove") = std::vector<std::string>{}, py::arg("batch_size") = 0,
+          "See `paceline.balance.Balancer.what_if`.")
       .def("explain", [](Stepper& stepper) {
         stepper.settle();
         return stepper.explain();

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -13,6 +15,7 @@
 
 #include <paceline/balance/ledger.hpp>
 #include <paceline/error.hpp>
+#include <paceline/sim/scenario.hpp>
 #include <paceline/sim/simulate.hpp>
 
 #include "bindings.hpp"
@@ -25,6 +28,8 @@ namespace {
 using namespace sim;
 
 using ThrottleTuple = std::tuple<std::size_t, double, std::int64_t, std::int64_t>;
+using DriftTuple = std::tuple<std::size_t, double, double, std::int64_t, std::int64_t>;
+using PauseTuple = std::tuple<std::size_t, double, std::int64_t, std::int64_t>;
 
 struct Result {
   SimulationResult simulated;
@@ -35,7 +40,9 @@ Result simulate_py(const std::vector<double>& speeds, std::int64_t batch_size, s
                    const std::string& policy, double noise, const std::vector<ThrottleTuple>& throttles,
                    const std::vector<std::pair<std::size_t, std::int64_t>>& failures, double spike_probability,
                    double spike_factor, std::uint64_t seed, double fixed_seconds, double per_item_seconds,
-                   const std::optional<std::vector<std::string>>& device_classes, bool ledger) {
+                   const std::optional<std::vector<std::string>>& device_classes, bool ledger,
+                   const std::vector<DriftTuple>& drifts, const std::vector<PauseTuple>& pauses,
+                   const std::vector<double>& reduction_seconds, double first_run_seconds) {
   if (device_classes && device_classes->size() != speeds.size()) {
     throw InvalidArgument(fmt::format("device_classes has {} entries for {} devices; pass one per device",
                                       device_classes->size(), speeds.size()));
@@ -55,9 +62,17 @@ Result simulate_py(const std::vector<double>& speeds, std::int64_t batch_size, s
     device.speed = speeds[i];
     device.fixed_seconds = fixed_seconds;
     device.per_item_seconds = per_item_seconds;
+    device.first_run_seconds = first_run_seconds;
     options.box.devices.push_back(std::move(device));
   }
   for (const auto& [device, factor, from, to] : throttles) options.box.throttles.push_back({device, factor, from, to});
+  for (const auto& [device, first, last, from, to] : drifts) {
+    options.box.drifts.push_back({device, first, last, from, to});
+  }
+  for (const auto& [device, seconds, first, every] : pauses) {
+    options.box.pauses.push_back({device, seconds, first, every});
+  }
+  options.box.reduction_seconds = reduction_seconds;
   for (const auto& [device, step] : failures) options.box.failures.push_back({device, step});
   std::ostringstream text;
   if (ledger) options.ledger = std::make_shared<balance::LedgerWriter>(text);
@@ -67,9 +82,87 @@ Result simulate_py(const std::vector<double>& speeds, std::int64_t batch_size, s
   return result;
 }
 
+/// The scenarios with these names, in the library's order; all where none are named.
+std::vector<Scenario> named(const std::vector<std::string>& names) {
+  std::vector<Scenario> all = scenarios();
+  for (const std::string& name : names) {
+    if (std::any_of(all.begin(), all.end(), [&](const Scenario& scenario) { return scenario.name == name; })) continue;
+    std::vector<std::string> known;
+    for (const Scenario& scenario : all) known.push_back("'" + scenario.name + "'");
+    throw InvalidArgument(fmt::format("there is no scenario '{}': the scenarios are {}", name, fmt::join(known, ", ")));
+  }
+  if (!names.empty()) {
+    std::erase_if(all, [&](const Scenario& scenario) {
+      return std::find(names.begin(), names.end(), scenario.name) == names.end();
+    });
+  }
+  return all;
+}
+
+std::vector<ScenarioResult> run_suite(const std::vector<std::string>& names, std::int64_t seeds) {
+  const std::vector<Scenario> chosen = named(names);
+  const py::gil_scoped_release release;
+  std::vector<ScenarioResult> results;
+  for (const Scenario& scenario : chosen) results.push_back(run_scenario(scenario, seeds));
+  return results;
+}
+
+void bind_suite(py::module_& module) {
+  py::class_<Scenario>(module, "Scenario",
+                       "A way in which training machines misbehave, and what is asked of the balancer there.")
+      .def_readonly("name", &Scenario::name)
+      .def_readonly("about", &Scenario::about, "What happens, and where such a thing was observed or published.")
+      .def_property_readonly(
+          "steps", [](const Scenario& self) { return self.options.steps; }, "Steps simulated.")
+      .def_readonly("most_regret", &Scenario::most_regret, "The bound on `ScenarioResult.regret`.")
+      .def_readonly("most_moves_per_100_steps", &Scenario::most_moves_per_100_steps)
+      .def_readonly("most_steps_to_recover", &Scenario::most_steps_to_recover, "0: not asked.")
+      .def("__repr__", [](const Scenario& self) { return fmt::format("Scenario('{}')", self.name); });
+  py::class_<ScenarioResult>(module, "ScenarioResult", "What came out of one scenario, over its seeds.")
+      .def_readonly("name", &ScenarioResult::name)
+      .def_readonly("loss", &ScenarioResult::loss, "`SimulationResult.loss_to_ideal`, mean over the seeds.")
+      .def_readonly("worst_loss", &ScenarioResult::worst_loss, "Of one seed.")
+      .def_readonly("even_loss", &ScenarioResult::even_loss, "Of the even split.")
+      .def_property_readonly(
+          "optimum_loss", [](const ScenarioResult& self) { return self.optimum.loss; },
+          "The least that a rule without a crystal ball can lose.")
+      .def_property_readonly(
+          "optimum_source", [](const ScenarioResult& self) { return self.optimum.source; }, "Where that is from.")
+      .def_readonly("regret", &ScenarioResult::regret, "Loss beyond the optimum's.")
+      .def_readonly("moves_per_100_steps", &ScenarioResult::moves_per_100_steps)
+      .def_readonly("steps_to_recover", &ScenarioResult::steps_to_recover,
+                    "Of the event that took longest, the median over the seeds; None without events, or if never.")
+      .def_readonly("missed", &ScenarioResult::missed, "Bounds that were not kept, in words.")
+      .def("__repr__", [](const ScenarioResult& self) {
+        return fmt::format("ScenarioResult('{}', regret={:.6f}, missed={})", self.name, self.regret,
+                           self.missed.size());
+      });
+  module.def("scenarios", &scenarios, "All scenarios of the suite.");
+  module.def("run_suite", &run_suite, py::arg("names") = std::vector<std::string>{}, py::kw_only(),
+             py::arg("seeds") = 5,
+             R"(Run the balancer through scenarios and hold each outcome against its bounds.
+
+Parameters
+----------
+names
+    Of the scenarios to run; none: all.
+seeds
+    Each scenario meets the noise of the seeds 1 to `seeds`.
+
+Returns
+-------
+list of ScenarioResult
+
+Raises
+------
+InvalidArgument
+    For a name that no scenario has, or less than one seed.)");
+}
+
 }  // namespace
 
 void bind_sim(py::module_& module) {
+  bind_suite(module);
   py::class_<Event>(module, "Event", "A change of the box that the split should follow.")
       .def_readonly("step", &Event::step, "The first step that it concerns.")
       .def_readonly("device", &Event::device, "Index of the device.")
@@ -108,6 +201,8 @@ void bind_sim(py::module_& module) {
       py::arg("failures") = std::vector<std::pair<std::size_t, std::int64_t>>{}, py::arg("spike_probability") = 0.0,
       py::arg("spike_factor") = 1.0, py::arg("seed") = 0, py::arg("fixed_seconds") = 0.004,
       py::arg("per_item_seconds") = 0.0001, py::arg("device_classes") = py::none(), py::arg("ledger") = false,
+      py::arg("drifts") = std::vector<DriftTuple>{}, py::arg("pauses") = std::vector<PauseTuple>{},
+      py::arg("reduction_seconds") = std::vector<double>{}, py::arg("first_run_seconds") = 0.0,
       R"(Run the balancer on simulated devices with a virtual clock.
 
 A device takes `(fixed_seconds + per_item_seconds * n) / speed` for n > 0 items, times throttles and noise. The balancer sees
@@ -137,6 +232,16 @@ device_classes
     One name per device; default: all of one class.
 ledger
     Keep the balancer's calls, for `paceline.balance.replay`.
+drifts
+    (device, first, last, from, to): that device takes `first` times as long up to step `from`, `last` times from step `to` on, and
+    what lies between in between.
+pauses
+    (device, seconds, first, every): that device stands still so long in step `first` and every `every` steps after it (0: once).
+    No split avoids it, so it is not in the ideal.
+reduction_seconds
+    Seconds that each step ends later when k devices have work, at index k from 0; default: none.
+first_run_seconds
+    Added when a device runs a size for the first time; such times are marked as no evidence.
 
 Returns
 -------

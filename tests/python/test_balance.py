@@ -107,3 +107,20 @@ def test_a_broken_ledger_names_its_line() -> None:
 def test_importing_it_loads_neither_numpy_nor_torch() -> None:
     code = "import sys, paceline.balance, paceline.sim; print(sorted({'numpy', 'torch'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_what_if_answers_by_name_and_touches_nothing() -> None:
+    balancer = Balancer(["a", "b"], ledger=True)
+    for _ in range(10):
+        plan = balancer.next_plan(100)
+        balancer.record([[(share, 0.001 * share * factor)] for share, factor in zip(plan.shares, (1, 2), strict=True)])
+    before = balancer.ledger()
+    answer = balancer.what_if(speeds={"b": 2.0})
+    assert answer.names == ["a", "b"]
+    assert answer.shares == [50, 50]
+    assert answer.seconds < answer.best_seconds
+    assert balancer.what_if(remove=["b"]).shares == [100, 0]
+    assert balancer.what_if(add=[("a", 1.0)]).names == ["a", "b", "another a"]
+    assert balancer.ledger() == before
+    with pytest.raises(InvalidArgument, match="no device 'c'; the devices are a, b"):
+        balancer.what_if(remove=["c"])

@@ -11,7 +11,7 @@ import pytest
 from paceline import InvalidArgument
 from paceline._cli_simulate import add_parser
 from paceline.balance import replay
-from paceline.sim import simulate
+from paceline.sim import run_suite, scenarios, simulate
 
 EIGHT = ["--speeds", "1,1,1,1,1,1,1,1", "--batch", "512", "--noise", "0.03", "--fixed-ms", "4", "--per-item-ms", "0.1"]
 
@@ -83,6 +83,8 @@ def test_table_is_aligned_ascii(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         ([], "--speeds"),
+        (["--suite", "--speeds", "1,1"], "not allowed with --suite"),
+        (["--suite", "--seeds", "0"], "at least 1"),
         (["--speeds", "1,x"], "a speed is a number, got 'x'"),
         (["--speeds", "1,0"], "above zero"),
         (["--speeds", "1,nan"], "finite"),
@@ -127,3 +129,60 @@ def test_wrong_options_are_named() -> None:
         simulate([1.0, 1.0], throttles=[(4, 2.0, 0, 10)])
     with pytest.raises(InvalidArgument, match="device_classes has 1 entries"):
         simulate([1.0, 1.0], device_classes=["a"])
+
+
+def test_the_suite_keeps_its_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+    summary = run_json(capsys, "--suite", "--seeds", "2")
+    assert summary["seeds"] == 2
+    results = {entry["name"]: entry for entry in summary["scenarios"]}
+    assert {"quiet", "noise", "flapping", "drift", "periodic neighbour", "warm-up", "first-step compile"} < set(results)
+    assert {"garbage collection", "one bad sample", "lasting throttle", "a subset wins: reductions"} < set(results)
+    for entry in results.values():
+        assert entry["missed"] == []
+        assert entry["regret"] == pytest.approx(entry["loss"] - entry["optimum_loss"])
+        assert entry["optimum_source"]
+        assert entry["about"]
+    assert results["lasting throttle"]["steps_to_recover"] <= 2
+    assert results["lasting throttle"]["even_loss"] > 0.4
+    assert results["quiet"]["steps_to_recover"] is None
+
+
+def test_the_suite_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("--suite", "--seeds", "1") == 0
+    text = capsys.readouterr().out
+    assert text.isascii()
+    rows = [line for line in text.splitlines() if line.endswith("-") or line[-1:].isdigit()]
+    assert len(rows) == len(scenarios())
+    assert len({len(row) for row in rows}) == 1, "the columns stand below each other"
+    assert "Every bound is kept." in text
+
+
+def test_a_bound_that_is_missed_is_told_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Missed:
+        name, missed, steps_to_recover = "quiet", ["too many moves"], None
+        loss = worst_loss = even_loss = optimum_loss = regret = moves_per_100_steps = 0.0
+
+    monkeypatch.setattr("paceline.sim.run_suite", lambda **_: [Missed()])
+    assert run_command("--suite") == 1
+    assert "quiet: too many moves" in capsys.readouterr().out
+
+
+def test_scenarios_can_be_named() -> None:
+    (result,) = run_suite(["quiet"], seeds=1)
+    assert result.name == "quiet"
+    with pytest.raises(InvalidArgument, match="no scenario 'x': the scenarios are 'quiet'"):
+        run_suite(["x"])
+
+
+def test_drifts_pauses_and_reductions_reach_the_box() -> None:
+    plain = simulate([1.0, 1.0], policy="even", steps=20)
+    drifted = simulate([1.0, 1.0], policy="even", steps=20, drifts=[(0, 1.0, 2.0, 0, 20)])
+    assert drifted.ideal_seconds > plain.ideal_seconds
+    paused = simulate([1.0, 1.0], policy="even", steps=20, pauses=[(0, 0.5, 3, 10)])
+    assert paused.elapsed_seconds == pytest.approx(plain.elapsed_seconds + 1.0)
+    reduced = simulate([1.0, 1.0], policy="even", steps=20, reduction_seconds=[0.0, 0.0, 0.001])
+    assert reduced.elapsed_seconds == pytest.approx(plain.elapsed_seconds + 0.02)
+    first = simulate([1.0, 1.0], policy="even", steps=20, first_run_seconds=0.25)
+    assert first.elapsed_seconds == pytest.approx(plain.elapsed_seconds + 0.25)

@@ -36,10 +36,10 @@ AutoPolicy::Decision AutoPolicy::decide(const PolicyContext& context, const std:
   const std::vector<plan::CostModel> models = estimated_models(context);
   Decision decision;
   decision.target = best_split(context, models, !settled);
-  const double now = makespan(models, present, context.options);
-  const double then = makespan(models, decision.target, context.options);
+  const double now = makespan(context, models, present);
+  const double then = makespan(context, models, decision.target);
   decision.gain = now > 0.0 ? 1.0 - then / now : 0.0;
-  decision.required = std::max(least_gain, kGainErrors * gain_error(context, models, present));
+  decision.required = std::max(least_gain, kGainErrors * gain_error(context, models, present, decision.target));
   decision.required *= static_cast<double>(std::int64_t{1} << setbacks_);
   return decision;
 }

@@ -31,6 +31,9 @@ void check(const StepTimings& timings, const BalancerOptions& options) {
   }
   const auto sane = [](double seconds) { return std::isfinite(seconds) && seconds >= 0.0; };
   if (!sane(timings.step_seconds)) throw InvalidArgument(fmt::format("step_seconds is {}", timings.step_seconds));
+  if (!sane(timings.reduction_seconds)) {
+    throw InvalidArgument(fmt::format("reduction_seconds is {}", timings.reduction_seconds));
+  }
   for (std::size_t i = 0; i < timings.devices.size(); ++i) {
     for (const MicroBatchTiming& timing : timings.devices[i]) {
       if (sane(timing.seconds) && timing.items >= 0) continue;
@@ -56,7 +59,10 @@ double makespan_of(const StepTimings& timings) {
 
 }  // namespace
 
-Balancer::State::State(BalancerOptions given) : options(std::move(given)), estimator(options.devices) {
+Balancer::State::State(BalancerOptions given)
+    : options(std::move(given)),
+      estimator(options.devices),
+      reduction(options.reduction_seconds, options.devices.size()) {
   check(options);
   for (const DeviceProfile& device : options.devices) limits.push_back(device.limits);
   retired.assign(options.devices.size(), false);
@@ -65,8 +71,13 @@ Balancer::State::State(BalancerOptions given) : options(std::move(given)), estim
 
 PolicyContext Balancer::State::context(std::int64_t batch_size) const {
   const auto incumbent = incumbents.find(batch_size);
-  return {options, estimator,  limits,
-          step,    batch_size, incumbent == incumbents.end() ? nullptr : &incumbent->second.shares};
+  return {.options = options,
+          .estimator = estimator,
+          .limits = limits,
+          .reduction_seconds = reduction.seconds(),
+          .step = step,
+          .batch_size = batch_size,
+          .incumbent = incumbent == incumbents.end() ? nullptr : &incumbent->second.shares};
 }
 
 StepPlan Balancer::State::make_plan(std::int64_t batch_size) {
@@ -82,7 +93,7 @@ StepPlan Balancer::State::make_plan(std::int64_t batch_size) {
     made.noise.push_back(estimator.devices()[i].noise);
     if (estimator.has_evidence()) made.models.push_back(estimator.model(i));
   }
-  if (estimator.has_evidence()) made.predicted_seconds = makespan(made.models, made.shares, options);
+  if (estimator.has_evidence()) made.predicted_seconds = makespan(context(batch_size), made.models, made.shares);
   return made;
 }
 
@@ -91,9 +102,9 @@ double Balancer::State::possible_gain() const {
   std::vector<plan::CostModel> models;
   for (std::size_t i = 0; i < options.devices.size(); ++i) models.push_back(estimator.model(i));
   const PolicyContext here = context(plan->batch_size);
-  const double now = makespan(models, plan->shares, options);
+  const double now = makespan(here, models, plan->shares);
   const plan::Split best = plan::split_batch(plan->batch_size, models, split_options(here));
-  return now > 0.0 ? std::max(0.0, 1.0 - makespan(models, best.shares, options) / now) : 0.0;
+  return now > 0.0 ? std::max(0.0, 1.0 - makespan(here, models, best.shares) / now) : 0.0;
 }
 
 Balancer::Balancer(BalancerOptions options) : state_(std::make_unique<State>(std::move(options))) {}
@@ -130,7 +141,17 @@ void Balancer::record(const StepTimings& timings) {
   if (state.ledger) state.ledger->record(state.step, timings);
   state.awaiting_record = false;
   state.estimator.record(state.step, timings);
-  state.policy->observe(state.context(state.plan->batch_size), timings, makespan_of(timings));
+  const auto working = static_cast<std::size_t>(
+      std::count_if(timings.devices.begin(), timings.devices.end(), [](const auto& runs) { return !runs.empty(); }));
+  double seconds = makespan_of(timings);
+  if (seconds > 0.0) {
+    state.reduction.record(working, timings.reduction_seconds, seconds);
+    // What a move saves in the reduction is part of what it brings.
+    const std::vector<double>& reductions = state.reduction.seconds();
+    const double believed = working < reductions.size() ? reductions[working] : 0.0;
+    seconds += timings.reduction_seconds > 0.0 ? timings.reduction_seconds : believed;
+  }
+  state.policy->observe(state.context(state.plan->batch_size), timings, seconds);
   ++state.step;
 }
 
@@ -202,6 +223,15 @@ BalanceReport Balancer::report() const {
       device.samples = static_cast<std::int64_t>(estimate.samples);
       device.since_step = estimate.since_step;
       device.change_points = estimate.change_points;
+      device.drifts = estimate.drifts;
+      if (estimate.scale_before > 0.0) device.slowdown = estimate.own_scale / estimate.scale_before;
+      if (device.slowdown > 1.0 && !device.retired && state.plan) {
+        WhatIfOptions as_before;
+        as_before.speeds.assign(estimates.size(), 1.0);
+        as_before.speeds[i] = device.slowdown;
+        const WhatIfAnswer answer = what_if(as_before);
+        device.regain = std::max(0.0, 1.0 - answer.seconds / answer.best_seconds);
+      }
     }
     report.devices.push_back(std::move(device));
   }

@@ -14,6 +14,7 @@
 
 #include "balance/estimator.hpp"
 #include "balance/policy.hpp"
+#include "balance/reduction_cost.hpp"
 
 namespace paceline::balance {
 
@@ -34,6 +35,7 @@ struct Balancer::State {
   std::vector<plan::ShareLimits> limits;  // the options' own, maximum 0 once retired
   std::vector<bool> retired;
   Estimator estimator;
+  ReductionCost reduction;
   std::unique_ptr<Policy> policy;
   std::map<std::int64_t, Incumbent> incumbents;  // by batch size
   std::optional<StepPlan> plan;                  // the last one

@@ -4,6 +4,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <utility>
+
+#include "balance/statistics.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -11,25 +14,43 @@ namespace {
 constexpr double kLargestDrop = 0.75;
 constexpr double kLargestRise = 1.0 / 3.0;
 constexpr std::size_t kDevicesPerDrop = 4;
+constexpr double kSlow = 1.5;             // a difference that a first step's noise does not make
 constexpr std::int64_t kLeastGrains = 4;  // an even share of fewer grains has no quarter
 constexpr int kInformativeSteps = 2;
 constexpr int kSteps = 4;        // steps whose timings are all excluded are not waited for without end
 constexpr double kKnown = 0.03;  // an error of the fixed part that no longer matters at twice or half the size
 
-/// Which devices go down: one in four of each class, the first ones, but at most half of all.
-std::vector<bool> choose_drops(const PolicyContext& context, const std::vector<std::size_t>& active) {
-  std::vector<std::size_t> class_size(context.estimator.class_count(), 0);
-  for (const std::size_t i : active) ++class_size[context.estimator.class_of(i)];
-  std::vector<std::size_t> wanted;
-  for (const std::size_t size : class_size) wanted.push_back((size + kDevicesPerDrop - 1) / kDevicesPerDrop);
+/// Seconds of an even share by the first step's evidence; 0 where there is none.
+double even_seconds(const PolicyContext& context, const std::vector<std::int64_t>& even, std::size_t i) {
+  return context.estimator.devices()[i].scale > 0.0 ? context.estimator.model(i).seconds(even[i]) : 0.0;
+}
+
+/// Which devices go down: one in four of each class, but at most half of all. Of a class the first ones; once there is
+/// evidence, the slow ones, since they are what the others wait for. Another class is served first in each step, so
+/// that where there are as many classes as half the devices none is left out twice.
+std::vector<bool> choose_drops(const PolicyContext& context, const std::vector<std::int64_t>& even,
+                               const std::vector<std::size_t>& active, std::size_t steps) {
   std::vector<bool> drops(context.limits.size(), false);
   std::size_t left = active.size() / 2;
-  for (const std::size_t i : active) {
-    std::size_t& want = wanted[context.estimator.class_of(i)];
-    if (want == 0 || left == 0) continue;
-    drops[i] = true;
-    --want;
-    --left;
+  const std::size_t classes = context.estimator.class_count();
+  for (std::size_t c = 0; c < classes; ++c) {
+    std::vector<std::size_t> members;
+    for (const std::size_t i : active) {
+      if (context.estimator.class_of(i) == (c + steps) % classes) members.push_back(i);
+    }
+    const auto slower = [&](std::size_t a, std::size_t b) {
+      return even_seconds(context, even, a) > kSlow * even_seconds(context, even, b);
+    };
+    const std::size_t wanted = std::min(left, (members.size() + kDevicesPerDrop - 1) / kDevicesPerDrop);
+    for (std::size_t k = 0; k < wanted; ++k) {
+      std::size_t worst = k;
+      for (std::size_t j = k + 1; j < members.size(); ++j) {
+        if (slower(members[j], members[worst])) worst = j;
+      }
+      std::swap(members[k], members[worst]);
+      drops[members[k]] = true;
+    }
+    left -= wanted;
   }
   return drops;
 }
@@ -45,16 +66,23 @@ std::optional<std::vector<std::int64_t>> Calibration::shares(const PolicyContext
     if (even[i] > 0) active.push_back(i);
   }
   if (active.size() < 2) return std::nullopt;
-  const std::vector<bool> drops = choose_drops(context, active);
+  const std::vector<bool> drops = choose_drops(context, even, active, static_cast<std::size_t>(steps_));
   const auto dropped = static_cast<double>(std::count(drops.begin(), drops.end(), true));
   const auto raised = static_cast<double>(active.size()) - dropped;
-  const double drop = std::min(kLargestDrop, kLargestRise * raised / dropped);
+  const double most = std::min(1.0, kLargestRise * raised / dropped);
+  std::vector<double> times;
+  for (const std::size_t i : active) times.push_back(even_seconds(context, even, i));
+  const double typical = median(times);
   std::vector<std::int64_t> shares = even;
   std::int64_t released = 0;
   for (const std::size_t i : active) {
     if (even[i] < kLeastGrains * grain) return std::nullopt;
     if (!drops[i]) continue;
-    const auto grains = static_cast<std::int64_t>(std::floor(drop * static_cast<double>(even[i] / grain)));
+    const double seconds = even_seconds(context, even, i);
+    const double fitting = seconds > 0.0 ? 1.0 - typical / seconds : 0.0;  // so that it would finish with the others
+    const double drop = std::min(most, std::max(kLargestDrop, fitting));
+    const std::int64_t all = even[i] / grain;
+    const auto grains = std::min(all - 1, static_cast<std::int64_t>(std::floor(drop * static_cast<double>(all))));
     shares[i] -= grains * grain;
     released += grains;
     if (shares[i] < context.limits[i].minimum) return std::nullopt;

@@ -22,6 +22,11 @@ constexpr std::size_t kNextJudged = 2;   // ... but after a change point two agr
 constexpr double kJump = 0.08;           // smaller shifts reach the median in time
 constexpr double kJumpSigmas = 4.0;
 constexpr double kShapeSigmas = 3.0;
+// A drift has no single step that stands out: the newest samples are held against all before them.
+constexpr std::size_t kRecent = 24;
+constexpr double kDrift = 0.015;
+constexpr double kDriftErrors = 4.0;        // at 3 eight equal devices would see one in most runs
+constexpr std::int64_t kDriftEvery = 8;     // steps: looking more often costs time and finds more that is none
 constexpr double kPriorNoise = 0.02;        // between steady shapes (0.5 %) and variable lengths (5 %)
 constexpr double kPriorNoiseSamples = 8.0;  // what it weighs against measured samples
 constexpr std::size_t kPooledSamples = 32;  // of each device; more would only cost time
@@ -82,7 +87,9 @@ void Estimator::record(std::int64_t step, const StepTimings& timings) {
   for (const auto& device : timings.devices) evidence.push_back(evidence_of(step, device));
   set_references(evidence);
   for (std::size_t i = 0; i < evidence.size(); ++i) {
-    if (!evidence[i].parts.empty()) take(i, std::move(evidence[i]));
+    if (evidence[i].parts.empty()) continue;
+    take(i, std::move(evidence[i]));
+    follow_drift(i, step);
   }
   for (ShapeEstimator& shape : shapes_) shape.fit(pooled_noise_);
   measure_scales();
@@ -121,6 +128,7 @@ void Estimator::take(std::size_t index, Evidence evidence) {
     return;
   }
   const Evidence first = *std::exchange(device.outlier, std::nullopt);
+  estimate.scale_before = estimate.own_scale;
   device.window.clear();
   shapes_[class_of_[index]].restart(index_in_class_[index]);
   ++estimate.change_points;
@@ -133,6 +141,26 @@ void Estimator::take(std::size_t index, Evidence evidence) {
     estimate.since_step = evidence.step;
   }
   accept(index, evidence);
+}
+
+/// Forgets the samples before a drift: where the newest ones differ from those before by more than chance.
+void Estimator::follow_drift(std::size_t index, std::int64_t step) {
+  std::vector<Sample>& window = devices_[index].window;
+  if (step % kDriftEvery != 0 || window.size() < 2 * kRecent) return;
+  const auto first = window.end() - static_cast<std::ptrdiff_t>(kRecent);
+  std::vector<double> ratios;
+  for (auto sample = first; sample != window.end(); ++sample) ratios.push_back(ratio(index, *sample));
+  const double recent = median(ratios);
+  ratios.clear();
+  for (auto sample = window.begin(); sample != first; ++sample) ratios.push_back(ratio(index, *sample));
+  const double noise = estimates_[index].noise;
+  const double error = std::hypot(median_error(noise, kRecent), median_error(noise, ratios.size()));
+  if (std::abs(recent / median(ratios) - 1.0) <= std::max(kDrift, kDriftErrors * error)) return;
+  estimates_[index].scale_before = estimates_[index].own_scale;
+  window.erase(window.begin(), first);
+  shapes_[class_of_[index]].restart(index_in_class_[index]);
+  ++estimates_[index].drifts;
+  estimates_[index].since_step = step - static_cast<std::int64_t>(kRecent) + 1;
 }
 
 void Estimator::measure_scales() {

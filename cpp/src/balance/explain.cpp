@@ -12,6 +12,7 @@ namespace paceline::balance {
 namespace {
 
 constexpr std::size_t kMovesTold = 3;
+constexpr double kNotable = 0.02;  // smaller changes of speed are not worth words
 
 std::string outcome(const MoveReport& move) {
   switch (move.outcome) {
@@ -41,10 +42,17 @@ std::string device_line(const DeviceReport& device) {
       device.equals > 1 ? fmt::format(", not told from {} other{}", device.equals - 1, device.equals > 2 ? "s" : "")
                         : "";
   const std::string idle = device.share == 0 ? "; without work it is not measured, only probed now and then" : "";
-  const std::string changes = device.change_points == 0
-                                  ? "no change of speed seen"
-                                  : fmt::format("its speed changed {} time{}, last at step {}", device.change_points,
-                                                device.change_points == 1 ? "" : "s", device.since_step);
+  const std::int64_t seen = device.change_points + device.drifts;
+  std::string changes = seen == 0 ? "no change of speed seen"
+                                  : fmt::format("its speed changed {} time{}, last at step {}", seen,
+                                                seen == 1 ? "" : "s", device.since_step);
+  if (device.slowdown > 1.0 + kNotable) {
+    changes += fmt::format(": {:.2f} times slower since then", device.slowdown);
+    if (device.regain > 0.0)
+      changes += fmt::format(", without which steps would be {:.1f} % shorter", 100.0 * device.regain);
+  } else if (device.slowdown > 0.0 && device.slowdown < 1.0 - kNotable) {
+    changes += fmt::format(": {:.2f} times faster since then", 1.0 / device.slowdown);
+  }
   return fmt::format(
       "  {}: share {}, speed {:.2f} of the fastest {} (+-{:.1f} %{}), noise {:.1f} %, {} steps of evidence, {}{}\n",
       device.name, device.share, device.speed, device.device_class, 100.0 * device.error, equal, 100.0 * device.noise,

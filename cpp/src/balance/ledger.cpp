@@ -57,8 +57,10 @@ void LedgerWriter::record(std::int64_t step, const StepTimings& timings) {
     }
     devices.push_back(fmt::format("[{}]", fmt::join(runs, ", ")));
   }
-  line(fmt::format(R"({{"record": {{"step": {}, "devices": [{}], "step_seconds": {}}}}})", step,
-                   fmt::join(devices, ", "), timings.step_seconds));
+  const std::string reduction =
+      timings.reduction_seconds > 0.0 ? fmt::format(R"(, "reduction_seconds": {})", timings.reduction_seconds) : "";
+  line(fmt::format(R"({{"record": {{"step": {}, "devices": [{}], "step_seconds": {}{}}}}})", step,
+                   fmt::join(devices, ", "), timings.step_seconds, reduction));
 }
 
 void LedgerWriter::retire(std::size_t device) { line(fmt::format(R"({{"retire": {{"device": {}}}}})", device)); }

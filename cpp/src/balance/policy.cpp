@@ -66,7 +66,7 @@ plan::SplitOptions split_options(const PolicyContext& context) {
   plan::SplitOptions options;
   options.limits = context.limits;
   options.granularity = context.options.granularity;
-  options.reduction_seconds = context.options.reduction_seconds;
+  options.reduction_seconds = context.reduction_seconds;
   return options;
 }
 
@@ -88,16 +88,16 @@ std::vector<std::int64_t> split_by_weights(const PolicyContext& context, const s
   return plan::split_batch(context.batch_size, models, options).shares;
 }
 
-double makespan(const std::vector<plan::CostModel>& models, const std::vector<std::int64_t>& shares,
-                const BalancerOptions& options) {
+double makespan(const PolicyContext& context, const std::vector<plan::CostModel>& models,
+                const std::vector<std::int64_t>& shares) {
   double longest = 0.0;
   std::size_t working = 0;
   for (std::size_t i = 0; i < models.size(); ++i) {
     if (shares[i] == 0) continue;
     ++working;
-    longest = std::max(longest, models[i].seconds(shares[i]) + options.devices[i].limits.startup_seconds);
+    longest = std::max(longest, models[i].seconds(shares[i]) + context.limits[i].startup_seconds);
   }
-  return working < options.reduction_seconds.size() ? longest + options.reduction_seconds[working] : longest;
+  return working < context.reduction_seconds.size() ? longest + context.reduction_seconds[working] : longest;
 }
 
 }  // namespace paceline::balance

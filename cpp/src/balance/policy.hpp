@@ -18,6 +18,7 @@ struct PolicyContext {
   const BalancerOptions& options;
   const Estimator& estimator;
   const std::vector<plan::ShareLimits>& limits;  ///< the options' limits, maximum 0 for retired devices
+  const std::vector<double>& reduction_seconds;  ///< as in plan::SplitOptions, measured or told
   std::int64_t step = 0;                         ///< number of the step being planned or observed
   std::int64_t batch_size = 0;
   const std::vector<std::int64_t>* incumbent = nullptr;  ///< shares of the last plan for this batch size, or null
@@ -58,8 +59,8 @@ class Policy {
 /// The split options of a context, without a previous split.
 [[nodiscard]] plan::SplitOptions split_options(const PolicyContext& context);
 
-/// Makespan of `shares` by `models`, the reduction of as many devices as have work included.
-[[nodiscard]] double makespan(const std::vector<plan::CostModel>& models, const std::vector<std::int64_t>& shares,
-                              const BalancerOptions& options);
+/// Makespan of `shares` by `models`, start-up and the reduction of as many devices as have work included.
+[[nodiscard]] double makespan(const PolicyContext& context, const std::vector<plan::CostModel>& models,
+                              const std::vector<std::int64_t>& shares);
 
 }  // namespace paceline::balance

@@ -51,6 +51,7 @@ BalancerOptions read_options(const Json& json) {
 StepTimings read_timings(const Json& json) {
   StepTimings timings;
   timings.step_seconds = json["step_seconds"].number();
+  if (json.has("reduction_seconds")) timings.reduction_seconds = json["reduction_seconds"].number();
   for (const Json& device : json["devices"].array()) {
     auto& runs = timings.devices.emplace_back();
     for (const Json& run : device.array()) {

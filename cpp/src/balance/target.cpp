@@ -38,12 +38,13 @@ std::vector<std::int64_t> best_split(const PolicyContext& context, const std::ve
 }
 
 double gain_error(const PolicyContext& context, const std::vector<plan::CostModel>& models,
-                  const std::vector<std::int64_t>& present) {
+                  const std::vector<std::int64_t>& present, const std::vector<std::int64_t>& target) {
   std::size_t slowest = 0;
   double longest = -1.0;
   double rates = 0.0;
   const auto rate = [&](std::size_t i) { return 1.0 / std::max(models[i].per_item_seconds(), 1e-300); };
   for (std::size_t i = 0; i < models.size(); ++i) {
+    if (present[i] == 0 && target[i] == 0) continue;
     rates += rate(i);
     if (present[i] == 0 || models[i].seconds(present[i]) <= longest) continue;
     longest = models[i].seconds(present[i]);
@@ -51,9 +52,10 @@ double gain_error(const PolicyContext& context, const std::vector<plan::CostMode
   }
   double variance = 0.0;
   for (std::size_t i = 0; i < models.size(); ++i) {
+    if (present[i] == 0 && target[i] == 0) continue;
     const double part = rate(i) / rates;
     const double weight = i == slowest ? 1.0 - part : part;
-    const double error = error_with(context, i, present[i]);
+    const double error = error_with(context, i, present[i] > 0 ? present[i] : target[i]);
     variance += weight * weight * error * error;
   }
   return std::sqrt(variance);

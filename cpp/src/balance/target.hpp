@@ -20,8 +20,9 @@ namespace paceline::balance {
 [[nodiscard]] std::vector<std::int64_t> best_split(const PolicyContext& context,
                                                    const std::vector<plan::CostModel>& models, bool cautious);
 
-/// The standard error of the gain of leaving `present`: the device that is waited for now, against the average of all.
+/// The standard error of the gain of going from `present` to `target`: the device that is waited for now, against the
+/// average of all that have work in either. A device that stays out has no part in it, however little is known of it.
 [[nodiscard]] double gain_error(const PolicyContext& context, const std::vector<plan::CostModel>& models,
-                                const std::vector<std::int64_t>& present);
+                                const std::vector<std::int64_t>& present, const std::vector<std::int64_t>& target);
 
 }  // namespace paceline::balance

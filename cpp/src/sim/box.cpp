@@ -31,6 +31,8 @@ void check(const BoxOptions& options) {
                 device.fixed_seconds + device.per_item_seconds > 0.0,
             fmt::format("{} takes {} s and {} s per item: neither may be negative, and not both zero", device.name,
                         device.fixed_seconds, device.per_item_seconds));
+    require(not_negative(device.first_run_seconds),
+            fmt::format("the first run of a size on {} takes {} s more", device.name, device.first_run_seconds));
   }
   require(not_negative(options.noise) && options.noise < 1.0,
           fmt::format("noise is {}: give a fraction below 1", options.noise));
@@ -44,6 +46,23 @@ void check(const BoxOptions& options) {
         throttle.from >= 0 && throttle.from < throttle.to,
         fmt::format("a throttle lasts from step {} to {}: it must end after it starts", throttle.from, throttle.to));
   }
+  for (const Drift& drift : options.drifts) {
+    require(drift.device < count, fmt::format("a drift names device {}: there are {}", drift.device, count));
+    require(positive(drift.first_factor) && positive(drift.last_factor),
+            fmt::format("a drift goes from factor {} to {}: both must be above zero", drift.first_factor,
+                        drift.last_factor));
+    require(drift.from >= 0 && drift.from < drift.to,
+            fmt::format("a drift lasts from step {} to {}: it must end after it starts", drift.from, drift.to));
+  }
+  for (const Pause& pause : options.pauses) {
+    require(pause.device < count, fmt::format("a pause names device {}: there are {}", pause.device, count));
+    require(not_negative(pause.seconds), fmt::format("a pause takes {} s", pause.seconds));
+    require(pause.first >= 0 && pause.every >= 0,
+            fmt::format("a pause comes first at step {} and every {} steps", pause.first, pause.every));
+  }
+  require(options.reduction_seconds.empty() || options.reduction_seconds.size() == count + 1,
+          fmt::format("reduction_seconds has {} entries for {} devices: one per number of devices, from 0",
+                      options.reduction_seconds.size(), count));
   for (const Failure& failure : options.failures) {
     require(failure.device < count, fmt::format("a failure names device {}: there are {}", failure.device, count));
     require(failure.step >= 0, fmt::format("a failure is at step {}", failure.step));
@@ -52,14 +71,36 @@ void check(const BoxOptions& options) {
 
 }  // namespace
 
-Box::Box(BoxOptions options) : options_(std::move(options)) { check(options_); }
+Box::Box(BoxOptions options) : options_(std::move(options)), sizes_run_(options_.devices.size()) { check(options_); }
 
 double Box::slowdown(std::size_t device, std::int64_t step) const {
   double factor = 1.0 / options_.devices[device].speed;
   for (const Throttle& throttle : options_.throttles) {
     if (throttle.device == device && step >= throttle.from && step < throttle.to) factor *= throttle.factor;
   }
+  for (const Drift& drift : options_.drifts) {
+    if (drift.device != device) continue;
+    const auto length = static_cast<double>(drift.to - drift.from);
+    const double part = std::clamp(static_cast<double>(step - drift.from) / length, 0.0, 1.0);
+    factor *= drift.first_factor + part * (drift.last_factor - drift.first_factor);
+  }
   return factor;
+}
+
+double Box::pause(std::size_t device, std::int64_t step) const {
+  double seconds = 0.0;
+  for (const Pause& pause : options_.pauses) {
+    if (pause.device != device || step < pause.first) continue;
+    const std::int64_t since = step - pause.first;
+    if (since == 0 || (pause.every > 0 && since % pause.every == 0)) seconds += pause.seconds;
+  }
+  return seconds;
+}
+
+double Box::reduction(const std::vector<std::int64_t>& shares) const {
+  if (options_.reduction_seconds.empty()) return 0.0;
+  const auto working = std::count_if(shares.begin(), shares.end(), [](std::int64_t share) { return share > 0; });
+  return options_.reduction_seconds[static_cast<std::size_t>(working)];
 }
 
 bool Box::alive(std::size_t device, std::int64_t step) const {
@@ -81,17 +122,23 @@ double Box::makespan(std::int64_t step, const std::vector<std::int64_t>& shares)
   const std::vector<plan::CostModel> truth = models(step);
   double longest = 0.0;
   for (std::size_t i = 0; i < shares.size(); ++i) {
-    if (shares[i] > 0) longest = std::max(longest, truth[i].seconds(shares[i]));
+    if (shares[i] == 0) continue;
+    longest = std::max(longest, truth[i].seconds(shares[i]) + options_.devices[i].limits.startup_seconds);
   }
-  return longest;
+  return longest + reduction(shares);
 }
 
 double Box::ideal(std::int64_t step, std::int64_t batch_size) const {
+  return makespan(step, best_split(step, batch_size));
+}
+
+std::vector<std::int64_t> Box::best_split(std::int64_t step, std::int64_t batch_size) const {
   plan::SplitOptions split;
+  split.reduction_seconds = options_.reduction_seconds;
   for (std::size_t i = 0; i < options_.devices.size(); ++i) {
     split.limits.push_back(alive(i, step) ? options_.devices[i].limits : plan::ShareLimits{.minimum = 0, .maximum = 0});
   }
-  return makespan(step, plan::split_batch(batch_size, models(step), split).shares);
+  return plan::split_batch(batch_size, models(step), split).shares;
 }
 
 StepOutcome Box::run(std::int64_t step, const std::vector<std::int64_t>& shares) {
@@ -109,11 +156,17 @@ StepOutcome Box::run(std::int64_t step, const std::vector<std::int64_t>& shares)
     Random random(options_.seed, static_cast<std::uint64_t>(step), i);
     double seconds = truth[i].seconds(shares[i]) * std::exp(options_.noise * random.normal());
     if (random.uniform() < options_.spike_probability) seconds *= options_.spike_factor;
-    outcome.timings.devices[i].push_back({shares[i], seconds});
-    outcome.seconds = std::max(outcome.seconds, seconds);
+    seconds += pause(i, step);
+    const SimDevice& device = options_.devices[i];
+    const bool first_run = device.first_run_seconds > 0.0 && sizes_run_[i].insert(shares[i]).second;
+    if (first_run) seconds += device.first_run_seconds;
+    outcome.timings.devices[i].push_back({shares[i], seconds, first_run});
+    outcome.seconds = std::max(outcome.seconds, device.limits.startup_seconds + seconds);
   }
-  now_seconds_ += outcome.seconds;
   outcome.timings.step_seconds = outcome.seconds;
+  outcome.timings.reduction_seconds = reduction(shares);
+  outcome.seconds += outcome.timings.reduction_seconds;
+  now_seconds_ += outcome.seconds;
   if (outcome.failed_device) outcome.timings = {};
   return outcome;
 }

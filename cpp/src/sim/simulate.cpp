@@ -68,6 +68,7 @@ SimulationResult simulate(const SimulationOptions& options) {
   result.events = events_of(options);
   std::vector<double> losses;
   double ideal = 0.0;
+  std::vector<plan::CostModel> known;  // the models that `ideal` is for
   for (std::int64_t step = 0; step < options.steps;) {
     const balance::StepPlan plan = balancer.next_plan(options.batch_size);
     const StepOutcome outcome = box.run(step, plan.shares);
@@ -85,10 +86,12 @@ SimulationResult simulate(const SimulationOptions& options) {
       continue;  // the step is repeated by those who are left
     }
     balancer.record(outcome.timings);
-    // The oracle's split changes only with an event.
+    // The oracle's split changes only with a speed or a failure.
     const bool event_now =
         std::any_of(result.events.begin(), result.events.end(), [&](auto& e) { return e.step == step; });
-    if (step == 0 || event_now) ideal = box.ideal(step, options.batch_size);
+    std::vector<plan::CostModel> truth = box.models(step);
+    if (event_now || truth != known) ideal = box.ideal(step, options.batch_size);
+    known = std::move(truth);
     losses.push_back(box.makespan(step, plan.shares) / ideal - 1.0);
     result.ideal_seconds += ideal;
     result.final_shares = plan.shares;

@@ -3,7 +3,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 
-__all__: list[str] = ["Event", "SimulationResult", "simulate"]
+__all__: list[str] = ["Event", "Scenario", "ScenarioResult", "SimulationResult", "run_suite", "scenarios", "simulate"]
 
 class Event:
     """

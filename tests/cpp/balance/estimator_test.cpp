@@ -155,5 +155,27 @@ TEST(Estimator, FollowsADriftBelowTheThresholdOfAShift) {
   EXPECT_NEAR(feed.estimator.devices()[0].own_scale / before, 1.05, 0.01);
 }
 
+TEST(Estimator, ForgetsWhatWasBeforeADrift) {
+  Feed feed{Estimator(profiles(1)), 0.01};
+  feed.run(128, {64});
+  const double before = feed.estimator.devices()[0].own_scale;
+  feed.run(40, {64}, [](std::int64_t, std::size_t) { return 1.05; });
+  // The median of 88 samples before and 40 after would not have moved.
+  EXPECT_NEAR(feed.estimator.devices()[0].own_scale / before, 1.05, 0.01);
+  EXPECT_EQ(feed.estimator.devices()[0].drifts, 1);
+  EXPECT_GE(feed.estimator.devices()[0].since_step, 110);
+}
+
+TEST(Estimator, SeesNoDriftInNoise) {
+  std::int64_t drifts = 0;
+  for (std::uint64_t seed = 1; seed <= 20; ++seed) {
+    Feed feed{Estimator(profiles(4)), 0.03};
+    feed.seed = seed;
+    feed.run(400, {64, 64, 64, 64});
+    for (const DeviceEstimate& device : feed.estimator.devices()) drifts += device.drifts;
+  }
+  EXPECT_LE(drifts, 1);
+}
+
 }  // namespace
 }  // namespace paceline::balance

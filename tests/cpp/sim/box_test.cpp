@@ -134,5 +134,85 @@ TEST(Box, RefusesEventsThatMakeNoSense) {
   refused([](BoxOptions& o) { o.failures = {{7, 0}}; });
 }
 
+TEST(Box, DriftsFromOneFactorToAnother) {
+  BoxOptions options = two_devices();
+  options.drifts = {{0, 2.0, 1.0, 10, 20}};
+  const Box box(options);
+  const auto seconds = [&](std::int64_t step) { return box.models(step)[0].seconds(60); };
+  EXPECT_DOUBLE_EQ(seconds(0), 0.020);
+  EXPECT_DOUBLE_EQ(seconds(10), 0.020);
+  EXPECT_DOUBLE_EQ(seconds(15), 0.015);
+  EXPECT_DOUBLE_EQ(seconds(20), 0.010);
+  EXPECT_DOUBLE_EQ(seconds(100), 0.010);
+  EXPECT_DOUBLE_EQ(box.models(15)[1].seconds(20), 0.012);
+}
+
+TEST(Box, PausesOnceOrEverySoManySteps) {
+  BoxOptions options = two_devices();
+  options.pauses = {{0, 0.5, 2, 0}, {1, 0.25, 1, 3}};
+  Box box(options);
+  std::vector<double> first;
+  std::vector<double> second;
+  for (std::int64_t step = 0; step < 6; ++step) {
+    const StepOutcome outcome = box.run(step, {60, 20});
+    first.push_back(outcome.timings.devices[0][0].seconds);
+    second.push_back(outcome.timings.devices[1][0].seconds);
+    EXPECT_DOUBLE_EQ(box.makespan(step, {60, 20}), 0.012) << "no split avoids a pause";
+  }
+  EXPECT_EQ(first, (std::vector<double>{0.010, 0.010, 0.510, 0.010, 0.010, 0.010}));
+  EXPECT_EQ(second, (std::vector<double>{0.012, 0.262, 0.012, 0.012, 0.262, 0.012}));
+}
+
+TEST(Box, ChargesStartUpAndReductionToTheStepButNotToTheDevice) {
+  BoxOptions options = two_devices();
+  options.devices[1].limits.startup_seconds = 0.003;
+  options.reduction_seconds = {0.0, 0.001, 0.002};
+  Box box(options);
+  const StepOutcome both = box.run(0, {60, 20});
+  EXPECT_DOUBLE_EQ(both.timings.devices[1][0].seconds, 0.012);
+  EXPECT_DOUBLE_EQ(both.timings.step_seconds, 0.015);
+  EXPECT_DOUBLE_EQ(both.seconds, 0.017);
+  EXPECT_DOUBLE_EQ(box.makespan(0, {60, 20}), 0.017);
+  EXPECT_DOUBLE_EQ(box.makespan(0, {60, 0}), 0.011);
+}
+
+TEST(Box, TheOracleLeavesOutWhatDoesNotPay) {
+  BoxOptions options = two_devices();
+  options.reduction_seconds = {0.0, 0.0, 0.010};
+  const Box box(options);
+  EXPECT_EQ(box.best_split(0, 60), (Shares{60, 0}));
+  EXPECT_DOUBLE_EQ(box.ideal(0, 60), 0.010);
+  EXPECT_GT(box.best_split(0, 600)[1], 0);
+}
+
+TEST(Box, ChargesTheFirstRunOfEachSizeAndSaysSo) {
+  BoxOptions options = two_devices();
+  options.devices[0].first_run_seconds = 1.0;
+  Box box(options);
+  const auto first = [&](std::int64_t step, std::int64_t share) {
+    return box.run(step, {share, 20}).timings.devices[0][0];
+  };
+  EXPECT_EQ(first(0, 60), (balance::MicroBatchTiming{60, 1.010, true}));
+  EXPECT_EQ(first(1, 60), (balance::MicroBatchTiming{60, 0.010, false}));
+  EXPECT_TRUE(first(2, 50).excluded);
+  EXPECT_FALSE(first(3, 60).excluded);
+}
+
+TEST(Box, NamesTheDriftAndThePauseThatMakeNoSense) {
+  const auto refuses = [](auto change) {
+    BoxOptions options = two_devices();
+    change(options);
+    EXPECT_THROW(Box{options}, InvalidArgument);
+  };
+  refuses([](BoxOptions& options) { options.drifts = {{2, 1.0, 1.5, 0, 10}}; });
+  refuses([](BoxOptions& options) { options.drifts = {{0, 0.0, 1.5, 0, 10}}; });
+  refuses([](BoxOptions& options) { options.drifts = {{0, 1.0, 1.5, 10, 10}}; });
+  refuses([](BoxOptions& options) { options.pauses = {{2, 1.0, 0, 0}}; });
+  refuses([](BoxOptions& options) { options.pauses = {{0, -1.0, 0, 0}}; });
+  refuses([](BoxOptions& options) { options.pauses = {{0, 1.0, 0, -1}}; });
+  refuses([](BoxOptions& options) { options.reduction_seconds = {0.0, 0.0}; });
+  refuses([](BoxOptions& options) { options.devices[0].first_run_seconds = -1.0; });
+}
+
 }  // namespace
 }  // namespace paceline::sim

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <paceline/balance/report.hpp>
+#include <paceline/balance/what_if.hpp>
 #include <paceline/export.hpp>
 #include <paceline/plan/cost_model.hpp>
 #include <paceline/plan/split.hpp>
@@ -29,7 +30,8 @@ struct BalancerOptions {
   std::string policy = "auto";  ///< "auto" | "even" | "weighted"
   std::vector<double> weights;  ///< for "weighted": one per device
   std::int64_t granularity = 1;
-  std::vector<double> reduction_seconds;  ///< as in plan::SplitOptions
+  /// As in plan::SplitOptions, or empty. What steps measure (StepTimings::reduction_seconds) takes its place.
+  std::vector<double> reduction_seconds;
   /// "auto" only: run the first steps with shares off the even split, so that the constant part of a step's time can
   /// be told from the part per item. Ends by itself as soon as the timings tell the two apart.
   bool calibrate = true;
@@ -48,6 +50,7 @@ struct StepTimings {
   std::vector<std::vector<MicroBatchTiming>> devices;
   double step_seconds =
       0.0;  ///< first start to last finish of the compute; 0: unknown, the slowest device's sum is taken
+  double reduction_seconds = 0.0;  ///< from then to the end of the step; 0: unknown
 };
 
 /// What to run next, and the numbers behind it.
@@ -106,6 +109,12 @@ class PACELINE_API Balancer {
   /// `causes`, one per device or none at all, are what others know of why a device is slow: told where not empty.
   /// @throws InvalidArgument for another number of causes.
   [[nodiscard]] std::string explain(std::span<const std::string> causes = {}) const;
+
+  /// What would the best split be, and how long a step, if devices had other speeds, came or left? By the present
+  /// estimates; changes nothing and is not in the ledger.
+  /// @throws InvalidArgument before the first timing, for speeds that do not fit, devices that are not there, or a
+  /// batch that does not fit in those that are left.
+  [[nodiscard]] WhatIfAnswer what_if(const WhatIfOptions& asked) const;
 
   /// Changes of shares so far, for unchanged batch sizes.
   [[nodiscard]] std::int64_t move_count() const noexcept;

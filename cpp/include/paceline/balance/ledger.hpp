@@ -14,13 +14,14 @@ namespace paceline::balance {
 /// Writes the calls of one balancer as JSON lines: a header with the format's version and the options, then one line
 /// per next_plan, record and retire. Doubles are written so that they read back bit for bit.
 ///
-///   {"paceline_ledger": 1, "options": {...}}
+///   {"paceline_ledger": 2, "options": {...}}
 ///   {"plan": {"step": 0, "batch_size": 512, "shares": [256, 256], "moved": false, "predicted_seconds": 0, "reason":
 ///   "..."}}
 ///   {"record": {"step": 0, "devices": [[[256, 0.03]], [[256, 0.031, true]]], "step_seconds": 0.031}}
 ///   {"retire": {"device": 1}}
 ///
-/// A micro-batch is [items, seconds], with a third element true if it was excluded. Lines are flushed by the stream's
+/// A micro-batch is [items, seconds], with a third element true if it was excluded. A record has "reduction_seconds"
+/// where they were measured. Lines are flushed by the stream's
 /// own rules. Not thread-safe, like the balancer it belongs to. The stream must outlive the writer.
 class PACELINE_API LedgerWriter {
  public:

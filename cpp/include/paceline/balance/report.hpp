@@ -25,7 +25,10 @@ struct DeviceReport {
   std::size_t equals = 0;          ///< devices of its class that it cannot be told from, itself included
   std::int64_t samples = 0;        ///< steps since the last change of its speed, at most the window
   std::int64_t since_step = 0;     ///< step of that change
-  std::int64_t change_points = 0;  ///< changes of its speed so far
+  std::int64_t change_points = 0;  ///< sudden changes of its speed so far
+  std::int64_t drifts = 0;         ///< slow ones
+  double slowdown = 0.0;           ///< its time now over its time before the last change: 2 = twice as slow; 0: none
+  double regain = 0.0;  ///< how much shorter steps would be if it were as fast as before, 0 if it is not slower
 };
 
 enum class MoveOutcome : std::uint8_t {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -13,14 +14,17 @@
 
 namespace paceline::sim {
 
-/// A simulated device: (fixed + per_item * n) / speed seconds for n > 0 items, nothing for none.
+/// A simulated device: (fixed + per_item * n) / speed seconds for n > 0 items, nothing for none. Its limits' start-up
+/// seconds come on top, outside of what it times.
 struct SimDevice {
   std::string name;
   std::string device_class = "sim";
   double speed = 1.0;
   double fixed_seconds = 0.004;
   double per_item_seconds = 0.0001;
-  plan::ShareLimits limits;  ///< e.g. its memory: told to planner and balancer, and to the oracle
+  plan::ShareLimits limits = {};  ///< e.g. its memory: told to planner and balancer, and to the oracle
+  /// Added to the first run of each size (compilation, autotuning, graph capture); such a run is reported as excluded.
+  double first_run_seconds = 0.0;
 };
 
 /// The device takes `factor` times as long in steps [from, to).
@@ -29,6 +33,25 @@ struct Throttle {
   double factor = 2.0;
   std::int64_t from = 0;
   std::int64_t to = 0;
+};
+
+/// The device takes `first_factor` times as long up to step `from`, `last_factor` times from step `to` on, and what
+/// lies on the line between the two in between: warming up, heating up.
+struct Drift {
+  std::size_t device = 0;
+  double first_factor = 1.0;
+  double last_factor = 1.5;
+  std::int64_t from = 0;
+  std::int64_t to = 0;
+};
+
+/// The device stands still for `seconds` in step `first`, and every `every` steps after it; 0: once. No split avoids
+/// it, so the oracle does not count it: compilation in the first step, garbage collection, one bad sample.
+struct Pause {
+  std::size_t device = 0;
+  double seconds = 0.0;
+  std::int64_t first = 0;
+  std::int64_t every = 0;
 };
 
 /// The device stops for good in step `step`.
@@ -42,8 +65,12 @@ struct BoxOptions {
   double noise = 0.0;              ///< every time is multiplied by exp(noise * Z), Z standard normal
   double spike_probability = 0.0;  ///< jitter: a device's step is `spike_factor` times longer, so often
   double spike_factor = 1.0;
-  std::vector<Throttle> throttles;
-  std::vector<Failure> failures;
+  std::vector<Throttle> throttles = {};
+  std::vector<Drift> drifts = {};
+  std::vector<Pause> pauses = {};
+  std::vector<Failure> failures = {};
+  /// Seconds each step ends later when k devices have work, at index k (index 0 unused), or empty: the reduction.
+  std::vector<double> reduction_seconds = {};
   std::uint64_t seed = 0;
 };
 
@@ -56,8 +83,8 @@ struct StepOutcome {
 
 /// The devices of one machine on a virtual clock: what runs takes the time the options say, and no time at all.
 ///
-/// Deterministic: the time of a device in a step depends on the seed, the step, the device and its share only. Not
-/// thread-safe.
+/// Deterministic: the time of a device in a step depends on the seed, the step, the device and its share only, and on
+/// the sizes it ran before where first runs cost. Not thread-safe.
 class PACELINE_API Box {
  public:
   /// @throws InvalidArgument naming the device or event that makes no sense.
@@ -73,16 +100,21 @@ class PACELINE_API Box {
   /// True models at a step, throttles included, noise not.
   [[nodiscard]] std::vector<plan::CostModel> models(std::int64_t step) const;
   [[nodiscard]] bool alive(std::size_t device, std::int64_t step) const;
-  /// Noise-free makespan of `shares` at a step.
+  /// Noise-free seconds of a step with `shares`: start-up and reduction included, pauses and first runs not.
   [[nodiscard]] double makespan(std::int64_t step, const std::vector<std::int64_t>& shares) const;
-  /// Noise-free makespan of the best split at a step, by the true models over the devices alive: the oracle.
+  /// The split with the least makespan at a step, by the true models over the devices alive.
+  [[nodiscard]] std::vector<std::int64_t> best_split(std::int64_t step, std::int64_t batch_size) const;
+  /// The makespan of best_split(): the oracle.
   [[nodiscard]] double ideal(std::int64_t step, std::int64_t batch_size) const;
 
   [[nodiscard]] const BoxOptions& options() const noexcept { return options_; }
 
  private:
   [[nodiscard]] double slowdown(std::size_t device, std::int64_t step) const;
+  [[nodiscard]] double pause(std::size_t device, std::int64_t step) const;
+  [[nodiscard]] double reduction(const std::vector<std::int64_t>& shares) const;
   BoxOptions options_;
+  std::vector<std::set<std::int64_t>> sizes_run_;  // per device; kept only where first runs cost
   double now_seconds_ = 0.0;
 };
 

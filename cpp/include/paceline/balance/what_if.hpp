@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace paceline::balance {
+
+/// A device that is not there yet: like one that was measured, but `speed` times as fast.
+struct AddedDevice {
+  std::string name;
+  std::size_t like = 0;
+  double speed = 1.0;
+};
+
+/// What is asked: a change of the devices, judged by the present estimates.
+struct WhatIfOptions {
+  std::vector<double> speeds = {};       ///< one factor per device on its present speed, or none: as they are
+  std::vector<AddedDevice> add = {};     ///< come after the present devices
+  std::vector<std::size_t> remove = {};  ///< devices that would get no work
+  std::int64_t batch_size = 0;           ///< 0: that of the last plan
+};
+
+/// The split that would be best then, and how long a step would take.
+struct WhatIfAnswer {
+  std::vector<std::string> names;    ///< the present devices, then those added
+  std::vector<std::int64_t> shares;  ///< per name; 0 for those removed
+  double seconds = 0.0;              ///< of a step with these shares, by the estimates
+  double present_seconds = 0.0;      ///< of a step with the shares now in force and the devices as they are
+  double best_seconds = 0.0;         ///< of a step with the best shares for the devices as they are
+  double error = 0.0;                ///< relative standard error of `seconds`: of the device that finishes last
+  std::string text;                  ///< one sentence
+};
+
+}  // namespace paceline::balance

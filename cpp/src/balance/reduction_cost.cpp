@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "balance/reduction_cost.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "balance/statistics.hpp"
+
+namespace paceline::balance {
+namespace {
+
+constexpr std::size_t kSamples = 16;
+constexpr std::size_t kLeastSamples = 2;  // the first reduction of a process allocates and connects
+// Below it the search over numbers of devices costs more than leaving one out brings.
+constexpr double kNegligible = 0.002;
+
+}  // namespace
+
+ReductionCost::ReductionCost(std::vector<double> told, std::size_t devices)
+    : told_(std::move(told)), measured_(devices + 1), seconds_(told_) {}
+
+void ReductionCost::record(std::size_t working, double seconds, double compute_seconds) {
+  if (working == 0 || working >= measured_.size() || !(seconds > 0.0)) return;
+  std::deque<double>& samples = measured_[working];
+  samples.push_back(seconds);
+  if (samples.size() > kSamples) samples.pop_front();
+  estimate(compute_seconds);
+}
+
+void ReductionCost::estimate(double compute_seconds) {
+  struct Known {
+    std::size_t count = 0;
+    double seconds = 0.0;
+  };
+  std::vector<Known> known;
+  for (std::size_t k = 1; k < measured_.size(); ++k) {
+    if (measured_[k].size() >= kLeastSamples) {
+      std::vector<double> samples(measured_[k].begin(), measured_[k].end());
+      known.push_back({k, median(samples)});
+    } else if (!told_.empty()) {
+      known.push_back({k, told_[k]});
+    } else if (k == 1) {
+      known.push_back({k, 0.0});
+    }
+  }
+  seconds_.assign(measured_.size(), 0.0);
+  for (std::size_t k = 1; k < seconds_.size(); ++k) {
+    const auto after = std::find_if(known.begin(), known.end(), [&](const Known& point) { return point.count >= k; });
+    if (after != known.end() && after->count == k) {
+      seconds_[k] = after->seconds;
+      continue;
+    }
+    const auto next = after != known.end() ? after : known.end() - 1;
+    if (next == known.begin()) {  // one number alone is known: what more devices cost is not
+      seconds_[k] = next->seconds;
+      continue;
+    }
+    const Known from = *std::prev(next);
+    const double slope = (next->seconds - from.seconds) / static_cast<double>(next->count - from.count);
+    seconds_[k] = std::max(0.0, from.seconds + slope * (static_cast<double>(k) - static_cast<double>(from.count)));
+  }
+  const double most = *std::max_element(seconds_.begin(), seconds_.end());
+  if (told_.empty() && most < kNegligible * compute_seconds) seconds_.clear();
+}
+
+}  // namespace paceline::balance

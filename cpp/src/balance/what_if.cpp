@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/balance/what_if.hpp>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include <paceline/error.hpp>
+
+#include "balance/balancer_state.hpp"
+#include "balance/target.hpp"
+
+namespace paceline::balance {
+namespace {
+
+void require_speed(double speed, const std::string& name) {
+  if (std::isfinite(speed) && speed > 0.0) return;
+  throw InvalidArgument(fmt::format("what_if: the speed of {} is {}; it is a factor above zero", name, speed), name);
+}
+
+void require_device(std::size_t device, std::size_t count, const char* what) {
+  if (device < count) return;
+  throw InvalidArgument(fmt::format("what_if: {} names device {}: there are {}", what, device, count));
+}
+
+/// For one device more than was ever there the reduction goes on as it did from the last but one to the last.
+void extend(std::vector<double>& reduction_seconds, std::size_t devices) {
+  if (reduction_seconds.empty()) return;
+  while (reduction_seconds.size() < devices + 1) {
+    const double last = reduction_seconds.back();
+    const double before = reduction_seconds.size() > 2 ? reduction_seconds[reduction_seconds.size() - 2] : last;
+    reduction_seconds.push_back(last + std::max(0.0, last - before));
+  }
+}
+
+}  // namespace
+
+WhatIfAnswer Balancer::what_if(const WhatIfOptions& asked) const {
+  const State& state = *state_;
+  const std::size_t count = state.options.devices.size();
+  if (!state.estimator.has_evidence() || !state.plan) {
+    throw InvalidArgument("what_if: nothing is measured yet; run a few steps first");
+  }
+  if (!asked.speeds.empty() && asked.speeds.size() != count) {
+    throw InvalidArgument(
+        fmt::format("what_if: {} speeds for {} devices; give a factor for each, or none", asked.speeds.size(), count));
+  }
+  const std::int64_t batch_size = asked.batch_size > 0 ? asked.batch_size : state.plan->batch_size;
+  const PolicyContext here = state.context(batch_size);
+  plan::SplitOptions split = split_options(here);
+  std::vector<plan::CostModel> models = estimated_models(here);
+  WhatIfAnswer answer;
+  for (const DeviceProfile& device : state.options.devices) answer.names.push_back(device.name);
+  const plan::Split best = plan::split_batch(batch_size, models, split);
+  answer.best_seconds = best.makespan_seconds;
+  const bool in_force = here.incumbent != nullptr;
+  answer.present_seconds = in_force ? makespan(here, models, *here.incumbent) : best.makespan_seconds;
+
+  std::vector<std::size_t> measured_by(count);  // whose estimate a device's time rests on
+  for (std::size_t i = 0; i < count; ++i) measured_by[i] = i;
+  for (const AddedDevice& added : asked.add) {
+    require_device(added.like, count, "an added device");
+    require_speed(added.speed, added.name);
+    answer.names.push_back(added.name);
+    models.push_back(models[added.like].scaled(1.0 / added.speed));
+    split.limits.push_back(state.options.devices[added.like].limits);
+    measured_by.push_back(added.like);
+  }
+  for (std::size_t i = 0; i < asked.speeds.size(); ++i) {
+    require_speed(asked.speeds[i], answer.names[i]);
+    models[i] = models[i].scaled(1.0 / asked.speeds[i]);
+  }
+  for (const std::size_t device : asked.remove) {
+    require_device(device, count, "remove");
+    split.limits[device] = {.minimum = 0, .maximum = 0};
+  }
+  extend(split.reduction_seconds, models.size());
+  const plan::Split then = plan::split_batch(batch_size, models, split);
+  answer.shares = then.shares;
+  answer.seconds = then.makespan_seconds;
+  double latest = -1.0;
+  for (std::size_t i = 0; i < models.size(); ++i) {
+    if (then.shares[i] == 0 || models[i].seconds(then.shares[i]) <= latest) continue;
+    latest = models[i].seconds(then.shares[i]);
+    answer.error = state.estimator.error_at(measured_by[i], static_cast<double>(then.shares[i]));
+  }
+  const double change = answer.seconds / answer.best_seconds - 1.0;
+  answer.text = fmt::format(
+      "a step of {} items would take {:.4g} ms (+-{:.1f} %) with shares [{}], {:.1f} % {} than the {:.4g} ms that the "
+      "devices as they are need at best",
+      batch_size, 1e3 * answer.seconds, 100.0 * answer.error, fmt::join(answer.shares, ", "), 100.0 * std::abs(change),
+      change > 0.0 ? "longer" : "shorter", 1e3 * answer.best_seconds);
+  return answer;
+}
+
+}  // namespace paceline::balance

@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Never worse than the best subset: random boxes in which leaving devices out often wins.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include <paceline/balance/balancer.hpp>
+#include <paceline/sim/box.hpp>
+#include <paceline/sim/random.hpp>
+
+namespace paceline::sim {
+namespace {
+
+using Shares = std::vector<std::int64_t>;
+
+constexpr std::int64_t kSteps = 200;
+constexpr std::int64_t kSettled = 60;  // from this step on the split is held against the best one
+
+struct RandomBox {
+  BoxOptions options;
+  std::int64_t batch_size = 0;
+};
+
+/// Two to six devices of one or two classes, up to 50 times slower than the fastest, with fixed, start-up and reduction
+/// costs from nothing to more than the step.
+RandomBox random_box(std::uint64_t seed) {
+  Random random(seed, 0, 0);
+  const auto between = [&](double low, double high) { return low + (high - low) * random.uniform(); };
+  const auto log_between = [&](double low, double high) { return low * std::pow(high / low, random.uniform()); };
+  RandomBox box;
+  const auto devices = static_cast<std::size_t>(between(2, 7));
+  const std::size_t classes = random.uniform() < 0.5 ? 1 : 2;
+  std::vector<double> fixed;
+  std::vector<double> per_item;
+  for (std::size_t c = 0; c < classes; ++c) {
+    fixed.push_back(log_between(0.0005, 0.02));
+    per_item.push_back(log_between(0.00002, 0.0005));
+  }
+  const bool startup = random.uniform() < 0.3;
+  for (std::size_t i = 0; i < devices; ++i) {
+    const std::size_t c = i % classes;
+    SimDevice device;
+    device.name = "sim:" + std::to_string(i);
+    device.device_class = std::to_string(c);
+    device.speed = random.uniform() < 0.5 ? 1.0 : log_between(0.02, 1.0);
+    device.fixed_seconds = fixed[c];
+    device.per_item_seconds = per_item[c];
+    if (startup) device.limits.startup_seconds = log_between(0.0001, 0.005);
+    box.options.devices.push_back(device);
+  }
+  if (random.uniform() < 0.5) {
+    const double first = log_between(0.0001, 0.003);
+    const double each = log_between(0.0001, 0.003);
+    box.options.reduction_seconds = {0.0, 0.0};
+    for (std::size_t k = 2; k <= devices; ++k) {
+      box.options.reduction_seconds.push_back(first + each * static_cast<double>(k - 1));
+    }
+  }
+  box.options.noise = between(0.002, 0.03);
+  box.options.seed = seed;
+  box.batch_size = static_cast<std::int64_t>(log_between(16, 1024));
+  return box;
+}
+
+struct Outcome {
+  double split_loss = 0.0;  ///< of the settled steps that are no probes, to the best split over any subset
+  double probe_loss =
+      0.0;             ///< time that probes took beyond the split in force, as a fraction of all settled steps' time
+  double moves = 0.0;  ///< of the settled steps, probes aside
+};
+
+balance::BalancerOptions options_of(const RandomBox& random) {
+  balance::BalancerOptions options;
+  for (const SimDevice& device : random.options.devices) {
+    options.devices.push_back({device.name, device.device_class, device.limits});
+  }
+  return options;
+}
+
+Outcome run(const RandomBox& random) {
+  Box box(random.options);
+  balance::Balancer balancer(options_of(random));
+  const double ideal = box.ideal(0, random.batch_size);
+  Outcome outcome;
+  std::int64_t splits = 0;
+  double in_force = ideal;
+  Shares shares;
+  for (std::int64_t step = 0; step < kSteps; ++step) {
+    const balance::StepPlan plan = balancer.next_plan(random.batch_size);
+    const double seconds = box.makespan(step, plan.shares);
+    const bool probe = plan.reason.starts_with("probe");
+    if (step >= kSettled) {
+      if (probe) {
+        outcome.probe_loss += (seconds - in_force) / ideal / static_cast<double>(kSteps - kSettled);
+      } else {
+        outcome.split_loss += seconds / ideal - 1.0;
+        ++splits;
+      }
+    }
+    if (!probe) {
+      outcome.moves += step > kSettled && plan.shares != shares ? 1.0 : 0.0;
+      in_force = seconds;
+      shares = plan.shares;
+    }
+    balancer.record(box.run(step, plan.shares).timings);
+  }
+  outcome.split_loss /= static_cast<double>(std::max<std::int64_t>(splits, 1));
+  return outcome;
+}
+
+/// 1000 unless PACELINE_RANDOM_BOXES says otherwise: 10000 take half a minute.
+std::uint64_t box_count() {
+  const char* wanted = std::getenv("PACELINE_RANDOM_BOXES");
+  return wanted != nullptr ? std::stoull(wanted) : 1000;
+}
+
+TEST(Subset, NoRandomBoxLosesToItsBestSubset) {
+  std::vector<double> losses;
+  double probes = 0.0;
+  double worst_probes = 0.0;
+  double moves = 0.0;
+  std::size_t left_out = 0;
+  std::size_t far_off = 0;
+  for (std::uint64_t seed = 1; seed <= box_count(); ++seed) {
+    const RandomBox random = random_box(seed);
+    const Outcome outcome = run(random);
+    losses.push_back(outcome.split_loss);
+    probes += outcome.probe_loss;
+    worst_probes = std::max(worst_probes, outcome.probe_loss);
+    moves += outcome.moves;
+    const Shares best = Box(random.options).best_split(0, random.batch_size);
+    left_out += std::find(best.begin(), best.end(), 0) != best.end() ? 1 : 0;
+    far_off += outcome.split_loss > 0.15 ? 1 : 0;
+  }
+  const auto count = static_cast<double>(losses.size());
+  std::sort(losses.begin(), losses.end());
+  const auto quantile = [&](double q) { return losses[static_cast<std::size_t>(q * (count - 1.0))]; };
+  const double mean = std::accumulate(losses.begin(), losses.end(), 0.0) / count;
+  RecordProperty("boxes", static_cast<int>(losses.size()));
+  RecordProperty("left_out", static_cast<int>(left_out));
+  RecordProperty("mean_loss", std::to_string(mean));
+  RecordProperty("loss_of_99_percent", std::to_string(quantile(0.99)));
+  RecordProperty("worst_loss", std::to_string(losses.back()));
+  RecordProperty("probes", std::to_string(probes / count));
+  EXPECT_GE(static_cast<double>(left_out), 0.4 * count) << "boxes in which everybody works say little";
+  EXPECT_LE(mean, 0.002);
+  EXPECT_LE(quantile(0.95), 0.01);  // what a move must promise
+  EXPECT_LE(quantile(0.99), 0.02);
+  // Batches of four items a device and less, too small to learn the shape from: one in a thousand of 10000.
+  EXPECT_LE(static_cast<double>(far_off), 0.002 * count);
+  EXPECT_LE(probes / count, 0.006);
+  EXPECT_LE(worst_probes, 0.05);
+  EXPECT_LE(moves / count, 0.01 * static_cast<double>(kSteps - kSettled));
+}
+
+/// Two fast devices and one that pays or not, by its speed.
+RandomBox three(double speed) {
+  RandomBox random;
+  random.options.devices.resize(3);
+  for (std::size_t i = 0; i < 3; ++i) random.options.devices[i].name = "sim:" + std::to_string(i);
+  random.options.devices[2].speed = speed;
+  random.options.noise = 0.02;
+  random.batch_size = 200;  // 14 ms with two; the third one's fixed time is 4 ms / speed
+  return random;
+}
+
+Shares after(const RandomBox& random, std::int64_t steps, double* per_100 = nullptr) {
+  Box box(random.options);
+  balance::Balancer balancer(options_of(random));
+  Shares shares;
+  Shares in_force;
+  std::int64_t moves = 0;
+  for (std::int64_t step = 0; step < steps; ++step) {
+    const balance::StepPlan plan = balancer.next_plan(random.batch_size);
+    if (!plan.reason.starts_with("probe")) {
+      moves += step > kSettled && plan.shares != in_force ? 1 : 0;
+      in_force = plan.shares;
+    }
+    balancer.record(box.run(step, plan.shares).timings);
+  }
+  if (per_100 != nullptr) *per_100 = 100.0 * static_cast<double>(moves) / static_cast<double>(steps - kSettled);
+  return in_force;
+}
+
+TEST(Subset, ADeviceAtTheBorderIsNotTakenInAndOut) {
+  for (const double speed : {0.26, 0.28, 0.285, 0.29, 0.30, 0.32}) {
+    for (std::uint64_t seed = 1; seed <= 5; ++seed) {
+      RandomBox random = three(speed);
+      random.options.seed = seed;
+      double moves = 0.0;
+      after(random, 1000, &moves);
+      EXPECT_LE(moves, 0.5) << speed << ", seed " << seed;
+    }
+  }
+}
+
+TEST(Subset, ADeviceThatRecoversIsTakenBack) {
+  RandomBox random = three(1.0);
+  random.options.throttles = {{2, 8.0, 20, 300}};
+  EXPECT_EQ(after(random, 299)[2], 0);
+  EXPECT_GE(after(random, 800)[2], 60);
+}
+
+TEST(Subset, ReductionsAreMeasuredAndLeaveDevicesOut) {
+  RandomBox random = three(0.5);
+  EXPECT_GT(after(random, 100)[2], 0);
+  random.options.reduction_seconds = {0.0, 0.0, 0.0005, 0.006};
+  EXPECT_EQ(after(random, 100)[2], 0) << "nobody told the balancer; it saw the steps' ends";
+}
+
+}  // namespace
+}  // namespace paceline::sim
