@@ -7,12 +7,12 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from paceline import Cancelled
+from paceline import Cancelled, InvalidArgument
 from paceline.torch._batch import Batch
 from paceline.torch._buckets import Buckets
 from paceline.torch._caller_state import CallerState, RecomputeWatch, backward_watched, generator_state
@@ -84,18 +84,23 @@ class CompileGate:
                 self._condition.notify_all()
 
 
-class Run:
-    """The common frame: caller's state around every slice, failures kept with their traceback."""
+class Frame(NamedTuple):
+    """What every run starts from."""
 
-    def __init__(
-        self, batch: Batch, replicas: list[Replica], seen: Seen, state: CallerState, places: Places, caps: MemoryCaps
-    ) -> None:
-        self.batch = batch
-        self.replicas = replicas
-        self.seen = seen
-        self.state = state
-        self.places = places
-        self.caps = caps
+    batch: Batch
+    replicas: list[Replica]
+    seen: Seen
+    state: CallerState
+    places: Places
+    caps: MemoryCaps
+
+
+class Run:
+    """What all have in common: the caller's state around every slice, failures kept with their traceback."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.batch, self.replicas, self.seen, self.state, self.places, self.caps = frame
+        places = self.places
         self._pieces = [(0, 0)] * len(places)  # of each device: what is in work
         self.failures: list[tuple[int, int, int, BaseException]] = []
         self._inside: dict[int, int] = {}
@@ -175,19 +180,15 @@ class TrainRun(Run):
 
     def __init__(
         self,
-        batch: Batch,
-        replicas: list[Replica],
-        seen: Seen,
-        state: CallerState,
-        places: Places,
-        caps: MemoryCaps,
+        frame: Frame,
         *,
         loss_fn: LossFunction,
         objective: Objective,
         scale: torch.Tensor | None,
         names: list[str],
     ) -> None:
-        super().__init__(batch, replicas, seen, state, places, caps)
+        super().__init__(frame)
+        replicas, places = self.replicas, self.places
         self.loss_fn = loss_fn
         self.objective = objective
         self.scales: list[torch.Tensor | None] = [scale] * len(places)
@@ -220,12 +221,16 @@ class TrainRun(Run):
             return False
         self.with_gradient = True
         root = term if self.scales[device] is None else term * self._scale(device)
+        self.backward(device, root)
+        return True
+
+    def backward(self, device: int, root: torch.Tensor) -> None:
+        """Fill the gradients of the device's replica."""
         if self.watches:
             with self.watches[device]:
                 backward_watched(root)
         else:
             root.backward()
-        return True
 
     def _scale(self, device: int) -> torch.Tensor:
         scale = self.scales[device]
@@ -261,10 +266,19 @@ class TrainRun(Run):
             self.failures.append((0, 0, 0, error))
             return None
 
-    @property
-    def recomputed(self) -> bool:
-        """Whether a forward was run again inside a backward (activation checkpointing)."""
-        return any(watch.seen for watch in self.watches)
+    def check(self) -> None:
+        """After all have run: raise if there is no gradient, or one that is silently wrong."""
+        if self.without_gradient and not self.with_gradient:
+            raise RuntimeError(  # the type that plain PyTorch raises
+                "step: the loss does not require grad: no parameter that does reaches it (is it detached, or everything frozen?)."
+            )
+        # A forward that runs again inside a backward is activation checkpointing.
+        if self.drawn and any(watch.seen for watch in self.watches):
+            raise InvalidArgument(
+                "step: random draws (dropout?) together with activation checkpointing on devices that share a random generator, as host "
+                "devices and the parts of one GPU do: so a recomputed forward would silently draw other masks than the first. Set dropout to 0, train "
+                "without checkpointing, or use one device. Nothing was committed."
+            )
 
     def loss(self) -> torch.Tensor:
         """The objective: the sum of the terms, in the order of the items where they lie in one memory."""
@@ -279,18 +293,8 @@ class TrainRun(Run):
 class PredictRun(Run):
     """Forward only."""
 
-    def __init__(
-        self,
-        batch: Batch,
-        replicas: list[Replica],
-        seen: Seen,
-        state: CallerState,
-        places: Places,
-        caps: MemoryCaps,
-        *,
-        fn: Callable[[nn.Module, Any], Any],
-    ) -> None:
-        super().__init__(batch, replicas, seen, state, places, caps)
+    def __init__(self, frame: Frame, *, fn: Callable[[nn.Module, Any], Any]) -> None:
+        super().__init__(frame)
         self.fn = fn
         self.outputs: list[tuple[int, int, Any]] = []
 

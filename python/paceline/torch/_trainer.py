@@ -7,28 +7,21 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from paceline import Device, DeviceGroup, Error, InvalidArgument, OutOfMemory, Timeout, Unavailable
-from paceline._core.engine import Stepper
+from paceline import Device, DeviceGroup, Error, InvalidArgument, Timeout, Unavailable
 from paceline.torch._arguments import Balance, check_devices, named_devices, policy_of
-from paceline.torch._batch import Batch, concatenate
-from paceline.torch._buckets import Buckets
-from paceline.torch._buffers import KeptBuffers
-from paceline.torch._caller_state import CallerState, CallerThreads
+from paceline.torch._batch import Batch
+from paceline.torch._caller_state import CallerThreads
+from paceline.torch._execution import Execution, Workload
 from paceline.torch._exit import abandoned_runs, finalize, open_trainers
-from paceline.torch._failures import raise_failure
-from paceline.torch._gradients import UserGradients
-from paceline.torch._memory import MemoryCaps, is_out_of_memory
 from paceline.torch._objective import Objective, Reduction, Weight
-from paceline.torch._places import Places, RandomStates
+from paceline.torch._places import Places
 from paceline.torch._replicas import Replicas, Replicate
-from paceline.torch._run import LossFunction, PredictRun, Run, Seen, TrainRun
-
-_T = TypeVar("_T")
+from paceline.torch._run import LossFunction, PredictRun, Run, TrainRun
 
 
 class DataParallel:
@@ -108,24 +101,17 @@ class DataParallel:
         try:
             self._names = [device.name for device in group.devices]
             self._places = Places(group, module, timeout)
-            self._caps, self._caps_predicting = MemoryCaps(self._places), MemoryCaps(self._places)
             self._options: dict[str, Any] = {"balance": policy, "weights": weights, "micro_batch": micro_batch or 0}
-            self._stepper = Stepper(group, **self._options)
-            self._predictor: Stepper | None = None
+            self._steps = Workload(group, self._places, **self._options)
+            self._predictions: Workload | None = None
             self._replicas = Replicas(module, self._places, replicate)
+            self._execution = Execution(group, module, self._places, self._replicas)
         except BaseException:
             if owned:
                 group.close()
             raise
         self.group = group
-        self._seen = Seen(len(group))
-        self._seen_predicting = Seen(len(group))
         self._lock = threading.Lock()
-        self._running: Run | None = None
-        self._committed: Any = None  # the last outcome that was
-        self._shares = dict.fromkeys(self._names, 0)
-        # What host devices have delivered to GPUs, until these have read it: PyTorch would hand it on.
-        self._delivered: list[tuple[Any, Any]] = []
         self._abandoned = False
         if self._places.any_host:
             CallerThreads.limit()
@@ -198,78 +184,15 @@ class DataParallel:
         whole = Batch(batch)
         self._places.begin()
         objective = Objective(batch, whole.size, self._reduction, weight, self._places.pin)
-        return self._repeated(lambda: self._try_step(loss_fn, whole, objective, scaler))
-
-    def _repeated(self, attempt: Callable[[], _T]) -> _T:
-        """What `attempt` returns. Where memory ran out it is made again from where it began, in smaller pieces."""
-        random = RandomStates(self._places)
-        released = False
-        while True:
-            try:
-                return attempt()
-            except _TryAgainError:
-                pass
-            except OutOfMemory:  # paceline's own: PyTorch may sit on memory that it does not use
-                if released:
-                    raise
-                released = True
-            # Not in the handler, where the traceback still holds what the first attempt had allocated.
-            self._places.release_memory()
-            random.restore()
+        return self._execution.repeated(lambda: self._try_step(loss_fn, whole, objective, scaler))
 
     def _try_step(self, loss_fn: LossFunction, whole: Batch, objective: Objective, scaler: Any) -> torch.Tensor:
-        self._replicas.refresh()
-        self._seen.follow(self._replicas, self.module, loss_fn, self._places.types)
-        # With one device the user's module itself runs, so its buffers are kept for the case that the step fails.
-        kept = None if self._replicas.shared else KeptBuffers(self.module)
+        frame = self._execution.frame(self._steps, whole, loss_fn)
         scale = None
         if scaler is not None and scaler.is_enabled():
             scale = scaler.scale(torch.ones((), device=self._places.home))
-        run = TrainRun(
-            whole,
-            self._replicas.list,
-            self._seen,
-            CallerState(self._places.types, len(self._names)),
-            self._places,
-            self._caps,
-            loss_fn=loss_fn,
-            objective=objective,
-            scale=scale,
-            names=self._replicas.names,
-        )
-        user = UserGradients(self._replicas)
-        try:
-            outcome = self._execute(self._stepper, run, whole.size)
-            user.check()
-            if run.without_gradient and not run.with_gradient:
-                raise RuntimeError(  # the type that plain PyTorch raises
-                    "step: the loss does not require grad: no parameter that does reaches it (is it detached, or everything frozen?)."
-                )
-            if run.drawn and run.recomputed:
-                raise InvalidArgument(
-                    "step: random draws (dropout?) together with activation checkpointing on devices that share a random generator, as host "
-                    "devices and the parts of one GPU do: so a recomputed forward would silently draw other masks than the first. Set dropout to 0, train "
-                    "without checkpointing, or use one device. Nothing was committed."
-                )
-            with torch.no_grad():
-                loss = run.loss()
-                totals = user.totals(run.left_out) if run.buckets is None else run.buckets.totals()
-                self._commit(user, totals, outcome)
-            if run.buckets is not None:
-                self._keep_delivered(outcome, run.buckets)
-            return loss
-        except BaseException:
-            if user.written:  # interrupted in the middle of writing: a step is done or not done
-                with torch.no_grad():
-                    self._commit(user, totals, outcome)
-                raise
-            user.restore()
-            if kept is not None:
-                with torch.no_grad():
-                    kept.restore()
-            raise
-        finally:
-            self._drop_gradients()
+        run = TrainRun(frame, loss_fn=loss_fn, objective=objective, scale=scale, names=self._replicas.names)
+        return self._execution.train(self._steps, run)[0]
 
     def predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any] | None = None) -> Any:
         """Run the module forward over `batch` on all devices, without gradients.
@@ -292,29 +215,14 @@ class DataParallel:
     def _predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any]) -> Any:
         whole = Batch(batch)
         self._places.begin()
-        if self._predictor is None:
-            self._predictor = Stepper(self.group, **self._options)
-        predictor = self._predictor
-        return self._repeated(lambda: self._try_predict(predictor, whole, fn))
+        if self._predictions is None:
+            self._predictions = Workload(self.group, self._places, **self._options)
+        work = self._predictions
 
-    def _try_predict(self, predictor: Stepper, whole: Batch, fn: Callable[[nn.Module, Any], Any]) -> Any:
-        self._replicas.refresh()
-        self._seen_predicting.follow(self._replicas, self.module, fn, self._places.types)
-        run = PredictRun(
-            whole,
-            self._replicas.list,
-            self._seen_predicting,
-            CallerState(self._places.types, len(self._names)),
-            self._places,
-            self._caps_predicting,
-            fn=fn,
-        )
-        outcome = self._execute(predictor, run, whole.size)
-        predictor.commit(outcome)
-        with torch.no_grad():
-            if self.module.training:  # as in plain PyTorch, running statistics follow
-                self._commit_buffers(outcome)
-            return concatenate(run.outputs, self._places.to_home, self._places.owned)
+        def attempt() -> Any:
+            return self._execution.predict(work, PredictRun(self._execution.frame(work, whole, fn), fn=fn))
+
+        return self._execution.repeated(attempt)
 
     def optimizer(self, cls: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
         """An optimizer over the module's parameters: exactly ``cls(module.parameters(), **options)``."""
@@ -323,7 +231,7 @@ class DataParallel:
     @property
     def shares(self) -> dict[str, int]:
         """Items that each device really ran in the last step."""
-        return dict(self._shares)
+        return dict(zip(self._names, self._execution.items, strict=True))
 
     def report(self) -> dict[str, Any]:
         """Figures for a dashboard.
@@ -335,17 +243,17 @@ class DataParallel:
             ``items_per_second`` (recent, while busy), ``speed`` (that, over the fastest device's); ``imbalance`` (slowest busy time over the mean, minus 1; recent); ``moves`` (changes of
             shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction).
         """
-        return dict(self._stepper.metrics)
+        return dict(self._steps.stepper.metrics)
 
     def events(self) -> list[dict[str, Any]]:
         """The last events, oldest first: steps, micro-batches, reductions, moves, with their times in seconds."""
-        return list(self._stepper.events)
+        return list(self._steps.stepper.events)
 
     def explain(self) -> str:
         """In words: what was seen, what was decided and why, what a move would gain."""
-        text = self._stepper.explain()
-        busy = [entry["busy_seconds"] for entry in self._stepper.metrics["devices"].values()]
-        return text + self._caps.explain() + self._places.launches.explain(busy)
+        text = self._steps.stepper.explain()
+        busy = [entry["busy_seconds"] for entry in self._steps.stepper.metrics["devices"].values()]
+        return text + self._steps.caps.explain() + self._places.launches.explain(busy)
 
     def write_ledger(self, path: str | os.PathLike[str]) -> None:
         """Write every measurement and decision of `step` to a file of JSON lines; `paceline.balance.replay` reproduces them.
@@ -355,7 +263,7 @@ class DataParallel:
         InvalidArgument
             After the first step (a ledger that lacks steps cannot be replayed), or if the file cannot be written.
         """
-        self._stepper.write_ledger(os.fspath(path))
+        self._steps.stepper.write_ledger(os.fspath(path))
 
     def close(self) -> None:
         """End the workers and give the caller its PyTorch threads back; idempotent. A `DeviceGroup` that was passed in stays open.
@@ -385,19 +293,18 @@ class DataParallel:
     def _give_back(self) -> None:
         """Everything that the devices hold of this trainer; its figures stay."""
         with contextlib.suppress(Error):  # of a device that was lost: it has said so before
-            for stepper in (self._stepper, self._predictor):
-                if stepper is not None:
-                    stepper.settle()
-        self._committed = None
-        self._delivered.clear()
-        self._predictor = None
+            for work in (self._steps, self._predictions):
+                if work is not None:
+                    work.stepper.settle()
+        self._execution.release()
+        self._predictions = None
         self._replicas.release()
         self._places.close()
 
     def _cancel(self) -> None:
-        self._stepper.cancel()
-        if self._predictor is not None:
-            self._predictor.cancel()
+        self._steps.stepper.cancel()
+        if self._predictions is not None:
+            self._predictions.stepper.cancel()
 
     def __enter__(self) -> DataParallel:
         return self
@@ -437,67 +344,20 @@ class DataParallel:
                     "the trainer."
                 )
             if self._abandoned:  # its workers have gone on to write gradients meanwhile
-                self._drop_gradients()
+                self._execution.drop_gradients()
             yield
         finally:
             if self.group.busy and self._running is not None:
                 abandoned_runs.add(self._running)
-            self._running = None
+            self._execution.running = None
             self._abandoned = self.group.busy
             self._lock.release()
             if self._is_closed():  # meanwhile, by another thread
                 self._give_back_once()
 
-    def _execute(self, stepper: Stepper, run: Run, size: int) -> Any:
-        self._running = run
-        outcome = stepper.run(size, run.body, run.finish, self._places.queues, run.sums)
-        if run.failures:
-            device, begin, end, error = run.failures[0]
-            run.failures.clear()
-            try:
-                if is_out_of_memory(error) and run.caps.shrink(device, end - begin):
-                    raise _TryAgainError from error
-                raise_failure(error, self._names[device], begin, end, run.kept)
-            finally:
-                del error  # which refers to this frame: a dropped trainer shall end without the garbage collector
-        if outcome.failed_at is not None:
-            raise Error(
-                f"step: {self._names[outcome.failed_at[0]]} failed outside of user code. Nothing was committed."
-            )
-        return outcome
-
-    def _keep_delivered(self, outcome: Any, buckets: Buckets) -> None:
-        """Until the GPUs have read it. PyTorch keeps what lies on a GPU by itself."""
-        pinned = buckets.take_pinned()
-        if pinned:
-            self._delivered.append((outcome, pinned))
-        with contextlib.suppress(Error):  # a device that was lost says so at the next step
-            self._delivered = [entry for entry in self._delivered if not entry[0].settled]
-
-    def _commit(self, user: UserGradients, totals: list[torch.Tensor | None], outcome: Any) -> None:
-        user.commit(totals)
-        self._commit_buffers(outcome)
-        if self._committed is not outcome:
-            self._stepper.commit(outcome)
-            self._committed = outcome
-            self._shares = dict(zip(self._names, outcome.items, strict=True))
-
-    def _commit_buffers(self, outcome: Any) -> None:
-        if not self._replicas.shared:
-            return
-        ran = outcome.items
-        buffers = self._replicas.list[ran.index(max(ran))].buffers
-        if buffers is not None:
-            buffers.push()
-
-    def _drop_gradients(self) -> None:
-        if self._replicas.shared:
-            for replica in self._replicas.list:
-                replica.clear_gradients()
-
-
-class _TryAgainError(Exception):
-    """Memory ran out, and smaller pieces may fit: nothing was committed, and the step can be run once more."""
+    @property
+    def _running(self) -> Run | None:
+        return self._execution.running
 
 
 def _forward(module: nn.Module, batch: Any) -> Any:
