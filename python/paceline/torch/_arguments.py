@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from torch import nn
 
 from paceline import Device, DeviceGroup, InvalidArgument
@@ -48,3 +49,16 @@ def policy_of(balance: Balance) -> tuple[str, list[float]]:
             )
         return balance, []
     return "weighted", [float(ratio) for ratio in balance]
+
+
+def check_trains(call: str, loss_fn: object) -> None:
+    """Raise where no gradients would come, or nothing that could be called."""
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        mode = "inference mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise InvalidArgument(
+            f"{call}: called under {mode}, so there would be no gradients. Leave it for the step, or use predict()."
+        )
+    if not callable(loss_fn):
+        raise InvalidArgument(
+            f"{call}: loss_fn is a {type(loss_fn).__name__}, not a function. It is {call}(loss_fn, batch), with loss_fn(module, slice)."
+        )

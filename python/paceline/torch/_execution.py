@@ -41,24 +41,24 @@ class Execution:
     def __init__(self, group: DeviceGroup, module: nn.Module, places: Places, replicas: Replicas) -> None:
         self.running: Run | None = None
         self.items = [0] * len(group)  # that each device ran in the last step that was committed
-        self._module = module
+        self.module = module
         self._names = places.names
-        self._places = places
-        self._replicas = replicas
+        self.places = places
+        self.replicas = replicas
         self._committed: Any = None  # the last outcome that was
         # What host devices have delivered to GPUs, until these have read it: PyTorch would hand it on.
         self._delivered: list[tuple[Any, Any]] = []
 
     def frame(self, work: Workload, whole: Batch, fn: Callable[..., Any]) -> Frame:
         """What a run starts from, with the replicas as the module is now."""
-        self._replicas.refresh()
-        work.seen.follow(self._replicas, self._module, fn, self._places.types)
-        state = CallerState(self._places.types, len(self._names))
-        return Frame(whole, self._replicas.list, work.seen, state, self._places, work.caps)
+        self.replicas.refresh()
+        work.seen.follow(self.replicas, self.module, fn, self.places.types)
+        state = CallerState(self.places.types, len(self._names))
+        return Frame(whole, self.replicas.list, work.seen, state, self.places, work.caps)
 
     def repeated(self, attempt: Callable[[], _T]) -> _T:
         """What `attempt` returns. Where memory ran out it is made again from where it began, in smaller pieces."""
-        random = RandomStates(self._places)
+        random = RandomStates(self.places)
         released = False
         while True:
             try:
@@ -70,7 +70,7 @@ class Execution:
                     raise
                 released = True
             # Not in the handler, where the traceback still holds what the first attempt had allocated.
-            self._places.release_memory()
+            self.places.release_memory()
             random.restore()
 
     def train(self, work: Workload, run: TrainRun, *, keep: bool = True) -> tuple[torch.Tensor, Gradients, Any]:
@@ -79,8 +79,8 @@ class Execution:
         With `keep` the user's ``.grad``, the buffers and the balancer have them too; without, all three are as before.
         """
         # With one device the user's module itself runs, so its buffers are kept for the case that the step fails.
-        kept = None if self._replicas.shared else KeptBuffers(self._module)
-        user = UserGradients(self._replicas)
+        kept = None if self.replicas.shared else KeptBuffers(self.module)
+        user = UserGradients(self.replicas)
         try:
             outcome = self._execute(work.stepper, run)
             user.check()
@@ -110,14 +110,14 @@ class Execution:
         outcome = self._execute(work.stepper, run)
         work.stepper.commit(outcome)
         with torch.no_grad():
-            if self._module.training:  # as in plain PyTorch, running statistics follow
+            if self.module.training:  # as in plain PyTorch, running statistics follow
                 self._commit_buffers(outcome)
-            return concatenate(run.outputs, self._places.to_home, self._places.owned)
+            return concatenate(run.outputs, self.places.to_home, self.places.owned)
 
     def drop_gradients(self) -> None:
         """Those of the replicas; the user's own stay."""
-        if self._replicas.shared:
-            for replica in self._replicas.list:
+        if self.replicas.shared:
+            for replica in self.replicas.list:
                 replica.clear_gradients()
 
     def release(self) -> None:
@@ -127,7 +127,7 @@ class Execution:
 
     def _execute(self, stepper: Stepper, run: Run) -> Any:
         self.running = run
-        outcome = stepper.run(run.batch.size, run.body, run.finish, self._places.queues, run.sums)
+        outcome = stepper.run(run.batch.size, run.body, run.finish, self.places.queues, run.sums)
         if run.failures:
             device, begin, end, error = run.failures[0]
             run.failures.clear()
@@ -160,10 +160,10 @@ class Execution:
             self.items = outcome.items
 
     def _commit_buffers(self, outcome: Any) -> None:
-        if not self._replicas.shared:
+        if not self.replicas.shared:
             return
         ran = outcome.items
-        buffers = self._replicas.list[ran.index(max(ran))].buffers
+        buffers = self.replicas.list[ran.index(max(ran))].buffers
         if buffers is not None:
             buffers.push()
 

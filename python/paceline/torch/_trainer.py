@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from paceline import Device, DeviceGroup, Error, InvalidArgument, Timeout, Unavailable
-from paceline.torch._arguments import Balance, check_devices, named_devices, policy_of
+from paceline.torch._arguments import Balance, check_devices, check_trains, named_devices, policy_of
 from paceline.torch._batch import Batch
 from paceline.torch._caller_state import CallerThreads
+from paceline.torch._check import check
+from paceline.torch._check_report import CheckReport
 from paceline.torch._execution import Execution, Workload
 from paceline.torch._exit import abandoned_runs, finalize, open_trainers
 from paceline.torch._objective import Objective, Reduction, Weight
@@ -170,21 +172,16 @@ class DataParallel:
             return self._step(loss_fn, batch, weight, scaler)
 
     def _step(self, loss_fn: LossFunction, batch: Any, weight: Weight | None, scaler: Any) -> torch.Tensor:
-        if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
-            mode = "inference mode" if torch.is_inference_mode_enabled() else "no_grad"
-            raise InvalidArgument(
-                f"step: called under {mode}, so there would be no gradients. Leave it for the step, or use predict()."
-            )
-        if not callable(loss_fn):
-            raise InvalidArgument(
-                f"step: loss_fn is a {type(loss_fn).__name__}, not a function. It is step(loss_fn, batch), with loss_fn(module, slice)."
-            )
+        check_trains("step", loss_fn)
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise InvalidArgument(f"step: scaler is a {type(scaler).__name__}; a torch.amp.GradScaler is needed.")
-        whole = Batch(batch)
+        whole, objective = self._prepared(batch, weight)
         self._places.begin()
-        objective = Objective(batch, whole.size, self._reduction, weight, self._places.pin)
         return self._execution.repeated(lambda: self._try_step(loss_fn, whole, objective, scaler))
+
+    def _prepared(self, batch: Any, weight: Weight | None) -> tuple[Batch, Objective]:
+        whole = Batch(batch)
+        return whole, Objective(batch, whole.size, self._reduction, weight, self._places.pin)
 
     def _try_step(self, loss_fn: LossFunction, whole: Batch, objective: Objective, scaler: Any) -> torch.Tensor:
         frame = self._execution.frame(self._steps, whole, loss_fn)
@@ -193,6 +190,55 @@ class DataParallel:
             scale = scaler.scale(torch.ones((), device=self._places.home))
         run = TrainRun(frame, loss_fn=loss_fn, objective=objective, scale=scale, names=self._replicas.names)
         return self._execution.train(self._steps, run)[0]
+
+    def check(
+        self, loss_fn: LossFunction, batch: Any, *, weight: Weight | None = None, tolerance: float | None = None
+    ) -> CheckReport:
+        """Compare one batch run whole with the same batch in several splits, and say what makes a difference.
+
+        Leaves no trace: gradients, buffers, random generators, shares and ledger are as before. What `loss_fn` and the module change
+        in Python stays changed. Takes the time of about a dozen forward and backward passes of one device, and the memory of a whole
+        batch on one.
+
+        Parameters
+        ----------
+        loss_fn, batch, weight
+            As for `step`. 8 items or more tell most; they need not be many.
+        tolerance
+            Up to which relative difference results count as equal. Default: what rounding may bring for the types of the parameters.
+
+        Returns
+        -------
+        CheckReport
+            ``exact``, ``verdict``, ``causes``, ``splits``, ``differences`` by parameter; ``print`` shows all of it.
+
+        Raises
+        ------
+        InvalidArgument
+            As `step`, and for a batch of one item.
+        Exception
+            What `loss_fn` raised for the whole batch. What it raises for a slice only is part of the report.
+
+        Examples
+        --------
+        >>> print(trainer.check(loss_fn, batch))                                  # doctest: +SKIP
+        not exact: running statistics (32 items)
+        """
+        with self._alone("check"):
+            check_trains("check", loss_fn)
+            whole, objective = self._prepared(batch, weight)
+            self._places.begin()
+            micro_batch = self._options["micro_batch"]
+            return check(
+                self._execution,
+                Workload(self.group, self._places, micro_batch=micro_batch, balance="even"),
+                whole,
+                objective,
+                loss_fn,
+                reduction=self._reduction,
+                micro_batch=micro_batch or None,
+                tolerance=tolerance,
+            )
 
     def predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any] | None = None) -> Any:
         """Run the module forward over `batch` on all devices, without gradients.
