@@ -29,10 +29,12 @@ Gradients = list[torch.Tensor | None]
 class Workload:
     """One kind of work: its times, the sizes that have run and the memory that it needs say nothing of another kind."""
 
-    def __init__(self, group: DeviceGroup, places: Places, **options: Any) -> None:
+    def __init__(
+        self, group: DeviceGroup, places: Places, limits: list[int | None] | None = None, **options: Any
+    ) -> None:
         self.stepper = Stepper(group, **options)
         self.seen = Seen(len(group))
-        self.caps = MemoryCaps(places)
+        self.caps = MemoryCaps(places, limits)
 
 
 class Execution:
@@ -132,7 +134,7 @@ class Execution:
             device, begin, end, error = run.failures[0]
             run.failures.clear()
             try:
-                if is_out_of_memory(error) and run.caps.shrink(device, end - begin):
+                if is_out_of_memory(error) and run.caps.shrink(device, end - begin, error):
                     raise _TryAgainError from error
                 raise_failure(error, self._names[device], begin, end, run.kept)
             finally:

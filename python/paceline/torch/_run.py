@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -145,10 +145,12 @@ class Run:
     def _slice(self, device: int, begin: int, end: int) -> int:
         codes = []
         with self.places.enter(device):
-            for piece in self.caps.pieces(device, begin, end):
+            shapes = self.batch.item_shapes
+            for piece in self.caps.pieces(device, begin, end, shapes):
                 self._pieces[device] = piece
                 began = time.perf_counter()
-                codes.append(self._piece(device, *piece))
+                with self.caps.measured(device, piece[1] - piece[0], shapes):
+                    codes.append(self._piece(device, *piece))
                 self.launched(device, time.perf_counter() - began)
         return max(codes)
 
@@ -209,35 +211,50 @@ class TrainRun(Run):
     def compute(self, device: int, begin: int, end: int) -> bool:
         if self.objective.idle(begin, end):
             return False
-        state = generator_state(self._generators[device]) if self.watches else b""
         part = self.batch.slice(begin, end, self.places.mover(device))
-        loss = self.loss_fn(self.replicas[device].module, part)
-        if self.watches and generator_state(self._generators[device]) != state:
-            self.drawn = True
+        with self.drawing(device):
+            loss = self.loss_fn(self.replicas[device].module, part)
         term = self.objective.term(loss, begin, end)
         self.terms[device].append((begin, term.detach()))
         if not term.requires_grad:  # nothing in this slice depends on a parameter: its gradient is zero
             self.without_gradient = True
             return False
         self.with_gradient = True
-        root = term if self.scales[device] is None else term * self._scale(device)
-        self.backward(device, root)
+        self.backward(device, self.scaled(device, term))
         return True
 
-    def backward(self, device: int, root: torch.Tensor) -> None:
-        """Fill the gradients of the device's replica."""
+    @contextlib.contextmanager
+    def drawing(self, device: int) -> Any:
+        """Around a forward: notes whether it draws random numbers."""
+        before = generator_state(self._generators[device]) if self.watches else b""
+        yield
+        if self.watches and generator_state(self._generators[device]) != before:
+            self.drawn = True
+
+    def backward(
+        self,
+        device: int,
+        root: torch.Tensor,
+        retain_graph: bool = False,
+        inputs: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Fill the gradients of the device's replica, all or those of `inputs`."""
+        if inputs is not None and not inputs:
+            return
         if self.watches:
             with self.watches[device]:
-                backward_watched(root)
+                backward_watched(root, retain_graph, inputs)
         else:
-            root.backward()
+            root.backward(retain_graph=retain_graph, inputs=inputs)
 
-    def _scale(self, device: int) -> torch.Tensor:
+    def scaled(self, device: int, term: torch.Tensor) -> torch.Tensor:
+        """The term as the caller's GradScaler wants it."""
         scale = self.scales[device]
-        assert scale is not None
+        if scale is None:
+            return term
         if scale.device != self.places.devices[device]:
             scale = self.scales[device] = self.places.mover(device)(scale)
-        return scale
+        return term * scale
 
     def launched(self, device: int, seconds: float) -> None:
         self.places.launches.note(device, seconds)
@@ -283,7 +300,10 @@ class TrainRun(Run):
     def loss(self) -> torch.Tensor:
         """The objective: the sum of the terms, in the order of the items where they lie in one memory."""
         if self.buckets is not None:
-            return self.buckets.loss().to(next(term.dtype for terms in self.terms for _, term in terms))
+            dtypes = [term.dtype for terms in self.terms for _, term in terms]
+            return self.buckets.loss().to(dtypes[0] if dtypes else torch.float32)
+        if not any(self.terms):  # the caller's backward passes were their own
+            return torch.zeros((), device=self.places.home)
         terms = [
             term for _, term in sorted((entry for terms in self.terms for entry in terms), key=lambda entry: entry[0])
         ]

@@ -6,20 +6,30 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from paceline import Device, DeviceGroup, Error, InvalidArgument, Timeout, Unavailable
-from paceline.torch._arguments import Balance, check_devices, check_trains, named_devices, policy_of
+from paceline.torch._arguments import (
+    Balance,
+    Memory,
+    check_devices,
+    check_scaler,
+    check_trains,
+    memory_limits,
+    named_devices,
+    policy_of,
+)
 from paceline.torch._batch import Batch
 from paceline.torch._caller_state import CallerThreads
 from paceline.torch._check import check
 from paceline.torch._check_report import CheckReport
 from paceline.torch._execution import Execution, Workload
 from paceline.torch._exit import abandoned_runs, finalize, open_trainers
+from paceline.torch._global_batch import FunctionRun, GlobalBatch, RunFunction, indices_of
 from paceline.torch._objective import Objective, Reduction, Weight
 from paceline.torch._places import Places
 from paceline.torch._replicas import Replicas, Replicate
@@ -54,6 +64,10 @@ class DataParallel:
         ``replicate(module)`` returns a new module of the same structure, for modules that ``copy.deepcopy`` cannot copy.
     timeout
         Seconds that anything enqueued on a GPU may take; what takes longer is taken for a hang.
+    memory
+        What one micro-batch may take of a device's memory, beyond parameters and gradients: bytes, or a fraction of what the device has
+        (of its memory, divided by the devices that share it); a dictionary says it for some devices only, by name. Two sizes are
+        measured, and larger claims then worked off in pieces that fit. Default: no limit but the memory itself.
 
     Notes
     -----
@@ -85,6 +99,7 @@ class DataParallel:
         reduction: Reduction = "mean",
         replicate: Replicate | None = None,
         timeout: float = 600.0,
+        memory: Memory | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise InvalidArgument(f"DataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed.")
@@ -104,8 +119,9 @@ class DataParallel:
             self._names = [device.name for device in group.devices]
             self._places = Places(group, module, timeout)
             self._options: dict[str, Any] = {"balance": policy, "weights": weights, "micro_batch": micro_batch or 0}
-            self._steps = Workload(group, self._places, **self._options)
-            self._predictions: Workload | None = None
+            self._limits = memory_limits(memory, group)
+            self._steps = Workload(group, self._places, self._limits, **self._options)
+            self._others: dict[str, Workload] = {}
             self._replicas = Replicas(module, self._places, replicate)
             self._execution = Execution(group, module, self._places, self._replicas)
         except BaseException:
@@ -173,8 +189,7 @@ class DataParallel:
 
     def _step(self, loss_fn: LossFunction, batch: Any, weight: Weight | None, scaler: Any) -> torch.Tensor:
         check_trains("step", loss_fn)
-        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-            raise InvalidArgument(f"step: scaler is a {type(scaler).__name__}; a torch.amp.GradScaler is needed.")
+        check_scaler("step", scaler)
         whole, objective = self._prepared(batch, weight)
         self._places.begin()
         return self._execution.repeated(lambda: self._try_step(loss_fn, whole, objective, scaler))
@@ -185,11 +200,85 @@ class DataParallel:
 
     def _try_step(self, loss_fn: LossFunction, whole: Batch, objective: Objective, scaler: Any) -> torch.Tensor:
         frame = self._execution.frame(self._steps, whole, loss_fn)
-        scale = None
-        if scaler is not None and scaler.is_enabled():
-            scale = scaler.scale(torch.ones((), device=self._places.home))
+        scale = self._scale_of(scaler)
         run = TrainRun(frame, loss_fn=loss_fn, objective=objective, scale=scale, names=self._replicas.names)
         return self._execution.train(self._steps, run)[0]
+
+    def _scale_of(self, scaler: Any) -> torch.Tensor | None:
+        if scaler is None or not scaler.is_enabled():
+            return None
+        scale: torch.Tensor = scaler.scale(torch.ones((), device=self._places.home))
+        return scale
+
+    def _work(self, key: str) -> Workload:
+        """Of other kinds of work than `step`, made when it is first run."""
+        if key not in self._others:
+            self._others[key] = Workload(self.group, self._places, self._limits, **self._options)
+        return self._others[key]
+
+    def batch(self, batch: Any, *, weight: Weight | None = None) -> GlobalBatch:
+        """The lower level that `step` is made of, for several optimizers, adversarial networks, several losses, backward by hand.
+
+        The library owns the split, the weights and the reduction; forward and backward are the caller's function's. Every run of the
+        batch commits its gradients, or raises and commits none of them. Between runs anything may happen, such as a step of an optimizer.
+
+        Parameters
+        ----------
+        batch, weight
+            As for `step`.
+
+        Returns
+        -------
+        GlobalBatch
+            ``run(fn)`` calls ``fn(module, micro_batch)`` on all devices. It ends with its ``with`` block.
+
+        Examples
+        --------
+        Networks that are trained against each other are parts of one module:
+
+        >>> trainer = DataParallel(nn.ModuleDict({"generator": G, "critic": C}))      # doctest: +SKIP
+        >>> def criticise(networks, micro_batch):
+        ...     real, noise = micro_batch.data
+        ...     fake = networks["generator"](noise).detach()
+        ...     micro_batch.backward(bce(networks["critic"](real), 1) + bce(networks["critic"](fake), 0))
+        >>> with trainer.batch((images, noise)) as global_batch:                     # doctest: +SKIP
+        ...     global_batch.run(criticise, parameters=C); critic_optimizer.step()
+        ...     global_batch.run(generate, parameters=G); generator_optimizer.step()
+        """
+        with self._alone("batch"):
+            whole, objective = self._prepared(batch, weight)
+
+        def start(fn: RunFunction, parameters: Iterable[nn.Parameter] | None, scaler: Any, name: str) -> torch.Tensor:
+            with self._alone("run"):
+                check_trains("run", fn)
+                check_scaler("run", scaler)
+                self._places.begin()
+                # From an iterator, which an attempt that runs out of memory must not use up.
+                wanted = None if parameters is None else list(parameters)
+                work = self._work(f"run {name}")
+                return self._execution.repeated(lambda: self._try_run(work, fn, wanted, whole, objective, scaler))
+
+        return GlobalBatch(whole.size, start)
+
+    def _try_run(
+        self,
+        work: Workload,
+        fn: RunFunction,
+        wanted: list[nn.Parameter] | None,
+        whole: Batch,
+        objective: Objective,
+        scaler: Any,
+    ) -> torch.Tensor:
+        frame = self._execution.frame(work, whole, fn)
+        run = FunctionRun(
+            frame,
+            fn=fn,
+            objective=objective,
+            scale=self._scale_of(scaler),
+            names=self._replicas.names,
+            wanted=None if wanted is None else indices_of(wanted, self._replicas.parameters),
+        )
+        return self._execution.train(work, run)[0]
 
     def check(
         self, loss_fn: LossFunction, batch: Any, *, weight: Weight | None = None, tolerance: float | None = None
@@ -231,7 +320,7 @@ class DataParallel:
             micro_batch = self._options["micro_batch"]
             return check(
                 self._execution,
-                Workload(self.group, self._places, micro_batch=micro_batch, balance="even"),
+                Workload(self.group, self._places, self._limits, micro_batch=micro_batch, balance="even"),
                 whole,
                 objective,
                 loss_fn,
@@ -261,9 +350,7 @@ class DataParallel:
     def _predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any]) -> Any:
         whole = Batch(batch)
         self._places.begin()
-        if self._predictions is None:
-            self._predictions = Workload(self.group, self._places, **self._options)
-        work = self._predictions
+        work = self._work("predict")
 
         def attempt() -> Any:
             return self._execution.predict(work, PredictRun(self._execution.frame(work, whole, fn), fn=fn))
@@ -287,19 +374,26 @@ class DataParallel:
         dict
             ``devices``: per name ``share`` (items of the last step), ``items``, ``busy_seconds``, ``idle_seconds`` (totals),
             ``items_per_second`` (recent, while busy), ``speed`` (that, over the fastest device's); ``imbalance`` (slowest busy time over the mean, minus 1; recent); ``moves`` (changes of
-            shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction).
+            shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction). ``memory``: per
+            device with a limit ``limit_bytes``, and once measured ``fixed_bytes``, ``bytes_per_item`` and ``largest_micro_batch``.
+            ``runs``: as all but the last, for each run of `batch` by its name.
         """
-        return dict(self._steps.stepper.metrics)
+        runs = {name[4:]: work.stepper.metrics for name, work in self._others.items() if name != "predict"}
+        return {**self._steps.stepper.metrics, "memory": self._steps.caps.report(), "runs": runs}
 
     def events(self) -> list[dict[str, Any]]:
         """The last events, oldest first: steps, micro-batches, reductions, moves, with their times in seconds."""
         return list(self._steps.stepper.events)
 
     def explain(self) -> str:
-        """In words: what was seen, what was decided and why, what a move would gain."""
+        """In words: what was seen, what was decided and why, what a move would gain; of `step`, and of each run of `batch` by its name."""
+        runs = {name: work for name, work in self._others.items() if name != "predict"}
+        if runs and not self._steps.stepper.metrics["steps"]:  # there is nothing to tell of steps
+            return "\n".join(f"{name}: {work.stepper.explain()}{work.caps.explain()}" for name, work in runs.items())
         text = self._steps.stepper.explain()
         busy = [entry["busy_seconds"] for entry in self._steps.stepper.metrics["devices"].values()]
-        return text + self._steps.caps.explain() + self._places.launches.explain(busy)
+        text += self._steps.caps.explain() + self._places.launches.explain(busy)
+        return text + "".join(f"\n{name}: {work.stepper.explain()}{work.caps.explain()}" for name, work in runs.items())
 
     def write_ledger(self, path: str | os.PathLike[str]) -> None:
         """Write every measurement and decision of `step` to a file of JSON lines; `paceline.balance.replay` reproduces them.
@@ -339,18 +433,15 @@ class DataParallel:
     def _give_back(self) -> None:
         """Everything that the devices hold of this trainer; its figures stay."""
         with contextlib.suppress(Error):  # of a device that was lost: it has said so before
-            for work in (self._steps, self._predictions):
-                if work is not None:
-                    work.stepper.settle()
+            for work in (self._steps, *self._others.values()):
+                work.stepper.settle()
         self._execution.release()
-        self._predictions = None
         self._replicas.release()
         self._places.close()
 
     def _cancel(self) -> None:
-        self._steps.stepper.cancel()
-        if self._predictions is not None:
-            self._predictions.stepper.cancel()
+        for work in (self._steps, *list(self._others.values())):
+            work.stepper.cancel()
 
     def __enter__(self) -> DataParallel:
         return self
