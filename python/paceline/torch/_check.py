@@ -20,7 +20,8 @@ from paceline.torch._gradients import UserGradients
 from paceline.torch._objective import Objective, Reduction
 from paceline.torch._places import RandomStates
 from paceline.torch._probe import Probe, Probed, distances, sizes_told, spans_of
-from paceline.torch._run import LossFunction, TrainRun
+from paceline.torch._run import LossFunction
+from paceline.torch._step_timer import UntracedRun
 
 # What the trainer's own devices made of the batch: sizes by device, objective, gradients.
 Trained = tuple[dict[str, int], float, list[torch.Tensor | None]]
@@ -56,7 +57,7 @@ def check(
 
     def attempt() -> Trained:
         frame = execution.frame(work, batch, loss_fn)
-        run = CheckRun(frame, loss_fn=loss_fn, objective=objective, scale=None, names=replicas.names)
+        run = UntracedRun(frame, loss_fn=loss_fn, objective=objective, scale=None, names=replicas.names)
         loss, gradients, outcome = execution.train(work, run, keep=False)
         return dict(zip(places.names, outcome.items, strict=True)), loss.item(), gradients
 
@@ -79,13 +80,6 @@ def check(
         random.restore()
         user.restore()
         execution.drop_gradients()
-
-
-class CheckRun(TrainRun):
-    """A run whose times are nobody's business."""
-
-    def launched(self, device: int, seconds: float) -> None:
-        """What the trainer knows of its launches stays as it is."""
 
 
 class Check:
