@@ -109,6 +109,17 @@ def test_after_two_sizes_everything_runs_in_as_few_pieces_as_fit(devices: int) -
         assert "host:0: at most 10 items at once" in trainer.explain()
 
 
+def test_a_large_fixed_part_is_not_taken_for_the_items() -> None:
+    module, batch = wide(64)
+    sizes: dict[int, list[int]] = {}
+    # Two items take 2.5 times what one adds: by the first size alone a third one would not fit.
+    with DataParallel(module, TWO, balance="even", memory=3 * PER_ITEM + FIXED + 100) as trainer:
+        for _ in range(2):
+            sizes.clear()
+            trainer.step(noted(sizes), batch)
+        assert {max(ran) for ran in sizes.values()} == {3}
+
+
 def test_a_limit_of_one_device_is_no_other_device_s() -> None:
     module, batch = wide(64)
     sizes: dict[int, list[int]] = {}
@@ -195,6 +206,22 @@ def test_saved_tensor_hooks_of_the_caller_stay_in_force() -> None:
             trainer.step(loss_of, batch)
     assert packed
     assert_same_gradients(module, wanted)
+
+
+def test_predictions_on_the_host_save_nothing_and_soon_run_whole() -> None:
+    module, batch = wide(64)
+    ran: list[int] = []
+
+    def fn(replica: Any, x: torch.Tensor) -> Any:
+        ran.append(len(x))
+        return replica(x)
+
+    with DataParallel(module, ["host:0"], memory=10 * PER_ITEM) as trainer:
+        for _ in range(3):
+            trainer.predict(batch, fn)
+        ran.clear()
+        trainer.predict(batch, fn)
+    assert ran == [64]
 
 
 def test_a_fraction_is_of_the_memory_that_devices_share() -> None:

@@ -88,8 +88,14 @@ class BatchSizeSearch:
         figure.savefig(os.fspath(path), dpi=150)
 
 
+def check_size(got: int, wanted: int) -> None:
+    """Raise if ``make_batch`` did not make what it was asked for."""
+    if got != wanted:
+        raise InvalidArgument(f"find_batch_size: make_batch({wanted}) returned a batch of {got} items.")
+
+
 def search(
-    measure: Measure, *, smallest: int, largest: int, efficiency: float, micro_batches: bool, devices: int
+    measure: Measure, smallest: int, largest: int, efficiency: float, *, micro_batches: bool, devices: int
 ) -> BatchSizeSearch:
     """Double the batch until that brings little; `measure` raises for a batch that does not fit into memory."""
     if not (isinstance(smallest, int) and isinstance(largest, int) and 1 <= smallest <= largest):

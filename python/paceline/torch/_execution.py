@@ -34,7 +34,7 @@ class Workload:
     ) -> None:
         self.stepper = Stepper(group, **options)
         self.seen = Seen(len(group))
-        self.caps = MemoryCaps(places, limits)
+        self.caps: MemoryCaps = MemoryCaps(places, limits)
 
 
 class Execution:
@@ -91,7 +91,7 @@ class Execution:
                 loss = run.loss()
                 totals = user.totals(run.left_out) if run.buckets is None else run.buckets.totals()
                 if keep:
-                    self._commit(work, user, totals, outcome)
+                    self._commit(work, run, user, totals, outcome)
             if run.buckets is not None:
                 self._keep_delivered(outcome, run.buckets)
             if not keep:
@@ -100,7 +100,7 @@ class Execution:
         except BaseException:
             if user.written:  # interrupted in the middle of writing: a step is done or not done
                 with torch.no_grad():
-                    self._commit(work, user, totals, outcome)
+                    self._commit(work, run, user, totals, outcome)
                 raise
             _put_back(user, kept)
             raise
@@ -129,7 +129,7 @@ class Execution:
 
     def _execute(self, stepper: Stepper, run: Run) -> Any:
         self.running = run
-        outcome = stepper.run(run.batch.size, run.body, run.finish, self.places.queues, run.sums)
+        outcome = stepper.run(run.batch.size, run.body, run.finish, self.places.queues, run.sums, run.claims)
         if run.failures:
             device, begin, end, error = run.failures[0]
             run.failures.clear()
@@ -153,11 +153,11 @@ class Execution:
         with contextlib.suppress(Error):  # a device that was lost says so at the next step
             self._delivered = [entry for entry in self._delivered if not entry[0].settled]
 
-    def _commit(self, work: Workload, user: UserGradients, totals: Gradients, outcome: Any) -> None:
+    def _commit(self, work: Workload, run: Run, user: UserGradients, totals: Gradients, outcome: Any) -> None:
         user.commit(totals)
         self._commit_buffers(outcome)
         if self._committed is not outcome:
-            work.stepper.commit(outcome)
+            work.stepper.commit(outcome, run.pieces)
             self._committed = outcome
             self.items = outcome.items
 

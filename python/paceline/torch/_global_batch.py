@@ -10,6 +10,7 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch._objective import Objective
+from paceline.torch._replicas import Replicas
 from paceline.torch._run import Frame, TrainRun
 
 RunFunction = Callable[[nn.Module, "MicroBatch"], Any]
@@ -61,7 +62,7 @@ class GlobalBatch:
     def __init__(
         self,
         size: int,
-        start: Callable[[RunFunction, Iterable[nn.Parameter] | None, Any, str], torch.Tensor],
+        start: Callable[[RunFunction, list[nn.Parameter] | None, Any, str], torch.Tensor],
     ) -> None:
         self._size = size
         self._start: Callable[..., torch.Tensor] | None = start
@@ -111,7 +112,8 @@ class GlobalBatch:
                 "run: the batch has ended with its with block. Run inside of it, or make a new one with trainer.batch()."
             )
         wanted = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
-        return self._start(fn, wanted, scaler, name or name_of(fn))
+        # A list: an attempt that runs out of memory must not use an iterator up.
+        return self._start(fn, None if wanted is None else list(wanted), scaler, name or name_of(fn))
 
     def close(self) -> None:
         """Let go of the batch; idempotent."""
@@ -130,15 +132,17 @@ class FunctionRun(TrainRun):
     def __init__(
         self,
         frame: Frame,
-        *,
         fn: RunFunction,
         objective: Objective,
         scale: torch.Tensor | None,
-        names: list[str],
-        wanted: set[int] | None,
+        replicas: Replicas,
+        parameters: list[nn.Parameter] | None,
     ) -> None:
-        super().__init__(frame, loss_fn=fn, objective=objective, scale=scale, names=names)
-        self._wanted = None if wanted is None else [_parted(replica.parameters, wanted) for replica in self.replicas]
+        super().__init__(frame, loss_fn=fn, objective=objective, scale=scale, names=replicas.names)
+        self._wanted: list[tuple[list[nn.Parameter], list[nn.Parameter]]] | None = None
+        if parameters is not None:
+            wanted = _indices_of(parameters, replicas.parameters)
+            self._wanted = [_parted(replica.parameters, wanted) for replica in self.replicas]
 
     def compute(self, device: int, begin: int, end: int) -> bool:
         if self.objective.idle(begin, end):
@@ -183,7 +187,7 @@ def name_of(fn: Any) -> str:
     return str(getattr(fn, "__qualname__", type(fn).__qualname__))
 
 
-def indices_of(wanted: Iterable[nn.Parameter], parameters: list[nn.Parameter]) -> set[int]:
+def _indices_of(wanted: Iterable[nn.Parameter], parameters: list[nn.Parameter]) -> set[int]:
     """Which of a module's parameters these are."""
     known = {id(parameter): index for index, parameter in enumerate(parameters)}
     found = set()

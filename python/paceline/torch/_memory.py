@@ -43,9 +43,8 @@ class MemoryCaps:
     def pieces(self, device: int, begin: int, end: int, shapes: Hashable = None) -> Iterator[tuple[int, int]]:
         """Items ``[begin, end)`` in as few pieces as fit, of sizes that differ by at most one, once it is known what fits."""
         model = self._model(device, shapes)
-        while model is not None and model.sizes < 2 and end - begin > 1:
-            items = max(1, (end - begin) // _FIRST_PART) if model.sizes == 0 else 2 * model.largest[0]  # type: ignore[index]
-            items = min(items, end - begin, self._cap(device, model) or items)
+        while model is not None and model.wants_more and end - begin > 1:
+            items = min(self._size_to_measure(device, model, end - begin), end - begin)
             known = (model.smallest, model.largest)
             yield begin, begin + items
             begin += items
@@ -62,13 +61,12 @@ class MemoryCaps:
     def measured(self, device: int, items: int, shapes: Hashable) -> Any:
         """Around a piece, on its worker."""
         model, limit = self._model(device, shapes), self._limits[device]
-        if model is None or limit is None or model.sizes == 2:
+        if model is None or limit is None or not model.wants_more:
             yield
             return
         with metered(self._places.devices[device], limit, self._names[device]) as meter:
             yield
-        if meter.used > 0:
-            model.add(items, meter.used)
+        model.add(items, meter.used)
 
     def shrink(self, device: int, items: int, error: BaseException) -> bool:
         """After memory ran out with so many items at once: half of that from now on. False if there is no less."""
@@ -108,6 +106,17 @@ class MemoryCaps:
                     f"{entry['fixed_bytes']:.0f} and {entry['bytes_per_item']:.0f} for each item.\n"
                 )
         return text
+
+    def _size_to_measure(self, device: int, model: MemoryModel, claimed: int) -> int:
+        """Small at first. Then twice that, or where it is not certain to fit one item more: a failure costs one repetition."""
+        if model.largest is None:
+            items = max(1, claimed // _FIRST_PART)
+        else:
+            measured = model.largest[0]
+            fits = model.most_items(self._limits[device] or 0) or 2 * measured
+            items = 2 * measured if fits >= 2 * measured else measured + 1
+        failed = [self._caps[name] for name in (self._spaces[device], self._names[device]) if name in self._caps]
+        return min([items, *failed])
 
     def _model(self, device: int, shapes: Hashable) -> MemoryModel | None:
         if self._limits[device] is None:

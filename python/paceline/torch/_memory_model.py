@@ -21,9 +21,13 @@ class MemoryModel:
 
     smallest: tuple[int, int] | None = None  # items, bytes
     largest: tuple[int, int] | None = None
+    _silent: int = 0
 
     def add(self, items: int, used: int) -> None:
         """A micro-batch of so many items took so many bytes at most. Of one size the larger measurement counts."""
+        if used <= 0:
+            self._silent += 1
+            return
         if self.smallest is None or self.largest is None:
             self.smallest = self.largest = (items, used)
             return
@@ -36,6 +40,11 @@ class MemoryModel:
     def sizes(self) -> int:
         """How many sizes it stands on: none, one or two."""
         return 0 if self.smallest is None else 1 if self.smallest == self.largest else 2
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether another size is worth measuring. Not where nothing is ever seen, as of a host that only predicts."""
+        return self.sizes < 2 and self._silent < 3
 
     @property
     def per_item(self) -> float:

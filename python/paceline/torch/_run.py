@@ -38,6 +38,9 @@ class Seen:
     def __init__(self, device_count: int) -> None:
         self.compiled = self.tunes = False
         self.sizes: list[set[tuple[int, Any, Any]]] = [set() for _ in range(device_count)]
+        self.ever: list[set[int]] = [
+            set() for _ in range(device_count)
+        ]  # items of a micro-batch, whatever else changed
         self.gate = CompileGate()
         self.mode: Any = None
         self._generation = 0
@@ -102,6 +105,10 @@ class Run:
         self.batch, self.replicas, self.seen, self.state, self.places, self.caps = frame
         places = self.places
         self._pieces = [(0, 0)] * len(places)  # of each device: what is in work
+        self.claims: list[list[tuple[int, int]]] | None = None  # of each device, instead of planned ones
+        # Of each device, in order: what ran, and whether it was more than one piece of a claim.
+        self._ran: list[list[tuple[int, int, int]]] = [[] for _ in range(len(places))]
+        self._divided = False
         self.failures: list[tuple[int, int, int, BaseException]] = []
         self._inside: dict[int, int] = {}
         self._interrupted = False
@@ -152,7 +159,14 @@ class Run:
                 with self.caps.measured(device, piece[1] - piece[0], shapes):
                     codes.append(self._piece(device, *piece))
                 self.launched(device, time.perf_counter() - began)
+                self._ran[device].append((device, *piece))
+        self._divided |= len(codes) > 1
         return max(codes)
+
+    @property
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """What ran, (device, begin, end) each, if that is not what was claimed."""
+        return [piece for lane in self._ran for piece in lane] if self._divided else []
 
     def _piece(self, device: int, begin: int, end: int) -> int:
         sizes = self.seen.sizes[device]
@@ -162,6 +176,7 @@ class Run:
         with gate as waited, self.state.replayed():
             ran = self.compute(device, begin, end)
         if ran:
+            self.seen.ever[device].add(end - begin)
             if len(sizes) < _MOST_SIZES:
                 sizes.add(size)
             self.after(device)

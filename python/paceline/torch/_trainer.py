@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline import Device, DeviceGroup, Error, InvalidArgument, Timeout, Unavailable
+from paceline import Device, DeviceGroup, InvalidArgument
 from paceline.torch._arguments import (
     Balance,
     Memory,
@@ -24,19 +21,21 @@ from paceline.torch._arguments import (
     policy_of,
 )
 from paceline.torch._batch import Batch
-from paceline.torch._caller_state import CallerThreads
+from paceline.torch._batch_size import BatchSizeSearch, check_size, search
 from paceline.torch._check import check
 from paceline.torch._check_report import CheckReport
+from paceline.torch._claims import ClaimScript, ReplayedCaps
 from paceline.torch._execution import Execution, Workload
-from paceline.torch._exit import abandoned_runs, finalize, open_trainers
-from paceline.torch._global_batch import FunctionRun, GlobalBatch, RunFunction, indices_of
+from paceline.torch._global_batch import FunctionRun, GlobalBatch, RunFunction
+from paceline.torch._lifetime import Lifetime
 from paceline.torch._objective import Objective, Reduction, Weight
 from paceline.torch._places import Places
 from paceline.torch._replicas import Replicas, Replicate
-from paceline.torch._run import LossFunction, PredictRun, Run, TrainRun
+from paceline.torch._run import LossFunction, PredictRun, TrainRun
+from paceline.torch._step_timer import StepTimer
 
 
-class DataParallel:
+class DataParallel(Lifetime):
     """Trains `module` on several devices of this machine, with exactly the gradient of one.
 
     Every call of `step` splits one batch over the devices in proportion to what was measured of them, runs forward and backward on
@@ -68,6 +67,10 @@ class DataParallel:
         What one micro-batch may take of a device's memory, beyond parameters and gradients: bytes, or a fraction of what the device has
         (of its memory, divided by the devices that share it); a dictionary says it for some devices only, by name. Two sizes are
         measured, and larger claims then worked off in pieces that fit. Default: no limit but the memory itself.
+    granularity
+        Shares and what devices take over from each other are multiples of so many items, so that no more than ``batch / granularity`` sizes
+        of micro-batches ever run (and one for what is left of the batch): for modules that compile or tune anew for each size. Shares are
+        the coarser for it. ``report()["sizes"]`` tells which ran.
 
     Notes
     -----
@@ -100,6 +103,7 @@ class DataParallel:
         replicate: Replicate | None = None,
         timeout: float = 600.0,
         memory: Memory | None = None,
+        granularity: int = 1,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise InvalidArgument(f"DataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed.")
@@ -110,6 +114,8 @@ class DataParallel:
             raise InvalidArgument(
                 f"DataParallel: micro_batch is {micro_batch}; it must be an integer of at least 1, or None to have it planned."
             )
+        if not isinstance(granularity, int) or granularity < 1:
+            raise InvalidArgument(f"DataParallel: granularity is {granularity}; it must be an integer of at least 1.")
         policy, weights = policy_of(balance)
         self.module = module
         self._reduction: Reduction = reduction
@@ -117,26 +123,23 @@ class DataParallel:
         owned = group is not devices
         try:
             self._names = [device.name for device in group.devices]
-            self._places = Places(group, module, timeout)
-            self._options: dict[str, Any] = {"balance": policy, "weights": weights, "micro_batch": micro_batch or 0}
+            places = Places(group, module, timeout)
+            self._options: dict[str, Any] = {
+                "balance": policy,
+                "weights": weights,
+                "micro_batch": micro_batch or 0,
+                "granularity": granularity,
+            }
             self._limits = memory_limits(memory, group)
-            self._steps = Workload(group, self._places, self._limits, **self._options)
+            self._steps = Workload(group, places, self._limits, **self._options)
             self._others: dict[str, Workload] = {}
-            self._replicas = Replicas(module, self._places, replicate)
-            self._execution = Execution(group, module, self._places, self._replicas)
+            self._script: ClaimScript | None = None
+            execution = Execution(group, module, places, Replicas(module, places, replicate))
         except BaseException:
             if owned:
                 group.close()
             raise
-        self.group = group
-        self._lock = threading.Lock()
-        self._abandoned = False
-        if self._places.any_host:
-            CallerThreads.limit()
-        # Runs when the trainer is dropped without close(); the end of the program has _exit.
-        self._finalizer = weakref.finalize(self, finalize, group if owned else None, self._places.any_host)
-        self._finalizer.atexit = False
-        open_trainers.add(self)
+        super().__init__(group, owned, execution)
 
     def step(
         self,
@@ -199,16 +202,27 @@ class DataParallel:
         return whole, Objective(batch, whole.size, self._reduction, weight, self._places.pin)
 
     def _try_step(self, loss_fn: LossFunction, whole: Batch, objective: Objective, scaler: Any) -> torch.Tensor:
-        frame = self._execution.frame(self._steps, whole, loss_fn)
+        work, claims = self._steps, None
+        if self._script is not None:
+            work, claims = self._work("replay"), self._script.peek(whole.size)
+            work.caps = ReplayedCaps(self._places, claims)
+        frame = self._execution.frame(work, whole, loss_fn)
         scale = self._scale_of(scaler)
         run = TrainRun(frame, loss_fn=loss_fn, objective=objective, scale=scale, names=self._replicas.names)
-        return self._execution.train(self._steps, run)[0]
+        run.claims = claims.lanes if claims is not None else None
+        loss = self._execution.train(work, run)[0]
+        if self._script is not None:
+            self._script.advance()
+        return loss
 
     def _scale_of(self, scaler: Any) -> torch.Tensor | None:
         if scaler is None or not scaler.is_enabled():
             return None
         scale: torch.Tensor = scaler.scale(torch.ones((), device=self._places.home))
         return scale
+
+    def _workloads(self) -> list[Workload]:
+        return [self._steps, *self._others.values()]
 
     def _work(self, key: str) -> Workload:
         """Of other kinds of work than `step`, made when it is first run."""
@@ -248,37 +262,22 @@ class DataParallel:
         with self._alone("batch"):
             whole, objective = self._prepared(batch, weight)
 
-        def start(fn: RunFunction, parameters: Iterable[nn.Parameter] | None, scaler: Any, name: str) -> torch.Tensor:
+        def start(fn: RunFunction, wanted: list[nn.Parameter] | None, scaler: Any, name: str) -> torch.Tensor:
             with self._alone("run"):
                 check_trains("run", fn)
                 check_scaler("run", scaler)
                 self._places.begin()
-                # From an iterator, which an attempt that runs out of memory must not use up.
-                wanted = None if parameters is None else list(parameters)
                 work = self._work(f"run {name}")
-                return self._execution.repeated(lambda: self._try_run(work, fn, wanted, whole, objective, scaler))
+
+                def attempt() -> torch.Tensor:
+                    frame = self._execution.frame(work, whole, fn)
+                    scale, replicas = self._scale_of(scaler), self._replicas
+                    run = FunctionRun(frame, fn, objective, scale, replicas, wanted)
+                    return self._execution.train(work, run)[0]
+
+                return self._execution.repeated(attempt)
 
         return GlobalBatch(whole.size, start)
-
-    def _try_run(
-        self,
-        work: Workload,
-        fn: RunFunction,
-        wanted: list[nn.Parameter] | None,
-        whole: Batch,
-        objective: Objective,
-        scaler: Any,
-    ) -> torch.Tensor:
-        frame = self._execution.frame(work, whole, fn)
-        run = FunctionRun(
-            frame,
-            fn=fn,
-            objective=objective,
-            scale=self._scale_of(scaler),
-            names=self._replicas.names,
-            wanted=None if wanted is None else indices_of(wanted, self._replicas.parameters),
-        )
-        return self._execution.train(work, run)[0]
 
     def check(
         self, loss_fn: LossFunction, batch: Any, *, weight: Weight | None = None, tolerance: float | None = None
@@ -329,6 +328,60 @@ class DataParallel:
                 tolerance=tolerance,
             )
 
+    def find_batch_size(
+        self,
+        loss_fn: LossFunction,
+        make_batch: Callable[[int], Any],
+        *,
+        weight: Weight | None = None,
+        smallest: int = 8,
+        largest: int = 65536,
+        efficiency: float = 0.9,
+        seconds: float = 0.5,
+    ) -> BatchSizeSearch:
+        """Measure steps of growing batches on all devices together, and find the knee of the throughput.
+
+        The batch is doubled until that brings less than 5 %, or memory does not allow more; micro-batches keep to what fits (`memory`),
+        so that memory seldom does. At the knee smaller micro-batches are measured, too, if the trainer was made without `micro_batch`.
+        Leaves no trace, as `check`. Which batch is good for training is another question: learning rates belong to a batch size.
+
+        Parameters
+        ----------
+        loss_fn, weight
+            As for `step`; `weight` a callable, since batches differ in size.
+        make_batch
+            ``make_batch(items)`` returns a batch of so many items.
+        smallest, largest
+            Sizes to begin and to end with.
+        efficiency
+            The part of the highest throughput that is enough.
+        seconds
+            To time each size for, after a warm-up.
+
+        Returns
+        -------
+        BatchSizeSearch
+            ``batch_size``, ``micro_batch``, the times behind them; ``print`` and ``plot(path)`` show them.
+        """
+        with self._alone("find_batch_size"):
+            check_trains("find_batch_size", loss_fn)
+            own = self._options["micro_batch"]
+
+            def workload(micro_batch: int | None) -> Workload:
+                options = {**self._options, "micro_batch": micro_batch or own}
+                return Workload(self.group, self._places, self._limits, **options)
+
+            timer = StepTimer(self._execution, loss_fn, workload)
+
+            def measure(size: int, micro_batch: int | None) -> float:
+                whole, objective = self._prepared(make_batch(size), weight)
+                check_size(whole.size, size)
+                self._places.begin()
+                return timer.seconds(whole, objective, micro_batch, seconds)
+
+            devices = len(self._names)
+            return search(measure, smallest, largest, efficiency, micro_batches=not own, devices=devices)
+
     def predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any] | None = None) -> Any:
         """Run the module forward over `batch` on all devices, without gradients.
 
@@ -374,12 +427,13 @@ class DataParallel:
         dict
             ``devices``: per name ``share`` (items of the last step), ``items``, ``busy_seconds``, ``idle_seconds`` (totals),
             ``items_per_second`` (recent, while busy), ``speed`` (that, over the fastest device's); ``imbalance`` (slowest busy time over the mean, minus 1; recent); ``moves`` (changes of
-            shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction). ``memory``: per
-            device with a limit ``limit_bytes``, and once measured ``fixed_bytes``, ``bytes_per_item`` and ``largest_micro_batch``.
-            ``runs``: as all but the last, for each run of `batch` by its name.
+            shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction). ``sizes``: per
+            device the micro-batches that ever ran, in items. ``memory``: per device with a limit ``limit_bytes``, and once measured ``fixed_bytes``, ``bytes_per_item`` and ``largest_micro_batch``.
+            ``runs``: as all but the last three, for each run of `batch` by its name.
         """
-        runs = {name[4:]: work.stepper.metrics for name, work in self._others.items() if name != "predict"}
-        return {**self._steps.stepper.metrics, "memory": self._steps.caps.report(), "runs": runs}
+        runs = {name[4:]: work.stepper.metrics for name, work in self._others.items() if name.startswith("run ")}
+        sizes = {name: sorted(ran) for name, ran in zip(self._names, self._steps.seen.ever, strict=True)}
+        return {**self._steps.stepper.metrics, "sizes": sizes, "memory": self._steps.caps.report(), "runs": runs}
 
     def events(self) -> list[dict[str, Any]]:
         """The last events, oldest first: steps, micro-batches, reductions, moves, with their times in seconds."""
@@ -387,7 +441,7 @@ class DataParallel:
 
     def explain(self) -> str:
         """In words: what was seen, what was decided and why, what a move would gain; of `step`, and of each run of `batch` by its name."""
-        runs = {name: work for name, work in self._others.items() if name != "predict"}
+        runs = {name: work for name, work in self._others.items() if name.startswith("run ")}
         if runs and not self._steps.stepper.metrics["steps"]:  # there is nothing to tell of steps
             return "\n".join(f"{name}: {work.stepper.explain()}{work.caps.explain()}" for name, work in runs.items())
         text = self._steps.stepper.explain()
@@ -396,7 +450,9 @@ class DataParallel:
         return text + "".join(f"\n{name}: {work.stepper.explain()}{work.caps.explain()}" for name, work in runs.items())
 
     def write_ledger(self, path: str | os.PathLike[str]) -> None:
-        """Write every measurement and decision of `step` to a file of JSON lines; `paceline.balance.replay` reproduces them.
+        """Write every measurement and decision of `step` to a file of JSON lines, and what each device really ran.
+
+        `paceline.balance.replay` reproduces the decisions, `replay_claims` the steps themselves.
 
         Raises
         ------
@@ -405,96 +461,31 @@ class DataParallel:
         """
         self._steps.stepper.write_ledger(os.fspath(path))
 
-    def close(self) -> None:
-        """End the workers and give the caller its PyTorch threads back; idempotent. A `DeviceGroup` that was passed in stays open.
+    def replay_claims(self, path: str | os.PathLike[str] | None) -> None:
+        """Run the steps that follow as those of a ledger ran: the same items on the same devices, in the same pieces and order.
 
-        A step that runs in another thread is cancelled: it ends once every worker has left its micro-batch.
+        From the same parameters, with the same batches and as many threads per device, gradients on host devices are the same bit for
+        bit, whatever the devices' speeds are now. Random draws are not: host devices draw from one generator, as they come. Nothing is
+        measured meanwhile, and the balancer stays as it is.
+
+        Parameters
+        ----------
+        path
+            What `write_ledger` wrote, on as many devices. None: from now on steps are balanced again.
+
+        Raises
+        ------
+        InvalidArgument
+            If it is no such ledger. `step` raises it for a batch of another size, and when all steps have run.
+        OSError
+            If the file cannot be read.
         """
-        running = self._running
-        if running is not None and running.on_a_worker:
-            raise InvalidArgument(
-                "close: called by loss_fn on a worker, which cannot wait for its own end. Leave the step first, by an exception if need be."
-            )
-        self._cancel()
-        self._finalizer()
-        self._give_back_once()
-
-    def _is_closed(self) -> bool:
-        return not self._finalizer.alive
-
-    def _give_back_once(self) -> None:
-        """Unless a call is still inside, which does it when it leaves, or workers are."""
-        if self._places.queues is not None and not self.group.busy and self._lock.acquire(blocking=False):
-            try:
-                self._give_back()
-            finally:
-                self._lock.release()
-
-    def _give_back(self) -> None:
-        """Everything that the devices hold of this trainer; its figures stay."""
-        with contextlib.suppress(Error):  # of a device that was lost: it has said so before
-            for work in (self._steps, *self._others.values()):
-                work.stepper.settle()
-        self._execution.release()
-        self._replicas.release()
-        self._places.close()
-
-    def _cancel(self) -> None:
-        for work in (self._steps, *list(self._others.values())):
-            work.stepper.cancel()
-
-    def __enter__(self) -> DataParallel:
-        return self
-
-    def __exit__(self, kind: object, *exception: object) -> None:
-        if kind is None or not self.group.busy:
-            return self.close()
-        # Left by a second Ctrl-C: its workers are inside user code, and whoever pressed it does not want to wait for them.
-        self._cancel()
-        ended = self._finalizer.detach()
-        if ended is not None:
-            group = ended[2][0]
-            with contextlib.suppress(Timeout):
-                finalize(group, self._places.any_host, timeout=0.0)
-        return None
+        with self._alone("replay_claims"):
+            self._script = None if path is None else ClaimScript(path, self._names)
 
     def __repr__(self) -> str:
         state = "open" if self._finalizer.alive else "closed"
         return f"<paceline.torch.DataParallel {type(self.module).__name__} on {', '.join(self._names)}, {self._options['balance']}, {state}>"
-
-    @contextlib.contextmanager
-    def _alone(self, call: str) -> Iterator[None]:
-        """One call at a time: the replicas and their gradients are the trainer's, not the call's."""
-        if not self._finalizer.alive:
-            raise Unavailable(f"{call}: the trainer is closed. Make a new one.")
-        if not self._lock.acquire(blocking=False):
-            raise InvalidArgument(
-                f"{call}: this trainer is in the middle of another call, in another thread or around this one (loss_fn must "
-                "not call the trainer). One call at a time."
-            )
-        if self._places.any_host:
-            CallerThreads.enter()
-        try:
-            if self.group.busy:
-                raise InvalidArgument(
-                    f"{call}: an earlier step of this group has not ended: its workers are still inside user code. Wait for it, or close "
-                    "the trainer."
-                )
-            if self._abandoned:  # its workers have gone on to write gradients meanwhile
-                self._execution.drop_gradients()
-            yield
-        finally:
-            if self.group.busy and self._running is not None:
-                abandoned_runs.add(self._running)
-            self._execution.running = None
-            self._abandoned = self.group.busy
-            self._lock.release()
-            if self._is_closed():  # meanwhile, by another thread
-                self._give_back_once()
-
-    @property
-    def _running(self) -> Run | None:
-        return self._execution.running
 
 
 def _forward(module: nn.Module, batch: Any) -> Any:
