@@ -89,7 +89,9 @@ TEST(Ledger, IsWrittenTheSameTwice) { EXPECT_EQ(eventful_ledger(), eventful_ledg
 TEST(Ledger, HoldsWhatRanBesideTheDecisionsAndReplaysWithoutIt) {
   std::ostringstream out;
   const auto ledger = std::make_shared<LedgerWriter>(out);
-  Balancer balancer({.devices = {{"a", "host", {}}, {"b", "host", {}}}});
+  BalancerOptions options;
+  options.devices = {{"a", "host", {}}, {"b", "host", {}}};
+  Balancer balancer(options);
   balancer.write_to(ledger);
   const StepPlan plan = balancer.next_plan(8);
   balancer.record({.devices = {{{4, 0.5}}, {{4, 0.25}}}, .step_seconds = 0.5});
