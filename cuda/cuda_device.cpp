@@ -14,6 +14,7 @@
 #include "error.hpp"
 #include "green_context.hpp"
 #include "pool.hpp"
+#include "stream_shelf.hpp"
 #include "sum.hpp"
 
 namespace paceline::cuda {
@@ -28,6 +29,8 @@ class StreamHandle {
       stream_ = part_->make_stream();
       return;
     }
+    stream_ = StreamShelf::of(device).take();
+    if (stream_ != nullptr) return;
     const DeviceGuard guard(device);
     check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream", device);
   }
@@ -36,12 +39,8 @@ class StreamHandle {
     if (!owned_) return;
     if (part_ != nullptr) {
       part_->drop(stream_);
-      return;
-    }
-    try {
-      const DeviceGuard guard(device_);
-      static_cast<void>(cudaStreamDestroy(stream_));
-    } catch (...) {  // the driver is going down, and takes the stream with it
+    } else {
+      StreamShelf::of(device_).put(stream_);
     }
   }
   StreamHandle(const StreamHandle&) = delete;

@@ -20,19 +20,6 @@ CUdevice handle_of(int device) {
   return handle;
 }
 
-/// Destroys the events that are over; on a lost device all are, since nothing runs any more.
-void forget_finished(std::vector<cudaEvent_t>& events) {
-  std::erase_if(events, [](cudaEvent_t event) {
-    if (cudaEventQuery(event) == cudaErrorNotReady) {
-      static_cast<void>(cudaGetLastError());
-      return false;
-    }
-    static_cast<void>(cudaEventDestroy(event));
-    static_cast<void>(cudaGetLastError());
-    return true;
-  });
-}
-
 }  // namespace
 
 std::vector<CUdevResource> split_sms(int device) {
@@ -51,7 +38,7 @@ std::vector<CUdevResource> split_sms(int device) {
   return groups;
 }
 
-GreenContext::GreenContext(int device, std::span<CUdevResource> groups) : device_(device) {
+GreenContext::GreenContext(int device, std::span<CUdevResource> groups) : device_(device), shelf_(device) {
   const GreenDriver& green = green_driver();
   // Pushes the primary context: without one, every green context would make and end it anew.
   const DeviceGuard guard(device);
@@ -69,46 +56,21 @@ GreenContext::GreenContext(int device, std::span<CUdevResource> groups) : device
 }
 
 GreenContext::~GreenContext() {
+  shelf_.clear();
   try {
     const DeviceGuard guard(device_);
-    for (cudaEvent_t event : last_work_) static_cast<void>(cudaEventDestroy(event));
     static_cast<void>(green_driver().destroy(context_));
   } catch (...) {  // the driver is going down, and takes the context with it
   }
 }
 
 cudaStream_t GreenContext::make_stream() {
+  if (cudaStream_t stream = shelf_.take()) return stream;
   const std::lock_guard lock(mutex_);  // a green context has none of its own
   const DeviceGuard guard(device_);
   CUstream stream = nullptr;
   check(green_driver().make_stream(&stream, context_, CU_STREAM_NON_BLOCKING, 0), "making a stream", device_);
   return stream;
-}
-
-void GreenContext::drop(cudaStream_t stream) noexcept {
-  try {
-    const std::lock_guard lock(mutex_);
-    const DeviceGuard guard(device_);
-    forget_finished(last_work_);
-    cudaEvent_t event = nullptr;
-    if (cudaEventCreateWithFlags(&event, cudaEventDisableTiming) == cudaSuccess) {
-      if (cudaEventRecord(event, stream) == cudaSuccess) {
-        last_work_.push_back(event);
-      } else {
-        static_cast<void>(cudaEventDestroy(event));
-      }
-    }
-    static_cast<void>(cudaStreamDestroy(stream));
-    static_cast<void>(cudaGetLastError());
-  } catch (...) {  // the driver is going down, and takes the stream with it
-  }
-}
-
-bool GreenContext::idle() {
-  const std::lock_guard lock(mutex_);
-  const DeviceGuard guard(device_);
-  forget_finished(last_work_);
-  return last_work_.empty();
 }
 
 }  // namespace paceline::cuda

@@ -8,6 +8,8 @@
 #include <span>
 #include <vector>
 
+#include "stream_shelf.hpp"
+
 namespace paceline::cuda {
 
 /// The GPU's SMs as the driver deals them out: groups of equal size, as many as there can be. Of one split, since only
@@ -29,17 +31,17 @@ class GreenContext {
 
   [[nodiscard]] int sm_count() const noexcept { return sm_count_; }
   [[nodiscard]] cudaStream_t make_stream();
-  /// Destroys the stream; what it still has to do is done afterwards, see idle().
-  void drop(cudaStream_t stream) noexcept;
+  /// Keeps the stream for the next one who needs one; what it still has to do is done meanwhile, see idle().
+  void drop(cudaStream_t stream) noexcept { shelf_.put(stream); }
   /// Whether everything that dropped streams had to do is done. Only then may this be destroyed.
-  [[nodiscard]] bool idle();
+  [[nodiscard]] bool idle() { return shelf_.idle(); }
 
  private:
   int device_;
   int sm_count_ = 0;
   CUgreenCtx context_ = nullptr;
   std::mutex mutex_;
-  std::vector<cudaEvent_t> last_work_;  ///< one for each dropped stream that was not known to be done
+  StreamShelf shelf_;
 };
 
 }  // namespace paceline::cuda

@@ -76,7 +76,7 @@ void require_unused(const Device& gpu, const Split& split, const char* call) {
 
 void await_dropped_streams(const Split& split, std::chrono::nanoseconds timeout, const char* call) {
   const auto begin = std::chrono::steady_clock::now();
-  const BlockingRegion region;
+  BlockingRegion region;
   for (const Part& part : split.parts) {
     while (!part.context->idle()) {
       if (std::chrono::steady_clock::now() - begin > timeout) {
@@ -85,6 +85,7 @@ void await_dropped_streams(const Split& split, std::chrono::nanoseconds timeout,
                                   call, part.device.name),
                       part.device.name);
       }
+      region.poll();
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
   }

@@ -99,9 +99,9 @@ def main() -> int:
         accuracy = (answers == test_labels).double().mean().item()
         print()
         print(trainer.explain())
+        if args.plot:
+            plot(trainer, slow_steps, args)
 
-    if args.plot:
-        plot(table, slow_steps, args)
     print(f"test accuracy: {accuracy:.1%} of {len(test_labels)} images that it was not trained on")
     if accuracy < GOAL and steps >= STEPS:
         print(f"that is less than the {GOAL:.0%} which this network reaches", file=sys.stderr)
@@ -172,13 +172,12 @@ while os.getppid() == parent:
 
 
 class Table:
-    """Who did how much, and how the shares move. Keeps what `plot` draws."""
+    """Who did how much, and how the shares move."""
 
     HEAD = f"{'steps':>9}  {'loss':>6}  {'ms/step':>7}   {'device':<8}{'share':>5}  {'':<24}{'items/s':>8}  {'busy':>5}"
 
     def __init__(self, trainer: DataParallel, steps: int, neighbour: BusyLoop) -> None:
-        self.shares: list[dict[str, int]] = []
-        self.seconds: list[float] = []
+        self._seconds: list[float] = []  # of the steps since the last row
         self._trainer = trainer
         self._steps = steps
         self._neighbour = neighbour
@@ -187,22 +186,21 @@ class Table:
         print(self.HEAD)
 
     def add(self, step: int, loss: float, seconds: float) -> None:
-        self.shares.append(self._trainer.shares)
-        self.seconds.append(seconds)
+        self._seconds.append(seconds)
         if (step + 1) * ROWS // self._steps > step * ROWS // self._steps:
             self._row(step + 1, loss)
         elif sys.stdout.isatty():
             print(f"{step + 1:>9}  {loss:6.3f}  {seconds * 1e3:7.1f}   training ...", end="\r", flush=True)
 
     def _row(self, end: int, loss: float) -> None:
-        seconds = self.seconds[self._row_begin :]
+        seconds, self._seconds = self._seconds, []
         report = self._trainer.report()["devices"]
         label = f"{f'{self._row_begin + 1}-{end}':>9}  {loss:6.3f}  {1e3 * sum(seconds) / len(seconds):7.1f}"
         for name, now in report.items():
             items = now["items"] - self._report[name]["items"]
             busy = now["busy_seconds"] - self._report[name]["busy_seconds"]
             mean = items / len(seconds)
-            total = sum(self.shares[-1].values())
+            total = sum(self._trainer.shares.values())
             bar = "#" * round(24 * mean / total)
             rate = f"{items / busy:8.0f}" if busy > 0 else f"{'-':>8}"
             mark = "  <- busy loop" if self._neighbour.running and name == self._neighbour.device else ""
@@ -212,35 +210,12 @@ class Table:
         self._row_begin = end
 
 
-def plot(table: Table, slow_steps: range, args: argparse.Namespace) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(9, 6), layout="constrained")
-    steps = range(1, len(table.seconds) + 1)
-    for name in table.shares[0]:
-        above.step(steps, [shares[name] for shares in table.shares], where="mid", label=name)
-    above.set(
-        ylabel="share (items of a step)",
-        ylim=(0, args.batch),
-        title=f"Shares of {args.batch} items, --balance {args.balance}",
-    )
-    milliseconds = [1e3 * seconds for seconds in table.seconds]
-    below.plot(steps, milliseconds, ".", color="0.7", label="each step")
-    window = [sorted(milliseconds[max(0, i - 4) : i + 5]) for i in range(len(milliseconds))]
-    below.plot(steps, [values[len(values) // 2] for values in window], color="black", label="median of 9 steps")
-    # A first step makes threads and allocates; it would squeeze all others together.
-    highest = sorted(milliseconds)[int(0.99 * (len(milliseconds) - 1))]
-    below.set(ylabel="time of a step (ms)", xlabel="step", ylim=(0, 1.15 * highest))
-    for axes in (above, below):
-        if slow_steps:
-            label = f"busy loop on {args.slow}"
-            axes.axvspan(slow_steps.start + 0.5, slow_steps.stop + 0.5, color="tab:red", alpha=0.12, lw=0, label=label)
-        axes.set_xlim(0.5, len(table.seconds) + 0.5)
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-        axes.grid(alpha=0.3)
+def plot(trainer: DataParallel, slow_steps: range, args: argparse.Namespace) -> None:
+    figure = trainer.plot()
+    if slow_steps:
+        for axes in figure.axes:
+            axes.axvspan(slow_steps.start + 0.5, slow_steps.stop + 0.5, color="tab:red", alpha=0.12, lw=0)
+        figure.axes[0].set_title(f"A busy loop on {args.slow} in the shaded steps, --balance {args.balance}")
     figure.savefig(args.plot, dpi=150)
     print(f"drawn: {args.plot}")
 
@@ -258,7 +233,10 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--slow", metavar="DEVICE", help="hold a busy loop on this device's core in the middle third")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw shares and step times over the steps, as .png, .svg or .pdf"
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw shares, speeds and step times over the steps, as .png, .svg or .pdf",
     )
     parser.add_argument("--batch", type=int, default=512, help="items of a step, over all devices (default: 512)")
     parser.add_argument(

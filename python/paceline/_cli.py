@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from paceline._cli_replay import add_parser as add_replay
     from paceline._cli_simulate import add_parser as add_simulate
     from paceline._cli_verify import add_parser as add_verify
     from paceline._core.runtime import build_facts
@@ -53,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="one JSON object instead of text")
     info.set_defaults(run=_info)
     add_simulate(commands)
+    add_replay(commands)
     add_verify(commands)
     return parser
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def add_parser(subparsers: Any) -> None:
         "--per-item-ms", type=_milliseconds, default=0.1, metavar="MS", help="time per item at speed 1 (0.1)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--plot", metavar="FILE", help="draw shares and step times, as .png, .svg or .pdf")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -72,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
                 args.parser.error(f"argument {option}: there is no device {device}, the last one is {count - 1}")
     if {device for device, _ in args.fail} == set(range(count)):
         args.parser.error("argument --fail: every device fails, so there is nobody left to simulate")
+    if args.plot is not None and find_spec("matplotlib") is None:
+        args.parser.error("--plot needs matplotlib, which is not installed: pip install 'paceline[plot]'")
     if args.fixed_ms == 0 and args.per_item_ms == 0:
         args.parser.error("--fixed-ms and --per-item-ms are both 0: steps would take no time")
 
@@ -91,9 +95,14 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
             fixed_seconds=args.fixed_ms / 1e3,
             per_item_seconds=args.per_item_ms / 1e3,
+            ledger=args.plot is not None,
         )
         for policy in POLICIES
     }
+    if args.plot is not None:
+        from paceline._cli_simulate_plot import plot
+
+        plot(args, results)
     print(json.dumps(_summary(args, results)) if args.json else _table(args, results))
     return 0
 

@@ -10,6 +10,7 @@ from paceline._core.runtime import DeviceGroup
 
 __all__ = ["Array", "Communicator", "ReduceOp", "SupportsDLPack", "Transport"]
 
+# What is done to the elements, and what moves data between GPUs; `Communicator` says how.
 ReduceOp: TypeAlias = Literal["sum", "mean", "min", "max"]
 Transport: TypeAlias = Literal["auto", "nccl", "copies"]
 

@@ -49,7 +49,13 @@ _PACKAGES = (
     _Package(
         "sklearn", "scikit-learn", "the digits example reads its data from it", "pip install 'paceline[examples]'"
     ),
-    _Package("matplotlib", "matplotlib", "the digits example plots with it", "pip install 'paceline[examples]'"),
+    _Package(
+        "matplotlib",
+        "matplotlib",
+        "trainer.plot() and paceline simulate --plot draw with it",
+        "pip install 'paceline[plot]'",
+    ),
+    _Package("rich", "rich", "trainer.progress() draws with it on a terminal", "pip install 'paceline[progress]'"),
 )
 _DRIVER = "comes with NVIDIA's driver; not needed on a machine without an NVIDIA GPU"
 _LIBRARIES = (

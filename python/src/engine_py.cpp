@@ -189,6 +189,31 @@ py::list events_list(Stepper& stepper) {
   return events;
 }
 
+py::list history_list(Stepper& stepper) {
+  stepper.settle();
+  const std::vector<Device>& devices = stepper.group().devices();
+  py::list rows;
+  for (const observe::HistoryRow& row : stepper.history().snapshot()) {
+    py::dict items;
+    py::dict busy_seconds;
+    for (std::size_t d = 0; d < devices.size(); ++d) {
+      const py::str name(devices[d].name);
+      items[name] = row.items[d];
+      busy_seconds[name] = row.busy_seconds[d];
+    }
+    py::dict entry;
+    entry["first_step"] = row.first_step;
+    entry["steps"] = row.steps;
+    entry["items"] = items;
+    entry["busy_seconds"] = busy_seconds;
+    entry["step_seconds"] = row.step_seconds;
+    entry["longest_step_seconds"] = row.longest_step_seconds;
+    entry["moves"] = row.moves;
+    rows.append(entry);
+  }
+  return rows;
+}
+
 }  // namespace
 
 void bind_engine(py::module_& module) {
@@ -240,6 +265,8 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("metrics", &metrics_dict,
                              "One snapshot: per device share, items, busy and idle seconds, rate; totals.")
       .def_property_readonly("events", &events_list, "The last events, oldest first.")
+      .def_property_readonly("history", &history_list,
+                             "The whole run, oldest first, in at most 1024 rows of equally many steps.")
       .def_property_readonly("planned_shares", [](const Stepper& stepper) { return stepper.plan().shares; })
       .def_property_readonly("reason", [](const Stepper& stepper) { return stepper.plan().reason; })
       .def("write_ledger", &write_ledger, py::arg("path"),

@@ -32,6 +32,7 @@ class QueuedProgram final : public StepProgram {
   bool run(const MicroBatch& micro_batch) override;
   void finish(std::size_t device_index) override;
   std::unique_ptr<BlockReduction> reduction() override;
+  void stop() noexcept override { shared_->queues.stop(); }
   void stamp(std::vector<ClaimRecord>& claims) const override { times_->stamp(claims); }
   [[nodiscard]] bool settled() const override { return times_->settled(); }
   void settle() const override { times_->wait(); }

@@ -43,6 +43,13 @@ void take_back(void* token) {
   }
 }
 
+// A signal's exception leaves the wait with the interpreter held; without one it is let go again.
+void look_for_signals(void* token) {
+  take_back(token);
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  PyEval_SaveThread();  // gives the same token
+}
+
 // Looks for signals while it waits, as every wait on the main thread does.
 void close(DeviceGroup& group, double timeout) {
   bool signalled = false;
@@ -101,7 +108,7 @@ std::chrono::nanoseconds timeout_of(const char* call, double seconds) {
 }
 
 void bind_runtime(py::module_& module) {
-  set_blocking_hooks({.enter = let_go, .leave = take_back});
+  set_blocking_hooks({.enter = let_go, .leave = take_back, .poll = look_for_signals});
   bind_device(module);
   // Before the interpreter goes down: workers hold a thread state, and some may wait for the interpreter.
   py::module_::import("atexit").attr("register")(py::cpp_function([] { DeviceGroup::close_all(); }));

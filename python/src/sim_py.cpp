@@ -71,7 +71,7 @@ Result simulate_py(const std::vector<double>& speeds, std::int64_t batch_size, s
 
 void bind_sim(py::module_& module) {
   py::class_<Event>(module, "Event", "A change of the box that the split should follow.")
-      .def_readonly("step", &Event::step)
+      .def_readonly("step", &Event::step, "The first step that it concerns.")
       .def_readonly("device", &Event::device, "Index of the device.")
       .def_readonly("kind", &Event::kind, "\"throttle\", \"release\" or \"failure\".")
       .def("__repr__", [](const Event& event) {
@@ -88,13 +88,14 @@ void bind_sim(py::module_& module) {
       .def_property_readonly("ideal_seconds", get(&SimulationResult::ideal_seconds), "The oracle's time for all steps.")
       .def_property_readonly("elapsed_seconds", get(&SimulationResult::elapsed_seconds), "On the virtual clock.")
       .def_property_readonly("moves", get(&SimulationResult::moves), "Changes of shares.")
-      .def_property_readonly("moves_per_100_steps", get(&SimulationResult::moves_per_100_steps))
+      .def_property_readonly("moves_per_100_steps", get(&SimulationResult::moves_per_100_steps),
+                             "Changes of shares, per 100 steps.")
       .def_property_readonly("lost_steps", get(&SimulationResult::lost_steps),
                              "Steps repeated because a device failed.")
       .def_property_readonly("events", get(&SimulationResult::events), "In order of steps.")
       .def_property_readonly("steps_to_recover", get(&SimulationResult::steps_to_recover),
                              "Per event, steps until within 5 % of the new ideal; None if not before the next event.")
-      .def_property_readonly("final_shares", get(&SimulationResult::final_shares))
+      .def_property_readonly("final_shares", get(&SimulationResult::final_shares), "Items per device in the last step.")
       .def_property_readonly("explanation", get(&SimulationResult::explanation), "`Balancer.explain()` at the end.")
       .def_readonly("ledger", &Result::ledger, "JSON lines, empty unless asked for.")
       .def("__repr__", [](const Result& self) {

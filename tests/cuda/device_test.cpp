@@ -84,6 +84,25 @@ TEST(CudaDevice, GivesBackAllItTook) {
   EXPECT_EQ(fake::synchronize_calls(), 0);
 }
 
+TEST(CudaDevice, UsesStreamsAgainThatHaveNothingLeftToDo) {
+  boot_machine({.device_count = 2});
+  const auto device = open();
+  auto first = device->make_stream();
+  void* const handle = first->native();
+  first.reset();
+  EXPECT_NE(open(1)->make_stream()->native(), handle) << "of another GPU";
+  first = device->make_stream();
+  EXPECT_EQ(first->native(), handle);
+
+  const auto buffer = device->allocate(64, *first);
+  fake::hang(static_cast<cudaStream_t>(handle));
+  first->zero(buffer->data(), 64);
+  first.reset();
+  auto second = device->make_stream();
+  EXPECT_NE(second->native(), handle) << "it still has work to do";
+  fake::go_on(static_cast<cudaStream_t>(handle));
+}
+
 TEST(CudaDevice, LeavesTheCallersDeviceAlone) {
   boot_machine({.device_count = 2});
   ASSERT_EQ(cudaSetDevice(0), cudaSuccess);

@@ -216,6 +216,7 @@ def test_what_is_missing_is_listed_with_why_and_how(monkeypatch: pytest.MonkeyPa
         "numpy",
         "scikit-learn",
         "matplotlib",
+        "rich",
         "NVIDIA driver (libcuda.so.1)",
         "NCCL (libnccl.so.2)",
         "NVML (libnvidia-ml.so.1)",

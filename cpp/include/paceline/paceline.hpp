@@ -10,6 +10,7 @@
 #include <paceline/engine/stepper.hpp>
 #include <paceline/error.hpp>
 #include <paceline/observe/event_ring.hpp>
+#include <paceline/observe/history.hpp>
 #include <paceline/observe/metrics.hpp>
 #include <paceline/plan/chunks.hpp>
 #include <paceline/plan/cost_model.hpp>

@@ -57,7 +57,10 @@ class AsyncProgram final : public TrainerProgram<T> {
   }
 
   ~AsyncProgram() override {
-    queues_.drain();
+    try {
+      queues_.drain();
+    } catch (...) {  // somebody does not want to wait; giving pinned memory back still does
+    }
     // Pinned memory first, while nothing runs: giving it back waits for all that does, be it the release of the rest.
     objective_.reset();
     for (std::size_t d = 0; d < sums_.size(); ++d) {
@@ -119,7 +122,8 @@ class AsyncProgram final : public TrainerProgram<T> {
     return *as<double>(objective_);
   }
 
-  void abandon() noexcept override { queues_.drain(); }
+  void stop() noexcept override { queues_.stop(); }
+  void abandon() override { queues_.drain(); }
   void stamp(std::vector<ClaimRecord>& claims) const override { times_->stamp(claims); }
   [[nodiscard]] bool settled() const override { return times_->settled(); }
   void settle() const override { times_->wait(); }

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <map>
 #include <mutex>
+#include <stop_token>
 #include <string>
 #include <utility>
 
@@ -125,6 +126,8 @@ struct DeviceQueues::State {
   std::shared_ptr<Recycler> recycler = std::make_shared<Recycler>();
   std::shared_ptr<const KeptTimes> step;
   std::atomic<bool> hung{false};
+  std::stop_source stop;  // of this step
+  bool left = false;      // a drain that did not come to its end
 
   [[nodiscard]] AsyncDevice& home_device() const { return *spaces[home].device; }
   [[nodiscard]] AsyncDevice& maker(const Space& space) const { return space.device ? *space.device : home_device(); }
@@ -185,9 +188,9 @@ struct DeviceQueues::State {
   }
 
   /// Waits, and remembers a hang: whatever comes after it would wait as long again.
-  void await(const Event& event) {
+  void await(const Event& event, const std::stop_token& until = {}) {
     try {
-      wait_for(event, options.timeout);
+      wait_for(event, options.timeout, until);
     } catch (const Timeout&) {
       hung = true;
       throw;
@@ -236,13 +239,13 @@ struct DeviceQueues::State {
   }
 
   /// Waits until the stream has nothing left. A device that fails here has nothing left either.
-  void drain(AsyncDevice* device, Stream* stream) noexcept {
+  void drain(AsyncDevice* device, Stream* stream) {
     if (device == nullptr || stream == nullptr || hung) return;
     try {
       const std::unique_ptr<Event> event = device->make_event(false);
       stream->record(*event);
       await(*event);
-    } catch (...) {
+    } catch (const Error&) {
     }
   }
 };
@@ -261,7 +264,12 @@ DeviceQueues::DeviceQueues(const DeviceGroup& group, const DeviceQueueOptions& o
   }
 }
 
-DeviceQueues::~DeviceQueues() { drain(); }
+DeviceQueues::~DeviceQueues() {
+  try {
+    drain();
+  } catch (...) {  // somebody does not want to wait: everything goes back in the order of the streams
+  }
+}
 
 std::size_t DeviceQueues::device_count() const noexcept { return state_->lanes.size(); }
 std::size_t DeviceQueues::space_count() const noexcept { return state_->spaces.size(); }
@@ -287,6 +295,7 @@ std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceC
     throw DeviceLost(
         "step: a device did not end what an earlier step gave it, and may still be at it. Start a new process.");
   }
+  if (state.left) drain();
   std::unique_ptr<Times> times;
   {
     const std::lock_guard lock(state.recycler->mutex);
@@ -301,6 +310,7 @@ std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceC
     times->over = state.home_device().make_event(false);
   }
   times->used.assign(state.lanes.size(), 0);
+  state.stop = std::stop_source();
   state.step = std::make_shared<KeptTimes>(std::move(times), state.recycler, state.options.timeout);
   for (Lane& lane : state.lanes) {
     lane.entered = false;
@@ -335,7 +345,7 @@ void DeviceQueues::pace(std::size_t device) {
   State& state = *state_;
   const std::vector<Span>& spans = state.step->times().spans[device];
   const std::size_t used = state.step->times().used[device];
-  if (used > state.run_ahead) state.await(*spans[used - 1 - state.run_ahead].end);
+  if (used > state.run_ahead) state.await(*spans[used - 1 - state.run_ahead].end, state.stop.get_token());
 }
 
 bool DeviceQueues::begin_run(std::size_t device) {
@@ -385,12 +395,16 @@ void DeviceQueues::reduce(std::span<const BufferView> outputs, double scale) {
 
 void DeviceQueues::end_step() { state_->home_stream->record(*state_->step->times().over); }
 
-void DeviceQueues::drain() noexcept {
+void DeviceQueues::stop() noexcept { state_->stop.request_stop(); }
+
+void DeviceQueues::drain() {
   State& state = *state_;
+  state.left = true;
   for (Lane& lane : state.lanes) state.drain(lane.device.get(), lane.stream);
   for (Lane& lane : state.lanes) state.drain(&state.home_device(), lane.source.get());
   for (Space& space : state.spaces) state.drain(&state.maker(space), space.copies.get());
   state.drain(&state.home_device(), state.home_stream.get());
+  state.left = false;
 }
 
 }  // namespace paceline

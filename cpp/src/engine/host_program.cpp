@@ -57,7 +57,7 @@ class HostProgram final : public TrainerProgram<T> {
     return sum / total_weight_;
   }
 
-  void abandon() noexcept override {}
+  void abandon() override {}
 
   std::span<T> parameters() noexcept override { return parameters_; }
   std::span<T> gradients() noexcept override { return committed_; }

@@ -19,6 +19,7 @@ namespace paceline {
 StepProgram::~StepProgram() = default;
 void StepProgram::pace(std::size_t) {}
 void StepProgram::finish(std::size_t) {}
+void StepProgram::stop() noexcept {}
 void StepProgram::stamp(std::vector<ClaimRecord>&) const {}
 bool StepProgram::settled() const { return true; }
 void StepProgram::settle() const {}
@@ -50,6 +51,7 @@ class Step::Task final : public GroupTask {
       const std::lock_guard lock(failure_mutex_);
       if (settled_.load(std::memory_order_relaxed)) return;  // too late: the caller reads the outcome without the lock
       if (!failure_) failure_ = StepFailure{std::move(error), micro_batch};
+      program_->stop();  // under the lock: once the step is over the program may go
     }
     claims_.cancel();
   }

@@ -120,6 +120,7 @@ struct Stepper::State {
       sample.busy_seconds.push_back(busy);
     }
     metrics.add(sample);
+    history.add(sample);
     note_events(done.plan, record);
   }
 
@@ -127,10 +128,15 @@ struct Stepper::State {
   void collect(std::size_t most) {
     while (!pending.empty()) {
       const PendingStep& oldest = pending.front();
-      if (pending.size() <= most && !oldest.step->settled()) return;
+      try {
+        if (pending.size() <= most && !oldest.step->settled()) return;
+        oldest.step->settle();
+      } catch (const Error&) {
+        pending.pop_front();  // a device that has failed shall be reported once
+        throw;
+      }
       const PendingStep taken = std::move(pending.front());
-      pending.pop_front();  // first: a device that has failed shall be reported once
-      taken.step->settle();
+      pending.pop_front();
       note(taken);
     }
   }
@@ -165,6 +171,7 @@ struct Stepper::State {
   balance::Balancer balancer;
   std::shared_ptr<balance::LedgerWriter> ledger;
   observe::MetricsRecorder metrics;
+  observe::History history;
   HealthLog health;
   observe::EventRing events;
   balance::StepPlan plan;    // of the last begin()
@@ -251,6 +258,7 @@ const balance::StepPlan& Stepper::plan() const noexcept { return state_->plan; }
 const StepRecord& Stepper::last_step() const noexcept { return state_->record; }
 observe::Metrics Stepper::metrics() const { return state_->metrics.snapshot(); }
 const observe::EventRing& Stepper::events() const noexcept { return state_->events; }
+const observe::History& Stepper::history() const noexcept { return state_->history; }
 balance::Balancer& Stepper::balancer() noexcept { return state_->balancer; }
 const balance::Balancer& Stepper::balancer() const noexcept { return state_->balancer; }
 const DeviceGroup& Stepper::group() const noexcept { return state_->group; }

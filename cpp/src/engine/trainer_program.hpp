@@ -25,7 +25,7 @@ class TrainerProgram : public StepProgram {
   /// Commits the gradients. Returns the objective.
   virtual double complete() = 0;
   /// Returns when no device works for the failed step any more.
-  virtual void abandon() noexcept = 0;
+  virtual void abandon() = 0;
 
   [[nodiscard]] virtual std::span<T> parameters() noexcept = 0;
   [[nodiscard]] virtual std::span<T> gradients() noexcept = 0;

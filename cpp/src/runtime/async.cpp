@@ -18,11 +18,11 @@ Buffer::~Buffer() = default;
 Stream::~Stream() = default;
 AsyncDevice::~AsyncDevice() = default;
 
-void wait_for(const Event& event, std::chrono::nanoseconds timeout) {
+void wait_for(const Event& event, std::chrono::nanoseconds timeout, const std::stop_token& stop) {
   if (event.done()) return;
   using Clock = std::chrono::steady_clock;
   const Clock::time_point start = Clock::now();
-  const BlockingRegion region;
+  BlockingRegion region;
   // A micro-batch that is due within microseconds shall not wait for a sleeping thread to be woken (50 us and more).
   constexpr int kEagerRounds = 200;
   for (int round = 0; round < kEagerRounds; ++round) {
@@ -38,6 +38,8 @@ void wait_for(const Event& event, std::chrono::nanoseconds timeout) {
                                 device, std::chrono::duration<double>(timeout).count()),
                     device);
     }
+    if (stop.stop_requested()) throw Cancelled("a wait for " + event.device() + " was given up: the step has ended");
+    region.poll();
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 2, std::chrono::microseconds(100));
   }

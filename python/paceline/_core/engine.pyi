@@ -148,6 +148,11 @@ class Stepper:
         The last events, oldest first.
         """
     @property
+    def history(self) -> list[typing.Any]:
+        """
+        The whole run, oldest first, in at most 1024 rows of equally many steps.
+        """
+    @property
     def metrics(self) -> dict[str, typing.Any]:
         """
         One snapshot: per device share, items, busy and idle seconds, rate; totals.

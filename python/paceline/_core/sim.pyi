@@ -21,7 +21,10 @@ class Event:
         "throttle", "release" or "failure".
         """
     @property
-    def step(self) -> int: ...
+    def step(self) -> int:
+        """
+        The first step that it concerns.
+        """
 
 class SimulationResult:
     """
@@ -44,7 +47,10 @@ class SimulationResult:
         `Balancer.explain()` at the end.
         """
     @property
-    def final_shares(self) -> list[int]: ...
+    def final_shares(self) -> list[int]:
+        """
+        Items per device in the last step.
+        """
     @property
     def ideal_seconds(self) -> float:
         """
@@ -71,7 +77,10 @@ class SimulationResult:
         Changes of shares.
         """
     @property
-    def moves_per_100_steps(self) -> float: ...
+    def moves_per_100_steps(self) -> float:
+        """
+        Changes of shares, per 100 steps.
+        """
     @property
     def steps_to_recover(self) -> list[int | None]:
         """

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +33,13 @@ from paceline.torch._places import Places
 from paceline.torch._replicas import Replicas, Replicate
 from paceline.torch._run import LossFunction, PredictRun, TrainRun
 from paceline.torch._step_timer import StepTimer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from paceline._progress import Progress
+
+_T = TypeVar("_T")
 
 
 class DataParallel(Lifetime):
@@ -139,6 +146,7 @@ class DataParallel(Lifetime):
             if owned:
                 group.close()
             raise
+        self._loss: torch.Tensor | None = None  # of the last step, for those who watch
         super().__init__(group, owned, execution)
 
     def step(
@@ -183,12 +191,14 @@ class DataParallel(Lifetime):
             Ctrl-C. The first ends the step as a failure does, once every worker has left its micro-batch (one that comes while the
             gradients are being written comes too late: the step is done, and ``report()["steps"]`` counts it). A second one does not
             wait: the trainer refuses steps until the workers are out, and a single device, which runs the module itself, may write to
-            its ``.grad`` until then; call ``zero_grad`` afterwards.
+            its ``.grad`` until then; call ``zero_grad`` afterwards. With GPUs the first then waits until nothing runs any more, the second
+            leaves that to the next step or `close`.
         Cancelled
             If another thread closed the trainer; gradients and buffers are as before the step.
         """
         with self._alone("step"):
-            return self._step(loss_fn, batch, weight, scaler)
+            self._loss = self._step(loss_fn, batch, weight, scaler)
+            return self._loss
 
     def _step(self, loss_fn: LossFunction, batch: Any, weight: Weight | None, scaler: Any) -> torch.Tensor:
         check_trains("step", loss_fn)
@@ -435,12 +445,97 @@ class DataParallel(Lifetime):
         sizes = {name: sorted(ran) for name, ran in zip(self._names, self._steps.seen.ever, strict=True)}
         return {**self._steps.stepper.metrics, "sizes": sizes, "memory": self._steps.caps.report(), "runs": runs}
 
+    def progress(
+        self, batches: Iterable[_T], *, total: int | None = None, every: float = 10.0, file: TextIO | None = None
+    ) -> Progress[_T]:
+        """Loop over `batches` and show step, loss, step time, imbalance, moves, and each device's share and busy time.
+
+        On a terminal it is redrawn in place where rich is installed (``pip install 'paceline[progress]'``), at most four times a second. Everywhere
+        else, in files, notebooks, and where log handlers write to the terminal, it is a plain line after the first batch, every
+        `every` seconds, and at the end. No thread is started; Ctrl-C, ``break`` and exceptions leave the terminal as it was.
+
+        Parameters
+        ----------
+        batches
+            Any iterable, such as a DataLoader; its elements come unchanged.
+        total
+            How many there are; default ``len(batches)`` where it has one.
+        every
+            Seconds between two plain lines; 0: one after each batch.
+        file
+            Where to write; default ``sys.stderr``.
+
+        Notes
+        -----
+        Shares, busy and step times are means since the figures before. Reading them and the loss waits for GPUs, only when something is shown.
+
+        Examples
+        --------
+        >>> for batch in trainer.progress(loader):                                   # doctest: +SKIP
+        ...     loss = trainer.step(loss_fn, batch)
+        ...     optimizer.step(); optimizer.zero_grad()
+        """
+        from paceline._progress import Progress
+
+        def loss() -> float | None:
+            return None if self._loss is None else float(self._loss)
+
+        return Progress(batches, self.report, loss, total=total, every=every, file=file)
+
     def events(self) -> list[dict[str, Any]]:
-        """The last events, oldest first: steps, micro-batches, reductions, moves, with their times in seconds."""
+        """The last events, oldest first, at most 4096; reading them waits for GPUs.
+
+        Returns
+        -------
+        list of dict
+            ``kind``: ``"step"``, ``"micro_batch"``, ``"reduction"`` or ``"move"``; ``device``: its name, None for the group; ``step``: how many
+            had succeeded before; ``begin`` and ``end``: items of the batch; ``start_seconds``, since the trainer was made, and
+            ``duration_seconds``. A step that failed leaves none.
+        """
         return list(self._steps.stepper.events)
 
+    def history(self) -> list[dict[str, Any]]:
+        """The whole run in at most 1024 rows, oldest first: single steps, or in a longer run equally many steps added up.
+
+        Returns
+        -------
+        list of dict
+            ``first_step`` (from 0), ``steps`` (in this row), ``items`` and ``busy_seconds`` (sums, per name of a device), ``step_seconds``
+            (sum, with the reduction), ``longest_step_seconds`` (of one step), ``moves``. Reading it waits for GPUs, as `report` does.
+        """
+        return list(self._steps.stepper.history)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw the run so far: shares with their moves, speeds, and step times. Also after `close`.
+
+        Parameters
+        ----------
+        path
+            A file to write, as .png, .svg, .pdf or what else matplotlib knows. None: only the figure is made.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            With steps counted from 1 on its three axes, to add to and to save; no window opens and pyplot is not used.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed, which ``pip install 'paceline[plot]'`` brings.
+        InvalidArgument
+            Before the first step.
+        """
+        from paceline._plot import draw_run, save
+
+        names = ", ".join(self._names) if len(self._names) <= 4 else f"{len(self._names)} devices"
+        title = f"{type(self.module).__name__} on {names}, balance {self._options['balance']}"
+        return save(draw_run(self.history(), title=title), path)
+
     def explain(self) -> str:
-        """In words: what was seen, what was decided and why, what a move would gain; of `step`, and of each run of `batch` by its name."""
+        """In words: what was seen, what was decided and why, what a move would gain; of `step`, and of each run of `batch` by its name.
+
+        Waits for GPUs; also after `close`.
+        """
         runs = {name: work for name, work in self._others.items() if name.startswith("run ")}
         if runs and not self._steps.stepper.metrics["steps"]:  # there is nothing to tell of steps
             return "\n".join(f"{name}: {work.stepper.explain()}{work.caps.explain()}" for name, work in runs.items())

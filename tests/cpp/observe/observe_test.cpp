@@ -5,6 +5,7 @@
 #include <vector>
 
 #include <paceline/observe/event_ring.hpp>
+#include <paceline/observe/history.hpp>
 #include <paceline/observe/metrics.hpp>
 
 namespace paceline::observe {
@@ -60,6 +61,61 @@ TEST(Metrics, LooksOnlyAtTheLastStepsForRates) {
   for (std::size_t i = 0; i < MetricsRecorder::kWindow; ++i)
     recorder.add({.items = {10}, .busy_seconds = {1.0}, .compute_seconds = 1.0});
   EXPECT_DOUBLE_EQ(recorder.snapshot().devices[0].items_per_second, 10.0);
+}
+
+TEST(History, KeepsSingleStepsWhileTheyFit) {
+  History history(4);
+  for (int step = 0; step < 4; ++step)
+    history.add({.items = {step, 1}, .busy_seconds = {0.5, 0.25}, .step_seconds = 1.0});
+  const std::vector<HistoryRow> rows = history.snapshot();
+  ASSERT_EQ(rows.size(), 4u);
+  for (std::size_t i = 0; i < 4; ++i) {
+    EXPECT_EQ(rows[i].first_step, static_cast<std::int64_t>(i));
+    EXPECT_EQ(rows[i].steps, 1);
+    EXPECT_EQ(rows[i].items, (std::vector<std::int64_t>{static_cast<std::int64_t>(i), 1}));
+  }
+}
+
+TEST(History, HoldsALongRunInFewRowsOfEquallyManyStepsAndLosesNothing) {
+  for (const std::size_t capacity : {2u, 3u, 8u}) {
+    History history(capacity);
+    for (std::int64_t step = 0; step < 1000; ++step) {
+      history.add({.items = {step, 1}, .busy_seconds = {0.5, 0.25}, .step_seconds = 2.0, .moved = step % 10 == 0});
+      const std::vector<HistoryRow> rows = history.snapshot();
+      ASSERT_LE(rows.size(), capacity + capacity % 2);
+      HistoryRow sum{.items = {0, 0}, .busy_seconds = {0.0, 0.0}};
+      for (std::size_t i = 0; i < rows.size(); ++i) {
+        ASSERT_EQ(rows[i].first_step, sum.steps);
+        ASSERT_TRUE(i + 1 == rows.size() ? rows[i].steps <= rows[0].steps : rows[i].steps == rows[0].steps);
+        sum.steps += rows[i].steps;
+        sum.items[0] += rows[i].items[0];
+        sum.items[1] += rows[i].items[1];
+        sum.busy_seconds[1] += rows[i].busy_seconds[1];
+        sum.step_seconds += rows[i].step_seconds;
+        sum.moves += rows[i].moves;
+      }
+      ASSERT_EQ(sum.steps, step + 1);
+      ASSERT_EQ(sum.items[0], step * (step + 1) / 2);
+      ASSERT_EQ(sum.items[1], step + 1);
+      ASSERT_DOUBLE_EQ(sum.busy_seconds[1], 0.25 * static_cast<double>(step + 1));
+      ASSERT_DOUBLE_EQ(sum.step_seconds, 2.0 * static_cast<double>(step + 1));
+      ASSERT_EQ(sum.moves, step / 10 + 1);
+    }
+  }
+}
+
+TEST(History, KeepsSpikesThroughMerging) {
+  History history(4);
+  for (int step = 0; step < 100; ++step)
+    history.add({.items = {1}, .busy_seconds = {1.0}, .step_seconds = step == 37 ? 9.0 : 1.0});
+  int spikes = 0;
+  for (const HistoryRow& row : history.snapshot()) {
+    if (row.longest_step_seconds < 9.0) continue;
+    ++spikes;
+    EXPECT_LE(row.first_step, 37);
+    EXPECT_GT(row.first_step + row.steps, 37);
+  }
+  EXPECT_EQ(spikes, 1);
 }
 
 }  // namespace

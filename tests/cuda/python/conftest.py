@@ -38,6 +38,10 @@ class Fake:
         """The stream runs nothing any more."""
         self.library.paceline_fake_hang(ctypes.c_void_p(stream))
 
+    def go_on(self, stream: int) -> None:
+        """The stream runs again."""
+        self.library.paceline_fake_go_on(ctypes.c_void_p(stream))
+
     def poison(self, gpu: int) -> None:
         """The GPU answers every call as after a kernel's illegal access."""
         self.library.paceline_fake_poison(gpu, 700)

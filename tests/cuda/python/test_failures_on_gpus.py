@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from typing import Any
 
 import pytest
@@ -148,6 +151,41 @@ def test_a_hang_is_an_error_that_names_the_device(fake: Any) -> None:
             trainer.step(classify, batch)
         with pytest.raises(DeviceLost):
             trainer.step(classify, batch)
+
+
+def test_ctrl_c_leaves_every_wait_for_a_gpu_that_hangs(fake: Any) -> None:
+    module, batch = module_and_batch()
+    trainer = DataParallel(module, BOXES["two"], balance="even", micro_batch=2, timeout=60.0)
+    trainer.step(classify, batch)
+    hung = queues_of(trainer).streams[1]
+    fake.hang(hung)
+
+    def interrupted(call: Any) -> None:
+        """The first Ctrl-C ends the step, which then waits until nothing runs any more; the second ends that."""
+        ended = threading.Event()
+
+        def press() -> None:
+            while not ended.wait(0.4):
+                os.kill(os.getpid(), signal.SIGINT)
+
+        presser = threading.Thread(target=press)
+        presser.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                call()
+        finally:
+            ended.set()
+        presser.join()
+
+    def steps() -> None:
+        while True:  # some steps ahead nobody waits
+            trainer.step(classify, batch)
+
+    interrupted(steps)
+    interrupted(trainer.close)
+    fake.go_on(hung)
+    trainer.close()
+    assert fake.leftovers == 0
 
 
 def test_a_module_elsewhere_is_refused(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ PACELINE_FAKE_API void paceline_fake_boot(int device_count) {
 
 PACELINE_FAKE_API void paceline_fake_hang(void* stream) { fake::hang(static_cast<cudaStream_t>(stream)); }
 
+PACELINE_FAKE_API void paceline_fake_go_on(void* stream) { fake::go_on(static_cast<cudaStream_t>(stream)); }
+
 PACELINE_FAKE_API void paceline_fake_poison(int device, int error) {
   fake::poison(device, static_cast<cudaError_t>(error));
 }

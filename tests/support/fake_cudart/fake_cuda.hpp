@@ -43,6 +43,8 @@ struct Settings {
 
 /// A machine as after boot. What the last one still held is forgotten.
 void boot(const Settings& settings);
+/// What makes the program give back what it keeps for later: called before leftovers are counted, and before a boot.
+void set_release(void (*release)());
 
 /// What the program has not given back, and what it enqueued that has not run.
 struct Leftovers {

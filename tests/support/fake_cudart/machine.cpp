@@ -2,6 +2,7 @@
 #include "machine.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -338,12 +339,31 @@ Leftovers Machine::leftovers() const {
   return left;
 }
 
+bool Machine::works() const {
+  const auto works = [](const Operation& operation) { return operation.name != kRelease; };
+  return std::any_of(streams_.begin(), streams_.end(), [&](const auto& entry) {
+    return std::any_of(entry.second->queue.begin(), entry.second->queue.end(), works);
+  });
+}
+
+namespace {
+std::atomic<void (*)()> release_kept{nullptr};
+
+void release() {
+  if (void (*const function)() = release_kept.load()) function();
+}
+}  // namespace
+
+void set_release(void (*function)()) { release_kept = function; }
+
 void boot(const Settings& settings) {
+  release();
   const std::lock_guard lock(machine().mutex);
   machine().boot(settings);
 }
 
 Leftovers leftovers() {
+  release();
   const std::lock_guard lock(machine().mutex);
   return machine().leftovers();
 }

@@ -45,6 +45,8 @@ struct Operation {
   const char* name = "";
 };
 
+inline constexpr const char* kRelease = "a release";
+
 struct GreenContext {
   int device = 0;
   std::vector<int> sms;
@@ -136,6 +138,8 @@ class Machine {
   void access(const void* data, std::size_t bytes, bool write);
 
   Leftovers leftovers() const;
+  /// Whether more is enqueued than memory on its way back.
+  bool works() const;
 
   std::mutex mutex;
   std::vector<std::string> problems;

@@ -311,7 +311,7 @@ cudaError_t cudaFreeAsync(void* data, cudaStream_t stream) {
   if (allocation == nullptr || allocation->data != data) fake::misuse("memory was given back that was never taken");
   if (allocation->given_back) fake::misuse("memory was given back twice");
   allocation->given_back = true;
-  return enqueue(stream, "a release", [allocation] {
+  return enqueue(stream, fake::kRelease, [allocation] {
     fake::writes(allocation->data, allocation->bytes);
     machine().free(allocation);
   });
@@ -332,7 +332,7 @@ cudaError_t cudaFreeHost(void* data) {
     fake::misuse("pinned memory was given back that was not held");
   }
   // CUDA waits here for all work of the device.
-  if (machine().leftovers().queued > 0) ++machine().synchronize_calls;
+  if (machine().works()) ++machine().synchronize_calls;
   machine().run_until([] { return false; });
   machine().free(allocation);
   return cudaSuccess;

@@ -6,6 +6,7 @@
 
 #include "../sum_twin.hpp"
 #include "fake_cuda.hpp"
+#include "stream_shelf.hpp"
 
 namespace fake {
 namespace {
@@ -25,6 +26,7 @@ void sum(const SumArguments& arguments, DType dtype) {
 
 void set_twins() {
   using namespace paceline::cuda;
+  set_release(&StreamShelf::clear_all);
   twin(&paceline_sum_float32, [](const Launch&, const SumArguments& a) { sum(a, DType::float32); });
   twin(&paceline_sum_float64, [](const Launch&, const SumArguments& a) { sum(a, DType::float64); });
   twin(&paceline_sum_float16, [](const Launch&, const SumArguments& a) { sum(a, DType::float16); });

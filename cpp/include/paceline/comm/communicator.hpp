@@ -76,10 +76,11 @@ class PACELINE_API Communicator {
   /// In place: inputs[d] may be the d-th part of any one output.
   void all_gather(std::span<const BufferView> inputs, std::span<const BufferView> outputs);
 
-  /// buffers[d] = buffers[root].
+  /// buffers[d] = buffers[root], for every d. @throws InvalidArgument also if there is no such device.
   void broadcast(std::span<const BufferView> buffers, std::size_t root = 0);
 
-  /// Waits until all that was enqueued so far is done. @throws what has failed since the last call.
+  /// Waits until all that was enqueued so far is done; of host devices nothing is. @throws what has failed since the
+  /// last call.
   void wait();
 
   /// Gives back streams, memory and connections; also done by the destructor of the last copy. Idempotent; every later

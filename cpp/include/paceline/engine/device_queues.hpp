@@ -69,7 +69,7 @@ class PACELINE_API DeviceQueues {
  public:
   /// @throws InvalidArgument if no device of the group works after the call, Error if a device refuses.
   DeviceQueues(const DeviceGroup& group, const DeviceQueueOptions& options);
-  /// Waits for everything enqueued.
+  /// As drain(), but what that throws.
   ~DeviceQueues();
   DeviceQueues(const DeviceQueues&) = delete;
   DeviceQueues& operator=(const DeviceQueues&) = delete;
@@ -98,6 +98,7 @@ class PACELINE_API DeviceQueues {
   /// True the first time in a step: then it has made the device's queue wait for the parameters.
   bool enter(std::size_t device);
   /// Waits until the device has no more to do than run_ahead micro-batches beyond the one it computes.
+  /// @throws Cancelled after stop(), Timeout
   void pace(std::size_t device);
   /// True if the device had run dry: that time is not its own.
   bool begin_run(std::size_t device);
@@ -109,8 +110,11 @@ class PACELINE_API DeviceQueues {
   void reduce(std::span<const BufferView> outputs, double scale);
   /// Marks the end of the step on the home stream.
   void end_step();
+  /// Ends the waits in pace() of this step. Any thread.
+  void stop() noexcept;
   /// After a failure: returns when nothing is enqueued any more, or what is hangs.
-  void drain() noexcept;
+  /// @throws what the poll hook of waits does (Ctrl-C): then it may still run, and the next step waits for it first.
+  void drain();
 
  private:
   struct State;

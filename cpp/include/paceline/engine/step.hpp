@@ -41,6 +41,8 @@ class PACELINE_API StepProgram {
   /// others may take.
   virtual void pace(std::size_t device_index);
   virtual void finish(std::size_t device_index);
+  /// The step was cancelled or has failed: what waits in pace() may leave. Any thread, until the step is over.
+  virtual void stop() noexcept;
   /// After the step, before its times are used: puts right those that the host's clock cannot know. The host saw when
   /// work was enqueued; devices that do it later have clocks of their own.
   virtual void stamp(std::vector<ClaimRecord>& claims) const;

@@ -10,6 +10,7 @@
 #include <paceline/engine/step.hpp>
 #include <paceline/export.hpp>
 #include <paceline/observe/event_ring.hpp>
+#include <paceline/observe/history.hpp>
 #include <paceline/observe/metrics.hpp>
 #include <paceline/runtime/device_group.hpp>
 
@@ -31,7 +32,8 @@ struct StepperOptions {
 /// Devices that work after the call may be two steps behind: the caller is held up by the third. Until their times are
 /// known the plan stays as it is.
 ///
-/// One step at a time; not thread-safe, but metrics() and events() may be read from any thread, and cancel() called.
+/// One step at a time; not thread-safe, but metrics(), events() and history() may be read from any thread, and cancel()
+/// called.
 class PACELINE_API Stepper {
  public:
   /// @throws InvalidArgument if balance and weights do not fit the group.
@@ -69,6 +71,7 @@ class PACELINE_API Stepper {
   [[nodiscard]] const StepRecord& last_step() const noexcept;
   [[nodiscard]] observe::Metrics metrics() const;
   [[nodiscard]] const observe::EventRing& events() const noexcept;
+  [[nodiscard]] const observe::History& history() const noexcept;
   [[nodiscard]] balance::Balancer& balancer() noexcept;
   [[nodiscard]] const balance::Balancer& balancer() const noexcept;
   [[nodiscard]] const DeviceGroup& group() const noexcept;

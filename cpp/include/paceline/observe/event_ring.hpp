@@ -15,15 +15,16 @@ enum class EventKind : std::uint8_t {
   micro_batch,  ///< items [begin, end) on one device
   reduction,    ///< from the last micro-batch's end to the end of the reduction
   move,         ///< the shares changed before this step
-  failure,      ///< the step ended with an error on this device
+  failure,      ///< the step ended with an error on this device; for writers of their own, a Stepper makes none
 };
 
-/// Something that happened. Seconds count from the ring's creation.
+/// Something that happened. Seconds are of a steady clock from a moment that the writer chose; a Stepper's is its own
+/// creation.
 struct Event {
   EventKind kind = EventKind::step;
   std::int32_t device_index = -1;  ///< -1: the group as a whole
-  std::int64_t step = 0;
-  std::int64_t begin = 0;
+  std::int64_t step = 0;           ///< steps that had succeeded before it
+  std::int64_t begin = 0;          ///< items of the batch, [begin, end); both 0 where it is about none
   std::int64_t end = 0;
   double start_seconds = 0.0;
   double duration_seconds = 0.0;
@@ -32,8 +33,10 @@ struct Event {
 /// The last `capacity` events, oldest first. Writers never wait for readers longer than one copy. Thread-safe.
 class PACELINE_API EventRing {
  public:
+  /// @param capacity events to keep, all allocated at once; 0 counts as 1.
   explicit EventRing(std::size_t capacity = 4096);
 
+  /// Constant time; allocates nothing.
   void push(const Event& event);
   [[nodiscard]] std::vector<Event> snapshot() const;
   /// Events ever pushed; those beyond the capacity are gone.

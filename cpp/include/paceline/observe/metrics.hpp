@@ -11,15 +11,16 @@
 
 namespace paceline::observe {
 
-/// One successful step, as its engine saw it. Vectors have one entry per device.
+/// One successful step, as its engine saw it. Vectors have one entry per device, in the order of the group.
 struct StepSample {
   std::vector<std::int64_t> items{};
-  std::vector<double> busy_seconds{};
-  double compute_seconds = 0.0;  ///< the makespan
-  double step_seconds = 0.0;     ///< with the reduction
-  bool moved = false;
+  std::vector<double> busy_seconds{};  ///< computing, by the device's own clock
+  double compute_seconds = 0.0;        ///< the makespan: from the first start to the last finish
+  double step_seconds = 0.0;           ///< with the reduction
+  bool moved = false;                  ///< its shares differ from those of the step before
 };
 
+/// What one device did. Totals are since the recorder's creation.
 struct DeviceMetrics {
   std::string name;
   std::int64_t items = 0;         ///< since the start
@@ -32,10 +33,10 @@ struct DeviceMetrics {
 /// Everything there is to read about a trainer, at one moment.
 struct Metrics {
   std::vector<DeviceMetrics> devices;
-  std::int64_t steps = 0;
+  std::int64_t steps = 0;  ///< that succeeded; the totals below are over these
   std::int64_t moves = 0;
-  double compute_seconds = 0.0;
-  double step_seconds = 0.0;
+  double compute_seconds = 0.0;  ///< of makespans
+  double step_seconds = 0.0;     ///< with reductions
   /// Slowest device's busy time over the mean, minus 1, over the last steps (kWindow): 0 is perfectly even.
   double imbalance = 0.0;
 };
@@ -47,7 +48,9 @@ class PACELINE_API MetricsRecorder {
   static constexpr std::size_t kWindow = 16;
 
   explicit MetricsRecorder(std::vector<std::string> device_names);
+  /// Requires one entry per device in the sample's vectors. Constant time but for the number of devices.
   void add(const StepSample& sample);
+  /// Totals, and rates over the last steps. Time grows with kWindow and the number of devices.
   [[nodiscard]] Metrics snapshot() const;
 
  private:

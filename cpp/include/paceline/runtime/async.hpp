@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <memory>
 #include <span>
+#include <stop_token>
 #include <string>
 
 #include <paceline/export.hpp>
@@ -19,7 +20,8 @@ class PACELINE_API Event {
   /// Whether the device has come to it. Never blocks.
   /// @throws Error if the device has failed.
   [[nodiscard]] virtual bool done() const = 0;
-  /// Seconds of the device's own clock from `begin` to here, both timed, recorded and done.
+  /// Seconds of the device's own clock from `begin` to here, both timed, recorded and done, on one device.
+  /// @throws Error if the device has failed, or one of them is not as said.
   [[nodiscard]] virtual double seconds_since(const Event& begin) const = 0;
   /// The name of the device that it is recorded on.
   [[nodiscard]] virtual std::string device() const = 0;
@@ -44,30 +46,38 @@ struct DeviceSum {
   double scale = 1.0;
 };
 
-/// A queue of work that a device does in order, after the calls have returned. One thread at a time.
+/// A queue of work that a device does in order, after the calls have returned. What it reads and writes must stay alive
+/// until the device has done it. One thread at a time.
+///
+/// Every call but native() throws Error where the device refuses or has failed, perhaps at earlier work.
 class PACELINE_API Stream {
  public:
   virtual ~Stream();
   /// What the device's own library calls it (cudaStream_t).
   [[nodiscard]] virtual void* native() const noexcept = 0;
+  /// `event` is from now on the point behind all that was enqueued so far; it belongs to this stream's device.
   virtual void record(Event& event) = 0;
   /// What is enqueued from now on runs after `event`, which may be another device's.
   virtual void wait(const Event& event) = 0;
+  /// Memory of this stream's device.
   virtual void zero(void* data, std::size_t bytes) = 0;
   /// Between any two memories of the machine; on the host only pinned ones.
   virtual void copy(void* to, const void* from, std::size_t bytes) = 0;
   virtual void sum(const DeviceSum& sum) = 0;
 };
 
-/// A device whose work runs after the call that enqueued it: streams, events and memory of it.
+/// A device whose work runs after the call that enqueued it: streams, events and memory of it. Every call throws Error
+/// where the device refuses.
 class PACELINE_API AsyncDevice {
  public:
   virtual ~AsyncDevice();
   [[nodiscard]] virtual std::unique_ptr<Stream> make_stream() = 0;
   /// The caller's own stream; it stays the caller's. Null: the device's legacy default stream.
   [[nodiscard]] virtual std::unique_ptr<Stream> adopt_stream(void* native) = 0;
+  /// @param timed whether Event::seconds_since() is wanted of it.
   [[nodiscard]] virtual std::unique_ptr<Event> make_event(bool timed) = 0;
-  /// @throws OutOfMemory
+  /// Memory of the device, of any content, to be used in the order of `stream`.
+  /// @throws OutOfMemory naming the device and the size.
   [[nodiscard]] virtual std::unique_ptr<Buffer> allocate(std::size_t bytes, Stream& stream) = 0;
   /// Host memory that copies of every device reach.
   [[nodiscard]] virtual std::unique_ptr<Buffer> allocate_pinned(std::size_t bytes) = 0;
@@ -75,7 +85,9 @@ class PACELINE_API AsyncDevice {
 
 /// Waits until the event is done, by asking again and again: first at once, then less and less often, at most every
 /// 100 us. The blocking hooks are called around it.
-/// @throws Timeout naming the device if it takes longer than `timeout`; Error if the device has failed.
-PACELINE_API void wait_for(const Event& event, std::chrono::nanoseconds timeout = std::chrono::nanoseconds::max());
+/// @throws Timeout naming the device if it takes longer than `timeout`; Cancelled if `stop` is requested meanwhile;
+/// Error if the device has failed; what the poll hook throws.
+PACELINE_API void wait_for(const Event& event, std::chrono::nanoseconds timeout = std::chrono::nanoseconds::max(),
+                           const std::stop_token& stop = {});
 
 }  // namespace paceline

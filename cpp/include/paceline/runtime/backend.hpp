@@ -60,6 +60,7 @@ class PACELINE_API Backend {
 [[nodiscard]] PACELINE_API std::span<const Backend* const> backends() noexcept;
 
 /// The backend that `device` belongs to.
+/// @throws Unavailable for a kind that this build lacks.
 [[nodiscard]] PACELINE_API const Backend& backend_of(const Device& device);
 
 }  // namespace paceline

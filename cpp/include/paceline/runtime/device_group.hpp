@@ -39,6 +39,7 @@ class PACELINE_API DeviceGroup {
 
   /// @throws InvalidArgument if `devices` is empty or names a device twice.
   explicit DeviceGroup(std::vector<Device> devices);
+  /// The same by name: "host:0". @throws InvalidArgument also if there is no such device.
   explicit DeviceGroup(std::span<const std::string> names);
   ~DeviceGroup();
   DeviceGroup(const DeviceGroup&);
@@ -58,7 +59,7 @@ class PACELINE_API DeviceGroup {
   /// on.
   bool wait(GroupTask& task, const Between& between = {});
 
-  /// submit() and wait().
+  /// submit() and wait(), with what they return and throw.
   bool run(const std::shared_ptr<GroupTask>& task, const Between& between = {});
 
   /// True while a submitted task is not complete.

@@ -1,0 +1,178 @@
+"""A straggler that comes and goes: shares and step times, automatic beside even ones.
+
+    python straggler.py --plot straggler.svg --json
+
+Trains the network of the races on two host devices or more, first with automatic, then with even shares. In the middle third a busy loop
+holds the last core. Says how long a step took before, during and after, and how many steps automatic shares needed to be as fast as they
+then stay; draws both. A step is forward, backward and the optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import paceline
+from paceline.torch import DataParallel
+from race import data, host, model
+from race.figures import steps_to_recover
+from race.processes import busy_loop
+
+WARM_UP_STEPS = 15
+POLICIES = ("auto", "even")
+_WINDOW = 5  # steps that the line of step times is the median of
+
+
+@dataclass
+class Run:
+    """What one way to split did."""
+
+    shares: list[dict[str, int]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def summary(self, slow: range) -> dict[str, Any]:
+        """Medians over the second half of each third, by when whoever adapts has done so."""
+        thirds = (range(slow.start), slow, range(slow.stop, len(self.seconds)))
+        before, during, after = (self.seconds[(third.start + third.stop) // 2 : third.stop] for third in thirds)
+        ends = ((slow.start, slow.stop), (slow.stop, len(self.seconds)))
+        return {
+            **{
+                f"{name}_ms": round(1e3 * statistics.median(seconds), 2)
+                for name, seconds in (("before", before), ("during", during), ("after", after))
+            },
+            "steps_to_recover": [steps_to_recover(self.seconds, *end) for end in ends],
+        }
+
+
+def train(policy: Any, names: list[str], batches: list[model.Pair], steps: int, slow: range, cores: list[int]) -> Run:
+    run = Run()
+    network = model.network()
+    with DataParallel(network, names, balance=policy) as trainer:
+        optimizer = model.optimizer(network)
+        endless: Iterator[model.Pair] = itertools.cycle(batches)
+
+        def step(batch: model.Pair) -> None:
+            start = time.perf_counter()
+            trainer.step(model.loss_fn, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.seconds.append(time.perf_counter() - start)
+            run.shares.append(trainer.shares)
+
+        for batch in itertools.islice(endless, WARM_UP_STEPS):
+            step(batch)
+        run.seconds.clear()
+        run.shares.clear()
+        for batch in itertools.islice(endless, slow.start):
+            step(batch)
+        with busy_loop(cores):
+            for batch in itertools.islice(endless, len(slow)):
+                step(batch)
+        for batch in itertools.islice(endless, steps - slow.stop):
+            step(batch)
+    return run
+
+
+def draw(runs: dict[str, Run], slow: range, straggler: str, path: Path) -> None:
+    """Small and the same every time: text stays text, and no date is written."""
+    import matplotlib
+
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    matplotlib.rcParams["svg.hashsalt"] = "straggler"
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    count = len(runs["auto"].seconds)
+    for name in runs["auto"].shares[0]:
+        shares = [step[name] for step in runs["auto"].shares]
+        above.stairs(shares, [step + 0.5 for step in range(count + 1)], baseline=None, lw=1.5, label=f"{name}, auto")
+    above.axhline(
+        sum(runs["even"].shares[0].values()) / len(runs["even"].shares[0]), color="0.6", ls="--", label="even"
+    )
+    above.set(ylabel="items of a step", ylim=(0, None))
+    highest = 0.0
+    for policy, color in (("even", "0.6"), ("auto", "black")):
+        calm = [1e3 * seconds for seconds in running_median(runs[policy].seconds)]
+        highest = max(highest, *calm)
+        below.plot(range(1, count + 1), calm, color=color, lw=1.5, label=policy)
+    below.set(ylabel="time of a step (ms)", xlabel="step", ylim=(0, 1.1 * highest), xlim=(0.5, count + 0.5))
+    for axes in (above, below):
+        axes.axvspan(slow.start + 0.5, slow.stop + 0.5, color="tab:red", alpha=0.12, lw=0)
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+        axes.grid(alpha=0.3)
+    above.set_title(f"In the shaded steps another program computes on the core of {straggler}", fontsize="medium")
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=100)
+
+
+def running_median(values: list[float]) -> list[float]:
+    half = _WINDOW // 2
+    return [statistics.median(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+
+
+def main() -> int:
+    args = arguments()
+    devices = paceline.devices()[: args.cores]
+    if len(devices) < 2 or not all(device.cores for device in devices):
+        print("Two cores or more are needed that processes can be pinned to.", file=sys.stderr)
+        return 2
+    slow = range(args.steps // 3, 2 * args.steps // 3)
+    with tempfile.TemporaryDirectory(prefix="straggler") as folder:
+        data.save(Path(folder))
+        batches = model.batches(folder, args.batch)
+    runs = {
+        policy: train(policy, [device.name for device in devices], batches, args.steps, slow, list(devices[-1].cores))
+        for policy in POLICIES
+    }
+    summaries = {policy: run.summary(slow) for policy, run in runs.items()}
+    for policy, summary in summaries.items():
+        print(f"{policy}: " + ", ".join(f"{name} {value}" for name, value in summary.items()))
+    if args.plot:
+        draw(runs, slow, devices[-1].name, args.plot)
+    if args.json:
+        print(
+            json.dumps(
+                {
+                    **summaries,
+                    "batch": args.batch,
+                    "steps": args.steps,
+                    "slow_steps": [slow.start, slow.stop],
+                    "hardware": host.hardware(devices),
+                    "versions": {
+                        "paceline": paceline.__version__,
+                        "torch": torch.__version__,
+                        "python": platform.python_version(),
+                    },
+                }
+            )
+        )
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=150, help="of each way to split (default: 150)")
+    parser.add_argument("--batch", type=int, default=512, help="items of a step (default: 512)")
+    parser.add_argument("--cores", type=int, default=2, help="how many devices (default: 2)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg, .png or .pdf")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    args = parser.parse_args()
+    if args.steps < 9 or min(args.batch, args.cores) < 1:
+        parser.error("--steps must be at least 9, --batch and --cores at least 1")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

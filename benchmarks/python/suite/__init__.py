@@ -1,0 +1,1 @@
+"""Runs all benchmarks, one after the other, and writes down what they said."""

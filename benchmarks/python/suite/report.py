@@ -1,0 +1,114 @@
+"""The results for people: one Markdown file with what ran where, and a table for each stage."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_MOST_ROWS = 60
+_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # as Google Benchmark writes them
+# Of a script's result: what the head says already, and what is too much to read; all of it is in the JSON.
+_LEFT_OUT = {"hardware", "versions", "rates", "environment"}
+
+
+def markdown(record: Mapping[str, Any]) -> str:
+    """The whole file."""
+    machine, versions = record["machine"], record["versions"]
+    lines = [
+        f"# All benchmarks, {record['date']}",
+        "",
+        *(["**A quick run: it shows that they work. The figures mean nothing.**", ""] if record["quick"] else []),
+        f"{', '.join(f'{name} {version}' for name, version in versions.items() if version)}. {machine['processor']}, "
+        f"{machine['cores']} cores, {machine['system']}{', ' + machine['gpu'] if machine['gpu'] else ''}. Load average before: "
+        f"{machine['load_before']:g}.",
+        "",
+        "```sh",
+        record["command"],
+        "```",
+        "",
+        "| stage | | seconds | |",
+        "| --- | --- | --- | --- |",
+    ]
+    for entry in record["stages"]:
+        status = entry["status"] if entry["status"] in ("passed", "skipped") else f"**{entry['status']}**"
+        lines.append(f"| {entry['stage']} | {status} | {entry['seconds']:.0f} | {_cell(entry.get('why', ''))} |")
+    for entry in record["stages"]:
+        lines += _section(entry, record)
+    return "\n".join(lines) + "\n"
+
+
+def _section(entry: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:
+    if entry["status"] == "skipped":
+        return []
+    lines = ["", f"## {entry['stage']}", ""]
+    head: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    if entry["status"] != "passed":
+        tail = entry.get("tail", "").strip().splitlines()[-12:]
+        return [*lines, f"{entry['status'].capitalize()}. It said last:", "", "```", *tail, "```"]
+    if entry["stage"] == "straggler" and record.get("picture"):
+        lines += [f"![shares and step times while another program comes and goes]({Path(record['picture']).name})", ""]
+    result = entry.get("result")
+    if isinstance(result, dict) and "benchmarks" in result:
+        head, rows = ("", "time", "processor", "spread"), list(google_rows(result["benchmarks"]))
+    elif isinstance(result, dict):
+        head, rows = ("", ""), list(figures(result))
+    else:
+        return [*lines, "Its JSON is no object; it is in the JSON of this run."]
+    lines += [_row(head), f"|{' --- |' * len(head)}", *map(_row, rows[:_MOST_ROWS])]
+    if len(rows) > _MOST_ROWS:
+        lines += ["", f"{len(rows) - _MOST_ROWS} more are in the JSON."]
+    return [*lines, "", f"`{shlex.join(_short(entry['command']))}`"]
+
+
+def google_rows(benchmarks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Of each benchmark the median of its repetitions and their spread; where there was one, that."""
+    spreads = {each["run_name"]: each["real_time"] for each in benchmarks if each.get("aggregate_name") == "cv"}
+    for each in benchmarks:
+        if each.get("error_occurred"):
+            yield each["run_name"], f"failed: {each.get('error_message', '')}", "", ""
+        elif each.get("aggregate_name") == "median" or each.get("run_type") == "iteration":
+            spread = f"{spreads[each['run_name']]:.1%}" if each["run_name"] in spreads else ""
+            yield each["run_name"], _time(each, "real_time"), _time(each, "cpu_time"), spread
+
+
+def figures(result: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """A result's numbers, each with the names that lead to it."""
+    for key, value in result.items():
+        name = f"{above}{key}".replace("_", " ")
+        if key in _LEFT_OUT or value is None:
+            continue
+        if isinstance(value, Mapping):
+            yield from figures(value, f"{name}: ")
+        elif isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
+            for number, each in enumerate(value, start=1):
+                yield from figures(each, f"{name} {number}: ")
+        elif isinstance(value, list):
+            yield name, ", ".join(map(_number, value))
+        else:
+            yield name, _number(value)
+
+
+def _number(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _time(each: Mapping[str, Any], key: str) -> str:
+    seconds = each[key] * _UNITS[each["time_unit"]]
+    unit = next((unit for unit in ("s", "ms", "us") if seconds >= _UNITS[unit]), "ns")
+    return f"{seconds / _UNITS[unit]:.3g} {unit.replace('us', 'µs')}"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(map(_cell, cells))} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _short(command: Sequence[str]) -> list[str]:
+    """Without the folders of the machine it ran on."""
+    return [Path(word).name if word.startswith("/") else word for word in command]

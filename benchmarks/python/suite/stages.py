@@ -1,0 +1,50 @@
+"""Which benchmarks there are, in their order, and how long each may take."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from runner.stage import Stage
+
+PYTHON = Path(__file__).resolve().parents[1]
+
+# Five repetitions, so that medians and their spread can be told.
+_MEASURE = ("--benchmark_repetitions=5", "--benchmark_min_time=0.05", "--benchmark_report_aggregates_only=true")
+_TRY = ("--benchmark_min_time=0.001",)
+
+
+def stages(programs: Path, picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
+    """The programs of benchmarks/cpp in `programs`, then the scripts of benchmarks/python; `quick`: only that they work."""
+    return [
+        *(_program(path, quick=quick) for path in sorted(programs.glob("benchmark_*")) if os.access(path, os.X_OK)),
+        *_scripts(picture, quick=quick, gpu=gpu),
+    ]
+
+
+def _program(path: Path, *, quick: bool) -> Stage:
+    options = _TRY if quick else _MEASURE
+    return Stage(path.name, [str(path), "--benchmark_format=json", *options], 900, json_result=True)
+
+
+def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
+    race = ("--steps", "2", "--rounds", "1", "--batch", "64", "--ratio-seconds", "2") if quick else ()
+    straggler = ("--steps", "12", "--batch", "64") if quick else ()
+    no_gpu = "" if gpu else "PyTorch sees no GPU"
+    short = ("--short",) if quick else ()
+    on_host = () if gpu else ("--devices", "host:0")
+    return [
+        _script("race_ddp", *race, limit=600),
+        _script("race_ddp", "--busy", *race, limit=600),
+        _script("race_ddp", "--busy", "--malloc", *race, limit=600),
+        _script("straggler", "--plot", str(picture), *straggler, limit=300),
+        _script("launch_scaling", *on_host, *short, limit=300),
+        _script("race_gpu", *short, limit=900, why_not=no_gpu),
+    ]
+
+
+def _script(name: str, *options: str, limit: float, why_not: str = "") -> Stage:
+    told = [option for option in options if option in ("--busy", "--malloc")]
+    command = [sys.executable, str(PYTHON / f"{name}.py"), *options, "--json"]
+    return Stage(" ".join([name, *told]), command, limit, why_not=why_not, json_result=True)

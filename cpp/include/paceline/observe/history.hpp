@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include <paceline/export.hpp>
+#include <paceline/observe/metrics.hpp>
+
+namespace paceline::observe {
+
+/// Consecutive steps, added up. Vectors have one entry per device, in the order of the group; see StepSample for what
+/// the figures are.
+struct HistoryRow {
+  std::int64_t first_step = 0;  ///< counted from 0 over the steps that succeeded
+  std::int64_t steps = 0;
+  std::vector<std::int64_t> items{};
+  std::vector<double> busy_seconds{};
+  double step_seconds = 0.0;
+  double longest_step_seconds = 0.0;  ///< of one step: a sum would hide a spike
+  std::int64_t moves = 0;
+};
+
+/// A whole run in bounded memory, for a picture of it. Rows are single steps at first. When `capacity` of them are
+/// full, neighbours are merged and each row holds twice as many steps from then on, so that early and late parts of a
+/// run are told alike: a ring would forget the beginning. Sums stay exact however often rows are merged.
+///
+/// Adding takes constant time on average. Thread-safe.
+class PACELINE_API History {
+ public:
+  /// About as many as a picture has columns.
+  static constexpr std::size_t kCapacity = 1024;
+
+  /// @param capacity rows to keep at most; an odd one counts as the next even one, one below 2 as 2.
+  explicit History(std::size_t capacity = kCapacity);
+
+  /// Requires as many entries in the sample's vectors each time.
+  void add(const StepSample& sample);
+  /// Oldest first, at most `capacity`. All but the last hold equally many steps, a power of two; the last at most that.
+  [[nodiscard]] std::vector<HistoryRow> snapshot() const;
+
+ private:
+  void merge_neighbours();
+
+  mutable std::mutex mutex_;
+  std::vector<HistoryRow> rows_;
+  std::size_t capacity_;
+  std::int64_t steps_per_row_ = 1;
+  std::int64_t steps_ = 0;
+};
+
+}  // namespace paceline::observe

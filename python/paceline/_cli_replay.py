@@ -1,0 +1,123 @@
+"""The command `paceline replay`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline._ledger import Ledger, Stretch
+    from paceline.balance import ReplayResult
+
+_MOST_SHARES = 16  # that fit into a line
+_MOST_MISMATCHES = 10
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand to what `argparse.ArgumentParser.add_subparsers` returned."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "replay",
+        help="whether the decisions in a ledger are reproduced, and what they were",
+        description="Runs a fresh balancer through a ledger, as trainer.write_ledger() writes it, and compares every decision "
+        "with the one in the file. Prints the decisions: a line for each split, with the steps that ran by it, what it promised, what they "
+        "took in the mean, and why. Exits with 1 if a decision comes out differently.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="the ledger")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay and print; returns the exit status: 0, 1 if a decision was not reproduced (bad files exit with 2)."""
+    try:
+        lines = args.file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        args.parser.error(f"{args.file} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}")
+
+    from paceline._ledger import read
+    from paceline.balance import replay
+
+    result = replay(lines)
+    ledger = read(lines)
+    if args.json:
+        print(json.dumps(_summary(args.file, result, ledger), indent=2))
+    else:
+        print(_text(args.file, result, ledger))
+    return 1 if result.mismatches else 0
+
+
+def _summary(file: Path, result: ReplayResult, ledger: Ledger) -> dict[str, Any]:
+    from paceline._ledger import stretches
+
+    return {
+        "file": str(file),
+        "policy": ledger.policy,
+        "devices": ledger.devices,
+        "reproduced": not result.mismatches,
+        "plans": result.plans,
+        "records": result.records,
+        "moves": result.moves,
+        "mismatches": [{"line": entry.line, "step": entry.step, "what": entry.what} for entry in result.mismatches],
+        "decisions": [
+            {
+                "line": stretch.first.line,
+                "step": stretch.first.step,
+                "last_step": stretch.last_step,
+                "steps": stretch.steps,
+                "batch_size": stretch.first.batch_size,
+                "shares": stretch.first.shares,
+                "moved": stretch.first.moved,
+                "retired": stretch.first.retired,
+                "promised_seconds": stretch.first.predicted_seconds,
+                "predicted_seconds": stretch.predicted_seconds,
+                "measured_seconds": stretch.measured_seconds,
+                "reason": stretch.first.reason,
+            }
+            for stretch in stretches(ledger)
+        ],
+    }
+
+
+def _text(file: Path, result: ReplayResult, ledger: Ledger) -> str:
+    from paceline._ledger import stretches
+
+    verdict = "All of them came out the same."
+    if result.mismatches:
+        differing = len({entry.line for entry in result.mismatches})
+        verdict = f"{differing} of them came out DIFFERENTLY: another version wrote the ledger, or it was changed."
+    names = ", ".join(ledger.devices) if len(ledger.devices) <= _MOST_SHARES else f"{len(ledger.devices)} devices"
+    lines = [
+        f"{file}: balance {ledger.policy} on {names}",
+        f"{result.plans} decisions, {result.records} recorded steps, {result.moves} moves. {verdict}",
+        *(f"  line {entry.line}, step {entry.step}: {entry.what}" for entry in result.mismatches[:_MOST_MISMATCHES]),
+    ]
+    if len(result.mismatches) > _MOST_MISMATCHES:
+        lines.append(f"  and {len(result.mismatches) - _MOST_MISMATCHES} more, which --json tells")
+    rows = [_row(stretch) for stretch in stretches(ledger)]
+    shares = max([len("shares"), *(len(row[3]) for row in rows)])
+    head = ("step", "steps", "batch", "shares", "promised", "measured", "why")
+    lines.append("")
+    for step, steps, batch, share, promised, measured, why in [head, *rows]:
+        lines.append(
+            f"{step:>7} {steps:>6} {batch:>7}  {share:<{shares}} {promised:>10} {measured:>10}  {why}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def _row(stretch: Stretch) -> tuple[str, ...]:
+    first = stretch.first
+    shares = " ".join(str(share) for share in first.shares)
+    if len(first.shares) > _MOST_SHARES:
+        shares = f"{min(first.shares)} to {max(first.shares)}"
+    why = f"{', '.join(first.retired)} left; {first.reason}" if first.retired else first.reason
+    return (
+        str(first.step),
+        str(stretch.steps),
+        str(first.batch_size),
+        shares,
+        f"{1e3 * first.predicted_seconds:.2f} ms" if first.predicted_seconds > 0 else "-",
+        "-" if stretch.measured_seconds is None else f"{1e3 * stretch.measured_seconds:.2f} ms",
+        why,
+    )

@@ -1,0 +1,96 @@
+"""Reads ledgers for people; whether they replay, `paceline.balance.replay` says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Decision:
+    """One plan, and what the step by it took."""
+
+    line: int  # of the ledger, from 1
+    step: int
+    batch_size: int
+    shares: list[int]
+    moved: bool
+    predicted_seconds: float  # 0: nothing was known yet
+    reason: str
+    measured_seconds: float | None = None  # None: the step was not recorded
+    retired: list[str] = field(default_factory=list)  # devices that left since the decision before
+
+
+@dataclass
+class Ledger:
+    """What a balancer was, and all that it decided."""
+
+    policy: str
+    devices: list[str]
+    decisions: list[Decision]
+
+
+def read(lines: Iterable[str]) -> Ledger:
+    """Take a ledger apart that `paceline.balance.replay` accepts. Of a step that was tried again the last try is kept."""
+    ledger = Ledger("", [], [])
+    retired: list[str] = []
+    for number, text in enumerate(lines, start=1):
+        if not text.strip():
+            continue
+        entry = json.loads(text)
+        decisions = ledger.decisions
+        if "options" in entry:
+            ledger.policy = entry["options"]["policy"]
+            ledger.devices = [device["name"] for device in entry["options"]["devices"]]
+        elif "plan" in entry:
+            plan = entry["plan"]
+            if decisions and decisions[-1].step == plan["step"] and decisions[-1].measured_seconds is None:
+                retired = decisions.pop().retired + retired
+            known = ("step", "batch_size", "shares", "moved", "predicted_seconds", "reason")
+            decisions.append(Decision(number, **{key: plan[key] for key in known}, retired=retired))
+            retired = []
+        elif "record" in entry and decisions:
+            decisions[-1].measured_seconds = _seconds(entry["record"])
+        elif "retire" in entry:
+            retired.append(ledger.devices[entry["retire"]["device"]])
+    return ledger
+
+
+@dataclass
+class Stretch:
+    """The steps that ran by one split of one batch size, until it was changed."""
+
+    first: Decision
+    last_step: int
+    steps: int
+    predicted_seconds: float  # by the models of the last of its steps
+    measured_seconds: float | None  # mean
+
+
+def stretches(ledger: Ledger) -> list[Stretch]:
+    """Decisions that stay as they were, put together; in the order of their first steps."""
+    found: list[Stretch] = []
+    latest: dict[int, tuple[Stretch, list[float]]] = {}  # by batch size: the last batch of an epoch often has its own
+    for decision in ledger.decisions:
+        known = latest.get(decision.batch_size)
+        if known is None or decision.moved or decision.retired or known[0].first.shares != decision.shares:
+            known = Stretch(decision, decision.step, 0, 0.0, None), []
+            latest[decision.batch_size] = known
+            found.append(known[0])
+        stretch, times = known
+        stretch.last_step = decision.step
+        stretch.steps += 1
+        stretch.predicted_seconds = decision.predicted_seconds
+        if decision.measured_seconds is not None:
+            times.append(decision.measured_seconds)
+            stretch.measured_seconds = sum(times) / len(times)
+    return found
+
+
+def _seconds(record: dict[str, Any]) -> float:
+    """From the first start to the last finish; where nobody said, the busiest device's own time."""
+    if record["step_seconds"] > 0:
+        return float(record["step_seconds"])
+    return float(max(sum(run[1] for run in device) for device in record["devices"]))

@@ -1,0 +1,135 @@
+"""Pictures of runs, drawn with matplotlib where it is installed.
+
+Figures are made without pyplot: no window, no global state, no backend chosen for the caller, and any thread may draw.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from paceline import InvalidArgument
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MOST_IN_A_LEGEND = 16
+_MEDIAN_ROWS = 9  # wide enough to calm single steps, narrow enough to keep a change sharp
+
+
+def draw_run(history: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
+    """Shares, speeds and step times over the steps of a run.
+
+    Parameters
+    ----------
+    history
+        Rows of consecutive steps added up, as `paceline.torch.DataParallel.history` gives them.
+    title
+        Stands above the picture.
+
+    Raises
+    ------
+    InvalidArgument
+        If `history` is empty.
+    ImportError
+        If matplotlib is not installed; names the extra that brings it.
+    """
+    if not history:
+        raise InvalidArgument("plot: no step has run yet, so there is nothing to draw.")
+    figure, (shares, speeds, times) = panels(3)
+    edges = [row["first_step"] + 0.5 for row in history] + [history[-1]["first_step"] + history[-1]["steps"] + 0.5]
+    sizes = [sum(row["items"].values()) / row["steps"] for row in history]
+    fixed = min(sizes) == max(sizes)
+    for name in history[0]["items"]:
+        items = [row["items"][name] for row in history]
+        scale = [row["steps"] if fixed else sum(row["items"].values()) / 100 for row in history]
+        shares.stairs([n / per for n, per in zip(items, scale, strict=True)], edges, baseline=None, label=name, lw=1.5)
+        seconds = [row["busy_seconds"][name] for row in history]
+        rate = [n / s if n and s > 0 else float("nan") for n, s in zip(items, seconds, strict=True)]
+        speeds.plot(_middles(edges), _running_median(rate), label=name, lw=1.5)
+    moves = [(x, row["moves"]) for x, row in zip(_middles(edges), history, strict=True) if row["moves"]]
+    if moves:
+        count = sum(number for _, number in moves)
+        label = f"{count} move{'s' if count > 1 else ''}"
+        bottom = shares.get_xaxis_transform()  # steps across, 0 to 1 upwards
+        shares.plot([x for x, _ in moves], [0.03] * len(moves), "k^", ms=4, transform=bottom, label=label)
+    shares.set(ylabel="share (items of a step)" if fixed else "share (% of a step)", title=title)
+    whole = sizes[0] if fixed else 100
+    shares.set_ylim(-0.02 * whole, 1.02 * whole)  # shares of nothing and of all are lines, too
+    speeds.set(ylabel="speed while busy (items/s)")
+    speeds.set_ylim(bottom=0)
+    _step_times(times, edges, history)
+    return finish(figure, edges)
+
+
+def save(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
+    """`figure`, written to `path` if there is one: the ending of its name says in which form."""
+    if path is not None:
+        figure.savefig(os.fspath(path), dpi=150)
+    return figure
+
+
+def finish(figure: Figure, edges: Sequence[float]) -> Figure:
+    """What all panels have in common: the grid, the legend, and the steps from one end to the other."""
+    for axes in figure.axes:
+        axes.set_xlim(edges[0], edges[-1])
+        axes.grid(alpha=0.3)
+        labels = axes.get_legend_handles_labels()[1]
+        if 0 < len(labels) <= _MOST_IN_A_LEGEND:
+            axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    figure.axes[-1].set_xlabel("step")
+    return figure
+
+
+def show_range(axes: Axes, values: Sequence[float]) -> None:
+    """Let `axes` end above all but the highest values: a first step makes threads and allocates, and would flatten the rest."""
+    axes.set_ylim(0, 1.15 * sorted(values)[int(0.99 * (len(values) - 1))])
+
+
+def _step_times(axes: Axes, edges: Sequence[float], history: Sequence[Mapping[str, Any]]) -> None:
+    mean = [1e3 * row["step_seconds"] / row["steps"] for row in history]
+    together = history[0]["steps"]
+    if together > 1:
+        longest = [1e3 * row["longest_step_seconds"] for row in history]
+        axes.plot(_middles(edges), longest, ".", color="0.85", ms=3, label=f"longest of {together} steps")
+    axes.plot(_middles(edges), mean, ".", color="0.65", ms=4, label="each step" if together == 1 else "mean of them")
+    axes.plot(
+        _middles(edges), _running_median(mean), color="black", lw=1.2, label=f"median of {_MEDIAN_ROWS * together}"
+    )
+    axes.set(ylabel="time of a step (ms)")
+    show_range(axes, mean)
+
+
+def panels(count: int) -> tuple[Figure, Sequence[Axes]]:
+    """A figure with `count` axes, one below the other, with common steps."""
+    figure = figure_class()(figsize=(9, 2.6 * count), layout="constrained")
+    return figure, figure.subplots(count, 1, sharex=True)
+
+
+def figure_class() -> Callable[..., Figure]:
+    """`matplotlib.figure.Figure`, which is imported only here."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "drawing needs matplotlib, which is not installed: pip install 'paceline[plot]'", name="matplotlib"
+        ) from error
+    return Figure
+
+
+def _middles(edges: Sequence[float]) -> list[float]:
+    return [(left + right) / 2 for left, right in pairwise(edges)]
+
+
+def _running_median(values: Sequence[float]) -> list[float]:
+    """Of the `_MEDIAN_ROWS` values around each; nan where most of them are, as with a device that had no work."""
+    half = _MEDIAN_ROWS // 2
+    medians = []
+    for i in range(len(values)):
+        window = values[max(0, i - half) : i + half + 1]
+        known = sorted(value for value in window if value == value)
+        medians.append(known[len(known) // 2] if 2 * len(known) > len(window) else float("nan"))
+    return medians

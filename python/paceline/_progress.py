@@ -1,0 +1,227 @@
+"""Progress of a training loop: redrawn in place on a terminal where rich is installed, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, Protocol, TextIO, TypeVar
+
+from paceline import InvalidArgument
+
+_T = TypeVar("_T")
+
+REDRAW_SECONDS = 0.25  # reading the figures waits for GPUs: often enough to look alive, seldom enough to cost nothing
+_WINDOW_SECONDS = 2.0  # what a redrawn figure is a mean over, at least: single steps would flicker
+_MOST_DEVICES_IN_A_LINE = 8
+
+
+@dataclass(frozen=True)
+class DeviceFigures:
+    """What one device did in the steps since the figures before."""
+
+    name: str
+    items: float  # mean of a step
+    busy: float  # fraction of the time of the steps
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Where a loop stands."""
+
+    done: int  # batches
+    total: int | None
+    steps: int  # of the trainer, since the loop began
+    loss: float | None
+    step_seconds: float | None  # mean; None: no step since the figures before
+    devices: tuple[DeviceFigures, ...]
+    imbalance: float
+    moves: int
+
+    @property
+    def count(self) -> str:
+        """Batches that are done, and of how many."""
+        return f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
+
+    @property
+    def parts(self) -> list[str]:
+        """What is not of one device, each with its name."""
+        return [
+            f"step {self.steps}",
+            *([] if self.loss is None else [f"loss {self.loss:.4g}"]),
+            *([] if self.step_seconds is None else [f"{1e3 * self.step_seconds:.1f} ms/step"]),
+            f"imbalance {self.imbalance:.1%}",
+            f"moves {self.moves}",
+        ]
+
+
+class Display(Protocol):
+    """Shows figures; entered before the first and left after the last, however the loop ends."""
+
+    def __enter__(self) -> Any: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+    def show(self, figures: Figures) -> None: ...
+
+
+class Progress(Generic[_T]):
+    """Yields `batches` and shows how far they are. Draws between two batches, in the caller's thread; it starts none.
+
+    Parameters
+    ----------
+    batches
+        What the loop is over.
+    report
+        Returns what `paceline.torch.DataParallel.report` does.
+    loss
+        Returns the last loss, None before the first.
+    total
+        How many batches there are; None: ``len(batches)``, where it has one.
+    every
+        Seconds between two plain lines.
+    file
+        Where to; None: ``sys.stderr`` of the moment when the loop begins.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[_T],
+        report: Callable[[], Mapping[str, Any]],
+        loss: Callable[[], float | None],
+        *,
+        total: int | None = None,
+        every: float = 10.0,
+        file: TextIO | None = None,
+    ) -> None:
+        if not every >= 0:
+            raise InvalidArgument(f"progress: every is {every}; it is the seconds between two lines, at least 0.")
+        self._batches = batches
+        self._total = total if total is not None else _length(batches)
+        self._report = report
+        self._loss = loss
+        self._every = every
+        self._file = file
+
+    def __len__(self) -> int:
+        if self._total is None:
+            raise TypeError("the length of these batches is not known; pass total=")
+        return self._total
+
+    def __iter__(self) -> Iterator[_T]:
+        # A generator: leaving the loop, by whatever way, ends it at once, and so restores the terminal before a traceback is printed.
+        file = sys.stderr if self._file is None else self._file
+        display = _live(file)
+        pause, window = (self._every, 0.0) if display is None else (REDRAW_SECONDS, _WINDOW_SECONDS)
+        figures = _FiguresSince(self._report, self._loss, self._total, window)
+        with display if display is not None else Lines(file) as shown:
+            done, last_done, last = 0, 0, float("-inf")
+            for batch in self._batches:
+                yield batch
+                done += 1
+                now = time.monotonic()
+                if now - last >= pause:
+                    shown.show(figures(done))
+                    last_done, last = done, now
+            if done > last_done:
+                shown.show(figures(done))
+
+
+class _FiguresSince:
+    """Makes figures of what the trainer did since the last ones, or since `window` seconds ago where that is longer."""
+
+    def __init__(
+        self,
+        report: Callable[[], Mapping[str, Any]],
+        loss: Callable[[], float | None],
+        total: int | None,
+        window: float,
+    ) -> None:
+        self._report = report
+        self._loss = loss
+        self._total = total
+        self._window = window
+        self._first = self._since = self._next = report()
+        self._next_time = time.monotonic()
+
+    def __call__(self, done: int) -> Figures:
+        now = self._report()
+        since = self._since
+        steps = now["steps"] - since["steps"]
+        seconds = now["step_seconds"] - since["step_seconds"]
+        devices = []
+        for name, entry in now["devices"].items():
+            before = since["devices"][name]
+            busy = entry["busy_seconds"] - before["busy_seconds"]
+            items = entry["items"] - before["items"]
+            devices.append(DeviceFigures(name, items / max(steps, 1), busy / seconds if seconds > 0 else 0.0))
+        if time.monotonic() - self._next_time >= self._window:
+            # One window back, so that the next figures are of one to two windows; without a window, of what comes from here on.
+            self._since = self._next if self._window > 0 else now
+            self._next, self._next_time = now, time.monotonic()
+        return Figures(
+            done=done,
+            total=self._total,
+            steps=now["steps"] - self._first["steps"],
+            loss=self._loss(),
+            step_seconds=seconds / steps if steps else None,
+            devices=tuple(devices),
+            imbalance=now["imbalance"],
+            moves=now["moves"] - self._first["moves"],
+        )
+
+
+class Lines:
+    """A line each time: for files, pipes, notebooks, and terminals without rich."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def show(self, figures: Figures) -> None:
+        devices = [f"{entry.name} {entry.items:.4g} ({entry.busy:.0%} busy)" for entry in figures.devices]
+        if len(devices) > _MOST_DEVICES_IN_A_LINE:
+            items, busy = ([getattr(entry, key) for entry in figures.devices] for key in ("items", "busy"))
+            devices = [
+                f"{len(devices)} devices {min(items):.4g} to {max(items):.4g} ({min(busy):.0%} to {max(busy):.0%} busy)"
+            ]
+        print("  ".join([figures.count, *figures.parts, *devices]), file=self._file, flush=True)
+
+
+def _live(file: TextIO) -> Display | None:
+    """The display that redraws itself, None where it has no place."""
+    if not _is_terminal(file) or _logs_to_a_terminal():
+        return None
+    try:
+        from paceline._progress_live import Live
+    except ImportError:  # rich is an extra
+        return None
+    live = Live(file)
+    return live if live.possible else None
+
+
+def _logs_to_a_terminal() -> bool:
+    """Whether log lines would be written into what is redrawn: handlers keep the stream that they were made with."""
+    return any(_is_terminal(getattr(handler, "stream", None)) for handler in logging.getLogger().handlers)
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):  # none, something else, or closed: whoever writes there finds out
+        return False
+
+
+def _length(batches: Iterable[Any]) -> int | None:
+    try:
+        return len(batches)  # type: ignore[arg-type]
+    except TypeError:  # a generator, or a loader over an iterable data set
+        return None

@@ -1,0 +1,123 @@
+"""What a trainer keeps of its run, and the picture of it."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import InvalidArgument
+from paceline.torch import DataParallel
+from torch_support import TWO, classifier, classify
+
+
+def trained(steps: int, **options: Any) -> DataParallel:
+    module, batch = classifier(12)
+    with DataParallel(module, TWO, **options) as trainer:
+        for _ in range(steps):
+            trainer.step(classify, batch)
+    return trainer
+
+
+def test_the_history_adds_up_to_the_report() -> None:
+    trainer = trained(20, balance=[2, 1])
+    history, report = trainer.history(), trainer.report()
+    assert [row["first_step"] for row in history] == list(range(20))
+    for name, share in zip(TWO, (8, 4), strict=True):
+        assert all(row["items"][name] == share for row in history)
+        assert sum(row["busy_seconds"][name] for row in history) == pytest.approx(
+            report["devices"][name]["busy_seconds"]
+        )
+    assert sum(row["step_seconds"] for row in history) == pytest.approx(report["step_seconds"])
+    assert all(row["longest_step_seconds"] == row["step_seconds"] for row in history)
+
+
+def test_a_long_run_is_thinned_out() -> None:
+    steps = 1030
+    trainer = trained(steps, balance="even")
+    history = trainer.history()
+    assert len(history) <= 1024
+    assert {row["steps"] for row in history} == {2}
+    assert sum(sum(row["items"].values()) for row in history) == 12 * steps
+    pytest.importorskip("matplotlib")
+    labels = legend(trainer.plot().axes[2])
+    assert "longest of 2 steps" in labels
+
+
+def legend(axes: Any) -> list[str]:
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_the_picture_shows_shares_speeds_and_step_times(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "run.png"
+    trainer = trained(30, balance=[2, 1])
+    figure = trainer.plot(path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    shares, speeds, times = figure.axes
+    assert [axes.get_ylabel() for axes in figure.axes] == [
+        "share (items of a step)",
+        "speed while busy (items/s)",
+        "time of a step (ms)",
+    ]
+    assert legend(shares)[:2] == TWO
+    assert legend(speeds) == TWO
+    assert [list(patch.get_data().values) for patch in shares.patches] == [[8] * 30, [4] * 30]  # type: ignore[attr-defined]
+    assert times.get_xlim() == (0.5, 30.5)
+    assert "2 devices" not in shares.get_title()
+    assert "host:0, host:1" in shares.get_title()
+
+
+def test_batches_of_changing_size_are_drawn_in_percent() -> None:
+    pytest.importorskip("matplotlib")
+    module, _ = classifier()
+    with DataParallel(module, TWO, balance=[3, 1]) as trainer:
+        for size in (16, 32, 8):
+            trainer.step(classify, classifier(size)[1])
+        shares = trainer.plot().axes[0]
+    assert shares.get_ylabel() == "share (% of a step)"
+    assert [list(patch.get_data().values) for patch in shares.patches] == [[75] * 3, [25] * 3]  # type: ignore[attr-defined]
+
+
+def test_moves_are_marked_and_counted() -> None:
+    pytest.importorskip("matplotlib")
+    from paceline._plot import draw_run
+
+    row = {"steps": 1, "busy_seconds": {"a": 0.1, "b": 0.0}, "step_seconds": 0.1, "longest_step_seconds": 0.1}
+    history = [
+        {**row, "first_step": step, "items": {"a": 4, "b": 0}, "moves": int(step in (3, 7))} for step in range(10)
+    ]
+    figure = draw_run(history, title="")
+    (marks,) = figure.axes[0].lines
+    assert list(marks.get_xdata()) == [4, 8]  # type: ignore[arg-type]
+    assert legend(figure.axes[0]) == ["a", "b", "2 moves"]
+
+
+def test_before_the_first_step_there_is_nothing_to_draw() -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(InvalidArgument, match="no step has run"):
+        trained(0).plot()
+
+
+def test_drawing_leaves_pyplot_alone() -> None:
+    pytest.importorskip("matplotlib")
+    before = "matplotlib.pyplot" in sys.modules
+    trained(2).plot()
+    assert ("matplotlib.pyplot" in sys.modules) == before
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *arguments: Any, **keywords: Any) -> Any:
+        if name.split(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(name)
+        return real(name, *arguments, **keywords)
+
+    trainer = trained(1)
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match=r"pip install 'paceline\[plot\]'"):
+        trainer.plot()
