@@ -247,7 +247,7 @@ class Check:
         try:
             return self._compare(name, whole, self._probe.split(spans_of(sizes)))
         except Exception as error:  # of loss_fn, which just worked on the whole batch
-            return SplitResult(name, 0.0, {}, error=f"{type(error).__name__}: {error}")
+            return SplitResult(name, 0.0, {}, (), f"{type(error).__name__}: {error}")
 
     def _on_devices(self, whole: Probed) -> SplitResult:
         try:
@@ -255,9 +255,11 @@ class Check:
         except Error:  # ours: of a device, or of what no trainer could run
             raise
         except Exception as error:
-            return SplitResult("the devices", 0.0, {}, error=f"{type(error).__name__}: {error}")
+            return SplitResult("the devices", 0.0, {}, (), f"{type(error).__name__}: {error}")
         name = ", ".join(f"{device} {items}" for device, items in shares.items() if items)
-        return SplitResult(name, _relative(whole.loss, loss), distances(whole.gradients, gradients, self._names))
+        return SplitResult(
+            name, _relative(whole.loss, loss), distances(whole.gradients, gradients, self._names), (), None
+        )
 
     def _compare(self, name: str, whole: Probed, other: Probed) -> SplitResult:
         buffers = [
@@ -266,7 +268,7 @@ class Check:
             if key not in other.buffers or not _close(value, other.buffers[key], self._tolerance)
         ]
         differences = distances(whole.gradients, other.gradients, self._names)
-        return SplitResult(name, _relative(whole.loss, other.loss), differences, tuple(buffers))
+        return SplitResult(name, _relative(whole.loss, other.loss), differences, tuple(buffers), None)
 
     def _add(self, kind: Any, text: str, modules: Sequence[str] = ()) -> None:
         self._causes.append(Cause(kind, text, tuple(modules)))

@@ -37,8 +37,8 @@ class SplitResult:
     name: str  # "12 + 4 items"
     loss: float  # relative difference of the objective
     differences: dict[str, float]  # of each parameter's gradient: norm of the difference, relative to the norm
-    buffers: tuple[str, ...] = ()  # that end up with other values
-    error: str | None = None  # what loss_fn raised instead
+    buffers: tuple[str, ...]  # that end up with other values
+    error: str | None  # what loss_fn raised instead
 
     @property
     def largest(self) -> float:
