@@ -29,6 +29,20 @@ namespace {
 
 using Claim = std::tuple<std::size_t, std::int64_t, std::int64_t, double, double, bool, bool>;
 
+using Span = std::pair<std::int64_t, std::int64_t>;
+using Script = std::vector<std::vector<Span>>;
+using Piece = std::tuple<std::size_t, std::int64_t, std::int64_t>;
+
+std::vector<std::vector<MicroBatch>> micro_batches_of(const std::optional<Script>& script) {
+  std::vector<std::vector<MicroBatch>> lanes;
+  if (!script) return lanes;
+  for (const std::vector<Span>& spans : *script) {
+    auto& lane = lanes.emplace_back();
+    for (const auto& [begin, end] : spans) lane.push_back({.begin = begin, .end = end});
+  }
+  return lanes;
+}
+
 /// How a step ended. Keeps what commit() needs.
 struct Outcome {
   std::shared_ptr<Step> step;
@@ -77,9 +91,9 @@ void write_ledger(Stepper& stepper, const std::string& path) {
         fmt::format("write_ledger: {} cannot be opened for writing; check the folder and the permissions", path));
   }
   const std::shared_ptr<balance::LedgerWriter> writer(ledger, &ledger->writer);
-  stepper.balancer().write_to(writer);
+  stepper.write_to(writer);
   if (writer->failed()) {
-    stepper.balancer().write_to(nullptr);
+    stepper.write_to(nullptr);
     throw InvalidArgument(fmt::format("write_ledger: {} cannot be written to; is the disk full?", path));
   }
 }
@@ -90,7 +104,8 @@ void write_ledger(Stepper& stepper, const std::string& path) {
 //
 // With `queues` the devices work after the call: they are waited for only if the step fails.
 Outcome run(Stepper& stepper, std::int64_t batch_size, py::object body, py::object finish,
-            const std::optional<std::shared_ptr<TrainerQueues>>& shared, py::object outputs) {
+            const std::optional<std::shared_ptr<TrainerQueues>>& shared, py::object outputs,
+            const std::optional<Script>& script) {
   const std::shared_ptr<TrainerQueues> queues = shared.value_or(nullptr);
   const std::size_t device_count = stepper.group().size();
   stepper.require_idle();
@@ -99,7 +114,7 @@ Outcome run(Stepper& stepper, std::int64_t batch_size, py::object body, py::obje
   std::shared_ptr<QueuedProgram> queued;
   if (queues != nullptr) program = queued = std::make_shared<QueuedProgram>(called, std::move(outputs), queues);
   const auto release = [&] { queued != nullptr ? queued->release() : called->release(); };
-  Outcome outcome{stepper.begin(batch_size, program), device_count};
+  Outcome outcome{stepper.begin(batch_size, program, micro_batches_of(script)), device_count};
   // Not what wait() returns: the step may come to its end while the signal's handler runs.
   bool signalled = false;
   const auto no_signal = [&signalled] {
@@ -230,14 +245,24 @@ void bind_engine(py::module_& module) {
            py::arg("group"), py::kw_only(), py::arg("balance") = "auto", py::arg("weights") = std::vector<double>{},
            py::arg("micro_batch") = 0, py::arg("granularity") = 1)
       .def("run", &run, py::arg("batch_size"), py::arg("body"), py::arg("finish"), py::arg("queues") = py::none(),
-           py::arg("outputs") = py::none(),
-           "Run one step: body(device, begin, end, last) -> int per micro-batch, finish(device) -> gradients. See "
-           "python_program.hpp, and queued_program.hpp for devices with queues.")
+           py::arg("outputs") = py::none(), py::arg("claims") = py::none(),
+           "Run one step: body(device, begin, end, last) -> int per micro-batch, finish(device) -> gradients. claims: "
+           "(begin, end) of the micro-batches to run instead of planned ones, for each device. See python_program.hpp, "
+           "and queued_program.hpp for devices with queues.")
       .def("settle", &Stepper::settle, "Return when the times of all committed steps are known.")
       .def("cancel", &Stepper::cancel, "End the step that runs, if any, once every worker has left its micro-batch.")
       .def(
-          "commit", [](Stepper& stepper, const Outcome& outcome) { stepper.commit(outcome.step); }, py::arg("outcome"),
-          "Tell the balancer and the metrics about a step that succeeded.")
+          "commit",
+          [](Stepper& stepper, const Outcome& outcome, const std::vector<Piece>& pieces) {
+            std::vector<MicroBatch> ran;
+            for (const auto& [device, begin, end] : pieces) {
+              ran.push_back({.begin = begin, .end = end, .device_index = device});
+            }
+            stepper.commit(outcome.step, std::move(ran));
+          },
+          py::arg("outcome"), py::arg("pieces") = std::vector<Piece>{},
+          "Tell the balancer and the metrics about a step that succeeded; pieces: (device index, begin, end) each, if "
+          "micro-batches were worked off in smaller ones.")
       .def_property_readonly("metrics", &metrics_dict,
                              "One snapshot: per device share, items, busy and idle seconds, rate; totals.")
       .def_property_readonly("events", &events_list, "The last events, oldest first.")

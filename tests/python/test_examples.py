@@ -17,6 +17,7 @@ import paceline
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = ROOT / "examples" / "python" / "digits.py"
+TWO_OPTIMIZERS = ROOT / "examples" / "python" / "two_optimizers.py"
 RACE = ROOT / "benchmarks" / "python" / "race_ddp.py"
 
 for package in ("torch", "sklearn"):
@@ -98,6 +99,25 @@ def test_digits_says_which_devices_could_be_slowed() -> None:
     assert done.returncode == 1
     assert "host:7" in done.stderr
     assert "there are host:0" in done.stderr
+
+
+def test_two_optimizers_computes_the_gradients_of_one_device_and_draws(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "drawn.png"
+    output = run(TWO_OPTIMIZERS, "--steps", "8", "--devices", "host:0,host:1", "--verify", "--plot", str(picture))
+    found = re.search(r"from the gradients of one device: (\S+)", output)
+    assert found
+    assert 0 < float(found[1]) < 1e-4
+    assert len(re.findall(r"step +\d+  critic \d\.\d+  generator \d\.\d+  shares", output)) == 8
+    assert "run criticise: auto balance, 9 steps measured" in output
+    assert "run draw: auto balance, 8 steps measured" in output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_two_optimizers_learns_to_draw() -> None:
+    before, after = re.findall(r"(\d\.\d+) away .* (\d\.\d+) after", run(TWO_OPTIMIZERS))[0]
+    assert float(after) < 0.2 * float(before)
 
 
 def test_the_race_trains_the_network_of_the_example() -> None:

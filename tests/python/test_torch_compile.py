@@ -133,14 +133,14 @@ def test_a_first_run_that_fails_opens_the_gate_again() -> None:
 def recorded(trainer: DataParallel, monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
     """From now on, for each step: which of its micro-batches are no evidence."""
     excluded: list[list[bool]] = []
-    execute = trainer._execute
+    execute = trainer._execution._execute
 
     def recording(*arguments: Any) -> Any:
         outcome = execute(*arguments)
         excluded.append([claim[5] for claim in outcome.claims])
         return outcome
 
-    monkeypatch.setattr(trainer, "_execute", recording)
+    monkeypatch.setattr(trainer._execution, "_execute", recording)
     return excluded
 
 

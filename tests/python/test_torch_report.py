@@ -150,7 +150,7 @@ def test_a_ledger_is_whole_as_soon_as_a_step_is_done_and_replays(tmp_path: Path)
             trainer.step(classify, batch)
         open_lines = path.read_text().splitlines()
     assert path.read_text().splitlines() == open_lines
-    assert len(open_lines) == 1 + 2 * 5
+    assert len(open_lines) == 1 + 3 * 5  # plan, record and claims of each step
     result = replay(path)
     assert (result.plans, result.records, result.mismatches) == (5, 5, [])
 

@@ -89,7 +89,7 @@ def test_every_item_runs_exactly_once(devices: int, micro_batch: int | None) -> 
             for device, begin, end in rounds.ran:
                 shares[device] += end - begin
             assert sorted(shares) == sorted(trainer.shares.values())
-            moved += list(trainer.shares.values()) != list(trainer._stepper.planned_shares)
+            moved += list(trainer.shares.values()) != list(trainer._steps.stepper.planned_shares)
     assert failed > ROUNDS // 10
     # Without a fixed size it is the balancer's to hold something back; among devices without any speed it may not.
     assert moved > ROUNDS // 10 or micro_batch is None, "nothing was stolen: this would test nothing"

@@ -63,6 +63,22 @@ void LedgerWriter::record(std::int64_t step, const StepTimings& timings) {
                    fmt::join(devices, ", "), timings.step_seconds, reduction));
 }
 
+void LedgerWriter::claims(std::int64_t step, std::int64_t batch_size, std::span<const LedgerClaim> ran,
+                          std::span<const LedgerClaim> pieces) {
+  std::vector<std::string> runs;
+  for (const LedgerClaim& claim : ran) {
+    runs.push_back(fmt::format("[{}, {}, {}, {}, {}]", claim.device, claim.begin, claim.end, claim.start_seconds,
+                               claim.finish_seconds));
+  }
+  std::vector<std::string> parts;
+  for (const LedgerClaim& piece : pieces) {
+    parts.push_back(fmt::format("[{}, {}, {}]", piece.device, piece.begin, piece.end));
+  }
+  line(fmt::format(R"({{"claims": {{"step": {}, "batch_size": {}, "ran": [{}]{}}}}})", step, batch_size,
+                   fmt::join(runs, ", "),
+                   parts.empty() ? "" : fmt::format(R"(, "pieces": [{}])", fmt::join(parts, ", "))));
+}
+
 void LedgerWriter::retire(std::size_t device) { line(fmt::format(R"({{"retire": {{"device": {}}}}})", device)); }
 
 }  // namespace paceline::balance

@@ -72,6 +72,7 @@ class Replay {
     if (json.has("plan")) return plan(number, json["plan"]);
     if (json.has("record")) return record(json["record"]);
     if (json.has("retire")) return balancer_->retire(static_cast<std::size_t>(json["retire"]["device"].integer()));
+    if (json.has("claims")) return;  // what ran, not what was decided
     throw InvalidArgument("neither \"plan\" nor \"record\" nor \"retire\" is there");
   }
 

@@ -10,6 +10,7 @@
 namespace paceline::engine {
 
 ClaimState::ClaimState(const StepOptions& options) : options_(options), lanes_(options.shares.size()) {
+  if (!options.script.empty()) return;
   plan::TailPlan tail{.first_chunks = options.shares};
   if (options.stealing && options.micro_batch == 0) {
     tail = plan::plan_tail(options.shares, options.models, options.noise, options.granularity);
@@ -33,6 +34,7 @@ std::optional<MicroBatch> ClaimState::claim(std::size_t device, double now_secon
   const std::lock_guard lock(mutex_);
   Lane& lane = lanes_[device];
   if (cancelled_ || lane.left) return std::nullopt;
+  if (!options_.script.empty()) return take_scripted(device);
   std::optional<MicroBatch> next = lane.held ? std::exchange(lane.held, std::nullopt) : take(device, now_seconds);
   if (!next) {
     lane.left = true;
@@ -46,6 +48,17 @@ std::optional<MicroBatch> ClaimState::claim(std::size_t device, double now_secon
   } else {
     next->last = nothing_left_for(device);
   }
+  return next;
+}
+
+std::optional<MicroBatch> ClaimState::take_scripted(std::size_t device) {
+  Lane& lane = lanes_[device];
+  const std::vector<MicroBatch>& script = options_.script[device];
+  lane.left = lane.scripted >= script.size();
+  if (lane.left) return std::nullopt;
+  MicroBatch next = script[lane.scripted++];
+  next.device_index = device;
+  next.last = lane.scripted == script.size();
   return next;
 }
 

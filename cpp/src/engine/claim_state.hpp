@@ -36,11 +36,13 @@ class PACELINE_API ClaimState {
     std::int64_t end = 0;
     double claimed_at = 0.0;
     double free_at = 0.0;            // predicted end of what it holds
+    std::size_t scripted = 0;        // micro-batches of the script that are handed out
     bool left = false;               // has been told that there is nothing more for it
     std::optional<MicroBatch> held;  // announce_last: claimed ahead
   };
 
   std::optional<MicroBatch> take(std::size_t device, double now);
+  std::optional<MicroBatch> take_scripted(std::size_t device);
   std::optional<MicroBatch> take_correction(std::size_t device, double now);
   std::optional<MicroBatch> steal(std::size_t device, double now);
   [[nodiscard]] double free_at(std::size_t device, double now) const;

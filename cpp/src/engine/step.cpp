@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -163,6 +164,32 @@ class Step::Task final : public GroupTask {
 
 namespace {
 
+// Every item once, or gradients would be silently wrong.
+void check_script(const StepOptions& options) {
+  if (options.script.size() != options.shares.size()) {
+    throw InvalidArgument(fmt::format("step: a script for {} devices in a group of {}; one list for each is needed.",
+                                      options.script.size(), options.shares.size()));
+  }
+  std::vector<std::pair<std::int64_t, std::int64_t>> spans;
+  for (const auto& lane : options.script) {
+    for (const MicroBatch& micro_batch : lane) spans.emplace_back(micro_batch.begin, micro_batch.end);
+  }
+  std::sort(spans.begin(), spans.end());
+  std::int64_t covered = 0;
+  for (const auto& [begin, end] : spans) {
+    if (begin != covered || end <= begin) {
+      throw InvalidArgument(
+          fmt::format("step: the script has items [{}, {}) where item {} is the next; each item must be there once.",
+                      begin, end, covered));
+    }
+    covered = end;
+  }
+  const std::int64_t batch = std::accumulate(options.shares.begin(), options.shares.end(), std::int64_t{0});
+  if (covered != batch) {
+    throw InvalidArgument(fmt::format("step: the script has {} items for a batch of {}.", covered, batch));
+  }
+}
+
 void check(const DeviceGroup& group, const StepOptions& options) {
   const std::size_t count = group.size();
   if (options.shares.size() != count) {
@@ -180,6 +207,7 @@ void check(const DeviceGroup& group, const StepOptions& options) {
     throw InvalidArgument(
         fmt::format("step: models and noise need one entry for each of the {} devices, or none.", count));
   }
+  if (!options.script.empty()) check_script(options);
   if (options.micro_batch < 0 || options.granularity < 1) {
     throw InvalidArgument("step: micro_batch must be 0 (planned) or more, granularity 1 or more.");
   }

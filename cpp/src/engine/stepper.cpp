@@ -10,6 +10,7 @@
 #include <mutex>
 #include <utility>
 
+#include <paceline/balance/ledger.hpp>
 #include <paceline/error.hpp>
 #include <paceline/runtime/backend.hpp>
 
@@ -44,7 +45,25 @@ constexpr std::size_t kMostPending = 2;  // steps that the caller may be ahead o
 struct PendingStep {
   std::shared_ptr<const Step> step;
   balance::StepPlan plan;
+  std::vector<MicroBatch> pieces;
 };
+
+std::vector<balance::LedgerClaim> ledger_claims(const std::vector<ClaimRecord>& claims) {
+  std::vector<balance::LedgerClaim> out;
+  out.reserve(claims.size());
+  for (const ClaimRecord& claim : claims) {
+    const MicroBatch& mb = claim.micro_batch;
+    out.push_back({mb.device_index, mb.begin, mb.end, claim.start_seconds, claim.finish_seconds});
+  }
+  return out;
+}
+
+std::vector<balance::LedgerClaim> ledger_claims(const std::vector<MicroBatch>& pieces) {
+  std::vector<balance::LedgerClaim> out;
+  out.reserve(pieces.size());
+  for (const MicroBatch& piece : pieces) out.push_back({piece.device_index, piece.begin, piece.end});
+  return out;
+}
 
 bool any_asynchronous(const DeviceGroup& group) {
   const std::vector<Device>& devices = group.devices();
@@ -86,6 +105,9 @@ struct Stepper::State {
     if (latest.shares == done.plan.shares) {
       balancer.record(timings);
       awaiting_record = false;
+    }
+    if (ledger) {
+      ledger->claims(done.plan.step, done.plan.batch_size, ledger_claims(record.claims), ledger_claims(done.pieces));
     }
     observe::StepSample sample;
     sample.items = record.items(count);
@@ -147,6 +169,7 @@ struct Stepper::State {
   bool asynchronous;  // any of the devices
   StepperOptions options;
   balance::Balancer balancer;
+  std::shared_ptr<balance::LedgerWriter> ledger;
   observe::MetricsRecorder metrics;
   observe::History history;
   HealthLog health;
@@ -171,7 +194,8 @@ Stepper::Stepper(DeviceGroup group, StepperOptions options) {
 
 Stepper::~Stepper() = default;
 
-std::shared_ptr<Step> Stepper::begin(std::int64_t batch_size, std::shared_ptr<StepProgram> program) {
+std::shared_ptr<Step> Stepper::begin(std::int64_t batch_size, std::shared_ptr<StepProgram> program,
+                                     std::vector<std::vector<MicroBatch>> script) {
   if (batch_size < 1) {
     throw InvalidArgument(fmt::format("step: a batch of {} items; at least one is needed.", batch_size));
   }
@@ -190,6 +214,7 @@ std::shared_ptr<Step> Stepper::begin(std::int64_t batch_size, std::shared_ptr<St
   options.granularity = state.options.granularity;
   // Corrections of any size would be new shapes: asynchronous devices keep to sizes that the user chose.
   options.stealing = state.options.balance == "auto" && !(state.asynchronous && options.micro_batch == 0);
+  options.script = std::move(script);
   auto step = std::make_shared<Step>(state.group, std::move(program), std::move(options));
   {
     const std::lock_guard lock(state.cancel_mutex);
@@ -212,13 +237,18 @@ void Stepper::require_idle() const {
       "the trainer.");
 }
 
-void Stepper::commit(std::shared_ptr<const Step> step) {
+void Stepper::commit(std::shared_ptr<const Step> step, std::vector<MicroBatch> pieces) {
   State& state = *state_;
-  state.pending.push_back({std::move(step), state.plan});
+  state.pending.push_back({std::move(step), state.plan, std::move(pieces)});
   state.collect(kMostPending);
 }
 
 void Stepper::settle() { state_->collect(0); }
+
+void Stepper::write_to(std::shared_ptr<balance::LedgerWriter> ledger) {
+  state_->balancer.write_to(ledger);
+  state_->ledger = std::move(ledger);
+}
 
 std::string Stepper::explain() const {
   return state_->balancer.explain(state_->health.causes(state_->balancer.report()));

@@ -114,9 +114,15 @@ class Stepper:
         """
         End the step that runs, if any, once every worker has left its micro-batch.
         """
-    def commit(self, outcome: StepOutcome) -> None:
+    def commit(
+        self,
+        outcome: StepOutcome,
+        pieces: collections.abc.Sequence[
+            tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]
+        ] = [],
+    ) -> None:
         """
-        Tell the balancer and the metrics about a step that succeeded.
+        Tell the balancer and the metrics about a step that succeeded; pieces: (device index, begin, end) each, if micro-batches were worked off in smaller ones.
         """
     def explain(self) -> str: ...
     def run(
@@ -126,9 +132,13 @@ class Stepper:
         finish: typing.Any,
         queues: DeviceQueues | None = None,
         outputs: typing.Any = None,
+        claims: collections.abc.Sequence[
+            collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]]
+        ]
+        | None = None,
     ) -> StepOutcome:
         """
-        Run one step: body(device, begin, end, last) -> int per micro-batch, finish(device) -> gradients. See python_program.hpp, and queued_program.hpp for devices with queues.
+        Run one step: body(device, begin, end, last) -> int per micro-batch, finish(device) -> gradients. claims: (begin, end) of the micro-batches to run instead of planned ones, for each device. See python_program.hpp, and queued_program.hpp for devices with queues.
         """
     def settle(self) -> None:
         """

@@ -8,7 +8,19 @@ try:
 except ImportError as error:
     raise ImportError("paceline.torch needs PyTorch, which is not installed: pip install 'paceline[torch]'") from error
 
+from paceline.torch._batch_size import BatchSizeSearch
+from paceline.torch._check_report import Cause, CheckReport, SplitResult
+from paceline.torch._global_batch import GlobalBatch, MicroBatch
 from paceline.torch._sampler import BalancedBatchSampler
 from paceline.torch._trainer import DataParallel
 
-__all__ = ["BalancedBatchSampler", "DataParallel"]
+__all__ = [
+    "BalancedBatchSampler",
+    "BatchSizeSearch",
+    "Cause",
+    "CheckReport",
+    "DataParallel",
+    "GlobalBatch",
+    "MicroBatch",
+    "SplitResult",
+]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
+import torch
 from torch import nn
 
 from paceline import Device, DeviceGroup, InvalidArgument
 from paceline import devices as all_devices
+from paceline._core.runtime import gpu_facts
 from paceline.comm import Transport
 
+Memory = float | Mapping[str, float]  # bytes, or a fraction if at most 1
 Balance = Literal["auto", "even"] | Sequence[float]
 
 
@@ -57,3 +61,53 @@ def policy_of(balance: Balance) -> tuple[str, list[float]]:
             )
         return balance, []
     return "weighted", [float(ratio) for ratio in balance]
+
+
+def check_trains(call: str, loss_fn: object) -> None:
+    """Raise where no gradients would come, or nothing that could be called."""
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        mode = "inference mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise InvalidArgument(
+            f"{call}: called under {mode}, so there would be no gradients. Leave it for the step, or use predict()."
+        )
+    if not callable(loss_fn):
+        raise InvalidArgument(
+            f"{call}: loss_fn is a {type(loss_fn).__name__}, not a function. It is {call}(loss_fn, batch), with loss_fn(module, slice)."
+        )
+
+
+def check_scaler(call: str, scaler: object) -> None:
+    """Raise for what scales no losses."""
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise InvalidArgument(f"{call}: scaler is a {type(scaler).__name__}; a torch.amp.GradScaler is needed.")
+
+
+def memory_limits(memory: Memory | None, group: DeviceGroup) -> list[int | None]:
+    """Bytes for each device, None where there is no limit."""
+    names = [device.name for device in group.devices]
+    given = memory if isinstance(memory, Mapping) else dict.fromkeys(names, memory)
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        raise InvalidArgument(
+            f"DataParallel: memory names {unknown[0]!r}, which is none of the devices {', '.join(names)}."
+        )
+    limits: list[int | None] = []
+    for device in group.devices:
+        value = given.get(device.name)
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 2**62
+        ):
+            raise InvalidArgument(
+                f"DataParallel: memory is {value!r} for {device.name}; give bytes, or a fraction of its memory such as 0.5."
+            )
+        if value is not None and isinstance(value, float) and value <= 1:
+            sharing = sum(other.memory_space == device.memory_space for other in group.devices)
+            value = value * _memory_bytes(device) / sharing
+        limits.append(None if value is None else max(1, int(value)))
+    return limits
+
+
+def _memory_bytes(device: Device) -> int:
+    if device.kind == "cuda":
+        return int(gpu_facts()[device.index]["memory_bytes"])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

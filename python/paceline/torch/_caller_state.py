@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -84,13 +84,21 @@ class RecomputeWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def backward_watched(root: torch.Tensor) -> None:
-    """``root.backward()`` with function modes on inside.
+def backward_watched(
+    root: torch.Tensor, retain_graph: bool = False, inputs: Sequence[torch.Tensor] | None = None
+) -> None:
+    """``root.backward(...)`` with function modes on inside.
 
     ``Tensor.backward`` and ``torch.autograd.backward`` are PyTorch calls themselves, and a function mode is off while it handles one.
     """
     torch.autograd.graph._engine_run_backward(
-        (root,), (torch.ones_like(root),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        (root,),
+        (torch.ones_like(root),),
+        retain_graph,
+        False,
+        tuple(inputs or ()),
+        allow_unreachable=True,
+        accumulate_grad=True,
     )
 
 

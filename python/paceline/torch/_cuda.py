@@ -85,6 +85,17 @@ def prepare_worker(index: int) -> None:
     torch.cuda.set_device(index)
 
 
+def mark_memory(index: int) -> int:
+    """The bytes that PyTorch has handed out on a GPU; `peak_memory` counts from here."""
+    torch.cuda.reset_peak_memory_stats(index)
+    return torch.cuda.memory_allocated(index)
+
+
+def peak_memory(index: int) -> int:
+    """The most that it had handed out since `mark_memory`."""
+    return torch.cuda.max_memory_allocated(index)
+
+
 def release_memory() -> None:
     """Let PyTorch give back what it keeps for streams that are about to go."""
     torch._C._cuda_clearCublasWorkspaces()

@@ -12,11 +12,11 @@ from paceline.torch._caller_state import CallerThreads
 from paceline.torch._run import Run
 
 if TYPE_CHECKING:
-    from paceline.torch._trainer import DataParallel
+    from paceline.torch._lifetime import Lifetime
 
 _SECONDS = 3.0  # for a worker that is inside an operator or a sleep when the program ends
 
-open_trainers: weakref.WeakSet[DataParallel] = weakref.WeakSet()
+open_trainers: weakref.WeakSet[Lifetime] = weakref.WeakSet()
 abandoned_runs: weakref.WeakSet[Run] = weakref.WeakSet()  # left by a second Ctrl-C; workers may still be inside
 
 

@@ -1,12 +1,20 @@
-"""Memory that ran out: how many items may be in work at once, per memory space."""
+"""How many items may be in work at once: by a limit that was set, and by memory that ran out."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Hashable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 
+from paceline import OutOfMemory
+from paceline.torch._memory_model import MemoryModel, metered
 from paceline.torch._places import Places
+
+_MOST_SHAPES = 64  # with models of their own, for each device; a sequence's length is a shape
+_FIRST_PART = 16  # of a claim is the first size that is measured
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -17,39 +25,109 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class MemoryCaps:
-    """The largest micro-batch of each memory space, once memory has run out there.
+    """The largest micro-batch of each device.
 
-    A claim of more items is worked off in pieces: gradients add up to the same, and no other device is affected.
+    A claim of more items is worked off in pieces: gradients add up to the same, and no other device is affected. Where a limit is
+    set the first claims are worked off in small pieces of growing size, until two sizes have been measured.
     """
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, limits: list[int | None] | None = None) -> None:
+        self._places = places
         self._spaces = places.space_names
         self._names = places.names
-        self._caps: dict[str, int] = {}
+        self._limits = limits or [None] * len(places)
+        self._models: list[dict[Hashable, MemoryModel]] = [{} for _ in self._names]
+        self._caps: dict[str, int] = {}  # of memory spaces, and of devices with a limit
         self._told: dict[str, str] = {}
 
-    def pieces(self, device: int, begin: int, end: int) -> list[tuple[int, int]]:
-        """Items ``[begin, end)`` in as few pieces as fit, of sizes that differ by at most one."""
-        cap = self._caps.get(self._spaces[device])
+    def pieces(self, device: int, begin: int, end: int, shapes: Hashable = None) -> Iterator[tuple[int, int]]:
+        """Items ``[begin, end)`` in as few pieces as fit, of sizes that differ by at most one, once it is known what fits."""
+        model = self._model(device, shapes)
+        while model is not None and model.wants_more and end - begin > 1:
+            items = min(self._size_to_measure(device, model, end - begin), end - begin)
+            known = (model.smallest, model.largest)
+            yield begin, begin + items
+            begin += items
+            if (model.smallest, model.largest) == known:  # nothing was measured, or the same again
+                break
+        if begin == end:
+            return
+        cap = self._cap(device, model)
         items = end - begin
-        if cap is None or items <= cap:
-            return [(begin, end)]
-        count = -(-items // cap)
-        bounds = [begin + items * k // count for k in range(count + 1)]
-        return list(pairwise(bounds))
+        count = 1 if cap is None else -(-items // cap)
+        yield from pairwise(begin + items * k // count for k in range(count + 1))
 
-    def shrink(self, device: int, items: int) -> bool:
+    @contextlib.contextmanager
+    def measured(self, device: int, items: int, shapes: Hashable) -> Any:
+        """Around a piece, on its worker."""
+        model, limit = self._model(device, shapes), self._limits[device]
+        if model is None or limit is None or not model.wants_more:
+            yield
+            return
+        with metered(self._places.devices[device], limit, self._names[device]) as meter:
+            yield
+        model.add(items, meter.used)
+
+    def shrink(self, device: int, items: int, error: BaseException) -> bool:
         """After memory ran out with so many items at once: half of that from now on. False if there is no less."""
-        space = self._spaces[device]
         if items <= 1:
             return False
         cap = max(1, items // 2)
-        self._caps[space] = min(cap, self._caps.get(space, cap))
-        self._told[space] = (
-            f"{space}: at most {self._caps[space]} items at once, since {self._names[device]} ran out of memory with {items}."
-        )
+        # A limit is the device's own; what really ran out is the memory of all that share it.
+        limited = isinstance(error, OutOfMemory)
+        name = self._names[device] if limited else self._spaces[device]
+        why = "it reached its limit" if limited else f"{self._names[device]} ran out of memory"
+        self._caps[name] = min(cap, self._caps.get(name, cap))
+        self._told[name] = f"{name}: at most {self._caps[name]} items at once, since {why} with {items}."
         return True
 
+    def report(self) -> dict[str, dict[str, float]]:
+        """Of each device with a limit: the limit, and for the item that takes most the model and what fits."""
+        result: dict[str, dict[str, float]] = {}
+        for name, limit, models in zip(self._names, self._limits, self._models, strict=True):
+            if limit is None:
+                continue
+            result[name] = {"limit_bytes": limit}
+            model = max(models.values(), key=lambda model: model.per_item, default=None)
+            if model is not None and model.sizes > 0:
+                most = model.most_items(limit)
+                result[name] |= {"fixed_bytes": model.fixed, "bytes_per_item": model.per_item}
+                if most is not None:
+                    result[name]["largest_micro_batch"] = min(most, self._caps.get(name, most))
+        return result
+
     def explain(self) -> str:
-        """A line for each memory space that has a cap; empty if there is none."""
-        return "".join(f"{line}\n" for _, line in sorted(self._told.items()))
+        """A line for each cap, and for each device that has a limit; empty if there is none."""
+        text = "".join(f"{line}\n" for _, line in sorted(self._told.items()))
+        for name, entry in self.report().items():
+            if "largest_micro_batch" in entry:
+                text += (
+                    f"{name}: at most {entry['largest_micro_batch']:.0f} items at once in {entry['limit_bytes']:.0f} bytes: a micro-batch takes "
+                    f"{entry['fixed_bytes']:.0f} and {entry['bytes_per_item']:.0f} for each item.\n"
+                )
+        return text
+
+    def _size_to_measure(self, device: int, model: MemoryModel, claimed: int) -> int:
+        """Small at first. Then twice that, or where it is not certain to fit one item more: a failure costs one repetition."""
+        if model.largest is None:
+            items = max(1, claimed // _FIRST_PART)
+        else:
+            measured = model.largest[0]
+            fits = model.most_items(self._limits[device] or 0) or 2 * measured
+            items = 2 * measured if fits >= 2 * measured else measured + 1
+        failed = [self._caps[name] for name in (self._spaces[device], self._names[device]) if name in self._caps]
+        return min([items, *failed])
+
+    def _model(self, device: int, shapes: Hashable) -> MemoryModel | None:
+        if self._limits[device] is None:
+            return None
+        models = self._models[device]
+        if shapes not in models and len(models) >= _MOST_SHAPES:
+            del models[next(iter(models))]
+        return models.setdefault(shapes, MemoryModel())
+
+    def _cap(self, device: int, model: MemoryModel | None) -> int | None:
+        limit = self._limits[device]
+        fits = model.most_items(limit) if model is not None and limit is not None else None
+        caps = [fits, self._caps.get(self._spaces[device]), self._caps.get(self._names[device])]
+        return min((cap for cap in caps if cap is not None), default=None)

@@ -78,6 +78,10 @@ class Objective:
         """Whether no item of the slice counts. Such a slice is not run: its mean may be 0/0."""
         return self._weights is not None and not bool(self._weights[begin:end].any())
 
+    def share(self, begin: int, end: int) -> float:
+        """What part of the total weight a slice has."""
+        return self._weight_of(begin, end) / self.total
+
     def term(self, loss: Any, begin: int, end: int) -> torch.Tensor:
         """The slice's term, 0-dimensional, with its graph."""
         items = end - begin

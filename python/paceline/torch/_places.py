@@ -225,6 +225,11 @@ class RandomStates:
         generators.update((id(one), one) for one in map(places.generator, range(len(places))))
         self._kept = [(generator, generator.get_state()) for generator in generators.values()]
 
+    @property
+    def moved(self) -> bool:
+        """Whether somebody drew since then."""
+        return any(not torch.equal(generator.get_state(), state) for generator, state in self._kept)
+
     def restore(self) -> None:
         """Draws from now on are those that followed before."""
         for generator, state in self._kept:

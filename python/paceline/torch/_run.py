@@ -6,13 +6,13 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from paceline import Cancelled
+from paceline import Cancelled, InvalidArgument
 from paceline.torch._batch import Batch
 from paceline.torch._buckets import Buckets
 from paceline.torch._caller_state import CallerState, RecomputeWatch, backward_watched, generator_state
@@ -38,6 +38,9 @@ class Seen:
     def __init__(self, device_count: int) -> None:
         self.compiled = self.tunes = False
         self.sizes: list[set[tuple[int, Any, Any]]] = [set() for _ in range(device_count)]
+        self.ever: list[set[int]] = [
+            set() for _ in range(device_count)
+        ]  # items of a micro-batch, whatever else changed
         self.gate = CompileGate()
         self.mode: Any = None
         self._generation = 0
@@ -84,19 +87,28 @@ class CompileGate:
                 self._condition.notify_all()
 
 
-class Run:
-    """The common frame: caller's state around every slice, failures kept with their traceback."""
+class Frame(NamedTuple):
+    """What every run starts from."""
 
-    def __init__(
-        self, batch: Batch, replicas: list[Replica], seen: Seen, state: CallerState, places: Places, caps: MemoryCaps
-    ) -> None:
-        self.batch = batch
-        self.replicas = replicas
-        self.seen = seen
-        self.state = state
-        self.places = places
-        self.caps = caps
+    batch: Batch
+    replicas: list[Replica]
+    seen: Seen
+    state: CallerState
+    places: Places
+    caps: MemoryCaps
+
+
+class Run:
+    """What all have in common: the caller's state around every slice, failures kept with their traceback."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.batch, self.replicas, self.seen, self.state, self.places, self.caps = frame
+        places = self.places
         self._pieces = [(0, 0)] * len(places)  # of each device: what is in work
+        self.claims: list[list[tuple[int, int]]] | None = None  # of each device, instead of planned ones
+        # Of each device, in order: what ran, and whether it was more than one piece of a claim.
+        self._ran: list[list[tuple[int, int, int]]] = [[] for _ in range(len(places))]
+        self._divided = False
         self.failures: list[tuple[int, int, int, BaseException]] = []
         self._inside: dict[int, int] = {}
         self._interrupted = False
@@ -140,12 +152,21 @@ class Run:
     def _slice(self, device: int, begin: int, end: int) -> int:
         codes = []
         with self.places.enter(device):
-            for piece in self.caps.pieces(device, begin, end):
+            shapes = self.batch.item_shapes
+            for piece in self.caps.pieces(device, begin, end, shapes):
                 self._pieces[device] = piece
                 began = time.perf_counter()
-                codes.append(self._piece(device, *piece))
+                with self.caps.measured(device, piece[1] - piece[0], shapes):
+                    codes.append(self._piece(device, *piece))
                 self.launched(device, time.perf_counter() - began)
+                self._ran[device].append((device, *piece))
+        self._divided |= len(codes) > 1
         return max(codes)
+
+    @property
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """What ran, (device, begin, end) each, if that is not what was claimed."""
+        return [piece for lane in self._ran for piece in lane] if self._divided else []
 
     def _piece(self, device: int, begin: int, end: int) -> int:
         sizes = self.seen.sizes[device]
@@ -155,6 +176,7 @@ class Run:
         with gate as waited, self.state.replayed():
             ran = self.compute(device, begin, end)
         if ran:
+            self.seen.ever[device].add(end - begin)
             if len(sizes) < _MOST_SIZES:
                 sizes.add(size)
             self.after(device)
@@ -175,19 +197,15 @@ class TrainRun(Run):
 
     def __init__(
         self,
-        batch: Batch,
-        replicas: list[Replica],
-        seen: Seen,
-        state: CallerState,
-        places: Places,
-        caps: MemoryCaps,
+        frame: Frame,
         *,
         loss_fn: LossFunction,
         objective: Objective,
         scale: torch.Tensor | None,
         names: list[str],
     ) -> None:
-        super().__init__(batch, replicas, seen, state, places, caps)
+        super().__init__(frame)
+        replicas, places = self.replicas, self.places
         self.loss_fn = loss_fn
         self.objective = objective
         self.scales: list[torch.Tensor | None] = [scale] * len(places)
@@ -208,31 +226,50 @@ class TrainRun(Run):
     def compute(self, device: int, begin: int, end: int) -> bool:
         if self.objective.idle(begin, end):
             return False
-        state = generator_state(self._generators[device]) if self.watches else b""
         part = self.batch.slice(begin, end, self.places.mover(device))
-        loss = self.loss_fn(self.replicas[device].module, part)
-        if self.watches and generator_state(self._generators[device]) != state:
-            self.drawn = True
+        with self.drawing(device):
+            loss = self.loss_fn(self.replicas[device].module, part)
         term = self.objective.term(loss, begin, end)
         self.terms[device].append((begin, term.detach()))
         if not term.requires_grad:  # nothing in this slice depends on a parameter: its gradient is zero
             self.without_gradient = True
             return False
         self.with_gradient = True
-        root = term if self.scales[device] is None else term * self._scale(device)
-        if self.watches:
-            with self.watches[device]:
-                backward_watched(root)
-        else:
-            root.backward()
+        self.backward(device, self.scaled(device, term))
         return True
 
-    def _scale(self, device: int) -> torch.Tensor:
+    @contextlib.contextmanager
+    def drawing(self, device: int) -> Any:
+        """Around a forward: notes whether it draws random numbers."""
+        before = generator_state(self._generators[device]) if self.watches else b""
+        yield
+        if self.watches and generator_state(self._generators[device]) != before:
+            self.drawn = True
+
+    def backward(
+        self,
+        device: int,
+        root: torch.Tensor,
+        retain_graph: bool = False,
+        inputs: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Fill the gradients of the device's replica, all or those of `inputs`."""
+        if inputs is not None and not inputs:
+            return
+        if self.watches:
+            with self.watches[device]:
+                backward_watched(root, retain_graph, inputs)
+        else:
+            root.backward(retain_graph=retain_graph, inputs=inputs)
+
+    def scaled(self, device: int, term: torch.Tensor) -> torch.Tensor:
+        """The term as the caller's GradScaler wants it."""
         scale = self.scales[device]
-        assert scale is not None
+        if scale is None:
+            return term
         if scale.device != self.places.devices[device]:
             scale = self.scales[device] = self.places.mover(device)(scale)
-        return scale
+        return term * scale
 
     def launched(self, device: int, seconds: float) -> None:
         self.places.launches.note(device, seconds)
@@ -261,15 +298,27 @@ class TrainRun(Run):
             self.failures.append((0, 0, 0, error))
             return None
 
-    @property
-    def recomputed(self) -> bool:
-        """Whether a forward was run again inside a backward (activation checkpointing)."""
-        return any(watch.seen for watch in self.watches)
+    def check(self) -> None:
+        """After all have run: raise if there is no gradient, or one that is silently wrong."""
+        if self.without_gradient and not self.with_gradient:
+            raise RuntimeError(  # the type that plain PyTorch raises
+                "step: the loss does not require grad: no parameter that does reaches it (is it detached, or everything frozen?)."
+            )
+        # A forward that runs again inside a backward is activation checkpointing.
+        if self.drawn and any(watch.seen for watch in self.watches):
+            raise InvalidArgument(
+                "step: random draws (dropout?) together with activation checkpointing on devices that share a random generator, as host "
+                "devices and the parts of one GPU do: so a recomputed forward would silently draw other masks than the first. Set dropout to 0, train "
+                "without checkpointing, or use one device. Nothing was committed."
+            )
 
     def loss(self) -> torch.Tensor:
         """The objective: the sum of the terms, in the order of the items where they lie in one memory."""
         if self.buckets is not None:
-            return self.buckets.loss().to(next(term.dtype for terms in self.terms for _, term in terms))
+            dtypes = [term.dtype for terms in self.terms for _, term in terms]
+            return self.buckets.loss().to(dtypes[0] if dtypes else torch.float32)
+        if not any(self.terms):  # the caller's backward passes were their own
+            return torch.zeros((), device=self.places.home)
         terms = [
             term for _, term in sorted((entry for terms in self.terms for entry in terms), key=lambda entry: entry[0])
         ]
@@ -279,18 +328,8 @@ class TrainRun(Run):
 class PredictRun(Run):
     """Forward only."""
 
-    def __init__(
-        self,
-        batch: Batch,
-        replicas: list[Replica],
-        seen: Seen,
-        state: CallerState,
-        places: Places,
-        caps: MemoryCaps,
-        *,
-        fn: Callable[[nn.Module, Any], Any],
-    ) -> None:
-        super().__init__(batch, replicas, seen, state, places, caps)
+    def __init__(self, frame: Frame, *, fn: Callable[[nn.Module, Any], Any]) -> None:
+        super().__init__(frame)
         self.fn = fn
         self.outputs: list[tuple[int, int, Any]] = []
 

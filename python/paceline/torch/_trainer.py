@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import torch
 from torch import nn
 
-from paceline import Device, DeviceGroup, Error, InvalidArgument, OutOfMemory, Timeout, Unavailable
-from paceline._core.engine import Stepper
+from paceline import Device, DeviceGroup, InvalidArgument
 from paceline.comm import Transport
-from paceline.torch._arguments import Balance, check_devices, check_transport, named_devices, policy_of
-from paceline.torch._batch import Batch, concatenate
-from paceline.torch._buckets import Buckets
-from paceline.torch._buffers import KeptBuffers
-from paceline.torch._caller_state import CallerState, CallerThreads
-from paceline.torch._exit import abandoned_runs, finalize, open_trainers
-from paceline.torch._failures import raise_failure
-from paceline.torch._gradients import UserGradients
-from paceline.torch._memory import MemoryCaps, is_out_of_memory
+from paceline.torch._arguments import (
+    Balance,
+    Memory,
+    check_devices,
+    check_scaler,
+    check_trains,
+    check_transport,
+    memory_limits,
+    named_devices,
+    policy_of,
+)
+from paceline.torch._batch import Batch
+from paceline.torch._batch_size import BatchSizeSearch, check_size, search
+from paceline.torch._check import check
+from paceline.torch._check_report import CheckReport
+from paceline.torch._claims import ClaimScript, ReplayedCaps
+from paceline.torch._execution import Execution, Workload
+from paceline.torch._global_batch import FunctionRun, GlobalBatch, RunFunction
+from paceline.torch._lifetime import Lifetime
 from paceline.torch._objective import Objective, Reduction, Weight
-from paceline.torch._places import Places, RandomStates
+from paceline.torch._places import Places
 from paceline.torch._replicas import Replicas, Replicate
-from paceline.torch._run import LossFunction, PredictRun, Run, Seen, TrainRun
+from paceline.torch._run import LossFunction, PredictRun, TrainRun
+from paceline.torch._step_timer import StepTimer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,7 +44,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class DataParallel:
+class DataParallel(Lifetime):
     """Trains `module` on several devices of this machine, with exactly the gradient of one.
 
     Every call of `step` splits one batch over the devices in proportion to what was measured of them, runs forward and backward on
@@ -69,6 +76,14 @@ class DataParallel:
         What brings several GPUs the parameters, and the sums of their gradients to the first one: ``"nccl"``, ``"copies"`` through the
         first one's memory, or ``"auto"``: NCCL where it is found. `explain` says which it is and why. NCCL has a minute for a collective
         (half of `timeout` where that is less).
+    memory
+        What one micro-batch may take of a device's memory, beyond parameters and gradients: bytes, or a fraction of what the device has
+        (of its memory, divided by the devices that share it); a dictionary says it for some devices only, by name. Two sizes are
+        measured, and larger claims then worked off in pieces that fit. Default: no limit but the memory itself.
+    granularity
+        Shares and what devices take over from each other are multiples of so many items, so that no more than ``batch / granularity`` sizes
+        of micro-batches ever run (and one for what is left of the batch): for modules that compile or tune anew for each size. Shares are
+        the coarser for it. ``report()["sizes"]`` tells which ran.
 
     Notes
     -----
@@ -101,6 +116,8 @@ class DataParallel:
         replicate: Replicate | None = None,
         timeout: float = 600.0,
         transport: Transport = "auto",
+        memory: Memory | None = None,
+        granularity: int = 1,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise InvalidArgument(f"DataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed.")
@@ -112,6 +129,8 @@ class DataParallel:
                 f"DataParallel: micro_batch is {micro_batch}; it must be an integer of at least 1, or None to have it planned."
             )
         check_transport(transport)
+        if not isinstance(granularity, int) or granularity < 1:
+            raise InvalidArgument(f"DataParallel: granularity is {granularity}; it must be an integer of at least 1.")
         policy, weights = policy_of(balance)
         self.module = module
         self._reduction: Reduction = reduction
@@ -119,33 +138,24 @@ class DataParallel:
         owned = group is not devices
         try:
             self._names = [device.name for device in group.devices]
-            self._places = Places(group, module, timeout, transport)
-            self._caps, self._caps_predicting = MemoryCaps(self._places), MemoryCaps(self._places)
-            self._options: dict[str, Any] = {"balance": policy, "weights": weights, "micro_batch": micro_batch or 0}
-            self._stepper = Stepper(group, **self._options)
-            self._predictor: Stepper | None = None
-            self._replicas = Replicas(module, self._places, replicate)
+            places = Places(group, module, timeout, transport)
+            self._options: dict[str, Any] = {
+                "balance": policy,
+                "weights": weights,
+                "micro_batch": micro_batch or 0,
+                "granularity": granularity,
+            }
+            self._limits = memory_limits(memory, group)
+            self._steps = Workload(group, places, self._limits, **self._options)
+            self._others: dict[str, Workload] = {}
+            self._script: ClaimScript | None = None
+            execution = Execution(group, module, places, Replicas(module, places, replicate))
         except BaseException:
             if owned:
                 group.close()
             raise
-        self.group = group
-        self._seen = Seen(len(group))
-        self._seen_predicting = Seen(len(group))
-        self._lock = threading.Lock()
-        self._running: Run | None = None
-        self._committed: Any = None  # the last outcome that was
-        self._shares = dict.fromkeys(self._names, 0)
         self._loss: torch.Tensor | None = None  # of the last step, for those who watch
-        # What host devices have delivered to GPUs, until these have read it: PyTorch would hand it on.
-        self._delivered: list[tuple[Any, Any]] = []
-        self._abandoned = False
-        if self._places.any_host:
-            CallerThreads.limit()
-        # Runs when the trainer is dropped without close(); the end of the program has _exit.
-        self._finalizer = weakref.finalize(self, finalize, group if owned else None, self._places.any_host)
-        self._finalizer.atexit = False
-        open_trainers.add(self)
+        super().__init__(group, owned, execution)
 
     def step(
         self,
@@ -203,92 +213,196 @@ class DataParallel:
             return self._loss
 
     def _step(self, loss_fn: LossFunction, batch: Any, weight: Weight | None, scaler: Any) -> torch.Tensor:
-        if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
-            mode = "inference mode" if torch.is_inference_mode_enabled() else "no_grad"
-            raise InvalidArgument(
-                f"step: called under {mode}, so there would be no gradients. Leave it for the step, or use predict()."
-            )
-        if not callable(loss_fn):
-            raise InvalidArgument(
-                f"step: loss_fn is a {type(loss_fn).__name__}, not a function. It is step(loss_fn, batch), with loss_fn(module, slice)."
-            )
-        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-            raise InvalidArgument(f"step: scaler is a {type(scaler).__name__}; a torch.amp.GradScaler is needed.")
-        whole = Batch(batch)
+        check_trains("step", loss_fn)
+        check_scaler("step", scaler)
+        whole, objective = self._prepared(batch, weight)
         self._places.begin()
-        objective = Objective(batch, whole.size, self._reduction, weight, self._places.pin)
-        return self._repeated(lambda: self._try_step(loss_fn, whole, objective, scaler))
+        return self._execution.repeated(lambda: self._try_step(loss_fn, whole, objective, scaler))
 
-    def _repeated(self, attempt: Callable[[], _T]) -> _T:
-        """What `attempt` returns. Where memory ran out it is made again from where it began, in smaller pieces."""
-        random = RandomStates(self._places)
-        released = False
-        while True:
-            try:
-                return attempt()
-            except _TryAgainError:
-                pass
-            except OutOfMemory:  # paceline's own: PyTorch may sit on memory that it does not use
-                if released:
-                    raise
-                released = True
-            # Not in the handler, where the traceback still holds what the first attempt had allocated.
-            self._places.release_memory()
-            random.restore()
+    def _prepared(self, batch: Any, weight: Weight | None) -> tuple[Batch, Objective]:
+        whole = Batch(batch)
+        return whole, Objective(batch, whole.size, self._reduction, weight, self._places.pin)
 
     def _try_step(self, loss_fn: LossFunction, whole: Batch, objective: Objective, scaler: Any) -> torch.Tensor:
-        self._replicas.refresh()
-        self._seen.follow(self._replicas, self.module, loss_fn, self._places.types)
-        # With one device the user's module itself runs, so its buffers are kept for the case that the step fails.
-        kept = None if self._replicas.shared else KeptBuffers(self.module)
-        scale = None
-        if scaler is not None and scaler.is_enabled():
-            scale = scaler.scale(torch.ones((), device=self._places.home))
-        run = TrainRun(
-            whole,
-            self._replicas.list,
-            self._seen,
-            CallerState(self._places.types, len(self._names)),
-            self._places,
-            self._caps,
-            loss_fn=loss_fn,
-            objective=objective,
-            scale=scale,
-            names=self._replicas.names,
-        )
-        user = UserGradients(self._replicas)
-        try:
-            outcome = self._execute(self._stepper, run, whole.size)
-            user.check()
-            if run.without_gradient and not run.with_gradient:
-                raise RuntimeError(  # the type that plain PyTorch raises
-                    "step: the loss does not require grad: no parameter that does reaches it (is it detached, or everything frozen?)."
-                )
-            if run.drawn and run.recomputed:
-                raise InvalidArgument(
-                    "step: random draws (dropout?) together with activation checkpointing on devices that share a random generator, as host "
-                    "devices and the parts of one GPU do: so a recomputed forward would silently draw other masks than the first. Set dropout to 0, train "
-                    "without checkpointing, or use one device. Nothing was committed."
-                )
-            with torch.no_grad():
-                loss = run.loss()
-                totals = user.totals(run.left_out) if run.buckets is None else run.buckets.totals()
-                self._commit(user, totals, outcome)
-            if run.buckets is not None:
-                self._keep_delivered(outcome, run.buckets)
-            return loss
-        except BaseException:
-            if user.written:  # interrupted in the middle of writing: a step is done or not done
-                with torch.no_grad():
-                    self._commit(user, totals, outcome)
-                raise
-            user.restore()
-            if kept is not None:
-                with torch.no_grad():
-                    kept.restore()
-            raise
-        finally:
-            self._drop_gradients()
+        work, claims = self._steps, None
+        if self._script is not None:
+            work, claims = self._work("replay"), self._script.peek(whole.size)
+            work.caps = ReplayedCaps(self._places, claims)
+        frame = self._execution.frame(work, whole, loss_fn)
+        scale = self._scale_of(scaler)
+        run = TrainRun(frame, loss_fn=loss_fn, objective=objective, scale=scale, names=self._replicas.names)
+        run.claims = claims.lanes if claims is not None else None
+        loss = self._execution.train(work, run)[0]
+        if self._script is not None:
+            self._script.advance()
+        return loss
+
+    def _scale_of(self, scaler: Any) -> torch.Tensor | None:
+        if scaler is None or not scaler.is_enabled():
+            return None
+        scale: torch.Tensor = scaler.scale(torch.ones((), device=self._places.home))
+        return scale
+
+    def _workloads(self) -> list[Workload]:
+        return [self._steps, *self._others.values()]
+
+    def _work(self, key: str) -> Workload:
+        """Of other kinds of work than `step`, made when it is first run."""
+        if key not in self._others:
+            self._others[key] = Workload(self.group, self._places, self._limits, **self._options)
+        return self._others[key]
+
+    def batch(self, batch: Any, *, weight: Weight | None = None) -> GlobalBatch:
+        """The lower level that `step` is made of, for several optimizers, adversarial networks, several losses, backward by hand.
+
+        The library owns the split, the weights and the reduction; forward and backward are the caller's function's. Every run of the
+        batch commits its gradients, or raises and commits none of them. Between runs anything may happen, such as a step of an optimizer.
+
+        Parameters
+        ----------
+        batch, weight
+            As for `step`.
+
+        Returns
+        -------
+        GlobalBatch
+            ``run(fn)`` calls ``fn(module, micro_batch)`` on all devices. It ends with its ``with`` block.
+
+        Examples
+        --------
+        Networks that are trained against each other are parts of one module:
+
+        >>> trainer = DataParallel(nn.ModuleDict({"generator": G, "critic": C}))      # doctest: +SKIP
+        >>> def criticise(networks, micro_batch):
+        ...     real, noise = micro_batch.data
+        ...     fake = networks["generator"](noise).detach()
+        ...     micro_batch.backward(bce(networks["critic"](real), 1) + bce(networks["critic"](fake), 0))
+        >>> with trainer.batch((images, noise)) as global_batch:                     # doctest: +SKIP
+        ...     global_batch.run(criticise, parameters=C); critic_optimizer.step()
+        ...     global_batch.run(generate, parameters=G); generator_optimizer.step()
+        """
+        with self._alone("batch"):
+            whole, objective = self._prepared(batch, weight)
+
+        def start(fn: RunFunction, wanted: list[nn.Parameter] | None, scaler: Any, name: str) -> torch.Tensor:
+            with self._alone("run"):
+                check_trains("run", fn)
+                check_scaler("run", scaler)
+                self._places.begin()
+                work = self._work(f"run {name}")
+
+                def attempt() -> torch.Tensor:
+                    frame = self._execution.frame(work, whole, fn)
+                    scale, replicas = self._scale_of(scaler), self._replicas
+                    run = FunctionRun(frame, fn, objective, scale, replicas, wanted)
+                    return self._execution.train(work, run)[0]
+
+                return self._execution.repeated(attempt)
+
+        return GlobalBatch(whole.size, start)
+
+    def check(
+        self, loss_fn: LossFunction, batch: Any, *, weight: Weight | None = None, tolerance: float | None = None
+    ) -> CheckReport:
+        """Compare one batch run whole with the same batch in several splits, and say what makes a difference.
+
+        Leaves no trace: gradients, buffers, random generators, shares and ledger are as before. What `loss_fn` and the module change
+        in Python stays changed. Takes the time of about a dozen forward and backward passes of one device, and the memory of a whole
+        batch on one.
+
+        Parameters
+        ----------
+        loss_fn, batch, weight
+            As for `step`. 8 items or more tell most; they need not be many.
+        tolerance
+            Up to which relative difference results count as equal. Default: what rounding may bring for the types of the parameters.
+
+        Returns
+        -------
+        CheckReport
+            ``exact``, ``verdict``, ``causes``, ``splits``, ``differences`` by parameter; ``print`` shows all of it.
+
+        Raises
+        ------
+        InvalidArgument
+            As `step`, and for a batch of one item.
+        Exception
+            What `loss_fn` raised for the whole batch. What it raises for a slice only is part of the report.
+
+        Examples
+        --------
+        >>> print(trainer.check(loss_fn, batch))                                  # doctest: +SKIP
+        not exact: running statistics (32 items)
+        """
+        with self._alone("check"):
+            check_trains("check", loss_fn)
+            whole, objective = self._prepared(batch, weight)
+            self._places.begin()
+            micro_batch = self._options["micro_batch"]
+            return check(
+                self._execution,
+                Workload(self.group, self._places, self._limits, micro_batch=micro_batch, balance="even"),
+                whole,
+                objective,
+                loss_fn,
+                reduction=self._reduction,
+                micro_batch=micro_batch or None,
+                tolerance=tolerance,
+            )
+
+    def find_batch_size(
+        self,
+        loss_fn: LossFunction,
+        make_batch: Callable[[int], Any],
+        *,
+        weight: Weight | None = None,
+        smallest: int = 8,
+        largest: int = 65536,
+        efficiency: float = 0.9,
+        seconds: float = 0.5,
+    ) -> BatchSizeSearch:
+        """Measure steps of growing batches on all devices together, and find the knee of the throughput.
+
+        The batch is doubled until that brings less than 5 %, or memory does not allow more; micro-batches keep to what fits (`memory`),
+        so that memory seldom does. At the knee smaller micro-batches are measured, too, if the trainer was made without `micro_batch`.
+        Leaves no trace, as `check`. Which batch is good for training is another question: learning rates belong to a batch size.
+
+        Parameters
+        ----------
+        loss_fn, weight
+            As for `step`; `weight` a callable, since batches differ in size.
+        make_batch
+            ``make_batch(items)`` returns a batch of so many items.
+        smallest, largest
+            Sizes to begin and to end with.
+        efficiency
+            The part of the highest throughput that is enough.
+        seconds
+            To time each size for, after a warm-up.
+
+        Returns
+        -------
+        BatchSizeSearch
+            ``batch_size``, ``micro_batch``, the times behind them; ``print`` and ``plot(path)`` show them.
+        """
+        with self._alone("find_batch_size"):
+            check_trains("find_batch_size", loss_fn)
+            own = self._options["micro_batch"]
+
+            def workload(micro_batch: int | None) -> Workload:
+                options = {**self._options, "micro_batch": micro_batch or own}
+                return Workload(self.group, self._places, self._limits, **options)
+
+            timer = StepTimer(self._execution, loss_fn, workload)
+
+            def measure(size: int, micro_batch: int | None) -> float:
+                whole, objective = self._prepared(make_batch(size), weight)
+                check_size(whole.size, size)
+                self._places.begin()
+                return timer.seconds(whole, objective, micro_batch, seconds)
+
+            devices = len(self._names)
+            return search(measure, smallest, largest, efficiency, micro_batches=not own, devices=devices)
 
     def predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any] | None = None) -> Any:
         """Run the module forward over `batch` on all devices, without gradients.
@@ -311,29 +425,12 @@ class DataParallel:
     def _predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any]) -> Any:
         whole = Batch(batch)
         self._places.begin()
-        if self._predictor is None:
-            self._predictor = Stepper(self.group, **self._options)
-        predictor = self._predictor
-        return self._repeated(lambda: self._try_predict(predictor, whole, fn))
+        work = self._work("predict")
 
-    def _try_predict(self, predictor: Stepper, whole: Batch, fn: Callable[[nn.Module, Any], Any]) -> Any:
-        self._replicas.refresh()
-        self._seen_predicting.follow(self._replicas, self.module, fn, self._places.types)
-        run = PredictRun(
-            whole,
-            self._replicas.list,
-            self._seen_predicting,
-            CallerState(self._places.types, len(self._names)),
-            self._places,
-            self._caps_predicting,
-            fn=fn,
-        )
-        outcome = self._execute(predictor, run, whole.size)
-        predictor.commit(outcome)
-        with torch.no_grad():
-            if self.module.training:  # as in plain PyTorch, running statistics follow
-                self._commit_buffers(outcome)
-            return concatenate(run.outputs, self._places.to_home, self._places.owned)
+        def attempt() -> Any:
+            return self._execution.predict(work, PredictRun(self._execution.frame(work, whole, fn), fn=fn))
+
+        return self._execution.repeated(attempt)
 
     def optimizer(self, cls: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
         """An optimizer over the module's parameters: exactly ``cls(module.parameters(), **options)``."""
@@ -342,7 +439,7 @@ class DataParallel:
     @property
     def shares(self) -> dict[str, int]:
         """Items that each device really ran in the last step."""
-        return dict(self._shares)
+        return dict(zip(self._names, self._execution.items, strict=True))
 
     def report(self) -> dict[str, Any]:
         """Figures for a dashboard.
@@ -352,9 +449,13 @@ class DataParallel:
         dict
             ``devices``: per name ``share`` (items of the last step), ``items``, ``busy_seconds``, ``idle_seconds`` (totals),
             ``items_per_second`` (recent, while busy), ``speed`` (that, over the fastest device's); ``imbalance`` (slowest busy time over the mean, minus 1; recent); ``moves`` (changes of
-            shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction).
+            shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction). ``sizes``: per
+            device the micro-batches that ever ran, in items. ``memory``: per device with a limit ``limit_bytes``, and once measured ``fixed_bytes``, ``bytes_per_item`` and ``largest_micro_batch``.
+            ``runs``: as all but the last three, for each run of `batch` by its name.
         """
-        return dict(self._stepper.metrics)
+        runs = {name[4:]: work.stepper.metrics for name, work in self._others.items() if name.startswith("run ")}
+        sizes = {name: sorted(ran) for name, ran in zip(self._names, self._steps.seen.ever, strict=True)}
+        return {**self._steps.stepper.metrics, "sizes": sizes, "memory": self._steps.caps.report(), "runs": runs}
 
     def progress(
         self, batches: Iterable[_T], *, total: int | None = None, every: float = 10.0, file: TextIO | None = None
@@ -403,7 +504,7 @@ class DataParallel:
             had succeeded before; ``begin`` and ``end``: items of the batch; ``start_seconds``, since the trainer was made, and
             ``duration_seconds``. A step that failed leaves none.
         """
-        return list(self._stepper.events)
+        return list(self._steps.stepper.events)
 
     def history(self) -> list[dict[str, Any]]:
         """The whole run in at most 1024 rows, oldest first: single steps, or in a longer run equally many steps added up.
@@ -414,7 +515,7 @@ class DataParallel:
             ``first_step`` (from 0), ``steps`` (in this row), ``items`` and ``busy_seconds`` (sums, per name of a device), ``step_seconds``
             (sum, with the reduction), ``longest_step_seconds`` (of one step), ``moves``. Reading it waits for GPUs, as `report` does.
         """
-        return list(self._stepper.history)
+        return list(self._steps.stepper.history)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Draw the run so far: shares with their moves, speeds, and step times. Also after `close`.
@@ -443,162 +544,55 @@ class DataParallel:
         return save(draw_run(self.history(), title=title), path)
 
     def explain(self) -> str:
-        """In words: what was seen, what was decided and why, what a move would gain. Waits for GPUs; also after `close`."""
-        text = self._stepper.explain()
-        busy = [entry["busy_seconds"] for entry in self._stepper.metrics["devices"].values()]
-        return text + self._caps.explain() + self._places.explain() + self._places.launches.explain(busy)
+        """In words: what was seen, what was decided and why, what a move would gain; of `step`, and of each run of `batch` by its name.
+
+        Waits for GPUs; also after `close`.
+        """
+        runs = {name: work for name, work in self._others.items() if name.startswith("run ")}
+        if runs and not self._steps.stepper.metrics["steps"]:  # there is nothing to tell of steps
+            return "\n".join(f"{name}: {work.stepper.explain()}{work.caps.explain()}" for name, work in runs.items())
+        text = self._steps.stepper.explain()
+        busy = [entry["busy_seconds"] for entry in self._steps.stepper.metrics["devices"].values()]
+        text += self._steps.caps.explain() + self._places.explain() + self._places.launches.explain(busy)
+        return text + "".join(f"\n{name}: {work.stepper.explain()}{work.caps.explain()}" for name, work in runs.items())
 
     def write_ledger(self, path: str | os.PathLike[str]) -> None:
-        """Write every measurement and decision of `step` to a file of JSON lines; `paceline.balance.replay` reproduces them.
+        """Write every measurement and decision of `step` to a file of JSON lines, and what each device really ran.
+
+        `paceline.balance.replay` reproduces the decisions, `replay_claims` the steps themselves.
 
         Raises
         ------
         InvalidArgument
             After the first step (a ledger that lacks steps cannot be replayed), or if the file cannot be written.
         """
-        self._stepper.write_ledger(os.fspath(path))
+        self._steps.stepper.write_ledger(os.fspath(path))
 
-    def close(self) -> None:
-        """End the workers and give the caller its PyTorch threads back; idempotent. A `DeviceGroup` that was passed in stays open.
+    def replay_claims(self, path: str | os.PathLike[str] | None) -> None:
+        """Run the steps that follow as those of a ledger ran: the same items on the same devices, in the same pieces and order.
 
-        A step that runs in another thread is cancelled: it ends once every worker has left its micro-batch.
+        From the same parameters, with the same batches and as many threads per device, gradients on host devices are the same bit for
+        bit, whatever the devices' speeds are now. Random draws are not: host devices draw from one generator, as they come. Nothing is
+        measured meanwhile, and the balancer stays as it is.
+
+        Parameters
+        ----------
+        path
+            What `write_ledger` wrote, on as many devices. None: from now on steps are balanced again.
+
+        Raises
+        ------
+        InvalidArgument
+            If it is no such ledger. `step` raises it for a batch of another size, and when all steps have run.
+        OSError
+            If the file cannot be read.
         """
-        running = self._running
-        if running is not None and running.on_a_worker:
-            raise InvalidArgument(
-                "close: called by loss_fn on a worker, which cannot wait for its own end. Leave the step first, by an exception if need be."
-            )
-        self._cancel()
-        self._finalizer()
-        self._give_back_once()
-
-    def _is_closed(self) -> bool:
-        return not self._finalizer.alive
-
-    def _give_back_once(self) -> None:
-        """Unless a call is still inside, which does it when it leaves, or workers are."""
-        if self._places.queues is not None and not self.group.busy and self._lock.acquire(blocking=False):
-            try:
-                self._give_back()
-            finally:
-                self._lock.release()
-
-    def _give_back(self) -> None:
-        """Everything that the devices hold of this trainer; its figures stay."""
-        with contextlib.suppress(Error):  # of a device that was lost: it has said so before
-            for stepper in (self._stepper, self._predictor):
-                if stepper is not None:
-                    stepper.settle()
-        self._committed = None
-        self._delivered.clear()
-        self._predictor = None
-        self._replicas.release()
-        self._places.close()
-
-    def _cancel(self) -> None:
-        self._stepper.cancel()
-        if self._predictor is not None:
-            self._predictor.cancel()
-
-    def __enter__(self) -> DataParallel:
-        return self
-
-    def __exit__(self, kind: object, *exception: object) -> None:
-        if kind is None or not self.group.busy:
-            return self.close()
-        # Left by a second Ctrl-C: its workers are inside user code, and whoever pressed it does not want to wait for them.
-        self._cancel()
-        ended = self._finalizer.detach()
-        if ended is not None:
-            group = ended[2][0]
-            with contextlib.suppress(Timeout):
-                finalize(group, self._places.any_host, timeout=0.0)
-        return None
+        with self._alone("replay_claims"):
+            self._script = None if path is None else ClaimScript(path, self._names)
 
     def __repr__(self) -> str:
         state = "open" if self._finalizer.alive else "closed"
         return f"<paceline.torch.DataParallel {type(self.module).__name__} on {', '.join(self._names)}, {self._options['balance']}, {state}>"
-
-    @contextlib.contextmanager
-    def _alone(self, call: str) -> Iterator[None]:
-        """One call at a time: the replicas and their gradients are the trainer's, not the call's."""
-        if not self._finalizer.alive:
-            raise Unavailable(f"{call}: the trainer is closed. Make a new one.")
-        if not self._lock.acquire(blocking=False):
-            raise InvalidArgument(
-                f"{call}: this trainer is in the middle of another call, in another thread or around this one (loss_fn must "
-                "not call the trainer). One call at a time."
-            )
-        if self._places.any_host:
-            CallerThreads.enter()
-        try:
-            if self.group.busy:
-                raise InvalidArgument(
-                    f"{call}: an earlier step of this group has not ended: its workers are still inside user code. Wait for it, or close "
-                    "the trainer."
-                )
-            if self._abandoned:  # its workers have gone on to write gradients meanwhile
-                self._drop_gradients()
-            yield
-        finally:
-            if self.group.busy and self._running is not None:
-                abandoned_runs.add(self._running)
-            self._running = None
-            self._abandoned = self.group.busy
-            self._lock.release()
-            if self._is_closed():  # meanwhile, by another thread
-                self._give_back_once()
-
-    def _execute(self, stepper: Stepper, run: Run, size: int) -> Any:
-        self._running = run
-        outcome = stepper.run(size, run.body, run.finish, self._places.queues, run.sums)
-        if run.failures:
-            device, begin, end, error = run.failures[0]
-            run.failures.clear()
-            try:
-                if is_out_of_memory(error) and run.caps.shrink(device, end - begin):
-                    raise _TryAgainError from error
-                raise_failure(error, self._names[device], begin, end, run.kept)
-            finally:
-                del error  # which refers to this frame: a dropped trainer shall end without the garbage collector
-        if outcome.failed_at is not None:
-            raise Error(
-                f"step: {self._names[outcome.failed_at[0]]} failed outside of user code. Nothing was committed."
-            )
-        return outcome
-
-    def _keep_delivered(self, outcome: Any, buckets: Buckets) -> None:
-        """Until the GPUs have read it. PyTorch keeps what lies on a GPU by itself."""
-        pinned = buckets.take_pinned()
-        if pinned:
-            self._delivered.append((outcome, pinned))
-        with contextlib.suppress(Error):  # a device that was lost says so at the next step
-            self._delivered = [entry for entry in self._delivered if not entry[0].settled]
-
-    def _commit(self, user: UserGradients, totals: list[torch.Tensor | None], outcome: Any) -> None:
-        user.commit(totals)
-        self._commit_buffers(outcome)
-        if self._committed is not outcome:
-            self._stepper.commit(outcome)
-            self._committed = outcome
-            self._shares = dict(zip(self._names, outcome.items, strict=True))
-
-    def _commit_buffers(self, outcome: Any) -> None:
-        if not self._replicas.shared:
-            return
-        ran = outcome.items
-        buffers = self._replicas.list[ran.index(max(ran))].buffers
-        if buffers is not None:
-            buffers.push()
-
-    def _drop_gradients(self) -> None:
-        if self._replicas.shared:
-            for replica in self._replicas.list:
-                replica.clear_gradients()
-
-
-class _TryAgainError(Exception):
-    """Memory ran out, and smaller pieces may fit: nothing was committed, and the step can be run once more."""
 
 
 def _forward(module: nn.Module, batch: Any) -> Any:

@@ -86,6 +86,30 @@ TEST(Ledger, ReplaysToTheSameDecisions) {
 
 TEST(Ledger, IsWrittenTheSameTwice) { EXPECT_EQ(eventful_ledger(), eventful_ledger()); }
 
+TEST(Ledger, HoldsWhatRanBesideTheDecisionsAndReplaysWithoutIt) {
+  std::ostringstream out;
+  const auto ledger = std::make_shared<LedgerWriter>(out);
+  BalancerOptions options;
+  options.devices = {{"a", "host", {}}, {"b", "host", {}}};
+  Balancer balancer(options);
+  balancer.write_to(ledger);
+  const StepPlan plan = balancer.next_plan(8);
+  balancer.record({.devices = {{{4, 0.5}}, {{4, 0.25}}}, .step_seconds = 0.5});
+  const std::vector<LedgerClaim> ran = {{0, 0, 4, 0.0, 0.5}, {1, 4, 8, 0.125, 0.375}};
+  const std::vector<LedgerClaim> pieces = {{0, 0, 2}, {0, 2, 4}, {1, 4, 8}};
+  ledger->claims(plan.step, plan.batch_size, ran, {});
+  ledger->claims(plan.step, plan.batch_size, ran, pieces);
+  EXPECT_NE(out.str().find(R"({"claims": {"step": 0, "batch_size": 8, "ran": [[0, 0, 4, 0, 0.5], )"
+                           R"([1, 4, 8, 0.125, 0.375]]}})"),
+            std::string::npos)
+      << out.str();
+  EXPECT_NE(out.str().find(R"(]], "pieces": [[0, 0, 2], [0, 2, 4], [1, 4, 8]]}})"), std::string::npos) << out.str();
+  std::istringstream in(out.str());
+  const ReplayResult result = replay(in);
+  EXPECT_TRUE(result.mismatches.empty());
+  EXPECT_EQ(result.records, 1);
+}
+
 TEST(Ledger, DetectsAChangedPlan) {
   std::string text = eventful_ledger();
   const std::size_t at = text.find("\"shares\": [", text.find("\"plan\": {\"step\": 150")) + 11;

@@ -91,6 +91,20 @@ Case random_case(std::mt19937_64& rng) {
   return result;
 }
 
+TEST(Claims, FollowAScriptWhateverTheSharesAndTheClock) {
+  StepOptions options{.shares = {100, 0}, .models = {plan::CostModel::affine(0, 1), plan::CostModel::affine(0, 1e-6)}};
+  options.script = {{{.begin = 0, .end = 30}}, {{.begin = 60, .end = 100}, {.begin = 30, .end = 60}}};
+  const Played played = play(options, options.models);
+  ASSERT_EQ(played.ran[0].size(), 1U);
+  ASSERT_EQ(played.ran[1].size(), 2U);
+  EXPECT_EQ(played.ran[1][0].begin, 60);
+  EXPECT_EQ(played.ran[1][1].begin, 30);
+  EXPECT_EQ(played.ran[1][1].device_index, 1U);
+  EXPECT_TRUE(played.ran[0][0].last);
+  EXPECT_FALSE(played.ran[1][0].last);
+  EXPECT_TRUE(played.ran[1][1].last);
+}
+
 TEST(Claims, HandOutEveryItemExactlyOnceUnderAnySpeeds) {
   std::mt19937_64 rng(7);
   for (int round = 0; round < 5000; ++round) {

@@ -140,6 +140,22 @@ TEST(Step, RefusesOptionsThatDoNotFitTheGroup) {
   EXPECT_THROW(run_step(group, program, {.shares = {2, 2}, .noise = {0.1}}), InvalidArgument);
 }
 
+TEST(Step, RefusesAScriptThatDoesNotHaveEveryItemOnce) {
+  const DeviceGroup group = host_group(2);
+  const auto program = std::make_shared<CountingProgram>(10, 1, false);
+  const auto run = [&](std::vector<std::vector<MicroBatch>> script) {
+    run_step(group, program, {.shares = {5, 5}, .script = std::move(script)});
+  };
+  EXPECT_THROW(run({{{.begin = 0, .end = 10}}}), InvalidArgument);                            // one list is missing
+  EXPECT_THROW(run({{{.begin = 0, .end = 5}}, {{.begin = 5, .end = 9}}}), InvalidArgument);   // the last item is
+  EXPECT_THROW(run({{{.begin = 0, .end = 6}}, {{.begin = 5, .end = 10}}}), InvalidArgument);  // one is there twice
+  EXPECT_THROW(run({{{.begin = 0, .end = 4}}, {{.begin = 5, .end = 10}}}), InvalidArgument);  // a gap
+  EXPECT_THROW(run({{{.begin = 0, .end = 10}, {.begin = 4, .end = 4}}, {}}), InvalidArgument);
+  run({{}, {{.begin = 4, .end = 10}, {.begin = 0, .end = 4}}});
+  for (const auto& times : program->times_) EXPECT_EQ(times.load(), 1);
+  EXPECT_EQ(program->sums_[1], 10.0);
+}
+
 TEST(Step, RefusesASecondTaskWhileOneRuns) {
   const DeviceGroup group = host_group(2);
   class Waiting final : public StepProgram {

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <iosfwd>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -10,6 +12,15 @@
 #include <paceline/export.hpp>
 
 namespace paceline::balance {
+
+/// What a device ran: items [begin, end) of the batch, with its times on the step's clock.
+struct LedgerClaim {
+  std::size_t device = 0;
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  double start_seconds = 0.0;
+  double finish_seconds = 0.0;
+};
 
 /// Writes the calls of one balancer as JSON lines: a header with the format's version and the options, then one line
 /// per next_plan, record and retire. Doubles are written so that they read back bit for bit.
@@ -19,10 +30,13 @@ namespace paceline::balance {
 ///   "..."}}
 ///   {"record": {"step": 0, "devices": [[[256, 0.03]], [[256, 0.031, true]]], "step_seconds": 0.031}}
 ///   {"retire": {"device": 1}}
+///   {"claims": {"step": 0, "batch_size": 512, "ran": [[0, 0, 256, 0.0001, 0.03], [1, 256, 512, 0.0001, 0.031]]}}
 ///
-/// A micro-batch is [items, seconds], with a third element true if it was excluded. A record has "reduction_seconds"
-/// where they were measured. Lines are flushed by the stream's
-/// own rules. Not thread-safe, like the balancer it belongs to. The stream must outlive the writer.
+/// The last is no call: it says what really ran, by device in the order it ran, [device, begin, end, start, finish]
+/// each, and if micro-batches were worked off in smaller pieces also "pieces": [[device, begin, end], ...]. replay()
+/// passes over it. In a record a micro-batch is [items, seconds], with a third element true if it was excluded; it has
+/// "reduction_seconds" where they were measured. Lines are flushed by the stream's own rules. Not thread-safe, like the balancer it belongs to. The stream must outlive the
+/// writer.
 class PACELINE_API LedgerWriter {
  public:
   explicit LedgerWriter(std::ostream& out);
@@ -34,6 +48,8 @@ class PACELINE_API LedgerWriter {
   void plan(const StepPlan& plan);
   void record(std::int64_t step, const StepTimings& timings);
   void retire(std::size_t device);
+  void claims(std::int64_t step, std::int64_t batch_size, std::span<const LedgerClaim> ran,
+              std::span<const LedgerClaim> pieces);
 
  private:
   void line(const std::string& text);

@@ -63,6 +63,9 @@ struct StepOptions {
   /// Claim one micro-batch ahead, so that MicroBatch::last is known for certain. For devices that reduce while
   /// the last backward runs; elsewhere it only takes decisions earlier than needed.
   bool announce_last = false;
+  /// Not empty: exactly these micro-batches, for each device in this order, instead of `shares`, `micro_batch` and
+  /// `stealing`. So a step runs again as it once ran.
+  std::vector<std::vector<MicroBatch>> script{};
 };
 
 struct PACELINE_API StepRecord {

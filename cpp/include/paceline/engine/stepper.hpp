@@ -43,7 +43,9 @@ class PACELINE_API Stepper {
   Stepper& operator=(const Stepper&) = delete;
 
   /// Plans `batch_size` items (at least one) and hands the step to the workers. Nothing waits.
-  [[nodiscard]] std::shared_ptr<Step> begin(std::int64_t batch_size, std::shared_ptr<StepProgram> program);
+  /// With a `script` the step runs as that says, whatever the plan; see StepOptions::script.
+  [[nodiscard]] std::shared_ptr<Step> begin(std::int64_t batch_size, std::shared_ptr<StepProgram> program,
+                                            std::vector<std::vector<MicroBatch>> script = {});
 
   /// Cancels the step that runs, if any (see Step::cancel). Any thread, also while another is in begin() or commit().
   void cancel();
@@ -51,10 +53,15 @@ class PACELINE_API Stepper {
   void require_idle() const;
 
   /// Takes note of a step that succeeded and whose result the caller has committed. Its times may come later: begin()
-  /// and settle() look for them.
-  void commit(std::shared_ptr<const Step> step);
+  /// and settle() look for them. `pieces`, for the ledger: what the program ran if it worked micro-batches off in
+  /// smaller pieces, by device in the order they ran; empty if it did not.
+  void commit(std::shared_ptr<const Step> step, std::vector<MicroBatch> pieces = {});
   /// Returns when the times of all steps are known that were committed. @throws Error if a device has failed.
   void settle();
+
+  /// From now on every call of the balancer goes to `ledger`, and after each record what really ran. As
+  /// Balancer::write_to().
+  void write_to(std::shared_ptr<balance::LedgerWriter> ledger);
 
   /// The balancer's explanation, with what its devices' sensors and counters say about those that are slow.
   [[nodiscard]] std::string explain() const;

@@ -1,0 +1,135 @@
+"""How many items a batch needs so that the devices are well used: throughput over batch size, and its knee."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+
+from paceline import InvalidArgument, Unavailable
+from paceline.torch._memory import is_out_of_memory
+
+_WORTH = 1.05  # what doubling the batch must bring to go on, and smaller micro-batches to be recommended
+
+Measure = Callable[
+    [int, int | None], float
+]  # of a batch size and a micro-batch (None: the trainer's own): seconds of a step
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSizeSearch:
+    """What `DataParallel.find_batch_size` measured. ``print`` shows it as a table, `plot` draws it.
+
+    Attributes
+    ----------
+    batch_size
+        The knee: the smallest size measured with at least `efficiency` of the highest throughput.
+    seconds
+        Of a step, by batch size: split, forward, backward and reduction on all devices, without an optimizer.
+    micro_batches
+        Of a step at the knee, by micro-batch; None: as the trainer was made.
+    micro_batch
+        The fastest of these; None unless another is clearly faster.
+    stopped
+        Why no larger batch was measured.
+    """
+
+    batch_size: int
+    efficiency: float
+    seconds: Mapping[int, float]
+    micro_batches: Mapping[int | None, float]
+    micro_batch: int | None
+    stopped: str
+
+    @property
+    def throughput(self) -> dict[int, float]:
+        """Items per second, by batch size."""
+        return {size: size / seconds for size, seconds in self.seconds.items()}
+
+    def __str__(self) -> str:
+        best = max(self.throughput.values())
+        lines = [f"{'batch':>8} {'ms/step':>9} {'items/s':>9}"]
+        for size, rate in self.throughput.items():
+            mark = "  <- knee" if size == self.batch_size else ""
+            lines.append(
+                f"{size:>8} {1e3 * self.seconds[size]:>9.2f} {rate:>9.0f}  {'#' * round(30 * rate / best):<30}{mark}"
+            )
+        lines.append(
+            f"{self.batch_size} is the smallest batch with {self.efficiency:.0%} of the highest throughput; {self.stopped}."
+        )
+        if self.micro_batch is not None:
+            gain = self.micro_batches[None] / self.micro_batches[self.micro_batch] - 1
+            lines.append(
+                f"With micro_batch={self.micro_batch} it is {gain:.0%} faster: smaller pieces fit the caches better."
+            )
+        return "\n".join(lines)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw throughput and step time over the batch size, as .png, .svg or .pdf.
+
+        Raises
+        ------
+        Unavailable
+            Without matplotlib.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise Unavailable("plot: matplotlib is needed, which is not installed: pip install matplotlib") from error
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        axes.plot(list(self.throughput), list(self.throughput.values()), "o-", color="tab:blue")
+        axes.axvline(self.batch_size, color="tab:red", linestyle="--", label=f"knee: {self.batch_size}")
+        axes.set(xlabel="batch (items)", ylabel="items per second", xscale="log", ylim=(0, None))
+        axes.set_xticks(list(self.throughput), [str(size) for size in self.throughput])
+        axes.minorticks_off()
+        axes.legend(frameon=False)
+        axes.grid(alpha=0.3)
+        figure.savefig(os.fspath(path), dpi=150)
+
+
+def check_size(got: int, wanted: int) -> None:
+    """Raise if ``make_batch`` did not make what it was asked for."""
+    if got != wanted:
+        raise InvalidArgument(f"find_batch_size: make_batch({wanted}) returned a batch of {got} items.")
+
+
+def search(
+    measure: Measure, smallest: int, largest: int, efficiency: float, *, micro_batches: bool, devices: int
+) -> BatchSizeSearch:
+    """Double the batch until that brings little; `measure` raises for a batch that does not fit into memory."""
+    if not (isinstance(smallest, int) and isinstance(largest, int) and 1 <= smallest <= largest):
+        raise InvalidArgument(
+            f"find_batch_size: smallest is {smallest} and largest {largest}; integers of at least 1 in this order are needed."
+        )
+    if not 0 < efficiency < 1:
+        raise InvalidArgument(f"find_batch_size: efficiency is {efficiency}; a number between 0 and 1 is needed.")
+    seconds: dict[int, float] = {}
+    size, stopped = smallest, f"{largest} is the largest that was to be measured"
+    while size <= largest:
+        try:
+            seconds[size] = measure(size, None)
+        except Exception as error:
+            if not seconds or not is_out_of_memory(error):
+                raise
+            stopped = f"a batch of {size} does not fit into memory"
+            break
+        # Of two doublings: one may be an accident.
+        if len(seconds) > 2 and size / seconds[size] < _WORTH * max(
+            half / seconds[half] for half in (size // 2, size // 4)
+        ):
+            stopped = "doubling it once more brings little"
+            break
+        size *= 2
+    best = max(size / spent for size, spent in seconds.items())
+    knee = min(size for size, spent in seconds.items() if size / spent >= efficiency * best)
+    tried: dict[int | None, float] = {None: seconds[knee]}
+    if micro_batches:
+        share = knee // devices
+        for piece in (share // 2, share // 4, share // 8):
+            if piece >= 4:
+                tried[piece] = measure(knee, piece)
+    fastest = min(tried, key=lambda piece: tried[piece])
+    if tried[None] < _WORTH * tried[fastest]:
+        fastest = None
+    return BatchSizeSearch(knee, efficiency, seconds, tried, fastest, stopped)

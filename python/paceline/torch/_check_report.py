@@ -1,0 +1,118 @@
+"""What `DataParallel.check` found, as numbers and as text."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import textwrap
+from typing import Literal
+
+Kind = Literal[
+    "random draws",
+    "running statistics",
+    "coupled items",
+    "batch size",
+    "reduction",
+    "weight",
+    "not repeatable",
+    "error",
+    "devices",
+    "unknown",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """Why a split changes the result, and what to do."""
+
+    kind: Kind
+    text: str
+    modules: tuple[str, ...] = ()  # the submodules that do it, where that is known
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitResult:
+    """One split beside the whole batch."""
+
+    name: str  # "12 + 4 items"
+    loss: float  # relative difference of the objective
+    differences: dict[str, float]  # of each parameter's gradient: norm of the difference, relative to the norm
+    buffers: tuple[str, ...]  # that end up with other values
+    error: str | None  # what loss_fn raised instead
+
+    @property
+    def largest(self) -> float:
+        """The largest relative difference, of the loss or of a gradient; infinite if it raised."""
+        return math.inf if self.error is not None else max([self.loss, *self.differences.values()])
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckReport:
+    """What a split changes in the training of one module, loss and batch. ``print(report)`` tells it in words.
+
+    Attributes
+    ----------
+    items
+        Of the batch that was used.
+    splits
+        Each split that was tried, with its differences from the whole batch.
+    causes
+        What the split changes, the most certain first; empty if nothing.
+    tolerance
+        Up to this relative difference two results are equal but for the order of floating-point sums.
+    """
+
+    items: int
+    splits: tuple[SplitResult, ...]
+    causes: tuple[Cause, ...]
+    tolerance: float
+
+    @property
+    def exact(self) -> bool:
+        """Whether no split changed anything, and nothing was left out to be able to tell."""
+        return not self.causes and self.largest <= self.tolerance
+
+    @property
+    def largest(self) -> float:
+        """The largest relative difference of all splits."""
+        return max((split.largest for split in self.splits), default=0.0)
+
+    @property
+    def differences(self) -> dict[str, float]:
+        """The largest relative difference of each parameter's gradient over all splits, by name."""
+        worst: dict[str, float] = {}
+        for split in self.splits:
+            for name, value in split.differences.items():
+                worst[name] = max(worst.get(name, 0.0), value)
+        return worst
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        if self.exact:
+            return "exact: loss and gradients do not depend on the split"
+        kinds = [cause.kind for cause in self.causes]
+        if kinds == ["random draws"] and self.largest <= self.tolerance:
+            return "valid: another split draws other random numbers, and apart from that nothing changes"
+        if kinds == ["running statistics"] and self.largest <= self.tolerance:
+            return "exact gradients; buffers end up with other values for another split"
+        return f"not exact: {', '.join(dict.fromkeys(kinds))}"
+
+    def __str__(self) -> str:
+        lines = [f"{self.verdict} ({self.items} items)"]
+        for cause in self.causes:
+            text = f"{cause.kind}: {cause.text}"
+            lines += textwrap.wrap(text, 110, initial_indent="  ", subsequent_indent="    ")
+        if self.splits:
+            width = max(len(split.name) for split in self.splits)
+            lines.append(f"  {'split':<{width}}  {'loss':>7}  {'gradient':>8}  of parameter")
+            lines += [f"  {split.name:<{width}}  {_row(split)}" for split in self.splits]
+            lines.append(f"  (relative differences from the whole batch; equal up to {self.tolerance:.0e})")
+        return "\n".join(lines)
+
+
+def _row(split: SplitResult) -> str:
+    if split.error is not None:
+        return f"raised {split.error}"
+    name, value = max(split.differences.items(), key=lambda entry: entry[1], default=("-", 0.0))
+    return f"{split.loss:7.0e}  {value:8.0e}  {name}"

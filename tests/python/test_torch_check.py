@@ -1,0 +1,335 @@
+"""`check`: each kind of loss and module that a split changes is named, and nothing is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import InvalidArgument
+from paceline.torch import DataParallel
+from torch_support import TWO, classifier, classify, gradients, hosts
+
+F = nn.functional
+DEVICES = pytest.mark.parametrize("devices", [1, 2, 3])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+
+
+def inputs(items: int = 24, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(items, 6, generator=generator, dtype=dtype), torch.randint(0, 3, (items,), generator=generator)
+
+
+def network(*between: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), *between, nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def checked(
+    module: nn.Module,
+    loss_fn: Callable[[Any, Any], Any] = classify,
+    batch: Any = None,
+    *,
+    devices: int = 2,
+    reduction: Literal["mean", "sum"] = "mean",
+    micro_batch: int | None = None,
+    **options: Any,
+) -> Any:
+    with DataParallel(module, hosts(devices), reduction=reduction, micro_batch=micro_batch) as trainer:
+        return trainer.check(loss_fn, inputs() if batch is None else batch, **options)
+
+
+def kinds(report: Any) -> list[str]:
+    return [cause.kind for cause in report.causes]
+
+
+@DTYPES
+@DEVICES
+def test_a_sum_over_items_is_exact(devices: int, dtype: torch.dtype) -> None:
+    report = checked(network(nn.LayerNorm(8), dtype=dtype), batch=inputs(dtype=dtype), devices=devices)
+    assert report.exact, report
+    assert report.causes == ()
+    assert report.items == 24
+    assert report.largest <= report.tolerance < 1e-3
+    assert set(report.differences) == {name for name, _ in network(nn.LayerNorm(8)).named_parameters()}
+    assert [split.name for split in report.splits][:2] == ["2 x 12 items", "18 + 6 items"]
+    assert report.splits[-1].name == ", ".join(f"host:{device} {24 // devices}" for device in range(devices))
+    assert str(report).startswith("exact: loss and gradients do not depend on the split (24 items)\n")
+    assert "host:0" in str(report)
+
+
+def test_attention_whose_key_bias_has_no_gradient_is_exact_in_single_precision() -> None:
+    class Attend(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.attention(x, x, x, need_weights=False)[0].square().mean((1, 2))
+
+    report = checked(Attend(), lambda m, b: m(b).mean(), torch.randn(24, 5, 6))
+    assert report.exact, report
+
+
+@DTYPES
+def test_batch_norm_is_named_with_its_place(dtype: torch.dtype) -> None:
+    module = network(nn.BatchNorm1d(8), dtype=dtype)
+    report = checked(module, batch=inputs(dtype=dtype))
+    assert not report.exact
+    assert kinds(report) == ["running statistics"]
+    assert report.causes[0].modules == ("1",)
+    assert "1 (BatchNorm1d)" in str(report)
+    assert "GroupNorm" in str(report)
+    assert report.verdict == "not exact: running statistics"
+    assert report.differences["0.weight"] > 1e-2
+    assert checked(module.eval(), batch=inputs(dtype=dtype)).exact
+
+
+def test_batch_norm_without_running_statistics_is_named_too() -> None:
+    assert kinds(checked(network(nn.BatchNorm1d(8, track_running_stats=False)))) == ["running statistics"]
+
+
+class Counting(nn.Module):
+    """Keeps a mean of what it saw, and does not use it."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8, dtype=torch.double))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x
+
+
+def test_buffers_of_a_module_of_ones_own_are_named_and_the_gradients_called_exact() -> None:
+    report = checked(network(Counting()))
+    assert kinds(report) == ["running statistics"]
+    assert report.causes[0].modules == ("1",)
+    assert "1 (Counting) keeps buffers" in report.causes[0].text
+    assert report.verdict == "exact gradients; buffers end up with other values for another split"
+    assert not report.exact
+    assert report.largest < report.tolerance
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_dropout_is_called_valid_and_the_rest_is_compared_without_it(functional: bool) -> None:
+    class Dropping(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return F.dropout(x, 0.5, self.training)
+
+    report = checked(network(Dropping() if functional else nn.Dropout(0.5)))
+    assert kinds(report) == ["random draws"]
+    assert report.verdict.startswith("valid")
+    assert not report.exact
+    assert report.largest < report.tolerance
+    if not functional:
+        assert report.causes[0].modules == ("1 (Dropout)",)
+    wrong = checked(network(nn.Dropout(0.5)), lambda m, b: classify(m, b) * len(b[0]))
+    assert kinds(wrong) == ["random draws", "reduction"]
+    assert wrong.verdict == "not exact: random draws, reduction"
+
+
+def test_other_random_draws_leave_nothing_to_compare() -> None:
+    report = checked(network(), lambda m, b: classify(m, (b[0] + torch.randn_like(b[0]), b[1])))
+    assert kinds(report) == ["random draws"]
+    assert report.splits == ()
+    assert "pass them in the batch" in str(report)
+
+
+def contrastive(module: Any, batch: Any) -> Any:
+    y = F.normalize(module(batch[0]), dim=1)
+    return F.cross_entropy(y @ y.T / 0.5, torch.arange(len(y)))
+
+
+def pairwise(module: Any, batch: Any) -> Any:
+    scores = module(batch[0])[:, 0]
+    return F.softplus(scores[None, :] - scores[:, None]).mean()
+
+
+def whitened(module: Any, batch: Any) -> Any:
+    """One loss for each item, and yet they are not their own."""
+    y = module(batch[0])
+    return (y - y.mean(0)).square().sum(1)
+
+
+@DTYPES
+@pytest.mark.parametrize("loss_fn", [contrastive, pairwise, whitened])
+def test_losses_that_couple_items_are_named(loss_fn: Any, dtype: torch.dtype) -> None:
+    report = checked(network(dtype=dtype), loss_fn, inputs(dtype=dtype))
+    assert kinds(report) == ["coupled items"]
+    assert "no split of it is exact" in str(report)
+
+
+def sized(module: Any, batch: Any) -> Any:
+    return classify(module, (batch[0] * (1 + 1 / len(batch[0])), batch[1]))
+
+
+def square_root(module: Any, batch: Any) -> Any:
+    return classify(module, batch) / len(batch[0]) ** 0.5
+
+
+@DTYPES
+@pytest.mark.parametrize("loss_fn", [sized, square_root])
+def test_code_that_depends_on_the_batch_size_is_told_from_coupled_items(loss_fn: Any, dtype: torch.dtype) -> None:
+    assert kinds(checked(network(dtype=dtype), loss_fn, inputs(dtype=dtype))) == ["batch size"]
+
+
+def test_a_regulariser_is_exact_in_a_mean_and_counted_too_often_in_a_sum() -> None:
+    def mean(module: Any, batch: Any) -> Any:
+        return classify(module, batch) + 0.1 * sum(p.square().sum() for p in module.parameters())
+
+    def total(module: Any, batch: Any) -> Any:
+        return F.cross_entropy(module(batch[0]), batch[1], reduction="sum") + sum(
+            p.square().sum() for p in module.parameters()
+        )
+
+    assert checked(network(), mean).exact
+    report = checked(network(), total, reduction="sum")
+    assert kinds(report) == ["batch size"]
+    assert "regulariser" in str(report)
+
+
+def test_code_for_one_size_only_is_told_with_its_error() -> None:
+    report = checked(network(), lambda m, b: classify(m, (b[0].view(24, 6), b[1])))
+    assert kinds(report) == ["error"]
+    assert "2 x 12 items" in report.causes[0].text
+    assert "RuntimeError" in report.causes[0].text
+    assert report.largest == float("inf")
+    assert not report.exact
+
+
+def test_batch_norm_beside_another_cause_hides_nothing() -> None:
+    report = checked(network(nn.BatchNorm1d(8)), contrastive)
+    assert kinds(report) == ["running statistics", "coupled items"]
+
+
+@DTYPES
+@pytest.mark.parametrize(("said", "returned"), [("mean", "sum"), ("sum", "mean")])
+def test_the_wrong_reduction_is_named(said: Any, returned: str, dtype: torch.dtype) -> None:
+    report = checked(
+        network(dtype=dtype),
+        lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction=returned),
+        inputs(dtype=dtype),
+        reduction=said,
+    )
+    assert kinds(report) == ["reduction"]
+    assert f'reduction="{returned}"' in str(report)
+    right = checked(
+        network(dtype=dtype),
+        lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction=returned),
+        inputs(dtype=dtype),
+        reduction=returned,  # type: ignore[arg-type]
+    )
+    assert right.exact
+
+
+@DTYPES
+def test_a_mean_over_tokens_without_their_weight_is_named_and_exact_with_it(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randn(24, 4, 6, generator=generator, dtype=dtype)
+    labels = torch.randint(0, 3, (24, 4), generator=generator)
+    labels[torch.arange(4)[None, :] >= torch.arange(24)[:, None] % 4 + 1] = -100
+
+    def loss_fn(module: Any, batch: Any) -> Any:
+        return F.cross_entropy(module(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    report = checked(network(dtype=dtype), loss_fn, (tokens, labels))
+    assert kinds(report) == ["weight"]
+    assert "unmasked tokens" in str(report)
+    assert checked(network(dtype=dtype), loss_fn, (tokens, labels), weight=lambda b: (b[1] != -100).sum(1)).exact
+
+
+def test_a_weight_that_the_loss_does_not_use_is_named() -> None:
+    report = checked(network(), weight=torch.arange(1, 25))
+    assert kinds(report) == ["weight"]
+    assert "leave weight= out" in str(report)
+
+
+def test_state_in_python_is_told_from_a_split() -> None:
+    calls: list[int] = []
+
+    def loss_fn(module: Any, batch: Any) -> Any:
+        calls.append(1)
+        return classify(module, batch) * len(calls)
+
+    assert kinds(checked(network(), loss_fn)) == ["not repeatable"]
+
+
+def test_the_trainers_own_micro_batches_and_a_tolerance_of_ones_own_are_used() -> None:
+    report = checked(network(), micro_batch=5, tolerance=1e-30)
+    assert [split.name for split in report.splits][2] == "4 x 5 + 4 items"
+    assert report.tolerance == 1e-30
+    assert not report.exact
+
+
+@DEVICES
+def test_no_trace_is_left(devices: int) -> None:
+    module = network(nn.BatchNorm1d(8), nn.Dropout(0.2))
+    batch = inputs()
+    plain_loss = classify(module, batch)
+    plain_loss.backward()
+    with DataParallel(module, hosts(devices), balance="even") as trainer:
+        trainer.step(classify, batch)
+        own, before = [p.grad for p in module.parameters()], gradients(module)
+        buffers = [buffer.clone() for buffer in module.buffers()]
+        random = torch.get_rng_state()
+        report, shares, events = trainer.report(), trainer.shares, trainer.events()
+        said = trainer.explain()
+        trainer.check(classify, batch)
+        assert all(p.grad is grad for p, grad in zip(module.parameters(), own, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(gradients(module), before, strict=True))  # type: ignore[arg-type]
+        assert all(torch.equal(a, b) for a, b in zip(module.buffers(), buffers, strict=True))
+        assert torch.equal(torch.get_rng_state(), random)
+        assert (trainer.report(), trainer.shares, trainer.events()) == (report, shares, events)
+        assert trainer.explain() == said
+        assert all(part.training for part in module.modules())
+
+
+@DEVICES
+def test_no_trace_is_left_by_a_loss_that_raises(devices: int) -> None:
+    module, batch = classifier(12)
+
+    def loss_fn(replica: Any, part: Any) -> Any:
+        classify(replica, part).backward()
+        raise ZeroDivisionError
+
+    with DataParallel(module, hosts(devices)) as trainer:
+        with pytest.raises(ZeroDivisionError):
+            trainer.check(loss_fn, batch)
+        assert gradients(module) == [None] * 4
+        assert trainer.check(classify, batch).exact
+
+
+def test_a_ledger_of_the_trainer_knows_nothing_of_a_check(tmp_path: Any) -> None:
+    module, batch = classifier(12)
+    path = tmp_path / "ledger"
+    with DataParallel(module, TWO) as trainer:
+        trainer.write_ledger(path)
+        trainer.step(classify, batch)
+        written = path.read_text()
+        trainer.check(classify, batch)
+        assert path.read_text() == written
+
+
+def test_a_loss_that_uses_the_original_module_is_refused() -> None:
+    module, batch = classifier(12)
+    with DataParallel(module, TWO) as trainer:
+        with pytest.raises(InvalidArgument, match="uses the original module"):
+            trainer.check(lambda _, b: classify(module, b), batch)
+        assert gradients(module) == [None] * 4
+
+
+def test_what_cannot_be_checked_is_refused() -> None:
+    module, batch = classifier(1)
+    with DataParallel(module, TWO) as trainer:
+        with pytest.raises(InvalidArgument, match="one item"):
+            trainer.check(classify, batch)
+        with torch.no_grad(), pytest.raises(InvalidArgument, match="check: called under no_grad"):
+            trainer.check(classify, batch)
+        with pytest.raises(InvalidArgument, match="check: loss_fn is a Tensor"):
+            trainer.check(batch[0], batch)  # type: ignore[arg-type]

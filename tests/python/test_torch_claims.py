@@ -1,0 +1,184 @@
+"""What really ran: reported, written beside the decisions, and run again to the same bit."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import InvalidArgument, balance
+from paceline.torch import DataParallel
+from torch_support import TWO, classifier, classify, gradients, hosts, noting
+
+Record = list[dict[str, Any]]
+
+
+def unsteady(_: Any, part: Any) -> None:
+    """Devices that are slow now and then, so that shares move and items are taken over."""
+    time.sleep(random.choice([0.0, 0.0005, 0.003]) + 2e-5 * len(part[0]))
+
+
+def claims_of(path: Path) -> Record:
+    return [entry["claims"] for entry in map(json.loads, path.read_text().splitlines()) if "claims" in entry]
+
+
+def trained(path: Path, steps: int = 8, devices: int = 2, **options: Any) -> list[list[torch.Tensor | None]]:
+    """Gradients and losses of single-precision steps, with a ledger of them."""
+    module, batch = classifier(96, dtype=torch.float32)
+    results = []
+    with DataParallel(module, hosts(devices), **options) as trainer:
+        trainer.write_ledger(path)
+        for step in range(steps):
+            size = 96 if step % 4 else 64
+            loss = trainer.step(noting(unsteady), (batch[0][:size], batch[1][:size]))
+            results.append([*gradients(module), loss])
+            module.zero_grad()
+    return results
+
+
+def replayed(path: Path, steps: int = 8, devices: int = 2, **options: Any) -> list[list[torch.Tensor | None]]:
+    module, batch = classifier(96, dtype=torch.float32)
+    results = []
+    with DataParallel(module, hosts(devices), **options) as trainer:
+        trainer.replay_claims(path)
+        for step in range(steps):
+            size = 96 if step % 4 else 64
+            loss = trainer.step(noting(unsteady), (batch[0][:size], batch[1][:size]))
+            results.append([*gradients(module), loss])
+            module.zero_grad()
+    return results
+
+
+def same(a: Any, b: Any) -> bool:
+    return all(torch.equal(x, y) for left, right in zip(a, b, strict=True) for x, y in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("micro_batch", [None, 7])
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_a_ledger_runs_again_to_the_same_bit(tmp_path: Path, devices: int, micro_batch: int | None) -> None:
+    path = tmp_path / "ledger"
+    first = trained(path, devices=devices, micro_batch=micro_batch)
+    # Another trainer would decide otherwise: even shares, no micro-batches.
+    assert same(replayed(path, devices=devices, balance="even"), first)
+
+
+def test_another_split_is_another_rounding(tmp_path: Path) -> None:
+    """Else the test above would say nothing."""
+    path = tmp_path / "ledger"
+    first = trained(path, balance=[3, 1])
+    assert not same(trained(tmp_path / "other", balance=[1, 3]), first)
+    assert same(replayed(path, balance=[1, 3]), first)
+
+
+def test_every_item_is_in_the_claims_once_and_decisions_replay_beside_them(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    trained(path, steps=12)
+    steps = claims_of(path)
+    assert [entry["step"] for entry in steps] == list(range(12))
+    for entry in steps:
+        spans = sorted((begin, end) for _, begin, end, _, _ in entry["ran"])
+        assert [begin for begin, _ in spans] == [0, *[end for _, end in spans[:-1]]]
+        assert spans[-1][1] == entry["batch_size"]
+        assert all(0 <= start <= finish for _, _, _, start, finish in entry["ran"])
+        assert "pieces" not in entry
+    kinds = [next(iter(json.loads(line))) for line in path.read_text().splitlines()]
+    assert kinds[1:4] == ["plan", "record", "claims"]
+    result = balance.replay(path)
+    assert result.mismatches == []
+    assert (result.plans, result.records) == (12, 12)
+
+
+def test_pieces_under_a_memory_limit_are_run_again_too(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    first = trained(path, memory=1500)
+    entry = claims_of(path)[0]
+    assert len(entry["pieces"]) > len(entry["ran"])
+    assert sum(end - begin for _, begin, end in entry["pieces"]) == entry["batch_size"]
+    assert same(replayed(path), first)
+    lines = path.read_text().splitlines()
+    entry["pieces"].pop()
+    path.write_text("\n".join([lines[0], json.dumps({"claims": entry})]) + "\n")
+    with pytest.raises(InvalidArgument, match="pieces of step 0"):
+        replayed(path)
+
+
+def test_a_step_that_fails_stays_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    first = trained(path, steps=1)
+    module, batch = classifier(96, dtype=torch.float32)
+    part = (batch[0][:64], batch[1][:64])
+    with DataParallel(module, TWO) as trainer:
+        trainer.replay_claims(path)
+        with pytest.raises(ZeroDivisionError):
+            trainer.step(lambda m, b: 1 / 0, part)  # type: ignore[arg-type,return-value]
+        loss = trainer.step(classify, part)
+        assert same([[*gradients(module), loss]], first)
+        with pytest.raises(InvalidArgument, match="all 1 steps"):
+            trainer.step(classify, part)
+        trainer.replay_claims(None)
+        trainer.step(classify, part)
+        assert trainer.report()["steps"] == 1
+
+
+def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    trained(path, steps=1)
+    module, batch = classifier(96, dtype=torch.float32)
+    with DataParallel(module, hosts(3)) as trainer:
+        with pytest.raises(InvalidArgument, match=r"2 devices .* this trainer has 3"):
+            trainer.replay_claims(path)
+    with DataParallel(module, TWO) as trainer:
+        with pytest.raises(OSError, match="missing"):
+            trainer.replay_claims(tmp_path / "missing")
+        (tmp_path / "nonsense").write_text("[]\n")
+        with pytest.raises(InvalidArgument, match="is no ledger"):
+            trainer.replay_claims(tmp_path / "nonsense")
+        (tmp_path / "short").write_text(path.read_text().splitlines()[0] + "\n")
+        with pytest.raises(InvalidArgument, match="holds no step"):
+            trainer.replay_claims(tmp_path / "short")
+        trainer.replay_claims(path)
+        with pytest.raises(InvalidArgument, match=r"a batch of 96 items where step 0 .* had 64"):
+            trainer.step(classify, batch)
+        broken = json.loads(path.read_text().splitlines()[-1])
+        assert "claims" in broken
+        broken["claims"]["ran"][0][2] -= 1
+        lines = path.read_text().splitlines()[:-1]
+        path.write_text("\n".join([*lines, json.dumps(broken)]) + "\n")
+        trainer.replay_claims(path)
+        with pytest.raises(InvalidArgument, match="the script has"):
+            trainer.step(classify, (batch[0][:64], batch[1][:64]))
+
+
+def test_the_report_knows_every_size_that_ran() -> None:
+    module, batch = classifier(96)
+    ran: set[int] = set()
+
+    def note(replica: Any, part: Any) -> None:
+        unsteady(replica, part)
+        ran.add(len(part[0]))
+
+    with DataParallel(module, TWO) as trainer:
+        for _ in range(10):
+            trainer.step(noting(note), batch)
+        sizes = trainer.report()["sizes"]
+    assert list(sizes) == TWO
+    assert set().union(*sizes.values()) == ran
+    assert all(list(entry) == sorted(set(entry)) for entry in sizes.values())
+
+
+def test_with_a_granularity_there_are_few_sizes_however_speeds_change() -> None:
+    module, batch = classifier(100)
+    with DataParallel(module, TWO, granularity=16) as trainer:
+        for _ in range(40):
+            trainer.step(noting(unsteady), batch)
+        sizes = set().union(*trainer.report()["sizes"].values())
+    # Multiples of 16, and with what is left of 100 as well.
+    assert {size % 16 for size in sizes} <= {0, 4}
+    assert len(sizes) <= 2 * 7
+    with pytest.raises(InvalidArgument, match="granularity is 0"):
+        DataParallel(module, TWO, granularity=0)

@@ -1,0 +1,255 @@
+"""Limits on memory: two sizes are measured, larger claims are worked off in pieces that fit, and what fails is done again."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import InvalidArgument, OutOfMemory
+from paceline.torch import DataParallel
+from paceline.torch._memory_model import MemoryModel, metered
+from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, noting, plain
+
+DEVICES = pytest.mark.parametrize("devices", [1, 2])
+
+
+class Wide(nn.Module):
+    """Saves a known amount: the result of the exponential, 1000 numbers for each item, and as many again once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1000, dtype=torch.double))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return ((x * self.scale).exp() + self.scale.exp()).mean(1)
+
+
+PER_ITEM = 8000 * 2  # the item itself (for the scale's gradient) and its exponential
+FIXED = 8000
+
+
+def wide(items: int) -> tuple[nn.Module, torch.Tensor]:
+    return Wide(), torch.randn(items, 1000, dtype=torch.double, generator=torch.Generator().manual_seed(0))
+
+
+def loss_of(module: Any, x: torch.Tensor) -> Any:
+    return module(x).mean()
+
+
+def noted(sizes: dict[int, list[int]]) -> Any:
+    """`loss_of`, noting the sizes that each worker ran."""
+
+    def loss_fn(module: Any, x: torch.Tensor) -> Any:
+        loss = loss_of(module, x)
+        sizes.setdefault(threading.get_ident(), []).append(len(x))
+        return loss
+
+    return loss_fn
+
+
+def test_a_model_stands_on_its_smallest_and_largest_size() -> None:
+    model = MemoryModel()
+    assert model.most_items(100) is None
+    model.add(4, 50)
+    assert (model.fixed, model.per_item, model.most_items(100)) == (0, 12.5, 8)
+    model.add(8, 70)
+    assert (model.sizes, model.fixed, model.per_item) == (2, 30, 5)
+    assert model.most_items(100) == 14
+    assert model.predict(14) == 100
+    model.add(8, 90)  # of one size the larger measurement counts
+    model.add(6, 1)
+    assert model.predict(8) == 90
+    assert model.most_items(1) == 1
+    model.add(2, 90)  # no growth at all: everything fits
+    assert model.most_items(1000) is None
+
+
+def test_the_meter_counts_what_autograd_saves_once_and_no_parameters() -> None:
+    module, x = wide(5)
+    with metered(torch.device("cpu"), 10**9, "host:0") as meter:
+        module(x).mean().backward()
+    assert meter.used == pytest.approx(5 * PER_ITEM + FIXED, abs=1000)
+    with pytest.raises(OutOfMemory, match="host:0"), metered(torch.device("cpu"), 3 * PER_ITEM, "host:0"):
+        module(x)
+
+
+@DEVICES
+def test_after_two_sizes_everything_runs_in_as_few_pieces_as_fit(devices: int) -> None:
+    module, batch = wide(64)
+    _, wanted = plain(module, loss_of, batch)
+    sizes: dict[int, list[int]] = {}
+    limit = 10 * PER_ITEM + FIXED + 100
+    with DataParallel(module, hosts(devices), balance="even", memory=limit) as trainer:
+        trainer.step(noted(sizes), batch)
+        assert_same_gradients(module, wanted)
+        share = 64 // devices
+        first = share // 16
+        for ran in sizes.values():
+            assert ran[:2] == [first, 2 * first]
+            assert sum(ran) == share
+            assert max(ran) <= 10
+        sizes.clear()
+        trainer.step(noted(sizes), batch)
+        pieces = -(-share // 10)
+        for ran in sizes.values():
+            assert sum(ran) == share
+            assert len(ran) == pieces
+            assert max(ran) - min(ran) <= 1
+        memory = trainer.report()["memory"]
+        assert list(memory) == hosts(devices)
+        for entry in memory.values():
+            assert entry["limit_bytes"] == limit
+            assert entry["bytes_per_item"] == pytest.approx(PER_ITEM, rel=0.02)
+            assert entry["fixed_bytes"] == pytest.approx(FIXED, rel=0.1)
+            assert entry["largest_micro_batch"] == 10
+        assert "host:0: at most 10 items at once" in trainer.explain()
+
+
+def test_a_large_fixed_part_is_not_taken_for_the_items() -> None:
+    module, batch = wide(64)
+    sizes: dict[int, list[int]] = {}
+    # Two items take 2.5 times what one adds: by the first size alone a third one would not fit.
+    with DataParallel(module, TWO, balance="even", memory=3 * PER_ITEM + FIXED + 100) as trainer:
+        for _ in range(2):
+            sizes.clear()
+            trainer.step(noted(sizes), batch)
+        assert {max(ran) for ran in sizes.values()} == {3}
+
+
+def test_a_limit_of_one_device_is_no_other_device_s() -> None:
+    module, batch = wide(64)
+    sizes: dict[int, list[int]] = {}
+    with DataParallel(module, TWO, balance="even", memory={"host:1": 5 * PER_ITEM + FIXED + 100}) as trainer:
+        for _ in range(2):
+            sizes.clear()
+            trainer.step(noted(sizes), batch)
+        assert sorted(max(ran) for ran in sizes.values()) == [5, 32]
+        assert list(trainer.report()["memory"]) == ["host:1"]
+
+
+def test_what_exceeds_the_limit_while_it_is_measured_is_run_again_smaller_and_nothing_is_lost() -> None:
+    module, batch = wide(64)
+    _, wanted = plain(module, loss_of, batch)
+    sizes: dict[int, list[int]] = {}
+    # A first part of 2 items is too much already.
+    with DataParallel(module, TWO, balance="even", memory={"host:0": PER_ITEM + FIXED + 100}) as trainer:
+        trainer.step(noted(sizes), batch)
+        assert_same_gradients(module, wanted)
+        assert "host:0: at most 1 items at once, since it reached its limit with 2." in trainer.explain()
+        assert "host:1" not in trainer.explain().split("host:0: at most")[1]
+        assert trainer.report()["steps"] == 1
+
+
+def test_one_item_that_does_not_fit_is_an_error_that_leaves_everything_as_it_was() -> None:
+    module, batch = wide(64)
+    with DataParallel(module, TWO, memory=1000) as trainer:
+        with pytest.raises(OutOfMemory, match="memory= allows"):
+            trainer.step(loss_of, batch)
+    assert gradients(module) == [None]
+
+
+def test_a_failed_allocation_counts_whatever_was_predicted() -> None:
+    module, batch = wide(64)
+    _, wanted = plain(module, loss_of, batch)
+    sizes: dict[int, list[int]] = {}
+    note = noted(sizes)
+
+    def loss_fn(replica: Any, x: torch.Tensor) -> Any:
+        loss = note(replica, x)
+        if len(x) > 6:
+            raise torch.OutOfMemoryError("as planned")
+        return loss
+
+    with DataParallel(module, TWO, balance="even", memory=10 * PER_ITEM + FIXED + 100) as trainer:
+        trainer.step(loss_fn, batch)
+        assert_same_gradients(module, wanted)
+        assert trainer.report()["memory"]["host:0"]["largest_micro_batch"] <= 10
+        assert trainer.report()["steps"] == 1
+
+
+def test_items_of_another_shape_have_a_model_of_their_own() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    with DataParallel(module, ["host:0"], memory=10**6) as trainer:
+        for length in (10, 100):
+            x = torch.randn(64, length, 4, dtype=torch.double)
+            trainer.step(lambda m, b: m(b).square().mean((1, 2)), x)
+        models = trainer._steps.caps._models[0]
+        few, many = (model.per_item for model in models.values())
+        assert many == pytest.approx(10 * few, rel=0.01)
+
+
+def test_without_a_limit_nothing_is_measured_and_nothing_split() -> None:
+    module, batch = wide(64)
+    sizes: dict[int, list[int]] = {}
+    with DataParallel(module, TWO, balance="even") as trainer:
+        trainer.step(noted(sizes), batch)
+        assert trainer.report()["memory"] == {}
+    assert list(sizes.values()) == [[32], [32]]
+
+
+def test_saved_tensor_hooks_of_the_caller_stay_in_force() -> None:
+    module, batch = wide(64)
+    _, wanted = plain(module, loss_of, batch)
+    packed: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(1)
+        return tensor
+
+    with DataParallel(module, TWO, balance="even", memory=10 * PER_ITEM) as trainer:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            trainer.step(loss_of, batch)
+    assert packed
+    assert_same_gradients(module, wanted)
+
+
+def test_predictions_on_the_host_save_nothing_and_soon_run_whole() -> None:
+    module, batch = wide(64)
+    ran: list[int] = []
+
+    def fn(replica: Any, x: torch.Tensor) -> Any:
+        ran.append(len(x))
+        return replica(x)
+
+    with DataParallel(module, ["host:0"], memory=10 * PER_ITEM) as trainer:
+        for _ in range(3):
+            trainer.predict(batch, fn)
+        ran.clear()
+        trainer.predict(batch, fn)
+    assert ran == [64]
+
+
+def test_a_fraction_is_of_the_memory_that_devices_share() -> None:
+    module, _ = classifier(4)
+    with (
+        DataParallel(module, TWO, memory=0.5) as half,
+        DataParallel(module, ["host:0"], memory={"host:0": 0.5}) as alone,
+    ):
+        a, b = half.report()["memory"]["host:1"]["limit_bytes"], alone.report()["memory"]["host:0"]["limit_bytes"]
+        assert b == pytest.approx(2 * a, abs=2)
+        assert a > 10**8
+
+
+@pytest.mark.parametrize("memory", [0, -1, 0.0, "1 GiB", True, float("nan"), {"host:0": "much"}, {"host:7": 10}])
+def test_what_is_no_limit_is_refused(memory: Any) -> None:
+    module, _ = classifier(4)
+    with pytest.raises(InvalidArgument, match="memory"):
+        DataParallel(module, TWO, memory=memory)
+
+
+@DEVICES
+def test_fixed_micro_batches_stay_exact_under_a_limit(devices: int) -> None:
+    module, batch = classifier(40)
+    _, wanted = plain(module, classify, batch)
+    ran: list[int] = []
+    with DataParallel(module, hosts(devices), memory=1000, micro_batch=16) as trainer:
+        for _ in range(3):
+            module.zero_grad()
+            trainer.step(noting(lambda _, part: ran.append(len(part[0]))), batch)
+            assert_same_gradients(module, wanted)
+    assert max(ran) < 16
