@@ -17,6 +17,7 @@ from paceline.torch._batch import Batch
 from paceline.torch._buckets import Buckets
 from paceline.torch._caller_state import CallerState, RecomputeWatch, backward_watched, generator_state
 from paceline.torch._gradients import OwnStorages, View, views
+from paceline.torch._items import OrderedBatch
 from paceline.torch._memory import MemoryCaps
 from paceline.torch._objective import Objective
 from paceline.torch._places import Places
@@ -88,7 +89,13 @@ class Run:
     """The common frame: caller's state around every slice, failures kept with their traceback."""
 
     def __init__(
-        self, batch: Batch, replicas: list[Replica], seen: Seen, state: CallerState, places: Places, caps: MemoryCaps
+        self,
+        batch: Batch | OrderedBatch,
+        replicas: list[Replica],
+        seen: Seen,
+        state: CallerState,
+        places: Places,
+        caps: MemoryCaps,
     ) -> None:
         self.batch = batch
         self.replicas = replicas
@@ -175,7 +182,7 @@ class TrainRun(Run):
 
     def __init__(
         self,
-        batch: Batch,
+        batch: Batch | OrderedBatch,
         replicas: list[Replica],
         seen: Seen,
         state: CallerState,
@@ -281,7 +288,7 @@ class PredictRun(Run):
 
     def __init__(
         self,
-        batch: Batch,
+        batch: Batch | OrderedBatch,
         replicas: list[Replica],
         seen: Seen,
         state: CallerState,

@@ -22,6 +22,7 @@ from paceline.torch._caller_state import CallerState, CallerThreads
 from paceline.torch._exit import abandoned_runs, finalize, open_trainers
 from paceline.torch._failures import raise_failure
 from paceline.torch._gradients import UserGradients
+from paceline.torch._items import Cost, Items, costs_of
 from paceline.torch._memory import MemoryCaps, is_out_of_memory
 from paceline.torch._objective import Objective, Reduction, Weight
 from paceline.torch._places import Places, RandomStates
@@ -146,6 +147,8 @@ class DataParallel:
         batch: Any,
         weight: Weight | None = None,
         scaler: Any = None,
+        *,
+        cost: Cost | None = None,
     ) -> torch.Tensor:
         """Run one forward and backward over `batch` on all devices and add the gradient to the parameters' ``.grad``.
 
@@ -163,6 +166,13 @@ class DataParallel:
             number of unmasked tokens. Default: every item counts 1. Slices without weight are not run.
         scaler
             A ``torch.amp.GradScaler``: gradients come out scaled, as after ``scaler.scale(loss).backward()``.
+        cost
+            What each item costs, in any unit: a 1-D tensor with one number per item, or a callable that makes one from the whole batch,
+            e.g. its length in tokens. The devices' *costs* are then balanced instead of their items; each device's items are sorted
+            and packed into micro-batches of similar cost, of at most `micro_batch` items. So a slice holds items from anywhere in the
+            batch, longest first, and can be trimmed by `loss_fn`: ``tokens = b["tokens"][:, : b["length"].max()]``, which is where the
+            time is saved. The time that items take is learned, up to its square in the cost; `explain` tells it, and what padding
+            was saved. Steps with `cost` and steps without are measured apart.
 
         Returns
         -------
@@ -188,10 +198,12 @@ class DataParallel:
             If another thread closed the trainer; gradients and buffers are as before the step.
         """
         with self._alone("step"):
-            self._loss = self._step(loss_fn, batch, weight, scaler)
+            self._loss = self._step(loss_fn, batch, weight, scaler, cost)
             return self._loss
 
-    def _step(self, loss_fn: LossFunction, batch: Any, weight: Weight | None, scaler: Any) -> torch.Tensor:
+    def _step(
+        self, loss_fn: LossFunction, batch: Any, weight: Weight | None, scaler: Any, cost: Cost | None
+    ) -> torch.Tensor:
         if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
             mode = "inference mode" if torch.is_inference_mode_enabled() else "no_grad"
             raise InvalidArgument(
@@ -206,7 +218,11 @@ class DataParallel:
         whole = Batch(batch)
         self._places.begin()
         objective = Objective(batch, whole.size, self._reduction, weight, self._places.pin)
-        return self._repeated(lambda: self._try_step(loss_fn, whole, objective, scaler))
+        costs = costs_of(cost, batch, whole.size)
+        return self._repeated(lambda: self._try_step(loss_fn, whole, objective, scaler, costs))
+
+    def _planned(self, stepper: Stepper, whole: Batch, costs: list[float] | None) -> Items | None:
+        return None if costs is None else Items(stepper.plan_items(costs), whole, self._places.pin)
 
     def _repeated(self, attempt: Callable[[], _T]) -> _T:
         """What `attempt` returns. Where memory ran out it is made again from where it began, in smaller pieces."""
@@ -225,8 +241,11 @@ class DataParallel:
             self._places.release_memory()
             random.restore()
 
-    def _try_step(self, loss_fn: LossFunction, whole: Batch, objective: Objective, scaler: Any) -> torch.Tensor:
+    def _try_step(
+        self, loss_fn: LossFunction, whole: Batch, objective: Objective, scaler: Any, costs: list[float] | None
+    ) -> torch.Tensor:
         self._replicas.refresh()
+        items = self._planned(self._stepper, whole, costs)
         self._seen.follow(self._replicas, self.module, loss_fn, self._places.types)
         # With one device the user's module itself runs, so its buffers are kept for the case that the step fails.
         kept = None if self._replicas.shared else KeptBuffers(self.module)
@@ -234,20 +253,20 @@ class DataParallel:
         if scaler is not None and scaler.is_enabled():
             scale = scaler.scale(torch.ones((), device=self._places.home))
         run = TrainRun(
-            whole,
+            whole if items is None else items.batch,
             self._replicas.list,
             self._seen,
             CallerState(self._places.types, len(self._names)),
             self._places,
             self._caps,
             loss_fn=loss_fn,
-            objective=objective,
+            objective=objective if items is None else items.objective(objective),
             scale=scale,
             names=self._replicas.names,
         )
         user = UserGradients(self._replicas)
         try:
-            outcome = self._execute(self._stepper, run, whole.size)
+            outcome = self._execute(self._stepper, run, items)
             user.check()
             if run.without_gradient and not run.with_gradient:
                 raise RuntimeError(  # the type that plain PyTorch raises
@@ -279,7 +298,9 @@ class DataParallel:
         finally:
             self._drop_gradients()
 
-    def predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any] | None = None) -> Any:
+    def predict(
+        self, batch: Any, fn: Callable[[nn.Module, Any], Any] | None = None, *, cost: Cost | None = None
+    ) -> Any:
         """Run the module forward over `batch` on all devices, without gradients.
 
         Parameters
@@ -288,6 +309,9 @@ class DataParallel:
             As for `step`.
         fn
             ``fn(module, slice)``; default ``module(slice)``. Returns a tensor, or a nest of them, whose dimension 0 is the item.
+        cost
+            As for `step`. Outputs still come in the caller's order; where `fn` trims its slice, it has to pad what it returns to a common
+            length.
 
         Returns
         -------
@@ -295,21 +319,25 @@ class DataParallel:
             What `fn` returns, for the whole batch, in the order of the items. The training mode is the module's own.
         """
         with self._alone("predict"):
-            return self._predict(batch, fn if fn is not None else _forward)
+            return self._predict(batch, fn if fn is not None else _forward, cost)
 
-    def _predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any]) -> Any:
+    def _predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any], cost: Cost | None) -> Any:
         whole = Batch(batch)
         self._places.begin()
         if self._predictor is None:
             self._predictor = Stepper(self.group, **self._options)
         predictor = self._predictor
-        return self._repeated(lambda: self._try_predict(predictor, whole, fn))
+        costs = costs_of(cost, batch, whole.size)
+        return self._repeated(lambda: self._try_predict(predictor, whole, fn, costs))
 
-    def _try_predict(self, predictor: Stepper, whole: Batch, fn: Callable[[nn.Module, Any], Any]) -> Any:
+    def _try_predict(
+        self, predictor: Stepper, whole: Batch, fn: Callable[[nn.Module, Any], Any], costs: list[float] | None
+    ) -> Any:
         self._replicas.refresh()
+        items = self._planned(predictor, whole, costs)
         self._seen_predicting.follow(self._replicas, self.module, fn, self._places.types)
         run = PredictRun(
-            whole,
+            whole if items is None else items.batch,
             self._replicas.list,
             self._seen_predicting,
             CallerState(self._places.types, len(self._names)),
@@ -317,12 +345,13 @@ class DataParallel:
             self._caps_predicting,
             fn=fn,
         )
-        outcome = self._execute(predictor, run, whole.size)
+        outcome = self._execute(predictor, run, items)
         predictor.commit(outcome)
         with torch.no_grad():
             if self.module.training:  # as in plain PyTorch, running statistics follow
                 self._commit_buffers(outcome)
-            return concatenate(run.outputs, self._places.to_home, self._places.owned)
+            output = concatenate(run.outputs, self._places.to_home, self._places.owned)
+            return output if items is None else items.restored(output)
 
     def optimizer(self, cls: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
         """An optimizer over the module's parameters: exactly ``cls(module.parameters(), **options)``."""
@@ -341,9 +370,17 @@ class DataParallel:
         dict
             ``devices``: per name ``share`` (items of the last step), ``items``, ``busy_seconds``, ``idle_seconds`` (totals),
             ``items_per_second`` (recent, while busy), ``speed`` (that, over the fastest device's); ``imbalance`` (slowest busy time over the mean, minus 1; recent); ``moves`` (changes of
-            shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction).
+            shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction). After a step with
+            `cost` also ``items``: ``cost`` of all items, ``padded_cost`` of the micro-batches that ran (each its count times its
+            largest), ``contiguous_cost`` of the same sizes cut from the batch as it came, ``padding_saved`` (the part of the latter's
+            padding); and, once measured, the time of a micro-batch: ``fixed_seconds``, ``seconds_per_cost``,
+            ``seconds_per_squared_cost``, whether it follows the ``"padded"`` cost, the ``"sum"`` or the ``"count"`` alone
+            (``measure``), and its relative ``error``.
         """
-        return dict(self._stepper.metrics)
+        figures = dict(self._stepper.metrics)
+        if self._stepper.items is not None:
+            figures["items"] = self._stepper.items
+        return figures
 
     def progress(
         self, batches: Iterable[_T], *, total: int | None = None, every: float = 10.0, file: TextIO | None = None
@@ -538,16 +575,18 @@ class DataParallel:
             if self._is_closed():  # meanwhile, by another thread
                 self._give_back_once()
 
-    def _execute(self, stepper: Stepper, run: Run, size: int) -> Any:
+    def _execute(self, stepper: Stepper, run: Run, items: Items | None) -> Any:
         self._running = run
-        outcome = stepper.run(size, run.body, run.finish, self._places.queues, run.sums)
+        calls = (run.body, run.finish, self._places.queues, run.sums)
+        outcome = stepper.run(run.batch.size, *calls) if items is None else stepper.run_items(items.plan, *calls)
         if run.failures:
             device, begin, end, error = run.failures[0]
             run.failures.clear()
             try:
                 if is_out_of_memory(error) and run.caps.shrink(device, end - begin):
                     raise _TryAgainError from error
-                raise_failure(error, self._names[device], begin, end, run.kept)
+                told = run.batch.told(begin, end) if end > begin else ""
+                raise_failure(error, self._names[device], told, run.kept)
             finally:
                 del error  # which refers to this frame: a dropped trainer shall end without the garbage collector
         if outcome.failed_at is not None:
