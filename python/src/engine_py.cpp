@@ -103,8 +103,8 @@ void write_ledger(Stepper& stepper, const std::string& path) {
 // one leaves at once.
 //
 // With `queues` the devices work after the call: they are waited for only if the step fails.
-Outcome run(Stepper& stepper, std::int64_t batch_size, py::object body, py::object finish,
-            const std::optional<std::shared_ptr<TrainerQueues>>& shared, py::object outputs,
+Outcome run(Stepper& stepper, std::int64_t batch_size, const std::shared_ptr<const ItemPlan>& items, py::object body,
+            py::object finish, const std::optional<std::shared_ptr<TrainerQueues>>& shared, py::object outputs,
             const std::optional<Script>& script) {
   const std::shared_ptr<TrainerQueues> queues = shared.value_or(nullptr);
   const std::size_t device_count = stepper.group().size();
@@ -114,7 +114,9 @@ Outcome run(Stepper& stepper, std::int64_t batch_size, py::object body, py::obje
   std::shared_ptr<QueuedProgram> queued;
   if (queues != nullptr) program = queued = std::make_shared<QueuedProgram>(called, std::move(outputs), queues);
   const auto release = [&] { queued != nullptr ? queued->release() : called->release(); };
-  Outcome outcome{stepper.begin(batch_size, program, micro_batches_of(script)), device_count};
+  Outcome outcome{
+      items ? stepper.begin(items, program) : stepper.begin(batch_size, program, micro_batches_of(script)),
+      device_count};
   // Not what wait() returns: the step may come to its end while the signal's handler runs.
   bool signalled = false;
   const auto no_signal = [&signalled] {
@@ -144,6 +146,11 @@ Outcome run(Stepper& stepper, std::int64_t batch_size, py::object body, py::obje
   return outcome;
 }
 
+const char* measure_name(plan::ItemMeasure measure) {
+  if (measure == plan::ItemMeasure::padded) return "padded";
+  return measure == plan::ItemMeasure::sum ? "sum" : "count";
+}
+
 py::dict metrics_dict(Stepper& stepper) {
   stepper.settle();
   const observe::Metrics metrics = stepper.metrics();
@@ -167,6 +174,26 @@ py::dict metrics_dict(Stepper& stepper) {
   result["imbalance"] = metrics.imbalance;
   result["compute_seconds"] = metrics.compute_seconds;
   result["step_seconds"] = metrics.step_seconds;
+  return result;
+}
+
+py::object items_dict(Stepper& stepper) {
+  stepper.settle();
+  const std::optional<ItemReport> report = stepper.item_report();
+  if (!report) return py::none();
+  py::dict result;
+  result["steps"] = report->steps;
+  result["cost"] = report->padding.own;
+  result["padded_cost"] = report->padding.padded;
+  result["contiguous_cost"] = report->padding.contiguous;
+  result["padding_saved"] = report->padding.saved();
+  if (!report->fitted) return result;
+  const plan::ItemCost& cost = report->shape.cost;
+  result["measure"] = measure_name(report->shape.measure);
+  result["fixed_seconds"] = cost.fixed_seconds;
+  result["seconds_per_cost"] = cost.per_token_seconds;
+  result["seconds_per_squared_cost"] = cost.per_squared_token_seconds;
+  result["error"] = report->error;
   return result;
 }
 
@@ -232,6 +259,23 @@ void bind_engine(py::module_& module) {
 
   bind_queues(module);
 
+  py::class_<ItemPlan, std::shared_ptr<ItemPlan>>(module, "ItemPlan", "Who runs which items of a batch with costs.")
+      .def_property_readonly(
+          "order", [](const ItemPlan& plan) { return plan.arrangement.order; },
+          "The items, by position: each device's together, by descending cost.")
+      .def_property_readonly(
+          "bounds", [](const ItemPlan& plan) { return plan.arrangement.bounds; },
+          "Micro-batch k is the positions bounds[k] to bounds[k + 1] - 1.")
+      .def_property_readonly(
+          "first", [](const ItemPlan& plan) { return plan.arrangement.first; },
+          "Device d runs micro-batches first[d] to first[d + 1] - 1.")
+      .def_property_readonly(
+          "work", [](const ItemPlan& plan) { return plan.arrangement.work; },
+          "Of each device, in the balancer's units.")
+      .def_property_readonly(
+          "targets", [](const ItemPlan& plan) { return plan.balance.shares; },
+          "What the balancer wants each device to have of the work.");
+
   py::class_<Stepper>(module, "Stepper", "One balanced step after another on one group: plan, run, commit.")
       .def(py::init([](DeviceGroup group, std::string balance, std::vector<double> weights, std::int64_t micro_batch,
                        std::int64_t granularity) {
@@ -244,11 +288,32 @@ void bind_engine(py::module_& module) {
            }),
            py::arg("group"), py::kw_only(), py::arg("balance") = "auto", py::arg("weights") = std::vector<double>{},
            py::arg("micro_batch") = 0, py::arg("granularity") = 1)
-      .def("run", &run, py::arg("batch_size"), py::arg("body"), py::arg("finish"), py::arg("queues") = py::none(),
-           py::arg("outputs") = py::none(), py::arg("claims") = py::none(),
-           "Run one step: body(device, begin, end, last) -> int per micro-batch, finish(device) -> gradients. claims: "
-           "(begin, end) of the micro-batches to run instead of planned ones, for each device. See python_program.hpp, "
-           "and queued_program.hpp for devices with queues.")
+      .def(
+          "plan_items",
+          [](Stepper& stepper, const std::vector<double>& costs) {
+            return std::const_pointer_cast<ItemPlan>(stepper.plan_items(costs));  // read-only in Python too
+          },
+          py::arg("costs"), "Plan a batch with one cost per item; run_items() runs the plan.")
+      .def(
+          "run_items",
+          [](Stepper& stepper, const std::shared_ptr<ItemPlan>& items, py::object body, py::object finish,
+             const std::optional<std::shared_ptr<TrainerQueues>>& queues, py::object outputs) {
+            return run(stepper, items->size(), items, std::move(body), std::move(finish), queues, std::move(outputs));
+          },
+          py::arg("items"), py::arg("body"), py::arg("finish"), py::arg("queues") = py::none(),
+          py::arg("outputs") = py::none(), "As run(), with begin and end as positions in the plan's order.")
+      .def_property_readonly("items", &items_dict,
+                             "What items cost and what padding was saved; None before the first plan_items().")
+      .def(
+          "run",
+          [](Stepper& stepper, std::int64_t batch_size, py::object body, py::object finish,
+             const std::optional<std::shared_ptr<TrainerQueues>>& queues, py::object outputs) {
+            return run(stepper, batch_size, nullptr, std::move(body), std::move(finish), queues, std::move(outputs));
+          },
+          py::arg("batch_size"), py::arg("body"), py::arg("finish"), py::arg("queues") = py::none(),
+          py::arg("outputs") = py::none(),
+          "Run one step: body(device, begin, end, last) -> int per micro-batch, finish(device) -> gradients. See "
+          "python_program.hpp, and queued_program.hpp for devices with queues.")
       .def("settle", &Stepper::settle, "Return when the times of all committed steps are known.")
       .def("cancel", &Stepper::cancel, "End the step that runs, if any, once every worker has left its micro-batch.")
       .def(

@@ -18,6 +18,8 @@ import paceline
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = ROOT / "examples" / "python" / "digits.py"
 TWO_OPTIMIZERS = ROOT / "examples" / "python" / "two_optimizers.py"
+TEXT = ROOT / "examples" / "python" / "text.py"
+TEXT_RACE = ROOT / "benchmarks" / "python" / "race_text.py"
 RACE = ROOT / "benchmarks" / "python" / "race_ddp.py"
 
 for package in ("torch", "sklearn"):
@@ -161,3 +163,19 @@ def test_the_race_ends_with_a_line_of_json(load: str) -> None:
     assert {"auto_over_even", "auto_over_even_interval", "spread", "hardware", "versions"} <= set(result)
     assert "paceline, auto" in output
     assert "DDP" in output
+
+
+def test_text_learns_and_tells_what_padding_it_saved() -> None:
+    output = run(TEXT, "--steps", "24", "--batch", "32", "--devices", "host:0,host:1")
+    assert "of the padding saved" in output
+    assert re.search(r"loss per byte: \d\.\d\d at first, \d\.\d\d in the end", output)
+
+
+@needs_two_cores
+def test_the_race_on_text_ends_with_figures_of_every_rival() -> None:
+    output = run(TEXT_RACE, "--steps", "3", "--rounds", "1", "--batch", "16", "--json", timeout=400)
+    summary = json.loads(output.splitlines()[-1])
+    assert set(summary["over"]) == {"text-ddp-random", "text-ddp-grouped", "text-ddp-balanced"}
+    assert 0 < summary["split_of_ideal"] <= 1
+    assert 1 <= summary["padded"] <= summary["contiguous"]
+    assert all(value > 0 for value in summary["milliseconds"].values())

@@ -6,7 +6,19 @@ import dataclasses
 import json
 from typing import Literal
 
-Rival = Literal["ddp", "threads", "paceline", "ratio", "alone", "together"]
+Rival = Literal[
+    "ddp",
+    "threads",
+    "paceline",
+    "ratio",
+    "alone",
+    "together",
+    "text-ddp-random",
+    "text-ddp-grouped",
+    "text-ddp-balanced",
+    "text-paceline",
+    "text-alone",
+]
 
 # After this many steps all rivals must have the same loss. Not later, since their sums differ in order and drift apart.
 CHECKED_STEPS = 3

@@ -20,17 +20,24 @@ def main() -> None:
     os.sched_setaffinity(0, job.cores)  # before torch is there: it counts cores when it is loaded
     import torch
 
-    from race import rivals
+    if job.rival.startswith("text-"):
+        from race import text_rivals
 
-    measure = {
-        "ddp": rivals.ddp,
-        "threads": rivals.threads,
-        "alone": rivals.alone,
-        "together": rivals.together,
-        "paceline": rivals.paceline,
-        "ratio": rivals.paceline,
-    }[job.rival]
-    if measure is rivals.paceline:
+        measure = text_rivals.RIVALS[job.rival]
+        ours = measure is text_rivals.paceline
+    else:
+        from race import rivals
+
+        measure = {
+            "ddp": rivals.ddp,
+            "threads": rivals.threads,
+            "alone": rivals.alone,
+            "together": rivals.together,
+            "paceline": rivals.paceline,
+            "ratio": rivals.paceline,
+        }[job.rival]
+        ours = measure is rivals.paceline
+    if ours:
         import paceline.torch  # noqa: F401
     say({"torch": torch.__version__})
     sys.stdin.readline()

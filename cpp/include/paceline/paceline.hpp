@@ -6,6 +6,7 @@
 #include <paceline/comm/communicator.hpp>
 #include <paceline/comm/nccl_info.hpp>
 #include <paceline/engine/data_parallel.hpp>
+#include <paceline/engine/item_plan.hpp>
 #include <paceline/engine/step.hpp>
 #include <paceline/engine/stepper.hpp>
 #include <paceline/error.hpp>
@@ -14,7 +15,9 @@
 #include <paceline/observe/metrics.hpp>
 #include <paceline/plan/chunks.hpp>
 #include <paceline/plan/cost_model.hpp>
+#include <paceline/plan/item_arrangement.hpp>
 #include <paceline/plan/item_cost.hpp>
+#include <paceline/plan/item_packing.hpp>
 #include <paceline/plan/items.hpp>
 #include <paceline/plan/split.hpp>
 #include <paceline/plan/tail.hpp>

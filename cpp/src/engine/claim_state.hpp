@@ -11,24 +11,23 @@
 #include <paceline/engine/step.hpp>
 #include <paceline/export.hpp>
 
+#include "engine/claims.hpp"
+
 namespace paceline::engine {
 
-/// Who runs which items: the one state through which every claim of a step goes.
+/// Claims of a step whose items all cost the same.
 ///
 /// The batch lies as [device 0's chunk][device 1's chunk]...[pool]. A device first takes its own chunk (whole, or in
 /// micro-batches of the fixed size), then corrections from the pool, each sized so that all devices aim at one
 /// common finish (plan::next_correction), then steals from the back of what another device would finish later than it
 /// would. Every item is handed out exactly once. Thread-safe: a claim is one short critical section (well under a
 /// microsecond against micro-batches of hundreds), which keeps "how much is left, who finishes when" consistent.
-class PACELINE_API ClaimState {
+class PACELINE_API ClaimState final : public Claims {
  public:
   explicit ClaimState(const StepOptions& options);
 
-  /// The next micro-batch of `device`, which is free at `now_seconds` on the step's clock; none when it is done.
-  std::optional<MicroBatch> claim(std::size_t device, double now_seconds);
-
-  /// From now on every claim comes back empty.
-  void cancel();
+  std::optional<MicroBatch> claim(std::size_t device, double now_seconds) override;
+  void cancel() override;
 
  private:
   struct Lane {

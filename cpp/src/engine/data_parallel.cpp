@@ -40,6 +40,28 @@ struct BasicDataParallel<T>::State {
   State(DeviceGroup group, const DataParallelOptions& options)
       : program(make_program<T>(group, options)), stepper(std::move(group), stepper_options(options)) {}
 
+  template <class Begin>
+  double run(const Body& body, double weight, const Begin& begin) {
+    if (!std::isfinite(weight) || weight <= 0.0) {
+      throw InvalidArgument(
+          fmt::format("step: the total weight is {}; the objective is divided by it, so it must be "
+                      "positive and finite. Skip batches without weight.",
+                      weight));
+    }
+    stepper.require_idle();  // the program is still that step's
+    program->begin_step(body, weight);
+    const std::shared_ptr<Step> step = begin();
+    step->wait();
+    if (step->failure() != nullptr) {
+      program->abandon();
+      step->rethrow_failure();
+    }
+    const double objective = program->complete();
+    stepper.commit(step);
+    shares = stepper.last_step().items(stepper.group().size());
+    return objective;
+  }
+
   std::shared_ptr<TrainerProgram<T>> program;
   Stepper stepper;
   std::vector<std::int64_t> shares;
@@ -74,26 +96,17 @@ double BasicDataParallel<T>::step(std::int64_t batch_size, const Body& body, std
   if (batch_size < 1) {
     throw InvalidArgument(fmt::format("step: a batch of {} items; at least one is needed.", batch_size));
   }
-  const double weight = total_weight.value_or(static_cast<double>(batch_size));
-  if (!std::isfinite(weight) || weight <= 0.0) {
-    throw InvalidArgument(
-        fmt::format("step: the total weight is {}; the objective is divided by it, so it must be "
-                    "positive and finite. Skip batches without weight.",
-                    weight));
-  }
   State& state = *state_;
-  state.stepper.require_idle();  // the program is still that step's
-  state.program->begin_step(body, weight);
-  const std::shared_ptr<Step> step = state.stepper.begin(batch_size, state.program);
-  step->wait();
-  if (step->failure() != nullptr) {
-    state.program->abandon();
-    step->rethrow_failure();
-  }
-  const double objective = state.program->complete();
-  state.stepper.commit(step);
-  state.shares = state.stepper.last_step().items(state.stepper.group().size());
-  return objective;
+  return state.run(body, total_weight.value_or(static_cast<double>(batch_size)),
+                   [&] { return state.stepper.begin(batch_size, state.program); });
+}
+
+template <class T>
+double BasicDataParallel<T>::step(std::span<const double> costs, const Body& body, std::optional<double> total_weight) {
+  State& state = *state_;
+  const std::shared_ptr<const ItemPlan> items = state.stepper.plan_items(costs);
+  return state.run(body, total_weight.value_or(static_cast<double>(costs.size())),
+                   [&] { return state.stepper.begin(items, state.program); });
 }
 
 template <class T>
@@ -115,6 +128,10 @@ const std::vector<std::int64_t>& BasicDataParallel<T>::shares() const noexcept {
 template <class T>
 const StepRecord& BasicDataParallel<T>::last_step() const noexcept {
   return state_->stepper.last_step();
+}
+template <class T>
+std::optional<ItemReport> BasicDataParallel<T>::item_report() const {
+  return state_->stepper.item_report();
 }
 template <class T>
 std::string BasicDataParallel<T>::explain() const {

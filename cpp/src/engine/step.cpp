@@ -13,6 +13,7 @@
 #include <paceline/error.hpp>
 
 #include "engine/claim_state.hpp"
+#include "engine/item_claims.hpp"
 
 namespace paceline {
 
@@ -25,12 +26,21 @@ bool StepProgram::settled() const { return true; }
 void StepProgram::settle() const {}
 std::unique_ptr<BlockReduction> StepProgram::reduction() { return nullptr; }
 
+namespace {
+
+std::unique_ptr<engine::Claims> make_claims(const StepOptions& options) {
+  if (options.items == nullptr) return std::make_unique<engine::ClaimState>(options);
+  return std::make_unique<engine::ItemClaims>(options.items, options.stealing, options.any_size);
+}
+
+}  // namespace
+
 /// The step as the workers see it. Held by each worker until it has left, so a worker that wakes late still finds its
 /// state.
 class Step::Task final : public GroupTask {
  public:
   Task(const DeviceGroup& group, std::shared_ptr<StepProgram> program, const StepOptions& options)
-      : program_(std::move(program)), claims_(options), lanes_(group.size()) {}
+      : program_(std::move(program)), claims_(make_claims(options)), lanes_(group.size()) {}
 
   void start_clock() { start_ = std::chrono::steady_clock::now(); }
 
@@ -53,7 +63,7 @@ class Step::Task final : public GroupTask {
       if (!failure_) failure_ = StepFailure{std::move(error), micro_batch};
       program_->stop();  // under the lock: once the step is over the program may go
     }
-    claims_.cancel();
+    claims_->cancel();
   }
 
   [[nodiscard]] const StepFailure* failure() const noexcept { return failure_ ? &*failure_ : nullptr; }
@@ -103,10 +113,11 @@ class Step::Task final : public GroupTask {
     try {
       program_->pace(device);
       double time = now();
-      while (const auto next = claims_.claim(device, time)) {
+      while (const auto next = claims_->claim(device, time)) {
         current = *next;
         const bool excluded = program_->run(current);
         const double finish = now();
+        current.items = {};  // they end with the step, the record does not
         lanes_[device].claims.push_back({current, time, finish, excluded});
         program_->pace(device);
         time = now();
@@ -150,7 +161,7 @@ class Step::Task final : public GroupTask {
 
   std::shared_ptr<StepProgram> program_;
   std::unique_ptr<BlockReduction> reduction_;
-  engine::ClaimState claims_;
+  std::unique_ptr<engine::Claims> claims_;
   std::vector<Lane> lanes_;
   std::chrono::steady_clock::time_point start_{};
   std::atomic<std::size_t> arrived_{0};
@@ -208,6 +219,9 @@ void check(const DeviceGroup& group, const StepOptions& options) {
         fmt::format("step: models and noise need one entry for each of the {} devices, or none.", count));
   }
   if (!options.script.empty()) check_script(options);
+  if (options.items != nullptr && options.items->item_shares != options.shares) {
+    throw InvalidArgument("step: the shares are not those of the items' plan; pass its item_shares.");
+  }
   if (options.micro_batch < 0 || options.granularity < 1) {
     throw InvalidArgument("step: micro_batch must be 0 (planned) or more, granularity 1 or more.");
   }

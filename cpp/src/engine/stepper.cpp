@@ -8,6 +8,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include <paceline/balance/ledger.hpp>
@@ -15,6 +16,7 @@
 #include <paceline/runtime/backend.hpp>
 
 #include "engine/health_log.hpp"
+#include "engine/item_planner.hpp"
 
 namespace paceline {
 namespace {
@@ -46,6 +48,7 @@ struct PendingStep {
   std::shared_ptr<const Step> step;
   balance::StepPlan plan;
   std::vector<MicroBatch> pieces;
+  std::shared_ptr<const ItemPlan> items;  // null: without costs
 };
 
 std::vector<balance::LedgerClaim> ledger_claims(const std::vector<ClaimRecord>& claims) {
@@ -91,8 +94,28 @@ struct Stepper::State {
         origin(std::chrono::steady_clock::now()) {}
 
   void draw_plan(std::int64_t batch_size) {
-    latest = balancer.next_plan(batch_size);
+    latest = current().next_plan(batch_size);
     awaiting_record = true;
+  }
+
+  /// Of the kind of steps that was planned last.
+  [[nodiscard]] balance::Balancer& current() { return costing ? items->balancer() : balancer; }
+  [[nodiscard]] const balance::Balancer& current() const { return costing ? items->balancer() : balancer; }
+
+  /// Before a plan of steps with costs, or without. What is pending belongs to the other kind's balancer.
+  void turn_to(bool costs) {
+    if (costs == costing) return;
+    collect(0);
+    if (costs && !items) {
+      std::vector<std::string> classes;
+      for (const Device& device : group.devices()) classes.push_back(device.device_class);
+      // The one made at the beginning serves the kind that runs first: a ledger is attached to it.
+      balance::Balancer first = make_balancer(group, options);
+      if (!balancer.called()) std::swap(first, balancer);
+      items.emplace(std::move(first), classes, options.micro_batch);
+    }
+    costing = costs;
+    plan = {};
   }
 
   void note(const PendingStep& done) {
@@ -102,13 +125,16 @@ struct Stepper::State {
     // Steps that ran before an earlier one's times were known may have run by an older plan: a move that came meanwhile
     // is judged by steps that ran by it. The plan stays the same until it is recorded.
     if (!awaiting_record) draw_plan(done.plan.batch_size);
+    bool judged = false;
     if (latest.shares == done.plan.shares) {
-      balancer.record(timings);
+      if (done.items == nullptr) balancer.record(timings);
       awaiting_record = false;
+      judged = true;
     }
-    if (ledger) {
+    if (ledger && done.items == nullptr) {  // positions in a plan of items would say nothing
       ledger->claims(done.plan.step, done.plan.batch_size, ledger_claims(record.claims), ledger_claims(done.pieces));
     }
+    if (done.items != nullptr) items->record(*done.items, record, judged);
     observe::StepSample sample;
     sample.items = record.items(count);
     sample.compute_seconds = record.compute_seconds;
@@ -121,7 +147,7 @@ struct Stepper::State {
     }
     metrics.add(sample);
     history.add(sample);
-    note_events(done.plan, record);
+    note_events(done.plan, record, done.items != nullptr ? done.items->size() : done.plan.batch_size);
   }
 
   /// Takes note of the oldest steps until at most `most` are left, waiting for them, and of those that are done.
@@ -141,13 +167,23 @@ struct Stepper::State {
     }
   }
 
-  void note_events(const balance::StepPlan& planned, const StepRecord& done) {
+  std::shared_ptr<Step> start(std::shared_ptr<StepProgram> program, StepOptions step_options) {
+    auto step = std::make_shared<Step>(group, std::move(program), std::move(step_options));
+    {
+      const std::lock_guard lock(cancel_mutex);
+      cancel_running = step->canceller();
+    }
+    step->start();
+    return step;
+  }
+
+  void note_events(const balance::StepPlan& planned, const StepRecord& done, std::int64_t batch_size) {
     const double end = std::chrono::duration<double>(std::chrono::steady_clock::now() - origin).count();
     const double start = end - done.step_seconds;
     if (planned.moved) events.push({.kind = observe::EventKind::move, .step = planned.step, .start_seconds = start});
     events.push({.kind = observe::EventKind::step,
                  .step = planned.step,
-                 .end = planned.batch_size,
+                 .end = batch_size,
                  .start_seconds = start,
                  .duration_seconds = done.step_seconds});
     for (const ClaimRecord& claim : done.claims) {
@@ -168,8 +204,11 @@ struct Stepper::State {
   DeviceGroup group;
   bool asynchronous;  // any of the devices
   StepperOptions options;
-  balance::Balancer balancer;
+  balance::Balancer balancer;  // of steps without costs
   std::shared_ptr<balance::LedgerWriter> ledger;
+  std::optional<engine::ItemPlanner> items;
+  bool costing = false;
+  std::shared_ptr<const ItemPlan> item_plan;  // the last one
   observe::MetricsRecorder metrics;
   observe::History history;
   HealthLog health;
@@ -201,6 +240,8 @@ std::shared_ptr<Step> Stepper::begin(std::int64_t batch_size, std::shared_ptr<St
   }
   State& state = *state_;
   require_idle();
+  state.turn_to(false);
+  state.item_plan = nullptr;
   state.collect(state.plan.batch_size == batch_size ? kMostPending - 1 : 0);
   const std::int64_t before = state.plan.batch_size > 0 ? state.plan.step : -1;
   state.draw_plan(batch_size);
@@ -215,13 +256,40 @@ std::shared_ptr<Step> Stepper::begin(std::int64_t batch_size, std::shared_ptr<St
   // Corrections of any size would be new shapes: asynchronous devices keep to sizes that the user chose.
   options.stealing = state.options.balance == "auto" && !(state.asynchronous && options.micro_batch == 0);
   options.script = std::move(script);
-  auto step = std::make_shared<Step>(state.group, std::move(program), std::move(options));
-  {
-    const std::lock_guard lock(state.cancel_mutex);
-    state.cancel_running = step->canceller();
+  return state.start(std::move(program), std::move(options));
+}
+
+std::shared_ptr<const ItemPlan> Stepper::plan_items(std::span<const double> costs) {
+  State& state = *state_;
+  require_idle();
+  state.turn_to(true);
+  state.collect(kMostPending - 1);
+  const std::int64_t before = state.plan.batch_size > 0 ? state.plan.step : -1;
+  state.item_plan = state.items->next(costs);
+  state.latest = state.item_plan->balance;
+  state.awaiting_record = true;
+  state.plan = state.latest;
+  if (state.plan.step == before) state.plan.moved = false;  // the same plan again, and one move
+  return state.item_plan;
+}
+
+std::shared_ptr<Step> Stepper::begin(std::shared_ptr<const ItemPlan> items, std::shared_ptr<StepProgram> program) {
+  State& state = *state_;
+  require_idle();
+  if (items == nullptr || items != state.item_plan) {
+    throw InvalidArgument("step: these items are not what plan_items planned last. Plan, then begin.");
   }
-  step->start();
-  return step;
+  StepOptions options;
+  options.shares = items->item_shares;
+  options.stealing = state.options.balance == "auto";
+  options.any_size = !state.asynchronous;  // others would be new shapes there
+  options.items = std::move(items);
+  return state.start(std::move(program), std::move(options));
+}
+
+std::optional<ItemReport> Stepper::item_report() const {
+  if (!state_->items) return std::nullopt;
+  return state_->items->report();
 }
 
 void Stepper::cancel() {
@@ -239,7 +307,7 @@ void Stepper::require_idle() const {
 
 void Stepper::commit(std::shared_ptr<const Step> step, std::vector<MicroBatch> pieces) {
   State& state = *state_;
-  state.pending.push_back({std::move(step), state.plan, std::move(pieces)});
+  state.pending.push_back({std::move(step), state.plan, std::move(pieces), state.item_plan});
   state.collect(kMostPending);
 }
 
@@ -251,7 +319,10 @@ void Stepper::write_to(std::shared_ptr<balance::LedgerWriter> ledger) {
 }
 
 std::string Stepper::explain() const {
-  return state_->balancer.explain(state_->health.causes(state_->balancer.report()));
+  const balance::Balancer& balancer = state_->current();
+  std::string text = balancer.explain(state_->health.causes(balancer.report()));
+  if (state_->costing) text += state_->items->explain();
+  return text;
 }
 
 const balance::StepPlan& Stepper::plan() const noexcept { return state_->plan; }
@@ -259,8 +330,8 @@ const StepRecord& Stepper::last_step() const noexcept { return state_->record; }
 observe::Metrics Stepper::metrics() const { return state_->metrics.snapshot(); }
 const observe::EventRing& Stepper::events() const noexcept { return state_->events; }
 const observe::History& Stepper::history() const noexcept { return state_->history; }
-balance::Balancer& Stepper::balancer() noexcept { return state_->balancer; }
-const balance::Balancer& Stepper::balancer() const noexcept { return state_->balancer; }
+balance::Balancer& Stepper::balancer() noexcept { return state_->current(); }
+const balance::Balancer& Stepper::balancer() const noexcept { return state_->current(); }
 const DeviceGroup& Stepper::group() const noexcept { return state_->group; }
 
 }  // namespace paceline

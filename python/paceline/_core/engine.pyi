@@ -5,7 +5,7 @@ import typing
 
 import paceline._core.runtime
 
-__all__: list[str] = ["DeviceQueues", "StepOutcome", "Stepper"]
+__all__: list[str] = ["DeviceQueues", "ItemPlan", "StepOutcome", "Stepper"]
 
 class StepOutcome:
     """
@@ -97,6 +97,36 @@ class DeviceQueues:
         How data gets from one GPU to another, and why so; empty with one GPU.
         """
 
+class ItemPlan:
+    """
+    Who runs which items of a batch with costs.
+    """
+    @property
+    def bounds(self) -> list[int]:
+        """
+        Micro-batch k is the positions bounds[k] to bounds[k + 1] - 1.
+        """
+    @property
+    def first(self) -> list[int]:
+        """
+        Device d runs micro-batches first[d] to first[d + 1] - 1.
+        """
+    @property
+    def order(self) -> list[int]:
+        """
+        The items, by position: each device's together, by descending cost.
+        """
+    @property
+    def targets(self) -> list[int]:
+        """
+        What the balancer wants each device to have of the work.
+        """
+    @property
+    def work(self) -> list[float]:
+        """
+        Of each device, in the balancer's units.
+        """
+
 class Stepper:
     """
     One balanced step after another on one group: plan, run, commit.
@@ -125,6 +155,12 @@ class Stepper:
         Tell the balancer and the metrics about a step that succeeded; pieces: (device index, begin, end) each, if micro-batches were worked off in smaller ones.
         """
     def explain(self) -> str: ...
+    def plan_items(
+        self, costs: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]
+    ) -> ItemPlan:
+        """
+        Plan a batch with one cost per item; run_items() runs the plan.
+        """
     def run(
         self,
         batch_size: typing.SupportsInt | typing.SupportsIndex,
@@ -139,6 +175,17 @@ class Stepper:
     ) -> StepOutcome:
         """
         Run one step: body(device, begin, end, last) -> int per micro-batch, finish(device) -> gradients. claims: (begin, end) of the micro-batches to run instead of planned ones, for each device. See python_program.hpp, and queued_program.hpp for devices with queues.
+        """
+    def run_items(
+        self,
+        items: ItemPlan,
+        body: typing.Any,
+        finish: typing.Any,
+        queues: DeviceQueues | None = None,
+        outputs: typing.Any = None,
+    ) -> StepOutcome:
+        """
+        As run(), with begin and end as positions in the plan's order.
         """
     def settle(self) -> None:
         """
@@ -157,6 +204,11 @@ class Stepper:
     def history(self) -> list[typing.Any]:
         """
         The whole run, oldest first, in at most 1024 rows of equally many steps.
+        """
+    @property
+    def items(self) -> typing.Any:
+        """
+        What items cost and what padding was saved; None before the first plan_items().
         """
     @property
     def metrics(self) -> dict[str, typing.Any]:

@@ -13,10 +13,10 @@ import torch
 from paceline import InvalidArgument
 
 Move = Callable[[torch.Tensor], torch.Tensor]
-Slicer = Callable[[int, int, Move], Any]
+Slicer = Callable[[Move, Move], Any]  # takes the items of a tensor, and brings any tensor to where it is needed
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
+def same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
@@ -63,9 +63,17 @@ class Batch:
         self._slice = slicer
         self.item_shapes = tuple(self._item_shapes)  # of every tensor that is cut: shape of one item, type
 
-    def slice(self, begin: int, end: int, move: Move = _same) -> Any:
+    def slice(self, begin: int, end: int, move: Move = same) -> Any:
         """Items ``[begin, end)``, in the same nest; `move` brings each tensor to where it is needed."""
-        return self._slice(begin, end, move)
+        return self._slice(lambda tensor: tensor[begin:end], move)
+
+    def cut(self, take: Move, move: Move = same) -> Any:
+        """What `take` takes of each tensor with items, in the same nest."""
+        return self._slice(take, move)
+
+    def told(self, begin: int, end: int) -> str:
+        """The items of a slice in words."""
+        return f"items {begin} to {end - 1} of the batch"
 
     def _slicer(self, node: Any, path: str) -> Slicer | None:
         """What cuts `node`, or None if it goes along unchanged."""
@@ -85,14 +93,14 @@ class Batch:
     def _tensor(self, node: torch.Tensor, path: str) -> Slicer | None:
         if node.dim() == 0:
             # One of the host's goes with any device's; one that is on a GPU has to be on the right one.
-            return None if node.device.type == "cpu" else lambda begin, end, move: move(node)
+            return None if node.device.type == "cpu" else lambda take, move: move(node)
         if node.requires_grad:
             raise InvalidArgument(
                 f"batch: {path} requires grad. Gradients of inputs are not collected from the devices; pass {path}.detach()."
             )
         self._sized.append((path, node.shape[0]))
         self._item_shapes.append((node.shape[1:], node.dtype))
-        return lambda begin, end, move: move(node[begin:end])
+        return lambda take, move: move(take(node))
 
     def _dataclass(self, node: Any, path: str) -> Slicer | None:
         parts = self._parts(
@@ -101,10 +109,10 @@ class Batch:
         if not parts:
             return None
 
-        def cut(begin: int, end: int, move: Move) -> Any:
+        def cut(take: Move, move: Move) -> Any:
             result = copy.copy(node)
             for name, slicer in parts:
-                _set_field(result, name, slicer(begin, end, move))
+                _set_field(result, name, slicer(take, move))
             return result
 
         return cut
@@ -114,11 +122,11 @@ class Batch:
         if not parts:
             return None
 
-        def cut(begin: int, end: int, move: Move) -> Any:
+        def cut(take: Move, move: Move) -> Any:
             # Of other kinds a shallow copy may write through to the user's own; they are split into a dict.
             result: Any = copy.copy(node) if isinstance(node, (dict, UserDict)) else dict(node)
             for key, slicer in parts:
-                result[key] = slicer(begin, end, move)
+                result[key] = slicer(take, move)
             return result
 
         return cut
@@ -134,10 +142,10 @@ class Batch:
                 self._lists.append((path, len(node), f"a list of {type(node[0]).__name__}"))
             return None
 
-        def cut(begin: int, end: int, move: Move) -> Any:
+        def cut(take: Move, move: Move) -> Any:
             values = list(node)
             for index, slicer in parts:
-                values[index] = slicer(begin, end, move)
+                values[index] = slicer(take, move)
             if names:
                 return type(node)(*values)
             return values if type(node) is list else type(node)(values)
@@ -168,7 +176,7 @@ def _set_field(target: Any, name: str, value: Any) -> None:
         object.__setattr__(target, name, value)
 
 
-def concatenate(outputs: list[tuple[int, int, Any]], move: Move = _same, own: Move = _same) -> Any:
+def concatenate(outputs: list[tuple[int, int, Any]], move: Move = same, own: Move = same) -> Any:
     """Put the outputs of slices back together along dimension 0, in the order of the items.
 
     Parameters

@@ -17,6 +17,7 @@ from paceline.torch._buffers import KeptBuffers
 from paceline.torch._caller_state import CallerState
 from paceline.torch._failures import raise_failure
 from paceline.torch._gradients import UserGradients
+from paceline.torch._items import Items
 from paceline.torch._memory import MemoryCaps, is_out_of_memory
 from paceline.torch._places import Places, RandomStates
 from paceline.torch._replicas import Replicas
@@ -51,12 +52,14 @@ class Execution:
         # What host devices have delivered to GPUs, until these have read it: PyTorch would hand it on.
         self._delivered: list[tuple[Any, Any]] = []
 
-    def frame(self, work: Workload, whole: Batch, fn: Callable[..., Any]) -> Frame:
-        """What a run starts from, with the replicas as the module is now."""
+    def frame(self, work: Workload, whole: Batch, fn: Callable[..., Any], costs: list[float] | None = None) -> Frame:
+        """What a run starts from, with the replicas as the module is now, and with `costs` the items as planned by them."""
         self.replicas.refresh()
+        items = None if costs is None else Items(work.stepper.plan_items(costs), whole, self.places.pin)
         work.seen.follow(self.replicas, self.module, fn, self.places.types)
         state = CallerState(self.places.types, len(self._names))
-        return Frame(whole, self.replicas.list, work.seen, state, self.places, work.caps)
+        batch = whole if items is None else items.batch
+        return Frame(batch, self.replicas.list, work.seen, state, self.places, work.caps, items)
 
     def repeated(self, attempt: Callable[[], _T]) -> _T:
         """What `attempt` returns. Where memory ran out it is made again from where it began, in smaller pieces."""
@@ -114,7 +117,8 @@ class Execution:
         with torch.no_grad():
             if self.module.training:  # as in plain PyTorch, running statistics follow
                 self._commit_buffers(outcome)
-            return concatenate(run.outputs, self.places.to_home, self.places.owned)
+            output = concatenate(run.outputs, self.places.to_home, self.places.owned)
+            return output if run.items is None else run.items.restored(output)
 
     def drop_gradients(self) -> None:
         """Those of the replicas; the user's own stay."""
@@ -129,14 +133,19 @@ class Execution:
 
     def _execute(self, stepper: Stepper, run: Run) -> Any:
         self.running = run
-        outcome = stepper.run(run.batch.size, run.body, run.finish, self.places.queues, run.sums, run.claims)
+        calls = (run.body, run.finish, self.places.queues, run.sums)
+        if run.items is None:
+            outcome = stepper.run(run.batch.size, *calls, run.claims)
+        else:
+            outcome = stepper.run_items(run.items.plan, *calls)
         if run.failures:
             device, begin, end, error = run.failures[0]
             run.failures.clear()
             try:
                 if is_out_of_memory(error) and run.caps.shrink(device, end - begin, error):
                     raise _TryAgainError from error
-                raise_failure(error, self._names[device], begin, end, run.kept)
+                told = run.batch.told(begin, end) if end > begin else ""
+                raise_failure(error, self._names[device], told, run.kept)
             finally:
                 del error  # which refers to this frame: a dropped trainer shall end without the garbage collector
         if outcome.failed_at is not None:

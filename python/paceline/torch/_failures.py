@@ -7,10 +7,9 @@ from typing import NoReturn
 from paceline import Error
 
 
-def raise_failure(error: BaseException, device: str, begin: int, end: int, kept: str) -> NoReturn:
-    """Raise what a worker raised, with its own traceback; say on which device it happened and what is `kept` as it was."""
-    where = f" at items {begin} to {end - 1} of the batch" if end > begin else ""
-    note = f"raised on {device}{where}; {kept}"
+def raise_failure(error: BaseException, device: str, items: str, kept: str) -> NoReturn:
+    """Raise what a worker raised, with its own traceback; say on which device, at which `items` (if any), and what is `kept` as it was."""
+    note = f"raised on {device}{' at ' if items else ''}{items}; {kept}"
     try:
         if hasattr(error, "add_note"):
             error.add_note(note)

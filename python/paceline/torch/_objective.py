@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -73,6 +74,14 @@ class Objective:
                 f"weight: the weights of the batch sum to {self.total}; the objective is divided by that sum, so it must be positive and "
                 "finite. Skip batches without weight."
             )
+
+    def ordered(self, order: torch.Tensor, pin: Pin = keep) -> Objective:
+        """The same objective, with slices that are ranges of `order`."""
+        if self._weights is None:
+            return self
+        there = copy.copy(self)
+        there._weights = pin(self._weights[order])
+        return there
 
     def idle(self, begin: int, end: int) -> bool:
         """Whether no item of the slice counts. Such a slice is not run: its mean may be 0/0."""

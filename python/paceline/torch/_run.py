@@ -17,6 +17,7 @@ from paceline.torch._batch import Batch
 from paceline.torch._buckets import Buckets
 from paceline.torch._caller_state import CallerState, RecomputeWatch, backward_watched, generator_state
 from paceline.torch._gradients import OwnStorages, View, views
+from paceline.torch._items import Items, OrderedBatch
 from paceline.torch._memory import MemoryCaps
 from paceline.torch._objective import Objective
 from paceline.torch._places import Places
@@ -90,19 +91,20 @@ class CompileGate:
 class Frame(NamedTuple):
     """What every run starts from."""
 
-    batch: Batch
+    batch: Batch | OrderedBatch
     replicas: list[Replica]
     seen: Seen
     state: CallerState
     places: Places
     caps: MemoryCaps
+    items: Items | None = None  # the plan of a batch whose items do not cost the same
 
 
 class Run:
     """What all have in common: the caller's state around every slice, failures kept with their traceback."""
 
     def __init__(self, frame: Frame) -> None:
-        self.batch, self.replicas, self.seen, self.state, self.places, self.caps = frame
+        self.batch, self.replicas, self.seen, self.state, self.places, self.caps, self.items = frame
         places = self.places
         self._pieces = [(0, 0)] * len(places)  # of each device: what is in work
         self.claims: list[list[tuple[int, int]]] | None = None  # of each device, instead of planned ones

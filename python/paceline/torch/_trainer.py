@@ -29,6 +29,7 @@ from paceline.torch._check_report import CheckReport
 from paceline.torch._claims import ClaimScript, ReplayedCaps
 from paceline.torch._execution import Execution, Workload
 from paceline.torch._global_batch import FunctionRun, GlobalBatch, RunFunction
+from paceline.torch._items import Cost, costs_of
 from paceline.torch._lifetime import Lifetime
 from paceline.torch._objective import Objective, Reduction, Weight
 from paceline.torch._places import Places
@@ -163,6 +164,8 @@ class DataParallel(Lifetime):
         batch: Any,
         weight: Weight | None = None,
         scaler: Any = None,
+        *,
+        cost: Cost | None = None,
     ) -> torch.Tensor:
         """Run one forward and backward over `batch` on all devices and add the gradient to the parameters' ``.grad``.
 
@@ -180,6 +183,13 @@ class DataParallel(Lifetime):
             number of unmasked tokens. Default: every item counts 1. Slices without weight are not run.
         scaler
             A ``torch.amp.GradScaler``: gradients come out scaled, as after ``scaler.scale(loss).backward()``.
+        cost
+            What each item costs, in any unit: a 1-D tensor with one number per item, or a callable that makes one from the whole batch,
+            e.g. its length in tokens. The devices' *costs* are then balanced instead of their items; each device's items are sorted
+            and packed into micro-batches of similar cost, of at most `micro_batch` items. So a slice holds items from anywhere in the
+            batch, longest first, and can be trimmed by `loss_fn`: ``tokens = b["tokens"][:, : b["length"].max()]``, which is where the
+            time is saved. The time that items take is learned, up to its square in the cost; `explain` tells it, and what padding
+            was saved. Steps with `cost` and steps without are measured apart.
 
         Returns
         -------
@@ -209,26 +219,38 @@ class DataParallel(Lifetime):
             If another thread closed the trainer; gradients and buffers are as before the step.
         """
         with self._alone("step"):
-            self._loss = self._step(loss_fn, batch, weight, scaler)
+            self._loss = self._step(loss_fn, batch, weight, scaler, cost)
             return self._loss
 
-    def _step(self, loss_fn: LossFunction, batch: Any, weight: Weight | None, scaler: Any) -> torch.Tensor:
+    def _step(
+        self, loss_fn: LossFunction, batch: Any, weight: Weight | None, scaler: Any, cost: Cost | None
+    ) -> torch.Tensor:
         check_trains("step", loss_fn)
         check_scaler("step", scaler)
         whole, objective = self._prepared(batch, weight)
+        costs = costs_of(cost, batch, whole.size)
+        if costs is not None and self._script is not None:
+            raise InvalidArgument(
+                "step: cost= while claims are replayed, which know of no order by cost. Leave it out, or end the replay first: "
+                "replay_claims(None)."
+            )
         self._places.begin()
-        return self._execution.repeated(lambda: self._try_step(loss_fn, whole, objective, scaler))
+        return self._execution.repeated(lambda: self._try_step(loss_fn, whole, objective, scaler, costs))
 
     def _prepared(self, batch: Any, weight: Weight | None) -> tuple[Batch, Objective]:
         whole = Batch(batch)
         return whole, Objective(batch, whole.size, self._reduction, weight, self._places.pin)
 
-    def _try_step(self, loss_fn: LossFunction, whole: Batch, objective: Objective, scaler: Any) -> torch.Tensor:
+    def _try_step(
+        self, loss_fn: LossFunction, whole: Batch, objective: Objective, scaler: Any, costs: list[float] | None
+    ) -> torch.Tensor:
         work, claims = self._steps, None
         if self._script is not None:
             work, claims = self._work("replay"), self._script.peek(whole.size)
             work.caps = ReplayedCaps(self._places, claims)
-        frame = self._execution.frame(work, whole, loss_fn)
+        frame = self._execution.frame(work, whole, loss_fn, costs)
+        if frame.items is not None:
+            objective = frame.items.objective(objective)
         scale = self._scale_of(scaler)
         run = TrainRun(frame, loss_fn=loss_fn, objective=objective, scale=scale, names=self._replicas.names)
         run.claims = claims.lanes if claims is not None else None
@@ -404,7 +426,9 @@ class DataParallel(Lifetime):
             devices = len(self._names)
             return search(measure, smallest, largest, efficiency, micro_batches=not own, devices=devices)
 
-    def predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any] | None = None) -> Any:
+    def predict(
+        self, batch: Any, fn: Callable[[nn.Module, Any], Any] | None = None, *, cost: Cost | None = None
+    ) -> Any:
         """Run the module forward over `batch` on all devices, without gradients.
 
         Parameters
@@ -413,6 +437,9 @@ class DataParallel(Lifetime):
             As for `step`.
         fn
             ``fn(module, slice)``; default ``module(slice)``. Returns a tensor, or a nest of them, whose dimension 0 is the item.
+        cost
+            As for `step`. Outputs still come in the caller's order; where `fn` trims its slice, it has to pad what it returns to a common
+            length.
 
         Returns
         -------
@@ -420,15 +447,16 @@ class DataParallel(Lifetime):
             What `fn` returns, for the whole batch, in the order of the items. The training mode is the module's own.
         """
         with self._alone("predict"):
-            return self._predict(batch, fn if fn is not None else _forward)
+            return self._predict(batch, fn if fn is not None else _forward, cost)
 
-    def _predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any]) -> Any:
+    def _predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any], cost: Cost | None) -> Any:
         whole = Batch(batch)
         self._places.begin()
+        costs = costs_of(cost, batch, whole.size)
         work = self._work("predict")
 
         def attempt() -> Any:
-            return self._execution.predict(work, PredictRun(self._execution.frame(work, whole, fn), fn=fn))
+            return self._execution.predict(work, PredictRun(self._execution.frame(work, whole, fn, costs), fn=fn))
 
         return self._execution.repeated(attempt)
 
@@ -451,11 +479,19 @@ class DataParallel(Lifetime):
             ``items_per_second`` (recent, while busy), ``speed`` (that, over the fastest device's); ``imbalance`` (slowest busy time over the mean, minus 1; recent); ``moves`` (changes of
             shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction). ``sizes``: per
             device the micro-batches that ever ran, in items. ``memory``: per device with a limit ``limit_bytes``, and once measured ``fixed_bytes``, ``bytes_per_item`` and ``largest_micro_batch``.
-            ``runs``: as all but the last three, for each run of `batch` by its name.
+            ``runs``: as all but the last three, for each run of `batch` by its name. After a step with `cost` also ``items``: ``cost`` of
+            all items, ``padded_cost`` of the micro-batches that ran (each its count times its largest), ``contiguous_cost`` of the same
+            sizes cut from the batch as it came, ``padding_saved`` (the part of the latter's padding); and, once measured, the time of a
+            micro-batch: ``fixed_seconds``, ``seconds_per_cost``, ``seconds_per_squared_cost``, whether it follows the ``"padded"`` cost, the
+            ``"sum"`` or the ``"count"`` alone (``measure``), and its relative ``error``.
         """
         runs = {name[4:]: work.stepper.metrics for name, work in self._others.items() if name.startswith("run ")}
         sizes = {name: sorted(ran) for name, ran in zip(self._names, self._steps.seen.ever, strict=True)}
-        return {**self._steps.stepper.metrics, "sizes": sizes, "memory": self._steps.caps.report(), "runs": runs}
+        steps = self._steps
+        figures = {**steps.stepper.metrics, "sizes": sizes, "memory": steps.caps.report(), "runs": runs}
+        if steps.stepper.items is not None:
+            figures["items"] = steps.stepper.items
+        return figures
 
     def progress(
         self, batches: Iterable[_T], *, total: int | None = None, every: float = 10.0, file: TextIO | None = None

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include <paceline/comm/communicator.hpp>
+#include <paceline/engine/item_plan.hpp>
 #include <paceline/engine/micro_batch.hpp>
 #include <paceline/engine/step.hpp>
 #include <paceline/export.hpp>
@@ -88,6 +89,18 @@ class PACELINE_API BasicDataParallel {
   /// @throws InvalidArgument if batch_size < 1, or the weight is not positive and finite; Error if a body threw.
   double step(std::int64_t batch_size, const Body& body, std::optional<double> total_weight = {});
 
+  /// One step over items that do not cost the same: one cost per item, in any unit (tokens), none negative. Devices get
+  /// work in proportion to their speed, in micro-batches of items of similar cost, longest first; what an item costs in
+  /// time is learned (Stepper::plan_items). The body finds its items in MicroBatch::items, indices into `costs`; its
+  /// begin and end are positions in the step's own order.
+  ///
+  ///   trainer.step(lengths, [&](const paceline::MicroBatch& mb, paceline::Replica& replica) {
+  ///     return backward(padded(mb.items), replica.parameters, replica.gradients);  // to the length of items[0]
+  ///   });
+  ///
+  /// @throws InvalidArgument without items, and for a cost that is negative or not finite; else as above.
+  double step(std::span<const double> costs, const Body& body, std::optional<double> total_weight = {});
+
   [[nodiscard]] std::span<T> parameters() noexcept;
   /// Of the last successful step, already divided by W.
   [[nodiscard]] std::span<T> gradients() noexcept;
@@ -98,6 +111,8 @@ class PACELINE_API BasicDataParallel {
   /// Items that each device ran in the last step.
   [[nodiscard]] const std::vector<std::int64_t>& shares() const noexcept;
   [[nodiscard]] const StepRecord& last_step() const noexcept;
+  /// What items cost and what padding was saved; none before the first step with costs.
+  [[nodiscard]] std::optional<ItemReport> item_report() const;
   [[nodiscard]] std::string explain() const;
   [[nodiscard]] const DeviceGroup& group() const noexcept;
 

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 namespace paceline {
 
@@ -15,6 +16,10 @@ struct MicroBatch {
   /// exactly the last one; without, a device that still hoped for a correction may find that there is none.
   bool last = false;
   bool correction = false;  ///< from the common pool, or planned for another device
+
+  /// Where items have costs, and positions [begin, end) are those of the step's ItemPlan: the indices of its items in
+  /// the caller's batch, longest first. Valid while the micro-batch runs. Empty: the items are [begin, end) themselves.
+  std::span<const std::int64_t> items{};
 
   [[nodiscard]] std::int64_t size() const noexcept { return end - begin; }
 };

@@ -11,6 +11,7 @@
 
 #include <paceline/balance/balancer.hpp>
 #include <paceline/engine/block_reduction.hpp>
+#include <paceline/engine/item_plan.hpp>
 #include <paceline/engine/micro_batch.hpp>
 #include <paceline/export.hpp>
 #include <paceline/plan/cost_model.hpp>
@@ -66,6 +67,10 @@ struct StepOptions {
   /// Not empty: exactly these micro-batches, for each device in this order, instead of `shares`, `micro_batch` and
   /// `stealing`. So a step runs again as it once ran.
   std::vector<std::vector<MicroBatch>> script{};
+  /// Items with costs: what is claimed is its micro-batches, and `shares` are its item_shares. Null: any item costs the
+  /// same. The models and the size of micro-batches are then the plan's own; announce_last has no effect.
+  std::shared_ptr<const ItemPlan> items{};
+  bool any_size = true;  ///< with `items`: whether a part of a planned micro-batch may be taken over
 };
 
 struct PACELINE_API StepRecord {

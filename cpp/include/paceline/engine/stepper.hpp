@@ -3,10 +3,13 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include <paceline/balance/balancer.hpp>
+#include <paceline/engine/item_plan.hpp>
 #include <paceline/engine/step.hpp>
 #include <paceline/export.hpp>
 #include <paceline/observe/event_ring.hpp>
@@ -47,6 +50,20 @@ class PACELINE_API Stepper {
   [[nodiscard]] std::shared_ptr<Step> begin(std::int64_t batch_size, std::shared_ptr<StepProgram> program,
                                             std::vector<std::vector<MicroBatch>> script = {});
 
+  /// Plans a batch whose items do not cost the same: one cost per item, in any unit (tokens). The devices' work is
+  /// balanced, not their items, by what the balancer decides (`balance` holds as it is); each device's items are sorted
+  /// and packed into micro-batches of similar length, of at most StepperOptions::micro_batch items. What an item costs
+  /// in time is learned. Steps with costs and steps without are measured apart: in a stepper that runs both, a ledger
+  /// and metrics() of moves belong to the kind that ran first.
+  /// @throws InvalidArgument without items, and for a cost that is negative or not finite.
+  [[nodiscard]] std::shared_ptr<const ItemPlan> plan_items(std::span<const double> costs);
+  /// Runs a plan; program->run() gets its micro-batches, with MicroBatch::items.
+  /// @throws InvalidArgument if it is not the last one that plan_items made.
+  [[nodiscard]] std::shared_ptr<Step> begin(std::shared_ptr<const ItemPlan> items,
+                                            std::shared_ptr<StepProgram> program);
+  /// What items cost, as far as that is known; none before the first plan_items.
+  [[nodiscard]] std::optional<ItemReport> item_report() const;
+
   /// Cancels the step that runs, if any (see Step::cancel). Any thread, also while another is in begin() or commit().
   void cancel();
   /// @throws InvalidArgument while the workers are still at an earlier step.
@@ -72,6 +89,7 @@ class PACELINE_API Stepper {
   [[nodiscard]] observe::Metrics metrics() const;
   [[nodiscard]] const observe::EventRing& events() const noexcept;
   [[nodiscard]] const observe::History& history() const noexcept;
+  /// Of the kind of steps, with costs or without, that was planned last.
   [[nodiscard]] balance::Balancer& balancer() noexcept;
   [[nodiscard]] const balance::Balancer& balancer() const noexcept;
   [[nodiscard]] const DeviceGroup& group() const noexcept;

@@ -1,0 +1,184 @@
+"""Training on text of variable length: how each rival deals pieces to its devices. Each function measures one process.
+
+All train the transformer of examples/python/text.py on the same pieces: an epoch of steps goes once over all of them, so that seconds
+per step compare although batches are drawn differently. All take the mean over a global batch's tokens, and all trim what they run at
+once to its longest piece.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from race.job import Job
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "python" / "text.py"
+MEGABATCH = 50  # batches that are sorted together: what length-grouped samplers take
+WARM_UP_STEPS = 15
+Batch = dict[str, torch.Tensor]
+Ranks = list[torch.Tensor]  # the indices of each rank's pieces, of one global batch
+Answer = tuple[dict[str, list[list[float]]], list[float]]
+
+
+def load_example() -> Any:
+    spec = importlib.util.spec_from_file_location("text_example", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Setting:
+    """The same pieces, weights and optimizer for everybody."""
+
+    def __init__(self, job: Job) -> None:
+        self.example = load_example()
+        self.data: Batch = self.example.pieces(job.batch * job.steps)
+        torch.manual_seed(0)
+        self.module: nn.Module = self.example.Transformer()
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=2e-3, fused=True)
+
+    def take(self, items: torch.Tensor) -> Batch:
+        return {name: tensor[items] for name, tensor in self.data.items()}
+
+    def random_batches(self, epoch: int, size: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(epoch)
+        return list(torch.randperm(len(self.data["length"]), generator=generator).split(size))
+
+
+def random_ranks(setting: Setting, job: Job, epoch: int) -> list[Ranks]:
+    """What a DistributedSampler gives."""
+    return [list(batch.tensor_split(job.parts)) for batch in setting.random_batches(epoch, job.batch)]
+
+
+def grouped_ranks(setting: Setting, job: Job, epoch: int) -> list[Ranks]:
+    """Batches of pieces of similar length: random megabatches, each sorted by length, cut into batches that come in random order.
+
+    Less padding, but batches are no longer random, and steps differ in length.
+    """
+    lengths = setting.data["length"]
+    batches: list[torch.Tensor] = []
+    for mega in setting.random_batches(epoch, job.batch * MEGABATCH):
+        batches += mega[lengths[mega].argsort(descending=True)].split(job.batch)
+    order = torch.randperm(len(batches), generator=torch.Generator().manual_seed(epoch)).tolist()
+    # Neighbours to different ranks: the way that is best for it.
+    return [[batches[k][rank :: job.parts] for rank in range(job.parts)] for k in order]
+
+
+def balanced_ranks(setting: Setting, job: Job, epoch: int) -> list[Ranks]:
+    """What paceline's sampler for DDP gives: random batches, ranks of equal cost."""
+    from paceline.torch import BalancedBatchSampler
+
+    samplers = [
+        BalancedBatchSampler(setting.data["length"], ranks=job.parts, rank=rank, batch_size=job.batch)
+        for rank in range(job.parts)
+    ]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    return [[torch.tensor(items) for items in ranks] for ranks in zip(*samplers, strict=True)]
+
+
+def ddp(job: Job) -> Answer:
+    deal: Callable[[Setting, Job, int], list[Ranks]] = {
+        "text-ddp-random": random_ranks,
+        "text-ddp-grouped": grouped_ranks,
+        "text-ddp-balanced": balanced_ranks,
+    }[job.rival]
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{job.rendezvous}",
+        rank=job.rank,
+        world_size=job.parts,
+        timeout=timedelta(seconds=60),
+    )
+    setting = Setting(job)
+    module = nn.parallel.DistributedDataParallel(setting.module, gradient_as_bucket_view=True)
+    lengths = setting.data["length"]
+
+    def step(ranks: Ranks) -> float:
+        mine = ranks[job.rank]
+        total = sum(int(lengths[part].sum()) for part in ranks)
+        # DDP takes the mean over ranks of the mean over the rank's tokens.
+        factor = job.parts * int(lengths[mine].sum()) / total
+        loss = setting.example.loss_fn(module, setting.take(mine)) * factor
+        loss.backward()
+        setting.optimizer.step()
+        setting.optimizer.zero_grad()
+        return float(loss.detach()) / job.parts
+
+    for ranks in deal(setting, job, 0)[:WARM_UP_STEPS]:
+        step(ranks)
+    seconds, losses = timed(deal(setting, job, 1), step, distributed.barrier)
+    loss = torch.tensor(losses[-1])
+    distributed.all_reduce(loss)
+    distributed.destroy_process_group()
+    return {job.rival: [seconds]}, [float(loss)]
+
+
+def paceline(job: Job) -> Answer:
+    """`text-paceline` on all devices, `text-alone` on one."""
+    from paceline.torch import DataParallel
+
+    setting = Setting(job)
+    with DataParallel(setting.module, job.devices) as trainer:
+
+        def step(items: torch.Tensor) -> float:
+            batch = setting.take(items)
+            loss = trainer.step(setting.example.loss_fn, batch, weight=batch["length"], cost=batch["length"])
+            setting.optimizer.step()
+            setting.optimizer.zero_grad()
+            return float(loss)
+
+        for items in setting.random_batches(0, job.batch)[:WARM_UP_STEPS]:
+            step(items)
+        before = trainer.report()
+        seconds, losses = timed(setting.random_batches(1, job.batch), step, lambda: None)
+        after = trainer.report()
+    return {job.rival: [seconds], "figures": [split_figures(before, after)]}, [losses[-1]]
+
+
+def split_figures(before: dict[str, Any], after: dict[str, Any]) -> list[float]:
+    """Of the steps in between: busy time of all devices over what they had, padded and contiguous cost over the items' own, error."""
+    busy = sum(
+        after["devices"][name]["busy_seconds"] - entry["busy_seconds"] for name, entry in before["devices"].items()
+    )
+    compute = after["compute_seconds"] - before["compute_seconds"]
+    cost, padded, contiguous = (
+        after["items"][key] - before["items"][key] for key in ("cost", "padded_cost", "contiguous_cost")
+    )
+    return [
+        busy / (compute * len(after["devices"])),
+        padded / cost,
+        contiguous / cost,
+        after["items"].get("error", 0.0),
+    ]
+
+
+def timed(
+    batches: list[Any], step: Callable[[Any], float], before: Callable[[], Any]
+) -> tuple[list[float], list[float]]:
+    before()
+    seconds, losses = [], []
+    for batch in batches:
+        start = time.perf_counter()
+        losses.append(step(batch))
+        seconds.append(time.perf_counter() - start)
+    return seconds, losses
+
+
+RIVALS: dict[str, Callable[[Job], Answer]] = {
+    "text-ddp-random": ddp,
+    "text-ddp-grouped": ddp,
+    "text-ddp-balanced": ddp,
+    "text-paceline": paceline,
+    "text-alone": paceline,
+}

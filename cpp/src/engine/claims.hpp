@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <optional>
+
+#include <paceline/engine/micro_batch.hpp>
+#include <paceline/export.hpp>
+
+namespace paceline::engine {
+
+/// Who runs which items: the one state through which every claim of a step goes. Thread-safe. Every item is handed out
+/// exactly once, unless cancelled.
+class PACELINE_API Claims {
+ public:
+  virtual ~Claims() = default;
+  /// The next micro-batch of `device`, which is free at `now_seconds` on the step's clock; none when it is done.
+  virtual std::optional<MicroBatch> claim(std::size_t device, double now_seconds) = 0;
+  /// From now on every claim comes back empty.
+  virtual void cancel() = 0;
+};
+
+}  // namespace paceline::engine

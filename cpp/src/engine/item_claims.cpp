@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/item_claims.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace paceline::engine {
+namespace {
+
+// A part whose fixed cost is more than this of its time is not worth a micro-batch of its own.
+constexpr double kMostOverhead = 0.25;
+
+}  // namespace
+
+ItemClaims::ItemClaims(std::shared_ptr<const ItemPlan> plan, bool stealing, bool any_size)
+    : plan_(std::move(plan)),
+      stealing_(stealing),
+      any_size_(any_size),
+      measured_(!plan_->seconds_per_work.empty()),
+      lanes_(plan_->shapes.size()) {
+  const plan::ItemArrangement& items = plan_->arrangement;
+  for (std::size_t d = 0; d < lanes_.size(); ++d) {
+    lanes_[d].next = items.first[d];
+    lanes_[d].end = items.first[d + 1];
+    lanes_[d].last_end = items.bounds[lanes_[d].end];
+  }
+}
+
+void ItemClaims::cancel() {
+  const std::lock_guard lock(mutex_);
+  cancelled_ = true;
+}
+
+std::optional<MicroBatch> ItemClaims::claim(std::size_t device, double now_seconds) {
+  const std::lock_guard lock(mutex_);
+  if (cancelled_) return std::nullopt;
+  std::optional<MicroBatch> next = own(device);
+  // A planned zero means that this device does not pay; it does not come in by the back door.
+  if (!next && stealing_ && plan_->item_shares[device] > 0) next = steal(device, now_seconds);
+  if (!next) return std::nullopt;
+  next->device_index = device;
+  next->items = std::span(plan_->arrangement.order)
+                    .subspan(static_cast<std::size_t>(next->begin), static_cast<std::size_t>(next->size()));
+  lanes_[device].free_at = now_seconds + seconds(device, next->begin, next->end);
+  next->last = nothing_left_for(device);
+  return next;
+}
+
+std::int64_t ItemClaims::end_of(const Lane& lane, std::size_t k) const {
+  return k + 1 == lane.end ? lane.last_end : plan_->arrangement.bounds[k + 1];
+}
+
+double ItemClaims::seconds(std::size_t device, std::int64_t begin, std::int64_t end) const {
+  return plan_->work(device, begin, end) * (measured_ ? plan_->seconds_per_work[device] : 0.0);
+}
+
+std::optional<MicroBatch> ItemClaims::own(std::size_t device) {
+  Lane& lane = lanes_[device];
+  if (lane.empty()) return std::nullopt;
+  const std::size_t k = lane.next;
+  const MicroBatch next{.begin = plan_->arrangement.bounds[k], .end = end_of(lane, k)};
+  ++lane.next;
+  return next;
+}
+
+// When a device is overdue by x, expect it to need x more: the estimate stays right for any slowdown within a factor of
+// two.
+double ItemClaims::finish_of(std::size_t device, double now) const {
+  const Lane& lane = lanes_[device];
+  double finish = std::max(lane.free_at, 2.0 * now - lane.free_at);
+  for (std::size_t k = lane.next; k < lane.end; ++k) {
+    finish += seconds(device, plan_->arrangement.bounds[k], end_of(lane, k));
+  }
+  return finish;
+}
+
+std::optional<MicroBatch> ItemClaims::steal(std::size_t device, double now) {
+  std::size_t victim = lanes_.size();
+  double victim_finish = 0.0;
+  for (std::size_t d = 0; d < lanes_.size(); ++d) {
+    const Lane& lane = lanes_[d];
+    if (d == device || lane.empty()) continue;
+    // Without measurements the device with most items left is the one to help.
+    const double finish =
+        measured_ ? finish_of(d, now) : static_cast<double>(lane.last_end - plan_->arrangement.bounds[lane.next]);
+    if (victim == lanes_.size() || finish > victim_finish) {
+      victim = d;
+      victim_finish = finish;
+    }
+  }
+  if (victim == lanes_.size()) return std::nullopt;
+  Lane& lane = lanes_[victim];
+  const std::int64_t begin = plan_->arrangement.bounds[lane.end - 1];
+  std::int64_t from = begin;
+  while (measured_ && now + seconds(device, from, lane.last_end) >= victim_finish) {
+    const std::int64_t left = lane.last_end - from;
+    if (!any_size_ || left < 2) return std::nullopt;
+    from = lane.last_end - left / 2;
+    const double work = plan_->work(device, from, lane.last_end);
+    if (plan_->shapes[device].cost.fixed_seconds > kMostOverhead * work) return std::nullopt;
+  }
+  const MicroBatch taken{.begin = from, .end = lane.last_end, .correction = true};
+  if (from == begin) {
+    --lane.end;
+    if (!lane.empty()) lane.last_end = plan_->arrangement.bounds[lane.end];
+  } else {
+    lane.last_end = from;
+  }
+  return taken;
+}
+
+bool ItemClaims::nothing_left_for(std::size_t device) const {
+  if (!lanes_[device].empty()) return false;
+  if (!stealing_ || plan_->item_shares[device] == 0) return true;
+  return std::all_of(lanes_.begin(), lanes_.end(), [](const Lane& lane) { return lane.empty(); });
+}
+
+}  // namespace paceline::engine

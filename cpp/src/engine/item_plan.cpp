@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/engine/item_plan.hpp>
+
+#include <algorithm>
+#include <cmath>
+
+#include <paceline/engine/step.hpp>
+
+namespace paceline {
+
+namespace {
+
+// Work is what time is in proportion to: what does not depend on the items is in it. That is told to the balancer by
+// splitting each device's time in proportion, a quarter and the rest. From one sum alone it would have to find out by
+// steps off the best split, and with noisy times it may take most of the time for a part that cannot be moved.
+constexpr std::int64_t kPart = 4;
+
+}  // namespace
+
+double ItemPlan::work(std::size_t device, std::int64_t begin, std::int64_t end) const noexcept {
+  if (begin >= end) return 0.0;
+  const plan::ItemShape& shape = shapes[device];
+  if (shape.measure == plan::ItemMeasure::sum) {
+    return shape.micro_batch({ordered_costs.begin() + begin, ordered_costs.begin() + end});
+  }
+  // The first is the longest: no need to look for it.
+  return shape.cost.fixed_seconds +
+         static_cast<double>(end - begin) * shape.item(ordered_costs[static_cast<std::size_t>(begin)]);
+}
+
+balance::StepTimings ItemPlan::timings(const StepRecord& record) const {
+  struct Sum {
+    double work = 0.0;
+    double seconds = 0.0;
+    bool any_excluded = false;
+  };
+  std::vector<Sum> sums(shapes.size());
+  double all = 0.0;
+  for (const ClaimRecord& claim : record.claims) {
+    const MicroBatch& mb = claim.micro_batch;
+    // By the shape of the device that ran it, wherever it was planned.
+    const double done = work(mb.device_index, mb.begin, mb.end);
+    all += done;
+    Sum& sum = sums[mb.device_index];
+    sum.any_excluded = sum.any_excluded || claim.excluded;
+    if (claim.excluded) continue;
+    sum.work += done;
+    sum.seconds += claim.finish_seconds - claim.start_seconds;
+  }
+  balance::StepTimings timings{.devices = std::vector<std::vector<balance::MicroBatchTiming>>(shapes.size())};
+  bool comparable = true;
+  for (std::size_t d = 0; d < sums.size(); ++d) {
+    const auto units = static_cast<std::int64_t>(std::llround(sums[d].work));
+    if (units > 0 && sums[d].seconds > 0.0) {
+      const std::int64_t part = (units + kPart - 1) / kPart;
+      const double seconds = sums[d].seconds * static_cast<double>(part) / static_cast<double>(units);
+      timings.devices[d].push_back({part, seconds, false});
+      if (part < units) timings.devices[d].push_back({units - part, sums[d].seconds - seconds, false});
+    }
+    if (sums[d].any_excluded) timings.devices[d].push_back({0, 0.0, true});
+    comparable = comparable && !sums[d].any_excluded;
+  }
+  if (comparable && all > 0.0) {
+    timings.step_seconds = record.compute_seconds * static_cast<double>(balance.batch_size) / all;
+  }
+  return timings;
+}
+
+}  // namespace paceline

@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/item_planner.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <numbers>
+#include <utility>
+
+#include <paceline/error.hpp>
+
+namespace paceline::engine {
+namespace {
+
+constexpr double kUnits = 1e6;          // of the first batch: a device's share is known to a thousandth and better
+constexpr double kFixedAtFirst = 0.02;  // of a device's time, before anything was measured
+constexpr std::int64_t kFitEvery = 64;  // steps, in the end; at first whenever the evidence has doubled
+
+void check(std::span<const double> costs) {
+  if (costs.empty()) throw InvalidArgument("step: a batch without items; at least one is needed.");
+  for (std::size_t k = 0; k < costs.size(); ++k) {
+    if (std::isfinite(costs[k]) && costs[k] >= 0.0) continue;
+    throw InvalidArgument(
+        fmt::format("cost: the cost of item {} is {}; costs must be finite and not negative.", k, costs[k]));
+  }
+}
+
+double longest_of(const std::vector<double>& costs, std::int64_t begin, std::int64_t end) {
+  return *std::max_element(costs.begin() + begin, costs.begin() + end);
+}
+
+const char* told(plan::ItemMeasure measure) {
+  switch (measure) {
+    case plan::ItemMeasure::padded:
+      return "the longest item of the micro-batch, times its items";
+    case plan::ItemMeasure::sum:
+      return "the sum over the items, without padding";
+    case plan::ItemMeasure::count:
+      return "the number of items alone, whatever they cost: is a slice trimmed to its longest item?";
+  }
+  return "";
+}
+
+}  // namespace
+
+ItemPlanner::ItemPlanner(balance::Balancer balancer, const std::vector<std::string>& device_classes,
+                         std::int64_t micro_batch)
+    : balancer_(std::move(balancer)), shapes_(device_classes.size()), micro_batch_(micro_batch) {
+  std::map<std::string, std::size_t> numbers;
+  for (const std::string& name : device_classes) {
+    class_of_.push_back(numbers.emplace(name, numbers.size()).first->second);
+  }
+  classes_.assign(numbers.size(), ItemShapes(device_classes.size()));
+}
+
+std::int64_t ItemPlanner::batch_units(double cost) const {
+  const double work = unit_ * cost;
+  const double ratio = work / static_cast<double>(batch_size_);
+  if (ratio <= std::numbers::sqrt2 && ratio >= 1.0 / std::numbers::sqrt2) return batch_size_;
+  return std::max<std::int64_t>(1000, std::llround(work));
+}
+
+std::shared_ptr<const ItemPlan> ItemPlanner::next(std::span<const double> costs) {
+  check(costs);
+  double sum = 0.0;
+  for (const double cost : costs) sum += cost;
+  auto made = std::make_shared<ItemPlan>();
+  made->costs.assign(costs.begin(), costs.end());
+  if (!(sum > 0.0)) {  // items that all cost nothing are still items
+    std::fill(made->costs.begin(), made->costs.end(), 1.0);
+    sum = static_cast<double>(costs.size());
+  }
+  if (batch_size_ == 0) {
+    unit_ = kUnits / sum;
+    const double fixed = kFixedAtFirst * kUnits / static_cast<double>(shapes_.size());
+    std::fill(shapes_.begin(), shapes_.end(), plan::ItemShape{.cost = {fixed, unit_, 0.0}});
+    batch_size_ = static_cast<std::int64_t>(kUnits);
+  }
+  batch_size_ = batch_units(sum);
+  made->balance = balancer_.next_plan(batch_size_);
+  made->shapes = shapes_;
+  std::vector<double> targets;
+  for (const std::int64_t share : made->balance.shares) targets.push_back(static_cast<double>(share));
+  const std::int64_t most = micro_batch_ > 0 ? micro_batch_ : std::numeric_limits<std::int64_t>::max();
+  made->arrangement = plan::arrange_items(made->costs, targets, shapes_,
+                                          {.max_items = most, .plain_costs = balancer_.options().policy != "auto"});
+  for (const std::int64_t item : made->arrangement.order) {
+    made->ordered_costs.push_back(made->costs[static_cast<std::size_t>(item)]);
+  }
+  const auto& [order, bounds, first, work] = made->arrangement;
+  for (std::size_t d = 0; d < shapes_.size(); ++d) {
+    made->item_shares.push_back(bounds[first[d + 1]] - bounds[first[d]]);
+    if (made->balance.models.empty()) continue;
+    const std::int64_t share = std::max<std::int64_t>(1, made->balance.shares[d]);
+    made->seconds_per_work.push_back(made->balance.models[d].seconds(share) / static_cast<double>(share));
+  }
+  return made;
+}
+
+void ItemPlanner::record(const ItemPlan& plan, const StepRecord& record, bool judged) {
+  if (judged) balancer_.record(plan.timings(record));
+  for (const ClaimRecord& claim : record.claims) {
+    const auto [begin, end] = std::pair(claim.micro_batch.begin, claim.micro_batch.end);
+    const auto count = static_cast<double>(end - begin);
+    for (std::int64_t k = begin; k < end; ++k) padding_.own += plan.ordered_costs[static_cast<std::size_t>(k)];
+    padding_.padded += count * longest_of(plan.ordered_costs, begin, end);
+    padding_.contiguous += count * longest_of(plan.costs, begin, end);
+  }
+  ++steps_;
+  learn(plan, record);
+}
+
+void ItemPlanner::learn(const ItemPlan& plan, const StepRecord& record) {
+  for (const ClaimRecord& claim : record.claims) {
+    const double seconds = claim.finish_seconds - claim.start_seconds;
+    if (claim.excluded || !(seconds > 0.0)) continue;
+    const MicroBatch& mb = claim.micro_batch;
+    ItemTiming timing{.device = mb.device_index, .step = plan.balance.step, .seconds = seconds};
+    timing.count = static_cast<double>(mb.size());
+    timing.longest = longest_of(plan.ordered_costs, mb.begin, mb.end);
+    for (std::int64_t k = mb.begin; k < mb.end; ++k) {
+      const double cost = plan.ordered_costs[static_cast<std::size_t>(k)];
+      timing.sum += cost;
+      timing.squares += cost * cost;
+    }
+    if (timing.longest > 0.0) classes_[class_of_[mb.device_index]].add(timing);
+  }
+  if (steps_ < next_fit_) return;
+  next_fit_ = steps_ + std::min(steps_, kFitEvery);
+  refit();
+}
+
+void ItemPlanner::refit() {
+  std::vector<std::int64_t> since;
+  for (const balance::DeviceReport& device : balancer_.report().devices) {
+    since.push_back(device.change_points > 0 ? device.since_step : 0);
+  }
+  // The sum of the work in all windows, by the shapes that it was planned with so far: it stays.
+  std::vector<double> before(classes_.size(), 0.0);
+  double all = 0.0;
+  for (const ItemShapes& one : classes_) {
+    for (const ItemTiming& timing : one.timings()) all += work_of(shapes_[timing.device], timing);
+  }
+  std::vector<bool> fitted;
+  for (ItemShapes& one : classes_) fitted.push_back(one.fit(since));
+  for (std::size_t d = 0; d < shapes_.size(); ++d) {
+    if (!fitted[class_of_[d]]) continue;
+    plan::ItemShape shape = classes_[class_of_[d]].shape();
+    double seconds = 0.0;
+    for (const ItemShapes& one : classes_) {
+      for (const ItemTiming& timing : one.timings()) seconds += work_of(shape, timing);
+    }
+    const double units = all / seconds;
+    shape.cost.fixed_seconds *= units;
+    shape.cost.per_token_seconds *= units;
+    shape.cost.per_squared_token_seconds *= units;
+    shapes_[d] = shape;
+  }
+}
+
+ItemReport ItemPlanner::report() const {
+  ItemReport report;
+  report.steps = steps_;
+  report.padding = padding_;
+  const auto most = std::max_element(classes_.begin(), classes_.end(), [](const ItemShapes& a, const ItemShapes& b) {
+    return a.samples() < b.samples();
+  });
+  report.fitted = most->fitted();
+  if (!report.fitted) return report;
+  report.shape = most->shape();
+  report.error = most->error();
+  report.samples = most->samples();
+  return report;
+}
+
+std::string ItemPlanner::explain() const {
+  const ItemReport here = report();
+  std::string out = "Items are dealt by cost: shares above are work, of which the first batch had 1000000.\n";
+  if (here.fitted) {
+    const plan::ItemCost& cost = here.shape.cost;
+    out += fmt::format("  times follow {}\n", told(here.shape.measure));
+    out +=
+        fmt::format("  a micro-batch takes {:.3g} ms and {:.3g} us for each unit of cost{}, within {:.1f} % (of {})\n",
+                    1e3 * cost.fixed_seconds, 1e6 * cost.per_token_seconds,
+                    cost.per_squared_token_seconds > 0.0
+                        ? fmt::format(", {:.3g} ns for its square", 1e9 * cost.per_squared_token_seconds)
+                        : "",
+                    100.0 * here.error, here.samples);
+  } else {
+    out += "  what an item costs in time is not measured yet: the given costs are taken as they are\n";
+  }
+  const ItemPadding& padding = here.padding;
+  if (padding.own > 0.0) {
+    out += fmt::format(
+        "  padded to the longest of each micro-batch, items cost {:.2f} times their own; in slices of the batch as it "
+        "came {:.2f} times: {:.0f} % of the padding saved\n",
+        padding.padded / padding.own, padding.contiguous / padding.own, 100.0 * padding.saved());
+  }
+  return out;
+}
+
+}  // namespace paceline::engine

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include <paceline/plan/item_packing.hpp>
+
+namespace paceline::engine {
+
+/// One timed micro-batch of items with costs.
+struct ItemTiming {
+  std::size_t device = 0;
+  std::int64_t step = 0;
+  double count = 0.0;
+  double longest = 0.0;
+  double sum = 0.0;
+  double squares = 0.0;  ///< sum of the squared costs
+  double seconds = 0.0;
+};
+
+/// What items cost on one class of devices, learned from the times of micro-batches: a shape common to the class.
+///
+/// Fits of all three measures compete: whether loss_fn trims a slice to its longest item, packs items without padding,
+/// or pads all of them to one length, only the times can tell. Another measure must be better by a tenth of the error
+/// to take over, so that chance does not change it. A device whose speed changed counts as another one for what it ran
+/// before, since shape and scale would be confused.
+class ItemShapes {
+ public:
+  explicit ItemShapes(std::size_t device_count) : device_count_(device_count) {}
+
+  void add(const ItemTiming& timing);
+  /// Fits what is in the window. `since_step`: per device, the step from which on its speed is the present one.
+  /// False: too little, or nothing that depends on the items; then everything stays as it is.
+  bool fit(const std::vector<std::int64_t>& since_step);
+
+  [[nodiscard]] bool fitted() const { return fitted_; }
+  [[nodiscard]] const plan::ItemShape& shape() const { return shape_; }  ///< in seconds on the fastest device
+  [[nodiscard]] double error() const { return error_; }
+  [[nodiscard]] std::int64_t samples() const { return fitted_samples_; }
+  [[nodiscard]] const std::deque<ItemTiming>& timings() const { return timings_; }
+
+ private:
+  std::size_t device_count_;
+  std::deque<ItemTiming> timings_;
+  plan::ItemShape shape_;
+  double error_ = 0.0;
+  std::int64_t fitted_samples_ = 0;
+  bool fitted_ = false;
+};
+
+/// The work of a micro-batch of which only this is known.
+[[nodiscard]] double work_of(const plan::ItemShape& shape, const ItemTiming& timing);
+
+}  // namespace paceline::engine

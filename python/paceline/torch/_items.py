@@ -1,0 +1,96 @@
+"""Batches whose items do not cost the same: the order in which the devices run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paceline import InvalidArgument
+from paceline._core.engine import ItemPlan
+from paceline.torch._batch import Batch, Move, same
+from paceline.torch._objective import Objective, Pin
+
+Cost = torch.Tensor | Callable[[Any], torch.Tensor]
+
+_TOLD = 4  # items of a micro-batch that an error names
+
+
+def costs_of(cost: Cost | None, batch: Any, size: int) -> list[float] | None:
+    """One number per item, or None where items all cost the same.
+
+    Raises
+    ------
+    InvalidArgument
+        If the costs are not 1-D with one per item, or one is negative or not finite.
+    """
+    if cost is None:
+        return None
+    if not isinstance(cost, torch.Tensor) and not callable(cost):
+        raise InvalidArgument(
+            f"cost: {type(cost).__name__}; a 1-D tensor with one cost per item, or a callable that makes one from the batch, is needed."
+        )
+    values = cost if isinstance(cost, torch.Tensor) else cost(batch)
+    if not isinstance(values, torch.Tensor) or values.dim() != 1 or values.shape[0] != size or values.is_complex():
+        got = (
+            f"{values.dtype} of shape {tuple(values.shape)}"
+            if isinstance(values, torch.Tensor)
+            else type(values).__name__
+        )
+        raise InvalidArgument(
+            f"cost: {got} for a batch of {size} items; a 1-D tensor with one real cost per item is needed."
+        )
+    values = values.detach().to("cpu", torch.float64)
+    bad = ~(values.isfinite() & (values >= 0))
+    if bool(bad.any()):
+        item = int(bad.nonzero()[0])
+        raise InvalidArgument(f"cost: item {item} costs {values[item].item()}; costs must be finite and not negative.")
+    numbers: list[float] = values.tolist()
+    return numbers
+
+
+class OrderedBatch:
+    """A batch as a plan orders it: positions ``[begin, end)`` are items from anywhere in it, gathered when they are needed."""
+
+    def __init__(self, batch: Batch, order: torch.Tensor) -> None:
+        self._batch = batch
+        self._order = order
+        self.size = batch.size
+        self.item_shapes = batch.item_shapes
+
+    def slice(self, begin: int, end: int, move: Move = same) -> Any:
+        """As `Batch.slice`, by position."""
+        index = self._order[begin:end]
+
+        def gather(tensor: torch.Tensor) -> torch.Tensor:
+            there = index if tensor.device == index.device else index.to(tensor.device, non_blocking=True)
+            return tensor.index_select(0, there)
+
+        return self._batch.cut(gather, move)
+
+    def told(self, begin: int, end: int) -> str:
+        """The items in words."""
+        items = self._order[begin:end].tolist()
+        named = ", ".join(map(str, items[:_TOLD]))
+        return f"items {named}{', ...' if len(items) > _TOLD else ''} of the batch ({len(items)} of similar cost)"
+
+
+class Items:
+    """A planned batch: its slices, its weights and its outputs, each in the right order."""
+
+    def __init__(self, plan: ItemPlan, batch: Batch, pin: Pin) -> None:
+        self.plan = plan
+        self._order = torch.tensor(plan.order)
+        self.batch = OrderedBatch(batch, pin(self._order))
+        self._pin = pin
+
+    def objective(self, objective: Objective) -> Objective:
+        """The same objective, for slices by position."""
+        return objective.ordered(self._order, self._pin)
+
+    def restored(self, output: Any) -> Any:
+        """An output of the whole batch in the caller's order."""
+        position = torch.empty_like(self._order)
+        position[self._order] = torch.arange(len(position))
+        return Batch(output).cut(lambda tensor: tensor.index_select(0, position.to(tensor.device)), same)

@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include <paceline/engine/data_parallel.hpp>
+#include <paceline/engine/stepper.hpp>
+#include <paceline/error.hpp>
+
+#include "engine/item_claims.hpp"
+#include "engine/item_shapes.hpp"
+#include "host_group.hpp"
+
+namespace paceline {
+namespace {
+
+/// A plan for items of random lengths, with devices that take `speeds` seconds for a unit of work.
+std::shared_ptr<ItemPlan> plan_of(std::mt19937_64& rng, std::size_t items, const std::vector<double>& targets,
+                                  const std::vector<double>& speeds) {
+  std::lognormal_distribution<double> draw(3.0, 0.7);
+  auto plan = std::make_shared<ItemPlan>();
+  for (std::size_t k = 0; k < items; ++k) plan->costs.push_back(draw(rng));
+  plan->shapes.assign(targets.size(), {.cost = {10.0, 1.0, 0.0}});
+  plan->arrangement = plan::arrange_items(plan->costs, targets, plan->shapes);
+  for (const std::int64_t item : plan->arrangement.order) {
+    plan->ordered_costs.push_back(plan->costs[static_cast<std::size_t>(item)]);
+  }
+  const auto& [order, bounds, first, work] = plan->arrangement;
+  for (std::size_t d = 0; d < targets.size(); ++d) plan->item_shares.push_back(bounds[first[d + 1]] - bounds[first[d]]);
+  plan->seconds_per_work = speeds;
+  return plan;
+}
+
+struct Played {
+  std::vector<int> ran;        // per item, how often
+  std::vector<double> finish;  // per device
+  std::vector<MicroBatch> claimed;
+};
+
+/// Virtual time: whoever is free first claims next; what a unit of work really takes is `truth`.
+Played play(const std::shared_ptr<const ItemPlan>& plan, const std::vector<double>& truth, bool stealing,
+            bool any_size) {
+  engine::ItemClaims claims(plan, stealing, any_size);
+  Played played{std::vector<int>(plan->costs.size(), 0), std::vector<double>(truth.size(), 0.0), {}};
+  std::vector<double> now(truth.size(), 0.0);
+  std::vector<bool> left(truth.size(), false);
+  while (std::find(left.begin(), left.end(), false) != left.end()) {
+    std::size_t d = truth.size();
+    for (std::size_t k = 0; k < truth.size(); ++k) {
+      if (!left[k] && (d == truth.size() || now[k] < now[d])) d = k;
+    }
+    const auto mb = claims.claim(d, now[d]);
+    if (!mb) {
+      left[d] = true;
+      continue;
+    }
+    for (const std::int64_t item : mb->items) ++played.ran[static_cast<std::size_t>(item)];
+    EXPECT_EQ(static_cast<std::int64_t>(mb->items.size()), mb->size());
+    now[d] += plan->work(d, mb->begin, mb->end) * truth[d];
+    played.finish[d] = now[d];
+    played.claimed.push_back(*mb);
+  }
+  return played;
+}
+
+TEST(ItemClaims, HandsOutEveryItemOnce) {
+  std::mt19937_64 rng(3);
+  for (int round = 0; round < 200; ++round) {
+    const std::size_t devices = 1 + rng() % 4;
+    std::vector<double> targets;
+    std::vector<double> truth;
+    for (std::size_t d = 0; d < devices; ++d) {
+      targets.push_back(1.0 + static_cast<double>(rng() % 3));
+      truth.push_back(1e-6 * (1.0 + static_cast<double>(rng() % 20)));
+    }
+    const std::vector<double> speeds = round % 3 == 0 ? std::vector<double>{} : std::vector<double>(devices, 1e-6);
+    const auto plan = plan_of(rng, 1 + rng() % 60, targets, speeds);
+    const Played played = play(plan, truth, round % 5 != 0, round % 2 == 0);
+    EXPECT_TRUE(std::all_of(played.ran.begin(), played.ran.end(), [](int n) { return n == 1; })) << round;
+  }
+}
+
+TEST(ItemClaims, AFastDeviceTakesOverFromOneThatBecameSlow) {
+  std::mt19937_64 rng(5);
+  const auto plan = plan_of(rng, 128, {1.0, 1.0}, {1e-6, 1e-6});
+  const std::vector<double> truth{1e-6, 3e-6};
+  const auto makespan = [&](bool stealing, bool any_size) {
+    const Played played = play(plan, truth, stealing, any_size);
+    return *std::max_element(played.finish.begin(), played.finish.end());
+  };
+  const double stays = makespan(false, true);
+  const double whole = makespan(true, false);
+  const double parts = makespan(true, true);
+  EXPECT_LT(whole, 0.8 * stays);
+  EXPECT_LE(parts, whole);
+  EXPECT_LT(parts, 0.6 * stays);  // 0.5 would be even
+}
+
+TEST(ItemClaims, KeepsToTheSharesWithoutStealing) {
+  std::mt19937_64 rng(6);
+  const auto plan = plan_of(rng, 64, {1.0, 2.0}, {1e-6, 1e-6});
+  const Played played = play(plan, {9e-6, 1e-6}, false, true);
+  std::vector<std::int64_t> items(2, 0);
+  for (const MicroBatch& mb : played.claimed) items[mb.device_index] += mb.size();
+  EXPECT_EQ(items, plan->item_shares);
+  EXPECT_TRUE(std::none_of(played.claimed.begin(), played.claimed.end(), [](const auto& mb) { return mb.correction; }));
+}
+
+TEST(ItemClaims, NothingAfterCancel) {
+  std::mt19937_64 rng(8);
+  engine::ItemClaims claims(plan_of(rng, 10, {1.0}, {1e-6}), true, true);
+  EXPECT_TRUE(claims.claim(0, 0.0));
+  claims.cancel();
+  EXPECT_FALSE(claims.claim(0, 1.0));
+}
+
+engine::ItemTiming timing_of(std::mt19937_64& rng, std::size_t device) {
+  std::uniform_int_distribution<int> count(1, 40);
+  std::lognormal_distribution<double> length(3.0, 0.6);
+  engine::ItemTiming timing{.device = device, .count = static_cast<double>(count(rng))};
+  for (int k = 0; k < static_cast<int>(timing.count); ++k) {
+    const double one = length(rng);
+    timing.longest = std::max(timing.longest, one);
+    timing.sum += one;
+    timing.squares += one * one;
+  }
+  return timing;
+}
+
+TEST(ItemShapes, TellsWhatTimesFollow) {
+  for (const auto measure : {plan::ItemMeasure::padded, plan::ItemMeasure::sum, plan::ItemMeasure::count}) {
+    std::mt19937_64 rng(11);
+    std::normal_distribution<double> noise(1.0, 0.02);
+    engine::ItemShapes shapes(2);
+    const plan::ItemShape truth{.cost = {1e-3, 2e-5, measure == plan::ItemMeasure::count ? 0.0 : 1e-7},
+                                .measure = measure};
+    for (int k = 0; k < 200; ++k) {
+      engine::ItemTiming timing = timing_of(rng, static_cast<std::size_t>(k % 2));
+      timing.seconds = engine::work_of(truth, timing) * noise(rng) * (k % 2 == 0 ? 1.0 : 2.5);
+      shapes.add(timing);
+    }
+    ASSERT_TRUE(shapes.fit({0, 0}));
+    EXPECT_EQ(shapes.shape().measure, measure);
+    EXPECT_NEAR(shapes.shape().cost.per_token_seconds, 2e-5, 0.2 * 2e-5);
+    EXPECT_LT(shapes.error(), 0.03);
+  }
+}
+
+TEST(ItemShapes, ADeviceThatChangedItsSpeedIsNoOtherShape) {
+  std::mt19937_64 rng(12);
+  engine::ItemShapes shapes(1);
+  const plan::ItemShape truth{.cost = {1e-3, 2e-5, 0.0}};
+  for (int k = 0; k < 100; ++k) {
+    engine::ItemTiming timing = timing_of(rng, 0);
+    timing.step = k;
+    timing.seconds = engine::work_of(truth, timing) * (k < 50 ? 1.0 : 3.0);
+    shapes.add(timing);
+  }
+  ASSERT_TRUE(shapes.fit({50}));
+  EXPECT_LT(shapes.error(), 1e-6);
+  engine::ItemShapes unaware = shapes;
+  ASSERT_TRUE(unaware.fit({0}));
+  EXPECT_GT(unaware.error(), 0.1);
+}
+
+TEST(ItemShapes, SaysNothingOfItemsWhereTimesDoNot) {
+  std::mt19937_64 rng(13);
+  engine::ItemShapes shapes(1);
+  for (int k = 0; k < 50; ++k) {
+    engine::ItemTiming timing = timing_of(rng, 0);
+    timing.seconds = 1e-3;
+    shapes.add(timing);
+  }
+  EXPECT_FALSE(shapes.fit({0}));
+  EXPECT_FALSE(shapes.fitted());
+}
+
+TEST(StepsWithCosts, TheGradientIsThatOfEveryItemOnce) {
+  const DeviceGroup group = host_group(2);
+  BasicDataParallel<double> trainer{group, {.parameter_count = 50}};
+  std::mt19937_64 rng(2);
+  for (int step = 0; step < 30; ++step) {
+    std::vector<double> costs(50);
+    for (double& cost : costs) cost = static_cast<double>(rng() % 9);
+    const double loss = trainer.step(costs, [&](const MicroBatch& mb, BasicReplica<double>& replica) {
+      EXPECT_EQ(static_cast<std::int64_t>(mb.items.size()), mb.size());
+      for (const std::int64_t item : mb.items) replica.gradients[static_cast<std::size_t>(item)] += 50.0;
+      return static_cast<double>(mb.size());
+    });
+    EXPECT_DOUBLE_EQ(loss, 1.0);
+    for (const double gradient : trainer.gradients()) ASSERT_DOUBLE_EQ(gradient, 1.0);
+    EXPECT_EQ(std::accumulate(trainer.shares().begin(), trainer.shares().end(), std::int64_t{0}), 50);
+  }
+  ASSERT_TRUE(trainer.item_report());
+  EXPECT_EQ(trainer.item_report()->steps, 30);
+  EXPECT_LE(trainer.item_report()->padding.own, trainer.item_report()->padding.padded);
+  EXPECT_THROW(trainer.step(std::vector<double>{1.0, -1.0}, [](const MicroBatch&, auto&) { return 0.0; }),
+               InvalidArgument);
+  EXPECT_DOUBLE_EQ(trainer.step(50, [](const MicroBatch& mb, auto&) { return static_cast<double>(mb.size()); }), 1.0);
+}
+
+TEST(StepsWithCosts, OnlyTheLastPlanRuns) {
+  const DeviceGroup group = host_group(1);
+  Stepper stepper(group, {});
+  const auto old = stepper.plan_items(std::vector<double>{1.0, 2.0});
+  const auto fresh = stepper.plan_items(std::vector<double>{1.0, 2.0});
+  EXPECT_THROW((void)stepper.begin(old, nullptr), InvalidArgument);
+}
+
+}  // namespace
+}  // namespace paceline
