@@ -114,9 +114,8 @@ Outcome run(Stepper& stepper, std::int64_t batch_size, const std::shared_ptr<con
   std::shared_ptr<QueuedProgram> queued;
   if (queues != nullptr) program = queued = std::make_shared<QueuedProgram>(called, std::move(outputs), queues);
   const auto release = [&] { queued != nullptr ? queued->release() : called->release(); };
-  Outcome outcome{
-      items ? stepper.begin(items, program) : stepper.begin(batch_size, program, micro_batches_of(script)),
-      device_count};
+  Outcome outcome{items ? stepper.begin(items, program) : stepper.begin(batch_size, program, micro_batches_of(script)),
+                  device_count};
   // Not what wait() returns: the step may come to its end while the signal's handler runs.
   bool signalled = false;
   const auto no_signal = [&signalled] {

@@ -35,8 +35,8 @@ struct LedgerClaim {
 /// The last is no call: it says what really ran, by device in the order it ran, [device, begin, end, start, finish]
 /// each, and if micro-batches were worked off in smaller pieces also "pieces": [[device, begin, end], ...]. replay()
 /// passes over it. In a record a micro-batch is [items, seconds], with a third element true if it was excluded; it has
-/// "reduction_seconds" where they were measured. Lines are flushed by the stream's own rules. Not thread-safe, like the balancer it belongs to. The stream must outlive the
-/// writer.
+/// "reduction_seconds" where they were measured. Lines are flushed by the stream's own rules. Not thread-safe, like the
+/// balancer it belongs to. The stream must outlive the writer.
 class PACELINE_API LedgerWriter {
  public:
   explicit LedgerWriter(std::ostream& out);
