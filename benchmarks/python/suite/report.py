@@ -71,7 +71,8 @@ def google_rows(benchmarks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, 
             yield each["run_name"], f"failed: {each.get('error_message', '')}", "", ""
         elif each.get("aggregate_name") == "median" or each.get("run_type") == "iteration":
             spread = f"{spreads[each['run_name']]:.1%}" if each["run_name"] in spreads else ""
-            yield each["run_name"], _time(each, "real_time"), _time(each, "cpu_time"), spread
+            name = f"{each['run_name']} ({each['label']})" if each.get("label") else each["run_name"]
+            yield name, _time(each, "real_time"), _time(each, "cpu_time"), spread
 
 
 def figures(result: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:

@@ -30,6 +30,7 @@ def _program(path: Path, *, quick: bool) -> Stage:
 
 def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
     race = ("--steps", "2", "--rounds", "1", "--batch", "64", "--ratio-seconds", "2") if quick else ()
+    text = ("--steps", "2", "--rounds", "1", "--batch", "32") if quick else ()
     straggler = ("--steps", "12", "--batch", "64") if quick else ()
     no_gpu = "" if gpu else "PyTorch sees no GPU"
     short = ("--short",) if quick else ()
@@ -38,6 +39,8 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
         _script("race_ddp", *race, limit=600),
         _script("race_ddp", "--busy", *race, limit=600),
         _script("race_ddp", "--busy", "--malloc", *race, limit=600),
+        _script("race_text", *text, limit=900),
+        _script("race_text", "--busy", *text, limit=900),
         _script("straggler", "--plot", str(picture), *straggler, limit=300),
         _script("launch_scaling", *on_host, *short, limit=300),
         _script("race_gpu", *short, limit=900, why_not=no_gpu),
