@@ -297,7 +297,8 @@ void bind_engine(py::module_& module) {
           "run_items",
           [](Stepper& stepper, const std::shared_ptr<ItemPlan>& items, py::object body, py::object finish,
              const std::optional<std::shared_ptr<TrainerQueues>>& queues, py::object outputs) {
-            return run(stepper, items->size(), items, std::move(body), std::move(finish), queues, std::move(outputs));
+            return run(stepper, items->size(), items, std::move(body), std::move(finish), queues, std::move(outputs),
+                       {});
           },
           py::arg("items"), py::arg("body"), py::arg("finish"), py::arg("queues") = py::none(),
           py::arg("outputs") = py::none(), "As run(), with begin and end as positions in the plan's order.")
@@ -306,13 +307,16 @@ void bind_engine(py::module_& module) {
       .def(
           "run",
           [](Stepper& stepper, std::int64_t batch_size, py::object body, py::object finish,
-             const std::optional<std::shared_ptr<TrainerQueues>>& queues, py::object outputs) {
-            return run(stepper, batch_size, nullptr, std::move(body), std::move(finish), queues, std::move(outputs));
+             const std::optional<std::shared_ptr<TrainerQueues>>& queues, py::object outputs,
+             const std::optional<Script>& script) {
+            return run(stepper, batch_size, nullptr, std::move(body), std::move(finish), queues, std::move(outputs),
+                       script);
           },
           py::arg("batch_size"), py::arg("body"), py::arg("finish"), py::arg("queues") = py::none(),
-          py::arg("outputs") = py::none(),
-          "Run one step: body(device, begin, end, last) -> int per micro-batch, finish(device) -> gradients. See "
-          "python_program.hpp, and queued_program.hpp for devices with queues.")
+          py::arg("outputs") = py::none(), py::arg("claims") = py::none(),
+          "Run one step: body(device, begin, end, last) -> int per micro-batch, finish(device) -> gradients. claims: "
+          "(begin, end) of the micro-batches to run instead of planned ones, for each device. See python_program.hpp, "
+          "and queued_program.hpp for devices with queues.")
       .def("settle", &Stepper::settle, "Return when the times of all committed steps are known.")
       .def("cancel", &Stepper::cancel, "End the step that runs, if any, once every worker has left its micro-batch.")
       .def(
