@@ -5,7 +5,48 @@ import typing
 
 import paceline._core.plan
 
-__all__: list[str] = ["Balancer", "LedgerMismatch", "ReplayResult", "StepPlan", "replay_text"]
+__all__: list[str] = ["Balancer", "LedgerMismatch", "ReplayResult", "StepPlan", "WhatIfAnswer", "replay_text"]
+
+class WhatIfAnswer:
+    """
+    The split that would be best then, and how long a step would take.
+    """
+    def __repr__(self) -> str: ...
+    @property
+    def best_seconds(self) -> float:
+        """
+        Of a step with the best shares for the devices as they are.
+        """
+    @property
+    def error(self) -> float:
+        """
+        Relative standard error of `seconds`.
+        """
+    @property
+    def names(self) -> list[str]:
+        """
+        The present devices, then those added.
+        """
+    @property
+    def present_seconds(self) -> float:
+        """
+        Of a step with the shares now in force and the devices as they are.
+        """
+    @property
+    def seconds(self) -> float:
+        """
+        Of a step with these shares, by the estimates.
+        """
+    @property
+    def shares(self) -> list[int]:
+        """
+        Items per name; 0 for those removed.
+        """
+    @property
+    def text(self) -> str:
+        """
+        In a sentence.
+        """
 
 class StepPlan:
     """
@@ -135,6 +176,39 @@ class Balancer:
     def retire(self, device: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
         The device with this index gets no further work.
+        """
+    def what_if(
+        self,
+        *,
+        speeds: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex] = {},
+        add: collections.abc.Sequence[tuple[str, typing.SupportsFloat | typing.SupportsIndex]] = [],
+        remove: collections.abc.Sequence[str] = [],
+        batch_size: typing.SupportsInt | typing.SupportsIndex = 0,
+    ) -> WhatIfAnswer:
+        """
+        What would the best split be, and how long a step, if devices had other speeds, came or left?
+
+        By the present estimates; changes nothing.
+
+        Parameters
+        ----------
+        speeds
+            Device names and factors on their present speed: {"cuda:1": 2.0} is twice as fast.
+        add
+            (like, speed) each: one device more like the named one, so many times as fast.
+        remove
+            Names of devices that would get no work.
+        batch_size
+            Default: that of the last plan.
+
+        Returns
+        -------
+        WhatIfAnswer
+
+        Raises
+        ------
+        InvalidArgument
+            Before the first timing, for a name that is not there, or a speed that is not above zero.
         """
     @property
     def move_count(self) -> int:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 
+import paceline._core.balance
 import paceline._core.runtime
 
 __all__: list[str] = ["DeviceQueues", "ItemPlan", "StepOutcome", "Stepper"]
@@ -148,16 +149,18 @@ class Stepper:
         self,
         outcome: StepOutcome,
         pieces: collections.abc.Sequence[
-            tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]
+            tuple[
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+            ]
         ] = [],
     ) -> None:
         """
         Tell the balancer and the metrics about a step that succeeded; pieces: (device index, begin, end) each, if micro-batches were worked off in smaller ones.
         """
     def explain(self) -> str: ...
-    def plan_items(
-        self, costs: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]
-    ) -> ItemPlan:
+    def plan_items(self, costs: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> ItemPlan:
         """
         Plan a batch with one cost per item; run_items() runs the plan.
         """
@@ -169,7 +172,9 @@ class Stepper:
         queues: DeviceQueues | None = None,
         outputs: typing.Any = None,
         claims: collections.abc.Sequence[
-            collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]]
+            collections.abc.Sequence[
+                tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]
+            ]
         ]
         | None = None,
     ) -> StepOutcome:
@@ -190,6 +195,17 @@ class Stepper:
     def settle(self) -> None:
         """
         Return when the times of all committed steps are known.
+        """
+    def what_if(
+        self,
+        *,
+        speeds: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex] = {},
+        add: collections.abc.Sequence[tuple[str, typing.SupportsFloat | typing.SupportsIndex]] = [],
+        remove: collections.abc.Sequence[str] = [],
+        batch_size: typing.SupportsInt | typing.SupportsIndex = 0,
+    ) -> paceline._core.balance.WhatIfAnswer:
+        """
+        See `paceline.balance.Balancer.what_if`.
         """
     def write_ledger(self, path: str) -> None:
         """

@@ -5,6 +5,86 @@ import typing
 
 __all__: list[str] = ["Event", "Scenario", "ScenarioResult", "SimulationResult", "run_suite", "scenarios", "simulate"]
 
+class Scenario:
+    """
+    A way in which training machines misbehave, and what is asked of the balancer there.
+    """
+    def __repr__(self) -> str: ...
+    @property
+    def about(self) -> str:
+        """
+        What happens, and where such a thing was observed or published.
+        """
+    @property
+    def most_moves_per_100_steps(self) -> float: ...
+    @property
+    def most_regret(self) -> float:
+        """
+        The bound on `ScenarioResult.regret`.
+        """
+    @property
+    def most_steps_to_recover(self) -> int:
+        """
+        0: not asked.
+        """
+    @property
+    def name(self) -> str: ...
+    @property
+    def steps(self) -> int:
+        """
+        Steps simulated.
+        """
+
+class ScenarioResult:
+    """
+    What came out of one scenario, over its seeds.
+    """
+    def __repr__(self) -> str: ...
+    @property
+    def even_loss(self) -> float:
+        """
+        Of the even split.
+        """
+    @property
+    def loss(self) -> float:
+        """
+        `SimulationResult.loss_to_ideal`, mean over the seeds.
+        """
+    @property
+    def missed(self) -> list[str]:
+        """
+        Bounds that were not kept, in words.
+        """
+    @property
+    def moves_per_100_steps(self) -> float: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def optimum_loss(self) -> float:
+        """
+        The least that a rule without a crystal ball can lose.
+        """
+    @property
+    def optimum_source(self) -> str:
+        """
+        Where that is from.
+        """
+    @property
+    def regret(self) -> float:
+        """
+        Loss beyond the optimum's.
+        """
+    @property
+    def steps_to_recover(self) -> int | None:
+        """
+        Of the event that took longest, the median over the seeds; None without events, or if never.
+        """
+    @property
+    def worst_loss(self) -> float:
+        """
+        Of one seed.
+        """
+
 class Event:
     """
     A change of the box that the split should follow.
@@ -92,6 +172,34 @@ class SimulationResult:
         All the time that passed, noise and lost steps included, over the oracle's noise-free time.
         """
 
+def run_suite(
+    names: collections.abc.Sequence[str] = [], *, seeds: typing.SupportsInt | typing.SupportsIndex = 5
+) -> list[ScenarioResult]:
+    """
+    Run the balancer through scenarios and hold each outcome against its bounds.
+
+    Parameters
+    ----------
+    names
+        Of the scenarios to run; none: all.
+    seeds
+        Each scenario meets the noise of the seeds 1 to `seeds`.
+
+    Returns
+    -------
+    list of ScenarioResult
+
+    Raises
+    ------
+    InvalidArgument
+        For a name that no scenario has, or less than one seed.
+    """
+
+def scenarios() -> list[Scenario]:
+    """
+    All scenarios of the suite.
+    """
+
 def simulate(
     speeds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
     *,
@@ -117,6 +225,25 @@ def simulate(
     per_item_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0001,
     device_classes: collections.abc.Sequence[str] | None = None,
     ledger: bool = False,
+    drifts: collections.abc.Sequence[
+        tuple[
+            typing.SupportsInt | typing.SupportsIndex,
+            typing.SupportsFloat | typing.SupportsIndex,
+            typing.SupportsFloat | typing.SupportsIndex,
+            typing.SupportsInt | typing.SupportsIndex,
+            typing.SupportsInt | typing.SupportsIndex,
+        ]
+    ] = [],
+    pauses: collections.abc.Sequence[
+        tuple[
+            typing.SupportsInt | typing.SupportsIndex,
+            typing.SupportsFloat | typing.SupportsIndex,
+            typing.SupportsInt | typing.SupportsIndex,
+            typing.SupportsInt | typing.SupportsIndex,
+        ]
+    ] = [],
+    reduction_seconds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] = [],
+    first_run_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
 ) -> SimulationResult:
     """
     Run the balancer on simulated devices with a virtual clock.
@@ -148,6 +275,16 @@ def simulate(
         One name per device; default: all of one class.
     ledger
         Keep the balancer's calls, for `paceline.balance.replay`.
+    drifts
+        (device, first, last, from, to): that device takes `first` times as long up to step `from`, `last` times from step `to` on, and
+        what lies between in between.
+    pauses
+        (device, seconds, first, every): that device stands still so long in step `first` and every `every` steps after it (0: once).
+        No split avoids it, so it is not in the ideal.
+    reduction_seconds
+        Seconds that each step ends later when k devices have work, at index k from 0; default: none.
+    first_run_seconds
+        Added when a device runs a size for the first time; such times are marked as no evidence.
 
     Returns
     -------
