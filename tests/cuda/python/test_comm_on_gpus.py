@@ -139,9 +139,11 @@ def test_a_gpu_that_does_not_come_is_a_timeout_that_names_it(fake: Any) -> None:
     with DeviceGroup(["cuda:0", "cuda:1"]) as group:
         communicator = Communicator(group, transport="copies", timeout=0.02)
         fake.hang(1)  # the legacy default stream of the current GPU, which is the first
-        communicator.all_reduce([Array([1, 2], 0), Array([3, 4], 1)])
+        arrays = [Array([1, 2], 0), Array([3, 4], 1)]
+        communicator.all_reduce(arrays)
         with pytest.raises(TimeoutError, match=r"cuda:0: what its buffer's stream was given .* within 0\.04 s"):
             communicator.wait()
+        fake.go_on(1)  # while the arrays are there: what was enqueued still writes to them
         communicator.close()
 
 

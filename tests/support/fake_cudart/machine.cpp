@@ -49,6 +49,12 @@ bool Clock::covers(std::size_t stream, std::uint64_t count) const {
 void Machine::boot(const Settings& settings) {
   settings_ = settings;
   random_.seed(settings.seed);
+  // What was held beyond the machine's end (by a thread that was left behind, say) shall not be taken for a new stream.
+  static auto* const gone = new std::vector<std::unique_ptr<Stream>>;
+  for (auto& [key, stream] : streams_) {
+    stream->queue.clear();
+    gone->push_back(std::move(stream));
+  }
   streams_.clear();
   legacy_.clear();
   events_.clear();

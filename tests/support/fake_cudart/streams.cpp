@@ -61,6 +61,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   const std::lock_guard lock(machine().mutex);
+  if (!machine().known(machine().resolve(stream))) return cudaErrorInvalidResourceHandle;  // of an earlier machine
   fake::Stream* const target = as_stream(stream);
   if (const cudaError_t error = machine().health(target->device); error != cudaSuccess) return fail(error);
   return machine().query(target) ? cudaSuccess : cudaErrorNotReady;
