@@ -110,16 +110,17 @@ std::vector<ScenarioResult> run_suite(const std::vector<std::string>& names, std
 void bind_suite(py::module_& module) {
   py::class_<Scenario>(module, "Scenario",
                        "A way in which training machines misbehave, and what is asked of the balancer there.")
-      .def_readonly("name", &Scenario::name)
+      .def_readonly("name", &Scenario::name, "How results name it.")
       .def_readonly("about", &Scenario::about, "What happens, and where such a thing was observed or published.")
       .def_property_readonly(
           "steps", [](const Scenario& self) { return self.options.steps; }, "Steps simulated.")
       .def_readonly("most_regret", &Scenario::most_regret, "The bound on `ScenarioResult.regret`.")
-      .def_readonly("most_moves_per_100_steps", &Scenario::most_moves_per_100_steps)
+      .def_readonly("most_moves_per_100_steps", &Scenario::most_moves_per_100_steps,
+                    "The bound on `ScenarioResult.moves_per_100_steps`.")
       .def_readonly("most_steps_to_recover", &Scenario::most_steps_to_recover, "0: not asked.")
       .def("__repr__", [](const Scenario& self) { return fmt::format("Scenario('{}')", self.name); });
   py::class_<ScenarioResult>(module, "ScenarioResult", "What came out of one scenario, over its seeds.")
-      .def_readonly("name", &ScenarioResult::name)
+      .def_readonly("name", &ScenarioResult::name, "Of the scenario.")
       .def_readonly("loss", &ScenarioResult::loss, "`SimulationResult.loss_to_ideal`, mean over the seeds.")
       .def_readonly("worst_loss", &ScenarioResult::worst_loss, "Of one seed.")
       .def_readonly("even_loss", &ScenarioResult::even_loss, "Of the even split.")
@@ -129,7 +130,8 @@ void bind_suite(py::module_& module) {
       .def_property_readonly(
           "optimum_source", [](const ScenarioResult& self) { return self.optimum.source; }, "Where that is from.")
       .def_readonly("regret", &ScenarioResult::regret, "Loss beyond the optimum's.")
-      .def_readonly("moves_per_100_steps", &ScenarioResult::moves_per_100_steps)
+      .def_readonly("moves_per_100_steps", &ScenarioResult::moves_per_100_steps,
+                    "Changes of shares, mean over the seeds.")
       .def_readonly("steps_to_recover", &ScenarioResult::steps_to_recover,
                     "Of the event that took longest, the median over the seeds; None without events, or if never.")
       .def_readonly("missed", &ScenarioResult::missed, "Bounds that were not kept, in words.")

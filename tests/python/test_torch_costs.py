@@ -7,6 +7,7 @@ import copy
 import random
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,10 +121,8 @@ def test_every_item_runs_once_when_a_device_is_slow(micro_batch: int | None) -> 
         for _ in range(30):
             costs = torch.tensor([rng.lognormvariate(0, 0.7) for _ in range(items)])
             trainer.step(loss_fn, {"item": torch.arange(items), "cost": costs}, cost=costs)
-        corrections = 0
         fast, late = sorted(trainer.report()["devices"].values(), key=lambda entry: entry["items"], reverse=True)
         assert fast["items"] > 1.5 * late["items"]
-        assert corrections == 0
     # Each step divides by the batch size.
     torch.testing.assert_close(module.weight.grad, torch.full((items,), 30.0 / items, dtype=torch.double))
     assert sum(ran) == 30 * items
@@ -337,3 +336,27 @@ def test_costs_that_are_none(cost: Any, message: str) -> None:
         with pytest.raises(InvalidArgument, match=message):
             trainer.predict(batch, lambda one, part: one(part[0]), cost=cost)
         trainer.step(classify, batch, cost=torch.ones(4))
+
+
+@pytest.mark.parametrize("options", [{"memory": 1 << 20}, {"granularity": 4}])
+def test_limits_that_count_items_are_refused(options: dict[str, Any]) -> None:
+    module, batch = nn.Linear(3, 1), torch.rand(8, 3)
+    with DataParallel(module, TWO, **options) as trainer:
+        with pytest.raises(InvalidArgument, match=r"cost= together with memory= or granularity="):
+            trainer.step(lambda one, part: one(part).mean(), batch, cost=torch.ones(8))
+        with pytest.raises(InvalidArgument, match=r"cost= together with memory= or granularity="):
+            trainer.predict(batch, cost=torch.ones(8))
+        trainer.step(lambda one, part: one(part).mean(), batch)
+
+
+def test_a_replay_of_claims_refuses_costs(tmp_path: Path) -> None:
+    module, batch, path = nn.Linear(3, 1), torch.rand(8, 3), tmp_path / "run.jsonl"
+    with DataParallel(module, TWO) as trainer:
+        trainer.write_ledger(path)
+        trainer.step(lambda one, part: one(part).mean(), batch)
+    with DataParallel(module, TWO) as trainer:
+        trainer.replay_claims(path)
+        with pytest.raises(InvalidArgument, match=r"cost= while claims are replayed"):
+            trainer.step(lambda one, part: one(part).mean(), batch, cost=torch.ones(8))
+        trainer.replay_claims(None)
+        trainer.step(lambda one, part: one(part).mean(), batch, cost=torch.ones(8))

@@ -170,3 +170,19 @@ def test_a_ledger_that_comes_too_late_leaves_the_file_alone(tmp_path: Path) -> N
         trainer.step(classify, batch)
     assert not (tmp_path / "second.jsonl").exists()
     assert replay(path).records == 2
+
+
+def test_what_if_answers_without_a_trace() -> None:
+    module, batch = classifier()
+    with DataParallel(module, TWO) as trainer:
+        with pytest.raises(InvalidArgument):
+            trainer.what_if(speeds={TWO[0]: 2.0})
+        for _ in range(3):
+            trainer.step(classify, batch)
+        shares, steps = trainer.shares, trainer.report()["steps"]
+        alone = trainer.what_if(remove=[TWO[1]])
+        more = trainer.what_if(add=[(TWO[0], 1.0)])
+        assert list(alone.shares)[1] == 0
+        assert len(more.shares) == 3
+        assert more.seconds <= alone.seconds
+        assert (trainer.shares, trainer.report()["steps"]) == (shares, steps)

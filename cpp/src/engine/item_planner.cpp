@@ -136,7 +136,7 @@ void ItemPlanner::learn(const ItemPlan& plan, const StepRecord& record) {
 void ItemPlanner::refit() {
   std::vector<std::int64_t> since;
   for (const balance::DeviceReport& device : balancer_.report().devices) {
-    since.push_back(device.change_points > 0 ? device.since_step : 0);
+    since.push_back(device.change_points + device.drifts > 0 ? device.since_step : 0);
   }
   // The sum of the work in all windows, by the shapes that it was planned with so far: it stays.
   std::vector<double> before(classes_.size(), 0.0);

@@ -48,7 +48,7 @@ class Execution:
         self._names = places.names
         self.places = places
         self.replicas = replicas
-        self._committed: Any = None  # the last outcome that was
+        self.committed: Any = None  # the last outcome that was
         # What host devices have delivered to GPUs, until these have read it: PyTorch would hand it on.
         self._delivered: list[tuple[Any, Any]] = []
 
@@ -128,7 +128,7 @@ class Execution:
 
     def release(self) -> None:
         """Let go of what was kept for the devices to read; they have ended."""
-        self._committed = None
+        self.committed = None
         self._delivered.clear()
 
     def _execute(self, stepper: Stepper, run: Run) -> Any:
@@ -165,9 +165,9 @@ class Execution:
     def _commit(self, work: Workload, run: Run, user: UserGradients, totals: Gradients, outcome: Any) -> None:
         user.commit(totals)
         self._commit_buffers(outcome)
-        if self._committed is not outcome:
+        if self.committed is not outcome:
             work.stepper.commit(outcome, run.pieces)
-            self._committed = outcome
+            self.committed = outcome
             self.items = outcome.items
 
     def _commit_buffers(self, outcome: Any) -> None:

@@ -162,7 +162,8 @@ class Run:
                     codes.append(self._piece(device, *piece))
                 self.launched(device, time.perf_counter() - began)
                 self._ran[device].append((device, *piece))
-        self._divided |= len(codes) > 1
+        if len(codes) > 1:  # only ever set, whichever worker is first
+            self._divided = True
         return max(codes)
 
     @property

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import torch
 from torch import nn
 
 from paceline import Device, DeviceGroup, InvalidArgument
+from paceline.balance import WhatIfAnswer
 from paceline.comm import Transport
 from paceline.torch._arguments import (
     Balance,
@@ -80,7 +82,7 @@ class DataParallel(Lifetime):
     memory
         What one micro-batch may take of a device's memory, beyond parameters and gradients: bytes, or a fraction of what the device has
         (of its memory, divided by the devices that share it); a dictionary says it for some devices only, by name. Two sizes are
-        measured, and larger claims then worked off in pieces that fit. Default: no limit but the memory itself.
+        measured, and larger claims then worked off in pieces that fit. Default: no limit but the memory itself. Not with `cost` of `step`.
     granularity
         Shares and what devices take over from each other are multiples of so many items, so that no more than ``batch / granularity`` sizes
         of micro-batches ever run (and one for what is left of the batch): for modules that compile or tune anew for each size. Shares are
@@ -149,6 +151,7 @@ class DataParallel(Lifetime):
             self._limits = memory_limits(memory, group)
             self._steps = Workload(group, places, self._limits, **self._options)
             self._others: dict[str, Workload] = {}
+            self._temporary: list[Workload] = []  # of calls that leave no trace
             self._script: ClaimScript | None = None
             execution = Execution(group, module, places, Replicas(module, places, replicate))
         except BaseException:
@@ -229,6 +232,8 @@ class DataParallel(Lifetime):
         check_scaler("step", scaler)
         whole, objective = self._prepared(batch, weight)
         costs = costs_of(cost, batch, whole.size)
+        if costs is not None:
+            self._check_costs()
         if costs is not None and self._script is not None:
             raise InvalidArgument(
                 "step: cost= while claims are replayed, which know of no order by cost. Leave it out, or end the replay first: "
@@ -254,10 +259,12 @@ class DataParallel(Lifetime):
         scale = self._scale_of(scaler)
         run = TrainRun(frame, loss_fn=loss_fn, objective=objective, scale=scale, names=self._replicas.names)
         run.claims = claims.lanes if claims is not None else None
-        loss = self._execution.train(work, run)[0]
-        if self._script is not None:
-            self._script.advance()
-        return loss
+        before = self._execution.committed
+        try:
+            return self._execution.train(work, run)[0]
+        finally:  # an interrupt that comes while gradients are written leaves a step that is done
+            if self._script is not None and self._execution.committed is not before:
+                self._script.advance()
 
     def _scale_of(self, scaler: Any) -> torch.Tensor | None:
         if scaler is None or not scaler.is_enabled():
@@ -265,8 +272,21 @@ class DataParallel(Lifetime):
         scale: torch.Tensor = scaler.scale(torch.ones((), device=self._places.home))
         return scale
 
+    def _check_costs(self) -> None:
+        if self._options["granularity"] > 1 or any(limit is not None for limit in self._limits or []):
+            raise InvalidArgument(
+                "cost= together with memory= or granularity=: these count items, of which long ones take more. Make the trainer without "
+                "them, or with micro_batch=, which is a limit for batches with costs, too."
+            )
+
     def _workloads(self) -> list[Workload]:
-        return [self._steps, *self._others.values()]
+        return [self._steps, *self._others.values(), *self._temporary]
+
+    def _temporarily(self, **options: Any) -> Workload:
+        """For the current call only; `close` in another thread ends it, too."""
+        work = Workload(self.group, self._places, self._limits, **options)
+        self._temporary.append(work)
+        return work
 
     def _work(self, key: str) -> Workload:
         """Of other kinds of work than `step`, made when it is first run."""
@@ -356,14 +376,14 @@ class DataParallel(Lifetime):
         >>> print(trainer.check(loss_fn, batch))                                  # doctest: +SKIP
         not exact: running statistics (32 items)
         """
-        with self._alone("check"):
+        with self._alone("check"), _emptied(self._temporary):
             check_trains("check", loss_fn)
             whole, objective = self._prepared(batch, weight)
             self._places.begin()
             micro_batch = self._options["micro_batch"]
             return check(
                 self._execution,
-                Workload(self.group, self._places, self._limits, micro_batch=micro_batch, balance="even"),
+                self._temporarily(micro_batch=micro_batch, balance="even"),
                 whole,
                 objective,
                 loss_fn,
@@ -407,13 +427,13 @@ class DataParallel(Lifetime):
         BatchSizeSearch
             ``batch_size``, ``micro_batch``, the times behind them; ``print`` and ``plot(path)`` show them.
         """
-        with self._alone("find_batch_size"):
+        with self._alone("find_batch_size"), _emptied(self._temporary):
             check_trains("find_batch_size", loss_fn)
             own = self._options["micro_batch"]
 
             def workload(micro_batch: int | None) -> Workload:
                 options = {**self._options, "micro_batch": micro_batch or own}
-                return Workload(self.group, self._places, self._limits, **options)
+                return self._temporarily(**options)
 
             timer = StepTimer(self._execution, loss_fn, workload)
 
@@ -453,6 +473,8 @@ class DataParallel(Lifetime):
         whole = Batch(batch)
         self._places.begin()
         costs = costs_of(cost, batch, whole.size)
+        if costs is not None:
+            self._check_costs()
         work = self._work("predict")
 
         def attempt() -> Any:
@@ -592,6 +614,37 @@ class DataParallel(Lifetime):
         text += self._steps.caps.explain() + self._places.explain() + self._places.launches.explain(busy)
         return text + "".join(f"\n{name}: {work.stepper.explain()}{work.caps.explain()}" for name, work in runs.items())
 
+    def what_if(
+        self,
+        *,
+        speeds: Mapping[str, float] | None = None,
+        add: Sequence[tuple[str, float]] = (),
+        remove: Sequence[str] = (),
+        batch_size: int | None = None,
+    ) -> WhatIfAnswer:
+        """What the best split of `step` would be, and how long a step, if devices had other speeds, came or left. Changes nothing.
+
+        Parameters
+        ----------
+        speeds
+            Device names and factors on their present speed: ``{"host:1": 2.0}`` is twice as fast.
+        add
+            ``(like, speed)`` each: one device more like the named one, so many times as fast.
+        remove
+            Names of devices that would get no work.
+        batch_size
+            Default: that of the last step.
+
+        Raises
+        ------
+        InvalidArgument
+            Before the first timing, for a name that is not there, or a speed that is not above zero.
+        """
+        self._steps.stepper.settle()
+        return self._steps.stepper.what_if(
+            speeds=dict(speeds or {}), add=list(add), remove=list(remove), batch_size=batch_size or 0
+        )
+
     def write_ledger(self, path: str | os.PathLike[str]) -> None:
         """Write every measurement and decision of `step` to a file of JSON lines, and what each device really ran.
 
@@ -629,6 +682,15 @@ class DataParallel(Lifetime):
     def __repr__(self) -> str:
         state = "open" if self._finalizer.alive else "closed"
         return f"<paceline.torch.DataParallel {type(self.module).__name__} on {', '.join(self._names)}, {self._options['balance']}, {state}>"
+
+
+@contextlib.contextmanager
+def _emptied(entries: list[Workload]) -> Iterator[None]:
+    """The list is empty afterwards."""
+    try:
+        yield
+    finally:
+        entries.clear()
 
 
 def _forward(module: nn.Module, batch: Any) -> Any:
