@@ -16,7 +16,10 @@ class Scenario:
         What happens, and where such a thing was observed or published.
         """
     @property
-    def most_moves_per_100_steps(self) -> float: ...
+    def most_moves_per_100_steps(self) -> float:
+        """
+        The bound on `ScenarioResult.moves_per_100_steps`.
+        """
     @property
     def most_regret(self) -> float:
         """
@@ -28,7 +31,10 @@ class Scenario:
         0: not asked.
         """
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """
+        How results name it.
+        """
     @property
     def steps(self) -> int:
         """
@@ -56,9 +62,15 @@ class ScenarioResult:
         Bounds that were not kept, in words.
         """
     @property
-    def moves_per_100_steps(self) -> float: ...
+    def moves_per_100_steps(self) -> float:
+        """
+        Changes of shares, mean over the seeds.
+        """
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """
+        Of the scenario.
+        """
     @property
     def optimum_loss(self) -> float:
         """
