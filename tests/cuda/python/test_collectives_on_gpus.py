@@ -25,7 +25,8 @@ def test_gradients_are_those_of_one_device(fake: Any, box: str, transport: Any) 
             expect_same(module, gradients)
             with torch.no_grad():
                 for parameter in module.parameters():
-                    parameter -= 0.1 * parameter.grad
+                    assert parameter.grad is not None
+                    parameter.sub_(0.1 * parameter.grad)
             module.zero_grad()
         torch.testing.assert_close(trainer.predict(batch[0]), module(batch[0]).detach())
         made = (
@@ -41,7 +42,7 @@ def test_explain_says_what_is_used_and_why(fake: Any) -> None:
     module, _ = module_and_batch()
     said = {}
     for transport in ("auto", "copies"):
-        trainer = DataParallel(module, BOXES["two"], transport=transport)  # type: ignore[arg-type]
+        trainer = DataParallel(module, BOXES["two"], transport=transport)
         trainer.close()
         said[transport] = trainer.explain()
     assert "Between GPUs: NCCL 2.30.7 (" in said["auto"]
