@@ -108,8 +108,10 @@ Nccl* loaded = nullptr;
 }  // namespace
 
 Nccl& boot_nccl(const char* path) {
-  if (loaded == nullptr) loaded = &load(path);
-  setenv("PACELINE_NCCL_LIBRARY", path, 1);
+  if (loaded == nullptr) {  // for good, whatever path later calls name
+    loaded = &load(path);
+    setenv("PACELINE_NCCL_LIBRARY", path, 1);
+  }
   loaded->reset(kHost);
   return *loaded;
 }
