@@ -253,3 +253,16 @@ def test_fixed_micro_batches_stay_exact_under_a_limit(devices: int) -> None:
             trainer.step(noting(lambda _, part: ran.append(len(part[0]))), batch)
             assert_same_gradients(module, wanted)
     assert max(ran) < 16
+
+
+@DEVICES
+def test_items_without_weight_are_no_measurements(devices: int) -> None:
+    module, batch = wide(64)
+    weight = (torch.arange(64) % 32 >= 16).to(torch.double)  # the first half of each device's share counts nothing
+    sizes: dict[int, list[int]] = {}
+    with DataParallel(module, hosts(devices), balance="even", memory=FIXED + 6 * PER_ITEM) as trainer:
+        for _ in range(4):
+            trainer.step(noted(sizes), batch, weight=weight)
+            module.zero_grad()
+        assert all(max(ran) <= 6 for ran in sizes.values())
+        assert all("largest_micro_batch" in entry for entry in trainer.report()["memory"].values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Hashable, Iterator
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -24,6 +23,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
+class Measuring:
+    """A piece that may be measured."""
+
+    counts = True  # False: there was nothing to do
+
+
 class MemoryCaps:
     """The largest micro-batch of each device.
 
@@ -37,6 +42,9 @@ class MemoryCaps:
         self._names = places.names
         self._limits = limits or [None] * len(places)
         self._models: list[dict[Hashable, MemoryModel]] = [{} for _ in self._names]
+        self._idle = [False] * len(
+            self._names
+        )  # whether the device's last piece was nothing to do; each entry is its worker's
         self._caps: dict[str, int] = {}  # of memory spaces, and of devices with a limit
         self._told: dict[str, str] = {}
 
@@ -46,8 +54,11 @@ class MemoryCaps:
         while model is not None and model.wants_more and end - begin > 1:
             items = min(self._size_to_measure(device, model, end - begin), end - begin)
             known = (model.smallest, model.largest)
+            self._idle[device] = False
             yield begin, begin + items
             begin += items
+            if self._idle[device]:  # without weight: the next ones have to be looked at
+                continue
             if (model.smallest, model.largest) == known:  # nothing was measured, or the same again
                 break
         if begin == end:
@@ -58,15 +69,19 @@ class MemoryCaps:
         yield from pairwise(begin + items * k // count for k in range(count + 1))
 
     @contextlib.contextmanager
-    def measured(self, device: int, items: int, shapes: Hashable) -> Any:
+    def measured(self, device: int, items: int, shapes: Hashable) -> Iterator[Measuring]:
         """Around a piece, on its worker."""
+        measuring = Measuring()
         model, limit = self._model(device, shapes), self._limits[device]
         if model is None or limit is None or not model.wants_more:
-            yield
+            yield measuring
             return
         with metered(self._places.devices[device], limit, self._names[device]) as meter:
-            yield
-        model.add(items, meter.used)
+            yield measuring
+        if measuring.counts:
+            model.add(items, meter.used)
+        else:
+            self._idle[device] = True
 
     def shrink(self, device: int, items: int, error: BaseException) -> bool:
         """After memory ran out with so many items at once: half of that from now on. False if there is no less."""

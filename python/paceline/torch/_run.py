@@ -158,8 +158,10 @@ class Run:
             for piece in self.caps.pieces(device, begin, end, shapes):
                 self._pieces[device] = piece
                 began = time.perf_counter()
-                with self.caps.measured(device, piece[1] - piece[0], shapes):
-                    codes.append(self._piece(device, *piece))
+                with self.caps.measured(device, piece[1] - piece[0], shapes) as measuring:
+                    ran, code = self._piece(device, *piece)
+                    measuring.counts = ran
+                codes.append(code)
                 self.launched(device, time.perf_counter() - began)
                 self._ran[device].append((device, *piece))
         if len(codes) > 1:  # only ever set, whichever worker is first
@@ -171,7 +173,8 @@ class Run:
         """What ran, (device, begin, end) each, if that is not what was claimed."""
         return [piece for lane in self._ran for piece in lane] if self._divided else []
 
-    def _piece(self, device: int, begin: int, end: int) -> int:
+    def _piece(self, device: int, begin: int, end: int) -> tuple[bool, int]:
+        """Whether anything was to be done, and what the engine is told."""
         sizes = self.seen.sizes[device]
         size = (end - begin, self.seen.mode, self.batch.item_shapes)
         first = not sizes or (self.seen.tunes and size not in sizes and len(sizes) < _MOST_SIZES)
@@ -183,7 +186,7 @@ class Run:
             if len(sizes) < _MOST_SIZES:
                 sizes.add(size)
             self.after(device)
-        return DONE if ran and not first and not waited else DONE_BUT_NO_EVIDENCE
+        return ran, DONE if ran and not first and not waited else DONE_BUT_NO_EVIDENCE
 
     def compute(self, device: int, begin: int, end: int) -> bool:
         raise TypeError("Run.compute is for subclasses")
