@@ -187,12 +187,17 @@ def test_gradients_of_several_runs_accumulate() -> None:
     assert_same_gradients(module, [2 * gradient for gradient in wanted if gradient is not None])
 
 
-def test_a_scaler_scales_what_comes_out() -> None:
+def weighed(module: Any, micro_batch: Any) -> None:
+    micro_batch.weigh(classify(module, micro_batch.data)).backward()
+
+
+@pytest.mark.parametrize("fn", [backward, weighed])
+def test_a_scaler_scales_what_comes_out(fn: Any) -> None:
     module, batch = classifier(20)
     _, wanted = plain(module, classify, batch)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     with DataParallel(module, TWO) as trainer, trainer.batch(batch) as global_batch:
-        loss = global_batch.run(backward, scaler=scaler)
+        loss = global_batch.run(fn, scaler=scaler)
         assert loss.item() == pytest.approx(plain(module, classify, batch)[0].item())
     assert_same_gradients(module, [8 * gradient for gradient in wanted if gradient is not None])
 

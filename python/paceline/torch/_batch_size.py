@@ -6,7 +6,8 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 
-from paceline import InvalidArgument, Unavailable
+from paceline import InvalidArgument
+from paceline._plot import figure_class, save
 from paceline.torch._memory import is_out_of_memory
 
 _WORTH = 1.05  # what doubling the batch must bring to go on, and smaller micro-batches to be recommended
@@ -65,18 +66,14 @@ class BatchSizeSearch:
         return "\n".join(lines)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw throughput and step time over the batch size, as .png, .svg or .pdf.
+        """Draw throughput over the batch size, as .png, .svg or .pdf.
 
         Raises
         ------
-        Unavailable
-            Without matplotlib.
+        ImportError
+            Without matplotlib; names the extra that brings it.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise Unavailable("plot: matplotlib is needed, which is not installed: pip install matplotlib") from error
-        figure = Figure(figsize=(7, 4), layout="constrained")
+        figure = figure_class()(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
         axes.plot(list(self.throughput), list(self.throughput.values()), "o-", color="tab:blue")
         axes.axvline(self.batch_size, color="tab:red", linestyle="--", label=f"knee: {self.batch_size}")
@@ -85,7 +82,7 @@ class BatchSizeSearch:
         axes.minorticks_off()
         axes.legend(frameon=False)
         axes.grid(alpha=0.3)
-        figure.savefig(os.fspath(path), dpi=150)
+        save(figure, path)
 
 
 def check_size(got: int, wanted: int) -> None:

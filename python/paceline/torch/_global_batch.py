@@ -42,18 +42,22 @@ class MicroBatch:
         """The slice's term of the objective, 0-dimensional, with its graph: what to call ``backward`` on yourself.
 
         `loss` is what ``loss_fn`` would return: the mean over the slice (or the sum, if that was said), or one loss for each item.
-        Its share is counted into what `GlobalBatch.run` returns.
+        Its share is counted into what `GlobalBatch.run` returns. With a ``scaler`` the term is scaled. That activation checkpointing
+        draws other dropout masks when it recomputes is noticed in `backward` only.
         """
-        term = self._run.objective.term(loss, self.begin, self.end)
-        self.terms.append(term.detach())
-        return term
+        return self._run.scaled(self._device, self._term(loss))
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        """``weigh(loss).backward()``: adds to the gradients of the replica, scaled by the run's ``scaler`` if it has one.
+        """``weigh(loss).backward()``: adds to the gradients of the replica.
 
         May be called several times; the objective is the sum of all losses.
         """
-        self._run.backward_of(self._device, self.weigh(loss), retain_graph)
+        self._run.backward_of(self._device, self._term(loss), retain_graph)
+
+    def _term(self, loss: torch.Tensor) -> torch.Tensor:
+        term = self._run.objective.term(loss, self.begin, self.end)
+        self.terms.append(term.detach())
+        return term
 
 
 class GlobalBatch:
