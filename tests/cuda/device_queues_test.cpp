@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -13,6 +14,7 @@
 
 #include <paceline/engine/stepper.hpp>
 #include <paceline/error.hpp>
+#include <paceline/runtime/blocking.hpp>
 #include <paceline/runtime/device_group.hpp>
 
 #include "fake_cuda.hpp"
@@ -24,6 +26,7 @@ namespace paceline {
 namespace {
 
 constexpr std::int64_t kBatch = 12;
+int interrupts = 0;
 
 struct Add {
   const double* batch;
@@ -48,6 +51,7 @@ void boot(std::uint64_t seed, int gpus) {
     fake::writes(batch, kBatch * sizeof(double));
     std::fill(batch, batch + kBatch, value);
   });
+  ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
   fake::boot_nccl();
 }
 
@@ -367,6 +371,29 @@ TEST(DeviceQueues, ANewStreamComesAfterTheOldOne) {
     ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
     ASSERT_EQ(fake::leftovers(), fake::Leftovers{});
   }
+}
+
+struct Interrupt {};
+
+TEST(DeviceQueues, WhatAnInterruptedDrainLeftIsDrainedBeforeTheNextStep) {
+  boot(1, 1);
+  const DeviceGroup group = group_of({"cuda:0"});
+  DeviceQueues queues(group, {.timeout = std::chrono::milliseconds(300)});
+  const auto output = queues.maker(0).allocate(sizeof(double), queues.home_stream());
+  fake::hang(static_cast<cudaStream_t>(queues.home_stream().native()));
+  queues.home_stream().zero(output->data(), sizeof(double));
+  set_blocking_hooks({.enter = []() -> void* { return &interrupts; },
+                      .leave = [](void*) {},
+                      .poll =
+                          [](void*) {
+                            ++interrupts;
+                            throw Interrupt();
+                          }});
+  EXPECT_THROW(queues.drain(), Interrupt);
+  set_blocking_hooks({});
+  EXPECT_EQ(interrupts, 1);
+  EXPECT_THROW(static_cast<void>(queues.begin_step({})), DeviceLost) << "it still hangs";
+  fake::go_on(static_cast<cudaStream_t>(queues.home_stream().native()));
 }
 
 TEST(DeviceQueues, TheCallerIsTwoStepsAheadAtMost) {

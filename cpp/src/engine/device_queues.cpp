@@ -403,11 +403,11 @@ void DeviceQueues::set_stream(void* native) {
 
 std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceCopy> copies) {
   State& state = *state_;
+  if (state.left) drain();
   if (state.hung) {
     throw DeviceLost(
         "step: a device did not end what an earlier step gave it, and may still be at it. Start a new process.");
   }
-  if (state.left) drain();
   if (state.collectives != nullptr) state.collectives->check();
   std::unique_ptr<Times> times;
   {
