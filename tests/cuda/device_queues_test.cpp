@@ -373,6 +373,20 @@ TEST(DeviceQueues, ANewStreamComesAfterTheOldOne) {
   }
 }
 
+TEST(DeviceQueues, GoOnlyWhenNothingIsEnqueuedAnyMore) {
+  boot(1, 1);
+  cudaStream_t stream = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  std::unique_ptr<Buffer> buffer;
+  {
+    DeviceQueues queues(group_of({"cuda:0"}), {.stream = stream});
+    buffer = queues.maker(0).allocate(sizeof(double), queues.home_stream());
+    queues.home_stream().zero(buffer->data(), sizeof(double));
+    EXPECT_GT(fake::leftovers().queued, 0U);
+  }
+  EXPECT_EQ(fake::leftovers().queued, 0U);
+}
+
 struct Interrupt {};
 
 TEST(DeviceQueues, WhatAnInterruptedDrainLeftIsDrainedBeforeTheNextStep) {

@@ -64,16 +64,30 @@ def failed_test(build: Path, original: Path, lines: list[str], folder: Path) -> 
         subprocess.run(
             [command[0], *sanitizers, "-o", program, *test_objects, folder / "mutant.o", *libraries], check=True
         )
-        try:
-            done = subprocess.run(
-                [str(program), "--gtest_fail_fast"], capture_output=True, text=True, timeout=300, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return "(hangs)"
-        if done.returncode != 0:
-            failed = re.search(r"\[  FAILED  \] (\S+?)[,\s]", done.stdout)
-            return failed.group(1) if failed else f"(ends with status {done.returncode})"
+        # Each in a process of its own, as ctest runs them: what a hang leaves behind is nothing to the next.
+        for test in tests_of(program):
+            try:
+                done = subprocess.run(
+                    [str(program), f"--gtest_filter={test}"], capture_output=True, timeout=120, check=False
+                )
+            except subprocess.TimeoutExpired:
+                return f"{test} (hangs)"
+            if done.returncode != 0:
+                return test
     return None
+
+
+def tests_of(program: Path) -> list[str]:
+    """By their full names."""
+    listed = subprocess.run([str(program), "--gtest_list_tests"], capture_output=True, text=True, check=True).stdout
+    names, suite = [], ""
+    for line in listed.splitlines():
+        word = line.split("#")[0].strip()
+        if line.startswith("  "):
+            names.append(suite + word)
+        elif word.endswith("."):
+            suite = word
+    return names
 
 
 def main() -> int:
