@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import threading
 import weakref
@@ -17,7 +18,7 @@ from paceline.torch._run import Run
 _L = TypeVar("_L", bound="Lifetime")
 
 
-class Lifetime:
+class Lifetime(abc.ABC):
     """What a trainer is beside its work: open, inside one call, abandoned by one, closed."""
 
     def __init__(self, group: DeviceGroup, owned: bool, execution: Execution) -> None:
@@ -34,9 +35,9 @@ class Lifetime:
         self._finalizer.atexit = False
         open_trainers.add(self)
 
+    @abc.abstractmethod
     def _workloads(self) -> list[Workload]:
         """All that may run or be pending."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """End the workers and give the caller its PyTorch threads back; idempotent. A `DeviceGroup` that was passed in stays open.
