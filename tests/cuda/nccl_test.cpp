@@ -70,6 +70,22 @@ TEST(NcclClique, ConnectsAllGpusAtOnceAndEndsThemTogether) {
   }
 }
 
+TEST(NcclClique, OfTwoThreadsDoNotMix) {
+  for (std::uint64_t seed = 0; seed < kOrders / 10; ++seed) {
+    fake::Nccl& nccl = boot(seed, 2);
+    {
+      std::vector<std::jthread> threads;
+      for (int k = 0; k < 2; ++k) {
+        threads.emplace_back([] {
+          Bench bench(2, seconds(30), 64);
+          for (int repeat = 0; repeat < 5; ++repeat) ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+        });
+      }
+    }
+    ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, seed));
+  }
+}
+
 TEST(NcclClique, RefusesBlockingLaunches) {
   boot(1, 2);
   setenv("CUDA_LAUNCH_BLOCKING", "1", 1);

@@ -77,6 +77,14 @@ struct Fault {
   bool held = false;
 };
 
+/// What one thread has called since its outermost ncclGroupStart.
+struct Group {
+  int depth = 0;
+  Result error = kSuccess;
+  std::vector<std::pair<int, int>> inits;  // id, number of ranks
+  std::vector<Call> calls;
+};
+
 class Fake final : public Nccl {
  public:
   void reset(const NcclHost& host) override {
@@ -88,10 +96,8 @@ class Fake final : public Nccl {
     under_way_.clear();
     problems_.clear();
     hang_ = released_ = false;
-    group_error_ = kSuccess;
-    made_ = aborted_ = inside_ = depth_ = 0;
-    inits_.clear();
-    calls_.clear();
+    made_ = aborted_ = inside_ = 0;
+    groups_.clear();
     memory_.clear();
     registered_.clear();
     uses_ = {};
@@ -181,11 +187,11 @@ class Fake final : public Nccl {
       made->device = host_.current_device();
       if (config->magic != 0xcafebeef || config->size != sizeof(Config)) return kInvalidArgument;
       if (config->blocking != 1) complain("a communicator that does not block was made");
-      if (depth_ == 0) complain("a communicator was made outside of a group, and would wait for the others");
+      if (group().depth == 0) complain("a communicator was made outside of a group, and would wait for the others");
       for (const auto& other : comms_) {
         if (other->id == made->id && other->device == made->device) return kInvalidUsage;
       }
-      inits_.push_back({made->id, count});
+      group().inits.push_back({made->id, count});
       *comm = made.get();
       comms_.push_back(std::move(made));
       ++made_;
@@ -271,32 +277,29 @@ class Fake final : public Nccl {
 
   Result group_start() {
     return call("ncclGroupStart", nullptr, [&] {
-      ++depth_;
+      ++group().depth;
       return kSuccess;
     });
   }
 
   Result group_end() {
     return call("ncclGroupEnd", nullptr, [&] {
-      if (--depth_ > 0) return kSuccess;
-      if (group_error_ != kSuccess) {
-        inits_.clear();
-        calls_.clear();
-        return std::exchange(group_error_, kSuccess);
-      }
-      const auto inits = std::exchange(inits_, {});
-      for (const auto& [id, count] : inits) {
+      if (--group().depth > 0) return kSuccess;
+      Group ended = std::exchange(group(), {});
+      if (ended.error != kSuccess) return ended.error;
+      for (const auto& [id, count] : ended.inits) {
         const auto of_id = [&](const auto& comm) { return comm->id == id; };
         if (std::count_if(comms_.begin(), comms_.end(), of_id) != count) complain("a group lacks ranks: it would hang");
       }
-      launch(std::exchange(calls_, {}));
+      launch(std::move(ended.calls));
       return kSuccess;
     });
   }
 
   Result collective(const Call& wanted) {
     return call(wanted.function, wanted.comm, [&] {
-      if (depth_ == 0) complain(std::string(wanted.function) + " outside of a group: it would wait for the others");
+      if (group().depth == 0)
+        complain(std::string(wanted.function) + " outside of a group: it would wait for the others");
       if (host_.device_of(wanted.stream) != wanted.comm->device) return kInvalidUsage;
       const auto address =
           reinterpret_cast<std::uintptr_t>(wanted.send) | reinterpret_cast<std::uintptr_t>(wanted.receive);
@@ -309,7 +312,7 @@ class Fake final : public Nccl {
                data + wanted.count * size_of(wanted.type) <= begin + one.bytes;
       });
       ++(registered ? uses_.registered : uses_.other);
-      calls_.push_back(wanted);
+      group().calls.push_back(wanted);
       return kSuccess;
     });
   }
@@ -327,6 +330,7 @@ class Fake final : public Nccl {
     return std::invoke(f, *this);
   }
   void complain(std::string problem) { problems_.push_back(std::move(problem)); }
+  Group& group() { return groups_[std::this_thread::get_id()]; }
 
   /// The faults that were ordered, then the body, under the lock.
   template <class Body>
@@ -352,14 +356,10 @@ class Fake final : public Nccl {
       }
       if (found.held) changed_.wait(lock, [&] { return released_; });
       result = found.result;
-      if (result != kSuccess && std::string(function) == "ncclGroupEnd") {
-        depth_ = 0;
-        inits_.clear();
-        calls_.clear();
-      }
+      if (result != kSuccess && std::string(function) == "ncclGroupEnd") group() = {};
     }
     if (result == kSuccess) result = body();
-    if (result != kSuccess && depth_ > 0) group_error_ = result;
+    if (result != kSuccess && group().depth > 0) group().error = result;
     --inside_;
     return result;
   }
@@ -460,15 +460,12 @@ class Fake final : public Nccl {
   int ids_ = 0;
   std::vector<Fault> faults_;
   std::vector<std::unique_ptr<Communicator>> comms_;
-  std::vector<std::pair<int, int>> inits_;  // of this group: id, number of ranks
-  std::vector<Call> calls_;                 // of this group
+  std::map<std::thread::id, Group> groups_;
   std::vector<std::shared_ptr<Collective>> under_way_;
   std::vector<std::string> problems_;
-  Result group_error_ = kSuccess;
   bool hang_ = false;
   std::string hanging_;  // the name of what hangs; empty: anything
   bool released_ = false;
-  int depth_ = 0;
   int made_ = 0;
   int aborted_ = 0;
   int inside_ = 0;
