@@ -26,7 +26,7 @@ function(paceline_compile target)
   if(PACELINE_SANITIZE)
     list(JOIN PACELINE_SANITIZE "," kinds)
     target_compile_options(
-      ${target} PRIVATE "$<${cxx}:-fsanitize=${kinds};-fno-omit-frame-pointer;-fno-sanitize-recover=all;-g>")
+      ${target} PRIVATE "$<${cxx}:-fsanitize=${kinds};-fno-omit-frame-pointer;-fno-sanitize-recover=all;-g1>")
     target_link_options(${target} PUBLIC -fsanitize=${kinds})
   endif()
 endfunction()

@@ -133,35 +133,39 @@ TEST(StepCollectives, AreCopiesWhereTheyAreAskedForOrAllThereIs) {
   EXPECT_EQ(nccl.made(), 0);
 }
 
-TEST(StepCollectives, AnErrorNamesTheDeviceAndTheNextStepIsRight) {
-  for (const char* const function : {"ncclBroadcast", "ncclReduce", "ncclGroupEnd"}) {
-    for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
-      fake::Nccl& nccl = boot(seed, 3);
-      {
-        Bench bench({"", 3, {"cuda:0", "cuda:1", "cuda:2", "host:0"}});
-        ASSERT_NO_FATAL_FAILURE(bench.expect_right());
-        const std::vector<double> before = fetched(bench.trainer);
-        const double* const gradients = bench.trainer.gradients().data();
-        const bool one = std::string(function) != "ncclGroupEnd";
-        nccl.fail(function, one ? 1 : fake::Nccl::kAnyRank, nccl::kUnhandledCudaError);
-        const auto error = thrown_by<Error>([&] { bench.trainer.step(kBatch, body); });
-        ASSERT_TRUE(says(error, "unhandled cuda error (NCCL error 1)")) << error.what();
-        if (one) {
-          ASSERT_TRUE(says(error, std::string("cuda:1: ") + function + " failed")) << error.what();
-          ASSERT_EQ(error.device(), "cuda:1") << error.what();
-        }
-        ASSERT_EQ(bench.trainer.gradients().data(), gradients) << "nothing was committed";
-        ASSERT_EQ(fetched(bench.trainer), before);
-        ASSERT_EQ(fake::leftovers().queued, 0U) << "the user may take back what the step has used";
-        ASSERT_NO_FATAL_FAILURE(bench.expect_right());
-        ASSERT_NO_FATAL_FAILURE(bench.expect_right_in_the_end());
-        ASSERT_EQ(nccl.made(), 6);
-        ASSERT_EQ(nccl.aborted(), 3);
+class FailingCall : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(FailingCall, NamesTheDeviceAndTheNextStepIsRight) {
+  const std::string function = GetParam();
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+    fake::Nccl& nccl = boot(seed, 3);
+    {
+      Bench bench({"", 3, {"cuda:0", "cuda:1", "cuda:2", "host:0"}});
+      ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+      const std::vector<double> before = fetched(bench.trainer);
+      const double* const gradients = bench.trainer.gradients().data();
+      const bool one = function != "ncclGroupEnd";
+      nccl.fail(function, one ? 1 : fake::Nccl::kAnyRank, nccl::kUnhandledCudaError);
+      const auto error = thrown_by<Error>([&] { bench.trainer.step(kBatch, body); });
+      ASSERT_TRUE(says(error, "unhandled cuda error (NCCL error 1)")) << error.what();
+      if (one) {
+        ASSERT_TRUE(says(error, "cuda:1: " + function + " failed")) << error.what();
+        ASSERT_EQ(error.device(), "cuda:1") << error.what();
       }
-      ASSERT_NO_FATAL_FAILURE(expect_nothing_left(nccl, seed));
+      ASSERT_EQ(bench.trainer.gradients().data(), gradients) << "nothing was committed";
+      ASSERT_EQ(fetched(bench.trainer), before);
+      ASSERT_EQ(fake::leftovers().queued, 0U) << "the user may take back what the step has used";
+      ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+      ASSERT_NO_FATAL_FAILURE(bench.expect_right_in_the_end());
+      ASSERT_EQ(nccl.made(), 6);
+      ASSERT_EQ(nccl.aborted(), 3);
     }
+    ASSERT_NO_FATAL_FAILURE(expect_nothing_left(nccl, seed));
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(StepCollectives, FailingCall, ::testing::Values("ncclBroadcast", "ncclReduce", "ncclGroupEnd"),
+                         [](const auto& param) { return std::string(param.param); });
 
 TEST(StepCollectives, AHangIsATimeoutThatDiscardsTheStepAndTheNextOneIsRight) {
   for (const char* const function : {"ncclBroadcast", "ncclReduce"}) {
