@@ -25,6 +25,15 @@ ClaimState::ClaimState(const StepOptions& options) : options_(options), lanes_(o
   pool_end_ = offset + tail.pool;
 }
 
+bool ClaimState::exhausted() {
+  const std::lock_guard lock(mutex_);
+  if (cancelled_) return true;
+  for (std::size_t d = 0; d < options_.script.size(); ++d) {
+    if (lanes_[d].scripted < options_.script[d].size()) return false;
+  }
+  return nothing_left();
+}
+
 void ClaimState::cancel() {
   const std::lock_guard lock(mutex_);
   cancelled_ = true;
@@ -35,19 +44,14 @@ std::optional<MicroBatch> ClaimState::claim(std::size_t device, double now_secon
   Lane& lane = lanes_[device];
   if (cancelled_ || lane.left) return std::nullopt;
   if (!options_.script.empty()) return take_scripted(device);
-  std::optional<MicroBatch> next = lane.held ? std::exchange(lane.held, std::nullopt) : take(device, now_seconds);
+  std::optional<MicroBatch> next = take(device, now_seconds);
   if (!next) {
     lane.left = true;
     return std::nullopt;
   }
   lane.claimed_at = now_seconds;
   lane.free_at = now_seconds + (options_.models.empty() ? 0.0 : options_.models[device].seconds(next->size()));
-  if (options_.announce_last) {
-    lane.held = take(device, lane.free_at);
-    next->last = lane.left = !lane.held;
-  } else {
-    next->last = nothing_left_for(device);
-  }
+  next->last = nothing_left_for(device);
   return next;
 }
 
@@ -150,7 +154,10 @@ std::optional<MicroBatch> ClaimState::steal(std::size_t device, double now) {
 
 bool ClaimState::nothing_left_for(std::size_t device) const {
   if (lanes_[device].begin < lanes_[device].end) return false;
-  if (!options_.stealing || options_.shares[device] == 0) return true;
+  return !options_.stealing || options_.shares[device] == 0 || nothing_left();
+}
+
+bool ClaimState::nothing_left() const {
   return pool_begin_ == pool_end_ &&
          std::all_of(lanes_.begin(), lanes_.end(), [](const Lane& lane) { return lane.begin == lane.end; });
 }

@@ -27,6 +27,7 @@ class PACELINE_API ClaimState final : public Claims {
   explicit ClaimState(const StepOptions& options);
 
   std::optional<MicroBatch> claim(std::size_t device, double now_seconds) override;
+  bool exhausted() override;
   void cancel() override;
 
  private:
@@ -34,10 +35,9 @@ class PACELINE_API ClaimState final : public Claims {
     std::int64_t begin = 0;  // own items not handed out: [begin, end)
     std::int64_t end = 0;
     double claimed_at = 0.0;
-    double free_at = 0.0;            // predicted end of what it holds
-    std::size_t scripted = 0;        // micro-batches of the script that are handed out
-    bool left = false;               // has been told that there is nothing more for it
-    std::optional<MicroBatch> held;  // announce_last: claimed ahead
+    double free_at = 0.0;      // predicted end of what it holds
+    std::size_t scripted = 0;  // micro-batches of the script that are handed out
+    bool left = false;         // has been told that there is nothing more for it
   };
 
   std::optional<MicroBatch> take(std::size_t device, double now);
@@ -47,6 +47,7 @@ class PACELINE_API ClaimState final : public Claims {
   [[nodiscard]] double free_at(std::size_t device, double now) const;
   [[nodiscard]] double own_seconds(std::size_t device) const;
   [[nodiscard]] bool nothing_left_for(std::size_t device) const;
+  [[nodiscard]] bool nothing_left() const;
 
   std::mutex mutex_;
   StepOptions options_;

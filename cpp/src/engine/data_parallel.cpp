@@ -3,7 +3,6 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <cmath>
 #include <new>
 #include <stdexcept>
@@ -11,7 +10,6 @@
 
 #include <paceline/engine/stepper.hpp>
 #include <paceline/error.hpp>
-#include <paceline/runtime/backend.hpp>
 
 #include "engine/trainer_program.hpp"
 
@@ -20,10 +18,7 @@ namespace {
 
 template <class T>
 std::shared_ptr<TrainerProgram<T>> make_program(const DeviceGroup& group, const DataParallelOptions& options) {
-  const std::vector<Device>& devices = group.devices();
-  const bool any_async = std::any_of(devices.begin(), devices.end(),
-                                     [](const Device& device) { return backend_of(device).asynchronous(); });
-  return any_async ? make_async_program<T>(group, options) : make_host_program<T>(group, options);
+  return group.asynchronous() ? make_async_program<T>(group, options) : make_host_program<T>(group, options);
 }
 
 StepperOptions stepper_options(const DataParallelOptions& options) {

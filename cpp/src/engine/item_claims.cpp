@@ -26,6 +26,11 @@ ItemClaims::ItemClaims(std::shared_ptr<const ItemPlan> plan, bool stealing, bool
   }
 }
 
+bool ItemClaims::exhausted() {
+  const std::lock_guard lock(mutex_);
+  return cancelled_ || nothing_left();
+}
+
 void ItemClaims::cancel() {
   const std::lock_guard lock(mutex_);
   cancelled_ = true;
@@ -111,7 +116,10 @@ std::optional<MicroBatch> ItemClaims::steal(std::size_t device, double now) {
 
 bool ItemClaims::nothing_left_for(std::size_t device) const {
   if (!lanes_[device].empty()) return false;
-  if (!stealing_ || plan_->item_shares[device] == 0) return true;
+  return !stealing_ || plan_->item_shares[device] == 0 || nothing_left();
+}
+
+bool ItemClaims::nothing_left() const {
   return std::all_of(lanes_.begin(), lanes_.end(), [](const Lane& lane) { return lane.empty(); });
 }
 

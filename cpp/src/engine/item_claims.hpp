@@ -27,6 +27,7 @@ class PACELINE_API ItemClaims final : public Claims {
   ItemClaims(std::shared_ptr<const ItemPlan> plan, bool stealing, bool any_size);
 
   std::optional<MicroBatch> claim(std::size_t device, double now_seconds) override;
+  bool exhausted() override;
   void cancel() override;
 
  private:
@@ -45,6 +46,7 @@ class PACELINE_API ItemClaims final : public Claims {
   /// When a device will have run what is planned for it.
   [[nodiscard]] double finish_of(std::size_t device, double now) const;
   [[nodiscard]] bool nothing_left_for(std::size_t device) const;
+  [[nodiscard]] bool nothing_left() const;
 
   std::mutex mutex_;
   std::shared_ptr<const ItemPlan> plan_;

@@ -47,7 +47,8 @@ balance::StepTimings ItemPlan::timings(const StepRecord& record) const {
     sum.work += done;
     sum.seconds += claim.finish_seconds - claim.start_seconds;
   }
-  balance::StepTimings timings{.devices = std::vector<std::vector<balance::MicroBatchTiming>>(shapes.size())};
+  balance::StepTimings timings{.devices = std::vector<std::vector<balance::MicroBatchTiming>>(shapes.size()),
+                               .reduction_seconds = record.reduce_seconds};
   bool comparable = true;
   for (std::size_t d = 0; d < sums.size(); ++d) {
     const auto units = static_cast<std::int64_t>(std::llround(sums[d].work));

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <mutex>
 #include <numeric>
 #include <optional>
@@ -40,13 +41,22 @@ std::unique_ptr<engine::Claims> make_claims(const StepOptions& options) {
 class Step::Task final : public GroupTask {
  public:
   Task(const DeviceGroup& group, std::shared_ptr<StepProgram> program, const StepOptions& options)
-      : program_(std::move(program)), claims_(make_claims(options)), lanes_(group.size()) {}
+      : program_(std::move(program)),
+        claims_(make_claims(options)),
+        lanes_(group.size()),
+        asynchronous_(group.asynchronous()) {
+    for (std::size_t d = 0; d < lanes_.size(); ++d) {
+      lanes_[d].takes_part = options.script.empty() ? options.shares[d] > 0 : !options.script[d].empty();
+    }
+  }
 
   void start_clock() { start_ = std::chrono::steady_clock::now(); }
 
   void run(std::size_t device) noexcept override {
-    compute(device);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == lanes_.size()) open_reduction();
+    if (lanes_[device].takes_part && enter()) {
+      compute(device);
+      leave();
+    }
     phase_.wait(kComputing, std::memory_order_acquire);
     if (phase_.load(std::memory_order_acquire) != kReducing) return;
     if ((reduction_ == nullptr || reduction_->work()) && !over_.exchange(true, std::memory_order_acq_rel)) {
@@ -79,7 +89,7 @@ class Step::Task final : public GroupTask {
       last = std::max(last, claim.finish_seconds);
     }
     record.compute_seconds = std::max(0.0, last - first);
-    record.reduce_seconds = std::max(0.0, reduced_at_ - last);
+    if (!asynchronous_) record.reduce_seconds = std::max(0.0, reduced_at_ - last);
     // Devices that work after the call may be at it when the host is done.
     record.step_seconds = std::max(reduced_at_, record.compute_seconds);
     return record;
@@ -99,13 +109,32 @@ class Step::Task final : public GroupTask {
   // A worker writes only its own lane; the barrier publishes it. Padded, so that neighbours do not share a cache line.
   struct alignas(64) Lane {
     std::vector<ClaimRecord> claims;
+    bool takes_part = true;
   };
+  static constexpr std::uint32_t kClosed = std::uint32_t{1} << 31;  // of inside_: nobody enters any more
   static constexpr int kComputing = 0;
   static constexpr int kReducing = 1;
   static constexpr int kFailed = 2;
 
   [[nodiscard]] double now() const {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  }
+
+  /// False: all is done, or others are at the last of it. A worker that the system wakes late holds nobody up.
+  [[nodiscard]] bool enter() noexcept {
+    std::uint32_t inside = inside_.load(std::memory_order_relaxed);
+    do {
+      if ((inside & kClosed) != 0) return false;
+    } while (!inside_.compare_exchange_weak(inside, inside + 1, std::memory_order_acq_rel));
+    return true;
+  }
+
+  /// Whoever leaves last when nothing is left to claim opens the reduction. If something is left, it is for a worker
+  /// that has yet to enter.
+  void leave() noexcept {
+    if (inside_.fetch_sub(1, std::memory_order_acq_rel) != 1 || !claims_->exhausted()) return;
+    std::uint32_t nobody = 0;
+    if (inside_.compare_exchange_strong(nobody, kClosed, std::memory_order_acq_rel)) open_reduction();
   }
 
   void compute(std::size_t device) noexcept {
@@ -163,8 +192,9 @@ class Step::Task final : public GroupTask {
   std::unique_ptr<BlockReduction> reduction_;
   std::unique_ptr<engine::Claims> claims_;
   std::vector<Lane> lanes_;
+  bool asynchronous_;
   std::chrono::steady_clock::time_point start_{};
-  std::atomic<std::size_t> arrived_{0};
+  std::atomic<std::uint32_t> inside_{0};  // workers in compute(), and kClosed
   std::atomic<int> phase_{kComputing};
   std::atomic<bool> over_{false};
   std::atomic<bool> settled_{false};
@@ -262,7 +292,8 @@ StepRecord Step::record() const { return task_->record(); }
 
 balance::StepTimings StepRecord::timings(std::size_t device_count) const {
   balance::StepTimings timings{.devices = std::vector<std::vector<balance::MicroBatchTiming>>(device_count),
-                               .step_seconds = compute_seconds};
+                               .step_seconds = compute_seconds,
+                               .reduction_seconds = reduce_seconds};
   for (const ClaimRecord& claim : claims) {
     timings.devices[claim.micro_batch.device_index].push_back(
         {claim.micro_batch.size(), claim.finish_seconds - claim.start_seconds, claim.excluded});

@@ -3,7 +3,6 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <chrono>
 #include <deque>
 #include <functional>
@@ -13,7 +12,6 @@
 
 #include <paceline/balance/ledger.hpp>
 #include <paceline/error.hpp>
-#include <paceline/runtime/backend.hpp>
 
 #include "engine/health_log.hpp"
 #include "engine/item_planner.hpp"
@@ -68,12 +66,6 @@ std::vector<balance::LedgerClaim> ledger_claims(const std::vector<MicroBatch>& p
   return out;
 }
 
-bool any_asynchronous(const DeviceGroup& group) {
-  const std::vector<Device>& devices = group.devices();
-  return std::any_of(devices.begin(), devices.end(),
-                     [](const Device& device) { return backend_of(device).asynchronous(); });
-}
-
 /// On devices that choose algorithms, compile or capture by size, moving shares shall bring no new sizes: with a fixed
 /// micro-batch every share is made of whole ones, but for what is left of the batch.
 StepperOptions with_stable_shapes(StepperOptions options, bool asynchronous) {
@@ -86,7 +78,7 @@ StepperOptions with_stable_shapes(StepperOptions options, bool asynchronous) {
 struct Stepper::State {
   State(DeviceGroup the_group, StepperOptions the_options)
       : group(std::move(the_group)),
-        asynchronous(any_asynchronous(group)),
+        asynchronous(group.asynchronous()),
         options(with_stable_shapes(std::move(the_options), asynchronous)),
         balancer(make_balancer(group, options)),
         metrics(names_of(group)),

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <mutex>
 #include <unordered_set>
 #include <utility>
@@ -91,6 +92,11 @@ DeviceGroup& DeviceGroup::operator=(DeviceGroup&&) noexcept = default;
 
 std::size_t DeviceGroup::size() const noexcept { return workers_->devices().size(); }
 const std::vector<Device>& DeviceGroup::devices() const noexcept { return workers_->devices(); }
+
+bool DeviceGroup::asynchronous() const {
+  return std::any_of(devices().begin(), devices().end(),
+                     [](const Device& device) { return backend_of(device).asynchronous(); });
+}
 
 void DeviceGroup::submit(const std::shared_ptr<GroupTask>& task) { workers_->submit(task); }
 

@@ -16,6 +16,12 @@ struct Played {
   double makespan = 0.0;
 };
 
+std::int64_t total(const std::vector<std::int64_t>& shares) {
+  std::int64_t sum = 0;
+  for (const std::int64_t share : shares) sum += share;
+  return sum;
+}
+
 // Plays a step on a virtual clock: device d needs slowdown[d] times what its model says.
 Played play(const StepOptions& options, const std::vector<plan::CostModel>& truth) {
   ClaimState state(options);
@@ -23,7 +29,9 @@ Played play(const StepOptions& options, const std::vector<plan::CostModel>& trut
   Played played{.ran = std::vector<std::vector<MicroBatch>>(count)};
   std::vector<double> free_at(count, 0.0);
   std::vector<bool> gone(count, false);
+  std::int64_t left = total(options.shares);
   for (;;) {
+    EXPECT_EQ(state.exhausted(), left == 0);
     std::size_t next = count;
     for (std::size_t d = 0; d < count; ++d) {
       if (!gone[d] && (next == count || free_at[d] < free_at[next])) next = d;
@@ -34,16 +42,11 @@ Played play(const StepOptions& options, const std::vector<plan::CostModel>& trut
       gone[next] = true;
       continue;
     }
+    left -= claim->size();
     free_at[next] += truth[next].seconds(claim->size());
     played.makespan = std::max(played.makespan, free_at[next]);
     played.ran[next].push_back(*claim);
   }
-}
-
-std::int64_t total(const std::vector<std::int64_t>& shares) {
-  std::int64_t sum = 0;
-  for (const std::int64_t share : shares) sum += share;
-  return sum;
 }
 
 void expect_every_item_once(const Played& played, std::int64_t batch) {
@@ -87,7 +90,6 @@ Case random_case(std::mt19937_64& rng) {
   result.options.micro_batch = rng() % 2 == 0 ? 0 : static_cast<std::int64_t>(1 + rng() % 40);
   result.options.granularity = rng() % 3 == 0 ? 8 : 1;
   result.options.stealing = rng() % 4 != 0;
-  result.options.announce_last = rng() % 2 == 0;
   return result;
 }
 
@@ -114,23 +116,10 @@ TEST(Claims, HandOutEveryItemExactlyOnceUnderAnySpeeds) {
   }
 }
 
-TEST(Claims, AnnounceTheLastMicroBatchOfEachDeviceForCertain) {
-  std::mt19937_64 rng(11);
-  for (int round = 0; round < 3000; ++round) {
-    Case c = random_case(rng);
-    c.options.announce_last = true;
-    SCOPED_TRACE(round);
-    for (const auto& device : play(c.options, c.truth).ran) {
-      for (std::size_t i = 0; i < device.size(); ++i) EXPECT_EQ(device[i].last, i + 1 == device.size());
-    }
-  }
-}
-
 TEST(Claims, NeverCallAMicroBatchLastThatIsNot) {
   std::mt19937_64 rng(13);
   for (int round = 0; round < 3000; ++round) {
-    Case c = random_case(rng);
-    c.options.announce_last = false;
+    const Case c = random_case(rng);
     for (const auto& device : play(c.options, c.truth).ran) {
       for (std::size_t i = 0; i + 1 < device.size(); ++i) EXPECT_FALSE(device[i].last);
     }

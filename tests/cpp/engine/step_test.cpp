@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -33,7 +34,7 @@ class CountingProgram final : public StepProgram {
     return false;
   }
 
-  void finish(std::size_t) override { finished_.fetch_add(1); }
+  void finish(std::size_t d) override { finished_[d].fetch_add(1); }
 
   std::unique_ptr<BlockReduction> reduction() override {
     ReductionSegment segment{.output = &total_, .count = 1, .dtype = DType::float64};
@@ -45,7 +46,7 @@ class CountingProgram final : public StepProgram {
   std::uint64_t seed_;
   bool throws_;
   std::vector<double> sums_;
-  std::atomic<int> finished_{0};
+  std::array<std::atomic<int>, 8> finished_{};
   double total_ = -1.0;
 };
 
@@ -61,7 +62,6 @@ StepOptions random_options(std::mt19937_64& rng, std::size_t devices, std::int64
     options.noise.push_back(0.3);
   }
   options.micro_batch = rng() % 2 == 0 ? 0 : static_cast<std::int64_t>(1 + rng() % 20);
-  options.announce_last = rng() % 2 == 0;
   return options;
 }
 
@@ -73,12 +73,17 @@ TEST(Step, RunsEveryItemOnceUnderStealingDelaysAndExceptions) {
     const std::int64_t batch = 1 + static_cast<std::int64_t>(rng() % 120);
     const bool throws = round % 4 == 0;
     auto program = std::make_shared<CountingProgram>(batch, rng(), throws);
+    const StepOptions options = random_options(rng, group.size(), batch);
     SCOPED_TRACE(round);
     try {
-      const StepRecord record = run_step(group, program, random_options(rng, group.size(), batch));
+      const StepRecord record = run_step(group, program, options);
       for (const auto& times : program->times_) ASSERT_EQ(times.load(), 1);
       EXPECT_EQ(program->total_, static_cast<double>(batch));
-      EXPECT_EQ(program->finished_.load(), 3);
+      for (std::size_t d = 0; d < group.size(); ++d) {
+        const bool ran = program->sums_[d] > 0.0;
+        EXPECT_LE(program->finished_[d].load(), options.shares[d] > 0 ? 1 : 0);
+        EXPECT_GE(program->finished_[d].load(), ran ? 1 : 0);
+      }
       std::int64_t items = 0;
       for (const std::int64_t n : record.items(3)) items += n;
       EXPECT_EQ(items, batch);
@@ -92,6 +97,68 @@ TEST(Step, RunsEveryItemOnceUnderStealingDelaysAndExceptions) {
     }
   }
   EXPECT_GT(failed, 50);
+}
+
+/// Complete at once for the caller, while one worker is held up in it, as by a system that gives its core to others.
+class HoldingUp final : public GroupTask {
+ public:
+  explicit HoldingUp(std::size_t device) : device_(device) {}
+  void run(std::size_t d) noexcept override {
+    if (d == device_) {
+      held_ = true;
+      wake_caller();
+      held_.notify_all();
+      go_.wait(false);
+    }
+  }
+  [[nodiscard]] bool complete() const noexcept override { return held_; }
+  void let_go() {
+    go_ = true;
+    go_.notify_all();
+  }
+
+ private:
+  std::size_t device_;
+  std::atomic<bool> held_{false};
+  std::atomic<bool> go_{false};
+};
+
+TEST(Step, DoesNotWaitForAWorkerThatHasNothingToDoAnyMore) {
+  DeviceGroup group = host_group(3);
+  for (const bool left_out : {false, true}) {
+    const auto holding = std::make_shared<HoldingUp>(1);
+    group.submit(holding);
+    ASSERT_TRUE(group.wait(*holding));
+    for (int repeat = 0; repeat < 20; ++repeat) {
+      const auto program = std::make_shared<CountingProgram>(60, 1, false);
+      StepOptions options{.shares = {20, 20, 20}};  // the others take over what is planned for it
+      if (left_out) options = {.shares = {30, 0, 30}, .stealing = false};
+      const StepRecord record = run_step(group, program, options);
+      for (const auto& times : program->times_) ASSERT_EQ(times.load(), 1);
+      EXPECT_EQ(record.items(3)[1], 0);
+      EXPECT_EQ(program->total_, 60.0);
+      EXPECT_EQ(program->finished_[1].load(), 0);
+    }
+    holding->let_go();
+    const auto program = std::make_shared<CountingProgram>(60, 1, false);
+    run_step(group, program, {.shares = {20, 20, 20}, .stealing = false});
+    EXPECT_EQ(program->sums_[1], 20.0);
+  }
+}
+
+TEST(Step, WaitsForAWorkerThatHasItsOwnPart) {
+  DeviceGroup group = host_group(2);
+  const auto holding = std::make_shared<HoldingUp>(1);
+  group.submit(holding);
+  ASSERT_TRUE(group.wait(*holding));
+  const auto program = std::make_shared<CountingProgram>(4, 1, false);
+  Step step(group, program, {.shares = {2, 2}, .stealing = false});
+  step.start();
+  int looks = 0;
+  EXPECT_FALSE(step.wait([&] { return ++looks < 2; }));
+  holding->let_go();
+  EXPECT_TRUE(step.wait());
+  EXPECT_EQ(step.items(), (std::vector<std::int64_t>{2, 2}));
 }
 
 TEST(Step, NestsTheBodysOwnExceptionInTheError) {

@@ -12,8 +12,8 @@ struct MicroBatch {
   std::int64_t begin = 0;
   std::int64_t end = 0;
   std::size_t device_index = 0;  ///< position in the group
-  /// True only if this device gets no further micro-batch in this step. With StepOptions::announce_last it is true for
-  /// exactly the last one; without, a device that still hoped for a correction may find that there is none.
+  /// True only if this device gets no further micro-batch in this step. False does not mean that there is one: a device
+  /// that still hoped for a correction may find that there is none.
   bool last = false;
   bool correction = false;  ///< from the common pool, or planned for another device
 

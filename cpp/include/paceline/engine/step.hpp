@@ -30,9 +30,10 @@ struct ClaimRecord {
 /// What the workers do in one step. Called on the worker threads, concurrently for different devices.
 ///
 /// Lifecycle on each worker: pace(), and run() for the micro-batch that it then claims, until there is none; finish().
-/// When every device has finished without an error, reduction() is asked once, on the worker that finished last, and
-/// all workers work it off together. Each of the three may throw: the step then stops at the next claims, nothing is
-/// reduced, and the step reports it.
+/// When every item has run and every device that took part has finished without an error, reduction() is asked once, on
+/// the worker that finished last, and all workers work it off together. A device without a share takes no part, and one
+/// whose worker wakes when others have run its share is not waited for: nothing is called for it. Each of the three may
+/// throw: the step then stops at the next claims, nothing is reduced, and the step reports it.
 class PACELINE_API StepProgram {
  public:
   virtual ~StepProgram();
@@ -61,14 +62,11 @@ struct StepOptions {
   std::int64_t micro_batch = 0;           ///< > 0: fixed size; 0: one planned chunk, then corrections
   std::int64_t granularity = 1;
   bool stealing = true;  ///< false: exactly the shares
-  /// Claim one micro-batch ahead, so that MicroBatch::last is known for certain. For devices that reduce while
-  /// the last backward runs; elsewhere it only takes decisions earlier than needed.
-  bool announce_last = false;
   /// Not empty: exactly these micro-batches, for each device in this order, instead of `shares`, `micro_batch` and
   /// `stealing`. So a step runs again as it once ran.
   std::vector<std::vector<MicroBatch>> script{};
   /// Items with costs: what is claimed is its micro-batches, and `shares` are its item_shares. Null: any item costs the
-  /// same. The models and the size of micro-batches are then the plan's own; announce_last has no effect.
+  /// same. The models and the size of micro-batches are then the plan's own.
   std::shared_ptr<const ItemPlan> items{};
   bool any_size = true;  ///< with `items`: whether a part of a planned micro-batch may be taken over
 };
@@ -76,8 +74,8 @@ struct StepOptions {
 struct PACELINE_API StepRecord {
   std::vector<ClaimRecord> claims;  ///< by device, in the order they ran
   double compute_seconds = 0.0;     ///< from the first start to the last finish of a micro-batch: the makespan
-  double reduce_seconds = 0.0;      ///< from there to the end of the reduction
-  double step_seconds = 0.0;        ///< from handing the step to the workers to the end of the reduction
+  double reduce_seconds = 0.0;  ///< from there to the end of the reduction; 0, not measured, with asynchronous devices
+  double step_seconds = 0.0;    ///< from handing the step to the workers to the end of the reduction
 
   [[nodiscard]] balance::StepTimings timings(std::size_t device_count) const;
   /// Items that each device really ran.

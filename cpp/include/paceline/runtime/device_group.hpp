@@ -49,6 +49,8 @@ class PACELINE_API DeviceGroup {
 
   [[nodiscard]] std::size_t size() const noexcept;
   [[nodiscard]] const std::vector<Device>& devices() const noexcept;
+  /// Whether any of the devices works on after a call has returned, as GPUs do.
+  [[nodiscard]] bool asynchronous() const;
 
   /// Gives `task` to every worker and returns at once.
   /// @throws InvalidArgument while another task is not complete, Unavailable once closed or after fork().
