@@ -168,6 +168,7 @@ class FunctionRun(TrainRun):
         """On a device's worker: fill the gradients of its replica, those that are wanted."""
         if not term.requires_grad:
             return  # nothing in this slice depends on a parameter: its gradient is zero
+        self.note_draws(device)
         root = self.scaled(device, term)
         self.backward(device, root, retain_graph, None if self._wanted is None else self._wanted[device][0])
 

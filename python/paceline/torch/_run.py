@@ -227,6 +227,7 @@ class TrainRun(Run):
         self._generators = [places.generator(device) for device in range(len(places))] if self.watches else []
         # Looked at around every forward: recomputation sets the generator back for a while, so that before and after the whole step it
         # may be the same. The first device that comes to its backward has seen its own forward undisturbed.
+        self._undrawn = [b""] * len(self._generators)
         self.drawn = False
 
     def compute(self, device: int, begin: int, end: int) -> bool:
@@ -247,9 +248,14 @@ class TrainRun(Run):
     @contextlib.contextmanager
     def drawing(self, device: int) -> Any:
         """Around a forward: notes whether it draws random numbers."""
-        before = generator_state(self._generators[device]) if self.watches else b""
+        if self.watches:
+            self._undrawn[device] = generator_state(self._generators[device])
         yield
-        if self.watches and generator_state(self._generators[device]) != before:
+        self.note_draws(device)
+
+    def note_draws(self, device: int) -> None:
+        """Before a backward too, where the caller runs it: recomputation puts the generator back to where it was."""
+        if self.watches and generator_state(self._generators[device]) != self._undrawn[device]:
             self.drawn = True
 
     def backward(
