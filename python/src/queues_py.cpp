@@ -106,6 +106,9 @@ void bind_queues(py::module_& module) {
           py::arg("stream"), "Order steps on this stream of the caller's from now on.")
       .def("set_copies", &set_copies, py::arg("copies"),
            "(space, to, from, bytes) of what other memory spaces get at the start of each step.")
+      .def(
+          "restart_run", [](TrainerQueues& shared, std::size_t device) { shared.queues.restart_run(device); },
+          py::arg("device"), "Inside of a run: what the device has waited for until here is not its own time.")
       .def("drain", [](TrainerQueues& shared) { shared.queues.drain(); }, "Return when nothing is enqueued any more.");
 }
 

@@ -29,6 +29,7 @@ namespace {
 
 constexpr std::int64_t kBatch = 12;
 int interrupts = 0;
+double bring_seconds = 0.0;  // what comes before a batch can be brought to another GPU
 
 struct Add {
   const double* batch;
@@ -39,6 +40,7 @@ struct Add {
 
 void add_kernel(Add) {}
 void fill_kernel(double*, double) {}
+void slow_kernel(int) {}
 
 void boot(std::uint64_t seed, int gpus) {
   fake::boot({.seed = seed, .device_count = gpus});
@@ -53,6 +55,7 @@ void boot(std::uint64_t seed, int gpus) {
     fake::writes(batch, kBatch * sizeof(double));
     std::fill(batch, batch + kBatch, value);
   });
+  fake::twin(&slow_kernel, [](const fake::Launch&, int) { fake::takes(bring_seconds); });
   ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
   fake::boot_nccl();
 }
@@ -121,12 +124,12 @@ class Summing final : public StepProgram {
   bool run(const MicroBatch& mb) override {
     Lane& lane = lanes_[mb.device_index];
     Stream* const stream = queues.stream(mb.device_index);
-    if (queues.enter(mb.device_index)) {
-      if (stream != nullptr) stream->zero(lane.sum->data(), sizeof(double));
-      if (lane.batch != nullptr) bring(lane, mb.device_index, stream);
-      if (stream == nullptr) *static_cast<double*>(lane.sum->data()) = 0.0;
-    }
+    const bool entered = queues.enter(mb.device_index);
+    if (entered && stream != nullptr) stream->zero(lane.sum->data(), sizeof(double));
+    if (entered && stream == nullptr) *static_cast<double*>(lane.sum->data()) = 0.0;
     queues.begin_run(mb.device_index);
+    if (entered && lane.batch != nullptr) bring(lane, mb.device_index, stream);
+    queues.restart_run(mb.device_index);
     const Buffer& batch = lane.batch != nullptr ? *lane.batch : *batch_;
     const Add add{static_cast<const double*>(batch.data()), mb.begin, mb.end, static_cast<double*>(lane.sum->data())};
     if (stream != nullptr) {
@@ -167,6 +170,13 @@ class Summing final : public StepProgram {
 
   void bring(Lane& lane, std::size_t device, Stream* stream) {
     Stream& source = *queues.source_stream(device);
+    if (bring_seconds > 0.0) {
+      int own = 0;
+      ASSERT_EQ(cudaGetDevice(&own), cudaSuccess);
+      ASSERT_EQ(cudaSetDevice(home_index_), cudaSuccess);
+      launch(&slow_kernel, source, 0);
+      ASSERT_EQ(cudaSetDevice(own), cudaSuccess);
+    }
     source.copy(lane.batch->data(), batch_->data(), kBatch * sizeof(double));
     source.record(*lane.brought);
     if (stream != nullptr) {
@@ -384,6 +394,31 @@ TEST(DeviceQueues, ANewStreamComesAfterTheOldOne) {
     ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
     ASSERT_EQ(fake::leftovers(), fake::Leftovers{});
   }
+}
+
+TEST(DeviceQueues, WhatADeviceWaitsForIsNoTimeOfItsOwn) {
+  bring_seconds = 100.0;
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+    boot(seed, 2);
+    {
+      const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
+      Stepper stepper(group, {.balance = "even", .micro_batch = 3});
+      auto program = std::make_shared<Summing>(group);
+      const std::unique_ptr<Buffer> output = program->queues.maker(0).allocate_pinned(sizeof(double));
+      program->begin(1.0, static_cast<double*>(output->data()));
+      const std::shared_ptr<Step> step = stepper.begin(kBatch, program);
+      step->wait();
+      ASSERT_EQ(step->failure(), nullptr);
+      stepper.commit(step);
+      stepper.settle();
+      double seconds = 0.0;
+      for (const ClaimRecord& claim : stepper.last_step().claims) seconds += claim.finish_seconds - claim.start_seconds;
+      ASSERT_NEAR(seconds, 1e-3 * kBatch, 1e-4) << "seed " << seed;
+      program->queues.drain();
+    }
+    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
+  }
+  bring_seconds = 0.0;
 }
 
 TEST(DeviceQueues, GoOnlyWhenNothingIsEnqueuedAnyMore) {

@@ -472,6 +472,13 @@ bool DeviceQueues::begin_run(std::size_t device) {
   return dry;
 }
 
+void DeviceQueues::restart_run(std::size_t device) {
+  Lane& lane = state_->lanes[device];
+  if (lane.stream == nullptr) return;
+  Times& times = state_->step->times();
+  lane.stream->record(*times.spans[device][times.used[device] - 1].start);
+}
+
 void DeviceQueues::end_run(std::size_t device) {
   Lane& lane = state_->lanes[device];
   if (lane.stream == nullptr) return;

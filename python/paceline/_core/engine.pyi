@@ -50,6 +50,10 @@ class DeviceQueues:
         """
         Return when nothing is enqueued any more.
         """
+    def restart_run(self, device: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        Inside of a run: what the device has waited for until here is not its own time.
+        """
     def set_copies(
         self,
         copies: collections.abc.Sequence[

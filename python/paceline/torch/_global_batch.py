@@ -151,7 +151,7 @@ class FunctionRun(TrainRun):
     def compute(self, device: int, begin: int, end: int) -> bool:
         if self.objective.idle(begin, end):
             return False
-        data = self.batch.slice(begin, end, self.places.mover(device))
+        data = self.bring(device, begin, end)
         part = MicroBatch(self, device, begin, end, data)
         with self.drawing(device):
             self.loss_fn(self.replicas[device].module, part)

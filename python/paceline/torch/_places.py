@@ -144,6 +144,11 @@ class Places:
 
         return move
 
+    def brought(self, device: int) -> None:
+        """On its worker, when the items of a run are on their way: waiting for them is not the device's time."""
+        if self.queues is not None:
+            self.queues.restart_run(device)
+
     def keep_for_reader(self, tensor: torch.Tensor, device: int) -> None:
         """What the device delivers is read by a stream that PyTorch does not know of, after the tensor is gone."""
         if self.queues is None:

@@ -107,6 +107,7 @@ class Run:
         self.batch, self.replicas, self.seen, self.state, self.places, self.caps, self.items = frame
         places = self.places
         self._pieces = [(0, 0)] * len(places)  # of each device: what is in work
+        self._fresh = [True] * len(places)  # whether that is the first of its run
         self.claims: list[list[tuple[int, int]]] | None = None  # of each device, instead of planned ones
         # Of each device, in order: what ran, and whether it was more than one piece of a claim.
         self._ran: list[list[tuple[int, int, int]]] = [[] for _ in range(len(places))]
@@ -152,11 +153,12 @@ class Run:
         return []
 
     def _slice(self, device: int, begin: int, end: int) -> int:
-        codes = []
+        codes: list[int] = []
         with self.places.enter(device):
             shapes = self.batch.item_shapes
             for piece in self.caps.pieces(device, begin, end, shapes):
                 self._pieces[device] = piece
+                self._fresh[device] = not codes
                 began = time.perf_counter()
                 with self.caps.measured(device, piece[1] - piece[0], shapes) as measuring:
                     ran, code = self._piece(device, *piece)
@@ -167,6 +169,13 @@ class Run:
         if len(codes) > 1:  # only ever set, whichever worker is first
             self._divided = True
         return max(codes)
+
+    def bring(self, device: int, begin: int, end: int) -> Any:
+        """A slice of the batch, where the device computes."""
+        part = self.batch.slice(begin, end, self.places.mover(device))
+        if self._fresh[device]:
+            self.places.brought(device)
+        return part
 
     @property
     def pieces(self) -> list[tuple[int, int, int]]:
@@ -233,7 +242,7 @@ class TrainRun(Run):
     def compute(self, device: int, begin: int, end: int) -> bool:
         if self.objective.idle(begin, end):
             return False
-        part = self.batch.slice(begin, end, self.places.mover(device))
+        part = self.bring(device, begin, end)
         with self.drawing(device):
             loss = self.loss_fn(self.replicas[device].module, part)
         term = self.objective.term(loss, begin, end)
@@ -351,6 +360,6 @@ class PredictRun(Run):
 
     def compute(self, device: int, begin: int, end: int) -> bool:
         with torch.no_grad():
-            output = self.fn(self.replicas[device].module, self.batch.slice(begin, end, self.places.mover(device)))
+            output = self.fn(self.replicas[device].module, self.bring(device, begin, end))
         self.outputs.append((begin, end, output))
         return True

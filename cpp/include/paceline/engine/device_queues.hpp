@@ -135,6 +135,8 @@ class PACELINE_API DeviceQueues {
   void pace(std::size_t device);
   /// True if the device had run dry: that time is not its own.
   bool begin_run(std::size_t device);
+  /// Inside of a run, when its items are on their way: what the device has waited for until here is not its own time.
+  void restart_run(std::size_t device);
   void end_run(std::size_t device);
   /// What to sum of this device, written by what is on its stream so far: the same list of sizes for every device.
   /// Host memory must be pinned. Not called by devices without work.
