@@ -219,6 +219,39 @@ TEST(CudaCommunicator, ReducesElementsThatLieAcrossTheirBorders) {
   }
 }
 
+TEST(CudaCommunicator, MeansOfHalfTypesHoldWhereTheirSumsWouldNot) {
+  constexpr DType dtype = DType::float16;
+  constexpr double number = 60000.0;  // of 65504 at most
+  for (const std::vector<std::string>& names :
+       {std::vector<std::string>{"cuda:0", "host:0", "host:1"},
+        std::vector<std::string>{"host:0", "cuda:0/0", "cuda:0/1", "cuda:1", "host:1", "host:2"}}) {
+    boot(1, 2);
+    const DeviceGroup group = group_of(names);
+    Communicator communicator(group, {.warm_up_bytes = 0});
+    Words words(words_of(4, dtype));
+    const std::uint64_t bits = reference::half_bits(static_cast<float>(number), 5, 10);
+    for (std::size_t i = 0; i < 4; ++i) {
+      std::memcpy(reinterpret_cast<char*>(words.data()) + i * size_of(dtype), &bits, size_of(dtype));
+    }
+    GpuArrays arrays(group, words.size());
+    std::vector<BufferView> views = arrays.views();
+    for (std::size_t d = 0; d < group.size(); ++d) {
+      arrays.fill(d, words);
+      views[d] = {views[d].data, 4, dtype, views[d].stream};
+    }
+    communicator.all_reduce(views, ReduceOp::mean);
+    std::vector<Words> after(group.size());
+    for (std::size_t d = 0; d < group.size(); ++d) arrays.read(d, after[d]);
+    communicator.wait();
+    arrays.wait();
+    for (const Words& each : after) {
+      for (std::size_t i = 0; i < 4; ++i) {
+        ASSERT_NEAR(number_of(reference::bits_of(each.data(), i, dtype), dtype), number, 1e-2 * number);
+      }
+    }
+  }
+}
+
 TEST(CudaCommunicator, TakesNoStreamForTheLegacyDefaultStream) {
   for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     boot(seed, 2);

@@ -78,7 +78,7 @@ class AsyncCollectives final : public Collectives {
     const StagedOp stages = staged(like.dtype, op);
     memory_.enter(buffers);
     run({buffers}, [&] {
-      const void* const hosts = host_.bring_in(buffers, op);
+      const HostPart hosts = host_.bring_in(buffers, op);
       std::vector<void*> results;
       for (Space& space : memory_.spaces()) {
         const BufferView& lead = buffers[space.lead()];
@@ -104,7 +104,7 @@ class AsyncCollectives final : public Collectives {
     memory_.enter(inputs);
     memory_.enter(outputs);
     run({inputs, outputs}, [&] {
-      const void* const hosts = host_.bring_in(inputs, op);
+      const HostPart hosts = host_.bring_in(inputs, op);
       if (clique_ == nullptr) {
         scatter_inside(inputs, outputs, hosts, stages);
       } else {
@@ -240,12 +240,14 @@ class AsyncCollectives final : public Collectives {
   }
 
   /// result = the first stage over the elements from `begin` on of what a space has; home's has what the host's have.
-  void reduce(const Space& space, const StagedOp& op, std::span<const BufferView> inputs, const void* hosts,
+  void reduce(const Space& space, const StagedOp& op, std::span<const BufferView> inputs, const HostPart& hosts,
               const BufferView& result, std::size_t begin = 0) {
     const std::size_t offset = begin * size_of(result.dtype);
     std::vector<const void*> sources;
     for (const std::size_t d : space.members) sources.push_back(static_cast<const char*>(inputs[d].data) + offset);
-    if (&space == &memory_.home() && hosts != nullptr) sources.push_back(static_cast<const char*>(hosts) + offset);
+    if (&space == &memory_.home() && hosts.data != nullptr) {
+      sources.insert(sources.end(), hosts.times, static_cast<const char*>(hosts.data) + offset);
+    }
     op.first(*space.rank.stream, sources, result);
   }
 
@@ -253,7 +255,7 @@ class AsyncCollectives final : public Collectives {
     return static_cast<char*>(base) + layout_.slot(device) * part_bytes;
   }
 
-  void scatter_inside(std::span<const BufferView> inputs, std::span<const BufferView> outputs, const void* hosts,
+  void scatter_inside(std::span<const BufferView> inputs, std::span<const BufferView> outputs, const HostPart& hosts,
                       const StagedOp& op) {
     Space& home = memory_.home();
     const std::size_t part = bytes_of(outputs.front());
@@ -265,7 +267,7 @@ class AsyncCollectives final : public Collectives {
     }
   }
 
-  void scatter_across(std::span<const BufferView> inputs, std::span<const BufferView> outputs, const void* hosts,
+  void scatter_across(std::span<const BufferView> inputs, std::span<const BufferView> outputs, const HostPart& hosts,
                       const StagedOp& op) {
     const BufferView& like = outputs.front();
     const std::size_t part = bytes_of(like);

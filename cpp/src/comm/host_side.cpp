@@ -7,19 +7,26 @@
 #include "comm/collectives.hpp"
 
 namespace paceline::internal {
+namespace {
 
-const void* HostSide::bring_in(std::span<const BufferView> inputs, ReduceOp op) {
-  if (empty()) return nullptr;
+constexpr std::size_t kMostRepeats = 64;  // a kernel's inputs are limited
+
+}  // namespace
+
+HostPart HostSide::bring_in(std::span<const BufferView> inputs, ReduceOp op) {
+  if (empty()) return {};
   const BufferView& like = inputs.front();
   const std::size_t bytes = like.count * size_of(like.dtype);
   std::vector<BufferView> views;
   for (const std::size_t d : memory_.host_devices()) views.push_back(inputs[d]);
   const BufferView staged{memory_.staging(kIn, bytes), like.count, like.dtype};
-  reduce_on_host(group_, views, staged, op == ReduceOp::mean ? ReduceOp::sum : op);
+  const bool half = like.dtype == DType::float16 || like.dtype == DType::bfloat16;
+  const bool as_mean = op == ReduceOp::mean && half && views.size() <= kMostRepeats;
+  reduce_on_host(group_, views, staged, op == ReduceOp::mean && !as_mean ? ReduceOp::sum : op);
   Space& home = memory_.home();
   void* const landed = MemorySpaces::reserve(home, home.landing, bytes);
   home.rank.stream->copy(landed, staged.data, bytes);
-  return landed;
+  return {landed, as_mean ? views.size() : 1};
 }
 
 const void* HostSide::stage(const BufferView& input, std::size_t bytes_before, std::size_t all_bytes) {

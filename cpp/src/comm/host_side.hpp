@@ -12,6 +12,12 @@
 
 namespace paceline::internal {
 
+/// What the host devices have, as one of the inputs of a reduction at home.
+struct HostPart {
+  const void* data = nullptr;  ///< null without host devices
+  std::size_t times = 1;       ///< how often it counts
+};
+
 /// The host devices of a group that has GPUs too: their data comes in at `home`, the first GPU, and goes out from
 /// there, through pinned memory. Everything is enqueued on home's stream; none of it does anything where there are
 /// none.
@@ -22,8 +28,9 @@ class HostSide {
 
   [[nodiscard]] bool empty() const noexcept { return memory_.host_devices().empty(); }
 
-  /// The sum (also for a mean), minimum or maximum of what the host devices have, in home's memory. Null without any.
-  [[nodiscard]] const void* bring_in(std::span<const BufferView> inputs, ReduceOp op);
+  /// The sum (also for a mean), minimum or maximum of what the host devices have, in home's memory. For a mean of half
+  /// types their mean, once for each of them: their sum may be more than the type holds.
+  [[nodiscard]] HostPart bring_in(std::span<const BufferView> inputs, ReduceOp op);
   /// A copy that home can read: `bytes_before` from the beginning of pinned memory of `all_bytes`.
   [[nodiscard]] const void* stage(const BufferView& input, std::size_t bytes_before, std::size_t all_bytes);
   /// The same the other way.
