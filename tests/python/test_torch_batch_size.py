@@ -46,7 +46,8 @@ def test_without_a_fixed_part_the_smallest_is_enough() -> None:
 
 def test_the_largest_is_where_it_ends() -> None:
     found = searched(lambda n: 1.0, largest=100)
-    assert found.batch_size == 64
+    assert list(found.seconds) == [8, 16, 32, 64, 100]
+    assert found.batch_size == 100
     assert found.stopped == "100 is the largest that was to be measured"
 
 

@@ -193,6 +193,24 @@ def test_predictions_come_in_the_callers_order(devices: int) -> None:
     assert torch.equal(got["label"], batch["label"])
 
 
+def test_predictions_of_unequal_width_are_refused_with_the_reason() -> None:
+    module, _ = classifier(12)
+    values = torch.rand(12, 6, dtype=torch.float64)
+    widths = torch.arange(12) % 5 + 1
+
+    def trimmed(one: Any, part: Any) -> Any:
+        rows, width = part
+        return rows[:, : int(width.max())]
+
+    with (
+        DataParallel(module, TWO, micro_batch=3) as trainer,
+        pytest.raises(
+            InvalidArgument, match=r"output has rows of shape .* in another.*pad what fn returns to one width"
+        ),
+    ):
+        trainer.predict((values, widths), trimmed, cost=widths)
+
+
 def test_a_failure_names_items_and_leaves_everything_as_it_was() -> None:
     module, batch = classifier(12)
     costs = torch.arange(12.0)

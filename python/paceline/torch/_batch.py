@@ -206,6 +206,12 @@ def _join(pieces: list[tuple[int, Any]], path: str, move: Move, own: Move) -> An
                     f"predict: {path} has shape {tuple(piece.shape)} for {items} items. Return tensors whose dimension 0 is the item; "
                     "a value for the whole batch cannot be put together from slices."
                 )
+            if piece.shape[1:] != first.shape[1:]:
+                raise InvalidArgument(
+                    f"predict: {path} has rows of shape {tuple(first.shape[1:])} in one micro-batch and {tuple(piece.shape[1:])} in another, "
+                    "so they make no tensor. With cost= micro-batches are padded to their own longest item: pad what fn returns to one width, "
+                    "or reduce it to one row of fixed size per item."
+                )
         return own(move(first)) if len(pieces) == 1 else torch.cat([move(piece) for _, piece in pieces])
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         result: Any = copy.copy(first)

@@ -103,7 +103,7 @@ def search(
         raise InvalidArgument(f"find_batch_size: efficiency is {efficiency}; a number between 0 and 1 is needed.")
     seconds: dict[int, float] = {}
     size, stopped = smallest, f"{largest} is the largest that was to be measured"
-    while size <= largest:
+    while True:
         try:
             seconds[size] = measure(size, None)
         except Exception as error:
@@ -112,12 +112,13 @@ def search(
             stopped = f"a batch of {size} does not fit into memory"
             break
         # Of two doublings: one may be an accident.
-        if len(seconds) > 2 and size / seconds[size] < _WORTH * max(
-            half / seconds[half] for half in (size // 2, size // 4)
-        ):
+        before = list(seconds)[-3:-1]
+        if size == largest:
+            break
+        if len(before) == 2 and size / seconds[size] < _WORTH * max(half / seconds[half] for half in before):
             stopped = "doubling it once more brings little"
             break
-        size *= 2
+        size = min(2 * size, largest)
     best = max(size / spent for size, spent in seconds.items())
     knee = min(size for size, spent in seconds.items() if size / spent >= efficiency * best)
     tried: dict[int | None, float] = {None: seconds[knee]}
