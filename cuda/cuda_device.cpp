@@ -140,7 +140,7 @@ class DeviceBuffer final : public Buffer {
 
 class PinnedBuffer final : public Buffer {
  public:
-  PinnedBuffer(int device, std::size_t bytes) : bytes_(bytes) {
+  PinnedBuffer(int device, std::size_t bytes) : device_(device), bytes_(bytes) {
     if (bytes == 0) return;
     const DeviceGuard guard(device);
     const cudaError_t error = cudaHostAlloc(&data_, bytes, cudaHostAllocPortable);
@@ -154,13 +154,20 @@ class PinnedBuffer final : public Buffer {
     check(error, "pinning host memory", device);
   }
   ~PinnedBuffer() override {
-    const RelaxedCapture relaxed;
-    if (data_ != nullptr) static_cast<void>(cudaFreeHost(data_));
+    if (data_ == nullptr) return;
+    try {
+      const RelaxedCapture relaxed;
+      // On a thread without a context the runtime would make one, of GPU 0.
+      const DeviceGuard guard(device_);
+      static_cast<void>(cudaFreeHost(data_));
+    } catch (...) {  // the driver is going down, and takes the memory with it
+    }
   }
   [[nodiscard]] void* data() const noexcept override { return data_; }
   [[nodiscard]] std::size_t bytes() const noexcept override { return bytes_; }
 
  private:
+  int device_;
   std::size_t bytes_;
   void* data_ = nullptr;
 };

@@ -141,7 +141,13 @@ def collectives(devices: Sequence[Device], seed: int) -> dict[str, Any]:
                     for tensor, device in zip(tensors, devices, strict=True)
                     if not torch.equal(tensor.cpu(), wanted)
                 ]
-    return {"status": "failed" if failures else "passed", "cases": 2 * len(cases), "failures": failures}
+        transport = communicator.description
+    return {
+        "status": "failed" if failures else "passed",
+        "transport": transport,  # with NCCL its version and path
+        "cases": 2 * len(cases),
+        "failures": failures,
+    }
 
 
 def _loss(module: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

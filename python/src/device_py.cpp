@@ -120,12 +120,14 @@ them.)")
       .def("__eq__", [](const Device& self, const py::object& other) {
         return py::isinstance<Device>(other) && self == other.cast<const Device&>();
       });
-  module.def("devices", &devices,
+  // Both look at the splits of GPUs, and wait while one is ended.
+  module.def("devices", &devices, py::call_guard<py::gil_scoped_release>(),
              R"(Every device that this process can use now, in order: GPUs first, whole, then the host's.
 
 Host devices: one per core of the process's affinity mask, no more than its cgroup's CPU limit allows. Under such a limit
 a device is pinned to several cores, since all the cores of the mask are dealt out.)");
-  module.def("find_device", &find_device, py::arg("name"), R"(The device called `name`, such as ``host:1``.
+  module.def("find_device", &find_device, py::arg("name"), py::call_guard<py::gil_scoped_release>(),
+             R"(The device called `name`, such as ``host:1``.
 
 More host devices than cores may be named; they share cores. Parts of a GPU, such as ``cuda:0/1``, are there once `partition` has made
 them.

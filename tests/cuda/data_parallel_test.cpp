@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -160,6 +161,16 @@ TEST(CudaDataParallel, GoesWithoutHoldingTheThreadInTheMiddleOfWork) {
     ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
     ASSERT_EQ(fake::leftovers(), fake::Leftovers{});
   }
+}
+
+TEST(CudaDataParallel, RefusesLaunchesThatWaitWhereThereAreSeveralDevices) {
+  boot(1, 1);
+  setenv("CUDA_LAUNCH_BLOCKING", "1", 1);
+  EXPECT_THROW(Trainer(group_of({"", 1, {"cuda:0/0", "cuda:0/1"}}), {.parameter_count = kWidth}), Unavailable);
+  EXPECT_NO_THROW(Trainer(group_of({"", 1, {"cuda:0"}}), {.parameter_count = kWidth}));
+  setenv("CUDA_LAUNCH_BLOCKING", "0", 1);
+  EXPECT_NO_THROW(Trainer(group_of({"", 1, {"cuda:0/0", "cuda:0/1"}}), {.parameter_count = kWidth}));
+  unsetenv("CUDA_LAUNCH_BLOCKING");
 }
 
 TEST(CudaDataParallel, SaysThatTheDeviceHasNoMemory) {

@@ -5,10 +5,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <stop_token>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include <paceline/error.hpp>
@@ -173,6 +175,12 @@ struct DeviceQueues::State {
       if (home != group.size()) continue;
       home = entry->second;
       one_whole_gpu = group.size() == 1 && device.name == device.memory_space;
+    }
+    const char* const blocking = std::getenv("CUDA_LAUNCH_BLOCKING");
+    if (group.size() > 1 && blocking != nullptr && *blocking != '\0' && std::string_view(blocking) != "0") {
+      throw Unavailable(
+          "DataParallel: CUDA_LAUNCH_BLOCKING is set, so every launch waits for its kernel: several devices would take "
+          "turns, and collectives hang. Unset it, or use one device.");
     }
     if (home == group.size()) {
       throw InvalidArgument("DeviceQueues: every device of the group works during the call; there is nothing to queue");

@@ -16,11 +16,21 @@ _MOST_SHAPES = 64  # with models of their own, for each device; a sequence's len
 _FIRST_PART = 16  # of a claim is the first size that is measured
 
 
+# How PyTorch tells it where it has no type of its own for it: its allocator on the host, the driver (streams, events, pinned memory), and
+# the libraries, which take memory by themselves.
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a smaller micro-batch may help."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return isinstance(error, RuntimeError) and any(told in str(error) for told in _OUT_OF_MEMORY)
 
 
 class Measuring:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline import DeviceGroup, InvalidArgument, Unavailable
+from paceline import DeviceGroup, DeviceLost, InvalidArgument, Unavailable
 from paceline._core.engine import DeviceQueues
 from paceline._nccl import find_installed_nccl
 from paceline.comm import Transport
@@ -46,6 +46,7 @@ class Places:
         self.space_names = [device.memory_space for device in group.devices]
         self._gpu = [device.index if device.kind == "cuda" else None for device in group.devices]
         self.devices = [_HOST if gpu is None else _cuda.device(gpu) for gpu in self._gpu]
+        self._first_gpu = next((index for index, gpu in enumerate(self._gpu) if gpu is not None), 0)
         self._home_gpu = gpus[0].index if gpus else None
         self.home = _HOST if self._home_gpu is None else _cuda.device(self._home_gpu)
         self.types = sorted({device.type for device in self.devices})
@@ -75,12 +76,24 @@ class Places:
     def begin(self) -> None:
         """Before a step: it is ordered on the stream that the caller is on now."""
         if self.queues is not None and self._home_gpu is not None:
-            if _cuda.is_capturing():
+            if self._is_capturing():
                 raise InvalidArgument(
                     "step: called while a CUDA graph is captured, which cannot hold what several devices do on their own streams. Capture "
                     "what is inside loss_fn, or step outside of the capture."
                 )
             self.queues.set_stream(_cuda.current_stream(self._home_gpu))
+
+    def _is_capturing(self) -> bool:
+        try:
+            return _cuda.is_capturing()
+        except RuntimeError as error:  # PyTorch's own type for what a GPU has failed at, now or earlier
+            name = self.names[self._first_gpu]
+            lost = DeviceLost(
+                f"step: {name}: asking for the state of its stream failed: {str(error).splitlines()[0]}. After such an "
+                "error nothing runs on the GPU any more: start a new process from the last checkpoint."
+            )
+            lost.device = name
+            raise lost from error
 
     def prepare_worker(self, device: int) -> None:
         """Once in the life of the thread that computes for a device."""

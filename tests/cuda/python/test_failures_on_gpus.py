@@ -21,14 +21,29 @@ class TestMemory:
     """Memory that runs out."""
 
     @staticmethod
-    def short_of(limit: int, ran: list[int]) -> Any:
+    def short_of(limit: int, ran: list[int], error: type[Exception] = torch.OutOfMemoryError, told: str = "") -> Any:
         def loss_fn(module: Any, part: Any) -> Any:
             if len(part[0]) > limit:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+                raise error(told or "CUDA out of memory. Tried to allocate 2.00 GiB.")
             ran.append(len(part[0]))
             return classify(module, part)
 
         return loss_fn
+
+    @pytest.mark.parametrize(
+        "told",
+        [
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            "CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA",
+        ],
+    )
+    def test_libraries_and_the_driver_may_be_those_who_say_so(self, fake: Any, told: str) -> None:
+        module, batch = module_and_batch()
+        ran: list[int] = []
+        with DataParallel(module, BOXES["two"], balance="even") as trainer:
+            loss, _ = plain(module, batch)
+            assert torch.allclose(trainer.step(self.short_of(4, ran, RuntimeError, told), batch), loss)
+        assert max(ran) <= 4
 
     @pytest.mark.parametrize("devices", [BOXES["one"], BOXES["two"], BOXES["mixed"], ["host:0", "host:1"]], ids=str)
     def test_the_step_runs_again_in_smaller_pieces(self, fake: Any, devices: list[str]) -> None:
@@ -220,3 +235,20 @@ def test_a_step_inside_a_graph_capture_is_refused(fake: Any, monkeypatch: pytest
         monkeypatch.setattr(_cuda, "is_capturing", lambda: True)
         with pytest.raises(InvalidArgument, match="CUDA graph"):
             trainer.step(classify, batch)
+
+
+def test_a_gpu_that_failed_elsewhere_is_reported_lost(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, batch = module_and_batch()
+
+    def failed() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ...")
+
+    with DataParallel(module, BOXES["two"]) as trainer:
+        trainer.step(classify, batch)
+        with monkeypatch.context() as patched:
+            patched.setattr("paceline.torch._cuda.is_capturing", failed)
+            with pytest.raises(
+                DeviceLost, match=r"cuda:0: .*illegal memory access was encountered.*new process"
+            ) as caught:
+                trainer.step(classify, batch)
+        assert caught.value.device == "cuda:0"
