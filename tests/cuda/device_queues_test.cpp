@@ -369,6 +369,52 @@ TEST(DeviceQueues, ParametersOfTheCallersReachEveryGpuByCopies) {
   for (std::uint64_t seed = 0; seed < kOrders; ++seed) ASSERT_NO_FATAL_FAILURE(expect_staged(Transport::copies, seed));
 }
 
+TEST(DeviceQueues, StagingThatGrowsWaitsForWhatStillReadsIt) {
+  constexpr std::size_t sizes[] = {64, 1024};
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+    boot(seed, 2);
+    {
+      const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
+      DeviceQueues queues(group, {.collectives = {.warm_up_bytes = 64}});
+      std::unique_ptr<Buffer> buffers[2][2];
+      for (std::size_t s = 0; s < 2; ++s) {
+        Stream& stream = s == queues.home_space() ? queues.home_stream() : *queues.copy_stream(s);
+        for (std::size_t k = 0; k < 2; ++k) buffers[s][k] = queues.maker(s).allocate(sizes[k], stream);
+      }
+      const std::size_t home = queues.home_space();
+      for (std::size_t k = 0; k < 2; ++k) {  // the second at once, with more to send
+        queues.home_stream().zero(buffers[home][k]->data(), sizes[k]);
+        const SpaceCopy copies[] = {{1 - home, buffers[1 - home][k]->data(), buffers[home][k]->data(), sizes[k]}};
+        const std::shared_ptr<const StepTimes> times = queues.begin_step(copies);
+        queues.reduce({}, 1.0);
+        queues.end_step();
+      }
+      queues.drain();
+    }
+    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
+    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
+  }
+}
+
+TEST(DeviceQueues, AStepThatCannotBeginLeavesNothingEnqueued) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+    boot(seed, 2);
+    {
+      const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
+      DeviceQueues queues(group, {.collectives = {.warm_up_bytes = 64}});
+      const std::size_t home = queues.home_space();
+      const std::unique_ptr<Buffer> from = queues.maker(home).allocate(64, queues.home_stream());
+      const std::unique_ptr<Buffer> to = queues.maker(1 - home).allocate(64, *queues.copy_stream(1 - home));
+      queues.home_stream().zero(from->data(), 64);
+      fake::the_nccl().fail("ncclBroadcast", 1, nccl::kUnhandledCudaError);
+      const SpaceCopy copies[] = {{1 - home, to->data(), from->data(), 64}};
+      EXPECT_THROW(static_cast<void>(queues.begin_step(copies)), Error);
+      ASSERT_EQ(fake::leftovers().queued, 0U) << "the caller may take its memory back, seed " << seed;
+    }
+    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
+  }
+}
+
 TEST(DeviceQueues, ANewStreamComesAfterTheOldOne) {
   for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     boot(seed, 1);
