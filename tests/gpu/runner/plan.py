@@ -59,6 +59,8 @@ def after_build(folder: Path, python_path: str, *, gpu: bool) -> list[Stage]:
     parts = ["--partition", "0.75,0.25"] if gpu else on_host
     race, digits = ROOT / "benchmarks" / "python", ROOT / "examples" / "python" / "digits.py"
     why_no_digits = "" if gpu else "no GPU; tests/python runs it on host devices"
+    if gpu and not importlib.util.find_spec("sklearn"):
+        why_no_digits = "scikit-learn, which has the digits, is not installed"
 
     def paceline(name: str, *arguments: str, limit: float = 60, json_result: bool = False) -> Stage:
         command = [sys.executable, "-m", "paceline", *arguments]
