@@ -24,6 +24,11 @@ from suite.stages import stages
 ROOT = Path(__file__).resolve().parents[3]
 
 
+def shareable(text: str) -> str:
+    """Without the name of this host, and with paths from the checkout on."""
+    return text.replace(f"{ROOT}/", "").replace(json.dumps(platform.node()), '""')
+
+
 def main() -> int:
     args = arguments()
     date = time.strftime("%Y-%m-%d")
@@ -53,7 +58,7 @@ def main() -> int:
                 record["picture"] = picture.name
             log.write(f"\n######## {stage.name}: {entry['status']}, {entry['seconds']} s\n{output}")
             # After each stage: a run that is interrupted leaves what it has.
-            (args.folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+            (args.folder / f"{name}.json").write_text(shareable(json.dumps(record, indent=1)) + "\n")
             (args.folder / f"{name}.md").write_text(markdown(record))
             print(
                 f"{stage.name:<28}{entry['status']:<10}{entry['seconds']:>7.0f} s  {entry.get('why', '')}", flush=True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 
 import torch
 
@@ -100,8 +99,3 @@ def release_memory() -> None:
     """Let PyTorch give back what it keeps for streams that are about to go."""
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
-
-
-def launches_block() -> bool:
-    """Whether every launch waits for its kernel, so that devices could not work at the same time."""
-    return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline import DeviceGroup, DeviceLost, InvalidArgument, Unavailable
+from paceline import DeviceGroup, DeviceLost, InvalidArgument
 from paceline._core.engine import DeviceQueues
 from paceline._nccl import find_installed_nccl
 from paceline.comm import Transport
@@ -37,16 +37,11 @@ class Places:
 
     def __init__(self, group: DeviceGroup, module: nn.Module, timeout: float, transport: Transport) -> None:
         gpus = [device for device in group.devices if device.kind == "cuda"]
-        if len(group) > 1 and gpus and _cuda.launches_block():
-            raise Unavailable(
-                "DataParallel: CUDA_LAUNCH_BLOCKING is set, so every launch waits for its kernel: several devices would take turns, and "
-                "collectives hang. Unset it, or use one device."
-            )
         self.names = [device.name for device in group.devices]
         self.space_names = [device.memory_space for device in group.devices]
         self._gpu = [device.index if device.kind == "cuda" else None for device in group.devices]
         self.devices = [_HOST if gpu is None else _cuda.device(gpu) for gpu in self._gpu]
-        self._first_gpu = next((index for index, gpu in enumerate(self._gpu) if gpu is not None), 0)
+        self._home_name = gpus[0].name if gpus else ""
         self._home_gpu = gpus[0].index if gpus else None
         self.home = _HOST if self._home_gpu is None else _cuda.device(self._home_gpu)
         self.types = sorted({device.type for device in self.devices})
@@ -87,12 +82,11 @@ class Places:
         try:
             return _cuda.is_capturing()
         except RuntimeError as error:  # PyTorch's own type for what a GPU has failed at, now or earlier
-            name = self.names[self._first_gpu]
             lost = DeviceLost(
-                f"step: {name}: asking for the state of its stream failed: {str(error).splitlines()[0]}. After such an "
+                f"step: {self._home_name}: asking for the state of its stream failed: {str(error).splitlines()[0]}. After such an "
                 "error nothing runs on the GPU any more: start a new process from the last checkpoint."
             )
-            lost.device = name
+            lost.device = self._home_name
             raise lost from error
 
     def prepare_worker(self, device: int) -> None:

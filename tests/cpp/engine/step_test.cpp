@@ -87,6 +87,8 @@ TEST(Step, RunsEveryItemOnceUnderStealingDelaysAndExceptions) {
       std::int64_t items = 0;
       for (const std::int64_t n : record.items(3)) items += n;
       EXPECT_EQ(items, batch);
+      EXPECT_GT(record.reduce_seconds, 0.0);
+      EXPECT_EQ(record.timings(3).reduction_seconds, record.reduce_seconds) << "the balancer's";
     } catch (const Error& error) {
       ++failed;
       ASSERT_TRUE(throws);
