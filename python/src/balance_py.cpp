@@ -64,9 +64,12 @@ std::unique_ptr<RecordedBalancer> make_balancer(const std::vector<std::string>& 
   return made;
 }
 
-void record(RecordedBalancer& self, const std::vector<std::vector<Run>>& devices, double step_seconds) {
+void record(RecordedBalancer& self, const std::vector<std::vector<Run>>& devices, double step_seconds,
+            double reduction_seconds, const std::vector<std::optional<double>>& startup_seconds) {
   StepTimings timings;
   timings.step_seconds = step_seconds;
+  timings.reduction_seconds = reduction_seconds;
+  timings.startup_seconds = startup_seconds;
   for (const auto& device : devices) {
     auto& runs = timings.devices.emplace_back();
     for (const Run& run : device) {
@@ -125,6 +128,7 @@ py::dict report_of(const RecordedBalancer& self) {
     entry["drifts"] = device.drifts;
     entry["slowdown"] = device.slowdown;
     entry["regain"] = device.regain;
+    entry["startup_seconds"] = device.startup_seconds;
     devices.append(std::move(entry));
   }
   py::list moves;
@@ -225,7 +229,8 @@ InvalidArgument
           [](RecordedBalancer& self, std::int64_t batch_size) { return self.balancer.next_plan(batch_size); },
           py::arg("batch_size"),
           "The plan of the next step. Asked again without a record in between, it is the same plan.")
-      .def("record", &record, py::arg("devices"), py::arg("step_seconds") = 0.0,
+      .def("record", &record, py::arg("devices"), py::arg("step_seconds") = 0.0, py::kw_only(),
+           py::arg("reduction_seconds") = 0.0, py::arg("startup_seconds") = std::vector<std::optional<double>>{},
            R"(The timings of the plan that `next_plan` last returned.
 
 Parameters
@@ -233,7 +238,12 @@ Parameters
 devices
     Per device a list of micro-batches (items, seconds) or (items, seconds, excluded); excluded ones are work but no evidence.
 step_seconds
-    From the first start to the last finish; 0: the largest sum of a device's seconds.)")
+    From the first start to the last finish; 0: the largest sum of a device's seconds.
+reduction_seconds
+    From then to the end of the step; 0: unknown.
+startup_seconds
+    Per device from the step's first start to its own, None without work; of a device that came when nothing was left to
+    do the whole `step_seconds`. Empty: unknown.)")
       .def(
           "retire", [](RecordedBalancer& self, std::size_t device) { self.balancer.retire(device); }, py::arg("device"),
           "The device with this index gets no further work.")

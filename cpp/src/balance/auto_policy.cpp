@@ -19,12 +19,13 @@ constexpr std::size_t kProvisionalKept = 32;  // batch sizes; sequences with len
 constexpr std::int64_t kFirmSteps = 32;
 constexpr std::int64_t kMostSetbacks = 6;  // 2^6: by then only a gain of 64 % would be believed
 
-/// The fewest samples of a device that has work.
+/// The fewest samples of a device that has work. Of one that never came in time for it the starts are all there is.
 std::size_t fewest_samples(const PolicyContext& context, const std::vector<std::int64_t>& present) {
   std::size_t fewest = kSettledSamples;
   for (std::size_t i = 0; i < present.size(); ++i) {
-    if (present[i] > 0 && context.limits[i].maximum > 0)
-      fewest = std::min(fewest, context.estimator.devices()[i].samples);
+    if (present[i] == 0 || context.limits[i].maximum == 0) continue;
+    const std::size_t timed = context.estimator.devices()[i].samples;
+    fewest = std::min(fewest, timed > 0 ? timed : context.startup.samples(i));
   }
   return fewest;
 }

@@ -34,6 +34,16 @@ void check(const StepTimings& timings, const BalancerOptions& options) {
   if (!sane(timings.reduction_seconds)) {
     throw InvalidArgument(fmt::format("reduction_seconds is {}", timings.reduction_seconds));
   }
+  if (!timings.startup_seconds.empty() && timings.startup_seconds.size() != options.devices.size()) {
+    throw InvalidArgument(fmt::format("startup_seconds of {} devices for a balancer of {}; give all or none",
+                                      timings.startup_seconds.size(), options.devices.size()));
+  }
+  for (std::size_t i = 0; i < timings.startup_seconds.size(); ++i) {
+    const std::optional<double>& seconds = timings.startup_seconds[i];
+    if (!seconds || sane(*seconds)) continue;
+    const std::string& name = options.devices[i].name;
+    throw InvalidArgument(fmt::format("{} reports a start {} s after the first one", name, *seconds), name);
+  }
   for (std::size_t i = 0; i < timings.devices.size(); ++i) {
     for (const MicroBatchTiming& timing : timings.devices[i]) {
       if (sane(timing.seconds) && timing.items >= 0) continue;
@@ -41,6 +51,12 @@ void check(const StepTimings& timings, const BalancerOptions& options) {
       throw InvalidArgument(fmt::format("{} reports {} s for {} items", name, timing.seconds, timing.items), name);
     }
   }
+}
+
+std::vector<double> told_startup(const BalancerOptions& options) {
+  std::vector<double> seconds;
+  for (const DeviceProfile& device : options.devices) seconds.push_back(device.limits.startup_seconds);
+  return seconds;
 }
 
 /// By the clock, or the slowest device's sum. 0 where a compilation or first run makes the step incomparable.
@@ -62,7 +78,8 @@ double makespan_of(const StepTimings& timings) {
 Balancer::State::State(BalancerOptions given)
     : options(std::move(given)),
       estimator(options.devices),
-      reduction(options.reduction_seconds, options.devices.size()) {
+      reduction(options.reduction_seconds, options.devices.size()),
+      startup(told_startup(options)) {
   check(options);
   for (const DeviceProfile& device : options.devices) limits.push_back(device.limits);
   retired.assign(options.devices.size(), false);
@@ -73,6 +90,7 @@ PolicyContext Balancer::State::context(std::int64_t batch_size) const {
   const auto incumbent = incumbents.find(batch_size);
   return {.options = options,
           .estimator = estimator,
+          .startup = startup,
           .limits = limits,
           .reduction_seconds = reduction.seconds(),
           .step = step,
@@ -145,6 +163,8 @@ void Balancer::record(const StepTimings& timings) {
       std::count_if(timings.devices.begin(), timings.devices.end(), [](const auto& runs) { return !runs.empty(); }));
   double seconds = makespan_of(timings);
   if (seconds > 0.0) {
+    state.startup.record(timings.startup_seconds, seconds);
+    for (std::size_t i = 0; i < state.limits.size(); ++i) state.limits[i].startup_seconds = state.startup.seconds(i);
     state.reduction.record(working, timings.reduction_seconds, seconds);
     // What a move saves in the reduction is part of what it brings.
     const std::vector<double>& reductions = state.reduction.seconds();
@@ -205,6 +225,7 @@ BalanceReport Balancer::report() const {
     device.retired = state.retired[i];
     device.measured = estimate.samples > 0;
     device.share = state.plan ? state.plan->shares[i] : 0;
+    device.startup_seconds = state.startup.seconds(i);
     if (device.measured) {
       double fastest = estimate.scale;
       for (std::size_t j = 0; j < estimates.size(); ++j) {

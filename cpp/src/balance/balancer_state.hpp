@@ -15,6 +15,7 @@
 #include "balance/estimator.hpp"
 #include "balance/policy.hpp"
 #include "balance/reduction_cost.hpp"
+#include "balance/startup_cost.hpp"
 
 namespace paceline::balance {
 
@@ -32,10 +33,11 @@ struct Balancer::State {
   [[nodiscard]] double possible_gain() const;
 
   BalancerOptions options;
-  std::vector<plan::ShareLimits> limits;  // the options' own, maximum 0 once retired
+  std::vector<plan::ShareLimits> limits;  // the options' own with the measured start-up, maximum 0 once retired
   std::vector<bool> retired;
   Estimator estimator;
   ReductionCost reduction;
+  StartupCost startup;
   std::unique_ptr<Policy> policy;
   std::map<std::int64_t, Incumbent> incumbents;  // by batch size
   std::optional<StepPlan> plan;                  // the last one

@@ -34,9 +34,13 @@ std::string outcome(const MoveReport& move) {
 
 std::string device_line(const DeviceReport& device) {
   if (device.retired) return fmt::format("  {}: retired, gets no work\n", device.name);
+  const std::string late =
+      device.startup_seconds > 0.0
+          ? fmt::format("; it starts {:.3g} ms after the first device", 1e3 * device.startup_seconds)
+          : "";
   if (!device.measured) {
-    return fmt::format("  {}: share {}, never measured; taken to be as fast as the fastest that was\n", device.name,
-                       device.share);
+    return fmt::format("  {}: share {}, never measured; taken to be as fast as the fastest that was{}\n", device.name,
+                       device.share, late);
   }
   const std::string equal =
       device.equals > 1 ? fmt::format(", not told from {} other{}", device.equals - 1, device.equals > 2 ? "s" : "")
@@ -54,9 +58,9 @@ std::string device_line(const DeviceReport& device) {
     changes += fmt::format(": {:.2f} times faster since then", 1.0 / device.slowdown);
   }
   return fmt::format(
-      "  {}: share {}, speed {:.2f} of the fastest {} (+-{:.1f} %{}), noise {:.1f} %, {} steps of evidence, {}{}\n",
+      "  {}: share {}, speed {:.2f} of the fastest {} (+-{:.1f} %{}), noise {:.1f} %, {} steps of evidence, {}{}{}\n",
       device.name, device.share, device.speed, device.device_class, 100.0 * device.error, equal, 100.0 * device.noise,
-      device.samples, changes, idle);
+      device.samples, changes, late, idle);
 }
 
 /// What the timings say about the fixed part of each class.

@@ -59,8 +59,14 @@ void LedgerWriter::record(std::int64_t step, const StepTimings& timings) {
   }
   const std::string reduction =
       timings.reduction_seconds > 0.0 ? fmt::format(R"(, "reduction_seconds": {})", timings.reduction_seconds) : "";
-  line(fmt::format(R"({{"record": {{"step": {}, "devices": [{}], "step_seconds": {}{}}}}})", step,
-                   fmt::join(devices, ", "), timings.step_seconds, reduction));
+  std::vector<std::string> starts;
+  for (const std::optional<double>& seconds : timings.startup_seconds) {
+    starts.push_back(seconds ? fmt::to_string(*seconds) : "null");
+  }
+  const std::string startup =
+      starts.empty() ? "" : fmt::format(R"(, "startup_seconds": [{}])", fmt::join(starts, ", "));
+  line(fmt::format(R"({{"record": {{"step": {}, "devices": [{}], "step_seconds": {}{}{}}}}})", step,
+                   fmt::join(devices, ", "), timings.step_seconds, reduction, startup));
 }
 
 void LedgerWriter::claims(std::int64_t step, std::int64_t batch_size, std::span<const LedgerClaim> ran,

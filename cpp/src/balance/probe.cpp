@@ -82,12 +82,22 @@ std::optional<std::vector<std::int64_t>> Probe::shares(const PolicyContext& cont
   return shares;
 }
 
-/// Whether the split would gain if device `i` were as fast as the fastest of its class at work, or, where none of it
-/// is, as any device at work. What reductions or a small batch keep out stays out at any speed.
+/// Whether the split would gain if device `i` came in time and were as fast as the fastest of its class at work, or,
+/// where none of it is, as any device at work. What reductions or a small batch keep out stays out at any speed.
 bool Probe::could_pay(const PolicyContext& context, const std::vector<plan::CostModel>& models,
                       const std::vector<std::int64_t>& present, std::size_t i) {
   const Estimator& estimator = context.estimator;
   const std::int64_t items = std::max<std::int64_t>(1, *std::max_element(present.begin(), present.end()));
+  std::vector<plan::ShareLimits> limits = context.limits;
+  limits[i].startup_seconds = context.startup.told(i);
+  PolicyContext in_time{.options = context.options,
+                        .estimator = estimator,
+                        .startup = context.startup,
+                        .limits = limits,
+                        .reduction_seconds = context.reduction_seconds,
+                        .step = context.step,
+                        .batch_size = context.batch_size,
+                        .incumbent = context.incumbent};
   std::vector<plan::CostModel> hoped = models;
   const auto hope = [&](bool any_class) {
     bool found = false;
@@ -99,8 +109,8 @@ bool Probe::could_pay(const PolicyContext& context, const std::vector<plan::Cost
     return found;
   };
   if (!hope(false)) hope(true);
-  return makespan(context, hoped, best_split(context, hoped, false)) <
-         (1.0 - kWorthwhile) * makespan(context, hoped, present);
+  return makespan(in_time, hoped, best_split(in_time, hoped, false)) <
+         (1.0 - kWorthwhile) * makespan(in_time, hoped, present);
 }
 
 /// Moves items from those with the most to device `i`: all that is wanted, or less, but no less than its minimum.
@@ -120,9 +130,10 @@ void Probe::observe(const PolicyContext& context, const StepTimings& timings) {
   if (asked_step_ != context.step) return;
   for (const std::size_t i : asked_) {
     const auto found = idle_.find(i);
-    if (found == idle_.end() || timings.devices[i].empty()) continue;
+    const bool late = i < timings.startup_seconds.size() && timings.startup_seconds[i].has_value();
+    if (found == idle_.end() || (timings.devices[i].empty() && !late)) continue;
     Idle& idle = found->second;
-    if (context.estimator.doubtful(i)) {
+    if (context.estimator.doubtful(i) || context.startup.doubtful(i)) {
       idle.due_step = context.step;  // once more, at once
       continue;
     }

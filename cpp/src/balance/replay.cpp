@@ -52,6 +52,11 @@ StepTimings read_timings(const Json& json) {
   StepTimings timings;
   timings.step_seconds = json["step_seconds"].number();
   if (json.has("reduction_seconds")) timings.reduction_seconds = json["reduction_seconds"].number();
+  if (json.has("startup_seconds")) {
+    for (const Json& seconds : json["startup_seconds"].array()) {
+      timings.startup_seconds.push_back(seconds.is_null() ? std::nullopt : std::optional(seconds.number()));
+    }
+  }
   for (const Json& device : json["devices"].array()) {
     auto& runs = timings.devices.emplace_back();
     for (const Json& run : device.array()) {

@@ -46,8 +46,9 @@ double gain_error(const PolicyContext& context, const std::vector<plan::CostMode
   for (std::size_t i = 0; i < models.size(); ++i) {
     if (present[i] == 0 && target[i] == 0) continue;
     rates += rate(i);
-    if (present[i] == 0 || models[i].seconds(present[i]) <= longest) continue;
-    longest = models[i].seconds(present[i]);
+    const double seconds = models[i].seconds(present[i]) + context.limits[i].startup_seconds;
+    if (present[i] == 0 || seconds <= longest) continue;
+    longest = seconds;
     slowest = i;
   }
   double variance = 0.0;
@@ -55,7 +56,11 @@ double gain_error(const PolicyContext& context, const std::vector<plan::CostMode
     if (present[i] == 0 && target[i] == 0) continue;
     const double part = rate(i) / rates;
     const double weight = i == slowest ? 1.0 - part : part;
-    const double error = error_with(context, i, present[i] > 0 ? present[i] : target[i]);
+    const std::int64_t items = present[i] > 0 ? present[i] : target[i];
+    const double seconds = models[i].seconds(items);
+    // What it waits before it starts is not in doubt with its speed.
+    const double startup = context.limits[i].startup_seconds;
+    const double error = error_with(context, i, items) * (startup > 0.0 ? seconds / (seconds + startup) : 1.0);
     variance += weight * weight * error * error;
   }
   return std::sqrt(variance);

@@ -48,7 +48,8 @@ balance::StepTimings ItemPlan::timings(const StepRecord& record) const {
     sum.seconds += claim.finish_seconds - claim.start_seconds;
   }
   balance::StepTimings timings{.devices = std::vector<std::vector<balance::MicroBatchTiming>>(shapes.size()),
-                               .reduction_seconds = record.reduce_seconds};
+                               .reduction_seconds = record.reduce_seconds,
+                               .startup_seconds = record.startup_seconds};
   bool comparable = true;
   for (std::size_t d = 0; d < sums.size(); ++d) {
     const auto units = static_cast<std::int64_t>(std::llround(sums[d].work));

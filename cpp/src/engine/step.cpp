@@ -44,7 +44,8 @@ class Step::Task final : public GroupTask {
       : program_(std::move(program)),
         claims_(make_claims(options)),
         lanes_(group.size()),
-        asynchronous_(group.asynchronous()) {
+        asynchronous_(group.asynchronous()),
+        scripted_(!options.script.empty()) {
     for (std::size_t d = 0; d < lanes_.size(); ++d) {
       lanes_[d].takes_part = options.script.empty() ? options.shares[d] > 0 : !options.script[d].empty();
     }
@@ -89,7 +90,10 @@ class Step::Task final : public GroupTask {
       last = std::max(last, claim.finish_seconds);
     }
     record.compute_seconds = std::max(0.0, last - first);
-    if (!asynchronous_) record.reduce_seconds = std::max(0.0, reduced_at_ - last);
+    if (!asynchronous_) {
+      record.reduce_seconds = std::max(0.0, reduced_at_ - last);
+      if (!scripted_) record.startup_seconds = startups(first, record.compute_seconds);
+    }
     // Devices that work after the call may be at it when the host is done.
     record.step_seconds = std::max(reduced_at_, record.compute_seconds);
     return record;
@@ -118,6 +122,18 @@ class Step::Task final : public GroupTask {
 
   [[nodiscard]] double now() const {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  }
+
+  [[nodiscard]] std::vector<std::optional<double>> startups(double first, double compute_seconds) const {
+    std::vector<std::optional<double>> seconds;
+    for (const Lane& lane : lanes_) {
+      if (!lane.claims.empty()) {
+        seconds.emplace_back(lane.claims.front().start_seconds - first);
+      } else {
+        seconds.push_back(lane.takes_part ? std::optional(compute_seconds) : std::nullopt);
+      }
+    }
+    return seconds;
   }
 
   /// False: all is done, or others are at the last of it. A worker that the system wakes late holds nobody up.
@@ -193,6 +209,7 @@ class Step::Task final : public GroupTask {
   std::unique_ptr<engine::Claims> claims_;
   std::vector<Lane> lanes_;
   bool asynchronous_;
+  bool scripted_;
   std::chrono::steady_clock::time_point start_{};
   std::atomic<std::uint32_t> inside_{0};  // workers in compute(), and kClosed
   std::atomic<int> phase_{kComputing};
@@ -293,7 +310,8 @@ StepRecord Step::record() const { return task_->record(); }
 balance::StepTimings StepRecord::timings(std::size_t device_count) const {
   balance::StepTimings timings{.devices = std::vector<std::vector<balance::MicroBatchTiming>>(device_count),
                                .step_seconds = compute_seconds,
-                               .reduction_seconds = reduce_seconds};
+                               .reduction_seconds = reduce_seconds,
+                               .startup_seconds = startup_seconds};
   for (const ClaimRecord& claim : claims) {
     timings.devices[claim.micro_batch.device_index].push_back(
         {claim.micro_batch.size(), claim.finish_seconds - claim.start_seconds, claim.excluded});

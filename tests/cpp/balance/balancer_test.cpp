@@ -173,6 +173,71 @@ TEST(Balancer, NoticesThatADeviceWithoutWorkRecovered) {
   EXPECT_EQ(shares, (Shares{100, 100, 100}));
 }
 
+/// Two equal devices that share the work of a step perfectly, but for the second one's start.
+StepTimings with_late_second(const Shares& shares, double start_seconds) {
+  StepTimings timings{.devices = {{}, {}}, .startup_seconds = {0.0, std::nullopt}};
+  const double all = 0.001 * static_cast<double>(shares[0] + shares[1]);
+  if (shares[1] > 0 && start_seconds >= all) {  // the first one ran the second one's share
+    timings.devices[0].push_back({shares[0] + shares[1], all});
+    timings.startup_seconds[1] = all;
+    timings.step_seconds = all;
+    return timings;
+  }
+  timings.devices[0].push_back({shares[0], 0.001 * static_cast<double>(shares[0])});
+  timings.step_seconds = 0.001 * static_cast<double>(shares[0]);
+  if (shares[1] > 0) {
+    timings.devices[1].push_back({shares[1], 0.001 * static_cast<double>(shares[1])});
+    timings.startup_seconds[1] = start_seconds;
+    timings.step_seconds = std::max(timings.step_seconds, start_seconds + 0.001 * static_cast<double>(shares[1]));
+  }
+  return timings;
+}
+
+BalancerOptions two() {
+  BalancerOptions options;
+  for (int i = 0; i < 2; ++i) options.devices.push_back({"host:" + std::to_string(i), "host", {}});
+  options.calibrate = false;
+  return options;
+}
+
+TEST(Balancer, LeavesOutADeviceThatNeverComesInTimeAndTakesItBackWhenItDoes) {
+  Balancer balancer(two());
+  for (int k = 0; k < 16; ++k) balancer.record(with_late_second(balancer.next_plan(64).shares, 1.0));
+  EXPECT_EQ(balancer.next_plan(64).shares, (Shares{64, 0})) << balancer.explain();
+  EXPECT_NEAR(balancer.report().devices[1].startup_seconds, 0.064, 1e-9);
+  EXPECT_NE(balancer.explain().find("after the first device"), std::string::npos) << balancer.explain();
+  int asked = 0;
+  for (int k = 0; k < 1000; ++k) {
+    const Shares shares = balancer.next_plan(64).shares;
+    if (shares[1] > 0) ++asked;
+    balancer.record(with_late_second(shares, 1.0));
+  }
+  EXPECT_GE(asked, 2);
+  EXPECT_LE(asked, 20) << "a device that is always late is asked rarely";
+  int back = 0;
+  for (; back < 4000 && balancer.next_plan(64).shares[1] < 30; ++back) {
+    balancer.record(with_late_second(balancer.next_plan(64).shares, 0.0));
+  }
+  EXPECT_LT(back, 4000) << balancer.explain();
+}
+
+TEST(Balancer, GivesADeviceThatStartsLateLess) {
+  Balancer balancer(two());
+  for (int k = 0; k < 60; ++k) balancer.record(with_late_second(balancer.next_plan(64).shares, 0.016));
+  EXPECT_EQ(balancer.next_plan(64).shares, (Shares{40, 24})) << balancer.explain();
+}
+
+TEST(Balancer, RefusesStartsThatCannotBe) {
+  Balancer balancer(two());
+  balancer.next_plan(64);
+  StepTimings timings{.devices = {{{32, 0.03}}, {{32, 0.03}}}, .startup_seconds = {0.0}};
+  EXPECT_THROW(balancer.record(timings), InvalidArgument);
+  timings.startup_seconds = {0.0, -1.0};
+  EXPECT_THROW(balancer.record(timings), InvalidArgument);
+  timings.startup_seconds = {0.0, std::nullopt};
+  balancer.record(timings);
+}
+
 TEST(Balancer, ExplainsInWords) {
   Balancer balancer(three());
   EXPECT_NE(balancer.explain().find("Nothing is measured yet"), std::string::npos);

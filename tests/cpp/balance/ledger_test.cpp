@@ -84,6 +84,30 @@ TEST(Ledger, ReplaysToTheSameDecisions) {
   }
 }
 
+TEST(Ledger, ReplaysWhatDependsOnReductionsAndStarts) {
+  std::ostringstream out;
+  BalancerOptions options;
+  options.devices = {{"a", "host", {}}, {"b", "host", {}}, {"c", "host", {}}};
+  Balancer balancer(options);
+  balancer.write_to(std::make_shared<LedgerWriter>(out));
+  for (int k = 0; k < 40; ++k) {
+    const StepPlan plan = balancer.next_plan(90);
+    StepTimings timings;
+    timings.reduction_seconds = 0.01;
+    timings.startup_seconds = {0.0, 0.02, std::nullopt};
+    for (const std::int64_t share : plan.shares) {
+      auto& runs = timings.devices.emplace_back();
+      if (share > 0) runs.push_back({share, 0.001 * static_cast<double>(share)});
+    }
+    if (plan.shares[2] > 0) timings.startup_seconds[2] = 0.0125;
+    balancer.record(timings);
+  }
+  EXPECT_GT(balancer.move_count(), 0);
+  const ReplayResult result = replay_text(out.str());
+  EXPECT_EQ(result.records, 40);
+  EXPECT_TRUE(result.mismatches.empty()) << result.mismatches.front().what;
+}
+
 TEST(Ledger, IsWrittenTheSameTwice) { EXPECT_EQ(eventful_ledger(), eventful_ledger()); }
 
 TEST(Ledger, HoldsWhatRanBesideTheDecisionsAndReplaysWithoutIt) {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include <paceline/engine/step.hpp>
+#include <paceline/engine/stepper.hpp>
 #include <paceline/error.hpp>
 
 #include "host_group.hpp"
@@ -146,6 +147,46 @@ TEST(Step, DoesNotWaitForAWorkerThatHasNothingToDoAnyMore) {
     run_step(group, program, {.shares = {20, 20, 20}, .stealing = false});
     EXPECT_EQ(program->sums_[1], 20.0);
   }
+}
+
+/// One device comes when all is done, as from a core that others keep busy; the time of an item can be told from chance.
+class LateProgram final : public StepProgram {
+ public:
+  LateProgram(std::int64_t batch, std::size_t late) : left_(batch), late_(late) {}
+
+  bool run(const MicroBatch& mb) override {
+    std::this_thread::sleep_for(std::chrono::microseconds(50) * mb.size());
+    left_.fetch_sub(mb.size());
+    left_.notify_all();
+    return false;
+  }
+
+  void pace(std::size_t device) override {
+    if (device != late_) return;
+    for (std::int64_t left = left_.load(); left > 0; left = left_.load()) left_.wait(left);
+  }
+
+ private:
+  std::atomic<std::int64_t> left_;
+  std::size_t late_;
+};
+
+TEST(Stepper, GivesNoWorkToADeviceThatNeverComesInTime) {
+  constexpr std::int64_t kBatch = 32;
+  Stepper stepper(host_group(2), {});
+  const auto step = [&](std::size_t late) {
+    const auto running = stepper.begin(kBatch, std::make_shared<LateProgram>(kBatch, late));
+    running->wait();
+    running->rethrow_failure();
+    stepper.commit(running);
+    return stepper.plan().shares[1];
+  };
+  for (int k = 0; k < 16; ++k) step(1);
+  int given = 0;
+  for (int k = 0; k < 20; ++k) given += step(1) > 0 ? 1 : 0;
+  EXPECT_LE(given, 1) << stepper.explain();
+  for (int k = 0; k < 150; ++k) step(2);  // nobody is late: a probe notices
+  EXPECT_GT(step(2), kBatch / 4) << stepper.explain();
 }
 
 TEST(Step, WaitsForAWorkerThatHasItsOwnPart) {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -22,7 +23,7 @@ class LedgerWriter;
 struct DeviceProfile {
   std::string name;          ///< "host:0"
   std::string device_class;  ///< "host"; devices of one class are equal until measured otherwise
-  plan::ShareLimits limits;
+  plan::ShareLimits limits;  ///< startup_seconds holds until it is measured (StepTimings::startup_seconds)
 };
 
 struct BalancerOptions {
@@ -51,6 +52,9 @@ struct StepTimings {
   double step_seconds =
       0.0;  ///< first start to last finish of the compute; 0: unknown, the slowest device's sum is taken
   double reduction_seconds = 0.0;  ///< from then to the end of the step; 0: unknown
+  /// Per device from the step's first start to its own, none without work; a device that came when nothing was left to
+  /// do: the whole compute time, since it started no earlier. Empty: unknown.
+  std::vector<std::optional<double>> startup_seconds = {};
 };
 
 /// What to run next, and the numbers behind it.

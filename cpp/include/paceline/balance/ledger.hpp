@@ -25,7 +25,7 @@ struct LedgerClaim {
 /// Writes the calls of one balancer as JSON lines: a header with the format's version and the options, then one line
 /// per next_plan, record and retire. Doubles are written so that they read back bit for bit.
 ///
-///   {"paceline_ledger": 2, "options": {...}}
+///   {"paceline_ledger": 3, "options": {...}}
 ///   {"plan": {"step": 0, "batch_size": 512, "shares": [256, 256], "moved": false, "predicted_seconds": 0, "reason":
 ///   "..."}}
 ///   {"record": {"step": 0, "devices": [[[256, 0.03]], [[256, 0.031, true]]], "step_seconds": 0.031}}

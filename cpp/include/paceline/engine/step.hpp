@@ -7,6 +7,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <paceline/balance/balancer.hpp>
@@ -76,6 +77,8 @@ struct PACELINE_API StepRecord {
   double compute_seconds = 0.0;     ///< from the first start to the last finish of a micro-batch: the makespan
   double reduce_seconds = 0.0;  ///< from there to the end of the reduction; 0, not measured, with asynchronous devices
   double step_seconds = 0.0;    ///< from handing the step to the workers to the end of the reduction
+  /// As balance::StepTimings::startup_seconds; empty, not measured, with asynchronous devices and scripts.
+  std::vector<std::optional<double>> startup_seconds{};
 
   [[nodiscard]] balance::StepTimings timings(std::size_t device_count) const;
   /// Items that each device really ran.

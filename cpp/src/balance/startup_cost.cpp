@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "balance/startup_cost.hpp"
+
+#include "balance/statistics.hpp"
+
+namespace paceline::balance {
+namespace {
+
+constexpr std::size_t kSamples = 9;
+constexpr std::size_t kLeastSamples = 5;  // three of them late: one burst of a neighbour is shorter
+constexpr double kNegligible = 0.005;     // of the compute time; threads never wake at the very same time
+constexpr double kEarly = 0.5;            // of the median
+
+}  // namespace
+
+StartupCost::StartupCost(std::vector<double> told) {
+  for (const double seconds : told) devices_.push_back({.told = seconds, .seconds = seconds});
+}
+
+void StartupCost::record(const std::vector<std::optional<double>>& seconds, double compute_seconds) {
+  for (std::size_t i = 0; i < seconds.size() && i < devices_.size(); ++i) {
+    if (!seconds[i]) continue;
+    Device& device = devices_[i];
+    const bool was_early = device.early;
+    device.early = device.samples.size() >= kLeastSamples && device.seconds > 0.0 &&
+                   *seconds[i] < kEarly * device.seconds;
+    if (device.early && was_early) {
+      device.samples.erase(device.samples.begin(), device.samples.end() - 1);
+      device.early = false;
+    }
+    device.samples.push_back(*seconds[i]);
+    if (device.samples.size() > kSamples) device.samples.pop_front();
+    device.seconds = device.told;
+    if (device.samples.size() < kLeastSamples) continue;
+    std::vector<double> samples(device.samples.begin(), device.samples.end());
+    const double typical = median(samples);
+    device.seconds = typical > kNegligible * compute_seconds ? typical : 0.0;
+  }
+}
+
+}  // namespace paceline::balance
