@@ -40,9 +40,17 @@ AutoPolicy::Decision AutoPolicy::decide(const PolicyContext& context, const std:
   const double now = makespan(context, models, present);
   const double then = makespan(context, models, decision.target);
   decision.gain = now > 0.0 ? 1.0 - then / now : 0.0;
+  decision.saved_seconds = now - then;
   decision.required = std::max(least_gain, kGainErrors * gain_error(context, models, present, decision.target));
   decision.required *= static_cast<double>(std::int64_t{1} << setbacks_);
   return decision;
+}
+
+/// Seconds that the first step with these shares takes longer than later ones.
+double AutoPolicy::cost_of(const PolicyContext& context, const std::vector<std::int64_t>& shares) const {
+  if (!context.sizes.is_new(shares)) return 0.0;
+  const std::vector<plan::CostModel> models = estimated_models(context);
+  return context.sizes.first_run_seconds([&](const auto& those) { return makespan(context, models, those); });
 }
 
 Proposal AutoPolicy::gate(const PolicyContext& context, const std::vector<std::int64_t>& present) {
@@ -54,12 +62,23 @@ Proposal AutoPolicy::gate(const PolicyContext& context, const std::vector<std::i
   const bool completes = samples >= kSettledSamples && provisional_.contains(context.batch_size);
   const Decision decision = decide(context, present, samples >= kSettledSamples, completes ? 0.0 : kLeastGain);
   last_required_ = decision.required;
-  if (completes) provisional_.erase(context.batch_size);
   const double gain = 100.0 * std::max(decision.gain, 0.0);
   const double required = 100.0 * decision.required;
   if (decision.gain <= decision.required || decision.target == present) {
+    if (completes) provisional_.erase(context.batch_size);
     return {present, fmt::format("kept: a move promises {:.2f} %, it must promise more than {:.2f} %", gain, required)};
   }
+  if (const double cost = cost_of(context, decision.target); cost > 0.0) {
+    if (rented_step_ != context.step) rent_seconds_ += decision.saved_seconds;
+    rented_step_ = context.step;
+    if (rent_seconds_ < cost) {
+      return {present, fmt::format("kept: a move promises {:.2f} %, but first runs of its sizes take {:.3g} s, of "
+                                   "which {:.3g} s are lost so far",
+                                   gain, cost, rent_seconds_)};
+    }
+  }
+  rent_seconds_ = 0.0;
+  if (completes) provisional_.erase(context.batch_size);
   if (samples < kSettledSamples) {
     if (provisional_.size() >= kProvisionalKept) provisional_.erase(provisional_.begin());
     provisional_.insert(context.batch_size);
@@ -105,6 +124,7 @@ void AutoPolicy::observe(const PolicyContext& context, const StepTimings& timing
   const std::int64_t change_points = context.estimator.change_points();
   const bool changed = change_points != std::exchange(seen_change_points_, change_points);
   if (changed) {
+    rent_seconds_ = 0.0;  // by other speeds
     setbacks_ = 0;
     firm_until_step_ = 0;
   }

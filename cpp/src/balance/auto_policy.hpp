@@ -25,6 +25,10 @@ namespace paceline::balance {
 /// counts from 2 standard errors on. Otherwise what the first rough numbers got wrong by less than 1 % would stay for
 /// good.
 ///
+/// A move to shares that a device never ran costs what first runs cost (SizeHistory). Such a move waits until what was
+/// lost by not making it is as much: ski rental, at most twice what an oracle of the future would lose (Karlin et al.,
+/// Competitive snoopy caching, Algorithmica 3, 1988).
+///
 /// The target is the exact split for the estimated times; of a provisional move for times at a higher quantile
 /// (best_split), so that rough numbers overload nobody. Gains are judged by the medians.
 ///
@@ -49,15 +53,19 @@ class AutoPolicy final : public Policy {
   struct Decision {
     std::vector<std::int64_t> target;
     double gain = 0.0;
+    double saved_seconds = 0.0;  ///< of each step
     double required = 0.0;
   };
   [[nodiscard]] Decision decide(const PolicyContext& context, const std::vector<std::int64_t>& present, bool settled,
                                 double least_gain) const;
+  [[nodiscard]] double cost_of(const PolicyContext& context, const std::vector<std::int64_t>& shares) const;
   [[nodiscard]] Proposal gate(const PolicyContext& context, const std::vector<std::int64_t>& present);
 
   Calibration calibration_;
   Probe probe_;
   std::optional<OffPlan> off_;
+  double rent_seconds_ = 0.0;           // lost so far by a move that waits
+  std::int64_t rented_step_ = -1;       // counted once, however often a step is planned
   std::set<std::int64_t> provisional_;  // batch sizes whose split is yet to be completed
   TrialLog trials_;
   std::optional<TrialLog::Verdict> take_back_;

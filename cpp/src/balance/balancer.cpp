@@ -59,6 +59,12 @@ std::vector<double> told_startup(const BalancerOptions& options) {
   return seconds;
 }
 
+std::vector<std::size_t> classes_of(const Estimator& estimator, std::size_t count) {
+  std::vector<std::size_t> classes;
+  for (std::size_t i = 0; i < count; ++i) classes.push_back(estimator.class_of(i));
+  return classes;
+}
+
 /// By the clock, or the slowest device's sum. 0 where a compilation or first run makes the step incomparable.
 double makespan_of(const StepTimings& timings) {
   double longest = 0.0;
@@ -79,7 +85,8 @@ Balancer::State::State(BalancerOptions given)
     : options(std::move(given)),
       estimator(options.devices),
       reduction(options.reduction_seconds, options.devices.size()),
-      startup(told_startup(options)) {
+      startup(told_startup(options)),
+      sizes(classes_of(estimator, options.devices.size())) {
   check(options);
   for (const DeviceProfile& device : options.devices) limits.push_back(device.limits);
   retired.assign(options.devices.size(), false);
@@ -91,6 +98,7 @@ PolicyContext Balancer::State::context(std::int64_t batch_size) const {
   return {.options = options,
           .estimator = estimator,
           .startup = startup,
+          .sizes = sizes,
           .limits = limits,
           .reduction_seconds = reduction.seconds(),
           .step = step,
@@ -159,6 +167,7 @@ void Balancer::record(const StepTimings& timings) {
   if (state.ledger) state.ledger->record(state.step, timings);
   state.awaiting_record = false;
   state.estimator.record(state.step, timings);
+  state.sizes.record(state.plan->shares, timings);
   const auto working = static_cast<std::size_t>(
       std::count_if(timings.devices.begin(), timings.devices.end(), [](const auto& runs) { return !runs.empty(); }));
   double seconds = makespan_of(timings);

@@ -15,6 +15,7 @@
 #include "balance/estimator.hpp"
 #include "balance/policy.hpp"
 #include "balance/reduction_cost.hpp"
+#include "balance/size_history.hpp"
 #include "balance/startup_cost.hpp"
 
 namespace paceline::balance {
@@ -38,6 +39,7 @@ struct Balancer::State {
   Estimator estimator;
   ReductionCost reduction;
   StartupCost startup;
+  SizeHistory sizes;
   std::unique_ptr<Policy> policy;
   std::map<std::int64_t, Incumbent> incumbents;  // by batch size
   std::optional<StepPlan> plan;                  // the last one

@@ -34,10 +34,9 @@ std::string outcome(const MoveReport& move) {
 
 std::string device_line(const DeviceReport& device) {
   if (device.retired) return fmt::format("  {}: retired, gets no work\n", device.name);
-  const std::string late =
-      device.startup_seconds > 0.0
-          ? fmt::format("; it starts {:.3g} ms after the first device", 1e3 * device.startup_seconds)
-          : "";
+  const std::string late = device.startup_seconds > 0.0 ? fmt::format("; it starts {:.3g} ms after the first device",
+                                                                      1e3 * device.startup_seconds)
+                                                        : "";
   if (!device.measured) {
     return fmt::format("  {}: share {}, never measured; taken to be as fast as the fastest that was{}\n", device.name,
                        device.share, late);

@@ -10,6 +10,7 @@
 #include <paceline/plan/split.hpp>
 
 #include "balance/estimator.hpp"
+#include "balance/size_history.hpp"
 #include "balance/startup_cost.hpp"
 
 namespace paceline::balance {
@@ -19,7 +20,9 @@ struct PolicyContext {
   const BalancerOptions& options;
   const Estimator& estimator;
   const StartupCost& startup;
-  const std::vector<plan::ShareLimits>& limits;  ///< the options' with measured start-ups, maximum 0 for retired devices
+  const SizeHistory& sizes;
+  const std::vector<plan::ShareLimits>&
+      limits;  ///< the options' with measured start-ups, maximum 0 for retired devices
   const std::vector<double>& reduction_seconds;  ///< as in plan::SplitOptions, measured or told
   std::int64_t step = 0;                         ///< number of the step being planned or observed
   std::int64_t batch_size = 0;

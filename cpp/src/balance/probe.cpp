@@ -93,6 +93,7 @@ bool Probe::could_pay(const PolicyContext& context, const std::vector<plan::Cost
   PolicyContext in_time{.options = context.options,
                         .estimator = estimator,
                         .startup = context.startup,
+                        .sizes = context.sizes,
                         .limits = limits,
                         .reduction_seconds = context.reduction_seconds,
                         .step = context.step,

@@ -22,8 +22,8 @@ void StartupCost::record(const std::vector<std::optional<double>>& seconds, doub
     if (!seconds[i]) continue;
     Device& device = devices_[i];
     const bool was_early = device.early;
-    device.early = device.samples.size() >= kLeastSamples && device.seconds > 0.0 &&
-                   *seconds[i] < kEarly * device.seconds;
+    device.early =
+        device.samples.size() >= kLeastSamples && device.seconds > 0.0 && *seconds[i] < kEarly * device.seconds;
     if (device.early && was_early) {
       device.samples.erase(device.samples.begin(), device.samples.end() - 1);
       device.early = false;

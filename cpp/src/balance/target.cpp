@@ -3,14 +3,37 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "balance/statistics.hpp"
 
 namespace paceline::balance {
 namespace {
 
+constexpr std::int64_t kMostGrowth = 2;
+
 double error_with(const PolicyContext& context, std::size_t device, std::int64_t items) {
   return context.estimator.error_at(device, static_cast<double>(std::max<std::int64_t>(items, 1)));
+}
+
+/// No device shall grow beyond twice what it or one of its class was measured with, or twice an even share where that
+/// is more: further out neither its time nor its memory is known. It may grow again from there. Where the batch would
+/// not fit then, or minimums leave gaps that it might fall into, nothing is held back.
+void hold_growth(const PolicyContext& context, plan::SplitOptions& options) {
+  const std::int64_t grain = options.granularity;
+  const auto working = std::count_if(options.limits.begin(), options.limits.end(),
+                                     [](const plan::ShareLimits& limits) { return limits.maximum > 0; });
+  if (working == 0) return;
+  const std::int64_t even = (context.batch_size + working - 1) / working;
+  std::vector<plan::ShareLimits> held = options.limits;
+  std::int64_t room = 0;
+  for (std::size_t i = 0; i < held.size(); ++i) {
+    if (held[i].minimum > grain) return;
+    const std::int64_t most = kMostGrowth * std::max(even, context.sizes.largest(i));
+    held[i].maximum = std::min(held[i].maximum, (most + grain - 1) / grain * grain);
+    room += std::min(held[i].maximum, context.batch_size) / grain * grain;
+  }
+  if (room >= context.batch_size) options.limits = std::move(held);
 }
 
 }  // namespace
@@ -24,6 +47,7 @@ std::vector<plan::CostModel> estimated_models(const PolicyContext& context) {
 std::vector<std::int64_t> best_split(const PolicyContext& context, const std::vector<plan::CostModel>& models,
                                      bool cautious) {
   plan::SplitOptions options = split_options(context);
+  hold_growth(context, options);
   if (context.incumbent != nullptr) options.previous = *context.incumbent;
   const std::vector<std::int64_t> plain = plan::split_batch(context.batch_size, models, options).shares;
   const auto working = std::count_if(context.limits.begin(), context.limits.end(),

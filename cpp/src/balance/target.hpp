@@ -11,7 +11,9 @@ namespace paceline::balance {
 /// The models of all devices as estimated.
 [[nodiscard]] std::vector<plan::CostModel> estimated_models(const PolicyContext& context);
 
-/// The exact split for the estimated times; `cautious`: for each device's time at its (N - 1) / N quantile.
+/// The exact split for the estimated times; `cautious`: for each device's time at its (N - 1) / N quantile. No device
+/// gets more than twice the largest share that was measured on its class, or twice an even one, unless there is no
+/// other way.
 ///
 /// An item too many on one device delays the whole step, an item too few costs each of the others 1 / (N - 1) of it:
 /// the newsvendor's rule. It keeps first, rough splits from overloading the device they know least (observed: after a

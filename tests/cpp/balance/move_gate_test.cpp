@@ -182,5 +182,55 @@ TEST(MoveGate, TakesBackAMoveThatMeasuresWorseAndBelievesLessAfterwards) {
   EXPECT_EQ(step_on_shared_bus(balancer), (Shares{200, 200}));
 }
 
+TEST(MoveGate, WaitsWithNewSizesUntilAsMuchIsLostAsTheyCost) {
+  sim::BoxOptions options = box_of({1, 1}, 0.0);
+  options.throttles = {{1, 1.5, 20, 400}};
+  for (sim::SimDevice& device : options.devices) device.first_run_seconds = 0.5;
+  sim::Box box(options);
+  Balancer balancer(options_for(options));
+  run(balancer, box, 0, 20, 400);  // 24 ms a step; 36 ms throttled, 28.8 ms at best
+  EXPECT_EQ(run(balancer, box, 20, 20, 400), (Shares{200, 200}));
+  EXPECT_NE(balancer.explain().find("first runs of its sizes"), std::string::npos) << balancer.explain();
+  std::int64_t step = 40;
+  while (step < 400 && balancer.next_plan(400).shares == Shares{200, 200}) run(balancer, box, step++, 1, 400);
+  const double waited = static_cast<double>(step - 20) * 0.0072;
+  EXPECT_NEAR(waited, 0.5, 0.05) << step;
+  EXPECT_GT(run(balancer, box, step, 20, 400)[0], 235);
+}
+
+TEST(MoveGate, ReturnsAtOnceToSizesThatRanBefore) {
+  sim::BoxOptions options = box_of({1, 1}, 0.0);
+  options.throttles = {{1, 1.5, 20, 200}};
+  for (sim::SimDevice& device : options.devices) device.first_run_seconds = 0.5;
+  sim::Box box(options);
+  Balancer balancer(options_for(options));
+  EXPECT_GT(run(balancer, box, 0, 200, 400)[0], 235);
+  EXPECT_EQ(run(balancer, box, 200, 6, 400), (Shares{200, 200}));
+}
+
+TEST(MoveGate, GrowsTwofoldAtMostFromOneMeasurementToTheNext) {
+  sim::Box box(box_of({1, 1, 1, 1, 1, 1, 1, 8}, 0.0));
+  Balancer balancer(options_for(box.options()));
+  std::int64_t largest = 0;
+  Shares shares;
+  for (std::int64_t step = 0; step < 40; ++step) {
+    shares = run(balancer, box, step, 1, 1600);
+    if (largest > 0) {
+      EXPECT_LE(shares[7], 2 * std::max<std::int64_t>(largest, 200)) << step;
+    }
+    largest = std::max(largest, *std::max_element(shares.begin(), shares.end()));
+  }
+  EXPECT_GT(shares[7], 700) << "it got there in the end";
+}
+
+TEST(MoveGate, GrowsFurtherWhereTheBatchWouldNotFit) {
+  sim::BoxOptions options = box_of({1, 1, 1}, 0.0);
+  options.devices[0].limits.maximum = 20;
+  options.devices[1].limits.maximum = 20;
+  sim::Box box(options);
+  Balancer balancer(options_for(options));
+  EXPECT_EQ(run(balancer, box, 0, 20, 400), (Shares{20, 20, 360}));
+}
+
 }  // namespace
 }  // namespace paceline::balance

@@ -149,7 +149,8 @@ TEST(Step, DoesNotWaitForAWorkerThatHasNothingToDoAnyMore) {
   }
 }
 
-/// One device comes when all is done, as from a core that others keep busy; the time of an item can be told from chance.
+/// One device comes when all is done, as from a core that others keep busy; the time of an item can be told from
+/// chance.
 class LateProgram final : public StepProgram {
  public:
   LateProgram(std::int64_t batch, std::size_t late) : left_(batch), late_(late) {}

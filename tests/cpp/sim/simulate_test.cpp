@@ -127,6 +127,30 @@ TEST(Simulation, SpikesMoveNothing) {
   EXPECT_LE(over_seeds(options, 10).worst_loss, 0.002);
 }
 
+/// Ski rental: what a disturbance costs, first runs of sizes included, against the best that could be done with its
+/// length known, which is to stay or to move at once.
+TEST(Simulation, CostlyMovesCostAtMostALittleMoreThanTwiceWhatAnOracleWouldPay) {
+  for (const std::int64_t length : {10, 30, 100, 300, 900}) {
+    for (const double first_run : {0.05, 0.5, 5.0}) {
+      SimulationOptions options = box_of({1.0, 1.0}, 0.01);
+      options.steps = 1000;
+      for (SimDevice& device : options.box.devices) device.first_run_seconds = first_run;
+      const SimulationResult calm = simulate(options);
+      const double calm_extra = calm.elapsed_seconds - calm.ideal_seconds;
+      options.box.throttles = {{1, 1.5, 50, 50 + length}};
+      const SimulationResult result = simulate(options);
+      const double extra = result.elapsed_seconds - result.ideal_seconds - calm_extra;
+      const Box box(options.box);
+      const std::int64_t half = options.batch_size / 2;
+      const double ideal = box.ideal(60, options.batch_size);
+      const double lost = box.makespan(55, {half, half}) - ideal;
+      const double oracle = std::min(first_run, lost * static_cast<double>(length));
+      // Eight steps to see it, to be sure of it and to see that it is over.
+      EXPECT_LE(extra, 2.0 * oracle + 8.0 * lost) << length << " steps, " << first_run << " s";
+    }
+  }
+}
+
 TEST(Simulation, GoesOnWithoutADeviceThatFails) {
   for (const char* policy : {"auto", "even", "weighted"}) {
     SimulationOptions options = eight_equal();

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "balance/size_history.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "balance/statistics.hpp"
+
+namespace paceline::balance {
+namespace {
+
+constexpr std::size_t kSharesKept = 256;  // of one device: batches of any length have any number of them
+constexpr std::size_t kFirstRunsKept = 5;
+
+/// First start to last finish, by the clock or as the longest sum, excluded runs and all.
+double seconds_of(const StepTimings& timings) {
+  double longest = timings.step_seconds;
+  for (const auto& device : timings.devices) {
+    double sum = 0.0;
+    for (const MicroBatchTiming& timing : device) sum += timing.seconds;
+    longest = std::max(longest, sum);
+  }
+  return longest;
+}
+
+bool any_excluded(const StepTimings& timings) {
+  return std::any_of(timings.devices.begin(), timings.devices.end(), [](const auto& device) {
+    return std::any_of(device.begin(), device.end(), [](const MicroBatchTiming& timing) { return timing.excluded; });
+  });
+}
+
+}  // namespace
+
+SizeHistory::SizeHistory(std::vector<std::size_t> class_of)
+    : class_of_(std::move(class_of)), largest_(class_of_.size(), 0), devices_(class_of_.size()) {}
+
+void SizeHistory::record(const std::vector<std::int64_t>& shares, const StepTimings& timings) {
+  if (is_new(shares)) {
+    first_runs_.push_back({shares, any_excluded(timings) ? seconds_of(timings) : 0.0});
+    if (first_runs_.size() > kFirstRunsKept) first_runs_.pop_front();
+  }
+  for (std::size_t i = 0; i < shares.size(); ++i) {
+    if (shares[i] == 0) continue;
+    std::int64_t& largest = largest_[class_of_[i]];
+    largest = std::max(largest, shares[i]);
+    Device& device = devices_[i];
+    if (!device.shares.insert(shares[i]).second) continue;
+    device.oldest_first.push_back(shares[i]);
+    if (device.oldest_first.size() <= kSharesKept) continue;
+    device.shares.erase(device.oldest_first.front());
+    device.oldest_first.pop_front();
+  }
+}
+
+bool SizeHistory::is_new(const std::vector<std::int64_t>& shares) const {
+  for (std::size_t i = 0; i < shares.size(); ++i) {
+    if (shares[i] > 0 && !devices_[i].shares.contains(shares[i])) return true;
+  }
+  return false;
+}
+
+double SizeHistory::first_run_seconds(
+    const std::function<double(const std::vector<std::int64_t>& shares)>& makespan) const {
+  std::vector<double> costs;
+  for (const FirstRun& run : first_runs_) {
+    costs.push_back(run.seconds > 0.0 ? std::max(0.0, run.seconds - makespan(run.shares)) : 0.0);
+  }
+  return median(costs);
+}
+
+}  // namespace paceline::balance
