@@ -158,6 +158,9 @@ class Balancer:
             ]
         ],
         step_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        *,
+        reduction_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        startup_seconds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex | None] = [],
     ) -> None:
         """
         The timings of the plan that `next_plan` last returned.
@@ -168,6 +171,11 @@ class Balancer:
             Per device a list of micro-batches (items, seconds) or (items, seconds, excluded); excluded ones are work but no evidence.
         step_seconds
             From the first start to the last finish; 0: the largest sum of a device's seconds.
+        reduction_seconds
+            From then to the end of the step; 0: unknown.
+        startup_seconds
+            Per device from the step's first start to its own, None without work; of a device that came when nothing was left to
+            do the whole `step_seconds`. Empty: unknown.
         """
     def report(self) -> dict[str, typing.Any]:
         """
