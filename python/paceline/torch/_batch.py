@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -62,6 +62,15 @@ class Batch:
             raise InvalidArgument("batch: nothing to split.")
         self._slice = slicer
         self.item_shapes = tuple(self._item_shapes)  # of every tensor that is cut: shape of one item, type
+
+    @property
+    def memory_key(self) -> Hashable:
+        """Of batches whose items take equal memory."""
+        return self.item_shapes
+
+    def memory_size(self, begin: int, end: int) -> float:
+        """What the memory for items ``[begin, end)`` grows with."""
+        return end - begin
 
     def slice(self, begin: int, end: int, move: Move = same) -> Any:
         """Items ``[begin, end)``, in the same nest; `move` brings each tensor to where it is needed."""

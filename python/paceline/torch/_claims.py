@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline import InvalidArgument
-from paceline.torch._memory import MemoryCaps
+from paceline.torch._memory import MemoryCaps, Sized
 from paceline.torch._places import Places
 
 Span = tuple[int, int]
@@ -48,7 +48,7 @@ class ReplayedCaps(MemoryCaps):
         super().__init__(places)
         self._claims = claims
 
-    def pieces(self, device: int, begin: int, end: int, shapes: Hashable = None) -> Iterator[Span]:
+    def pieces(self, device: int, begin: int, end: int, batch: Sized) -> Iterator[Span]:
         """Those that ran, or all at once."""
         within = [piece for piece in self._claims.pieces[device] if begin <= piece[0] and piece[1] <= end]
         yield from within or [(begin, end)]

@@ -55,7 +55,7 @@ class Execution:
     def frame(self, work: Workload, whole: Batch, fn: Callable[..., Any], costs: list[float] | None = None) -> Frame:
         """What a run starts from, with the replicas as the module is now, and with `costs` the items as planned by them."""
         self.replicas.refresh()
-        items = None if costs is None else Items(work.stepper.plan_items(costs), whole, self.places.pin)
+        items = None if costs is None else Items(work.stepper.plan_items(costs), whole, costs, self.places.pin)
         work.seen.follow(self.replicas, self.module, fn, self.places.types)
         state = CallerState(self.places.types, len(self._names))
         batch = whole if items is None else items.batch

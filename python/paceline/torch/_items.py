@@ -53,11 +53,19 @@ def costs_of(cost: Cost | None, batch: Any, size: int) -> list[float] | None:
 class OrderedBatch:
     """A batch as a plan orders it: positions ``[begin, end)`` are items from anywhere in it, gathered when they are needed."""
 
-    def __init__(self, batch: Batch, order: torch.Tensor) -> None:
+    memory_key = "costs"  # of every batch: a slice is trimmed, so the length that a batch is padded to tells nothing
+
+    def __init__(self, batch: Batch, order: torch.Tensor, costs: list[float]) -> None:
         self._batch = batch
         self._order = order
+        self._costs = costs  # by position
+        self._least = min((cost for cost in costs if cost > 0), default=1.0)
         self.size = batch.size
         self.item_shapes = batch.item_shapes
+
+    def memory_size(self, begin: int, end: int) -> float:
+        """As `Batch.memory_size`: the cost when all are padded to the longest."""
+        return (end - begin) * max(self._least, *self._costs[begin:end])
 
     def slice(self, begin: int, end: int, move: Move = same) -> Any:
         """As `Batch.slice`, by position."""
@@ -79,10 +87,11 @@ class OrderedBatch:
 class Items:
     """A planned batch: its slices, its weights and its outputs, each in the right order."""
 
-    def __init__(self, plan: ItemPlan, batch: Batch, pin: Pin) -> None:
+    def __init__(self, plan: ItemPlan, batch: Batch, costs: list[float], pin: Pin) -> None:
         self.plan = plan
-        self._order = torch.tensor(plan.order)
-        self.batch = OrderedBatch(batch, pin(self._order))
+        order: list[int] = list(plan.order)
+        self._order = torch.tensor(order)
+        self.batch = OrderedBatch(batch, pin(self._order), [costs[item] for item in order])
         self._pin = pin
 
     def objective(self, objective: Objective) -> Objective:

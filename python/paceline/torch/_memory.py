@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 from collections.abc import Hashable, Iterator
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 
 from paceline import OutOfMemory
+from paceline.torch._items import OrderedBatch
 from paceline.torch._memory_model import MemoryModel, metered
 from paceline.torch._places import Places
 
@@ -39,6 +42,23 @@ class Measuring:
     counts = True  # False: there was nothing to do
 
 
+class Sized(Protocol):
+    """A batch, as far as memory goes."""
+
+    @property
+    def memory_key(self) -> Hashable:
+        """Batches of equal keys have one model."""
+
+    def memory_size(self, begin: int, end: int) -> float:
+        """What the memory for these items grows with: more than zero, and no less with more items."""
+
+
+def _end(batch: Sized, begin: int, end: int, most: float) -> int:
+    """Up to where the items from `begin` on are no larger than `most`, one at least."""
+    fits = bisect.bisect_right(range(begin + 1, end + 1), most, key=lambda at: batch.memory_size(begin, at))
+    return begin + max(1, fits)
+
+
 class MemoryCaps:
     """The largest micro-batch of each device.
 
@@ -58,38 +78,54 @@ class MemoryCaps:
         self._caps: dict[str, int] = {}  # of memory spaces, and of devices with a limit
         self._told: dict[str, str] = {}
 
-    def pieces(self, device: int, begin: int, end: int, shapes: Hashable = None) -> Iterator[tuple[int, int]]:
-        """Items ``[begin, end)`` in as few pieces as fit, of sizes that differ by at most one, once it is known what fits."""
-        model = self._model(device, shapes)
+    def pieces(self, device: int, begin: int, end: int, batch: Sized) -> Iterator[tuple[int, int]]:
+        """Items ``[begin, end)`` in as few pieces as fit, of sizes that differ by at most one if they fit then, once it is known what fits."""
+        model = self._model(device, batch.memory_key)
         while model is not None and model.wants_more and end - begin > 1:
-            items = min(self._size_to_measure(device, model, end - begin), end - begin)
+            middle = self._end_to_measure(device, model, batch, begin, end)
             known = (model.smallest, model.largest)
             self._idle[device] = False
-            yield begin, begin + items
-            begin += items
+            yield begin, middle
+            begin = middle
             if self._idle[device]:  # without weight: the next ones have to be looked at
                 continue
             if (model.smallest, model.largest) == known:  # nothing was measured, or the same again
                 break
         if begin == end:
             return
-        cap = self._cap(device, model)
+        limit = self._limits[device]
+        fits = model.most(limit) if model is not None and limit is not None else None
+        yield from self._divided(batch, begin, end, fits, self._cap(device))
+
+    @staticmethod
+    def _divided(batch: Sized, begin: int, end: int, fits: float | None, cap: int | None) -> Iterator[tuple[int, int]]:
+        """In as few pieces as are no larger than `fits`, of at most `cap` items each."""
         items = end - begin
-        count = 1 if cap is None else -(-items // cap)
-        yield from pairwise(begin + items * k // count for k in range(count + 1))
+        if fits is None:
+            count = 1 if cap is None else -(-items // cap)
+            yield from pairwise(begin + items * k // count for k in range(count + 1))
+            return
+        bounds = [begin]
+        while bounds[-1] < end:
+            bounds.append(_end(batch, bounds[-1], min(end, bounds[-1] + (cap or items)), fits))
+        count = len(bounds) - 1
+        even = [begin + items * k // count for k in range(count + 1)]
+        if all(batch.memory_size(*piece) <= fits for piece in pairwise(even)):
+            bounds = even
+        yield from pairwise(bounds)
 
     @contextlib.contextmanager
-    def measured(self, device: int, items: int, shapes: Hashable) -> Iterator[Measuring]:
+    def measured(self, device: int, begin: int, end: int, batch: Sized) -> Iterator[Measuring]:
         """Around a piece, on its worker."""
         measuring = Measuring()
-        model, limit = self._model(device, shapes), self._limits[device]
+        model, limit = self._model(device, batch.memory_key), self._limits[device]
         if model is None or limit is None or not model.wants_more:
             yield measuring
             return
         with metered(self._places.devices[device], limit, self._names[device]) as meter:
             yield measuring
         if measuring.counts:
-            model.add(items, meter.used)
+            model.add(batch.memory_size(begin, end), meter.used)
         else:
             self._idle[device] = True
 
@@ -107,18 +143,25 @@ class MemoryCaps:
         return True
 
     def report(self) -> dict[str, dict[str, float]]:
-        """Of each device with a limit: the limit, and for the item that takes most the model and what fits."""
+        """Of each device with a limit: the limit, and for the item that takes most the model and what fits; of costs by themselves."""
         result: dict[str, dict[str, float]] = {}
         for name, limit, models in zip(self._names, self._limits, self._models, strict=True):
             if limit is None:
                 continue
             result[name] = {"limit_bytes": limit}
-            model = max(models.values(), key=lambda model: model.per_item, default=None)
+            counted = (model for key, model in models.items() if key != OrderedBatch.memory_key)
+            model = max(counted, key=lambda model: model.per_item, default=None)
             if model is not None and model.sizes > 0:
                 most = model.most_items(limit)
                 result[name] |= {"fixed_bytes": model.fixed, "bytes_per_item": model.per_item}
                 if most is not None:
                     result[name]["largest_micro_batch"] = min(most, self._caps.get(name, most))
+            costs = models.get(OrderedBatch.memory_key)
+            if costs is not None and costs.sizes > 0:
+                result[name] |= {"fixed_bytes_with_costs": costs.fixed, "bytes_per_cost": costs.per_item}
+                largest = costs.most(limit)
+                if largest is not None:
+                    result[name]["largest_padded_cost"] = largest
         return result
 
     def explain(self) -> str:
@@ -130,29 +173,36 @@ class MemoryCaps:
                     f"{name}: at most {entry['largest_micro_batch']:.0f} items at once in {entry['limit_bytes']:.0f} bytes: a micro-batch takes "
                     f"{entry['fixed_bytes']:.0f} and {entry['bytes_per_item']:.0f} for each item.\n"
                 )
+            if "largest_padded_cost" in entry:
+                text += (
+                    f"{name}: a cost of at most {entry['largest_padded_cost']:.6g} at once, items counted as the longest, in "
+                    f"{entry['limit_bytes']:.0f} bytes: a micro-batch takes {entry['fixed_bytes_with_costs']:.0f} and {entry['bytes_per_cost']:.4g} for each unit.\n"
+                )
         return text
 
-    def _size_to_measure(self, device: int, model: MemoryModel, claimed: int) -> int:
+    def _end_to_measure(self, device: int, model: MemoryModel, batch: Sized, begin: int, end: int) -> int:
         """Small at first. Then twice that, or where it is not certain to fit one item more: a failure costs one repetition."""
         if model.largest is None:
-            items = max(1, claimed // _FIRST_PART)
+            middle = _end(batch, begin, end, batch.memory_size(begin, end) / _FIRST_PART)
         else:
             measured = model.largest[0]
-            fits = model.most_items(self._limits[device] or 0) or 2 * measured
-            items = 2 * measured if fits >= 2 * measured else measured + 1
-        failed = [self._caps[name] for name in (self._spaces[device], self._names[device]) if name in self._caps]
-        return min([items, *failed])
+            fits = model.most(self._limits[device] or 0)
+            if fits is None or fits >= 2 * measured:
+                middle = _end(batch, begin, end, 2 * measured)
+            else:
+                middle = min(end, _end(batch, begin, end, measured) + 1)
+        cap = self._cap(device)
+        return middle if cap is None else min(middle, begin + cap)
 
-    def _model(self, device: int, shapes: Hashable) -> MemoryModel | None:
+    def _model(self, device: int, key: Hashable) -> MemoryModel | None:
         if self._limits[device] is None:
             return None
         models = self._models[device]
-        if shapes not in models and len(models) >= _MOST_SHAPES:
+        if key not in models and len(models) >= _MOST_SHAPES:
             del models[next(iter(models))]
-        return models.setdefault(shapes, MemoryModel())
+        return models.setdefault(key, MemoryModel())
 
-    def _cap(self, device: int, model: MemoryModel | None) -> int | None:
-        limit = self._limits[device]
-        fits = model.most_items(limit) if model is not None and limit is not None else None
-        caps = [fits, self._caps.get(self._spaces[device]), self._caps.get(self._names[device])]
+    def _cap(self, device: int) -> int | None:
+        """Items, after memory ran out."""
+        caps = (self._caps.get(self._spaces[device]), self._caps.get(self._names[device]))
         return min((cap for cap in caps if cap is not None), default=None)

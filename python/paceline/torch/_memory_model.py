@@ -1,4 +1,4 @@
-"""How much memory a micro-batch takes, by its number of items: measured at two sizes, and predicted for others."""
+"""How much memory a micro-batch takes, by its size: measured at two sizes, and predicted for others."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from paceline.torch import _cuda
 class MemoryModel:
     """``fixed + per_item * n`` bytes, through the smallest and the largest size that were measured.
 
-    After one size all of it is taken to be per item, which predicts too much for larger ones, never too little.
+    A size is a number of items, or where items do not cost the same what they cost when all are padded to the longest. After one size all of
+    it is taken to be per item, which predicts too much for larger ones, never too little.
     """
 
-    smallest: tuple[int, int] | None = None  # items, bytes
-    largest: tuple[int, int] | None = None
+    smallest: tuple[float, int] | None = None  # size, bytes
+    largest: tuple[float, int] | None = None
     _silent: int = 0
 
-    def add(self, items: int, used: int) -> None:
-        """A micro-batch of so many items took so many bytes at most. Of one size the larger measurement counts."""
+    def add(self, items: float, used: int) -> None:
+        """A micro-batch of so many items, more than none, took so many bytes at most. Of one size the larger measurement counts."""
         if used <= 0:
             self._silent += 1
             return
@@ -61,15 +62,20 @@ class MemoryModel:
             return 0.0
         return max(0.0, self.largest[1] - self.per_item * self.largest[0])
 
-    def predict(self, items: int) -> float:
+    def predict(self, items: float) -> float:
         """Bytes for so many items."""
         return self.fixed + self.per_item * items
 
-    def most_items(self, limit: int) -> int | None:
-        """How many items fit, at least one; None as long as nothing is known, or if any number does."""
+    def most(self, limit: int) -> float | None:
+        """The largest size that fits, not below zero; None as long as nothing is known, or if any size does."""
         if self.per_item <= 0:
             return None
-        return max(1, int((limit - self.fixed) / self.per_item))
+        return max(0.0, (limit - self.fixed) / self.per_item)
+
+    def most_items(self, limit: int) -> int | None:
+        """How many items fit, at least one; None as `most`."""
+        most = self.most(limit)
+        return None if most is None else max(1, int(most))
 
 
 class Meter:

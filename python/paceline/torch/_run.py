@@ -155,12 +155,11 @@ class Run:
     def _slice(self, device: int, begin: int, end: int) -> int:
         codes: list[int] = []
         with self.places.enter(device):
-            shapes = self.batch.item_shapes
-            for piece in self.caps.pieces(device, begin, end, shapes):
+            for piece in self.caps.pieces(device, begin, end, self.batch):
                 self._pieces[device] = piece
                 self._fresh[device] = not codes
                 began = time.perf_counter()
-                with self.caps.measured(device, piece[1] - piece[0], shapes) as measuring:
+                with self.caps.measured(device, *piece, self.batch) as measuring:
                     ran, code = self._piece(device, *piece)
                     measuring.counts = ran
                 codes.append(code)

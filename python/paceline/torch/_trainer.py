@@ -273,10 +273,10 @@ class DataParallel(Lifetime):
         return scale
 
     def _check_costs(self) -> None:
-        if self._options["granularity"] > 1 or any(limit is not None for limit in self._limits or []):
+        if self._options["granularity"] > 1:
             raise InvalidArgument(
-                "cost= together with memory= or granularity=: these count items, of which long ones take more. Make the trainer without "
-                "them, or with micro_batch=, which is a limit for batches with costs, too."
+                "cost= together with granularity=, which counts items: by cost, devices get other numbers of them. Make the trainer without "
+                "it, or with micro_batch= or memory=, which limit batches with costs, too."
             )
 
     def _workloads(self) -> list[Workload]:
