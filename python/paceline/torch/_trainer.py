@@ -82,7 +82,8 @@ class DataParallel(Lifetime):
     memory
         What one micro-batch may take of a device's memory, beyond parameters and gradients: bytes, or a fraction of what the device has
         (of its memory, divided by the devices that share it); a dictionary says it for some devices only, by name. Two sizes are
-        measured, and larger claims then worked off in pieces that fit. Default: no limit but the memory itself. Not with `cost` of `step`.
+        measured, and larger claims then worked off in pieces that fit. With `cost` of
+        `step` a size is what the items cost when all are padded to the longest. Default: no limit but the memory itself.
     granularity
         Shares and what devices take over from each other are multiples of so many items, so that no more than ``batch / granularity`` sizes
         of micro-batches ever run (and one for what is left of the batch): for modules that compile or tune anew for each size. Shares are
@@ -500,7 +501,8 @@ class DataParallel(Lifetime):
             ``devices``: per name ``share`` (items of the last step), ``items``, ``busy_seconds``, ``idle_seconds`` (totals),
             ``items_per_second`` (recent, while busy), ``speed`` (that, over the fastest device's); ``imbalance`` (slowest busy time over the mean, minus 1; recent); ``moves`` (changes of
             shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction). ``sizes``: per
-            device the micro-batches that ever ran, in items. ``memory``: per device with a limit ``limit_bytes``, and once measured ``fixed_bytes``, ``bytes_per_item`` and ``largest_micro_batch``.
+            device the micro-batches that ever ran, in items. ``memory``: per device with a limit ``limit_bytes``, and once measured ``fixed_bytes``, ``bytes_per_item`` and ``largest_micro_batch`` (of steps with `cost`
+            ``fixed_bytes_with_costs``, ``bytes_per_cost`` and ``largest_padded_cost``).
             ``runs``: as all but the last three, for each run of `batch` by its name. After a step with `cost` also ``items``: ``cost`` of
             all items, ``padded_cost`` of the micro-batches that ran (each its count times its largest), ``contiguous_cost`` of the same
             sizes cut from the batch as it came, ``padding_saved`` (the part of the latter's padding); and, once measured, the time of a
