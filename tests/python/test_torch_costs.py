@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import json
 import random
 import threading
 import time
@@ -335,6 +336,38 @@ def test_write_a_ledger_of_steps_with_costs(tmp_path: Any) -> None:
     assert not result.mismatches
 
 
+@pytest.mark.parametrize("memory", [None, 8000])
+def test_steps_with_costs_run_again_to_the_same_bit(tmp_path: Path, memory: int | None) -> None:
+    module, batch = words(48, 5)
+    path = tmp_path / "ledger.jsonl"
+
+    def train(trainer: Any, cost: Any) -> list[list[torch.Tensor | None]]:
+        seen = []
+        for _ in range(6):
+            for parameter in module.parameters():
+                parameter.grad = None
+            trainer.step(loss_of_words, batch, cost=cost)
+            seen.append(gradients(module))
+        return seen
+
+    with DataParallel(module, TWO, memory=memory) as trainer:
+        trainer.write_ledger(path)
+        first = train(trainer, batch["length"])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    claims = [line["claims"] for line in lines if "claims" in line]
+    assert len(claims) == 6
+    assert all(sorted(entry["order"]) == list(range(48)) for entry in claims)
+    assert any("pieces" in entry for entry in claims) == (memory is not None)
+    for cost in (batch["length"], None):  # the ledger says how they are dealt out
+        with DataParallel(module, TWO, balance="even") as trainer:
+            trainer.replay_claims(path)
+            for now, then in zip(train(trainer, cost), first, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(now, then, strict=True))
+    path.write_text(path.read_text().replace('"order": [', '"order": [0, '))
+    with DataParallel(module, TWO) as trainer, pytest.raises(InvalidArgument, match="every item once"):
+        trainer.replay_claims(path)
+
+
 @pytest.mark.parametrize(
     ("cost", "message"),
     [
@@ -432,7 +465,7 @@ def test_a_replay_of_claims_refuses_costs(tmp_path: Path) -> None:
         trainer.step(lambda one, part: one(part).mean(), batch)
     with DataParallel(module, TWO) as trainer:
         trainer.replay_claims(path)
-        with pytest.raises(InvalidArgument, match=r"cost= while claims are replayed"):
+        with pytest.raises(InvalidArgument, match=r"cost= while claims are replayed of a step that ran without"):
             trainer.step(lambda one, part: one(part).mean(), batch, cost=torch.ones(8))
         trainer.replay_claims(None)
         trainer.step(lambda one, part: one(part).mean(), batch, cost=torch.ones(8))

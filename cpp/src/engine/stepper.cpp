@@ -123,8 +123,11 @@ struct Stepper::State {
       awaiting_record = false;
       judged = true;
     }
-    if (ledger && done.items == nullptr) {  // positions in a plan of items would say nothing
-      ledger->claims(done.plan.step, done.plan.batch_size, ledger_claims(record.claims), ledger_claims(done.pieces));
+    const std::int64_t batch_size = done.items != nullptr ? done.items->size() : done.plan.batch_size;
+    if (ledger) {
+      ledger->claims(done.plan.step, batch_size, ledger_claims(record.claims), ledger_claims(done.pieces),
+                     done.items != nullptr ? std::span<const std::int64_t>(done.items->arrangement.order)
+                                           : std::span<const std::int64_t>());
     }
     if (done.items != nullptr) items->record(*done.items, record, judged);
     observe::StepSample sample;
@@ -139,7 +142,7 @@ struct Stepper::State {
     }
     metrics.add(sample);
     history.add(sample);
-    note_events(done.plan, record, done.items != nullptr ? done.items->size() : done.plan.batch_size);
+    note_events(done.plan, record, batch_size);
   }
 
   /// Takes note of the oldest steps until at most `most` are left, waiting for them, and of those that are done.

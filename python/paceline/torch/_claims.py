@@ -20,6 +20,9 @@ class StepClaims:
 
     def __init__(self, entry: dict[str, Any], devices: int) -> None:
         self.batch_size = int(entry["batch_size"])
+        self.order: list[int] | None = entry.get("order")  # of the items, where they were dealt out by cost
+        if self.order is not None and sorted(self.order) != list(range(self.batch_size)):
+            raise ValueError(f"the order of step {entry['step']} does not have every item once")
         self.lanes: list[list[Span]] = [[] for _ in range(devices)]
         for device, begin, end, *_ in entry["ran"]:
             self.lanes[device].append((begin, end))

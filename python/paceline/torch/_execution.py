@@ -52,10 +52,22 @@ class Execution:
         # What host devices have delivered to GPUs, until these have read it: PyTorch would hand it on.
         self._delivered: list[tuple[Any, Any]] = []
 
-    def frame(self, work: Workload, whole: Batch, fn: Callable[..., Any], costs: list[float] | None = None) -> Frame:
-        """What a run starts from, with the replicas as the module is now, and with `costs` the items as planned by them."""
+    def frame(
+        self,
+        work: Workload,
+        whole: Batch,
+        fn: Callable[..., Any],
+        costs: list[float] | None = None,
+        order: list[int] | None = None,
+    ) -> Frame:
+        """What a run starts from, with the replicas as the module is now, and with `costs` the items as planned by them, or in an `order`."""
         self.replicas.refresh()
-        items = None if costs is None else Items(work.stepper.plan_items(costs), whole, costs, self.places.pin)
+        items = None
+        if order is not None:
+            items = Items(order, whole, self.places.pin)
+        elif costs is not None:
+            plan = work.stepper.plan_items(costs)
+            items = Items(list(plan.order), whole, self.places.pin, costs, plan)
         work.seen.follow(self.replicas, self.module, fn, self.places.types)
         state = CallerState(self.places.types, len(self._names))
         batch = whole if items is None else items.batch
@@ -134,7 +146,7 @@ class Execution:
     def _execute(self, stepper: Stepper, run: Run) -> Any:
         self.running = run
         calls = (run.body, run.finish, self.places.queues, run.sums)
-        if run.items is None:
+        if run.items is None or run.items.plan is None:
             outcome = stepper.run(run.batch.size, *calls, run.claims)
         else:
             outcome = stepper.run_items(run.items.plan, *calls)

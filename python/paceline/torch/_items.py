@@ -87,9 +87,11 @@ class OrderedBatch:
 class Items:
     """A planned batch: its slices, its weights and its outputs, each in the right order."""
 
-    def __init__(self, plan: ItemPlan, batch: Batch, costs: list[float], pin: Pin) -> None:
-        self.plan = plan
-        order: list[int] = list(plan.order)
+    def __init__(
+        self, order: list[int], batch: Batch, pin: Pin, costs: list[float] | None = None, plan: ItemPlan | None = None
+    ) -> None:
+        self.plan = plan  # None: what is run is told
+        costs = costs or [1.0] * len(order)
         self._order = torch.tensor(order)
         self.batch = OrderedBatch(batch, pin(self._order), [costs[item] for item in order])
         self._pin = pin

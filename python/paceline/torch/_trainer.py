@@ -235,9 +235,9 @@ class DataParallel(Lifetime):
         costs = costs_of(cost, batch, whole.size)
         if costs is not None:
             self._check_costs()
-        if costs is not None and self._script is not None:
+        if costs is not None and self._script is not None and self._script.peek(whole.size).order is None:
             raise InvalidArgument(
-                "step: cost= while claims are replayed, which know of no order by cost. Leave it out, or end the replay first: "
+                "step: cost= while claims are replayed of a step that ran without. Leave it out, or end the replay first: "
                 "replay_claims(None)."
             )
         self._places.begin()
@@ -254,7 +254,7 @@ class DataParallel(Lifetime):
         if self._script is not None:
             work, claims = self._work("replay"), self._script.peek(whole.size)
             work.caps = ReplayedCaps(self._places, claims)
-        frame = self._execution.frame(work, whole, loss_fn, costs)
+        frame = self._execution.frame(work, whole, loss_fn, costs, claims.order if claims is not None else None)
         if frame.items is not None:
             objective = frame.items.objective(objective)
         scale = self._scale_of(scaler)

@@ -123,11 +123,13 @@ TEST(Ledger, HoldsWhatRanBesideTheDecisionsAndReplaysWithoutIt) {
   const std::vector<LedgerClaim> pieces = {{0, 0, 2}, {0, 2, 4}, {1, 4, 8}};
   ledger->claims(plan.step, plan.batch_size, ran, {});
   ledger->claims(plan.step, plan.batch_size, ran, pieces);
+  ledger->claims(plan.step, plan.batch_size, ran, {}, std::vector<std::int64_t>{7, 0, 3, 1, 2, 6, 5, 4});
   EXPECT_NE(out.str().find(R"({"claims": {"step": 0, "batch_size": 8, "ran": [[0, 0, 4, 0, 0.5], )"
                            R"([1, 4, 8, 0.125, 0.375]]}})"),
             std::string::npos)
       << out.str();
   EXPECT_NE(out.str().find(R"(]], "pieces": [[0, 0, 2], [0, 2, 4], [1, 4, 8]]}})"), std::string::npos) << out.str();
+  EXPECT_NE(out.str().find(R"(]], "order": [7, 0, 3, 1, 2, 6, 5, 4]}})"), std::string::npos) << out.str();
   std::istringstream in(out.str());
   const ReplayResult result = replay(in);
   EXPECT_TRUE(result.mismatches.empty());

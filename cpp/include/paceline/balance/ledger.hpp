@@ -13,7 +13,8 @@
 
 namespace paceline::balance {
 
-/// What a device ran: items [begin, end) of the batch, with its times on the step's clock.
+/// What a device ran: items [begin, end) of the batch, or positions in the step's order, with its times on the step's
+/// clock.
 struct LedgerClaim {
   std::size_t device = 0;
   std::int64_t begin = 0;
@@ -33,8 +34,9 @@ struct LedgerClaim {
 ///   {"claims": {"step": 0, "batch_size": 512, "ran": [[0, 0, 256, 0.0001, 0.03], [1, 256, 512, 0.0001, 0.031]]}}
 ///
 /// The last is no call: it says what really ran, by device in the order it ran, [device, begin, end, start, finish]
-/// each, and if micro-batches were worked off in smaller pieces also "pieces": [[device, begin, end], ...]. replay()
-/// passes over it. In a record a micro-batch is [items, seconds], with a third element true if it was excluded; it has
+/// each, if micro-batches were worked off in smaller pieces also "pieces": [[device, begin, end], ...], and of a step
+/// that dealt items out by cost also "order": [item, ...], which begin and end are positions in. replay() passes over
+/// it. In a record a micro-batch is [items, seconds], with a third element true if it was excluded; it has
 /// "reduction_seconds" where they were measured. Lines are flushed by the stream's own rules. Not thread-safe, like the
 /// balancer it belongs to. The stream must outlive the writer.
 class PACELINE_API LedgerWriter {
@@ -49,7 +51,7 @@ class PACELINE_API LedgerWriter {
   void record(std::int64_t step, const StepTimings& timings);
   void retire(std::size_t device);
   void claims(std::int64_t step, std::int64_t batch_size, std::span<const LedgerClaim> ran,
-              std::span<const LedgerClaim> pieces);
+              std::span<const LedgerClaim> pieces, std::span<const std::int64_t> order = {});
 
  private:
   void line(const std::string& text);
