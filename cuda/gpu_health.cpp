@@ -4,11 +4,15 @@
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
+#include <chrono>
+#include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "cuda_backend.hpp"
 #include "nvml.hpp"
+#include "nvml_deadline.hpp"
 
 namespace paceline {
 namespace cuda {
@@ -35,13 +39,29 @@ std::optional<DeviceHealth> gpu_health(const Device& device) noexcept try {
     const auto other = ordinal == device.index ? std::nullopt : address_of(ordinal);
     if (other) others.push_back(*other);
   }
-  return read_nvml(NvmlLibrary::of_process(), *gpu, others);
-} catch (...) {  // no memory left: a device that does not tell is no error
+  const auto answer = std::make_shared<std::optional<DeviceHealth>>();
+  const bool answered = NvmlDeadline::of_process().run([answer, gpu = *gpu, others = std::move(others)] {
+    try {
+      *answer = read_nvml(NvmlLibrary::of_process(), gpu, others);
+    } catch (...) {  // no memory left
+    }
+  });
+  return answered ? *answer : std::nullopt;
+} catch (...) {  // no memory or no thread left: a device that does not tell is no error
   return std::nullopt;
 }
 
 HealthSource nvml_source() {
-  const NvmlLibrary& library = NvmlLibrary::of_process();
+  NvmlDeadline& deadline = NvmlDeadline::of_process();
+  const auto answer = std::make_shared<const NvmlLibrary*>();
+  if (!deadline.run([answer] { *answer = &NvmlLibrary::of_process(); })) {
+    return {.name = "NVML",
+            .version = {},
+            .path = {},
+            .why_none = fmt::format("it has not answered within {:g} s: the driver may hang; nvidia-smi would tell",
+                                    std::chrono::duration<double>(deadline.limit()).count())};
+  }
+  const NvmlLibrary& library = **answer;
   return {.name = "NVML", .version = library.version(), .path = library.path(), .why_none = library.why_none()};
 }
 

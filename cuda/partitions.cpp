@@ -6,9 +6,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -58,6 +58,18 @@ Part make_part(const Device& gpu, std::size_t index, double fraction, std::span<
   return part;
 }
 
+Split make_split(const Device& gpu, std::span<const double> fractions, std::span<CUdevResource> groups,
+                 const std::vector<int>& dealt) {
+  Split made{dealt, {}};
+  std::size_t next = 0;
+  for (std::size_t k = 0; k < dealt.size(); ++k) {
+    const auto count = static_cast<std::size_t>(dealt[k]);
+    made.parts.push_back(make_part(gpu, k, fractions[k], groups.subspan(next, count)));
+    next += count;
+  }
+  return made;
+}
+
 void require_unused(const Device& gpu, const Split& split, const char* call) {
   std::vector<std::string> used;
   std::vector<int> sms;
@@ -74,30 +86,41 @@ void require_unused(const Device& gpu, const Split& split, const char* call) {
       used.front());
 }
 
-void await_dropped_streams(const Split& split, std::chrono::nanoseconds timeout, const char* call) {
-  const auto begin = std::chrono::steady_clock::now();
-  BlockingRegion region;
-  for (const Part& part : split.parts) {
-    while (!part.context->idle()) {
-      if (std::chrono::steady_clock::now() - begin > timeout) {
-        throw Timeout(fmt::format("{}: work that was enqueued on {} does not come to its end; the part stays. Does a "
-                                  "kernel wait for something?",
-                                  call, part.device.name),
-                      part.device.name);
-      }
-      region.poll();
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
-    }
+/// The name of a part whose dropped streams still have work; empty: the GPU is whole. The lock is held by the caller.
+std::string end_if_idle(const Device& gpu, const char* call) {
+  const auto found = splits().of_gpu.find(gpu.index);
+  if (found == splits().of_gpu.end()) return {};
+  require_unused(gpu, found->second, call);
+  for (const Part& part : found->second.parts) {
+    if (!part.context->idle()) return part.device.name;
   }
+  splits().of_gpu.erase(found);
+  return {};
 }
 
-/// The lock is held by the caller.
-void end_split(const Device& gpu, std::chrono::nanoseconds timeout, const char* call) {
-  const auto found = splits().of_gpu.find(gpu.index);
-  if (found == splits().of_gpu.end()) return;
-  require_unused(gpu, found->second, call);
-  await_dropped_streams(found->second, timeout, call);
-  splits().of_gpu.erase(found);
+/// Does `attempt` under the lock until it names no part any more that has work. In between the lock is free: others go
+/// on with theirs, and nobody waits for an interpreter's lock with this one in hand.
+template <class Attempt>
+void until_idle(std::chrono::nanoseconds timeout, const char* call, Attempt attempt) {
+  const auto begin = std::chrono::steady_clock::now();
+  std::optional<BlockingRegion> region;
+  for (;;) {
+    std::string busy;
+    {
+      const std::lock_guard lock(splits().mutex);
+      busy = attempt();
+    }
+    if (busy.empty()) return;
+    if (std::chrono::steady_clock::now() - begin > timeout) {
+      throw Timeout(fmt::format("{}: work that was enqueued on {} does not come to its end; the part stays. Does a "
+                                "kernel wait for something?",
+                                call, busy),
+                    busy);
+    }
+    if (!region) region.emplace();
+    region->poll();
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
 }
 
 std::vector<CUdevResource> groups_of(const Device& gpu) {
@@ -120,18 +143,17 @@ std::vector<CUdevResource> groups_of(const Device& gpu) {
 std::vector<Device> split(const Device& gpu, std::span<const double> fractions) {
   std::vector<CUdevResource> groups = groups_of(gpu);
   const std::vector<int> dealt = deal_groups(fractions, static_cast<int>(groups.size()), gpu.name);
-  const std::lock_guard lock(splits().mutex);
-  const auto known = splits().of_gpu.find(gpu.index);
-  if (known != splits().of_gpu.end() && known->second.groups == dealt) return devices_of(known->second);
-  end_split(gpu, std::chrono::seconds(10), "partition");
-  Split made{dealt, {}};
-  auto next = groups.begin();
-  for (std::size_t k = 0; k < dealt.size(); ++k) {
-    const auto count = static_cast<std::size_t>(dealt[k]);
-    made.parts.push_back(make_part(gpu, k, fractions[k], {next, count}));
-    std::advance(next, dealt[k]);
-  }
-  return devices_of(splits().of_gpu.emplace(gpu.index, std::move(made)).first->second);
+  std::vector<Device> devices;
+  until_idle(std::chrono::seconds(10), "partition", [&]() -> std::string {
+    const auto known = splits().of_gpu.find(gpu.index);
+    if (known == splits().of_gpu.end() || known->second.groups != dealt) {
+      if (std::string busy = end_if_idle(gpu, "partition"); !busy.empty()) return busy;
+      splits().of_gpu.emplace(gpu.index, make_split(gpu, fractions, groups, dealt));
+    }
+    devices = devices_of(splits().of_gpu.at(gpu.index));
+    return {};
+  });
+  return devices;
 }
 
 std::vector<Device> parts_of(const Device& gpu) {
@@ -157,8 +179,7 @@ std::shared_ptr<GreenContext> context_of(const Device& part) {
 }
 
 void end_split(const Device& gpu, std::chrono::nanoseconds timeout) {
-  const std::lock_guard lock(splits().mutex);
-  end_split(gpu, timeout, "release_partitions");
+  until_idle(timeout, "release_partitions", [&] { return end_if_idle(gpu, "release_partitions"); });
 }
 
 }  // namespace paceline::cuda

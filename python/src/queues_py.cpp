@@ -99,6 +99,16 @@ void bind_queues(py::module_& module) {
             });
           },
           "Of each device, the stream that reads what it delivers.")
+      .def_property_readonly(
+          "pool_peaks",
+          [](const TrainerQueues& shared) {
+            return of_each_device(shared.queues, [&](std::size_t d) -> std::optional<std::size_t> {
+              const std::size_t space = shared.queues.space_of(d);
+              if (shared.queues.on_host(space)) return std::nullopt;
+              return shared.queues.maker(space).peak_bytes();
+            });
+          },
+          "Of each device, the most bytes that its GPU's pool had given out at once; None on the host.")
       .def_property_readonly("home_stream",
                              [](const TrainerQueues& shared) { return handle_of(&shared.queues.home_stream()); })
       .def(

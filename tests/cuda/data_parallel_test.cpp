@@ -3,6 +3,7 @@
 // The training step on GPUs: the gradient of one device, whatever order the fake runs things in.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -16,6 +17,8 @@
 #include "fake_cuda.hpp"
 #include "gpu_training.hpp"
 #include "orders.hpp"
+#include "reduce.hpp"
+#include "reduction_twin.hpp"
 #include "twins.hpp"
 
 namespace paceline {
@@ -132,6 +135,64 @@ TEST(CudaDataParallel, TakesTheCallersStream) {
     ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
     ASSERT_EQ(cudaStreamDestroy(stream), cudaSuccess);
     ASSERT_EQ(fake::leftovers(), fake::Leftovers{});
+  }
+}
+
+/// Counts the kernels that reduce, and those of them that do not just divide what lies there already.
+struct Reductions {
+  int launches = 0;
+  int elsewhere = 0;
+
+  Reductions() {
+    fake::twin(&cuda::paceline_reduce_float64, [this](const fake::Launch&, const cuda::ReductionArguments& arguments) {
+      ++launches;
+      if (arguments.input_count != 1 || arguments.inputs[0] != arguments.output) ++elsewhere;
+      for (int k = 0; k < arguments.input_count; ++k) {
+        fake::reads(arguments.inputs[k], arguments.count * sizeof(double));
+      }
+      fake::writes(arguments.output, arguments.count * sizeof(double));
+      cuda::reduction_twin(arguments, DType::float64);
+    });
+  }
+};
+
+TEST(CudaDataParallel, ReducesNothingWithOneDevice) {
+  struct Case {
+    Box box;
+    double weight;
+    int launches;
+    int elsewhere;
+  };
+  const Box whole{"", 1, {"cuda:0"}};
+  const Box part{"", 1, {"cuda:0/1"}, {0.5, 0.5}};
+  const Box parts{"", 1, {"cuda:0/0", "cuda:0/1"}, {0.5, 0.5}};
+  // Divided by one not even that is left. Of two devices both the gradients and the loss are summed.
+  for (const Case& wanted : {Case{whole, 1.0, 0, 0}, Case{part, 1.0, 0, 0}, Case{whole, 8.0, 1, 0},
+                             Case{part, 8.0, 1, 0}, Case{parts, 8.0, 2, 2}}) {
+    for (std::uint64_t seed = 0; seed < kOrders / 4; ++seed) {
+      boot(seed, 1);
+      const Reductions reductions;
+      {
+        Trainer trainer(group_of(wanted.box), {.parameter_count = kWidth, .balance = "even", .micro_batch = 6});
+        std::vector<double> parameters(kWidth, 0.0);
+        for (int step = 0; step < 3; ++step) {
+          std::vector<double> gradients(kWidth, 0.0);
+          const double loss = add_gradients(0, kBatch, parameters.data(), gradients.data()) / wanted.weight;
+          ASSERT_NEAR(trainer.step(kBatch, body, wanted.weight), loss, 1e-12 * loss) << "seed " << seed;
+          for (std::size_t j = 0; j < kWidth; ++j) parameters[j] -= 0.5 * gradients[j] / wanted.weight;
+          update(trainer);
+        }
+        const std::vector<double> trained = fetched(trainer);
+        for (std::size_t j = 0; j < kWidth; ++j) {
+          ASSERT_NEAR(trained[j], parameters[j], 1e-12 * (1.0 + std::abs(parameters[j]))) << "seed " << seed;
+        }
+      }
+      ASSERT_EQ(reductions.launches, 3 * wanted.launches) << "seed " << seed;
+      ASSERT_EQ(reductions.elsewhere, 3 * wanted.elsewhere) << "seed " << seed;
+      make_whole(wanted.box);
+      ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
+      ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
+    }
   }
 }
 

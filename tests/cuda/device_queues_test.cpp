@@ -442,6 +442,35 @@ TEST(DeviceQueues, ANewStreamComesAfterTheOldOne) {
   }
 }
 
+TEST(DeviceQueues, AStreamThatWasLeftMayBeDestroyed) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+    boot(seed, 1);
+    cudaStream_t stream = nullptr;
+    {
+      const DeviceGroup group = group_of({"cuda:0", "host:0"});
+      Stepper stepper(group, {.balance = "even"});
+      auto program = std::make_shared<Summing>(group);
+      const std::unique_ptr<Buffer> outputs = program->queues.maker(program->queues.home_space()).allocate_pinned(32);
+      auto* const sums = static_cast<double*>(outputs->data());
+      for (int k = 0; k < 4; ++k) {
+        cudaStream_t const left = stream;
+        ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+        program->queues.set_stream(stream);
+        if (left != nullptr) {
+          ASSERT_EQ(cudaStreamDestroy(left), cudaSuccess);
+        }
+        program->begin(1.0 + k, sums + k);
+        stepper.begin(kBatch, program)->wait();
+      }
+      program->queues.drain();
+      for (int k = 0; k < 4; ++k) ASSERT_EQ(sums[k], (1.0 + k) * kBatch) << "seed " << seed;
+    }
+    ASSERT_EQ(cudaStreamDestroy(stream), cudaSuccess);
+    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
+    ASSERT_EQ(fake::leftovers(), fake::Leftovers{});
+  }
+}
+
 TEST(DeviceQueues, WhatADeviceWaitsForIsNoTimeOfItsOwn) {
   bring_seconds = 100.0;
   for (std::uint64_t seed = 0; seed < kOrders; ++seed) {

@@ -6,6 +6,9 @@
 #include <string>
 #include <vector>
 
+#include <paceline/runtime/device.hpp>
+
+#include "cuda_backend.hpp"
 #include "fake_cuda.hpp"
 
 namespace paceline {
@@ -44,6 +47,23 @@ TEST(GpuFacts, SaysWhyAGpuHasNoParts) {
   EXPECT_EQ(gpu_facts().front().most_partitions, 0);
   fake::boot({.multiprocessors = 4});
   EXPECT_EQ(gpu_facts().front().why_no_partitions, "CUDA makes no groups of its SMs");
+}
+
+// CUDA shows a process one slice, under the GPU's PCI address and with a name of its own.
+TEST(GpuFacts, TakeASliceOfAGpuForWhatItIs) {
+  fake::boot(
+      {.memory_bytes = std::size_t{10} << 30, .model = "NVIDIA H100 80GB HBM3 MIG 1g.10gb", .multiprocessors = 16});
+  const std::vector<Device> devices = CudaBackend().devices();
+  ASSERT_EQ(devices.size(), 1U);
+  EXPECT_EQ(devices[0].name, "cuda:0");
+  EXPECT_EQ(devices[0].part, -1) << "it is no part that paceline has made";
+  EXPECT_EQ(devices[0].sm_count, 16);
+  EXPECT_EQ(devices[0].device_class, "NVIDIA H100 80GB HBM3 MIG 1g.10gb, 16 SMs");
+  const GpuFacts slice = gpu_facts().front();
+  EXPECT_EQ(slice.model, "NVIDIA H100 80GB HBM3 MIG 1g.10gb");
+  EXPECT_EQ(slice.sm_count, 16);
+  EXPECT_EQ(slice.memory_bytes, std::uint64_t{10} << 30);
+  EXPECT_EQ(slice.most_partitions, 2) << "of its own SMs, not of the whole GPU's";
 }
 
 TEST(GpuFacts, AreNoneWithoutAGpu) {

@@ -13,11 +13,13 @@
 #include <paceline/runtime/backend.hpp>
 #include <paceline/runtime/device.hpp>
 #include <paceline/runtime/device_health.hpp>
+#include <paceline/runtime/gpu_facts.hpp>
 
 #include "cuda_backend.hpp"
 #include "fake_cuda.hpp"
 #include "fake_nvml.hpp"
 #include "nvml.hpp"
+#include "nvml_deadline.hpp"
 #include "nvml_library.hpp"
 #include "twins.hpp"
 
@@ -44,6 +46,7 @@ fake_nvml::State& fresh(const char* path) {
   state.delay = milliseconds(0);
   state.starts = 0;
   state.overlapped = false;
+  state.hangs = false;
   return state;
 }
 
@@ -296,6 +299,63 @@ TEST(GpuHealth, IsPartOfWhatATrainerExplains) {
   const std::string cause = "    what may slow it: another process uses it (4.0 GiB)\n";
   EXPECT_EQ(text.find(cause, slow), text.find('\n', slow) + 1) << text;
   EXPECT_EQ(text.find(cause), text.rfind(cause)) << "the other GPU is not slow\n" << text;
+}
+
+/// NVML hangs for so long as this is there, and nobody waits for it longer than 50 ms.
+class Hang {
+ public:
+  explicit Hang(fake_nvml::State& state) : state_(state) {
+    cuda::NvmlDeadline::of_process().set_limit(milliseconds(50));
+    state_.hangs = true;
+  }
+  ~Hang() { end(); }
+  Hang(const Hang&) = delete;
+  Hang& operator=(const Hang&) = delete;
+
+  /// Returns when the call that was given up has come back.
+  void end() {
+    state_.hangs = false;
+    cuda::NvmlDeadline& deadline = cuda::NvmlDeadline::of_process();
+    const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+    deadline.set_limit(std::chrono::seconds(30));
+    while (!deadline.run([] {}) && std::chrono::steady_clock::now() < give_up) {
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+  }
+
+ private:
+  fake_nvml::State& state_;
+};
+
+TEST(GpuHealth, IsNoneWhileNvmlHangsAndIsBackAfterwards) {
+  ASSERT_TRUE(kEnvironment);
+  fake::boot({.device_count = 1});
+  fake_nvml::State& state = fresh(FAKE_NVML);
+  const Device device = find_device("cuda:0");
+  ASSERT_TRUE(health_of(device).has_value());
+  Hang hang(state);
+  EXPECT_EQ(health_of(device), std::nullopt);
+  EXPECT_EQ(health_of(device), std::nullopt);
+  EXPECT_EQ(state.inside, 1) << "who hangs is not asked again";
+  const HealthSource source = CudaBackend().health_source().value();
+  EXPECT_EQ(source.why_none, "it has not answered within 0.05 s: the driver may hang; nvidia-smi would tell");
+  EXPECT_TRUE(source.path.empty());
+  EXPECT_EQ(gpu_facts().size(), 1U) << "what CUDA knows is told";
+  hang.end();
+  EXPECT_TRUE(health_of(device).has_value());
+  EXPECT_EQ(CudaBackend().health_source().value().why_none, "");
+}
+
+TEST(GpuHealth, HoldsUpNoTrainerAndNoExplanationWhereNvmlHangs) {
+  using Trainer = BasicDataParallel<double>;
+  fake::boot({.device_count = 2});
+  fake::set_twins();
+  const Hang hang(fresh(FAKE_NVML));
+  Trainer trainer(DeviceGroup(std::vector<std::string>{"cuda:0", "cuda:1"}), {.parameter_count = 1});
+  for (int step = 0; step < 3; ++step) {
+    trainer.step(8, [](const MicroBatch&, Trainer::Replica&) { return 0.0; });
+  }
+  EXPECT_EQ(trainer.explain().find("what may slow it"), std::string::npos);
 }
 
 TEST(GpuHealth, IsNoneForADeviceThatIsGone) {

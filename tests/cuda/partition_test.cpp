@@ -185,6 +185,32 @@ TEST_F(Partition, ReleaseWaitsForWhatDroppedStreamsStillHadToDo) {
   EXPECT_NO_THROW(release());
 }
 
+TEST_F(Partition, ReleaseHoldsUpNobodyElseWhileItWaits) {
+  boot({.device_count = 2});
+  const std::vector<Device> parts = partition("cuda:0", {0.5, 0.5});
+  cudaStream_t native = nullptr;
+  {
+    const auto device = open(parts[1]);
+    const auto stream = device->make_stream();
+    const auto buffer = device->allocate(64, *stream);
+    native = static_cast<cudaStream_t>(stream->native());
+    fake::hang(native);
+    stream->zero(buffer->data(), 64);
+  }
+  std::atomic<bool> over = false;
+  std::jthread releasing([&] {
+    EXPECT_NO_THROW(release_partitions("cuda:0", std::chrono::seconds(3)));
+    over = true;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // by now it waits
+  EXPECT_EQ(find_device("cuda:0/1"), parts[1]);
+  EXPECT_EQ(partition("cuda:1", {0.5, 0.5}).size(), 2U);
+  EXPECT_FALSE(over) << "they had to wait for it";
+  fake::go_on(native);
+  releasing.join();
+  EXPECT_THROW(static_cast<void>(find_device("cuda:0/1")), InvalidArgument);
+}
+
 TEST_F(Partition, StreamsOfPartsDoWhatOthersDo) {
   for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     boot({.seed = seed});

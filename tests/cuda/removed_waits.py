@@ -1,6 +1,7 @@
 """Removes each wait of the engine's asynchronous step and of the collectives in turn, and says which test notices.
 
-    python tests/cuda/removed_waits.py BUILD [PART_OF_A_FILE_NAME]
+    python tests/cuda/removed_waits.py BUILD [PART_OF_A_FILE_NAME]       about an hour on two cores
+    python tests/cuda/removed_waits.py BUILD --sample 5 [--seed 7]       some minutes: five waits, others with every seed
 
 BUILD is a CMake build with PACELINE_CUDA=ON and PACELINE_TESTS=ON, up to date. Nothing in the checkout changes: each mutant is compiled
 beside it and linked in front of the library's own object. Exits 1 if a wait can be removed without a test that fails.
@@ -8,7 +9,9 @@ beside it and linked in front of the library's own object. Exits 1 if a wait can
 
 from __future__ import annotations
 
+import argparse
 import json
+import random
 import re
 import shlex
 import subprocess
@@ -90,26 +93,56 @@ def tests_of(program: Path) -> list[str]:
     return names
 
 
+def every_wait(part_of_name: str) -> list[tuple[Path, int]]:
+    return [(source, k) for source in SOURCES if part_of_name in source.name for k in waits(read(source))]
+
+
+def read(source: Path) -> list[str]:
+    return source.read_text().splitlines()
+
+
+def chosen(among: list[tuple[Path, int]], count: int, seed: int) -> list[tuple[Path, int]]:
+    """`count` of them, in their order; all if there are no more."""
+    kept = random.Random(seed).sample(range(len(among)), min(count, len(among)))
+    return [among[index] for index in sorted(kept)]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("build", metavar="BUILD", type=Path)
+    parser.add_argument("file", metavar="PART_OF_A_FILE_NAME", nargs="?", default="")
+    parser.add_argument("--sample", metavar="N", type=int, help="only so many, chosen by --seed")
+    parser.add_argument("--seed", metavar="S", type=int, help="which ones (default: by chance; it is printed)")
+    given = parser.parse_args()
+    if given.sample is not None and given.sample < 1:
+        parser.error("--sample is the number of waits to remove: at least 1")
+    if given.seed is not None and given.sample is None:
+        parser.error("--seed chooses a sample: say its size with --sample")
+    return given
+
+
 def main() -> int:
-    if len(sys.argv) not in (2, 3):
-        raise SystemExit(__doc__)
-    build = Path(sys.argv[1]).resolve()
-    wanted = sys.argv[2] if len(sys.argv) == 3 else ""
+    given = arguments()
+    everything = every_wait(given.file)
+    if not everything:
+        raise SystemExit(f"removed_waits: there is no wait in a file whose name has '{given.file}' in it")
+    numbers = everything
+    if given.sample is not None:
+        seed = random.randrange(10**6) if given.seed is None else given.seed
+        numbers = chosen(everything, given.sample, seed)
+        print(f"{len(numbers)} of {len(everything)} waits, --seed {seed}\n", flush=True)
     unnoticed = 0
     print("| file, line | removed | noticed by |\n| --- | --- | --- |", flush=True)
     with tempfile.TemporaryDirectory() as name:
-        for source in SOURCES:
-            if wanted not in source.name:
-                continue
-            lines = source.read_text().splitlines()
-            for number in waits(lines):
-                match = WAIT.match(lines[number])
-                assert match is not None
-                mutant = [*lines[:number], match["indent"] + "{}", *lines[number + 1 :]]
-                noticed = failed_test(build, source, mutant, Path(name))
-                unnoticed += noticed is None
-                removed = lines[number].strip()
-                print(f"| {source.name}, {number + 1} | `{removed}` | {noticed or '**nothing**'} |", flush=True)
+        for source, number in numbers:
+            lines = read(source)
+            match = WAIT.match(lines[number])
+            assert match is not None
+            mutant = [*lines[:number], match["indent"] + "{}", *lines[number + 1 :]]
+            noticed = failed_test(given.build.resolve(), source, mutant, Path(name))
+            unnoticed += noticed is None
+            removed = lines[number].strip()
+            print(f"| {source.name}, {number + 1} | `{removed}` | {noticed or '**nothing**'} |", flush=True)
     return 1 if unnoticed else 0
 
 

@@ -109,8 +109,12 @@ def delay(box: Box, seconds: float, near: torch.Tensor | None = None) -> None:
     if not (box.is_cuda if near is None else near.is_cuda):
         time.sleep(seconds)
         return
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    error = _delay_library().paceline_test_delay_on(stream, ctypes.c_ulonglong(int(seconds * 1e9)))
+    delay_stream(torch.cuda.current_stream().cuda_stream, seconds)
+
+
+def delay_stream(handle: int, seconds: float) -> None:
+    """Keep this stream of the calling thread's GPU busy, whosever it is."""
+    error = _delay_library().paceline_test_delay_on(ctypes.c_void_p(handle), ctypes.c_ulonglong(int(seconds * 1e9)))
     assert error == 0, f"launching the delay: CUDA error {error}"
 
 

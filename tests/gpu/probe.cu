@@ -174,6 +174,8 @@ bool disjoint(const std::set<unsigned int>& a, const std::set<unsigned int>& b) 
   return std::none_of(a.begin(), a.end(), [&](unsigned int sm) { return b.contains(sm); });
 }
 
+/// Throws Failure when the driver's parts of a GPU are not what paceline takes them for. What was measured is printed
+/// before.
 void probe_partitions(int ordinal) {
   const Driver driver;
   const CUdevice device = ordinal;
@@ -195,9 +197,9 @@ void probe_partitions(int ordinal) {
   Partition small = make_partition(driver, device, {middle, groups.end()});
   const std::set<unsigned int> large_sms = sms_of(large.stream);
   const std::set<unsigned int> small_sms = sms_of(small.stream);
+  const bool apart = disjoint(large_sms, small_sms);
   std::printf(", \"large\": {\"sms\": %u, \"seen\": %zu}, \"small\": {\"sms\": %u, \"seen\": %zu}, \"disjoint\": %s",
-              large.sm_count, large_sms.size(), small.sm_count, small_sms.size(),
-              disjoint(large_sms, small_sms) ? "true" : "false");
+              large.sm_count, large_sms.size(), small.sm_count, small_sms.size(), apart ? "true" : "false");
   // Twice as many full blocks as SMs of the small one take the same time alone and beside the other, if both run at
   // once.
   const int blocks = static_cast<int>(4 * small.sm_count);
@@ -205,10 +207,13 @@ void probe_partitions(int ordinal) {
   const float alone = std::max(milliseconds({large.stream}, blocks), milliseconds({small.stream}, blocks));
   const float together = milliseconds({large.stream, small.stream}, blocks);
   std::printf(", \"alone_ms\": %.3f, \"together_ms\": %.3f", alone, together);
-  std::printf(", \"events_order\": %s", events_order(large, small) ? "true" : "false");
+  const bool ordered = events_order(large, small);
+  std::printf(", \"events_order\": %s", ordered ? "true" : "false");
   std::printf(", \"pool_on_a_partition\": %s", pool_works(small, ordinal) ? "true" : "false");
   destroy(driver, small);
   destroy(driver, large);
+  if (!apart) throw Failure("two partitions ran kernels on the same SMs");
+  if (!ordered) throw Failure("events do not order the work of two partitions");
 }
 
 }  // namespace

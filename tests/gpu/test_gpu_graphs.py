@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -55,6 +56,56 @@ def test_graphs_replay_and_are_captured_between_steps(box: Box) -> None:
         x.fill_(9)
         between.replay()
         equal([out_between], [(x * 2 + 1).tanh()], 1e-6)
+
+
+def captured_step(module: torch.nn.Module, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Forward and backward in a graph as PyTorch's documentation makes one, and the loss; gradients go to `.grad`."""
+    warm = torch.cuda.Stream()
+    warm.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm):
+        for _ in range(3):
+            module.zero_grad(set_to_none=True)
+            module(x).square().mean().backward()
+    torch.cuda.current_stream().wait_stream(warm)
+    module.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = module(x).square().mean()
+        loss.backward()
+    return graph, loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_captured_module_with_products_of_matrices_replays_also_after_close(dtype: torch.dtype, box: Box) -> None:
+    """cuBLAS keeps workspaces for each stream, and a graph has the addresses of those it was captured with."""
+    torch.manual_seed(3)
+    mine = box.put(torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256)).to(dtype))
+    eager = copy.deepcopy(mine)
+    x = torch.zeros(128, 256, dtype=dtype, device=box.torch_device)
+    graph, loss = captured_step(mine, x)
+    module, batch = classifier(32)
+    module, batch = box.put(module), box.put(batch)
+
+    def replayed_is_right(seed: int) -> None:
+        x.copy_(torch.randn(128, 256, dtype=dtype, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        eager.zero_grad()
+        wanted = eager(x).square().mean()
+        wanted.backward()
+        tolerance = {torch.float32: 1e-4, torch.float64: 1e-12}[dtype]
+        equal([loss], [wanted], tolerance)
+        equal([p.grad for p in mine.parameters()], [p.grad for p in eager.parameters()], tolerance)
+
+    replayed_is_right(0)
+    with DataParallel(module, box.devices) as trainer:
+        for step in range(3):
+            trainer.step(classify, batch)
+            replayed_is_right(1 + step)
+    # What close() gave back may be somebody else's now.
+    others = [torch.full((1 << 20,), float("nan"), device=box.torch_device) for _ in range(64)]
+    for seed in range(3):
+        replayed_is_right(10 + seed)
+    assert all(bool(other.isnan().all()) for other in others), "the graph wrote into memory of others"
 
 
 def test_a_capture_in_another_thread_does_not_break_steps_nor_they_it(box: Box) -> None:

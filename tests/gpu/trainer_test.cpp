@@ -66,6 +66,7 @@ struct Delays {
   bool before_update = false;
   int before_backward = -1;  ///< on this device of the group
   int after_backward = -1;
+  void* reduction = nullptr;  ///< the stream that reduces, while the first device computes
 };
 
 Trainer::Body body_with(const Delays& delays) {
@@ -90,6 +91,7 @@ Trainer::Body body_with(const Delays& delays) {
         gpu_test::launch(&gpu_test::paceline_test_backward, static_cast<cudaStream_t>(replica.stream), kWidth, work),
         cudaSuccess);
     late(delays.after_backward);
+    if (delays.reduction != nullptr && replica.device_index == 0) delay(delays.reduction);
     return 0.0;
   };
 }
@@ -195,6 +197,8 @@ TEST_P(OnAGpu, TrainsAsOneDeviceWithADelayInEveryPlace) {
     Trainer trainer(DeviceGroup(devices_), {.parameter_count = kWidth, .balance = "even", .micro_batch = 12});
     ASSERT_NO_FATAL_FAILURE(expect_equal_steps(trainer, places[place], 4)) << "place " << place;
   }
+  Trainer trainer(DeviceGroup(devices_), {.parameter_count = kWidth, .balance = "even", .micro_batch = 12});
+  ASSERT_NO_FATAL_FAILURE(expect_equal_steps(trainer, {.reduction = trainer.stream()}, 4)) << "the reduction";
 }
 
 TEST_P(OnAGpu, TakesNoMoreMemoryAfterAThousandSteps) {

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from runner import plan, sanitizer
 from runner.main import Run
 from runner.record import Record
 from runner.stage import Running, Stage
@@ -80,6 +81,7 @@ def test_a_run_that_is_killed_has_told_what_it_was_at(tmp_path: Path) -> None:
     program = f"""
 import os, time
 from pathlib import Path
+from runner import plan, sanitizer
 from runner.main import Run
 from runner.record import Record
 from runner.stage import Stage
@@ -98,6 +100,69 @@ run.stage(Stage("endless", ["sleep", "20"], 100))
     process.kill()
     process.wait()
     assert record["state"] == "running endless"
+
+
+def fake_sanitizer(folder: Path, text: str, exit_status: int) -> Path:
+    tool = folder / "bin" / "compute-sanitizer"
+    tool.parent.mkdir()
+    tool.write_text(f"#!{sys.executable}\nprint({text!r})\nraise SystemExit({exit_status})\n")
+    tool.chmod(0o755)
+    return tool.parent
+
+
+SUMMARY = "========= ERROR SUMMARY: {} errors"
+
+
+@pytest.mark.parametrize(
+    ("text", "exit_status", "status", "why"),
+    [
+        (f"[  PASSED  ] 1 test.\n{SUMMARY.format(0)}", 0, "passed", ""),
+        (f"========= Invalid __global__ write of size 4 bytes\n{SUMMARY.format(1)}", 9, "failed", ""),
+        ("========= Internal Sanitizer Error: no memory\n========= Invalid __global__ read", 9, "failed", ""),
+        # The program itself ends badly.
+        (f"========= Error: process didn't terminate successfully\n{SUMMARY.format(0)}", 1, "failed", ""),
+        (
+            "========= Error: Target application terminated before first instrumented API call",
+            255,
+            "skipped",
+            "cannot run here: Error: Target application terminated",
+        ),
+        (
+            f"[  PASSED  ] 1 test.\n========= Internal Sanitizer Error: didn't track the launch\n{SUMMARY.format(0)}",
+            0,
+            "skipped",
+            "cannot run here: Internal Sanitizer Error: didn't track the launch",
+        ),
+        ("ptrace: Operation not permitted", 1, "skipped", "status 1 and no summary: ptrace: Operation not permitted"),
+        ("", 0, "skipped", "status 0 and no summary: it said nothing"),
+    ],
+)
+def test_a_sanitizer_that_cannot_run_is_skipped_and_one_that_finds_something_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, exit_status: int, status: str, why: str
+) -> None:
+    monkeypatch.setenv("PATH", str(fake_sanitizer(tmp_path, text, exit_status)))
+    record, _ = Running(sanitizer.stages(tmp_path, gpu=True)[0], ENVIRONMENT).finish(20)
+    assert record["status"] == status
+    assert why in record["why"] if why else "why" not in record
+
+
+def test_without_the_sanitizer_or_its_programs_its_stages_say_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(Record(tmp_path), ENVIRONMENT, time.monotonic() + 1000)
+    run.done({"stage": "build", "status": "passed", "seconds": 0.0})
+    stages = {stage.name: stage for stage in plan.after_build(tmp_path, "", gpu=True)}
+    run.stage(stages["cpp_reduction"])  # no such program
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run.stage(sanitizer.stages(tmp_path, gpu=True)[0])
+    monkeypatch.setenv("PATH", str(fake_sanitizer(tmp_path, "", 0)))
+    run.stage(sanitizer.stages(tmp_path, gpu=True)[0])
+    assert [entry.get("why") for entry in run.record.stages[1:]] == [
+        "not built: no GoogleTest",
+        "compute-sanitizer is not installed",
+        "cpp_reduction did not pass (not built: no GoogleTest)",
+    ]
+    assert run.record.failed == []
 
 
 @pytest.mark.parametrize(
@@ -127,3 +192,10 @@ def test_a_program_that_says_it_cannot_run_is_skipped_with_its_reason() -> None:
     program = 'print(\'{"available": false, "why": "no driver"}\')'
     record, _ = Running(python("probe", program, json_result=True), ENVIRONMENT).finish(20)
     assert (record["status"], record["why"]) == ("skipped", "no driver")
+
+
+def test_a_program_that_measures_what_must_not_be_fails_and_says_so() -> None:
+    program = 'print(\'{"available": true, "disjoint": false, "failed": "the same SMs"}\'); raise SystemExit(1)'
+    record, _ = Running(python("probe", program, json_result=True), ENVIRONMENT).finish(20)
+    assert (record["status"], record["why"]) == ("failed", "the same SMs")
+    assert record["result"]["disjoint"] is False

@@ -43,8 +43,10 @@ class AsyncProgram final : public TrainerProgram<T> {
     Stream& stream = queues_.home_stream();
     parameters_ = queues_.allocate(queues_.home_space(), bytes(), &stream);
     committed_ = home().allocate(bytes(), stream);
-    scratch_ = home().allocate(bytes(), stream);
-    loss_ = home().allocate(sizeof(double), stream);
+    if (!alone()) {
+      scratch_ = home().allocate(bytes(), stream);
+      loss_ = home().allocate(sizeof(double), stream);
+    }
     objective_ = home().allocate_pinned(sizeof(double));
     stream.zero(parameters_->data(), bytes());
     stream.zero(committed_->data(), bytes());
@@ -113,6 +115,10 @@ class AsyncProgram final : public TrainerProgram<T> {
   }
 
   std::unique_ptr<BlockReduction> reduction() override {
+    if (alone()) {
+      keep_sums();
+      return nullptr;
+    }
     const BufferView outputs[] = {{scratch_->data(), count_, kDTypeOf<T>}, {loss_->data(), 1, DType::float64}};
     queues_.reduce(outputs, 1.0 / total_weight_);
     queues_.home_stream().copy(objective_->data(), loss_->data(), sizeof(double));
@@ -122,8 +128,8 @@ class AsyncProgram final : public TrainerProgram<T> {
 
   double complete() override {
     times_->wait();
-    std::swap(committed_, scratch_);
-    return *as<double>(objective_);
+    std::swap(committed_, alone() ? sums_.front().gradients : scratch_);
+    return *as<double>(objective_) / (alone() ? total_weight_ : 1.0);
   }
 
   void stop() noexcept override { queues_.stop(); }
@@ -138,6 +144,22 @@ class AsyncProgram final : public TrainerProgram<T> {
   [[nodiscard]] std::string transport() const override { return queues_.transport(); }
 
  private:
+  /// Then its sums are the result, and lie where the caller finds them once they are committed.
+  [[nodiscard]] bool alone() const noexcept { return sums_.size() == 1; }
+
+  /// Nothing is reduced. What is left of it is the objective's own division, in place.
+  void keep_sums() {
+    const Sums& sums = sums_.front();
+    Stream& stream = queues_.home_stream();
+    queues_.reduce({}, 1.0);
+    if (total_weight_ != 1.0) {
+      const void* const gradients[] = {sums.gradients->data()};
+      stream.reduce({gradients, sums.gradients->data(), count_, kDTypeOf<T>, 1.0 / total_weight_});
+    }
+    stream.copy(objective_->data(), sums.loss->data(), sizeof(double));
+    queues_.end_step();
+  }
+
   [[nodiscard]] std::size_t bytes() const { return count_ * sizeof(T); }
   [[nodiscard]] AsyncDevice& home() const { return queues_.maker(queues_.home_space()); }
 
@@ -164,7 +186,7 @@ class AsyncProgram final : public TrainerProgram<T> {
   std::vector<SpaceCopy> copies_;
   std::unique_ptr<Buffer> parameters_;
   std::unique_ptr<Buffer> committed_;
-  std::unique_ptr<Buffer> scratch_;
+  std::unique_ptr<Buffer> scratch_;  // null for one device, as is loss_
   std::unique_ptr<Buffer> loss_;
   std::unique_ptr<Buffer> objective_;
   std::shared_ptr<const StepTimes> times_;

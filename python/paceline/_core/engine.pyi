@@ -77,6 +77,11 @@ class DeviceQueues:
     @property
     def home_stream(self) -> int | None: ...
     @property
+    def pool_peaks(self) -> list[int | None]:
+        """
+        Of each device, the most bytes that its GPU's pool had given out at once; None on the host.
+        """
+    @property
     def readers(self) -> list[int | None]:
         """
         Of each device, the stream that reads what it delivers.

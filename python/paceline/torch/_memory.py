@@ -143,6 +143,13 @@ class MemoryCaps:
         return True
 
     def report(self) -> dict[str, dict[str, float]]:
+        """What `limits` tells, and of each GPU the peak of the pool."""
+        result = self.limits()
+        for space, peak in self._places.pool_peaks().items():
+            result.setdefault(space, {})["pool_peak_bytes"] = peak
+        return result
+
+    def limits(self) -> dict[str, dict[str, float]]:
         """Of each device with a limit: the limit, and for the item that takes most the model and what fits; of costs by themselves."""
         result: dict[str, dict[str, float]] = {}
         for name, limit, models in zip(self._names, self._limits, self._models, strict=True):
@@ -167,7 +174,7 @@ class MemoryCaps:
     def explain(self) -> str:
         """A line for each cap, and for each device that has a limit; empty if there is none."""
         text = "".join(f"{line}\n" for _, line in sorted(self._told.items()))
-        for name, entry in self.report().items():
+        for name, entry in self.limits().items():
             if "largest_micro_batch" in entry:
                 text += (
                     f"{name}: at most {entry['largest_micro_batch']:.0f} items at once in {entry['limit_bytes']:.0f} bytes: a micro-batch takes "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline import DeviceGroup, DeviceLost, InvalidArgument
+from paceline import DeviceGroup, DeviceLost, Error, InvalidArgument
 from paceline._core.engine import DeviceQueues
 from paceline._nccl import find_installed_nccl
 from paceline.comm import Transport
@@ -59,6 +59,7 @@ class Places:
         self.home_space = self.queues.home_space if self.queues is not None else 0
         self.launches = LaunchClock(self.names, [gpu is not None for gpu in self._gpu])
         self._copies: dict[int, _cuda.CopyStream] = {}
+        self._pool_peaks: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -196,6 +197,15 @@ class Places:
         """How data gets from one GPU to another; empty where there are no two."""
         return f"Between GPUs: {self.transport}.\n" if self.transport else ""
 
+    def pool_peaks(self) -> dict[str, int]:
+        """Of each GPU, the most bytes that paceline's own pool of it had given out at once; as last known after `close`, or when it is lost."""
+        queues = self.queues
+        if queues is not None:
+            with contextlib.suppress(Error):
+                peaks = zip(self.space_names, queues.pool_peaks, strict=True)
+                self._pool_peaks = {space: peak for space, peak in peaks if peak is not None}
+        return self._pool_peaks
+
     def drain(self) -> None:
         """Wait until the devices have done what they were given."""
         if self.queues is not None:
@@ -211,6 +221,7 @@ class Places:
         if self.queues is None:
             return
         self.queues.drain()
+        self.pool_peaks()
         self._copies.clear()
         self.release_memory()
         self.queues = None

@@ -502,7 +502,8 @@ class DataParallel(Lifetime):
             ``items_per_second`` (recent, while busy), ``speed`` (that, over the fastest device's); ``imbalance`` (slowest busy time over the mean, minus 1; recent); ``moves`` (changes of
             shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction). ``sizes``: per
             device the micro-batches that ever ran, in items. ``memory``: per device with a limit ``limit_bytes``, and once measured ``fixed_bytes``, ``bytes_per_item`` and ``largest_micro_batch`` (of steps with `cost`
-            ``fixed_bytes_with_costs``, ``bytes_per_cost`` and ``largest_padded_cost``).
+            ``fixed_bytes_with_costs``, ``bytes_per_cost`` and ``largest_padded_cost``);
+            and per GPU ``pool_peak_bytes``, the most that paceline's own pool had given out at once to all trainers of the process, while there were any (what PyTorch and NCCL took is theirs to tell).
             ``runs``: as all but the last three, for each run of `batch` by its name. After a step with `cost` also ``items``: ``cost`` of
             all items, ``padded_cost`` of the micro-batches that ran (each its count times its largest), ``contiguous_cost`` of the same
             sizes cut from the batch as it came, ``padding_saved`` (the part of the latter's padding); and, once measured, the time of a

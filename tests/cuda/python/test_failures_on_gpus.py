@@ -151,10 +151,12 @@ def test_a_lost_device_is_named(fake: Any) -> None:
     module, batch = module_and_batch()
     with DataParallel(module, BOXES["two"], balance="even") as trainer:
         trainer.step(classify, batch)
+        trainer.report()
         fake.poison(1)
         with pytest.raises(DeviceLost, match="cuda:1") as error:
             trainer.step(classify, batch)
         assert error.value.device == "cuda:1"
+        assert set(trainer._places.pool_peaks()) == {"cuda:0", "cuda:1"}  # as last known, and close() goes through
 
 
 def test_a_hang_is_an_error_that_names_the_device(fake: Any) -> None:

@@ -42,6 +42,29 @@ def test_figures_wait_for_the_steps_they_tell_of(fake: Any) -> None:
         assert all(report["devices"][name]["busy_seconds"] > 0 for name in BOXES["two"])
 
 
+def test_the_report_has_the_peak_of_each_gpus_own_pool(fake: Any) -> None:
+    module, batch = module_and_batch()
+    gradients = 8 * sum(parameter.numel() for parameter in module.parameters())
+    with DataParallel(module, BOXES["mixed"], balance="even", transport="copies") as trainer:
+        before = trainer.report()["memory"]
+        trainer.step(classify, batch)
+        after = trainer.report()["memory"]
+        trainer.step(classify, batch)
+        assert trainer.report()["memory"] == after, "the second step needed more"
+    assert set(after) == {"cuda:0", "cuda:1"}, "the host has no pool"
+    # What cuda:0 and the hosts deliver is summed at home, on the group's first GPU; what lands there is theirs.
+    assert after["cuda:1"]["pool_peak_bytes"] >= before["cuda:1"]["pool_peak_bytes"] + gradients
+    assert after["cuda:0"]["pool_peak_bytes"] >= gradients
+    assert trainer.report()["memory"] == after, "as it was when the trainer was closed"
+
+
+def test_peaks_stand_beside_the_limits_of_devices(fake: Any) -> None:
+    module, batch = module_and_batch()
+    with DataParallel(module, BOXES["one"], memory={"cuda:0": 1 << 30}) as trainer:
+        trainer.step(classify, batch)
+        assert {"limit_bytes", "pool_peak_bytes"} <= set(trainer.report()["memory"]["cuda:0"])
+
+
 def test_auto_follows_the_module(fake: Any) -> None:
     module, _ = module_and_batch()
     with DataParallel(module) as trainer:  # it is on the host

@@ -42,8 +42,13 @@ class Run:
         print(f"{entry['stage']:<22}{entry['status']:<11}{entry['seconds']:>6} s  {entry.get('why', '')}", flush=True)
 
     def _lacks(self, stage: Stage) -> str:
-        missing = [name for name in stage.needs if self.record.status_of(name) != "passed"]
-        return f"{', '.join(missing)} did not pass" if missing else ""
+        # One that --only left out is taken on trust.
+        missing = [name for name in stage.needs if self.record.status_of(name) not in ("passed", None)]
+        return "; ".join(f"{name} did not pass{self._because(name)}" for name in missing)
+
+    def _because(self, name: str) -> str:
+        why = self.record.why_of(name)
+        return f" ({why})" if why else ""
 
 
 def main(text: str | None) -> int:

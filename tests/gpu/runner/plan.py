@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from runner import sanitizer
 from runner.stage import Stage
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -93,7 +94,7 @@ def after_build(folder: Path, python_path: str, *, gpu: bool) -> list[Stage]:
         paceline("verify", "verify", "--json", "--seconds", "10", *parts, limit=60, json_result=True),
         script("race", race / "race_gpu.py", "--json", "--short", *on_host, limit=150),
         script("launch_scaling", race / "launch_scaling.py", "--json", "--short", *on_host, limit=45),
-        *_sanitizer(folder, gpu=gpu),
+        *sanitizer.stages(folder, gpu=gpu),
         pytest("sticky", ("test_gpu_sticky.py",), 60),
     ]
     return stages
@@ -108,21 +109,5 @@ def _program(
 def _cpp(folder: Path, name: str, limit: float) -> Stage:
     """A C++ test that was not built is skipped: GoogleTest may be missing, and the rest goes on without it."""
     path = folder / "tests" / "gpu" / f"test_gpu_{name}"
-    missing = f'[ -x "{path}" ] || {{ echo "no GPU: not built, for lack of GoogleTest"; echo "[  PASSED  ] 0 tests."; exit 0; }}'
+    missing = f'[ -x "{path}" ] || {{ echo "not built: no GoogleTest"; echo "[  PASSED  ] 0 tests."; exit 0; }}'
     return Stage(f"cpp_{name}", ["bash", "-c", f'{missing}; exec "{path}" --gtest_brief=1'], limit, ("build",))
-
-
-def _sanitizer(folder: Path, *, gpu: bool) -> list[Stage]:
-    why_not = "" if gpu else "no GPU"
-    if not shutil.which("compute-sanitizer"):
-        why_not = "compute-sanitizer is not installed"
-    stages = []
-    for tool, test, what in (
-        ("memcheck", "reduction", "*AlignedDifferently*"),
-        ("racecheck", "reduction", "*TakesAsManyInputs*"),
-        ("memcheck", "trainer", "*AFailedStep*TwoUnequal*:*CallersOwnStream*OneGpu*"),
-    ):
-        program = folder / "tests" / "gpu" / f"test_gpu_{test}"
-        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", str(program), f"--gtest_filter={what}"]
-        stages.append(Stage(f"{tool}_{test}", command, 60, ("build",), why_not=why_not))
-    return stages

@@ -22,6 +22,9 @@ class Record:
     def status_of(self, stage: str) -> str | None:
         return next((entry["status"] for entry in self.stages if entry["stage"] == stage), None)
 
+    def why_of(self, stage: str) -> str:
+        return next((entry.get("why", "") for entry in self.stages if entry["stage"] == stage), "")
+
     def add(self, entry: dict[str, Any], output: str = "") -> None:
         self.stages.append(entry)
         with self._log.open("a") as log:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,9 @@ _GRACE_SECONDS = 5.0  # between asking a stage to end and ending it
 class Stage:
     """What is to be run.
 
-    `needs` names stages without whose success it is skipped; `why_not` is a reason to skip it that is known before. `json_result`: its
+    `needs` names earlier stages without whose success it is skipped; `why_not` is a reason to skip it that is known before. `json_result`: its
     output ends with JSON, which is kept whole.
+    `says_why_it_cannot`: given the exit status and the output, why the stage could not do its work; empty if it did.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Stage:
     why_not: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     json_result: bool = False
+    says_why_it_cannot: Callable[[int, str], str] | None = None
 
 
 class Running:
@@ -83,8 +85,12 @@ class Running:
             record["result"] = result
             if status == "passed" and isinstance(result, dict) and result.get("available") is False:
                 record |= {"status": "skipped", "why": result.get("why", "")}
+            elif status == "failed" and isinstance(result, dict) and "failed" in result:
+                record["why"] = result["failed"]
         else:
             record["tail"] = text[-TAIL_CHARACTERS:]
+        if code is not None and self.stage.says_why_it_cannot and (why := self.stage.says_why_it_cannot(code, text)):
+            record |= {"status": "skipped", "why": why}
         return record, text
 
     def _end_all(self) -> None:
@@ -125,7 +131,7 @@ def test_counts(text: str) -> dict[str, int]:
 
 
 def _reason(text: str) -> str:
-    match = re.search(r"no GPU: [^\n]*|(?<=: )about GPUs alone[^\n]*", text)
+    match = re.search(r"(?:no GPU|not built): [^\n]*|(?<=: )about GPUs alone[^\n]*", text)
     return match[0] if match else "every test was skipped"
 
 

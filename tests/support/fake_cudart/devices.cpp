@@ -78,7 +78,9 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   const std::lock_guard lock(machine().mutex);
   if (device < 0 || device >= machine().settings().device_count) return fail(cudaErrorInvalidDevice);
   *properties = {};
-  std::snprintf(properties->name, sizeof(properties->name), "Fake GPU %d", device);
+  const std::string& model = machine().settings().model;
+  const std::string name = model.empty() ? "Fake GPU " + std::to_string(device) : model;
+  std::snprintf(properties->name, sizeof(properties->name), "%s", name.c_str());
   properties->totalGlobalMem = machine().settings().memory_bytes;
   properties->multiProcessorCount = machine().settings().multiprocessors;
   properties->major = 9;

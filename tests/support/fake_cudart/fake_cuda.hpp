@@ -32,6 +32,7 @@ struct Settings {
   std::uint64_t seed = 0;
   int device_count = 1;
   std::size_t memory_bytes = std::size_t{1} << 30;  ///< of each device
+  std::string model{};                              ///< of each device; empty: "Fake GPU" and its number
   int multiprocessors = 132;
   int sm_granularity = 8;  ///< green contexts have a multiple of it
   int driver_version = 13000;

@@ -59,6 +59,7 @@ cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribut
 cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute, void* value) {
   const std::lock_guard lock(machine().mutex);
   const fake::Pool& target = *reinterpret_cast<fake::Pool*>(pool);
+  if (const cudaError_t error = machine().health(target.device); error != cudaSuccess) return fail(error);
   auto* const bytes = static_cast<std::uint64_t*>(value);
   if (attribute == cudaMemPoolAttrUsedMemCurrent) {
     *bytes = target.used;

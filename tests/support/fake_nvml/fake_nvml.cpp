@@ -30,6 +30,7 @@ class Call {
   explicit Call(const char* name) {
     if (state().inside.fetch_add(1) != 0) state().overlapped = true;
     std::this_thread::sleep_for(state().delay);
+    while (state().hangs) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     const auto found = state().status.find(name);
     status_ = found == state().status.end() ? kSuccess : found->second;
   }

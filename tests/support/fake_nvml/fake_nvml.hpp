@@ -44,6 +44,7 @@ struct State {
   std::map<std::string, int> status;  ///< what a function answers instead of doing its work
   std::string driver_version = "580.126.09";
   std::chrono::milliseconds delay{0};  ///< of every call
+  std::atomic<bool> hangs = false;     ///< no call comes back until it is false again
   int starts = 0;
   int stops = 0;
   std::atomic<int> inside = 0;

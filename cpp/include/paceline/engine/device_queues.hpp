@@ -123,7 +123,9 @@ class PACELINE_API DeviceQueues {
   /// On the home GPU: for reading home's memory (a batch) on behalf of a device elsewhere; null for home's own devices.
   [[nodiscard]] Stream* source_stream(std::size_t device) const noexcept;
 
-  /// From now on steps are ordered on this stream of the caller's; null: on one of our own.
+  /// From now on steps are ordered on this stream of the caller's; null: on one of our own. The stream that is left
+  /// must still exist, and is not used any more afterwards; the one that is taken must exist until it is left, or until
+  /// the queues are gone.
   void set_stream(void* native);
 
   /// @throws DeviceLost after a hang; what NCCL failed to do in an earlier step.

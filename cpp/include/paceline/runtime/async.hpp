@@ -85,6 +85,8 @@ class PACELINE_API AsyncDevice {
   [[nodiscard]] virtual std::unique_ptr<Buffer> allocate(std::size_t bytes, Stream& stream) = 0;
   /// Host memory that copies of every device reach.
   [[nodiscard]] virtual std::unique_ptr<Buffer> allocate_pinned(std::size_t bytes) = 0;
+  /// The most that allocate() had given out at once, of this device's memory, since somebody first opened it.
+  [[nodiscard]] virtual std::size_t peak_bytes() const = 0;
 };
 
 /// Waits until the event is done, by asking again and again: first at once, then less and less often, at most every
