@@ -95,7 +95,12 @@ def peak_memory(index: int) -> int:
     return torch.cuda.max_memory_allocated(index)
 
 
-def release_memory() -> None:
-    """Let PyTorch give back what it keeps for streams that are about to go."""
-    torch._C._cuda_clearCublasWorkspaces()
+def release_memory(streams_end: bool) -> None:
+    """Let PyTorch give back what nobody uses.
+
+    Where streams are about to end, with the workspaces that cuBLAS has for each stream. These are the whole process's, and captured
+    graphs may refer to them: not without need.
+    """
+    if streams_end:
+        torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()

@@ -41,6 +41,9 @@ class Places:
         self.space_names = [device.memory_space for device in group.devices]
         self._gpu = [device.index if device.kind == "cuda" else None for device in group.devices]
         self.devices = [_HOST if gpu is None else _cuda.device(gpu) for gpu in self._gpu]
+        self._any_part = any(
+            device.part is not None for device in gpus
+        )  # their streams end, those of whole GPUs are kept
         self._home_name = gpus[0].name if gpus else ""
         self._home_gpu = gpus[0].index if gpus else None
         self.home = _HOST if self._home_gpu is None else _cuda.device(self._home_gpu)
@@ -214,7 +217,7 @@ class Places:
     def release_memory(self) -> None:
         """After memory ran out, and before streams go."""
         if self.queues is not None:
-            _cuda.release_memory()
+            _cuda.release_memory(self._any_part)
 
     def close(self) -> None:
         """Wait for what is enqueued, and give the streams back."""

@@ -28,6 +28,7 @@ class Fake:
     def __init__(self) -> None:
         self.library = ctypes.CDLL(_core.__file__)
         self.released = 0
+        self.streams_ended = 0
         self._streams = threading.local()
 
     def boot(self, gpus: int) -> None:
@@ -85,9 +86,10 @@ class Fake:
         finally:
             self.streams.pop()
 
-    def release_memory(self) -> None:
+    def release_memory(self, streams_end: bool) -> None:
         """Stands for `_cuda.release_memory`."""
         self.released += 1
+        self.streams_ended += streams_end
 
 
 class CopyStream:

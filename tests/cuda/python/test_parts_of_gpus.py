@@ -59,5 +59,5 @@ def test_parts_are_in_use_until_the_trainer_is_closed(fake: Any) -> None:
         with pytest.raises(paceline.InvalidArgument, match="cuda:0/0, cuda:0/1 are still in use"):
             call()
     trainer.close()
-    assert fake.released == 1, "PyTorch lets go of the streams before they go"
+    assert (fake.released, fake.streams_ended) == (1, 1), "PyTorch lets go of the streams before they go"
     assert [part.sm_count for part in paceline.partition("cuda:0", [0.5, 0.5])] == [64, 64]
