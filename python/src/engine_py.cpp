@@ -16,6 +16,7 @@
 #include <paceline/balance/ledger.hpp>
 #include <paceline/engine/stepper.hpp>
 #include <paceline/error.hpp>
+#include <paceline/runtime/blocking.hpp>
 
 #include "bindings.hpp"
 #include "python_program.hpp"
@@ -98,6 +99,14 @@ void write_ledger(Stepper& stepper, const std::string& path) {
   }
 }
 
+// Hands a step to the workers with the interpreter let go, or they would wake up only to wait for it. True if the step
+// is over by when signals are to be looked for.
+bool start(Step& step) {
+  const BlockingRegion region;
+  step.start();
+  return step.wait([] { return false; });
+}
+
 // Waits with the interpreter let go and looks for signals at least every 50 ms. On the first one no further micro-batch
 // starts and those that run come to their end, so that nothing writes gradients after the exception has left; a second
 // one leaves at once.
@@ -114,15 +123,16 @@ Outcome run(Stepper& stepper, std::int64_t batch_size, const std::shared_ptr<con
   std::shared_ptr<QueuedProgram> queued;
   if (queues != nullptr) program = queued = std::make_shared<QueuedProgram>(called, std::move(outputs), queues);
   const auto release = [&] { queued != nullptr ? queued->release() : called->release(); };
-  Outcome outcome{items ? stepper.begin(items, program) : stepper.begin(batch_size, program, micro_batches_of(script)),
-                  device_count};
+  Outcome outcome{
+      items ? stepper.prepare(items, program) : stepper.prepare(batch_size, program, micro_batches_of(script)),
+      device_count};
   // Not what wait() returns: the step may come to its end while the signal's handler runs.
   bool signalled = false;
   const auto no_signal = [&signalled] {
     signalled = PyErr_CheckSignals() != 0;
     return !signalled;
   };
-  outcome.step->wait(no_signal);
+  if (!start(*outcome.step) && no_signal()) outcome.step->wait(no_signal);
   if (signalled) {
     py::error_already_set interrupt;
     signalled = false;

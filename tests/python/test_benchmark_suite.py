@@ -108,6 +108,8 @@ def test_results_become_rows() -> None:
         "1.5 ms",
         "2 s",
     ]
+    counted = {**single, "label": "told", "of_roofline": 0.9512, "threads": 1}
+    assert [row[0] for row in google_rows([counted])] == ["BM_x (told, of_roofline 0.951)"]
     failed = {"run_name": "BM_y", "run_type": "iteration", "error_occurred": True, "error_message": "no"}
     assert list(google_rows([single, failed])) == [("BM_x", "2.5 µs", "2.4 µs", ""), ("BM_y", "failed: no", "", "")]
 

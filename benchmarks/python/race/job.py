@@ -18,6 +18,8 @@ Rival = Literal[
     "text-ddp-balanced",
     "text-paceline",
     "text-alone",
+    "all-reduce-gloo",
+    "all-reduce-paceline",
 ]
 
 # After this many steps all rivals must have the same loss. Not later, since their sums differ in order and drift apart.
@@ -34,12 +36,13 @@ class Job:
     cores: list[int]  # that the process may run on
     devices: list[str]  # of paceline
     batch: int
-    steps: int  # measured
+    steps: int  # measured; of an all-reduce, calls of a small size
     parts: int = 1  # devices, ranks: the parts that a batch is made for
     rank: int = 0  # DDP
     rendezvous: str = ""  # DDP: a file
     tolerance: float = 0.0  # ratio: how tight its interval shall be
     seconds: float = 0.0  # ratio: how long to try; together: how long from the start, warm-up included
+    sizes: list[int] = dataclasses.field(default_factory=list)  # all-reduce: bytes of a buffer
 
     def to_text(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -25,6 +25,11 @@ def main() -> None:
 
         measure = text_rivals.RIVALS[job.rival]
         ours = measure is text_rivals.paceline
+    elif job.rival.startswith("all-reduce-"):
+        from race import reduce_rivals
+
+        measure = reduce_rivals.RIVALS[job.rival]
+        ours = measure is reduce_rivals.paceline
     else:
         from race import rivals
 

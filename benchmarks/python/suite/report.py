@@ -9,6 +9,24 @@ from typing import Any
 
 _MOST_ROWS = 60
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # as Google Benchmark writes them
+# What Google Benchmark says of every benchmark; whatever else there is the benchmark itself has counted.
+_GOOGLE = {
+    "name",
+    "family_index",
+    "per_family_instance_index",
+    "run_name",
+    "run_type",
+    "repetitions",
+    "repetition_index",
+    "threads",
+    "aggregate_name",
+    "aggregate_unit",
+    "iterations",
+    "real_time",
+    "cpu_time",
+    "time_unit",
+    "label",
+}
 # Of a script's result: what the head says already, and what is too much to read; all of it is in the JSON.
 _LEFT_OUT = {"hardware", "versions", "rates", "environment"}
 
@@ -71,7 +89,9 @@ def google_rows(benchmarks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, 
             yield each["run_name"], f"failed: {each.get('error_message', '')}", "", ""
         elif each.get("aggregate_name") == "median" or each.get("run_type") == "iteration":
             spread = f"{spreads[each['run_name']]:.1%}" if each["run_name"] in spreads else ""
-            name = f"{each['run_name']} ({each['label']})" if each.get("label") else each["run_name"]
+            told = [each["label"]] if each.get("label") else []
+            told += [f"{key} {value:.3g}" for key, value in each.items() if key not in _GOOGLE]
+            name = f"{each['run_name']} ({', '.join(told)})" if told else each["run_name"]
             yield name, _time(each, "real_time"), _time(each, "cpu_time"), spread
 
 

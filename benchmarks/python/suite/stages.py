@@ -34,6 +34,8 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
     straggler = ("--steps", "12", "--batch", "64") if quick else ()
     no_gpu = "" if gpu else "PyTorch sees no GPU"
     short = ("--short",) if quick else ()
+    reduce = ("--short", "--rounds", "1", "--calls", "5") if quick else ()
+    overhead = ("--steps", "20") if quick else ()
     on_host = () if gpu else ("--devices", "host:0")
     return [
         _script("race_ddp", *race, limit=600),
@@ -41,6 +43,8 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
         _script("race_ddp", "--busy", "--malloc", *race, limit=600),
         _script("race_text", *text, limit=900),
         _script("race_text", "--busy", *text, limit=900),
+        _script("all_reduce", *reduce, limit=900),
+        _script("step_overhead", *overhead, limit=300),
         _script("straggler", "--plot", str(picture), *straggler, limit=300),
         _script("launch_scaling", *on_host, *short, limit=300),
         _script("race_gpu", *short, limit=900, why_not=no_gpu),

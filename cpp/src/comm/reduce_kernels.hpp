@@ -12,7 +12,8 @@ namespace paceline::internal {
 inline constexpr std::size_t kDTypeCount = 6;
 inline constexpr std::size_t kReduceOpCount = 4;
 
-using ReduceFunction = void (*)(const void* const* inputs, std::size_t input_count, void* output, std::size_t count);
+using ReduceFunction = void (*)(const void* const* inputs, std::size_t input_count, void* const* outputs,
+                                std::size_t output_count, std::size_t count);
 
 /// One compilation of the kernels for one instruction set: functions[dtype][op].
 struct ReduceKernels {
@@ -23,6 +24,10 @@ struct ReduceKernels {
 extern const ReduceKernels reduce_kernels_baseline;
 extern const ReduceKernels reduce_kernels_avx2;
 extern const ReduceKernels reduce_kernels_avx512;
+
+/// As reduce_block(), with the result in every output: written from registers, each costs one store and nothing else.
+void reduce_block_to_all(std::span<const void* const> inputs, std::span<void* const> outputs, std::size_t count,
+                         DType dtype, ReduceOp op) noexcept;
 
 /// Those that this processor can run, best first. Exported so that tests can hold them against each other.
 [[nodiscard]] PACELINE_API std::span<const ReduceKernels* const> supported_reduce_kernels() noexcept;

@@ -9,11 +9,11 @@
 
 namespace paceline::engine {
 
-ClaimState::ClaimState(const StepOptions& options) : options_(options), lanes_(options.shares.size()) {
-  if (!options.script.empty()) return;
-  plan::TailPlan tail{.first_chunks = options.shares};
-  if (options.stealing && options.micro_batch == 0) {
-    tail = plan::plan_tail(options.shares, options.models, options.noise, options.granularity);
+ClaimState::ClaimState(StepOptions options) : options_(std::move(options)), lanes_(options_.shares.size()) {
+  if (!options_.script.empty()) return;
+  plan::TailPlan tail{.first_chunks = options_.shares};
+  if (options_.stealing && options_.micro_batch == 0) {
+    tail = plan::plan_tail(options_.shares, options_.models, options_.noise, options_.granularity);
   }
   floor_ = tail.floor;
   std::int64_t offset = 0;

@@ -24,7 +24,7 @@ namespace paceline::engine {
 /// microsecond against micro-batches of hundreds), which keeps "how much is left, who finishes when" consistent.
 class PACELINE_API ClaimState final : public Claims {
  public:
-  explicit ClaimState(const StepOptions& options);
+  explicit ClaimState(StepOptions options);
 
   std::optional<MicroBatch> claim(std::size_t device, double now_seconds) override;
   bool exhausted() override;

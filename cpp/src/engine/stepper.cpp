@@ -162,13 +162,12 @@ struct Stepper::State {
     }
   }
 
-  std::shared_ptr<Step> start(std::shared_ptr<StepProgram> program, StepOptions step_options) {
+  std::shared_ptr<Step> make(std::shared_ptr<StepProgram> program, StepOptions step_options) {
     auto step = std::make_shared<Step>(group, std::move(program), std::move(step_options));
     {
       const std::lock_guard lock(cancel_mutex);
       cancel_running = step->canceller();
     }
-    step->start();
     return step;
   }
 
@@ -230,6 +229,19 @@ Stepper::~Stepper() = default;
 
 std::shared_ptr<Step> Stepper::begin(std::int64_t batch_size, std::shared_ptr<StepProgram> program,
                                      std::vector<std::vector<MicroBatch>> script) {
+  std::shared_ptr<Step> step = prepare(batch_size, std::move(program), std::move(script));
+  step->start();
+  return step;
+}
+
+std::shared_ptr<Step> Stepper::begin(std::shared_ptr<const ItemPlan> items, std::shared_ptr<StepProgram> program) {
+  std::shared_ptr<Step> step = prepare(std::move(items), std::move(program));
+  step->start();
+  return step;
+}
+
+std::shared_ptr<Step> Stepper::prepare(std::int64_t batch_size, std::shared_ptr<StepProgram> program,
+                                       std::vector<std::vector<MicroBatch>> script) {
   if (batch_size < 1) {
     throw InvalidArgument(fmt::format("step: a batch of {} items; at least one is needed.", batch_size));
   }
@@ -251,7 +263,7 @@ std::shared_ptr<Step> Stepper::begin(std::int64_t batch_size, std::shared_ptr<St
   // Corrections of any size would be new shapes: asynchronous devices keep to sizes that the user chose.
   options.stealing = state.options.balance == "auto" && !(state.asynchronous && options.micro_batch == 0);
   options.script = std::move(script);
-  return state.start(std::move(program), std::move(options));
+  return state.make(std::move(program), std::move(options));
 }
 
 std::shared_ptr<const ItemPlan> Stepper::plan_items(std::span<const double> costs) {
@@ -268,7 +280,7 @@ std::shared_ptr<const ItemPlan> Stepper::plan_items(std::span<const double> cost
   return state.item_plan;
 }
 
-std::shared_ptr<Step> Stepper::begin(std::shared_ptr<const ItemPlan> items, std::shared_ptr<StepProgram> program) {
+std::shared_ptr<Step> Stepper::prepare(std::shared_ptr<const ItemPlan> items, std::shared_ptr<StepProgram> program) {
   State& state = *state_;
   require_idle();
   if (items == nullptr || items != state.item_plan) {
@@ -279,7 +291,7 @@ std::shared_ptr<Step> Stepper::begin(std::shared_ptr<const ItemPlan> items, std:
   options.stealing = state.options.balance == "auto";
   options.any_size = !state.asynchronous;  // others would be new shapes there
   options.items = std::move(items);
-  return state.start(std::move(program), std::move(options));
+  return state.make(std::move(program), std::move(options));
 }
 
 std::optional<ItemReport> Stepper::item_report() const {

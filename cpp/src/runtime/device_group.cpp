@@ -106,7 +106,7 @@ bool DeviceGroup::wait(GroupTask& task, const Between& between) {
   for (;;) {
     {
       const BlockingRegion region;
-      if (signal->wait_for(kBetweenInterval, done)) return true;
+      if (workers_->await(done, [&] { return signal->wait_for(kBetweenInterval, done); })) return true;
     }
     if (between && !between()) return task.complete();
   }

@@ -4,8 +4,10 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <pthread.h>
+#include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <system_error>
 #include <utility>
 
@@ -23,6 +25,38 @@ void TaskSignal::wake() noexcept {
     const std::lock_guard lock(mutex_);
   }
   changed_.notify_all();
+}
+
+void Mailbox::post(std::shared_ptr<GroupTask> task, int callers_core) {
+  {
+    const std::lock_guard lock(mutex_);
+    task_ = std::move(task);  // an earlier task that this worker never came to is complete: it is dropped here
+    callers_core_.store(callers_core, std::memory_order_relaxed);
+    full_.store(true, std::memory_order_release);
+  }
+  changed_.notify_one();
+}
+
+void Mailbox::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopped_ = true;
+    full_.store(true, std::memory_order_release);
+  }
+  changed_.notify_one();
+}
+
+std::shared_ptr<GroupTask> Mailbox::take(bool own_core) {
+  const auto full = [this] { return full_.load(std::memory_order_acquire); };
+  const bool callers = callers_core_.load(std::memory_order_relaxed) == sched_getcpu();
+  wait_.until(own_core && !callers, full, [&] {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, full);
+    return true;
+  });
+  const std::lock_guard lock(mutex_);
+  full_.store(stopped_, std::memory_order_relaxed);
+  return std::exchange(task_, nullptr);
 }
 
 }  // namespace detail
@@ -77,19 +111,24 @@ void remember(const std::shared_ptr<detail::Mailbox>& mailbox) {
   all.mailboxes.push_back(mailbox);
 }
 
-void work(const Device& device, std::size_t device_index, const std::shared_ptr<detail::Mailbox>& mailbox,
-          void (*leave)(GroupTask&)) {
+bool runs_on(const Device& device, int core) {
+  return std::find(device.cores.begin(), device.cores.end(), core) != device.cores.end();
+}
+
+/// Whether it is pinned, and where no other device's worker is.
+bool has_own_cores(const std::vector<Device>& devices, const Device& device) {
+  return !device.cores.empty() && std::all_of(devices.begin(), devices.end(), [&](const Device& other) {
+    return &other == &device || (!other.cores.empty() && std::none_of(device.cores.begin(), device.cores.end(),
+                                                                      [&](int core) { return runs_on(other, core); }));
+  });
+}
+
+void work(const Device& device, std::size_t device_index, bool own_cores,
+          const std::shared_ptr<detail::Mailbox>& mailbox, void (*leave)(GroupTask&)) {
   backend_of(device).prepare_worker(device);
   pthread_setname_np(pthread_self(), fmt::format("pl {}", device.name).substr(0, 15).c_str());
   mailbox->ready.store(true);
-  for (;;) {
-    std::shared_ptr<GroupTask> task;
-    {
-      std::unique_lock lock(mailbox->mutex);
-      mailbox->changed.wait(lock, [&] { return mailbox->stop || mailbox->task != nullptr; });
-      if (mailbox->task == nullptr) break;  // a task already posted is still run before the worker ends
-      task = std::move(mailbox->task);
-    }
+  while (const std::shared_ptr<GroupTask> task = mailbox->take(own_cores)) {
     task->run(device_index);
     leave(*task);
   }
@@ -103,8 +142,9 @@ GroupWorkers::GroupWorkers(std::vector<Device> devices)
     auto mailbox = std::make_shared<detail::Mailbox>();
     threads_->mailboxes.push_back(mailbox);
     try {
-      threads_->threads.emplace_back([device = devices_[i], i, mailbox] {
-        work(device, i, mailbox, [](GroupTask& task) { task.leave(); });
+      const bool own_cores = has_own_cores(devices_, devices_[i]);
+      threads_->threads.emplace_back([device = devices_[i], i, own_cores, mailbox] {
+        work(device, i, own_cores, mailbox, [](GroupTask& task) { task.leave(); });
         mailbox->exited.store(true);
       });
     } catch (const std::system_error& error) {
@@ -120,11 +160,7 @@ GroupWorkers::GroupWorkers(std::vector<Device> devices)
     await_ready();
   } catch (const Error&) {
     for (std::thread& thread : threads_->threads) thread.detach();
-    for (auto& mailbox : threads_->mailboxes) {
-      const std::lock_guard lock(mailbox->mutex);
-      mailbox->stop = true;
-      mailbox->changed.notify_one();
-    }
+    for (auto& mailbox : threads_->mailboxes) mailbox->stop();
     delete threads_;
     throw;
   }
@@ -180,13 +216,19 @@ void GroupWorkers::submit(const std::shared_ptr<GroupTask>& task) {
   }
   task->expected_.store(devices_.size(), std::memory_order_relaxed);
   threads_->current = task;
-  for (auto& mailbox : threads_->mailboxes) {
-    {
-      const std::lock_guard mailbox_lock(mailbox->mutex);
-      mailbox->task = task;  // an earlier task that this worker never came to is complete: it is dropped here
+  // Whom the system lets run in the caller's place comes last, or the others would wait for its work to end.
+  const int core = sched_getcpu();
+  for (const bool here : {false, true}) {
+    for (std::size_t i = 0; i < devices_.size(); ++i) {
+      if (runs_on(devices_[i], core) == here) threads_->mailboxes[i]->post(task, core);
     }
-    mailbox->changed.notify_one();
   }
+}
+
+bool GroupWorkers::on_a_workers_core() const noexcept {
+  const int core = sched_getcpu();
+  return std::any_of(devices_.begin(), devices_.end(),
+                     [&](const Device& device) { return device.cores.empty() || runs_on(device, core); });
 }
 
 bool GroupWorkers::busy() const noexcept {
@@ -201,13 +243,7 @@ void GroupWorkers::close(std::chrono::nanoseconds timeout, const std::function<b
     // Not while a task is being handed out: some workers would have it, and others never come to it.
     const std::lock_guard lock(threads_->mutex);
     if (closed_.exchange(true)) return;
-    for (auto& mailbox : threads_->mailboxes) {
-      {
-        const std::lock_guard mailbox_lock(mailbox->mutex);
-        mailbox->stop = true;
-      }
-      mailbox->changed.notify_one();
-    }
+    for (auto& mailbox : threads_->mailboxes) mailbox->stop();
   }
   const auto begin = std::chrono::steady_clock::now();
   const auto waited = [&] { return std::chrono::steady_clock::now() - begin; };

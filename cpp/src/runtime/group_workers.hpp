@@ -17,6 +17,8 @@
 #include <paceline/runtime/device.hpp>
 #include <paceline/runtime/group_task.hpp>
 
+#include "runtime/short_wait.hpp"
+
 namespace paceline {
 
 namespace detail {
@@ -38,13 +40,26 @@ class TaskSignal {
 };
 
 /// One worker's mailbox. Owned jointly by the group and the thread: a thread that is left behind still finds it.
-struct Mailbox {
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::shared_ptr<GroupTask> task;
-  bool stop = false;
+class Mailbox {
+ public:
+  /// Of a caller that runs on this core.
+  void post(std::shared_ptr<GroupTask> task, int callers_core);
+  /// No further task comes; one that lies here is still taken.
+  void stop();
+  /// The next task; null when there is none any more. `own_core`: no other worker needs the core this thread runs on.
+  [[nodiscard]] std::shared_ptr<GroupTask> take(bool own_core);
+
   std::atomic<bool> ready{false};
   std::atomic<bool> exited{false};
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::shared_ptr<GroupTask> task_;
+  bool stopped_ = false;
+  std::atomic<bool> full_{false};  // there is a task, or stopped_; for looking without the lock
+  std::atomic<int> callers_core_{-1};
+  ShortWait wait_;
 };
 
 }  // namespace detail
@@ -60,6 +75,11 @@ class GroupWorkers {
   [[nodiscard]] const std::vector<Device>& devices() const noexcept { return devices_; }
   void submit(const std::shared_ptr<GroupTask>& task);
   [[nodiscard]] bool busy() const noexcept;
+  /// As DeviceGroup::wait(), but once: `sleep` is asked if it is not soon done.
+  template <class Done, class Sleep>
+  bool await(Done done, Sleep sleep) {
+    return callers_wait_.until(!on_a_workers_core(), done, sleep);
+  }
   void close(std::chrono::nanoseconds timeout, const std::function<bool()>& between = {});
   [[nodiscard]] bool closed() const noexcept { return closed_.load(); }
 
@@ -70,12 +90,14 @@ class GroupWorkers {
   struct Threads;  // everything a forked child must not touch
 
   void await_ready();
+  [[nodiscard]] bool on_a_workers_core() const noexcept;
   void require_alive(const char* call) const;
   [[nodiscard]] bool forked() const noexcept;
 
   std::vector<Device> devices_;
   pid_t owner_;
   std::atomic<bool> closed_{false};
+  detail::ShortWait callers_wait_;
   Threads* threads_;  // leaked on purpose in a forked child
 };
 

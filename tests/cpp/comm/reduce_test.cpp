@@ -24,6 +24,12 @@ std::string describe(const char* isa, DType dtype, ReduceOp op, std::size_t k, s
          " count=" + std::to_string(count) + " at " + std::to_string(index);
 }
 
+void reduce_with(const internal::ReduceKernels& kernels, DType dtype, ReduceOp op,
+                 const std::vector<const void*>& inputs, void* output, std::size_t count) {
+  kernels.functions[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)](inputs.data(), inputs.size(),
+                                                                                   &output, 1, count);
+}
+
 // One run of the kernels against the reference; the bytes around the output must stay as they were.
 void expect_reference(const internal::ReduceKernels& kernels, DType dtype, ReduceOp op, std::size_t k,
                       std::size_t count, std::size_t misalignment, std::mt19937_64& random) {
@@ -36,7 +42,7 @@ void expect_reference(const internal::ReduceKernels& kernels, DType dtype, Reduc
   }
   std::vector<char> output(bytes + 32, '\x5a');
   char* const target = output.data() + 8 + misalignment;
-  kernels.functions[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)](inputs.data(), k, target, count);
+  reduce_with(kernels, dtype, op, inputs, target, count);
   for (std::size_t i = 0; i < count; ++i) {
     const std::uint64_t expected = reference::reduced_bits(inputs, i, dtype, op);
     ASSERT_TRUE(reference::same(bits_of(target, i, dtype), expected, dtype))
@@ -94,8 +100,7 @@ TEST(ReduceBlock, GivesTheSameBitsOnEveryInstructionSet) {
       }
       std::vector<std::vector<char>> outputs(all.size(), std::vector<char>(count * size_of(dtype)));
       for (std::size_t a = 0; a < all.size(); ++a) {
-        all[a]->functions[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)](inputs.data(), inputs.size(),
-                                                                                         outputs[a].data(), count);
+        reduce_with(*all[a], dtype, op, inputs, outputs[a].data(), count);
         for (std::size_t i = 0; i < count; ++i) {
           ASSERT_TRUE(
               reference::same(bits_of(outputs[0].data(), i, dtype), bits_of(outputs[a].data(), i, dtype), dtype))
@@ -112,8 +117,7 @@ TEST(ReduceBlock, KeepsEveryValueOfTheHalfTypes) {
   for (const auto* kernels : internal::supported_reduce_kernels()) {
     for (const DType dtype : {DType::float16, DType::bfloat16}) {
       std::vector<std::uint16_t> output(every.size());
-      const void* const input = every.data();
-      kernels->functions[static_cast<std::size_t>(dtype)][0](&input, 1, output.data(), every.size());
+      reduce_with(*kernels, dtype, ReduceOp::sum, {every.data()}, output.data(), every.size());
       for (std::size_t i = 0; i < every.size(); ++i) {
         ASSERT_TRUE(reference::same(output[i], every[i], dtype)) << kernels->isa << " " << name_of(dtype) << " " << i;
       }
@@ -189,7 +193,7 @@ TEST(ReduceBlock, MayWriteOverAnyOfItsInputs) {
         for (std::size_t i = 0; i < count; ++i) {
           expected.push_back(reference::reduced_bits(inputs, i, dtype, ReduceOp::sum));
         }
-        kernels->functions[static_cast<std::size_t>(dtype)][0](inputs.data(), 5, memory[over].data(), count);
+        reduce_with(*kernels, dtype, ReduceOp::sum, inputs, memory[over].data(), count);
         for (std::size_t i = 0; i < count; ++i) {
           ASSERT_TRUE(reference::same(bits_of(memory[over].data(), i, dtype), expected[i], dtype))
               << describe(kernels->isa, dtype, ReduceOp::sum, 5, count, i) << " over input " << over;
@@ -218,6 +222,35 @@ TEST(Names, AreKnownForEveryTypeAndOperationAndForNothingElse) {
   EXPECT_STREQ(name_of(static_cast<DType>(200)), "unknown");
   EXPECT_EQ(size_of(static_cast<DType>(200)), 0u);
   EXPECT_STREQ(name_of(static_cast<ReduceOp>(200)), "unknown");
+}
+
+TEST(ReduceBlock, WritesEveryOutputTheInputsAmongThem) {
+  std::mt19937_64 random(7);
+  constexpr std::size_t count = 203;  // whole rounds of the widest registers, single ones, and a rest
+  for (const auto* kernels : internal::supported_reduce_kernels()) {
+    for (const DType dtype : kDTypes) {
+      for (const ReduceOp op : kOps) {
+        std::vector<std::vector<char>> memory(4, std::vector<char>(count * size_of(dtype)));
+        std::vector<const void*> inputs;
+        std::vector<void*> outputs;
+        for (auto& buffer : memory) {
+          reference::fill(buffer.data(), count, dtype, random);
+          if (&buffer != &memory.back()) inputs.push_back(buffer.data());  // the last one is only written
+          outputs.push_back(buffer.data());
+        }
+        std::vector<std::uint64_t> expected;
+        for (std::size_t i = 0; i < count; ++i) expected.push_back(reference::reduced_bits(inputs, i, dtype, op));
+        kernels->functions[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)](
+            inputs.data(), inputs.size(), outputs.data(), outputs.size(), count);
+        for (std::size_t o = 0; o < outputs.size(); ++o) {
+          for (std::size_t i = 0; i < count; ++i) {
+            ASSERT_TRUE(reference::same(bits_of(memory[o].data(), i, dtype), expected[i], dtype))
+                << describe(kernels->isa, dtype, op, 3, count, i) << " in output " << o;
+          }
+        }
+      }
+    }
+  }
 }
 
 }  // namespace

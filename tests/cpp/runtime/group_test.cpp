@@ -44,6 +44,16 @@ TEST(DeviceGroup, RunsATaskOnceOnEachWorker) {
   }
 }
 
+TEST(DeviceGroup, RunsTasksThatFollowAtOnceAndThoseThatFollowAPause) {
+  DeviceGroup group = host_group(2);  // with cores of their own, where there are two
+  for (int round = 0; round < 3000; ++round) {
+    if (round % 500 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    auto task = std::make_shared<CountTask>(group.size());
+    EXPECT_TRUE(group.run(task));
+    for (const auto& seen : task->seen) ASSERT_EQ(seen.load(), 1);
+  }
+}
+
 TEST(DeviceGroup, LetsTheWaiterLookUpAndLeave) {
   DeviceGroup group = host_group(2);
   auto task = std::make_shared<HoldTask>();

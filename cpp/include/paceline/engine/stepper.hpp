@@ -50,6 +50,11 @@ class PACELINE_API Stepper {
   [[nodiscard]] std::shared_ptr<Step> begin(std::int64_t batch_size, std::shared_ptr<StepProgram> program,
                                             std::vector<std::vector<MicroBatch>> script = {});
 
+  /// begin() in two, for callers that let go of something between planning and the workers' start: Step::start() hands
+  /// it to them.
+  [[nodiscard]] std::shared_ptr<Step> prepare(std::int64_t batch_size, std::shared_ptr<StepProgram> program,
+                                              std::vector<std::vector<MicroBatch>> script = {});
+
   /// Plans a batch whose items do not cost the same: one cost per item, in any unit (tokens). The devices' work is
   /// balanced, not their items, by what the balancer decides (`balance` holds as it is); each device's items are sorted
   /// and packed into micro-batches of similar length, of at most StepperOptions::micro_batch items. What an item costs
@@ -61,6 +66,9 @@ class PACELINE_API Stepper {
   /// @throws InvalidArgument if it is not the last one that plan_items made.
   [[nodiscard]] std::shared_ptr<Step> begin(std::shared_ptr<const ItemPlan> items,
                                             std::shared_ptr<StepProgram> program);
+  /// As for a batch whose items cost the same.
+  [[nodiscard]] std::shared_ptr<Step> prepare(std::shared_ptr<const ItemPlan> items,
+                                              std::shared_ptr<StepProgram> program);
   /// What items cost, as far as that is known; none before the first plan_items.
   [[nodiscard]] std::optional<ItemReport> item_report() const;
 

@@ -20,7 +20,8 @@ class GroupWorkers;
 /// An ordered set of devices, and one worker thread per device that lives as long as the group.
 ///
 /// A DeviceGroup is a handle: copies name the same workers, and the last one to go ends them. Workers are pinned to
-/// their device's cores, park when there is nothing to do, and are never the caller's thread.
+/// their device's cores, park when there is nothing to do (after spinning for a moment where tasks follow each other at
+/// once), and are never the caller's thread.
 /// Threads: any thread may submit, one task at a time.
 /// After fork() the child has no workers: there every call throws Unavailable, and destruction only drops the state.
 ///

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a claim costs while other devices claim, too: each thread is a device that does nothing but claim, which is the
+// worst that can be. "claim" is how long a thread waits for one claim.
+//   benchmark_claims --benchmark_repetitions=9 --benchmark_report_aggregates_only=true
+#include <benchmark/benchmark.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <numeric>
+#include <vector>
+
+#include "engine/claim_state.hpp"
+#include "engine/item_claims.hpp"
+
+namespace paceline::engine {
+namespace {
+
+std::unique_ptr<Claims> shared_claims;  // of the benchmark that runs: its threads have nothing else in common
+
+/// As many claims as the loop wants: `make` gives the devices more than they can take.
+template <class Make>
+void claim_all(benchmark::State& state, Make make) {
+  if (state.thread_index() == 0) shared_claims = make(static_cast<std::size_t>(state.threads()));
+  const auto device = static_cast<std::size_t>(state.thread_index());
+  double now = 0.0;
+  // The loop begins with a barrier, so that every thread finds what the first one has made.
+  for ([[maybe_unused]] auto _ : state) {
+    const std::optional<MicroBatch> next = shared_claims->claim(device, now += 1e-3);
+    if (!next) {
+      state.SkipWithError("nothing is left to claim");
+      break;
+    }
+    benchmark::DoNotOptimize(next->begin);
+  }
+  if (state.thread_index() == 0) shared_claims.reset();  // the loop ends with a barrier, too
+}
+
+constexpr std::int64_t kEndless = std::int64_t{1} << 40;
+
+std::vector<plan::CostModel> models(std::size_t devices) {
+  return std::vector<plan::CostModel>(devices, plan::CostModel::affine(1e-4, 1e-3));
+}
+
+/// Micro-batches of a fixed size from each device's own share.
+void claim_own(benchmark::State& state) {
+  claim_all(state, [](std::size_t devices) {
+    StepOptions options;
+    options.shares.assign(devices, kEndless);
+    options.models = models(devices);
+    options.micro_batch = 1;
+    return std::make_unique<ClaimState>(options);
+  });
+}
+
+/// The first device has all but one item of the others: they take over what it has not begun.
+void claim_of_others(benchmark::State& state) {
+  claim_all(state, [](std::size_t devices) {
+    StepOptions options;
+    options.shares.assign(devices, 1);
+    options.shares.front() = kEndless;
+    options.models = models(devices);
+    options.micro_batch = 1;
+    return std::make_unique<ClaimState>(options);
+  });
+}
+
+void threads(benchmark::internal::Benchmark* benchmark) {
+  benchmark->UseRealTime()->Threads(1)->Threads(2)->Threads(8);
+}
+BENCHMARK(claim_own)->Apply(threads);
+BENCHMARK(claim_of_others)->Apply(threads);
+
+}  // namespace
+}  // namespace paceline::engine

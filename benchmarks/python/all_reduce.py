@@ -1,0 +1,147 @@
+"""The all-reduce of two host devices against that of two processes over gloo, by size.
+
+    python all_reduce.py                nobody else on the machine, which must be true
+
+gloo: two processes, each pinned to a core, one thread each (OMP_NUM_THREADS=1), over the loopback (GLOO_SOCKET_IFNAME=lo unless it is set),
+`torch.distributed.all_reduce` of a tensor. paceline: one process, the workers of two devices on the same cores,
+`paceline.Communicator.all_reduce` of two tensors. Both sum float32 in place. Rounds in fresh processes, in turns. A size's figure is the
+median over rounds of the median over calls (with gloo of the later rank), ± half of the rounds' range.
+
+Beside the ratio stands what paceline moves: each of the two buffers is read once and written once. What the same threads could move is in
+benchmarks/cpp/all_reduce_benchmark.cpp, side by side in one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import paceline
+from race import host, processes
+from race.figures import spread
+from race.job import Job
+
+SIZES = [1 << power for power in range(10, 29, 2)]  # 1 KiB to 256 MiB
+SHORT_SIZES = [1 << 10, 1 << 20]
+PROCESS_SECONDS = 240  # after which a process counts as hung
+
+
+class Race:
+    """Both rivals on two devices of this machine."""
+
+    def __init__(self, args: argparse.Namespace, devices: list[paceline.Device], folder: Path) -> None:
+        self._devices = devices
+        self._folder = folder
+        self._environment = {
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+            "OMP_NUM_THREADS": "1",
+        }
+        self._job = Job(
+            rival="all-reduce-paceline",
+            folder=str(folder),
+            cores=[core for device in devices for core in device.cores],
+            devices=[device.name for device in devices],
+            batch=1,
+            steps=args.calls,
+            parts=len(devices),
+            sizes=SHORT_SIZES if args.short else SIZES,
+        )
+        self.torch_version = ""
+        self.seconds: dict[str, dict[int, list[float]]] = {"gloo": defaultdict(list), "paceline": defaultdict(list)}
+
+    def round(self, number: int) -> None:
+        rendezvous = str(self._folder / f"rendezvous-{number}")
+        ranks = [
+            dataclasses.replace(
+                self._job, rival="all-reduce-gloo", cores=list(device.cores), rank=rank, rendezvous=rendezvous
+            )
+            for rank, device in enumerate(self._devices)
+        ]
+        rivals = [("gloo", ranks), ("paceline", [self._job])]
+        for name, jobs in rivals if number % 2 == 0 else reversed(rivals):
+            answers, self.torch_version = processes.run(jobs, self._environment, [], PROCESS_SECONDS)
+            for size in self._job.sizes:
+                calls = zip(*(answer["blocks"][str(size)][0] for answer in answers), strict=True)
+                self.seconds[name][size].append(statistics.median(map(max, calls)))
+
+    def rows(self) -> list[dict[str, Any]]:
+        rows = []
+        for size in self._job.sizes:
+            gloo, ours = self.seconds["gloo"][size], self.seconds["paceline"][size]
+            median = statistics.median(ours)
+            rows.append(
+                {
+                    "bytes": size,
+                    "gloo_us": round(1e6 * statistics.median(gloo), 1),
+                    "gloo_spread": round(spread(gloo), 3),
+                    "paceline_us": round(1e6 * median, 1),
+                    "paceline_spread": round(spread(ours), 3),
+                    "gloo_over_paceline": round(statistics.median(gloo) / median, 2),
+                    "paceline_gb_per_s": round(4e-9 * size / median, 2),
+                }
+            )
+        return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'size':>8}  {'gloo':>12} {'':>6}  {'paceline':>12} {'':>6}  {'gloo / paceline':>15}  {'paceline':>10}"]
+    for row in rows:
+        lines.append(
+            f"{size_text(row['bytes']):>8}  {row['gloo_us']:>9.1f} us {'±' + format(row['gloo_spread'], '.0%'):>6}  "
+            f"{row['paceline_us']:>9.1f} us {'±' + format(row['paceline_spread'], '.0%'):>6}  "
+            f"{row['gloo_over_paceline']:>15.1f}  {row['paceline_gb_per_s']:>5.1f} GB/s"
+        )
+    return "\n".join(lines)
+
+
+def size_text(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+
+
+def main() -> int:
+    args = arguments()
+    devices = paceline.devices()[:2]
+    if len(devices) < 2 or not all(device.cores for device in devices):
+        print("Two cores are needed that processes can be pinned to.", file=sys.stderr)
+        return 2
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="all_reduce") as name:
+        race = Race(args, devices, Path(name))
+        for number in range(args.rounds):
+            race.round(number)
+            print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
+    rows = race.rows()
+    print(table(rows))
+    if args.json:
+        versions = {"paceline": paceline.__version__, "torch": race.torch_version, "python": platform.python_version()}
+        setting = {"load_before": round(load, 2), "hardware": host.hardware(devices), "versions": versions}
+        print(json.dumps({"sizes": rows, "rounds": args.rounds, **setting}))
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="of both, in fresh processes (default: 5)")
+    parser.add_argument("--calls", type=int, default=200, help="measured of a small size in a round (default: 200)")
+    parser.add_argument("--short", action="store_true", help="only two sizes")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    args = parser.parse_args()
+    if min(args.rounds, args.calls) < 1:
+        parser.error("--rounds and --calls must be at least 1")
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except RuntimeError as error:
+        sys.exit(f"all_reduce: {error}")

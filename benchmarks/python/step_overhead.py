@@ -1,0 +1,143 @@
+"""What a step costs beside the work, from Python: the library's own part, per device and step.
+
+    python step_overhead.py             nobody else on the machine, which must be true
+
+Two levels. `engine` is the lowest that Python has: the compiled stepper plans, hands out, waits and takes note, and calls empty Python
+functions on the workers; all of its time is the library's. `trainer` is `paceline.torch.DataParallel.step` on a network of one parameter
+and one item per device; what plain PyTorch needs for the same forward and backward on the calling thread, once per device (Python runs
+one thread at a time), is measured in turns with it and taken away.
+
+On one device and on two, each in two states: spinning, where steps follow each other at once, and parked, where the workers have gone to
+sleep in a pause before each step, which is not counted. Shares are even: where there is nothing to do, balanced ones leave a device out.
+Figures: microseconds per device and step, medians over all steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import paceline
+from paceline._core.engine import Stepper
+from paceline.torch import DataParallel
+from race import host
+
+PAUSE_SECONDS = 0.002  # long enough that every worker has parked
+BLOCK = 20  # steps of one variant until it is the other's turn
+WARM_UP_STEPS = 200
+
+Step = Callable[[], object]
+
+
+def main() -> int:
+    args = arguments()
+    devices = paceline.devices()[:2]
+    load = os.getloadavg()[0]
+    if load > 0.5:
+        print(f"note: the load average is {load:.1f}: somebody else computes here", file=sys.stderr)
+    torch.set_num_threads(1)
+    rows = []
+    for count in range(1, len(devices) + 1):
+        names = [device.name for device in devices[:count]]
+        for state, pause in (("spinning", 0.0), ("parked", PAUSE_SECONDS)):
+            rows.append({"devices": count, "state": state, **engine(names, pause, args.steps)})
+            rows[-1] |= trainer(names, pause, args.steps)
+    print(table(rows))
+    if args.json:
+        versions = {"paceline": paceline.__version__, "torch": torch.__version__, "python": platform.python_version()}
+        setting = {"load_before": round(load, 2), "hardware": host.hardware(devices), "versions": versions}
+        print(json.dumps({"rows": rows, **setting}))
+    return 0
+
+
+def engine(names: list[str], pause: float, steps: int) -> dict[str, float]:
+    """The compiled stepper with empty functions."""
+
+    def body(device: int, begin: int, end: int, last: bool) -> int:
+        return 0
+
+    def finish(device: int) -> list[None]:
+        return []
+
+    with paceline.DeviceGroup(names) as group:
+        stepper = Stepper(group, balance="even")
+
+        def step() -> None:
+            stepper.commit(stepper.run(len(names), body, finish))
+
+        (seconds,) = in_turns([step], pause, steps)
+    return {"engine_us": round(1e6 * statistics.median(seconds) / len(names), 1)}
+
+
+def trainer(names: list[str], pause: float, steps: int) -> dict[str, float]:
+    """`DataParallel.step`, and plain PyTorch with as many forwards and backwards."""
+
+    def loss_fn(module: nn.Module, items: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = module(items).sum()
+        return loss
+
+    plain = nn.Linear(1, 1, bias=False)
+    item = torch.ones(1, 1)
+
+    def plain_step() -> None:
+        for _ in names:
+            loss_fn(plain, item).backward()
+
+    batch = torch.ones(len(names), 1)
+    with DataParallel(nn.Linear(1, 1, bias=False), names, balance="even", reduction="sum") as parallel:
+        ours, theirs = in_turns([lambda: parallel.step(loss_fn, batch), plain_step], pause, steps)
+    whole, work = (1e6 * statistics.median(seconds) / len(names) for seconds in (ours, theirs))
+    return {"trainer_us": round(whole, 1), "plain_us": round(work, 1), "trainer_own_us": round(whole - work, 1)}
+
+
+def in_turns(variants: list[Step], pause: float, steps: int) -> list[list[float]]:
+    """The seconds of each variant's steps, in blocks A B, B A, ...: what changes slowly meets both alike."""
+    seconds: list[list[float]] = [[] for _ in variants]
+    for variant in variants:
+        for _ in range(WARM_UP_STEPS):
+            variant()
+    order = list(range(len(variants)))
+    for _ in range(-(-steps // BLOCK)):
+        for index in order:
+            for _ in range(BLOCK):
+                if pause:
+                    time.sleep(pause)
+                start = time.perf_counter()
+                variants[index]()
+                seconds[index].append(time.perf_counter() - start)
+        order.reverse()
+    return seconds
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'us per device and step':<24}{'engine':>8}{'trainer':>9}{'plain':>8}{'trainer - plain':>17}"]
+    for row in rows:
+        name = f"{row['devices']} device{'s' if row['devices'] > 1 else ''}, {row['state']}"
+        lines.append(
+            f"{name:<24}{row['engine_us']:>8.1f}{row['trainer_us']:>9.1f}{row['plain_us']:>8.1f}{row['trainer_own_us']:>17.1f}"
+        )
+    return "\n".join(lines)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000, help="of each variant (default: 2000)")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    args = parser.parse_args()
+    if args.steps < 1:
+        parser.error("--steps must be at least 1")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())
