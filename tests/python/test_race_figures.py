@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import race_gpu
+from race import findings
 from race.figures import ratio_summary, steps_to_recover
 
 
@@ -25,6 +28,35 @@ def test_a_ratio_has_its_interval_where_there_are_enough_pairs() -> None:
     assert ratio_summary([1.0, 1.1, 0.9])["interval"] is None
     summary = ratio_summary([0.9, 1.0, 1.0, 1.0, 1.1, 1.2])
     assert summary == {"median": 1.0, "interval": [0.9, 1.2], "spread": 0.15, "pairs": 6}
+
+
+def batches(**auto_over_best_alone: float) -> dict[int, dict[str, Any]]:
+    return {
+        int(name[1:]): {"auto_over_best_alone": ratio, "milliseconds": {"auto": 10.0 * ratio}}
+        for name, ratio in auto_over_best_alone.items()
+    }
+
+
+def test_splitting_pays_from_the_batch_on_where_all_larger_ones_gain_too() -> None:
+    found = findings.splitting(batches(b8=1.2, b16=0.9, b64=1.5, b512=1.9))
+    assert (found["pays_from_batch"], found["pays_from_step_milliseconds"]) == (64, 15.0)
+    assert findings.splitting_text(found, 8).startswith("Below batch 64, a step of 15.0 ms, one should not split")
+    everywhere = findings.splitting(batches(b8=1.2, b16=1.3))
+    assert findings.splitting_text(everywhere, 8).startswith("Splitting pays at every size measured, down to batch 8")
+    nowhere = findings.splitting(batches(b8=1.2, b16=1.04))
+    assert nowhere["pays_from_batch"] is None
+    assert findings.splitting_text(nowhere, 8).startswith("Splitting did not pay at any size measured")
+
+
+def test_goals_count_for_long_steps_only() -> None:
+    summary: dict[str, Any] = {"milliseconds": {"auto": 40.0}, "auto_over_ddp": 1.49, "auto_over_ideal": 0.97}
+    short = summary | {"milliseconds": {"auto": 39.9}}
+    found = findings.goals("convolution", True, {64: short, 512: summary})
+    assert [(each["batch"], each["figure"], each["met"]) for each in found] == [
+        (512, "auto_over_ddp", False),
+        (512, "auto_over_ideal", True),
+    ]
+    assert [each["goal"] for each in findings.goals("transformer", False, {512: summary})] == [1.02]
 
 
 @pytest.mark.parametrize(

@@ -7,40 +7,28 @@ once to its longest piece.
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed, nn
 
+from race import example
 from race.job import Job
 
-EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "python" / "text.py"
 MEGABATCH = 50  # batches that are sorted together: what length-grouped samplers take
-WARM_UP_STEPS = 15
 Batch = dict[str, torch.Tensor]
 Ranks = list[torch.Tensor]  # the indices of each rank's pieces, of one global batch
 Answer = tuple[dict[str, list[list[float]]], list[float]]
-
-
-def load_example() -> Any:
-    spec = importlib.util.spec_from_file_location("text_example", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Setting:
     """The same pieces, weights and optimizer for everybody."""
 
     def __init__(self, job: Job) -> None:
-        self.example = load_example()
+        self.example = example.load()
         self.data: Batch = self.example.pieces(job.batch * job.steps)
         torch.manual_seed(0)
         self.module: nn.Module = self.example.Transformer()
@@ -115,7 +103,7 @@ def ddp(job: Job) -> Answer:
         setting.optimizer.zero_grad()
         return float(loss.detach()) / job.parts
 
-    for ranks in deal(setting, job, 0)[:WARM_UP_STEPS]:
+    for ranks in deal(setting, job, 0)[: job.warm_up]:
         step(ranks)
     seconds, losses = timed(deal(setting, job, 1), step, distributed.barrier)
     loss = torch.tensor(losses[-1])
@@ -129,7 +117,7 @@ def paceline(job: Job) -> Answer:
     from paceline.torch import DataParallel
 
     setting = Setting(job)
-    with DataParallel(setting.module, job.devices) as trainer:
+    with DataParallel(setting.module, list(job.devices)) as trainer:
 
         def step(items: torch.Tensor) -> float:
             batch = setting.take(items)
@@ -138,7 +126,7 @@ def paceline(job: Job) -> Answer:
             setting.optimizer.zero_grad()
             return float(loss)
 
-        for items in setting.random_batches(0, job.batch)[:WARM_UP_STEPS]:
+        for items in setting.random_batches(0, job.batch)[: job.warm_up]:
             step(items)
         before = trainer.report()
         seconds, losses = timed(setting.random_batches(1, job.batch), step, lambda: None)
