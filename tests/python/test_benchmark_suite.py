@@ -155,6 +155,8 @@ def test_the_straggler_is_measured_and_drawn(tmp_path: Path) -> None:
             "12",
             "--batch",
             "64",
+            "--onsets",
+            "2",
             "--json",
             "--plot",
             str(picture),
@@ -169,6 +171,8 @@ def test_the_straggler_is_measured_and_drawn(tmp_path: Path) -> None:
     for policy in ("auto", "even"):
         assert all(result[policy][f"{third}_ms"] > 0 for third in ("before", "during", "after"))
         assert len(result[policy]["steps_to_recover"]) == 2
+    assert len(result["recovery"]["steps"]["each"]) == 2
+    assert all(late > -1e-3 for late in result["recovery"]["step_that_is_hit"]["each"])
     drawn = picture.read_text()
     assert "host:1, auto" in drawn
     assert len(drawn) < 60_000

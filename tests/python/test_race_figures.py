@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import race_gpu
-from race import findings
+from race import findings, recovery
 from race.figures import ratio_summary, steps_to_recover
 
 
@@ -57,6 +57,44 @@ def test_goals_count_for_long_steps_only() -> None:
         (512, "auto_over_ideal", True),
     ]
     assert [each["goal"] for each in findings.goals("transformer", False, {512: summary})] == [1.02]
+
+
+def micro_batch(device: str, items: tuple[int, int], start: float, duration: float, step: int = 7) -> dict[str, Any]:
+    return {
+        "kind": "micro_batch",
+        "device": device,
+        "step": step,
+        "begin": items[0],
+        "end": items[1],
+        "start_seconds": start,
+        "duration_seconds": duration,
+    }
+
+
+def test_a_step_is_late_by_what_its_devices_would_have_shared() -> None:
+    events = [
+        micro_batch("a", (0, 90), 1.0, 9.0, step=6),  # of an earlier step
+        {"kind": "step", "step": 7},
+        micro_batch("a", (0, 40), 10.0, 4.0),
+        micro_batch("b", (40, 80), 10.0, 8.0),
+    ]
+    hit = recovery.last_step(events)
+    assert hit.seconds == pytest.approx(8.0)
+    assert hit.ideal_seconds == pytest.approx(80 / (10 + 5))
+    assert hit.late_micro_batches == pytest.approx((8 - 80 / 15) / 8)
+    assert hit.largest_micro_batch == 40
+
+
+def test_recovery_is_judged_by_its_median_and_never_counts_as_long() -> None:
+    hits = [recovery.Hit(1.0, ideal, 0.5, 8) for ideal in (0.4, 0.75, 1.0)]
+    found = recovery.summary([2, None, 1], hits)
+    assert (found["steps"]["median"], found["steps"]["met"]) == (2, True)
+    assert (found["step_that_is_hit"]["late_micro_batches"], found["step_that_is_hit"]["met"]) == (0.5, True)
+    assert "2 steps (goal 2: met)" in recovery.text(found)
+    lost = recovery.summary([None, None, 1], [recovery.Hit(1.0, 0.2, 0.5, 8)])
+    assert (lost["steps"]["median"], lost["steps"]["met"]) == (None, False)
+    assert lost["step_that_is_hit"]["met"] is False
+    assert "never (goal 2: missed)" in recovery.text(lost)
 
 
 @pytest.mark.parametrize(
