@@ -126,12 +126,14 @@ def test_long_tables_are_cut_short_and_the_picture_is_shown() -> None:
                 "status": "passed",
                 "seconds": 1.0,
                 "command": [sys.executable, "/a/straggler.py", "--json"],
-                "result": {f"figure_{i}": i for i in range(100)},
+                "result": {"tables": {"batch 8": [["", "of ideal"], ["a|b", "0.98"]]}}
+                | {f"figure_{i}": i for i in range(100)},
             }
         ],
     }
     text = markdown(record)
     assert "(straggler-2026-01-01.svg)" in text
+    assert "batch 8:\n\n|  | of ideal |\n| --- | --- |\n| a\\|b | 0.98 |\n\n" in text
     assert "| figure 59 | 59 |" in text
     assert "figure 60" not in text
     assert "40 more are in the JSON." in text
