@@ -41,11 +41,11 @@ class Pinned:
         return self._run([placed], environment or {})[0]
 
     def ranks(self, jobs: Sequence[Job]) -> list[Answers]:
-        """One process of one thread per device, each a rank of DDP: they meet anew for each job."""
+        """One process of one thread per device, each a rank of DDP; they meet once."""
         self._meetings += 1
-        meeting = self._folder / f"rendezvous-{self._meetings}"
+        meeting = str(self._folder / f"rendezvous-{self._meetings}")
         places = [
-            [dataclasses.replace(job, rank=rank, rendezvous=f"{meeting}-{number}") for number, job in enumerate(jobs)]
+            [dataclasses.replace(job, rank=rank, rendezvous=meeting) for job in jobs]
             for rank in range(len(self.devices))
         ]
         return self.together(places)

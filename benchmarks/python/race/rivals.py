@@ -6,13 +6,12 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import distributed, nn
 
-from race import model
+from race import model, ranks
 from race.figures import median_interval
 from race.job import CHECKED_STEPS, Job, block_length
 
@@ -69,22 +68,13 @@ def cut(batch: model.Pair, parts: int) -> list[model.Pair]:
 def ddp(job: Job) -> Answer:
     """DistributedDataParallel over gloo: this process is one rank and runs its part of each batch on one thread."""
     torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{job.rendezvous}",
-        rank=job.rank,
-        world_size=job.parts,
-        timeout=timedelta(seconds=60),
-    )
-    # Gradients as views of the buckets saves a copy.
-    module = nn.parallel.DistributedDataParallel(model.network(job.network), gradient_as_bucket_view=True)
+    module = ranks.replicate(model.network(job.network), job)
     variant = Variant(plain_step(module, lambda batch: [cut(batch, job.parts)[job.rank]]), job)
     distributed.barrier()
     seconds = variant.run(job.steps)
     items = torch.empty(job.batch).tensor_split(job.parts)[job.rank].numel()
     loss = torch.tensor(variant.checked_loss * items / job.batch)
     distributed.all_reduce(loss)
-    distributed.destroy_process_group()
     return {"ddp": [seconds]}, [float(loss)]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import distributed, nn
 
 from race import example
 from race.job import Job
+from race.ranks import replicate
 
 MEGABATCH = 50  # batches that are sorted together: what length-grouped samplers take
 Batch = dict[str, torch.Tensor]
@@ -81,15 +81,8 @@ def ddp(job: Job) -> Answer:
         "text-ddp-balanced": balanced_ranks,
     }[job.rival]
     torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{job.rendezvous}",
-        rank=job.rank,
-        world_size=job.parts,
-        timeout=timedelta(seconds=60),
-    )
     setting = Setting(job)
-    module = nn.parallel.DistributedDataParallel(setting.module, gradient_as_bucket_view=True)
+    module = replicate(setting.module, job)
     lengths = setting.data["length"]
 
     def step(ranks: Ranks) -> float:
@@ -108,7 +101,6 @@ def ddp(job: Job) -> Answer:
     seconds, losses = timed(deal(setting, job, 1), step, distributed.barrier)
     loss = torch.tensor(losses[-1])
     distributed.all_reduce(loss)
-    distributed.destroy_process_group()
     return {job.rival: [seconds]}, [float(loss)]
 
 
