@@ -26,52 +26,38 @@ from pathlib import Path
 from typing import Any
 
 import paceline
-from race import host, processes
+from race import host
+from race.command import in_turn
 from race.figures import spread
 from race.job import Job
+from race.pinned import Answers, Pinned
 
 SIZES = [1 << power for power in range(10, 29, 2)]  # 1 KiB to 256 MiB
 SHORT_SIZES = [1 << 10, 1 << 20]
-PROCESS_SECONDS = 240  # after which a process counts as hung
 
 
 class Race:
     """Both rivals on two devices of this machine."""
 
     def __init__(self, args: argparse.Namespace, devices: list[paceline.Device], folder: Path) -> None:
-        self._devices = devices
-        self._folder = folder
-        self._environment = {
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-            "OMP_NUM_THREADS": "1",
-        }
-        self._job = Job(
-            rival="all-reduce-paceline",
-            folder=str(folder),
-            cores=[core for device in devices for core in device.cores],
-            devices=[device.name for device in devices],
-            batch=1,
-            steps=args.calls,
-            parts=len(devices),
-            sizes=SHORT_SIZES if args.short else SIZES,
-        )
-        self.torch_version = ""
+        self.pinned = Pinned(devices, folder, busy=False, environment={"OMP_NUM_THREADS": "1"})
+        sizes = SHORT_SIZES if args.short else SIZES
+        self._job = Job("all-reduce-paceline", str(folder), batch=1, steps=args.calls, parts=len(devices), sizes=sizes)
         self.seconds: dict[str, dict[int, list[float]]] = {"gloo": defaultdict(list), "paceline": defaultdict(list)}
 
     def round(self, number: int) -> None:
-        rendezvous = str(self._folder / f"rendezvous-{number}")
-        ranks = [
-            dataclasses.replace(
-                self._job, rival="all-reduce-gloo", cores=list(device.cores), rank=rank, rendezvous=rendezvous
-            )
-            for rank, device in enumerate(self._devices)
-        ]
-        rivals = [("gloo", ranks), ("paceline", [self._job])]
-        for name, jobs in rivals if number % 2 == 0 else reversed(rivals):
-            answers, self.torch_version = processes.run(jobs, self._environment, [], PROCESS_SECONDS)
-            for size in self._job.sizes:
-                calls = zip(*(answer["blocks"][str(size)][0] for answer in answers), strict=True)
-                self.seconds[name][size].append(statistics.median(map(max, calls)))
+        in_turn([self._gloo, self._paceline], number)
+
+    def _gloo(self) -> None:
+        self._add("gloo", self.pinned.ranks([dataclasses.replace(self._job, rival="all-reduce-gloo")]))
+
+    def _paceline(self) -> None:
+        self._add("paceline", [self.pinned.one([self._job])])
+
+    def _add(self, name: str, processes: list[Answers]) -> None:
+        for size in self._job.sizes:
+            calls = zip(*(answers[0]["blocks"][str(size)][0] for answers in processes), strict=True)
+            self.seconds[name][size].append(statistics.median(map(max, calls)))
 
     def rows(self) -> list[dict[str, Any]]:
         rows = []
@@ -122,7 +108,7 @@ def main() -> int:
     rows = race.rows()
     print(table(rows))
     if args.json:
-        versions = {"paceline": paceline.__version__, "torch": race.torch_version, "python": platform.python_version()}
+        versions = {"paceline": paceline.__version__, **race.pinned.versions, "python": platform.python_version()}
         setting = {"load_before": round(load, 2), "hardware": host.hardware(devices), "versions": versions}
         print(json.dumps({"sizes": rows, "rounds": args.rounds, **setting}))
     return 0

@@ -1,39 +1,45 @@
-"""Races paceline against PyTorch's DistributedDataParallel, and against one process with many threads.
+"""Races paceline against DistributedDataParallel, JAX, and one process with many threads.
 
-    python race_ddp.py                 nobody else on the machine, which must be true
-    python race_ddp.py --busy          with a busy loop on the last core
+    python race_ddp.py                                    nobody else on the machine, which must be true
+    python race_ddp.py --busy                             with a busy loop on the last core
+    python race_ddp.py --network transformer --batch 64,512,4096
 
-All train the same network on the same data with the same global batch and optimizer, each in processes of its own,
-while nobody else runs: DDP as one process per core, pinned, one thread each, over gloo; one process with a thread per
-core; paceline with even and with balanced shares, in turns in one process. The ideal is the sum of what each core does
-alone under the same load, one core after the other. Two more figures say what it is made of: the same sum in
-micro-batches of a device's size, which fit caches better, and the sum while all cores compute at the same time, in
-processes that share nothing: less than the ideal where cores share caches, memory or a core of the host. Figures are
-samples per second: medians over rounds, ± half of their range. A virtual machine also says how much of its cores' time
-the host gave to others meanwhile (steal in /proc/stat): above a few percent rivals did not meet the same machine.
+All train the same network from the same weights on the same data with the same global batch and optimizer, each in processes of its own,
+while nobody else runs, and must have the same loss after some steps. DDP: one process per core, pinned, one thread each, over gloo. One
+process with a thread per core. JAX, where it is installed (pip install 'jax[cpu]'): one process, a device per core, the batch sharded over
+them. paceline: even and balanced shares, in turns in one process. Rounds go in turns, each in another order; in a round each rival runs all
+batch sizes, smallest first, with fewer steps where batches are larger than 512.
 
-Environment: OMP_NUM_THREADS and all that places threads is taken away, then OMP_NUM_THREADS is 1 for DDP and for a core
-alone, and the number of cores for the process with threads. DDP gets GLOO_SOCKET_IFNAME=lo unless it is set. --malloc
-sets MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_ for every rival, so that glibc keeps freed
-memory instead of returning it and taking page faults at every step.
+The ideal is the sum of what each core does alone under the same load, one core after the other. Two more figures say what it is made of:
+the same sum in micro-batches of a device's size, which fit caches better, and the sum while all cores compute at the same time, in
+processes that share nothing: less than the ideal where cores share caches, memory or a core of the host. Figures are medians over rounds, ±
+half of their range. A virtual machine also says how much of its cores' time the host gave to others meanwhile (steal in /proc/stat): above a
+few percent rivals did not meet the same machine.
+
+With several sizes it says below which step one should not split: where balanced shares do not beat the fastest core alone.
+
+Environment: OMP_NUM_THREADS and all that places threads is taken away, then OMP_NUM_THREADS is 1 for DDP and for a core alone, and the
+number of cores for the process with threads. DDP gets GLOO_SOCKET_IFNAME=lo unless it is set. --malloc sets MALLOC_MMAP_THRESHOLD_,
+MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_ for every rival, so that glibc keeps freed memory instead of returning it and taking page faults at
+every step.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
-import os
-import platform
-import sys
 import tempfile
-import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, get_args
 
-import paceline
-from race import data, host, processes
-from race.job import Job
-from race.results import Blocks, Results
+from race import command, data, findings
+from race.command import Command
+from race.job import CHECKED_STEPS, Job, Network, steps_for
+from race.pinned import Answers, Pinned
+from race.results import HEAD, Blocks, Results
 
 # The largest threshold that glibc takes on 64-bit machines is 32 MiB.
 MALLOC = {
@@ -41,160 +47,154 @@ MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-PROCESS_SECONDS = 120  # after which a process counts as hung
+NO_JAX = "JAX is not installed (pip install 'jax[cpu]')"
 
 
 class Race:
-    """The rivals on some devices of this machine."""
+    """The rivals on some devices of this machine, with batches of some sizes."""
 
-    def __init__(self, args: argparse.Namespace, devices: list[paceline.Device], folder: Path) -> None:
-        self._devices = devices
-        self._environment = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")} | (
-            MALLOC if args.malloc else {}
-        )
-        self._busy_cores = list(devices[-1].cores) if args.busy else []
-        self._folder = folder
-        self._count = 0
-        self._loss: float | None = None
-        self.torch_version = ""
-        self.results = Results(args.batch, args.busy)
-        self._job = Job(
-            rival="paceline",
-            folder=str(folder),
-            cores=[core for device in devices for core in device.cores],
-            devices=[device.name for device in devices],
-            batch=args.batch,
-            steps=args.steps,
-            parts=len(devices),
-        )
+    def __init__(self, args: argparse.Namespace, pinned: Pinned, folder: Path) -> None:
+        self._pinned = pinned
+        self._args = args
+        self._parts = len(pinned.devices)
+        self._losses: dict[int, float] = {}
+        self.results = {batch: Results(batch) for batch in args.batch}
+        self.skipped = {} if importlib.util.find_spec("jax") else {"jax": NO_JAX}
+        self._jobs = [
+            Job(
+                rival="paceline",
+                folder=str(folder),
+                network=args.network,
+                batch=batch,
+                steps=steps_for(batch, args.steps),
+                warm_up=steps_for(batch, Job.warm_up),
+                parts=self._parts,
+            )
+            for batch in args.batch
+        ]
 
     def round(self, number: int) -> None:
-        """Every rival once, each round in another order."""
-        rivals = [self.ddp, self.threads, self.paceline, self.alone, self.together]
-        first = number % len(rivals)
-        for rival in rivals[first:] + rivals[:first]:
-            rival()
+        rivals: list[Callable[[], None]] = [self.ddp, self.threads, self.jax, self.paceline, self.alone, self.together]
+        if "jax" in self.skipped:
+            rivals.remove(self.jax)
+        command.in_turn(rivals, number)
 
     def ddp(self) -> None:
-        self._count += 1
-        rendezvous = str(self._folder / f"rendezvous-{self._count}")
-        jobs = [
-            dataclasses.replace(self._job, rival="ddp", cores=list(device.cores), rank=rank, rendezvous=rendezvous)
-            for rank, device in enumerate(self._devices)
-        ]
-        self.results.add(self._run(jobs, {"OMP_NUM_THREADS": "1"}))
+        jobs = self._told(rival="ddp")
+        self._add(jobs, self._pinned.ranks(jobs)[0])
 
     def threads(self) -> None:
-        job = dataclasses.replace(self._job, rival="threads", parts=len(self._job.cores))
-        self.results.add(self._run([job], {"OMP_NUM_THREADS": str(job.parts)}))
+        jobs = self._told(rival="threads", parts=len(self._pinned.cores))
+        self._add(jobs, self._pinned.one(jobs, {"OMP_NUM_THREADS": str(len(self._pinned.cores))}))
+
+    def jax(self) -> None:
+        jobs = self._told(rival="jax")
+        devices = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={self._parts}"}
+        self._add(jobs, self._pinned.one(jobs, devices))
 
     def paceline(self) -> None:
-        self.results.add(self._run([self._job], {}))
+        self._add(self._jobs, self._pinned.one(self._jobs))
 
     def alone(self) -> None:
-        for device in self._devices:
-            job = dataclasses.replace(self._job, rival="alone", cores=list(device.cores))
-            self.results.add_alone(device.name, self._run([job], {"OMP_NUM_THREADS": "1"}))
+        jobs = self._short(rival="alone")
+        for device in self._pinned.devices:
+            for batch, blocks in self._checked(jobs, self._pinned.alone(device, jobs)):
+                self.results[batch].add_alone(device.name, blocks)
 
     def together(self) -> None:
+        jobs = self._short(rival="together")
         # Half of the time for a slow core's warm-up, half to measure.
-        job = dataclasses.replace(self._job, rival="together", seconds=3.0 + 0.1 * self._job.steps)
-        jobs = [dataclasses.replace(job, cores=list(device.cores)) for device in self._devices]
-        self.results.add_together(self._run_all(jobs, {"OMP_NUM_THREADS": "1"}))
+        jobs = [dataclasses.replace(job, seconds=2.0 + 0.1 * job.steps + 1e-3 * job.batch) for job in jobs]
+        processes = self._pinned.together([jobs] * self._parts)
+        checked = [self._checked(jobs, answers) for answers in processes]
+        for batch, *blocks in ((same[0][0], *(each for _, each in same)) for same in zip(*checked, strict=True)):
+            self.results[batch].add_together(blocks)
 
     def ratio(self, seconds: float, tolerance: float) -> None:
-        """Only auto against even, for longer."""
-        job = dataclasses.replace(self._job, rival="ratio", seconds=seconds, tolerance=tolerance)
-        self.results.replace_ratios(self._run([job], {}, seconds))
+        """Only auto against even, for longer, with the batch in the middle."""
+        middle = self._jobs[len(self._jobs) // 2]
+        job = dataclasses.replace(middle, rival="ratio", seconds=seconds, tolerance=tolerance)
+        for batch, blocks in self._checked([job], self._pinned.one([job])):
+            self.results[batch].replace_ratios(blocks)
 
-    def _run(self, jobs: list[Job], environment: dict[str, str], seconds: float = 0.0) -> Blocks:
-        return self._run_all(jobs, environment, seconds)[0]
+    def _told(self, **changes: Any) -> list[Job]:
+        return [dataclasses.replace(job, **changes) for job in self._jobs]
 
-    def _run_all(self, jobs: list[Job], environment: dict[str, str], seconds: float = 0.0) -> list[Blocks]:
-        deadline = PROCESS_SECONDS + seconds
-        before = host.core_seconds(self._job.cores)
-        answers, self.torch_version = processes.run(jobs, self._environment | environment, self._busy_cores, deadline)
-        self.results.add_host(jobs[0].rival, before, host.core_seconds(self._job.cores))
-        for loss in answers[0]["losses"]:
-            if self._loss is None:
-                self._loss = loss
-            # Float32 sums in another order differ in the sixth digit.
-            if abs(loss - self._loss) > 1e-3 * self._loss:
-                raise RuntimeError(
-                    f"{jobs[0].rival} does other work: its loss after the first steps is {loss}, not {self._loss}"
-                )
-        return [answer["blocks"] for answer in answers]
+    def _short(self, **changes: Any) -> list[Job]:
+        """Of one core by itself, which has nothing to learn: more of its steps would take time from those who race."""
+        return [
+            dataclasses.replace(job, steps=-(-job.steps // 2), warm_up=CHECKED_STEPS, **changes) for job in self._jobs
+        ]
+
+    def _add(self, jobs: Sequence[Job], answers: Answers) -> None:
+        for batch, blocks in self._checked(jobs, answers):
+            self.results[batch].add(blocks)
+
+    def _checked(self, jobs: Sequence[Job], answers: Answers) -> list[tuple[int, Blocks]]:
+        """The blocks of each batch size, of a process that did the same work as all before it."""
+        for job, answer in zip(jobs, answers, strict=True):
+            for loss in answer["losses"]:
+                expected = self._losses.setdefault(job.batch, loss)
+                # Float32 sums in another order differ in the sixth digit.
+                if abs(loss - expected) > 1e-3 * expected:
+                    raise RuntimeError(
+                        f"{job.rival} does other work: at batch {job.batch} its loss after the first steps is {loss}, not {expected}"
+                    )
+        return [(job.batch, answer["blocks"]) for job, answer in zip(jobs, answers, strict=True)]
 
 
 def main() -> int:
     args = arguments()
-    begin = time.monotonic()
-    devices = paceline.devices()[: args.cores]
-    if len(devices) < 2 or not all(device.cores for device in devices):
-        print("The race needs two cores or more that processes can be pinned to.", file=sys.stderr)
-        return 2
-    load = os.getloadavg()[0]
-    if load > 0.2:
-        print(
-            f"note: the load average is {load:.1f} before the race: somebody else computes here, or did a minute ago",
-            file=sys.stderr,
-        )
+    run = Command(args)
+    environment = MALLOC if args.malloc else {}
     with tempfile.TemporaryDirectory(prefix="race") as name:
-        data.save(Path(name))
-        race = Race(args, devices, Path(name))
-        reserved = 0.0 if args.busy else args.ratio_seconds
-        longest = 0.0
-        for number in range(args.rounds):
-            left = args.time_limit - reserved - (time.monotonic() - begin)
-            if number > 0 and longest > left:
-                print(f"time is up after {number} rounds of {args.rounds}", file=sys.stderr)
-                break
-            start = time.monotonic()
-            race.round(number)
-            longest = max(longest, time.monotonic() - start)
-            print(f"round {number + 1} of {args.rounds}: {time.monotonic() - start:.0f} s", file=sys.stderr)
-        if not args.busy and args.ratio_seconds > 0:
-            race.ratio(args.ratio_seconds, args.tolerance)
-    names = ", ".join(device.name for device in devices)
-    neighbour = f"a busy loop on {devices[-1].name}" if args.busy else "quiet"
-    print(f"\ndigits, batch {args.batch}, {names}, {neighbour}; medians of rounds of {args.steps} steps\n")
-    print(race.results.table())
+        data.save(Path(name), args.network)
+        pinned = Pinned(run.devices, Path(name), busy=args.busy, environment=environment)
+        race = Race(args, pinned, Path(name))
+        ratio_seconds = 0.0 if args.busy else args.ratio_seconds
+        run.rounds(race.round, reserved_seconds=ratio_seconds)
+        if ratio_seconds > 0:
+            race.ratio(ratio_seconds, args.tolerance)
+    summaries = {batch: results.summary() for batch, results in race.results.items()}
+    splitting, goals = findings.splitting(summaries), findings.goals(args.network, args.busy, summaries)
+    for batch, results in race.results.items():
+        print(f"\n{args.network}, batch {batch}, {run.place()}\n\n{results.text()}")
+    print(f"\n{findings.splitting_text(splitting, min(summaries))}\n{findings.goals_text(goals)}")
+    if stolen := pinned.stolen():
+        parts = ", ".join(f"{rival} {part:.1%}" for rival, part in stolen.items())
+        print(f"time of these cores that the host gave to others: {parts}")
+    for why in race.skipped.values():
+        print(f"{why}: skipped")
     if args.json:
-        versions = {"paceline": paceline.__version__, "torch": race.torch_version, "python": platform.python_version()}
-        settings = {
-            "batch": args.batch,
-            "steps": args.steps,
-            "environment": MALLOC if args.malloc else {},
-            "load_before": round(load, 2),
-            "seconds": round(time.monotonic() - begin, 1),
-            "hardware": host.hardware(devices),
-            "versions": versions,
+        result = {
+            "network": args.network,
+            "tables": {f"batch {batch}": [HEAD, *results.rows()] for batch, results in race.results.items()},
+            "goals": goals,
+            "splitting": splitting,
+            "auto_over_even": {
+                f"batch {batch}": [each["auto_over_even"], *(each["auto_over_even_interval"] or [])]
+                for batch, each in summaries.items()
+            },
+            "batches": summaries,
+            "stolen": {rival: round(part, 4) for rival, part in pinned.stolen().items()},
+            "skipped": race.skipped,
+            "environment": environment,
         }
-        print(json.dumps(race.results.summary() | settings))
+        print(json.dumps(result | run.record(pinned.versions)))
     return 0
 
 
 def arguments() -> argparse.Namespace:
-    text = __doc__ or ""
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--busy", action="store_true", help="hold a busy loop on the last core while anything is measured"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=40, help="measured in each round, after 15 to warm up (default: 40)"
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="of every rival, in fresh processes (default: 5)")
-    parser.add_argument("--batch", type=int, default=512, help="global batch (default: 512)")
-    parser.add_argument("--cores", type=int, default=2, help="how many devices to race on (default: 2)")
+    steps = (40, "measured in each round, after 15 to warm up, of batches up to 512")
+    parser = command.parser(__doc__, steps=steps, time_limit=240.0)
+    parser.add_argument("--network", choices=get_args(Network), default="convolution", help="(default: convolution)")
+    parser.add_argument("--batch", default="512", metavar="SIZE,...", help="global batches (default: 512)")
     parser.add_argument("--malloc", action="store_true", help="set MALLOC_* for every rival, see above")
-    parser.add_argument(
-        "--time-limit", type=float, default=240.0, help="seconds after which no further round starts (default: 240)"
-    )
     parser.add_argument(
         "--ratio-seconds",
         type=float,
         default=60.0,
-        help="at most, without --busy, on auto against even alone (default: 60)",
+        help="at most, without --busy, on auto against even alone, with the batch in the middle (default: 60)",
     )
     parser.add_argument(
         "--tolerance",
@@ -202,15 +202,19 @@ def arguments() -> argparse.Namespace:
         default=0.003,
         help="half width of its 95 %% interval that ends that sooner (default: 0.003)",
     )
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
-    if min(args.steps, args.rounds, args.batch, args.cores) < 1:
+    try:
+        args.batch = sorted({int(size) for size in args.batch.split(",")})
+    except ValueError:
+        parser.error(f"--batch takes numbers with commas between them, not {args.batch}")
+    if min(args.steps, args.rounds, args.cores, *args.batch) < 1:
         parser.error("--steps, --rounds, --batch and --cores must be at least 1")
+    if any(size % args.cores for size in args.batch):
+        parser.error(
+            "--batch must be multiples of --cores: JAX shards evenly, and DDP's mean over ranks then is that of the batch"
+        )
     return args
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except RuntimeError as error:
-        sys.exit(f"race_ddp: {error}")
+    command.finish("race_ddp", main)

@@ -19,20 +19,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import platform
 import statistics
-import sys
 import tempfile
-import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import paceline
-from race import host, processes
+from race import command
+from race.command import Command
 from race.figures import spread
 from race.job import Job, Rival
+from race.pinned import Answers, Pinned
 
 LABELS: dict[Rival, str] = {
     "text-ddp-random": "DDP, gloo, random batches",
@@ -41,75 +38,47 @@ LABELS: dict[Rival, str] = {
     "text-paceline": "paceline, cost=",
 }
 FIGURES = ("split_of_ideal", "padded", "contiguous", "error")
-PROCESS_SECONDS = 300  # after which a process counts as hung
 
 
 class TextRace:
     """The rivals on some devices of this machine."""
 
-    def __init__(self, args: argparse.Namespace, devices: list[paceline.Device], folder: Path) -> None:
-        self._devices = devices
-        self._folder = folder
-        self._environment = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
-        self._busy_cores = list(devices[-1].cores) if args.busy else []
-        self._count = 0
-        self.torch_version = ""
+    def __init__(self, args: argparse.Namespace, pinned: Pinned, folder: Path) -> None:
+        self._pinned = pinned
         self.milliseconds: dict[str, list[float]] = defaultdict(list)  # by rival, and by device alone
         self.figures: dict[str, list[float]] = defaultdict(list)
         self._job = Job(
-            rival="text-paceline",
-            folder=str(folder),
-            cores=[core for device in devices for core in device.cores],
-            devices=[device.name for device in devices],
-            batch=args.batch,
-            steps=args.steps,
-            parts=len(devices),
+            rival="text-paceline", folder=str(folder), batch=args.batch, steps=args.steps, parts=len(pinned.devices)
         )
 
     def round(self, number: int) -> None:
-        """Every rival once, each round in another order."""
-        rivals = [*(lambda rival=rival: self.run(rival) for rival in LABELS), self.alone]
-        first = number % len(rivals)
-        for rival in rivals[first:] + rivals[:first]:
-            rival()
+        command.in_turn([*(lambda rival=rival: self.run(rival) for rival in LABELS), self.alone], number)
 
     def run(self, rival: Rival) -> None:
         jobs = [dataclasses.replace(self._job, rival=rival)]
-        environment = {}
-        if rival != "text-paceline":
-            self._count += 1
-            rendezvous = str(self._folder / f"rendezvous-{self._count}")
-            jobs = [
-                dataclasses.replace(jobs[0], cores=list(device.cores), rank=rank, rendezvous=rendezvous)
-                for rank, device in enumerate(self._devices)
-            ]
-            environment = {"OMP_NUM_THREADS": "1"}
-        blocks = self._measure(jobs, environment)
+        processes = [self._pinned.one(jobs)] if rival == "text-paceline" else self._pinned.ranks(jobs)
+        blocks = self._checked(rival, processes)
         self.milliseconds[rival].append(1e3 * statistics.mean(blocks[rival][0]))
         for name, value in zip(FIGURES, blocks.get("figures", [[]])[0], strict=False):
             self.figures[name].append(value)
 
     def alone(self) -> None:
-        for device in self._devices:
-            job = dataclasses.replace(
-                self._job, rival="text-alone", cores=list(device.cores), devices=[device.name], parts=1
-            )
-            blocks = self._measure([job], {})
+        job = dataclasses.replace(self._job, rival="text-alone", parts=1)
+        for device in self._pinned.devices:
+            blocks = self._checked("text-alone", [self._pinned.alone(device, [job])])
             self.milliseconds[device.name].append(1e3 * statistics.mean(blocks["text-alone"][0]))
 
-    def _measure(self, jobs: list[Job], environment: dict[str, str]) -> dict[str, list[list[float]]]:
-        answers, self.torch_version = processes.run(
-            jobs, self._environment | environment, self._busy_cores, PROCESS_SECONDS
-        )
-        for answer in answers:
+    def _checked(self, rival: Rival, processes: list[Answers]) -> dict[str, list[list[float]]]:
+        """What the first process measured, if all have learnt."""
+        for (answer,) in processes:
             if not all(0.0 < loss < 6.0 for loss in answer["losses"]):  # 5.5 is what knowing nothing of bytes costs
-                raise RuntimeError(f"{jobs[0].rival} does not learn: its last loss is {answer['losses']}")
-        blocks: dict[str, list[list[float]]] = answers[0]["blocks"]
+                raise RuntimeError(f"{rival} does not learn: its last loss is {answer['losses']}")
+        blocks: dict[str, list[list[float]]] = processes[0][0]["blocks"]
         return blocks
 
     def summary(self) -> dict[str, Any]:
         medians = {name: statistics.median(values) for name, values in self.milliseconds.items()}
-        ideal = 1 / sum(1 / medians[device.name] for device in self._devices)
+        ideal = 1 / sum(1 / medians[device.name] for device in self._pinned.devices)
         mine = medians["text-paceline"]
         return {
             "milliseconds": {name: round(value, 2) for name, value in medians.items()},
@@ -132,7 +101,7 @@ class TextRace:
                 f"{label:<40}{medians[rival]:>9.1f}  {spread_text:>7}  {faster:>12}  {ideal / medians[rival]:>8.3f}"
             )
         lines.append(f"{'ideal: each core alone, summed':<40}{ideal:>9.1f}")
-        lines += [f"{'  ' + device.name + ' alone':<40}{medians[device.name]:>9.1f}" for device in self._devices]
+        lines += [f"{'  ' + device.name + ' alone':<40}{medians[device.name]:>9.1f}" for device in self._pinned.devices]
         lines.append(f"split: {summary['split_of_ideal']:.4f} of ideal (busy time over the time that devices had)")
         lines.append(
             f"padding: {summary['padded']:.3f} times the pieces' own tokens; in slices of the batch as it came "
@@ -143,57 +112,24 @@ class TextRace:
 
 def main() -> int:
     args = arguments()
-    begin = time.monotonic()
-    devices = paceline.devices()[: args.cores]
-    if len(devices) < 2 or not all(device.cores for device in devices):
-        print("The race needs two cores or more that processes can be pinned to.", file=sys.stderr)
-        return 2
-    load = os.getloadavg()[0]
-    if load > 0.2:
-        print(
-            f"note: the load average is {load:.1f} before the race: somebody else computes here, or did a minute ago",
-            file=sys.stderr,
-        )
+    run = Command(args)
     with tempfile.TemporaryDirectory(prefix="race") as name:
-        race = TextRace(args, devices, Path(name))
-        for number in range(args.rounds):
-            start = time.monotonic()
-            race.round(number)
-            print(f"round {number + 1} of {args.rounds}: {time.monotonic() - start:.0f} s", file=sys.stderr)
-    neighbour = f"a busy loop on {devices[-1].name}" if args.busy else "quiet"
-    print(f"\ntext, {args.batch} pieces a step, {', '.join(device.name for device in devices)}, {neighbour}\n")
+        pinned = Pinned(run.devices, Path(name), busy=args.busy, environment={})
+        race = TextRace(args, pinned, Path(name))
+        run.rounds(race.round)
+    print(f"\ntext, {args.batch} pieces a step, {run.place()}\n")
     print(race.table())
     if args.json:
-        settings = {
-            "busy": args.busy,
-            "batch": args.batch,
-            "steps": args.steps,
-            "load_before": round(load, 2),
-            "seconds": round(time.monotonic() - begin, 1),
-            "hardware": host.hardware(devices),
-            "versions": {
-                "paceline": paceline.__version__,
-                "torch": race.torch_version,
-                "python": platform.python_version(),
-            },
-            "milliseconds_of_rounds": {
-                name: [round(one, 2) for one in values] for name, values in race.milliseconds.items()
-            },
-        }
-        print(json.dumps(race.summary() | settings))
+        rounds = {name: [round(one, 2) for one in values] for name, values in race.milliseconds.items()}
+        settings = {"batch": args.batch, "milliseconds_of_rounds": rounds}
+        print(json.dumps(race.summary() | settings | run.record(pinned.versions)))
     return 0
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--busy", action="store_true", help="hold a busy loop on the last core while anything is measured"
-    )
-    parser.add_argument("--steps", type=int, default=60, help="of an epoch, which is measured each round (default: 60)")
-    parser.add_argument("--rounds", type=int, default=5, help="of every rival, in fresh processes (default: 5)")
+    steps = (60, "of an epoch, which is measured each round")
+    parser = command.parser(__doc__, steps=steps, time_limit=600.0)
     parser.add_argument("--batch", type=int, default=64, help="pieces of a global batch (default: 64)")
-    parser.add_argument("--cores", type=int, default=2, help="how many devices to race on (default: 2)")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     if min(args.steps, args.rounds, args.batch, args.cores) < 1:
         parser.error("--steps, --rounds, --batch and --cores must be at least 1")
@@ -201,7 +137,4 @@ def arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except RuntimeError as error:
-        sys.exit(f"race_text: {error}")
+    command.finish("race_text", main)

@@ -3,8 +3,11 @@
     python straggler.py --plot straggler.svg --json
 
 Trains the network of the races on two host devices or more, first with automatic, then with even shares. In the middle third a busy loop
-holds the last core. Says how long a step took before, during and after, and how many steps automatic shares needed to be as fast as they
-then stay; draws both. A step is forward, backward and the optimizer.
+holds the last core. Says how long a step took before, during and after; draws both. A step is forward, backward and the optimizer.
+
+Then lets the busy loop come and go several times (--onsets) and says, of each time that it came: how many steps automatic shares needed to be
+within five percent of as fast as they then stay, and how far behind the ideal the very step ended that was hit, in the longest of its
+micro-batches. The ideal of that step: all devices end together, at the speeds that they had in it.
 """
 
 from __future__ import annotations
@@ -26,12 +29,13 @@ import torch
 
 import paceline
 from paceline.torch import DataParallel
-from race import data, host, model
+from race import data, host, model, recovery
 from race.figures import steps_to_recover
 from race.processes import busy_loop
 
 WARM_UP_STEPS = 15
 POLICIES = ("auto", "even")
+ONSET_STEPS = 12  # calm, and then slow, of each further time that the straggler comes
 _WINDOW = 5  # steps that the line of step times is the median of
 
 
@@ -41,6 +45,8 @@ class Run:
 
     shares: list[dict[str, int]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    onsets: list[int] = field(default_factory=list)  # the steps in which the busy loop came
+    hits: list[recovery.Hit] = field(default_factory=list)  # those steps
 
     def summary(self, slow: range) -> dict[str, Any]:
         """Medians over the second half of each third, by when whoever adapts has done so."""
@@ -56,33 +62,43 @@ class Run:
         }
 
 
-def train(policy: Any, names: list[str], batches: list[model.Pair], steps: int, slow: range, cores: list[int]) -> Run:
+def train(policy: Any, names: list[str], batches: list[model.Pair], phases: list[int], cores: list[int]) -> Run:
+    """Steps of each phase, calm and with the busy loop by turns, after the warm-up."""
     run = Run()
     network = model.network()
     with DataParallel(network, names, balance=policy) as trainer:
         optimizer = model.optimizer(network)
         endless: Iterator[model.Pair] = itertools.cycle(batches)
 
-        def step(batch: model.Pair) -> None:
-            start = time.perf_counter()
-            trainer.step(model.loss_fn, batch)
-            optimizer.step()
-            optimizer.zero_grad()
-            run.seconds.append(time.perf_counter() - start)
-            run.shares.append(trainer.shares)
+        def steps(count: int) -> None:
+            for batch in itertools.islice(endless, count):
+                start = time.perf_counter()
+                trainer.step(model.loss_fn, batch)
+                optimizer.step()
+                optimizer.zero_grad()
+                run.seconds.append(time.perf_counter() - start)
+                run.shares.append(trainer.shares)
 
-        for batch in itertools.islice(endless, WARM_UP_STEPS):
-            step(batch)
+        steps(WARM_UP_STEPS)
         run.seconds.clear()
         run.shares.clear()
-        for batch in itertools.islice(endless, slow.start):
-            step(batch)
-        with busy_loop(cores):
-            for batch in itertools.islice(endless, len(slow)):
-                step(batch)
-        for batch in itertools.islice(endless, steps - slow.stop):
-            step(batch)
+        for number, count in enumerate(phases):
+            if number % 2 == 0:
+                steps(count)
+                continue
+            run.onsets.append(len(run.seconds))
+            with busy_loop(cores):
+                steps(1)
+                run.hits.append(recovery.last_step(trainer.events()))
+                steps(count - 1)
     return run
+
+
+def recoveries(names: list[str], batches: list[model.Pair], onsets: int, cores: list[int]) -> dict[str, Any]:
+    """What comes of a straggler that comes several times, with automatic shares."""
+    run = train("auto", names, batches, [ONSET_STEPS, ONSET_STEPS] * onsets, cores)
+    steps = [steps_to_recover(run.seconds, onset, onset + ONSET_STEPS) for onset in run.onsets]
+    return recovery.summary(steps, run.hits)
 
 
 def draw(runs: dict[str, Run], slow: range, straggler: str, path: Path) -> None:
@@ -108,7 +124,10 @@ def draw(runs: dict[str, Run], slow: range, straggler: str, path: Path) -> None:
         calm = [1e3 * seconds for seconds in running_median(runs[policy].seconds)]
         highest = max(highest, *calm)
         below.plot(range(1, count + 1), calm, color=color, lw=1.5, label=policy)
-    below.set(ylabel="time of a step (ms)", xlabel="step", ylim=(0, 1.1 * highest), xlim=(0.5, count + 0.5))
+    # Of auto each step, too: the line, a median, would hide the one that is hit.
+    each = [1e3 * seconds for seconds in runs["auto"].seconds]
+    below.plot(range(1, count + 1), each, "o", color="black", ms=2.5, alpha=0.4, mew=0, label="auto, each step")
+    below.set(ylabel="time of a step (ms)", xlabel="step", ylim=(0, 1.2 * highest), xlim=(0.5, count + 0.5))
     for axes in (above, below):
         axes.axvspan(slow.start + 0.5, slow.stop + 0.5, color="tab:red", alpha=0.12, lw=0)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
@@ -132,13 +151,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="straggler") as folder:
         data.save(Path(folder))
         batches = model.batches(folder, args.batch)
-    runs = {
-        policy: train(policy, [device.name for device in devices], batches, args.steps, slow, list(devices[-1].cores))
-        for policy in POLICIES
-    }
+    names, cores = [device.name for device in devices], list(devices[-1].cores)
+    phases = [slow.start, len(slow), args.steps - slow.stop]
+    runs = {policy: train(policy, names, batches, phases, cores) for policy in POLICIES}
     summaries = {policy: run.summary(slow) for policy, run in runs.items()}
+    recovered = recoveries(names, batches, args.onsets, cores)
     for policy, summary in summaries.items():
         print(f"{policy}: " + ", ".join(f"{name} {value}" for name, value in summary.items()))
+    print(recovery.text(recovered))
     if args.plot:
         draw(runs, slow, devices[-1].name, args.plot)
     if args.json:
@@ -146,6 +166,7 @@ def main() -> int:
             json.dumps(
                 {
                     **summaries,
+                    "recovery": recovered,
                     "batch": args.batch,
                     "steps": args.steps,
                     "slow_steps": [slow.start, slow.stop],
@@ -164,13 +185,14 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150, help="of each way to split (default: 150)")
+    parser.add_argument("--onsets", type=int, default=7, help="further times that the straggler comes (default: 7)")
     parser.add_argument("--batch", type=int, default=512, help="items of a step (default: 512)")
     parser.add_argument("--cores", type=int, default=2, help="how many devices (default: 2)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg, .png or .pdf")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
-    if args.steps < 9 or min(args.batch, args.cores) < 1:
-        parser.error("--steps must be at least 9, --batch and --cores at least 1")
+    if args.steps < 9 or min(args.onsets, args.batch, args.cores) < 1:
+        parser.error("--steps must be at least 9, --onsets, --batch and --cores at least 1")
     return args
 
 

@@ -128,12 +128,14 @@ def test_long_tables_are_cut_short_and_the_picture_is_shown() -> None:
                 "status": "passed",
                 "seconds": 1.0,
                 "command": [sys.executable, "/a/straggler.py", "--json"],
-                "result": {f"figure_{i}": i for i in range(100)},
+                "result": {"tables": {"batch 8": [["", "of ideal"], ["a|b", "0.98"]]}}
+                | {f"figure_{i}": i for i in range(100)},
             }
         ],
     }
     text = markdown(record)
     assert "(straggler-2026-01-01.svg)" in text
+    assert "batch 8:\n\n|  | of ideal |\n| --- | --- |\n| a\\|b | 0.98 |\n\n" in text
     assert "| figure 59 | 59 |" in text
     assert "figure 60" not in text
     assert "40 more are in the JSON." in text
@@ -157,6 +159,8 @@ def test_the_straggler_is_measured_and_drawn(tmp_path: Path) -> None:
             "12",
             "--batch",
             "64",
+            "--onsets",
+            "2",
             "--json",
             "--plot",
             str(picture),
@@ -171,6 +175,8 @@ def test_the_straggler_is_measured_and_drawn(tmp_path: Path) -> None:
     for policy in ("auto", "even"):
         assert all(result[policy][f"{third}_ms"] > 0 for third in ("before", "during", "after"))
         assert len(result[policy]["steps_to_recover"]) == 2
+    assert len(result["recovery"]["steps"]["each"]) == 2
+    assert all(late > -1e-3 for late in result["recovery"]["step_that_is_hit"]["each"])
     drawn = picture.read_text()
     assert "host:1, auto" in drawn
     assert len(drawn) < 60_000

@@ -147,20 +147,28 @@ def test_the_interval_of_a_median_holds_it_as_often_as_it_says() -> None:
 
 @pytest.mark.slow
 @needs_two_cores
-@pytest.mark.parametrize("load", ["quiet", "busy"])
-def test_the_race_ends_with_a_line_of_json(load: str) -> None:
+@pytest.mark.parametrize(
+    ("load", "network", "sizes"), [("quiet", "transformer", "64"), ("busy", "convolution", "16,64")]
+)
+def test_the_race_ends_with_a_line_of_json(load: str, network: str, sizes: str) -> None:
     options = ["--busy"] if load == "busy" else ["--ratio-seconds", "2"]
-    output = run(RACE, "--steps", "2", "--rounds", "1", "--batch", "64", "--json", *options)
+    output = run(RACE, "--network", network, "--steps", "2", "--rounds", "1", "--batch", sizes, "--json", *options)
     result = json.loads(output.splitlines()[-1])
     assert result["busy"] is (load == "busy")
-    for name in ("ddp", "threads", "even", "auto", "ideal"):
-        assert result[name] > 0, name
-    assert result["auto_over_ddp"] == pytest.approx(result["auto"] / result["ddp"], rel=1e-3)
-    assert result["auto_over_ideal"] == pytest.approx(result["auto"] / result["ideal"], rel=1e-3)
-    assert result["ideal"] == pytest.approx(sum(ways["whole"] for ways in result["alone"].values()), abs=0.3)
-    assert result["cores_at_the_same_time"] > 0
-    assert result["ideal_in_micro_batches"] > 0
-    assert {"auto_over_even", "auto_over_even_interval", "spread", "hardware", "versions"} <= set(result)
+    assert list(result["batches"]) == sizes.split(",")
+    assert ("jax" in result["skipped"]) is (importlib.util.find_spec("jax") is None)
+    assert ("JAX is not installed" in output) is ("jax" in result["skipped"])
+    rivals = [name for name in ("ddp", "threads", "jax", "even", "auto") if name not in result["skipped"]]
+    for summary in result["batches"].values():
+        assert list(summary["of_ideal"]) == rivals
+        for name in (*rivals, "ideal", "cores_at_the_same_time", "ideal_in_micro_batches"):
+            assert summary[name] > 0, name
+        assert summary["auto_over_ddp"] == pytest.approx(summary["auto"] / summary["ddp"], rel=1e-3)
+        assert summary["auto_over_ideal"] == pytest.approx(summary["auto"] / summary["ideal"], rel=1e-3)
+        assert summary["ideal"] == pytest.approx(sum(ways["whole"] for ways in summary["alone"].values()), abs=0.3)
+        assert {"auto_over_even", "auto_over_even_interval", "spread"} <= set(summary)
+    assert list(result["splitting"]["auto_over_best_alone"]) == [f"batch {size}" for size in sizes.split(",")]
+    assert {"goals", "tables", "hardware", "versions"} <= set(result)
     assert "paceline, auto" in output
     assert "DDP" in output
 

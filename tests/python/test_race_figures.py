@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import race_gpu
+from race import findings, recovery
 from race.figures import ratio_summary, steps_to_recover
 
 
@@ -25,6 +28,73 @@ def test_a_ratio_has_its_interval_where_there_are_enough_pairs() -> None:
     assert ratio_summary([1.0, 1.1, 0.9])["interval"] is None
     summary = ratio_summary([0.9, 1.0, 1.0, 1.0, 1.1, 1.2])
     assert summary == {"median": 1.0, "interval": [0.9, 1.2], "spread": 0.15, "pairs": 6}
+
+
+def batches(**auto_over_best_alone: float) -> dict[int, dict[str, Any]]:
+    return {
+        int(name[1:]): {"auto_over_best_alone": ratio, "milliseconds": {"auto": 10.0 * ratio}}
+        for name, ratio in auto_over_best_alone.items()
+    }
+
+
+def test_splitting_pays_from_the_batch_on_where_all_larger_ones_gain_too() -> None:
+    found = findings.splitting(batches(b8=1.2, b16=0.9, b64=1.5, b512=1.9))
+    assert (found["pays_from_batch"], found["pays_from_step_milliseconds"]) == (64, 15.0)
+    assert findings.splitting_text(found, 8).startswith("Below batch 64, a step of 15.0 ms, one should not split")
+    everywhere = findings.splitting(batches(b8=1.2, b16=1.3))
+    assert findings.splitting_text(everywhere, 8).startswith("Splitting pays at every size measured, down to batch 8")
+    nowhere = findings.splitting(batches(b8=1.2, b16=1.04))
+    assert nowhere["pays_from_batch"] is None
+    assert findings.splitting_text(nowhere, 8).startswith("Splitting did not pay at any size measured")
+
+
+def test_goals_count_for_long_steps_only() -> None:
+    summary: dict[str, Any] = {"milliseconds": {"auto": 40.0}, "auto_over_ddp": 1.49, "auto_over_ideal": 0.97}
+    short = summary | {"milliseconds": {"auto": 39.9}}
+    found = findings.goals("convolution", True, {64: short, 512: summary})
+    assert [(each["batch"], each["figure"], each["met"]) for each in found] == [
+        (512, "auto_over_ddp", False),
+        (512, "auto_over_ideal", True),
+    ]
+    assert [each["goal"] for each in findings.goals("transformer", False, {512: summary})] == [1.02]
+
+
+def micro_batch(device: str, items: tuple[int, int], start: float, duration: float, step: int = 7) -> dict[str, Any]:
+    return {
+        "kind": "micro_batch",
+        "device": device,
+        "step": step,
+        "begin": items[0],
+        "end": items[1],
+        "start_seconds": start,
+        "duration_seconds": duration,
+    }
+
+
+def test_a_step_is_late_by_what_its_devices_would_have_shared() -> None:
+    events = [
+        micro_batch("a", (0, 90), 1.0, 9.0, step=6),  # of an earlier step
+        {"kind": "step", "step": 7},
+        micro_batch("a", (0, 40), 10.0, 4.0),
+        micro_batch("b", (40, 80), 10.0, 8.0),
+    ]
+    hit = recovery.last_step(events)
+    assert hit.seconds == pytest.approx(8.0)
+    assert hit.ideal_seconds == pytest.approx(80 / (10 + 5))
+    assert hit.late_micro_batches == pytest.approx((8 - 80 / 15) / 8)
+    assert hit.largest_micro_batch == 40
+
+
+def test_recovery_is_judged_by_its_median_and_never_counts_as_long() -> None:
+    hits = [recovery.Hit(1.0, ideal, 0.5, 8) for ideal in (0.4, 0.75, 1.0)]
+    found = recovery.summary([2, None, 1], hits)
+    assert (found["steps"]["median"], found["steps"]["met"]) == (2, True)
+    assert (found["step_that_is_hit"]["late_micro_batches"], found["step_that_is_hit"]["met"]) == (0.5, True)
+    assert "2 steps (goal 2: met)" in recovery.text(found)
+    lost = recovery.summary([None, None, 1], [recovery.Hit(1.0, 0.2, 0.5, 8)])
+    assert (lost["steps"]["median"], lost["steps"]["met"]) == (None, False)
+    assert lost["step_that_is_hit"]["met"] is False
+    assert "never (goal 2: missed)" in recovery.text(lost)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The same for every rival: the network of examples/python/digits.py, the data in memory, the optimizer."""
+"""The same for every rival: the networks of the examples, the data in memory, the optimizer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ import numpy as np
 import torch
 from torch import nn
 
+from race import example
+from race.job import Network
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def network() -> nn.Sequential:
+def network(name: Network = "convolution") -> nn.Module:
     """The same weights in every process."""
     torch.manual_seed(0)
+    if name == "transformer":
+        transformer: nn.Module = example.load().Transformer()
+        return transformer
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
         nn.ReLU(),
@@ -29,18 +35,19 @@ def network() -> nn.Sequential:
 
 def batches(folder: str, size: int) -> list[Pair]:
     """Four batches, ready in memory, that the steps go round: loading data is no part of this race."""
-    images = torch.from_numpy(np.load(Path(folder) / "images.npy"))
+    inputs = torch.from_numpy(np.load(Path(folder) / "inputs.npy"))
     labels = torch.from_numpy(np.load(Path(folder) / "labels.npy"))
-    epochs = -(-4 * size // len(images))
+    epochs = -(-4 * size // len(inputs))
     order = torch.cat(
-        [torch.randperm(len(images), generator=torch.Generator().manual_seed(seed)) for seed in range(epochs)]
+        [torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed)) for seed in range(epochs)]
     )
     parts = [order[begin : begin + size] for begin in range(0, 4 * size, size)]
-    return [(images[part], labels[part]) for part in parts]
+    return [(inputs[part], labels[part]) for part in parts]
 
 
 def loss_fn(model: nn.Module, batch: Pair) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+    """The mean over a batch's labels: one for each digit, one for each byte of text."""
+    return nn.functional.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
 
 
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -9,11 +9,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from race.job import Job
+from race.job import Job, to_text
 from race.worker import MARK
 
 FOLDER = Path(__file__).resolve().parents[1]  # where `race` lies
@@ -52,13 +52,13 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 class Worker:
-    """One process that runs a job."""
+    """One process that runs jobs."""
 
-    def __init__(self, job: Job, environment: dict[str, str]) -> None:
-        self.job = job
+    def __init__(self, jobs: Sequence[Job], environment: dict[str, str]) -> None:
+        self.jobs = jobs
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by end())
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "race.worker", job.to_text()],
+            [sys.executable, "-m", "race.worker", to_text(jobs)],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -75,7 +75,7 @@ class Worker:
         self._errors.seek(0)
         tail = self._errors.read()[-4000:]
         raise RuntimeError(
-            f"{self.job.rival}: its process ended without a result (or ran out of time). It said:\n{tail}"
+            f"{self.jobs[0].rival}: its process ended without a result (or ran out of time). It said:\n{tail}"
         )
 
     def go(self) -> None:
@@ -95,14 +95,14 @@ class Worker:
 
 
 def run(
-    jobs: list[Job], environment: dict[str, str], busy_cores: list[int], deadline_seconds: float
-) -> tuple[list[Any], str]:
+    processes: Sequence[Sequence[Job]], environment: dict[str, str], busy_cores: list[int], deadline_seconds: float
+) -> tuple[list[list[Any]], dict[str, str]]:
     """Run processes that belong together: start all, wait until all are ready, hold the busy loop while they measure.
 
     Returns
     -------
     tuple
-        The answer of each process, and the version of torch.
+        For each process its answers, one for each of its jobs; and the versions of what they ran on.
     """
     # Only what the race itself sets decides about threads and their places.
     unset = (
@@ -118,8 +118,8 @@ def run(
     merged["PYTHONPATH"] = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))
     with contextlib.ExitStack() as stack:
         workers: list[Worker] = []
-        for job in jobs:
-            workers.append(Worker(job, merged))
+        for jobs in processes:
+            workers.append(Worker(jobs, merged))
             stack.callback(workers[-1].end)
 
         def out_of_time() -> None:
@@ -133,4 +133,4 @@ def run(
         with busy_loop(busy_cores):
             for worker in workers:
                 worker.go()
-            return [worker.answer() for worker in workers], versions[0]["torch"]
+            return [[worker.answer() for _ in worker.jobs] for worker in workers], versions[0]

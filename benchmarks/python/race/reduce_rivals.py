@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch
 from torch import distributed
 
+from race import ranks
 from race.job import Job
 
 Blocks = dict[str, list[list[float]]]
@@ -49,23 +49,14 @@ def measured(job: Job, fill: Callable[[int], list[torch.Tensor]], reduce: Callab
 def gloo(job: Job) -> tuple[Blocks, list[float]]:
     """One of two ranks."""
     torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{job.rendezvous}",
-        rank=job.rank,
-        world_size=job.parts,
-        timeout=timedelta(seconds=60),
-    )
+    ranks.meet(job)
     buffers: list[torch.Tensor] = []
 
     def fill(size: int) -> list[torch.Tensor]:
         buffers[:] = [torch.full((size // 4,), job.rank + 1.0)]
         return buffers
 
-    blocks = measured(job, fill, lambda: distributed.all_reduce(buffers[0]))
-    distributed.barrier()
-    distributed.destroy_process_group()
-    return blocks, []
+    return measured(job, fill, lambda: distributed.all_reduce(buffers[0])), []
 
 
 def paceline(job: Job) -> tuple[Blocks, list[float]]:

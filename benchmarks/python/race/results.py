@@ -1,4 +1,4 @@
-"""What the rounds measured, as a table and as JSON."""
+"""What the rounds measured with batches of one size, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -7,28 +7,26 @@ from collections import defaultdict
 from typing import Any
 
 from race.figures import median_interval, rate, spread
-from race.host import CoreSeconds
 
 Blocks = dict[str, list[list[float]]]
 
 LABELS = {
     "ddp": "DDP, gloo, a pinned process per core",
     "threads": "one process, a thread per core",
+    "jax": "JAX, sharded over a device per core",
     "even": "paceline, even",
     "auto": "paceline, auto",
 }
+HEAD = ("", "of ideal", "spread", "/ DDP", "samples/s", "ms/step")
 
 
 class Results:
-    def __init__(self, batch: int, busy: bool) -> None:
+    def __init__(self, batch: int) -> None:
         self._batch = batch
-        self._busy = busy
         self._rates: dict[str, list[float]] = defaultdict(list)
         self._alone: dict[str, dict[str, list[float]]] = {"whole": defaultdict(list), "parts": defaultdict(list)}
         self._together: list[float] = []
         self._ratios: list[float] = []
-        self._passed: dict[str, float] = defaultdict(float)
-        self._stolen: dict[str, float] = defaultdict(float)
 
     def add(self, blocks: Blocks) -> None:
         """One round of one or two rivals."""
@@ -44,16 +42,6 @@ class Results:
     def add_together(self, processes: list[Blocks]) -> None:
         self._together.append(sum(rate(self._batch, blocks["together"]) for blocks in processes))
 
-    def add_host(self, rival: str, before: CoreSeconds | None, after: CoreSeconds | None) -> None:
-        """What the host did with the cores while one rival ran."""
-        if before is not None and after is not None:
-            self._passed[rival] += after.passed - before.passed
-            self._stolen[rival] += after.stolen - before.stolen
-
-    def stolen(self) -> dict[str, float]:
-        """The part of the cores' time that the host gave to others, by rival; empty where it is not known."""
-        return {rival: self._stolen[rival] / passed for rival, passed in self._passed.items() if passed > 0}
-
     def replace_ratios(self, blocks: Blocks) -> None:
         """Ratios of auto to even from a longer measurement, instead of those of the rounds."""
         self._ratios = block_ratios(blocks)
@@ -63,54 +51,66 @@ class Results:
         return {name: sum(map(statistics.median, devices.values())) for name, devices in self._alone.items()}
 
     def summary(self) -> dict[str, Any]:
-        medians = {name: statistics.median(self._rates[name]) for name in LABELS}
+        """Rates in samples per second, by rival; a rival that did not run is not in it."""
+        names = [name for name in LABELS if self._rates[name]]
+        medians = {name: statistics.median(self._rates[name]) for name in names}
         ideals = self.ideals()
         ideal = ideals["whole"]
         interval = median_interval(self._ratios)
+        alone = {
+            device: {name: round(statistics.median(self._alone[name][device]), 1) for name in self._alone}
+            for device in self._alone["whole"]
+        }
         return {
-            "busy": self._busy,
             **{name: round(value, 1) for name, value in medians.items()},
             "ideal": round(ideal, 1),
+            "of_ideal": {name: round(value / ideal, 4) for name, value in medians.items()},
+            "over_ddp": {name: round(value / medians["ddp"], 4) for name, value in medians.items()},
+            "milliseconds": {name: round(1e3 * self._batch / value, 2) for name, value in medians.items()},
+            "spread": {name: round(spread(self._rates[name]), 4) for name in names},
             "auto_over_ddp": round(medians["auto"] / medians["ddp"], 4),
             "auto_over_ideal": round(medians["auto"] / ideal, 4),
+            "auto_over_best_alone": round(medians["auto"] / max(ways["whole"] for ways in alone.values()), 4),
             "auto_over_even": round(statistics.median(self._ratios), 4),
             "auto_over_even_interval": None if interval is None else [round(end, 4) for end in interval],
             "auto_over_even_blocks": len(self._ratios),
-            "spread": {name: round(spread(self._rates[name]), 4) for name in LABELS},
             "ideal_in_micro_batches": round(ideals["parts"], 1),
             "cores_at_the_same_time": round(statistics.median(self._together), 1),
-            "alone": {
-                device: {name: round(statistics.median(self._alone[name][device]), 1) for name in self._alone}
-                for device in self._alone["whole"]
-            },
-            "stolen": {rival: round(part, 4) for rival, part in self.stolen().items()},
+            "alone": alone,
             "rounds": len(self._rates["auto"]),
-            "rates": {name: [round(value, 1) for value in self._rates[name]] for name in LABELS},
+            "rates": {name: [round(value, 1) for value in self._rates[name]] for name in names},
         }
 
-    def table(self) -> str:
+    def rows(self) -> list[tuple[str, ...]]:
+        """The table below `HEAD`."""
         summary = self.summary()
-        ideal = summary["ideal"]
-        lines = [f"{'':<40}{'samples/s':>10}  {'spread':>7}  {'/ DDP':>6}  {'/ ideal':>7}"]
 
-        def line(label: str, value: float, spread_text: str) -> None:
-            ratios = f"{value / summary['ddp']:>6.3f}  {value / ideal:>7.3f}"
-            lines.append(f"{label:<40}{value:>10.0f}  {spread_text:>7}  {ratios}")
+        def row(label: str, value: float, spread_text: str = "") -> tuple[str, ...]:
+            return (
+                label,
+                f"{value / summary['ideal']:.3f}",
+                spread_text,
+                f"{value / summary['ddp']:.3f}",
+                f"{value:.0f}",
+                f"{1e3 * self._batch / value:.2f}",
+            )
 
-        for name, label in LABELS.items():
-            line(label, summary[name], f"±{summary['spread'][name]:.1%}")
-        line("ideal: each core alone, summed", ideal, "")
-        for device, ways in summary["alone"].items():
-            lines.append(f"  {device + ' alone':<38}{ways['whole']:>10.0f}")
-        line("the same in micro-batches", summary["ideal_in_micro_batches"], "")
-        line("all cores at once, nothing shared", summary["cores_at_the_same_time"], "")
+        return [
+            *(row(LABELS[name], summary[name], f"±{part:.1%}") for name, part in summary["spread"].items()),
+            row("ideal: each core alone, summed", summary["ideal"]),
+            *(row(f"  {device} alone", ways["whole"]) for device, ways in summary["alone"].items()),
+            row("the same in micro-batches", summary["ideal_in_micro_batches"]),
+            row("all cores at once, nothing shared", summary["cores_at_the_same_time"]),
+        ]
+
+    def text(self) -> str:
+        """The table, and how auto compares with even."""
+        lines = ["{:<38}{:>9}  {:>7}  {:>6}  {:>10}  {:>9}".format(*row) for row in (HEAD, *self.rows())]
+        summary = self.summary()
         interval = summary["auto_over_even_interval"]
         known = f"95 % interval {interval[0]:.4f} to {interval[1]:.4f}" if interval else "too few for an interval"
         pairs = summary["auto_over_even_blocks"]
         lines.append(f"auto / even: {summary['auto_over_even']:.4f}, {known} ({pairs} pairs of blocks)")
-        if stolen := summary["stolen"]:
-            parts = ", ".join(f"{rival} {part:.1%}" for rival, part in stolen.items())
-            lines.append(f"time of these cores that the host gave to others: {parts}")
         return "\n".join(lines)
 
 

@@ -6,30 +6,30 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import distributed, nn
 
-from race import model
+from race import model, ranks
 from race.figures import median_interval
-from race.job import CHECKED_STEPS, WARM_UP_STEPS, Job, block_length
+from race.job import CHECKED_STEPS, Job, block_length
 
 if TYPE_CHECKING:  # at run time only its own process loads it
     from paceline.torch import DataParallel
 
 Blocks = dict[str, list[list[float]]]
-Step = Callable[[model.Pair], float]
+Answer = tuple[Blocks, list[float]]  # and the losses that all rivals must agree on
+Step = Callable[[Any], float]
 
 
 class Variant:
     """Something that trains, step by step, on batches that never end."""
 
-    def __init__(self, step: Step, job: Job) -> None:
+    def __init__(self, step: Step, job: Job, prepare: Callable[[model.Pair], Any] = lambda batch: batch) -> None:
         self._step = step
-        self._batches: Iterator[model.Pair] = itertools.cycle(model.batches(job.folder, job.batch))
-        losses = [self._step(next(self._batches)) for _ in range(WARM_UP_STEPS)]
+        self._batches: Iterator[Any] = itertools.cycle(map(prepare, model.batches(job.folder, job.batch)))
+        losses = [self._step(next(self._batches)) for _ in range(job.warm_up)]
         self.checked_loss = losses[CHECKED_STEPS - 1]
 
     def run(self, steps: int) -> list[float]:
@@ -50,8 +50,8 @@ def plain_step(module: nn.Module, part: Callable[[model.Pair], list[model.Pair]]
         loss = torch.zeros(())
         parts = part(batch)
         total = sum(len(labels) for _, labels in parts)
-        for images, labels in parts:
-            term = model.loss_fn(module, (images, labels)) * (len(labels) / total)
+        for inputs, labels in parts:
+            term = model.loss_fn(module, (inputs, labels)) * (len(labels) / total)
             term.backward()
             loss += term.detach()
         optimizer.step()
@@ -65,57 +65,48 @@ def cut(batch: model.Pair, parts: int) -> list[model.Pair]:
     return list(zip(batch[0].tensor_split(parts), batch[1].tensor_split(parts), strict=True))
 
 
-def ddp(job: Job) -> tuple[Blocks, list[float]]:
+def ddp(job: Job) -> Answer:
     """DistributedDataParallel over gloo: this process is one rank and runs its part of each batch on one thread."""
     torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{job.rendezvous}",
-        rank=job.rank,
-        world_size=job.parts,
-        timeout=timedelta(seconds=60),
-    )
-    # Gradients as views of the buckets saves a copy.
-    module = nn.parallel.DistributedDataParallel(model.network(), gradient_as_bucket_view=True)
+    module = ranks.replicate(model.network(job.network), job)
     variant = Variant(plain_step(module, lambda batch: [cut(batch, job.parts)[job.rank]]), job)
     distributed.barrier()
     seconds = variant.run(job.steps)
     items = torch.empty(job.batch).tensor_split(job.parts)[job.rank].numel()
     loss = torch.tensor(variant.checked_loss * items / job.batch)
     distributed.all_reduce(loss)
-    distributed.destroy_process_group()
     return {"ddp": [seconds]}, [float(loss)]
 
 
-def threads(job: Job) -> tuple[Blocks, list[float]]:
+def threads(job: Job) -> Answer:
     """One process, PyTorch's own threads: as many as cores, not pinned."""
     torch.set_num_threads(job.parts)
-    variant = Variant(plain_step(model.network(), lambda batch: [batch]), job)
+    variant = Variant(plain_step(model.network(job.network), lambda batch: [batch]), job)
     return {"threads": [variant.run(job.steps)]}, [variant.checked_loss]
 
 
-def alone(job: Job) -> tuple[Blocks, list[float]]:
+def alone(job: Job) -> Answer:
     """One core by itself: the batch at once, and in micro-batches of a device's size, which cost less per item."""
     torch.set_num_threads(1)
     variants = {
-        "whole": Variant(plain_step(model.network(), lambda batch: [batch]), job),
-        "parts": Variant(plain_step(model.network(), lambda batch: cut(batch, job.parts)), job),
+        "whole": Variant(plain_step(model.network(job.network), lambda batch: [batch]), job),
+        "parts": Variant(plain_step(model.network(job.network), lambda batch: cut(batch, job.parts)), job),
     }
     return take_turns(variants, job.steps), [variant.checked_loss for variant in variants.values()]
 
 
-def together(job: Job) -> tuple[Blocks, list[float]]:
+def together(job: Job) -> Answer:
     """One core by itself while the others do the same, until a time that is the same for all."""
     end = time.monotonic() + job.seconds
     torch.set_num_threads(1)
-    variant = Variant(plain_step(model.network(), lambda batch: [batch]), job)
+    variant = Variant(plain_step(model.network(job.network), lambda batch: [batch]), job)
     seconds = variant.run(1)
     while time.monotonic() < end:
         seconds += variant.run(1)
     return {"together": [seconds]}, [variant.checked_loss]
 
 
-def paceline(job: Job) -> tuple[Blocks, list[float]]:
+def paceline(job: Job) -> Answer:
     """Two trainers in one process, one with even and one with balanced shares, in turns."""
     from paceline.torch import DataParallel
 
@@ -123,7 +114,7 @@ def paceline(job: Job) -> tuple[Blocks, list[float]]:
         variants: dict[str, Variant] = {}
         balances: tuple[Literal["even", "auto"], ...] = ("even", "auto")
         for balance in balances:
-            trainer = stack.enter_context(DataParallel(model.network(), job.devices, balance=balance))
+            trainer = stack.enter_context(DataParallel(model.network(job.network), job.devices, balance=balance))
             variants[balance] = Variant(paceline_step(trainer), job)
         blocks = take_until_tight(variants, job) if job.rival == "ratio" else take_turns(variants, job.steps)
         return blocks, [variant.checked_loss for variant in variants.values()]
@@ -168,3 +159,13 @@ def take_until_tight(variants: dict[str, Variant], job: Job) -> Blocks:
         if tight or time.monotonic() - begin > job.seconds:
             break
     return blocks
+
+
+RIVALS: dict[str, Callable[[Job], Answer]] = {
+    "ddp": ddp,
+    "threads": threads,
+    "alone": alone,
+    "together": together,
+    "paceline": paceline,
+    "ratio": paceline,
+}

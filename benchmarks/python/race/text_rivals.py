@@ -7,40 +7,28 @@ once to its longest piece.
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed, nn
 
+from race import example
 from race.job import Job
+from race.ranks import replicate
 
-EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "python" / "text.py"
 MEGABATCH = 50  # batches that are sorted together: what length-grouped samplers take
-WARM_UP_STEPS = 15
 Batch = dict[str, torch.Tensor]
 Ranks = list[torch.Tensor]  # the indices of each rank's pieces, of one global batch
 Answer = tuple[dict[str, list[list[float]]], list[float]]
-
-
-def load_example() -> Any:
-    spec = importlib.util.spec_from_file_location("text_example", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Setting:
     """The same pieces, weights and optimizer for everybody."""
 
     def __init__(self, job: Job) -> None:
-        self.example = load_example()
+        self.example = example.load()
         self.data: Batch = self.example.pieces(job.batch * job.steps)
         torch.manual_seed(0)
         self.module: nn.Module = self.example.Transformer()
@@ -93,15 +81,8 @@ def ddp(job: Job) -> Answer:
         "text-ddp-balanced": balanced_ranks,
     }[job.rival]
     torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{job.rendezvous}",
-        rank=job.rank,
-        world_size=job.parts,
-        timeout=timedelta(seconds=60),
-    )
     setting = Setting(job)
-    module = nn.parallel.DistributedDataParallel(setting.module, gradient_as_bucket_view=True)
+    module = replicate(setting.module, job)
     lengths = setting.data["length"]
 
     def step(ranks: Ranks) -> float:
@@ -115,12 +96,11 @@ def ddp(job: Job) -> Answer:
         setting.optimizer.zero_grad()
         return float(loss.detach()) / job.parts
 
-    for ranks in deal(setting, job, 0)[:WARM_UP_STEPS]:
+    for ranks in deal(setting, job, 0)[: job.warm_up]:
         step(ranks)
     seconds, losses = timed(deal(setting, job, 1), step, distributed.barrier)
     loss = torch.tensor(losses[-1])
     distributed.all_reduce(loss)
-    distributed.destroy_process_group()
     return {job.rival: [seconds]}, [float(loss)]
 
 
@@ -129,7 +109,7 @@ def paceline(job: Job) -> Answer:
     from paceline.torch import DataParallel
 
     setting = Setting(job)
-    with DataParallel(setting.module, job.devices) as trainer:
+    with DataParallel(setting.module, list(job.devices)) as trainer:
 
         def step(items: torch.Tensor) -> float:
             batch = setting.take(items)
@@ -138,7 +118,7 @@ def paceline(job: Job) -> Answer:
             setting.optimizer.zero_grad()
             return float(loss)
 
-        for items in setting.random_batches(0, job.batch)[:WARM_UP_STEPS]:
+        for items in setting.random_batches(0, job.batch)[: job.warm_up]:
             step(items)
         before = trainer.report()
         seconds, losses = timed(setting.random_batches(1, job.batch), step, lambda: None)

@@ -1,14 +1,17 @@
-"""One process of the race (``python -m race.worker JOB``): gets ready, waits for the word, measures, answers."""
+"""One process of the race (``python -m race.worker JOBS``): gets ready, waits for the word, measures one job after the other, answers."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
-from race.job import Job
+from race.job import Job, Rival, from_text
 
 MARK = "race:"  # libraries print to standard output too
+Measure = Callable[[Job], tuple[dict[str, list[list[float]]], list[float]]]
 
 
 def say(what: object) -> None:
@@ -16,38 +19,44 @@ def say(what: object) -> None:
 
 
 def main() -> None:
-    job = Job.from_text(sys.argv[1])
-    os.sched_setaffinity(0, job.cores)  # before torch is there: it counts cores when it is loaded
+    jobs = from_text(sys.argv[1])
+    os.sched_setaffinity(0, jobs[0].cores)  # before libraries are there: they count cores when they are loaded
+    measure, versions = load(jobs[0].rival)
+    say(versions)
+    sys.stdin.readline()
+    for job in jobs:
+        blocks, losses = measure(job)
+        say({"blocks": blocks, "losses": losses})
+
+
+def load(rival: Rival) -> tuple[Measure, dict[str, Any]]:
+    """What measures a rival, and the versions of what it runs on; everything it needs is imported before anything is measured."""
     import torch
 
-    if job.rival.startswith("text-"):
+    versions = {"torch": torch.__version__}
+    measure: Measure
+    if rival == "jax":
+        from race import jax_rival
+
+        return jax_rival.measure, versions | {"jax": jax_rival.VERSION}
+    if rival.startswith("text-"):
         from race import text_rivals
 
-        measure = text_rivals.RIVALS[job.rival]
+        measure = text_rivals.RIVALS[rival]
         ours = measure is text_rivals.paceline
-    elif job.rival.startswith("all-reduce-"):
+    elif rival.startswith("all-reduce-"):
         from race import reduce_rivals
 
-        measure = reduce_rivals.RIVALS[job.rival]
+        measure = reduce_rivals.RIVALS[rival]
         ours = measure is reduce_rivals.paceline
     else:
         from race import rivals
 
-        measure = {
-            "ddp": rivals.ddp,
-            "threads": rivals.threads,
-            "alone": rivals.alone,
-            "together": rivals.together,
-            "paceline": rivals.paceline,
-            "ratio": rivals.paceline,
-        }[job.rival]
+        measure = rivals.RIVALS[rival]
         ours = measure is rivals.paceline
     if ours:
         import paceline.torch  # noqa: F401
-    say({"torch": torch.__version__})
-    sys.stdin.readline()
-    blocks, losses = measure(job)
-    say({"blocks": blocks, "losses": losses})
+    return measure, versions
 
 
 if __name__ == "__main__":

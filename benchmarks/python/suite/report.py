@@ -28,7 +28,7 @@ _GOOGLE = {
     "label",
 }
 # Of a script's result: what the head says already, and what is too much to read; all of it is in the JSON.
-_LEFT_OUT = {"hardware", "versions", "rates", "environment"}
+_LEFT_OUT = {"hardware", "versions", "rates", "environment", "tables", "batches"}
 
 
 def markdown(record: Mapping[str, Any]) -> str:
@@ -75,7 +75,10 @@ def _section(entry: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:
         head, rows = ("", ""), list(figures(result))
     else:
         return [*lines, "Its JSON is no object; it is in the JSON of this run."]
-    lines += [_row(head), f"|{' --- |' * len(head)}", *map(_row, rows[:_MOST_ROWS])]
+    if isinstance(result, dict):
+        for title, (titles, *body) in result.get("tables", {}).items():
+            lines += [f"{title}:", "", *_table(titles, body), ""]
+    lines += _table(head, rows[:_MOST_ROWS])
     if len(rows) > _MOST_ROWS:
         lines += ["", f"{len(rows) - _MOST_ROWS} more are in the JSON."]
     return [*lines, "", f"`{shlex.join(_short(entry['command']))}`"]
@@ -120,6 +123,10 @@ def _time(each: Mapping[str, Any], key: str) -> str:
     seconds = each[key] * _UNITS[each["time_unit"]]
     unit = next((unit for unit in ("s", "ms", "us") if seconds >= _UNITS[unit]), "ns")
     return f"{seconds / _UNITS[unit]:.3g} {unit.replace('us', 'µs')}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [_row(head), f"|{' --- |' * len(head)}", *map(_row, rows)]
 
 
 def _row(cells: Sequence[str]) -> str:

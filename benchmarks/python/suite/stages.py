@@ -12,6 +12,8 @@ PYTHON = Path(__file__).resolve().parents[1]
 
 # Five repetitions, so that medians and their spread can be told.
 _MEASURE = ("--benchmark_repetitions=5", "--benchmark_min_time=0.05", "--benchmark_report_aggregates_only=true")
+# Sizes from where nobody should split to where every rival is at its best; three rounds of them take about six minutes.
+_RACE = ("--batch", "16,64,512,4096", "--steps", "24", "--rounds", "3", "--time-limit", "450", "--ratio-seconds", "30")
 _TRY = ("--benchmark_min_time=0.001",)
 
 
@@ -29,18 +31,22 @@ def _program(path: Path, *, quick: bool) -> Stage:
 
 
 def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
-    race = ("--steps", "2", "--rounds", "1", "--batch", "64", "--ratio-seconds", "2") if quick else ()
-    text = ("--steps", "2", "--rounds", "1", "--batch", "32") if quick else ()
-    straggler = ("--steps", "12", "--batch", "64") if quick else ()
+    tried = ("--steps", "2", "--rounds", "1", "--ratio-seconds", "2")
+    race = (*tried, "--batch", "16,64") if quick else _RACE
+    malloc = (*tried, "--batch", "64") if quick else ("--time-limit", "150")
+    text = ("--steps", "2", "--rounds", "1", "--batch", "32") if quick else ("--rounds", "3")
+    straggler = ("--steps", "12", "--batch", "64", "--onsets", "2") if quick else ()
     no_gpu = "" if gpu else "PyTorch sees no GPU"
     short = ("--short",) if quick else ()
     reduce = ("--short", "--rounds", "1", "--calls", "5") if quick else ()
     overhead = ("--steps", "20") if quick else ()
     on_host = () if gpu else ("--devices", "host:0")
     return [
-        _script("race_ddp", *race, limit=600),
-        _script("race_ddp", "--busy", *race, limit=600),
-        _script("race_ddp", "--busy", "--malloc", *race, limit=600),
+        _script("race_ddp", *race, limit=1200),
+        _script("race_ddp", "--busy", *race, limit=1200),
+        _script("race_ddp", "--network", "transformer", *race, limit=1200),
+        _script("race_ddp", "--network", "transformer", "--busy", *race, limit=1200),
+        _script("race_ddp", "--busy", "--malloc", *malloc, limit=600),
         _script("race_text", *text, limit=900),
         _script("race_text", "--busy", *text, limit=900),
         _script("all_reduce", *reduce, limit=900),
@@ -52,6 +58,6 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
 
 
 def _script(name: str, *options: str, limit: float, why_not: str = "") -> Stage:
-    told = [option for option in options if option in ("--busy", "--malloc")]
+    told = [option for option in options if option in ("transformer", "--busy", "--malloc")]
     command = [sys.executable, str(PYTHON / f"{name}.py"), *options, "--json"]
     return Stage(" ".join([name, *told]), command, limit, why_not=why_not, json_result=True)

@@ -9,6 +9,7 @@ namespace paceline::balance {
 namespace {
 
 constexpr std::int64_t kFirstWait = 100;
+constexpr std::int64_t kFirstWaitOfLate = 8;  // asking costs nothing: if it is late again others do its part
 constexpr std::int64_t kLongestWait = 1600;
 constexpr int kQuickProbes = 4;
 constexpr double kLittleKnown = 0.04;  // an error that can hide a device worth taking back
@@ -18,7 +19,29 @@ constexpr double kBudget = 0.005;      // of all time, what probes may cost in t
 constexpr double kWorthwhile = 0.01;   // what a move must promise
 constexpr double kLongestWaitOfAll = 1e6;
 
+/// Whether it starts later than was told.
+bool late(const PolicyContext& context, std::size_t i) { return context.startup.seconds(i) > context.startup.told(i); }
+
+PolicyContext with_limits(const PolicyContext& context, const std::vector<plan::ShareLimits>& limits) {
+  return {.options = context.options,
+          .estimator = context.estimator,
+          .startup = context.startup,
+          .sizes = context.sizes,
+          .limits = limits,
+          .reduction_seconds = context.reduction_seconds,
+          .step = context.step,
+          .batch_size = context.batch_size,
+          .incumbent = context.incumbent};
+}
+
 }  // namespace
+
+/// The limits as if device `i` started when it was told to.
+std::vector<plan::ShareLimits> Probe::in_time(const PolicyContext& context, std::size_t i) {
+  std::vector<plan::ShareLimits> limits = context.limits;
+  limits[i].startup_seconds = context.startup.told(i);
+  return limits;
+}
 
 /// As many items as device `i` would have done when the others finish, by the estimates; at least its minimum.
 std::int64_t Probe::size(const PolicyContext& context, const plan::CostModel& model, std::size_t i,
@@ -39,7 +62,8 @@ std::optional<std::vector<std::int64_t>> Probe::shares(const PolicyContext& cont
       idle_.erase(i);
       continue;
     }
-    idle_.try_emplace(i, Idle{context.step, context.step + kFirstWait, kFirstWait, kLongestWait, 0});
+    const std::int64_t wait = late(context, i) ? kFirstWaitOfLate : kFirstWait;
+    idle_.try_emplace(i, Idle{context.step, context.step + wait, wait, kLongestWait, 0});
     idle.push_back(i);
   }
   if (idle.empty()) return std::nullopt;
@@ -59,7 +83,8 @@ std::optional<std::vector<std::int64_t>> Probe::shares(const PolicyContext& cont
     std::vector<std::int64_t> with = shares;
     if (!take(context, with, i, wanted)) continue;
     // By what is believed now: a device whose fixed time alone is many steps long is asked rarely.
-    const double excess = now > 0.0 ? makespan(context, models, with) / now - 1.0 : 0.0;
+    const std::vector<plan::ShareLimits> limits = in_time(context, i);
+    const double excess = now > 0.0 ? makespan(with_limits(context, limits), models, with) / now - 1.0 : 0.0;
     const double waited = static_cast<double>(context.step - entry.since_step);
     const bool due =
         context.step >= entry.due_step && waited * kFirstBudget >= excess * static_cast<double>(idle.size());
@@ -88,17 +113,8 @@ bool Probe::could_pay(const PolicyContext& context, const std::vector<plan::Cost
                       const std::vector<std::int64_t>& present, std::size_t i) {
   const Estimator& estimator = context.estimator;
   const std::int64_t items = std::max<std::int64_t>(1, *std::max_element(present.begin(), present.end()));
-  std::vector<plan::ShareLimits> limits = context.limits;
-  limits[i].startup_seconds = context.startup.told(i);
-  PolicyContext in_time{.options = context.options,
-                        .estimator = estimator,
-                        .startup = context.startup,
-                        .sizes = context.sizes,
-                        .limits = limits,
-                        .reduction_seconds = context.reduction_seconds,
-                        .step = context.step,
-                        .batch_size = context.batch_size,
-                        .incumbent = context.incumbent};
+  const std::vector<plan::ShareLimits> limits = in_time(context, i);
+  const PolicyContext hopeful = with_limits(context, limits);
   std::vector<plan::CostModel> hoped = models;
   const auto hope = [&](bool any_class) {
     bool found = false;
@@ -110,8 +126,8 @@ bool Probe::could_pay(const PolicyContext& context, const std::vector<plan::Cost
     return found;
   };
   if (!hope(false)) hope(true);
-  return makespan(in_time, hoped, best_split(in_time, hoped, false)) <
-         (1.0 - kWorthwhile) * makespan(in_time, hoped, present);
+  return makespan(hopeful, hoped, best_split(hopeful, hoped, false)) <
+         (1.0 - kWorthwhile) * makespan(hopeful, hoped, present);
 }
 
 /// Moves items from those with the most to device `i`: all that is wanted, or less, but no less than its minimum.

@@ -43,6 +43,7 @@ class Probe {
   };
   [[nodiscard]] static std::int64_t size(const PolicyContext& context, const plan::CostModel& model, std::size_t i,
                                          double others_seconds);
+  [[nodiscard]] static std::vector<plan::ShareLimits> in_time(const PolicyContext& context, std::size_t i);
   [[nodiscard]] static bool could_pay(const PolicyContext& context, const std::vector<plan::CostModel>& models,
                                       const std::vector<std::int64_t>& present, std::size_t i);
   [[nodiscard]] static bool take(const PolicyContext& context, std::vector<std::int64_t>& shares, std::size_t i,

@@ -6,10 +6,12 @@
 namespace paceline::balance {
 namespace {
 
-constexpr std::size_t kSamples = 9;
-constexpr std::size_t kLeastSamples = 5;  // three of them late: one burst of a neighbour is shorter
-constexpr double kNegligible = 0.005;     // of the compute time; threads never wake at the very same time
-constexpr double kEarly = 0.5;            // of the median
+// Of a device that comes late others take the work over: not to believe it costs little, to believe it wrongly a
+// device.
+constexpr std::size_t kSamples = 33;
+constexpr std::size_t kLeastSamples = 9;
+constexpr double kNegligible = 0.005;  // of the compute time; threads never wake at the very same time
+constexpr double kEarly = 0.5;         // of the median
 
 }  // namespace
 

@@ -14,8 +14,8 @@ void record(StartupCost& cost, int times, double seconds) {
 
 TEST(StartupCost, IsWhatWasToldUntilMeasured) {
   StartupCost cost({0.0, 0.02});
-  record(cost, 4, 0.05);
-  EXPECT_EQ(cost.seconds(1), 0.02) << "four starts say little";
+  record(cost, 8, 0.05);
+  EXPECT_EQ(cost.seconds(1), 0.02) << "eight starts say little";
   record(cost, 1, 0.05);
   EXPECT_EQ(cost.seconds(1), 0.05);
   EXPECT_EQ(cost.told(1), 0.02);
@@ -23,9 +23,9 @@ TEST(StartupCost, IsWhatWasToldUntilMeasured) {
 
 TEST(StartupCost, IsNoBurstOfANeighbour) {
   StartupCost cost({0.0, 0.0});
-  record(cost, 9, 0.0001);
-  record(cost, 4, 0.09);
-  EXPECT_EQ(cost.seconds(1), 0.0) << "four of nine";
+  record(cost, 33, 0.0001);
+  record(cost, 16, 0.09);
+  EXPECT_EQ(cost.seconds(1), 0.0) << "16 of 33";
   record(cost, 1, 0.09);
   EXPECT_EQ(cost.seconds(1), 0.09);
 }

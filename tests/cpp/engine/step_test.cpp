@@ -185,7 +185,7 @@ TEST(Stepper, GivesNoWorkToADeviceThatNeverComesInTime) {
   for (int k = 0; k < 16; ++k) step(1);
   int given = 0;
   for (int k = 0; k < 20; ++k) given += step(1) > 0 ? 1 : 0;
-  EXPECT_LE(given, 1) << stepper.explain();
+  EXPECT_LE(given, 3) << stepper.explain();
   for (int k = 0; k < 150; ++k) step(2);  // nobody is late: a probe notices
   EXPECT_GT(step(2), kBatch / 4) << stepper.explain();
 }
