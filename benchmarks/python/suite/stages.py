@@ -40,6 +40,7 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
     short = ("--short",) if quick else ()
     reduce = ("--short", "--rounds", "1", "--calls", "5") if quick else ()
     overhead = ("--steps", "20") if quick else ()
+    quiet = ("--batch", "64", "--seconds", "2") if quick else ()
     on_host = () if gpu else ("--devices", "host:0")
     return [
         _script("race_ddp", *race, limit=1200),
@@ -51,6 +52,7 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
         _script("race_text", "--busy", *text, limit=900),
         _script("all_reduce", *reduce, limit=900),
         _script("step_overhead", *overhead, limit=300),
+        _script("quiet", *quiet, limit=400),
         _script("straggler", "--plot", str(picture), *straggler, limit=300),
         _script("launch_scaling", *on_host, *short, limit=300),
         _script("race_gpu", *short, limit=900, why_not=no_gpu),
