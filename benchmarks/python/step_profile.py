@@ -1,0 +1,156 @@
+"""Where the time of a step goes, beside the work itself.
+
+    python step_profile.py --json                          nobody else on the machine, which must be true
+    python step_profile.py --network transformer --batch 64
+
+Trains the network of the races on two devices or more, in turns with plain PyTorch on one thread, and takes each step apart by what the trainer
+says of it:
+
+    work        what one core alone needs for the batch, divided by the number of devices
+    crowding    how much longer the devices compute than that: caches, memory and page faults that they share, micro-batches, Python's lock
+    waiting     of devices for the one that computes longest
+    hand-over   from the call to the first micro-batch, and from the last to the reduction
+    reduction   of the gradients
+    python      of the call, before the workers have the step and after they are done
+    optimizer
+
+Figures are medians over steps, in milliseconds and as a part of the whole. Page faults are the process's own; hardware counters (`perf stat -e
+cache-misses`) are the better witness where a machine has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import paceline
+from paceline.torch import DataParallel
+from race import data, host, model
+
+WARM_UP_STEPS = 40
+BLOCK = 5  # steps until it is the other's turn
+PARTS = ("work", "crowding", "waiting", "hand_over", "reduction", "python", "optimizer")
+
+
+def timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def profile(args: argparse.Namespace, names: list[str], batches: list[model.Pair]) -> dict[str, Any]:
+    """Medians of the parts, in seconds."""
+    alone = model.network(args.network)
+    module = model.network(args.network)
+    with DataParallel(module, names) as trainer:
+        optimizer = model.optimizer(module)
+        parts: dict[str, list[float]] = {name: [] for name in (*PARTS[1:], "step")}
+        plain: list[float] = []
+        faults: list[int] = []
+        claims: list[int] = []
+
+        def plain_step(batch: model.Pair) -> None:
+            model.loss_fn(alone, batch).backward()
+            alone.zero_grad()
+
+        def parallel_step(batch: model.Pair) -> dict[str, float]:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            call = timed(lambda: trainer.step(model.loss_fn, batch))
+            update = timed(optimizer.step)
+            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+            optimizer.zero_grad()
+            events = trainer.events()
+            last = max(event["step"] for event in events)
+            mine = [event for event in events if event["step"] == last]
+            whole = next(event for event in mine if event["kind"] == "step")["duration_seconds"]
+            runs = [event for event in mine if event["kind"] == "micro_batch"]
+            reduction = sum(event["duration_seconds"] for event in mine if event["kind"] == "reduction")
+            busy = sum(event["duration_seconds"] for event in runs) / len(names)
+            ends = [event["start_seconds"] + event["duration_seconds"] for event in runs]
+            compute = max(ends) - min(event["start_seconds"] for event in runs)
+            claims.append(len(runs))
+            return {
+                "busy": busy,
+                "waiting": compute - busy,
+                "hand_over": whole - compute - reduction,
+                "reduction": reduction,
+                "python": call - whole,
+                "optimizer": update,
+                "step": call + update,
+            }
+
+        for number in range(WARM_UP_STEPS):
+            trainer.step(model.loss_fn, batches[number % len(batches)])
+            optimizer.step()
+            optimizer.zero_grad()
+        seconds: list[dict[str, float]] = []
+        for number in range(args.steps):
+            batch = batches[number % len(batches)]
+            if number // BLOCK % 2 == 0:
+                plain.append(timed(lambda batch=batch: plain_step(batch)))  # type: ignore[misc]
+            else:
+                seconds.append(parallel_step(batch))
+    work = statistics.median(plain) / len(names)
+    for each in seconds:
+        parts["crowding"].append(each["busy"] - work)
+        for name in (*PARTS[2:], "step"):
+            parts[name].append(each[name])
+    medians = {"work": work, **{name: statistics.median(values) for name, values in parts.items()}}
+    return {
+        "ms": {name: round(1e3 * value, 3) for name, value in medians.items()},
+        "part_of_step": {name: round(medians[name] / medians["step"], 4) for name in PARTS},
+        "page_faults": statistics.median(faults),
+        "micro_batches": statistics.median(claims),
+    }
+
+
+def main() -> int:
+    args = arguments()
+    torch.set_num_threads(1)
+    devices = paceline.devices()[: args.cores]
+    if len(devices) < 2:
+        print("step_profile: two cores are needed", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory(prefix="step_profile") as folder:
+        data.save(Path(folder), args.network)
+        result = profile(args, [device.name for device in devices], model.batches(folder, args.batch))
+    rows = [["", "ms a step", "of the step"]]
+    rows += [[name, f"{result['ms'][name]:.2f}", f"{result['part_of_step'][name]:.1%}"] for name in PARTS]
+    rows.append(["step", f"{result['ms']['step']:.2f}", ""])
+    for name, milliseconds, part in rows:
+        print(f"{name.replace('_', '-'):<12}{milliseconds:>10}{part:>13}")
+    print(f"{result['page_faults']:.0f} page faults and {result['micro_batches']:.0f} micro-batches a step")
+    if args.json:
+        versions = {"paceline": paceline.__version__, "torch": torch.__version__, "python": platform.python_version()}
+        setting = {"network": args.network, "batch": args.batch, "hardware": host.hardware(devices)}
+        title = f"{args.network}, batch {args.batch}"
+        print(json.dumps({**result, **setting, "versions": versions, "tables": {title: rows}}))
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", choices=["convolution", "transformer"], default="convolution")
+    parser.add_argument("--batch", type=int, default=512, help="global batch (default: 512)")
+    parser.add_argument("--cores", type=int, default=2, help="how many devices (default: 2)")
+    parser.add_argument("--steps", type=int, default=200, help="half of them plain PyTorch's (default: 200)")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    args = parser.parse_args()
+    if args.steps < 4 * BLOCK:
+        parser.error(f"--steps must be at least {4 * BLOCK}")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())
