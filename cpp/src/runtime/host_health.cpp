@@ -69,10 +69,12 @@ std::optional<std::int64_t> read_own_ticks(const fs::path& root, const std::vect
   auto ticks = process ? parse_task_ticks(*process) : std::nullopt;
   if (!ticks) return std::nullopt;
   std::error_code error;
-  for (const auto& thread : fs::directory_iterator(root / "proc/self/task", error)) {
-    const auto status = read_text_file(thread.path() / "status");
+  // Threads come and go meanwhile.
+  for (fs::directory_iterator thread(root / "proc/self/task", error), end; !error && thread != end;
+       thread.increment(error)) {
+    const auto status = read_text_file(thread->path() / "status");
     if (!status || may_run_on(*status, cores)) continue;
-    const auto stat = read_text_file(thread.path() / "stat");
+    const auto stat = read_text_file(thread->path() / "stat");
     *ticks -= (stat ? parse_task_ticks(*stat) : std::nullopt).value_or(0);
   }
   return ticks;

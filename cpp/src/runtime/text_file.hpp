@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstddef>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -16,7 +16,12 @@ namespace paceline::internal {
 [[nodiscard]] inline std::optional<std::string> read_text_file(const std::filesystem::path& path) {
   std::ifstream stream(path, std::ios::binary);
   if (!stream) return std::nullopt;
-  std::string text{std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
+  // Not by iterators over the buffer: they throw where a read fails, as for a thread that ended since it was opened.
+  std::string text;
+  char piece[4096];
+  while (stream.read(piece, sizeof piece) || stream.gcount() > 0) {
+    text.append(piece, static_cast<std::size_t>(stream.gcount()));
+  }
   if (stream.bad()) return std::nullopt;
   return text;
 }

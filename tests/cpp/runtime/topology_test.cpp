@@ -14,6 +14,8 @@
 #include <paceline/runtime/host_topology.hpp>
 #include <paceline/runtime/system_info.hpp>
 
+#include "runtime/text_file.hpp"
+
 namespace paceline {
 namespace {
 
@@ -58,6 +60,22 @@ class FakeSystem {
 };
 
 using Cores = std::vector<int>;
+
+TEST(TextFile, IsNothingWhereReadingFails) {
+  EXPECT_EQ(internal::read_text_file("/proc/self/no_such_file"), std::nullopt);
+  // Opens, but cannot be read, as a file of /proc whose thread has ended.
+  EXPECT_EQ(internal::read_text_file("/proc/self"), std::nullopt);
+}
+
+TEST(TextFile, IsReadToItsEnd) {
+  const fs::path path = fs::temp_directory_path() / ("paceline_text_" + std::to_string(::getpid()));
+  for (const std::size_t size : {0, 1, 4095, 4096, 4097, 20'000}) {
+    const std::string text(size, 'x');
+    std::ofstream(path) << text;
+    EXPECT_EQ(internal::read_text_file(path), text) << size;
+  }
+  fs::remove(path);
+}
 
 TEST(CpuList, ReadsRangesAndSingleCores) {
   EXPECT_EQ(parse_cpu_list("0-3,8,10-11\n"), (Cores{0, 1, 2, 3, 8, 10, 11}));
