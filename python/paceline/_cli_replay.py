@@ -36,10 +36,14 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as error:
         args.parser.error(f"{args.file} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}")
 
+    from paceline import InvalidArgument
     from paceline._ledger import read
     from paceline.balance import replay
 
-    result = replay(lines)
+    try:
+        result = replay(lines)
+    except InvalidArgument as error:
+        args.parser.error(f"{args.file} is no ledger that can be replayed: {error}")
     ledger = read(lines)
     if args.json:
         print(json.dumps(_summary(args.file, result, ledger), indent=2))

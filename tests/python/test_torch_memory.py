@@ -235,7 +235,7 @@ def test_a_fraction_is_of_the_memory_that_devices_share() -> None:
         assert a > 10**8
 
 
-@pytest.mark.parametrize("memory", [0, -1, 0.0, "1 GiB", True, float("nan"), {"host:0": "much"}, {"host:7": 10}])
+@pytest.mark.parametrize("memory", [0, -1, 0.0, "1 GiB", 1.5, True, float("nan"), {"host:0": "much"}, {"host:7": 10}])
 def test_what_is_no_limit_is_refused(memory: Any) -> None:
     module, _ = classifier(4)
     with pytest.raises(InvalidArgument, match="memory"):

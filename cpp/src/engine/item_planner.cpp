@@ -178,7 +178,7 @@ ItemReport ItemPlanner::report() const {
 
 std::string ItemPlanner::explain() const {
   const ItemReport here = report();
-  std::string out = "Items are dealt by cost: shares above are work, of which the first batch had 1000000.\n";
+  std::string out;
   if (here.fitted) {
     const plan::ItemCost& cost = here.shape.cost;
     out += fmt::format("  times follow {}\n", told(here.shape.measure));

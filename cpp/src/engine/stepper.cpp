@@ -328,8 +328,9 @@ void Stepper::write_to(std::shared_ptr<balance::LedgerWriter> ledger) {
 std::string Stepper::explain() const {
   const balance::Balancer& balancer = state_->current();
   std::string text = balancer.explain(state_->health.causes(balancer.report()));
-  if (state_->costing) text += state_->items->explain();
-  return text;
+  if (!state_->costing) return text;
+  return "Items are dealt by cost: batch, shares and items below are work, of which the first batch had 1000000.\n" +
+         text + state_->items->explain();
 }
 
 const balance::StepPlan& Stepper::plan() const noexcept { return state_->plan; }

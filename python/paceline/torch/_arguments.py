@@ -100,6 +100,10 @@ def memory_limits(memory: Memory | None, group: DeviceGroup) -> list[int | None]
             raise InvalidArgument(
                 f"DataParallel: memory is {value!r} for {device.name}; give bytes, or a fraction of its memory such as 0.5."
             )
+        if isinstance(value, float) and value > 1 and not value.is_integer():
+            raise InvalidArgument(
+                f"DataParallel: memory is {value!r} for {device.name}; a fraction of its memory is at most 1.0, and bytes are a whole number."
+            )
         if value is not None and isinstance(value, float) and value <= 1:
             sharing = sum(other.memory_space == device.memory_space for other in group.devices)
             value = value * _memory_bytes(device) / sharing

@@ -16,7 +16,8 @@ Gradients = list[torch.Tensor | None]
 READINGS: dict[tuple[Reading, Reduction], tuple[str, str]] = {
     ("sum", "mean"): (
         "reduction",
-        'loss_fn returns a sum over its items, but the trainer was told "mean". Make it with reduction="sum", or return the mean.',
+        'loss_fn returns a sum over its items, but the trainer was told "mean". Return the mean, or make the trainer with '
+        'reduction="sum" and return the plain sum: step divides it by the number of items, so a loss that is divided already would count for less.',
     ),
     ("mean", "sum"): (
         "reduction",

@@ -178,12 +178,12 @@ class MemoryCaps:
             if "largest_micro_batch" in entry:
                 text += (
                     f"{name}: at most {entry['largest_micro_batch']:.0f} items at once in {entry['limit_bytes']:.0f} bytes: a micro-batch takes "
-                    f"{entry['fixed_bytes']:.0f} and {entry['bytes_per_item']:.0f} for each item.\n"
+                    f"{entry['fixed_bytes']:.0f} bytes and {entry['bytes_per_item']:.0f} for each item.\n"
                 )
             if "largest_padded_cost" in entry:
                 text += (
                     f"{name}: a cost of at most {entry['largest_padded_cost']:.6g} at once, items counted as the longest, in "
-                    f"{entry['limit_bytes']:.0f} bytes: a micro-batch takes {entry['fixed_bytes_with_costs']:.0f} and {entry['bytes_per_cost']:.4g} for each unit.\n"
+                    f"{entry['limit_bytes']:.0f} bytes: a micro-batch takes {entry['fixed_bytes_with_costs']:.0f} bytes and {entry['bytes_per_cost']:.4g} for each unit.\n"
                 )
         return text
 

@@ -110,7 +110,8 @@ def metered(place: torch.device, limit: int, device: str) -> Iterator[Meter]:
                 meter.used += min(storage.nbytes(), tensor.numel() * tensor.element_size())
                 if meter.used > limit:
                     raise OutOfMemory(
-                        f"{device}: a micro-batch needs more than the {limit} bytes that memory= allows it."
+                        f"{device}: a micro-batch needs more than the {limit} bytes that memory= allows it. It is run again in smaller "
+                        "pieces while there are any; if this reaches you, one item alone does not fit: allow more."
                     )
         return tensor.detach()  # not itself: an output that its own graph holds would be a cycle
 
