@@ -156,7 +156,6 @@ class PinnedBuffer final : public Buffer {
   ~PinnedBuffer() override {
     if (data_ == nullptr) return;
     try {
-      const RelaxedCapture relaxed;
       // On a thread without a context the runtime would make one, of GPU 0.
       const DeviceGuard guard(device_);
       static_cast<void>(cudaFreeHost(data_));

@@ -32,21 +32,18 @@ CUcontext primary_context(int device) {
 
 }  // namespace
 
-RelaxedCapture::RelaxedCapture() noexcept {
-  if (cudaThreadExchangeStreamCaptureMode(&before_) != cudaSuccess) static_cast<void>(cudaGetLastError());
-}
-
-RelaxedCapture::~RelaxedCapture() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&before_)); }
-
 DeviceGuard::DeviceGuard(int device) {
   const CUresult result = driver().context_push(primary_context(device));
   if (result != CUDA_SUCCESS) {
     throw Error(fmt::format("cuda:{}: cannot be made current (driver error {})", device, static_cast<int>(result)),
                 fmt::format("cuda:{}", device));
   }
+  // With the context current, here and below: on a thread without one this call makes GPU 0's, and leaves it there.
+  if (cudaThreadExchangeStreamCaptureMode(&capture_before_) != cudaSuccess) static_cast<void>(cudaGetLastError());
 }
 
 DeviceGuard::~DeviceGuard() {
+  static_cast<void>(cudaThreadExchangeStreamCaptureMode(&capture_before_));
   CUcontext popped = nullptr;
   static_cast<void>(driver().context_pop(&popped));
 }

@@ -5,20 +5,8 @@
 
 namespace paceline::cuda {
 
-/// Lets this library's calls be harmless to a stream capture of another thread (cudaStreamCaptureModeRelaxed), as long
-/// as it lives. Never throws.
-class RelaxedCapture {
- public:
-  RelaxedCapture() noexcept;
-  ~RelaxedCapture();
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-
- private:
-  cudaStreamCaptureMode before_ = cudaStreamCaptureModeRelaxed;
-};
-
 /// Makes a device current for the calling thread, and afterwards what was current before: no context if there was none.
+/// Meanwhile the thread's calls are harmless to a stream capture of another thread (cudaStreamCaptureModeRelaxed).
 ///
 /// Pushes the device's primary context, the one that the runtime and PyTorch use. cudaSetDevice would replace the
 /// caller's own context for good. The primary context is retained for the rest of the process: others use it too.
@@ -31,7 +19,7 @@ class DeviceGuard {
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
  private:
-  RelaxedCapture relaxed_;
+  cudaStreamCaptureMode capture_before_ = cudaStreamCaptureModeRelaxed;
 };
 
 }  // namespace paceline::cuda

@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -35,8 +36,13 @@ struct IssuingThread::State {
   bool given_up = false;
   pid_t owner = getpid();
 
-  void work(std::chrono::nanoseconds interval) {
-    const cuda::RelaxedCapture relaxed;
+  void work(int device, std::chrono::nanoseconds interval) {
+    // NCCL chooses devices by itself, and on a thread without a context its first call would make GPU 0's.
+    std::optional<cuda::DeviceGuard> guard;
+    try {
+      guard.emplace(device);
+    } catch (const Error&) {  // what refuses here refuses in the first job too, where it can be said
+    }
     bool busy = false;
     Clock::time_point next_look;
     std::unique_lock lock(mutex);
@@ -72,13 +78,14 @@ struct IssuingThread::State {
   }
 };
 
-IssuingThread::IssuingThread(const std::string& name, LookAfter look_after, std::chrono::nanoseconds interval)
+IssuingThread::IssuingThread(const std::string& name, int device, LookAfter look_after,
+                             std::chrono::nanoseconds interval)
     : state_(std::make_shared<State>()) {
   state_->look_after = std::move(look_after);
   try {
-    state_->thread = std::thread([state = state_, interval, name] {
+    state_->thread = std::thread([state = state_, device, interval, name] {
       pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
-      state->work(interval);
+      state->work(device, interval);
     });
   } catch (const std::system_error& error) {
     throw Unavailable(

@@ -19,7 +19,8 @@ class IssuingThread {
   /// Called every `interval` while it returns true; again after each job.
   using LookAfter = std::function<bool()>;
 
-  IssuingThread(const std::string& name, LookAfter look_after, std::chrono::nanoseconds interval);
+  /// @param device the GPU that is current to the thread: one that it works for.
+  IssuingThread(const std::string& name, int device, LookAfter look_after, std::chrono::nanoseconds interval);
   /// Gives the thread up if it has not ended yet.
   ~IssuingThread();
   IssuingThread(const IssuingThread&) = delete;

@@ -65,8 +65,8 @@ class NcclClique final : public internal::NativeClique {
         copies_(internal::make_copy_clique(ranks, "beside NCCL")),
         communicators_(std::make_shared<Communicators>(library, ranks, options.timeout)),
         thread_(
-            "pl nccl", [communicators = communicators_] { return communicators->look_after(); },
-            interval_for(options.timeout)) {
+            "pl nccl", ranks.front().device.index,
+            [communicators = communicators_] { return communicators->look_after(); }, interval_for(options.timeout)) {
     for (const internal::Rank& rank : ranks) names_.push_back(rank.device.name);
     note_the_exit();
     try {

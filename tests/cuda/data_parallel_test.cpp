@@ -119,6 +119,7 @@ TEST(CudaDataParallel, LearnsSpeedsFromTheDevicesClocks) {
 TEST(CudaDataParallel, TakesTheCallersStream) {
   for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     boot(seed, 1);
+    ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
     cudaStream_t stream = nullptr;
     ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
     {

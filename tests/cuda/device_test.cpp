@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cuda.h>
 #include <gtest/gtest.h>
 
 #include <cstdint>
 #include <cstring>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <paceline/error.hpp>
@@ -28,6 +30,13 @@ void boot_machine(const fake::Settings& settings = {}) {
 std::unique_ptr<AsyncDevice> open(int ordinal = 0) {
   const CudaBackend backend;
   return backend.open(backend.find("cuda:" + std::to_string(ordinal)));
+}
+
+CUresult current_context(CUcontext* context) {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  EXPECT_EQ(cudaGetDriverEntryPointByVersion("cuCtxGetCurrent", &entry, 12000, cudaEnableDefault, &found), cudaSuccess);
+  return reinterpret_cast<decltype(&cuCtxGetCurrent)>(entry)(context);
 }
 
 TEST(CudaBackend, ListsTheGpusBeforeTheHost) {
@@ -116,6 +125,27 @@ TEST(CudaDevice, LeavesTheCallersDeviceAlone) {
   int current = -1;
   EXPECT_EQ(cudaGetDevice(&current), cudaSuccess);
   EXPECT_EQ(current, 0);
+}
+
+TEST(CudaDevice, LeavesAThreadWithoutAContextAsItWas) {
+  boot_machine({.device_count = 2});
+  std::thread([] {
+    {
+      const auto device = open(1);
+      const auto stream = device->make_stream();
+      const auto event = device->make_event(true);
+      const auto buffer = device->allocate(64, *stream);
+      const auto pinned = device->allocate_pinned(64);
+      stream->zero(buffer->data(), 64);
+      stream->copy(pinned->data(), buffer->data(), 64);
+      stream->record(*event);
+      wait_for(*event);
+    }
+    CUcontext current = nullptr;
+    EXPECT_EQ(current_context(&current), CUDA_SUCCESS);
+    EXPECT_EQ(current, nullptr);
+  }).join();
+  EXPECT_TRUE(fake::problems().empty()) << fake::problems().front();
 }
 
 TEST(CudaDevice, RefusesToWaitForWhatWasNeverRecorded) {

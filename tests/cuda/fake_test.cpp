@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <thread>
 #include <vector>
 
 #include "fake_cuda.hpp"
@@ -28,6 +29,7 @@ Pair set_up(std::uint64_t seed) {
   Settings settings;
   settings.seed = seed;
   boot(settings);
+  EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
   Pair pair;
   cudaMemPoolProps properties{};
   EXPECT_EQ(cudaMemPoolCreate(&pair.pool, &properties), cudaSuccess);
@@ -107,6 +109,21 @@ TEST(FakeCuda, NoticesAccessBeyondTheEnd) {
   }
   ASSERT_FALSE(problems().empty());
   EXPECT_NE(problems().front().find("beyond the end"), std::string::npos);
+}
+
+TEST(FakeCuda, NoticesACallThatMakesAContext) {
+  boot({.device_count = 2});
+  std::thread([] {
+    cudaEvent_t event = nullptr;
+    int current = -1;
+    EXPECT_EQ(cudaGetDevice(&current), cudaSuccess);
+    EXPECT_TRUE(problems().empty()) << "asking makes none";
+    EXPECT_EQ(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), cudaSuccess);
+    ASSERT_EQ(problems().size(), 1U);
+    EXPECT_NE(problems().front().find("cudaEventCreateWithFlags on a thread without a context"), std::string::npos);
+    EXPECT_EQ(cudaEventDestroy(event), cudaSuccess);
+    EXPECT_EQ(problems().size(), 1U) << "from now on it has one";
+  }).join();
 }
 
 TEST(FakeCudaDeathTest, EndsTheProgramWhereCudaIsSilent) {

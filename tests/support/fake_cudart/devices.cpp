@@ -141,11 +141,15 @@ const char* cudaGetErrorString(cudaError_t error) { return cudaGetErrorName(erro
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   thread_local cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
+  const std::lock_guard lock(machine().mutex);
+  fake::use_context(__func__);
   std::swap(current, *mode);
   return cudaSuccess;
 }
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  const std::lock_guard lock(machine().mutex);
+  fake::use_context(__func__);
   *attributes = {};
   return cudaSuccess;
 }

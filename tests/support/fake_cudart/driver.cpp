@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "green_contexts.hpp"
@@ -83,6 +84,14 @@ void set_current_device(int device) {
   } else {
     stack.back() = context_of(device);
   }
+}
+
+void forget_contexts() { stack.clear(); }
+
+void use_context(const char* call) {
+  if (!stack.empty()) return;
+  machine().complain(std::string(call) + " on a thread without a context, which makes GPU 0's and leaves it there");
+  stack.push_back(context_of(0));
 }
 
 void* driver_function(const char* name, unsigned int version) {

@@ -10,6 +10,7 @@
 //     be ordered by streams, events or a host that saw the first one finished (vector clocks, as in data race
 //     detection). A missing wait is found whatever order the seed chose.
 //   - Memory is poisoned when it is given out and when it is taken back.
+//   - A call that would make GPU 0's context, because its thread has none, is reported (use_context).
 //   - Waiting for an event that was never recorded, which CUDA takes for a wait that is over, ends the program.
 //
 // Only what the product calls is there; a new entry point fails at link time.
@@ -42,7 +43,7 @@ struct Settings {
   bool foreign_memory = false;  ///< memory that no device has is taken for somebody else's, and not checked
 };
 
-/// A machine as after boot. What the last one still held is forgotten.
+/// A machine as after boot, and no context current to the calling thread. What the last one still held is forgotten.
 void boot(const Settings& settings);
 /// What makes the program give back what it keeps for later: called before leftovers are counted, and before a boot.
 void set_release(void (*release)());
@@ -60,7 +61,8 @@ struct Leftovers {
 };
 [[nodiscard]] Leftovers leftovers();
 
-/// Sentences about accesses without an order, outside of an allocation, or of freed memory. Empty: all was well.
+/// Sentences about accesses without an order, outside of an allocation, or of freed memory, and about calls of a thread
+/// that had no context. Empty: all was well.
 [[nodiscard]] std::vector<std::string> problems();
 
 /// Calls of cuda*Synchronize, which hold a host thread.

@@ -27,6 +27,7 @@ thread_local Launch configuration;
 
 cudaError_t launch(const void* kernel, const Launch& how, void** arguments) {
   const std::lock_guard lock(machine().mutex);
+  use_context("a kernel's launch");
   Stream* const stream = machine().resolve(how.stream);
   if (stream == nullptr) misuse("a kernel was launched on the legacy default stream");
   if (!machine().known(stream)) misuse("a kernel was launched on a stream that was destroyed");

@@ -365,6 +365,7 @@ void set_release(void (*function)()) { release_kept = function; }
 void boot(const Settings& settings) {
   release();
   const std::lock_guard lock(machine().mutex);
+  forget_contexts();
   machine().boot(settings);
 }
 

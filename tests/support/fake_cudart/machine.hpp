@@ -136,6 +136,8 @@ class Machine {
   [[nodiscard]] Allocation* find(const void* data);
   void free(Allocation* allocation);
   void access(const void* data, std::size_t bytes, bool write);
+  /// Notes what problems() tells.
+  void complain(std::string problem);
 
   Leftovers leftovers() const;
   /// Whether more is enqueued than memory on its way back.
@@ -156,7 +158,6 @@ class Machine {
   bool out_of_memory_is_due();
   bool run_one();
   void run(Stream& stream);
-  void complain(std::string problem);
 
   Settings settings_;
   std::mt19937_64 random_;

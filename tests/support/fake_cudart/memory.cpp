@@ -11,11 +11,13 @@
 #include <utility>
 #include <vector>
 
+#include "driver.hpp"
 #include "entry_points.hpp"
 
 using fake::enqueue;
 using fake::fail;
 using fake::machine;
+using fake::use_context;
 
 namespace {
 
@@ -75,6 +77,7 @@ cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, std::s
 
 cudaError_t cudaMallocFromPoolAsync(void** data, std::size_t bytes, cudaMemPool_t pool, cudaStream_t stream) {
   const std::lock_guard lock(machine().mutex);
+  use_context(__func__);
   fake::Pool* const from = reinterpret_cast<fake::Pool*>(pool);
   if (const cudaError_t error = machine().health(from->device); error != cudaSuccess) return fail(error);
   fake::Allocation* const made = machine().allocate(from->device, bytes);
@@ -89,6 +92,7 @@ cudaError_t cudaMallocFromPoolAsync(void** data, std::size_t bytes, cudaMemPool_
 
 cudaError_t cudaFreeAsync(void* data, cudaStream_t stream) {
   const std::lock_guard lock(machine().mutex);
+  use_context(__func__);
   fake::Allocation* const allocation = machine().find(data);
   if (allocation == nullptr || allocation->data != data) fake::misuse("memory was given back that was never taken");
   if (allocation->given_back) fake::misuse("memory was given back twice");
@@ -101,6 +105,7 @@ cudaError_t cudaFreeAsync(void* data, cudaStream_t stream) {
 
 cudaError_t cudaHostAlloc(void** data, std::size_t bytes, unsigned int) {
   const std::lock_guard lock(machine().mutex);
+  use_context(__func__);
   fake::Allocation* const made = machine().allocate(-1, bytes);
   if (made == nullptr) return fail(cudaErrorMemoryAllocation);
   *data = made->data;
@@ -109,6 +114,7 @@ cudaError_t cudaHostAlloc(void** data, std::size_t bytes, unsigned int) {
 
 cudaError_t cudaFreeHost(void* data) {
   const std::lock_guard lock(machine().mutex);
+  use_context(__func__);
   fake::Allocation* const allocation = machine().find(data);
   if (allocation == nullptr || allocation->device >= 0 || allocation->freed) {
     fake::misuse("pinned memory was given back that was not held");
@@ -122,6 +128,7 @@ cudaError_t cudaFreeHost(void* data) {
 
 cudaError_t cudaMemsetAsync(void* data, int value, std::size_t bytes, cudaStream_t stream) {
   const std::lock_guard lock(machine().mutex);
+  use_context(__func__);
   return enqueue(stream, "a fill", [=] {
     fake::writes(data, bytes);
     std::memset(data, value, bytes);
@@ -130,6 +137,7 @@ cudaError_t cudaMemsetAsync(void* data, int value, std::size_t bytes, cudaStream
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
   const std::lock_guard lock(machine().mutex);
+  use_context(__func__);
   if (!on_a_device(to)) fake::misuse("an asynchronous copy into pageable memory, which holds the calling thread");
   if (on_a_device(from)) {
     return enqueue(stream, "a copy", [=] {

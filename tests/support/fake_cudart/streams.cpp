@@ -12,6 +12,7 @@
 using fake::as_stream;
 using fake::fail;
 using fake::machine;
+using fake::use_context;
 
 namespace {
 
@@ -40,6 +41,7 @@ extern "C" {
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int flags) {
   const std::lock_guard lock(machine().mutex);
+  use_context(__func__);
   if (flags != cudaStreamNonBlocking) fake::misuse("a stream that waits for the legacy default stream was made");
   if (const cudaError_t error = machine().health(fake::current_device()); error != cudaSuccess) return fail(error);
   *stream = reinterpret_cast<cudaStream_t>(machine().make_stream(fake::current_device()));
@@ -48,11 +50,13 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int flags) 
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   const std::lock_guard lock(machine().mutex);
+  use_context(__func__);
   return machine().destroy(reinterpret_cast<fake::Stream*>(stream)) ? cudaSuccess : cudaErrorInvalidResourceHandle;
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
   const std::lock_guard lock(machine().mutex);
+  use_context(__func__);
   fake::Stream* const target = as_stream(stream);
   if (const cudaError_t error = machine().health(target->device); error != cudaSuccess) return fail(error);
   machine().wait(target, as_event(event));
@@ -61,6 +65,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   const std::lock_guard lock(machine().mutex);
+  use_context(__func__);
   if (!machine().known(machine().resolve(stream))) return cudaErrorInvalidResourceHandle;  // of an earlier machine
   fake::Stream* const target = as_stream(stream);
   if (const cudaError_t error = machine().health(target->device); error != cudaSuccess) return fail(error);
@@ -69,6 +74,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   const std::lock_guard lock(machine().mutex);
+  use_context(__func__);
   ++machine().synchronize_calls;
   fake::Stream* const target = as_stream(stream);
   if (!machine().run_until([&] { return machine().query(target); })) fake::misuse("a synchronisation never ends");
@@ -77,6 +83,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags) {
   const std::lock_guard lock(machine().mutex);
+  use_context(__func__);
   if (const cudaError_t error = machine().health(fake::current_device()); error != cudaSuccess) return fail(error);
   const bool timed = (flags & cudaEventDisableTiming) == 0;
   *event = reinterpret_cast<cudaEvent_t>(machine().make_event(fake::current_device(), timed));
@@ -85,11 +92,13 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags) {
 
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
   const std::lock_guard lock(machine().mutex);
+  use_context(__func__);
   return machine().destroy(as_event(event)) ? cudaSuccess : cudaErrorInvalidResourceHandle;
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   const std::lock_guard lock(machine().mutex);
+  use_context(__func__);
   fake::Stream* const target = as_stream(stream);
   if (as_event(event)->device != target->device) return fail(cudaErrorInvalidResourceHandle);
   if (const cudaError_t error = machine().health(target->device); error != cudaSuccess) return fail(error);
