@@ -170,7 +170,12 @@ void Communicators::deregister(Segment& segment) {
 
 template <class Call>
 void Communicators::enqueue(const char* function, Call call) {
-  if (!open_) check();  // they were aborted just now: that is why
+  if (!open_) {  // they were aborted just now
+    check();     // which tells why, unless somebody has been told already
+    throw Error(
+        fmt::format("{}: {}: all connections were given up after an earlier failure. The next call makes new ones.",
+                    name_of_rank(kEveryRank), function));
+  }
   Operation operation;
   if (!spare_.empty()) {
     operation = std::move(spare_.back());

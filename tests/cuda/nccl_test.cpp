@@ -7,13 +7,16 @@
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include <paceline/comm/communicator.hpp>
 #include <paceline/error.hpp>
+#include <paceline/runtime/backend.hpp>
 
+#include "nccl_communicators.hpp"
 #include "nccl_machine.hpp"
 #include "orders.hpp"
 
@@ -199,6 +202,32 @@ TEST(NcclClique, EndsACollectiveThatHangsAndGoesOnWithNewConnections) {
     }
     ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, seed));
   }
+}
+
+TEST(NcclCommunicators, RefuseWorkAfterAnAbortThatSomebodyHasHeardOf) {
+  fake::Nccl& nccl = boot(1, 2);
+  {
+    const DeviceGroup group = gpus(2);
+    std::vector<internal::Rank> ranks;
+    std::vector<std::unique_ptr<Buffer>> memory;
+    std::vector<void*> buffers;
+    for (const Device& device : group.devices()) {
+      const std::shared_ptr<AsyncDevice> opened = backend_of(device).open(device);
+      ranks.push_back({device, opened, opened->make_stream()});
+      memory.push_back(opened->allocate(sizeof(float), *ranks.back().stream));
+      buffers.push_back(memory.back()->data());
+    }
+    nccl::Communicators communicators(nccl::library(), ranks, milliseconds(30));
+    communicators.open(0);
+    nccl.hang();
+    communicators.all_reduce(buffers, 1, DType::float32, ReduceOp::sum);
+    while (communicators.look_after()) std::this_thread::sleep_for(milliseconds(1));
+    EXPECT_THROW(communicators.check(), Timeout);
+    const auto error = thrown_by<Error>([&] { communicators.all_reduce(buffers, 1, DType::float32, ReduceOp::sum); });
+    EXPECT_TRUE(says(error, "cuda:0, cuda:1: ncclAllReduce: all connections were given up")) << error.what();
+    EXPECT_EQ(nccl.calls("ncclAllReduce"), 2) << "a call with communicators that are gone";
+  }
+  ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, 1));
 }
 
 TEST(NcclClique, GivesTheHostNothingOfAnAbortedCollective) {
