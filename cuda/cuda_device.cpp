@@ -73,7 +73,7 @@ class CudaEvent final : public Event {
 
   [[nodiscard]] bool done() const override {
     require_recorded();
-    // Without a current context the runtime would make one, of GPU 0.
+    // Asking is among the calls that break another thread's capture, unless this thread has said otherwise.
     const DeviceGuard guard(device_);
     const cudaError_t error = cudaEventQuery(event_);
     if (error == cudaErrorNotReady) {
