@@ -8,15 +8,20 @@ says so and exits with 0.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
+import importlib.util
 import json
+import os
 import platform
+import re
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,9 +75,26 @@ def versions() -> dict[str, Any]:
         found["nccl"] = torch.cuda.nccl.version()
         found["cudnn"] = torch.backends.cudnn.version()
         found["driver_api"] = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    found["nccl_header"] = nccl_header()
     found["green_context"] = hasattr(torch.cuda, "GreenContext") or hasattr(torch.cuda, "green_contexts")
     found["gil"] = bool(getattr(sys, "_is_gil_enabled", lambda: True)())
     return found
+
+
+def nccl_header() -> str | None:
+    """The version of the `nccl.h` of NCCL_HOME or of the wheel that PyTorch's NCCL came with; None where there is none."""
+    folders = [Path(os.environ["NCCL_HOME"])] if "NCCL_HOME" in os.environ else []
+    with contextlib.suppress(ModuleNotFoundError):  # of the package around it
+        spec = importlib.util.find_spec("nvidia.nccl")
+        folders += [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec is not None else []
+    for folder in folders:
+        header = folder / "include" / "nccl.h"
+        if header.is_file():
+            numbers = dict(
+                re.findall(r"#define\s+NCCL_(MAJOR|MINOR|PATCH)\s+(\d+)", header.read_text(errors="replace"))
+            )
+            return ".".join(numbers.get(part, "?") for part in ("MAJOR", "MINOR", "PATCH"))
+    return None
 
 
 def dlpack() -> dict[str, str | None]:
