@@ -28,8 +28,9 @@ if(NOT PACELINE_WITH_CUDA)
   return()
 endif()
 
-# Machine code for these, and for all later GPUs the intermediate code of the last.
-if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+# Machine code for these, and for all later GPUs the intermediate code of the last. CMake itself reads the variable CUDAARCHS of the
+# environment, as long as nothing is set here.
+if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND "$ENV{CUDAARCHS}" STREQUAL "")
   set(CMAKE_CUDA_ARCHITECTURES 75-real 80-real 90)
   if(CUDAToolkit_VERSION VERSION_GREATER_EQUAL 12.8)
     set(CMAKE_CUDA_ARCHITECTURES 75-real 80-real 90-real 100-real 120)
