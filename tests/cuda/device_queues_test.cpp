@@ -573,6 +573,53 @@ TEST(DeviceQueues, AHangIsATimeoutThatNamesTheDeviceAndEndsTheTraining) {
   }
 }
 
+/// One run of 1 ms by the device's clock. `slowly`: its launch takes 10 ms of the host, and the device is there at
+/// once.
+struct Launched {
+  bool slowly = false;
+  double seconds = 1e-3;
+};
+
+bool excluded(DeviceQueues& queues, const Launched& run) {
+  const auto stream = static_cast<cudaStream_t>(queues.stream(0)->native());
+  const std::shared_ptr<const StepTimes> times = queues.begin_step({});
+  queues.enter(0);
+  if (!run.slowly) fake::hang(stream);
+  queues.begin_run(0);
+  if (run.slowly) {
+    const std::unique_ptr<Event> there = queues.maker(0).make_event(false);
+    queues.stream(0)->record(*there);
+    wait_for(*there);
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  bring_seconds = run.seconds;
+  launch(&slow_kernel, *queues.stream(0), 0);
+  queues.end_run(0);
+  if (!run.slowly) fake::go_on(stream);
+  queues.deliver(0, {});
+  queues.reduce({}, 1.0);
+  queues.end_step();
+  times->wait();
+  std::vector<ClaimRecord> claims(1);
+  times->stamp(claims);
+  std::vector<ClaimRecord> again(1);
+  times->stamp(again);
+  EXPECT_EQ(again[0].excluded, claims[0].excluded) << "the same answer however often it is asked";
+  return claims[0].excluded;
+}
+
+TEST(DeviceQueues, TheTimeOfLaunchingIsNoEvidenceWhereThereIsBetter) {
+  boot(1, 1);
+  DeviceQueues queues(group_of({"cuda:0"}), {});
+  EXPECT_FALSE(excluded(queues, {.slowly = true})) << "there is no other";
+  EXPECT_FALSE(excluded(queues, {.slowly = false})) << "all was launched before the device came to it";
+  EXPECT_FALSE(excluded(queues, {.slowly = true, .seconds = 10.0})) << "launching was ahead";
+  for (int step = 0; step < 8; ++step) EXPECT_TRUE(excluded(queues, {.slowly = true})) << step;
+  EXPECT_FALSE(excluded(queues, {.slowly = true})) << "what is better is long ago";
+  EXPECT_FALSE(excluded(queues, {.slowly = false}));
+  EXPECT_TRUE(excluded(queues, {.slowly = true}));
+}
+
 TEST(DeviceQueues, AGroupOfTheHostAloneHasNone) {
   boot(0, 1);
   EXPECT_THROW(DeviceQueues(group_of({"host:0"}), {}), InvalidArgument);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -29,12 +30,31 @@ namespace {
 struct Span {
   std::unique_ptr<Event> start;
   std::unique_ptr<Event> end;
+  std::chrono::steady_clock::time_point opened;
+  double launch_seconds = 0.0;  // of the host
+  bool overtaken = false;       // the device was at it before all of it was launched
+
+  /// Whether the device may have waited for launches for a notable part of the time. It cannot have where it came to
+  /// the run when all was launched; else for no longer than launching took, and where it then had as much work left,
+  /// it was launching that was ahead.
+  [[nodiscard]] bool held_up(double seconds) const { return overtaken && seconds < 2.0 * launch_seconds; }
 };
 
 struct Times {
   std::vector<std::vector<Span>> spans;  // of each device; events are made once
   std::vector<std::size_t> used;         // how many of them this step has
   std::unique_ptr<Event> over;
+  std::vector<char> strict;  // of each device: what launching held up is no evidence; empty: not judged yet
+};
+
+/// How many steps ago each device was last measured without waiting for launches. A run that was held up says how long
+/// launching takes, and not how fast the device is; but where all are (small models, or a caller who reads every loss),
+/// it is the only evidence, and it is the time that such a step costs. So it is set aside only as long as there is
+/// better.
+struct Evidence {
+  static constexpr int kPatience = 8;  // steps that the better one counts for
+  std::mutex mutex;
+  std::vector<int> steps_without;
 };
 
 /// Keeps what steps no longer need for later ones. Steps may outlive the queues.
@@ -46,9 +66,10 @@ struct Recycler {
 class KeptTimes final : public StepTimes {
  public:
   KeptTimes(std::unique_ptr<Times> times, std::shared_ptr<Recycler> recycler, std::chrono::nanoseconds timeout,
-            std::weak_ptr<internal::GpuCollectives> collectives)
+            std::weak_ptr<internal::GpuCollectives> collectives, std::shared_ptr<Evidence> evidence)
       : times_(std::move(times)),
         recycler_(std::move(recycler)),
+        evidence_(std::move(evidence)),
         timeout_(timeout),
         collectives_(std::move(collectives)) {}
   ~KeptTimes() override {
@@ -69,22 +90,47 @@ class KeptTimes final : public StepTimes {
   void stamp(std::vector<ClaimRecord>& claims) const override {
     std::vector<std::size_t> next(times_->spans.size(), 0);
     std::vector<double> origin(times_->spans.size(), 0.0);
-    for (ClaimRecord& claim : claims) {
+    std::vector<char> held_up(claims.size(), 0);
+    std::vector<char> clean(times_->spans.size(), 0);
+    for (std::size_t i = 0; i < claims.size(); ++i) {
+      ClaimRecord& claim = claims[i];
       const std::size_t d = claim.micro_batch.device_index;
       const std::vector<Span>& spans = times_->spans[d];
       if (times_->used[d] == 0) continue;
       const std::size_t k = next[d]++;
       if (k == 0) origin[d] = claim.start_seconds;
       claim.start_seconds = origin[d] + spans[k].start->seconds_since(*spans[0].start);
-      claim.finish_seconds = claim.start_seconds + spans[k].end->seconds_since(*spans[k].start);
+      const double seconds = spans[k].end->seconds_since(*spans[k].start);
+      claim.finish_seconds = claim.start_seconds + seconds;
+      held_up[i] = static_cast<char>(spans[k].held_up(seconds));
+      if (held_up[i] == 0 && !claim.excluded) clean[d] = 1;
+    }
+    judge(clean);
+    for (std::size_t i = 0; i < claims.size(); ++i) {
+      if (held_up[i] != 0 && times_->strict[claims[i].micro_batch.device_index] != 0) claims[i].excluded = true;
     }
   }
 
   [[nodiscard]] Times& times() const noexcept { return *times_; }
 
  private:
+  /// Once for each step, however often it is asked for its times.
+  void judge(const std::vector<char>& clean) const {
+    const std::lock_guard lock(evidence_->mutex);
+    if (!times_->strict.empty()) return;
+    evidence_->steps_without.resize(clean.size(), Evidence::kPatience);
+    times_->strict.resize(clean.size());
+    for (std::size_t d = 0; d < clean.size(); ++d) {
+      int& without = evidence_->steps_without[d];
+      if (clean[d] != 0) without = 0;
+      if (clean[d] == 0 && times_->used[d] > 0) without = std::min(without + 1, Evidence::kPatience + 1);
+      times_->strict[d] = static_cast<char>(without <= Evidence::kPatience);
+    }
+  }
+
   std::unique_ptr<Times> times_;
   std::shared_ptr<Recycler> recycler_;
+  std::shared_ptr<Evidence> evidence_;
   std::chrono::nanoseconds timeout_;
   std::weak_ptr<internal::GpuCollectives> collectives_;
 };
@@ -141,6 +187,7 @@ struct DeviceQueues::State {
   bool owns_home_stream = false;
   std::unique_ptr<Event> ready;
   std::shared_ptr<Recycler> recycler = std::make_shared<Recycler>();
+  std::shared_ptr<Evidence> evidence = std::make_shared<Evidence>();
   std::shared_ptr<const KeptTimes> step;
   std::atomic<bool> hung{false};
   std::stop_source stop;  // of this step
@@ -431,8 +478,10 @@ std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceC
     times->over = state.home_device().make_event(false);
   }
   times->used.assign(state.lanes.size(), 0);
+  times->strict.clear();
   state.stop = std::stop_source();
-  state.step = std::make_shared<KeptTimes>(std::move(times), state.recycler, state.options.timeout, state.collectives);
+  state.step = std::make_shared<KeptTimes>(std::move(times), state.recycler, state.options.timeout, state.collectives,
+                                           state.evidence);
   for (Lane& lane : state.lanes) {
     lane.entered = false;
     lane.has_delivered = false;
@@ -475,8 +524,9 @@ bool DeviceQueues::begin_run(std::size_t device) {
   std::size_t& used = state.step->times().used[device];
   // A device that has nothing to do when it is given more has waited for the host: that time is not its own.
   const bool dry = used > 0 && spans[used - 1].end->done();
-  if (used == spans.size()) spans.push_back({lane.device->make_event(true), lane.device->make_event(true)});
-  lane.stream->record(*spans[used++].start);
+  if (used == spans.size()) spans.push_back({lane.device->make_event(true), lane.device->make_event(true), {}});
+  ++used;
+  restart_run(device);
   return dry;
 }
 
@@ -484,14 +534,19 @@ void DeviceQueues::restart_run(std::size_t device) {
   Lane& lane = state_->lanes[device];
   if (lane.stream == nullptr) return;
   Times& times = state_->step->times();
-  lane.stream->record(*times.spans[device][times.used[device] - 1].start);
+  Span& span = times.spans[device][times.used[device] - 1];
+  lane.stream->record(*span.start);
+  span.opened = std::chrono::steady_clock::now();
 }
 
 void DeviceQueues::end_run(std::size_t device) {
   Lane& lane = state_->lanes[device];
   if (lane.stream == nullptr) return;
   Times& times = state_->step->times();
-  lane.stream->record(*times.spans[device][times.used[device] - 1].end);
+  Span& span = times.spans[device][times.used[device] - 1];
+  lane.stream->record(*span.end);
+  span.launch_seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - span.opened).count();
+  span.overtaken = span.start->done();
 }
 
 void DeviceQueues::deliver(std::size_t device, std::vector<BufferView> parts) {

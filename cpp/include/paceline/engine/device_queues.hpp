@@ -48,7 +48,8 @@ class PACELINE_API StepTimes {
   [[nodiscard]] virtual bool settled() const = 0;
   /// Returns when it is. @throws Timeout, Error if a device or NCCL has failed: then its sums are not defined.
   virtual void wait() const = 0;
-  /// Puts the devices' times in place of the host's. Only when settled.
+  /// Puts the devices' times in place of the host's, and excludes those that are mostly the time of launching, where
+  /// the device was measured without that in this step or shortly before. Only when settled.
   virtual void stamp(std::vector<ClaimRecord>& claims) const = 0;
 };
 
