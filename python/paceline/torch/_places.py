@@ -224,10 +224,14 @@ class Places:
         if self.queues is None:
             return
         self.queues.drain()
-        self.pool_peaks()
-        self._copies.clear()
-        self.release_memory()
-        self.queues = None
+        try:
+            self.pool_peaks()
+            self._copies.clear()
+            # PyTorch's own type: a GPU that has failed takes nothing back. That was said when it failed, and close() hides no other error.
+            with contextlib.suppress(RuntimeError):
+                self.release_memory()
+        finally:
+            self.queues = None
 
 
 def _check_home(module: nn.Module, home: torch.device, first_gpu: str | None) -> None:

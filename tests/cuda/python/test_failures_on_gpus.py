@@ -159,6 +159,32 @@ def test_a_lost_device_is_named(fake: Any) -> None:
         assert set(trainer._places.pool_peaks()) == {"cuda:0", "cuda:1"}  # as last known, and close() goes through
 
 
+def test_closing_on_a_broken_gpu_hides_no_error_and_leaves_nothing_open(fake: Any) -> None:
+    module, batch = module_and_batch()
+
+    def breaks(one: Any, part: Any) -> Any:
+        fake.broken = "CUDA error: device-side assert triggered"
+        raise ValueError("the user's own")
+
+    with pytest.raises(ValueError, match="the user's own"):
+        with DataParallel(module, BOXES["two"]) as trainer:
+            trainer.step(breaks, batch)
+    assert trainer._places.queues is None
+    trainer.close()
+    assert (fake.released, fake.leftovers) == (1, 0)
+
+
+def test_memory_that_a_broken_gpu_does_not_take_back_fails_the_step(fake: Any) -> None:
+    module, batch = module_and_batch()
+
+    def short(one: Any, part: Any) -> Any:
+        fake.broken = "CUDA error: device-side assert triggered"
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with DataParallel(module, BOXES["two"]) as trainer, pytest.raises(RuntimeError, match="device-side assert"):
+        trainer.step(short, batch)
+
+
 def test_a_hang_is_an_error_that_names_the_device(fake: Any) -> None:
     module, batch = module_and_batch()
     with DataParallel(module, BOXES["two"], balance="even", micro_batch=2, timeout=0.2) as trainer:
