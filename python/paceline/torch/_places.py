@@ -15,7 +15,6 @@ from paceline._core.engine import DeviceQueues
 from paceline._nccl import find_installed_nccl
 from paceline.comm import Transport
 from paceline.torch import _cuda
-from paceline.torch._launch import LaunchClock
 
 Move = Callable[[torch.Tensor], torch.Tensor]
 
@@ -60,12 +59,16 @@ class Places:
         self.transport = self.queues.transport if self.queues is not None else ""
         self.spaces = self.queues.spaces if self.queues is not None else [0] * len(group)
         self.home_space = self.queues.home_space if self.queues is not None else 0
-        self.launches = LaunchClock(self.names, [gpu is not None for gpu in self._gpu])
         self._copies: dict[int, _cuda.CopyStream] = {}
         self._pool_peaks: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self.devices)
+
+    @property
+    def on_gpu(self) -> list[bool]:
+        """Of each device, whether it is a GPU or a part of one."""
+        return [gpu is not None for gpu in self._gpu]
 
     @property
     def any_host(self) -> bool:

@@ -614,7 +614,7 @@ class DataParallel(Lifetime):
             return "\n".join(f"{name}: {work.stepper.explain()}{work.caps.explain()}" for name, work in runs.items())
         text = self._steps.stepper.explain()
         busy = [entry["busy_seconds"] for entry in self._steps.stepper.metrics["devices"].values()]
-        text += self._steps.caps.explain() + self._places.explain() + self._places.launches.explain(busy)
+        text += self._steps.caps.explain() + self._places.explain() + self._steps.launches.explain(busy)
         return text + "".join(f"\n{name}: {work.stepper.explain()}{work.caps.explain()}" for name, work in runs.items())
 
     def what_if(
