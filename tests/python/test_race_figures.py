@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import race_gpu
-from race import findings, recovery
+from race import findings, gpu_parts, recovery
 from race.figures import ratio_summary, steps_to_recover
 
 
@@ -119,3 +120,8 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert race_gpu.main() == 0
     assert '"available": false' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("kind", "count", "moved"), [("cuda", 2, 5), ("cuda", 4, 11), ("cpu", 2, 4)])
+def test_a_sum_is_held_against_a_copy_by_what_it_moves(kind: str, count: int, moved: int) -> None:
+    assert gpu_parts.buffers_moved(count, torch.device(kind)) == moved
