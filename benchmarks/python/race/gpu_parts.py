@@ -49,14 +49,20 @@ def overhead(network: Network, device: Device, length: Length) -> dict[str, Any]
 
 
 def partitions(network: Network, devices: Sequence[Device], weights: Sequence[float], length: Length) -> dict[str, Any]:
-    """(b) Several devices of unequal speed: auto and even against what each does alone while the others do the same."""
+    """(b) Several devices of unequal speed: auto and even against what each does alone while the others do the same.
+
+    Without an update of the parameters on either side: paceline has one, by the whole GPU, and each device alone would have its own.
+    """
     clock = Clock(network.device)
     items, size = batch_size(network, clock, len(devices), STEP_SECONDS)
     own = [max(1, round(items * weight / sum(weights))) for weight in weights]
     with contextlib.ExitStack() as stack:
         lanes = Lanes(network, devices)
         stack.callback(lanes.close)
-        rivals = {balance: stack.enter_context(Paced(network, devices, items, balance)) for balance in ("auto", "even")}
+        rivals = {
+            balance: stack.enter_context(Paced(network, devices, items, balance, update=False))
+            for balance in ("auto", "even")
+        }
         for rival in rivals.values():
             clock.block(rival, WARM_UP_STEPS)
         rates: dict[str, list[float]] = {"auto": [], "even": [], "ideal": []}
