@@ -196,6 +196,25 @@ def test_a_hang_is_an_error_that_names_the_device(fake: Any) -> None:
             trainer.step(classify, batch)
 
 
+def test_replicas_are_let_go_of_when_nothing_runs_any_more(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, batch = module_and_batch()
+    order: list[str] = []
+    with DataParallel(module, BOXES["two"]) as trainer:
+        trainer.step(classify, batch)
+        for owner, call in (
+            (trainer._places, "drain"),
+            (trainer._execution, "release"),
+            (trainer._replicas, "release"),
+        ):
+
+            def noted(original: Any = getattr(owner, call), call: str = call) -> None:
+                order.append(call)
+                original()
+
+            monkeypatch.setattr(owner, call, noted)
+    assert order == ["drain", "release", "release"]
+
+
 def test_ctrl_c_leaves_every_wait_for_a_gpu_that_hangs(fake: Any) -> None:
     module, batch = module_and_batch()
     trainer = DataParallel(module, BOXES["two"], balance="even", micro_batch=2, timeout=60.0)
