@@ -500,7 +500,8 @@ class DataParallel(Lifetime):
         dict
             ``devices``: per name ``share`` (items of the last step), ``items``, ``busy_seconds``, ``idle_seconds`` (totals),
             ``items_per_second`` (recent, while busy), ``speed`` (that, over the fastest device's); ``imbalance`` (slowest busy time over the mean, minus 1; recent); ``moves`` (changes of
-            shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction). ``sizes``: per
+            shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction; with GPUs, whose reduction
+            is not timed, the latter is what the call of `step` took or what the devices computed, whichever was longer). ``sizes``: per
             device the micro-batches that ever ran, in items. ``memory``: per device with a limit ``limit_bytes``, and once measured ``fixed_bytes``, ``bytes_per_item`` and ``largest_micro_batch`` (of steps with `cost`
             ``fixed_bytes_with_costs``, ``bytes_per_cost`` and ``largest_padded_cost``);
             and per GPU ``pool_peak_bytes``, the most that paceline's own pool had given out at once to all trainers of the process, while there were any (what PyTorch and NCCL took is theirs to tell).
@@ -563,7 +564,8 @@ class DataParallel(Lifetime):
         list of dict
             ``kind``: ``"step"``, ``"micro_batch"``, ``"reduction"`` or ``"move"``; ``device``: its name, None for the group; ``step``: how many
             had succeeded before; ``begin`` and ``end``: items of the batch; ``start_seconds``, since the trainer was made, and
-            ``duration_seconds``. A step that failed leaves none.
+            ``duration_seconds``. A step that failed leaves none. With GPUs a ``"reduction"`` lasts 0 seconds, for it is not timed, and
+            a ``"step"`` as `report` says.
         """
         return list(self._steps.stepper.events)
 
@@ -574,7 +576,7 @@ class DataParallel(Lifetime):
         -------
         list of dict
             ``first_step`` (from 0), ``steps`` (in this row), ``items`` and ``busy_seconds`` (sums, per name of a device), ``step_seconds``
-            (sum, with the reduction), ``longest_step_seconds`` (of one step), ``moves``. Reading it waits for GPUs, as `report` does.
+            (sum, with the reduction, but as `report` has it with GPUs), ``longest_step_seconds`` (of one step), ``moves``. Reading it waits for GPUs, as `report` does.
         """
         return list(self._steps.stepper.history)
 
