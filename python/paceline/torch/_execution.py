@@ -187,7 +187,7 @@ class Execution:
         with contextlib.suppress(Error):  # a device that was lost says so at the next step
             self._delivered = [entry for entry in self._delivered if not entry[0].settled]
 
-    def _commit(self, work: Workload, run: Run, user: UserGradients, totals: Gradients, outcome: Any) -> None:
+    def _commit(self, work: Workload, run: TrainRun, user: UserGradients, totals: Gradients, outcome: Any) -> None:
         user.commit(totals)
         self._commit_buffers(outcome)
         if self.committed is not outcome:
