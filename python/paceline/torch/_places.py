@@ -15,6 +15,7 @@ from paceline._core.engine import DeviceQueues
 from paceline._nccl import find_installed_nccl
 from paceline.comm import Transport
 from paceline.torch import _cuda
+from paceline.torch._batch import Batch
 
 Move = Callable[[torch.Tensor], torch.Tensor]
 
@@ -75,9 +76,15 @@ class Places:
         """Whether some device is a worker on the host's cores."""
         return None in self._gpu
 
-    def begin(self) -> None:
-        """Before a step: it is ordered on the stream that the caller is on now."""
+    def begin(self, batch: Batch) -> None:
+        """Before a step: it is ordered on the stream that the caller is on now, and so has to be what made the batch."""
         if self.queues is not None and self._home_gpu is not None:
+            for place, path in batch.places.items():
+                if place not in (self.home, _HOST):
+                    raise InvalidArgument(
+                        f"batch: {path} is on {place}, where nothing tells when it is ready. Put batches on the host, or where the "
+                        f"module is: {self.home}."
+                    )
             if self._is_capturing():
                 raise InvalidArgument(
                     "step: called while a CUDA graph is captured, which cannot hold what several devices do on their own streams. Capture "
@@ -149,11 +156,6 @@ class Places:
                 if device not in self._copies:
                     self._copies[device] = _cuda.CopyStream(gpu)
                 return self._copies[device].bring(tensor, stream)
-            if tensor.device not in (self.home, _HOST):
-                raise InvalidArgument(
-                    f"batch: a tensor is on {tensor.device}, where nothing tells when it is ready. Put batches on the host, or where the "
-                    f"module is: {self.home}."
-                )
             return tensor if tensor.device == target else tensor.to(target, non_blocking=True)
 
         return move

@@ -240,7 +240,7 @@ class DataParallel(Lifetime):
                 "step: cost= while claims are replayed of a step that ran without. Leave it out, or end the replay first: "
                 "replay_claims(None)."
             )
-        self._places.begin()
+        self._places.begin(whole)
         return self._execution.repeated(lambda: self._try_step(loss_fn, whole, objective, scaler, costs))
 
     def _prepared(self, batch: Any, weight: Weight | None) -> tuple[Batch, Objective]:
@@ -331,7 +331,7 @@ class DataParallel(Lifetime):
             with self._alone("run"):
                 check_trains("run", fn)
                 check_scaler("run", scaler)
-                self._places.begin()
+                self._places.begin(whole)
                 work = self._work(f"run {name}")
 
                 def attempt() -> torch.Tensor:
@@ -380,7 +380,7 @@ class DataParallel(Lifetime):
         with self._alone("check"), _emptied(self._temporary):
             check_trains("check", loss_fn)
             whole, objective = self._prepared(batch, weight)
-            self._places.begin()
+            self._places.begin(whole)
             micro_batch = self._options["micro_batch"]
             return check(
                 self._execution,
@@ -441,7 +441,7 @@ class DataParallel(Lifetime):
             def measure(size: int, micro_batch: int | None) -> float:
                 whole, objective = self._prepared(make_batch(size), weight)
                 check_size(whole.size, size)
-                self._places.begin()
+                self._places.begin(whole)
                 return timer.seconds(whole, objective, micro_batch, seconds)
 
             devices = len(self._names)
@@ -472,7 +472,7 @@ class DataParallel(Lifetime):
 
     def _predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any], cost: Cost | None) -> Any:
         whole = Batch(batch)
-        self._places.begin()
+        self._places.begin(whole)
         costs = costs_of(cost, batch, whole.size)
         if costs is not None:
             self._check_costs()

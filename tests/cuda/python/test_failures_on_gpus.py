@@ -196,23 +196,24 @@ def test_a_hang_is_an_error_that_names_the_device(fake: Any) -> None:
             trainer.step(classify, batch)
 
 
+def noting(order: list[str], name: str, call: Any) -> Any:
+    """`call`, with its name put down."""
+
+    def noted() -> None:
+        order.append(name)
+        call()
+
+    return noted
+
+
 def test_replicas_are_let_go_of_when_nothing_runs_any_more(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module, batch = module_and_batch()
     order: list[str] = []
     with DataParallel(module, BOXES["two"]) as trainer:
         trainer.step(classify, batch)
-        for owner, call in (
-            (trainer._places, "drain"),
-            (trainer._execution, "release"),
-            (trainer._replicas, "release"),
-        ):
-
-            def noted(original: Any = getattr(owner, call), call: str = call) -> None:
-                order.append(call)
-                original()
-
-            monkeypatch.setattr(owner, call, noted)
-    assert order == ["drain", "release", "release"]
+        for owner, call in ((trainer._places, "drain"), (trainer._replicas, "release")):
+            monkeypatch.setattr(owner, call, noting(order, call, getattr(owner, call)))
+    assert order == ["drain", "release"]
 
 
 def test_ctrl_c_leaves_every_wait_for_a_gpu_that_hangs(fake: Any) -> None:
@@ -257,6 +258,17 @@ def test_a_module_elsewhere_is_refused(fake: Any, monkeypatch: pytest.MonkeyPatc
     module, _ = module_and_batch()
     with pytest.raises(InvalidArgument, match=r"parameter 0\.weight is on cpu, but the first GPU .* is cuda:1"):
         DataParallel(module, ["host:0", "cuda:1"])
+
+
+@pytest.mark.parametrize("devices", [BOXES["two"], BOXES["mixed"]], ids=str)
+def test_a_batch_on_another_gpu_is_refused_before_anything_runs(fake: Any, devices: list[str]) -> None:
+    module, batch = module_and_batch()
+    elsewhere = batch[0], batch[1].to("meta")
+    with DataParallel(module, devices) as trainer:
+        for call in (lambda: trainer.step(classify, elsewhere), lambda: trainer.predict(elsewhere)):
+            with pytest.raises(InvalidArgument, match=r"batch\[1\] is on meta, where nothing tells") as caught:
+                call()
+            assert not hasattr(caught.value, "__notes__"), "a worker has found it"
 
 
 def test_launches_that_block_are_refused(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
