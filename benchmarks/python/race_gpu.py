@@ -4,7 +4,8 @@
     python race_gpu.py --json --devices host:0,host:1       on these devices; only to try the program
 
 (a) One device: plain PyTorch against paceline. (b) Two and three unequal partitions: auto and even shares, against the sum of
-what the partitions do alone *while the others run the same work*, since they share memory, caches and the clock. (c) A
+what the partitions do alone *while the others run the same work*, since they share memory, caches and the clock; forward and
+backward only, for paceline has one update of the parameters where the partitions alone would have several. (c) A
 partition that has other work for the middle third: steps until the step is as fast as it then can be. (d) The sum over
 buffers of one GPU against its copy. (e) With several GPUs, nn.DataParallel and DistributedDataParallel beside paceline.
 

@@ -165,6 +165,17 @@ def test_without_the_sanitizer_or_its_programs_its_stages_say_what_is_missing(
     assert run.record.failed == []
 
 
+def test_tests_run_side_by_side_where_that_was_carried_along(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    (site / "xdist").mkdir(parents=True)
+    (site / "xdist" / "__init__.py").touch()
+    stages = {stage.name: stage for stage in plan.after_build(tmp_path, f"{site}{os.pathsep}/no/such/folder", gpu=True)}
+    for name in ("python_exactness", "python_children"):
+        command = list(stages[name].command)
+        assert command[command.index("-n") + 1] == "8"
+    assert "-n" not in stages["python_alone"].command
+
+
 @pytest.mark.parametrize(
     ("text", "counts"),
     [

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+import paceline
 import race_gpu
-from race import findings, recovery
+from race import findings, gpu_parts, recovery
 from race.figures import ratio_summary, steps_to_recover
+from race.gpu_field import Paced, Plain
+from race.gpu_networks import MAKERS, Network
 
 
 def test_recovery_is_counted_from_the_change_to_the_first_step_that_is_fast_again() -> None:
@@ -119,3 +123,21 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert race_gpu.main() == 0
     assert '"available": false' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("kind", "count", "moved"), [("cuda", 2, 5), ("cuda", 4, 11), ("cpu", 2, 4)])
+def test_a_sum_is_held_against_a_copy_by_what_it_moves(kind: str, count: int, moved: int) -> None:
+    assert gpu_parts.buffers_moved(count, torch.device(kind)) == moved
+
+
+@pytest.mark.parametrize("update", [True, False])
+def test_both_sides_of_a_race_update_or_neither(update: bool) -> None:
+    network = Network("memory-bound", MAKERS["memory-bound"], torch.device("cpu"))
+    devices = [paceline.find_device(name) for name in ("host:0", "host:1")]
+    plain = Plain(network, 8, update=update)
+    with Paced(network, devices, 8, "even", update=update) as paced:
+        for racer, module in ((plain, plain._module), (paced, paced.trainer.module)):
+            before = [parameter.clone() for parameter in module.parameters()]
+            racer()
+            assert update != all(map(torch.equal, before, module.parameters()))
+            assert all(parameter.grad is None for parameter in module.parameters())

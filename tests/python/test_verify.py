@@ -16,6 +16,7 @@ import torch
 import paceline
 import paceline.torch
 from paceline import _cli, _cli_verify, _verify, _verify_checks, _verify_race
+from paceline.torch._places import Places
 from torch_support import TWO
 
 
@@ -126,6 +127,19 @@ def test_the_report_names_neither_host_nor_user_nor_folders(monkeypatch: pytest.
     assert "OSError: ~/x.so on <host> is not <user>'s; janet's is" in text
     for name in {"/home/jane", "lab-17", str(Path.cwd()), sys.prefix} | true_names:
         assert name not in text
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_library_below_the_users_folder_is_named_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl = "NCCL 2.28.9 (/home/jane/venv/lib/libnccl.so.2)"
+    monkeypatch.setenv("HOME", "/home/jane")
+    monkeypatch.setenv("USER", "jane")
+    monkeypatch.setattr(paceline.Communicator, "description", nccl)
+    monkeypatch.setattr(Places, "explain", lambda places: f"Between GPUs: {nccl}.\n")
+    report = _verify.verify(TWO, seconds=0)
+    assert report["collectives"]["transport"] == "NCCL 2.28.9 (~/venv/lib/libnccl.so.2)"
+    assert "Between GPUs: NCCL 2.28.9 (~/venv/lib/libnccl.so.2)." in report["race"]["explain"]
+    assert "jane" not in json.dumps(report)
 
 
 @pytest.mark.usefixtures("quick")

@@ -25,18 +25,19 @@ _MOST_MEMORY = 0.2  # of a GPU's, for what one batch keeps
 
 
 class Plain:
-    """PyTorch alone: forward, backward and the optimizer on the current stream."""
+    """PyTorch alone: forward, backward and, with `update`, the optimizer on the current stream."""
 
-    def __init__(self, network: Network, items: int) -> None:
+    def __init__(self, network: Network, items: int, *, update: bool = True) -> None:
         self.items = items
         self._batch = network.batch(items)
         self._module = network.module()
-        self._optimizer = networks.optimizer(self._module)
+        self._optimizer = networks.optimizer(self._module) if update else None
 
     def __call__(self) -> None:
         networks.loss_fn(self._module, self._batch).backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        if self._optimizer is not None:
+            self._optimizer.step()
+        self._module.zero_grad()
 
 
 class Paced:
@@ -49,17 +50,20 @@ class Paced:
         items: int,
         balance: Literal["auto", "even"],
         loss_fn: Callable[[nn.Module, Pair], torch.Tensor] = networks.loss_fn,
+        *,
+        update: bool = True,
     ) -> None:
         self.items = items
         self._batch = network.batch(items)
         self._loss_fn = loss_fn
         self.trainer = DataParallel(network.module(), list(devices), balance=balance)
-        self._optimizer = networks.optimizer(self.trainer.module)
+        self._optimizer = networks.optimizer(self.trainer.module) if update else None
 
     def __call__(self) -> None:
         self.trainer.step(self._loss_fn, self._batch)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        if self._optimizer is not None:
+            self._optimizer.step()
+        self.trainer.module.zero_grad()
 
     def __enter__(self) -> Paced:
         return self
@@ -90,7 +94,7 @@ class Lanes:
 
 
 def together(network: Network, devices: Sequence[Device], lanes: Lanes, items: Sequence[int], seconds: float) -> float:
-    """Items per second that the devices reach in all, each training alone on batches of its own while the others do the same."""
+    """Items per second that the devices reach in all, each running forward and backward on a batch of its own while the others do."""
     counts = [0.0] * len(devices)
     errors: list[BaseException] = []
     ready = threading.Barrier(len(devices) + 1)
@@ -105,7 +109,7 @@ def together(network: Network, devices: Sequence[Device], lanes: Lanes, items: S
                 torch.set_num_threads(1)
             with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
                 with torch.autograd.set_multithreading_enabled(False):
-                    plain = Plain(network, items[index])
+                    plain = Plain(network, items[index], update=False)
                     for _ in range(3):
                         plain()
                     _drain(stream)

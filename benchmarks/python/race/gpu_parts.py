@@ -49,14 +49,20 @@ def overhead(network: Network, device: Device, length: Length) -> dict[str, Any]
 
 
 def partitions(network: Network, devices: Sequence[Device], weights: Sequence[float], length: Length) -> dict[str, Any]:
-    """(b) Several devices of unequal speed: auto and even against what each does alone while the others do the same."""
+    """(b) Several devices of unequal speed: auto and even against what each does alone while the others do the same.
+
+    Without an update of the parameters on either side: paceline has one, by the whole GPU, and each device alone would have its own.
+    """
     clock = Clock(network.device)
     items, size = batch_size(network, clock, len(devices), STEP_SECONDS)
     own = [max(1, round(items * weight / sum(weights))) for weight in weights]
     with contextlib.ExitStack() as stack:
         lanes = Lanes(network, devices)
         stack.callback(lanes.close)
-        rivals = {balance: stack.enter_context(Paced(network, devices, items, balance)) for balance in ("auto", "even")}
+        rivals = {
+            balance: stack.enter_context(Paced(network, devices, items, balance, update=False))
+            for balance in ("auto", "even")
+        }
         for rival in rivals.values():
             clock.block(rival, WARM_UP_STEPS)
         rates: dict[str, list[float]] = {"auto": [], "even": [], "ideal": []}
@@ -141,7 +147,7 @@ class Victim:
 
 
 def reduction(devices: Sequence[Device], device: torch.device, length: Length) -> dict[str, Any]:
-    """(d) The sum over buffers in one memory, bytes read and written per second, against those of a copy."""
+    """(d) The sum over buffers in one memory, bytes that it reads and writes per second, against those of a copy."""
     clock = Clock(device)
     bytes_each = (256 << 20) if device.type == "cuda" else (8 << 20)
     tensors = [torch.zeros(bytes_each // 4, device=device) for _ in devices]
@@ -153,16 +159,27 @@ def reduction(devices: Sequence[Device], device: torch.device, length: Length) -
             "sum": lambda: communicator.all_reduce(tensors),
         }
         seconds = _turns(clock, rivals, length)
-    # The result goes into every buffer: each is read once and written once.
-    ratios = [len(devices) * copy / ours for copy, ours in zip(seconds["copy"], seconds["sum"], strict=True)]
+    moved = buffers_moved(len(devices), device)
+    ratios = [moved / 2 * copy / ours for copy, ours in zip(seconds["copy"], seconds["sum"], strict=True)]
+    least = [len(devices) * copy / ours for copy, ours in zip(seconds["copy"], seconds["sum"], strict=True)]
     return {
         "fraction_of_ideal": statistics.median(ratios),
         "goal": 0.85,
         "of_copy": ratio_summary(ratios),
+        "of_copy_if_each_buffer_were_moved_twice": ratio_summary(least),  # the least that any all-reduce could do
         "copy_gigabytes_per_second": round(2e-9 * bytes_each * length.steps / statistics.median(seconds["copy"]), 1),
         "megabytes": bytes_each >> 20,
         "buffers": len(devices),
     }
+
+
+def buffers_moved(count: int, device: torch.device) -> int:
+    """How many buffers an all-reduce over `count` reads and writes.
+
+    On a GPU one kernel reads all and writes one, which is then copied to each of the others; on the host each is read and written
+    once. A copy reads one and writes one.
+    """
+    return (count + 1) + 2 * (count - 1) if device.type == "cuda" else 2 * count
 
 
 def _turns(clock: Clock, rivals: dict[str, Any], length: Length) -> dict[str, list[float]]:

@@ -34,6 +34,7 @@ class Batch:
 
     def __init__(self, data: Any) -> None:
         self._sized: list[tuple[str, int]] = []
+        self.places: dict[torch.device, str] = {}  # where its tensors are, and the path of one that is there
         self._item_shapes: list[tuple[torch.Size, torch.dtype]] = []
         self._lists: list[tuple[str, int, str]] = []
         slicer = self._slicer(data, "batch")
@@ -100,6 +101,7 @@ class Batch:
         return None
 
     def _tensor(self, node: torch.Tensor, path: str) -> Slicer | None:
+        self.places.setdefault(node.device, path)
         if node.dim() == 0:
             # One of the host's goes with any device's; one that is on a GPU has to be on the right one.
             return None if node.device.type == "cpu" else lambda take, move: move(node)

@@ -20,8 +20,7 @@ from paceline.torch._gradients import UserGradients
 from paceline.torch._objective import Objective, Reduction
 from paceline.torch._places import RandomStates
 from paceline.torch._probe import Probe, Probed, distances, sizes_told, spans_of
-from paceline.torch._run import LossFunction
-from paceline.torch._step_timer import UntracedRun
+from paceline.torch._run import LossFunction, TrainRun
 
 # What the trainer's own devices made of the batch: sizes by device, objective, gradients.
 Trained = tuple[dict[str, int], float, list[torch.Tensor | None]]
@@ -57,7 +56,7 @@ def check(
 
     def attempt() -> Trained:
         frame = execution.frame(work, batch, loss_fn)
-        run = UntracedRun(frame, loss_fn=loss_fn, objective=objective, scale=None, names=replicas.names)
+        run = TrainRun(frame, loss_fn=loss_fn, objective=objective, scale=None, names=replicas.names)
         loss, gradients, outcome = execution.train(work, run, keep=False)
         return dict(zip(places.names, outcome.items, strict=True)), loss.item(), gradients
 

@@ -18,6 +18,7 @@ from paceline.torch._caller_state import CallerState
 from paceline.torch._failures import raise_failure
 from paceline.torch._gradients import UserGradients
 from paceline.torch._items import Items
+from paceline.torch._launch import LaunchClock
 from paceline.torch._memory import MemoryCaps, is_out_of_memory
 from paceline.torch._places import Places, RandomStates
 from paceline.torch._replicas import Replicas
@@ -36,6 +37,7 @@ class Workload:
         self.stepper = Stepper(group, **options)
         self.seen = Seen(len(group))
         self.caps: MemoryCaps = MemoryCaps(places, limits)
+        self.launches = LaunchClock(places.on_gpu)
 
 
 class Execution:
@@ -49,6 +51,7 @@ class Execution:
         self.places = places
         self.replicas = replicas
         self.committed: Any = None  # the last outcome that was
+        self._enqueued: Any = None  # the last outcome, committed or not
         # What host devices have delivered to GPUs, until these have read it: PyTorch would hand it on.
         self._delivered: list[tuple[Any, Any]] = []
 
@@ -140,11 +143,12 @@ class Execution:
 
     def release(self) -> None:
         """Let go of what was kept for the devices to read; they have ended."""
-        self.committed = None
+        self.committed = self._enqueued = None
         self._delivered.clear()
 
     def _execute(self, stepper: Stepper, run: Run) -> Any:
         self.running = run
+        run.queues_empty = self._queues_are_empty()
         calls = (run.body, run.finish, self.places.queues, run.sums)
         if run.items is None or run.items.plan is None:
             outcome = stepper.run(run.batch.size, *calls, run.claims)
@@ -164,7 +168,16 @@ class Execution:
             raise Error(
                 f"step: {self._names[outcome.failed_at[0]]} failed outside of user code. Nothing was committed."
             )
+        self._enqueued = outcome
         return outcome
+
+    def _queues_are_empty(self) -> bool:
+        """Whether the devices have done what they were given last. After a failure they have: it was waited for."""
+        with contextlib.suppress(Error):  # a device that was lost says so in the step
+            if self._enqueued is not None and not self._enqueued.settled:
+                return False
+        self._enqueued = None
+        return True
 
     def _keep_delivered(self, outcome: Any, buckets: Buckets) -> None:
         """Until the GPUs have read it. PyTorch keeps what lies on a GPU by itself."""
@@ -174,11 +187,12 @@ class Execution:
         with contextlib.suppress(Error):  # a device that was lost says so at the next step
             self._delivered = [entry for entry in self._delivered if not entry[0].settled]
 
-    def _commit(self, work: Workload, run: Run, user: UserGradients, totals: Gradients, outcome: Any) -> None:
+    def _commit(self, work: Workload, run: TrainRun, user: UserGradients, totals: Gradients, outcome: Any) -> None:
         user.commit(totals)
         self._commit_buffers(outcome)
         if self.committed is not outcome:
             work.stepper.commit(outcome, run.pieces)
+            work.launches.add(run.launches)
             self.committed = outcome
             self.items = outcome.items
 

@@ -4,40 +4,69 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-_RECENT = 32  # micro-batches of each device; the first of them, which compile and allocate, are soon gone
+_RECENT = 32  # steps of each device; the first of them, which compile and allocate, are soon gone
 # Devices take turns under Python's lock while they enqueue. A device that is to stay busy needs its micro-batch to last longer than all of
 # them take to enqueue theirs; three times that leaves room for what is not even.
 _TIMES = 3.0
+_HELD_UP = 2.0  # what enqueuing takes when it waits for a GPU, over what it takes when it does not
+
+
+class Launch(NamedTuple):
+    """A micro-batch that was enqueued."""
+
+    device: int
+    seconds: float
+    room: bool | None  # whether the devices had done all that they were given before; None where nothing tells
 
 
 class LaunchClock:
-    """How long the workers of GPUs take to enqueue a micro-batch; the devices work on meanwhile."""
+    """How long the workers of GPUs take to enqueue a micro-batch; the devices work on meanwhile.
 
-    def __init__(self, names: list[str], gpus: list[bool]) -> None:
-        self._names = names
+    Only a device that has nothing left shows what Python takes: a queue holds about a thousand kernels, and who adds to a full one
+    waits for the GPU.
+    """
+
+    def __init__(self, gpus: Sequence[bool]) -> None:
         self._gpus = gpus
-        self._recent: list[deque[float]] = [deque(maxlen=_RECENT) for _ in names]
-        self._count = [0] * len(names)
+        self._recent: list[deque[Launch]] = [deque(maxlen=_RECENT) for _ in gpus]
+        self._count = 0
 
-    def note(self, device: int, seconds: float) -> None:
-        """On the device's worker: it has enqueued a micro-batch."""
-        if self._gpus[device]:
-            self._recent[device].append(seconds)
-            self._count[device] += 1
+    def add(self, launches: Iterable[Launch]) -> None:
+        """Those of a step that was committed: others are in no busy time either."""
+        for launch in launches:
+            if self._gpus[launch.device]:
+                self._count += 1
+                if launch.room is not None:
+                    self._recent[launch.device].append(launch)
 
-    def explain(self, busy_seconds: list[float]) -> str:
-        """A line if Python cannot keep the GPUs busy, else nothing. `busy_seconds`: of each device, since the trainer was made."""
-        launch = [statistics.median(recent) for recent in self._recent if recent]
-        micro_batches = sum(self._count)
-        if not launch:
+    def explain(self, busy_seconds: Sequence[float]) -> str:
+        """A line if Python cannot keep the GPUs busy, or waits for them, else nothing. `busy_seconds`: of each device, in all those steps."""
+        recent = [launch for launches in self._recent for launch in launches]
+        free = [launch.seconds for launch in recent if launch.room]
+        held = [launch.seconds for launch in recent if not launch.room]
+        if not free:
             return ""
-        mean = sum(busy for busy, gpu in zip(busy_seconds, self._gpus, strict=True) if gpu) / micro_batches
-        needed = _TIMES * len(self._names) * statistics.median(launch)
+        launch = statistics.median(free)
+        if len(held) > len(free):  # the GPUs still have work when Python comes with more: it keeps them busy
+            return _held_up(launch, statistics.median(held))
+        mean = sum(busy for busy, gpu in zip(busy_seconds, self._gpus, strict=True) if gpu) / self._count
+        needed = _TIMES * len(self._gpus) * launch
         if mean >= needed:
             return ""
         return (
-            f"Launch-bound: a micro-batch takes a GPU {1e3 * mean:.2f} ms and Python {1e3 * statistics.median(launch):.2f} ms to enqueue, and "
-            f"{len(self._names)} devices share Python's lock: with less than {1e3 * needed:.2f} ms the GPUs wait for it, and a split shows that more "
-            "than their speeds. Use larger micro-batches; captured CUDA graphs launch without Python.\n"
+            f"Launch-bound: a micro-batch takes a GPU {1e3 * mean:.2f} ms and Python {1e3 * launch:.2f} ms to enqueue (and what loss_fn waits "
+            f"for), and {len(self._gpus)} devices share Python's lock: with less than {1e3 * needed:.2f} ms the GPUs wait for it, and a split "
+            "shows that more than their speeds. Use larger micro-batches; captured CUDA graphs launch without Python.\n"
         )
+
+
+def _held_up(free: float, held: float) -> str:
+    if held < _HELD_UP * free:
+        return ""
+    return (
+        f"Queue full: to enqueue a micro-batch takes Python {1e3 * held:.2f} ms while the GPUs still have work and {1e3 * free:.2f} ms when they "
+        "have none: it waits for them, for room in their queues or for a result that loss_fn reads. The GPUs set the pace, not Python.\n"
+    )

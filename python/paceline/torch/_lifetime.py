@@ -69,6 +69,7 @@ class Lifetime(abc.ABC):
         with contextlib.suppress(Error):  # of a device that was lost: it has said so before
             for work in self._workloads():
                 work.stepper.settle()
+        self._places.drain()  # a device that was too late may still write to what is let go of
         self._execution.release()
         self._replicas.release()
         self._places.close()

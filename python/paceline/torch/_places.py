@@ -15,7 +15,7 @@ from paceline._core.engine import DeviceQueues
 from paceline._nccl import find_installed_nccl
 from paceline.comm import Transport
 from paceline.torch import _cuda
-from paceline.torch._launch import LaunchClock
+from paceline.torch._batch import Batch
 
 Move = Callable[[torch.Tensor], torch.Tensor]
 
@@ -60,7 +60,6 @@ class Places:
         self.transport = self.queues.transport if self.queues is not None else ""
         self.spaces = self.queues.spaces if self.queues is not None else [0] * len(group)
         self.home_space = self.queues.home_space if self.queues is not None else 0
-        self.launches = LaunchClock(self.names, [gpu is not None for gpu in self._gpu])
         self._copies: dict[int, _cuda.CopyStream] = {}
         self._pool_peaks: dict[str, int] = {}
 
@@ -68,13 +67,24 @@ class Places:
         return len(self.devices)
 
     @property
+    def on_gpu(self) -> list[bool]:
+        """Of each device, whether it is a GPU or a part of one."""
+        return [gpu is not None for gpu in self._gpu]
+
+    @property
     def any_host(self) -> bool:
         """Whether some device is a worker on the host's cores."""
         return None in self._gpu
 
-    def begin(self) -> None:
-        """Before a step: it is ordered on the stream that the caller is on now."""
+    def begin(self, batch: Batch) -> None:
+        """Before a step: it is ordered on the stream that the caller is on now, and so has to be what made the batch."""
         if self.queues is not None and self._home_gpu is not None:
+            for place, path in batch.places.items():
+                if place not in (self.home, _HOST):
+                    raise InvalidArgument(
+                        f"batch: {path} is on {place}, where nothing tells when it is ready. Put batches on the host, or where the "
+                        f"module is: {self.home}."
+                    )
             if self._is_capturing():
                 raise InvalidArgument(
                     "step: called while a CUDA graph is captured, which cannot hold what several devices do on their own streams. Capture "
@@ -146,11 +156,6 @@ class Places:
                 if device not in self._copies:
                     self._copies[device] = _cuda.CopyStream(gpu)
                 return self._copies[device].bring(tensor, stream)
-            if tensor.device not in (self.home, _HOST):
-                raise InvalidArgument(
-                    f"batch: a tensor is on {tensor.device}, where nothing tells when it is ready. Put batches on the host, or where the "
-                    f"module is: {self.home}."
-                )
             return tensor if tensor.device == target else tensor.to(target, non_blocking=True)
 
         return move
@@ -224,10 +229,14 @@ class Places:
         if self.queues is None:
             return
         self.queues.drain()
-        self.pool_peaks()
-        self._copies.clear()
-        self.release_memory()
-        self.queues = None
+        try:
+            self.pool_peaks()
+            self._copies.clear()
+            # PyTorch's own type: a GPU that has failed takes nothing back. That was said when it failed, and close() hides no other error.
+            with contextlib.suppress(RuntimeError):
+                self.release_memory()
+        finally:
+            self.queues = None
 
 
 def _check_home(module: nn.Module, home: torch.device, first_gpu: str | None) -> None:

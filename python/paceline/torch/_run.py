@@ -18,6 +18,7 @@ from paceline.torch._buckets import Buckets
 from paceline.torch._caller_state import CallerState, RecomputeWatch, backward_watched, generator_state
 from paceline.torch._gradients import OwnStorages, View, views
 from paceline.torch._items import Items, OrderedBatch
+from paceline.torch._launch import Launch
 from paceline.torch._memory import MemoryCaps
 from paceline.torch._objective import Objective
 from paceline.torch._places import Places
@@ -108,6 +109,8 @@ class Run:
         places = self.places
         self._pieces = [(0, 0)] * len(places)  # of each device: what is in work
         self._fresh = [True] * len(places)  # whether that is the first of its run
+        self._brought = [0.0] * len(places)  # when its items were there: from then on Python enqueues
+        self.queues_empty = True  # when this began
         self.claims: list[list[tuple[int, int]]] | None = None  # of each device, instead of planned ones
         # Of each device, in order: what ran, and whether it was more than one piece of a claim.
         self._ran: list[list[tuple[int, int, int]]] = [[] for _ in range(len(places))]
@@ -158,12 +161,13 @@ class Run:
             for piece in self.caps.pieces(device, begin, end, self.batch):
                 self._pieces[device] = piece
                 self._fresh[device] = not codes
-                began = time.perf_counter()
                 with self.caps.measured(device, *piece, self.batch) as measuring:
                     ran, code = self._piece(device, *piece)
+                    ended = time.perf_counter()
                     measuring.counts = ran
                 codes.append(code)
-                self.launched(device, time.perf_counter() - began)
+                if ran:
+                    self.launched(device, ended - self._brought[device])
                 self._ran[device].append((device, *piece))
         if len(codes) > 1:  # only ever set, whichever worker is first
             self._divided = True
@@ -174,6 +178,7 @@ class Run:
         part = self.batch.slice(begin, end, self.places.mover(device))
         if self._fresh[device]:
             self.places.brought(device)
+        self._brought[device] = time.perf_counter()
         return part
 
     @property
@@ -200,7 +205,7 @@ class Run:
         raise TypeError("Run.compute is for subclasses")
 
     def launched(self, device: int, seconds: float) -> None:
-        """A piece was enqueued, or on the host has run, in that time."""
+        """A piece has brought its items, and then was enqueued, or on the host has run, in that time."""
 
     def after(self, device: int) -> None:
         """What follows a micro-batch outside of the caller's state: modes of the user do not see it."""
@@ -225,6 +230,7 @@ class TrainRun(Run):
         self.scales: list[torch.Tensor | None] = [scale] * len(places)
         self.names = names
         self.terms: list[list[tuple[int, torch.Tensor]]] = [[] for _ in replicas]
+        self.launches: list[Launch] = []
         self.buckets = Buckets(replicas, names, places) if places.queues is not None and len(replicas) > 1 else None
         self.left_out: dict[int, set[int]] = {}
         self._storages = [OwnStorages(replica.parameters) for replica in replicas]
@@ -292,7 +298,9 @@ class TrainRun(Run):
         return term * scale
 
     def launched(self, device: int, seconds: float) -> None:
-        self.places.launches.note(device, seconds)
+        # Of a step's later pieces nothing tells whether the device is still at the one before.
+        room = self.queues_empty if not self._ran[device] else None
+        self.launches.append(Launch(device, seconds, room))
 
     def after(self, device: int) -> None:
         self._storages[device].separate()

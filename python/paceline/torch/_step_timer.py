@@ -17,13 +17,6 @@ _WARM_UP = 3  # steps: first runs of a size, and shares on their way
 _LEAST = 5  # steps that count
 
 
-class UntracedRun(TrainRun):
-    """A run whose times are not the trainer's."""
-
-    def launched(self, device: int, seconds: float) -> None:
-        """What the trainer knows of its launches stays as it is."""
-
-
 class StepTimer:
     """Steps that commit nothing: gradients, buffers and random generators are put back after each."""
 
@@ -51,6 +44,6 @@ class StepTimer:
     def _step(self, work: Workload, batch: Batch, objective: Objective) -> None:
         frame = self._execution.frame(work, batch, self._loss_fn)
         names = self._execution.replicas.names
-        run = UntracedRun(frame, loss_fn=self._loss_fn, objective=objective, scale=None, names=names)
+        run = TrainRun(frame, loss_fn=self._loss_fn, objective=objective, scale=None, names=names)
         outcome: Any = self._execution.train(work, run, keep=False)[2]
         work.stepper.commit(outcome)

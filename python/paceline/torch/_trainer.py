@@ -240,7 +240,7 @@ class DataParallel(Lifetime):
                 "step: cost= while claims are replayed of a step that ran without. Leave it out, or end the replay first: "
                 "replay_claims(None)."
             )
-        self._places.begin()
+        self._places.begin(whole)
         return self._execution.repeated(lambda: self._try_step(loss_fn, whole, objective, scaler, costs))
 
     def _prepared(self, batch: Any, weight: Weight | None) -> tuple[Batch, Objective]:
@@ -331,7 +331,7 @@ class DataParallel(Lifetime):
             with self._alone("run"):
                 check_trains("run", fn)
                 check_scaler("run", scaler)
-                self._places.begin()
+                self._places.begin(whole)
                 work = self._work(f"run {name}")
 
                 def attempt() -> torch.Tensor:
@@ -380,7 +380,7 @@ class DataParallel(Lifetime):
         with self._alone("check"), _emptied(self._temporary):
             check_trains("check", loss_fn)
             whole, objective = self._prepared(batch, weight)
-            self._places.begin()
+            self._places.begin(whole)
             micro_batch = self._options["micro_batch"]
             return check(
                 self._execution,
@@ -441,7 +441,7 @@ class DataParallel(Lifetime):
             def measure(size: int, micro_batch: int | None) -> float:
                 whole, objective = self._prepared(make_batch(size), weight)
                 check_size(whole.size, size)
-                self._places.begin()
+                self._places.begin(whole)
                 return timer.seconds(whole, objective, micro_batch, seconds)
 
             devices = len(self._names)
@@ -472,7 +472,7 @@ class DataParallel(Lifetime):
 
     def _predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any], cost: Cost | None) -> Any:
         whole = Batch(batch)
-        self._places.begin()
+        self._places.begin(whole)
         costs = costs_of(cost, batch, whole.size)
         if costs is not None:
             self._check_costs()
@@ -500,7 +500,8 @@ class DataParallel(Lifetime):
         dict
             ``devices``: per name ``share`` (items of the last step), ``items``, ``busy_seconds``, ``idle_seconds`` (totals),
             ``items_per_second`` (recent, while busy), ``speed`` (that, over the fastest device's); ``imbalance`` (slowest busy time over the mean, minus 1; recent); ``moves`` (changes of
-            shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction). ``sizes``: per
+            shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction; with GPUs, whose reduction
+            is not timed, the latter is what the call of `step` took or what the devices computed, whichever was longer). ``sizes``: per
             device the micro-batches that ever ran, in items. ``memory``: per device with a limit ``limit_bytes``, and once measured ``fixed_bytes``, ``bytes_per_item`` and ``largest_micro_batch`` (of steps with `cost`
             ``fixed_bytes_with_costs``, ``bytes_per_cost`` and ``largest_padded_cost``);
             and per GPU ``pool_peak_bytes``, the most that paceline's own pool had given out at once to all trainers of the process, while there were any (what PyTorch and NCCL took is theirs to tell).
@@ -563,7 +564,8 @@ class DataParallel(Lifetime):
         list of dict
             ``kind``: ``"step"``, ``"micro_batch"``, ``"reduction"`` or ``"move"``; ``device``: its name, None for the group; ``step``: how many
             had succeeded before; ``begin`` and ``end``: items of the batch; ``start_seconds``, since the trainer was made, and
-            ``duration_seconds``. A step that failed leaves none.
+            ``duration_seconds``. A step that failed leaves none. With GPUs a ``"reduction"`` lasts 0 seconds, for it is not timed, and
+            a ``"step"`` as `report` says.
         """
         return list(self._steps.stepper.events)
 
@@ -574,7 +576,7 @@ class DataParallel(Lifetime):
         -------
         list of dict
             ``first_step`` (from 0), ``steps`` (in this row), ``items`` and ``busy_seconds`` (sums, per name of a device), ``step_seconds``
-            (sum, with the reduction), ``longest_step_seconds`` (of one step), ``moves``. Reading it waits for GPUs, as `report` does.
+            (sum, with the reduction, but as `report` has it with GPUs), ``longest_step_seconds`` (of one step), ``moves``. Reading it waits for GPUs, as `report` does.
         """
         return list(self._steps.stepper.history)
 
@@ -614,7 +616,7 @@ class DataParallel(Lifetime):
             return "\n".join(f"{name}: {work.stepper.explain()}{work.caps.explain()}" for name, work in runs.items())
         text = self._steps.stepper.explain()
         busy = [entry["busy_seconds"] for entry in self._steps.stepper.metrics["devices"].values()]
-        text += self._steps.caps.explain() + self._places.explain() + self._places.launches.explain(busy)
+        text += self._steps.caps.explain() + self._places.explain() + self._steps.launches.explain(busy)
         return text + "".join(f"\n{name}: {work.stepper.explain()}{work.caps.explain()}" for name, work in runs.items())
 
     def what_if(

@@ -29,6 +29,7 @@ class Fake:
         self.library = ctypes.CDLL(_core.__file__)
         self.released = 0
         self.streams_ended = 0
+        self.broken = ""  # what PyTorch says of a GPU that has failed
         self._streams = threading.local()
 
     def boot(self, gpus: int) -> None:
@@ -90,6 +91,8 @@ class Fake:
         """Stands for `_cuda.release_memory`."""
         self.released += 1
         self.streams_ended += streams_end
+        if self.broken:
+            raise RuntimeError(self.broken)
 
 
 class CopyStream:

@@ -159,6 +159,32 @@ def test_a_lost_device_is_named(fake: Any) -> None:
         assert set(trainer._places.pool_peaks()) == {"cuda:0", "cuda:1"}  # as last known, and close() goes through
 
 
+def test_closing_on_a_broken_gpu_hides_no_error_and_leaves_nothing_open(fake: Any) -> None:
+    module, batch = module_and_batch()
+
+    def breaks(one: Any, part: Any) -> Any:
+        fake.broken = "CUDA error: device-side assert triggered"
+        raise ValueError("the user's own")
+
+    with pytest.raises(ValueError, match="the user's own"):
+        with DataParallel(module, BOXES["two"]) as trainer:
+            trainer.step(breaks, batch)
+    assert trainer._places.queues is None
+    trainer.close()
+    assert (fake.released, fake.leftovers) == (1, 0)
+
+
+def test_memory_that_a_broken_gpu_does_not_take_back_fails_the_step(fake: Any) -> None:
+    module, batch = module_and_batch()
+
+    def short(one: Any, part: Any) -> Any:
+        fake.broken = "CUDA error: device-side assert triggered"
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with DataParallel(module, BOXES["two"]) as trainer, pytest.raises(RuntimeError, match="device-side assert"):
+        trainer.step(short, batch)
+
+
 def test_a_hang_is_an_error_that_names_the_device(fake: Any) -> None:
     module, batch = module_and_batch()
     with DataParallel(module, BOXES["two"], balance="even", micro_batch=2, timeout=0.2) as trainer:
@@ -168,6 +194,26 @@ def test_a_hang_is_an_error_that_names_the_device(fake: Any) -> None:
             trainer.step(classify, batch)
         with pytest.raises(DeviceLost):
             trainer.step(classify, batch)
+
+
+def noting(order: list[str], name: str, call: Any) -> Any:
+    """`call`, with its name put down."""
+
+    def noted() -> None:
+        order.append(name)
+        call()
+
+    return noted
+
+
+def test_replicas_are_let_go_of_when_nothing_runs_any_more(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, batch = module_and_batch()
+    order: list[str] = []
+    with DataParallel(module, BOXES["two"]) as trainer:
+        trainer.step(classify, batch)
+        for owner, call in ((trainer._places, "drain"), (trainer._replicas, "release")):
+            monkeypatch.setattr(owner, call, noting(order, call, getattr(owner, call)))
+    assert order == ["drain", "release"]
 
 
 def test_ctrl_c_leaves_every_wait_for_a_gpu_that_hangs(fake: Any) -> None:
@@ -212,6 +258,17 @@ def test_a_module_elsewhere_is_refused(fake: Any, monkeypatch: pytest.MonkeyPatc
     module, _ = module_and_batch()
     with pytest.raises(InvalidArgument, match=r"parameter 0\.weight is on cpu, but the first GPU .* is cuda:1"):
         DataParallel(module, ["host:0", "cuda:1"])
+
+
+@pytest.mark.parametrize("devices", [BOXES["two"], BOXES["mixed"]], ids=str)
+def test_a_batch_on_another_gpu_is_refused_before_anything_runs(fake: Any, devices: list[str]) -> None:
+    module, batch = module_and_batch()
+    elsewhere = batch[0], batch[1].to("meta")
+    with DataParallel(module, devices) as trainer:
+        for call in (lambda: trainer.step(classify, elsewhere), lambda: trainer.predict(elsewhere)):
+            with pytest.raises(InvalidArgument, match=r"batch\[1\] is on meta, where nothing tells") as caught:
+                call()
+            assert not hasattr(caught.value, "__notes__"), "a worker has found it"
 
 
 def test_launches_that_block_are_refused(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:

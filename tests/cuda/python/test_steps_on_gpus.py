@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from gpu_cases import BOXES, module_and_batch, queues_of
 from paceline import Cancelled, DeviceGroup
 from paceline.torch import DataParallel
+from paceline.torch._places import Places
 from torch_support import classify
 
 
@@ -134,6 +137,51 @@ def test_a_run_that_python_holds_up_is_told_so(fake: Any) -> None:
         text = trainer.explain()  # here a micro-batch takes as long as its launch
     assert "Launch-bound: a micro-batch takes a GPU" in text
     assert "2 devices share Python's lock" in text
+
+
+def test_bringing_a_batch_is_no_launch(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, batch = module_and_batch()
+
+    def slow(tensor: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.1)
+        return tensor
+
+    monkeypatch.setattr(Places, "mover", lambda places, device: slow)
+    with DataParallel(module, BOXES["two"], balance="even") as trainer:
+        trainer.step(classify, batch)
+        launches = [launch for recent in trainer._steps.launches._recent for launch in recent]
+    assert len(launches) == 2
+    assert all(0 < launch.seconds < 0.1 for launch in launches), launches
+
+
+def test_steps_that_are_enqueued_behind_others_say_nothing_of_launches(fake: Any) -> None:
+    module, batch = module_and_batch()
+    with DataParallel(module, BOXES["two"], balance="even", micro_batch=6) as trainer:
+        trainer.step(classify, batch)
+        trainer.report()  # waits
+        trainer.step(classify, batch)
+        trainer._execution._enqueued = SimpleNamespace(settled=False)
+        trainer.step(classify, batch)
+        rooms = [[launch.room for launch in recent] for recent in trainer._steps.launches._recent]
+        assert trainer._steps.launches._count == 12
+    assert rooms == [[True, True, False]] * 2
+
+
+def test_a_step_that_fails_leaves_no_launches(fake: Any) -> None:
+    module, batch = module_and_batch()
+
+    def fails(one: Any, part: Any) -> Any:
+        if fake.streams[-1][0] == 1:
+            raise RuntimeError("no")
+        return classify(one, part)
+
+    with DataParallel(module, BOXES["two"], balance="even") as trainer:
+        with pytest.raises(RuntimeError, match="no"):
+            trainer.step(fails, batch)
+        assert trainer._steps.launches._count == 0
+        trainer.step(classify, batch)
+        trainer.predict(batch[0])
+        assert trainer._steps.launches._count == 2
 
 
 def test_shares_follow_speeds_though_nobody_waits(fake: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import os
 import shutil
@@ -13,8 +14,9 @@ from runner.stage import Stage
 
 ROOT = Path(__file__).resolve().parents[3]
 GPU_TESTS = ROOT / "tests" / "gpu"
-# Their children spend most of their time loading PyTorch, and they measure nothing: they run side by side.
-PARALLEL = ("test_gpu_exactness.py", "test_gpu_exit.py", "test_gpu_graphs.py")
+# These measure nothing, and children spend most of their time loading PyTorch: they run side by side.
+EXACTNESS = ("test_gpu_exactness.py",)
+CHILDREN = ("test_gpu_exit.py", "test_gpu_graphs.py")
 ALONE = ("test_gpu_streams.py", "test_gpu_collectives.py", "test_gpu_memory.py")
 
 
@@ -60,7 +62,7 @@ def after_build(folder: Path, python_path: str, *, gpu: bool) -> list[Stage]:
     parts = ["--partition", "0.75,0.25"] if gpu else on_host
     race, digits = ROOT / "benchmarks" / "python", ROOT / "examples" / "python" / "digits.py"
     why_no_digits = "" if gpu else "no GPU; tests/python runs it on host devices"
-    if gpu and not importlib.util.find_spec("sklearn"):
+    if gpu and not _is_there("sklearn", python_path):
         why_no_digits = "scikit-learn, which has the digits, is not installed"
 
     def paceline(name: str, *arguments: str, limit: float = 60, json_result: bool = False) -> Stage:
@@ -74,8 +76,9 @@ def after_build(folder: Path, python_path: str, *, gpu: bool) -> list[Stage]:
         return Stage(name, command, limit, ("build",), why_not, environment=python, json_result=json_result)
 
     def pytest(name: str, files: tuple[str, ...], limit: float, *, side_by_side: bool = False) -> Stage:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *on_host]
-        if side_by_side and importlib.util.find_spec("xdist"):
+        # With names: one that runs out of time shall tell what it was at.
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *on_host]
+        if side_by_side and _is_there("xdist", python_path):
             command += ["-n", "8"]
         command += [str(GPU_TESTS / file) for file in files]
         return Stage(name, command, limit, ("build",), environment=python)
@@ -85,8 +88,9 @@ def after_build(folder: Path, python_path: str, *, gpu: bool) -> list[Stage]:
     stages.append(_program("sum_bandwidth", folder / "tests/gpu/gpu_sum_bandwidth", 30, json_result=True))
     stages.append(_program("digits_cuda", folder / "examples/cpp/digits_cuda", 40, [] if not gpu else ["cuda:0"]))
     stages += [
-        pytest("python_side_by_side", PARALLEL, 150, side_by_side=True),
-        pytest("python_alone", ALONE, 120),
+        pytest("python_exactness", EXACTNESS, 100, side_by_side=True),
+        pytest("python_children", CHILDREN, 120, side_by_side=True),
+        pytest("python_alone", ALONE, 150),
         script("digits", digits, "--devices", "cuda:0", limit=60, json_result=False, why_not=why_no_digits),
         script(
             "digits_in_parts", digits, "--partition", "0.75,0.25", limit=60, json_result=False, why_not=why_no_digits
@@ -98,6 +102,12 @@ def after_build(folder: Path, python_path: str, *, gpu: bool) -> list[Stage]:
         pytest("sticky", ("test_gpu_sticky.py",), 60),
     ]
     return stages
+
+
+def _is_there(module: str, python_path: str) -> bool:
+    """For the stages, whose path has what was carried along; that of this process has not."""
+    folders = [folder for folder in python_path.split(os.pathsep) if folder]
+    return bool(importlib.machinery.PathFinder.find_spec(module, folders) or importlib.util.find_spec(module))
 
 
 def _program(
