@@ -275,6 +275,30 @@ def test_a_run_without_gradient_raises(fn: Callable[..., Any], options: Any, mes
             global_batch.run(fn, **options)
 
 
+@DEVICES
+def test_a_backward_that_knows_nothing_of_the_batch_is_refused(devices: int) -> None:
+    module, batch = classifier(24)
+
+    def own(replica: Any, part: Any) -> None:
+        classify(replica, part.data).backward()
+
+    def both(replica: Any, part: Any) -> Any:
+        loss = classify(replica, part)
+        loss.backward(retain_graph=True)
+        return loss
+
+    with DataParallel(module, hosts(devices)) as trainer:
+        with (
+            trainer.batch(batch) as global_batch,
+            pytest.raises(InvalidArgument, match=r"micro_batch\.backward\(loss\)"),
+        ):
+            global_batch.run(own)
+        with pytest.raises(InvalidArgument, match="called backward itself"):
+            trainer.step(both, batch)
+        assert gradients(module) == [None] * 4
+        trainer.step(classify, batch)
+
+
 def test_what_cannot_be_run_is_refused() -> None:
     module, batch = classifier(20)
     with DataParallel(module, TWO) as trainer:

@@ -155,13 +155,18 @@ class FunctionRun(TrainRun):
         part = MicroBatch(self, device, begin, end, data)
         with self.drawing(device):
             self.loss_fn(self.replicas[device].module, part)
+        if not part.terms and not self.terms[device] and self.any_gradient(device):
+            raise InvalidArgument(
+                "run: fn called backward on a loss of its own, which does not know its part of the batch: the gradient would be wrong. Call "
+                "micro_batch.backward(loss), or micro_batch.weigh(loss).backward()."
+            )
         if part.terms:
             self.terms[device].append((begin, torch.stack([term.to(part.terms[0]) for term in part.terms]).sum()))
         if self._wanted is not None:  # a backward of the caller's own fills all
             for parameter in self._wanted[device][1]:
                 parameter.grad = None
         if not self.with_gradient:
-            self.with_gradient = any(parameter.grad is not None for parameter in self.replicas[device].parameters)
+            self.with_gradient = self.any_gradient(device)
         return True
 
     def backward_of(self, device: int, term: torch.Tensor, retain_graph: bool) -> None:

@@ -250,6 +250,11 @@ class TrainRun(Run):
         part = self.bring(device, begin, end)
         with self.drawing(device):
             loss = self.loss_fn(self.replicas[device].module, part)
+        if not self.terms[device] and self.any_gradient(device):
+            raise InvalidArgument(
+                "step: loss_fn called backward itself, so gradients would count twice. Return the loss; step calls backward. Backward "
+                "by hand is what trainer.batch() is for."
+            )
         term = self.objective.term(loss, begin, end)
         self.terms[device].append((begin, term.detach()))
         if not term.requires_grad:  # nothing in this slice depends on a parameter: its gradient is zero
@@ -258,6 +263,10 @@ class TrainRun(Run):
         self.with_gradient = True
         self.backward(device, self.scaled(device, term))
         return True
+
+    def any_gradient(self, device: int) -> bool:
+        """Whether a parameter of the device's replica has one; before its first backward of a run none has."""
+        return any(parameter.grad is not None for parameter in self.replicas[device].parameters)
 
     @contextlib.contextmanager
     def drawing(self, device: int) -> Any:
