@@ -10,6 +10,7 @@ namespace {
 
 constexpr double kEqual = 0.01;       // a difference that is worth nothing in a split
 constexpr double kEqualErrors = 3.0;  // of eight equal devices some differ by 2 standard errors nearly always
+constexpr double kEqualAgainErrors = 2.0;
 
 /// Difference of two scales in units of what may be chance: below 1 they are equal.
 ///
@@ -21,7 +22,8 @@ double distance(const Cluster& a, const Cluster& b, const ShapeEstimator& shape)
   const double of_one = a.error * a.error * static_cast<double>(a.members.size()) +
                         b.error * b.error * static_cast<double>(b.members.size());
   const double error = std::sqrt(of_one + unknown * unknown);
-  return std::abs(a.log_scale - b.log_scale) / std::max(kEqual, kEqualErrors * error);
+  const bool apart = a.before && b.before && *a.before != *b.before;
+  return std::abs(a.log_scale - b.log_scale) / std::max(kEqual, (apart ? kEqualAgainErrors : kEqualErrors) * error);
 }
 
 Cluster merge(const Cluster& a, const Cluster& b) {
@@ -34,6 +36,7 @@ Cluster merge(const Cluster& a, const Cluster& b) {
   both.scale = std::exp(both.log_scale);
   both.error = 1.0 / std::sqrt(wa + wb);
   both.centre_items = (wa * a.centre_items + wb * b.centre_items) / (wa + wb);
+  if (a.before == b.before) both.before = a.before;
   return both;
 }
 
@@ -57,7 +60,8 @@ Nearest nearest_after(std::size_t i, const std::vector<Cluster>& clusters, const
 std::vector<Cluster> cluster_equals(const std::vector<Measured>& devices, const ShapeEstimator& shape) {
   std::vector<Cluster> clusters;
   for (const Measured& device : devices) {
-    clusters.push_back({{device.device}, device.scale, std::log(device.scale), device.error, device.centre_items});
+    clusters.push_back(
+        {{device.device}, device.scale, std::log(device.scale), device.error, device.centre_items, device.before});
   }
   std::vector<Nearest> nearest;
   for (std::size_t i = 0; i < clusters.size(); ++i) nearest.push_back(nearest_after(i, clusters, shape));

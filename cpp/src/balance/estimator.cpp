@@ -217,7 +217,10 @@ void Estimator::pool_equals() {
       const DeviceEstimate& estimate = estimates_[i];
       if (class_of_[i] != c || estimate.samples == 0) continue;
       const double error = median_error(estimate.noise, estimate.samples);
-      members.push_back({i, estimate.own_scale, error, estimate.centre_items});
+      const std::optional<Grouped>& grouped = devices_[i].grouped;
+      const bool same_speed = grouped && grouped->since_step == estimate.since_step;
+      members.push_back({i, estimate.own_scale, error, estimate.centre_items,
+                         same_speed ? std::optional(grouped->cluster) : std::nullopt});
     }
     for (const Cluster& cluster : cluster_equals(members, shapes_[c])) {
       for (const std::size_t i : cluster.members) {
@@ -225,6 +228,7 @@ void Estimator::pool_equals() {
         estimates_[i].error = cluster.error;
         estimates_[i].pooled_centre_items = cluster.centre_items;
         estimates_[i].cluster = next_cluster;
+        devices_[i].grouped = Grouped{next_cluster, estimates_[i].since_step};
       }
       ++next_cluster;
     }

@@ -81,9 +81,14 @@ class Estimator {
     std::int64_t step = 0;
     std::vector<MicroBatchTiming> parts;
   };
+  struct Grouped {
+    std::size_t cluster = 0;
+    std::int64_t since_step = 0;  // of the regime that it was grouped in
+  };
   struct Device {
     std::vector<Sample> window;  // oldest first
     std::optional<Evidence> outlier;
+    std::optional<Grouped> grouped;  // at last
   };
 
   [[nodiscard]] static Evidence evidence_of(std::int64_t step, const std::vector<MicroBatchTiming>& timings);

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <optional>
 
 #include <paceline/sim/random.hpp>
 
@@ -66,6 +67,19 @@ TEST(ClusterEquals, JoinsTheClosestFirst) {
   EXPECT_EQ(clusters[1].members, (std::vector<std::size_t>{1, 2}));
   EXPECT_NEAR(clusters[1].scale, std::sqrt(1.02 * 1.03), 1e-12);
   EXPECT_NEAR(clusters[1].error, 0.0055 / std::sqrt(2.0), 1e-12);
+}
+
+TEST(ClusterEquals, KeepsApartWhatWasToldApartUntilItIsWellWithinTheError) {
+  const ShapeEstimator shape = known_shape();
+  const auto groups = [&](double second, std::optional<std::size_t> a, std::optional<std::size_t> b) {
+    return cluster_equals({{0, 1.0, 0.01, 64.0, a}, {1, second, 0.01, 64.0, b}}, shape).size();
+  };
+  const double between = std::exp(2.5 * 0.01 * std::sqrt(2.0));  // 2.5 standard errors
+  EXPECT_EQ(groups(between, 0, 1), 2U);
+  EXPECT_EQ(groups(between, 0, 0), 1U);
+  EXPECT_EQ(groups(between, std::nullopt, std::nullopt), 1U);
+  EXPECT_EQ(groups(between, 0, std::nullopt), 1U) << "its speed has changed since";
+  EXPECT_EQ(groups(std::exp(1.5 * 0.01 * std::sqrt(2.0)), 0, 1), 1U);
 }
 
 TEST(ClusterEquals, TakesNoDeviceAndOne) {
