@@ -182,12 +182,14 @@ TEST(Stepper, GivesNoWorkToADeviceThatNeverComesInTime) {
     stepper.commit(running);
     return stepper.plan().shares[1];
   };
-  for (int k = 0; k < 16; ++k) step(1);
+  for (int k = 0; k < 24; ++k) step(1);
   int given = 0;
   for (int k = 0; k < 20; ++k) given += step(1) > 0 ? 1 : 0;
-  EXPECT_LE(given, 3) << stepper.explain();
-  for (int k = 0; k < 150; ++k) step(2);  // nobody is late: a probe notices
-  EXPECT_GT(step(2), kBatch / 4) << stepper.explain();
+  EXPECT_LE(given, 6) << "a probe now and then\n" << stepper.explain();
+  // Nobody is late: a probe notices.
+  std::int64_t share = 0;
+  for (int k = 0; k < 1000 && share <= kBatch / 4; ++k) share = step(2);
+  EXPECT_GT(share, kBatch / 4) << stepper.explain();
 }
 
 TEST(Step, WaitsForAWorkerThatHasItsOwnPart) {
