@@ -200,8 +200,7 @@ class Step::Task final : public GroupTask {
   }
 
   /// The phase once it is no longer kComputing. Not by std::atomic::wait: libstdc++ yields four times before it sleeps,
-  /// each time giving a busy program on the same core a whole slice. Measured, that is 24 ms until the worker runs
-  /// again, against 0.1 ms for one that sleeps at once.
+  /// each time giving a busy program on the same core a whole slice, milliseconds.
   [[nodiscard]] int await_computed() noexcept {
     constexpr int looks = 100;  // some microseconds: between devices that are done at the same time
     for (int i = 0; i < looks && phase_.load(std::memory_order_acquire) == kComputing; ++i) detail::relax();

@@ -82,8 +82,8 @@ class DataParallel(Lifetime):
     memory
         What one micro-batch may take of a device's memory, beyond parameters and gradients: bytes, or a fraction of what the device has
         (of its memory, divided by the devices that share it); a dictionary says it for some devices only, by name. Two sizes are
-        measured, and larger claims then worked off in pieces that fit. With `cost` of
-        `step` a size is what the items cost when all are padded to the longest. Default: no limit but the memory itself.
+        measured, and larger claims then worked off in pieces that fit. With `cost` of `step` a size is
+        what the items cost when all are padded to the longest. Default: no limit but the memory itself.
     granularity
         Shares and what devices take over from each other are multiples of so many items, so that no more than ``batch / granularity`` sizes
         of micro-batches ever run (and one for what is left of the batch): for modules that compile or tune anew for each size. Shares are

@@ -37,8 +37,8 @@ struct LedgerClaim {
 /// each, if micro-batches were worked off in smaller pieces also "pieces": [[device, begin, end], ...], and of a step
 /// that dealt items out by cost also "order": [item, ...], which begin and end are positions in. replay() passes over
 /// it. In a record a micro-batch is [items, seconds], with a third element true if it was excluded; it has
-/// "reduction_seconds" where they were measured. Lines are flushed by the stream's own rules. Not thread-safe, like the
-/// balancer it belongs to. The stream must outlive the writer.
+/// "reduction_seconds" and "startup_seconds" (null: no work) where they were measured. Lines are flushed by the
+/// stream's own rules. Not thread-safe, like the balancer it belongs to. The stream must outlive the writer.
 class PACELINE_API LedgerWriter {
  public:
   explicit LedgerWriter(std::ostream& out);
