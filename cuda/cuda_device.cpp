@@ -13,9 +13,11 @@
 
 #include "device_guard.hpp"
 #include "error.hpp"
+#include "gpu_facts.hpp"
 #include "green_context.hpp"
 #include "pool.hpp"
 #include "reduce.hpp"
+#include "runtime/preferred_node.hpp"
 #include "stream_shelf.hpp"
 
 namespace paceline::cuda {
@@ -143,6 +145,8 @@ class PinnedBuffer final : public Buffer {
   PinnedBuffer(int device, std::size_t bytes) : device_(device), bytes_(bytes) {
     if (bytes == 0) return;
     const DeviceGuard guard(device);
+    // The caller's thread may be anywhere on the machine, and its pages would be where it is.
+    const PreferredNode near(attribute(cudaDevAttrHostNumaId, device, -1));
     const cudaError_t error = cudaHostAlloc(&data_, bytes, cudaHostAllocPortable);
     if (error == cudaErrorMemoryAllocation) {
       static_cast<void>(cudaGetLastError());

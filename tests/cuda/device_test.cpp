@@ -17,6 +17,7 @@
 #include "cuda_backend.hpp"
 #include "device_guard.hpp"
 #include "fake_cuda.hpp"
+#include "runtime/preferred_node.hpp"
 #include "twins.hpp"
 
 namespace paceline {
@@ -181,6 +182,19 @@ TEST(CudaDevice, TranslatesErrors) {
   }
   EXPECT_EQ(cudaPeekAtLastError(), cudaSuccess) << "an error of ours must not be found by somebody else's check";
   EXPECT_THROW(static_cast<void>(device->make_stream()), DeviceLost);
+}
+
+TEST(CudaDevice, PinsMemoryOnTheGpusNumaNode) {
+  boot_machine();
+  const auto device = open();
+  const int before = PreferredNode::current();
+  {
+    const PreferredNode probe(0);
+    if (PreferredNode::current() != 0) GTEST_SKIP() << "this system does not let a thread choose its memory's node";
+  }
+  const auto buffer = device->allocate_pinned(1 << 20);
+  EXPECT_EQ(fake::node_of_pinned_memory(), 0);
+  EXPECT_EQ(PreferredNode::current(), before) << "the caller's own memory comes from where it came before";
 }
 
 TEST(CudaDevice, SumsInTheOrderOfTheInputs) {

@@ -68,6 +68,9 @@ struct Leftovers {
 /// Calls of cuda*Synchronize, which hold a host thread.
 [[nodiscard]] int synchronize_calls();
 
+/// The NUMA node that the thread which last took pinned memory had asked for; -1: none.
+[[nodiscard]] int node_of_pinned_memory();
+
 /// The allocation after `count` further ones fails for lack of memory, once. Making a green context is one.
 void fail_allocation(int count);
 /// From now on every call that concerns `device` gives `error`, as after a kernel's illegal access.

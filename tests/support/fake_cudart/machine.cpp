@@ -65,6 +65,7 @@ void Machine::boot(const Settings& settings) {
   problems.clear();
   sticky.clear();
   synchronize_calls = 0;
+  node_of_pinned_memory = -1;
   queries = 0;
   allocations_until_failure = -1;
   next_stream_ = 1;
@@ -383,6 +384,11 @@ std::vector<std::string> problems() {
 int synchronize_calls() {
   const std::lock_guard lock(machine().mutex);
   return machine().synchronize_calls;
+}
+
+int node_of_pinned_memory() {
+  const std::lock_guard lock(machine().mutex);
+  return machine().node_of_pinned_memory;
 }
 
 void fail_allocation(int count) {

@@ -13,6 +13,7 @@
 
 #include "driver.hpp"
 #include "entry_points.hpp"
+#include "runtime/preferred_node.hpp"
 
 using fake::enqueue;
 using fake::fail;
@@ -108,6 +109,7 @@ cudaError_t cudaHostAlloc(void** data, std::size_t bytes, unsigned int) {
   use_context(__func__);
   fake::Allocation* const made = machine().allocate(-1, bytes);
   if (made == nullptr) return fail(cudaErrorMemoryAllocation);
+  machine().node_of_pinned_memory = paceline::PreferredNode::current();
   *data = made->data;
   return cudaSuccess;
 }
