@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A trainer on GPUs that run out of memory or break, at every point that the seeds find.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include <paceline/error.hpp>
+
+#include "fake_cuda.hpp"
+#include "gpu_training.hpp"
+#include "orders.hpp"
+
+namespace paceline {
+namespace {
+
+DataParallelOptions options_of(const Box& box, std::uint64_t seed) {
+  return {.parameter_count = kWidth,
+          .balance = seed % 2 == 0 ? "auto" : "even",
+          .micro_batch = static_cast<std::int64_t>(seed % 3),
+          .collectives = {.transport = box.transport, .warm_up_bytes = 64}};
+}
+
+class FailingGpus : public ::testing::TestWithParam<Box> {};
+
+TEST_P(FailingGpus, RunOutOfMemoryAnywhereWhileATrainerIsMadeAndGiveEverythingBack) {
+  constexpr std::uint64_t kMostAllocations = 50;
+  std::uint64_t failed = 0;
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+    boot(seed, GetParam().gpus);
+    fake::fail_allocation(static_cast<int>(seed % kMostAllocations));
+    std::optional<Trainer> trainer;
+    bool out_of_memory = false;
+    try {
+      trainer.emplace(group_of(GetParam()), options_of(GetParam(), seed));
+    } catch (const OutOfMemory& error) {
+      out_of_memory = true;
+      ASSERT_FALSE(std::string(error.what()).empty());
+    }
+    if (out_of_memory) {
+      ++failed;
+      make_whole(GetParam());
+      ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
+      ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
+      trainer.emplace(group_of(GetParam()), options_of(GetParam(), seed));
+      const double expected = Reference().step();
+      ASSERT_NEAR(trainer->step(kBatch, body), expected, 1e-12 * expected) << "seed " << seed;
+    } else {
+      ASSERT_GT(seed % kMostAllocations, 0U) << "the first allocation fails, and nobody says so";
+    }
+    trainer.reset();
+    make_whole(GetParam());
+    ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
+  }
+  EXPECT_LT(failed, kOrders) << "there are allocations that never failed here";
+}
+
+TEST_P(FailingGpus, BreakAtAnyTimeAndAreNamed) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+    boot(seed, GetParam().gpus);
+    const int broken = static_cast<int>(seed / 7) % GetParam().gpus;
+    std::atomic<std::uint64_t> calls = 0;
+    const auto breaking = [&](const MicroBatch& mb, Trainer::Replica& replica) {
+      if (calls++ == seed % 11) fake::poison(broken, cudaErrorIllegalAddress);
+      if (replica.stream != nullptr && calls > seed % 11)
+        return 0.0;  // a kernel of the user's fails, which is theirs to find
+      return body(mb, replica);
+    };
+    {
+      Trainer trainer(group_of(GetParam()), options_of(GetParam(), seed));
+      std::string named;
+      for (int step = 0; step < 20 && named.empty(); ++step) {
+        try {
+          trainer.step(kBatch, breaking);
+        } catch (const Error& error) {
+          named = error.device();
+          ASSERT_FALSE(named.empty()) << "seed " << seed << ": " << error.what();
+        }
+      }
+      ASSERT_EQ(named.substr(0, 6), "cuda:" + std::to_string(broken)) << "seed " << seed;
+      EXPECT_THROW(trainer.step(kBatch, breaking), Error) << "it stays broken";
+    }
+    EXPECT_THROW(Trainer(group_of(GetParam()), options_of(GetParam(), seed)), Error);
+    ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Cuda, FailingGpus,
+    ::testing::Values(
+        Box{"OneGpu", 1, {"cuda:0"}}, Box{"Parts", 1, {"cuda:0/0", "cuda:0/1"}, {0.75, 0.25}},
+        Box{"TwoGpus", 2, {"cuda:0", "cuda:1"}}, Box{"Everything", 2, {"host:0", "cuda:0/0", "cuda:0/1", "cuda:1/0"}},
+        Box{"EverythingByCopies", 2, {"host:0", "cuda:0/0", "cuda:0/1", "cuda:1/0"}, {}, Transport::copies}),
+    [](const auto& param) { return param.param.name; });
+
+}  // namespace
+}  // namespace paceline
