@@ -287,16 +287,17 @@ void bind_engine(py::module_& module) {
 
   py::class_<Stepper>(module, "Stepper", "One balanced step after another on one group: plan, run, commit.")
       .def(py::init([](DeviceGroup group, std::string balance, std::vector<double> weights, std::int64_t micro_batch,
-                       std::int64_t granularity) {
+                       std::int64_t granularity, std::optional<bool> corrections) {
              StepperOptions options;
              options.balance = std::move(balance);
              options.weights = std::move(weights);
              options.micro_batch = micro_batch;
              options.granularity = granularity;
+             options.corrections = corrections;
              return std::make_unique<Stepper>(std::move(group), std::move(options));
            }),
            py::arg("group"), py::kw_only(), py::arg("balance") = "auto", py::arg("weights") = std::vector<double>{},
-           py::arg("micro_batch") = 0, py::arg("granularity") = 1)
+           py::arg("micro_batch") = 0, py::arg("granularity") = 1, py::arg("corrections") = py::none())
       .def(
           "plan_items",
           [](Stepper& stepper, const std::vector<double>& costs) {

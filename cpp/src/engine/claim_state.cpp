@@ -2,6 +2,7 @@
 #include "engine/claim_state.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include <paceline/plan/chunks.hpp>
@@ -49,8 +50,7 @@ std::optional<MicroBatch> ClaimState::claim(std::size_t device, double now_secon
     lane.left = true;
     return std::nullopt;
   }
-  lane.claimed_at = now_seconds;
-  lane.free_at = now_seconds + (options_.models.empty() ? 0.0 : options_.models[device].seconds(next->size()));
+  hold(device, next->size(), now_seconds);
   next->last = nothing_left_for(device);
   return next;
 }
@@ -69,8 +69,7 @@ std::optional<MicroBatch> ClaimState::take_scripted(std::size_t device) {
 std::optional<MicroBatch> ClaimState::take(std::size_t device, double now) {
   Lane& lane = lanes_[device];
   if (lane.begin < lane.end) {
-    const std::int64_t size =
-        options_.micro_batch > 0 ? std::min(options_.micro_batch, lane.end - lane.begin) : lane.end - lane.begin;
+    const std::int64_t size = own_piece(device);
     const MicroBatch next{.begin = lane.begin, .end = lane.begin + size, .device_index = device};
     lane.begin += size;
     return next;
@@ -79,6 +78,33 @@ std::optional<MicroBatch> ClaimState::take(std::size_t device, double now) {
   if (!options_.stealing || options_.shares[device] == 0) return std::nullopt;
   if (pool_begin_ < pool_end_) return take_correction(device, now);
   return steal(device, now);
+}
+
+std::int64_t ClaimState::run_ahead(std::size_t device) const {
+  return options_.run_ahead.empty() ? 0 : options_.run_ahead[device];
+}
+
+std::int64_t ClaimState::own_piece(std::size_t device) const {
+  const std::int64_t left = lanes_[device].end - lanes_[device].begin;
+  if (options_.micro_batch > 0) return std::min(options_.micro_batch, left);
+  if (pool_begin_ == pool_end_) return left;
+  const std::int64_t later = std::min(run_ahead(device), left / floor_ - 1);  // pieces that are left for the end
+  return left - std::max<std::int64_t>(later, 0) * floor_;
+}
+
+/// The device has claimed so many items.
+void ClaimState::hold(std::size_t device, std::int64_t items, double now) {
+  if (options_.models.empty()) return;
+  Lane& lane = lanes_[device];
+  const double seconds = options_.models[device].seconds(items);
+  lane.free_at = now + held_seconds(device) + seconds;
+  lane.held.push_back(seconds);
+  if (std::ssize(lane.held) > run_ahead(device)) lane.held.erase(lane.held.begin());
+}
+
+double ClaimState::held_seconds(std::size_t device) const {
+  const std::vector<double>& held = lanes_[device].held;
+  return std::accumulate(held.begin(), held.end(), 0.0);
 }
 
 // When a device is overdue by x, expect it to need x more: the estimate stays right for any slowdown within a factor of
@@ -95,7 +121,7 @@ std::optional<MicroBatch> ClaimState::take_correction(std::size_t device, double
   for (std::size_t d = 0; d < lanes_.size(); ++d) {
     // A device that still has to run its own chunk comes to the pool only after it.
     devices[d] = {.model = options_.models[d],
-                  .free_at_seconds = d == device ? now : free_at(d, now) + own_seconds(d),
+                  .free_at_seconds = d == device ? now + held_seconds(d) : free_at(d, now) + own_seconds(d),
                   .may_claim = !lanes_[d].left && options_.shares[d] > 0};
     alone = alone && (d == device || !devices[d].may_claim);
   }
@@ -147,7 +173,9 @@ std::optional<MicroBatch> ClaimState::steal(std::size_t device, double now) {
     size = std::min(
         left, std::max(floor_, (left / 2 + options_.granularity - 1) / options_.granularity * options_.granularity));
   }
-  if (!options_.models.empty() && now + options_.models[device].seconds(size) >= victim_finish) return std::nullopt;
+  if (!options_.models.empty() && now + held_seconds(device) + options_.models[device].seconds(size) >= victim_finish) {
+    return std::nullopt;
+  }
   lane.end -= size;
   return MicroBatch{.begin = lane.end, .end = lane.end + size, .device_index = device, .correction = true};
 }

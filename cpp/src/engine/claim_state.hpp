@@ -20,8 +20,10 @@ namespace paceline::engine {
 /// The batch lies as [device 0's chunk][device 1's chunk]...[pool]. A device first takes its own chunk (whole, or in
 /// micro-batches of the fixed size), then corrections from the pool, each sized so that all devices aim at one
 /// common finish (plan::next_correction), then steals from the back of what another device would finish later than it
-/// would. Every item is handed out exactly once. Thread-safe: a claim is one short critical section (well under a
-/// microsecond against micro-batches of hundreds), which keeps "how much is left, who finishes when" consistent.
+/// would. A device that holds micro-batches ahead gets the end of its chunk in pieces of the smallest correction, so
+/// that it asks for more when the last of them begins. Every item is handed out exactly once. Thread-safe: a claim is
+/// one short critical section (well under a microsecond against micro-batches of hundreds), which keeps "how much is
+/// left, who finishes when" consistent.
 class PACELINE_API ClaimState final : public Claims {
  public:
   explicit ClaimState(StepOptions options);
@@ -34,10 +36,10 @@ class PACELINE_API ClaimState final : public Claims {
   struct Lane {
     std::int64_t begin = 0;  // own items not handed out: [begin, end)
     std::int64_t end = 0;
-    double claimed_at = 0.0;
-    double free_at = 0.0;      // predicted end of what it holds
-    std::size_t scripted = 0;  // micro-batches of the script that are handed out
-    bool left = false;         // has been told that there is nothing more for it
+    double free_at = 0.0;        // predicted end of what it holds
+    std::vector<double> held{};  // predicted seconds of what it will still have to do when it claims next
+    std::size_t scripted = 0;    // micro-batches of the script that are handed out
+    bool left = false;           // has been told that there is nothing more for it
   };
 
   std::optional<MicroBatch> take(std::size_t device, double now);
@@ -46,6 +48,10 @@ class PACELINE_API ClaimState final : public Claims {
   std::optional<MicroBatch> steal(std::size_t device, double now);
   [[nodiscard]] double free_at(std::size_t device, double now) const;
   [[nodiscard]] double own_seconds(std::size_t device) const;
+  [[nodiscard]] double held_seconds(std::size_t device) const;
+  [[nodiscard]] std::int64_t run_ahead(std::size_t device) const;
+  [[nodiscard]] std::int64_t own_piece(std::size_t device) const;
+  void hold(std::size_t device, std::int64_t items, double now);
   [[nodiscard]] bool nothing_left_for(std::size_t device) const;
   [[nodiscard]] bool nothing_left() const;
 

@@ -25,7 +25,9 @@ StepperOptions stepper_options(const DataParallelOptions& options) {
   return {.balance = options.balance,
           .weights = options.weights,
           .micro_batch = options.micro_batch,
-          .granularity = options.granularity};
+          .granularity = options.granularity,
+          .corrections = options.corrections,
+          .run_ahead = options.run_ahead};
 }
 
 }  // namespace

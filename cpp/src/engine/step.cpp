@@ -283,6 +283,9 @@ void check(const DeviceGroup& group, const StepOptions& options) {
     throw InvalidArgument(
         fmt::format("step: models and noise need one entry for each of the {} devices, or none.", count));
   }
+  if (!options.run_ahead.empty() && options.run_ahead.size() != count) {
+    throw InvalidArgument(fmt::format("step: run_ahead needs one entry for each of the {} devices, or none.", count));
+  }
   if (!options.script.empty()) check_script(options);
   if (options.items != nullptr && options.items->item_shares != options.shares) {
     throw InvalidArgument("step: the shares are not those of the items' plan; pass its item_shares.");

@@ -12,6 +12,7 @@
 
 #include <paceline/balance/ledger.hpp>
 #include <paceline/error.hpp>
+#include <paceline/runtime/backend.hpp>
 
 #include "engine/health_log.hpp"
 #include "engine/item_planner.hpp"
@@ -66,6 +67,16 @@ std::vector<balance::LedgerClaim> ledger_claims(const std::vector<MicroBatch>& p
   return out;
 }
 
+/// Of each device; none where all are done when the call returns.
+std::vector<std::int64_t> run_ahead_of(const DeviceGroup& group, const StepperOptions& options) {
+  if (!group.asynchronous()) return {};
+  std::vector<std::int64_t> run_ahead;
+  for (const Device& device : group.devices()) {
+    run_ahead.push_back(backend_of(device).asynchronous() ? options.run_ahead : 0);
+  }
+  return run_ahead;
+}
+
 /// On devices that choose algorithms, compile or capture by size, moving shares shall bring no new sizes: with a fixed
 /// micro-batch every share is made of whole ones, but for what is left of the batch.
 StepperOptions with_stable_shapes(StepperOptions options, bool asynchronous) {
@@ -80,6 +91,7 @@ struct Stepper::State {
       : group(std::move(the_group)),
         asynchronous(group.asynchronous()),
         options(with_stable_shapes(std::move(the_options), asynchronous)),
+        run_ahead(run_ahead_of(group, options)),
         balancer(make_balancer(group, options)),
         metrics(names_of(group)),
         health(group.devices()),
@@ -198,6 +210,7 @@ struct Stepper::State {
   DeviceGroup group;
   bool asynchronous;  // any of the devices
   StepperOptions options;
+  std::vector<std::int64_t> run_ahead;
   balance::Balancer balancer;  // of steps without costs
   std::shared_ptr<balance::LedgerWriter> ledger;
   std::optional<engine::ItemPlanner> items;
@@ -221,6 +234,11 @@ Stepper::Stepper(DeviceGroup group, StepperOptions options) {
   if (options.micro_batch < 0) {
     throw InvalidArgument(
         fmt::format("micro_batch is {}; give a size of at least 1, or 0 to have it planned.", options.micro_batch));
+  }
+  if (options.corrections == true && (options.micro_batch > 0 || options.balance != "auto")) {
+    throw InvalidArgument(
+        "corrections are pieces of planned shares, of sizes that follow the speeds: they need balance 'auto', and a "
+        "micro_batch of 0. With a micro-batch of fixed size, devices that are done early take over whole ones anyway.");
   }
   state_ = std::make_unique<State>(std::move(group), std::move(options));
 }
@@ -260,8 +278,10 @@ std::shared_ptr<Step> Stepper::prepare(std::int64_t batch_size, std::shared_ptr<
   options.noise = state.plan.noise;
   options.micro_batch = state.options.micro_batch;
   options.granularity = state.options.granularity;
+  options.run_ahead = state.run_ahead;
   // Corrections of any size would be new shapes: asynchronous devices keep to sizes that the user chose.
-  options.stealing = state.options.balance == "auto" && !(state.asynchronous && options.micro_batch == 0);
+  const bool taken_over = options.micro_batch > 0 || state.options.corrections.value_or(!state.asynchronous);
+  options.stealing = state.options.balance == "auto" && taken_over;
   options.script = std::move(script);
   return state.make(std::move(program), std::move(options));
 }

@@ -63,6 +63,19 @@ def policy_of(balance: Balance) -> tuple[str, list[float]]:
     return "weighted", [float(ratio) for ratio in balance]
 
 
+def check_corrections(corrections: object, policy: str, micro_batch: int | None) -> None:
+    """Raise for what is no choice, and where nothing could be held back."""
+    if corrections is not None and not isinstance(corrections, bool):
+        raise InvalidArgument(f"DataParallel: corrections is {corrections!r}; it must be True, False or None.")
+    if corrections and policy != "auto":
+        raise InvalidArgument("DataParallel: corrections=True needs balance='auto'; other policies never move work.")
+    if corrections and micro_batch is not None:
+        raise InvalidArgument(
+            f"DataParallel: corrections=True together with micro_batch={micro_batch}. Micro-batches of a fixed size are taken over whole "
+            "by devices that are done early; leave one of the two out."
+        )
+
+
 def check_trains(call: str, loss_fn: object) -> None:
     """Raise where no gradients would come, or nothing that could be called."""
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():

@@ -16,6 +16,7 @@ from paceline.comm import Transport
 from paceline.torch._arguments import (
     Balance,
     Memory,
+    check_corrections,
     check_devices,
     check_scaler,
     check_trains,
@@ -84,6 +85,10 @@ class DataParallel(Lifetime):
         (of its memory, divided by the devices that share it); a dictionary says it for some devices only, by name. Two sizes are
         measured, and larger claims then worked off in pieces that fit. With `cost` of `step` a size is
         what the items cost when all are padded to the longest. Default: no limit but the memory itself.
+    corrections
+        Whether each device holds back a part of its share where times vary, from which those that are done early take ever smaller
+        micro-batches within the step. None: on host devices. On GPUs it has to be asked for, since a new size may be compiled, captured or
+        searched an algorithm for: `granularity` bounds how many there are. Needs ``balance="auto"`` and no `micro_batch`.
     granularity
         Shares and what devices take over from each other are multiples of so many items, so that no more than ``batch / granularity`` sizes
         of micro-batches ever run (and one for what is left of the batch): for modules that compile or tune anew for each size. Shares are
@@ -121,6 +126,7 @@ class DataParallel(Lifetime):
         timeout: float = 600.0,
         transport: Transport = "auto",
         memory: Memory | None = None,
+        corrections: bool | None = None,
         granularity: int = 1,
     ) -> None:
         if not isinstance(module, nn.Module):
@@ -136,6 +142,7 @@ class DataParallel(Lifetime):
         if not isinstance(granularity, int) or granularity < 1:
             raise InvalidArgument(f"DataParallel: granularity is {granularity}; it must be an integer of at least 1.")
         policy, weights = policy_of(balance)
+        check_corrections(corrections, policy, micro_batch)
         self.module = module
         self._reduction: Reduction = reduction
         group = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices(devices, module))
@@ -148,6 +155,7 @@ class DataParallel(Lifetime):
                 "weights": weights,
                 "micro_batch": micro_batch or 0,
                 "granularity": granularity,
+                "corrections": corrections,
             }
             self._limits = memory_limits(memory, group)
             self._steps = Workload(group, places, self._limits, **self._options)
@@ -434,6 +442,8 @@ class DataParallel(Lifetime):
 
             def workload(micro_batch: int | None) -> Workload:
                 options = {**self._options, "micro_batch": micro_batch or own}
+                if options["micro_batch"]:
+                    options["corrections"] = None
                 return self._temporarily(**options)
 
             timer = StepTimer(self._execution, loss_fn, workload)

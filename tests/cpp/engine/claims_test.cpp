@@ -22,29 +22,35 @@ std::int64_t total(const std::vector<std::int64_t>& shares) {
   return sum;
 }
 
-// Plays a step on a virtual clock: device d needs slowdown[d] times what its model says.
+// Plays a step on a virtual clock: device d needs truth[d] for what it runs, and asks for more when it has run_ahead[d]
+// micro-batches left to do.
 Played play(const StepOptions& options, const std::vector<plan::CostModel>& truth) {
   ClaimState state(options);
   const std::size_t count = options.shares.size();
   Played played{.ran = std::vector<std::vector<MicroBatch>>(count)};
-  std::vector<double> free_at(count, 0.0);
+  std::vector<std::vector<double>> finishes(count);
+  std::vector<double> asks_at(count, 0.0);
   std::vector<bool> gone(count, false);
   std::int64_t left = total(options.shares);
   for (;;) {
     EXPECT_EQ(state.exhausted(), left == 0);
     std::size_t next = count;
     for (std::size_t d = 0; d < count; ++d) {
-      if (!gone[d] && (next == count || free_at[d] < free_at[next])) next = d;
+      if (!gone[d] && (next == count || asks_at[d] < asks_at[next])) next = d;
     }
     if (next == count) return played;
-    const auto claim = state.claim(next, free_at[next]);
+    const auto claim = state.claim(next, asks_at[next]);
     if (!claim) {
       gone[next] = true;
       continue;
     }
     left -= claim->size();
-    free_at[next] += truth[next].seconds(claim->size());
-    played.makespan = std::max(played.makespan, free_at[next]);
+    std::vector<double>& ends = finishes[next];
+    const double begins_at = std::max(asks_at[next], ends.empty() ? 0.0 : ends.back());
+    ends.push_back(begins_at + truth[next].seconds(claim->size()));
+    played.makespan = std::max(played.makespan, ends.back());
+    const std::size_t ahead = options.run_ahead.empty() ? 0 : static_cast<std::size_t>(options.run_ahead[next]);
+    if (ends.size() > ahead) asks_at[next] = ends[ends.size() - 1 - ahead];
     played.ran[next].push_back(*claim);
   }
 }
@@ -90,6 +96,9 @@ Case random_case(std::mt19937_64& rng) {
   result.options.micro_batch = rng() % 2 == 0 ? 0 : static_cast<std::int64_t>(1 + rng() % 40);
   result.options.granularity = rng() % 3 == 0 ? 8 : 1;
   result.options.stealing = rng() % 4 != 0;
+  if (rng() % 2 == 0) {
+    for (std::size_t d = 0; d < count; ++d) result.options.run_ahead.push_back(static_cast<std::int64_t>(rng() % 4));
+  }
   return result;
 }
 
@@ -156,6 +165,36 @@ TEST(Claims, MoveWorkFromADeviceThatTurnsSlowToTheOthers) {
   options.stealing = false;
   const double without = play(options, truth).makespan;
   EXPECT_LT(with, 0.93 * without);
+}
+
+TEST(Claims, MoveWorkThoughDevicesHoldSomeAhead) {
+  // A device that asks while its last piece begins must have kept that one small: asked when its whole chunk begins, it
+  // would know nothing.
+  const plan::CostModel model = plan::CostModel::affine(5e-4, 1e-4);
+  StepOptions options{.shares = {256, 256}, .models = {model, model}, .noise = {0.08, 0.08}, .run_ahead = {1, 1}};
+  const std::vector<plan::CostModel> truth{model, model.scaled(2.0)};
+  const Played with = play(options, truth);
+  options.stealing = false;
+  EXPECT_LT(with.makespan, 0.96 * play(options, truth).makespan);
+  ASSERT_GE(with.ran[0].size(), 3U);
+  EXPECT_LT(with.ran[0][1].size(), with.ran[0][0].size() / 4);
+  EXPECT_FALSE(with.ran[0][1].correction);
+  EXPECT_TRUE(with.ran[0][2].correction);
+}
+
+TEST(Claims, TakeOverAWholeMicroBatchOnlyWhenItIsDoneSooner) {
+  // Two of the three micro-batches are held by both devices from the start. Device 0 asks again when its first is done:
+  // with one more to do it would finish a third at 3, as its owner does.
+  const plan::CostModel model = plan::CostModel::affine(0.0, 0.1);
+  const std::vector<plan::CostModel> truth{model, model};
+  StepOptions options{.shares = {20, 30}, .models = truth, .micro_batch = 10, .run_ahead = {1, 1}};
+  EXPECT_EQ(play(options, truth).ran[1].size(), 3U);
+  options.run_ahead = {};
+  EXPECT_EQ(play(options, truth).ran[1].size(), 3U);
+  // An owner of half the speed would finish it at 6.
+  options.run_ahead = {1, 1};
+  options.models = {model, model.scaled(2.0)};
+  EXPECT_EQ(play(options, options.models).ran[1].size(), 2U);
 }
 
 TEST(Claims, StealFixedMicroBatchesUntilBothFinishWithinOneOfThem) {

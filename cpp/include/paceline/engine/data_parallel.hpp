@@ -37,6 +37,8 @@ struct DataParallelOptions {
   std::vector<double> weights{};  ///< for "weighted": the ratios, one per device
   std::int64_t micro_batch = 0;   ///< > 0: fixed size; 0: one planned chunk per device, then corrections
   std::int64_t granularity = 1;
+  /// As StepperOptions::corrections: with micro_batch 0, by default on host devices only.
+  std::optional<bool> corrections{};
   /// GPUs only: the cudaStream_t that the parameters are updated on; null: a stream of the trainer's own, see stream().
   void* stream = nullptr;
   /// GPUs only: how many micro-batches a device may be given beyond the one it computes. What another device could take

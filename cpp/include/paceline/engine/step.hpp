@@ -63,6 +63,9 @@ struct StepOptions {
   std::int64_t micro_batch = 0;           ///< > 0: fixed size; 0: one planned chunk, then corrections
   std::int64_t granularity = 1;
   bool stealing = true;  ///< false: exactly the shares
+  /// Per device, or empty: how many micro-batches it still has to do, the first of them just begun, when it claims one
+  /// more. None where the work is done when the call returns.
+  std::vector<std::int64_t> run_ahead{};
   /// Not empty: exactly these micro-batches, for each device in this order, instead of `shares`, `micro_batch` and
   /// `stealing`. So a step runs again as it once ran.
   std::vector<std::vector<MicroBatch>> script{};

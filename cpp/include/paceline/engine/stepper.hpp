@@ -24,6 +24,13 @@ struct StepperOptions {
   std::vector<double> weights{};  ///< for "weighted": the ratios, one per device
   std::int64_t micro_batch = 0;   ///< > 0: fixed size; 0: one planned chunk per device, then corrections
   std::int64_t granularity = 1;
+  /// With micro_batch 0 and "auto": whether devices hold back a part of their shares, of which those that are done
+  /// early take ever smaller corrections (plan::plan_tail). By default host devices do; devices that work after the
+  /// call do not, for each new size may make them compile, capture or choose algorithms anew. `granularity` bounds the
+  /// sizes.
+  std::optional<bool> corrections{};
+  /// Of devices that work after the call, as DeviceQueueOptions has it.
+  std::int64_t run_ahead = 1;
 };
 
 /// One balanced step after another on one group: plan, run, commit. What trainers in any language are made of.
