@@ -3,8 +3,8 @@
 // A trainer on GPUs that run out of memory or break, at every point that the seeds find.
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <cstdint>
+#include <mutex>
 #include <optional>
 #include <string>
 
@@ -62,8 +62,10 @@ TEST_P(FailingGpus, BreakAtAnyTimeAndAreNamed) {
   for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     boot(seed, GetParam().gpus);
     const int broken = static_cast<int>(seed / 7) % GetParam().gpus;
-    std::atomic<std::uint64_t> calls = 0;
+    std::uint64_t calls = 0;
+    std::mutex one_at_a_time;
     const auto breaking = [&](const MicroBatch& mb, Trainer::Replica& replica) {
+      const std::lock_guard lock(one_at_a_time);
       if (calls++ == seed % 11) fake::poison(broken, cudaErrorIllegalAddress);
       if (replica.stream != nullptr && calls > seed % 11)
         return 0.0;  // a kernel of the user's fails, which is theirs to find
@@ -77,13 +79,14 @@ TEST_P(FailingGpus, BreakAtAnyTimeAndAreNamed) {
           trainer.step(kBatch, breaking);
         } catch (const Error& error) {
           named = error.device();
-          ASSERT_FALSE(named.empty()) << "seed " << seed << ": " << error.what();
+          ASSERT_EQ(named.substr(0, 6), "cuda:" + std::to_string(broken)) << "seed " << seed << ": " << error.what();
         }
       }
-      ASSERT_EQ(named.substr(0, 6), "cuda:" + std::to_string(broken)) << "seed " << seed;
+      ASSERT_FALSE(named.empty()) << "seed " << seed;
       EXPECT_THROW(trainer.step(kBatch, breaking), Error) << "it stays broken";
     }
     EXPECT_THROW(Trainer(group_of(GetParam()), options_of(GetParam(), seed)), Error);
+    make_whole(GetParam());
     ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
   }
 }

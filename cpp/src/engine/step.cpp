@@ -361,9 +361,10 @@ void Step::rethrow_failure() const {
   } catch (const Cancelled&) {
     throw;
   } catch (const Error& error) {
-    // Outside of a body it may be another device's: the one that came last also reduces.
-    if (at.size() > 0 || error.device().empty()) std::throw_with_nested(Error(message(error.what()), device));
-    std::throw_with_nested(Error(fmt::format("step: {}. Nothing was committed.", error.what()), error.device()));
+    // It may be another device's, which this one waited for, or for which it reduces as the one that came last.
+    const std::string& named = error.device().empty() ? device : error.device();
+    if (at.size() > 0 || error.device().empty()) std::throw_with_nested(Error(message(error.what()), named));
+    std::throw_with_nested(Error(fmt::format("step: {}. Nothing was committed.", error.what()), named));
   } catch (const std::exception& error) {
     std::throw_with_nested(Error(message(error.what()), device));
   } catch (...) {

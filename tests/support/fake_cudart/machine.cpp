@@ -77,6 +77,14 @@ cudaError_t Machine::health(int device) const {
   return found == sticky.end() ? cudaSuccess : found->second;
 }
 
+/// What the device has done is over for good, and so known to whoever learns of the error.
+void Machine::break_down(int device, cudaError_t error) {
+  sticky[device] = error;
+  for (const auto& [key, stream] : streams_) {
+    if (stream->device == device) host_.join(stream->clock);
+  }
+}
+
 Stream* Machine::make_stream(int device, const GreenContext* green) {
   auto stream = std::make_unique<Stream>();
   stream->id = next_stream_++;
@@ -301,7 +309,8 @@ void Machine::complain(std::string problem) {
 }
 
 void Machine::access(const void* data, std::size_t bytes, bool write) {
-  if (bytes == 0) return;
+  // After an error that stays nothing runs on a device any more; here it does, but to no effect on others.
+  if (bytes == 0 || sticky.contains(current_stream->device)) return;
   Allocation* const allocation = find(data);
   const char* const name = current->name;
   if (allocation == nullptr) {
@@ -398,7 +407,7 @@ void fail_allocation(int count) {
 
 void poison(int device, cudaError_t error) {
   const std::lock_guard lock(machine().mutex);
-  machine().sticky[device] = error;
+  machine().break_down(device, error);
 }
 
 void hang(cudaStream_t stream) {

@@ -106,6 +106,7 @@ class Machine {
   [[nodiscard]] const Settings& settings() const { return settings_; }
   /// cudaSuccess, or the sticky error of the device.
   [[nodiscard]] cudaError_t health(int device) const;
+  void break_down(int device, cudaError_t error);
 
   Stream* make_stream(int device, const GreenContext* green = nullptr);
   bool destroy(Stream* stream);
