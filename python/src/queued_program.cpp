@@ -34,6 +34,7 @@ void QueuedProgram::release() {
 }
 
 void QueuedProgram::pace(std::size_t d) { shared_->queues.pace(d); }
+void QueuedProgram::catch_up(std::size_t d) { shared_->queues.catch_up(d); }
 
 bool QueuedProgram::run(const MicroBatch& micro_batch) {
   const std::size_t d = micro_batch.device_index;

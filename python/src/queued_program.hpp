@@ -29,6 +29,7 @@ class QueuedProgram final : public StepProgram {
   ~QueuedProgram() override;
 
   void pace(std::size_t device_index) override;
+  void catch_up(std::size_t device_index) override;
   bool run(const MicroBatch& micro_batch) override;
   void finish(std::size_t device_index) override;
   std::unique_ptr<BlockReduction> reduction() override;

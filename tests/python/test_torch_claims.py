@@ -171,6 +171,27 @@ def test_the_report_knows_every_size_that_ran() -> None:
     assert all(list(entry) == sorted(set(entry)) for entry in sizes.values())
 
 
+def test_without_corrections_shares_are_run_as_planned() -> None:
+    module, batch = classifier(64)
+    runs: list[int] = []
+
+    def loss_fn(one: Any, part: Any) -> Any:
+        runs.append(len(part[0]))
+        time.sleep(0.0005 * len(part[0]) * random.uniform(0.5, 2.0))
+        return classify(one, part)
+
+    with DataParallel(module, TWO, corrections=False) as trainer:
+        for _ in range(20):
+            trainer.step(loss_fn, batch)
+    assert len(runs) <= 40, "one piece of a share each"
+    with pytest.raises(InvalidArgument, match="corrections is 1; it must be True, False or None"):
+        DataParallel(module, TWO, corrections=1)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="needs balance='auto'"):
+        DataParallel(module, TWO, corrections=True, balance="even")
+    with pytest.raises(InvalidArgument, match="together with micro_batch=4"):
+        DataParallel(module, TWO, corrections=True, micro_batch=4)
+
+
 def test_with_a_granularity_there_are_few_sizes_however_speeds_change() -> None:
     module, batch = classifier(100)
     with DataParallel(module, TWO, granularity=16) as trainer:

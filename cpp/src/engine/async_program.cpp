@@ -85,6 +85,7 @@ class AsyncProgram final : public TrainerProgram<T> {
   }
 
   void pace(std::size_t d) override { queues_.pace(d); }
+  void catch_up(std::size_t d) override { queues_.catch_up(d); }
 
   bool run(const MicroBatch& micro_batch) override {
     const std::size_t d = micro_batch.device_index;

@@ -35,6 +35,13 @@ bool ClaimState::exhausted() {
   return nothing_left();
 }
 
+bool ClaimState::asks_again(std::size_t device) {
+  const std::lock_guard lock(mutex_);
+  Lane& lane = lanes_[device];
+  lane.held.clear();
+  return !cancelled_ && !lane.left;
+}
+
 void ClaimState::cancel() {
   const std::lock_guard lock(mutex_);
   cancelled_ = true;
@@ -47,7 +54,9 @@ std::optional<MicroBatch> ClaimState::claim(std::size_t device, double now_secon
   if (!options_.script.empty()) return take_scripted(device);
   std::optional<MicroBatch> next = take(device, now_seconds);
   if (!next) {
-    lane.left = true;
+    // With work in hand it was too early to see whether others are late.
+    const bool early = !lane.held.empty() && options_.micro_batch == 0 && pool_begin_ < pool_end_;
+    lane.left = !early || !options_.stealing || options_.shares[device] == 0;
     return std::nullopt;
   }
   hold(device, next->size(), now_seconds);

@@ -29,6 +29,7 @@ class PACELINE_API ClaimState final : public Claims {
   explicit ClaimState(StepOptions options);
 
   std::optional<MicroBatch> claim(std::size_t device, double now_seconds) override;
+  bool asks_again(std::size_t device) override;
   bool exhausted() override;
   void cancel() override;
 

@@ -16,6 +16,8 @@ class PACELINE_API Claims {
   virtual ~Claims() = default;
   /// The next micro-batch of `device`, which is free at `now_seconds` on the step's clock; none when it is done.
   virtual std::optional<MicroBatch> claim(std::size_t device, double now_seconds) = 0;
+  /// After claim() came back empty: whether the device should claim once more when it has done all that it holds.
+  [[nodiscard]] virtual bool asks_again(std::size_t /*device*/) { return false; }
   /// Whether nothing is left to hand out: a device that has not come for anything by now need not be waited for.
   [[nodiscard]] virtual bool exhausted() = 0;
   /// From now on every claim comes back empty.

@@ -516,6 +516,12 @@ void DeviceQueues::pace(std::size_t device) {
   if (used > state.run_ahead) state.await(*spans[used - 1 - state.run_ahead].end, state.stop.get_token());
 }
 
+void DeviceQueues::catch_up(std::size_t device) {
+  State& state = *state_;
+  const std::size_t used = state.step->times().used[device];
+  if (used > 0) state.await(*state.step->times().spans[device][used - 1].end, state.stop.get_token());
+}
+
 bool DeviceQueues::begin_run(std::size_t device) {
   State& state = *state_;
   Lane& lane = state.lanes[device];

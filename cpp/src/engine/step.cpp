@@ -22,6 +22,7 @@ namespace paceline {
 
 StepProgram::~StepProgram() = default;
 void StepProgram::pace(std::size_t) {}
+void StepProgram::catch_up(std::size_t) {}
 void StepProgram::finish(std::size_t) {}
 void StepProgram::stop() noexcept {}
 void StepProgram::stamp(std::vector<ClaimRecord>&) const {}
@@ -158,15 +159,20 @@ class Step::Task final : public GroupTask {
     MicroBatch current{.device_index = device};
     try {
       program_->pace(device);
-      double time = now();
-      while (const auto next = claims_->claim(device, time)) {
+      for (;;) {
+        const double time = now();
+        const auto next = claims_->claim(device, time);
+        if (!next) {
+          if (!claims_->asks_again(device)) break;
+          program_->catch_up(device);
+          continue;
+        }
         current = *next;
         const bool excluded = program_->run(current);
         const double finish = now();
         current.items = {};  // they end with the step, the record does not
         lanes_[device].claims.push_back({current, time, finish, excluded});
         program_->pace(device);
-        time = now();
       }
       current = MicroBatch{.device_index = device};
       program_->finish(device);

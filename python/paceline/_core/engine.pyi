@@ -149,6 +149,7 @@ class Stepper:
         weights: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] = [],
         micro_batch: typing.SupportsInt | typing.SupportsIndex = 0,
         granularity: typing.SupportsInt | typing.SupportsIndex = 1,
+        corrections: bool | None = None,
     ) -> None: ...
     def cancel(self) -> None:
         """

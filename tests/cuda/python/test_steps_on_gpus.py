@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 import threading
 import time
 from types import SimpleNamespace
@@ -128,6 +130,35 @@ def test_moving_shares_bring_no_new_sizes(fake: Any) -> None:
         for _ in range(6):
             trainer.step(loss_fn, batch)
     assert sizes == {4}
+
+
+def test_corrections_have_to_be_asked_for(fake: Any) -> None:
+    module, batch = module_and_batch()
+    plain = copy.deepcopy(module)
+    classify(plain, batch).backward()
+    ran: dict[bool, bool] = {}  # whether there was more than one piece for each device
+    for corrections in (False, True):
+        pieces: list[int] = []
+
+        def loss_fn(one: Any, part: Any, pieces: list[int] = pieces) -> Any:
+            pieces.append(len(part[0]))
+            # Noise that is worth a correction, and micro-batches that cost nothing to begin.
+            time.sleep(0.002 * len(part[0]) * random.uniform(0.6, 1.4))
+            return classify(one, part)
+
+        with DataParallel(module, BOXES["two"], corrections=corrections or None, granularity=2) as trainer:
+            for steps in range(100 if corrections else 15):
+                trainer.step(loss_fn, [tensor[:12] for tensor in batch])  # what a micro-batch costs beside its items
+                module.zero_grad()
+                trainer.step(loss_fn, batch)
+                if len(pieces) > 4 * (steps + 1):
+                    break
+            for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad)
+            sizes = {size for device in trainer.report()["sizes"].values() for size in device}
+        assert all(size % 2 == 0 for size in sizes), "no more sizes than the granularity lets be"
+        ran[corrections] = len(pieces) > 4 * (steps + 1)
+    assert ran == {False: False, True: True}
 
 
 def test_a_run_that_python_holds_up_is_told_so(fake: Any) -> None:

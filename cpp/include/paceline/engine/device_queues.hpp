@@ -136,6 +136,8 @@ class PACELINE_API DeviceQueues {
   /// Waits until the device has no more to do than run_ahead micro-batches beyond the one it computes.
   /// @throws Cancelled after stop(), Timeout
   void pace(std::size_t device);
+  /// Waits until the device has nothing more to do. @throws as pace()
+  void catch_up(std::size_t device);
   /// True if the device had run dry: that time is not its own.
   bool begin_run(std::size_t device);
   /// Inside of a run, when its items are on their way: what the device has waited for until here is not its own time.

@@ -43,6 +43,9 @@ class PACELINE_API StepProgram {
   /// Before the device claims its next micro-batch: waits until it is close enough to need one. What is not claimed yet
   /// others may take.
   virtual void pace(std::size_t device_index);
+  /// Before the device asks once more, having been told while it was at work that others will do the rest: waits until
+  /// it has done all that it was given.
+  virtual void catch_up(std::size_t device_index);
   virtual void finish(std::size_t device_index);
   /// The step was cancelled or has failed: what waits in pace() may leave. Any thread, until the step is over.
   virtual void stop() noexcept;
