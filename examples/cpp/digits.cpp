@@ -116,10 +116,12 @@ int train(const std::string& path, int epochs) {
       const double loss = trainer.step(static_cast<std::int64_t>(size), body);
 
       // gradients() is the mean over the whole batch, whoever computed how much of it.
-      for (std::size_t i = 0; i < Mlp::kParameters; ++i) {
-        velocity[i] = kMomentum * velocity[i] + trainer.gradients()[i];
-        trainer.parameters()[i] -= kLearningRate * velocity[i];
-      }
+      trainer.update([&](std::size_t begin, std::size_t end) {
+        for (std::size_t i = begin; i < end; ++i) {
+          velocity[i] = kMomentum * velocity[i] + trainer.gradients()[i];
+          trainer.parameters()[i] -= kLearningRate * velocity[i];
+        }
+      });
       table.add(trainer.last_step(), loss);
     }
     if (epoch % kEpochsPerRow == 0 || epoch == epochs) table.row(epoch);

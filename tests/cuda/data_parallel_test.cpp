@@ -226,6 +226,18 @@ TEST(CudaDataParallel, GoesWithoutHoldingTheThreadInTheMiddleOfWork) {
   }
 }
 
+TEST(CudaDataParallel, LeavesTheUpdateToTheCallersStream) {
+  boot(1, 2);
+  Trainer trainer(group_of({"", 2, {"cuda:0", "cuda:1"}}), {.parameter_count = 100000});
+  int calls = 0;
+  trainer.update([&](std::size_t begin, std::size_t end) {
+    ++calls;
+    EXPECT_EQ(begin, 0U);
+    EXPECT_EQ(end, 100000U);
+  });
+  EXPECT_EQ(calls, 1);
+}
+
 TEST(CudaDataParallel, RefusesLaunchesThatWaitWhereThereAreSeveralDevices) {
   boot(1, 1);
   setenv("CUDA_LAUNCH_BLOCKING", "1", 1);

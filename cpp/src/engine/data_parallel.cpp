@@ -3,13 +3,20 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
 #include <new>
 #include <stdexcept>
 #include <utility>
 
 #include <paceline/engine/stepper.hpp>
 #include <paceline/error.hpp>
+#include <paceline/plan/split.hpp>
 
 #include "engine/trainer_program.hpp"
 
@@ -29,6 +36,29 @@ StepperOptions stepper_options(const DataParallelOptions& options) {
           .corrections = options.corrections,
           .run_ahead = options.run_ahead};
 }
+
+constexpr std::size_t kUpdateBlock = 1024;               // elements; parts of whole ones share no cache line
+constexpr std::int64_t kUpdatePartsPerDevice = 2;        // so that a device which comes late is not waited for
+constexpr std::int64_t kLeastUpdateBlocksPerDevice = 8;  // waking a worker takes as long as some thousand elements
+
+/// An update as a step: its items are blocks of parameters.
+class UpdateProgram final : public StepProgram {
+ public:
+  UpdateProgram(std::function<void(std::size_t, std::size_t)> body, std::size_t count)
+      : body_(std::move(body)), count_(count) {}
+
+  bool run(const MicroBatch& micro_batch) override {
+    const auto at = [this](std::int64_t block) {
+      return std::min(static_cast<std::size_t>(block) * kUpdateBlock, count_);
+    };
+    body_(at(micro_batch.begin), at(micro_batch.end));
+    return false;
+  }
+
+ private:
+  std::function<void(std::size_t, std::size_t)> body_;
+  std::size_t count_;
+};
 
 }  // namespace
 
@@ -104,6 +134,22 @@ double BasicDataParallel<T>::step(std::span<const double> costs, const Body& bod
   const std::shared_ptr<const ItemPlan> items = state.stepper.plan_items(costs);
   return state.run(body, total_weight.value_or(static_cast<double>(costs.size())),
                    [&] { return state.stepper.begin(items, state.program); });
+}
+
+template <class T>
+void BasicDataParallel<T>::update(const Update& body) {
+  const DeviceGroup& group = state_->stepper.group();
+  state_->stepper.require_idle();
+  const std::size_t count = parameters().size();
+  const auto devices = static_cast<std::int64_t>(group.size());
+  const auto blocks = static_cast<std::int64_t>((count + kUpdateBlock - 1) / kUpdateBlock);
+  if (devices == 1 || group.asynchronous() || blocks < devices * kLeastUpdateBlocksPerDevice) return body(0, count);
+  const std::int64_t parts = devices * kUpdatePartsPerDevice;
+  Step step(group, std::make_shared<UpdateProgram>(body, count),
+            {.shares = plan::split_even(blocks, devices), .micro_batch = (blocks + parts - 1) / parts});
+  step.start();
+  step.wait();
+  if (step.failure() != nullptr) std::rethrow_exception(step.failure()->error);
 }
 
 template <class T>

@@ -78,6 +78,7 @@ class PACELINE_API BasicDataParallel {
  public:
   using Replica = BasicReplica<T>;
   using Body = std::function<double(const MicroBatch&, Replica&)>;
+  using Update = std::function<void(std::size_t begin, std::size_t end)>;
 
   /// @throws InvalidArgument if parameter_count is zero, or balance and weights do not fit the group; OutOfMemory.
   BasicDataParallel(DeviceGroup group, DataParallelOptions options);
@@ -102,6 +103,17 @@ class PACELINE_API BasicDataParallel {
   ///
   /// @throws InvalidArgument without items, and for a cost that is negative or not finite; else as above.
   double step(std::span<const double> costs, const Body& body, std::optional<double> total_weight = {});
+
+  /// For optimizers that treat each parameter by itself: calls `body(begin, end)` for parts of [0, parameter_count)
+  /// that together are all of it, on all workers at once where all devices are the host's. Returns when every part has
+  /// run. With GPUs one call on this thread has everything, to enqueue on stream().
+  ///
+  ///   trainer.update([&](std::size_t begin, std::size_t end) {
+  ///     for (std::size_t i = begin; i < end; ++i) trainer.parameters()[i] -= rate * trainer.gradients()[i];
+  ///   });
+  ///
+  /// @throws what the body throws; other parts may have run.
+  void update(const Update& body);
 
   [[nodiscard]] std::span<T> parameters() noexcept;
   /// Of the last successful step, already divided by W.
