@@ -16,6 +16,8 @@ from paceline import DeviceLost, InvalidArgument, Timeout, Unavailable
 from paceline.torch import DataParallel
 from torch_support import classify
 
+MOST_ALLOCATIONS = 50  # of our own memory, in a step on the largest of the boxes
+
 
 class TestMemory:
     """Memory that runs out."""
@@ -127,6 +129,23 @@ def test_memory_of_our_own_that_ran_out_is_asked_for_again(fake: Any) -> None:
         trainer.step(classify, batch)
         assert (fake.released, fake.streams_ended) == (1, 0), "streams of whole GPUs stay, and what belongs to them"
     expect_same(module, expected)
+
+
+@pytest.mark.parametrize("box", ["two", "four", "mixed"])
+def test_memory_of_our_own_may_run_out_anywhere_in_a_step(fake: Any, box: str) -> None:
+    module, batch = module_and_batch()
+    _, expected = plain(module, batch)
+    again = 0
+    for after in range(MOST_ALLOCATIONS):
+        module.zero_grad()
+        with DataParallel(module, BOXES[box], balance="even", transport="copies") as trainer:
+            fake.released = 0
+            fake.library.paceline_fake_fail_allocation(after)
+            trainer.step(classify, batch)
+            again += fake.released > 0
+            fake.library.paceline_fake_fail_allocation(-1)
+        expect_same(module, expected)
+    assert 0 < again < MOST_ALLOCATIONS, "every allocation of a step has failed once, and further ones were not come to"
 
 
 def test_a_failed_step_commits_nothing_and_the_next_one_works(fake: Any) -> None:
