@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +16,14 @@ from paceline.torch._buffers import Buffers
 from paceline.torch._places import Places
 
 Replicate = Callable[[nn.Module], nn.Module]
+
+# Looked at before every step, of every parameter and module: through map(), without a line of Python for each.
+_data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+_requires_grad = operator.attrgetter("requires_grad")
+_hooks = operator.attrgetter("_backward_hooks")
+_late_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
+_training = operator.attrgetter("training")
+_contents = operator.attrgetter("_parameters", "_buffers", "_modules")
 
 
 # What a device's module has in a parameter's place: made from the parameter and its storage in the device's memory space.
@@ -40,15 +50,6 @@ def named_slots(module: nn.Module) -> list[tuple[str, dict[str, Any], str, nn.Pa
             if parameter is not None:
                 slots.append((f"{prefix}.{name}" if prefix else name, owner._parameters, name, parameter))
     return slots
-
-
-def _slots_of(module: nn.Module) -> list[tuple[dict[str, Any], str, nn.Parameter | None]]:
-    """Every place that may hold a parameter, empty ones included: a bias that is None now may be set later."""
-    return [
-        (owner._parameters, name, parameter)
-        for owner in module.modules()
-        for name, parameter in owner._parameters.items()
-    ]
 
 
 def check_trainable(module: nn.Module, shared: bool) -> None:
@@ -163,6 +164,17 @@ class Replica:
         self.modules = [theirs for _, theirs in pairs]
         self.buffers = Buffers(pairs) if shared else None
 
+    def follow(self, requires_grad: list[bool], training: list[bool]) -> None:
+        """Be as the user's parameters, modules and buffers are."""
+        if list(map(_requires_grad, self.parameters)) != requires_grad:
+            for parameter, wanted in zip(self.parameters, requires_grad, strict=True):
+                parameter.requires_grad_(wanted)
+        if list(map(_training, self.modules)) != training:
+            for module, mode in zip(self.modules, training, strict=True):
+                module.training = mode
+        if self.buffers is not None:
+            self.buffers.pull()
+
     def clear_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
@@ -196,11 +208,11 @@ class Replicas:
         self.generation += 1
         self.parameters = list(self._module.parameters())
         self.names = [name for name, _ in self._module.named_parameters()]
-        self._slots = _slots_of(self._module)
         self._modules = list(self._module.modules())
-        self._children = [list(m._modules.values()) for m in self._modules]
-        self._sizes = [(len(m._parameters), len(m._buffers)) for m in self._modules]
-        self._storages = [parameter.data_ptr() for parameter in self.parameters]
+        self._dicts = self._all_dicts()
+        self._keys = list(map(list, self._dicts))
+        self._entries = self._all_entries()
+        self._storages = list(map(_data_ptr, self.parameters))
 
     def _copies(self) -> dict[int, dict[int, torch.Tensor]]:
         """Of each memory space that is not home, by the identity of the parameter: where its copy goes."""
@@ -271,7 +283,10 @@ class Replicas:
 
         Not in inference mode, which the caller may be in for `predict`: what is made in it is of no use to a later step.
         """
-        with torch.inference_mode(False), torch.no_grad():
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.refresh()
+        with torch.no_grad():
             self._refresh()
 
     def _refresh(self) -> None:
@@ -280,32 +295,30 @@ class Replicas:
             self._build()
         if self._device_count == 1:
             return
-        for index, parameter in enumerate(self.parameters):
-            check_hooks(self.names[index], parameter)
-            for replica in self.list:
-                if replica.parameters[index].requires_grad != parameter.requires_grad:
-                    replica.parameters[index].requires_grad_(parameter.requires_grad)
+        if any(map(_hooks, self.parameters)) or any(map(_late_hooks, self.parameters)):
+            for name, parameter in zip(self.names, self.parameters, strict=True):
+                check_hooks(name, parameter)
+        requires_grad, training = list(map(_requires_grad, self.parameters)), list(map(_training, self._modules))
         for replica in self.list:
-            for ours, theirs in zip(self._modules, replica.modules, strict=True):
-                if theirs.training != ours.training:
-                    theirs.training = ours.training
-            if replica.buffers is not None:
-                replica.buffers.pull()
+            replica.follow(requires_grad, training)
 
     def _fits(self) -> bool:
         """Whether structure, identity and storage of the parameters are those that the replicas were made from."""
-        for module, children, sizes in zip(self._modules, self._children, self._sizes, strict=True):
-            if (len(module._parameters), len(module._buffers)) != sizes or len(module._modules) != len(children):
-                return False
-            for child, known in zip(module._modules.values(), children, strict=True):
-                if child is not known:
-                    return False
-        for slots, key, parameter in self._slots:
-            if slots.get(key) is not parameter:
-                return False
-        return all(
-            parameter.data_ptr() == storage for parameter, storage in zip(self.parameters, self._storages, strict=True)
+        return (
+            all(map(operator.is_, self._all_dicts(), self._dicts))
+            and list(map(list, self._dicts)) == self._keys
+            and all(map(operator.is_, self._all_entries(), self._entries))
+            and list(map(_data_ptr, self.parameters)) == self._storages
         )
+
+    def _all_dicts(self) -> list[dict[str, Any]]:
+        """Of each module the parameters, the buffers and the submodules, by name."""
+        return list(chain.from_iterable(map(_contents, self._modules)))
+
+    def _all_entries(self) -> list[Any]:
+        """Every parameter (None where one may be set later) and every submodule, in the order of the modules."""
+        parameters, modules = self._dicts[::3], self._dicts[2::3]
+        return list(chain(*map(dict.values, parameters), *map(dict.values, modules)))
 
 
 def is_compiled(module: nn.Module) -> bool:
