@@ -61,7 +61,7 @@ def test_state_dict_and_parameters_stay_those_of_the_single_device_module() -> N
         assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
         assert list(module.state_dict()) == names == ["0.weight", "0.bias", "2.weight", "2.bias"]
         optimizer = trainer.optimizer(torch.optim.AdamW, lr=0.5)
-        assert type(optimizer) is torch.optim.AdamW
+        assert isinstance(optimizer, torch.optim.AdamW)
         assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], parameters, strict=True))
         assert optimizer.param_groups[0]["lr"] == 0.5
 

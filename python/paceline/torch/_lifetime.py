@@ -123,6 +123,19 @@ class Lifetime(abc.ABC):
             if self._is_closed():  # meanwhile, by another thread
                 self._give_back_once()
 
+    @contextlib.contextmanager
+    def _if_idle(self) -> Iterator[bool]:
+        """Whether the workers are free; then they are the caller's alone for the length of the ``with`` block."""
+        if not self._finalizer.alive or not self._lock.acquire(blocking=False):
+            yield False
+            return
+        try:
+            yield not self.group.busy
+        finally:
+            self._lock.release()
+            if self._is_closed():  # meanwhile, by another thread
+                self._give_back_once()
+
     @property
     def _running(self) -> Run | None:
         return self._execution.running

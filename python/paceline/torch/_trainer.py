@@ -35,10 +35,12 @@ from paceline.torch._global_batch import FunctionRun, GlobalBatch, RunFunction
 from paceline.torch._items import Cost, costs_of
 from paceline.torch._lifetime import Lifetime
 from paceline.torch._objective import Objective, Reduction, Weight
+from paceline.torch._optimizer import spread
 from paceline.torch._places import Places
 from paceline.torch._replicas import Replicas, Replicate
 from paceline.torch._run import LossFunction, PredictRun, TrainRun
 from paceline.torch._step_timer import StepTimer
+from paceline.torch._workers import HostWorkers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -493,9 +495,16 @@ class DataParallel(Lifetime):
 
         return self._execution.repeated(attempt)
 
-    def optimizer(self, cls: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
-        """An optimizer over the module's parameters: exactly ``cls(module.parameters(), **options)``."""
-        return cls(self.module.parameters(), **options)
+    def optimizer(
+        self, cls: type[torch.optim.Optimizer], parameters: Iterable[Any] | None = None, /, **options: Any
+    ) -> torch.optim.Optimizer:
+        """``cls(parameters, **options)``; by default over the module's parameters. They may come in groups, as `cls` takes them.
+
+        On several host devices its ``step`` runs on all of their workers, each with a part of the parameters, if `cls` is one of
+        PyTorch's own that treats parameters one by one (all but LBFGS and SparseAdam), and there is enough to do. The result is the same
+        bit for bit. Instances, states, hooks and schedulers are those of `cls`.
+        """
+        return spread(cls, self.module.parameters() if parameters is None else parameters, HostWorkers(self), options)
 
     @property
     def shares(self) -> dict[str, int]:

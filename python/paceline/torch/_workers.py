@@ -1,0 +1,73 @@
+"""A trainer's workers between its calls, for work that is not a step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+from paceline._core.engine import Stepper
+from paceline.torch._lifetime import Lifetime
+from paceline.torch._run import DONE, FAILED
+
+_PARTS_PER_DEVICE = 2  # so that a device which comes late is not waited for: others take its parts
+
+
+class HostWorkers:
+    """Runs tasks on the workers of a trainer whose devices are all the host's; holds on to no trainer."""
+
+    def __init__(self, trainer: Lifetime) -> None:
+        self._trainer = weakref.ref(trainer)
+        self._stepper: Stepper | None = None
+
+    def part_count(self) -> int:
+        """Some for each device, if there are several and all are the host's."""
+        trainer = self._trainer()
+        if trainer is None or trainer._places.queues is not None or len(trainer.group) == 1:
+            return 1
+        return _PARTS_PER_DEVICE * len(trainer.group)
+
+    def run_parts(self, tasks: Sequence[Callable[[], None]]) -> bool:
+        """Run each task once, on whichever device is free. False: nothing was run, since there is no trainer, or it is in another call.
+
+        Whatever else ends it early, Ctrl-C or `close` in another thread, no task is left out: half an update would be neither the state
+        before nor the one after. Only an error of a task itself ends it there, and is raised.
+        """
+        trainer = self._trainer()
+        if trainer is None:
+            return False
+        with trainer._if_idle() as idle:
+            if idle:
+                self._run(trainer, tasks)
+            return idle
+
+    def _run(self, trainer: Lifetime, tasks: Sequence[Callable[[], None]]) -> None:
+        if self._stepper is None:
+            self._stepper = Stepper(trainer.group, micro_batch=1)  # nothing is recorded, so shares stay even
+        places = trainer._places
+        left = dict(enumerate(tasks))
+        errors: list[BaseException] = []
+
+        def body(device: int, begin: int, end: int, last: bool) -> int:
+            try:
+                places.prepare_worker(device)
+                for index in range(begin, end):
+                    left.pop(index)()
+            except BaseException as error:
+                errors.append(error)
+                return FAILED
+            return DONE
+
+        try:
+            self._stepper.run(len(tasks), body, _nothing)
+        finally:
+            while left and not errors:
+                left.popitem()[1]()
+        if errors:
+            try:
+                raise errors[0]
+            finally:
+                errors.clear()  # they refer to this frame
+
+
+def _nothing(device: int) -> list[None]:
+    return []
