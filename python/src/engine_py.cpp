@@ -353,15 +353,14 @@ void bind_engine(py::module_& module) {
            "Write every call of the balancer to a file of JSON lines, from before the first step on.")
       .def(
           "what_if",
-          [](Stepper& stepper, const WhatIfDevices& speeds, const WhatIfAdded& add,
-             const std::vector<std::string>& remove, std::int64_t batch_size) {
+          [](Stepper& stepper, const WhatIfSpeeds& speeds, const WhatIfAdded& add, const WhatIfRemoved& remove,
+             const WhatIfBatchSize& batch_size) {
             stepper.settle();
             const balance::Balancer& balancer = stepper.balancer();
             return balancer.what_if(what_if_options(balancer, speeds, add, remove, batch_size));
           },
-          py::kw_only(), py::arg("speeds") = WhatIfDevices{}, py::arg("add") = WhatIfAdded{},
-          py::arg("remove") = std::vector<std::string>{}, py::arg("batch_size") = 0,
-          "See `paceline.balance.Balancer.what_if`.")
+          py::kw_only(), py::arg("speeds") = py::none(), py::arg("add") = py::none(), py::arg("remove") = py::none(),
+          py::arg("batch_size") = py::none(), "See `paceline.balance.Balancer.what_if`.")
       .def("explain", [](Stepper& stepper) {
         stepper.settle();
         return stepper.explain();

@@ -186,3 +186,7 @@ def test_what_if_answers_without_a_trace() -> None:
         assert len(more.shares) == 3
         assert more.seconds <= alone.seconds
         assert (trainer.shares, trainer.report()["steps"]) == (shares, steps)
+        with pytest.raises(InvalidArgument, match=r"what_if: speeds is 2\.0; give a dictionary"):
+            trainer.what_if(speeds=2.0)  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgument, match="what_if: remove is 'host:1'; give a list of names"):
+            trainer.what_if(remove=TWO[1])

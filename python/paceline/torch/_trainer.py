@@ -26,7 +26,7 @@ from paceline.torch._arguments import (
     policy_of,
 )
 from paceline.torch._batch import Batch
-from paceline.torch._batch_size import BatchSizeSearch, check_size, search
+from paceline.torch._batch_size import BatchSizeSearch, check_arguments, check_size, search
 from paceline.torch._check import check
 from paceline.torch._check_report import CheckReport
 from paceline.torch._claims import ClaimScript, ReplayedCaps
@@ -406,7 +406,7 @@ class DataParallel(Lifetime):
         loss_fn: LossFunction,
         make_batch: Callable[[int], Any],
         *,
-        weight: Weight | None = None,
+        weight: Callable[[Any], torch.Tensor] | None = None,
         smallest: int = 8,
         largest: int = 65536,
         efficiency: float = 0.9,
@@ -435,9 +435,15 @@ class DataParallel(Lifetime):
         -------
         BatchSizeSearch
             ``batch_size``, ``micro_batch``, the times behind them; ``print`` and ``plot(path)`` show them.
+
+        Raises
+        ------
+        InvalidArgument
+            For arguments that cannot be used, before anything runs, and as `step`.
         """
         with self._alone("find_batch_size"), _emptied(self._temporary):
             check_trains("find_batch_size", loss_fn)
+            check_arguments(make_batch, weight, seconds)
             own = self._options["micro_batch"]
 
             def workload(micro_batch: int | None) -> Workload:
@@ -653,12 +659,10 @@ class DataParallel(Lifetime):
         Raises
         ------
         InvalidArgument
-            Before the first timing, for a name that is not there, or a speed that is not above zero.
+            Before the first timing, for what is no such argument, a name that is not there, or a speed that is not above zero.
         """
         self._steps.stepper.settle()
-        return self._steps.stepper.what_if(
-            speeds=dict(speeds or {}), add=list(add), remove=list(remove), batch_size=batch_size or 0
-        )
+        return self._steps.stepper.what_if(speeds=speeds, add=add, remove=remove, batch_size=batch_size)
 
     def write_ledger(self, path: str | os.PathLike[str]) -> None:
         """Write every measurement and decision of `step` to a file of JSON lines, and what each device really ran.
