@@ -296,6 +296,8 @@ def test_the_report_tells_what_was_saved() -> None:
             trainer.step(loss_of_words, batch, cost=batch["length"])
         items = trainer.report()["items"]
         text = trainer.explain()
+        answer = trainer.what_if(remove=["host:1"])
+    assert f"a step of {sum(answer.shares)} units of work would take" in answer.text
     assert items["cost"] == 20 * int(batch["length"].sum())
     assert items["cost"] <= items["padded_cost"] < items["contiguous_cost"]
     assert 0.0 < items["padding_saved"] <= 1.0

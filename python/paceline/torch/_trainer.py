@@ -515,7 +515,8 @@ class DataParallel(Lifetime):
         -------
         dict
             ``devices``: per name ``share`` (items of the last step), ``items``, ``busy_seconds``, ``idle_seconds`` (totals),
-            ``items_per_second`` (recent, while busy), ``speed`` (that, over the fastest device's); ``imbalance`` (slowest busy time over the mean, minus 1; recent); ``moves`` (changes of
+            ``items_per_second`` (recent, while busy), ``speed`` (that, over the fastest device's), after a step with `cost` also ``cost`` (total) and
+            ``cost_per_second`` (which `speed` then goes by; 0 while recent steps had no costs); ``imbalance`` (slowest busy time over the mean, minus 1; recent); ``moves`` (changes of
             shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction; with GPUs, whose reduction
             is not timed, the latter is what the call of `step` took or what the devices computed, whichever was longer). ``sizes``: per
             device the micro-batches that ever ran, in items. ``memory``: per device with a limit ``limit_bytes``, and once measured ``fixed_bytes``, ``bytes_per_item`` and ``largest_micro_batch`` (of steps with `cost`
@@ -538,7 +539,7 @@ class DataParallel(Lifetime):
     def progress(
         self, batches: Iterable[_T], *, total: int | None = None, every: float = 10.0, file: TextIO | None = None
     ) -> Progress[_T]:
-        """Loop over `batches` and show step, loss, step time, imbalance, moves, and each device's share and busy time.
+        """Loop over `batches` and show step, loss, step time, imbalance, moves, and each device's share (items, or their cost) and busy time.
 
         On a terminal it is redrawn in place where rich is installed (``pip install 'paceline[progress]'``), at most four times a second. Everywhere
         else, in files, notebooks, and where log handlers write to the terminal, it is a plain line after the first batch, every
@@ -579,7 +580,7 @@ class DataParallel(Lifetime):
         -------
         list of dict
             ``kind``: ``"step"``, ``"micro_batch"``, ``"reduction"`` or ``"move"``; ``device``: its name, None for the group; ``step``: how many
-            had succeeded before; ``begin`` and ``end``: items of the batch; ``start_seconds``, since the trainer was made, and
+            had succeeded before; ``begin`` and ``end``: items of the batch, with `cost` in the order that they were dealt out in; ``start_seconds``, since the trainer was made, and
             ``duration_seconds``. A step that failed leaves none. With GPUs a ``"reduction"`` lasts 0 seconds, for it is not timed, and
             a ``"step"`` as `report` says.
         """
@@ -591,13 +592,14 @@ class DataParallel(Lifetime):
         Returns
         -------
         list of dict
-            ``first_step`` (from 0), ``steps`` (in this row), ``items`` and ``busy_seconds`` (sums, per name of a device), ``step_seconds``
+            ``first_step`` (from 0), ``steps`` (in this row), ``items`` and ``busy_seconds`` (sums, per name of a device), ``costs``
+            (as ``items``; None unless all of these steps had them), ``step_seconds``
             (sum, with the reduction, but as `report` has it with GPUs), ``longest_step_seconds`` (of one step), ``moves``. Reading it waits for GPUs, as `report` does.
         """
         return list(self._steps.stepper.history)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Draw the run so far: shares with their moves, speeds, and step times. Also after `close`.
+        """Draw the run so far: shares with their moves, speeds, and step times; by cost where all steps had `cost`. Also after `close`.
 
         Parameters
         ----------
@@ -654,7 +656,7 @@ class DataParallel(Lifetime):
         remove
             Names of devices that would get no work.
         batch_size
-            Default: that of the last step.
+            Default: that of the last step. After a step with `cost` batches and shares are work, as in `explain`.
 
         Raises
         ------
