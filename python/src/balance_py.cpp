@@ -42,7 +42,7 @@ std::unique_ptr<RecordedBalancer> make_balancer(const std::vector<std::string>& 
   const auto fits = [&](std::size_t count, const char* name) {
     if (count == devices.size()) return;
     throw InvalidArgument(
-        fmt::format("{} has {} entries for {} devices; pass one per device", name, count, devices.size()));
+        fmt::format("{} is of length {} instead of {}; pass one per device", name, count, devices.size()));
   };
   if (device_classes) fits(device_classes->size(), "device_classes");
   if (maximum) fits(maximum->size(), "maximum");

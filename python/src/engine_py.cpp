@@ -78,10 +78,10 @@ struct FileLedger {
 void write_ledger(Stepper& stepper, const std::string& path) {
   // Before the file is opened, which empties it: it may be the ledger of this very trainer.
   if (stepper.balancer().called()) {
-    throw InvalidArgument(
-        fmt::format("write_ledger: {} steps have run already, and a ledger that lacks steps cannot be "
-                    "replayed. Call it right after making the trainer. Nothing was written.",
-                    stepper.metrics().steps));
+    throw InvalidArgument(fmt::format(
+        "write_ledger: called after {} step{}, and a ledger that lacks steps cannot be replayed. Call it right "
+        "after making the trainer. Nothing was written.",
+        stepper.metrics().steps, stepper.metrics().steps == 1 ? "" : "s"));
   }
   if (stepper.balancer().writes_ledger()) {
     throw InvalidArgument("write_ledger: this trainer writes a ledger already. Nothing was written.");

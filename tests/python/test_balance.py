@@ -57,8 +57,8 @@ def test_weights_classes_and_caps_go_through() -> None:
     [
         (lambda: Balancer([]), "at least one device"),
         (lambda: Balancer(["a"], "fastest"), "fastest"),
-        (lambda: Balancer(["a", "b"], "weighted", weights=[1]), "1 weights for 2 devices"),
-        (lambda: Balancer(["a", "b"], maximum=[1]), "maximum has 1 entries"),
+        (lambda: Balancer(["a", "b"], "weighted", weights=[1]), "1 weight for 2 devices"),
+        (lambda: Balancer(["a", "b"], maximum=[1]), "maximum is of length 1 instead of 2"),
         (lambda: Balancer(["a"]).next_plan(0), "0 items"),
         (lambda: Balancer(["a"]).record([[]]), "next_plan"),
         (lambda: Balancer(["a"]).ledger(), "ledger=True"),

@@ -164,7 +164,7 @@ def test_a_ledger_that_comes_too_late_leaves_the_file_alone(tmp_path: Path) -> N
             trainer.write_ledger(tmp_path / "second.jsonl")
         trainer.step(classify, batch)
         written = path.read_text()
-        with pytest.raises(InvalidArgument, match=r"1 steps have run already.*right after making the trainer"):
+        with pytest.raises(InvalidArgument, match=r"called after 1 step, and a ledger.*right after making the trainer"):
             trainer.write_ledger(path)
         assert path.read_text() == written
         trainer.step(classify, batch)
