@@ -303,7 +303,7 @@ class DataParallel(Lifetime):
             self._others[key] = Workload(self.group, self._places, self._limits, **self._options)
         return self._others[key]
 
-    def batch(self, batch: Any, *, weight: Weight | None = None) -> GlobalBatch:
+    def batch(self, batch: Any, *, weight: Weight | None = None, cost: Cost | None = None) -> GlobalBatch:
         """The lower level that `step` is made of, for several optimizers, adversarial networks, several losses, backward by hand.
 
         The library owns the split, the weights and the reduction; forward and backward are the caller's function's. Every run of the
@@ -311,8 +311,8 @@ class DataParallel(Lifetime):
 
         Parameters
         ----------
-        batch, weight
-            As for `step`.
+        batch, weight, cost
+            As for `step`. With `cost` every run of the batch deals out its items by it, and as its own times say.
 
         Returns
         -------
@@ -334,6 +334,9 @@ class DataParallel(Lifetime):
         """
         with self._alone("batch"):
             whole, objective = self._prepared(batch, weight)
+            costs = costs_of(cost, batch, whole.size)
+            if costs is not None:
+                self._check_costs()
 
         def start(fn: RunFunction, wanted: list[nn.Parameter] | None, scaler: Any, name: str) -> torch.Tensor:
             with self._alone("run"):
@@ -343,9 +346,9 @@ class DataParallel(Lifetime):
                 work = self._work(f"run {name}")
 
                 def attempt() -> torch.Tensor:
-                    frame = self._execution.frame(work, whole, fn)
-                    scale, replicas = self._scale_of(scaler), self._replicas
-                    run = FunctionRun(frame, fn, objective, scale, replicas, wanted)
+                    frame = self._execution.frame(work, whole, fn, costs)
+                    there = objective if frame.items is None else frame.items.objective(objective)
+                    run = FunctionRun(frame, fn, there, self._scale_of(scaler), self._replicas, wanted)
                     return self._execution.train(work, run)[0]
 
                 return self._execution.repeated(attempt)
@@ -522,19 +525,15 @@ class DataParallel(Lifetime):
             device the micro-batches that ever ran, in items. ``memory``: per device with a limit ``limit_bytes``, and once measured ``fixed_bytes``, ``bytes_per_item`` and ``largest_micro_batch`` (of steps with `cost`
             ``fixed_bytes_with_costs``, ``bytes_per_cost`` and ``largest_padded_cost``);
             and per GPU ``pool_peak_bytes``, the most that paceline's own pool had given out at once to all trainers of the process, while there were any (what PyTorch and NCCL took is theirs to tell).
-            ``runs``: as all but the last three, for each run of `batch` by its name. After a step with `cost` also ``items``: ``cost`` of
+            ``runs``: as all but the last three, for each run of `batch` by its name. After a step (or run) with `cost` also ``items``: ``cost`` of
             all items, ``padded_cost`` of the micro-batches that ran (each its count times its largest), ``contiguous_cost`` of the same
             sizes cut from the batch as it came, ``padding_saved`` (the part of the latter's padding); and, once measured, the time of a
             micro-batch: ``fixed_seconds``, ``seconds_per_cost``, ``seconds_per_squared_cost``, whether it follows the ``"padded"`` cost, the
             ``"sum"`` or the ``"count"`` alone (``measure``), and its relative ``error``.
         """
-        runs = {name[4:]: work.stepper.metrics for name, work in self._others.items() if name.startswith("run ")}
+        runs = {name[4:]: _metrics_of(work) for name, work in self._others.items() if name.startswith("run ")}
         sizes = {name: sorted(ran) for name, ran in zip(self._names, self._steps.seen.ever, strict=True)}
-        steps = self._steps
-        figures = {**steps.stepper.metrics, "sizes": sizes, "memory": steps.caps.report(), "runs": runs}
-        if steps.stepper.items is not None:
-            figures["items"] = steps.stepper.items
-        return figures
+        return {**_metrics_of(self._steps), "sizes": sizes, "memory": self._steps.caps.report(), "runs": runs}
 
     def progress(
         self, batches: Iterable[_T], *, total: int | None = None, every: float = 10.0, file: TextIO | None = None
@@ -712,6 +711,12 @@ def _emptied(entries: list[Workload]) -> Iterator[None]:
         yield
     finally:
         entries.clear()
+
+
+def _metrics_of(work: Workload) -> dict[str, Any]:
+    """Of one kind of work, with what its items cost where some had costs."""
+    items = work.stepper.items
+    return work.stepper.metrics if items is None else {**work.stepper.metrics, "items": items}
 
 
 def _forward(module: nn.Module, batch: Any) -> Any:
