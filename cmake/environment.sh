@@ -25,6 +25,15 @@ die() {
   exit 1
 }
 
+# What a script says of itself: the comment at its top.
+usage() { sed -n '2,/^[^#]/{/^#/!d;s/^# \{0,1\}//;p}' "$0"; }
+# Ends a script that was called wrongly, before it does anything.
+die_usage() {
+  printf 'error: %s\n\n' "$*" >&2
+  usage >&2
+  exit 2
+}
+
 # Runs a command as root if that needs no password; fails otherwise.
 as_root() {
   if [ "$(id -u)" = 0 ]; then

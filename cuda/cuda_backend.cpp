@@ -126,9 +126,13 @@ Device CudaBackend::find(std::string_view name) const {
   const std::string_view after_prefix = name.substr(prefix().size() + 1);
   const std::size_t slash = after_prefix.find('/');
   const std::optional<std::int32_t> index = number_in(after_prefix.substr(0, slash));
-  if (!index || *index >= count.devices) {
-    throw InvalidArgument(
-        fmt::format("'{}' is not the name of a device: GPUs are called cuda:0 to cuda:{}", name, count.devices - 1));
+  if (!index) {
+    throw InvalidArgument(fmt::format("'{}' is not the name of a device: GPUs are called cuda:0, cuda:1, ...", name));
+  }
+  if (*index >= count.devices) {
+    throw InvalidArgument(fmt::format(
+        "there is no device '{}': {}", name,
+        count.devices == 1 ? "the only GPU is cuda:0" : fmt::format("the last GPU is cuda:{}", count.devices - 1)));
   }
   const Device gpu = describe(read_host_topology(), *index);
   return slash == std::string_view::npos ? gpu : find_part(gpu, name, after_prefix.substr(slash + 1));

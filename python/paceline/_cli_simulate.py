@@ -8,6 +8,8 @@ import re
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from paceline._words import counted
+
 if TYPE_CHECKING:
     from paceline.sim import ScenarioResult, SimulationResult
 
@@ -225,7 +227,7 @@ def _summary(args: argparse.Namespace, results: dict[str, SimulationResult]) -> 
 def _table(args: argparse.Namespace, results: dict[str, SimulationResult]) -> str:
     any_result = results[POLICIES[0]]
     lines = [
-        f"{len(args.speeds)} devices, batch {args.batch}, {args.steps} steps, noise {args.noise:.1%}, "
+        f"{counted(len(args.speeds), 'device')}, batch {args.batch}, {counted(args.steps, 'step')}, noise {args.noise:.1%}, "
         f"seed {args.seed}; ideal {any_result.ideal_seconds * 1e3 / args.steps:.2f} ms a step",
         "",
         f"{'policy':<10}{'loss to ideal':>15}{'time / ideal':>14}{'moves per 100':>15}  {'steps to recover':<18}"

@@ -21,7 +21,7 @@ _MEDIAN_ROWS = 9  # wide enough to calm single steps, narrow enough to keep a ch
 
 
 def draw_run(history: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
-    """Shares, speeds and step times over the steps of a run.
+    """Shares, speeds and step times over the steps of a run; where all steps had costs, by cost instead of items.
 
     Parameters
     ----------
@@ -41,11 +41,13 @@ def draw_run(history: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
         raise InvalidArgument("plot: no step has run yet, so there is nothing to draw.")
     figure, (shares, speeds, times) = panels(3)
     edges = [row["first_step"] + 0.5 for row in history] + [history[-1]["first_step"] + history[-1]["steps"] + 0.5]
-    sizes = [sum(row["items"].values()) / row["steps"] for row in history]
-    fixed = min(sizes) == max(sizes)
+    by_cost = all(row.get("costs") for row in history)
+    amounts = [row["costs" if by_cost else "items"] for row in history]
+    sizes = [sum(amount.values()) / row["steps"] for amount, row in zip(amounts, history, strict=True)]
+    fixed = min(sizes) == max(sizes) and not by_cost
     for name in history[0]["items"]:
-        items = [row["items"][name] for row in history]
-        scale = [row["steps"] if fixed else sum(row["items"].values()) / 100 for row in history]
+        items = [amount[name] for amount in amounts]
+        scale = [row["steps"] if fixed else size * row["steps"] / 100 for size, row in zip(sizes, history, strict=True)]
         shares.stairs([n / per for n, per in zip(items, scale, strict=True)], edges, baseline=None, label=name, lw=1.5)
         seconds = [row["busy_seconds"][name] for row in history]
         rate = [n / s if n and s > 0 else float("nan") for n, s in zip(items, seconds, strict=True)]
@@ -56,10 +58,11 @@ def draw_run(history: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
         label = f"{count} move{'s' if count > 1 else ''}"
         bottom = shares.get_xaxis_transform()  # steps across, 0 to 1 upwards
         shares.plot([x for x, _ in moves], [0.03] * len(moves), "k^", ms=4, transform=bottom, label=label)
-    shares.set(ylabel="share (items of a step)" if fixed else "share (% of a step)", title=title)
+    share = "items of a step" if fixed else "% of a step's cost" if by_cost else "% of a step's items"
+    shares.set(ylabel=f"share ({share})", title=title)
     whole = sizes[0] if fixed else 100
     shares.set_ylim(-0.02 * whole, 1.02 * whole)  # shares of nothing and of all are lines, too
-    speeds.set(ylabel="speed while busy (items/s)")
+    speeds.set(ylabel=f"speed while busy ({'cost' if by_cost else 'items'}/s)")
     speeds.set_ylim(bottom=0)
     _step_times(times, edges, history)
     return finish(figure, edges)

@@ -24,7 +24,7 @@ class DeviceFigures:
     """What one device did in the steps since the figures before."""
 
     name: str
-    items: float  # mean of a step
+    amount: float  # mean of a step: items, or what they cost
     busy: float  # fraction of the time of the steps
 
 
@@ -40,6 +40,7 @@ class Figures:
     devices: tuple[DeviceFigures, ...]
     imbalance: float
     moves: int
+    by_cost: bool = False  # what the devices' amounts are
 
     @property
     def count(self) -> str:
@@ -152,12 +153,15 @@ class _FiguresSince:
         since = self._since
         steps = now["steps"] - since["steps"]
         seconds = now["step_seconds"] - since["step_seconds"]
+        # Of steps with costs and steps without, together, only items can be told.
+        by_cost = steps > 0 and _steps_with_costs(now) - _steps_with_costs(since) == steps
+        kind = "cost" if by_cost else "items"
         devices = []
         for name, entry in now["devices"].items():
             before = since["devices"][name]
             busy = entry["busy_seconds"] - before["busy_seconds"]
-            items = entry["items"] - before["items"]
-            devices.append(DeviceFigures(name, items / max(steps, 1), busy / seconds if seconds > 0 else 0.0))
+            amount = entry[kind] - before.get(kind, 0)
+            devices.append(DeviceFigures(name, amount / max(steps, 1), busy / seconds if seconds > 0 else 0.0))
         if time.monotonic() - self._next_time >= self._window:
             # One window back, so that the next figures are of one to two windows; without a window, of what comes from here on.
             self._since = self._next if self._window > 0 else now
@@ -171,6 +175,7 @@ class _FiguresSince:
             devices=tuple(devices),
             imbalance=now["imbalance"],
             moves=now["moves"] - self._first["moves"],
+            by_cost=by_cost,
         )
 
 
@@ -187,11 +192,12 @@ class Lines:
         pass
 
     def show(self, figures: Figures) -> None:
-        devices = [f"{entry.name} {entry.items:.4g} ({entry.busy:.0%} busy)" for entry in figures.devices]
+        cost = "cost " if figures.by_cost else ""
+        devices = [f"{entry.name} {cost}{entry.amount:.4g} ({entry.busy:.0%} busy)" for entry in figures.devices]
         if len(devices) > _MOST_DEVICES_IN_A_LINE:
-            items, busy = ([getattr(entry, key) for entry in figures.devices] for key in ("items", "busy"))
+            amount, busy = ([getattr(entry, key) for entry in figures.devices] for key in ("amount", "busy"))
             devices = [
-                f"{len(devices)} devices {min(items):.4g} to {max(items):.4g} ({min(busy):.0%} to {max(busy):.0%} busy)"
+                f"{len(devices)} devices {cost}{min(amount):.4g} to {max(amount):.4g} ({min(busy):.0%} to {max(busy):.0%} busy)"
             ]
         print("  ".join([figures.count, *figures.parts, *devices]), file=self._file, flush=True)
 
@@ -218,6 +224,10 @@ def _is_terminal(stream: Any) -> bool:
         return bool(stream.isatty())
     except (AttributeError, ValueError):  # none, something else, or closed: whoever writes there finds out
         return False
+
+
+def _steps_with_costs(report: Mapping[str, Any]) -> int:
+    return int(report["items"]["steps"]) if "items" in report else 0
 
 
 def _length(batches: Iterable[Any]) -> int | None:

@@ -52,8 +52,9 @@ class Live:
             rows.add_row(Text("batches"), ProgressBar(figures.total, figures.done, width=_BAR_COLUMNS), head)
         else:
             rows.add_row(Text("batches"), Text(""), head)
-        whole = sum(entry.items for entry in figures.devices) or 1.0
+        whole = sum(entry.amount for entry in figures.devices) or 1.0
         for entry in figures.devices:
-            bar = ProgressBar(whole, entry.items, width=_BAR_COLUMNS, complete_style="cyan", finished_style="cyan")
-            rows.add_row(Text(entry.name), bar, Text(f"{entry.items:.4g} items a step, {entry.busy:.0%} busy"))
+            bar = ProgressBar(whole, entry.amount, width=_BAR_COLUMNS, complete_style="cyan", finished_style="cyan")
+            amount = f"a cost of {entry.amount:.4g}" if figures.by_cost else f"{entry.amount:.4g} items"
+            rows.add_row(Text(entry.name), bar, Text(f"{amount} a step, {entry.busy:.0%} busy"))
         self._live.update(Group(rows), refresh=True)

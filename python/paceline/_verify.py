@@ -36,8 +36,9 @@ def verify(devices: Sequence[Device | str] | None = None, *, seconds: float = 20
     -------
     dict
         ``passed``; ``versions``, ``machine``, ``devices``; ``exactness``, ``collectives`` and ``race`` with ``status`` each, which is
-        ``passed``, ``failed`` or ``skipped`` (then ``why`` says the reason). Plain values that `json` can write, with no name of the
-        host or the user in them.
+        ``passed``, ``failed`` or ``skipped`` (then ``why`` says the reason), or of a race that ran ``measured``: its figures are held
+        against no bound. ``passed`` is whether no part failed. Plain values that `json` can write, with no name of the host or the user
+        in them.
 
     Raises
     ------
@@ -75,6 +76,9 @@ def _devices(devices: Sequence[Device | str] | None) -> list[Device]:
     found = [device if isinstance(device, Device) else paceline.find_device(device) for device in devices]
     if not found:
         raise InvalidArgument("verify: no device is named.")
+    twice = [device.name for device in found if found.count(device) > 1]
+    if twice:
+        raise InvalidArgument(f"verify: {twice[0]} is named twice. Name each device once.")
     return found
 
 

@@ -35,7 +35,10 @@ def home_of(devices: Sequence[Device]) -> torch.device:
 
 
 def exactness(devices: Sequence[Device], seed: int) -> dict[str, Any]:
-    """Several networks under random splits: two accumulated steps against plain PyTorch on the first device alone."""
+    """Several networks under random splits: two accumulated steps against plain PyTorch where the module lies, without paceline.
+
+    The difference is `worst_difference`, the bound `TOLERANCES`.
+    """
     cases = []
     rng = random.Random(seed)
     for name in _NETWORKS:
@@ -44,6 +47,7 @@ def exactness(devices: Sequence[Device], seed: int) -> dict[str, Any]:
                 cases.append(_exactness_case(devices, name, dtype, rng))
     return {
         "status": "passed" if all(case["passed"] for case in cases) else "failed",
+        "reference": f"plain PyTorch on {home_of(devices)}",
         "tolerances": {str(dtype): tolerance for dtype, tolerance in TOLERANCES.items()},
         "worst": {str(dtype): max(c["worst"] for c in cases if c["dtype"] == str(dtype)) for dtype in TOLERANCES},
         "cases": len(cases),

@@ -24,6 +24,7 @@ from paceline._core.runtime import (
     why_no_devices,
 )
 from paceline._nccl import nccl_info
+from paceline._words import counted
 
 __all__ = ["collect", "render"]
 
@@ -164,7 +165,7 @@ def _backend(kind: str, found: list[Device]) -> dict[str, Any]:
     why_none = why_no_devices().get(kind)
     if why_none is None:
         return {"built": False, "detail": "not built; host devices only"}
-    return {"built": True, "detail": f"no devices: {why_none}" if why_none else f"{len(found)} devices"}
+    return {"built": True, "detail": f"no devices: {why_none}" if why_none else counted(len(found), "device")}
 
 
 def _missing(libraries: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, str]]:
@@ -275,7 +276,12 @@ def render(facts: Mapping[str, Any]) -> str:
             [
                 ("processor", cpu["model"]),
                 ("cores we may use", _ranges(cpu["affinity"]) or "unknown (no affinity mask)"),
-                ("cgroup CPU limit", f"{limit['cores']:g} cores ({limit['source']})" if limit else "none"),
+                (
+                    "cgroup CPU limit",
+                    f"{limit['cores']:g} core{'' if limit['cores'] == 1 else 's'} ({limit['source']})"
+                    if limit
+                    else "none",
+                ),
                 (
                     "NUMA nodes",
                     "; ".join(f"{node}: {_ranges(c)}" for node, c in cpu["numa_nodes"].items()) or "unknown",

@@ -42,7 +42,7 @@ std::unique_ptr<RecordedBalancer> make_balancer(const std::vector<std::string>& 
   const auto fits = [&](std::size_t count, const char* name) {
     if (count == devices.size()) return;
     throw InvalidArgument(
-        fmt::format("{} has {} entries for {} devices; pass one per device", name, count, devices.size()));
+        fmt::format("{} is of length {} instead of {}; pass one per device", name, count, devices.size()));
   };
   if (device_classes) fits(device_classes->size(), "device_classes");
   if (maximum) fits(maximum->size(), "maximum");
@@ -157,8 +157,8 @@ py::dict report_of(const RecordedBalancer& self) {
   return out;
 }
 
-WhatIfAnswer what_if(const RecordedBalancer& self, const WhatIfDevices& speeds, const WhatIfAdded& add,
-                     const std::vector<std::string>& remove, std::int64_t batch_size) {
+WhatIfAnswer what_if(const RecordedBalancer& self, const WhatIfSpeeds& speeds, const WhatIfAdded& add,
+                     const WhatIfRemoved& remove, const WhatIfBatchSize& batch_size) {
   return self.balancer.what_if(what_if_options(self.balancer, speeds, add, remove, batch_size));
 }
 
@@ -251,8 +251,8 @@ startup_seconds
           "explain", [](const RecordedBalancer& self) { return self.balancer.explain(); },
           "In words: what was seen, what was decided and why, what a move would gain, what is not known.")
       .def("report", &report_of, "The same as numbers.")
-      .def("what_if", &what_if, py::kw_only(), py::arg("speeds") = WhatIfDevices{}, py::arg("add") = WhatIfAdded{},
-           py::arg("remove") = std::vector<std::string>{}, py::arg("batch_size") = 0,
+      .def("what_if", &what_if, py::kw_only(), py::arg("speeds") = py::none(), py::arg("add") = py::none(),
+           py::arg("remove") = py::none(), py::arg("batch_size") = py::none(),
            R"(What would the best split be, and how long a step, if devices had other speeds, came or left?
 
 By the present estimates; changes nothing.
@@ -275,7 +275,7 @@ WhatIfAnswer
 Raises
 ------
 InvalidArgument
-    Before the first timing, for a name that is not there, or a speed that is not above zero.)")
+    Before the first timing, for what is no such argument, a name that is not there, or a speed that is not above zero.)")
       .def("ledger", &ledger_of, "The calls so far as JSON lines, for `replay`.")
       .def_property_readonly(
           "move_count", [](const RecordedBalancer& self) { return self.balancer.move_count(); },

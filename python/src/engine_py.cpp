@@ -78,10 +78,10 @@ struct FileLedger {
 void write_ledger(Stepper& stepper, const std::string& path) {
   // Before the file is opened, which empties it: it may be the ledger of this very trainer.
   if (stepper.balancer().called()) {
-    throw InvalidArgument(
-        fmt::format("write_ledger: {} steps have run already, and a ledger that lacks steps cannot be "
-                    "replayed. Call it right after making the trainer. Nothing was written.",
-                    stepper.metrics().steps));
+    throw InvalidArgument(fmt::format(
+        "write_ledger: called after {} step{}, and a ledger that lacks steps cannot be replayed. Call it right "
+        "after making the trainer. Nothing was written.",
+        stepper.metrics().steps, stepper.metrics().steps == 1 ? "" : "s"));
   }
   if (stepper.balancer().writes_ledger()) {
     throw InvalidArgument("write_ledger: this trainer writes a ledger already. Nothing was written.");
@@ -163,8 +163,13 @@ const char* measure_name(plan::ItemMeasure measure) {
 py::dict metrics_dict(Stepper& stepper) {
   stepper.settle();
   const observe::Metrics metrics = stepper.metrics();
-  double fastest = 0.0;
-  for (const observe::DeviceMetrics& device : metrics.devices) fastest = std::max(fastest, device.items_per_second);
+  const bool any_costs = stepper.item_report().has_value();
+  double most_items = 0.0;
+  double most_cost = 0.0;
+  for (const observe::DeviceMetrics& device : metrics.devices) {
+    most_items = std::max(most_items, device.items_per_second);
+    most_cost = std::max(most_cost, device.cost_per_second);
+  }
   py::dict devices;
   for (const observe::DeviceMetrics& device : metrics.devices) {
     py::dict entry;
@@ -173,7 +178,13 @@ py::dict metrics_dict(Stepper& stepper) {
     entry["busy_seconds"] = device.busy_seconds;
     entry["idle_seconds"] = device.idle_seconds;
     entry["items_per_second"] = device.items_per_second;
-    entry["speed"] = fastest > 0.0 ? device.items_per_second / fastest : 0.0;
+    entry["speed"] = most_cost > 0.0    ? device.cost_per_second / most_cost
+                     : most_items > 0.0 ? device.items_per_second / most_items
+                                        : 0.0;
+    if (any_costs) {
+      entry["cost"] = device.cost;
+      entry["cost_per_second"] = device.cost_per_second;
+    }
     devices[py::str(device.name)] = entry;
   }
   py::dict result;
@@ -233,8 +244,10 @@ py::list history_list(Stepper& stepper) {
   for (const observe::HistoryRow& row : stepper.history().snapshot()) {
     py::dict items;
     py::dict busy_seconds;
+    py::dict costs;
     for (std::size_t d = 0; d < devices.size(); ++d) {
       const py::str name(devices[d].name);
+      if (!row.costs.empty()) costs[name] = row.costs[d];
       items[name] = row.items[d];
       busy_seconds[name] = row.busy_seconds[d];
     }
@@ -243,6 +256,7 @@ py::list history_list(Stepper& stepper) {
     entry["steps"] = row.steps;
     entry["items"] = items;
     entry["busy_seconds"] = busy_seconds;
+    entry["costs"] = row.costs.empty() ? py::object(py::none()) : py::object(costs);
     entry["step_seconds"] = row.step_seconds;
     entry["longest_step_seconds"] = row.longest_step_seconds;
     entry["moves"] = row.moves;
@@ -353,15 +367,16 @@ void bind_engine(py::module_& module) {
            "Write every call of the balancer to a file of JSON lines, from before the first step on.")
       .def(
           "what_if",
-          [](Stepper& stepper, const WhatIfDevices& speeds, const WhatIfAdded& add,
-             const std::vector<std::string>& remove, std::int64_t batch_size) {
+          [](Stepper& stepper, const WhatIfSpeeds& speeds, const WhatIfAdded& add, const WhatIfRemoved& remove,
+             const WhatIfBatchSize& batch_size) {
             stepper.settle();
             const balance::Balancer& balancer = stepper.balancer();
-            return balancer.what_if(what_if_options(balancer, speeds, add, remove, batch_size));
+            balance::WhatIfOptions options = what_if_options(balancer, speeds, add, remove, batch_size);
+            if (stepper.by_cost()) options.unit = "units of work";
+            return balancer.what_if(options);
           },
-          py::kw_only(), py::arg("speeds") = WhatIfDevices{}, py::arg("add") = WhatIfAdded{},
-          py::arg("remove") = std::vector<std::string>{}, py::arg("batch_size") = 0,
-          "See `paceline.balance.Balancer.what_if`.")
+          py::kw_only(), py::arg("speeds") = py::none(), py::arg("add") = py::none(), py::arg("remove") = py::none(),
+          py::arg("batch_size") = py::none(), "See `paceline.balance.Balancer.what_if`.")
       .def("explain", [](Stepper& stepper) {
         stepper.settle();
         return stepper.explain();

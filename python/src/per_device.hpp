@@ -27,7 +27,7 @@ void for_each_device(const PerDevice<Value>& given, std::size_t device_count, co
   const std::vector<Value>& each = std::get<1>(*given);
   if (each.size() != device_count) {
     throw InvalidArgument(
-        fmt::format("{} has {} entries for {} devices; pass one per device, or one value for all of them", name,
+        fmt::format("{} is of length {} instead of {}; pass one per device, or one value for all of them", name,
                     each.size(), device_count));
   }
   for (std::size_t i = 0; i < device_count; ++i) set(i, static_cast<Value>(each[i]));

@@ -78,7 +78,7 @@ ItemCostFit fit_item_cost(const std::vector<double>& tokens, const std::vector<d
   const auto require_size = [&](std::size_t size, const char* name) {
     if (size == tokens.size()) return;
     throw InvalidArgument(
-        fmt::format("{} has {} entries for {} samples; pass one per sample", name, size, tokens.size()));
+        fmt::format("{} is of length {} instead of {}; pass one per sample", name, size, tokens.size()));
   };
   require_size(seconds.size(), "seconds");
   if (devices) require_size(devices->size(), "devices");

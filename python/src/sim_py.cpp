@@ -44,7 +44,7 @@ Result simulate_py(const std::vector<double>& speeds, std::int64_t batch_size, s
                    const std::vector<DriftTuple>& drifts, const std::vector<PauseTuple>& pauses,
                    const std::vector<double>& reduction_seconds, double first_run_seconds) {
   if (device_classes && device_classes->size() != speeds.size()) {
-    throw InvalidArgument(fmt::format("device_classes has {} entries for {} devices; pass one per device",
+    throw InvalidArgument(fmt::format("device_classes is of length {} instead of {}; pass one per device",
                                       device_classes->size(), speeds.size()));
   }
   SimulationOptions options;

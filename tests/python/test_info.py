@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -46,6 +47,15 @@ def test_devices_are_values() -> None:
 def test_unknown_devices_are_named_together_with_those_that_exist() -> None:
     with pytest.raises(paceline.InvalidArgument, match=r"'gpu:0'.*devices of this machine: host:0"):
         paceline.find_device("gpu:0")
+
+
+@pytest.mark.parametrize("name", ["cuda:4096", "cuda", "cuda:x", "host", "host:-1", ""])
+def test_every_way_to_name_devices_says_which_there_are(name: str) -> None:
+    names = ", ".join(device.name for device in paceline.devices())
+    message = f"'{name}'.*; name some of the devices of this machine: {re.escape(names)}$"
+    for call in (paceline.find_device, paceline.DeviceGroup, lambda name: paceline.DeviceGroup(["host:0", name])):
+        with pytest.raises(paceline.InvalidArgument, match=message):
+            call(name)
 
 
 def test_devices_follow_the_affinity_mask_of_the_process() -> None:

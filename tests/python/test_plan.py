@@ -51,7 +51,7 @@ def test_granularity_reduction_and_previous_reach_the_planner() -> None:
 def test_infeasible_limits_raise_a_value_error_that_names_them() -> None:
     with pytest.raises(ValueError, match="maximums of the 2 devices add up to 7"):
         split_batch(8, [(0.0, 1.0)] * 2, maximum=[3, 4])
-    with pytest.raises(InvalidArgument, match="minimum has 1 entries for 2 devices"):
+    with pytest.raises(InvalidArgument, match="minimum is of length 1 instead of 2; pass one per device"):
         split_batch(8, [(0.0, 1.0)] * 2, minimum=[1])
     with pytest.raises(InvalidArgument, match="not negative"):
         split_batch(8, [(-1.0, 1.0)])

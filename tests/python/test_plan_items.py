@@ -56,7 +56,7 @@ def test_caps_are_given_for_all_devices_or_for_each() -> None:
 def test_caps_that_do_not_fit_are_value_errors_that_name_them() -> None:
     with pytest.raises(ValueError, match="caps on items of the 2 devices add up to 2"):
         split_items([1, 1, 1], [(0, 1)] * 2, maximum_items=1)
-    with pytest.raises(InvalidArgument, match="maximum_cost has 1 entries for 2 devices"):
+    with pytest.raises(InvalidArgument, match="maximum_cost is of length 1 instead of 2; pass one per device"):
         split_items([1, 1, 1], [(0, 1)] * 2, maximum_cost=[1])
     with pytest.raises(InvalidArgument, match="no memory per item is given"):
         split_items([1, 1, 1], [(0, 1)] * 2, maximum_memory=3)
@@ -88,7 +88,7 @@ def test_a_fit_gives_costs_and_models_to_the_split() -> None:
 
 
 def test_samples_that_do_not_fit_together_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match="seconds has 1 entries for 2 samples"):
+    with pytest.raises(InvalidArgument, match="seconds is of length 1 instead of 2; pass one per sample"):
         fit_item_cost([1, 2], [1])
     with pytest.raises(InvalidArgument, match="no samples"):
         fit_item_cost([], [])

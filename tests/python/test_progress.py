@@ -100,6 +100,34 @@ def test_many_devices_are_told_together() -> None:
     assert lines_of(FakeTrainer(names), range(2), every=0)[-1].endswith("  20 devices 3 to 22 (50% to 100% busy)")
 
 
+class CostingTrainer(FakeTrainer):
+    """Has costs of 10 and 20 in every step but the third."""
+
+    def report(self) -> dict[str, Any]:
+        report = super().report()
+        with_costs = self.steps - (self.steps >= 3)
+        if with_costs:
+            report["items"] = {"steps": with_costs}
+            for i, entry in enumerate(report["devices"].values()):
+                entry["cost"] = 10 * (i + 1) * with_costs
+        return report
+
+
+def test_costs_are_told_where_all_steps_had_them() -> None:
+    lines = lines_of(CostingTrainer(), range(5), every=0)
+    assert [line.split("  host:0 ")[1] for line in lines] == [
+        "cost 10 (100% busy)  host:1 cost 20 (50% busy)",
+        "cost 10 (100% busy)  host:1 cost 20 (50% busy)",
+        "3 (100% busy)  host:1 4 (50% busy)",
+        "cost 10 (100% busy)  host:1 cost 20 (50% busy)",
+        "cost 10 (100% busy)  host:1 cost 20 (50% busy)",
+    ]
+    names = tuple(f"host:{i}" for i in range(9))
+    assert lines_of(CostingTrainer(names), range(1), every=0)[-1].endswith(
+        "  9 devices cost 10 to 90 (50% to 100% busy)"
+    )
+
+
 def test_negative_pauses_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="at least 0"):
         FakeTrainer().progress(range(3), every=-1)

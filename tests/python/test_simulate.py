@@ -127,7 +127,7 @@ def test_simulations_replay() -> None:
 def test_wrong_options_are_named() -> None:
     with pytest.raises(InvalidArgument, match="device 4"):
         simulate([1.0, 1.0], throttles=[(4, 2.0, 0, 10)])
-    with pytest.raises(InvalidArgument, match="device_classes has 1 entries"):
+    with pytest.raises(InvalidArgument, match="device_classes is of length 1 instead of 2"):
         simulate([1.0, 1.0], device_classes=["a"])
 
 

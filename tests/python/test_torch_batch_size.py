@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -96,11 +97,54 @@ def test_it_prints_a_table_and_draws(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"smallest": 0}, {"smallest": 9, "largest": 8}, {"efficiency": 0.0}, {"efficiency": 1.0}, {"smallest": 1.5}],
+    [
+        {"smallest": 0},
+        {"smallest": 9, "largest": 8},
+        {"smallest": 1.5},
+        {"smallest": "8"},
+        {"smallest": True},
+        {"largest": None},
+        {"efficiency": 0.0},
+        {"efficiency": 1.0},
+        {"efficiency": "0.9"},
+        {"efficiency": None},
+    ],
+    ids=str,
 )
 def test_what_makes_no_sense_is_refused(options: Any) -> None:
-    with pytest.raises(InvalidArgument, match="find_batch_size"):
+    name, value = next(iter(options.items()))
+    with pytest.raises(InvalidArgument, match=rf"find_batch_size: .*{name} (is )?{re.escape(repr(value))}.* needed"):
         searched(lambda n: 1.0, **options)
+
+
+def test_sizes_of_numpy_are_integers() -> None:
+    numpy = pytest.importorskip("numpy")
+    found = searched(lambda n: 0.001 * n, smallest=numpy.int64(8), largest=numpy.int64(32))
+    assert list(found.seconds) == [8, 16, 32]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"make_batch": 64}, r"make_batch is a int, not a function. It is find_batch_size\(loss_fn, make_batch\)"),
+        ({"loss_fn": None}, "loss_fn is a NoneType, not a function"),
+        ({"weight": torch.ones(8)}, "weight is a Tensor, which fits one size of batches only; give a function"),
+        ({"seconds": "1"}, "seconds is '1'; a number of at least 0"),
+        ({"seconds": -1.0}, "seconds is -1.0; a number of at least 0"),
+        ({"seconds": float("inf")}, "seconds is inf; a number of at least 0"),
+        ({"seconds": float("nan")}, "seconds is nan; a number of at least 0"),
+        ({"smallest": "8"}, "smallest is '8' and largest 65536; integers"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_searched_with_is_refused_before_anything_runs(arguments: Any, message: str) -> None:
+    module, _ = classifier(8)
+
+    def runs(*_: Any) -> Any:
+        pytest.fail("something ran")
+
+    with DataParallel(module, TWO) as trainer, pytest.raises(InvalidArgument, match=message):
+        trainer.find_batch_size(**{"loss_fn": runs, "make_batch": runs, **arguments})
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -17,39 +17,19 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
-from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain
+from torch_support import (
+    TWO,
+    assert_same_gradients,
+    classifier,
+    classify,
+    gradients,
+    hosts,
+    loss_of_words,
+    plain,
+    words,
+)
 
 Maker = Any
-
-
-class Words(nn.Module):
-    """Means of embeddings: what stands behind an item's length must not count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(20, 6)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, batch: dict[str, torch.Tensor]) -> Any:
-        longest = int(batch["length"].max())
-        mask = torch.arange(longest)[None, :] < batch["length"][:, None]
-        tokens = self.embedding(batch["tokens"][:, :longest]) * mask[..., None]
-        return self.head(tokens.sum(1) / batch["length"].clamp(min=1)[:, None])
-
-
-def words(items: int, seed: int) -> tuple[Words, dict[str, torch.Tensor]]:
-    torch.manual_seed(seed)
-    lengths = torch.empty(items).log_normal_(2.0, 0.7).long().clamp(1, 60)
-    batch = {
-        "tokens": torch.randint(0, 20, (items, 60)),
-        "length": lengths,
-        "label": torch.randint(0, 3, (items,)),
-    }
-    return Words().double(), batch
-
-
-def loss_of_words(module: Any, batch: dict[str, torch.Tensor]) -> Any:
-    return nn.functional.cross_entropy(module(batch), batch["label"])
 
 
 @pytest.mark.parametrize("balance", ["auto", "even", [1.0, 3.0]])
@@ -229,7 +209,7 @@ def test_a_failure_names_items_and_leaves_everything_as_it_was() -> None:
         for now, then in zip(gradients(module), before, strict=True):
             assert torch.equal(now, then)  # type: ignore[arg-type]
         notes = getattr(caught.value, "__notes__", None) or [str(caught.value.__cause__)]
-        assert "at items 7 of the batch (1 of similar cost)" in notes[0]
+        assert "at item 7 of the batch" in notes[0]
         module.zero_grad()
         _, wanted = plain(module, classify, batch)
         trainer.step(classify, batch, cost=costs)
@@ -296,6 +276,8 @@ def test_the_report_tells_what_was_saved() -> None:
             trainer.step(loss_of_words, batch, cost=batch["length"])
         items = trainer.report()["items"]
         text = trainer.explain()
+        answer = trainer.what_if(remove=["host:1"])
+    assert f"a step of {sum(answer.shares)} units of work would take" in answer.text
     assert items["cost"] == 20 * int(batch["length"].sum())
     assert items["cost"] <= items["padded_cost"] < items["contiguous_cost"]
     assert 0.0 < items["padding_saved"] <= 1.0
@@ -386,6 +368,8 @@ def test_costs_that_are_none(cost: Any, message: str) -> None:
             trainer.step(classify, batch, cost=cost)
         with pytest.raises(InvalidArgument, match=message):
             trainer.predict(batch, lambda one, part: one(part[0]), cost=cost)
+        with pytest.raises(InvalidArgument, match=message):
+            trainer.batch(batch, cost=cost)
         trainer.step(classify, batch, cost=torch.ones(4))
 
 
@@ -455,6 +439,8 @@ def test_a_granularity_is_refused() -> None:
             trainer.step(lambda one, part: one(part).mean(), batch, cost=torch.ones(8))
         with pytest.raises(InvalidArgument, match=r"cost= together with granularity="):
             trainer.predict(batch, cost=torch.ones(8))
+        with pytest.raises(InvalidArgument, match=r"cost= together with granularity="):
+            trainer.batch(batch, cost=torch.ones(8))
         trainer.step(lambda one, part: one(part).mean(), batch)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
@@ -78,8 +79,34 @@ def test_batches_of_changing_size_are_drawn_in_percent() -> None:
         for size in (16, 32, 8):
             trainer.step(classify, classifier(size)[1])
         shares = trainer.plot().axes[0]
-    assert shares.get_ylabel() == "share (% of a step)"
+    assert shares.get_ylabel() == "share (% of a step's items)"
     assert [list(patch.get_data().values) for patch in shares.patches] == [[75] * 3, [25] * 3]  # type: ignore[attr-defined]
+
+
+def test_steps_with_costs_are_drawn_by_cost() -> None:
+    pytest.importorskip("matplotlib")
+    module, batch = classifier(12)
+    costs = torch.tensor([100.0, *[1.0] * 11])
+    with DataParallel(module, TWO, balance="even") as trainer:
+        for _ in range(3):
+            trainer.step(classify, batch, cost=costs)
+        shares, speeds, _ = trainer.plot().axes
+        (first, *_), report = trainer.history(), trainer.report()
+        trainer.step(classify, batch)
+        mixed = trainer.plot().axes
+        last = trainer.history()[-1]
+    assert [axes.get_ylabel() for axes in (shares, speeds)] == [
+        "share (% of a step's cost)",
+        "speed while busy (cost/s)",
+    ]
+    assert sorted(first["costs"].values()) == [11, 100]
+    heights = [patch.get_data().values[0] for patch in shares.patches]  # type: ignore[attr-defined]
+    assert sorted(heights) == [pytest.approx(1100 / 111), pytest.approx(10000 / 111)]
+    assert [axes.get_ylabel() for axes in mixed[:2]] == ["share (items of a step)", "speed while busy (items/s)"]
+    assert last["costs"] is None
+    assert {entry["cost"] for entry in report["devices"].values()} == {33, 300}
+    rates = [entry["cost_per_second"] for entry in report["devices"].values()]
+    assert [entry["speed"] for entry in report["devices"].values()] == [rate / max(rates) for rate in rates]
 
 
 def test_moves_are_marked_and_counted() -> None:

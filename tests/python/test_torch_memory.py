@@ -139,7 +139,7 @@ def test_what_exceeds_the_limit_while_it_is_measured_is_run_again_smaller_and_no
     with DataParallel(module, TWO, balance="even", memory={"host:0": PER_ITEM + FIXED + 100}) as trainer:
         trainer.step(noted(sizes), batch)
         assert_same_gradients(module, wanted)
-        assert "host:0: at most 1 items at once, since it reached its limit with 2." in trainer.explain()
+        assert "host:0: at most 1 item at once, since it reached its limit with 2." in trainer.explain()
         assert "host:1" not in trainer.explain().split("host:0: at most")[1]
         assert trainer.report()["steps"] == 1
 

@@ -164,7 +164,7 @@ def test_a_ledger_that_comes_too_late_leaves_the_file_alone(tmp_path: Path) -> N
             trainer.write_ledger(tmp_path / "second.jsonl")
         trainer.step(classify, batch)
         written = path.read_text()
-        with pytest.raises(InvalidArgument, match=r"1 steps have run already.*right after making the trainer"):
+        with pytest.raises(InvalidArgument, match=r"called after 1 step, and a ledger.*right after making the trainer"):
             trainer.write_ledger(path)
         assert path.read_text() == written
         trainer.step(classify, batch)
@@ -186,3 +186,7 @@ def test_what_if_answers_without_a_trace() -> None:
         assert len(more.shares) == 3
         assert more.seconds <= alone.seconds
         assert (trainer.shares, trainer.report()["steps"]) == (shares, steps)
+        with pytest.raises(InvalidArgument, match=r"what_if: speeds is 2\.0; give a dictionary"):
+            trainer.what_if(speeds=2.0)  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgument, match="what_if: remove is 'host:1'; give a list of names"):
+            trainer.what_if(remove=TWO[1])

@@ -208,11 +208,11 @@ def test_ranks_come_from_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> N
     ("lengths", "arguments", "message"),
     [
         ([1.0] * 8, {"ranks": 4, "batch_size": 3}, "pass at least 4"),
-        ([1.0] * 3, {"ranks": 4, "batch_size": 4}, "3 items are too few: 4 are needed"),
+        ([1.0] * 3, {"ranks": 4, "batch_size": 4}, "the items are too few, 3: 4 are needed for one batch of 4 ranks"),
         ([1.0] * 7, {"batch_size": 8, "drop_last": True}, "8 are needed for one batch of 2 ranks with drop_last"),
         ([1.0] * 8, {"rank": 2, "batch_size": 4}, "rank is 2 of 2"),
         ([1.0, -1.0], {"batch_size": 2}, "the cost of item 1 is -1"),
-        ([1.0] * 8, {"batch_size": 4, "cost": [1.0]}, "cost has 1 entries for 8 lengths"),
+        ([1.0] * 8, {"batch_size": 4, "cost": [1.0]}, "cost has 1 entry for 8 lengths"),
         ([1.0] * 8, {"batch_size": 4, "speeds": [1.0, 0.0]}, "one finite number above 0 for each of the 2 ranks"),
         (torch.ones(2, 2), {"batch_size": 4}, "shape"),
     ],

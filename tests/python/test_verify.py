@@ -46,6 +46,8 @@ def test_host_devices_pass_and_the_report_can_be_written_as_json(monkeypatch: py
         "cases": 108,
         "failures": [],
     }
+    assert report["exactness"]["reference"] == "plain PyTorch on cpu"
+    assert report["race"]["status"] == "measured"
     assert report["race"]["blocks"] == 3
     assert 0 < report["race"]["auto_over_alone"] < 10
     assert sum(report["race"]["shares"].values()) == report["race"]["batch"]
@@ -151,17 +153,31 @@ def test_the_command_prints_and_says_by_its_status_whether_all_passed(
     assert json.loads(capsys.readouterr().out)["passed"] is True
     assert _cli.main(command) == 0
     text = capsys.readouterr().out
-    assert "exactness    passed: 6 splits" in text
-    assert "everything passed" in text
+    lines = text.splitlines()
+    assert lines[2].startswith(
+        "exactness    passed: gradients of 6 random splits against plain PyTorch on cpu; worst difference of a tensor, relative to its norm: "
+    )
+    assert " (at most 1e-12), float32 " in lines[2]
+    assert lines[2].endswith(" (at most 1e-04)")
+    assert lines[3] == "collectives  passed: 108 reductions of integers, each compared to the bit with their result"
+    assert lines[4].startswith("race         measured, against no bound: items/s with auto shares ")
+    assert "(medians of 1 block each, " in lines[4]
+    assert lines[6].startswith("exactness and collectives passed; race measured, against no bound; ")
     monkeypatch.setattr(_verify_checks, "TOLERANCES", dict.fromkeys(_verify_checks.TOLERANCES, -1.0))
     assert _cli.main(command) == 1
-    assert "FAILED" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "(at most -1e+00); 6 of them beyond that" in text
+    assert "\nexactness FAILED; collectives passed; race measured, against no bound; " in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--devices", "host:x"], "host:x"),
+        (["--devices", "host:x"], "'host:x' is not the name of a device"),
+        (["--devices", "host:0,cuda:4096"], "there is no device 'cuda:4096': "),
+        (["--devices", "host:0,cuda:4096"], "name some of the devices of this machine: "),
+        (["--devices", "host:0,"], "'' is not the name of a device"),
+        (["--devices", "host:0,host:0"], "host:0 is named twice"),
         (["--devices", "host:0", "--partition", "1,1"], "one of them"),
         (["--seconds", "-1"], "--seconds"),
         (["--partition", "much"], "ratios are numbers"),

@@ -53,6 +53,36 @@ def noting(note: Callable[[Any, Any], Any]) -> LossFunction:
     return loss_fn
 
 
+class Words(nn.Module):
+    """Means of embeddings: what stands behind an item's length must not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> Any:
+        longest = int(batch["length"].max())
+        mask = torch.arange(longest)[None, :] < batch["length"][:, None]
+        tokens = self.embedding(batch["tokens"][:, :longest]) * mask[..., None]
+        return self.head(tokens.sum(1) / batch["length"].clamp(min=1)[:, None])
+
+
+def words(items: int, seed: int) -> tuple[Words, dict[str, torch.Tensor]]:
+    torch.manual_seed(seed)
+    lengths = torch.empty(items).log_normal_(2.0, 0.7).long().clamp(1, 60)
+    batch = {
+        "tokens": torch.randint(0, 20, (items, 60)),
+        "length": lengths,
+        "label": torch.randint(0, 3, (items,)),
+    }
+    return Words().double(), batch
+
+
+def loss_of_words(module: Any, batch: dict[str, torch.Tensor]) -> Any:
+    return nn.functional.cross_entropy(module(batch), batch["label"])
+
+
 def gradients(module: nn.Module) -> Gradients:
     """Copies of the gradients as they are now."""
     return [None if parameter.grad is None else parameter.grad.clone() for parameter in module.parameters()]

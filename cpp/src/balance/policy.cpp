@@ -10,6 +10,7 @@
 #include <paceline/error.hpp>
 
 #include "balance/auto_policy.hpp"
+#include "counted.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -48,7 +49,8 @@ std::unique_ptr<Policy> make_policy(const BalancerOptions& options) {
         fmt::format("unknown policy \"{}\": the policies are \"auto\", \"even\" and \"weighted\"", options.policy));
   }
   if (options.weights.size() != count) {
-    throw InvalidArgument(fmt::format("{} weights for {} devices: give one per device", options.weights.size(), count));
+    throw InvalidArgument(fmt::format("{} for {}: give one per device", counted(options.weights.size(), "weight"),
+                                      counted(count, "device")));
   }
   double sum = 0.0;
   for (std::size_t i = 0; i < count; ++i) {

@@ -88,10 +88,10 @@ WhatIfAnswer Balancer::what_if(const WhatIfOptions& asked) const {
   }
   const double change = answer.seconds / answer.best_seconds - 1.0;
   answer.text = fmt::format(
-      "a step of {} items would take {:.4g} ms (+-{:.1f} %) with shares [{}], {:.1f} % {} than the {:.4g} ms that the "
+      "a step of {} {} would take {:.4g} ms (+-{:.1f} %) with shares [{}], {:.1f} % {} than the {:.4g} ms that the "
       "devices as they are need at best",
-      batch_size, 1e3 * answer.seconds, 100.0 * answer.error, fmt::join(answer.shares, ", "), 100.0 * std::abs(change),
-      change > 0.0 ? "longer" : "shorter", 1e3 * answer.best_seconds);
+      batch_size, asked.unit, 1e3 * answer.seconds, 100.0 * answer.error, fmt::join(answer.shares, ", "),
+      100.0 * std::abs(change), change > 0.0 ? "longer" : "shorter", 1e3 * answer.best_seconds);
   return answer;
 }
 

@@ -8,6 +8,8 @@
 
 #include <paceline/error.hpp>
 
+#include "counted.hpp"
+
 namespace paceline::internal {
 namespace {
 
@@ -34,11 +36,11 @@ bool overlap(const BufferView& a, const BufferView& b) {
 
 void check_one_per_device(const Argument& argument, const DeviceGroup& group) {
   if (argument.views.size() == group.size()) return;
-  throw InvalidArgument(fmt::format(
-      "{}: {} has {} {} for a group of {} devices ({} to {}); pass one per device, in the "
-      "order of the group",
-      argument.call, argument.name, argument.views.size(), argument.views.size() == 1 ? "buffer" : "buffers",
-      group.size(), group.devices().front().name, group.devices().back().name));
+  throw InvalidArgument(
+      fmt::format("{}: {} has {} for a group of {} ({} to {}); pass one per device, in the "
+                  "order of the group",
+                  argument.call, argument.name, counted(argument.views.size(), "buffer"),
+                  counted(group.size(), "device"), group.devices().front().name, group.devices().back().name));
 }
 
 void check_alike(const Argument& argument) {
@@ -55,13 +57,14 @@ void check_alike(const Argument& argument) {
                                         name_of(first.dtype)));
     }
     if (view.count != first.count) {
-      throw InvalidArgument(fmt::format("{}: {} has {} elements, but {} has {}; all must be of one size", argument.call,
-                                        label(argument, i), view.count, label(argument, 0), first.count));
+      throw InvalidArgument(fmt::format("{}: {} has {}, but {} has {}; all must be of one size", argument.call,
+                                        label(argument, i), counted(view.count, "element"), label(argument, 0),
+                                        first.count));
     }
     if (view.count == 0) continue;
     if (view.data == nullptr) {
-      throw InvalidArgument(
-          fmt::format("{}: {} has {} elements but no memory (null)", argument.call, label(argument, i), view.count));
+      throw InvalidArgument(fmt::format("{}: {} has {} but no memory (null)", argument.call, label(argument, i),
+                                        counted(view.count, "element")));
     }
     const std::uintptr_t room = UINTPTR_MAX - reinterpret_cast<std::uintptr_t>(view.data);
     if (view.count > room / size_of(view.dtype)) {
@@ -80,9 +83,10 @@ void check_parts(const Argument& whole, const Argument& parts, std::size_t part_
   }
   if (total.count % part_count != 0 || total.count / part_count != part.count) {
     throw InvalidArgument(
-        fmt::format("{}: {} have {} elements each and {} have {}; with {} devices the first must be "
+        fmt::format("{}: {} have {} each and {} have {}; with {} the first must be "
                     "{} times the second",
-                    whole.call, whole.name, total.count, parts.name, part.count, part_count, part_count));
+                    whole.call, whole.name, counted(total.count, "element"), parts.name, part.count,
+                    counted(part_count, "device"), part_count));
   }
 }
 

@@ -10,6 +10,7 @@
 
 #include "comm/buffer_checks.hpp"
 #include "comm/collectives.hpp"
+#include "counted.hpp"
 
 namespace paceline {
 namespace internal {
@@ -87,8 +88,8 @@ void Communicator::broadcast(std::span<const BufferView> buffers, std::size_t ro
   const Argument argument{"broadcast", "buffers", buffers};
   internal::check_one_per_device(argument, group_);
   if (root >= group_.size()) {
-    throw InvalidArgument(fmt::format("broadcast: root is {}, but the group has {} devices; use 0 to {}", root,
-                                      group_.size(), group_.size() - 1));
+    throw InvalidArgument(fmt::format("broadcast: root is {}, but the group has {}; use 0 to {}", root,
+                                      counted(group_.size(), "device"), group_.size() - 1));
   }
   internal::check_alike(argument);
   internal::check_disjoint(argument);

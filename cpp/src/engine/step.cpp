@@ -14,6 +14,7 @@
 
 #include <paceline/error.hpp>
 
+#include "counted.hpp"
 #include "engine/claim_state.hpp"
 #include "engine/item_claims.hpp"
 #include "runtime/short_wait.hpp"
@@ -249,8 +250,8 @@ namespace {
 // Every item once, or gradients would be silently wrong.
 void check_script(const StepOptions& options) {
   if (options.script.size() != options.shares.size()) {
-    throw InvalidArgument(fmt::format("step: a script for {} devices in a group of {}; one list for each is needed.",
-                                      options.script.size(), options.shares.size()));
+    throw InvalidArgument(fmt::format("step: a script for {} in a group of {}; one list for each is needed.",
+                                      counted(options.script.size(), "device"), options.shares.size()));
   }
   std::vector<std::pair<std::int64_t, std::int64_t>> spans;
   for (const auto& lane : options.script) {
@@ -268,15 +269,15 @@ void check_script(const StepOptions& options) {
   }
   const std::int64_t batch = std::accumulate(options.shares.begin(), options.shares.end(), std::int64_t{0});
   if (covered != batch) {
-    throw InvalidArgument(fmt::format("step: the script has {} items for a batch of {}.", covered, batch));
+    throw InvalidArgument(fmt::format("step: the script has {} for a batch of {}.", counted(covered, "item"), batch));
   }
 }
 
 void check(const DeviceGroup& group, const StepOptions& options) {
   const std::size_t count = group.size();
   if (options.shares.size() != count) {
-    throw InvalidArgument(fmt::format("step: {} shares for a group of {} devices; one share per device is needed.",
-                                      options.shares.size(), count));
+    throw InvalidArgument(fmt::format("step: {} for a group of {}; one share per device is needed.",
+                                      counted(options.shares.size(), "share"), counted(count, "device")));
   }
   if (std::any_of(options.shares.begin(), options.shares.end(), [](std::int64_t share) { return share < 0; })) {
     throw InvalidArgument("step: a share is negative. Shares are item counts, zero or more.");

@@ -7,6 +7,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -65,6 +66,17 @@ std::vector<balance::LedgerClaim> ledger_claims(const std::vector<MicroBatch>& p
   out.reserve(pieces.size());
   for (const MicroBatch& piece : pieces) out.push_back({piece.device_index, piece.begin, piece.end});
   return out;
+}
+
+/// What each device's items cost.
+std::vector<double> costs_of(const ItemPlan& plan, const StepRecord& record, std::size_t device_count) {
+  std::vector<double> costs(device_count, 0.0);
+  for (const ClaimRecord& claim : record.claims) {
+    const MicroBatch& mb = claim.micro_batch;
+    const double* const first = plan.ordered_costs.data();
+    costs[mb.device_index] = std::accumulate(first + mb.begin, first + mb.end, costs[mb.device_index]);
+  }
+  return costs;
 }
 
 /// Of each device; none where all are done when the call returns.
@@ -144,6 +156,7 @@ struct Stepper::State {
     if (done.items != nullptr) items->record(*done.items, record, judged);
     observe::StepSample sample;
     sample.items = record.items(count);
+    if (done.items != nullptr) sample.costs = costs_of(*done.items, record, count);
     sample.compute_seconds = record.compute_seconds;
     sample.step_seconds = record.step_seconds;
     sample.moved = done.plan.moved;
@@ -354,6 +367,7 @@ std::string Stepper::explain() const {
 }
 
 const balance::StepPlan& Stepper::plan() const noexcept { return state_->plan; }
+bool Stepper::by_cost() const noexcept { return state_->costing; }
 const StepRecord& Stepper::last_step() const noexcept { return state_->record; }
 observe::Metrics Stepper::metrics() const { return state_->metrics.snapshot(); }
 const observe::EventRing& Stepper::events() const noexcept { return state_->events; }

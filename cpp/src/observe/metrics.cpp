@@ -20,6 +20,7 @@ void MetricsRecorder::add(const StepSample& sample) {
     DeviceMetrics& device = total_.devices[d];
     device.items += sample.items[d];
     device.last_items = sample.items[d];
+    if (!sample.costs.empty()) device.cost += sample.costs[d];
     device.busy_seconds += sample.busy_seconds[d];
     device.idle_seconds += std::max(0.0, sample.compute_seconds - sample.busy_seconds[d]);
   }
@@ -39,14 +40,19 @@ Metrics MetricsRecorder::snapshot() const {
   Metrics metrics = total_;
   double busiest = 0.0;
   double sum = 0.0;
+  const bool by_cost =
+      std::none_of(window_.begin(), window_.end(), [](const StepSample& sample) { return sample.costs.empty(); });
   for (std::size_t d = 0; d < metrics.devices.size(); ++d) {
     double busy = 0.0;
     double items = 0.0;
+    double cost = 0.0;
     for (const StepSample& sample : window_) {
       busy += sample.busy_seconds[d];
       items += static_cast<double>(sample.items[d]);
+      if (by_cost) cost += sample.costs[d];
     }
     metrics.devices[d].items_per_second = busy > 0.0 ? items / busy : 0.0;
+    metrics.devices[d].cost_per_second = busy > 0.0 ? cost / busy : 0.0;
     busiest = std::max(busiest, busy);
     sum += busy;
   }

@@ -11,6 +11,8 @@
 
 #include <paceline/error.hpp>
 
+#include "counted.hpp"
+
 namespace paceline::plan::detail {
 namespace {
 
@@ -35,9 +37,9 @@ std::string number(double value) { return fmt::format("{:.9g}", value); }
 void require_sum(double needed, double held, const char* what, std::size_t devices) {
   if (needed <= held) return;
   throw InvalidArgument(
-      fmt::format("the items' {} adds up to {}, but the caps on it of the {} devices to {}; raise "
+      fmt::format("the items' {} adds up to {}, but the caps on it of the {} to {}; raise "
                   "them, or split fewer items at a time",
-                  what, number(needed), devices, number(held)));
+                  what, number(needed), counted(devices, "device"), number(held)));
 }
 
 void require_room_for_each(const ItemProblem& problem, const ItemOptions& options) {
@@ -76,12 +78,14 @@ void validate_items(std::span<const double> costs, std::span<const LoadModel> mo
     throw InvalidArgument(fmt::format("search_steps is {}; it must not be negative", options.search_steps));
   }
   if (!options.caps.empty() && options.caps.size() != models.size()) {
-    throw InvalidArgument(fmt::format("caps has {} entries for {} devices; pass one per device, or none",
-                                      options.caps.size(), models.size()));
+    throw InvalidArgument(fmt::format("caps has {} for {}; pass one per device, or none",
+                                      counted(options.caps.size(), "entry", "entries"),
+                                      counted(models.size(), "device")));
   }
   if (!options.memory.empty() && options.memory.size() != costs.size()) {
-    throw InvalidArgument(fmt::format("memory has {} entries for {} items; pass one per item, or none",
-                                      options.memory.size(), costs.size()));
+    throw InvalidArgument(fmt::format("memory has {} for {}; pass one per item, or none",
+                                      counted(options.memory.size(), "entry", "entries"),
+                                      counted(costs.size(), "item")));
   }
   double total = 0.0;
   for (std::size_t i = 0; i < costs.size(); ++i) {
@@ -122,10 +126,9 @@ void require_room(const ItemProblem& problem, const ItemOptions& options, double
     memory += cap.memory;
   }
   if (count < items) {
-    throw InvalidArgument(
-        fmt::format("{} items do not fit: the caps on items of the {} devices add up to {}; raise "
-                    "them, or split at most {} items at a time",
-                    items, problem.devices(), count, count));
+    throw InvalidArgument(fmt::format(
+        "{} not fit: the caps on items of the {} add up to {}; raise them, or split at most {} at a time",
+        counted(items, "item does", "items do"), counted(problem.devices(), "device"), count, counted(count, "item")));
   }
   require_sum(sum_of(problem.cost), cost, "cost", problem.devices());
   require_sum(sum_of(problem.memory), memory, "memory", problem.devices());
@@ -146,10 +149,11 @@ void throw_not_found(const ItemProblem& problem, const ItemOptions& options, boo
   name(any([](const ItemCaps& cap) { return cap.items < ItemCaps::kAnyCount; }), "items");
   name(any([](const ItemCaps& cap) { return cap.cost < ItemCaps::kAnySum; }), "cost");
   name(any([](const ItemCaps& cap) { return cap.memory < ItemCaps::kAnySum; }), "memory");
-  throw InvalidArgument(fmt::format(
-      "{} of {} items over {} devices within the caps on {}: in sum there is room, but not for the items as they come; "
-      "raise a cap, or split fewer or smaller items at a time",
-      proven ? "there is no split" : "no split was found", problem.items(), problem.devices(), used));
+  throw InvalidArgument(
+      fmt::format("{} of {} over {} within the caps on {}: in sum there is room, but not for the items as they come; "
+                  "raise a cap, or split fewer or smaller items at a time",
+                  proven ? "there is no split" : "no split was found", counted(problem.items(), "item"),
+                  counted(problem.devices(), "device"), used));
 }
 
 }  // namespace paceline::plan::detail

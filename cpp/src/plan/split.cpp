@@ -7,6 +7,7 @@
 #include <paceline/error.hpp>
 #include <paceline/plan/split.hpp>
 
+#include "counted.hpp"
 #include "split_solver.hpp"
 
 namespace paceline::plan {
@@ -22,7 +23,8 @@ constexpr std::int64_t kLargestBatch = std::int64_t{1} << 50;
 
 void require_size(std::size_t size, std::size_t wanted, const char* what, const char* unit) {
   if (size == 0 || size == wanted) return;
-  throw InvalidArgument(fmt::format("{} has {} entries where {} are needed ({}), or none", what, size, wanted, unit));
+  throw InvalidArgument(fmt::format("{} has {} where {} are needed ({}), or none", what,
+                                    counted(size, "entry", "entries"), wanted, unit));
 }
 
 void require_seconds(double seconds, const char* what, std::size_t i) {
@@ -82,7 +84,7 @@ SplitProblem problem_of(std::int64_t batch_size, std::span<const CostModel> mode
     const std::int64_t maximum = std::min(limits.maximum, batch_size);
     if (!std::isfinite(models[i].seconds(maximum) + limits.startup_seconds)) {
       throw InvalidArgument(
-          fmt::format("the cost model of device {} overflows at {} items; check its units", i, maximum));
+          fmt::format("the cost model of device {} overflows at {}; check its units", i, counted(maximum, "item")));
     }
     Candidate& candidate = problem.candidates[i];
     candidate.may_idle = limits.may_be_zero;
@@ -123,32 +125,34 @@ std::int64_t saturating_add(std::int64_t a, std::int64_t b) {
     if (limits.may_be_zero && limits.minimum > 1) ++gaps;
   }
   if (most < batch_size) {
-    throw InvalidArgument(
-        fmt::format("a batch of {} items does not fit: the maximums of the {} devices add up to {}; raise a maximum, "
-                    "add a device or make the batch smaller",
-                    batch_size, device_count, most));
+    throw InvalidArgument(fmt::format(
+        "a batch of {} does not fit: the maximums of the {} add up to {}; raise a maximum, add a device or make "
+        "the batch smaller",
+        counted(batch_size, "item"), counted(device_count, "device"), most));
   }
   if (least > batch_size) {
     throw InvalidArgument(
-        fmt::format("a batch of {} items is too small: the minimums of the devices that must take part (may_be_zero is "
+        fmt::format("a batch of {} is too small: the minimums of the devices that must take part (may_be_zero is "
                     "false) add up to {}; lower a minimum or let a device be zero",
-                    batch_size, least));
+                    counted(batch_size, "item"), least));
   }
   if (saturating_add(most_in_grains, batch_size % options.granularity) < batch_size) {
     throw InvalidArgument(
-        fmt::format("a batch of {} items does not fit in shares that are multiples of the granularity {}: below their "
-                    "maximums the {} devices can take {}, and one share the remainder of {}; lower the granularity or "
+        fmt::format("a batch of {} does not fit in shares that are multiples of the granularity {}: below their "
+                    "maximums the {} can take {}, and one share the remainder of {}; lower the granularity or "
                     "make the maximums multiples of it",
-                    batch_size, options.granularity, device_count, most_in_grains, batch_size % options.granularity));
+                    counted(batch_size, "item"), options.granularity, counted(device_count, "device"), most_in_grains,
+                    batch_size % options.granularity));
   }
   const char* searched = device_count > detail::kExactDevices && gaps > 0
                              ? " (with more than 8 devices the search stops early and may have missed one)"
                              : "";
-  throw InvalidArgument(fmt::format(
-      "no shares add up to a batch of {} items: {} devices have a minimum above one item, shares are multiples "
-      "of {} except one with the remainder of {}, and devices that must take part need at least {} items{}; "
-      "lower the minimums or the granularity, or raise the maximums",
-      batch_size, gaps, options.granularity, batch_size % options.granularity, least, searched));
+  throw InvalidArgument(
+      fmt::format("no shares add up to a batch of {}: {} a minimum above one item, shares are multiples "
+                  "of {} except one with the remainder of {}, and devices that must take part need at least {}{}; "
+                  "lower the minimums or the granularity, or raise the maximums",
+                  counted(batch_size, "item"), counted(gaps, "device has", "devices have"), options.granularity,
+                  batch_size % options.granularity, counted(least, "item"), searched));
 }
 
 }  // namespace

@@ -62,17 +62,24 @@ Device find_device(std::string_view name) {
   try {
     for (const Backend* backend : backends()) {
       const std::string_view prefix = backend->prefix();
+      if (name == prefix) {
+        throw InvalidArgument(
+            fmt::format("'{0}' is not the name of a device: they have numbers, {0}:0, {0}:1, ...", name));
+      }
       if (name.starts_with(prefix) && name.size() > prefix.size() && name[prefix.size()] == ':') {
         return backend->find(name);
       }
     }
     reason = name.starts_with("cuda:") || name == "cuda"
-                 ? fmt::format("there is no device '{}': this build has no CUDA backend, only host devices", name)
+                 ? fmt::format(
+                       "there is no device '{}': this build of paceline has no CUDA backend (it is built where nvcc is "
+                       "found)",
+                       name)
                  : fmt::format("'{}' is not the name of a device: host devices are called host:0, host:1, ...", name);
   } catch (const InvalidArgument& error) {
     reason = error.what();  // a backend knows its own names; the list is of all
   }
-  throw InvalidArgument(fmt::format("{}; devices of this machine: {}", reason, join_names(devices())));
+  throw InvalidArgument(fmt::format("{}; name some of the devices of this machine: {}", reason, join_names(devices())));
 }
 
 }  // namespace paceline

@@ -188,10 +188,10 @@ class Balancer:
     def what_if(
         self,
         *,
-        speeds: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex] = {},
-        add: collections.abc.Sequence[tuple[str, typing.SupportsFloat | typing.SupportsIndex]] = [],
-        remove: collections.abc.Sequence[str] = [],
-        batch_size: typing.SupportsInt | typing.SupportsIndex = 0,
+        speeds: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex] | None = None,
+        add: collections.abc.Sequence[tuple[str, typing.SupportsFloat | typing.SupportsIndex]] | None = None,
+        remove: collections.abc.Sequence[str] | None = None,
+        batch_size: typing.SupportsInt | typing.SupportsIndex | None = None,
     ) -> WhatIfAnswer:
         """
         What would the best split be, and how long a step, if devices had other speeds, came or left?
@@ -216,7 +216,7 @@ class Balancer:
         Raises
         ------
         InvalidArgument
-            Before the first timing, for a name that is not there, or a speed that is not above zero.
+            Before the first timing, for what is no such argument, a name that is not there, or a speed that is not above zero.
         """
     @property
     def move_count(self) -> int:

@@ -209,10 +209,10 @@ class Stepper:
     def what_if(
         self,
         *,
-        speeds: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex] = {},
-        add: collections.abc.Sequence[tuple[str, typing.SupportsFloat | typing.SupportsIndex]] = [],
-        remove: collections.abc.Sequence[str] = [],
-        batch_size: typing.SupportsInt | typing.SupportsIndex = 0,
+        speeds: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex] | None = None,
+        add: collections.abc.Sequence[tuple[str, typing.SupportsFloat | typing.SupportsIndex]] | None = None,
+        remove: collections.abc.Sequence[str] | None = None,
+        batch_size: typing.SupportsInt | typing.SupportsIndex | None = None,
     ) -> paceline._core.balance.WhatIfAnswer:
         """
         See `paceline.balance.Balancer.what_if`.

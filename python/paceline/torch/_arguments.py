@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
@@ -16,6 +17,16 @@ from paceline.comm import Transport
 
 Memory = float | Mapping[str, float]  # bytes, or a fraction if at most 1
 Balance = Literal["auto", "even"] | Sequence[float]
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is an integer, NumPy's included; True and False are none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a real number, NumPy's included; True and False are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def check_devices(devices: object) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from paceline import InvalidArgument
+from paceline._words import counted
 
 Move = Callable[[torch.Tensor], torch.Tensor]
 Slicer = Callable[[Move, Move], Any]  # takes the items of a tensor, and brings any tensor to where it is needed
@@ -47,7 +48,7 @@ class Batch:
         for path, size in self._sized:
             if size != self.size:
                 raise InvalidArgument(
-                    f"batch: {path} has {size} items along dimension 0, but {first_path} has {self.size}. All tensors of a batch need the "
+                    f"batch: {path} has {counted(size, 'item')} along dimension 0, but {first_path} has {self.size}. All tensors of a batch need the "
                     "same length there; make what belongs to the whole batch 0-dimensional, or give it to loss_fn by a closure."
                 )
         if self.size == 0:
@@ -83,7 +84,7 @@ class Batch:
 
     def told(self, begin: int, end: int) -> str:
         """The items of a slice in words."""
-        return f"items {begin} to {end - 1} of the batch"
+        return f"items {begin} to {end - 1} of the batch" if end - begin > 1 else f"item {begin} of the batch"
 
     def _slicer(self, node: Any, path: str) -> Slicer | None:
         """What cuts `node`, or None if it goes along unchanged."""
@@ -214,7 +215,7 @@ def _join(pieces: list[tuple[int, Any]], path: str, move: Move, own: Move) -> An
         for items, piece in pieces:
             if piece.dim() == 0 or piece.shape[0] != items:
                 raise InvalidArgument(
-                    f"predict: {path} has shape {tuple(piece.shape)} for {items} items. Return tensors whose dimension 0 is the item; "
+                    f"predict: {path} has shape {tuple(piece.shape)} for {counted(items, 'item')}. Return tensors whose dimension 0 is the item; "
                     "a value for the whole batch cannot be put together from slices."
                 )
             if piece.shape[1:] != first.shape[1:]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping
 
 from paceline import InvalidArgument
 from paceline._plot import figure_class, save
+from paceline._words import counted
+from paceline.torch._arguments import is_number, is_whole
 from paceline.torch._memory import is_out_of_memory
 
 _WORTH = 1.05  # what doubling the batch must bring to go on, and smaller micro-batches to be recommended
@@ -85,24 +88,46 @@ class BatchSizeSearch:
         save(figure, path)
 
 
+def check_arguments(make_batch: object, weight: object, seconds: float) -> None:
+    """Raise for what makes no batches, fits one size only, or is no time."""
+    if not callable(make_batch):
+        raise InvalidArgument(
+            f"find_batch_size: make_batch is a {type(make_batch).__name__}, not a function. It is find_batch_size(loss_fn, make_batch), "
+            "with make_batch(items), which returns a batch of so many items."
+        )
+    if weight is not None and not callable(weight):
+        raise InvalidArgument(
+            f"find_batch_size: weight is a {type(weight).__name__}, which fits one size of batches only; give a function that makes the "
+            "weights from a batch."
+        )
+    if not is_number(seconds) or not 0 <= seconds < math.inf:
+        raise InvalidArgument(
+            f"find_batch_size: seconds is {seconds!r}; a number of at least 0 is needed: how long to time each size for."
+        )
+
+
 def check_size(got: int, wanted: int) -> None:
     """Raise if ``make_batch`` did not make what it was asked for."""
     if got != wanted:
-        raise InvalidArgument(f"find_batch_size: make_batch({wanted}) returned a batch of {got} items.")
+        raise InvalidArgument(f"find_batch_size: make_batch({wanted}) returned a batch of {counted(got, 'item')}.")
 
 
 def search(
     measure: Measure, smallest: int, largest: int, efficiency: float, *, micro_batches: bool, devices: int
 ) -> BatchSizeSearch:
     """Double the batch until that brings little; `measure` raises for a batch that does not fit into memory."""
-    if not (isinstance(smallest, int) and isinstance(largest, int) and 1 <= smallest <= largest):
+    if not (is_whole(smallest) and is_whole(largest) and 1 <= smallest <= largest):
         raise InvalidArgument(
-            f"find_batch_size: smallest is {smallest} and largest {largest}; integers of at least 1 in this order are needed."
+            f"find_batch_size: smallest is {smallest!r} and largest {largest!r}; integers of at least 1 in this order are needed."
         )
-    if not 0 < efficiency < 1:
-        raise InvalidArgument(f"find_batch_size: efficiency is {efficiency}; a number between 0 and 1 is needed.")
+    if not is_number(efficiency) or not 0 < efficiency < 1:
+        raise InvalidArgument(
+            f"find_batch_size: efficiency is {efficiency!r}; a number between 0 and 1 is needed: the part of the highest throughput that "
+            "is enough."
+        )
     seconds: dict[int, float] = {}
-    size, stopped = smallest, f"{largest} is the largest that was to be measured"
+    size, largest = int(smallest), int(largest)
+    stopped = f"{largest} is the largest that was to be measured"
     while True:
         try:
             seconds[size] = measure(size, None)

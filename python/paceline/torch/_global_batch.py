@@ -24,7 +24,8 @@ class MicroBatch:
     data
         The slice, in the same nest as the batch, on the device.
     begin, end
-        Which items of the batch: ``[begin, end)``.
+        Which items of the batch: ``[begin, end)``. With `cost` of `DataParallel.batch` they count positions in the order that the items
+        were dealt out in; put ``torch.arange(items)`` into the batch where `fn` has to know which they are.
     """
 
     def __init__(self, run: FunctionRun, device: int, begin: int, end: int, data: Any) -> None:

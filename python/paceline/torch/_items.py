@@ -9,6 +9,7 @@ import torch
 
 from paceline import InvalidArgument
 from paceline._core.engine import ItemPlan
+from paceline._words import counted
 from paceline.torch._batch import Batch, Move, same
 from paceline.torch._objective import Objective, Pin
 
@@ -39,7 +40,7 @@ def costs_of(cost: Cost | None, batch: Any, size: int) -> list[float] | None:
             else type(values).__name__
         )
         raise InvalidArgument(
-            f"cost: {got} for a batch of {size} items; a 1-D tensor with one real cost per item is needed."
+            f"cost: {got} for a batch of {counted(size, 'item')}; a 1-D tensor with one real cost per item is needed."
         )
     values = values.detach().to("cpu", torch.float64)
     bad = ~(values.isfinite() & (values >= 0))
@@ -81,6 +82,8 @@ class OrderedBatch:
         """The items in words."""
         items = self._order[begin:end].tolist()
         named = ", ".join(map(str, items[:_TOLD]))
+        if len(items) == 1:
+            return f"item {named} of the batch"
         return f"items {named}{', ...' if len(items) > _TOLD else ''} of the batch ({len(items)} of similar cost)"
 
 

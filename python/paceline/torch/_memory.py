@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from paceline import OutOfMemory
+from paceline._words import counted
 from paceline.torch._items import OrderedBatch
 from paceline.torch._memory_model import MemoryModel, metered
 from paceline.torch._places import Places
@@ -139,7 +140,7 @@ class MemoryCaps:
         name = self._names[device] if limited else self._spaces[device]
         why = "it reached its limit" if limited else f"{self._names[device]} ran out of memory"
         self._caps[name] = min(cap, self._caps.get(name, cap))
-        self._told[name] = f"{name}: at most {self._caps[name]} items at once, since {why} with {items}."
+        self._told[name] = f"{name}: at most {counted(self._caps[name], 'item')} at once, since {why} with {items}."
         return True
 
     def report(self) -> dict[str, dict[str, float]]:
@@ -177,7 +178,7 @@ class MemoryCaps:
         for name, entry in self.limits().items():
             if "largest_micro_batch" in entry:
                 text += (
-                    f"{name}: at most {entry['largest_micro_batch']:.0f} items at once in {entry['limit_bytes']:.0f} bytes: a micro-batch takes "
+                    f"{name}: at most {counted(int(entry['largest_micro_batch']), 'item')} at once in {entry['limit_bytes']:.0f} bytes: a micro-batch takes "
                     f"{entry['fixed_bytes']:.0f} bytes and {entry['bytes_per_item']:.0f} for each item.\n"
                 )
             if "largest_padded_cost" in entry:

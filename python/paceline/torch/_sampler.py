@@ -9,6 +9,7 @@ import torch.distributed
 from torch.utils.data import Sampler
 
 from paceline import InvalidArgument
+from paceline._words import counted
 from paceline.plan import split_items
 
 Cost = Callable[[float], float] | Sequence[float] | torch.Tensor | None
@@ -101,13 +102,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._weights: list[float] = []
         if batch_size < self.ranks:
             raise InvalidArgument(
-                f"batch_size is {batch_size} for {self.ranks} ranks; it counts the items of the global batch, of which every rank "
+                f"batch_size is {batch_size} for {counted(self.ranks, 'rank')}; it counts the items of the global batch, of which every rank "
                 f"needs one: pass at least {self.ranks}"
             )
         least = batch_size if drop_last else self.ranks
         if len(self._costs) < least:
             raise InvalidArgument(
-                f"{len(self._costs)} items are too few: {least} are needed for one batch of {self.ranks} ranks"
+                f"the items are too few, {len(self._costs)}: {least} are needed for one batch of {counted(self.ranks, 'rank')}"
                 + (" with drop_last" if drop_last else "")
             )
         self._sizes = _batch_sizes(len(self._costs), batch_size, self.ranks, drop_last)
@@ -193,7 +194,9 @@ def _costs(lengths: Sequence[float] | torch.Tensor, cost: Cost) -> list[float]:
     elif cost is not None:
         costs = _numbers(cost)
         if len(costs) != len(values):
-            raise InvalidArgument(f"cost has {len(costs)} entries for {len(values)} lengths; pass one per item")
+            raise InvalidArgument(
+                f"cost has {counted(len(costs), 'entry', 'entries')} for {counted(len(values), 'length')}; pass one per item"
+            )
         values = costs
     for index, value in enumerate(values):
         if not 0.0 <= value < float("inf"):

@@ -26,7 +26,7 @@ from paceline.torch._arguments import (
     policy_of,
 )
 from paceline.torch._batch import Batch
-from paceline.torch._batch_size import BatchSizeSearch, check_size, search
+from paceline.torch._batch_size import BatchSizeSearch, check_arguments, check_size, search
 from paceline.torch._check import check
 from paceline.torch._check_report import CheckReport
 from paceline.torch._claims import ClaimScript, ReplayedCaps
@@ -305,7 +305,7 @@ class DataParallel(Lifetime):
             self._others[key] = Workload(self.group, self._places, self._limits, **self._options)
         return self._others[key]
 
-    def batch(self, batch: Any, *, weight: Weight | None = None) -> GlobalBatch:
+    def batch(self, batch: Any, *, weight: Weight | None = None, cost: Cost | None = None) -> GlobalBatch:
         """The lower level that `step` is made of, for several optimizers, adversarial networks, several losses, backward by hand.
 
         The library owns the split, the weights and the reduction; forward and backward are the caller's function's. Every run of the
@@ -313,8 +313,8 @@ class DataParallel(Lifetime):
 
         Parameters
         ----------
-        batch, weight
-            As for `step`.
+        batch, weight, cost
+            As for `step`. With `cost` every run of the batch deals out its items by it, and as its own times say.
 
         Returns
         -------
@@ -336,6 +336,9 @@ class DataParallel(Lifetime):
         """
         with self._alone("batch"):
             whole, objective = self._prepared(batch, weight)
+            costs = costs_of(cost, batch, whole.size)
+            if costs is not None:
+                self._check_costs()
 
         def start(fn: RunFunction, wanted: list[nn.Parameter] | None, scaler: Any, name: str) -> torch.Tensor:
             with self._alone("run"):
@@ -345,9 +348,9 @@ class DataParallel(Lifetime):
                 work = self._work(f"run {name}")
 
                 def attempt() -> torch.Tensor:
-                    frame = self._execution.frame(work, whole, fn)
-                    scale, replicas = self._scale_of(scaler), self._replicas
-                    run = FunctionRun(frame, fn, objective, scale, replicas, wanted)
+                    frame = self._execution.frame(work, whole, fn, costs)
+                    there = objective if frame.items is None else frame.items.objective(objective)
+                    run = FunctionRun(frame, fn, there, self._scale_of(scaler), self._replicas, wanted)
                     return self._execution.train(work, run)[0]
 
                 return self._execution.repeated(attempt)
@@ -408,7 +411,7 @@ class DataParallel(Lifetime):
         loss_fn: LossFunction,
         make_batch: Callable[[int], Any],
         *,
-        weight: Weight | None = None,
+        weight: Callable[[Any], torch.Tensor] | None = None,
         smallest: int = 8,
         largest: int = 65536,
         efficiency: float = 0.9,
@@ -437,9 +440,15 @@ class DataParallel(Lifetime):
         -------
         BatchSizeSearch
             ``batch_size``, ``micro_batch``, the times behind them; ``print`` and ``plot(path)`` show them.
+
+        Raises
+        ------
+        InvalidArgument
+            For arguments that cannot be used, before anything runs, and as `step`.
         """
         with self._alone("find_batch_size"), _emptied(self._temporary):
             check_trains("find_batch_size", loss_fn)
+            check_arguments(make_batch, weight, seconds)
             own = self._options["micro_batch"]
 
             def workload(micro_batch: int | None) -> Workload:
@@ -518,30 +527,27 @@ class DataParallel(Lifetime):
         -------
         dict
             ``devices``: per name ``share`` (items of the last step), ``items``, ``busy_seconds``, ``idle_seconds`` (totals),
-            ``items_per_second`` (recent, while busy), ``speed`` (that, over the fastest device's); ``imbalance`` (slowest busy time over the mean, minus 1; recent); ``moves`` (changes of
+            ``items_per_second`` (recent, while busy), ``speed`` (that, over the fastest device's), after a step with `cost` also ``cost`` (total) and
+            ``cost_per_second`` (which `speed` then goes by; 0 while recent steps had no costs); ``imbalance`` (slowest busy time over the mean, minus 1; recent); ``moves`` (changes of
             shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction; with GPUs, whose reduction
             is not timed, the latter is what the call of `step` took or what the devices computed, whichever was longer). ``sizes``: per
             device the micro-batches that ever ran, in items. ``memory``: per device with a limit ``limit_bytes``, and once measured ``fixed_bytes``, ``bytes_per_item`` and ``largest_micro_batch`` (of steps with `cost`
             ``fixed_bytes_with_costs``, ``bytes_per_cost`` and ``largest_padded_cost``);
             and per GPU ``pool_peak_bytes``, the most that paceline's own pool had given out at once to all trainers of the process, while there were any (what PyTorch and NCCL took is theirs to tell).
-            ``runs``: as all but the last three, for each run of `batch` by its name. After a step with `cost` also ``items``: ``cost`` of
+            ``runs``: as all but the last three, for each run of `batch` by its name. After a step (or run) with `cost` also ``items``: ``cost`` of
             all items, ``padded_cost`` of the micro-batches that ran (each its count times its largest), ``contiguous_cost`` of the same
             sizes cut from the batch as it came, ``padding_saved`` (the part of the latter's padding); and, once measured, the time of a
             micro-batch: ``fixed_seconds``, ``seconds_per_cost``, ``seconds_per_squared_cost``, whether it follows the ``"padded"`` cost, the
             ``"sum"`` or the ``"count"`` alone (``measure``), and its relative ``error``.
         """
-        runs = {name[4:]: work.stepper.metrics for name, work in self._others.items() if name.startswith("run ")}
+        runs = {name[4:]: _metrics_of(work) for name, work in self._others.items() if name.startswith("run ")}
         sizes = {name: sorted(ran) for name, ran in zip(self._names, self._steps.seen.ever, strict=True)}
-        steps = self._steps
-        figures = {**steps.stepper.metrics, "sizes": sizes, "memory": steps.caps.report(), "runs": runs}
-        if steps.stepper.items is not None:
-            figures["items"] = steps.stepper.items
-        return figures
+        return {**_metrics_of(self._steps), "sizes": sizes, "memory": self._steps.caps.report(), "runs": runs}
 
     def progress(
         self, batches: Iterable[_T], *, total: int | None = None, every: float = 10.0, file: TextIO | None = None
     ) -> Progress[_T]:
-        """Loop over `batches` and show step, loss, step time, imbalance, moves, and each device's share and busy time.
+        """Loop over `batches` and show step, loss, step time, imbalance, moves, and each device's share (items, or their cost) and busy time.
 
         On a terminal it is redrawn in place where rich is installed (``pip install 'paceline[progress]'``), at most four times a second. Everywhere
         else, in files, notebooks, and where log handlers write to the terminal, it is a plain line after the first batch, every
@@ -582,7 +588,7 @@ class DataParallel(Lifetime):
         -------
         list of dict
             ``kind``: ``"step"``, ``"micro_batch"``, ``"reduction"`` or ``"move"``; ``device``: its name, None for the group; ``step``: how many
-            had succeeded before; ``begin`` and ``end``: items of the batch; ``start_seconds``, since the trainer was made, and
+            had succeeded before; ``begin`` and ``end``: items of the batch, with `cost` in the order that they were dealt out in; ``start_seconds``, since the trainer was made, and
             ``duration_seconds``. A step that failed leaves none. With GPUs a ``"reduction"`` lasts 0 seconds, for it is not timed, and
             a ``"step"`` as `report` says.
         """
@@ -594,13 +600,14 @@ class DataParallel(Lifetime):
         Returns
         -------
         list of dict
-            ``first_step`` (from 0), ``steps`` (in this row), ``items`` and ``busy_seconds`` (sums, per name of a device), ``step_seconds``
+            ``first_step`` (from 0), ``steps`` (in this row), ``items`` and ``busy_seconds`` (sums, per name of a device), ``costs``
+            (as ``items``; None unless all of these steps had them), ``step_seconds``
             (sum, with the reduction, but as `report` has it with GPUs), ``longest_step_seconds`` (of one step), ``moves``. Reading it waits for GPUs, as `report` does.
         """
         return list(self._steps.stepper.history)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Draw the run so far: shares with their moves, speeds, and step times. Also after `close`.
+        """Draw the run so far: shares with their moves, speeds, and step times; by cost where all steps had `cost`. Also after `close`.
 
         Parameters
         ----------
@@ -657,17 +664,15 @@ class DataParallel(Lifetime):
         remove
             Names of devices that would get no work.
         batch_size
-            Default: that of the last step.
+            Default: that of the last step. After a step with `cost` batches and shares are work, as in `explain`.
 
         Raises
         ------
         InvalidArgument
-            Before the first timing, for a name that is not there, or a speed that is not above zero.
+            Before the first timing, for what is no such argument, a name that is not there, or a speed that is not above zero.
         """
         self._steps.stepper.settle()
-        return self._steps.stepper.what_if(
-            speeds=dict(speeds or {}), add=list(add), remove=list(remove), batch_size=batch_size or 0
-        )
+        return self._steps.stepper.what_if(speeds=speeds, add=add, remove=remove, batch_size=batch_size)
 
     def write_ledger(self, path: str | os.PathLike[str]) -> None:
         """Write every measurement and decision of `step` to a file of JSON lines, and what each device really ran.
@@ -715,6 +720,12 @@ def _emptied(entries: list[Workload]) -> Iterator[None]:
         yield
     finally:
         entries.clear()
+
+
+def _metrics_of(work: Workload) -> dict[str, Any]:
+    """Of one kind of work, with what its items cost where some had costs."""
+    items = work.stepper.items
+    return work.stepper.metrics if items is None else {**work.stepper.metrics, "items": items}
 
 
 def _forward(module: nn.Module, batch: Any) -> Any:

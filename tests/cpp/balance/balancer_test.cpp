@@ -248,6 +248,21 @@ TEST(Balancer, ExplainsInWords) {
   }
 }
 
+TEST(Balancer, CountsOneStepAndOneMoveAsOne) {
+  Balancer balancer(two());
+  EXPECT_NE(balancer.explain().find("0 steps measured, 0 moves"), std::string::npos) << balancer.explain();
+  balancer.record(proportional(balancer.next_plan(64).shares, {1.0, 1.0}));
+  EXPECT_NE(balancer.explain().find(", 1 step measured, 0 moves"), std::string::npos) << balancer.explain();
+  EXPECT_NE(balancer.explain().find(", 1 step of evidence,"), std::string::npos) << balancer.explain();
+  while (balancer.move_count() == 0 && balancer.report().steps < 60) {
+    const bool late = balancer.report().steps > 20;
+    balancer.record(proportional(balancer.next_plan(64).shares, {1.0, late ? 0.5 : 1.0}));
+  }
+  ASSERT_EQ(balancer.move_count(), 1);
+  EXPECT_NE(balancer.explain().find(" steps measured, 1 move"), std::string::npos) << balancer.explain();
+  EXPECT_EQ(balancer.explain().find("1 moves"), std::string::npos) << balancer.explain();
+}
+
 TEST(Balancer, TellsTheCausesItIsGivenBehindTheDevicesTheyAreOf) {
   Balancer balancer(three());
   balancer.record(proportional(balancer.next_plan(300).shares, {1.0, 1.0, 0.5}));

@@ -55,6 +55,18 @@ TEST(Metrics, AddsUpItemsBusyAndIdleTime) {
   EXPECT_NEAR(metrics.imbalance, 1.9 / ((1.9 + 1.4) / 2) - 1, 1e-12);
 }
 
+TEST(Metrics, TellsCostsOfTheStepsThatHadThem) {
+  MetricsRecorder recorder({"host:0", "host:1"});
+  recorder.add({.items = {3, 1}, .busy_seconds = {1.0, 2.0}, .costs = {10.0, 40.0}});
+  recorder.add({.items = {1, 3}, .busy_seconds = {1.0, 2.0}, .costs = {20.0, 20.0}});
+  EXPECT_DOUBLE_EQ(recorder.snapshot().devices[0].cost, 30.0);
+  EXPECT_DOUBLE_EQ(recorder.snapshot().devices[0].cost_per_second, 15.0);
+  EXPECT_DOUBLE_EQ(recorder.snapshot().devices[1].cost_per_second, 15.0);
+  recorder.add({.items = {2, 2}, .busy_seconds = {1.0, 1.0}});
+  EXPECT_DOUBLE_EQ(recorder.snapshot().devices[0].cost, 30.0);
+  EXPECT_DOUBLE_EQ(recorder.snapshot().devices[0].cost_per_second, 0.0);
+}
+
 TEST(Metrics, LooksOnlyAtTheLastStepsForRates) {
   MetricsRecorder recorder({"host:0"});
   recorder.add({.items = {1000}, .busy_seconds = {1.0}, .compute_seconds = 1.0});
@@ -102,6 +114,16 @@ TEST(History, HoldsALongRunInFewRowsOfEquallyManyStepsAndLosesNothing) {
       ASSERT_EQ(sum.moves, step / 10 + 1);
     }
   }
+}
+
+TEST(History, AddsUpCostsWhereAllStepsHadThem) {
+  History history(2);
+  for (const double cost : {1.0, 2.0, 4.0}) history.add({.items = {1}, .busy_seconds = {1.0}, .costs = {cost}});
+  history.add({.items = {1}, .busy_seconds = {1.0}});
+  const std::vector<HistoryRow> rows = history.snapshot();
+  ASSERT_EQ(rows.size(), 2u);
+  EXPECT_EQ(rows[0].costs, std::vector<double>{3.0});
+  EXPECT_TRUE(rows[1].costs.empty());
 }
 
 TEST(History, KeepsSpikesThroughMerging) {

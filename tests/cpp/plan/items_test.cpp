@@ -145,10 +145,10 @@ TEST(ItemSplit, RefusesWhatMakesNoSense) {
   EXPECT_TRUE(contains(refusal({1}, {{-1.0, 1.0}}, {}), "fixed_seconds at 0 is -1"));
   EXPECT_TRUE(contains(refusal({1}, {{0.0, infinity}}, {}), "seconds_per_cost at 0 is inf"));
   EXPECT_TRUE(contains(refusal({1e200}, {{0.0, 1e200}}, {}), "check the units"));
-  EXPECT_TRUE(contains(refusal({1}, one, {.caps = {{}, {}}}), "caps has 2 entries for 1 devices"));
+  EXPECT_TRUE(contains(refusal({1}, one, {.caps = {{}, {}}}), "caps has 2 entries for 1 device;"));
   EXPECT_TRUE(contains(refusal({1}, one, {.caps = {{.items = -1}}}), "the cap on items of device 0 is -1"));
   EXPECT_TRUE(contains(refusal({1}, one, {.caps = {{.memory = 5}}}), "no memory per item is given"));
-  EXPECT_TRUE(contains(refusal({1}, one, {.memory = {1, 2}}), "memory has 2 entries for 1 items"));
+  EXPECT_TRUE(contains(refusal({1}, one, {.memory = {1, 2}}), "memory has 2 entries for 1 item;"));
   EXPECT_TRUE(contains(refusal({1}, one, {.tolerance = -1.0}), "tolerance is -1"));
   EXPECT_TRUE(contains(refusal({1}, one, {.search_steps = -1}), "search_steps is -1"));
 }

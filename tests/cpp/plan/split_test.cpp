@@ -162,14 +162,14 @@ TEST(BatchSplit, RefusesNumbersThatMakeNoSense) {
   EXPECT_NAMES(refusal(8, {}, {}), "no devices");
   EXPECT_NAMES(refusal(-1, models, {}), "batch_size is -1");
   EXPECT_NAMES(refusal(8, models, {.granularity = 0}), "granularity is 0");
-  EXPECT_NAMES(refusal(8, models, {.limits = {{}}}), "limits has 1 entries where 2 are needed");
+  EXPECT_NAMES(refusal(8, models, {.limits = {{}}}), "limits has 1 entry where 2 are needed");
   EXPECT_NAMES(refusal(8, models, {.limits = {{.minimum = 4, .maximum = 3}, {}}}),
                "device 0 has minimum 4 and maximum 3");
   EXPECT_NAMES(refusal(8, models, {.limits = {{}, {.startup_seconds = nan}}}), "startup_seconds at 1 is nan");
   EXPECT_NAMES(refusal(8, models, {.reduction_seconds = {0.0, 1.0}}),
                "reduction_seconds has 2 entries where 3 are needed");
   EXPECT_NAMES(refusal(8, models, {.reduction_seconds = {0.0, 1.0, -1.0}}), "reduction_seconds at 2 is -1");
-  EXPECT_NAMES(refusal(8, models, {.previous = {1}}), "previous has 1 entries");
+  EXPECT_NAMES(refusal(8, models, {.previous = {1}}), "previous has 1 entry");
   EXPECT_NAMES(refusal(8, models, {.previous = {1, -1}}), "previous share 1 is -1");
   EXPECT_NAMES(refusal(8, {CostModel::affine(0.0, 1e308)}, {}), "overflows at 8 items");
 }

@@ -317,6 +317,15 @@ TEST(Devices, ErrorsForUnknownNamesListThoseThatExist) {
   }
 }
 
+TEST(Devices, ErrorsForNamesWithoutANumberSayHowTheyAreNamed) {
+  try {
+    (void)find_device("host");
+    ADD_FAILURE();
+  } catch (const InvalidArgument& error) {
+    EXPECT_NE(std::string(error.what()).find("they have numbers, host:0, host:1"), std::string::npos) << error.what();
+  }
+}
+
 TEST(SystemInfo, ReadsTheModelOfTheProcessor) {
   FakeSystem system;
   EXPECT_EQ(read_cpu_model(system.root()), "");

@@ -52,6 +52,24 @@ def test_weights_follow_the_items(fake: Any) -> None:
     expect_same(module, gradients)
 
 
+@pytest.mark.parametrize("devices", BOXES.values(), ids=BOXES)
+def test_runs_of_a_batch_take_costs(fake: Any, devices: list[str]) -> None:
+    module, batch = module_and_batch()
+    generator = torch.Generator().manual_seed(2)
+    loss, gradients = plain(module, batch)
+    with DataParallel(module, devices) as trainer:
+        for _ in range(4):
+            module.zero_grad()
+            with trainer.batch(batch, cost=torch.rand(24, generator=generator)) as global_batch:
+                ours = global_batch.run(lambda one, part: part.backward(classify(one, part.data)), name="run")
+            assert torch.allclose(ours, loss, rtol=1e-12)
+            expect_same(module, gradients)
+        assert trainer.report()["runs"]["run"]["items"]["steps"] == 4
+    del trainer, global_batch
+    gc.collect()
+    assert fake.leftovers == 0
+
+
 def test_predictions_come_in_the_callers_order(fake: Any) -> None:
     module, batch = module_and_batch()
     with torch.no_grad():

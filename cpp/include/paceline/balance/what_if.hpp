@@ -21,6 +21,7 @@ struct WhatIfOptions {
   std::vector<AddedDevice> add = {};     ///< come after the present devices
   std::vector<std::size_t> remove = {};  ///< devices that would get no work
   std::int64_t batch_size = 0;           ///< 0: that of the last plan
+  std::string unit = "items";            ///< what batches and shares count, for the text
 };
 
 /// The split that would be best then, and how long a step would take.

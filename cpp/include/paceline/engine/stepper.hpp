@@ -100,6 +100,8 @@ class PACELINE_API Stepper {
 
   /// The plan of the last begin().
   [[nodiscard]] const balance::StepPlan& plan() const noexcept;
+  /// Whether the last plan was of items with costs: what its shares, and balancer()'s, count is then work.
+  [[nodiscard]] bool by_cost() const noexcept;
   [[nodiscard]] const StepRecord& last_step() const noexcept;
   [[nodiscard]] observe::Metrics metrics() const;
   [[nodiscard]] const observe::EventRing& events() const noexcept;

@@ -18,6 +18,7 @@ struct HistoryRow {
   std::int64_t steps = 0;
   std::vector<std::int64_t> items{};
   std::vector<double> busy_seconds{};
+  std::vector<double> costs{};  ///< empty unless all of these steps had costs
   double step_seconds = 0.0;
   double longest_step_seconds = 0.0;  ///< of one step: a sum would hide a spike
   std::int64_t moves = 0;

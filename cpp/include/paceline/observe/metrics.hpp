@@ -18,6 +18,7 @@ struct StepSample {
   double compute_seconds = 0.0;        ///< the makespan: from the first start to the last finish
   double step_seconds = 0.0;           ///< with the reduction
   bool moved = false;                  ///< its shares differ from those of the step before
+  std::vector<double> costs{};         ///< of the items, in the caller's unit; empty for a step without costs
 };
 
 /// What one device did. Totals are since the recorder's creation.
@@ -28,6 +29,8 @@ struct DeviceMetrics {
   double busy_seconds = 0.0;      ///< computing
   double idle_seconds = 0.0;      ///< inside makespans, waiting for slower devices
   double items_per_second = 0.0;  ///< over the last steps (kWindow), while busy
+  double cost = 0.0;              ///< since the start, of the steps with costs
+  double cost_per_second = 0.0;   ///< as items_per_second; 0 unless all of those steps had costs
 };
 
 /// Everything there is to read about a trainer, at one moment.
