@@ -1,0 +1,209 @@
+"""What a trainer tells of its steps: figures, rows, events, words and pictures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
+import torch
+from torch import nn
+
+from paceline.balance import WhatIfAnswer
+from paceline.torch._execution import Workload
+from paceline.torch._lifetime import Lifetime
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from paceline._progress import Progress
+
+_T = TypeVar("_T")
+
+
+class Reports(Lifetime):
+    """All that is there to read about a trainer. Nothing here changes what its steps do."""
+
+    module: nn.Module
+    _names: list[str]  # of the devices
+    _options: dict[str, Any]
+    _steps: Workload
+    _others: dict[str, Workload]  # runs of `batch` and other kinds of work, by name
+    _loss: torch.Tensor | None = None  # of the last step
+
+    @property
+    def shares(self) -> dict[str, int]:
+        """Items that each device really ran in the last step."""
+        return dict(zip(self._names, self._execution.items, strict=True))
+
+    def report(self) -> dict[str, Any]:
+        """Figures for a dashboard.
+
+        Returns
+        -------
+        dict
+            ``devices``: per name ``share`` (items of the last step), ``items``, ``busy_seconds``, ``idle_seconds`` (totals),
+            ``items_per_second`` (recent, while busy), ``speed`` (that, over the fastest device's), after a step with `cost` also ``cost`` (total) and
+            ``cost_per_second`` (which `speed` then goes by; 0 while recent steps had no costs); ``imbalance`` (slowest busy time over the mean, minus 1; recent); ``moves`` (changes of
+            shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction; with GPUs, whose reduction
+            is not timed, the latter is what the call of `step` took or what the devices computed, whichever was longer). ``sizes``: per
+            device the micro-batches that ever ran, in items. ``memory``: per device with a limit ``limit_bytes``, and once measured ``fixed_bytes``, ``bytes_per_item`` and ``largest_micro_batch`` (of steps with `cost`
+            ``fixed_bytes_with_costs``, ``bytes_per_cost`` and ``largest_padded_cost``);
+            and per GPU ``pool_peak_bytes``, the most that paceline's own pool had given out at once to all trainers of the process, while there were any (what PyTorch and NCCL took is theirs to tell).
+            ``runs``: as all but the last three, for each run of `batch` by its name. After a step (or run) with `cost` also ``items``: ``cost`` of
+            all items, ``padded_cost`` of the micro-batches that ran (each its count times its largest), ``contiguous_cost`` of the same
+            sizes cut from the batch as it came, ``padding_saved`` (the part of the latter's padding); and, once measured, the time of a
+            micro-batch: ``fixed_seconds``, ``seconds_per_cost``, ``seconds_per_squared_cost``, whether it follows the ``"padded"`` cost, the
+            ``"sum"`` or the ``"count"`` alone (``measure``), and its relative ``error``.
+        """
+        runs = {name[4:]: _metrics_of(work) for name, work in self._others.items() if name.startswith("run ")}
+        sizes = {name: sorted(ran) for name, ran in zip(self._names, self._steps.seen.ever, strict=True)}
+        return {**_metrics_of(self._steps), "sizes": sizes, "memory": self._steps.caps.report(), "runs": runs}
+
+    def progress(
+        self, batches: Iterable[_T], *, total: int | None = None, every: float = 10.0, file: TextIO | None = None
+    ) -> Progress[_T]:
+        """Loop over `batches` and show step, loss, step time, imbalance, moves, and each device's share (items, or their cost) and busy time.
+
+        On a terminal it is redrawn in place where rich is installed (``pip install 'paceline[progress]'``), at most four times a second. Everywhere
+        else, in files, notebooks, and where log handlers write to the terminal, it is a plain line after the first batch, every
+        `every` seconds, and at the end. No thread is started; Ctrl-C, ``break`` and exceptions leave the terminal as it was.
+
+        Parameters
+        ----------
+        batches
+            Any iterable, such as a DataLoader; its elements come unchanged.
+        total
+            How many there are; default ``len(batches)`` where it has one.
+        every
+            Seconds between two plain lines; 0: one after each batch.
+        file
+            Where to write; default ``sys.stderr``.
+
+        Notes
+        -----
+        Shares, busy and step times are means since the figures before. Reading them and the loss waits for GPUs, only when something is shown.
+
+        Examples
+        --------
+        >>> for batch in trainer.progress(loader):                                   # doctest: +SKIP
+        ...     loss = trainer.step(loss_fn, batch)
+        ...     optimizer.step(); optimizer.zero_grad()
+        """
+        from paceline._progress import Progress
+
+        def loss() -> float | None:
+            return None if self._loss is None else float(self._loss)
+
+        return Progress(batches, self.report, loss, total=total, every=every, file=file)
+
+    def events(self) -> list[dict[str, Any]]:
+        """The last events, oldest first, at most 4096; reading them waits for GPUs.
+
+        Returns
+        -------
+        list of dict
+            ``kind``: ``"step"``, ``"micro_batch"``, ``"reduction"`` or ``"move"``; ``device``: its name, None for the group; ``step``: how many
+            had succeeded before; ``begin`` and ``end``: items of the batch, with `cost` in the order that they were dealt out in; ``start_seconds``, since the trainer was made, and
+            ``duration_seconds``. A step that failed leaves none. With GPUs a ``"reduction"`` lasts 0 seconds, for it is not timed, and
+            a ``"step"`` as `report` says.
+        """
+        return list(self._steps.stepper.events)
+
+    def history(self) -> list[dict[str, Any]]:
+        """The whole run in at most 1024 rows, oldest first: single steps, or in a longer run equally many steps added up.
+
+        Returns
+        -------
+        list of dict
+            ``first_step`` (from 0), ``steps`` (in this row), ``items`` and ``busy_seconds`` (sums, per name of a device), ``costs``
+            (as ``items``; None unless all of these steps had them), ``step_seconds``
+            (sum, with the reduction, but as `report` has it with GPUs), ``longest_step_seconds`` (of one step), ``moves``. Reading it waits for GPUs, as `report` does.
+        """
+        return list(self._steps.stepper.history)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw the run so far: shares with their moves, speeds, and step times; by cost where all steps had `cost`. Also after `close`.
+
+        Parameters
+        ----------
+        path
+            A file to write, as .png, .svg, .pdf or what else matplotlib knows. None: only the figure is made.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            With steps counted from 1 on its three axes, to add to and to save; no window opens and pyplot is not used.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed, which ``pip install 'paceline[plot]'`` brings.
+        InvalidArgument
+            Before the first step.
+        """
+        from paceline._plot import draw_run, save
+
+        names = ", ".join(self._names) if len(self._names) <= 4 else f"{len(self._names)} devices"
+        title = f"{type(self.module).__name__} on {names}, balance {self._options['balance']}"
+        return save(draw_run(self.history(), title=title), path)
+
+    def explain(self) -> str:
+        """In words: what was seen, what was decided and why, what a move would gain; of `step`, and of each run of `batch` by its name.
+
+        Waits for GPUs; also after `close`.
+        """
+        runs = {name: work for name, work in self._others.items() if name.startswith("run ")}
+        if runs and not self._steps.stepper.metrics["steps"]:  # there is nothing to tell of steps
+            return "\n".join(f"{name}: {work.stepper.explain()}{work.caps.explain()}" for name, work in runs.items())
+        text = self._steps.stepper.explain()
+        busy = [entry["busy_seconds"] for entry in self._steps.stepper.metrics["devices"].values()]
+        text += self._steps.caps.explain() + self._places.explain() + self._steps.launches.explain(busy)
+        return text + "".join(f"\n{name}: {work.stepper.explain()}{work.caps.explain()}" for name, work in runs.items())
+
+    def what_if(
+        self,
+        *,
+        speeds: Mapping[str, float] | None = None,
+        add: Sequence[tuple[str, float]] = (),
+        remove: Sequence[str] = (),
+        batch_size: int | None = None,
+    ) -> WhatIfAnswer:
+        """What the best split of `step` would be, and how long a step, if devices had other speeds, came or left. Changes nothing.
+
+        Parameters
+        ----------
+        speeds
+            Device names and factors on their present speed: ``{"host:1": 2.0}`` is twice as fast.
+        add
+            ``(like, speed)`` each: one device more like the named one, so many times as fast.
+        remove
+            Names of devices that would get no work.
+        batch_size
+            Default: that of the last step. After a step with `cost` batches and shares are work, as in `explain`.
+
+        Raises
+        ------
+        InvalidArgument
+            Before the first timing, for what is no such argument, a name that is not there, or a speed that is not above zero.
+        """
+        self._steps.stepper.settle()
+        return self._steps.stepper.what_if(speeds=speeds, add=add, remove=remove, batch_size=batch_size)
+
+    def write_ledger(self, path: str | os.PathLike[str]) -> None:
+        """Write every measurement and decision of `step` to a file of JSON lines, and what each device really ran.
+
+        `paceline.balance.replay` reproduces the decisions, `replay_claims` the steps themselves.
+
+        Raises
+        ------
+        InvalidArgument
+            After the first step (a ledger that lacks steps cannot be replayed), or if the file cannot be written.
+        """
+        self._steps.stepper.write_ledger(os.fspath(path))
+
+
+def _metrics_of(work: Workload) -> dict[str, Any]:
+    """Of one kind of work, with what its items cost where some had costs."""
+    items = work.stepper.items
+    return work.stepper.metrics if items is None else {**work.stepper.metrics, "items": items}
