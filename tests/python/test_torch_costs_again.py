@@ -1,0 +1,159 @@
+"""Steps with costs where memory is short, in ledgers, and run again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import InvalidArgument
+from paceline.torch import DataParallel
+from torch_support import (
+    TWO,
+    assert_same_gradients,
+    classifier,
+    classify,
+    gradients,
+    hosts,
+    loss_of_words,
+    plain,
+    words,
+)
+
+
+def test_memory_that_runs_out_makes_smaller_pieces() -> None:
+    module, batch = classifier(32)
+    costs = torch.rand(32)
+    _, wanted = plain(module, classify, batch)
+
+    def greedy(one: Any, part: Any) -> Any:
+        if len(part[1]) > 3:
+            raise torch.OutOfMemoryError("simulated")
+        return classify(one, part)
+
+    with DataParallel(module, TWO) as trainer:
+        trainer.step(greedy, batch, cost=costs)
+        assert "ran out of memory" in trainer.explain()
+    assert_same_gradients(module, wanted)
+
+
+def test_write_a_ledger_of_steps_with_costs(tmp_path: Any) -> None:
+    from paceline.balance import replay
+
+    module, batch = words(32, 4)
+    path = tmp_path / "ledger.jsonl"
+    with DataParallel(module, TWO) as trainer:
+        trainer.write_ledger(path)
+        for _ in range(10):
+            trainer.step(loss_of_words, batch, cost=batch["length"])
+    result = replay(str(path))
+    assert result.plans >= 10
+    assert not result.mismatches
+
+
+@pytest.mark.parametrize("memory", [None, 8000])
+def test_steps_with_costs_run_again_to_the_same_bit(tmp_path: Path, memory: int | None) -> None:
+    module, batch = words(48, 5)
+    path = tmp_path / "ledger.jsonl"
+
+    def train(trainer: Any, cost: Any) -> list[Any]:
+        seen = []
+        for _ in range(6):
+            for parameter in module.parameters():
+                parameter.grad = None
+            trainer.step(loss_of_words, batch, cost=cost)
+            seen.append(gradients(module))
+        return seen
+
+    with DataParallel(module, TWO, memory=memory) as trainer:
+        trainer.write_ledger(path)
+        first = train(trainer, batch["length"])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    claims = [line["claims"] for line in lines if "claims" in line]
+    assert len(claims) == 6
+    assert all(sorted(entry["order"]) == list(range(48)) for entry in claims)
+    assert any("pieces" in entry for entry in claims) == (memory is not None)
+    for cost in (batch["length"], None):  # the ledger says how they are dealt out
+        with DataParallel(module, TWO, balance="even") as trainer:
+            trainer.replay_claims(path)
+            for now, then in zip(train(trainer, cost), first, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(now, then, strict=True))
+    path.write_text(path.read_text().replace('"order": [', '"order": [0, '))
+    with DataParallel(module, TWO) as trainer, pytest.raises(InvalidArgument, match="every item once"):
+        trainer.replay_claims(path)
+
+
+class Tokens(nn.Module):
+    """Saves 100 numbers for each token, padding included, and what they are multiplied with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(100, dtype=torch.double))
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> Any:
+        longest = int(batch["length"].max())
+        mask = torch.arange(longest)[None, :] < batch["length"][:, None]
+        values = (batch["tokens"][:, :longest, None] * self.scale).exp().mean(2)
+        return (values * mask).sum(1)
+
+
+PER_TOKEN = 8 * 100
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_limit_on_memory_counts_padded_costs(devices: int) -> None:
+    torch.manual_seed(3)
+    module = Tokens()
+    _, batch = words(96, 3)
+    batch["tokens"] = torch.rand(96, 60, dtype=torch.double)
+    limit = 80 * PER_TOKEN
+    padded: list[int] = []
+
+    def loss_fn(one: Any, part: dict[str, torch.Tensor]) -> Any:
+        loss = one(part).mean()
+        padded.append(len(part["length"]) * int(part["length"].max()))
+        return loss
+
+    _, wanted = plain(module, lambda one, part: one(part).mean(), batch)
+    with DataParallel(module, hosts(devices), memory=limit) as trainer:
+        for _ in range(3):
+            padded.clear()
+            for parameter in module.parameters():
+                parameter.grad = None
+            trainer.step(loss_fn, batch, cost=batch["length"])
+            assert_same_gradients(module, wanted)
+        entry = trainer.report()["memory"]["host:0"]
+        largest = entry["largest_padded_cost"]
+        assert entry["bytes_per_cost"] * largest + entry["fixed_bytes_with_costs"] == pytest.approx(limit)
+        assert 60 < largest < 80
+        assert max(padded) <= largest
+        assert max(padded) > largest / 2  # no smaller than they must be
+        assert "a cost of at most" in trainer.explain()
+        assert "largest_micro_batch" not in entry
+        trainer.step(loss_fn, batch)
+        assert "largest_micro_batch" in trainer.report()["memory"]["host:0"]
+
+
+def test_memory_that_none_of_the_costs_tells_of_counts_items() -> None:
+    module, batch = classifier(40)
+    _, wanted = plain(module, classify, batch)
+    with DataParallel(module, TWO, memory=1 << 14) as trainer:
+        trainer.step(classify, batch, cost=torch.zeros(40))
+        assert_same_gradients(module, wanted)
+
+
+def test_a_replay_of_claims_refuses_costs(tmp_path: Path) -> None:
+    module, batch, path = nn.Linear(3, 1), torch.rand(8, 3), tmp_path / "run.jsonl"
+    with DataParallel(module, TWO) as trainer:
+        trainer.write_ledger(path)
+        trainer.step(lambda one, part: one(part).mean(), batch)
+    with DataParallel(module, TWO) as trainer:
+        trainer.replay_claims(path)
+        with pytest.raises(InvalidArgument, match=r"cost= while claims are replayed of a step that ran without"):
+            trainer.step(lambda one, part: one(part).mean(), batch, cost=torch.ones(8))
+        trainer.replay_claims(None)
+        trainer.step(lambda one, part: one(part).mean(), batch, cost=torch.ones(8))
