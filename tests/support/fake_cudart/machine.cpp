@@ -49,6 +49,9 @@ void Machine::boot(const Settings& settings) {
     stream->queue.clear();
     gone->push_back(std::move(stream));
   }
+  // Nor freed while it is used on.
+  static auto* const gone_pools = new std::vector<std::unique_ptr<Pool>>;
+  for (auto& [key, pool] : pools) gone_pools->push_back(std::move(pool));
   streams_.clear();
   legacy_.clear();
   events_.clear();
