@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <memory>
+#include <new>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -29,7 +30,7 @@ std::optional<GpuAddress> address_of(int ordinal) {
 
 }  // namespace
 
-std::optional<DeviceHealth> gpu_health(const Device& device) noexcept try {
+std::optional<DeviceHealth> gpu_health(const Device& device) try {
   const auto gpu = address_of(device.index);
   if (!gpu) return std::nullopt;
   int count = 0;
@@ -47,7 +48,7 @@ std::optional<DeviceHealth> gpu_health(const Device& device) noexcept try {
     }
   });
   return answered ? *answer : std::nullopt;
-} catch (...) {  // no memory or no thread left: a device that does not tell is no error
+} catch (const std::bad_alloc&) {  // a device that does not tell is no error
   return std::nullopt;
 }
 

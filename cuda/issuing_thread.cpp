@@ -17,6 +17,7 @@
 #include <paceline/runtime/blocking.hpp>
 
 #include "device_guard.hpp"
+#include "polled_wait.hpp"
 
 namespace paceline::nccl {
 
@@ -29,8 +30,9 @@ struct IssuingThread::State {
   std::thread thread;
   Job job;
   LookAfter look_after;
+  Clock::time_point deadline;  // of the job
   std::exception_ptr error;
-  bool done = false;  // with the job
+  bool idle = true;  // the last job is done
   bool stop = false;
   bool exited = false;
   bool given_up = false;
@@ -68,7 +70,7 @@ struct IssuingThread::State {
       lock.lock();
       if (current == nullptr) continue;
       error = std::move(thrown);
-      done = true;
+      idle = true;
       changed.notify_all();
     }
     job = nullptr;
@@ -101,22 +103,31 @@ IssuingThread::~IssuingThread() {
     return;
   }
   const std::lock_guard lock(state_->mutex);
+  if (!state_->thread.joinable()) return;  // has ended, or will by itself
   state_->given_up = true;
   state_->changed.notify_all();
-  if (state_->thread.joinable()) state_->thread.detach();
+  state_->thread.detach();
 }
 
-bool IssuingThread::run(Job job, std::chrono::nanoseconds timeout) {
-  const BlockingRegion region;
-  std::unique_lock lock(state_->mutex);
-  state_->job = std::move(job);
-  state_->done = false;
-  state_->changed.notify_all();
-  if (!state_->changed.wait_for(lock, timeout, [&] { return state_->done; })) {
-    state_->given_up = true;
-    return false;
-  }
-  if (state_->error != nullptr) std::rethrow_exception(std::exchange(state_->error, nullptr));
+bool IssuingThread::run(Job job, std::chrono::nanoseconds timeout, Interrupt interrupt) {
+  BlockingRegion region;
+  State& state = *state_;
+  std::unique_lock lock(state.mutex);
+  const auto await = [&](std::chrono::nanoseconds limit) {
+    const auto idle = [&] { return state.idle; };
+    const bool back = interrupt == Interrupt::yes ? wait_polled(region, state.changed, lock, limit, idle)
+                                                  : state.changed.wait_for(lock, limit, idle);
+    if (!back) state.given_up = true;
+    return back;
+  };
+  if (!state.idle && !await(state.deadline - Clock::now())) return false;
+  state.job = std::move(job);
+  state.deadline = Clock::now() + timeout;
+  state.error = nullptr;
+  state.idle = false;
+  state.changed.notify_all();
+  if (!await(timeout)) return false;
+  if (state.error != nullptr) std::rethrow_exception(std::exchange(state.error, nullptr));
   return true;
 }
 
@@ -138,6 +149,15 @@ bool IssuingThread::close(std::chrono::nanoseconds timeout) {
   lock.unlock();
   state_->thread.join();
   return true;
+}
+
+void IssuingThread::leave(Job last) noexcept {
+  const std::lock_guard lock(state_->mutex);
+  if (state_->given_up || !state_->thread.joinable()) return;
+  state_->job = std::move(last);  // in place of one that was not begun
+  state_->stop = true;
+  state_->changed.notify_all();
+  state_->thread.detach();
 }
 
 }  // namespace paceline::nccl

@@ -55,6 +55,8 @@ class NcclBuffer final : public Buffer {
   std::function<void(void*)> release_;
 };
 
+using Interrupt = IssuingThread::Interrupt;
+
 class NcclClique final : public internal::NativeClique {
  public:
   NcclClique(const Library& library, const std::vector<internal::Rank>& ranks, const CommunicatorOptions& options)
@@ -74,6 +76,9 @@ class NcclClique final : public internal::NativeClique {
     } catch (const Error&) {
       if (!thread_.given_up()) static_cast<void>(thread_.close(timeout_));
       throw;
+    } catch (...) {  // interrupted
+      leave();
+      throw;
     }
   }
 
@@ -85,7 +90,7 @@ class NcclClique final : public internal::NativeClique {
     }
     try {
       close();
-    } catch (const Error&) {  // left behind, as close() says; a destructor has nobody to tell
+    } catch (...) {  // left behind, as close() says; a destructor has nobody to tell
     }
   }
 
@@ -154,8 +159,15 @@ class NcclClique final : public internal::NativeClique {
 
   void close() override {
     if (exiting || std::exchange(closed_, true) || thread_.given_up()) return;
-    // Twice: for what is still under way, and for the end itself.
-    run([communicators = communicators_] { communicators->close(); }, 2 * timeout_);
+    try {
+      // Twice: for what is still under way, and for the end itself.
+      run([communicators = communicators_] { communicators->close(); }, 2 * timeout_, Interrupt::yes);
+    } catch (const Error&) {
+      throw;
+    } catch (...) {  // interrupted
+      leave();
+      throw;
+    }
     if (!thread_.close(timeout_)) throw_stuck();
   }
 
@@ -163,7 +175,13 @@ class NcclClique final : public internal::NativeClique {
   void open() {
     if (communicators_->is_open()) return;
     // Twice: for the connections, and for the first messages.
-    run([communicators = communicators_, bytes = warm_up_bytes_] { communicators->open(bytes); }, 2 * timeout_);
+    run([communicators = communicators_, bytes = warm_up_bytes_] { communicators->open(bytes); }, 2 * timeout_,
+        Interrupt::yes);
+  }
+
+  /// The connections end without anybody waiting for it.
+  void leave() noexcept {
+    thread_.leave([communicators = communicators_] { communicators->close(); });
   }
 
   /// Stays for good where NCCL does not come back, or the program ends.
@@ -177,8 +195,8 @@ class NcclClique final : public internal::NativeClique {
 
   void run(IssuingThread::Job job) { run(std::move(job), timeout_); }
 
-  void run(IssuingThread::Job job, std::chrono::nanoseconds timeout) {
-    if (thread_.given_up() || !thread_.run(std::move(job), timeout)) throw_stuck();
+  void run(IssuingThread::Job job, std::chrono::nanoseconds timeout, Interrupt interrupt = Interrupt::no) {
+    if (thread_.given_up() || !thread_.run(std::move(job), timeout, interrupt)) throw_stuck();
   }
 
   [[noreturn]] void throw_stuck() {

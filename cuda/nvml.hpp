@@ -25,8 +25,9 @@ struct GpuAddress {
 [[nodiscard]] std::optional<DeviceHealth> read_nvml(const NvmlLibrary& library, const GpuAddress& gpu,
                                                     std::span<const GpuAddress> others);
 
-/// The health of a device of the CUDA backend, by the process's NVML.
-[[nodiscard]] std::optional<DeviceHealth> gpu_health(const Device& device) noexcept;
+/// The health of a device of the CUDA backend, by the process's NVML. Throws nothing but what the poll hook of waits
+/// does.
+[[nodiscard]] std::optional<DeviceHealth> gpu_health(const Device& device);
 [[nodiscard]] HealthSource nvml_source();
 
 /// The fields that hold the times of software_thermal, hardware_thermal and power_brake in the NVML of that driver

@@ -9,6 +9,8 @@
 
 #include <paceline/runtime/blocking.hpp>
 
+#include "polled_wait.hpp"
+
 namespace paceline::cuda {
 
 struct NvmlDeadline::State {
@@ -47,7 +49,7 @@ std::chrono::nanoseconds NvmlDeadline::limit() const {
 }
 
 bool NvmlDeadline::run(std::function<void()> job) {
-  const BlockingRegion region;  // not polled: Ctrl-C is heard after the limit at the latest
+  BlockingRegion region;
   std::unique_lock lock(state_->mutex);
   if (state_->away > 0) return false;
   const auto outcome = std::make_shared<Outcome>();
@@ -63,9 +65,19 @@ bool NvmlDeadline::run(std::function<void()> job) {
   } catch (const std::system_error&) {
     return false;
   }
-  if (state_->returned.wait_for(lock, state_->limit, [&] { return outcome->done; })) return true;
-  outcome->given_up = true;
-  ++state_->away;
+  const auto give_up = [&] {
+    if (outcome->done) return;
+    outcome->given_up = true;
+    ++state_->away;
+  };
+  try {
+    if (wait_polled(region, state_->returned, lock, state_->limit, [&] { return outcome->done; })) return true;
+  } catch (...) {
+    const std::lock_guard again(state_->mutex);
+    give_up();
+    throw;
+  }
+  give_up();
   return false;
 }
 

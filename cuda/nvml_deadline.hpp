@@ -24,6 +24,7 @@ class NvmlDeadline {
 
   /// Whether `job`, which must not throw, was run to its end. It is not run while an earlier one is still away, or
   /// where no thread can be had.
+  /// @throws what the poll hook of waits does (Ctrl-C): the job is given up as one that takes too long is
   [[nodiscard]] bool run(std::function<void()> job);
 
  private:

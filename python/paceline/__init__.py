@@ -5,7 +5,8 @@
 """
 
 from paceline._core import Cancelled, DeviceLost, Error, InvalidArgument, OutOfMemory, Timeout, Unavailable
-from paceline._core.runtime import Device, DeviceGroup, devices, find_device, partition, release_partitions
+from paceline._core.runtime import Device, DeviceGroup, devices, find_device
+from paceline._partition import partition, release_partitions
 from paceline.comm import Communicator
 
 __version__: str

@@ -13,6 +13,7 @@
 #include <paceline/comm/nccl_info.hpp>
 #include <paceline/comm/reduce.hpp>
 #include <paceline/error.hpp>
+#include <paceline/runtime/blocking.hpp>
 
 #include "bindings.hpp"
 #include "borrowed_array.hpp"
@@ -66,11 +67,12 @@ std::unique_ptr<Communicator> make(const DeviceGroup& group, const std::string& 
   }
   options.timeout = std::chrono::duration_cast<std::chrono::nanoseconds>(
       std::chrono::duration<double>(timeout < longest ? timeout : longest));
-  const py::gil_scoped_release without_gil;
+  const BlockingRegion region;
   return std::make_unique<Communicator>(group, options);
 }
 
-/// The call without the GIL. Where a producer cannot be made to wait on its stream, the caller does.
+/// The call without the GIL, which Ctrl-C does not leave: the arrays are in use until it is back. Where a producer
+/// cannot be made to wait on its stream, the caller does.
 template <class Call>
 void run(Communicator& communicator, bool stream_unknown, Call call) {
   const py::gil_scoped_release without_gil;
@@ -127,8 +129,8 @@ void bind_comm(py::module_& module) {
       .def("reduce_scatter", &reduce_scatter, py::arg("inputs"), py::arg("outputs"), py::arg("op"))
       .def("all_gather", &all_gather, py::arg("inputs"), py::arg("outputs"))
       .def("broadcast", &broadcast, py::arg("buffers"), py::arg("root"))
-      .def("wait", &Communicator::wait, py::call_guard<py::gil_scoped_release>())
-      .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
+      .def("wait", &Communicator::wait, py::call_guard<BlockingRegion>())
+      .def("close", &Communicator::close, py::call_guard<BlockingRegion>())
       .def("description", &Communicator::description);
   module.def("nccl_info", &library_info,
              "NCCL's ``version`` and ``path``, or ``why_none``; the rest is empty. Loads it if it is not loaded yet; "

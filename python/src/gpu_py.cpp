@@ -71,65 +71,14 @@ list of dict
       "partition",
       [](const Name& device, const std::vector<double>& fractions) { return partition(name_of(device), fractions); },
       py::arg("device"), py::arg("fractions"), py::call_guard<py::gil_scoped_release>(),
-      R"(Split a GPU's streaming multiprocessors (SMs) into parts that are devices of their own.
-
-The parts, ``cuda:0/0``, ``cuda:0/1``, ..., share the GPU's memory, and compute at the same time, each on its own SMs. Memory bandwidth,
-L2 cache, clock and copy engines stay the whole GPU's.
-
-A GPU has one split at a time, the process's. Asked for again it gives the same devices; another one takes its place if nothing uses the
-parts any more. `release_partitions` makes the GPU whole.
-
-Parameters
-----------
-device
-    The GPU, such as ``"cuda:0"``.
-fractions
-    Of the GPU's SMs, one for each part; together at most 1. They are rounded to the groups of SMs that CUDA makes (8 SMs on compute
-    capability 9.0 and newer), equal fractions alike; SMs beyond whole groups stay unused.
-
-Returns
--------
-list of Device
-    The parts. Their ``sm_count`` says what each got, ``fraction`` what was asked for.
-
-Raises
-------
-InvalidArgument
-    If a fraction is not positive, too small for a group (the message names the smallest that is possible) or all of them are more
-    than 1 together; if `device` is itself a part; if another split of it is in use.
-Unavailable
-    If the device has no parts (``host:0``), or the driver is older than CUDA 12.5.
-
-Examples
---------
->>> parts = paceline.partition("cuda:0", [0.75, 0.25])  # doctest: +SKIP
->>> [part.sm_count for part in parts]  # of an H100's 132 # doctest: +SKIP
-[96, 32])");
+      "The compiled part of `paceline.partition`.");
   module.def(
       "release_partitions",
       [](const Name& device, double timeout) {
         release_partitions(name_of(device), timeout_of("release_partitions", timeout));
       },
       py::arg("device"), py::arg("timeout") = 10.0, py::call_guard<py::gil_scoped_release>(),
-      R"(End the split of a GPU. Without one nothing happens.
-
-Everything on the parts must be gone before, in this order: tensors that were computed there; where you ran PyTorch on a part's stream
-by yourself, what it remembers of that stream (``torch._C._cuda_clearCublasWorkspaces()``, then ``torch.cuda.empty_cache()``); trainers
-and whatever else holds the streams. What dropped streams still have to do is waited for.
-
-Parameters
-----------
-device
-    The GPU, such as ``"cuda:0"``.
-timeout
-    Seconds to wait, ``inf`` for ever.
-
-Raises
-------
-InvalidArgument
-    If a part is still in use; the message names it. Or if `timeout` is negative or no number.
-Timeout
-    If work on a part does not come to its end. The split stays.)");
+      "The compiled part of `paceline.release_partitions`.");
 }
 
 }  // namespace paceline::python

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include <paceline/error.hpp>
+#include <paceline/runtime/blocking.hpp>
 
 #include "bindings.hpp"
 #include "queued_program.hpp"
@@ -41,7 +42,7 @@ std::shared_ptr<TrainerQueues> make(const DeviceGroup& group, const Handle& stre
   options.collectives.transport = transport_of("DataParallel", transport);
   // A collective that hangs shall be known as one before it is taken for a device that does.
   options.collectives.timeout = std::min(options.collectives.timeout, limit / 2);
-  const py::gil_scoped_release without_gil;
+  const BlockingRegion region;
   return std::make_shared<TrainerQueues>(group, options);
 }
 

@@ -16,6 +16,7 @@
 #include <paceline/runtime/device_group.hpp>
 
 #include "collective_cases.hpp"
+#include "interrupts.hpp"
 #include "nccl_machine.hpp"
 #include "orders.hpp"
 
@@ -33,6 +34,29 @@ TEST(CudaCommunicatorFailures, RefusesCallsAfterItsEnd) {
   communicator.close();
   EXPECT_TRUE(says(thrown_by<Unavailable>([&] { communicator.all_reduce(arrays.views()); }), "closed"));
   EXPECT_TRUE(says(thrown_by<Unavailable>([&] { communicator.wait(); }), "closed"));
+}
+
+TEST(CudaCommunicatorFailures, WhoIsInterruptedWaitsForNoHangAndFreesNothingInUse) {
+  boot(1, 1);
+  const DeviceGroup group = group_of({"cuda:0/0", "cuda:0/1"});
+  GpuArrays arrays(group, 4);
+  Communicator communicator(group);
+  const Words ones(4, 1.0F);
+  const auto late = static_cast<cudaStream_t>(arrays.views()[1].stream);
+  fake::hang(late);
+  for (std::size_t d = 0; d < 2; ++d) arrays.fill(d, ones);
+  communicator.all_reduce(arrays.views());
+  {
+    const Interrupting soon;
+    EXPECT_THROW(communicator.close(), Interrupt);
+  }
+  EXPECT_TRUE(says(thrown_by<Unavailable>([&] { communicator.wait(); }), "closed"));
+  fake::go_on(late);
+  std::vector<Words> after(2);
+  for (std::size_t d = 0; d < 2; ++d) arrays.read(d, after[d]);
+  arrays.wait();
+  for (const Words& each : after) EXPECT_EQ(each, Words(4, 2.0F)) << "what was enqueued is done all the same";
+  EXPECT_EQ(fake::problems(), std::vector<std::string>{});
 }
 
 /// What a device was given before a collective never ends: with the host's devices the call itself waits.

@@ -6,6 +6,8 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <string>
@@ -16,6 +18,7 @@
 #include <paceline/error.hpp>
 #include <paceline/runtime/backend.hpp>
 
+#include "interrupts.hpp"
 #include "nccl_communicators.hpp"
 #include "nccl_machine.hpp"
 #include "orders.hpp"
@@ -283,34 +286,99 @@ TEST(NcclClique, ReportsWhatACommunicatorSaysLater) {
   }
 }
 
+/// Returns when a thread that was left to itself has ended.
+void await_the_thread() {
+  const auto is_there = [] {
+    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+      std::string name;
+      std::getline(std::ifstream(task.path() / "comm") >> std::ws, name);
+      if (name == "pl nccl") return true;
+    }
+    return false;
+  };
+  while (is_there()) std::this_thread::sleep_for(milliseconds(1));
+}
+
 TEST(NcclClique, LeavesAThreadBehindThatDoesNotComeBackAndNamesTheDevice) {
   fake::Nccl& nccl = boot(1, 2);
   {
-    Bench bench(2, milliseconds(50));
+    Bench bench(2, milliseconds(200));
     ASSERT_NO_FATAL_FAILURE(bench.expect_right());
     nccl.hold("ncclAllReduce", 1);
     const auto error = thrown_by<Timeout>([&] { bench.reduce(); });
     EXPECT_EQ(error.device(), "cuda:1");
-    EXPECT_TRUE(says(error, "cuda:1: NCCL did not come back from ncclAllReduce within 0.05 s")) << error.what();
+    EXPECT_TRUE(says(error, "cuda:1: NCCL did not come back from ncclAllReduce within 0.2 s")) << error.what();
     EXPECT_TRUE(says(thrown_by<Timeout>([&] { bench.reduce(); }), "left behind"));
     bench.arrays.wait();
   }
   EXPECT_EQ(nccl.inside(), 1) << "still there, and nobody waited for it";
   nccl.release();
-  while (fake::leftovers().streams > 0) std::this_thread::sleep_for(milliseconds(1));
+  await_the_thread();
+  EXPECT_EQ(fake::leftovers().streams, 0U);
+}
+
+TEST(NcclClique, IsNotWaitedForWhoIsInterruptedWhileItConnects) {
+  fake::Nccl& nccl = boot(1, 2);
+  nccl.hold("ncclCommInitRankConfig", 1);
+  {
+    const Interrupting soon;
+    EXPECT_THROW(Bench bench(2), Interrupt);
+  }
+  EXPECT_EQ(nccl.inside(), 1) << "it still connects";
+  nccl.release();
+  await_the_thread();
+  ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, 1));
+  EXPECT_EQ(nccl.made(), 2);
+  EXPECT_EQ(nccl.aborted(), 0);
+}
+
+TEST(NcclClique, UsesTheConnectionsOfACallThatWasInterrupted) {
+  fake::Nccl& nccl = boot(1, 2);
+  {
+    Bench bench(2, milliseconds(300));
+    nccl.hang();
+    bench.reduce();
+    EXPECT_THROW(bench.communicator.wait(), Timeout);
+    nccl.hold("ncclCommInitRankConfig", 1);
+    {
+      const Interrupting soon;
+      EXPECT_THROW(bench.reduce(), Interrupt);
+    }
+    nccl.release();
+    ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+    EXPECT_EQ(nccl.made(), 4) << "those that hung, and those that the interrupted call has made";
+  }
+  ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, 1));
+}
+
+TEST(NcclClique, IsNotWaitedForWhoIsInterruptedWhileItEnds) {
+  fake::Nccl& nccl = boot(1, 2);
+  {
+    Bench bench(2);
+    ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+    nccl.hold("ncclCommDestroy", 1);
+    const Interrupting soon;
+    EXPECT_THROW(bench.communicator.close(), Interrupt);
+    EXPECT_EQ(nccl.inside(), 1) << "it is still at it";
+  }
+  nccl.release();
+  await_the_thread();
+  EXPECT_EQ(nccl.communicators(), 0);
+  EXPECT_EQ(nccl.problems(), std::vector<std::string>{});
 }
 
 TEST(NcclClique, NamesAllDevicesWhereTheEndOfAGroupHangs) {
   fake::Nccl& nccl = boot(1, 2);
   {
-    Bench bench(2, milliseconds(50));
+    Bench bench(2, milliseconds(200));
     nccl.hold("ncclGroupEnd", fake::Nccl::kAnyRank);
     const auto error = thrown_by<Timeout>([&] { bench.reduce(); });
     EXPECT_TRUE(says(error, "cuda:0, cuda:1: NCCL did not come back from ncclGroupEnd")) << error.what();
     EXPECT_EQ(error.device(), "");
   }
   nccl.release();
-  while (fake::leftovers().streams > 0) std::this_thread::sleep_for(milliseconds(1));
+  await_the_thread();
+  EXPECT_EQ(fake::leftovers().streams, 0U);
 }
 
 }  // namespace

@@ -18,6 +18,7 @@
 #include "cuda_backend.hpp"
 #include "fake_cuda.hpp"
 #include "fake_nvml.hpp"
+#include "interrupts.hpp"
 #include "nvml.hpp"
 #include "nvml_deadline.hpp"
 #include "nvml_library.hpp"
@@ -344,6 +345,24 @@ TEST(GpuHealth, IsNoneWhileNvmlHangsAndIsBackAfterwards) {
   hang.end();
   EXPECT_TRUE(health_of(device).has_value());
   EXPECT_EQ(CudaBackend().health_source().value().why_none, "");
+}
+
+TEST(GpuHealth, IsNotWaitedForByWhoIsInterrupted) {
+  ASSERT_TRUE(kEnvironment);
+  fake::boot({.device_count = 1});
+  fake_nvml::State& state = fresh(FAKE_NVML);
+  const Device device = find_device("cuda:0");
+  ASSERT_TRUE(health_of(device).has_value());
+  Hang hang(state);
+  cuda::NvmlDeadline::of_process().set_limit(std::chrono::seconds(60));
+  {
+    const Interrupting soon;
+    EXPECT_THROW(static_cast<void>(health_of(device)), Interrupt);
+  }
+  EXPECT_EQ(health_of(device), std::nullopt) << "it is still away, and not asked";
+  EXPECT_EQ(state.inside, 1);
+  hang.end();
+  EXPECT_TRUE(health_of(device).has_value());
 }
 
 TEST(GpuHealth, HoldsUpNoTrainerAndNoExplanationWhereNvmlHangs) {

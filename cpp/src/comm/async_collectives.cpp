@@ -68,7 +68,7 @@ class AsyncCollectives final : public Collectives {
     }
     try {
       close();
-    } catch (const Error&) {  // left behind, as close() says; a destructor has nobody to tell
+    } catch (...) {  // left behind, as close() says; a destructor has nobody to tell
     }
   }
 
@@ -191,8 +191,11 @@ class AsyncCollectives final : public Collectives {
     const std::unique_ptr<Clique> clique = std::move(clique_);
     try {
       if (clique != nullptr) clique->close();
-    } catch (...) {
+    } catch (const Error&) {
       memory_.close(options_.timeout);
+      throw;
+    } catch (...) {  // interrupted, and not to wait again
+      memory_.leak();
       throw;
     }
     memory_.close(options_.timeout);

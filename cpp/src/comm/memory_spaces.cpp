@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <map>
 #include <new>
+#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -26,6 +27,25 @@ Device whole(const Device& device) {
   } catch (const InvalidArgument&) {
     return device;
   }
+}
+
+/// Whether the spaces' work has come to its end by then. @throws what the poll hook of waits does
+bool end_within(std::chrono::nanoseconds timeout, std::span<const Space> spaces) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto is_done = [](const Space& space) {
+    try {
+      return space.done->done();
+    } catch (const Error&) {
+      return true;  // a lost device does nothing any more
+    }
+  };
+  BlockingRegion region;
+  while (!std::all_of(spaces.begin(), spaces.end(), is_done)) {
+    if (std::chrono::steady_clock::now() - start > timeout) return false;
+    region.poll();
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  return true;
 }
 
 }  // namespace
@@ -134,21 +154,12 @@ void MemorySpaces::throw_late(std::chrono::nanoseconds timeout) const {
   throw Timeout(fmt::format("a collective has only ended after {:g} s; timeout is too short for it.", seconds));
 }
 
-void MemorySpaces::close(std::chrono::nanoseconds timeout) noexcept {
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
-  const auto is_done = [](const Space& space) {
-    try {
-      return space.done->done();
-    } catch (const Error&) {
-      return true;  // a lost device does nothing any more
-    }
-  };
-  if (used_) {
-    const BlockingRegion region;
-    while (!std::all_of(spaces_.begin(), spaces_.end(), is_done)) {
-      if (std::chrono::steady_clock::now() > deadline) return leak();
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
-    }
+void MemorySpaces::close(std::chrono::nanoseconds timeout) {
+  try {
+    if (used_ && !end_within(timeout, spaces_)) return leak();
+  } catch (...) {
+    leak();
+    throw;
   }
   // Pinned memory first, while nothing of ours runs: giving it back waits for all that does.
   staging_.clear();

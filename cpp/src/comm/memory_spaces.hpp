@@ -55,7 +55,8 @@ class MemorySpaces {
   /// @throws Timeout naming the device, Error if a device has failed
   void wait(std::chrono::nanoseconds timeout) const;
   /// Gives everything back once that is done; what is not done by then stays for good, since it may still be in use.
-  void close(std::chrono::nanoseconds timeout) noexcept;
+  /// @throws what the poll hook of waits does (Ctrl-C): then, too, what was there stays for good
+  void close(std::chrono::nanoseconds timeout);
   void leak() noexcept;
 
  private:

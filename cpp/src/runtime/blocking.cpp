@@ -12,6 +12,8 @@ std::atomic<void (*)(void*)> leave_hook{nullptr};
 std::atomic<void (*)(void*)> poll_hook{nullptr};
 
 constexpr std::chrono::milliseconds kPollInterval(50);
+
+thread_local BlockingRegion* innermost = nullptr;
 }  // namespace
 
 void set_blocking_hooks(BlockingHooks hooks) noexcept {
@@ -20,18 +22,20 @@ void set_blocking_hooks(BlockingHooks hooks) noexcept {
   enter_hook.store(hooks.enter);
 }
 
-BlockingRegion::BlockingRegion() noexcept {
+BlockingRegion::BlockingRegion() noexcept : outer_(std::exchange(innermost, this)) {
   if (auto* enter = enter_hook.load(std::memory_order_relaxed)) token_ = enter();
   if (token_ != nullptr) next_poll_ = std::chrono::steady_clock::now() + kPollInterval;
 }
 
 BlockingRegion::~BlockingRegion() {
+  innermost = outer_;
   if (token_ == nullptr) return;
   if (auto* leave = leave_hook.load(std::memory_order_relaxed)) leave(token_);
 }
 
 void BlockingRegion::poll() {
   auto* const hook = poll_hook.load(std::memory_order_relaxed);
+  if (token_ == nullptr && outer_ != nullptr) return outer_->poll();
   if (token_ == nullptr || hook == nullptr) return;
   const auto now = std::chrono::steady_clock::now();
   if (now < next_poll_) return;

@@ -11,20 +11,20 @@ from paceline import InvalidArgument
 from paceline._core.engine import ItemPlan
 from paceline._words import counted
 from paceline.torch._batch import Batch, Move, same
-from paceline.torch._objective import Objective, Pin
+from paceline.torch._objective import Check, Objective, Pin, accept
 
 Cost = torch.Tensor | Callable[[Any], torch.Tensor]
 
 _TOLD = 4  # items of a micro-batch that an error names
 
 
-def costs_of(cost: Cost | None, batch: Any, size: int) -> list[float] | None:
+def costs_of(cost: Cost | None, batch: Any, size: int, check: Check = accept) -> list[float] | None:
     """One number per item, or None where items all cost the same.
 
     Raises
     ------
     InvalidArgument
-        If the costs are not 1-D with one per item, or one is negative or not finite.
+        If the costs are not 1-D with one per item, or one is negative or not finite; what `check` raises for them.
     """
     if cost is None:
         return None
@@ -42,6 +42,7 @@ def costs_of(cost: Cost | None, batch: Any, size: int) -> list[float] | None:
         raise InvalidArgument(
             f"cost: {got} for a batch of {counted(size, 'item')}; a 1-D tensor with one real cost per item is needed."
         )
+    check(values, "cost")
     values = values.detach().to("cpu", torch.float64)
     bad = ~(values.isfinite() & (values >= 0))
     if bool(bad.any()):

@@ -23,6 +23,13 @@ def keep(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+Check = Callable[[torch.Tensor, str], None]
+
+
+def accept(tensor: torch.Tensor, what: str) -> None:
+    """Wherever the tensor is: no other GPU computes."""
+
+
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -43,10 +50,18 @@ class Objective:
     Raises
     ------
     InvalidArgument
-        If the weights are not 1-D with one per item, not finite, or do not sum to more than zero.
+        If the weights are not 1-D with one per item, not finite, or do not sum to more than zero; what `check` raises for them.
     """
 
-    def __init__(self, batch: Any, size: int, reduction: Reduction, weight: Weight | None, pin: Pin = keep) -> None:
+    def __init__(
+        self,
+        batch: Any,
+        size: int,
+        reduction: Reduction,
+        weight: Weight | None,
+        pin: Pin = keep,
+        check: Check = accept,
+    ) -> None:
         self._mean = reduction == "mean"
         self._size = size
         self._weights: torch.Tensor | None = None
@@ -66,6 +81,7 @@ class Objective:
             )
         if values.is_complex():
             raise InvalidArgument("weight: complex weights; real ones are needed.")
+        check(values, "weight")
         # On the host, and exact: integers stay integers, everything else is summed in double precision.
         values = values.detach().to("cpu", torch.float64 if values.is_floating_point() else torch.int64)
         self._weights = pin(values)

@@ -80,17 +80,30 @@ class Places:
         """Before a step: it is ordered on the stream that the caller is on now, and so has to be what made the batch."""
         if self.queues is not None and self._home_gpu is not None:
             for place, path in batch.places.items():
-                if place not in (self.home, _HOST):
-                    raise InvalidArgument(
-                        f"batch: {path} is on {place}, where nothing tells when it is ready. Put batches on the host, or where the "
-                        f"module is: {self.home}."
-                    )
+                self._check_place(place, f"batch: {path}")
             if self._is_capturing():
                 raise InvalidArgument(
                     "step: called while a CUDA graph is captured, which cannot hold what several devices do on their own streams. Capture "
                     "what is inside loss_fn, or step outside of the capture."
                 )
             self.queues.set_stream(_cuda.current_stream(self._home_gpu))
+
+    def check_values(self, tensor: torch.Tensor, what: str) -> None:
+        """Of weights or costs, which are read on the host before the step.
+
+        Raises
+        ------
+        InvalidArgument
+            If they are on another GPU than the module.
+        """
+        if self.queues is not None:
+            self._check_place(tensor.device, f"{what}: the tensor")
+
+    def _check_place(self, place: torch.device, told: str) -> None:
+        if place not in (self.home, _HOST):
+            raise InvalidArgument(
+                f"{told} is on {place}, where nothing tells when it is ready. Put it on the host, or where the module is: {self.home}."
+            )
 
     def _is_capturing(self) -> bool:
         try:

@@ -234,7 +234,7 @@ class DataParallel(Reports):
         check_trains("step", loss_fn)
         check_scaler("step", scaler)
         whole, objective = self._prepared(batch, weight)
-        costs = costs_of(cost, batch, whole.size)
+        costs = costs_of(cost, batch, whole.size, self._places.check_values)
         if costs is not None:
             self._check_costs()
         if costs is not None and self._script is not None and self._script.peek(whole.size).order is None:
@@ -247,7 +247,8 @@ class DataParallel(Reports):
 
     def _prepared(self, batch: Any, weight: Weight | None) -> tuple[Batch, Objective]:
         whole = Batch(batch)
-        return whole, Objective(batch, whole.size, self._reduction, weight, self._places.pin)
+        places = self._places
+        return whole, Objective(batch, whole.size, self._reduction, weight, places.pin, places.check_values)
 
     def _try_step(
         self, loss_fn: LossFunction, whole: Batch, objective: Objective, scaler: Any, costs: list[float] | None
@@ -486,7 +487,7 @@ class DataParallel(Reports):
     def _predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any], cost: Cost | None) -> Any:
         whole = Batch(batch)
         self._places.begin(whole)
-        costs = costs_of(cost, batch, whole.size)
+        costs = costs_of(cost, batch, whole.size, self._places.check_values)
         if costs is not None:
             self._check_costs()
         work = self._work("predict")

@@ -57,6 +57,14 @@ TEST_F(BlockingHooksTest, WhatAPollThrowsEndsTheWait) {
   EXPECT_EQ(left, 0) << "the hook that threw has taken its token back";
 }
 
+TEST_F(BlockingHooksTest, AreAskedForTheOuterWaitWhereTheInnerOneHasLetGoOfNothing) {
+  polls_until_interrupt = 1;
+  const BlockingRegion outer;
+  set_blocking_hooks({.enter = []() -> void* { return nullptr; }, .leave = leave, .poll = poll});
+  EXPECT_THROW(wait_for(Never(), std::chrono::seconds(30)), Interrupt);
+  EXPECT_EQ(left, 0);
+}
+
 TEST(WaitFor, EndsWhenItIsToldTo) {
   std::stop_source stop;
   stop.request_stop();

@@ -290,6 +290,33 @@ def test_a_batch_on_another_gpu_is_refused_before_anything_runs(fake: Any, devic
             assert not hasattr(caught.value, "__notes__"), "a worker has found it"
 
 
+@pytest.mark.parametrize("devices", [BOXES["one"], BOXES["two"], BOXES["mixed"]], ids=str)
+@pytest.mark.parametrize("of_batch", [False, True], ids=["tensor", "callable"])
+def test_weights_and_costs_on_another_gpu_are_refused_before_anything_runs(
+    fake: Any, devices: list[str], of_batch: bool
+) -> None:
+    module, batch = module_and_batch()
+    elsewhere = torch.ones(len(batch[0]), device="meta")
+    values: Any = (lambda _: elsewhere) if of_batch else elsewhere
+    ran: list[int] = []
+
+    def loss_fn(one: Any, part: Any) -> Any:
+        ran.append(len(part[0]))
+        return classify(one, part)
+
+    with DataParallel(module, devices) as trainer:
+        with pytest.raises(
+            InvalidArgument, match=r"weight: the tensor is on meta, where nothing tells .* module is: cpu"
+        ):
+            trainer.step(loss_fn, batch, weight=values)
+        with pytest.raises(InvalidArgument, match=r"cost: the tensor is on meta, where nothing tells"):
+            trainer.step(loss_fn, batch, cost=values)
+        with pytest.raises(InvalidArgument, match=r"cost: the tensor is on meta, where nothing tells"):
+            trainer.predict(batch[0], cost=values)
+        assert not ran
+        trainer.step(loss_fn, batch, weight=torch.ones(len(batch[0])))
+
+
 def test_launches_that_block_are_refused(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     module, _ = module_and_batch()

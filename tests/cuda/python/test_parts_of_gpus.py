@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -61,3 +62,40 @@ def test_parts_are_in_use_until_the_trainer_is_closed(fake: Any) -> None:
     trainer.close()
     assert (fake.released, fake.streams_ended) == (1, 1), "PyTorch lets go of the streams before they go"
     assert [part.sm_count for part in paceline.partition("cuda:0", [0.5, 0.5])] == [64, 64]
+
+
+@pytest.fixture
+def torch_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where PyTorch has used a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+
+@pytest.mark.usefixtures("whole_afterwards", "torch_on_gpus")
+def test_pytorch_forgets_the_streams_of_parts_before_they_end(fake: Any) -> None:
+    paceline.release_partitions("cuda:0")
+    paceline.partition("cuda:0", [0.5, 0.5])
+    paceline.partition("cuda:0", [0.5, 0.5])
+    paceline.partition("cuda:1", [0.5])
+    assert fake.released == 0, "nothing has ended"
+    paceline.partition("cuda:0", [0.75, 0.25])
+    assert (fake.released, fake.streams_ended) == (1, 1)
+    fake.broken = "CUDA error: an illegal memory access was encountered"
+    for gpu in paceline.find_device("cuda:0"), paceline.find_device("cuda:1"):
+        paceline.release_partitions(gpu)
+    assert (fake.released, fake.streams_ended) == (3, 3)
+    fake.broken = ""
+
+
+@pytest.mark.usefixtures("whole_afterwards")
+def test_pytorch_is_left_alone_where_it_has_used_no_gpu(fake: Any) -> None:
+    paceline.partition("cuda:0", [0.5, 0.5])
+    paceline.release_partitions("cuda:0")
+    assert fake.released == 0
+
+
+def test_parts_end_without_pytorch(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    paceline.partition("cuda:0", [0.5, 0.5])
+    monkeypatch.delitem(sys.modules, "torch")
+    paceline.release_partitions("cuda:0")
+    assert "torch" not in sys.modules
+    assert fake.leftovers == 0

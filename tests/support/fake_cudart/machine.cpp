@@ -2,12 +2,9 @@
 #include "machine.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
-#include <numeric>
 #include <utility>
 
 #include "driver.hpp"
@@ -15,9 +12,6 @@
 namespace fake {
 namespace {
 
-constexpr std::size_t kAlignment = 256;
-constexpr unsigned char kFresh = 0xFF;  // of floating-point types a NaN
-constexpr unsigned char kFreed = 0xDB;
 constexpr double kDefaultSeconds = 1e-6;
 
 }  // namespace
@@ -55,6 +49,9 @@ void Machine::boot(const Settings& settings) {
     stream->queue.clear();
     gone->push_back(std::move(stream));
   }
+  // Nor freed while it is used on.
+  static auto* const gone_pools = new std::vector<std::unique_ptr<Pool>>;
+  for (auto& [key, pool] : pools) gone_pools->push_back(std::move(pool));
   streams_.clear();
   legacy_.clear();
   events_.clear();
@@ -265,80 +262,8 @@ void Machine::run(Stream& stream) {
   if (stream.dropped && stream.queue.empty()) streams_.erase(&stream);
 }
 
-bool Machine::out_of_memory_is_due() {
-  if (allocations_until_failure < 0) return false;
-  return --allocations_until_failure < 0;
-}
-
-Allocation* Machine::allocate(int device, std::size_t bytes) {
-  if (out_of_memory_is_due()) return nullptr;
-  if (device >= 0 && used_[device] + bytes > settings_.memory_bytes) return nullptr;
-  if (device >= 0) used_[device] += bytes;
-  auto allocation = std::make_unique<Allocation>();
-  allocation->bytes = bytes;
-  allocation->device = device;
-  allocation->storage.resize(bytes + kAlignment);
-  const auto address = reinterpret_cast<std::uintptr_t>(allocation->storage.data());
-  allocation->data = allocation->storage.data() + (kAlignment - address % kAlignment) % kAlignment;
-  std::memset(allocation->data, kFresh, bytes);
-  Allocation* raw = allocation.get();
-  allocations_[raw->data] = std::move(allocation);
-  return raw;
-}
-
-Allocation* Machine::find(const void* data) {
-  const auto* address = static_cast<const std::byte*>(data);
-  auto next = allocations_.upper_bound(address);
-  if (next == allocations_.begin()) return nullptr;
-  Allocation& candidate = *std::prev(next)->second;
-  return address < candidate.data + std::max<std::size_t>(candidate.bytes, 1) ? &candidate : nullptr;
-}
-
-/// The storage stays until the next boot, so that its address is not given out again and late accesses are known as
-/// such.
-void Machine::free(Allocation* allocation) {
-  allocation->freed = true;
-  if (allocation->device >= 0) used_[allocation->device] -= allocation->bytes;
-  // A pool may be destroyed before its last memory has come back.
-  if (pools.contains(allocation->pool)) allocation->pool->used -= allocation->bytes;
-  std::memset(allocation->data, kFreed, allocation->bytes);
-}
-
 void Machine::complain(std::string problem) {
   if (problems.size() < 20) problems.push_back(std::move(problem));
-}
-
-void Machine::access(const void* data, std::size_t bytes, bool write) {
-  // After an error that stays nothing runs on a device any more; here it does, but to no effect on others.
-  if (bytes == 0 || sticky.contains(current_stream->device)) return;
-  Allocation* const allocation = find(data);
-  const char* const name = current->name;
-  if (allocation == nullptr) {
-    if (settings_.foreign_memory) return;
-    complain(std::string(name) + " touches memory that no device has");
-    return;
-  }
-  const auto begin = static_cast<std::size_t>(static_cast<const std::byte*>(data) - allocation->data);
-  const std::size_t end = begin + bytes;
-  if (end > allocation->bytes) complain(std::string(name) + " goes beyond the end of an allocation");
-  if (allocation->freed) complain(std::string(name) + " touches memory that was given back");
-  Stream& stream = *current_stream;
-  std::vector<Access>& accesses = allocation->accesses;
-  for (const Access& earlier : accesses) {
-    const bool overlaps = earlier.begin < end && begin < earlier.end;
-    if (!overlaps || !(write || earlier.write) || stream.clock.covers(earlier.stream, earlier.count)) continue;
-    complain(std::string(name) + (write ? " writes" : " reads") + " what " + earlier.name +
-             (earlier.write ? " writes" : " reads") + " on another stream, and nothing orders the two");
-  }
-  // What a write covers it stands for from now on: whoever comes after it comes after those.
-  if (write) {
-    std::erase_if(accesses, [&](const Access& earlier) { return begin <= earlier.begin && earlier.end <= end; });
-  } else {
-    std::erase_if(accesses, [&](const Access& earlier) {
-      return !earlier.write && earlier.stream == stream.id && begin <= earlier.begin && earlier.end <= end;
-    });
-  }
-  accesses.push_back({begin, end, stream.id, stream.count, write, name});
 }
 
 Leftovers Machine::leftovers() const {
@@ -361,78 +286,5 @@ bool Machine::works() const {
     return std::any_of(entry.second->queue.begin(), entry.second->queue.end(), works);
   });
 }
-
-namespace {
-std::atomic<void (*)()> release_kept{nullptr};
-
-void release() {
-  if (void (*const function)() = release_kept.load()) function();
-}
-}  // namespace
-
-void set_release(void (*function)()) { release_kept = function; }
-
-void boot(const Settings& settings) {
-  release();
-  const std::lock_guard lock(machine().mutex);
-  forget_contexts();
-  machine().boot(settings);
-}
-
-Leftovers leftovers() {
-  release();
-  const std::lock_guard lock(machine().mutex);
-  return machine().leftovers();
-}
-
-std::vector<std::string> problems() {
-  const std::lock_guard lock(machine().mutex);
-  return machine().problems;
-}
-
-int synchronize_calls() {
-  const std::lock_guard lock(machine().mutex);
-  return machine().synchronize_calls;
-}
-
-int node_of_pinned_memory() {
-  const std::lock_guard lock(machine().mutex);
-  return machine().node_of_pinned_memory;
-}
-
-void fail_allocation(int count) {
-  const std::lock_guard lock(machine().mutex);
-  machine().allocations_until_failure = count;
-}
-
-void poison(int device, cudaError_t error) {
-  const std::lock_guard lock(machine().mutex);
-  machine().break_down(device, error);
-}
-
-void hang(cudaStream_t stream) {
-  const std::lock_guard lock(machine().mutex);
-  machine().resolve(stream)->hung = true;
-}
-
-void go_on(cudaStream_t stream) {
-  const std::lock_guard lock(machine().mutex);
-  machine().resolve(stream)->hung = false;
-}
-
-std::vector<int> sms_of(cudaStream_t stream) {
-  const std::lock_guard lock(machine().mutex);
-  const auto* const asked = reinterpret_cast<Stream*>(stream);
-  if (!machine().known(asked)) misuse("a stream that was destroyed was asked for its SMs");
-  if (asked->green != nullptr) return asked->green->sms;
-  std::vector<int> all(static_cast<std::size_t>(machine().settings().multiprocessors));
-  std::iota(all.begin(), all.end(), 0);
-  return all;
-}
-
-// Called by twins, which run while an entry point holds the lock.
-void reads(const void* data, std::size_t bytes) { machine().access(data, bytes, false); }
-void writes(const void* data, std::size_t bytes) { machine().access(data, bytes, true); }
-void takes(double seconds) { machine().current_cost = seconds; }
 
 }  // namespace fake

@@ -85,4 +85,4 @@ class Nccl {
 }  // namespace fake
 
 /// The shared library's only entry point that is not NCCL's.
-extern "C" fake::Nccl* fake_nccl();
+extern "C" [[gnu::visibility("default")]] fake::Nccl* fake_nccl();

@@ -44,7 +44,7 @@ class PACELINE_API Backend {
   /// Streams, events and memory of an asynchronous device; null for others.
   /// @throws Error if the device refuses.
   [[nodiscard]] virtual std::unique_ptr<AsyncDevice> open(const Device& device) const;
-  /// What the device's sensors and counters say now; see health_of(). Never throws.
+  /// What the device's sensors and counters say now; see health_of().
   [[nodiscard]] virtual std::optional<DeviceHealth> health(const Device& device) const;
   /// Through which library, for kinds that need one.
   [[nodiscard]] virtual std::optional<HealthSource> health_source() const;

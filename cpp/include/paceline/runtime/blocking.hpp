@@ -21,7 +21,8 @@ struct BlockingHooks {
 /// Sets the hooks of the process. Call once, before any group exists.
 PACELINE_API void set_blocking_hooks(BlockingHooks hooks) noexcept;
 
-/// Brackets a wait with the hooks.
+/// Brackets a wait with the hooks. On the stack; inside of another one its polls are those of the outer one too, whose
+/// enter() has let go of what the hooks are about.
 class PACELINE_API BlockingRegion {
  public:
   BlockingRegion() noexcept;
@@ -33,6 +34,7 @@ class PACELINE_API BlockingRegion {
   void poll();
 
  private:
+  BlockingRegion* outer_ = nullptr;
   void* token_ = nullptr;
   std::chrono::steady_clock::time_point next_poll_;
 };

@@ -80,8 +80,8 @@ struct PACELINE_API DeviceHealth {
   std::optional<QuotaPeriods> quota{};
 };
 
-/// The present state of a device, read when asked: no thread samples by itself. In the order of a millisecond; never
-/// throws for a device that does not tell, which is empty instead.
+/// The present state of a device, read when asked: no thread samples by itself. In the order of a millisecond; empty
+/// for a device that does not tell. @throws nothing but what the poll hook of waits does
 [[nodiscard]] PACELINE_API std::optional<DeviceHealth> health_of(const Device& device);
 
 /// What may have slowed a device down between two of its samples, each as the rest of a sentence about it:

@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What tests of steps that nobody waits for share: a program that sums, its kernels, and groups by name.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <paceline/engine/device_queues.hpp>
+#include <paceline/engine/stepper.hpp>
+#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/device_group.hpp>
+
+#include "fake_cuda.hpp"
+#include "nccl_host.hpp"
+#include "twins.hpp"
+
+namespace paceline {
+
+inline constexpr std::int64_t kBatch = 12;
+inline double bring_seconds = 0.0;  // what comes before a batch can be brought to another GPU
+
+struct Add {
+  const double* batch;
+  std::int64_t begin;
+  std::int64_t end;
+  double* sum;
+};
+
+inline void add_kernel(Add) {}
+inline void fill_kernel(double*, double) {}
+inline void slow_kernel(int) {}
+
+inline void boot(std::uint64_t seed, int gpus) {
+  fake::boot({.seed = seed, .device_count = gpus});
+  fake::set_twins();
+  fake::twin(&add_kernel, [](const fake::Launch&, const Add& add) {
+    fake::reads(add.batch + add.begin, static_cast<std::size_t>(add.end - add.begin) * sizeof(double));
+    fake::writes(add.sum, sizeof(double));
+    fake::takes(1e-3 * static_cast<double>(add.end - add.begin));
+    for (std::int64_t k = add.begin; k < add.end; ++k) *add.sum += add.batch[k];
+  });
+  fake::twin(&fill_kernel, [](const fake::Launch&, double* batch, double value) {
+    fake::writes(batch, kBatch * sizeof(double));
+    std::fill(batch, batch + kBatch, value);
+  });
+  fake::twin(&slow_kernel, [](const fake::Launch&, int) { fake::takes(bring_seconds); });
+  ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
+  fake::boot_nccl();
+}
+
+template <class K, class... A>
+void launch(K* kernel, Stream& stream, A... values) {
+  void* arguments[] = {&values...};
+  ASSERT_EQ(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(1), dim3(1), arguments, 0,
+                             static_cast<cudaStream_t>(stream.native())),
+            cudaSuccess);
+}
+
+struct Counted {
+  Counted() { ++alive; }
+  ~Counted() { --alive; }
+  Counted(const Counted&) = delete;
+  Counted& operator=(const Counted&) = delete;
+  static inline std::atomic<int> alive{0};
+};
+
+/// Sums a batch that lies at home and changes from step to step. Nobody waits for anything.
+class Summing final : public StepProgram {
+ public:
+  explicit Summing(const DeviceGroup& group, std::int64_t run_ahead = 1)
+      : queues(group, {.run_ahead = run_ahead, .collectives = {.warm_up_bytes = 64}}) {
+    for (std::size_t d = group.size(); d-- > 0;) {
+      if (queues.space_of(d) == queues.home_space()) home_index_ = group.devices()[d].index;
+    }
+    AsyncDevice& home = queues.maker(queues.home_space());
+    batch_ = home.allocate(kBatch * sizeof(double), queues.home_stream());
+    for (std::size_t d = 0; d < queues.device_count(); ++d) {
+      Lane& lane = lanes_.emplace_back();
+      const std::size_t space = queues.space_of(d);
+      AsyncDevice& maker = queues.maker(space);
+      const auto make = [&](std::size_t bytes) {
+        return queues.on_host(space) ? maker.allocate_pinned(bytes) : maker.allocate(bytes, *queues.stream(d));
+      };
+      lane.sum = make(sizeof(double));
+      if (space == queues.home_space()) continue;
+      lane.batch = make(kBatch * sizeof(double));
+      lane.brought = home.make_event(false);
+      if (queues.on_host(space)) continue;
+      const std::unique_ptr<Event> there = maker.make_event(false);
+      queues.stream(d)->record(*there);
+      queues.source_stream(d)->wait(*there);
+    }
+  }
+  ~Summing() override {
+    queues.drain();
+    for (std::size_t d = 0; d < lanes_.size(); ++d) {
+      if (queues.stream(d) == nullptr) lanes_[d] = {};
+    }
+  }
+
+  /// The next step is about kBatch times `value`; its sum goes to `output`, at home.
+  void begin(double value, double* output) {
+    ASSERT_EQ(cudaSetDevice(home_index_), cudaSuccess);
+    launch(&fill_kernel, queues.home_stream(), static_cast<double*>(batch_->data()), value);
+    output_ = output;
+    times_ = queues.begin_step({});
+    for (Lane& lane : lanes_) lane.ran = false;
+  }
+
+  void pace(std::size_t d) override { queues.pace(d); }
+
+  bool run(const MicroBatch& mb) override {
+    Lane& lane = lanes_[mb.device_index];
+    Stream* const stream = queues.stream(mb.device_index);
+    const bool entered = queues.enter(mb.device_index);
+    if (entered && stream != nullptr) stream->zero(lane.sum->data(), sizeof(double));
+    if (entered && stream == nullptr) *static_cast<double*>(lane.sum->data()) = 0.0;
+    queues.begin_run(mb.device_index);
+    if (entered && lane.batch != nullptr) bring(lane, mb.device_index, stream);
+    queues.restart_run(mb.device_index);
+    const Buffer& batch = lane.batch != nullptr ? *lane.batch : *batch_;
+    const Add add{static_cast<const double*>(batch.data()), mb.begin, mb.end, static_cast<double*>(lane.sum->data())};
+    if (stream != nullptr) {
+      launch(&add_kernel, *stream, add);
+    } else {
+      for (std::int64_t k = add.begin; k < add.end; ++k) *add.sum += add.batch[k];
+    }
+    queues.end_run(mb.device_index);
+    lane.ran = true;
+    return false;
+  }
+
+  void finish(std::size_t d) override {
+    if (lanes_[d].ran) queues.deliver(d, {{lanes_[d].sum->data(), 1, DType::float64}});
+  }
+
+  std::unique_ptr<BlockReduction> reduction() override {
+    const BufferView outputs[] = {{output_, 1, DType::float64}};
+    queues.reduce(outputs, 1.0);
+    queues.end_step();
+    return nullptr;
+  }
+
+  void stamp(std::vector<ClaimRecord>& claims) const override { times_->stamp(claims); }
+  [[nodiscard]] bool settled() const override { return times_->settled(); }
+  void settle() const override { times_->wait(); }
+
+  Counted counted;  // first, that is, the last of it to go
+  DeviceQueues queues;
+
+ private:
+  struct Lane {
+    std::unique_ptr<Buffer> sum;
+    std::unique_ptr<Buffer> batch;  // where home's is out of reach
+    std::unique_ptr<Event> brought;
+    bool ran = false;
+  };
+
+  void bring(Lane& lane, std::size_t device, Stream* stream) {
+    Stream& source = *queues.source_stream(device);
+    if (bring_seconds > 0.0) {
+      int own = 0;
+      ASSERT_EQ(cudaGetDevice(&own), cudaSuccess);
+      ASSERT_EQ(cudaSetDevice(home_index_), cudaSuccess);
+      launch(&slow_kernel, source, 0);
+      ASSERT_EQ(cudaSetDevice(own), cudaSuccess);
+    }
+    source.copy(lane.batch->data(), batch_->data(), kBatch * sizeof(double));
+    source.record(*lane.brought);
+    if (stream != nullptr) {
+      stream->wait(*lane.brought);
+    } else {
+      wait_for(*lane.brought);
+    }
+  }
+
+  int home_index_ = 0;
+  std::vector<Lane> lanes_;
+  std::unique_ptr<Buffer> batch_;
+  double* output_ = nullptr;
+  std::shared_ptr<const StepTimes> times_;
+};
+
+inline DeviceGroup group_of(const std::vector<std::string>& names) {
+  std::vector<Device> devices;
+  for (const std::string& name : names) {
+    devices.push_back(find_device(name.substr(0, name.find('/'))));
+    devices.back().name = name;
+  }
+  return DeviceGroup(devices);
+}
+
+}  // namespace paceline

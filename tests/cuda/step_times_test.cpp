@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Steps whose caller never waits: what is known of their devices' speeds, and how far ahead the caller gets.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <paceline/engine/device_queues.hpp>
+#include <paceline/engine/stepper.hpp>
+
+#include "orders.hpp"
+#include "queued_steps.hpp"
+
+namespace paceline {
+namespace {
+
+TEST(StepTimes, WhatADeviceWaitsForIsNoTimeOfItsOwn) {
+  bring_seconds = 100.0;
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+    boot(seed, 2);
+    {
+      const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
+      Stepper stepper(group, {.balance = "even", .micro_batch = 3});
+      auto program = std::make_shared<Summing>(group);
+      const std::unique_ptr<Buffer> output = program->queues.maker(0).allocate_pinned(sizeof(double));
+      program->begin(1.0, static_cast<double*>(output->data()));
+      const std::shared_ptr<Step> step = stepper.begin(kBatch, program);
+      step->wait();
+      ASSERT_EQ(step->failure(), nullptr);
+      stepper.commit(step);
+      stepper.settle();
+      double seconds = 0.0;
+      for (const ClaimRecord& claim : stepper.last_step().claims) seconds += claim.finish_seconds - claim.start_seconds;
+      ASSERT_NEAR(seconds, 1e-3 * kBatch, 1e-4) << "seed " << seed;
+      program->queues.drain();
+    }
+    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
+  }
+  bring_seconds = 0.0;
+}
+
+TEST(StepTimes, TheCallerIsTwoStepsAheadAtMost) {
+  boot(1, 1);
+  const DeviceGroup group = group_of({"cuda:0"});
+  Stepper stepper(group, {});
+  Summing any(group);
+  const std::unique_ptr<Buffer> output = any.queues.maker(0).allocate_pinned(sizeof(double));
+  for (int k = 0; k < 5; ++k) {
+    auto program = std::make_shared<Summing>(group);
+    program->begin(1.0, static_cast<double*>(output->data()));
+    const std::shared_ptr<Step> step = stepper.begin(kBatch, program);
+    step->wait();
+    stepper.commit(step);
+    ASSERT_GE(stepper.metrics().steps, k - 1);
+  }
+}
+
+/// One run of 1 ms by the device's clock. `slowly`: its launch takes 10 ms of the host, and the device is there at
+/// once.
+struct Launched {
+  bool slowly = false;
+  double seconds = 1e-3;
+};
+
+bool excluded(DeviceQueues& queues, const Launched& run) {
+  const auto stream = static_cast<cudaStream_t>(queues.stream(0)->native());
+  const std::shared_ptr<const StepTimes> times = queues.begin_step({});
+  queues.enter(0);
+  if (!run.slowly) fake::hang(stream);
+  queues.begin_run(0);
+  if (run.slowly) {
+    const std::unique_ptr<Event> there = queues.maker(0).make_event(false);
+    queues.stream(0)->record(*there);
+    wait_for(*there);
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  bring_seconds = run.seconds;
+  launch(&slow_kernel, *queues.stream(0), 0);
+  queues.end_run(0);
+  if (!run.slowly) fake::go_on(stream);
+  queues.deliver(0, {});
+  queues.reduce({}, 1.0);
+  queues.end_step();
+  times->wait();
+  std::vector<ClaimRecord> claims(1);
+  times->stamp(claims);
+  std::vector<ClaimRecord> again(1);
+  times->stamp(again);
+  EXPECT_EQ(again[0].excluded, claims[0].excluded) << "the same answer however often it is asked";
+  return claims[0].excluded;
+}
+
+TEST(StepTimes, TheTimeOfLaunchingIsNoEvidenceWhereThereIsBetter) {
+  boot(1, 1);
+  DeviceQueues queues(group_of({"cuda:0"}), {});
+  EXPECT_FALSE(excluded(queues, {.slowly = true})) << "there is no other";
+  EXPECT_FALSE(excluded(queues, {.slowly = false})) << "all was launched before the device came to it";
+  EXPECT_FALSE(excluded(queues, {.slowly = true, .seconds = 10.0})) << "launching was ahead";
+  for (int step = 0; step < 8; ++step) EXPECT_TRUE(excluded(queues, {.slowly = true})) << step;
+  EXPECT_FALSE(excluded(queues, {.slowly = true})) << "what is better is long ago";
+  EXPECT_FALSE(excluded(queues, {.slowly = false}));
+  EXPECT_TRUE(excluded(queues, {.slowly = true}));
+}
+
+}  // namespace
+}  // namespace paceline

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fake_cuda.hpp"
+
+#include <atomic>
+#include <numeric>
+
+#include "driver.hpp"
+#include "machine.hpp"
+
+namespace fake {
+namespace {
+std::atomic<void (*)()> release_kept{nullptr};
+
+void release() {
+  if (void (*const function)() = release_kept.load()) function();
+}
+}  // namespace
+
+void set_release(void (*function)()) { release_kept = function; }
+
+void boot(const Settings& settings) {
+  release();
+  const std::lock_guard lock(machine().mutex);
+  forget_contexts();
+  machine().boot(settings);
+}
+
+Leftovers leftovers() {
+  release();
+  const std::lock_guard lock(machine().mutex);
+  return machine().leftovers();
+}
+
+std::vector<std::string> problems() {
+  const std::lock_guard lock(machine().mutex);
+  return machine().problems;
+}
+
+int synchronize_calls() {
+  const std::lock_guard lock(machine().mutex);
+  return machine().synchronize_calls;
+}
+
+int node_of_pinned_memory() {
+  const std::lock_guard lock(machine().mutex);
+  return machine().node_of_pinned_memory;
+}
+
+void fail_allocation(int count) {
+  const std::lock_guard lock(machine().mutex);
+  machine().allocations_until_failure = count;
+}
+
+void poison(int device, cudaError_t error) {
+  const std::lock_guard lock(machine().mutex);
+  machine().break_down(device, error);
+}
+
+void hang(cudaStream_t stream) {
+  const std::lock_guard lock(machine().mutex);
+  machine().resolve(stream)->hung = true;
+}
+
+void go_on(cudaStream_t stream) {
+  const std::lock_guard lock(machine().mutex);
+  machine().resolve(stream)->hung = false;
+}
+
+std::vector<int> sms_of(cudaStream_t stream) {
+  const std::lock_guard lock(machine().mutex);
+  const auto* const asked = reinterpret_cast<Stream*>(stream);
+  if (!machine().known(asked)) misuse("a stream that was destroyed was asked for its SMs");
+  if (asked->green != nullptr) return asked->green->sms;
+  std::vector<int> all(static_cast<std::size_t>(machine().settings().multiprocessors));
+  std::iota(all.begin(), all.end(), 0);
+  return all;
+}
+
+// Called by twins, which run while an entry point holds the lock.
+void reads(const void* data, std::size_t bytes) { machine().access(data, bytes, false); }
+void writes(const void* data, std::size_t bytes) { machine().access(data, bytes, true); }
+void takes(double seconds) { machine().current_cost = seconds; }
+
+}  // namespace fake
