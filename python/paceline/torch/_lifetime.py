@@ -27,6 +27,7 @@ class Lifetime(abc.ABC):
         self._places = execution.places
         self._replicas = execution.replicas
         self._lock = threading.Lock()
+        self._caller: threading.Thread | None = None  # the one that is in a call, or was last
         self._abandoned = False
         if self._places.any_host:
             CallerThreads.limit()
@@ -103,6 +104,7 @@ class Lifetime(abc.ABC):
                 f"{call}: this trainer is in the middle of another call, in another thread or around this one (loss_fn must "
                 "not call the trainer). One call at a time."
             )
+        self._caller = threading.current_thread()
         if self._places.any_host:
             CallerThreads.enter()
         try:
