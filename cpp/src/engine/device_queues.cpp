@@ -107,8 +107,8 @@ void DeviceQueues::pace(std::size_t device) {
 
 void DeviceQueues::catch_up(std::size_t device) {
   State& state = *state_;
-  const std::size_t used = state.step->times().used[device];
-  if (used > 0) state.await(*state.step->times().spans[device][used - 1].end, state.stop.get_token());
+  const Event* const end = state.step->end_of_run(device, 0);
+  if (end != nullptr) state.await(*end, state.stop.get_token());
 }
 
 bool DeviceQueues::begin_run(std::size_t device) {
