@@ -1,10 +1,11 @@
 """Removes each wait of the engine's asynchronous step and of the collectives in turn, and says which test notices.
 
-    python tests/cuda/removed_waits.py BUILD [PART_OF_A_FILE_NAME]       about an hour on two cores
+    python tests/cuda/removed_waits.py BUILD [PART_OF_A_FILE_NAME]       ten minutes on two cores, an hour after many changes
     python tests/cuda/removed_waits.py BUILD --sample 5 [--seed 7]       some minutes: five waits, others with every seed
 
 BUILD is a CMake build with PACELINE_CUDA=ON and PACELINE_TESTS=ON, up to date. Nothing in the checkout changes: each mutant is compiled
-beside it and linked in front of the library's own object. Exits 1 if a wait can be removed without a test that fails.
+beside it and linked in front of the library's own object. The tests that cuda/README.md names for a statement run first: what they
+notice is soon known. Exits 1 if a wait can be removed without a test that fails.
 """
 
 from __future__ import annotations
@@ -19,15 +20,21 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOMS = Path(__file__).resolve().parents[2] / "cpp" / "src"
+PROJECT = Path(__file__).resolve().parents[2]
+ROOMS = PROJECT / "cpp" / "src"
+OF_STEPS = ["data_parallel", "device_queues", "step_times"]
+OF_COLLECTIVES = ["communicator", "communicator_failures"]
 # Each source, and the tests that run it.
 SOURCES = {
-    ROOMS / "engine" / "device_queues.cpp": ["data_parallel", "device_queues"],
-    ROOMS / "engine" / "async_program.cpp": ["data_parallel", "device_queues"],
-    ROOMS / "engine" / "gpu_collectives.cpp": ["data_parallel", "device_queues"],
-    ROOMS / "comm" / "async_collectives.cpp": ["communicator", "communicator_failures"],
-    ROOMS / "comm" / "copy_clique.cpp": ["communicator", "communicator_failures"],
-    ROOMS / "comm" / "memory_spaces.cpp": ["communicator", "communicator_failures"],
+    ROOMS / "engine" / "device_queues.cpp": OF_STEPS,
+    ROOMS / "engine" / "device_queues_setup.cpp": OF_STEPS,
+    ROOMS / "engine" / "device_queues_exchange.cpp": OF_STEPS,
+    ROOMS / "engine" / "step_times.cpp": OF_STEPS,
+    ROOMS / "engine" / "async_program.cpp": OF_STEPS,
+    ROOMS / "engine" / "gpu_collectives.cpp": OF_STEPS,
+    ROOMS / "comm" / "async_collectives.cpp": OF_COLLECTIVES,
+    ROOMS / "comm" / "copy_clique.cpp": OF_COLLECTIVES,
+    ROOMS / "comm" / "memory_spaces.cpp": OF_COLLECTIVES,
 }
 # A statement that waits: a stream for an event, the host for an event, the host for all of a stream; or that calls those.
 WAIT = re.compile(
@@ -35,6 +42,25 @@ WAIT = re.compile(
     r"(?P<wait>[\w.\->\[\]*()]*?\b"
     r"(?:wait|wait_for|await|drain|settle|finish_on_host|await_devices|part_as_readers|memory_\.(?:enter|leave))\(.*\));(?:  //.*)?$"
 )
+
+
+# The beginning of a function: what stands further to the left than its body, and calls nothing.
+FUNCTION = re.compile(
+    r"^(?!\s*(?:if|for|while|switch|catch|try|else|do|return|class|struct|namespace)\b).*?(?P<name>[\w:~]+)\("
+)
+
+
+def function_of(lines: list[str], number: int) -> str:
+    """The function that a line is in. Its name outlives edits, which no line number does."""
+    name, indent = "", len(lines[number])
+    for line in reversed(lines[: number + 1]):
+        depth = len(line) - len(line.lstrip())
+        if not line.strip() or depth >= indent or line.lstrip().startswith(("//", "}", "#", ":")):
+            continue
+        indent = depth
+        if found := FUNCTION.match(line):
+            name = found["name"]
+    return name.rpartition("::")[2]
 
 
 def waits(lines: list[str]) -> list[int]:
@@ -49,8 +75,8 @@ def compile_command(build: Path, source: Path) -> list[str]:
     raise SystemExit(f"removed_waits: {build} does not compile {source.name}; configure it with PACELINE_CUDA=ON")
 
 
-def failed_test(build: Path, original: Path, lines: list[str], folder: Path) -> str | None:
-    """The first test that fails with these lines as its source, "hangs" if one does not end, or None."""
+def failed_test(build: Path, original: Path, lines: list[str], folder: Path, suspects: set[str]) -> str | None:
+    """The first test that fails with these lines as its source, "hangs" if one does not end, or None. Suspects run first."""
     source = folder / original.name
     source.write_text("\n".join(lines) + "\n")
     command = compile_command(build, original)
@@ -61,23 +87,38 @@ def failed_test(build: Path, original: Path, lines: list[str], folder: Path) -> 
     tests = build / "tests" / "cuda"
     libraries = [str(tests / "libfake_cudart.a"), "-lgtest", "-lgtest_main", "-lpthread"]
     sanitizers = [flag for flag in command if flag.startswith("-fsanitize")]
+    found = []
     for name in SOURCES[original]:
         test_objects = sorted((tests / "CMakeFiles" / f"test_cuda_{name}.dir").rglob("*.o"))
-        program = folder / "mutant"
+        program = folder / f"mutant_{name}"
         subprocess.run(
             [command[0], *sanitizers, "-o", program, *test_objects, folder / "mutant.o", *libraries], check=True
         )
-        # Each in a process of its own, as ctest runs them: what a hang leaves behind is nothing to the next.
-        for test in tests_of(program):
-            try:
-                done = subprocess.run(
-                    [str(program), f"--gtest_filter={test}"], capture_output=True, timeout=120, check=False
-                )
-            except subprocess.TimeoutExpired:
-                return f"{test} (hangs)"
-            if done.returncode != 0:
-                return test
+        found += [(program, test) for test in tests_of(program)]
+    found.sort(key=lambda one: not any(suspect in one[1] for suspect in suspects))
+    # Each in a process of its own, as ctest runs them: what a hang leaves behind is nothing to the next.
+    for program, test in found:
+        try:
+            done = subprocess.run(
+                [str(program), f"--gtest_filter={test}"], capture_output=True, timeout=120, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return f"{test} (hangs)"
+        if done.returncode != 0:
+            return test
     return None
+
+
+def noticed_before(statement: str) -> set[str]:
+    """The tests that the last published table names for a statement, wherever it was."""
+    rows = [line.split(" | ") for line in (PROJECT / "cuda" / "README.md").read_text().splitlines()]
+    cell = in_table(statement)
+    return {row[-1].split(" (hangs)")[0].strip("| ") for row in rows if cell in row} - {"**nothing**"}
+
+
+def in_table(statement: str) -> str:
+    """As a cell of a table in Markdown."""
+    return "`" + statement.replace("|", "\\|") + "`"
 
 
 def tests_of(program: Path) -> list[str]:
@@ -132,17 +173,18 @@ def main() -> int:
         numbers = chosen(everything, given.sample, seed)
         print(f"{len(numbers)} of {len(everything)} waits, --seed {seed}\n", flush=True)
     unnoticed = 0
-    print("| file, line | removed | noticed by |\n| --- | --- | --- |", flush=True)
+    print("| file | in | removed | noticed by |\n| --- | --- | --- | --- |", flush=True)
     with tempfile.TemporaryDirectory() as name:
         for source, number in numbers:
             lines = read(source)
             match = WAIT.match(lines[number])
             assert match is not None
             mutant = [*lines[:number], match["indent"] + "{}", *lines[number + 1 :]]
-            noticed = failed_test(given.build.resolve(), source, mutant, Path(name))
-            unnoticed += noticed is None
             removed = lines[number].strip()
-            print(f"| {source.name}, {number + 1} | `{removed}` | {noticed or '**nothing**'} |", flush=True)
+            noticed = failed_test(given.build.resolve(), source, mutant, Path(name), noticed_before(removed))
+            unnoticed += noticed is None
+            function = function_of(lines, number)
+            print(f"| {source.name} | {function} | {in_table(removed)} | {noticed or '**nothing**'} |", flush=True)
     return 1 if unnoticed else 0
 
 

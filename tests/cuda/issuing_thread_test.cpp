@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "issuing_thread.hpp"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+#include "fake_cuda.hpp"
+#include "interrupts.hpp"
+
+namespace paceline {
+namespace {
+
+using nccl::IssuingThread;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+/// Jobs of which some are left by who has given them.
+class IssuingThreadTest : public ::testing::Test {
+ protected:
+  IssuingThreadTest() { fake::boot({.device_count = 1}); }
+
+  /// Gives the thread something to do that lasts until go_on(), and does not wait for it.
+  void leave_it_busy(IssuingThread& thread, std::chrono::nanoseconds timeout = seconds(30)) {
+    const Interrupting soon;
+    const auto job = [this] {
+      while (!goes_on) std::this_thread::sleep_for(milliseconds(1));
+      first_done = true;
+    };
+    EXPECT_THROW(static_cast<void>(thread.run(job, timeout, IssuingThread::Interrupt::yes)), Interrupt);
+    EXPECT_FALSE(first_done);
+  }
+  std::thread go_on_soon() {
+    return std::thread([this] {
+      std::this_thread::sleep_for(milliseconds(20));
+      goes_on = true;
+    });
+  }
+
+  std::atomic<bool> goes_on{false};
+  std::atomic<bool> first_done{false};
+  std::atomic<bool> second_done{false};
+};
+
+TEST_F(IssuingThreadTest, FinishesWhatAnInterruptedCallHasLeftBeforeTheNextOne) {
+  IssuingThread thread("pl test", 0, [] { return false; }, milliseconds(10));
+  leave_it_busy(thread);
+  std::thread other = go_on_soon();
+  const bool back = thread.run(
+      [this] {
+        EXPECT_TRUE(first_done);
+        std::this_thread::sleep_for(milliseconds(50));
+        second_done = true;
+      },
+      seconds(30));
+  EXPECT_TRUE(back);
+  EXPECT_TRUE(second_done) << "the end of the first job was taken for that of the second";
+  other.join();
+  EXPECT_TRUE(thread.close(seconds(30)));
+}
+
+TEST_F(IssuingThreadTest, RunsALastJobForWhoDoesNotComeBack) {
+  {
+    IssuingThread thread("pl test", 0, [] { return false; }, milliseconds(10));
+    leave_it_busy(thread);
+    thread.leave([this] { second_done = true; });
+  }
+  EXPECT_FALSE(second_done);
+  goes_on = true;
+  while (!second_done) std::this_thread::sleep_for(milliseconds(1));
+  EXPECT_TRUE(first_done);
+}
+
+TEST_F(IssuingThreadTest, IsGivenUpIfWhatAnInterruptedCallHasLeftDoesNotEnd) {
+  {
+    IssuingThread thread("pl test", 0, [] { return false; }, milliseconds(10));
+    leave_it_busy(thread, milliseconds(200));
+    EXPECT_FALSE(thread.run([this] { second_done = true; }, seconds(30)));
+    EXPECT_TRUE(thread.given_up());
+  }
+  goes_on = true;
+  while (!first_done) std::this_thread::sleep_for(milliseconds(1));
+  EXPECT_FALSE(second_done);
+}
+
+}  // namespace
+}  // namespace paceline
