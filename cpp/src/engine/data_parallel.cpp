@@ -37,9 +37,9 @@ StepperOptions stepper_options(const DataParallelOptions& options) {
           .run_ahead = options.run_ahead};
 }
 
-constexpr std::size_t kUpdateBlock = 1024;               // elements; parts of whole ones share no cache line
-constexpr std::int64_t kUpdatePartsPerDevice = 2;        // so that a device which comes late is not waited for
-constexpr std::int64_t kLeastUpdateBlocksPerDevice = 8;  // waking a worker takes as long as some thousand elements
+constexpr std::size_t kUpdateBlock = 1024;                // elements; parts of whole ones share no cache line
+constexpr std::int64_t kUpdatePartsPerDevice = 2;         // so that a device which comes late is not waited for
+constexpr std::int64_t kLeastUpdateBlocksPerDevice = 64;  // waking a worker takes as long as many thousand elements
 
 /// An update as a step: its items are blocks of parameters.
 class UpdateProgram final : public StepProgram {

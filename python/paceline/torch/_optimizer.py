@@ -17,10 +17,10 @@ from paceline.plan import split_items
 # subclasses, of which nothing is known, run as they are.
 _NAMES = "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD"
 _SEPARABLE = frozenset(getattr(torch.optim, name) for name in _NAMES.split() if hasattr(torch.optim, name))
-# Below, handing the work over costs more than it brings. The loop over single parameters holds Python's lock between its operators, so
-# that two such loops hinder each other unless their parameters are large.
-_LEAST_ELEMENTS = 1 << 17
-_LEAST_ELEMENTS_OF_A_LOOP = 1 << 15  # on average
+# Below, handing the work over costs more than it brings (benchmarks/python/optimizer.py). The loop over single parameters holds Python's
+# lock between its operators, so that two such loops hinder each other unless their parameters are large.
+_LEAST_ELEMENTS = 1 << 21
+_LEAST_ELEMENTS_OF_A_LOOP = 1 << 17  # on average
 _MOST_IN_ONE_PART = 0.85  # of the elements: a single parameter is not divided, and all wait for the largest
 
 Task = Callable[[], None]

@@ -1,0 +1,102 @@
+"""An optimizer's step on all workers against the same step on the calling thread, for models of several sizes.
+
+    python optimizer.py             two host devices; nobody else on the machine
+
+Modules of square linear layers; AdamW, fused and as the loop over parameters that PyTorch takes by default on the host. Steps of both
+kinds in turns in one process, each after a step of the trainer, as in training; medians in milliseconds. Both are measured where
+``DataParallel.optimizer`` would not divide the work, too: that is where its thresholds come from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+import paceline
+from paceline.torch import DataParallel, _optimizer
+from race import host
+
+SIZES = ((8, 256), (8, 512), (32, 256), (8, 1024), (32, 512), (32, 1024))  # layers, width
+BLOCK = 6  # steps of one kind until it is the other's turn
+WARM_UP_STEPS = 12
+
+
+def main() -> int:
+    args = arguments()
+    devices = paceline.devices()[:2]
+    if len(devices) < 2:
+        print("optimizer: two cores are needed", file=sys.stderr)
+        return 1
+    torch.set_num_threads(1)
+    _optimizer._LEAST_ELEMENTS = _optimizer._LEAST_ELEMENTS_OF_A_LOOP = 1
+    names = [device.name for device in devices]
+    rows = [
+        measured(names, layers, width, fused, args.steps) for layers, width in args.sizes for fused in (True, False)
+    ]
+    print(f"{'elements':>10}{'parameters':>12}{'kind':>8}{'one thread':>12}{'workers':>9}{'ratio':>7}   ms")
+    for row in rows:
+        print(
+            f"{row['elements']:>10}{row['parameters']:>12}{row['kind']:>8}{row['one_thread_ms']:>12.2f}{row['workers_ms']:>9.2f}"
+            f"{row['ratio']:>7.2f}"
+        )
+    if args.json:
+        versions = {"paceline": paceline.__version__, "torch": torch.__version__, "python": platform.python_version()}
+        print(json.dumps({"rows": rows, "hardware": host.hardware(devices), "versions": versions}))
+    return 0
+
+
+def measured(names: list[str], layers: int, width: int, fused: bool, steps: int) -> dict[str, Any]:
+    """One size and kind."""
+    module = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+    batch = torch.randn(32, width)
+
+    def loss_fn(one: Any, part: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(part).mean() for layer in one]).sum()
+
+    with DataParallel(module, names, balance="even") as trainer:
+        kinds = (
+            torch.optim.AdamW(module.parameters(), lr=1e-6, fused=fused),
+            trainer.optimizer(torch.optim.AdamW, lr=1e-6, fused=fused),
+        )
+        seconds: tuple[list[float], list[float]] = ([], [])
+        for number in range(WARM_UP_STEPS + 2 * steps):
+            kind = number // BLOCK % 2
+            trainer.step(loss_fn, batch)
+            start = time.perf_counter()
+            kinds[kind].step()
+            if number >= WARM_UP_STEPS:
+                seconds[kind].append(time.perf_counter() - start)
+            kinds[kind].zero_grad()
+    one_thread, workers = (1e3 * statistics.median(each) for each in seconds)
+    return {
+        "elements": layers * width * width,
+        "parameters": layers,
+        "kind": "fused" if fused else "loop",
+        "one_thread_ms": round(one_thread, 3),
+        "workers_ms": round(workers, 3),
+        "ratio": round(one_thread / workers, 3),
+    }
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=48, help="of each kind and size (default: 48)")
+    parser.add_argument("--short", action="store_true", help="the smallest size only")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    args = parser.parse_args()
+    if args.steps < BLOCK:
+        parser.error(f"--steps must be at least {BLOCK}")
+    args.sizes = SIZES[:1] if args.short else SIZES
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())
