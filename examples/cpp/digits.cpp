@@ -116,8 +116,8 @@ int train(const std::string& path, int epochs) {
       const double loss = trainer.step(static_cast<std::int64_t>(size), body);
 
       // gradients() is the mean over the whole batch, whoever computed how much of it.
-      trainer.update([&](std::size_t begin, std::size_t end) {
-        for (std::size_t i = begin; i < end; ++i) {
+      trainer.update([&](std::size_t first, std::size_t last) {
+        for (std::size_t i = first; i < last; ++i) {
           velocity[i] = kMomentum * velocity[i] + trainer.gradients()[i];
           trainer.parameters()[i] -= kLearningRate * velocity[i];
         }
