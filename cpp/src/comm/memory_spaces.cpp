@@ -4,11 +4,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <deque>
 #include <map>
-#include <new>
+#include <mutex>
 #include <span>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include <paceline/error.hpp>
@@ -168,11 +170,13 @@ void MemorySpaces::close(std::chrono::nanoseconds timeout) {
 }
 
 void MemorySpaces::leak() noexcept {
+  using Kept = std::tuple<decltype(staging_), decltype(spaces_), decltype(lanes_)>;
   try {
-    static_cast<void>(new auto(std::move(staging_)));
-    static_cast<void>(new auto(std::move(spaces_)));
-    static_cast<void>(new auto(std::move(lanes_)));
-  } catch (const std::bad_alloc&) {
+    static std::mutex mutex;
+    static auto* const kept = new std::deque<Kept>;  // no destructor: it may be in use until the process ends
+    const std::lock_guard lock(mutex);
+    kept->emplace_back(std::move(staging_), std::move(spaces_), std::move(lanes_));
+  } catch (...) {  // no memory to remember it by
   }
   staging_.clear();
   spaces_.clear();

@@ -43,11 +43,11 @@ class BlockingHooksTest : public ::testing::Test {
 };
 
 TEST_F(BlockingHooksTest, BracketAWaitAndAreAskedNowAndThen) {
-  EXPECT_THROW(wait_for(Never(), std::chrono::milliseconds(180)), Timeout);
+  EXPECT_THROW(wait_for(Never(), std::chrono::seconds(1)), Timeout);
   EXPECT_EQ(entered, 1);
   EXPECT_EQ(left, 1);
   EXPECT_GE(polls, 1);
-  EXPECT_LE(polls, 3) << "every 50 ms at most";
+  EXPECT_LE(polls, 20) << "every 50 ms at most";
 }
 
 TEST_F(BlockingHooksTest, WhatAPollThrowsEndsTheWait) {
