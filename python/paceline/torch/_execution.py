@@ -15,6 +15,7 @@ from paceline.torch._batch import Batch, concatenate
 from paceline.torch._buckets import Buckets
 from paceline.torch._buffers import KeptBuffers
 from paceline.torch._caller_state import CallerState
+from paceline.torch._collector import Collector
 from paceline.torch._failures import raise_failure
 from paceline.torch._gradients import UserGradients
 from paceline.torch._items import Items
@@ -150,10 +151,11 @@ class Execution:
         self.running = run
         run.queues_empty = self._queues_are_empty()
         calls = (run.body, run.finish, self.places.queues, run.sums)
-        if run.items is None or run.items.plan is None:
-            outcome = stepper.run(run.batch.size, *calls, run.claims)
-        else:
-            outcome = stepper.run_items(run.items.plan, *calls)
+        with Collector():
+            if run.items is None or run.items.plan is None:
+                outcome = stepper.run(run.batch.size, *calls, run.claims)
+            else:
+                outcome = stepper.run_items(run.items.plan, *calls)
         if run.failures:
             device, begin, end, error = run.failures[0]
             run.failures.clear()

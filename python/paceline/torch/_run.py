@@ -16,6 +16,7 @@ from paceline import Cancelled, InvalidArgument
 from paceline.torch._batch import Batch
 from paceline.torch._buckets import Buckets
 from paceline.torch._caller_state import CallerState, RecomputeWatch, backward_watched, generator_state
+from paceline.torch._collector import Collector
 from paceline.torch._gradients import OwnStorages, View, views
 from paceline.torch._items import Items, OrderedBatch
 from paceline.torch._launch import Launch
@@ -169,6 +170,7 @@ class Run:
                 if ran:
                     self.launched(device, ended - self._brought[device])
                 self._ran[device].append((device, *piece))
+                Collector.between_pieces()
         if len(codes) > 1:  # only ever set, whichever worker is first
             self._divided = True
         return max(codes)
