@@ -45,6 +45,12 @@ def test_every_script_is_a_stage(tmp_path: Path) -> None:
     assert len({stage.name for stage in planned}) == len(planned)
 
 
+def test_a_comparison_without_its_rival_is_skipped_and_says_why() -> None:
+    said = "import json; print(json.dumps({'available': False, 'why': 'it is not installed'}))"
+    entry, _ = run(Stage("partition", [sys.executable, "-c", said], 60, json_result=True), chosen=True)
+    assert (entry["status"], entry["why"]) == ("skipped", "it is not installed")
+
+
 def test_every_program_is_a_stage_and_a_failure_is_said(tmp_path: Path) -> None:
     programs, results = tmp_path / "programs", tmp_path / "results"
     programs.mkdir()
