@@ -17,7 +17,7 @@ pytest.importorskip("torch", reason="the benchmarks need torch")
 import paceline
 from runner.stage import Stage
 from suite.__main__ import run
-from suite.report import figures, google_rows, markdown
+from suite.report import figures, google_rows, markdown, tables
 from suite.stages import PYTHON, stages
 
 ROOT = PYTHON.parents[1]
@@ -43,6 +43,12 @@ def test_every_script_is_a_stage(tmp_path: Path) -> None:
     assert {stage.name.split()[0] for stage in planned} == scripts
     assert all(stage.limit > 0 and stage.json_result for stage in planned)
     assert len({stage.name for stage in planned}) == len(planned)
+
+
+def test_a_comparison_without_its_rival_is_skipped_and_says_why() -> None:
+    said = "import json; print(json.dumps({'available': False, 'why': 'it is not installed'}))"
+    entry, _ = run(Stage("partition", [sys.executable, "-c", said], 60, json_result=True), chosen=True)
+    assert (entry["status"], entry["why"]) == ("skipped", "it is not installed")
 
 
 def test_every_program_is_a_stage_and_a_failure_is_said(tmp_path: Path) -> None:
@@ -91,16 +97,22 @@ def test_results_become_rows() -> None:
         "auto_over_ddp": 1.23456789,
         "alone": {"host:0": {"whole": 5.0}},
         "auto": {"steps_to_recover": [2, None]},
-        "races": [{"a": 1}, {"a": 2}],
+        "races": [{"a": 1}, {"b": {"c": 2}}],
+        "rows": [{"size_mib": 1, "us": 2.0, "over": None}, {"size_mib": 256, "us": 1234.5678, "over": 3}],
+        "tables": {"batch 8": [["", "of ideal"], ["auto", "0.98"]]},
         "gpu": None,
         "hardware": {"processor": "x"},
+    }
+    assert tables(result) == {
+        "batch 8": [["", "of ideal"], ["auto", "0.98"]],
+        "rows": [["size mib", "us", "over"], ["1", "2", ""], ["256", "1234.57", "3"]],
     }
     assert dict(figures(result)) == {
         "auto over ddp": "1.23457",
         "alone: host:0: whole": "5",
         "auto: steps to recover": "2, None",
         "races 1: a": "1",
-        "races 2: a": "2",
+        "races 2: b: c": "2",
     }
     single = {"run_name": "BM_x", "run_type": "iteration", "real_time": 2.5, "cpu_time": 2.4, "time_unit": "us"}
     assert [row[1] for row in google_rows([{**single, "real_time": time} for time in (0.5, 1500.0, 2e6)])] == [
@@ -114,7 +126,9 @@ def test_results_become_rows() -> None:
     assert list(google_rows([single, failed])) == [("BM_x", "2.5 µs", "2.4 µs", ""), ("BM_y", "failed: no", "", "")]
 
 
-def test_long_tables_are_cut_short_and_the_picture_is_shown() -> None:
+def test_tables_are_whole_figures_are_cut_short_and_the_picture_is_shown() -> None:
+    given = {"batch 8": [["", "of ideal"], ["a|b", "0.98"], *([f"row {i}", "0.5"] for i in range(100))]}
+    records = {"sizes": [{"bytes": 4**i, "us": i} for i in range(100)]}
     record = {
         "date": "2026-01-01",
         "quick": False,
@@ -128,17 +142,39 @@ def test_long_tables_are_cut_short_and_the_picture_is_shown() -> None:
                 "status": "passed",
                 "seconds": 1.0,
                 "command": [sys.executable, "/a/straggler.py", "--json"],
-                "result": {"tables": {"batch 8": [["", "of ideal"], ["a|b", "0.98"]]}}
-                | {f"figure_{i}": i for i in range(100)},
-            }
+                "result": {"tables": given} | records | {f"figure_{i}": i for i in range(100)},
+            },
+            {
+                "stage": "benchmark_plan",
+                "status": "passed",
+                "seconds": 1.0,
+                "command": ["/a/benchmark_plan"],
+                "result": {
+                    "context": {"host_name": "h"},
+                    "benchmarks": [
+                        {
+                            "run_name": f"BM_{i}",
+                            "run_type": "iteration",
+                            "real_time": 1,
+                            "cpu_time": 1,
+                            "time_unit": "us",
+                        }
+                        for i in range(100)
+                    ],
+                },
+            },
         ],
     }
     text = markdown(record)
     assert "(straggler-2026-01-01.svg)" in text
-    assert "batch 8:\n\n|  | of ideal |\n| --- | --- |\n| a\\|b | 0.98 |\n\n" in text
+    assert "batch 8:\n\n|  | of ideal |\n| --- | --- |\n| a\\|b | 0.98 |\n| row 0 | 0.5 |\n" in text
+    assert "| row 99 | 0.5 |\n\n" in text
+    assert "sizes:\n\n| bytes | us |\n| --- | --- |\n| 1 | 0 |\n" in text
+    assert f"| {4**99} | 99 |\n\n" in text
+    assert "| BM_99 | 1 µs | 1 µs |  |\n\n" in text
     assert "| figure 59 | 59 |" in text
     assert "figure 60" not in text
-    assert "40 more are in the JSON." in text
+    assert "40 more figures of this stage are in [benchmarks-2026-01-01.json](benchmarks-2026-01-01.json)." in text
     assert f"`{Path(sys.executable).name} straggler.py --json`" in text
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_MOST_ROWS = 60
+_MOST_FIGURES = 60  # of a stage, in no table of its own; more of them nobody reads
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # as Google Benchmark writes them
 # What Google Benchmark says of every benchmark; whatever else there is the benchmark itself has counted.
 _GOOGLE = {
@@ -61,27 +61,52 @@ def _section(entry: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:
     if entry["status"] == "skipped":
         return []
     lines = ["", f"## {entry['stage']}", ""]
-    head: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
     if entry["status"] != "passed":
         tail = entry.get("tail", "").strip().splitlines()[-12:]
         return [*lines, f"{entry['status'].capitalize()}. It said last:", "", "```", *tail, "```"]
     if entry["stage"] == "straggler" and record.get("picture"):
         lines += [f"![shares and step times while another program comes and goes]({Path(record['picture']).name})", ""]
     result = entry.get("result")
-    if isinstance(result, dict) and "benchmarks" in result:
-        head, rows = ("", "time", "processor", "spread"), list(google_rows(result["benchmarks"]))
-    elif isinstance(result, dict):
-        head, rows = ("", ""), list(figures(result))
+    file = f"benchmarks-{record['date']}.json"
+    if not isinstance(result, dict):
+        return [*lines, f"Its JSON is no object; it is in [{file}]({file})."]
+    if "benchmarks" in result:
+        lines += [*_table(("", "time", "processor", "spread"), list(google_rows(result["benchmarks"]))), ""]
     else:
-        return [*lines, "Its JSON is no object; it is in the JSON of this run."]
-    if isinstance(result, dict):
-        for title, (titles, *body) in result.get("tables", {}).items():
-            lines += [f"{title}:", "", *_table(titles, body), ""]
-    lines += _table(head, rows[:_MOST_ROWS])
-    if len(rows) > _MOST_ROWS:
-        lines += ["", f"{len(rows) - _MOST_ROWS} more are in the JSON."]
-    return [*lines, "", f"`{shlex.join(_short(entry['command']))}`"]
+        lines += _of_script(result, file)
+    return [*lines, f"`{shlex.join(_short(entry['command']))}`"]
+
+
+def _of_script(result: Mapping[str, Any], file: str) -> list[str]:
+    """Its tables whole; of the figures that are in none as many as somebody may read, and where the others are."""
+    lines = []
+    for title, (head, *body) in tables(result).items():
+        lines += [f"{title}:", "", *_table(head, body), ""]
+    rows = list(figures(result))
+    if rows:
+        lines += [*_table(("", ""), rows[:_MOST_FIGURES]), ""]
+    if len(rows) > _MOST_FIGURES:
+        lines += [f"{len(rows) - _MOST_FIGURES} more figures of this stage are in [{file}]({file}).", ""]
+    return lines
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, list[Sequence[str]]]:
+    """Those that a result gives, and its lists of records: by title the head and the rows."""
+    found: dict[str, list[Sequence[str]]] = dict(result.get("tables", {}))
+    for key, value in result.items():
+        if key not in _LEFT_OUT and _are_records(value):
+            head = [name.replace("_", " ") for name in value[0]]
+            body = ([_number(cell) if cell is not None else "" for cell in each.values()] for each in value)
+            found[key.replace("_", " ")] = [head, *body]
+    return found
+
+
+def _are_records(value: object) -> bool:
+    """Whether these are mappings with the same names and nothing nested in them, as the rows of a table are."""
+    if not isinstance(value, list) or not value or not all(isinstance(each, Mapping) for each in value):
+        return False
+    nested = any(isinstance(cell, (Mapping, list)) for each in value for cell in each.values())
+    return not nested and all(list(each) == list(value[0]) for each in value)
 
 
 def google_rows(benchmarks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -99,10 +124,10 @@ def google_rows(benchmarks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, 
 
 
 def figures(result: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """A result's numbers, each with the names that lead to it."""
+    """A result's numbers that are in no table, each with the names that lead to it."""
     for key, value in result.items():
         name = f"{above}{key}".replace("_", " ")
-        if key in _LEFT_OUT or value is None:
+        if key in _LEFT_OUT or value is None or (not above and _are_records(value)):
             continue
         if isinstance(value, Mapping):
             yield from figures(value, f"{name}: ")

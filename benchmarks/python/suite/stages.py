@@ -42,6 +42,7 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
     overhead = ("--steps", "20") if quick else ()
     quiet = ("--batch", "64", "--seconds", "2") if quick else ()
     optimizer = ("--steps", "6") if quick else ()
+    partition = ("--seeds", "3") if quick else ()
     profile = ("--steps", "20", "--batch", "64") if quick else ()
     on_host = () if gpu else ("--devices", "host:0")
     return [
@@ -57,6 +58,7 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
         _script("step_profile", *profile, limit=300),
         _script("step_profile", "--network", "transformer", *profile, limit=300),
         _script("optimizer", *short, *optimizer, limit=300),
+        _script("partition", *short, *partition, limit=300),
         _script("quiet", *quiet, limit=400),
         _script("straggler", "--plot", str(picture), *straggler, limit=300),
         _script("launch_scaling", *on_host, *short, limit=300),
