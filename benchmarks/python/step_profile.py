@@ -2,6 +2,7 @@
 
     python step_profile.py --json                          nobody else on the machine, which must be true
     python step_profile.py --network transformer --batch 64
+    python step_profile.py --busy                          with a busy loop on the last core
 
 Trains the network of the races on two devices or more, in turns with plain PyTorch on one thread, and takes each step apart by what the trainer
 says of it:
@@ -13,6 +14,8 @@ says of it:
     reduction   of the gradients
     python      of the call, before the workers have the step and after they are done
     optimizer
+
+With --busy work is what the devices need for the step if all end together, at the speeds that they have in that very step; crowding is in it.
 
 Figures are medians over steps, in milliseconds and as a part of the whole. Page faults are the process's own; hardware counters (`perf stat -e
 cache-misses`) are the better witness where a machine has them.
@@ -36,11 +39,13 @@ import torch
 
 import paceline
 from paceline.torch import DataParallel
-from race import data, host, model
+from race import data, host, model, recovery
+from race.processes import busy_loop
 
 WARM_UP_STEPS = 40
 BLOCK = 5  # steps until it is the other's turn
 PARTS = ("work", "crowding", "waiting", "hand_over", "reduction", "python", "optimizer")
+BUSY_PARTS = tuple(name for name in PARTS if name != "crowding")
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -55,7 +60,6 @@ def profile(args: argparse.Namespace, names: list[str], batches: list[model.Pair
     module = model.network(args.network)
     with DataParallel(module, names) as trainer:
         optimizer = model.optimizer(module)
-        parts: dict[str, list[float]] = {name: [] for name in (*PARTS[1:], "step")}
         plain: list[float] = []
         faults: list[int] = []
         claims: list[int] = []
@@ -79,10 +83,11 @@ def profile(args: argparse.Namespace, names: list[str], batches: list[model.Pair
             busy = sum(event["duration_seconds"] for event in runs) / len(names)
             ends = [event["start_seconds"] + event["duration_seconds"] for event in runs]
             compute = max(ends) - min(event["start_seconds"] for event in runs)
+            together = recovery.last_step(events).ideal_seconds if args.busy else busy
             claims.append(len(runs))
             return {
-                "busy": busy,
-                "waiting": compute - busy,
+                "busy": together,
+                "waiting": compute - together,
                 "hand_over": whole - compute - reduction,
                 "reduction": reduction,
                 "python": call - whole,
@@ -101,15 +106,17 @@ def profile(args: argparse.Namespace, names: list[str], batches: list[model.Pair
                 plain.append(timed(lambda batch=batch: plain_step(batch)))  # type: ignore[misc]
             else:
                 seconds.append(parallel_step(batch))
-    work = statistics.median(plain) / len(names)
-    for each in seconds:
-        parts["crowding"].append(each["busy"] - work)
-        for name in (*PARTS[2:], "step"):
-            parts[name].append(each[name])
-    medians = {"work": work, **{name: statistics.median(values) for name, values in parts.items()}}
+    parts = {name: [each[name] for each in seconds] for name in (*PARTS[2:], "step")}
+    if args.busy:
+        parts["work"] = [each["busy"] for each in seconds]
+    else:
+        alone_seconds = statistics.median(plain) / len(names)
+        parts |= {"work": [alone_seconds], "crowding": [each["busy"] - alone_seconds for each in seconds]}
+    told = BUSY_PARTS if args.busy else PARTS
+    medians = {name: statistics.median(parts[name]) for name in (*told, "step")}
     return {
         "ms": {name: round(1e3 * value, 3) for name, value in medians.items()},
-        "part_of_step": {name: round(medians[name] / medians["step"], 4) for name in PARTS},
+        "part_of_step": {name: round(medians[name] / medians["step"], 4) for name in told},
         "page_faults": statistics.median(faults),
         "micro_batches": statistics.median(claims),
     }
@@ -124,17 +131,21 @@ def main() -> int:
         return 1
     with tempfile.TemporaryDirectory(prefix="step_profile") as folder:
         data.save(Path(folder), args.network)
-        result = profile(args, [device.name for device in devices], model.batches(folder, args.batch))
+        batches = model.batches(folder, args.batch)
+        with busy_loop(list(devices[-1].cores) if args.busy else []):
+            result = profile(args, [device.name for device in devices], batches)
     rows = [["", "ms a step", "of the step"]]
-    rows += [[name, f"{result['ms'][name]:.2f}", f"{result['part_of_step'][name]:.1%}"] for name in PARTS]
+    rows += [
+        [name, f"{result['ms'][name]:.2f}", f"{result['part_of_step'][name]:.1%}"] for name in result["part_of_step"]
+    ]
     rows.append(["step", f"{result['ms']['step']:.2f}", ""])
     for name, milliseconds, part in rows:
         print(f"{name.replace('_', '-'):<12}{milliseconds:>10}{part:>13}")
     print(f"{result['page_faults']:.0f} page faults and {result['micro_batches']:.0f} micro-batches a step")
     if args.json:
         versions = {"paceline": paceline.__version__, "torch": torch.__version__, "python": platform.python_version()}
-        setting = {"network": args.network, "batch": args.batch, "hardware": host.hardware(devices)}
-        title = f"{args.network}, batch {args.batch}"
+        setting = {"network": args.network, "batch": args.batch, "busy": args.busy, "hardware": host.hardware(devices)}
+        title = f"{args.network}, batch {args.batch}{', a busy loop on the last core' if args.busy else ''}"
         print(json.dumps({**result, **setting, "versions": versions, "tables": {title: rows}}))
     return 0
 
@@ -143,6 +154,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", choices=["convolution", "transformer"], default="convolution")
     parser.add_argument("--batch", type=int, default=512, help="global batch (default: 512)")
+    parser.add_argument("--busy", action="store_true", help="with a busy loop on the last device's core")
     parser.add_argument("--cores", type=int, default=2, help="how many devices (default: 2)")
     parser.add_argument("--steps", type=int, default=200, help="half of them plain PyTorch's (default: 200)")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
