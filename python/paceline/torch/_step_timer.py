@@ -28,7 +28,9 @@ class StepTimer:
 
     def seconds(self, batch: Batch, objective: Objective, micro_batch: int | None, at_least: float) -> float:
         """The median of several steps on all devices, timed for `at_least` so many seconds."""
-        work = self._works.setdefault(micro_batch, self._workload(micro_batch))
+        work = self._works.get(micro_batch)
+        if work is None:
+            work = self._works[micro_batch] = self._workload(micro_batch)
         random = RandomStates(self._execution.places)
         times: list[float] = []
         spent = 0.0

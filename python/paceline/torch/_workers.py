@@ -51,7 +51,9 @@ class HostWorkers:
             try:
                 places.prepare_worker(device)
                 for index in range(begin, end):
-                    left.pop(index)()
+                    task = left.pop(index, None)
+                    if task is not None:  # else the caller, interrupted twice, did not wait and has taken it
+                        task()
             except BaseException as error:
                 errors.append(error)
                 return FAILED
@@ -60,13 +62,28 @@ class HostWorkers:
         try:
             self._stepper.run(len(tasks), body, _nothing)
         finally:
-            while left and not errors:
-                left.popitem()[1]()
+            _finish(left, errors)
         if errors:
             try:
                 raise errors[0]
             finally:
                 errors.clear()  # they refer to this frame
+
+
+def _finish(left: dict[int, Callable[[], None]], errors: list[BaseException]) -> None:
+    """What the workers have not begun, on the calling thread. Ctrl-C ends the task it comes in, as in plain PyTorch; the others are done."""
+    interrupted: KeyboardInterrupt | None = None
+    while left and not errors:
+        try:
+            task = left.popitem()[1]
+        except KeyError:  # a worker was faster
+            break
+        try:
+            task()
+        except KeyboardInterrupt as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
 
 
 def _nothing(device: int) -> list[None]:
