@@ -86,6 +86,8 @@ class Progress(Generic[_T]):
         Seconds between two plain lines.
     file
         Where to; None: ``sys.stderr`` of the moment when the loop begins.
+    watched
+        Makes of the batches what is looped over.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Progress(Generic[_T]):
         total: int | None = None,
         every: float = 10.0,
         file: TextIO | None = None,
+        watched: Callable[[Iterable[_T]], Iterable[_T]] | None = None,
     ) -> None:
         if not every >= 0:
             raise InvalidArgument(f"progress: every is {every}; it is the seconds between two lines, at least 0.")
@@ -106,6 +109,7 @@ class Progress(Generic[_T]):
         self._loss = loss
         self._every = every
         self._file = file
+        self._watched = watched
 
     def __len__(self) -> int:
         if self._total is None:
@@ -120,7 +124,7 @@ class Progress(Generic[_T]):
         figures = _FiguresSince(self._report, self._loss, self._total, window)
         with display if display is not None else Lines(file) as shown:
             done, last_done, last = 0, 0, float("-inf")
-            for batch in self._batches:
+            for batch in self._batches if self._watched is None else self._watched(self._batches):
                 yield batch
                 done += 1
                 now = time.monotonic()

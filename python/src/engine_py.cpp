@@ -19,6 +19,7 @@
 #include <paceline/runtime/blocking.hpp>
 
 #include "bindings.hpp"
+#include "collection.hpp"
 #include "python_program.hpp"
 #include "queued_program.hpp"
 #include "what_if_arguments.hpp"
@@ -381,6 +382,10 @@ void bind_engine(py::module_& module) {
         stepper.settle();
         return stepper.explain();
       });
+
+  module.def(
+      "collect_garbage_if_due", &collect_if_due,
+      "On a worker between two pieces of work: what Python's collector, which waits meanwhile, would have collected.");
 }
 
 }  // namespace paceline::python

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "collection.hpp"
 #include "worker_gil.hpp"
 
 namespace py = pybind11;
@@ -82,7 +83,9 @@ bool PythonProgram::run(const MicroBatch& micro_batch) {
                              PyLong_FromLongLong(micro_batch.end), micro_batch.last ? Py_True : Py_False};
     PyObject* result = nullptr;
     if (arguments[0] != nullptr && arguments[1] != nullptr && arguments[2] != nullptr) {
+      pause_collection();
       result = PyObject_Vectorcall(run_.ptr(), arguments, 4, nullptr);
+      resume_collection();
     }
     for (int i = 0; i < 3; ++i) Py_XDECREF(arguments[i]);
     if (result == nullptr) fail();

@@ -6,7 +6,7 @@ import typing
 import paceline._core.balance
 import paceline._core.runtime
 
-__all__: list[str] = ["DeviceQueues", "ItemPlan", "StepOutcome", "Stepper"]
+__all__: list[str] = ["DeviceQueues", "ItemPlan", "StepOutcome", "Stepper", "collect_garbage_if_due"]
 
 class StepOutcome:
     """
@@ -245,3 +245,8 @@ class Stepper:
     def planned_shares(self) -> list[int]: ...
     @property
     def reason(self) -> str: ...
+
+def collect_garbage_if_due() -> None:
+    """
+    On a worker between two pieces of work: what Python's collector, which waits meanwhile, would have collected.
+    """

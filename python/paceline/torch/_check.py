@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from paceline.torch._check_report import Cause, CheckReport, SplitResult
 from paceline.torch._dropout import dropout_names, without_dropout
 from paceline.torch._execution import Execution, Workload
 from paceline.torch._gradients import UserGradients
+from paceline.torch._items import Items
 from paceline.torch._objective import Objective, Reduction
 from paceline.torch._places import RandomStates
-from paceline.torch._probe import Probe, Probed, distances, sizes_told, spans_of
+from paceline.torch._probe import Probe, Probed, Span, distances, sizes_told, spans_of
 from paceline.torch._run import LossFunction, TrainRun
 
 # What the trainer's own devices made of the batch: sizes by device, objective, gradients.
@@ -48,15 +50,23 @@ def check(
     reduction: Reduction,
     micro_batch: int | None,
     tolerance: float | None,
+    costs: list[float] | None,
 ) -> CheckReport:
     """Check on the replica that is where the module is; `work` is for this check alone."""
     execution.replicas.refresh()
     places, replicas = execution.places, execution.replicas
-    probe = Probe(replicas.list[places.devices.index(places.home)], places, batch, objective, loss_fn)
+    replica = replicas.list[places.devices.index(places.home)]
+    probe, by_cost = Probe(replica, places, batch, objective, loss_fn), None
+    if costs is not None:
+        plan = work.stepper.plan_items(costs)
+        items = Items(list(plan.order), batch, places.pin, costs)
+        spans = [span for span in pairwise(plan.bounds) if span[0] < span[1]]
+        by_cost = Probe(replica, places, items.batch, items.objective(objective), loss_fn), spans
 
     def attempt() -> Trained:
-        frame = execution.frame(work, batch, loss_fn)
-        run = TrainRun(frame, loss_fn=loss_fn, objective=objective, scale=None, names=replicas.names)
+        frame = execution.frame(work, batch, loss_fn, costs)
+        mine = objective if frame.items is None else frame.items.objective(objective)
+        run = TrainRun(frame, loss_fn=loss_fn, objective=mine, scale=None, names=replicas.names)
         loss, gradients, outcome = execution.train(work, run, keep=False)
         return dict(zip(places.names, outcome.items, strict=True)), loss.item(), gradients
 
@@ -72,6 +82,7 @@ def check(
             micro_batch,
             tolerance_for(execution.module, places.home) if tolerance is None else tolerance,
             lambda: execution.repeated(attempt),
+            by_cost,
         ).run()
         user.check()
         return report
@@ -82,7 +93,7 @@ def check(
 
 
 class Check:
-    """One check. `train` runs the batch on the trainer's devices and commits nothing."""
+    """One check. `train` runs the batch on the trainer's devices and commits nothing; `by_cost` are the slices that costs give them."""
 
     def __init__(
         self,
@@ -94,6 +105,7 @@ class Check:
         micro_batch: int | None,
         tolerance: float,
         train: Callable[[], Trained],
+        by_cost: tuple[Probe, list[Span]] | None = None,
     ) -> None:
         if items < 2:
             raise InvalidArgument("check: the batch has one item, which cannot be split. Use a batch of at least 8.")
@@ -105,6 +117,7 @@ class Check:
         self._micro_batch = micro_batch
         self._tolerance = tolerance
         self._train = train
+        self._by_cost = by_cost
         self._causes: list[Cause] = []
 
     def run(self) -> CheckReport:
@@ -124,6 +137,8 @@ class Check:
                 return self._report([])
             splits = [self._split(whole, sizes) for sizes in self._sizes()]
             self._explain(whole, splits)
+            if self._by_cost is not None:
+                splits.append(self._dealt_out(whole, *self._by_cost))
         # With dropout its masks differ; what was found on the way differs there, too.
         if not first.drew:
             splits.append(self._on_devices(whole))
@@ -134,6 +149,19 @@ class Check:
                     "state between the threads of the devices.",
                 )
         return self._report(splits)
+
+    def _dealt_out(self, whole: Probed, probe: Probe, spans: list[Span]) -> SplitResult:
+        """The slices that the devices are given by costs, one after the other: items from anywhere in the batch, by cost."""
+        result = self._tried(f"by cost, {sizes_told([end - begin for begin, end in spans])}", whole, probe, spans)
+        if result.largest > self._tolerance and not self._causes:
+            raised = f" It raised {result.error}." if result.error is not None else ""
+            self._add(
+                "order",
+                "slices of neighbouring items give the result of the whole batch, and items dealt out by cost, in another order, do not: loss_fn or "
+                f"the module goes by the place of an item in the batch, or pairs it with its neighbours.{raised} Put what belongs to an item "
+                "into the batch, or step without cost=.",
+            )
+        return result
 
     def _silence(self, quiet: contextlib.ExitStack) -> bool:
         """Whether switching dropout off leaves nothing random."""
@@ -242,9 +270,11 @@ class Check:
         return self._probe.split([(0, self._items)])
 
     def _split(self, whole: Probed, sizes: list[int]) -> SplitResult:
-        name = sizes_told(sizes)
+        return self._tried(sizes_told(sizes), whole, self._probe, spans_of(sizes))
+
+    def _tried(self, name: str, whole: Probed, probe: Probe, spans: Sequence[Span]) -> SplitResult:
         try:
-            return self._compare(name, whole, self._probe.split(spans_of(sizes)))
+            return self._compare(name, whole, probe.split(spans))
         except Exception as error:  # of loss_fn, which just worked on the whole batch
             return SplitResult(name, 0.0, {}, (), f"{type(error).__name__}: {error}")
 

@@ -14,6 +14,7 @@ Kind = Literal[
     "batch size",
     "reduction",
     "weight",
+    "order",
     "not repeatable",
     "error",
     "devices",

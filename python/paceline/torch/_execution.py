@@ -12,15 +12,16 @@ from torch import nn
 from paceline import DeviceGroup, Error, OutOfMemory
 from paceline._core.engine import Stepper
 from paceline.torch._batch import Batch, concatenate
+from paceline.torch._batch_norm import uses_batch_statistics
 from paceline.torch._buckets import Buckets
 from paceline.torch._buffers import KeptBuffers
 from paceline.torch._caller_state import CallerState
-from paceline.torch._collector import Collector
 from paceline.torch._failures import raise_failure
 from paceline.torch._gradients import UserGradients
 from paceline.torch._items import Items
 from paceline.torch._launch import LaunchClock
 from paceline.torch._memory import MemoryCaps, is_out_of_memory
+from paceline.torch._micro_batch_size import MicroBatchSizes, SizeSearch
 from paceline.torch._places import Places, RandomStates
 from paceline.torch._replicas import Replicas
 from paceline.torch._run import Frame, PredictRun, Run, Seen, TrainRun
@@ -39,6 +40,7 @@ class Workload:
         self.seen = Seen(len(group))
         self.caps: MemoryCaps = MemoryCaps(places, limits)
         self.launches = LaunchClock(places.on_gpu)
+        self.sizes: MicroBatchSizes | None = None  # where the size of micro-batches is searched for
 
 
 class Execution:
@@ -75,7 +77,17 @@ class Execution:
         work.seen.follow(self.replicas, self.module, fn, self.places.types)
         state = CallerState(self.places.types, len(self._names))
         batch = whole if items is None else items.batch
-        return Frame(batch, self.replicas.list, work.seen, state, self.places, work.caps, items)
+        search = self._search(work, whole) if items is None else None
+        return Frame(batch, self.replicas.list, work.seen, state, self.places, work.caps, items, search)
+
+    def _search(self, work: Workload, batch: Batch) -> SizeSearch | None:
+        """None where other sizes cost compilation, or would normalise over other items."""
+        if work.sizes is None or work.seen.tunes or any(map(uses_batch_statistics, self.replicas.norms)):
+            return None
+        return work.sizes.of((batch.size, batch.item_shapes, work.seen.mode, self.replicas.generation))
+
+    def _buffer_marks(self) -> list[list[tuple[int, int]]]:
+        return [replica.buffer_marks() for replica in self.replicas.list]
 
     def repeated(self, attempt: Callable[[], _T]) -> _T:
         """What `attempt` returns. Where memory ran out it is made again from where it began, in smaller pieces."""
@@ -102,10 +114,13 @@ class Execution:
         # With one device the user's module itself runs, so its buffers are kept for the case that the step fails.
         kept = None if self.replicas.shared else KeptBuffers(self.module)
         user = UserGradients(self.replicas)
+        marks = [] if run.search is None else self._buffer_marks()
         try:
             outcome = self._execute(work.stepper, run)
             user.check()
             run.check()
+            if run.search is not None and self._buffer_marks() != marks:
+                run.search.stop()
             with torch.no_grad():
                 loss = run.loss()
                 totals = user.totals(run.left_out) if run.buckets is None else run.buckets.totals()
@@ -151,11 +166,10 @@ class Execution:
         self.running = run
         run.queues_empty = self._queues_are_empty()
         calls = (run.body, run.finish, self.places.queues, run.sums)
-        with Collector():
-            if run.items is None or run.items.plan is None:
-                outcome = stepper.run(run.batch.size, *calls, run.claims)
-            else:
-                outcome = stepper.run_items(run.items.plan, *calls)
+        if run.items is None or run.items.plan is None:
+            outcome = stepper.run(run.batch.size, *calls, run.claims)
+        else:
+            outcome = stepper.run_items(run.items.plan, *calls)
         if run.failures:
             device, begin, end, error = run.failures[0]
             run.failures.clear()
@@ -195,6 +209,8 @@ class Execution:
         if self.committed is not outcome:
             work.stepper.commit(outcome, run.pieces)
             work.launches.add(run.launches)
+            if run.search is not None:
+                run.search.add(run.timed)
             self.committed = outcome
             self.items = outcome.items
 

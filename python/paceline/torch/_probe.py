@@ -13,6 +13,7 @@ from torch import nn
 from paceline.torch._batch import Batch, concatenate
 from paceline.torch._buffers import KeptBuffers
 from paceline.torch._gradients import OwnStorages
+from paceline.torch._items import OrderedBatch
 from paceline.torch._objective import Objective
 from paceline.torch._places import Places, RandomStates
 from paceline.torch._replicas import Replica
@@ -35,7 +36,7 @@ class Probe:
     """Every run starts from the same parameters, buffers and random generators, and leaves them so."""
 
     def __init__(
-        self, replica: Replica, places: Places, batch: Batch, objective: Objective, loss_fn: LossFunction
+        self, replica: Replica, places: Places, batch: Batch | OrderedBatch, objective: Objective, loss_fn: LossFunction
     ) -> None:
         self.module = replica.module
         self._parameters = replica.parameters

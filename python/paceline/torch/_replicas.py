@@ -163,6 +163,12 @@ class Replica:
         pairs = modules_by_name(source, module)
         self.modules = [theirs for _, theirs in pairs]
         self.buffers = Buffers(pairs) if shared else None
+        self._buffer_slots = [(one._buffers, name) for one in self.modules for name in one._buffers]
+
+    def buffer_marks(self) -> list[tuple[int, int]]:
+        """Other ones after a buffer was set or written to, by other means than ``.data`` or batch normalisation."""
+        found = (slots.get(name) for slots, name in self._buffer_slots)
+        return [(id(buffer), 0 if buffer is None or buffer.is_inference() else buffer._version) for buffer in found]
 
     def follow(self, requires_grad: list[bool], training: list[bool]) -> None:
         """Be as the user's parameters, modules and buffers are."""
@@ -209,6 +215,7 @@ class Replicas:
         self.parameters = list(self._module.parameters())
         self.names = [name for name, _ in self._module.named_parameters()]
         self._modules = list(self._module.modules())
+        self.norms = [module for module in self._modules if isinstance(module, nn.modules.batchnorm._BatchNorm)]
         self._dicts = self._all_dicts()
         self._keys = list(map(list, self._dicts))
         self._entries = self._all_entries()

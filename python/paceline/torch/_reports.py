@@ -12,6 +12,7 @@ from torch import nn
 from paceline.balance import WhatIfAnswer
 from paceline.torch._execution import Workload
 from paceline.torch._lifetime import Lifetime
+from paceline.torch._step_gaps import StepGaps
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,6 +31,7 @@ class Reports(Lifetime):
     _steps: Workload
     _others: dict[str, Workload]  # runs of `batch` and other kinds of work, by name
     _loss: torch.Tensor | None = None  # of the last step
+    _gaps: StepGaps  # between calls of `step`
 
     @property
     def shares(self) -> dict[str, int]:
@@ -83,6 +85,7 @@ class Reports(Lifetime):
         Notes
         -----
         Shares, busy and step times are means since the figures before. Reading them and the loss waits for GPUs, only when something is shown.
+        How long the loop waits for batches is remembered; `explain` says so where it is much.
 
         Examples
         --------
@@ -95,7 +98,7 @@ class Reports(Lifetime):
         def loss() -> float | None:
             return None if self._loss is None else float(self._loss)
 
-        return Progress(batches, self.report, loss, total=total, every=every, file=file)
+        return Progress(batches, self.report, loss, total=total, every=every, file=file, watched=self._gaps.watched)
 
     def events(self) -> list[dict[str, Any]]:
         """The last events, oldest first, at most 4096; reading them waits for GPUs.
@@ -151,6 +154,8 @@ class Reports(Lifetime):
     def explain(self) -> str:
         """In words: what was seen, what was decided and why, what a move would gain; of `step`, and of each run of `batch` by its name.
 
+        Where host devices wait much between two steps it says how long, and in a loop over `progress` how much of that for the next batch.
+
         Waits for GPUs; also after `close`.
         """
         runs = {name: work for name, work in self._others.items() if name.startswith("run ")}
@@ -159,6 +164,10 @@ class Reports(Lifetime):
         text = self._steps.stepper.explain()
         busy = [entry["busy_seconds"] for entry in self._steps.stepper.metrics["devices"].values()]
         text += self._steps.caps.explain() + self._places.explain() + self._steps.launches.explain(busy)
+        if self._steps.sizes is not None:
+            text += self._steps.sizes.explain()
+        if not any(self._places.on_gpu):
+            text += self._gaps.explain()
         return text + "".join(f"\n{name}: {work.stepper.explain()}{work.caps.explain()}" for name, work in runs.items())
 
     def what_if(

@@ -13,14 +13,15 @@ import torch
 from torch import nn
 
 from paceline import Cancelled, InvalidArgument
+from paceline._core.engine import collect_garbage_if_due
 from paceline.torch._batch import Batch
 from paceline.torch._buckets import Buckets
 from paceline.torch._caller_state import CallerState, RecomputeWatch, backward_watched, generator_state
-from paceline.torch._collector import Collector
 from paceline.torch._gradients import OwnStorages, View, views
 from paceline.torch._items import Items, OrderedBatch
 from paceline.torch._launch import Launch
 from paceline.torch._memory import MemoryCaps
+from paceline.torch._micro_batch_size import SizeSearch
 from paceline.torch._objective import Objective
 from paceline.torch._places import Places
 from paceline.torch._replicas import Replica, Replicas, is_compiled, is_compiled_function
@@ -100,13 +101,14 @@ class Frame(NamedTuple):
     places: Places
     caps: MemoryCaps
     items: Items | None = None  # the plan of a batch whose items do not cost the same
+    search: SizeSearch | None = None  # for the size of micro-batches
 
 
 class Run:
     """What all have in common: the caller's state around every slice, failures kept with their traceback."""
 
     def __init__(self, frame: Frame) -> None:
-        self.batch, self.replicas, self.seen, self.state, self.places, self.caps, self.items = frame
+        self.batch, self.replicas, self.seen, self.state, self.places, self.caps, self.items, self.search = frame
         places = self.places
         self._pieces = [(0, 0)] * len(places)  # of each device: what is in work
         self._fresh = [True] * len(places)  # whether that is the first of its run
@@ -116,6 +118,8 @@ class Run:
         # Of each device, in order: what ran, and whether it was more than one piece of a claim.
         self._ran: list[list[tuple[int, int, int]]] = [[] for _ in range(len(places))]
         self._divided = False
+        # Of each device, of each claim: items and seconds of its pieces.
+        self.timed: list[list[list[tuple[int, float]]]] = [[] for _ in range(len(places))]
         self.failures: list[tuple[int, int, int, BaseException]] = []
         self._inside: dict[int, int] = {}
         self._interrupted = False
@@ -157,23 +161,32 @@ class Run:
         return []
 
     def _slice(self, device: int, begin: int, end: int) -> int:
-        codes: list[int] = []
+        codes: list[int] = [] if self.search is None or not self.search.on_trial else [DONE_BUT_NO_EVIDENCE]
+        spans = [(begin, end)] if self.search is None else self.search.pieces(begin, end)
+        times: list[tuple[int, float]] = []
         with self.places.enter(device):
-            for piece in self.caps.pieces(device, begin, end, self.batch):
-                self._pieces[device] = piece
-                self._fresh[device] = not codes
-                with self.caps.measured(device, *piece, self.batch) as measuring:
-                    ran, code = self._piece(device, *piece)
-                    ended = time.perf_counter()
-                    measuring.counts = ran
-                codes.append(code)
-                if ran:
-                    self.launched(device, ended - self._brought[device])
-                self._ran[device].append((device, *piece))
-                Collector.between_pieces()
-        if len(codes) > 1:  # only ever set, whichever worker is first
+            for span in spans:
+                began = time.perf_counter()
+                for piece in self.caps.pieces(device, *span, self.batch):
+                    codes.append(self._run_piece(device, piece, fresh=piece[0] == begin))
+                times.append((span[1] - span[0], time.perf_counter() - began))
+        self.timed[device].append(times)
+        if piece[0] > begin:  # only ever set, whichever worker is first
             self._divided = True
         return max(codes)
+
+    def _run_piece(self, device: int, piece: tuple[int, int], *, fresh: bool) -> int:
+        self._pieces[device] = piece
+        self._fresh[device] = fresh
+        with self.caps.measured(device, *piece, self.batch) as measuring:
+            ran, code = self._piece(device, *piece)
+            ended = time.perf_counter()
+            measuring.counts = ran
+        if ran:
+            self.launched(device, ended - self._brought[device])
+        self._ran[device].append((device, *piece))
+        collect_garbage_if_due()
+        return code
 
     def bring(self, device: int, begin: int, end: int) -> Any:
         """A slice of the batch, where the device computes."""

@@ -32,12 +32,14 @@ from paceline.torch._claims import ClaimScript, ReplayedCaps
 from paceline.torch._execution import Execution, Workload
 from paceline.torch._global_batch import FunctionRun, GlobalBatch, RunFunction
 from paceline.torch._items import Cost, costs_of
+from paceline.torch._micro_batch_size import MicroBatchSizes
 from paceline.torch._objective import Objective, Reduction, Weight
 from paceline.torch._optimizer import spread
 from paceline.torch._places import Places
 from paceline.torch._replicas import Replicas, Replicate
 from paceline.torch._reports import Reports
 from paceline.torch._run import LossFunction, PredictRun, TrainRun
+from paceline.torch._step_gaps import StepGaps
 from paceline.torch._step_timer import StepTimer
 from paceline.torch._workers import HostWorkers
 
@@ -62,7 +64,10 @@ class DataParallel(Reports):
         ``"auto"``: shares follow the measured speeds, and a device that is done early takes over work. ``"even"``: equal shares.
         A list with one number per device: fixed ratios. The last two never move work.
     micro_batch
-        Items of one forward and backward; None: one large planned micro-batch per device, then small corrections where they pay.
+        Items of one forward and backward; None: one large planned micro-batch per device, then small corrections where they pay. On host
+        devices `step` then also measures, in some steps by turns, whether smaller ones are faster (they may fit a cache) and takes them
+        if so; not where the forward writes buffers, as batch normalisation does, nor with `torch.compile`, ``corrections=False``,
+        `granularity` or costs.
     reduction
         What ``loss_fn`` returns for its slice: the ``"mean"`` over its items (or, with `weight`, over their weight), or their ``"sum"``.
         **The objective is the mean over the batch either way**, so gradients do not change with this; it must only be true.
@@ -153,6 +158,8 @@ class DataParallel(Reports):
             }
             self._limits = memory_limits(memory, group)
             self._steps = Workload(group, places, self._limits, **self._options)
+            if micro_batch is None and granularity == 1 and corrections is not False and not any(places.on_gpu):
+                self._steps.sizes = MicroBatchSizes()
             self._others: dict[str, Workload] = {}
             self._temporary: list[Workload] = []  # of calls that leave no trace
             self._script: ClaimScript | None = None
@@ -162,6 +169,7 @@ class DataParallel(Reports):
                 group.close()
             raise
         self._loss: torch.Tensor | None = None  # of the last step, for those who watch
+        self._gaps = StepGaps()
         super().__init__(group, owned, execution)
 
     def step(
@@ -225,7 +233,13 @@ class DataParallel(Reports):
             If another thread closed the trainer; gradients and buffers are as before the step.
         """
         with self._alone("step"):
-            self._loss = self._step(loss_fn, batch, weight, scaler, cost)
+            began = self._gaps.begin()
+            try:
+                self._loss = self._step(loss_fn, batch, weight, scaler, cost)
+            except BaseException:
+                self._gaps.interrupted()
+                raise
+            self._gaps.end(began)
             return self._loss
 
     def _step(
@@ -234,9 +248,7 @@ class DataParallel(Reports):
         check_trains("step", loss_fn)
         check_scaler("step", scaler)
         whole, objective = self._prepared(batch, weight)
-        costs = costs_of(cost, batch, whole.size, self._places.check_values)
-        if costs is not None:
-            self._check_costs()
+        costs = self._costs(cost, batch, whole.size)
         if costs is not None and self._script is not None and self._script.peek(whole.size).order is None:
             raise InvalidArgument(
                 "step: cost= while claims are replayed of a step that ran without. Leave it out, or end the replay first: "
@@ -276,12 +288,14 @@ class DataParallel(Reports):
         scale: torch.Tensor = scaler.scale(torch.ones((), device=self._places.home))
         return scale
 
-    def _check_costs(self) -> None:
-        if self._options["granularity"] > 1:
+    def _costs(self, cost: Cost | None, batch: Any, size: int) -> list[float] | None:
+        costs = costs_of(cost, batch, size, self._places.check_values)
+        if costs is not None and self._options["granularity"] > 1:
             raise InvalidArgument(
                 "cost= together with granularity=, which counts items: by cost, devices get other numbers of them. Make the trainer without "
                 "it, or with micro_batch= or memory=, which limit batches with costs, too."
             )
+        return costs
 
     def _workloads(self) -> list[Workload]:
         return [self._steps, *self._others.values(), *self._temporary]
@@ -312,7 +326,12 @@ class DataParallel(Reports):
         Returns
         -------
         GlobalBatch
-            ``run(fn)`` calls ``fn(module, micro_batch)`` on all devices. It ends with its ``with`` block.
+            ``run(fn)`` calls ``fn(module, micro_batch)`` on all devices, and raises what `step` does. It ends with its ``with`` block.
+
+        Raises
+        ------
+        InvalidArgument
+            For a batch, weight or costs that cannot be used.
 
         Examples
         --------
@@ -329,9 +348,7 @@ class DataParallel(Reports):
         """
         with self._alone("batch"):
             whole, objective = self._prepared(batch, weight)
-            costs = costs_of(cost, batch, whole.size)
-            if costs is not None:
-                self._check_costs()
+            costs = self._costs(cost, batch, whole.size)
 
         def start(fn: RunFunction, wanted: list[nn.Parameter] | None, scaler: Any, name: str) -> torch.Tensor:
             with self._alone("run"):
@@ -351,7 +368,13 @@ class DataParallel(Reports):
         return GlobalBatch(whole.size, start)
 
     def check(
-        self, loss_fn: LossFunction, batch: Any, *, weight: Weight | None = None, tolerance: float | None = None
+        self,
+        loss_fn: LossFunction,
+        batch: Any,
+        *,
+        weight: Weight | None = None,
+        tolerance: float | None = None,
+        cost: Cost | None = None,
     ) -> CheckReport:
         """Compare one batch run whole with the same batch in several splits, and say what makes a difference.
 
@@ -361,8 +384,8 @@ class DataParallel(Reports):
 
         Parameters
         ----------
-        loss_fn, batch, weight
-            As for `step`. 8 items or more tell most; they need not be many.
+        loss_fn, batch, weight, cost
+            As for `step`. 8 items or more tell most; they need not be many. With `cost` also in the order that it gives the items.
         tolerance
             Up to which relative difference results count as equal. Default: what rounding may bring for the types of the parameters.
 
@@ -386,6 +409,7 @@ class DataParallel(Reports):
         with self._alone("check"), _emptied(self._temporary):
             check_trains("check", loss_fn)
             whole, objective = self._prepared(batch, weight)
+            costs = self._costs(cost, batch, whole.size)
             self._places.begin(whole)
             micro_batch = self._options["micro_batch"]
             return check(
@@ -397,6 +421,7 @@ class DataParallel(Reports):
                 reduction=self._reduction,
                 micro_batch=micro_batch or None,
                 tolerance=tolerance,
+                costs=costs,
             )
 
     def find_batch_size(
@@ -480,6 +505,15 @@ class DataParallel(Reports):
         -------
         Any
             What `fn` returns, for the whole batch, in the order of the items. The training mode is the module's own.
+
+        Raises
+        ------
+        InvalidArgument
+            For a batch, costs or outputs that cannot be used.
+        Timeout, DeviceLost, Error, Cancelled, KeyboardInterrupt
+            As `step`.
+        Exception
+            What `fn` raised on a worker, with a note that names the device.
         """
         with self._alone("predict"):
             return self._predict(batch, fn if fn is not None else _forward, cost)
@@ -487,9 +521,7 @@ class DataParallel(Reports):
     def _predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any], cost: Cost | None) -> Any:
         whole = Batch(batch)
         self._places.begin(whole)
-        costs = costs_of(cost, batch, whole.size, self._places.check_values)
-        if costs is not None:
-            self._check_costs()
+        costs = self._costs(cost, batch, whole.size)
         work = self._work("predict")
 
         def attempt() -> Any:
@@ -505,6 +537,12 @@ class DataParallel(Reports):
         On several host devices its ``step`` runs on all of their workers, each with a part of the parameters, if `cls` is one of
         PyTorch's own that treats parameters one by one (all but LBFGS and SparseAdam), and there is enough to do. The result is the same
         bit for bit. Instances, states, hooks and schedulers are those of `cls`.
+
+        Raises
+        ------
+        Exception
+            What `cls` raises, for these parameters and options. Where its ``step`` raises on a worker, as for a gradient of another type, parts
+            that others have are updated or not: go on from what you saved last.
         """
         return spread(cls, self.module.parameters() if parameters is None else parameters, HostWorkers(self), options)
 

@@ -1,0 +1,115 @@
+"""What `explain` says of the time between steps."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.torch import DataParallel
+from paceline.torch._step_gaps import StepGaps
+from torch_support import TWO, classifier, classify
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("paceline.torch._step_gaps.time.perf_counter", lambda: self.now)
+
+    def steps(self, gaps: StepGaps, count: int, *, inside: float, between: float, waiting: float = 0.0) -> None:
+        def batches() -> Iterator[int]:
+            for number in range(count):
+                self.now += waiting
+                yield number
+
+        for _ in gaps.watched(batches()):
+            began = gaps.begin()
+            self.now += inside
+            gaps.end(began)
+            self.now += between - waiting
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_nothing_is_said_of_short_gaps(clock: Clock) -> None:
+    gaps = StepGaps()
+    clock.steps(gaps, 20, inside=0.040, between=0.008)
+    assert gaps.explain() == ""
+    clock.steps(gaps, 60, inside=0.0005, between=0.0009)  # less than a millisecond
+    assert gaps.explain() == ""
+
+
+def test_a_few_steps_say_nothing(clock: Clock) -> None:
+    gaps = StepGaps()
+    clock.steps(gaps, 8, inside=0.010, between=0.090)  # seven gaps
+    assert gaps.explain() == ""
+
+
+def test_long_gaps_are_told_with_both_times(clock: Clock) -> None:
+    gaps = StepGaps()
+    clock.steps(gaps, 20, inside=0.030, between=0.012)
+    assert gaps.explain().startswith(
+        "Between two steps the devices wait 12.0 ms, beside 30.0 ms that a step takes (medians of the last 19). That is the optimizer,"
+    )
+
+
+def test_waiting_for_batches_is_input_bound(clock: Clock) -> None:
+    gaps = StepGaps()
+    clock.steps(gaps, 60, inside=0.030, between=0.020, waiting=0.015)
+    assert "(medians of the last 50). Input-bound: 15.0 ms of that are for the next batch." in gaps.explain()
+
+
+def test_a_small_part_of_waiting_is_told_as_such(clock: Clock) -> None:
+    gaps = StepGaps()
+    clock.steps(gaps, 20, inside=0.030, between=0.020, waiting=0.005)
+    assert "5.0 ms of that are for the next batch; the rest is the optimizer" in gaps.explain()
+
+
+def test_single_long_gaps_do_not_count(clock: Clock) -> None:
+    gaps = StepGaps()
+    for _ in range(5):
+        clock.steps(gaps, 9, inside=0.030, between=0.001)
+        clock.now += 60.0  # validation
+    assert gaps.explain() == ""
+
+
+def test_the_time_after_a_failure_says_nothing(clock: Clock) -> None:
+    gaps = StepGaps()
+    for _ in range(20):
+        clock.steps(gaps, 1, inside=0.030, between=0.500)
+        gaps.interrupted()
+    assert gaps.explain() == ""
+
+
+def test_a_trainer_tells_that_it_is_input_bound() -> None:
+    module, batch = classifier(16)
+
+    def slow() -> Iterator[Any]:
+        for _ in range(12):
+            time.sleep(0.03)
+            yield batch
+
+    def broken(module: Any, batch: Any) -> torch.Tensor:
+        raise RuntimeError("planned")
+
+    with DataParallel(module, TWO) as trainer:
+        for one in trainer.progress(slow(), file=io.StringIO()):
+            trainer.step(classify, one)
+        assert "Input-bound" in trainer.explain()
+    with DataParallel(module, TWO) as trainer:
+        for one in slow():
+            trainer.step(classify, one)
+        assert "Between two steps the devices wait" in trainer.explain()
+        assert "Input-bound" not in trainer.explain()
+    with DataParallel(module, TWO) as trainer:
+        for one in slow():
+            with pytest.raises(RuntimeError, match="planned"):
+                trainer.step(broken, one)
+        assert "Between two steps" not in trainer.explain()
