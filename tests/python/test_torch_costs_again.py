@@ -56,7 +56,7 @@ def test_write_a_ledger_of_steps_with_costs(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(("memory", "balance"), [(None, "auto"), (8000, "auto"), (8000, "even")])
-def test_steps_with_costs_run_again_to_the_same_bit(tmp_path: Path, memory: int | None, balance: str) -> None:
+def test_steps_with_costs_run_again_to_the_same_bit(tmp_path: Path, memory: int | None, balance: Any) -> None:
     module, batch = words(48, 5)
     path = tmp_path / "ledger.jsonl"
 
