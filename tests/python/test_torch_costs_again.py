@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,134 @@ def test_a_limit_on_memory_counts_padded_costs(devices: int) -> None:
         assert "largest_micro_batch" not in entry
         trainer.step(loss_fn, batch)
         assert "largest_micro_batch" in trainer.report()["memory"]["host:0"]
+
+
+def few_long(long: int, short: int) -> dict[str, torch.Tensor]:
+    """Eight items of length `long`, forty of length `short`."""
+    _, batch = words(48, 3)
+    batch["tokens"] = torch.rand(48, 60, dtype=torch.double)
+    batch["length"] = torch.tensor([short] * 20 + [long] * 8 + [short] * 20)
+    return batch
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_long_items_that_run_alone_do_not_leave_short_ones_alone(devices: int) -> None:
+    module, batch = Tokens(), few_long(50, 5)
+    ran: list[tuple[int, int]] = []
+
+    def loss_fn(one: Any, part: dict[str, torch.Tensor]) -> Any:
+        loss = one(part).mean()
+        ran.append((len(part["length"]), int(part["length"].max())))
+        return loss
+
+    _, wanted = plain(module, lambda one, part: one(part).mean(), batch)
+    with DataParallel(module, hosts(devices), balance="even", memory=80 * PER_TOKEN) as trainer:
+        for _ in range(2):
+            ran.clear()
+            for parameter in module.parameters():
+                parameter.grad = None
+            trainer.step(loss_fn, batch, cost=batch["length"])
+            assert_same_gradients(module, wanted)
+        text = trainer.explain()
+        assert trainer.report()["memory"]["host:0"]["largest_padded_cost"] == 50
+    assert max(items for items, longest in ran if longest == 50) == 1
+    assert {items for items, longest in ran if longest == 5} == {10}
+    told = "host:0: a cost of at most 50 at once, items counted as the longest, since it reached its limit with 100.\n"
+    assert told in text
+
+
+class Short:
+    """`loss_of_words` on devices that have memory for so many tokens in a slice, padding included."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.ran: list[tuple[int, int]] = []  # items, and the longest
+        self.failed: list[int] = []  # the tokens
+
+    def __call__(self, module: Any, part: dict[str, torch.Tensor]) -> Any:
+        items, longest = len(part["length"]), int(part["length"].max())
+        if items * longest > self.tokens:
+            self.failed.append(items * longest)
+            raise torch.OutOfMemoryError("as planned")
+        self.ran.append((items, longest))
+        return loss_of_words(module, part)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_after_a_failure_pieces_are_of_half_its_cost(seed: int) -> None:
+    module, batch = words(64, seed)
+    _, wanted = plain(module, loss_of_words, batch)
+    fn = Short(int(batch["length"].max()))
+    with DataParallel(module, ["host:0"]) as trainer:
+        for _ in range(2):
+            fn.ran.clear()
+            module.zero_grad()
+            trainer.step(fn, batch, cost=batch["length"])
+            assert_same_gradients(module, wanted)
+        cap = min(fn.failed) / 2
+        assert (
+            f"host: a cost of at most {cap:g} at once, items counted as the longest, since host:0 ran out of memory with {2 * cap:g}.\n"
+            in trainer.explain()
+        )
+    assert all(items == 1 or items * longest <= cap for items, longest in fn.ran)
+    assert max(items * longest for items, longest in fn.ran if items > 1) > cap / 2  # no smaller than they must be
+    assert all(less <= more / 2 for more, less in pairwise(fn.failed))
+
+
+def test_a_cap_of_costs_is_none_of_items_and_the_other_way_round() -> None:
+    module, batch = words(64, 3)
+    fn = Short(2 * int(batch["length"].max()))
+    ran: list[int] = []
+
+    def noted(one: Any, part: dict[str, torch.Tensor]) -> Any:
+        ran.append(len(part["length"]))
+        return loss_of_words(one, part)
+
+    with DataParallel(module, ["host:0"]) as trainer:
+        trainer.step(fn, batch, cost=batch["length"])
+        trainer.step(noted, batch)
+        assert ran == [64]
+    with DataParallel(module, ["host:0"]) as trainer:
+        trainer.step(fn, batch)
+        assert "at most 2 items at once" in trainer.explain()
+        ran.clear()
+        trainer.step(noted, batch, cost=batch["length"])
+        trainer.step(fn, batch, cost=batch["length"])
+        text = trainer.explain()
+        assert "a cost of at most" in text
+        assert "at most 2 items at once" in text
+    assert sum(ran) == 64
+    assert max(ran) > 8
+
+
+def test_one_item_whose_cost_does_not_fit_is_the_error() -> None:
+    module, batch = words(20, 3)
+    fn = Short(int(batch["length"].max()) - 1)
+    with DataParallel(module, TWO) as trainer, pytest.raises(torch.OutOfMemoryError):
+        trainer.step(fn, batch, cost=batch["length"])
+    assert gradients(module) == [None] * len(gradients(module))
+
+
+def test_a_step_whose_memory_ran_out_runs_again_to_the_same_bit(tmp_path: Path) -> None:
+    module, batch = words(64, 3)
+    path = tmp_path / "ledger.jsonl"
+    fn = Short(int(batch["length"].max()))
+    seen = []
+    with DataParallel(module, TWO) as trainer:
+        trainer.write_ledger(path)
+        for _ in range(3):
+            module.zero_grad()
+            trainer.step(fn, batch, cost=batch["length"])
+            seen.append(gradients(module))
+    assert fn.failed
+    claims = [json.loads(line).get("claims", {}) for line in path.read_text().splitlines()]
+    assert any("pieces" in entry for entry in claims)
+    with DataParallel(module, TWO) as trainer:
+        trainer.replay_claims(path)
+        for then in seen:
+            module.zero_grad()
+            trainer.step(loss_of_words, batch)
+            assert all(torch.equal(a, b) for a, b in zip(gradients(module), then, strict=True))  # type: ignore[arg-type]
 
 
 def test_memory_that_none_of_the_costs_tells_of_counts_items() -> None:

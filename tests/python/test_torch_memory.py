@@ -183,6 +183,92 @@ def test_items_of_another_shape_have_a_model_of_their_own() -> None:
         assert many == pytest.approx(10 * few, rel=0.01)
 
 
+class Scaled(nn.Module):
+    """For items of any shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.double))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return (self.scale * x).exp().flatten(1).mean(1)
+
+
+def short_of(numbers: int, ran: list[int], error: type[Exception] = torch.OutOfMemoryError) -> Any:
+    """`loss_of` on a device that has memory for a slice of so many numbers, noting the items of those that fit."""
+
+    def loss_fn(module: Any, x: torch.Tensor) -> Any:
+        if x.numel() > numbers:
+            raise error("as planned")
+        ran.append(len(x))
+        return loss_of(module, x)
+
+    return loss_fn
+
+
+def images(items: int, width: int) -> torch.Tensor:
+    return torch.randn(items, width, width, dtype=torch.double, generator=torch.Generator().manual_seed(width))
+
+
+@pytest.mark.parametrize("limit", [None, 10**8])
+def test_items_of_another_shape_have_a_cap_of_their_own(limit: int | None) -> None:
+    module = Scaled()
+    ran: list[int] = []
+    with DataParallel(module, ["host:0"], memory=limit) as trainer:
+        for _ in range(2):
+            for width, fits in ((32, 4), (8, 64)):
+                batch = images(64, width)
+                ran.clear()
+                module.zero_grad()
+                trainer.step(short_of(4 * 32 * 32, ran), batch)
+                _, wanted = plain(module, loss_of, batch)
+                assert_same_gradients(module, wanted)
+                assert max(ran) <= fits
+            # The large ones come first: they leave the small ones alone, which in the end are one piece.
+        assert max(ran) == 64
+        assert "host: at most 4 items at once, since host:0 ran out of memory with 8.\n" in trainer.explain()
+        if limit is not None:
+            assert trainer.report()["memory"]["host:0"]["largest_micro_batch"] == 4
+
+
+def test_a_cap_of_small_items_is_not_told_of_large_ones() -> None:
+    module = Scaled()
+    ran: list[int] = []
+    with DataParallel(module, ["host:0"], memory=10**8) as trainer:
+        trainer.step(short_of(10**9, ran), images(64, 32))
+        before = trainer.report()["memory"]["host:0"]["largest_micro_batch"]
+        trainer.step(short_of(4 * 8 * 8, ran, OutOfMemory), images(64, 8))
+        assert trainer.report()["memory"]["host:0"]["largest_micro_batch"] == before > 64
+        assert "host:0: at most 4 items at once, since it reached its limit with 8." in trainer.explain()
+
+
+def test_the_kinds_of_batches_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.torch._memory._MOST_SHAPES", 2)
+    module = Scaled()
+    ran: list[int] = []
+    with DataParallel(module, ["host:0"]) as trainer:
+        for width, told in (
+            (4, "at most 8 items at once, since host:0 ran out of memory with 16.\n"),
+            (
+                8,
+                "at most 2 items at once, since host:0 ran out of memory with 4; items of 1 other shape have caps of their own.\n",
+            ),
+            (
+                16,
+                "at most 1 item at once, since host:0 ran out of memory with 2; items of 1 other shape have caps of their own.\n",
+            ),
+            (
+                4,
+                "at most 1 item at once, since host:0 ran out of memory with 2; items of 1 other shape have caps of their own.\n",
+            ),
+        ):
+            trainer.step(short_of({4: 8, 8: 2, 16: 1}[width] * width * width, ran), images(16, width))
+            assert told in trainer.explain()
+            assert all(len(caps) <= 2 for caps in trainer._steps.caps._caps.values())
+        shapes = [key[0][0] for key in trainer._steps.caps._caps["host"]]  # type: ignore[index]
+    assert shapes == [(16, 16), (4, 4)]
+
+
 def test_without_a_limit_nothing_is_measured_and_nothing_split() -> None:
     module, batch = wide(64)
     sizes: dict[int, list[int]] = {}

@@ -57,7 +57,7 @@ class ReplayedCaps(MemoryCaps):
         within = [piece for piece in self._claims.pieces[device] if begin <= piece[0] and piece[1] <= end]
         yield from within or [(begin, end)]
 
-    def shrink(self, device: int, items: int, error: BaseException) -> bool:
+    def shrink(self, device: int, begin: int, end: int, batch: Sized, error: BaseException) -> bool:
         """Smaller pieces would be another run."""
         return False
 

@@ -174,7 +174,7 @@ class Execution:
             device, begin, end, error = run.failures[0]
             run.failures.clear()
             try:
-                if is_out_of_memory(error) and run.caps.shrink(device, end - begin, error):
+                if is_out_of_memory(error) and run.caps.shrink(device, begin, end, run.batch, error):
                     raise _TryAgainError from error
                 told = run.batch.told(begin, end) if end > begin else ""
                 raise_failure(error, self._names[device], told, run.kept)

@@ -1,12 +1,13 @@
-"""How many items may be in work at once: by a limit that was set, and by memory that ran out."""
+"""How much may be in work at once: by a limit that was set, and by memory that ran out."""
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import math
 from collections.abc import Hashable, Iterator
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -16,7 +17,7 @@ from paceline.torch._items import OrderedBatch
 from paceline.torch._memory_model import MemoryModel, metered
 from paceline.torch._places import Places
 
-_MOST_SHAPES = 64  # with models of their own, for each device; a sequence's length is a shape
+_MOST_SHAPES = 64  # with models and caps of their own, for each device; a sequence's length is a shape
 _FIRST_PART = 16  # of a claim is the first size that is measured
 
 
@@ -48,7 +49,7 @@ class Sized(Protocol):
 
     @property
     def memory_key(self) -> Hashable:
-        """Batches of equal keys have one model."""
+        """Batches of equal keys have one model and one cap."""
 
     def memory_size(self, begin: int, end: int) -> float:
         """What the memory for these items grows with: more than zero, and no less with more items."""
@@ -60,10 +61,28 @@ def _end(batch: Sized, begin: int, end: int, most: float) -> int:
     return begin + max(1, fits)
 
 
-class MemoryCaps:
-    """The largest micro-batch of each device.
+def _make_room(kinds: dict[Hashable, Any]) -> None:
+    """For one more kind of batches: what was found first is forgotten."""
+    if len(kinds) >= _MOST_SHAPES:
+        del kinds[next(iter(kinds))]
 
-    A claim of more items is worked off in pieces: gradients add up to the same, and no other device is affected. Where a limit is
+
+class Cap(NamedTuple):
+    """Memory that ran out."""
+
+    size: float  # of the micro-batch, as its batch counts it
+    why: str
+
+    @property
+    def most(self) -> float:
+        """What is tried from then on; an item alone always is."""
+        return self.size / 2
+
+
+class MemoryCaps:
+    """The largest micro-batch of each device, for each kind of batches.
+
+    A claim of more is worked off in pieces: gradients add up to the same, and no other device is affected. Where a limit is
     set the first claims are worked off in small pieces of growing size, until two sizes have been measured.
     """
 
@@ -76,8 +95,8 @@ class MemoryCaps:
         self._idle = [False] * len(
             self._names
         )  # whether the device's last piece was nothing to do; each entry is its worker's
-        self._caps: dict[str, int] = {}  # of memory spaces, and of devices with a limit
-        self._told: dict[str, str] = {}
+        # Of memory spaces, and of devices with a limit: what one kind of batches takes tells nothing of another.
+        self._caps: dict[str, dict[Hashable, Cap]] = {}
 
     def pieces(self, device: int, begin: int, end: int, batch: Sized) -> Iterator[tuple[int, int]]:
         """Items ``[begin, end)`` in as few pieces as fit, of sizes that differ by at most one if they fit then, once it is known what fits."""
@@ -96,22 +115,21 @@ class MemoryCaps:
             return
         limit = self._limits[device]
         fits = model.most(limit) if model is not None and limit is not None else None
-        yield from self._divided(batch, begin, end, fits, self._cap(device))
+        cap = self._cap(device, batch.memory_key)
+        yield from self._divided(batch, begin, end, cap if fits is None else min(fits, cap))
 
     @staticmethod
-    def _divided(batch: Sized, begin: int, end: int, fits: float | None, cap: int | None) -> Iterator[tuple[int, int]]:
-        """In as few pieces as are no larger than `fits`, of at most `cap` items each."""
-        items = end - begin
-        if fits is None:
-            count = 1 if cap is None else -(-items // cap)
-            yield from pairwise(begin + items * k // count for k in range(count + 1))
+    def _divided(batch: Sized, begin: int, end: int, most: float) -> Iterator[tuple[int, int]]:
+        """In as few pieces as are no larger than `most`."""
+        if math.isinf(most):
+            yield begin, end
             return
         bounds = [begin]
         while bounds[-1] < end:
-            bounds.append(_end(batch, bounds[-1], min(end, bounds[-1] + (cap or items)), fits))
+            bounds.append(_end(batch, bounds[-1], end, most))
         count = len(bounds) - 1
-        even = [begin + items * k // count for k in range(count + 1)]
-        if all(batch.memory_size(*piece) <= fits for piece in pairwise(even)):
+        even = [begin + (end - begin) * k // count for k in range(count + 1)]
+        if all(batch.memory_size(*piece) <= most for piece in pairwise(even)):
             bounds = even
         yield from pairwise(bounds)
 
@@ -130,17 +148,19 @@ class MemoryCaps:
         else:
             self._idle[device] = True
 
-    def shrink(self, device: int, items: int, error: BaseException) -> bool:
-        """After memory ran out with so many items at once: half of that from now on. False if there is no less."""
-        if items <= 1:
+    def shrink(self, device: int, begin: int, end: int, batch: Sized, error: BaseException) -> bool:
+        """After memory ran out with these items at once: half of that from now on, in batches of their kind. False if there is no less."""
+        if end - begin <= 1:
             return False
-        cap = max(1, items // 2)
         # A limit is the device's own; what really ran out is the memory of all that share it.
         limited = isinstance(error, OutOfMemory)
         name = self._names[device] if limited else self._spaces[device]
         why = "it reached its limit" if limited else f"{self._names[device]} ran out of memory"
-        self._caps[name] = min(cap, self._caps.get(name, cap))
-        self._told[name] = f"{name}: at most {counted(self._caps[name], 'item')} at once, since {why} with {items}."
+        caps = dict(self._caps.get(name, {}))  # another thread may be reading the old ones
+        caps.pop(batch.memory_key, None)  # what failed was within it, so half of that is less
+        _make_room(caps)
+        caps[batch.memory_key] = Cap(batch.memory_size(begin, end), why)
+        self._caps[name] = caps
         return True
 
     def report(self) -> dict[str, dict[str, float]]:
@@ -153,28 +173,28 @@ class MemoryCaps:
     def limits(self) -> dict[str, dict[str, float]]:
         """Of each device with a limit: the limit, and for the item that takes most the model and what fits; of costs by themselves."""
         result: dict[str, dict[str, float]] = {}
-        for name, limit, models in zip(self._names, self._limits, self._models, strict=True):
+        for device, (name, limit, models) in enumerate(zip(self._names, self._limits, self._models, strict=True)):
             if limit is None:
                 continue
             result[name] = {"limit_bytes": limit}
-            counted = (model for key, model in models.items() if key != OrderedBatch.memory_key)
-            model = max(counted, key=lambda model: model.per_item, default=None)
-            if model is not None and model.sizes > 0:
+            measured = {key: model for key, model in dict(models).items() if model.sizes > 0}
+            costs = measured.pop(OrderedBatch.memory_key, None)
+            if measured:
+                key, model = max(measured.items(), key=lambda entry: entry[1].per_item)
                 most = model.most_items(limit)
                 result[name] |= {"fixed_bytes": model.fixed, "bytes_per_item": model.per_item}
                 if most is not None:
-                    result[name]["largest_micro_batch"] = min(most, self._caps.get(name, most))
-            costs = models.get(OrderedBatch.memory_key)
-            if costs is not None and costs.sizes > 0:
+                    result[name]["largest_micro_batch"] = int(min(most, self._cap(device, key)))
+            if costs is not None:
                 result[name] |= {"fixed_bytes_with_costs": costs.fixed, "bytes_per_cost": costs.per_item}
                 largest = costs.most(limit)
                 if largest is not None:
-                    result[name]["largest_padded_cost"] = largest
+                    result[name]["largest_padded_cost"] = min(largest, self._cap(device, OrderedBatch.memory_key))
         return result
 
     def explain(self) -> str:
-        """A line for each cap, and for each device that has a limit; empty if there is none."""
-        text = "".join(f"{line}\n" for _, line in sorted(self._told.items()))
+        """Lines for memory that ran out, and for each device that has a limit; empty if there are none."""
+        text = "".join(f"{line}\n" for line in self._told())
         for name, entry in self.limits().items():
             if "largest_micro_batch" in entry:
                 text += (
@@ -199,18 +219,34 @@ class MemoryCaps:
                 middle = _end(batch, begin, end, 2 * measured)
             else:
                 middle = min(end, _end(batch, begin, end, measured) + 1)
-        cap = self._cap(device)
-        return middle if cap is None else min(middle, begin + cap)
+        return _end(batch, begin, middle, self._cap(device, batch.memory_key))
 
     def _model(self, device: int, key: Hashable) -> MemoryModel | None:
         if self._limits[device] is None:
             return None
         models = self._models[device]
-        if key not in models and len(models) >= _MOST_SHAPES:
-            del models[next(iter(models))]
+        if key not in models:
+            _make_room(models)
         return models.setdefault(key, MemoryModel())
 
-    def _cap(self, device: int) -> int | None:
-        """Items, after memory ran out."""
-        caps = (self._caps.get(self._spaces[device]), self._caps.get(self._names[device]))
-        return min((cap for cap in caps if cap is not None), default=None)
+    def _cap(self, device: int, key: Hashable) -> float:
+        """What batches of that kind count at most, after memory ran out; infinite before."""
+        caps = (self._caps.get(name, {}).get(key) for name in (self._spaces[device], self._names[device]))
+        return min((cap.most for cap in caps if cap is not None), default=math.inf)
+
+    def _told(self) -> Iterator[str]:
+        """Of memory that ran out: the smallest number of items that any kind of batches is down to, and the cost."""
+        for name, caps in sorted(self._caps.items()):
+            items = sorted(cap for key, cap in caps.items() if key != OrderedBatch.memory_key)
+            if items:
+                least = items[0]
+                others = f"; items of {counted(len(items) - 1, 'other shape')} have caps of their own"
+                yield (
+                    f"{name}: at most {counted(int(least.most), 'item')} at once, since {least.why} with {least.size:.0f}"
+                    f"{others if items[1:] else ''}."
+                )
+            costs = caps.get(OrderedBatch.memory_key)
+            if costs is not None:
+                yield (
+                    f"{name}: a cost of at most {costs.most:.6g} at once, items counted as the longest, since {costs.why} with {costs.size:.6g}."
+                )
