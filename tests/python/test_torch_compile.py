@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,6 +154,65 @@ def test_the_first_run_of_each_length_is_no_evidence_either(monkeypatch: pytest.
         for length in (3, 3, 5, 5):
             trainer.step(compiled, torch.ones(8, length, 3, dtype=torch.double))
     assert excluded == [[True, True], [False, False]] * 2
+
+
+def lengths(*longest: int) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """Batches of eight items, all of one length: padded to the same width, trimmed to what they cost."""
+    batches = []
+    for length in longest:
+        batch = {"x": torch.ones(8, 9, 3, dtype=torch.double), "length": torch.full((8,), length)}
+        batches.append((batch, batch["length"]))
+    return batches
+
+
+def loss_of_trimmed(module: Any, batch: Any) -> Any:
+    return module(batch["x"][:, : int(batch["length"].max())])[0].square().mean()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_with_costs_the_first_run_of_each_longest_item_is_no_evidence(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    module = nn.RNN(3, 4, batch_first=True).double()
+    loss_fn = torch.compile(loss_of_trimmed, backend="eager", dynamic=False) if compiled else loss_of_trimmed
+    with DataParallel(module, TWO, balance="even") as trainer:
+        excluded = recorded(trainer, monkeypatch)
+        for batch, costs in lengths(3, 3, 5, 5, 3):
+            trainer.step(loss_fn, batch, cost=costs)
+    assert [all(step) for step in excluded] == [True, False, compiled, False, False]
+    assert [any(step) for step in excluded] == [True, False, compiled, False, False]
+
+
+def test_the_lengths_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.torch._run._MOST_SIZES", 3)
+    module = nn.RNN(3, 4, batch_first=True).double()
+    compiled = torch.compile(loss_of_trimmed, backend="eager")
+    with DataParallel(module, ["host:0"], balance="even") as trainer:
+        excluded = recorded(trainer, monkeypatch)
+        for batch, costs in lengths(2, 3, 4, 5):  # nothing to tune: no room is taken
+            trainer.step(loss_of_trimmed, batch, cost=costs)
+        excluded.clear()
+        for batch, costs in lengths(2, 3, 4, 5):
+            trainer.step(compiled, batch, cost=costs)
+        assert all(len(sizes) == 3 for sizes in trainer._steps.seen.sizes)
+    assert [all(step) for step in excluded] == [True, True, False, False]
+
+
+def test_a_replay_with_costs_compiles_each_length_alone_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.RNN(3, 4, batch_first=True).double()
+    compiled = torch.compile(loss_of_trimmed, backend="eager", dynamic=False)
+    batches = lengths(3, 5, 3)
+    with DataParallel(module, TWO, balance="even") as trainer:
+        trainer.write_ledger(tmp_path / "ledger.jsonl")
+        for batch, cost in batches:
+            trainer.step(loss_of_trimmed, batch, cost=cost)
+    with DataParallel(module, TWO, balance="even") as trainer:
+        trainer.replay_claims(tmp_path / "ledger.jsonl")
+        excluded = recorded(trainer, monkeypatch)
+        for batch, cost in batches:
+            trainer.step(compiled, batch, cost=cost)
+    assert [all(step) for step in excluded] == [True, True, False]
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -74,6 +74,10 @@ class Batch:
         """What the memory for items ``[begin, end)`` grows with."""
         return end - begin
 
+    def padded_to(self, begin: int, end: int) -> float | None:
+        """What the shapes of items ``[begin, end)`` depend on beside `item_shapes`; None for nothing."""
+        return None
+
     def slice(self, begin: int, end: int, move: Move = same) -> Any:
         """Items ``[begin, end)``, in the same nest; `move` brings each tensor to where it is needed."""
         return self._slice(lambda tensor: tensor[begin:end], move)

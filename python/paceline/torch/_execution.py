@@ -70,7 +70,7 @@ class Execution:
         self.replicas.refresh()
         items = None
         if order is not None:
-            items = Items(order, whole, self.places.pin)
+            items = Items(order, whole, self.places.pin, costs)
         elif costs is not None:
             plan = work.stepper.plan_items(costs)
             items = Items(list(plan.order), whole, self.places.pin, costs, plan)

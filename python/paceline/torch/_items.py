@@ -67,7 +67,11 @@ class OrderedBatch:
 
     def memory_size(self, begin: int, end: int) -> float:
         """As `Batch.memory_size`: the cost when all are padded to the longest."""
-        return (end - begin) * max(self._least, *self._costs[begin:end])
+        return (end - begin) * max(self._least, self.padded_to(begin, end))
+
+    def padded_to(self, begin: int, end: int) -> float:
+        """As `Batch.padded_to`: the largest cost, that of the item which a slice is trimmed to."""
+        return max(self._costs[begin:end])
 
     def slice(self, begin: int, end: int, move: Move = same) -> Any:
         """As `Batch.slice`, by position."""

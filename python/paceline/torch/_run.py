@@ -41,7 +41,7 @@ class Seen:
 
     def __init__(self, device_count: int) -> None:
         self.compiled = self.tunes = False
-        self.sizes: list[set[tuple[int, Any, Any]]] = [set() for _ in range(device_count)]
+        self.sizes: list[set[tuple[Any, ...]]] = [set() for _ in range(device_count)]
         self.ever: list[set[int]] = [
             set() for _ in range(device_count)
         ]  # items of a micro-batch, whatever else changed
@@ -204,7 +204,9 @@ class Run:
     def _piece(self, device: int, begin: int, end: int) -> tuple[bool, int]:
         """Whether anything was to be done, and what the engine is told."""
         sizes = self.seen.sizes[device]
-        size = (end - begin, self.seen.mode, self.batch.item_shapes)
+        # Costs may be all different: they take up room only where they tell of something to tune.
+        padded_to = self.batch.padded_to(begin, end) if self.seen.tunes else None
+        size = (end - begin, self.seen.mode, self.batch.item_shapes, padded_to)
         first = not sizes or (self.seen.tunes and size not in sizes and len(sizes) < _MOST_SIZES)
         gate = self.seen.gate.enter(first) if self.seen.compiled else contextlib.nullcontext(False)
         with gate as waited, self.state.replayed():
