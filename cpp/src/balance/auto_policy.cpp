@@ -89,9 +89,7 @@ Proposal AutoPolicy::gate(const PolicyContext& context, const std::vector<std::i
 }
 
 Proposal AutoPolicy::propose(const PolicyContext& context) {
-  const bool was_off = off_ && context.incumbent != nullptr && *context.incumbent == off_->shares;
-  const std::vector<std::int64_t> base = was_off ? off_->base : std::vector<std::int64_t>{};
-  off_.reset();
+  planned_ = Planned::split;
   if (take_back_ && take_back_->batch_size == context.batch_size) {
     const TrialLog::Verdict verdict = *std::exchange(take_back_, std::nullopt);
     provisional_.erase(context.batch_size);
@@ -101,8 +99,8 @@ Proposal AutoPolicy::propose(const PolicyContext& context) {
   const auto even = [&] { return split_by_weights(context, std::vector<double>(context.limits.size(), 1.0)); };
   if (!calibration_.done()) {
     if (auto shares = calibration_.shares(context, even())) {
-      off_ = OffPlan{*shares, even(), true};
-      return {*std::move(shares), "calibration: sizes off the even split tell fixed from per-item time"};
+      planned_ = Planned::calibration;
+      return {*std::move(shares), "calibration: sizes off the even split tell fixed from per-item time", even()};
     }
   }
   const bool known = context.estimator.has_evidence();
@@ -111,11 +109,11 @@ Proposal AutoPolicy::propose(const PolicyContext& context) {
     return {best_split(context, estimated_models(context), false),
             "first step of this batch size: the best split by the measured speeds"};
   }
-  const std::vector<std::int64_t>& present = was_off ? base : *context.incumbent;
+  const std::vector<std::int64_t>& present = *context.incumbent;
   if (!known) return {present, "even: nothing measured yet"};
   if (auto shares = probe_.shares(context, present)) {
-    off_ = OffPlan{*shares, present, false};
-    return {*std::move(shares), "probe: a device without work gets a little, to see whether it recovered"};
+    planned_ = Planned::probe;
+    return {*std::move(shares), "probe: a device without work gets a little, to see whether it recovered", present};
   }
   return gate(context, present);
 }
@@ -129,10 +127,8 @@ void AutoPolicy::observe(const PolicyContext& context, const StepTimings& timing
     firm_until_step_ = 0;
   }
   probe_.observe(context, timings);
-  if (off_) {
-    if (off_->calibrates) calibration_.observe(context);
-    return;  // a deliberately uneven step is no yardstick
-  }
+  if (planned_ == Planned::calibration) calibration_.observe(context);
+  if (planned_ != Planned::split) return;  // a deliberately uneven step is no yardstick
   auto verdict = trials_.observe(context.batch_size, makespan_seconds, changed, context.estimator.pooled_noise());
   if (verdict) {
     take_back_ = std::move(verdict);
@@ -146,7 +142,6 @@ void AutoPolicy::observe(const PolicyContext& context, const StepTimings& timing
 void AutoPolicy::retired(const PolicyContext&) {
   trials_.reset_all();
   take_back_.reset();
-  off_.reset();
   provisional_.clear();
   setbacks_ = 0;
   firm_until_step_ = 0;

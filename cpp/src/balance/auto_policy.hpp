@@ -44,12 +44,8 @@ class AutoPolicy final : public Policy {
   void describe(BalanceReport& report) const override;
 
  private:
-  /// A step planned off the split in force, for what it teaches; the split comes back after it.
-  struct OffPlan {
-    std::vector<std::int64_t> shares;
-    std::vector<std::int64_t> base;
-    bool calibrates = false;
-  };
+  /// What the last proposal was: the split in force, or a step off it for what it teaches.
+  enum class Planned : std::uint8_t { split, calibration, probe };
   struct Decision {
     std::vector<std::int64_t> target;
     double gain = 0.0;
@@ -63,7 +59,7 @@ class AutoPolicy final : public Policy {
 
   Calibration calibration_;
   Probe probe_;
-  std::optional<OffPlan> off_;
+  Planned planned_ = Planned::split;
   double rent_seconds_ = 0.0;           // lost so far by a move that waits
   std::int64_t rented_step_ = -1;       // counted once, however often a step is planned
   std::set<std::int64_t> provisional_;  // batch sizes whose split is yet to be completed
