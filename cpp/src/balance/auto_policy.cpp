@@ -103,18 +103,17 @@ Proposal AutoPolicy::propose(const PolicyContext& context) {
       return {*std::move(shares), "calibration: sizes off the even split tell fixed from per-item time", even()};
     }
   }
-  const bool known = context.estimator.has_evidence();
-  if (context.incumbent == nullptr) {
-    if (!known) return {even(), "even: nothing measured yet"};
-    return {best_split(context, estimated_models(context), false),
-            "first step of this batch size: the best split by the measured speeds"};
+  const bool first = context.incumbent == nullptr;
+  if (!context.estimator.has_evidence()) {
+    return {first ? even() : *context.incumbent, "even: nothing measured yet"};
   }
-  const std::vector<std::int64_t>& present = *context.incumbent;
-  if (!known) return {present, "even: nothing measured yet"};
+  const std::vector<std::int64_t> present =
+      first ? best_split(context, estimated_models(context), false) : *context.incumbent;
   if (auto shares = probe_.shares(context, present)) {
     planned_ = Planned::probe;
     return {*std::move(shares), "probe: a device without work gets a little, to see whether it recovered", present};
   }
+  if (first) return {present, "first step of this batch size: the best split by the measured speeds"};
   return gate(context, present);
 }
 

@@ -15,10 +15,11 @@ namespace paceline::balance {
 
 /// Moves shares to where the measured speeds want them, but only for a gain that is not noise.
 ///
-/// A proposal is, in this order: calibration shares; the shares of a move taken back; the even split while nothing is
-/// known; the target, where this batch size has no shares yet; a probe of a device that has had no work for long; else
-/// the present shares, or the target if its promised gain exceeds max(1 %, 2 standard errors of that gain). Without the
-/// gate the smallest of many noisy candidates always promises something, and a quiet box loses 2 to 4 %.
+/// A proposal is, in this order: the shares of a move taken back; calibration shares; the even split while nothing is
+/// known; a probe of a device that has had no work for long, whether or not this batch size has shares yet, since sizes
+/// that keep changing never have; the target, where it has none; else the present shares, or the target if its promised
+/// gain exceeds max(1 %, 2 standard errors of that gain). Without the gate the smallest of many noisy candidates always
+/// promises something, and a quiet box loses 2 to 4 %.
 ///
 /// A move decided while a device that matters has few samples is provisional: it passed the gate against the split that
 /// was settled, but its numbers are rough. Once 48 steps are in, the decision is completed, once: the target then

@@ -5,10 +5,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <sstream>
 #include <string>
 #include <vector>
 
 #include <paceline/balance/balancer.hpp>
+#include <paceline/balance/ledger.hpp>
 #include <paceline/sim/box.hpp>
 
 namespace paceline::balance {
@@ -64,6 +66,28 @@ sim::BoxOptions with_a_slow_third(std::int64_t until) {
   sim::BoxOptions box = box_of({1, 1, 1});
   box.throttles = {{2, 10.0, 0, until}};
   return box;
+}
+
+TEST(ChangingSizes, TakeADeviceBackAlthoughNoSizeComesAgain) {
+  std::ostringstream ledger;
+  Trainer trainer(with_a_slow_third(150));
+  trainer.balancer.write_to(std::make_shared<LedgerWriter>(ledger));
+  for (std::int64_t k = 0; k < 150; ++k) trainer.step(300 + k);
+  EXPECT_EQ(trainer.step(450).shares[2], 0);
+  for (std::int64_t k = 151; k < 400; ++k) trainer.step(300 + k);
+  EXPECT_GT(trainer.step(299).shares[2], 90) << trainer.balancer.explain();
+  std::istringstream in(ledger.str());
+  const ReplayResult result = replay(in);
+  EXPECT_EQ(result.records, 401);
+  EXPECT_TRUE(result.mismatches.empty()) << result.mismatches.front().what;
+}
+
+TEST(ChangingSizes, AskADeviceThatStaysSlowRarely) {
+  Trainer trainer(with_a_slow_third(100000));
+  int asked = 0;
+  for (std::int64_t k = 0; k < 3000; ++k) asked += probes(trainer.step(300 + (k * 7) % 331)) ? 1 : 0;
+  EXPECT_GE(asked, 2);
+  EXPECT_LE(asked, 10);
 }
 
 TEST(ChangingSizes, EachGoesBackToItsSplitAfterCalibration) {
