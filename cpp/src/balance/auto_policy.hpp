@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <set>
 #include <vector>
@@ -27,8 +28,10 @@ namespace paceline::balance {
 /// good.
 ///
 /// A move to shares that a device never ran costs what first runs cost (SizeHistory). Such a move waits until what was
-/// lost by not making it is as much: ski rental, at most twice what an oracle of the future would lose (Karlin et al.,
-/// Competitive snoopy caching, Algorithmica 3, 1988).
+/// lost by not making it is as much: ski rental, at most twice what would be lost by one who knows how long the gain
+/// lasts (Karlin et al., Competitive snoopy caching, Algorithmica 3, 1988). So each batch size pays for its own moves,
+/// and what it lost counts, whatever else changes, while the move that it waits with still promises half of what it
+/// must; then it is forgotten, since what comes later is another move.
 ///
 /// The target is the exact split for the estimated times; of a provisional move for times at a higher quantile
 /// (best_split), so that rough numbers overload nobody. Gains are judged by the medians.
@@ -55,14 +58,21 @@ class AutoPolicy final : public Policy {
   };
   [[nodiscard]] Decision decide(const PolicyContext& context, const std::vector<std::int64_t>& present, bool settled,
                                 double least_gain) const;
+  /// Of a move that waits.
+  struct Rent {
+    double seconds = 0.0;    // lost so far
+    std::int64_t step = -1;  // of the last loss: counted once, however often a step is planned
+    std::vector<std::int64_t> target;
+  };
   [[nodiscard]] double cost_of(const PolicyContext& context, const std::vector<std::int64_t>& shares) const;
+  void forget_broken_promise(const PolicyContext& context, const std::vector<std::int64_t>& present, double required);
+  double lost_with(const PolicyContext& context, const Decision& decision);
   [[nodiscard]] Proposal gate(const PolicyContext& context, const std::vector<std::int64_t>& present);
 
   Calibration calibration_;
   Probe probe_;
   Planned planned_ = Planned::split;
-  double rent_seconds_ = 0.0;           // lost so far by a move that waits
-  std::int64_t rented_step_ = -1;       // counted once, however often a step is planned
+  std::map<std::int64_t, Rent> rents_;  // by batch size
   std::set<std::int64_t> provisional_;  // batch sizes whose split is yet to be completed
   TrialLog trials_;
   std::optional<TrialLog::Verdict> take_back_;

@@ -119,5 +119,58 @@ TEST(ChangingSizes, EachGoesBackToItsSplitAfterAProbe) {
   }
 }
 
+/// Two sizes in turn, from step `from` on, until `batch_size` moves: what that size had lost by then.
+double lost_until_moved(Trainer& trainer, std::int64_t batch_size, std::int64_t other_size) {
+  const Shares in_force = trainer.step(batch_size).shares;
+  double lost = 0.0;
+  for (std::int64_t k = 0; k < 2000; ++k) {
+    if (other_size > 0) trainer.step(other_size);
+    const double loses = trainer.lost(in_force, batch_size);
+    if (trainer.step(batch_size).shares != in_force) return lost;
+    lost += loses;
+  }
+  return lost;
+}
+
+TEST(ChangingSizes, EachWaitsForItsOwnCostlyMove) {
+  sim::BoxOptions options = box_of({1, 1}, 0.5);
+  options.throttles = {{1, 1.5, 20, 4000}};
+  Trainer trainer(options);
+  for (int k = 0; k < 10; ++k) {
+    trainer.step(400);
+    trainer.step(600);
+  }
+  EXPECT_NEAR(lost_until_moved(trainer, 400, 600), 0.5, 0.06) << trainer.balancer.explain();
+}
+
+TEST(ChangingSizes, WhatElseChangesForgetsNothingThatWasLost) {
+  sim::BoxOptions options = box_of({1, 1, 1}, 0.5);
+  options.throttles = {{1, 1.5, 20, 4000}};
+  for (std::int64_t step = 40; step < 2000; step += 40) options.throttles.push_back({2, 1.15, step, step + 20});
+  Trainer trainer(options);
+  for (int k = 0; k < 20; ++k) trainer.step(600);
+  EXPECT_NEAR(lost_until_moved(trainer, 600, 0), 0.5, 0.15) << trainer.balancer.explain();
+}
+
+/// Device `device` becomes a fifth slower, and as fast as before again, both too slowly for a sudden change to be seen.
+void rise_and_fall(sim::BoxOptions& options, std::size_t device, std::int64_t from) {
+  options.drifts.push_back({device, 1.0, 1.2, from, from + 200});
+  options.drifts.push_back({device, 1.0, 1.0 / 1.2, from + 200, from + 400});
+}
+
+TEST(ChangingSizes, WhatOneMoveLostDoesNotPayForAnother) {
+  const auto moves = [](double first_run_seconds, bool twice) {
+    sim::BoxOptions options = box_of({1, 1}, first_run_seconds);
+    if (twice) rise_and_fall(options, 1, 50);
+    rise_and_fall(options, 0, 800);
+    Trainer trainer(options);
+    while (trainer.steps < 1300) trainer.step(400);
+    return trainer.balancer.report().recent_moves.size();
+  };
+  EXPECT_GT(moves(0.2, false), 0U);
+  EXPECT_EQ(moves(0.6, false), 0U) << "all that is lost is less than a move costs";
+  EXPECT_EQ(moves(0.6, true), 0U) << "neither of them lost as much";
+}
+
 }  // namespace
 }  // namespace paceline::balance
