@@ -16,6 +16,8 @@ constexpr double kGainErrors = 2.0;
 constexpr std::size_t kLeastSamples = 2;      // one step alone may be a spike
 constexpr std::size_t kSettledSamples = 48;   // a standard error of 0.5 % at 3 % noise: half of what the gate asks
 constexpr std::size_t kProvisionalKept = 32;  // batch sizes; sequences with lengths have many
+constexpr std::size_t kRentsKept = 64;        // batch sizes: as many as have shares in force
+constexpr double kPromiseKept = 0.5;          // of what a move must promise: noise about that is no other promise
 constexpr std::int64_t kFirmSteps = 32;
 constexpr std::int64_t kMostSetbacks = 6;  // 2^6: by then only a gain of 64 % would be believed
 
@@ -53,6 +55,31 @@ double AutoPolicy::cost_of(const PolicyContext& context, const std::vector<std::
   return context.sizes.first_run_seconds([&](const auto& those) { return makespan(context, models, those); });
 }
 
+/// The target of a move that waits follows the estimates, but from one step to the next it is the same move if the last
+/// step's target still gains.
+void AutoPolicy::forget_broken_promise(const PolicyContext& context, const std::vector<std::int64_t>& present,
+                                       double required) {
+  const auto rent = rents_.find(context.batch_size);
+  if (rent == rents_.end()) return;
+  const std::vector<plan::CostModel> models = estimated_models(context);
+  const double now = makespan(context, models, present);
+  const double then = makespan(context, models, rent->second.target);
+  if (now - then < kPromiseKept * required * now) rents_.erase(rent);
+}
+
+/// Seconds lost at this batch size by waiting with the move, this step's included.
+double AutoPolicy::lost_with(const PolicyContext& context, const Decision& decision) {
+  if (rents_.size() >= kRentsKept && !rents_.contains(context.batch_size)) {
+    rents_.erase(std::min_element(rents_.begin(), rents_.end(),
+                                  [](const auto& a, const auto& b) { return a.second.step < b.second.step; }));
+  }
+  Rent& rent = rents_[context.batch_size];
+  if (rent.step != context.step) rent.seconds += decision.saved_seconds;
+  rent.step = context.step;
+  rent.target = decision.target;
+  return rent.seconds;
+}
+
 Proposal AutoPolicy::gate(const PolicyContext& context, const std::vector<std::int64_t>& present) {
   if (context.step < firm_until_step_) {
     return {present, fmt::format("kept: a move was taken back, none before step {}", firm_until_step_)};
@@ -62,6 +89,7 @@ Proposal AutoPolicy::gate(const PolicyContext& context, const std::vector<std::i
   const bool completes = samples >= kSettledSamples && provisional_.contains(context.batch_size);
   const Decision decision = decide(context, present, samples >= kSettledSamples, completes ? 0.0 : kLeastGain);
   last_required_ = decision.required;
+  forget_broken_promise(context, present, decision.required);
   const double gain = 100.0 * std::max(decision.gain, 0.0);
   const double required = 100.0 * decision.required;
   if (decision.gain <= decision.required || decision.target == present) {
@@ -69,15 +97,13 @@ Proposal AutoPolicy::gate(const PolicyContext& context, const std::vector<std::i
     return {present, fmt::format("kept: a move promises {:.2f} %, it must promise more than {:.2f} %", gain, required)};
   }
   if (const double cost = cost_of(context, decision.target); cost > 0.0) {
-    if (rented_step_ != context.step) rent_seconds_ += decision.saved_seconds;
-    rented_step_ = context.step;
-    if (rent_seconds_ < cost) {
+    if (const double lost = lost_with(context, decision); lost < cost) {
       return {present, fmt::format("kept: a move promises {:.2f} %, but first runs of its sizes take {:.3g} s, of "
                                    "which {:.3g} s are lost so far",
-                                   gain, cost, rent_seconds_)};
+                                   gain, cost, lost)};
     }
   }
-  rent_seconds_ = 0.0;
+  rents_.erase(context.batch_size);
   if (completes) provisional_.erase(context.batch_size);
   if (samples < kSettledSamples) {
     if (provisional_.size() >= kProvisionalKept) provisional_.erase(provisional_.begin());
@@ -89,34 +115,32 @@ Proposal AutoPolicy::gate(const PolicyContext& context, const std::vector<std::i
 }
 
 Proposal AutoPolicy::propose(const PolicyContext& context) {
-  const bool was_off = off_ && context.incumbent != nullptr && *context.incumbent == off_->shares;
-  const std::vector<std::int64_t> base = was_off ? off_->base : std::vector<std::int64_t>{};
-  off_.reset();
+  planned_ = Planned::split;
   if (take_back_ && take_back_->batch_size == context.batch_size) {
     const TrialLog::Verdict verdict = *std::exchange(take_back_, std::nullopt);
     provisional_.erase(context.batch_size);
+    rents_.erase(context.batch_size);
     return {verdict.restore,
             fmt::format("the last move made steps {:.1f} % longer and is taken back", 100.0 * verdict.loss)};
   }
   const auto even = [&] { return split_by_weights(context, std::vector<double>(context.limits.size(), 1.0)); };
   if (!calibration_.done()) {
     if (auto shares = calibration_.shares(context, even())) {
-      off_ = OffPlan{*shares, even(), true};
-      return {*std::move(shares), "calibration: sizes off the even split tell fixed from per-item time"};
+      planned_ = Planned::calibration;
+      return {*std::move(shares), "calibration: sizes off the even split tell fixed from per-item time", even()};
     }
   }
-  const bool known = context.estimator.has_evidence();
-  if (context.incumbent == nullptr) {
-    if (!known) return {even(), "even: nothing measured yet"};
-    return {best_split(context, estimated_models(context), false),
-            "first step of this batch size: the best split by the measured speeds"};
+  const bool first = context.incumbent == nullptr;
+  if (!context.estimator.has_evidence()) {
+    return {first ? even() : *context.incumbent, "even: nothing measured yet"};
   }
-  const std::vector<std::int64_t>& present = was_off ? base : *context.incumbent;
-  if (!known) return {present, "even: nothing measured yet"};
+  const std::vector<std::int64_t> present =
+      first ? best_split(context, estimated_models(context), false) : *context.incumbent;
   if (auto shares = probe_.shares(context, present)) {
-    off_ = OffPlan{*shares, present, false};
-    return {*std::move(shares), "probe: a device without work gets a little, to see whether it recovered"};
+    planned_ = Planned::probe;
+    return {*std::move(shares), "probe: a device without work gets a little, to see whether it recovered", present};
   }
+  if (first) return {present, "first step of this batch size: the best split by the measured speeds"};
   return gate(context, present);
 }
 
@@ -124,15 +148,12 @@ void AutoPolicy::observe(const PolicyContext& context, const StepTimings& timing
   const std::int64_t change_points = context.estimator.change_points();
   const bool changed = change_points != std::exchange(seen_change_points_, change_points);
   if (changed) {
-    rent_seconds_ = 0.0;  // by other speeds
     setbacks_ = 0;
     firm_until_step_ = 0;
   }
   probe_.observe(context, timings);
-  if (off_) {
-    if (off_->calibrates) calibration_.observe(context);
-    return;  // a deliberately uneven step is no yardstick
-  }
+  if (planned_ == Planned::calibration) calibration_.observe(context);
+  if (planned_ != Planned::split) return;  // a deliberately uneven step is no yardstick
   auto verdict = trials_.observe(context.batch_size, makespan_seconds, changed, context.estimator.pooled_noise());
   if (verdict) {
     take_back_ = std::move(verdict);
@@ -146,8 +167,8 @@ void AutoPolicy::observe(const PolicyContext& context, const StepTimings& timing
 void AutoPolicy::retired(const PolicyContext&) {
   trials_.reset_all();
   take_back_.reset();
-  off_.reset();
   provisional_.clear();
+  rents_.clear();
   setbacks_ = 0;
   firm_until_step_ = 0;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <set>
 #include <vector>
@@ -15,10 +16,11 @@ namespace paceline::balance {
 
 /// Moves shares to where the measured speeds want them, but only for a gain that is not noise.
 ///
-/// A proposal is, in this order: calibration shares; the shares of a move taken back; the even split while nothing is
-/// known; the target, where this batch size has no shares yet; a probe of a device that has had no work for long; else
-/// the present shares, or the target if its promised gain exceeds max(1 %, 2 standard errors of that gain). Without the
-/// gate the smallest of many noisy candidates always promises something, and a quiet box loses 2 to 4 %.
+/// A proposal is, in this order: the shares of a move taken back; calibration shares; the even split while nothing is
+/// known; a probe of a device that has had no work for long, whether or not this batch size has shares yet, since sizes
+/// that keep changing never have; the target, where it has none; else the present shares, or the target if its promised
+/// gain exceeds max(1 %, 2 standard errors of that gain). Without the gate the smallest of many noisy candidates always
+/// promises something, and a quiet box loses 2 to 4 %.
 ///
 /// A move decided while a device that matters has few samples is provisional: it passed the gate against the split that
 /// was settled, but its numbers are rough. Once 48 steps are in, the decision is completed, once: the target then
@@ -26,8 +28,10 @@ namespace paceline::balance {
 /// good.
 ///
 /// A move to shares that a device never ran costs what first runs cost (SizeHistory). Such a move waits until what was
-/// lost by not making it is as much: ski rental, at most twice what an oracle of the future would lose (Karlin et al.,
-/// Competitive snoopy caching, Algorithmica 3, 1988).
+/// lost by not making it is as much: ski rental, at most twice what would be lost by one who knows how long the gain
+/// lasts (Karlin et al., Competitive snoopy caching, Algorithmica 3, 1988). So each batch size pays for its own moves,
+/// and what it lost counts, whatever else changes, while the move that it waits with still promises half of what it
+/// must; then it is forgotten, since what comes later is another move.
 ///
 /// The target is the exact split for the estimated times; of a provisional move for times at a higher quantile
 /// (best_split), so that rough numbers overload nobody. Gains are judged by the medians.
@@ -44,12 +48,8 @@ class AutoPolicy final : public Policy {
   void describe(BalanceReport& report) const override;
 
  private:
-  /// A step planned off the split in force, for what it teaches; the split comes back after it.
-  struct OffPlan {
-    std::vector<std::int64_t> shares;
-    std::vector<std::int64_t> base;
-    bool calibrates = false;
-  };
+  /// What the last proposal was: the split in force, or a step off it for what it teaches.
+  enum class Planned : std::uint8_t { split, calibration, probe };
   struct Decision {
     std::vector<std::int64_t> target;
     double gain = 0.0;
@@ -58,14 +58,21 @@ class AutoPolicy final : public Policy {
   };
   [[nodiscard]] Decision decide(const PolicyContext& context, const std::vector<std::int64_t>& present, bool settled,
                                 double least_gain) const;
+  /// Of a move that waits.
+  struct Rent {
+    double seconds = 0.0;    // lost so far
+    std::int64_t step = -1;  // of the last loss: counted once, however often a step is planned
+    std::vector<std::int64_t> target;
+  };
   [[nodiscard]] double cost_of(const PolicyContext& context, const std::vector<std::int64_t>& shares) const;
+  void forget_broken_promise(const PolicyContext& context, const std::vector<std::int64_t>& present, double required);
+  double lost_with(const PolicyContext& context, const Decision& decision);
   [[nodiscard]] Proposal gate(const PolicyContext& context, const std::vector<std::int64_t>& present);
 
   Calibration calibration_;
   Probe probe_;
-  std::optional<OffPlan> off_;
-  double rent_seconds_ = 0.0;           // lost so far by a move that waits
-  std::int64_t rented_step_ = -1;       // counted once, however often a step is planned
+  Planned planned_ = Planned::split;
+  std::map<std::int64_t, Rent> rents_;  // by batch size
   std::set<std::int64_t> provisional_;  // batch sizes whose split is yet to be completed
   TrialLog trials_;
   std::optional<TrialLog::Verdict> take_back_;

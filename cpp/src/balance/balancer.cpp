@@ -113,14 +113,24 @@ StepPlan Balancer::State::make_plan(std::int64_t batch_size) {
   made.batch_size = batch_size;
   made.reason = std::move(proposal.reason);
   const auto incumbent = incumbents.find(batch_size);
-  made.moved = incumbent != incumbents.end() && incumbent->second.shares != proposal.shares;
+  made.moved = incumbent != incumbents.end() && incumbent->second.planned != proposal.shares;
   made.shares = std::move(proposal.shares);
   for (std::size_t i = 0; i < options.devices.size(); ++i) {
     made.noise.push_back(estimator.devices()[i].noise);
     if (estimator.has_evidence()) made.models.push_back(estimator.model(i));
   }
   if (estimator.has_evidence()) made.predicted_seconds = makespan(context(batch_size), made.models, made.shares);
+  remember(batch_size, {proposal.in_force.empty() ? made.shares : std::move(proposal.in_force), made.shares, step});
   return made;
+}
+
+void Balancer::State::remember(std::int64_t batch_size, Incumbent incumbent) {
+  if (incumbents.size() >= kBatchSizes && !incumbents.contains(batch_size)) {
+    incumbents.erase(std::min_element(incumbents.begin(), incumbents.end(), [](const auto& a, const auto& b) {
+      return a.second.last_used < b.second.last_used;
+    }));
+  }
+  incumbents[batch_size] = std::move(incumbent);
 }
 
 double Balancer::State::possible_gain() const {
@@ -146,12 +156,6 @@ StepPlan Balancer::next_plan(std::int64_t batch_size) {
   if (!again) {
     StepPlan made = state.make_plan(batch_size);
     if (made.moved) ++state.moves;
-    if (state.incumbents.size() >= kBatchSizes && !state.incumbents.contains(batch_size)) {
-      state.incumbents.erase(std::min_element(state.incumbents.begin(), state.incumbents.end(), [](auto& a, auto& b) {
-        return a.second.last_used < b.second.last_used;
-      }));
-    }
-    state.incumbents[batch_size] = {made.shares, state.step};
     state.plan = std::move(made);
     state.awaiting_record = true;
   }

@@ -23,7 +23,8 @@ namespace paceline::balance {
 /// Everything a balancer remembers.
 struct Balancer::State {
   struct Incumbent {
-    std::vector<std::int64_t> shares;
+    std::vector<std::int64_t> shares;   // in force
+    std::vector<std::int64_t> planned;  // at last: other ones where that step was to teach something
     std::int64_t last_used = 0;
   };
 
@@ -31,6 +32,7 @@ struct Balancer::State {
 
   [[nodiscard]] PolicyContext context(std::int64_t batch_size) const;
   [[nodiscard]] StepPlan make_plan(std::int64_t batch_size);
+  void remember(std::int64_t batch_size, Incumbent incumbent);
   [[nodiscard]] double possible_gain() const;
 
   BalancerOptions options;

@@ -26,12 +26,14 @@ struct PolicyContext {
   const std::vector<double>& reduction_seconds;  ///< as in plan::SplitOptions, measured or told
   std::int64_t step = 0;                         ///< number of the step being planned or observed
   std::int64_t batch_size = 0;
-  const std::vector<std::int64_t>* incumbent = nullptr;  ///< shares of the last plan for this batch size, or null
+  const std::vector<std::int64_t>* incumbent = nullptr;  ///< the split in force for this batch size, or null
 };
 
 struct Proposal {
   std::vector<std::int64_t> shares;
   std::string reason;
+  /// Where `shares` are for this step only, for what it teaches: the split that is in force all the same. Else empty.
+  std::vector<std::int64_t> in_force = {};
 };
 
 /// A rule that turns what is known into shares.

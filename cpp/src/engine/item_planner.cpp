@@ -16,6 +16,8 @@ namespace paceline::engine {
 namespace {
 
 constexpr double kUnits = 1e6;          // of the first batch: a device's share is known to a thousandth and better
+constexpr double kLeastUnits = 1e3;     // of any batch: a share is known to a percent and better
+constexpr double kMostUnits = 1e15;     // doubles count further, but not much
 constexpr double kFixedAtFirst = 0.02;  // of a device's time, before anything was measured
 constexpr std::int64_t kFitEvery = 64;  // steps, in the end; at first whenever the evidence has doubled
 
@@ -57,10 +59,15 @@ ItemPlanner::ItemPlanner(balance::Balancer balancer, const std::vector<std::stri
 }
 
 std::int64_t ItemPlanner::batch_units(double cost) const {
-  const double work = unit_ * cost;
-  const double ratio = work / static_cast<double>(batch_size_);
-  if (ratio <= std::numbers::sqrt2 && ratio >= 1.0 / std::numbers::sqrt2) return batch_size_;
-  return std::max<std::int64_t>(1000, std::llround(work));
+  const double work = std::clamp(unit_ * cost, kLeastUnits, kMostUnits);
+  const auto factor_to = [&](std::int64_t size) {
+    const auto units = static_cast<double>(size);
+    return std::max(work / units, units / work);
+  };
+  if (factor_to(batch_size_) <= std::numbers::sqrt2) return batch_size_;
+  const auto nearest = std::min_element(batch_sizes_.begin(), batch_sizes_.end(),
+                                        [&](auto a, auto b) { return factor_to(a) < factor_to(b); });
+  return factor_to(*nearest) <= std::numbers::sqrt2 ? *nearest : std::llround(work);
 }
 
 std::shared_ptr<const ItemPlan> ItemPlanner::next(std::span<const double> costs) {
@@ -78,8 +85,10 @@ std::shared_ptr<const ItemPlan> ItemPlanner::next(std::span<const double> costs)
     const double fixed = kFixedAtFirst * kUnits / static_cast<double>(shapes_.size());
     std::fill(shapes_.begin(), shapes_.end(), plan::ItemShape{.cost = {fixed, unit_, 0.0}});
     batch_size_ = static_cast<std::int64_t>(kUnits);
+    batch_sizes_ = {batch_size_};
   }
   batch_size_ = batch_units(sum);
+  batch_sizes_.insert(batch_size_);
   made->balance = balancer_.next_plan(batch_size_);
   made->shapes = shapes_;
   std::vector<double> targets;

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -24,7 +25,9 @@ namespace paceline::engine {
 /// is in units of work is learned here (ItemShapes) and normalised so that all micro-batches in the window keep their
 /// sum: a better shape does not look like devices that changed their speed.
 ///
-/// Batches whose cost lies within a factor of the square root of two are one batch size to the balancer.
+/// A batch whose cost lies within a factor of the square root of two from that of an earlier batch size is of that size
+/// to the balancer: of the last one if it can be, else of the nearest. So no two sizes are nearer to each other than
+/// that, and in whatever order costs come there are two for each doubling of them at most.
 class ItemPlanner {
  public:
   /// `device_classes`: one per device; those of one class share a shape.
@@ -52,8 +55,9 @@ class ItemPlanner {
   std::vector<plan::ItemShape> shapes_;  // per device, in units of work
   std::int64_t micro_batch_;
   double unit_ = 0.0;            // units of work for one of cost, before anything was measured
-  std::int64_t batch_size_ = 0;  // what the balancer is asked for
-  std::int64_t next_fit_ = 3;    // steps recorded until then
+  std::int64_t batch_size_ = 0;  // what the balancer was asked for last
+  std::set<std::int64_t> batch_sizes_;
+  std::int64_t next_fit_ = 3;  // steps recorded until then
   std::int64_t steps_ = 0;
   ItemPadding padding_;
 };

@@ -198,6 +198,23 @@ TEST(MoveGate, WaitsWithNewSizesUntilAsMuchIsLostAsTheyCost) {
   EXPECT_GT(run(balancer, box, step, 20, 400)[0], 235);
 }
 
+TEST(MoveGate, WaitsWithNewSizesNoLongerWhereThePromiseComesAndGoesWithNoise) {
+  double lost = 0.0;
+  constexpr int kSeeds = 20;
+  for (int seed = 1; seed <= kSeeds; ++seed) {
+    sim::BoxOptions options = box_of({1, 1}, 0.05);
+    options.seed = static_cast<std::uint64_t>(seed);
+    options.throttles = {{1, 1.03, 20, 100000}};
+    for (sim::SimDevice& device : options.devices) device.first_run_seconds = 0.1;
+    sim::Box box(options);
+    Balancer balancer(options_for(options));
+    run(balancer, box, 0, 20, 400);
+    const double loses = box.makespan(20, {200, 200}) - box.ideal(20, 400);
+    for (std::int64_t step = 20; step < 4000 && run(balancer, box, step, 1, 400)[0] == 200; ++step) lost += loses;
+  }
+  EXPECT_LE(lost / kSeeds, 2.0 * 0.1);
+}
+
 TEST(MoveGate, ReturnsAtOnceToSizesThatRanBefore) {
   sim::BoxOptions options = box_of({1, 1}, 0.0);
   options.throttles = {{1, 1.5, 20, 200}};

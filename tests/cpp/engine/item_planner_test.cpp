@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/item_planner.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace paceline::engine {
+namespace {
+
+ItemPlanner planner_of(std::size_t devices) {
+  balance::BalancerOptions options;
+  for (std::size_t i = 0; i < devices; ++i) options.devices.push_back({"host:" + std::to_string(i), "host", {}});
+  return {balance::Balancer(options), std::vector<std::string>(devices, "host"), 0};
+}
+
+/// What the balancer is asked for, for a batch that costs `cost` in all.
+std::int64_t size_of(ItemPlanner& planner, double cost) {
+  return planner.next(std::vector<double>(8, cost / 8.0))->balance.batch_size;
+}
+
+TEST(ItemPlanner, TheFirstBatchHasAMillionUnits) {
+  ItemPlanner planner = planner_of(2);
+  EXPECT_EQ(size_of(planner, 37.0), 1000000);
+}
+
+TEST(ItemPlanner, CostsThatAlternateAreTwoBatchSizes) {
+  ItemPlanner planner = planner_of(2);
+  std::mt19937_64 rng(1);
+  std::uniform_real_distribution<double> vary(0.9, 1.1);
+  std::set<std::int64_t> sizes;
+  for (int step = 0; step < 100; ++step) {
+    sizes.insert(size_of(planner, 100.0 * vary(rng)));
+    sizes.insert(size_of(planner, 200.0 * vary(rng)));
+  }
+  EXPECT_EQ(sizes.size(), 2U);
+}
+
+TEST(ItemPlanner, HasTwoBatchSizesForEachDoublingOfCostsAtMost) {
+  std::mt19937_64 rng(2);
+  std::uniform_real_distribution<double> exponent(0.0, 6.0);
+  ItemPlanner planner = planner_of(2);
+  const double unit = static_cast<double>(size_of(planner, 8.0)) / 8.0;
+  std::set<std::int64_t> sizes;
+  for (int step = 0; step < 500; ++step) {
+    const double cost = std::exp2(exponent(rng));
+    const std::int64_t size = size_of(planner, cost);
+    EXPECT_LE(std::abs(std::log2(static_cast<double>(size) / (unit * cost))), 0.5 + 1e-6);
+    sizes.insert(size);
+  }
+  EXPECT_LE(sizes.size(), 13U);
+  EXPECT_GE(sizes.size(), 6U) << "they still differ";
+}
+
+TEST(ItemPlanner, StaysWithTheLastBatchSizeNearABorder) {
+  ItemPlanner planner = planner_of(2);
+  const std::int64_t low = size_of(planner, 100.0);
+  EXPECT_EQ(size_of(planner, 140.0), low);
+  const std::int64_t high = size_of(planner, 190.0);
+  EXPECT_GT(high, low);
+  EXPECT_EQ(size_of(planner, 138.0), high) << "the other one is as near, but no batch shall change its size by noise";
+  EXPECT_EQ(size_of(planner, 100.0), low);
+  EXPECT_EQ(size_of(planner, 140.0), low);
+}
+
+TEST(ItemPlanner, CostsOfAnySizeAreBatchSizesThatCanBeSplit) {
+  ItemPlanner planner = planner_of(2);
+  size_of(planner, 1.0);
+  EXPECT_EQ(size_of(planner, 1e-12), 1000);
+  EXPECT_EQ(size_of(planner, 1e-15), 1000);
+  const std::int64_t most = size_of(planner, 1e30);
+  EXPECT_EQ(size_of(planner, 1e60), most);
+  EXPECT_EQ(size_of(planner, 1.0), 1000000);
+}
+
+}  // namespace
+}  // namespace paceline::engine
