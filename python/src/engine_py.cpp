@@ -19,7 +19,7 @@
 #include <paceline/runtime/blocking.hpp>
 
 #include "bindings.hpp"
-#include "collection.hpp"
+#include "garbage_collection.hpp"
 #include "python_program.hpp"
 #include "queued_program.hpp"
 #include "what_if_arguments.hpp"

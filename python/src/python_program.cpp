@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "collection.hpp"
+#include "garbage_collection.hpp"
 #include "worker_gil.hpp"
 
 namespace py = pybind11;

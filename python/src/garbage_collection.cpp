@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "collection.hpp"
+#include "garbage_collection.hpp"
 
 #include <Python.h>
 
