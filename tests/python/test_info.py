@@ -1,4 +1,4 @@
-"""Devices as Python sees them, what `paceline.info` finds, and the command that prints it."""
+"""Devices as Python sees them, and what `paceline.info` collects and shows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline import _cli, info
+from paceline import _info_search, _info_text, info
 from paceline._core import runtime
 
 # --- devices -----------------------------------------------------------------------------------------------------
@@ -215,8 +215,8 @@ def test_an_installed_package_is_reported_with_its_version_and_place() -> None:
 
 
 def test_what_is_missing_is_listed_with_why_and_how(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(info, "find_spec", lambda name: None)
-    monkeypatch.setattr(info, "_library_candidates", lambda library: iter(()))
+    monkeypatch.setattr(_info_search, "find_spec", lambda name: None)
+    monkeypatch.setattr(_info_search, "_library_candidates", lambda library: iter(()))
     facts = info.collect()
     assert not any(entry["found"] for entry in facts["libraries"].values())
     names = [entry["name"] for entry in facts["missing"]]
@@ -237,65 +237,9 @@ def test_what_is_missing_is_listed_with_why_and_how(monkeypatch: pytest.MonkeyPa
         assert entry["how"] in text
 
 
-def test_a_folder_of_the_name_of_a_package_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a_package_of_ours").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    package = info._Package("a_package_of_ours", "a-package-of-ours", "", "")
-    assert not info._find_package(package)["found"]
-    (tmp_path / "a_package_of_ours" / "__init__.py").write_text("raise RuntimeError('imported')")
-    found = info._find_package(package)
-    assert found["path"] == str(tmp_path / "a_package_of_ours")
-    assert (found["version"], found["source"]) == (None, "Python path")
-
-
-LIBRARY = info._SharedLibrary("Ours", "libours.so.1", ("ours-wheel",), "", "")
-
-
-def test_a_shared_library_is_found_in_a_wheel_before_the_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert not info._find_shared_library(LIBRARY)["found"]
-    system = tmp_path / "system"
-    system.mkdir()
-    (system / "libours.so.1").touch()
-    monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path / 'nowhere'}:{system}")
-    found = info._find_shared_library(LIBRARY)
-    assert (found["path"], found["source"]) == (str(system / "libours.so.1"), "LD_LIBRARY_PATH")
-
-    site = tmp_path / "site"
-    (site / "ours" / "lib").mkdir(parents=True)
-    (site / "ours" / "lib" / "libours.so.1").touch()
-    (site / "ours_wheel-2.5.dist-info").mkdir()
-    (site / "ours_wheel-2.5.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: ours-wheel\nVersion: 2.5\n"
-    )
-    (site / "ours_wheel-2.5.dist-info" / "RECORD").write_text("ours/lib/libours.so.1,,\n")
-    monkeypatch.syspath_prepend(site)
-    found = info._find_shared_library(LIBRARY)
-    assert (found["path"], found["version"]) == (str(site / "ours" / "lib" / "libours.so.1"), "2.5")
-    assert found["source"] == "wheel ours-wheel"
-
-
-def test_a_library_of_the_process_is_found_as_loaded() -> None:
-    found = info._find_shared_library(info._SharedLibrary("C", "libc.so.6", (), "", ""))
-    assert found["source"] == "loaded"
-    assert Path(found["path"]).exists()
-
-
-def test_the_linker_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = tmp_path / "libours.so.1"
-    library.touch()
-    listing = (
-        f"2 libs found\n\tlibours.so.1x (libc6) => /x\n\tlibours.so.1 (libc6,x86-64) => {library}\n\tbroken line\n"
-    )
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: types.SimpleNamespace(stdout=listing))
-    found = info._find_shared_library(LIBRARY)
-    assert (found["path"], found["source"]) == (str(library), "linker cache")
-
-
 @pytest.mark.parametrize(("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([5, 0, 1, 3], "0-1,3,5")])
 def test_runs_of_cores_are_written_as_ranges(numbers: list[int], text: str) -> None:
-    assert info._ranges(numbers) == text
+    assert _info_text.ranges(numbers) == text
 
 
 def test_text_shows_limits_and_unknowns() -> None:
@@ -309,95 +253,3 @@ def test_text_shows_limits_and_unknowns() -> None:
     assert "unknown (no affinity mask)" in text
     assert "pinned to cores 0-1" in text
     assert "Missing" not in text
-
-
-# --- the command -------------------------------------------------------------------------------------------------
-
-
-def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "paceline._cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
-
-
-def test_info_prints_text_for_people_with_aligned_columns() -> None:
-    done = run("info")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    start = lines.index("Devices") + 1
-    rows = lines[start : start + len(paceline.devices())]
-    assert [row.split()[0] for row in rows] == [device.name for device in paceline.devices()]
-    columns = {row.index("pinned") for row in rows if "pinned" in row}
-    assert len(columns) == 1
-    assert "cuda" in done.stdout
-    assert info.collect()["backends"]["cuda"]["detail"] in done.stdout
-
-
-def test_info_prints_one_json_object() -> None:
-    done = run("info", "--json")
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
-    assert facts["devices"]
-    assert facts["libraries"]
-    assert facts["missing"]
-
-
-def test_version_is_printed() -> None:
-    assert run("--version").stdout.strip() == f"paceline {info.collect()['version']}"
-
-
-def test_without_a_command_it_says_which_there_are() -> None:
-    done = run()
-    assert done.returncode == 2
-    assert "info" in done.stderr + done.stdout or "command" in done.stderr
-
-
-def test_help_lists_the_commands() -> None:
-    text = run("--help").stdout
-    assert "info" in text
-    assert "simulate" in text
-
-
-def test_a_mistake_is_one_line_and_not_a_traceback(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse() -> None:
-        raise paceline.InvalidArgument("host:7 does not exist")
-
-    monkeypatch.setattr(info, "collect", refuse)
-    assert _cli.main(["info"]) == 2
-    assert capsys.readouterr().err == "paceline info: error: host:7 does not exist\n"
-
-
-def test_an_interrupt_ends_it_quietly(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(info, "collect", interrupt)
-    assert _cli.main(["info"]) == 130
-    assert capsys.readouterr().err == ""
-
-
-def test_a_reader_that_goes_away_is_no_error() -> None:
-    command = f"{sys.executable} -m paceline._cli info --json | true"
-    done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0
-    assert done.stderr == ""
-
-
-def test_submodules_are_there_without_a_further_import() -> None:
-    program = (
-        "import sys, paceline; paceline.balance.replay, paceline.plan.split_batch, paceline.sim\n"
-        "assert 'torch' not in sys.modules\n"
-        "try: paceline.DataParallel\n"
-        "except AttributeError as error: print(error)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "DataParallel is in paceline.torch: from paceline.torch import DataParallel"
-
-
-def test_the_package_runs_as_the_command_does() -> None:
-    command = [sys.executable, "-m", "paceline", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == run("--version").stdout

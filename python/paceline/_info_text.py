@@ -1,0 +1,148 @@
+"""What `paceline.info` collects, as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+
+def render(facts: Mapping[str, Any]) -> str:
+    """The result of `collect` as text for people, without a trailing newline."""
+    cpu = facts["cpu"]
+    limit = cpu["cgroup_limit"]
+    python = facts["python"]
+    build = facts["build"]
+    blocks: list[tuple[str | None, list[tuple[str, str]]]] = [
+        (None, [("paceline", facts["version"]), ("platform", facts["platform"])]),
+        (
+            "CPU",
+            [
+                ("processor", cpu["model"]),
+                ("cores we may use", ranges(cpu["affinity"]) or "unknown (no affinity mask)"),
+                (
+                    "cgroup CPU limit",
+                    f"{limit['cores']:g} core{'' if limit['cores'] == 1 else 's'} ({limit['source']})"
+                    if limit
+                    else "none",
+                ),
+                (
+                    "NUMA nodes",
+                    "; ".join(f"{node}: {ranges(c)}" for node, c in cpu["numa_nodes"].items()) or "unknown",
+                ),
+                ("reduction kernels", cpu["reduction_kernels"]),
+            ],
+        ),
+        ("Backends", [(name, entry["detail"]) for name, entry in facts["backends"].items()]),
+        ("Devices", [(device["name"], _device_text(device)) for device in facts["devices"]]),
+        ("Memory", [("space " + space, ", ".join(names)) for space, names in facts["memory_spaces"].items()]),
+        ("GPUs", [*_gpu_rows(facts["gpus"]), *_gpu_library_rows(facts["gpu_libraries"])]),
+        (
+            "Build",
+            [
+                ("built with", f"{build['compiler']} ({build['flags']})"),
+                ("fmt, pybind11", f"{build['fmt']}, {build['pybind11']}"),
+                (
+                    python["implementation"],
+                    f"{python['version']}{'' if python['gil'] else ' free-threaded'}, {python['executable']}",
+                ),
+            ],
+        ),
+        ("Libraries", [(name, _library_text(entry)) for name, entry in facts["libraries"].items()]),
+    ]
+    width = max(len(name) for _, block in blocks for name, _ in block)
+    lines: list[str] = []
+    for title, block in blocks:
+        if not block:
+            continue
+        if title:
+            lines += ["", title]
+        indent = "  " if title else ""
+        lines += [f"{indent}{name:<{width + 2 - len(indent)}}  {text}" for name, text in block]
+    if facts["missing"]:
+        lines += ["", "Missing"]
+        for entry in facts["missing"]:
+            lines += [
+                f"  {entry['name']}",
+                f"    why it matters: {entry['why']}",
+                f"    how to get it:  {entry['how']}",
+            ]
+    return "\n".join(lines)
+
+
+def _device_text(device: Mapping[str, Any]) -> str:
+    cores = device["cores"]
+    where = f"pinned to core{'s' if len(cores) > 1 else ''} {ranges(cores)}" if cores else "not pinned"
+    node = device["numa_node"]
+    return where if node is None else f"{where}, NUMA node {node}"
+
+
+def _gpu_rows(gpus: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    for gpu in gpus:
+        yield gpu["device"], str(gpu.get("model", ""))
+        health = gpu["health"]
+        for key, value in {**gpu, **(health or {"health": "unknown"})}.items():
+            if key in ("device", "model") or (key == "health" and health is not None):
+                continue
+            label, text = _quantity(key, value)
+            if text:
+                yield f"  {label}", text
+
+
+def _gpu_library_rows(libraries: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    for name, entry in libraries.items():
+        rest = {key: value for key, value in entry.items() if key not in ("why_none", "version", "path")}
+        parts = [_quantity(key, value) for key, value in rest.items()]
+        text = f"{entry.get('version') or 'version unknown'}  ({entry.get('path') or 'path unknown'})"
+        if why := entry.get("why_none"):
+            text = f"none: {why}"
+        yield name, "; ".join([text, *(f"{label}: {value}" for label, value in parts if value)])
+
+
+_UNITS = {
+    "_bytes": (1 / 2**30, "{:.1f} GiB"),
+    "_hz": (1e-9, "{:.2f} GHz"),
+    "_mhz": (1e-3, "{:.2f} GHz"),
+    "_celsius": (1.0, "{:.0f} C"),
+    "_watts": (1.0, "{:.0f} W"),
+    "_seconds": (1.0, "{:.1f} s"),
+}
+
+
+def _quantity(key: str, value: Any) -> tuple[str, str]:
+    """``("memory_bytes", 85899345920)`` as ``("memory", "80.0 GiB")``; text is empty where nothing is known."""
+    label = key.replace("_", " ")
+    if value is None or value == "":
+        return label, ""
+    if isinstance(value, bool):
+        return label, "yes" if value else "no"
+    for suffix, (factor, text) in _UNITS.items():
+        if not key.endswith(suffix):
+            continue
+        label = key.removesuffix(suffix).replace("_", " ")
+        if isinstance(value, (int, float)):
+            return label, text.format(factor * value)
+        if isinstance(value, Mapping):
+            return label, "; ".join(f"{name} {text.format(factor * amount)}" for name, amount in value.items())
+    if isinstance(value, Mapping):
+        parts = [_quantity(str(name), entry) for name, entry in value.items()]
+        return label, "; ".join(f"{name}: {text}" for name, text in parts if text)
+    if isinstance(value, (list, tuple)):
+        return label, ", ".join(str(entry) for entry in value) or "none"
+    return label, str(value)
+
+
+def _library_text(entry: Mapping[str, Any]) -> str:
+    if not entry["found"]:
+        return "not found"
+    return f"{entry['version'] or 'version unknown'}  ({entry['source']}: {entry['path']})"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """``[0, 1, 2, 5]`` as ``0-2,5``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
