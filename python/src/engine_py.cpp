@@ -210,6 +210,7 @@ py::object items_dict(Stepper& stepper) {
   result["padding_saved"] = report->padding.saved();
   if (!report->fitted) return result;
   const plan::ItemCost& cost = report->shape.cost;
+  result["device_class"] = report->device_class;
   result["measure"] = measure_name(report->shape.measure);
   result["fixed_seconds"] = cost.fixed_seconds;
   result["seconds_per_cost"] = cost.per_token_seconds;

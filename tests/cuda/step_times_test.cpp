@@ -60,6 +60,26 @@ TEST(StepTimes, TheCallerIsTwoStepsAheadAtMost) {
   }
 }
 
+TEST(StepTimes, CostsThatAlternateAreEvidenceForTheBalancerToo) {
+  boot(1, 2);
+  const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
+  Stepper stepper(group, {});
+  Summing any(group);
+  const std::unique_ptr<Buffer> output = any.queues.maker(0).allocate_pinned(sizeof(double));
+  constexpr int kSteps = 8;
+  for (int k = 0; k < kSteps; ++k) {
+    auto program = std::make_shared<Summing>(group);
+    program->begin(1.0, static_cast<double*>(output->data()));
+    const std::vector<double> costs(kBatch, k % 2 == 0 ? 1.0 : 3.0);
+    const std::shared_ptr<Step> step = stepper.begin(stepper.plan_items(costs), program);
+    step->wait();
+    ASSERT_EQ(step->failure(), nullptr);
+    stepper.commit(step);
+  }
+  stepper.settle();
+  EXPECT_EQ(stepper.balancer().report().steps, kSteps);
+}
+
 /// One run of 1 ms by the device's clock. `slowly`: its launch takes 10 ms of the host, and the device is there at
 /// once.
 struct Launched {

@@ -8,6 +8,7 @@
 #include <limits>
 #include <map>
 #include <numbers>
+#include <numeric>
 #include <utility>
 
 #include <paceline/error.hpp>
@@ -28,6 +29,16 @@ void check(std::span<const double> costs) {
     throw InvalidArgument(
         fmt::format("cost: the cost of item {} is {}; costs must be finite and not negative.", k, costs[k]));
   }
+}
+
+bool all_free(std::span<const double> costs) {
+  return std::all_of(costs.begin(), costs.end(), [](double cost) { return cost == 0.0; });
+}
+
+/// Of items that all cost nothing: they are still items.
+double total_of(std::span<const double> costs) {
+  if (all_free(costs)) return static_cast<double>(costs.size());
+  return std::accumulate(costs.begin(), costs.end(), 0.0);
 }
 
 double longest_of(const std::vector<double>& costs, std::int64_t begin, std::int64_t end) {
@@ -53,12 +64,20 @@ ItemPlanner::ItemPlanner(balance::Balancer balancer, const std::vector<std::stri
     : balancer_(std::move(balancer)), shapes_(device_classes.size()), micro_batch_(micro_batch) {
   std::map<std::string, std::size_t> numbers;
   for (const std::string& name : device_classes) {
-    class_of_.push_back(numbers.emplace(name, numbers.size()).first->second);
+    const auto [entry, is_new] = numbers.emplace(name, numbers.size());
+    class_of_.push_back(entry->second);
+    if (is_new) class_names_.push_back(name);
   }
   classes_.assign(numbers.size(), ItemShapes(device_classes.size()));
 }
 
-std::int64_t ItemPlanner::batch_units(double cost) const {
+std::int64_t ItemPlanner::batch_units(std::span<const double> costs) const {
+  check(costs);
+  if (batch_size_ == 0) return static_cast<std::int64_t>(kUnits);
+  return units_of(total_of(costs));
+}
+
+std::int64_t ItemPlanner::units_of(double cost) const {
   const double work = std::clamp(unit_ * cost, kLeastUnits, kMostUnits);
   const auto factor_to = [&](std::int64_t size) {
     const auto units = static_cast<double>(size);
@@ -71,23 +90,16 @@ std::int64_t ItemPlanner::batch_units(double cost) const {
 }
 
 std::shared_ptr<const ItemPlan> ItemPlanner::next(std::span<const double> costs) {
-  check(costs);
-  double sum = 0.0;
-  for (const double cost : costs) sum += cost;
+  const std::int64_t units = batch_units(costs);
   auto made = std::make_shared<ItemPlan>();
   made->costs.assign(costs.begin(), costs.end());
-  if (!(sum > 0.0)) {  // items that all cost nothing are still items
-    std::fill(made->costs.begin(), made->costs.end(), 1.0);
-    sum = static_cast<double>(costs.size());
-  }
+  if (all_free(costs)) std::fill(made->costs.begin(), made->costs.end(), 1.0);
   if (batch_size_ == 0) {
-    unit_ = kUnits / sum;
+    unit_ = kUnits / total_of(costs);
     const double fixed = kFixedAtFirst * kUnits / static_cast<double>(shapes_.size());
     std::fill(shapes_.begin(), shapes_.end(), plan::ItemShape{.cost = {fixed, unit_, 0.0}});
-    batch_size_ = static_cast<std::int64_t>(kUnits);
-    batch_sizes_ = {batch_size_};
   }
-  batch_size_ = batch_units(sum);
+  batch_size_ = units;
   batch_sizes_.insert(batch_size_);
   made->balance = balancer_.next_plan(batch_size_);
   made->shapes = shapes_;
@@ -179,34 +191,40 @@ ItemReport ItemPlanner::report() const {
   });
   report.fitted = most->fitted();
   if (!report.fitted) return report;
+  report.device_class = class_names_[static_cast<std::size_t>(most - classes_.begin())];
   report.shape = most->shape();
   report.error = most->error();
   report.samples = most->samples();
   return report;
 }
 
+std::string ItemPlanner::told_of(std::size_t device_class) const {
+  const ItemShapes& here = classes_[device_class];
+  const plan::ItemShape shape = here.shape();
+  const std::string on = classes_.size() > 1 ? fmt::format("on {}, ", class_names_[device_class]) : "";
+  const std::string square = shape.cost.per_squared_token_seconds > 0.0
+                                 ? fmt::format(", {:.3g} ns for its square", 1e9 * shape.cost.per_squared_token_seconds)
+                                 : "";
+  return fmt::format(
+      "  {}times follow {}\n"
+      "  {}a micro-batch takes {:.3g} ms and {:.3g} us for each unit of cost{}, within {:.1f} % (of {})\n",
+      on, told(shape.measure), on, 1e3 * shape.cost.fixed_seconds, 1e6 * shape.cost.per_token_seconds, square,
+      100.0 * here.error(), here.samples());
+}
+
 std::string ItemPlanner::explain() const {
-  const ItemReport here = report();
   std::string out;
-  if (here.fitted) {
-    const plan::ItemCost& cost = here.shape.cost;
-    out += fmt::format("  times follow {}\n", told(here.shape.measure));
-    out +=
-        fmt::format("  a micro-batch takes {:.3g} ms and {:.3g} us for each unit of cost{}, within {:.1f} % (of {})\n",
-                    1e3 * cost.fixed_seconds, 1e6 * cost.per_token_seconds,
-                    cost.per_squared_token_seconds > 0.0
-                        ? fmt::format(", {:.3g} ns for its square", 1e9 * cost.per_squared_token_seconds)
-                        : "",
-                    100.0 * here.error, here.samples);
-  } else {
-    out += "  what an item costs in time is not measured yet: the given costs are taken as they are\n";
+  for (std::size_t k = 0; k < classes_.size(); ++k) {
+    if (classes_[k].fitted()) out += told_of(k);
   }
-  const ItemPadding& padding = here.padding;
-  if (padding.own > 0.0) {
+  if (out.empty()) {
+    out = "  what an item costs in time is not measured yet: the given costs are taken as they are\n";
+  }
+  if (padding_.own > 0.0) {
     out += fmt::format(
         "  padded to the longest of each micro-batch, items cost {:.2f} times their own; in slices of the batch as it "
         "came {:.2f} times: {:.0f} % of the padding saved\n",
-        padding.padded / padding.own, padding.contiguous / padding.own, 100.0 * padding.saved());
+        padding_.padded / padding_.own, padding_.contiguous / padding_.own, 100.0 * padding_.saved());
   }
   return out;
 }

@@ -33,7 +33,10 @@ class ItemPlanner {
   /// `device_classes`: one per device; those of one class share a shape.
   ItemPlanner(balance::Balancer balancer, const std::vector<std::string>& device_classes, std::int64_t micro_batch);
 
+  /// What a batch of these costs is to the balancer, in units of work.
   /// Costs: finite and not negative, at least one. @throws InvalidArgument
+  [[nodiscard]] std::int64_t batch_units(std::span<const double> costs) const;
+  /// @throws InvalidArgument as batch_units.
   [[nodiscard]] std::shared_ptr<const ItemPlan> next(std::span<const double> costs);
   /// A step that ran by `plan` and was committed. `judged`: the balancer shall learn of it too.
   void record(const ItemPlan& plan, const StepRecord& record, bool judged);
@@ -41,16 +44,18 @@ class ItemPlanner {
   [[nodiscard]] balance::Balancer& balancer() noexcept { return balancer_; }
   [[nodiscard]] const balance::Balancer& balancer() const noexcept { return balancer_; }
   [[nodiscard]] ItemReport report() const;
-  /// Some lines for explain().
+  /// Some lines for explain(): of each device class what its items cost in time, and what padding was saved.
   [[nodiscard]] std::string explain() const;
 
  private:
   void learn(const ItemPlan& plan, const StepRecord& record);
   void refit();
-  [[nodiscard]] std::int64_t batch_units(double cost) const;
+  [[nodiscard]] std::int64_t units_of(double cost) const;
+  [[nodiscard]] std::string told_of(std::size_t device_class) const;
 
   balance::Balancer balancer_;
   std::vector<std::size_t> class_of_;
+  std::vector<std::string> class_names_;
   std::vector<ItemShapes> classes_;
   std::vector<plan::ItemShape> shapes_;  // per device, in units of work
   std::int64_t micro_batch_;

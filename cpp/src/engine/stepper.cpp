@@ -303,7 +303,7 @@ std::shared_ptr<const ItemPlan> Stepper::plan_items(std::span<const double> cost
   State& state = *state_;
   require_idle();
   state.turn_to(true);
-  state.collect(kMostPending - 1);
+  state.collect(state.plan.batch_size == state.items->batch_units(costs) ? kMostPending - 1 : 0);
   const std::int64_t before = state.plan.batch_size > 0 ? state.plan.step : -1;
   state.item_plan = state.items->next(costs);
   state.latest = state.item_plan->balance;

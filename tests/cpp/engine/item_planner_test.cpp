@@ -9,6 +9,9 @@
 #include <string>
 #include <vector>
 
+#include <paceline/engine/step.hpp>
+#include <paceline/error.hpp>
+
 namespace paceline::engine {
 namespace {
 
@@ -65,6 +68,45 @@ TEST(ItemPlanner, StaysWithTheLastBatchSizeNearABorder) {
   EXPECT_EQ(size_of(planner, 138.0), high) << "the other one is as near, but no batch shall change its size by noise";
   EXPECT_EQ(size_of(planner, 100.0), low);
   EXPECT_EQ(size_of(planner, 140.0), low);
+}
+
+TEST(ItemPlanner, TellsTheSizeOfABatchBeforeItIsPlanned) {
+  ItemPlanner planner = planner_of(2);
+  for (const double cost : {3.0, 4.0, 100.0, 5.0, 1e-15, 0.0, 1e30, 3.0}) {
+    const std::vector<double> costs(8, cost / 8.0);
+    const std::int64_t told = planner.batch_units(costs);
+    EXPECT_EQ(planner.next(costs)->balance.batch_size, told) << "for " << cost;
+  }
+  EXPECT_THROW((void)planner.batch_units(std::vector<double>{-1.0}), InvalidArgument);
+}
+
+TEST(ItemPlanner, TellsEachDeviceClassByItsName) {
+  balance::BalancerOptions options;
+  const std::vector<std::string> classes = {"quick", "slow"};
+  for (const std::string& name : classes) options.devices.push_back({name + ":0", name, {}});
+  ItemPlanner planner(balance::Balancer(options), classes, 0);
+  std::mt19937_64 rng(3);
+  std::uniform_real_distribution<double> length(1.0, 9.0);
+  for (int step = 0; step < 12; ++step) {
+    std::vector<double> costs(64);
+    for (double& cost : costs) cost = length(rng);
+    const auto plan = planner.next(costs);
+    StepRecord record;
+    for (std::size_t device = 0; device < classes.size(); ++device) {
+      const auto& [order, bounds, first, work] = plan->arrangement;
+      for (std::size_t k = first[device]; k < first[device + 1]; ++k) {
+        const double longest = plan->ordered_costs[static_cast<std::size_t>(bounds[k])];
+        const double seconds = 1e-3 * static_cast<double>(device + 1) * longest * static_cast<double>(bounds[k + 1] - bounds[k]);
+        record.claims.push_back({.micro_batch = {device, bounds[k], bounds[k + 1]}, .finish_seconds = seconds});
+      }
+    }
+    planner.record(*plan, record, true);
+  }
+  const std::string told = planner.explain();
+  for (const std::string& name : classes) {
+    EXPECT_NE(told.find("  on " + name + ", a micro-batch takes "), std::string::npos) << told;
+  }
+  EXPECT_TRUE(planner.report().device_class == "quick" || planner.report().device_class == "slow");
 }
 
 TEST(ItemPlanner, CostsOfAnySizeAreBatchSizesThatCanBeSplit) {

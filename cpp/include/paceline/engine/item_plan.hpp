@@ -53,7 +53,8 @@ struct ItemPadding {
 struct ItemReport {
   std::int64_t steps = 0;    ///< recorded, with costs
   bool fitted = false;       ///< false: the costs are taken as they were given; `shape` and `error` are then 0
-  plan::ItemShape shape;     ///< in seconds, on the fastest device of the class that does most
+  std::string device_class;  ///< the one that ran most of what was fitted; empty before
+  plan::ItemShape shape;     ///< in seconds, on the fastest device of that class
   double error = 0.0;        ///< relative root mean square of predicted against measured micro-batches
   std::int64_t samples = 0;  ///< micro-batches that it was fitted to
   ItemPadding padding;       ///< totals of all steps
