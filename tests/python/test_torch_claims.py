@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,74 @@ def test_a_step_that_fails_stays_the_next_one(tmp_path: Path) -> None:
         trainer.replay_claims(None)
         trainer.step(classify, part)
         assert trainer.report()["steps"] == 1
+
+
+RUNS = ("first", "second")
+
+
+def in_runs(
+    prepare: Callable[[DataParallel], None], cost: torch.Tensor | None, **options: Any
+) -> list[list[torch.Tensor | None]]:
+    """Gradients and losses of two kinds of runs over each of some batches, in single precision."""
+    module, batch = classifier(96, dtype=torch.float32)
+    results = []
+
+    def fn(one: Any, part: Any) -> None:
+        unsteady(one, part.data)
+        part.backward(classify(one, part.data))
+
+    with DataParallel(module, TWO, **options) as trainer:
+        prepare(trainer)
+        for _ in range(5):
+            with trainer.batch(batch, cost=cost) as global_batch:
+                for name in RUNS:
+                    loss = global_batch.run(fn, name=name)
+                    results.append([*gradients(module), loss])
+                    module.zero_grad()
+    return results
+
+
+@pytest.mark.parametrize("cost", [None, torch.arange(96) % 13 + 1.0], ids=["items", "costs"])
+def test_every_run_of_a_batch_has_a_ledger_and_runs_again(tmp_path: Path, cost: torch.Tensor | None) -> None:
+    def write(trainer: DataParallel) -> None:
+        for name in RUNS:
+            trainer.write_ledger(tmp_path / name, run=name)
+
+    def replay(trainer: DataParallel) -> None:
+        for name in RUNS:
+            trainer.replay_claims(tmp_path / name, run=name)
+
+    first = in_runs(write, cost)
+    for name in RUNS:
+        assert [entry["step"] for entry in claims_of(tmp_path / name)] == list(range(5))
+        result = balance.replay(tmp_path / name)
+        assert (result.plans, result.records, result.mismatches) == (5, 5, [])
+    assert same(in_runs(replay, cost, balance="even"), first)
+
+
+def test_one_run_of_a_batch_is_replayed_by_itself(tmp_path: Path) -> None:
+    path = tmp_path / "first"
+    in_runs(lambda trainer: trainer.write_ledger(path, run="first"), None, balance=[3, 1])
+    module, batch = classifier(96, dtype=torch.float32)
+
+    def fn(one: Any, part: Any) -> None:
+        part.backward(classify(one, part.data))
+
+    with DataParallel(module, TWO, balance="even") as trainer:
+        trainer.replay_claims(path, run="first")
+        with trainer.batch(batch) as global_batch:
+            for _ in range(5):
+                global_batch.run(fn, name="first")
+                assert list(trainer.shares.values()) == [72, 24]
+                global_batch.run(fn, name="second")
+                assert list(trainer.shares.values()) == [48, 48]
+            with pytest.raises(InvalidArgument, match=r"run first: .*5 steps.*replay_claims\(None, run='first'\)"):
+                global_batch.run(fn, name="first")
+            trainer.replay_claims(None, run="first")
+            global_batch.run(fn, name="first")
+            assert list(trainer.shares.values()) == [48, 48]
+            with pytest.raises(InvalidArgument, match="called after 1 step"):
+                trainer.write_ledger(tmp_path / "late", run="first")
 
 
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:

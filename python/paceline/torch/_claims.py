@@ -71,7 +71,9 @@ class ClaimScript:
         If it is no ledger, holds no claims, or is of other devices.
     """
 
-    def __init__(self, path: str | os.PathLike[str], names: Sequence[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], names: Sequence[str], run: str | None = None) -> None:
+        self._call = "step" if run is None else f"run {run}"
+        self._end = "replay_claims(None)" if run is None else f"replay_claims(None, run={run!r})"
         self._path = os.fspath(path)
         self._steps: list[StepClaims] = []
         self._next = 0
@@ -95,17 +97,21 @@ class ClaimScript:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def peek(self, batch_size: int) -> StepClaims:
+    def peek(self, batch_size: int, *, by_cost: bool) -> StepClaims:
         """Of the next step; it stays the next one until `advance`, so that a step that fails can be repeated."""
         if self._next == len(self._steps):
             raise InvalidArgument(
-                f"step: {self._path} has run again to its end, {counted(len(self._steps), 'step')}. End the replay with replay_claims(None)."
+                f"{self._call}: {self._path} has run again to its end, {counted(len(self._steps), 'step')}. End the replay with {self._end}."
             )
         claims = self._steps[self._next]
         if claims.batch_size != batch_size:
             raise InvalidArgument(
-                f"step: a batch of {counted(batch_size, 'item')} where step {self._next} of {self._path} had {claims.batch_size}. Replay with the "
+                f"{self._call}: a batch of {counted(batch_size, 'item')} where step {self._next} of {self._path} had {claims.batch_size}. Replay with the "
                 "same batches in the same order."
+            )
+        if by_cost and claims.order is None:
+            raise InvalidArgument(
+                f"{self._call}: cost= while claims are replayed of a step that ran without. Leave it out, or end the replay first: {self._end}."
             )
         return claims
 

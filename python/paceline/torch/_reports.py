@@ -11,8 +11,8 @@ from torch import nn
 
 from paceline.balance import WhatIfAnswer
 from paceline.torch._execution import Workload
-from paceline.torch._lifetime import Lifetime
 from paceline.torch._step_gaps import StepGaps
+from paceline.torch._work import Work, kind_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,14 +22,10 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class Reports(Lifetime):
+class Reports(Work):
     """All that is there to read about a trainer. Nothing here changes what its steps do."""
 
     module: nn.Module
-    _names: list[str]  # of the devices
-    _options: dict[str, Any]
-    _steps: Workload
-    _others: dict[str, Workload]  # runs of `batch` and other kinds of work, by name
     _loss: torch.Tensor | None = None  # of the last step
     _gaps: StepGaps  # between calls of `step`
 
@@ -55,10 +51,10 @@ class Reports(Lifetime):
             ``runs``: as all but the last three, for each run of `batch` by its name. After a step (or run) with `cost` also ``items``: ``cost`` of
             all items, ``padded_cost`` of the micro-batches that ran (each its count times its largest), ``contiguous_cost`` of the same
             sizes cut from the batch as it came, ``padding_saved`` (the part of the latter's padding); and, once measured, the time of a
-            micro-batch: ``fixed_seconds``, ``seconds_per_cost``, ``seconds_per_squared_cost``, whether it follows the ``"padded"`` cost, the
+            micro-batch on the devices of the ``device_class`` that ran most: ``fixed_seconds``, ``seconds_per_cost``, ``seconds_per_squared_cost``, whether it follows the ``"padded"`` cost, the
             ``"sum"`` or the ``"count"`` alone (``measure``), and its relative ``error``.
         """
-        runs = {name[4:]: _metrics_of(work) for name, work in self._others.items() if name.startswith("run ")}
+        runs = {name: _metrics_of(work) for name, work in self._runs().items()}
         sizes = {name: sorted(ran) for name, ran in zip(self._names, self._steps.seen.ever, strict=True)}
         return {**_metrics_of(self._steps), "sizes": sizes, "memory": self._steps.caps.report(), "runs": runs}
 
@@ -158,7 +154,7 @@ class Reports(Lifetime):
 
         Waits for GPUs; also after `close`.
         """
-        runs = {name: work for name, work in self._others.items() if name.startswith("run ")}
+        runs = {f"run {name}": work for name, work in self._runs().items() if work.stepper.metrics["steps"]}
         if runs and not self._steps.stepper.metrics["steps"]:  # there is nothing to tell of steps
             return "\n".join(f"{name}: {work.stepper.explain()}{work.caps.explain()}" for name, work in runs.items())
         text = self._steps.stepper.explain()
@@ -199,17 +195,26 @@ class Reports(Lifetime):
         self._steps.stepper.settle()
         return self._steps.stepper.what_if(speeds=speeds, add=add, remove=remove, batch_size=batch_size)
 
-    def write_ledger(self, path: str | os.PathLike[str]) -> None:
+    def write_ledger(self, path: str | os.PathLike[str], *, run: str | None = None) -> None:
         """Write every measurement and decision of `step` to a file of JSON lines, and what each device really ran.
 
         `paceline.balance.replay` reproduces the decisions, `replay_claims` the steps themselves.
 
+        Parameters
+        ----------
+        path
+            The file; one that is there is replaced.
+        run
+            The name of a run of `batch`, as ``report()["runs"]`` has it, to write that one's ledger. Default: that of `step`.
+
         Raises
         ------
         InvalidArgument
-            After the first step (a ledger that lacks steps cannot be replayed), or if the file cannot be written.
+            After the first step, or the first run of that name (a ledger that lacks some cannot be replayed), or if the file cannot be
+            written.
         """
-        self._steps.stepper.write_ledger(os.fspath(path))
+        with self._alone("write_ledger"):
+            self._work(kind_of(run)).stepper.write_ledger(os.fspath(path))
 
 
 def _metrics_of(work: Workload) -> dict[str, Any]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,26 +24,24 @@ from paceline.torch._arguments import (
     policy_of,
 )
 from paceline.torch._batch import Batch
-from paceline.torch._batch_size import BatchSizeSearch, check_arguments, check_size, search
-from paceline.torch._check import check
-from paceline.torch._check_report import CheckReport
 from paceline.torch._claims import ClaimScript, ReplayedCaps
 from paceline.torch._execution import Execution, Workload
 from paceline.torch._global_batch import FunctionRun, GlobalBatch, RunFunction
-from paceline.torch._items import Cost, costs_of
+from paceline.torch._items import Cost
 from paceline.torch._micro_batch_size import MicroBatchSizes
 from paceline.torch._objective import Objective, Reduction, Weight
 from paceline.torch._optimizer import spread
 from paceline.torch._places import Places
 from paceline.torch._replicas import Replicas, Replicate
 from paceline.torch._reports import Reports
-from paceline.torch._run import LossFunction, PredictRun, TrainRun
+from paceline.torch._run import Frame, LossFunction, PredictRun, TrainRun
 from paceline.torch._step_gaps import StepGaps
-from paceline.torch._step_timer import StepTimer
+from paceline.torch._trials import Trials
+from paceline.torch._work import kind_of
 from paceline.torch._workers import HostWorkers
 
 
-class DataParallel(Reports):
+class DataParallel(Trials, Reports):
     """Trains `module` on several devices of this machine, with exactly the gradient of one.
 
     Every call of `step` splits one batch over the devices in proportion to what was measured of them, runs forward and backward on
@@ -157,12 +154,11 @@ class DataParallel(Reports):
                 "corrections": corrections,
             }
             self._limits = memory_limits(memory, group)
-            self._steps = Workload(group, places, self._limits, **self._options)
+            self._works = {kind_of(None): Workload(group, places, self._limits, **self._options)}
             if micro_batch is None and granularity == 1 and corrections is not False and not any(places.on_gpu):
                 self._steps.sizes = MicroBatchSizes()
-            self._others: dict[str, Workload] = {}
-            self._temporary: list[Workload] = []  # of calls that leave no trace
-            self._script: ClaimScript | None = None
+            self._temporary = []
+            self._scripts: dict[str, ClaimScript] = {}  # by kind of work
             execution = Execution(group, module, places, Replicas(module, places, replicate))
         except BaseException:
             if owned:
@@ -249,68 +245,42 @@ class DataParallel(Reports):
         check_scaler("step", scaler)
         whole, objective = self._prepared(batch, weight)
         costs = self._costs(cost, batch, whole.size)
-        if costs is not None and self._script is not None and self._script.peek(whole.size).order is None:
-            raise InvalidArgument(
-                "step: cost= while claims are replayed of a step that ran without. Leave it out, or end the replay first: "
-                "replay_claims(None)."
-            )
-        self._places.begin(whole)
-        return self._execution.repeated(lambda: self._try_step(loss_fn, whole, objective, scaler, costs))
+        names = self._replicas.names
 
-    def _prepared(self, batch: Any, weight: Weight | None) -> tuple[Batch, Objective]:
-        whole = Batch(batch)
-        places = self._places
-        return whole, Objective(batch, whole.size, self._reduction, weight, places.pin, places.check_values)
+        def run_of(frame: Frame, objective: Objective) -> TrainRun:
+            return TrainRun(frame, loss_fn=loss_fn, objective=objective, scale=self._scale_of(scaler), names=names)
 
-    def _try_step(
-        self, loss_fn: LossFunction, whole: Batch, objective: Objective, scaler: Any, costs: list[float] | None
+        return self._train(kind_of(None), whole, objective, costs, loss_fn, run_of)
+
+    def _train(
+        self,
+        kind: str,
+        whole: Batch,
+        objective: Objective,
+        costs: list[float] | None,
+        fn: Callable[..., Any],
+        run_of: Callable[[Frame, Objective], TrainRun],
     ) -> torch.Tensor:
-        work, claims = self._steps, None
-        if self._script is not None:
-            work, claims = self._work("replay"), self._script.peek(whole.size)
-            work.caps = ReplayedCaps(self._places, claims)
-        frame = self._execution.frame(work, whole, loss_fn, costs, claims.order if claims is not None else None)
-        if frame.items is not None:
-            objective = frame.items.objective(objective)
-        scale = self._scale_of(scaler)
-        run = TrainRun(frame, loss_fn=loss_fn, objective=objective, scale=scale, names=self._replicas.names)
-        run.claims = claims.lanes if claims is not None else None
-        before = self._execution.committed
-        try:
-            return self._execution.train(work, run)[0]
-        finally:  # an interrupt that comes while gradients are written leaves a step that is done
-            if self._script is not None and self._execution.committed is not before:
-                self._script.advance()
+        """A run over the batch as the balancer of its kind plans it, or as the claims that are replayed for its kind say."""
+        self._places.begin(whole)
 
-    def _scale_of(self, scaler: Any) -> torch.Tensor | None:
-        if scaler is None or not scaler.is_enabled():
-            return None
-        scale: torch.Tensor = scaler.scale(torch.ones((), device=self._places.home))
-        return scale
+        def attempt() -> torch.Tensor:
+            work, script = self._work(kind), self._scripts.get(kind)
+            claims = None
+            if script is not None:
+                work, claims = self._work(f"replay {kind}"), script.peek(whole.size, by_cost=costs is not None)
+                work.caps = ReplayedCaps(self._places, claims)
+            frame = self._execution.frame(work, whole, fn, costs, claims.order if claims is not None else None)
+            run = run_of(frame, objective if frame.items is None else frame.items.objective(objective))
+            run.claims = claims.lanes if claims is not None else None
+            before = self._execution.committed
+            try:
+                return self._execution.train(work, run)[0]
+            finally:  # an interrupt that comes while gradients are written leaves a run that is done
+                if script is not None and self._execution.committed is not before:
+                    script.advance()
 
-    def _costs(self, cost: Cost | None, batch: Any, size: int) -> list[float] | None:
-        costs = costs_of(cost, batch, size, self._places.check_values)
-        if costs is not None and self._options["granularity"] > 1:
-            raise InvalidArgument(
-                "cost= together with granularity=, which counts items: by cost, devices get other numbers of them. Make the trainer without "
-                "it, or with micro_batch= or memory=, which limit batches with costs, too."
-            )
-        return costs
-
-    def _workloads(self) -> list[Workload]:
-        return [self._steps, *self._others.values(), *self._temporary]
-
-    def _temporarily(self, **options: Any) -> Workload:
-        """For the current call only; `close` in another thread ends it, too."""
-        work = Workload(self.group, self._places, self._limits, **options)
-        self._temporary.append(work)
-        return work
-
-    def _work(self, key: str) -> Workload:
-        """Of other kinds of work than `step`, made when it is first run."""
-        if key not in self._others:
-            self._others[key] = Workload(self.group, self._places, self._limits, **self._options)
-        return self._others[key]
+        return self._execution.repeated(attempt)
 
     def batch(self, batch: Any, *, weight: Weight | None = None, cost: Cost | None = None) -> GlobalBatch:
         """The lower level that `step` is made of, for several optimizers, adversarial networks, several losses, backward by hand.
@@ -351,140 +321,15 @@ class DataParallel(Reports):
             costs = self._costs(cost, batch, whole.size)
 
         def start(fn: RunFunction, wanted: list[nn.Parameter] | None, scaler: Any, name: str) -> torch.Tensor:
+            def run_of(frame: Frame, objective: Objective) -> TrainRun:
+                return FunctionRun(frame, fn, objective, self._scale_of(scaler), self._replicas, wanted)
+
             with self._alone("run"):
                 check_trains("run", fn)
                 check_scaler("run", scaler)
-                self._places.begin(whole)
-                work = self._work(f"run {name}")
-
-                def attempt() -> torch.Tensor:
-                    frame = self._execution.frame(work, whole, fn, costs)
-                    there = objective if frame.items is None else frame.items.objective(objective)
-                    run = FunctionRun(frame, fn, there, self._scale_of(scaler), self._replicas, wanted)
-                    return self._execution.train(work, run)[0]
-
-                return self._execution.repeated(attempt)
+                return self._train(kind_of(name), whole, objective, costs, fn, run_of)
 
         return GlobalBatch(whole.size, start)
-
-    def check(
-        self,
-        loss_fn: LossFunction,
-        batch: Any,
-        *,
-        weight: Weight | None = None,
-        tolerance: float | None = None,
-        cost: Cost | None = None,
-    ) -> CheckReport:
-        """Compare one batch run whole with the same batch in several splits, and say what makes a difference.
-
-        Leaves no trace: gradients, buffers, random generators, shares and ledger are as before. What `loss_fn` and the module change
-        in Python stays changed. Takes the time of about a dozen forward and backward passes of one device, and the memory of a whole
-        batch on one.
-
-        Parameters
-        ----------
-        loss_fn, batch, weight, cost
-            As for `step`. 8 items or more tell most; they need not be many. With `cost` also in the order that it gives the items.
-        tolerance
-            Up to which relative difference results count as equal. Default: what rounding may bring for the types of the parameters.
-
-        Returns
-        -------
-        CheckReport
-            ``exact``, ``verdict``, ``causes``, ``splits``, ``differences`` by parameter; ``print`` shows all of it.
-
-        Raises
-        ------
-        InvalidArgument
-            As `step`, and for a batch of one item.
-        Exception
-            What `loss_fn` raised for the whole batch. What it raises for a slice only is part of the report.
-
-        Examples
-        --------
-        >>> print(trainer.check(loss_fn, batch))                                  # doctest: +SKIP
-        not exact: running statistics (32 items)
-        """
-        with self._alone("check"), _emptied(self._temporary):
-            check_trains("check", loss_fn)
-            whole, objective = self._prepared(batch, weight)
-            costs = self._costs(cost, batch, whole.size)
-            self._places.begin(whole)
-            micro_batch = self._options["micro_batch"]
-            return check(
-                self._execution,
-                self._temporarily(micro_batch=micro_batch, balance="even"),
-                whole,
-                objective,
-                loss_fn,
-                reduction=self._reduction,
-                micro_batch=micro_batch or None,
-                tolerance=tolerance,
-                costs=costs,
-            )
-
-    def find_batch_size(
-        self,
-        loss_fn: LossFunction,
-        make_batch: Callable[[int], Any],
-        *,
-        weight: Callable[[Any], torch.Tensor] | None = None,
-        smallest: int = 8,
-        largest: int = 65536,
-        efficiency: float = 0.9,
-        seconds: float = 0.5,
-    ) -> BatchSizeSearch:
-        """Measure steps of growing batches on all devices together, and find the knee of the throughput.
-
-        The batch is doubled until that brings less than 5 %, or memory does not allow more; micro-batches keep to what fits (`memory`),
-        so that memory seldom does. At the knee smaller micro-batches are measured, too, if the trainer was made without `micro_batch`.
-        Leaves no trace, as `check`. Which batch is good for training is another question: learning rates belong to a batch size.
-
-        Parameters
-        ----------
-        loss_fn, weight
-            As for `step`; `weight` a callable, since batches differ in size.
-        make_batch
-            ``make_batch(items)`` returns a batch of so many items.
-        smallest, largest
-            Sizes to begin and to end with.
-        efficiency
-            The part of the highest throughput that is enough.
-        seconds
-            To time each size for, after a warm-up.
-
-        Returns
-        -------
-        BatchSizeSearch
-            ``batch_size``, ``micro_batch``, the times behind them; ``print`` and ``plot(path)`` show them.
-
-        Raises
-        ------
-        InvalidArgument
-            For arguments that cannot be used, before anything runs, and as `step`.
-        """
-        with self._alone("find_batch_size"), _emptied(self._temporary):
-            check_trains("find_batch_size", loss_fn)
-            check_arguments(make_batch, weight, seconds)
-            own = self._options["micro_batch"]
-
-            def workload(micro_batch: int | None) -> Workload:
-                options = {**self._options, "micro_batch": micro_batch or own}
-                if options["micro_batch"]:
-                    options["corrections"] = None
-                return self._temporarily(**options)
-
-            timer = StepTimer(self._execution, loss_fn, workload)
-
-            def measure(size: int, micro_batch: int | None) -> float:
-                whole, objective = self._prepared(make_batch(size), weight)
-                check_size(whole.size, size)
-                self._places.begin(whole)
-                return timer.seconds(whole, objective, micro_batch, seconds)
-
-            devices = len(self._names)
-            return search(measure, smallest, largest, efficiency, micro_batches=not own, devices=devices)
 
     def predict(
         self, batch: Any, fn: Callable[[nn.Module, Any], Any] | None = None, *, cost: Cost | None = None
@@ -546,7 +391,7 @@ class DataParallel(Reports):
         """
         return spread(cls, self.module.parameters() if parameters is None else parameters, HostWorkers(self), options)
 
-    def replay_claims(self, path: str | os.PathLike[str] | None) -> None:
+    def replay_claims(self, path: str | os.PathLike[str] | None, *, run: str | None = None) -> None:
         """Run the steps that follow as those of a ledger ran: the same items on the same devices, in the same pieces and order.
 
         From the same parameters, with the same batches and as many threads per device, gradients on host devices are the same bit for
@@ -557,29 +402,25 @@ class DataParallel(Reports):
         ----------
         path
             What `write_ledger` wrote, on as many devices. None: from now on steps are balanced again.
+        run
+            The name of a run of `batch`, whose runs these claims are for. Default: those of `step`.
 
         Raises
         ------
         InvalidArgument
-            If it is no such ledger. `step` raises it for a batch of another size, and when all steps have run.
+            If it is no such ledger. `step` and the run raise it for a batch of another size, and when all steps have run.
         OSError
             If the file cannot be read.
         """
         with self._alone("replay_claims"):
-            self._script = None if path is None else ClaimScript(path, self._names)
+            if path is None:
+                self._scripts.pop(kind_of(run), None)
+            else:
+                self._scripts[kind_of(run)] = ClaimScript(path, self._names, run)
 
     def __repr__(self) -> str:
         state = "open" if self._finalizer.alive else "closed"
         return f"<paceline.torch.DataParallel {type(self.module).__name__} on {', '.join(self._names)}, {self._options['balance']}, {state}>"
-
-
-@contextlib.contextmanager
-def _emptied(entries: list[Workload]) -> Iterator[None]:
-    """The list is empty afterwards."""
-    try:
-        yield
-    finally:
-        entries.clear()
 
 
 def _forward(module: nn.Module, batch: Any) -> Any:

@@ -1,0 +1,75 @@
+"""What a trainer needs for every call that runs something: the batch, what its items weigh and cost, and the kind of work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paceline import InvalidArgument
+from paceline.torch._batch import Batch
+from paceline.torch._execution import Workload
+from paceline.torch._items import Cost, costs_of
+from paceline.torch._lifetime import Lifetime
+from paceline.torch._objective import Objective, Reduction, Weight
+
+_RUN = "run "
+
+
+def kind_of(run: str | None) -> str:
+    """The kind of work of a run of `batch` by its name; of `step` without one."""
+    return "step" if run is None else _RUN + run
+
+
+class Work(Lifetime):
+    """The kinds of work that a trainer has. Each has its own times and shares."""
+
+    _names: list[str]  # of the devices
+    _options: dict[str, Any]  # of every Stepper
+    _limits: list[int | None]
+    _reduction: Reduction
+    _works: dict[str, Workload]  # as `kind_of` names them, and others
+    _temporary: list[Workload]  # of calls that leave no trace
+
+    def _prepared(self, batch: Any, weight: Weight | None) -> tuple[Batch, Objective]:
+        whole = Batch(batch)
+        places = self._places
+        return whole, Objective(batch, whole.size, self._reduction, weight, places.pin, places.check_values)
+
+    def _scale_of(self, scaler: Any) -> torch.Tensor | None:
+        if scaler is None or not scaler.is_enabled():
+            return None
+        scale: torch.Tensor = scaler.scale(torch.ones((), device=self._places.home))
+        return scale
+
+    def _costs(self, cost: Cost | None, batch: Any, size: int) -> list[float] | None:
+        costs = costs_of(cost, batch, size, self._places.check_values)
+        if costs is not None and self._options["granularity"] > 1:
+            raise InvalidArgument(
+                "cost= together with granularity=, which counts items: by cost, devices get other numbers of them. Make the trainer without "
+                "it, or with micro_batch= or memory=, which limit batches with costs, too."
+            )
+        return costs
+
+    @property
+    def _steps(self) -> Workload:
+        return self._works[kind_of(None)]
+
+    def _runs(self) -> dict[str, Workload]:
+        """Of `batch`, by name."""
+        return {kind.removeprefix(_RUN): work for kind, work in self._works.items() if kind.startswith(_RUN)}
+
+    def _workloads(self) -> list[Workload]:
+        return [*self._works.values(), *self._temporary]
+
+    def _temporarily(self, **options: Any) -> Workload:
+        """For the current call only; `close` in another thread ends it, too."""
+        work = Workload(self.group, self._places, self._limits, **options)
+        self._temporary.append(work)
+        return work
+
+    def _work(self, kind: str) -> Workload:
+        """Made when it is first needed."""
+        if kind not in self._works:
+            self._works[kind] = Workload(self.group, self._places, self._limits, **self._options)
+        return self._works[kind]
