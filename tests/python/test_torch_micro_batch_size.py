@@ -76,15 +76,26 @@ def test_most_steps_run_as_usual() -> None:
     for _ in range(1000):
         trials += search.on_trial
         steps(search, [2048], falling_out_of_a_cache, 1)
-    assert trials == 8  # four in each of two searches
+    assert trials == 4 + 8  # of sizes in each of two searches, and of whole claims in the second
 
 
 def test_a_size_is_given_up_when_another_is_faster() -> None:
     search = SizeSearch()
     steps(search, [2048], falling_out_of_a_cache, 12)
     assert search.size == 128
-    steps(search, [2048], lambda items: 1e-4 + 4e-2 / items, 600)
+    steps(search, [2048], lambda items: 1e-4 + (4e-2 / items if items <= 1024 else 1e-4), 600)
     assert search.size == 1024
+
+
+def test_whole_claims_are_gone_back_to_where_they_are_faster() -> None:
+    search = SizeSearch()
+    steps(search, [2048, 1000], falling_out_of_a_cache, 12)
+    assert search.size is not None
+    steps(search, [2048, 1000], lambda items: 1e-4 + 4e-2 / items, 600, noise=0.02)
+    assert search.size is None
+    assert search.pieces(0, 2048) == [(0, 2048)]
+    steps(search, [2048, 1000], falling_out_of_a_cache, 600)
+    assert search.size is not None, "and left again"
 
 
 def test_pieces_are_equal_and_cover_the_claim() -> None:
