@@ -16,7 +16,7 @@ constexpr std::chrono::seconds kShortestWindow{1};
 
 bool needs_causes(const balance::DeviceReport& device) noexcept {
   if (device.retired || !device.measured) return false;
-  return device.change_points + device.drifts > 0 || 1.0 - device.speed > std::max(0.02, 2.0 * device.error);
+  return device.slowdown > 1.02 || 1.0 - device.speed > std::max(0.02, 2.0 * device.error);
 }
 
 HealthLog::HealthLog(std::vector<Device> devices, Sampler sampler)

@@ -15,12 +15,13 @@ namespace {
 
 using std::chrono::seconds;
 
-balance::DeviceReport device(double speed, double error = 0.001, std::int64_t change_points = 0) {
+balance::DeviceReport device(double speed, double error = 0.001, double slowdown = 0.0) {
   balance::DeviceReport report;
   report.measured = true;
   report.speed = speed;
   report.error = error;
-  report.change_points = change_points;
+  report.change_points = slowdown > 0.0 ? 1 : 0;
+  report.slowdown = slowdown;
   return report;
 }
 
@@ -45,7 +46,8 @@ TEST(HealthLog, AsksOnlyAboutDevicesThatAreSlowerThanTheirClassOrThanBefore) {
   EXPECT_FALSE(needs_causes(device(0.99)));
   EXPECT_TRUE(needs_causes(device(0.8)));
   EXPECT_FALSE(needs_causes(device(0.8, 0.15))) << "not told from noise";
-  EXPECT_TRUE(needs_causes(device(1.0, 0.001, 1)));
+  EXPECT_TRUE(needs_causes(device(1.0, 0.001, 1.5)));
+  EXPECT_FALSE(needs_causes(device(1.0, 0.001, 0.7))) << "faster than before";
   balance::DeviceReport gone = device(0.5);
   gone.retired = true;
   EXPECT_FALSE(needs_causes(gone));
