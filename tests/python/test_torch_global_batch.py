@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
+from paceline.torch._global_batch import FunctionRun
 from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain, worst_difference
 
 F = nn.functional
@@ -273,6 +275,40 @@ def test_a_run_without_gradient_raises(fn: Callable[..., Any], options: Any, mes
     with DataParallel(module, TWO) as trainer, trainer.batch(batch) as global_batch:
         with pytest.raises(RuntimeError, match=message):
             global_batch.run(fn, **options)
+
+
+def test_a_device_without_gradient_does_not_hide_that_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, batch = classifier(24)
+    looked = FunctionRun.any_gradient
+
+    def late(run: FunctionRun, device: int) -> bool:
+        found = looked(run, device)
+        if not found:
+            time.sleep(0.1)  # the other has found one meanwhile
+        return found
+
+    def fn(m: Any, part: Any) -> None:
+        loss = classify(m, part.data)
+        part.backward(loss.detach() if part.begin == 0 else loss)
+
+    monkeypatch.setattr(FunctionRun, "any_gradient", late)
+    with DataParallel(module, TWO, balance="even") as trainer, trainer.batch(batch) as global_batch:
+        global_batch.run(fn)
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_runs_are_explained_as_steps_are() -> None:
+    module, batch = classifier(24)
+    with DataParallel(module, TWO, balance="even", memory=10**8) as trainer:
+        for _ in range(3):
+            with trainer.batch(batch) as global_batch:
+                global_batch.run(backward, name="one")
+                global_batch.run(backward, name="other")
+        told = trainer.explain()
+        assert "run one: " in told
+        assert "run other: " in told
+        assert told.count("host:0: at most ") == 2, "each has a model of its memory"
+        assert "no steps" not in told
 
 
 @DEVICES

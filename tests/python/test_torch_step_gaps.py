@@ -88,6 +88,26 @@ def test_the_time_after_a_failure_says_nothing(clock: Clock) -> None:
     assert gaps.explain() == ""
 
 
+def test_what_the_devices_run_between_two_steps_is_no_waiting() -> None:
+    module, batch = classifier(16)
+
+    def slow(one: Any, part: Any) -> None:
+        time.sleep(0.01)
+        part.backward(classify(one, part.data))
+
+    with DataParallel(module, TWO) as trainer:
+        for _ in range(12):
+            trainer.step(classify, batch)
+            with trainer.batch(batch) as global_batch:
+                global_batch.run(slow)
+        assert "Between two steps" not in trainer.explain()
+        for _ in range(12):
+            trainer.step(classify, batch)
+            time.sleep(0.02)
+            trainer.predict(batch[0])
+        assert "Between two steps" not in trainer.explain()
+
+
 def test_a_trainer_tells_that_it_is_input_bound() -> None:
     module, batch = classifier(16)
 

@@ -166,8 +166,8 @@ class FunctionRun(TrainRun):
         if self._wanted is not None:  # a backward of the caller's own fills all
             for parameter in self._wanted[device][1]:
                 parameter.grad = None
-        if not self.with_gradient:
-            self.with_gradient = self.any_gradient(device)
+        if not self.with_gradient and self.any_gradient(device):
+            self.with_gradient = True  # only ever set: other workers look at theirs meanwhile
         return True
 
     def backward_of(self, device: int, term: torch.Tensor, retain_graph: bool) -> None:

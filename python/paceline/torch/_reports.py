@@ -11,7 +11,6 @@ from torch import nn
 
 from paceline.balance import WhatIfAnswer
 from paceline.torch._execution import Workload
-from paceline.torch._step_gaps import StepGaps
 from paceline.torch._work import Work, kind_of
 
 if TYPE_CHECKING:
@@ -23,11 +22,13 @@ _T = TypeVar("_T")
 
 
 class Reports(Work):
-    """All that is there to read about a trainer. Nothing here changes what its steps do."""
+    """All that is there to read about a trainer. Nothing here changes what its steps do.
+
+    Figures, rows, events, pictures and `what_if` are of `step`. Of the runs of `batch` `report` and `explain` tell, by name.
+    """
 
     module: nn.Module
     _loss: torch.Tensor | None = None  # of the last step
-    _gaps: StepGaps  # between calls of `step`
 
     @property
     def shares(self) -> dict[str, int]:
@@ -80,7 +81,7 @@ class Reports(Work):
 
         Notes
         -----
-        Shares, busy and step times are means since the figures before. Reading them and the loss waits for GPUs, only when something is shown.
+        All figures are of `step`: a loop that only runs `batch` shows its batches and no steps. Shares, busy and step times are means since the figures before. Reading them and the loss waits for GPUs, only when something is shown.
         How long the loop waits for batches is remembered; `explain` says so where it is much.
 
         Examples
@@ -154,17 +155,13 @@ class Reports(Work):
 
         Waits for GPUs; also after `close`.
         """
-        runs = {f"run {name}": work for name, work in self._runs().items() if work.stepper.metrics["steps"]}
-        if runs and not self._steps.stepper.metrics["steps"]:  # there is nothing to tell of steps
-            return "\n".join(f"{name}: {work.stepper.explain()}{work.caps.explain()}" for name, work in runs.items())
-        text = self._steps.stepper.explain()
-        busy = [entry["busy_seconds"] for entry in self._steps.stepper.metrics["devices"].values()]
-        text += self._steps.caps.explain() + self._places.explain() + self._steps.launches.explain(busy)
-        if self._steps.sizes is not None:
-            text += self._steps.sizes.explain()
+        texts = [f"run {name}: {_told(work)}" for name, work in self._runs().items() if work.stepper.metrics["steps"]]
+        if self._steps.stepper.metrics["steps"] or not texts:
+            texts.insert(0, _told(self._steps))
+        texts[0] += self._places.explain()
         if not any(self._places.on_gpu):
-            text += self._gaps.explain()
-        return text + "".join(f"\n{name}: {work.stepper.explain()}{work.caps.explain()}" for name, work in runs.items())
+            texts[0] += self._gaps.explain()
+        return "\n".join(texts)
 
     def what_if(
         self,
@@ -215,6 +212,13 @@ class Reports(Work):
         """
         with self._alone("write_ledger"):
             self._work(kind_of(run)).stepper.write_ledger(os.fspath(path))
+
+
+def _told(work: Workload) -> str:
+    """Of one kind of work: what was seen and decided, and what limits it."""
+    busy = [entry["busy_seconds"] for entry in work.stepper.metrics["devices"].values()]
+    sizes = "" if work.sizes is None else work.sizes.explain()
+    return work.stepper.explain() + work.caps.explain() + work.launches.explain(busy) + sizes
 
 
 def _metrics_of(work: Workload) -> dict[str, Any]:

@@ -62,8 +62,8 @@ class DataParallel(Trials, Reports):
         A list with one number per device: fixed ratios. The last two never move work.
     micro_batch
         Items of one forward and backward; None: one large planned micro-batch per device, then small corrections where they pay. On host
-        devices `step` then also measures, in some steps by turns, whether smaller ones are faster (they may fit a cache) and takes them
-        if so; not where the forward writes buffers, as batch normalisation does, nor with `torch.compile`, ``corrections=False``,
+        devices, be it one, `step` then also measures, in some steps by turns, whether smaller ones are faster (they may fit a cache) and
+        takes them if so; a loss that couples items needs `micro_batch` of the whole batch on one device to stay as it is. Not where the forward writes buffers, as batch normalisation does, nor with `torch.compile`, ``corrections=False``,
         `granularity` or costs.
     reduction
         What ``loss_fn`` returns for its slice: the ``"mean"`` over its items (or, with `weight`, over their weight), or their ``"sum"``.
@@ -87,8 +87,8 @@ class DataParallel(Trials, Reports):
         searched an algorithm for: `granularity` bounds how many there are. Needs ``balance="auto"`` and no `micro_batch`.
     granularity
         Shares and what devices take over from each other are multiples of so many items, so that no more than ``batch / granularity`` sizes
-        of micro-batches ever run (and one for what is left of the batch): for modules that compile or tune anew for each size. Shares are
-        the coarser for it. ``report()["sizes"]`` tells which ran.
+        of micro-batches ever run (and one for what is left of the batch): for modules that compile or tune anew for each size. With 1 any
+        size up to the batch may run. Shares are the coarser for it. ``report()["sizes"]`` tells which ran.
 
     Notes
     -----
@@ -324,7 +324,7 @@ class DataParallel(Trials, Reports):
             def run_of(frame: Frame, objective: Objective) -> TrainRun:
                 return FunctionRun(frame, fn, objective, self._scale_of(scaler), self._replicas, wanted)
 
-            with self._alone("run"):
+            with self._beside("run"):
                 check_trains("run", fn)
                 check_scaler("run", scaler)
                 return self._train(kind_of(name), whole, objective, costs, fn, run_of)
@@ -360,7 +360,7 @@ class DataParallel(Trials, Reports):
         Exception
             What `fn` raised on a worker, with a note that names the device.
         """
-        with self._alone("predict"):
+        with self._beside("predict"):
             return self._predict(batch, fn if fn is not None else _forward, cost)
 
     def _predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any], cost: Cost | None) -> Any:

@@ -62,7 +62,7 @@ class Trials(Work):
         >>> print(trainer.check(loss_fn, batch))                                  # doctest: +SKIP
         not exact: running statistics (32 items)
         """
-        with self._alone("check"), _emptied(self._temporary):
+        with self._beside("check"), _emptied(self._temporary):
             check_trains("check", loss_fn)
             whole, objective = self._prepared(batch, weight)
             costs = self._costs(cost, batch, whole.size)
@@ -120,7 +120,7 @@ class Trials(Work):
         InvalidArgument
             For arguments that cannot be used, before anything runs, and as `step`.
         """
-        with self._alone("find_batch_size"), _emptied(self._temporary):
+        with self._beside("find_batch_size"), _emptied(self._temporary):
             check_trains("find_batch_size", loss_fn)
             check_arguments(make_batch, weight, seconds)
             own = self._options["micro_batch"]

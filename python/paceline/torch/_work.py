@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from paceline.torch._execution import Workload
 from paceline.torch._items import Cost, costs_of
 from paceline.torch._lifetime import Lifetime
 from paceline.torch._objective import Objective, Reduction, Weight
+from paceline.torch._step_gaps import StepGaps
 
 _RUN = "run "
 
@@ -30,6 +33,7 @@ class Work(Lifetime):
     _reduction: Reduction
     _works: dict[str, Workload]  # as `kind_of` names them, and others
     _temporary: list[Workload]  # of calls that leave no trace
+    _gaps: StepGaps  # between calls of `step`
 
     def _prepared(self, batch: Any, weight: Weight | None) -> tuple[Batch, Objective]:
         whole = Batch(batch)
@@ -58,6 +62,13 @@ class Work(Lifetime):
     def _runs(self) -> dict[str, Workload]:
         """Of `batch`, by name."""
         return {kind.removeprefix(_RUN): work for kind, work in self._works.items() if kind.startswith(_RUN)}
+
+    @contextlib.contextmanager
+    def _beside(self, call: str) -> Iterator[None]:
+        """`_alone`, for what the devices run between two steps: they do not wait meanwhile."""
+        with self._alone(call):
+            self._gaps.interrupted()
+            yield
 
     def _workloads(self) -> list[Workload]:
         return [*self._works.values(), *self._temporary]
