@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -80,9 +81,45 @@ def test_every_program_is_a_stage_and_a_failure_is_said(tmp_path: Path) -> None:
     assert "The figures mean nothing" in text
     assert "| BM_a\\|b/8 | 891 ns | 890 ns | 2.1% |" in text
     assert "no such device" in text
-    assert "| benchmark_mute | **failed** | 0 | it ended without its JSON |" in text
+    assert re.search(r"\| benchmark_mute \| \*\*failed\*\* \| 0 \| [\w.-]* \| it ended without its JSON \|", text)
     assert str(tmp_path) not in text.replace(record["command"], "")
     assert "no such device" in written.with_suffix(".log").read_text()
+
+
+def test_what_others_measured_that_day_stays(tmp_path: Path) -> None:
+    programs, results = tmp_path / "programs", tmp_path / "results"
+    programs.mkdir()
+    path = os.pathsep.join([str(PYTHON), str(ROOT / "tests" / "gpu"), *sys.path])
+
+    def suite(only: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "suite", "--programs", str(programs), str(results), "--quick", "--only", only]
+        environment = {**os.environ, "PYTHONPATH": path}
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+
+    def measured() -> dict[str, str]:
+        return {entry["stage"]: entry["status"] for entry in record()["stages"] if entry["status"] != "skipped"}
+
+    def record() -> dict[str, Any]:
+        (written,) = results.glob("*.json")
+        found: dict[str, Any] = json.loads(written.read_text())
+        return found
+
+    program(programs, "benchmark_one", OK)
+    program(programs, "benchmark_two", OK)
+    assert suite("benchmark_one").returncode == 0
+    assert measured() == {"benchmark_one": "passed"}
+    program(programs, "benchmark_one", "#!/bin/sh\nexit 1\n")
+    assert suite("benchmark_two").returncode == 0
+    assert measured() == {"benchmark_one": "passed", "benchmark_two": "passed"}
+    (written,) = results.glob("*.md")
+    assert written.read_text().count("| BM_a\\|b/8 | 891 ns |") == 2
+    other = record()
+    other["machine"]["processor"] = "another"
+    written.with_suffix(".json").write_text(json.dumps(other))
+    done = suite("benchmark_two")
+    assert done.returncode == 1
+    assert "is of another machine" in done.stderr
+    assert record() == other
 
 
 def test_a_stage_that_hangs_is_ended() -> None:

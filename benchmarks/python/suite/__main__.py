@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -50,14 +51,20 @@ def main() -> int:
         "stages": [],
     }
     name = f"benchmarks-{date}"
-    with (args.folder / f"{name}.log").open("w") as log:
+    entries = earlier(args.folder / f"{name}.json", record) if args.only else {}
+    made_at = revision()
+    with (args.folder / f"{name}.log").open("a" if entries else "w") as log:
         for stage in planned:
-            entry, output = run(stage, chosen=not args.only or any(stage.name.startswith(each) for each in args.only))
-            record["stages"].append(entry)
+            chosen = not args.only or any(stage.name.startswith(each) for each in args.only)
+            if not chosen and stage.name in entries:
+                continue
+            entry, output = run(stage, chosen=chosen)
+            entries[stage.name] = entry if entry["status"] == "skipped" else entry | {"revision": made_at}
             if picture.exists() and stage.name == "straggler":
                 record["picture"] = picture.name
             log.write(f"\n######## {stage.name}: {entry['status']}, {entry['seconds']} s\n{output}")
             # After each stage: a run that is interrupted leaves what it has.
+            record["stages"] = [entries[each.name] for each in planned if each.name in entries]
             (args.folder / f"{name}.json").write_text(shareable(json.dumps(record, indent=1)) + "\n")
             (args.folder / f"{name}.md").write_text(markdown(record))
             print(
@@ -66,6 +73,32 @@ def main() -> int:
     failed = [entry["stage"] for entry in record["stages"] if entry["status"] not in ("passed", "skipped")]
     print(f"\n{'failed: ' + ', '.join(failed) if failed else 'nothing failed'}; see {args.folder / name}.md")
     return 1 if failed else 0
+
+
+def earlier(path: Path, record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """By name, what stages measured that day on the same machine and with the same versions; `record` is told the picture."""
+    if not path.exists():
+        return {}
+    before = json.loads(path.read_text())
+    same = ("quick", "versions")
+    if any(before[key] != record[key] for key in same) or _hardware(before) != _hardware(record):
+        sys.exit(f"benchmarks/run: {path} is of another machine, or of other versions. Give another folder.")
+    if "picture" in before:
+        record["picture"] = before["picture"]
+    return {entry["stage"]: entry for entry in before["stages"] if entry["status"] != "skipped"}
+
+
+def _hardware(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record["machine"].items() if key != "load_before"}
+
+
+def revision() -> str | None:
+    """Of the checkout, as git names it; None where it is none."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def run(stage: Stage, *, chosen: bool) -> tuple[dict[str, Any], str]:
@@ -112,7 +145,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="only that they work: a short run of each, figures mean nothing"
     )
-    parser.add_argument("--only", type=lambda text: text.split(","), metavar="STAGE,...", help="those that begin so")
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        metavar="STAGE,...",
+        help="those that begin so; what others measured that day stays",
+    )
     args = parser.parse_args()
     if args.folder is None:
         args.folder = ROOT / "build" / "benchmarks" if args.quick else ROOT / "benchmarks" / "results"

@@ -46,12 +46,15 @@ def markdown(record: Mapping[str, Any]) -> str:
         record["command"],
         "```",
         "",
-        "| stage | | seconds | |",
-        "| --- | --- | --- | --- |",
+        "| stage | | seconds | revision | |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for entry in record["stages"]:
         status = entry["status"] if entry["status"] in ("passed", "skipped") else f"**{entry['status']}**"
-        lines.append(f"| {entry['stage']} | {status} | {entry['seconds']:.0f} | {_cell(entry.get('why', ''))} |")
+        made_at = entry.get("revision") or ""
+        lines.append(
+            f"| {entry['stage']} | {status} | {entry['seconds']:.0f} | {made_at} | {_cell(entry.get('why', ''))} |"
+        )
     for entry in record["stages"]:
         lines += _section(entry, record)
     return "\n".join(lines) + "\n"

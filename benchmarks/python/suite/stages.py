@@ -57,6 +57,7 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
         _script("step_overhead", *overhead, limit=300),
         _script("step_profile", *profile, limit=300),
         _script("step_profile", "--network", "transformer", *profile, limit=300),
+        _script("step_profile", "--busy", *profile, limit=300),
         _script("optimizer", *short, *optimizer, limit=300),
         _script("partition", *short, *partition, limit=300),
         _script("quiet", *quiet, limit=400),
