@@ -5,9 +5,9 @@
 
 All train the transformer of examples/python/text.py on the same pieces of text, an epoch each a round, in processes of their own while
 nobody else runs: DDP as one pinned process per core over gloo, with random batches, with batches of similar length (a length-grouped
-sampler) and with paceline's BalancedBatchSampler; and paceline with `cost=` on random batches. Every rival trims what it runs at once to
-its longest piece. Rounds go in turns, each in another order. Figures: milliseconds a step, the mean over an epoch (so that every rival
-has run the same pieces), medians over rounds, ± half of their range.
+sampler) and with paceline's BalancedBatchSampler(padded=True); and paceline with `cost=` on random batches. Every rival trims what it
+runs at once to its longest piece. Rounds go in turns, each in another order. Figures: milliseconds a step, the mean over an epoch (so
+that every rival has run the same pieces), medians over rounds, ± half of their range.
 
 Two fractions of an ideal stand beside paceline: the split's, which is the time that devices were busy over the time that they had,
 from the first start to the last finish of each step; and the whole step's, against the sum of what paceline does on each core alone under
@@ -34,7 +34,7 @@ from race.pinned import Answers, Pinned
 LABELS: dict[Rival, str] = {
     "text-ddp-random": "DDP, gloo, random batches",
     "text-ddp-grouped": "DDP, gloo, length-grouped batches",
-    "text-ddp-balanced": "DDP, gloo, BalancedBatchSampler",
+    "text-ddp-padded": "DDP, gloo, BalancedBatchSampler, padded",
     "text-paceline": "paceline, cost=",
 }
 FIGURES = ("split_of_ideal", "padded", "contiguous", "error")

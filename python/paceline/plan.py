@@ -14,6 +14,7 @@ from paceline._core.plan import (
     split_batch,
     split_even,
     split_items,
+    split_padded,
     split_weighted,
 )
 
@@ -28,5 +29,6 @@ __all__ = [
     "split_batch",
     "split_even",
     "split_items",
+    "split_padded",
     "split_weighted",
 ]

@@ -14,6 +14,7 @@
 #include <paceline/plan/cost_model.hpp>
 #include <paceline/plan/item_cost.hpp>
 #include <paceline/plan/items.hpp>
+#include <paceline/plan/padded_items.hpp>
 
 #include "bindings.hpp"
 #include "per_device.hpp"
@@ -72,6 +73,12 @@ ItemSplit split_items(const std::vector<double>& costs, const std::vector<Model>
   return plan::split_items(costs, loads, options);
 }
 
+ItemSplit split_padded(const std::vector<double>& costs, const std::vector<Model>& models) {
+  const std::vector<LoadModel> loads = load_models_of(models);
+  const py::gil_scoped_release released;
+  return plan::split_padded(costs, loads);
+}
+
 ItemCostFit fit_item_cost(const std::vector<double>& tokens, const std::vector<double>& seconds,
                           const std::optional<std::vector<std::int64_t>>& devices,
                           const std::optional<std::vector<double>>& squared_tokens) {
@@ -110,7 +117,8 @@ std::string repr_of(const Value& value) {
 void bind_split(py::module_& module) {
   py::class_<ItemSplit>(module, "ItemSplit", "Which device gets which items, and when the last one will be done.")
       .def_readonly("items", &ItemSplit::items, "Per device, the indices of its items, ascending.")
-      .def_readonly("loads", &ItemSplit::loads, "Per device, the sum of its items' costs.")
+      .def_readonly("loads", &ItemSplit::loads,
+                    "Per device, the sum of its items' costs; of `split_padded` their count times the largest cost.")
       .def_readonly("makespan_seconds", &ItemSplit::makespan_seconds, "When the last device finishes, by the models.")
       .def_readonly("lower_bound_seconds", &ItemSplit::lower_bound_seconds,
                     "No split has a smaller makespan; equal to it when the split is proven best.")
@@ -161,6 +169,44 @@ Examples
 >>> from paceline.plan import split_items
 >>> split_items([5, 5, 4, 3, 3], [(0, 1), (0, 1)]).items
 [[0, 1], [2, 3, 4]])");
+}
+
+void bind_padded(py::module_& module) {
+  module.def(
+      "split_padded", &split_padded, py::arg("costs"), py::arg("models"),
+      R"(Split items over devices that pad theirs to the longest of them, so that the last device finishes as early as possible.
+
+A device that gets n items, the costliest of cost c, takes fixed_seconds + seconds_per_cost * n * c: all its items in one
+batch, padded. Where nothing is padded, and costs add up, use `split_items`.
+
+Parameters
+----------
+costs
+    What each item costs, not negative: what one item padded to its length takes, e.g. tokens.
+models
+    One per device: a pair (fixed_seconds, seconds_per_cost), or an affine `CostModel`; for a speed, (0, 1 / speed).
+
+Returns
+-------
+ItemSplit
+    Every item on exactly one device, and at least one on each if there are enough; `loads` are n * c. A device's items are
+    neighbours in order of cost. Deterministic; among equal devices the lower index gets the longer items.
+
+Raises
+------
+InvalidArgument
+    For arguments that make no sense.
+
+Notes
+-----
+The exact minimum, by dynamic programming over the order of the devices: up to 12 devices, and beyond while there are at most
+4096 ways to choose how many of each model. For more, two orders are tried, and `gap` shows what is not proven.
+
+Examples
+--------
+>>> from paceline.plan import split_padded
+>>> split_padded([2, 9, 3, 1, 2, 8, 3, 2], [(0, 1), (0, 1)]).items
+[[1, 5], [0, 2, 3, 4, 6, 7]])");
 }
 
 void bind_fit(py::module_& module) {
@@ -237,6 +283,7 @@ Examples
 
 void bind_plan_items(py::module_& module) {
   bind_split(module);
+  bind_padded(module);
   bind_fit(module);
 }
 

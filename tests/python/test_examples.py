@@ -183,7 +183,7 @@ def test_text_learns_and_tells_what_padding_it_saved() -> None:
 def test_the_race_on_text_ends_with_figures_of_every_rival() -> None:
     output = run(TEXT_RACE, "--steps", "3", "--rounds", "1", "--batch", "16", "--json", timeout=400)
     summary = json.loads(output.splitlines()[-1])
-    assert set(summary["over"]) == {"text-ddp-random", "text-ddp-grouped", "text-ddp-balanced"}
+    assert set(summary["over"]) == {"text-ddp-random", "text-ddp-grouped", "text-ddp-padded"}
     assert 0 < summary["split_of_ideal"] <= 1
     assert 1 <= summary["padded"] <= summary["contiguous"]
     assert all(value > 0 for value in summary["milliseconds"].values())

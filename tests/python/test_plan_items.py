@@ -8,7 +8,7 @@ import random
 import pytest
 
 from paceline import InvalidArgument
-from paceline.plan import CostModel, fit_item_cost, split_items
+from paceline.plan import CostModel, fit_item_cost, split_items, split_padded
 
 
 def test_split_items_equals_brute_force() -> None:
@@ -92,3 +92,45 @@ def test_samples_that_do_not_fit_together_are_refused() -> None:
         fit_item_cost([1, 2], [1])
     with pytest.raises(InvalidArgument, match="no samples"):
         fit_item_cost([], [])
+
+
+def least_padded(costs: list[float], models: list[tuple[float, float]]) -> float:
+    """Over all cuts of the sorted items and all orders of the devices; every device has at least one item."""
+    descending = sorted(costs, reverse=True)
+    cuts = itertools.combinations(range(1, len(costs)), len(models) - 1)
+    return min(
+        max(
+            fixed + per * ((end - begin) * descending[begin])
+            for (fixed, per), begin, end in zip(order, (0, *cut), (*cut, len(costs)), strict=True)
+        )
+        for cut in cuts
+        for order in itertools.permutations(models)
+    )
+
+
+def test_split_padded_equals_brute_force_to_the_bit() -> None:
+    rng = random.Random(2)
+    for _ in range(100):
+        costs = [rng.choice([1.0, 2.0, 5 * rng.random()]) for _ in range(rng.randrange(4, 10))]
+        models = [
+            (rng.choice([0.0, rng.random()]), rng.choice([1.0, rng.random()])) for _ in range(rng.randrange(1, 5))
+        ]
+        split = split_padded(costs, models)
+        assert sorted(index for items in split.items for index in items) == list(range(len(costs)))
+        assert split.loads == [len(items) * max(costs[index] for index in items) for items in split.items]
+        assert split.makespan_seconds == least_padded(costs, models)
+        assert split.gap == 0.0
+
+
+def test_split_padded_takes_models_as_split_items_does() -> None:
+    lines: list[CostModel | tuple[float, float]] = [CostModel.affine(0.5, 1.0), (0.0, 2.0)]
+    assert split_padded([1, 1, 1], lines).items == [[0, 1], [2]]
+    assert split_padded([3, 7], [(0, 1)] * 3).items == [[1], [0], []]
+    with pytest.raises(InvalidArgument, match="the model of device 0 is a table"):
+        split_padded([1], [CostModel.table([(1, 1.0), (2, 3.0)])])
+    with pytest.raises(ValueError, match="pass one model per device"):
+        split_padded([1], [])
+    with pytest.raises(InvalidArgument, match="cost at 1 is -2; it must be finite and not negative"):
+        split_padded([1, -2], [(0, 1)])
+    with pytest.raises(InvalidArgument, match="check the units"):
+        split_padded([1e308, 1e307], [(0, 1)])

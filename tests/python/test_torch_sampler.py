@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -27,12 +28,16 @@ def samplers(lengths: Any, ranks: int, **arguments: Any) -> list[BalancedBatchSa
     return [BalancedBatchSampler(lengths, ranks=ranks, rank=rank, **arguments) for rank in range(ranks)]
 
 
+both_ways = pytest.mark.parametrize("padded", [False, True], ids=["sums", "padded"])
+
+
+@both_ways
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize(("items", "batch_size"), [(96, 16), (100, 16), (97, 8), (101, 24), (8, 8), (8, 64), (17, 16)])
 def test_every_index_comes_once_an_epoch_and_all_ranks_have_as_many_batches(
-    ranks: int, items: int, batch_size: int
+    ranks: int, items: int, batch_size: int, padded: bool
 ) -> None:
-    all_ranks = samplers(lengths_of(items), ranks, batch_size=batch_size)
+    all_ranks = samplers(lengths_of(items), ranks, batch_size=batch_size, padded=padded)
     batches = [list(sampler) for sampler in all_ranks]
     assert [len(of_rank) for of_rank in batches] == [len(sampler) for sampler in all_ranks] == [len(batches[0])] * ranks
     assert sorted(index for of_rank in batches for batch in of_rank for index in batch) == list(range(items))
@@ -42,18 +47,20 @@ def test_every_index_comes_once_an_epoch_and_all_ranks_have_as_many_batches(
     assert sizes[:-2] == [batch_size] * len(sizes[:-2])
 
 
+@both_ways
 @pytest.mark.parametrize(("items", "batches"), [(96, 6), (100, 6), (111, 6)])
-def test_drop_last_leaves_out_the_incomplete_batch(items: int, batches: int) -> None:
-    all_ranks = samplers(lengths_of(items), 3, batch_size=16, drop_last=True)
+def test_drop_last_leaves_out_the_incomplete_batch(items: int, batches: int, padded: bool) -> None:
+    all_ranks = samplers(lengths_of(items), 3, batch_size=16, drop_last=True, padded=padded)
     seen = [index for sampler in all_ranks for batch in sampler for index in batch]
     assert len(all_ranks[0]) == batches
     assert len(seen) == len(set(seen)) == batches * 16
 
 
-def test_too_small_a_last_batch_takes_items_or_joins() -> None:
+@both_ways
+def test_too_small_a_last_batch_takes_items_or_joins(padded: bool) -> None:
     def sizes(items: int, batch_size: int) -> list[int]:
-        drawn = [[len(batch) for batch in sampler] for sampler in samplers([1.0] * items, 4, batch_size=batch_size)]
-        return [sum(step) for step in zip(*drawn, strict=True)]
+        all_ranks = samplers([1.0] * items, 4, batch_size=batch_size, padded=padded)
+        return [sum(step) for step in zip(*([len(batch) for batch in sampler] for sampler in all_ranks), strict=True)]
 
     assert sizes(21, 10) == [10, 7, 4]
     assert sizes(9, 4) == [4, 5]
@@ -61,23 +68,25 @@ def test_too_small_a_last_batch_takes_items_or_joins() -> None:
     assert sizes(12, 5) == [5, 7]
 
 
-def test_the_same_seed_and_epoch_give_the_same_batches_and_others_do_not() -> None:
+@both_ways
+def test_the_same_seed_and_epoch_give_the_same_batches_and_others_do_not(padded: bool) -> None:
     lengths = lengths_of(200)
 
     def batches(seed: int, epoch: int) -> list[list[int]]:
-        sampler = BalancedBatchSampler(lengths, ranks=2, rank=1, batch_size=20, seed=seed)
+        sampler = BalancedBatchSampler(lengths, ranks=2, rank=1, batch_size=20, seed=seed, padded=padded)
         sampler.set_epoch(epoch)
         return list(sampler)
 
     assert batches(0, 1) == batches(0, 1)
     assert batches(0, 1) != batches(0, 2)
     assert batches(0, 1) != batches(5, 1)
-    sampler = BalancedBatchSampler(lengths, ranks=2, rank=1, batch_size=20)
+    sampler = BalancedBatchSampler(lengths, ranks=2, rank=1, batch_size=20, padded=padded)
     assert list(sampler) == list(sampler), "without set_epoch an epoch repeats, as with DistributedSampler"
 
 
-def test_without_shuffle_batches_are_in_the_order_of_the_data() -> None:
-    all_ranks = samplers(lengths_of(30), 2, batch_size=10, shuffle=False)
+@both_ways
+def test_without_shuffle_batches_are_in_the_order_of_the_data(padded: bool) -> None:
+    all_ranks = samplers(lengths_of(30), 2, batch_size=10, shuffle=False, padded=padded)
     for step, parts in enumerate(zip(*all_ranks, strict=True)):
         assert sorted(parts[0] + parts[1]) == list(range(10 * step, 10 * step + 10))
         assert all(part == sorted(part) for part in parts)
@@ -100,16 +109,58 @@ def test_ranks_cost_nearly_the_same(cost: str) -> None:
     assert worst_of_slices > 1.1, "equal counts would have done"
 
 
-def test_faster_ranks_get_more_and_no_rank_nothing() -> None:
-    parts = [next(iter(sampler)) for sampler in samplers([1.0] * 12, 2, batch_size=12, speeds=[1.0, 3.0])]
-    assert [len(part) for part in parts] == [3, 9]
-    parts = [next(iter(sampler)) for sampler in samplers([1.0] * 4, 2, batch_size=4, speeds=[1.0, 1000.0])]
-    assert [len(part) for part in parts] == [1, 3]
-    parts = [next(iter(sampler)) for sampler in samplers([0.0] * 4, 3, batch_size=4)]
-    assert sorted(len(part) for part in parts) == [1, 1, 2]
+@both_ways
+def test_faster_ranks_get_more_and_no_rank_nothing(padded: bool) -> None:
+    def counts(costs: list[float], ranks: int, speeds: list[float] | None = None) -> list[int]:
+        all_ranks = samplers(costs, ranks, batch_size=len(costs), speeds=speeds, padded=padded)
+        return [len(next(iter(sampler))) for sampler in all_ranks]
+
+    assert counts([1.0] * 12, 2, [1.0, 3.0]) == [3, 9]
+    assert counts([1.0] * 4, 2, [1.0, 1000.0]) == [1, 3]
+    assert sorted(counts([0.0] * 4, 3)) == [1, 1, 2]
 
 
-def test_weights_make_the_averaged_gradient_that_of_the_whole_batch() -> None:
+def worst_padded(lengths: torch.Tensor, parts: Any, speeds: list[float]) -> float:
+    """When the last rank is done, if each pads its items to the longest of them."""
+    return max(len(part) * float(lengths[part].max()) / speed for part, speed in zip(parts, speeds, strict=True))
+
+
+@pytest.mark.parametrize("speeds", [[1.0, 1.0], [1.0] * 8, [1.0, 2.0, 1.0, 0.5]])
+@pytest.mark.parametrize("squared", [False, True])
+def test_with_padding_no_rank_is_later_than_by_sums_or_with_equal_counts(speeds: list[float], squared: bool) -> None:
+    lengths = lengths_of(1030)
+    ranks = len(speeds)
+    arguments: dict[str, Any] = {"batch_size": 64, "speeds": speeds, "cost": (lambda n: n * n) if squared else None}
+    costs = lengths**2 if squared else lengths
+    by_sums = zip(*samplers(lengths, ranks, **arguments), strict=True)
+    padded = zip(*samplers(lengths, ranks, padded=True, **arguments), strict=True)
+    gains: list[float] = []
+    for plain, parts in zip(by_sums, padded, strict=True):
+        items = sorted(index for part in parts for index in part)
+        assert items == sorted(index for part in plain for index in part), "the global batches are the same"
+        slowest = worst_padded(costs, parts, speeds)
+        assert slowest <= worst_padded(costs, plain, speeds) * (1 + 1e-12)
+        random = torch.tensor(items)[torch.randperm(len(items), generator=torch.Generator().manual_seed(len(gains)))]
+        assert slowest <= worst_padded(costs, random.tensor_split(ranks), speeds) * (1 + 1e-12)
+        gains.append(worst_padded(costs, plain, speeds) / slowest)
+    assert statistics.median(gains) > 1.2, "dealt by sums it would have been as good"
+
+
+@pytest.mark.parametrize(("speeds", "alike"), [([1.0] * 4, [0, 1, 2, 3]), ([1.0, 4.0, 1.0, 2.0], [0, 2])])
+def test_ranks_of_one_speed_have_the_long_items_by_turns(speeds: list[float], alike: list[int]) -> None:
+    lengths = lengths_of(64 * 9)
+    all_ranks = samplers(lengths, 4, batch_size=64, padded=True, speeds=speeds)
+    have_longest = []
+    for epoch in range(4):
+        for sampler in all_ranks:
+            sampler.set_epoch(epoch)
+        for parts in zip(*all_ranks, strict=True):
+            have_longest.append(max(alike, key=lambda rank: float(lengths[parts[rank]].max())))
+    assert have_longest == (alike * 36)[:36], "also from one epoch to the next"
+
+
+@both_ways
+def test_weights_make_the_averaged_gradient_that_of_the_whole_batch(padded: bool) -> None:
     items, ranks = 37, 3
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(items, 5, generator=generator, dtype=torch.float64)
@@ -120,7 +171,7 @@ def test_weights_make_the_averaged_gradient_that_of_the_whole_batch() -> None:
         loss = nn.functional.cross_entropy(module(x[indices]), y[indices]) * weight
         return list(torch.autograd.grad(loss, list(module.parameters())))
 
-    all_ranks = samplers(lengths_of(items), ranks, batch_size=10)
+    all_ranks = samplers(lengths_of(items), ranks, batch_size=10, padded=padded)
     unweighted_differs = False
     for parts in zip(*all_ranks, strict=True):
         whole = gradient(sorted(index for part in parts for index in part))
@@ -143,14 +194,15 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from paceline.torch import BalancedBatchSampler
 
-rank, store = int(sys.argv[1]), sys.argv[2]
+rank, store, padded = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "True"
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 torch.manual_seed(0)
 x, y = torch.randn(19, 4, dtype=torch.float64), torch.randint(0, 3, (19,))
 model = nn.Linear(4, 3).double()
 parallel = nn.parallel.DistributedDataParallel(model)
-sampler = BalancedBatchSampler((torch.arange(19) % 7 + 1) ** 3, batch_size=8)
-others = [BalancedBatchSampler((torch.arange(19) % 7 + 1) ** 3, batch_size=8, ranks=2, rank=r) for r in range(2)]
+lengths = (torch.arange(19) % 7 + 1) ** 3
+sampler = BalancedBatchSampler(lengths, batch_size=8, padded=padded)
+others = [BalancedBatchSampler(lengths, batch_size=8, padded=padded, ranks=2, rank=r) for r in range(2)]
 counts = []
 for indices, *parts in zip(DataLoader(TensorDataset(torch.arange(19)), batch_sampler=sampler), *others):
     mine = indices[0].tolist()
@@ -170,10 +222,11 @@ os._exit(0)
 """
 
 
-def test_under_ddp_gradients_are_those_of_the_whole_batch(tmp_path: Path) -> None:
+@both_ways
+def test_under_ddp_gradients_are_those_of_the_whole_batch(tmp_path: Path, padded: bool) -> None:
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-c", RANK, str(rank), str(tmp_path / "store")],
+            [sys.executable, "-X", "faulthandler", "-c", RANK, str(rank), str(tmp_path / "store"), str(padded)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -185,10 +238,11 @@ def test_under_ddp_gradients_are_those_of_the_whole_batch(tmp_path: Path) -> Non
     assert counts[0] != counts[1], "with equal counts this test would show nothing"
 
 
+@both_ways
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_data_loader_takes_it_and_weights_are_by_step(workers: int) -> None:
+def test_a_data_loader_takes_it_and_weights_are_by_step(workers: int, padded: bool) -> None:
     data = TensorDataset(torch.arange(50))
-    sampler = BalancedBatchSampler(lengths_of(50), ranks=2, rank=0, batch_size=10)
+    sampler = BalancedBatchSampler(lengths_of(50), ranks=2, rank=0, batch_size=10, padded=padded)
     loader = DataLoader(data, batch_sampler=sampler, num_workers=workers)
     assert len(loader) == len(sampler) == 5
     for epoch in range(2):

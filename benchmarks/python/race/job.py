@@ -18,7 +18,7 @@ Rival = Literal[
     "together",
     "text-ddp-random",
     "text-ddp-grouped",
-    "text-ddp-balanced",
+    "text-ddp-padded",
     "text-paceline",
     "text-alone",
     "all-reduce-gloo",

@@ -61,12 +61,12 @@ def grouped_ranks(setting: Setting, job: Job, epoch: int) -> list[Ranks]:
     return [[batches[k][rank :: job.parts] for rank in range(job.parts)] for k in order]
 
 
-def balanced_ranks(setting: Setting, job: Job, epoch: int) -> list[Ranks]:
-    """What paceline's sampler for DDP gives: random batches, ranks of equal cost."""
+def padded_ranks(setting: Setting, job: Job, epoch: int) -> list[Ranks]:
+    """What paceline's sampler for DDP gives: random batches, ranks that take equally long with their padding."""
     from paceline.torch import BalancedBatchSampler
 
     samplers = [
-        BalancedBatchSampler(setting.data["length"], ranks=job.parts, rank=rank, batch_size=job.batch)
+        BalancedBatchSampler(setting.data["length"], ranks=job.parts, rank=rank, batch_size=job.batch, padded=True)
         for rank in range(job.parts)
     ]
     for sampler in samplers:
@@ -78,7 +78,7 @@ def ddp(job: Job) -> Answer:
     deal: Callable[[Setting, Job, int], list[Ranks]] = {
         "text-ddp-random": random_ranks,
         "text-ddp-grouped": grouped_ranks,
-        "text-ddp-balanced": balanced_ranks,
+        "text-ddp-padded": padded_ranks,
     }[job.rival]
     torch.set_num_threads(1)
     setting = Setting(job)
@@ -158,7 +158,7 @@ def timed(
 RIVALS: dict[str, Callable[[Job], Answer]] = {
     "text-ddp-random": ddp,
     "text-ddp-grouped": ddp,
-    "text-ddp-balanced": ddp,
+    "text-ddp-padded": ddp,
     "text-paceline": paceline,
     "text-alone": paceline,
 }

@@ -19,6 +19,7 @@
 #include <paceline/plan/item_cost.hpp>
 #include <paceline/plan/item_packing.hpp>
 #include <paceline/plan/items.hpp>
+#include <paceline/plan/padded_items.hpp>
 #include <paceline/plan/split.hpp>
 #include <paceline/plan/tail.hpp>
 #include <paceline/runtime/backend.hpp>

@@ -10,7 +10,7 @@ from torch.utils.data import Sampler
 
 from paceline import InvalidArgument
 from paceline._words import counted
-from paceline.plan import split_items
+from paceline.plan import split_items, split_padded
 
 Cost = Callable[[float], float] | Sequence[float] | torch.Tensor | None
 
@@ -20,8 +20,15 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     For training that stays on `DistributedDataParallel` or FSDP, with items of unequal length: one such sampler per process,
     as the `batch_sampler` of its `DataLoader`. Global batches are drawn as torch's `DistributedSampler` draws them, by a
-    permutation of (seed, epoch); within each, `paceline.plan.split_items` deals the items to the ranks. Every rank computes
-    the same plan and yields its own part: nothing is communicated.
+    permutation of (seed, epoch); within each, `paceline.plan` deals the items to the ranks. Every rank computes the same plan
+    and yields its own part: nothing is communicated.
+
+    What takes equally long depends on what the collate function does with a rank's items. **Where it pads them to the longest of
+    these, say** ``padded=True``: a rank's time is then the number of its items times the cost of the longest, and
+    `paceline.plan.split_padded` makes the largest of these as small as it can be. Some ranks get few long items, others many
+    short ones; ranks of one speed take turns in having the long ones. Without it `paceline.plan.split_items` makes the *sums* of
+    costs equal: right where items are packed one after the other (nested tensors, attention over sequences of a packed batch)
+    or run one by one, but of little use where they are padded, since every rank then has some of the longest.
 
     Each index comes exactly once per epoch, on one rank (with `drop_last`, the last incomplete batch does not come); nothing
     is repeated to fill up. All ranks have the same number of batches and at least one item in each. **The ranks' item
@@ -38,6 +45,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
         Items of a *global* batch, over all ranks; at least one per rank.
     cost
         None: an item costs its length. A function of the length, e.g. ``ItemCostFit.item_seconds``, or one number per item.
+        With `padded`, what an item costs that is padded to this length; the longest item must be the costliest.
+    padded
+        Whether the collate function pads each rank's items to the longest of them.
     seed
         Of the permutation; the same on all ranks.
     shuffle
@@ -64,10 +74,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
     >>> sampler = BalancedBatchSampler([9, 1, 8, 2], ranks=2, rank=0, batch_size=4, shuffle=False)
     >>> next(iter(sampler)), sampler.weight
     ([0, 1], 1.0)
+    >>> sampler = BalancedBatchSampler([9, 2, 3, 2], ranks=2, rank=0, batch_size=4, shuffle=False, padded=True)
+    >>> next(iter(sampler)), sampler.weight
+    ([0], 0.5)
 
-    In a training loop::
+    In a training loop, with a collate function that pads::
 
-        sampler = BalancedBatchSampler(lengths, batch_size=512, cost=fit.item_seconds)
+        sampler = BalancedBatchSampler(lengths, batch_size=512, padded=True)
         loader = DataLoader(dataset, batch_sampler=sampler, num_workers=4, collate_fn=pad)
         for epoch in range(epochs):
             sampler.set_epoch(epoch)
@@ -89,6 +102,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         shuffle: bool = True,
         drop_last: bool = False,
         speeds: Sequence[float] | None = None,
+        padded: bool = False,
     ) -> None:
         super().__init__()
         self.ranks, self.rank = _place(ranks, rank)
@@ -96,9 +110,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.seed = seed
         self.shuffle = shuffle
         self.drop_last = drop_last
+        self.padded = padded
         self.epoch = 0
         self._costs = _costs(lengths, cost)
         self._models = _models(speeds, self.ranks)
+        self._alike = [
+            [rank for rank in range(self.ranks) if self._models[rank] == model] for model in set(self._models)
+        ]
         self._weights: list[float] = []
         if batch_size < self.ranks:
             raise InvalidArgument(
@@ -122,11 +140,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
         weights: list[float] = []
         self._weights = weights
         order = self._order()
+        first = self.epoch * len(self)
         begin = 0
-        for size in self._sizes:
+        for number, size in enumerate(self._sizes, first):
             batch = sorted(order[begin : begin + size])
             begin += size
-            mine = self._shares(batch)[self.rank]
+            mine = (self._padded_shares(batch, number) if self.padded else self._shares(batch))[self.rank]
             weights.append(len(mine) * self.ranks / size)
             yield mine
 
@@ -171,6 +190,17 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 giver.remove(cheapest)
                 share.append(cheapest)
         return shares
+
+    def _padded_shares(self, batch: list[int], number: int) -> list[list[int]]:
+        split = split_padded([self._costs[index] for index in batch], self._models)
+        shares = [[batch[i] for i in items] for items in split.items]
+        # The first of equal ranks is given the longest items. Here they take turns: memory, and time that the costs do not
+        # tell, follow the length otherwise than the count.
+        turned = list(shares)
+        for ranks in self._alike:
+            for k, rank in enumerate(ranks):
+                turned[rank] = shares[ranks[(k - number) % len(ranks)]]
+        return turned
 
 
 def _place(ranks: int | None, rank: int | None) -> tuple[int, int]:

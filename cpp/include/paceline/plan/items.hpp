@@ -41,7 +41,7 @@ struct ItemOptions {
 
 struct ItemSplit {
   std::vector<std::vector<std::int64_t>> items;  ///< per device, indices into the costs, ascending
-  std::vector<double> loads;                     ///< per device, the sum of its items' costs in that order
+  std::vector<double> loads;                     ///< per device, the sum of its items' costs; padded, count * largest
   double makespan_seconds = 0.0;                 ///< when the last device finishes, by the models
   double lower_bound_seconds = 0.0;  ///< no split has a smaller makespan, rounding aside; equal to it when proven best
   /// (makespan - bound) / bound; 0 where both are 0.
