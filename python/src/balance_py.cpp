@@ -16,6 +16,7 @@
 #include <paceline/error.hpp>
 
 #include "bindings.hpp"
+#include "move_reports.hpp"
 #include "what_if_arguments.hpp"
 
 namespace py = pybind11;
@@ -90,22 +91,6 @@ std::string ledger_of(const RecordedBalancer& self) {
   return self.text->str();
 }
 
-const char* name_of(MoveOutcome outcome) {
-  switch (outcome) {
-    case MoveOutcome::pending:
-      return "pending";
-    case MoveOutcome::kept:
-      return "kept";
-    case MoveOutcome::taken_back:
-      return "taken back";
-    case MoveOutcome::overtaken:
-      return "overtaken";
-    case MoveOutcome::unjudged:
-      return "unjudged";
-  }
-  return "";
-}
-
 py::dict report_of(const RecordedBalancer& self) {
   const BalanceReport report = self.balancer.report();
   py::list devices;
@@ -131,19 +116,6 @@ py::dict report_of(const RecordedBalancer& self) {
     entry["startup_seconds"] = device.startup_seconds;
     devices.append(std::move(entry));
   }
-  py::list moves;
-  for (const MoveReport& move : report.recent_moves) {
-    py::dict entry;
-    entry["step"] = move.step;
-    entry["batch_size"] = move.batch_size;
-    entry["from"] = move.from;
-    entry["to"] = move.to;
-    entry["promised_gain"] = move.promised_gain;
-    entry["measured_gain"] = move.measured_gain;
-    entry["resolution"] = move.resolution;
-    entry["outcome"] = name_of(move.outcome);
-    moves.append(std::move(entry));
-  }
   py::dict out;
   out["policy"] = report.policy;
   out["steps"] = report.steps;
@@ -153,7 +125,7 @@ py::dict report_of(const RecordedBalancer& self) {
   out["required_gain"] = report.required_gain;
   out["last_reason"] = report.last_reason;
   out["devices"] = std::move(devices);
-  out["recent_moves"] = std::move(moves);
+  out["recent_moves"] = move_dicts(report.recent_moves);
   return out;
 }
 

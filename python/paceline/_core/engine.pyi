@@ -239,7 +239,7 @@ class Stepper:
     @property
     def metrics(self) -> dict[str, typing.Any]:
         """
-        One snapshot: per device share, items, busy and idle seconds, rate; totals.
+        One snapshot: per device share, items, busy and idle seconds, rate; totals; the last moves.
         """
     @property
     def planned_shares(self) -> list[int]: ...
