@@ -368,8 +368,6 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("events", &events_list, "The last events, oldest first.")
       .def_property_readonly("history", &history_list,
                              "The whole run, oldest first, in at most 1024 rows of equally many steps.")
-      .def_property_readonly("planned_shares", [](const Stepper& stepper) { return stepper.plan().shares; })
-      .def_property_readonly("reason", [](const Stepper& stepper) { return stepper.plan().reason; })
       .def("write_ledger", &write_ledger, py::arg("path"),
            "Write every call of the balancer to a file of JSON lines, from before the first step on.")
       .def(

@@ -241,10 +241,6 @@ class Stepper:
         """
         One snapshot: per device share, items, busy and idle seconds, rate; totals; the last moves.
         """
-    @property
-    def planned_shares(self) -> list[int]: ...
-    @property
-    def reason(self) -> str: ...
 
 def collect_garbage_if_due() -> None:
     """
