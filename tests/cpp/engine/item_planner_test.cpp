@@ -96,8 +96,10 @@ TEST(ItemPlanner, TellsEachDeviceClassByItsName) {
       const auto& [order, bounds, first, work] = plan->arrangement;
       for (std::size_t k = first[device]; k < first[device + 1]; ++k) {
         const double longest = plan->ordered_costs[static_cast<std::size_t>(bounds[k])];
-        const double seconds = 1e-3 * static_cast<double>(device + 1) * longest * static_cast<double>(bounds[k + 1] - bounds[k]);
-        record.claims.push_back({.micro_batch = {device, bounds[k], bounds[k + 1]}, .finish_seconds = seconds});
+        const double seconds =
+            1e-3 * static_cast<double>(device + 1) * longest * static_cast<double>(bounds[k + 1] - bounds[k]);
+        record.claims.push_back({.micro_batch = {.begin = bounds[k], .end = bounds[k + 1], .device_index = device},
+                                 .finish_seconds = seconds});
       }
     }
     planner.record(*plan, record, true);
