@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _MOST_SHARES = 16  # that fit into a line
 _MOST_MISMATCHES = 10
+_BY_COST = "Items are dealt by cost: batch and shares below are work, of which the first batch had 1000000."
 
 
 def add_parser(subparsers: Any) -> None:
@@ -61,6 +62,7 @@ def _summary(file: Path, result: ReplayResult, ledger: Ledger) -> dict[str, Any]
         "file": str(file),
         "policy": ledger.policy,
         "devices": ledger.devices,
+        "unit": "work" if ledger.by_cost else "items",
         "reproduced": not result.mismatches,
         "plans": result.plans,
         "records": result.records,
@@ -102,8 +104,11 @@ def _text(file: Path, result: ReplayResult, ledger: Ledger) -> str:
     if len(result.mismatches) > _MOST_MISMATCHES:
         lines.append(f"  and {len(result.mismatches) - _MOST_MISMATCHES} more, which --json tells")
     rows = [_row(stretch) for stretch in stretches(ledger)]
-    shares = max([len("shares"), *(len(row[3]) for row in rows)])
-    head = ("step", "steps", "batch", "shares", "promised", "measured", "why")
+    unit = "work" if ledger.by_cost else "shares"
+    shares = max([len(unit), *(len(row[3]) for row in rows)])
+    head = ("step", "steps", "batch", unit, "promised", "measured", "why")
+    if ledger.by_cost:
+        lines.append(_BY_COST)
     lines.append("")
     for step, steps, batch, share, promised, measured, why in [head, *rows]:
         lines.append(

@@ -30,6 +30,7 @@ class Ledger:
     policy: str
     devices: list[str]
     decisions: list[Decision]
+    by_cost: bool = False  # what batches and shares count is work, not items
 
 
 def read(lines: Iterable[str]) -> Ledger:
@@ -55,6 +56,8 @@ def read(lines: Iterable[str]) -> Ledger:
             decisions[-1].measured_seconds = _seconds(entry["record"])
         elif "retire" in entry:
             retired.append(ledger.devices[entry["retire"]["device"]])
+        elif "claims" in entry and entry["claims"].get("decided_here", True):
+            ledger.by_cost |= "order" in entry["claims"]
     return ledger
 
 

@@ -16,6 +16,7 @@
 #include <paceline/error.hpp>
 
 #include "bindings.hpp"
+#include "move_reports.hpp"
 #include "what_if_arguments.hpp"
 
 namespace py = pybind11;
@@ -90,22 +91,6 @@ std::string ledger_of(const RecordedBalancer& self) {
   return self.text->str();
 }
 
-const char* name_of(MoveOutcome outcome) {
-  switch (outcome) {
-    case MoveOutcome::pending:
-      return "pending";
-    case MoveOutcome::kept:
-      return "kept";
-    case MoveOutcome::taken_back:
-      return "taken back";
-    case MoveOutcome::overtaken:
-      return "overtaken";
-    case MoveOutcome::unjudged:
-      return "unjudged";
-  }
-  return "";
-}
-
 py::dict report_of(const RecordedBalancer& self) {
   const BalanceReport report = self.balancer.report();
   py::list devices;
@@ -131,19 +116,6 @@ py::dict report_of(const RecordedBalancer& self) {
     entry["startup_seconds"] = device.startup_seconds;
     devices.append(std::move(entry));
   }
-  py::list moves;
-  for (const MoveReport& move : report.recent_moves) {
-    py::dict entry;
-    entry["step"] = move.step;
-    entry["batch_size"] = move.batch_size;
-    entry["from"] = move.from;
-    entry["to"] = move.to;
-    entry["promised_gain"] = move.promised_gain;
-    entry["measured_gain"] = move.measured_gain;
-    entry["resolution"] = move.resolution;
-    entry["outcome"] = name_of(move.outcome);
-    moves.append(std::move(entry));
-  }
   py::dict out;
   out["policy"] = report.policy;
   out["steps"] = report.steps;
@@ -153,7 +125,7 @@ py::dict report_of(const RecordedBalancer& self) {
   out["required_gain"] = report.required_gain;
   out["last_reason"] = report.last_reason;
   out["devices"] = std::move(devices);
-  out["recent_moves"] = std::move(moves);
+  out["recent_moves"] = move_dicts(report.recent_moves);
   return out;
 }
 
@@ -250,7 +222,29 @@ startup_seconds
       .def(
           "explain", [](const RecordedBalancer& self) { return self.balancer.explain(); },
           "In words: what was seen, what was decided and why, what a move would gain, what is not known.")
-      .def("report", &report_of, "The same as numbers.")
+      .def("report", &report_of, R"(What `explain` says, as numbers.
+
+Returns
+-------
+dict
+    ``policy``; ``steps`` (recorded); ``moves`` (changes of shares, as `move_count`); ``taken_back`` (moves that measured worse than the
+    shares before and were undone); ``possible_gain`` (the part of a step's time that the best split would save by the estimates, for the batch size
+    of the last plan) and ``required_gain`` (what a move must promise at present; 0 unless "auto"); ``last_reason`` (of the last plan, in a
+    sentence).
+
+    ``devices``: one dictionary each, in order. ``name``, ``device_class``; ``retired``; ``share`` (items of the last plan); ``startup_seconds`` (how much
+    later than the first device it starts a step); ``measured`` (False: it never ran anything that counts as evidence, and what follows is 0): ``speed``
+    (relative to the fastest of its class), ``error`` (the relative standard error of that), ``noise`` (the relative standard deviation of one step's time);
+    ``fixed_seconds`` and ``per_item_seconds`` (the estimate: n items take fixed + n * per item); ``equals`` (devices of its class that it cannot be told
+    from, itself included); ``samples`` (steps of evidence since its speed last changed) and ``since_step`` (when that was); ``change_points`` and
+    ``drifts`` (how often it changed suddenly, and slowly); ``slowdown`` (its time over that before the last change: 2 is twice as slow, 0 no change) and
+    ``regain`` (the part of a step's time that would be saved if it were as fast as before; 0 if it is not slower).
+
+    ``recent_moves``: the last 16 changes of shares that promised a gain, oldest first. ``step`` (how many were recorded before), ``batch_size``, the shares
+    ``from`` and ``to``; ``promised_gain`` and ``measured_gain`` (the part of a step's time that was to be saved, and by the clock was);
+    ``resolution`` (differences below it are noise); ``outcome``: "kept" or "taken back" (it measured worse) once 8 steps have run by it, before
+    "pending", else "overtaken" by another move or a change of speed, or "unjudged" where nothing comparable ran before. The measured gain and
+    the resolution are 0 unless it was judged.)")
       .def("what_if", &what_if, py::kw_only(), py::arg("speeds") = py::none(), py::arg("add") = py::none(),
            py::arg("remove") = py::none(), py::arg("batch_size") = py::none(),
            R"(What would the best split be, and how long a step, if devices had other speeds, came or left?

@@ -20,6 +20,7 @@
 
 #include "bindings.hpp"
 #include "garbage_collection.hpp"
+#include "move_reports.hpp"
 #include "python_program.hpp"
 #include "queued_program.hpp"
 #include "what_if_arguments.hpp"
@@ -192,6 +193,9 @@ py::dict metrics_dict(Stepper& stepper) {
   result["devices"] = devices;
   result["steps"] = metrics.steps;
   result["moves"] = metrics.moves;
+  const balance::BalanceReport decided = stepper.balancer().report();
+  result["taken_back"] = decided.taken_back;
+  result["recent_moves"] = move_dicts(decided.recent_moves);
   result["imbalance"] = metrics.imbalance;
   result["compute_seconds"] = metrics.compute_seconds;
   result["step_seconds"] = metrics.step_seconds;
@@ -358,13 +362,12 @@ void bind_engine(py::module_& module) {
           py::arg("outcome"), py::arg("pieces") = std::vector<Piece>{},
           "Tell the balancer and the metrics about a step that succeeded; pieces: (device index, begin, end) each, if "
           "micro-batches were worked off in smaller ones.")
-      .def_property_readonly("metrics", &metrics_dict,
-                             "One snapshot: per device share, items, busy and idle seconds, rate; totals.")
+      .def_property_readonly(
+          "metrics", &metrics_dict,
+          "One snapshot: per device share, items, busy and idle seconds, rate; totals; the last moves.")
       .def_property_readonly("events", &events_list, "The last events, oldest first.")
       .def_property_readonly("history", &history_list,
                              "The whole run, oldest first, in at most 1024 rows of equally many steps.")
-      .def_property_readonly("planned_shares", [](const Stepper& stepper) { return stepper.plan().shares; })
-      .def_property_readonly("reason", [](const Stepper& stepper) { return stepper.plan().reason; })
       .def("write_ledger", &write_ledger, py::arg("path"),
            "Write every call of the balancer to a file of JSON lines, from before the first step on.")
       .def(

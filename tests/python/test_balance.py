@@ -79,6 +79,9 @@ def test_explains_and_reports() -> None:
     assert report["moves"] == balancer.move_count > 0
     assert report["devices"][1]["speed"] == pytest.approx(1 / 3, rel=0.02)
     assert {move["outcome"] for move in report["recent_moves"]} <= {"kept", "overtaken", "unjudged", "pending"}
+    described = Balancer.report.__doc__ or ""
+    for entry in (report, *report["devices"], *report["recent_moves"]):
+        assert [key for key in entry if f"``{key}``" not in described] == []
 
 
 def test_a_ledger_replays_and_a_tampered_one_is_noticed(tmp_path: Path) -> None:

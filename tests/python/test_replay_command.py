@@ -90,6 +90,43 @@ def test_many_differences_are_cut_short(ledger: Path, capsys: pytest.CaptureFixt
     assert "and 391 more" in output
 
 
+def dealt_by_cost(path: Path, *, decided_here: bool = True) -> Path:
+    """A ledger as that of steps with costs; or of the same decisions about items, with a step with costs that was decided elsewhere."""
+    balancer = Balancer(["a", "b"], "even", ledger=True)
+    plan = balancer.next_plan(1_000_000)
+    balancer.record([[(share, 1e-8 * share)] for share in plan.shares])
+    claims: dict[str, Any] = {"step": 0, "batch_size": 3, "ran": [[0, 0, 1, 0, 1], [1, 1, 3, 0, 1]], "order": [2, 0, 1]}
+    if not decided_here:
+        claims["decided_here"] = False
+    path.write_text(balancer.ledger() + json.dumps({"claims": claims}) + "\n")
+    return path
+
+
+def test_work_is_not_taken_for_items(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = dealt_by_cost(tmp_path / "run.jsonl")
+    assert main(["replay", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith(
+        "Items are dealt by cost: batch and shares below are work, of which the first batch had 1000000"
+    )
+    assert lines[4].split() == ["step", "steps", "batch", "work", "promised", "measured", "why"]
+    assert lines[5].split()[2:5] == ["1000000", "500000", "500000"]
+    assert main(["replay", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["unit"] == "work"
+
+
+def test_steps_with_costs_that_were_decided_elsewhere_are_not_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = dealt_by_cost(tmp_path / "run.jsonl", decided_here=False)
+    assert main(["replay", str(path)]) == 0
+    output = capsys.readouterr().out
+    assert "by cost" not in output
+    assert output.splitlines()[3].split()[3] == "shares"
+    assert main(["replay", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["unit"] == "items"
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -56,6 +56,44 @@ def test_write_a_ledger_of_steps_with_costs(tmp_path: Any) -> None:
     assert not result.mismatches
 
 
+@pytest.mark.parametrize("first", ["costs", "items"])
+def test_a_ledger_of_both_kinds_of_steps_says_which_it_decided(tmp_path: Path, first: str) -> None:
+    from paceline._ledger import read
+    from paceline.balance import replay
+
+    module, batch = words(32, 4)
+    path = tmp_path / "ledger.jsonl"
+    by_cost = [first == "costs", first != "costs", first == "costs"]
+
+    def train(trainer: Any) -> list[Any]:
+        seen = []
+        for cost in by_cost:
+            module.zero_grad()
+            trainer.step(loss_of_words, batch, cost=batch["length"] if cost else None)
+            seen.append(gradients(module))
+        return seen
+
+    with DataParallel(module, TWO) as trainer:
+        trainer.write_ledger(path)
+        ran = train(trainer)
+    lines = path.read_text().splitlines()
+    result = replay(lines)
+    assert (result.plans, result.records, result.mismatches) == (2, 2, [])
+    assert read(lines).by_cost == (first == "costs")
+    claims = [entry["claims"] for entry in map(json.loads, lines) if "claims" in entry]
+    assert [entry["step"] for entry in claims] == [0, 0, 1]
+    assert ["order" in entry for entry in claims] == by_cost
+    assert [entry.get("decided_here", True) for entry in claims] == [True, False, True]
+    with DataParallel(module, TWO, balance="even") as trainer:
+        trainer.replay_claims(path)
+        for now, then in zip(train(trainer), ran, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(now, then, strict=True))
+    claims[-1]["pieces"] = [[0, 0, 1]]
+    path.write_text("\n".join([lines[0], *(json.dumps({"claims": entry}) for entry in claims)]))
+    with DataParallel(module, TWO) as trainer, pytest.raises(InvalidArgument, match="pieces of step 2"):
+        trainer.replay_claims(path)
+
+
 @pytest.mark.parametrize(("memory", "balance"), [(None, "auto"), (8000, "auto"), (8000, "even")])
 def test_steps_with_costs_run_again_to_the_same_bit(tmp_path: Path, memory: int | None, balance: Any) -> None:
     module, batch = words(48, 5)

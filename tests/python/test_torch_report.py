@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,10 @@ import torch
 from paceline import DeviceGroup, InvalidArgument, find_device
 from paceline.balance import replay
 from paceline.torch import DataParallel
-from torch_support import TWO, classifier, classify, hosts
+from torch_support import TWO, classifier, classify, hosts, noting
 
 FIGURES = {"share", "items", "busy_seconds", "idle_seconds", "items_per_second"}
+MOVE = {"step", "batch_size", "from", "to", "promised_gain", "measured_gain", "resolution", "outcome"}
 
 
 def test_shares_are_what_each_device_ran_in_the_last_step() -> None:
@@ -45,6 +49,42 @@ def test_the_report_adds_up() -> None:
         assert device["busy_seconds"] + device["idle_seconds"] == pytest.approx(report["compute_seconds"], rel=0.05)
     assert 0 < report["compute_seconds"] <= report["step_seconds"]
     assert report["imbalance"] >= 0
+
+
+def test_the_report_tells_what_moves_promised_and_brought() -> None:
+    module, batch = classifier(64)
+    slow: set[int] = set()
+
+    def one_is_slow(_: Any, part: Any) -> None:
+        if not slow:
+            slow.add(threading.get_ident())
+        time.sleep((1e-3 if threading.get_ident() in slow else 1e-4) * len(part[0]))
+
+    def step_until(done: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
+        for _ in range(100):
+            trainer.step(noting(one_is_slow), batch)
+            moves: list[dict[str, Any]] = trainer.report()["recent_moves"]
+            if done(moves):
+                return moves
+        pytest.fail(f"no such move in 100 steps\n{trainer.explain()}")
+
+    with DataParallel(module, TWO, micro_batch=64) as trainer:
+        assert (trainer.report()["recent_moves"], trainer.report()["taken_back"]) == ([], 0)
+        (move, *_) = step_until(lambda moves: bool(moves))
+        assert set(move) == MOVE
+        assert move["batch_size"] == sum(move["from"]) == sum(move["to"]) == 64
+        assert max(move["to"]) > max(move["from"])
+        assert 0 < move["promised_gain"] < 1
+        moves = step_until(lambda moves: moves[0]["outcome"] != "pending")
+        decided = MOVE - {"measured_gain", "resolution", "outcome"}
+        assert {key: moves[0][key] for key in decided} == {key: move[key] for key in decided}
+        assert {entry["outcome"] for entry in moves} <= {"pending", "kept", "taken back", "overtaken", "unjudged"}
+        assert trainer.report()["taken_back"] == sum(entry["outcome"] == "taken back" for entry in moves)
+        assert len(moves) <= min(16, trainer.report()["moves"])
+        trainer.step(classify, batch, cost=torch.ones(64))
+        assert trainer.report()["recent_moves"] == []  # what steps with costs decide is their own
+        trainer.step(classify, batch)
+        assert trainer.report()["recent_moves"][: len(moves)] == moves
 
 
 def test_the_report_is_a_copy() -> None:

@@ -70,7 +70,7 @@ void LedgerWriter::record(std::int64_t step, const StepTimings& timings) {
 }
 
 void LedgerWriter::claims(std::int64_t step, std::int64_t batch_size, std::span<const LedgerClaim> ran,
-                          std::span<const LedgerClaim> pieces, std::span<const std::int64_t> order) {
+                          std::span<const LedgerClaim> pieces, std::span<const std::int64_t> order, bool decided_here) {
   std::vector<std::string> runs;
   for (const LedgerClaim& claim : ran) {
     runs.push_back(fmt::format("[{}, {}, {}, {}, {}]", claim.device, claim.begin, claim.end, claim.start_seconds,
@@ -80,8 +80,8 @@ void LedgerWriter::claims(std::int64_t step, std::int64_t batch_size, std::span<
   for (const LedgerClaim& piece : pieces) {
     parts.push_back(fmt::format("[{}, {}, {}]", piece.device, piece.begin, piece.end));
   }
-  line(fmt::format(R"({{"claims": {{"step": {}, "batch_size": {}, "ran": [{}]{}{}}}}})", step, batch_size,
-                   fmt::join(runs, ", "),
+  line(fmt::format(R"({{"claims": {{"step": {}, "batch_size": {}{}, "ran": [{}]{}{}}}}})", step, batch_size,
+                   decided_here ? "" : R"(, "decided_here": false)", fmt::join(runs, ", "),
                    parts.empty() ? "" : fmt::format(R"(, "pieces": [{}])", fmt::join(parts, ", ")),
                    order.empty() ? "" : fmt::format(R"(, "order": [{}])", fmt::join(order, ", "))));
 }

@@ -15,9 +15,9 @@ namespace paceline::balance {
 ///
 /// Lifecycle: started() when a move is made, observe() after each step, which judges the pending move once 8 steps
 /// have run under the new shares: worse than before by more than the resolution, max(1 %, 2 standard errors of the
-/// difference of the two medians), means the model was wrong, and verdict() asks for the old shares. A change point
-/// ends the comparison: what ran before it is no yardstick for what ran after. Judged by the clock alone, never by the
-/// model.
+/// difference of the two medians), means the model was wrong, and observe() returns the old shares, to go back to. A
+/// change point ends the comparison: what ran before it is no yardstick for what ran after. Judged by the clock alone,
+/// never by the model.
 class TrialLog {
  public:
   struct Verdict {

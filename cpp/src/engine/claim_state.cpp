@@ -8,6 +8,8 @@
 #include <paceline/plan/chunks.hpp>
 #include <paceline/plan/tail.hpp>
 
+#include "engine/stealing.hpp"
+
 namespace paceline::engine {
 
 ClaimState::ClaimState(StepOptions options) : options_(std::move(options)), lanes_(options_.shares.size()) {
@@ -116,21 +118,13 @@ double ClaimState::held_seconds(std::size_t device) const {
   return std::accumulate(held.begin(), held.end(), 0.0);
 }
 
-// When a device is overdue by x, expect it to need x more: the estimate stays right for any slowdown within a factor of
-// two.
-double ClaimState::free_at(std::size_t device, double now) const {
-  const Lane& lane = lanes_[device];
-  const double overdue = now - lane.free_at;
-  return overdue > 0.0 ? now + overdue : lane.free_at;
-}
-
 std::optional<MicroBatch> ClaimState::take_correction(std::size_t device, double now) {
   std::vector<plan::TailDevice> devices(lanes_.size());
   bool alone = true;  // nobody else will come for the rest
   for (std::size_t d = 0; d < lanes_.size(); ++d) {
     // A device that still has to run its own chunk comes to the pool only after it.
     devices[d] = {.model = options_.models[d],
-                  .free_at_seconds = d == device ? now + held_seconds(d) : free_at(d, now) + own_seconds(d),
+                  .free_at_seconds = d == device ? now + held_seconds(d) : finish_of(d, now),
                   .may_claim = !lanes_[d].left && options_.shares[d] > 0};
     alone = alone && (d == device || !devices[d].may_claim);
   }
@@ -156,22 +150,19 @@ double ClaimState::own_seconds(std::size_t device) const {
   return static_cast<double>(full) * model.seconds(options_.micro_batch) + (rest > 0 ? model.seconds(rest) : 0.0);
 }
 
+double ClaimState::finish_of(std::size_t device, double now) const {
+  return free_at(lanes_[device].free_at, now) + own_seconds(device);
+}
+
 std::optional<MicroBatch> ClaimState::steal(std::size_t device, double now) {
-  std::size_t victim = lanes_.size();
-  double victim_finish = 0.0;
-  for (std::size_t d = 0; d < lanes_.size(); ++d) {
-    const Lane& lane = lanes_[d];
-    if (d == device || lane.begin == lane.end) continue;
+  const auto victim = find_victim(lanes_.size(), device, [&](std::size_t d) -> std::optional<double> {
+    const std::int64_t waiting = lanes_[d].end - lanes_[d].begin;
+    if (waiting == 0) return std::nullopt;
     // Without models the device with most items left is the one to help.
-    const double finish =
-        options_.models.empty() ? static_cast<double>(lane.end - lane.begin) : free_at(d, now) + own_seconds(d);
-    if (victim == lanes_.size() || finish > victim_finish) {
-      victim = d;
-      victim_finish = finish;
-    }
-  }
-  if (victim == lanes_.size()) return std::nullopt;
-  Lane& lane = lanes_[victim];
+    return options_.models.empty() ? static_cast<double>(waiting) : finish_of(d, now);
+  });
+  if (!victim) return std::nullopt;
+  Lane& lane = lanes_[victim->device];
   const std::int64_t left = lane.end - lane.begin;
   std::int64_t size = 0;
   if (options_.micro_batch > 0) {
@@ -182,7 +173,8 @@ std::optional<MicroBatch> ClaimState::steal(std::size_t device, double now) {
     size = std::min(
         left, std::max(floor_, (left / 2 + options_.granularity - 1) / options_.granularity * options_.granularity));
   }
-  if (!options_.models.empty() && now + held_seconds(device) + options_.models[device].seconds(size) >= victim_finish) {
+  if (!options_.models.empty() &&
+      now + held_seconds(device) + options_.models[device].seconds(size) >= victim->finish) {
     return std::nullopt;
   }
   lane.end -= size;

@@ -47,7 +47,8 @@ class PACELINE_API ClaimState final : public Claims {
   std::optional<MicroBatch> take_scripted(std::size_t device);
   std::optional<MicroBatch> take_correction(std::size_t device, double now);
   std::optional<MicroBatch> steal(std::size_t device, double now);
-  [[nodiscard]] double free_at(std::size_t device, double now) const;
+  /// When a device will have run what is planned for it.
+  [[nodiscard]] double finish_of(std::size_t device, double now) const;
   [[nodiscard]] double own_seconds(std::size_t device) const;
   [[nodiscard]] double held_seconds(std::size_t device) const;
   [[nodiscard]] std::int64_t run_ahead(std::size_t device) const;

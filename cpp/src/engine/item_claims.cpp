@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/stealing.hpp"
+
 namespace paceline::engine {
 namespace {
 
@@ -68,11 +70,9 @@ std::optional<MicroBatch> ItemClaims::own(std::size_t device) {
   return next;
 }
 
-// When a device is overdue by x, expect it to need x more: the estimate stays right for any slowdown within a factor of
-// two.
 double ItemClaims::finish_of(std::size_t device, double now) const {
   const Lane& lane = lanes_[device];
-  double finish = std::max(lane.free_at, 2.0 * now - lane.free_at);
+  double finish = free_at(lane.free_at, now);
   for (std::size_t k = lane.next; k < lane.end; ++k) {
     finish += seconds(device, plan_->arrangement.bounds[k], end_of(lane, k));
   }
@@ -80,24 +80,17 @@ double ItemClaims::finish_of(std::size_t device, double now) const {
 }
 
 std::optional<MicroBatch> ItemClaims::steal(std::size_t device, double now) {
-  std::size_t victim = lanes_.size();
-  double victim_finish = 0.0;
-  for (std::size_t d = 0; d < lanes_.size(); ++d) {
+  const auto victim = find_victim(lanes_.size(), device, [&](std::size_t d) -> std::optional<double> {
     const Lane& lane = lanes_[d];
-    if (d == device || lane.empty()) continue;
+    if (lane.empty()) return std::nullopt;
     // Without measurements the device with most items left is the one to help.
-    const double finish =
-        measured_ ? finish_of(d, now) : static_cast<double>(lane.last_end - plan_->arrangement.bounds[lane.next]);
-    if (victim == lanes_.size() || finish > victim_finish) {
-      victim = d;
-      victim_finish = finish;
-    }
-  }
-  if (victim == lanes_.size()) return std::nullopt;
-  Lane& lane = lanes_[victim];
+    return measured_ ? finish_of(d, now) : static_cast<double>(lane.last_end - plan_->arrangement.bounds[lane.next]);
+  });
+  if (!victim) return std::nullopt;
+  Lane& lane = lanes_[victim->device];
   const std::int64_t begin = plan_->arrangement.bounds[lane.end - 1];
   std::int64_t from = begin;
-  while (measured_ && now + seconds(device, from, lane.last_end) >= victim_finish) {
+  while (measured_ && now + seconds(device, from, lane.last_end) >= victim->finish) {
     const std::int64_t left = lane.last_end - from;
     if (!any_size_ || left < 2) return std::nullopt;
     from = lane.last_end - left / 2;

@@ -125,14 +125,16 @@ struct Stepper::State {
     if (costs && !items) {
       std::vector<std::string> classes;
       for (const Device& device : group.devices()) classes.push_back(device.device_class);
-      // The one made at the beginning serves the kind that runs first: a ledger is attached to it.
-      balance::Balancer first = make_balancer(group, options);
-      if (!balancer.called()) std::swap(first, balancer);
-      items.emplace(std::move(first), classes, options.micro_batch);
+      items.emplace(make_balancer(group, options), classes, options.micro_batch);
     }
+    // Until one has been called the kind that runs first is not known, and that is the one whose calls a ledger has.
+    if (items && !called()) std::swap(balancer, items->balancer());
     costing = costs;
     plan = {};
   }
+
+  /// Whether either kind's balancer was: what a ledger would have from now on lacks that.
+  [[nodiscard]] bool called() const { return balancer.called() || (items && items->balancer().called()); }
 
   void note(const PendingStep& done) {
     record = done.step->record();
@@ -149,9 +151,11 @@ struct Stepper::State {
     }
     const std::int64_t batch_size = done.items != nullptr ? done.items->size() : done.plan.batch_size;
     if (ledger) {
+      const balance::Balancer& decided = done.items != nullptr ? items->balancer() : balancer;
       ledger->claims(done.plan.step, batch_size, ledger_claims(record.claims), ledger_claims(done.pieces),
                      done.items != nullptr ? std::span<const std::int64_t>(done.items->arrangement.order)
-                                           : std::span<const std::int64_t>());
+                                           : std::span<const std::int64_t>(),
+                     decided.writes_ledger());
     }
     if (done.items != nullptr) items->record(*done.items, record, judged);
     observe::StepSample sample;
@@ -341,8 +345,7 @@ void Stepper::require_idle() const {
   if (!state_->group.busy()) return;
   throw InvalidArgument(
       "step: an earlier step of this group has not ended: its workers are still inside user code. Wait for it, or "
-      "close "
-      "the trainer.");
+      "close the trainer.");
 }
 
 void Stepper::commit(std::shared_ptr<const Step> step, std::vector<MicroBatch> pieces) {
@@ -354,8 +357,17 @@ void Stepper::commit(std::shared_ptr<const Step> step, std::vector<MicroBatch> p
 void Stepper::settle() { state_->collect(0); }
 
 void Stepper::write_to(std::shared_ptr<balance::LedgerWriter> ledger) {
-  state_->balancer.write_to(ledger);
-  state_->ledger = std::move(ledger);
+  State& state = *state_;
+  if (ledger != nullptr && state.called()) {
+    throw InvalidArgument("a ledger must be attached before the first step, with costs or without");
+  }
+  if (ledger == nullptr) {
+    state.balancer.write_to(nullptr);
+    if (state.items) state.items->balancer().write_to(nullptr);
+  } else {
+    state.current().write_to(ledger);
+  }
+  state.ledger = std::move(ledger);
 }
 
 std::string Stepper::explain() const {

@@ -43,8 +43,6 @@ const char* name_of(EventKind kind) noexcept {
       return "reduction";
     case EventKind::move:
       return "move";
-    case EventKind::failure:
-      return "failure";
   }
   return "unknown";
 }

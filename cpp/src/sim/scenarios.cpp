@@ -145,7 +145,7 @@ Scenario subset_by_speed() {
   return {"a subset wins: a device too slow",
           "one of eight devices is so busy that its fixed time alone is longer than the others' step: seven are best",
           std::move(options),
-          0.25,
+          0.12,
           2.0,
           0};
 }

@@ -179,7 +179,29 @@ class Balancer:
         """
     def report(self) -> dict[str, typing.Any]:
         """
-        The same as numbers.
+        What `explain` says, as numbers.
+
+        Returns
+        -------
+        dict
+            ``policy``; ``steps`` (recorded); ``moves`` (changes of shares, as `move_count`); ``taken_back`` (moves that measured worse than the
+            shares before and were undone); ``possible_gain`` (the part of a step's time that the best split would save by the estimates, for the batch size
+            of the last plan) and ``required_gain`` (what a move must promise at present; 0 unless "auto"); ``last_reason`` (of the last plan, in a
+            sentence).
+
+            ``devices``: one dictionary each, in order. ``name``, ``device_class``; ``retired``; ``share`` (items of the last plan); ``startup_seconds`` (how much
+            later than the first device it starts a step); ``measured`` (False: it never ran anything that counts as evidence, and what follows is 0): ``speed``
+            (relative to the fastest of its class), ``error`` (the relative standard error of that), ``noise`` (the relative standard deviation of one step's time);
+            ``fixed_seconds`` and ``per_item_seconds`` (the estimate: n items take fixed + n * per item); ``equals`` (devices of its class that it cannot be told
+            from, itself included); ``samples`` (steps of evidence since its speed last changed) and ``since_step`` (when that was); ``change_points`` and
+            ``drifts`` (how often it changed suddenly, and slowly); ``slowdown`` (its time over that before the last change: 2 is twice as slow, 0 no change) and
+            ``regain`` (the part of a step's time that would be saved if it were as fast as before; 0 if it is not slower).
+
+            ``recent_moves``: the last 16 changes of shares that promised a gain, oldest first. ``step`` (how many were recorded before), ``batch_size``, the shares
+            ``from`` and ``to``; ``promised_gain`` and ``measured_gain`` (the part of a step's time that was to be saved, and by the clock was);
+            ``resolution`` (differences below it are noise); ``outcome``: "kept" or "taken back" (it measured worse) once 8 steps have run by it, before
+            "pending", else "overtaken" by another move or a change of speed, or "unjudged" where nothing comparable ran before. The measured gain and
+            the resolution are 0 unless it was judged.
         """
     def retire(self, device: typing.SupportsInt | typing.SupportsIndex) -> None:
         """

@@ -239,12 +239,8 @@ class Stepper:
     @property
     def metrics(self) -> dict[str, typing.Any]:
         """
-        One snapshot: per device share, items, busy and idle seconds, rate; totals.
+        One snapshot: per device share, items, busy and idle seconds, rate; totals; the last moves.
         """
-    @property
-    def planned_shares(self) -> list[int]: ...
-    @property
-    def reason(self) -> str: ...
 
 def collect_garbage_if_due() -> None:
     """

@@ -17,13 +17,17 @@ Span = tuple[int, int]
 
 
 class StepClaims:
-    """Of one step: the micro-batches of each device in the order they ran, and the pieces that each was worked off in."""
+    """Of one step: the micro-batches of each device in the order they ran, and the pieces that each was worked off in.
 
-    def __init__(self, entry: dict[str, Any], devices: int) -> None:
+    `number` is its place among the steps of the ledger: what an entry calls its step is the number of a decision, and steps with costs and
+    steps without are decided apart.
+    """
+
+    def __init__(self, entry: dict[str, Any], devices: int, number: int) -> None:
         self.batch_size = int(entry["batch_size"])
         self.order: list[int] | None = entry.get("order")  # of the items, where they were dealt out by cost
         if self.order is not None and sorted(self.order) != list(range(self.batch_size)):
-            raise ValueError(f"the order of step {entry['step']} does not have every item once")
+            raise ValueError(f"the order of step {number} does not have every item once")
         self.lanes: list[list[Span]] = [[] for _ in range(devices)]
         for device, begin, end, *_ in entry["ran"]:
             self.lanes[device].append((begin, end))
@@ -31,7 +35,7 @@ class StepClaims:
         for device, begin, end in entry.get("pieces", []):
             self.pieces[device].append((begin, end))
         if "pieces" in entry and not all(map(_same_items, self.lanes, self.pieces)):
-            raise ValueError(f"the pieces of step {entry['step']} are not what its devices ran")
+            raise ValueError(f"the pieces of step {number} are not what its devices ran")
 
 
 def _same_items(ran: list[Span], pieces: list[Span]) -> bool:
@@ -82,7 +86,8 @@ class ClaimScript:
             entries = [json.loads(line) for line in lines]
             devices = [device["name"] for device in entries[0]["options"]["devices"]]
             if len(devices) == len(names):
-                self._steps = [StepClaims(entry["claims"], len(names)) for entry in entries if "claims" in entry]
+                claims = [entry["claims"] for entry in entries if "claims" in entry]
+                self._steps = [StepClaims(entry, len(names), number) for number, entry in enumerate(claims)]
         except (ValueError, LookupError, TypeError) as error:
             raise InvalidArgument(
                 f"replay_claims: {self._path} is no ledger that write_ledger wrote: {error}."

@@ -45,7 +45,12 @@ class Reports(Work):
             ``items_per_second`` (recent, while busy), ``speed`` (that, over the fastest device's), after a step with `cost` also ``cost`` (total) and
             ``cost_per_second`` (which `speed` then goes by; 0 while recent steps had no costs); ``imbalance`` (slowest busy time over the mean, minus 1; recent); ``moves`` (changes of
             shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction; with GPUs, whose reduction
-            is not timed, the latter is what the call of `step` took or what the devices computed, whichever was longer). ``sizes``: per
+            is not timed, the latter is what the call of `step` took or what the devices computed, whichever was longer).
+            ``recent_moves``: the last 16 changes of shares that promised a gain, oldest first: ``step`` (how many were recorded before), ``batch_size``, the shares ``from`` and ``to``,
+            ``promised_gain`` and ``measured_gain`` (the part of a step's time that was to be saved, and by the clock was), ``resolution`` (differences below it are noise) and ``outcome``:
+            ``"kept"`` or ``"taken back"`` (it measured worse) once 8 steps have run by it, before ``"pending"``, else ``"overtaken"`` by another move or a change of speed, or ``"unjudged"``
+            where nothing comparable ran before; gain and resolution are 0 unless it was judged. ``taken_back``: how many were. Both are, as `explain`, of the kind of steps, with `cost` or without, that was
+            planned last; with `cost` batches and shares are work. ``sizes``: per
             device the micro-batches that ever ran, in items. ``memory``: per device with a limit ``limit_bytes``, and once measured ``fixed_bytes``, ``bytes_per_item`` and ``largest_micro_batch`` (of steps with `cost`
             ``fixed_bytes_with_costs``, ``bytes_per_cost`` and ``largest_padded_cost``);
             and per GPU ``pool_peak_bytes``, the most that paceline's own pool had given out at once to all trainers of the process, while there were any (what PyTorch and NCCL took is theirs to tell).
@@ -195,7 +200,9 @@ class Reports(Work):
     def write_ledger(self, path: str | os.PathLike[str], *, run: str | None = None) -> None:
         """Write every measurement and decision of `step` to a file of JSON lines, and what each device really ran.
 
-        `paceline.balance.replay` reproduces the decisions, `replay_claims` the steps themselves.
+        `paceline.balance.replay` reproduces the decisions, `replay_claims` the steps themselves. Steps with `cost` and steps without are decided apart: of a
+        trainer that runs both, the file has measurements and decisions of the kind that ran first, and what ran of both. The claims of the other kind
+        are marked ``"decided_here": false``; their ``step`` is the number of a decision that is not in the file.
 
         Parameters
         ----------

@@ -164,6 +164,7 @@ class Run:
         codes: list[int] = [] if self.search is None or not self.search.on_trial else [DONE_BUT_NO_EVIDENCE]
         spans = [(begin, end)] if self.search is None else self.search.pieces(begin, end)
         times: list[tuple[int, float]] = []
+        before = len(self._ran[device])
         with self.places.enter(device):
             for span in spans:
                 began = time.perf_counter()
@@ -171,7 +172,7 @@ class Run:
                     codes.append(self._run_piece(device, piece, fresh=piece[0] == begin))
                 times.append((span[1] - span[0], time.perf_counter() - began))
         self.timed[device].append(times)
-        if piece[0] > begin:  # only ever set, whichever worker is first
+        if len(self._ran[device]) > before + 1:  # only ever set, whichever worker is first
             self._divided = True
         return max(codes)
 

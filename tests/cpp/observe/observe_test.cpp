@@ -36,7 +36,7 @@ TEST(EventRing, TakesEventsFromManyThreads) {
 
 TEST(EventRing, NamesEveryKind) {
   EXPECT_STREQ(name_of(EventKind::micro_batch), "micro_batch");
-  EXPECT_STREQ(name_of(EventKind::failure), "failure");
+  EXPECT_STREQ(name_of(EventKind::move), "move");
 }
 
 TEST(Metrics, AddsUpItemsBusyAndIdleTime) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Never worse than the best subset: random boxes in which leaving devices out often wins.
+// How far from the best subset of the devices: random boxes in which leaving devices out often wins.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -127,7 +127,7 @@ std::uint64_t box_count() {
   return wanted != nullptr ? std::stoull(wanted) : kBoxes;
 }
 
-TEST(Subset, NoRandomBoxLosesToItsBestSubset) {
+TEST(Subset, FewRandomBoxesLoseToTheirBestSubset) {
   std::vector<double> losses;
   double probes = 0.0;
   double worst_probes = 0.0;
@@ -172,6 +172,7 @@ TEST(Subset, NoRandomBoxLosesToItsBestSubset) {
   EXPECT_LE(quantile(0.99), 0.02);
   // Batches of some twelve items a device and less, beside reductions that cost: one in a thousand of 10000.
   EXPECT_LE(above(0.15), 0.002 * count);
+  EXPECT_LE(losses.back(), 0.9);  // of 10000 the worst loses 87 %: a batch of 24 over five devices
   EXPECT_LE(probes / count, 0.006);
   // Of 10000 boxes 8 lose more than 5 % to probes, the worst 6.3 %.
   EXPECT_LE(static_cast<double>(dear_probes), 0.002 * count);

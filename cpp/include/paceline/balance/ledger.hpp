@@ -35,10 +35,13 @@ struct LedgerClaim {
 ///
 /// The last is no call: it says what really ran, by device in the order it ran, [device, begin, end, start, finish]
 /// each, if micro-batches were worked off in smaller pieces also "pieces": [[device, begin, end], ...], and of a step
-/// that dealt items out by cost also "order": [item, ...], which begin and end are positions in. replay() passes over
-/// it. In a record a micro-batch is [items, seconds], with a third element true if it was excluded; it has
-/// "reduction_seconds" and "startup_seconds" (null: no work) where they were measured. Lines are flushed by the
-/// stream's own rules. Not thread-safe, like the balancer it belongs to. The stream must outlive the writer.
+/// that dealt items out by cost also "order": [item, ...], which begin and end are positions in. With "decided_here":
+/// false another balancer, whose calls are not in the ledger, planned the step, and it is that one's step number.
+/// replay() passes over it. In a record a micro-batch is [items, seconds], with a third element true if it was
+/// excluded; it has "reduction_seconds" and "startup_seconds" (null: no work) where they were measured.
+///
+/// Each line is flushed as soon as it is written, so that the ledger of a program that crashes is whole. Not
+/// thread-safe, like the balancer it belongs to. The stream must outlive the writer.
 class PACELINE_API LedgerWriter {
  public:
   explicit LedgerWriter(std::ostream& out);
@@ -51,7 +54,7 @@ class PACELINE_API LedgerWriter {
   void record(std::int64_t step, const StepTimings& timings);
   void retire(std::size_t device);
   void claims(std::int64_t step, std::int64_t batch_size, std::span<const LedgerClaim> ran,
-              std::span<const LedgerClaim> pieces, std::span<const std::int64_t> order = {});
+              std::span<const LedgerClaim> pieces, std::span<const std::int64_t> order = {}, bool decided_here = true);
 
  private:
   void line(const std::string& text);

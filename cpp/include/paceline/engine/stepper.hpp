@@ -65,8 +65,8 @@ class PACELINE_API Stepper {
   /// Plans a batch whose items do not cost the same: one cost per item, in any unit (tokens). The devices' work is
   /// balanced, not their items, by what the balancer decides (`balance` holds as it is); each device's items are sorted
   /// and packed into micro-batches of similar length, of at most StepperOptions::micro_batch items. What an item costs
-  /// in time is learned. Steps with costs and steps without are measured apart: in a stepper that runs both, a ledger
-  /// and metrics() of moves belong to the kind that ran first.
+  /// in time is learned. Steps with costs and steps without are measured apart, each kind by a balancer of its own;
+  /// metrics(), events() and history() have both.
   /// @throws InvalidArgument without items, and for a cost that is negative or not finite.
   [[nodiscard]] std::shared_ptr<const ItemPlan> plan_items(std::span<const double> costs);
   /// Runs a plan; program->run() gets its micro-batches, with MicroBatch::items.
@@ -91,8 +91,11 @@ class PACELINE_API Stepper {
   /// Returns when the times of all steps are known that were committed. @throws Error if a device has failed.
   void settle();
 
-  /// From now on every call of the balancer goes to `ledger`, and after each record what really ran. As
-  /// Balancer::write_to().
+  /// From now on every call of the balancer goes to `ledger`, and what really ran in each step. As
+  /// Balancer::write_to(): attach before the first step. In a stepper that runs steps with costs and steps without, the
+  /// calls are those of the kind that ran first. What ran is there of both; LedgerWriter::claims marks the other
+  /// kind's.
+  /// @throws InvalidArgument once a step was planned, with costs or without.
   void write_to(std::shared_ptr<balance::LedgerWriter> ledger);
 
   /// The balancer's explanation, with what its devices' sensors and counters say about those that are slow.

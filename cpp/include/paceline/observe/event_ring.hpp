@@ -15,7 +15,6 @@ enum class EventKind : std::uint8_t {
   micro_batch,  ///< items [begin, end) on one device
   reduction,    ///< from the last micro-batch's end to the end of the reduction
   move,         ///< the shares changed before this step
-  failure,      ///< the step ended with an error on this device; for writers of their own, a Stepper makes none
 };
 
 /// Something that happened. Seconds are of a steady clock from a moment that the writer chose; a Stepper's is its own
