@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def earlier(path: Path, record: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """By name, what stages measured that day on the same machine and with the same versions; `record` is told the picture."""
+    """By name, what stages measured that day on the same machine and with the same versions; `record` is told the picture and the commands."""
     if not path.exists():
         return {}
     before = json.loads(path.read_text())
@@ -85,6 +85,8 @@ def earlier(path: Path, record: dict[str, Any]) -> dict[str, dict[str, Any]]:
         sys.exit(f"benchmarks/run: {path} is of another machine, or of other versions. Give another folder.")
     if "picture" in before:
         record["picture"] = before["picture"]
+    commands = before["command"].splitlines()
+    record["command"] = "\n".join([*commands, *({record["command"]} - {*commands})])
     return {entry["stage"]: entry for entry in before["stages"] if entry["status"] != "skipped"}
 
 
