@@ -121,7 +121,7 @@ void bind_split(py::module_& module) {
                     "Per device, the sum of its items' costs; of `split_padded` their count times the largest cost.")
       .def_readonly("makespan_seconds", &ItemSplit::makespan_seconds, "When the last device finishes, by the models.")
       .def_readonly("lower_bound_seconds", &ItemSplit::lower_bound_seconds,
-                    "No split has a smaller makespan; equal to it when the split is proven best.")
+                    "No split that is allowed has a smaller makespan; equal to it when the split is proven best.")
       .def_property_readonly("gap", &ItemSplit::gap, "(makespan - lower bound) / lower bound.")
       .def("__repr__", [](const ItemSplit& split) {
         return fmt::format("ItemSplit(items={}, makespan_seconds={}, gap={:.3g})", repr_of(split.items),
@@ -199,8 +199,9 @@ InvalidArgument
 
 Notes
 -----
-The exact minimum, by dynamic programming over the order of the devices: up to 12 devices, and beyond while there are at most
-4096 ways to choose how many of each model. For more, two orders are tried, and `gap` shows what is not proven.
+The exact minimum of all splits that give every device an item, by dynamic programming over the order of the devices: up to 12
+devices, and beyond while there are at most 4096 ways to choose how many of each model. For more, two orders are tried, and
+`gap` shows what is not proven.
 
 Examples
 --------

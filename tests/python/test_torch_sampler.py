@@ -187,6 +187,13 @@ def test_weights_make_the_averaged_gradient_that_of_the_whole_batch(padded: bool
     assert unweighted_differs, "with equal counts this test would show nothing"
 
 
+def test_padded_items_that_are_longer_must_not_cost_less() -> None:
+    BalancedBatchSampler([1, 2, 2, 3], ranks=2, rank=0, batch_size=2, cost=lambda length: length**2, padded=True)
+    BalancedBatchSampler([1, 2, 3, 4], ranks=2, rank=0, batch_size=2, cost=lambda length: 10 - length)
+    with pytest.raises(InvalidArgument, match="an item of length 2 costs 8, one of length 1 costs 9"):
+        BalancedBatchSampler([1, 2, 3], ranks=2, rank=0, batch_size=2, cost=lambda length: 10 - length, padded=True)
+
+
 RANK = """
 import os, sys, torch
 import torch.distributed as dist

@@ -135,7 +135,7 @@ class ItemSplit:
     @property
     def lower_bound_seconds(self) -> float:
         """
-        No split has a smaller makespan; equal to it when the split is proven best.
+        No split that is allowed has a smaller makespan; equal to it when the split is proven best.
         """
     @property
     def makespan_seconds(self) -> float:
@@ -440,8 +440,9 @@ def split_padded(
 
     Notes
     -----
-    The exact minimum, by dynamic programming over the order of the devices: up to 12 devices, and beyond while there are at most
-    4096 ways to choose how many of each model. For more, two orders are tried, and `gap` shows what is not proven.
+    The exact minimum of all splits that give every device an item, by dynamic programming over the order of the devices: up to 12
+    devices, and beyond while there are at most 4096 ways to choose how many of each model. For more, two orders are tried, and
+    `gap` shows what is not proven.
 
     Examples
     --------

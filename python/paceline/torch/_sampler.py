@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed
@@ -113,6 +114,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.padded = padded
         self.epoch = 0
         self._costs = _costs(lengths, cost)
+        if padded:
+            _check_longest(_numbers(lengths), self._costs)
         self._models = _models(speeds, self.ranks)
         self._alike = [
             [rank for rank in range(self.ranks) if self._models[rank] == model] for model in set(self._models)
@@ -215,6 +218,15 @@ def _place(ranks: int | None, rank: int | None) -> tuple[int, int]:
     if ranks < 1 or not 0 <= rank < ranks:
         raise InvalidArgument(f"rank is {rank} of {ranks}; it must be from 0 to ranks - 1")
     return ranks, rank
+
+
+def _check_longest(lengths: list[float], costs: list[float]) -> None:
+    for (shorter, cost), (longer, less) in pairwise(sorted(zip(lengths, costs, strict=True))):
+        if less < cost and longer > shorter:
+            raise InvalidArgument(
+                f"cost: an item of length {longer:g} costs {less:g}, one of length {shorter:g} costs {cost:g}. With padded=True all of a rank's items "
+                "are padded to its longest, which must be the costliest."
+            )
 
 
 def _costs(lengths: Sequence[float] | torch.Tensor, cost: Cost) -> list[float]:
