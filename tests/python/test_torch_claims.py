@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from paceline import InvalidArgument, balance
 from paceline.torch import DataParallel
@@ -259,6 +260,31 @@ def test_without_corrections_shares_are_run_as_planned() -> None:
         DataParallel(module, TWO, corrections=True, balance="even")
     with pytest.raises(InvalidArgument, match="together with micro_batch=4"):
         DataParallel(module, TWO, corrections=True, micro_batch=4)
+
+
+def test_a_module_with_batch_norm_never_gets_a_single_item() -> None:
+    module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+    batch = classifier(64)[1]
+    runs: list[int] = []
+
+    def loss_fn(one: Any, part: Any) -> Any:
+        runs.append(len(part[0]))
+        time.sleep(0.0005 * len(part[0]) * random.uniform(0.5, 2.0))
+        return classify(one, part)
+
+    with DataParallel(module, TWO) as trainer:
+        for _ in range(30):
+            trainer.step(loss_fn, batch)
+    assert len(runs) <= 60, "one piece of a share each"
+    with DataParallel(module, TWO) as trainer:
+        for _ in range(100):  # so short that shares are anything
+            trainer.step(classify, (batch[0][:8], batch[1][:8]))
+        trainer.step(classify, batch, cost=torch.arange(64) + 1.0)
+    runs.clear()
+    with DataParallel(module.eval(), TWO, corrections=True) as trainer:
+        for _ in range(30):
+            trainer.step(loss_fn, batch)
+    assert len(runs) > 60, "or the above says nothing"
 
 
 def test_with_a_granularity_there_are_few_sizes_however_speeds_change() -> None:

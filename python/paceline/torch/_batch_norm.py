@@ -16,6 +16,11 @@ def uses_batch_statistics(part: nn.Module) -> bool:
     return isinstance(part, nn.modules.batchnorm._BatchNorm) and (part.training or part.running_mean is None)
 
 
+def has_batch_norm(module: nn.Module) -> bool:
+    """Whether it normalises over the batch in some mode."""
+    return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
+
+
 @contextlib.contextmanager
 def standing_still(norms: Sequence[Any]) -> Iterator[None]:
     """With these normalising by what they have seen before, or by nothing if they have kept nothing."""

@@ -24,6 +24,7 @@ from paceline.torch._arguments import (
     policy_of,
 )
 from paceline.torch._batch import Batch
+from paceline.torch._batch_norm import has_batch_norm
 from paceline.torch._claims import ClaimScript, ReplayedCaps
 from paceline.torch._execution import Execution, Workload
 from paceline.torch._global_batch import FunctionRun, GlobalBatch, RunFunction
@@ -83,7 +84,8 @@ class DataParallel(Trials, Reports):
         what the items cost when all are padded to the longest. Default: no limit but the memory itself.
     corrections
         Whether each device holds back a part of its share where times vary, from which those that are done early take ever smaller
-        micro-batches within the step. None: on host devices. On GPUs it has to be asked for, since a new size may be compiled, captured or
+        micro-batches within the step. None: on host devices, unless the module has batch normalisation, which would then be over a few
+        items, and fails over one. On GPUs it has to be asked for, since a new size may be compiled, captured or
         searched an algorithm for: `granularity` bounds how many there are. Needs ``balance="auto"`` and no `micro_batch`.
     granularity
         Shares and what devices take over from each other are multiples of so many items, so that no more than ``batch / granularity`` sizes
@@ -146,6 +148,7 @@ class DataParallel(Trials, Reports):
         try:
             self._names = [device.name for device in group.devices]
             places = Places(group, module, timeout, transport)
+            self._granularity = granularity
             self._options: dict[str, Any] = {
                 "balance": policy,
                 "weights": weights,
@@ -153,6 +156,9 @@ class DataParallel(Trials, Reports):
                 "granularity": granularity,
                 "corrections": corrections,
             }
+            # Batch normalisation in training fails over one item, and over a few is of little use. Corrections are small.
+            if policy == "auto" and micro_batch is None and corrections is None and has_batch_norm(module):
+                self._options |= {"granularity": max(2, granularity), "corrections": False}
             self._limits = memory_limits(memory, group)
             self._works = {kind_of(None): Workload(group, places, self._limits, **self._options)}
             if micro_batch is None and granularity == 1 and corrections is not False and not any(places.on_gpu):
@@ -210,6 +216,8 @@ class DataParallel(Trials, Reports):
         ------
         InvalidArgument
             For a batch, weight, loss or module that cannot be used; the message says what to do.
+        RuntimeError
+            If the loss depends on no parameter.
         Timeout, DeviceLost
             If a GPU hangs, and after that, or after an error that only a new process repairs. It may be of an earlier step.
         Error

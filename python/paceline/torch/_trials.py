@@ -128,7 +128,7 @@ class Trials(Work):
             def workload(micro_batch: int | None) -> Workload:
                 options = {**self._options, "micro_batch": micro_batch or own}
                 if options["micro_batch"]:
-                    options["corrections"] = None
+                    options |= {"corrections": None, "granularity": self._granularity}
                 return self._temporarily(**options)
 
             timer = StepTimer(self._execution, loss_fn, workload)

@@ -29,6 +29,7 @@ class Work(Lifetime):
 
     _names: list[str]  # of the devices
     _options: dict[str, Any]  # of every Stepper
+    _granularity: int  # as the user said it
     _limits: list[int | None]
     _reduction: Reduction
     _works: dict[str, Workload]  # as `kind_of` names them, and others
@@ -48,7 +49,7 @@ class Work(Lifetime):
 
     def _costs(self, cost: Cost | None, batch: Any, size: int) -> list[float] | None:
         costs = costs_of(cost, batch, size, self._places.check_values)
-        if costs is not None and self._options["granularity"] > 1:
+        if costs is not None and self._granularity > 1:
             raise InvalidArgument(
                 "cost= together with granularity=, which counts items: by cost, devices get other numbers of them. Make the trainer without "
                 "it, or with micro_batch= or memory=, which limit batches with costs, too."
