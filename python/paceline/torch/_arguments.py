@@ -139,3 +139,13 @@ def _memory_bytes(device: Device) -> int:
     if device.kind == "cuda":
         return int(gpu_facts()[device.index]["memory_bytes"])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_sizes(micro_batch: int | None, granularity: int) -> None:
+    """Both count items."""
+    if micro_batch is not None and (not isinstance(micro_batch, int) or micro_batch < 1):
+        raise InvalidArgument(
+            f"DataParallel: micro_batch is {micro_batch}; it must be an integer of at least 1, or None to have it planned."
+        )
+    if not isinstance(granularity, int) or granularity < 1:
+        raise InvalidArgument(f"DataParallel: granularity is {granularity}; it must be an integer of at least 1.")

@@ -17,6 +17,7 @@ from paceline.torch._arguments import (
     check_corrections,
     check_devices,
     check_scaler,
+    check_sizes,
     check_trains,
     check_transport,
     memory_limits,
@@ -25,7 +26,7 @@ from paceline.torch._arguments import (
 )
 from paceline.torch._batch import Batch
 from paceline.torch._batch_norm import has_batch_norm
-from paceline.torch._claims import ClaimScript, ReplayedCaps
+from paceline.torch._claims import ClaimScript
 from paceline.torch._execution import Execution, Workload
 from paceline.torch._global_batch import FunctionRun, GlobalBatch, RunFunction
 from paceline.torch._items import Cost
@@ -132,13 +133,8 @@ class DataParallel(Trials, Reports):
         check_devices(devices)
         if reduction not in ("mean", "sum"):
             raise InvalidArgument(f"DataParallel: reduction is {reduction!r}; it must be 'mean' or 'sum'.")
-        if micro_batch is not None and (not isinstance(micro_batch, int) or micro_batch < 1):
-            raise InvalidArgument(
-                f"DataParallel: micro_batch is {micro_batch}; it must be an integer of at least 1, or None to have it planned."
-            )
+        check_sizes(micro_batch, granularity)
         check_transport(transport)
-        if not isinstance(granularity, int) or granularity < 1:
-            raise InvalidArgument(f"DataParallel: granularity is {granularity}; it must be an integer of at least 1.")
         policy, weights = policy_of(balance)
         check_corrections(corrections, policy, micro_batch)
         self.module = module
@@ -164,7 +160,7 @@ class DataParallel(Trials, Reports):
             if micro_batch is None and granularity == 1 and corrections is not False and not any(places.on_gpu):
                 self._steps.sizes = MicroBatchSizes()
             self._temporary = []
-            self._scripts: dict[str, ClaimScript] = {}  # by kind of work
+            self._scripts = {}
             execution = Execution(group, module, places, Replicas(module, places, replicate))
         except BaseException:
             if owned:
@@ -259,36 +255,6 @@ class DataParallel(Trials, Reports):
             return TrainRun(frame, loss_fn=loss_fn, objective=objective, scale=self._scale_of(scaler), names=names)
 
         return self._train(kind_of(None), whole, objective, costs, loss_fn, run_of)
-
-    def _train(
-        self,
-        kind: str,
-        whole: Batch,
-        objective: Objective,
-        costs: list[float] | None,
-        fn: Callable[..., Any],
-        run_of: Callable[[Frame, Objective], TrainRun],
-    ) -> torch.Tensor:
-        """A run over the batch as the balancer of its kind plans it, or as the claims that are replayed for its kind say."""
-        self._places.begin(whole)
-
-        def attempt() -> torch.Tensor:
-            work, script = self._work(kind), self._scripts.get(kind)
-            claims = None
-            if script is not None:
-                work, claims = self._work(f"replay {kind}"), script.peek(whole.size, by_cost=costs is not None)
-                work.caps = ReplayedCaps(self._places, claims)
-            frame = self._execution.frame(work, whole, fn, costs, claims.order if claims is not None else None)
-            run = run_of(frame, objective if frame.items is None else frame.items.objective(objective))
-            run.claims = claims.lanes if claims is not None else None
-            before = self._execution.committed
-            try:
-                return self._execution.train(work, run)[0]
-            finally:  # an interrupt that comes while gradients are written leaves a run that is done
-                if script is not None and self._execution.committed is not before:
-                    script.advance()
-
-        return self._execution.repeated(attempt)
 
     def batch(self, batch: Any, *, weight: Weight | None = None, cost: Cost | None = None) -> GlobalBatch:
         """The lower level that `step` is made of, for several optimizers, adversarial networks, several losses, backward by hand.

@@ -1,19 +1,21 @@
-"""What a trainer needs for every call that runs something: the batch, what its items weigh and cost, and the kind of work."""
+"""What a trainer needs for every call that runs something: the batch, its weights and costs, the kind of work, and an attempt at it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from paceline import InvalidArgument
 from paceline.torch._batch import Batch
+from paceline.torch._claims import ClaimScript, ReplayedCaps
 from paceline.torch._execution import Workload
 from paceline.torch._items import Cost, costs_of
 from paceline.torch._lifetime import Lifetime
 from paceline.torch._objective import Objective, Reduction, Weight
+from paceline.torch._run import Frame, TrainRun
 from paceline.torch._step_gaps import StepGaps
 
 _RUN = "run "
@@ -33,6 +35,7 @@ class Work(Lifetime):
     _limits: list[int | None]
     _reduction: Reduction
     _works: dict[str, Workload]  # as `kind_of` names them, and others
+    _scripts: dict[str, ClaimScript]  # that are replayed, by kind
     _temporary: list[Workload]  # of calls that leave no trace
     _gaps: StepGaps  # between calls of `step`
 
@@ -85,3 +88,33 @@ class Work(Lifetime):
         if kind not in self._works:
             self._works[kind] = Workload(self.group, self._places, self._limits, **self._options)
         return self._works[kind]
+
+    def _train(
+        self,
+        kind: str,
+        whole: Batch,
+        objective: Objective,
+        costs: list[float] | None,
+        fn: Callable[..., Any],
+        run_of: Callable[[Frame, Objective], TrainRun],
+    ) -> torch.Tensor:
+        """A run over the batch as the balancer of its kind plans it, or as the claims that are replayed for its kind say."""
+        self._places.begin(whole)
+
+        def attempt() -> torch.Tensor:
+            work, script = self._work(kind), self._scripts.get(kind)
+            claims = None
+            if script is not None:
+                work, claims = self._work(f"replay {kind}"), script.peek(whole.size, by_cost=costs is not None)
+                work.caps = ReplayedCaps(self._places, claims)
+            frame = self._execution.frame(work, whole, fn, costs, claims.order if claims is not None else None)
+            run = run_of(frame, objective if frame.items is None else frame.items.objective(objective))
+            run.claims = claims.lanes if claims is not None else None
+            before = self._execution.committed
+            try:
+                return self._execution.train(work, run)[0]
+            finally:  # an interrupt that comes while gradients are written leaves a run that is done
+                if script is not None and self._execution.committed is not before:
+                    script.advance()
+
+        return self._execution.repeated(attempt)
