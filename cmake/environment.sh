@@ -174,15 +174,31 @@ need_build_tools() {
   pip_once "${requirements[@]}" "cmake>=3.28" "ninja>=1.11"
 }
 
-# install_paceline [EXTRA,...]: builds the wheel, again only where something changed, and installs it with its extras. Without pip's
-# isolation, which would put the build tools into a new folder each time and so compile everything anew.
-install_paceline() {
+# configure_dev: the CMake build of the tests, the binding and the package that is installed for tests, so that all of them share the
+# library's objects.
+dev_dir="$build_dir/dev"
+configure_dev() {
   need_build_tools
   need_python_headers
-  export CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$jobs}"
+  need_header gtest/gtest.h GoogleTest libgtest-dev
+  cmake --preset dev -S "$root" -B "$dev_dir" -DPACELINE_WERROR="$werror" -DPACELINE_PYTHON=ON \
+    -DPython_EXECUTABLE="$venv/bin/python" ${CMAKE_ARGS:-} "$@"
+}
+
+# build_package FOLDER VERB...: pip's VERB for this checkout, in the CMake build in FOLDER. pip's isolation is off: it would put the build
+# tools into a new folder each time, so that everything would be compiled anew.
+build_package() {
+  local folder="$1"
+  shift
+  CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$jobs}" "$venv/bin/python" -m pip "$@" -q --no-build-isolation \
+    --config-settings=build-dir="$folder" --config-settings=build.targets=_core
+}
+
+# install_paceline [EXTRA,...]: installs the package, built again only where something changed, with its extras.
+install_paceline() {
+  configure_dev >/dev/null
   note "pip install .${1:+[$1]}"
-  "$venv/bin/python" -m pip install -q --no-build-isolation --config-settings=build-dir="$build_dir/wheel" \
-    --config-settings=cmake.define.PACELINE_WERROR="$werror" "$root${1:+[$1]}"
+  build_package "$dev_dir" install "$root${1:+[$1]}"
 }
 
 need_python_headers() {

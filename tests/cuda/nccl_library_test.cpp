@@ -67,7 +67,7 @@ TEST(NcclLibrary, RefusesAnOldOneAndSaysWhich) {
   fake::Nccl& nccl = boot(1, 1);
   nccl.set_version(21704);
   const auto error = thrown_by<Unavailable>([] { static_cast<void>(nccl::open_library(FAKE_NCCL_PATH)); });
-  EXPECT_TRUE(says(error, std::string(FAKE_NCCL_PATH) + " is version 2.17.4, and 2.18.0 or newer")) << error.what();
+  EXPECT_TRUE(says(error, FAKE_NCCL_PATH " is version 2.17.4, and 2.18.0 or newer")) << error.what();
   nccl.set_version(2708);
   EXPECT_TRUE(says(thrown_by<Unavailable>([] { static_cast<void>(nccl::open_library(FAKE_NCCL_PATH)); }), "2.7.8"));
   nccl.set_version(21800);
@@ -77,7 +77,7 @@ TEST(NcclLibrary, RefusesAnOldOneAndSaysWhich) {
 TEST(NcclLibrary, NamesAMissingFunction) {
   // The version is asked first; the incomplete one has its own.
   const auto error = thrown_by<Unavailable>([] { static_cast<void>(nccl::open_library(FAKE_NCCL_INCOMPLETE_PATH)); });
-  EXPECT_TRUE(says(error, std::string(FAKE_NCCL_INCOMPLETE_PATH) + " has no function ncclCommAbort")) << error.what();
+  EXPECT_TRUE(says(error, FAKE_NCCL_INCOMPLETE_PATH " has no function ncclCommAbort")) << error.what();
 }
 
 TEST(NcclLibrary, SaysThatAFileIsNone) {

@@ -85,11 +85,13 @@ def failed_test(build: Path, original: Path, lines: list[str], folder: Path, sus
     # What the removal leaves unused is no error here.
     subprocess.run([*command, "-w", f"-I{ROOMS}"], cwd=build, check=True)
     tests = build / "tests" / "cuda"
-    libraries = [str(tests / "libfake_cudart.a"), "-lgtest", "-lgtest_main", "-lpthread"]
+    libraries = [str(tests / "libfake_cudart.a"), str(build / "cpp" / "libpaceline_fmt.a")]
+    libraries += ["-lgtest", "-lgtest_main", "-lpthread"]
     sanitizers = [flag for flag in command if flag.startswith("-fsanitize")]
     found = []
     for name in SOURCES[original]:
-        test_objects = sorted((tests / "CMakeFiles" / f"test_cuda_{name}.dir").rglob("*.o"))
+        (test_object,) = tests.rglob(f"{name}_test.cpp.o")
+        test_objects = [test_object, *test_object.parent.rglob("nccl_host.cpp.o")]
         program = folder / f"mutant_{name}"
         subprocess.run(
             [command[0], *sanitizers, "-o", program, *test_objects, folder / "mutant.o", *libraries], check=True
