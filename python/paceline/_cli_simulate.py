@@ -40,6 +40,14 @@ def add_parser(subparsers: Any) -> None:
         "--noise", type=_fraction, default=0.0, metavar="F", help="standard deviation of log times, e.g. 0.03"
     )
     parser.add_argument(
+        "--lasting-noise",
+        type=_lasting_noise,
+        action="append",
+        default=[],
+        metavar="F:STEPS[:common]",
+        help="more noise, whose correlation falls by 1/e every STEPS steps: each device's own, or common to all; repeatable",
+    )
+    parser.add_argument(
         "--throttle",
         type=_throttle,
         action="append",
@@ -103,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
             steps=args.steps,
             policy=policy,
             noise=args.noise,
+            lasting_noise=args.lasting_noise,
             throttles=args.throttle,
             failures=args.fail,
             spike_probability=args.spikes[0],
@@ -211,6 +220,10 @@ def _summary(args: argparse.Namespace, results: dict[str, SimulationResult]) -> 
             "batch": args.batch,
             "steps": args.steps,
             "noise": args.noise,
+            "lasting_noise": [
+                {"deviation": deviation, "steps": steps, "common": common}
+                for deviation, steps, common in args.lasting_noise
+            ],
             "throttle": [
                 {"device": device, "factor": factor, "from": first, "to": last}
                 for device, factor, first, last in args.throttle
@@ -287,6 +300,17 @@ def _fraction(text: str) -> float:
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"the noise is a fraction from 0 to below 1, e.g. 0.03 for 3 %, got {text!r}")
     return value
+
+
+def _lasting_noise(text: str) -> tuple[float, float, bool]:
+    deviation, separator, lasts = text.partition(":")
+    steps, _, scope = lasts.partition(":")
+    if not separator or scope not in ("", "common"):
+        raise argparse.ArgumentTypeError(f"F:STEPS or F:STEPS:common is needed, e.g. 0.05:40:common, got {text!r}")
+    values = _fraction(deviation), _number(steps, "how long it lasts")
+    if values[1] <= 0:
+        raise argparse.ArgumentTypeError(f"noise lasts for a number of steps above zero, got {text!r}")
+    return *values, scope == "common"
 
 
 def _milliseconds(text: str) -> float:

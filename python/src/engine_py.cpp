@@ -318,6 +318,10 @@ void bind_engine(py::module_& module) {
            }),
            py::arg("group"), py::kw_only(), py::arg("balance") = "auto", py::arg("weights") = std::vector<double>{},
            py::arg("micro_batch") = 0, py::arg("granularity") = 1, py::arg("corrections") = py::none())
+      .def("set_corrections", &Stepper::set_corrections, py::arg("corrections"),
+           "From the next plan on. None: on host devices.")
+      .def("set_least_items", &Stepper::set_least_items, py::arg("items"),
+           "Of a micro-batch from the next plan on, unless the batch has fewer.")
       .def(
           "plan_items",
           [](Stepper& stepper, const std::vector<double>& costs) {
@@ -373,15 +377,19 @@ void bind_engine(py::module_& module) {
       .def(
           "what_if",
           [](Stepper& stepper, const WhatIfSpeeds& speeds, const WhatIfAdded& add, const WhatIfRemoved& remove,
-             const WhatIfBatchSize& batch_size) {
+             const WhatIfBatchSize& batch_size, std::optional<double> alone, double overhead_seconds) {
             stepper.settle();
             const balance::Balancer& balancer = stepper.balancer();
             balance::WhatIfOptions options = what_if_options(balancer, speeds, add, remove, batch_size);
             if (stepper.by_cost()) options.unit = "units of work";
+            options.alone = alone;
+            options.overhead_seconds = overhead_seconds;
             return balancer.what_if(options);
           },
           py::kw_only(), py::arg("speeds") = py::none(), py::arg("add") = py::none(), py::arg("remove") = py::none(),
-          py::arg("batch_size") = py::none(), "See `paceline.balance.Balancer.what_if`.")
+          py::arg("batch_size") = py::none(), py::arg("alone") = py::none(), py::arg("overhead_seconds") = 0.0,
+          "See `paceline.balance.Balancer.what_if`. alone: what a device's time is multiplied by when it works alone, "
+          "if that was measured; overhead_seconds: of a step, outside of the devices' work.")
       .def("explain", [](Stepper& stepper) {
         stepper.settle();
         return stepper.explain();

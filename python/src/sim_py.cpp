@@ -30,6 +30,7 @@ using namespace sim;
 using ThrottleTuple = std::tuple<std::size_t, double, std::int64_t, std::int64_t>;
 using DriftTuple = std::tuple<std::size_t, double, double, std::int64_t, std::int64_t>;
 using PauseTuple = std::tuple<std::size_t, double, std::int64_t, std::int64_t>;
+using LastingNoiseTuple = std::tuple<double, double, bool>;
 
 struct Result {
   SimulationResult simulated;
@@ -42,7 +43,8 @@ Result simulate_py(const std::vector<double>& speeds, std::int64_t batch_size, s
                    double spike_factor, std::uint64_t seed, double fixed_seconds, double per_item_seconds,
                    const std::optional<std::vector<std::string>>& device_classes, bool ledger,
                    const std::vector<DriftTuple>& drifts, const std::vector<PauseTuple>& pauses,
-                   const std::vector<double>& reduction_seconds, double first_run_seconds) {
+                   const std::vector<double>& reduction_seconds, double first_run_seconds,
+                   const std::vector<LastingNoiseTuple>& lasting_noise) {
   if (device_classes && device_classes->size() != speeds.size()) {
     throw InvalidArgument(fmt::format("device_classes is of length {} instead of {}; pass one per device",
                                       device_classes->size(), speeds.size()));
@@ -52,6 +54,9 @@ Result simulate_py(const std::vector<double>& speeds, std::int64_t batch_size, s
   options.steps = steps;
   options.policy = policy;
   options.box.noise = noise;
+  for (const auto& [deviation, lasts, common] : lasting_noise) {
+    options.box.lasting_noise.push_back({deviation, lasts, common});
+  }
   options.box.spike_probability = spike_probability;
   options.box.spike_factor = spike_factor;
   options.box.seed = seed;
@@ -205,6 +210,7 @@ void bind_sim(py::module_& module) {
       py::arg("per_item_seconds") = 0.0001, py::arg("device_classes") = py::none(), py::arg("ledger") = false,
       py::arg("drifts") = std::vector<DriftTuple>{}, py::arg("pauses") = std::vector<PauseTuple>{},
       py::arg("reduction_seconds") = std::vector<double>{}, py::arg("first_run_seconds") = 0.0,
+      py::arg("lasting_noise") = std::vector<LastingNoiseTuple>{},
       R"(Run the balancer on simulated devices with a virtual clock.
 
 A device takes `(fixed_seconds + per_item_seconds * n) / speed` for n > 0 items, times throttles and noise. The balancer sees
@@ -244,6 +250,9 @@ reduction_seconds
     Seconds that each step ends later when k devices have work, at index k from 0; default: none.
 first_run_seconds
     Added when a device runs a size for the first time; such times are marked as no evidence.
+lasting_noise
+    (deviation, steps, common): more noise on log times, whose correlation n steps apart is exp(-n / steps); common: all devices
+    meet the same one, otherwise each has its own.
 
 Returns
 -------

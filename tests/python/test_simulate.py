@@ -67,6 +67,18 @@ def test_a_throttle_is_followed_in_two_steps(capsys: pytest.CaptureFixture[str])
     assert sum(losses) / len(losses) <= 0.005
 
 
+def test_noise_that_lasts_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--speeds", "1,1", "--noise", "0.05", "--seed", "1"]
+    plain = run_json(capsys, *words)
+    assert plain["config"]["lasting_noise"] == []
+    lasting = run_json(capsys, *words, "--lasting-noise", "0.06:4", "--lasting-noise", "0.08:40:common")
+    assert lasting["config"]["lasting_noise"] == [
+        {"deviation": 0.06, "steps": 4.0, "common": False},
+        {"deviation": 0.08, "steps": 40.0, "common": True},
+    ]
+    assert lasting["policies"]["even"]["time_over_ideal"] > plain["policies"]["even"]["time_over_ideal"]
+
+
 def test_table_is_aligned_ascii(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command("--speeds", "1,0.5", "--steps", "100", "--throttle", "0:2@50-80", "--fail", "1@90") == 0
     text = capsys.readouterr().out
@@ -91,6 +103,10 @@ def test_table_is_aligned_ascii(capsys: pytest.CaptureFixture[str]) -> None:
         (["--speeds", "1,1", "--batch", "0"], "at least 1"),
         (["--speeds", "1,1", "--steps", "many"], "whole number"),
         (["--speeds", "1,1", "--noise", "3"], "fraction"),
+        (["--speeds", "1,1", "--lasting-noise", "0.1"], "F:STEPS"),
+        (["--speeds", "1,1", "--lasting-noise", "0.1:5:both"], "F:STEPS:common"),
+        (["--speeds", "1,1", "--lasting-noise", "0.1:0"], "above zero"),
+        (["--speeds", "1,1", "--lasting-noise", "3:5"], "fraction"),
         (["--speeds", "1,1", "--throttle", "0:2.0"], "DEVICE:FACTOR@FROM-TO"),
         (["--speeds", "1,1", "--throttle", "0:2.0@300-100"], "end after it starts"),
         (["--speeds", "1,1", "--throttle", "0:0@1-2"], "above zero"),
@@ -135,7 +151,8 @@ def test_the_suite_keeps_its_bounds(capsys: pytest.CaptureFixture[str]) -> None:
     summary = run_json(capsys, "--suite", "--seeds", "2")
     assert summary["seeds"] == 2
     results = {entry["name"]: entry for entry in summary["scenarios"]}
-    assert {"quiet", "noise", "flapping", "drift", "periodic neighbour", "warm-up", "first-step compile"} < set(results)
+    expected = {"quiet", "noise", "flapping", "drift", "periodic neighbour", "warm-up", "first-step compile"}
+    assert expected | {"correlated", "correlated, throttled", "drifting"} < set(results)
     assert {"garbage collection", "one bad sample", "lasting throttle", "a subset wins: reductions"} < set(results)
     for entry in results.values():
         assert entry["missed"] == []
@@ -148,7 +165,7 @@ def test_the_suite_keeps_its_bounds(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_suite_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command("--suite", "--seeds", "1") == 0
+    assert run_command("--suite", "--seeds", "3") == 0
     text = capsys.readouterr().out
     assert text.isascii()
     rows = [line for line in text.splitlines() if line.endswith("-") or line[-1:].isdigit()]

@@ -18,6 +18,9 @@ constexpr std::size_t kSettledSamples = 48;   // a standard error of 0.5 % at 3 
 constexpr std::size_t kProvisionalKept = 32;  // batch sizes; sequences with lengths have many
 constexpr std::size_t kRentsKept = 64;        // batch sizes: as many as have shares in force
 constexpr double kPromiseKept = 0.5;          // of what a move must promise: noise about that is no other promise
+constexpr std::int64_t kGrowEvery = 8;        // steps: rare enough to cost little, and few doublings are needed
+constexpr double kStepsPart = 0.5;  // of what a move must promise: it is one step, and tells whether the promise holds
+constexpr int kMostHopes = 8;       // doublings of a few classes; then noise is what keeps a shape unknown
 constexpr std::int64_t kFirmSteps = 32;
 constexpr std::int64_t kMostSetbacks = 6;  // 2^6: by then only a gain of 64 % would be believed
 
@@ -34,18 +37,47 @@ std::size_t fewest_samples(const PolicyContext& context, const std::vector<std::
 
 }  // namespace
 
-AutoPolicy::Decision AutoPolicy::decide(const PolicyContext& context, const std::vector<std::int64_t>& present,
-                                        bool settled, double least_gain) const {
-  const std::vector<plan::CostModel> models = estimated_models(context);
-  Decision decision;
-  decision.target = best_split(context, models, !settled);
+/// What going to decision.target would bring, and what it must.
+void AutoPolicy::judge(const PolicyContext& context, const std::vector<plan::CostModel>& models,
+                       const std::vector<std::int64_t>& present, double least_gain, Decision& decision) const {
   const double now = makespan(context, models, present);
   const double then = makespan(context, models, decision.target);
   decision.gain = now > 0.0 ? 1.0 - then / now : 0.0;
   decision.saved_seconds = now - then;
   decision.required = std::max(least_gain, kGainErrors * gain_error(context, models, present, decision.target));
   decision.required *= static_cast<double>(std::int64_t{1} << setbacks_);
+}
+
+AutoPolicy::Decision AutoPolicy::decide(const PolicyContext& context, const std::vector<std::int64_t>& present,
+                                        bool settled, double least_gain) const {
+  const std::vector<plan::CostModel> models = estimated_models(context);
+  Decision decision;
+  decision.target = best_split(context, models, !settled);
+  judge(context, models, present, least_gain, decision);
   return decision;
+}
+
+/// A step in which a device grows towards a split that gains; none where there is no such split, or it is not time.
+std::optional<std::vector<std::int64_t>> AutoPolicy::grow(const PolicyContext& context,
+                                                          const std::vector<std::int64_t>& present) {
+  if (context.step % kGrowEvery != 0) return std::nullopt;
+  const std::vector<plan::CostModel> models = estimated_models(context);
+  Growth known = growth(context, models);
+  if (known.step != known.goal) {
+    Decision decision;
+    decision.target = std::move(known.goal);
+    judge(context, models, present, kLeastGain, decision);
+    if (decision.gain > kStepsPart * decision.required) return std::move(known.step);
+  }
+  if (hopes_ >= kMostHopes) return std::nullopt;
+  const std::optional<std::vector<plan::CostModel>> hopeful = hopeful_models(context, present);
+  if (!hopeful) return std::nullopt;
+  Growth hoped = growth(context, *hopeful);
+  if (makespan(context, *hopeful, hoped.goal) >= (1.0 - kLeastGain) * makespan(context, *hopeful, present)) {
+    return std::nullopt;
+  }
+  planned_ = Planned::hope;
+  return std::move(hoped.step);
 }
 
 /// Seconds that the first step with these shares takes longer than later ones.
@@ -94,6 +126,11 @@ Proposal AutoPolicy::gate(const PolicyContext& context, const std::vector<std::i
   const double required = 100.0 * decision.required;
   if (decision.gain <= decision.required || decision.target == present) {
     if (completes) provisional_.erase(context.batch_size);
+    if (auto shares = grow(context, present)) {
+      if (planned_ == Planned::split) planned_ = Planned::probe;
+      return {*std::move(shares), "probe: sizes on the way to a split that may be better, to see whether it is",
+              present};
+    }
     return {present, fmt::format("kept: a move promises {:.2f} %, it must promise more than {:.2f} %", gain, required)};
   }
   if (const double cost = cost_of(context, decision.target); cost > 0.0) {
@@ -153,6 +190,7 @@ void AutoPolicy::observe(const PolicyContext& context, const StepTimings& timing
   }
   probe_.observe(context, timings);
   if (planned_ == Planned::calibration) calibration_.observe(context);
+  if (planned_ == Planned::hope) ++hopes_;
   if (planned_ != Planned::split) return;  // a deliberately uneven step is no yardstick
   auto verdict = trials_.observe(context.batch_size, makespan_seconds, changed, context.estimator.pooled_noise());
   if (verdict) {

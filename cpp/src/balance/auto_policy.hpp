@@ -36,6 +36,10 @@ namespace paceline::balance {
 /// The target is the exact split for the estimated times; of a provisional move for times at a higher quantile
 /// (best_split), so that rough numbers overload nobody. Gains are judged by the medians.
 ///
+/// Where only a split that would let a device grow too much is better, that device grows in single steps off the split,
+/// at most twofold each, until its time at the larger size is measured. So does one of a class that was left out before
+/// it had run two sizes, eight times at most: how much of its time is fixed is a guess.
+///
 /// After a move was taken back the required gain doubles and no move is made for 32 steps, twice that the next time; a
 /// change point or a move that measurably paid ends this.
 class AutoPolicy final : public Policy {
@@ -49,13 +53,15 @@ class AutoPolicy final : public Policy {
 
  private:
   /// What the last proposal was: the split in force, or a step off it for what it teaches.
-  enum class Planned : std::uint8_t { split, calibration, probe };
+  enum class Planned : std::uint8_t { split, calibration, probe, hope };
   struct Decision {
     std::vector<std::int64_t> target;
     double gain = 0.0;
     double saved_seconds = 0.0;  ///< of each step
     double required = 0.0;
   };
+  void judge(const PolicyContext& context, const std::vector<plan::CostModel>& models,
+             const std::vector<std::int64_t>& present, double least_gain, Decision& decision) const;
   [[nodiscard]] Decision decide(const PolicyContext& context, const std::vector<std::int64_t>& present, bool settled,
                                 double least_gain) const;
   /// Of a move that waits.
@@ -66,6 +72,8 @@ class AutoPolicy final : public Policy {
   };
   [[nodiscard]] double cost_of(const PolicyContext& context, const std::vector<std::int64_t>& shares) const;
   void forget_broken_promise(const PolicyContext& context, const std::vector<std::int64_t>& present, double required);
+  [[nodiscard]] std::optional<std::vector<std::int64_t>> grow(const PolicyContext& context,
+                                                              const std::vector<std::int64_t>& present);
   double lost_with(const PolicyContext& context, const Decision& decision);
   [[nodiscard]] Proposal gate(const PolicyContext& context, const std::vector<std::int64_t>& present);
 
@@ -78,6 +86,7 @@ class AutoPolicy final : public Policy {
   std::optional<TrialLog::Verdict> take_back_;
   std::int64_t seen_change_points_ = 0;
   std::int64_t setbacks_ = 0;
+  int hopes_ = 0;  // steps planned for what a class may turn out to be
   std::int64_t firm_until_step_ = 0;
   double last_required_ = 0.0;
 };

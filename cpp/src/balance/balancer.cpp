@@ -106,8 +106,30 @@ PolicyContext Balancer::State::context(std::int64_t batch_size) const {
           .incumbent = incumbent == incumbents.end() ? nullptr : &incumbent->second.shares};
 }
 
+void Balancer::State::fit_limits(std::int64_t batch_size) {
+  const std::int64_t least = std::min(least_items, batch_size);
+  for (std::size_t i = 0; i < limits.size(); ++i) {
+    if (retired[i]) continue;
+    limits[i].minimum = std::max(options.devices[i].limits.minimum, least > 1 ? least : 0);
+  }
+}
+
+bool Balancer::State::respects_limits(const std::vector<std::int64_t>& shares) const {
+  for (std::size_t i = 0; i < shares.size(); ++i) {
+    if (shares[i] > 0 && shares[i] < limits[i].minimum) return false;
+  }
+  return true;
+}
+
 StepPlan Balancer::State::make_plan(std::int64_t batch_size) {
+  fit_limits(batch_size);
   Proposal proposal = policy->propose(context(batch_size));
+  if (!respects_limits(proposal.shares) || !respects_limits(proposal.in_force)) {
+    // They are of the time before the least items were raised.
+    incumbents.erase(batch_size);
+    policy->retired(context(batch_size));
+    proposal = policy->propose(context(batch_size));
+  }
   StepPlan made;
   made.step = step;
   made.batch_size = batch_size;
@@ -207,18 +229,47 @@ void Balancer::retire(std::size_t device) {
   state.policy->retired(state.context(state.plan ? state.plan->batch_size : 1));
 }
 
+void Balancer::set_least_items(std::int64_t items) {
+  State& state = *state_;
+  if (items < 1) throw InvalidArgument(fmt::format("least_items is {}: a share has at least one item", items));
+  if (items == state.least_items) return;
+  if (state.ledger) state.ledger->least_items(items);
+  state.least_items = items;
+  state.awaiting_record = false;
+}
+
 const BalancerOptions& Balancer::options() const noexcept { return state_->options; }
+
+std::int64_t Balancer::least_items() const noexcept { return state_->least_items; }
 
 std::int64_t Balancer::move_count() const noexcept { return state_->moves; }
 
 void Balancer::write_to(std::shared_ptr<LedgerWriter> ledger) {
   if (ledger && state_->called) throw InvalidArgument("a ledger must be attached before the first call");
   state_->ledger = std::move(ledger);
-  if (state_->ledger) state_->ledger->header(state_->options);
+  if (!state_->ledger) return;
+  state_->ledger->header(state_->options);
+  if (state_->least_items > 1) state_->ledger->least_items(state_->least_items);
 }
 
 bool Balancer::writes_ledger() const noexcept { return state_->ledger != nullptr; }
 bool Balancer::called() const noexcept { return state_->called; }
+
+/// DeviceReport::slowdown of a device that was measured.
+double Balancer::State::slowdown_of(std::size_t device) const {
+  const std::vector<DeviceEstimate>& estimates = estimator.devices();
+  const auto change = [](const DeviceEstimate& estimate) {
+    return estimate.scale_before > 0.0 ? estimate.own_scale / estimate.scale_before : 0.0;
+  };
+  double least = change(estimates[device]);
+  if (least <= 1.0) return least;
+  for (std::size_t i = 0; i < estimates.size(); ++i) {
+    if (i == device || retired[i] || estimates[i].samples == 0) continue;
+    if (estimator.class_of(i) != estimator.class_of(device)) continue;
+    if (estimates[i].cluster == estimates[device].cluster) least = std::min(least, std::max(1.0, change(estimates[i])));
+  }
+  return least;
+}
 
 BalanceReport Balancer::report() const {
   const State& state = *state_;
@@ -258,7 +309,7 @@ BalanceReport Balancer::report() const {
       device.since_step = estimate.since_step;
       device.change_points = estimate.change_points;
       device.drifts = estimate.drifts;
-      if (estimate.scale_before > 0.0) device.slowdown = estimate.own_scale / estimate.scale_before;
+      device.slowdown = state.slowdown_of(i);
       if (device.slowdown > 1.0 && !device.retired && state.plan) {
         WhatIfOptions as_before;
         as_before.speeds.assign(estimates.size(), 1.0);

@@ -31,12 +31,17 @@ struct Balancer::State {
   explicit State(BalancerOptions given);
 
   [[nodiscard]] PolicyContext context(std::int64_t batch_size) const;
+  /// The options' limits, and the least items where those are more, for a batch of this size.
+  void fit_limits(std::int64_t batch_size);
+  [[nodiscard]] bool respects_limits(const std::vector<std::int64_t>& shares) const;
   [[nodiscard]] StepPlan make_plan(std::int64_t batch_size);
   void remember(std::int64_t batch_size, Incumbent incumbent);
   [[nodiscard]] double possible_gain() const;
+  [[nodiscard]] double slowdown_of(std::size_t device) const;
 
   BalancerOptions options;
   std::vector<plan::ShareLimits> limits;  // the options' own with the measured start-up, maximum 0 once retired
+  std::int64_t least_items = 1;
   std::vector<bool> retired;
   Estimator estimator;
   ReductionCost reduction;

@@ -20,23 +20,31 @@ constexpr std::size_t kWindow = 128;
 constexpr std::size_t kFirstJudged = 3;  // a median of fewer says nothing about outliers, ...
 constexpr std::size_t kNextJudged = 2;   // ... but after a change point two agreed, and the noise is known
 constexpr double kJump = 0.08;           // smaller shifts reach the median in time
-constexpr double kJumpSigmas = 4.0;
+constexpr double kJumpSigmas = 3.5;
 constexpr double kShapeSigmas = 3.0;
 // A drift has no single step that stands out: the newest samples are held against all before them.
 constexpr std::size_t kRecent = 24;
 constexpr double kDrift = 0.015;
 constexpr double kDriftErrors = 4.0;        // at 3 eight equal devices would see one in most runs
 constexpr std::int64_t kDriftEvery = 8;     // steps: looking more often costs time and finds more that is none
-constexpr double kPriorNoise = 0.02;        // between steady shapes (0.5 %) and variable lengths (5 %)
+constexpr double kPriorNoise = 0.04;        // between steady shapes (0.5 %) and variable lengths (5 %)
 constexpr double kPriorNoiseSamples = 8.0;  // what it weighs against measured samples
 constexpr std::size_t kPooledSamples = 32;  // of each device; more would only cost time
 constexpr double kLeastNoise = 0.002;       // clocks and schedulers allow no better
+constexpr std::size_t kKnownSamples = 16;   // a scale of fewer would put its own error into the common factor
+constexpr double kShapeInNoise = 0.5;       // nor would sizes of which the shape says too little
+constexpr std::size_t kFactors = 32;        // steps: the usual common factor follows clocks and neighbours
 constexpr double kUnmeasuredError = 0.3;    // a device that never ran is its class or its neighbour, give or take this
+
+/// A standard deviation of `count` samples beside what is known of it without them, which weighs as `weight` samples.
+double shrunk(double deviation, double count, double prior, double weight = kPriorNoiseSamples) {
+  return std::sqrt((count * deviation * deviation + weight * prior * prior) / (count + weight));
+}
 
 }  // namespace
 
 Estimator::Estimator(const std::vector<DeviceProfile>& profiles)
-    : devices_(profiles.size()), estimates_(profiles.size()), pooled_noise_(kPriorNoise) {
+    : devices_(profiles.size()), estimates_(profiles.size()), memory_(profiles.size()), pooled_noise_(kPriorNoise) {
   std::map<std::string, std::size_t> classes;
   std::vector<std::size_t> sizes;
   for (const DeviceProfile& profile : profiles) {
@@ -86,18 +94,79 @@ void Estimator::record(std::int64_t step, const StepTimings& timings) {
   std::vector<Evidence> evidence;
   for (const auto& device : timings.devices) evidence.push_back(evidence_of(step, device));
   set_references(evidence);
+  separate_common_noise(evidence);
   for (std::size_t i = 0; i < evidence.size(); ++i) {
     if (evidence[i].parts.empty()) continue;
     take(i, std::move(evidence[i]));
     follow_drift(i, step);
   }
   for (ShapeEstimator& shape : shapes_) shape.fit(pooled_noise_);
+  measure_common_noise();
   measure_scales();
   pool_equals();
 }
 
 double Estimator::ratio(std::size_t device, const Sample& sample) const {
   return sample.seconds / shape_of(device).shape().sum(sample.count, sample.items);
+}
+
+/// Relative error of what the shape says of a sample beside those that the estimate is from.
+double Estimator::shape_error(std::size_t index, const Sample& sample) const {
+  return shape_of(index).ratio_error(estimates_[index].centre_items, sample.items / sample.count);
+}
+
+/// How far a sample may lie from the estimate by chance, in logs.
+double Estimator::tolerance(std::size_t index, const Sample& sample) const {
+  const double noise = std::hypot(estimates_[index].noise, common_noise_);
+  return std::max({kJump, kJumpSigmas * noise, kShapeSigmas * shape_error(index, sample)});
+}
+
+/// How far it lies from the estimate, in logs, common noise included: without it nobody could say which of two devices
+/// changed.
+double Estimator::deviation(std::size_t index, const Sample& sample) const {
+  return std::log(ratio(index, sample) * sample.common / estimates_[index].own_scale);
+}
+
+double Estimator::error_of(double noise, std::size_t samples) const {
+  return median_error(noise, samples, memory_.variance_factor(samples));
+}
+
+/// Takes out of all samples of a step the factor that is common to them.
+void Estimator::separate_common_noise(std::vector<Evidence>& evidence) {
+  std::size_t working = 0;
+  std::size_t most = 0;
+  std::vector<std::size_t> known;
+  for (std::size_t i = 0; i < evidence.size(); ++i) {
+    const Sample& sample = evidence[i].sample;
+    if (evidence[i].parts.empty()) continue;
+    ++working;
+    if (estimates_[i].samples == 0 || std::abs(deviation(i, sample)) > tolerance(i, sample)) continue;
+    if (shape_error(i, sample) > kShapeInNoise * estimates_[i].noise) continue;
+    known.push_back(i);
+    most = std::max(most, estimates_[i].samples);
+  }
+  std::erase_if(known, [&](std::size_t i) { return estimates_[i].samples < std::min(kKnownSamples, most); });
+  const bool separable = working > 1 && !known.empty();
+  const auto count = static_cast<double>(known.size());
+  double log_factor = 0.0;
+  if (separable) {
+    for (const std::size_t i : known) {
+      log_factor += std::log(ratio(i, evidence[i].sample) / devices_[i].relative_scale) / count;
+    }
+  }
+  for (Evidence& one : evidence) {
+    one.sample.common = separable ? std::exp(log_factor) : common_level_;
+    one.sample.seconds /= one.sample.common;
+    if (separable) one.sample.to_own = std::sqrt(count / (count + 1.0));
+  }
+  if (separable) {
+    const double to_own = count > 1.0 ? std::sqrt(count / (count - 1.0)) : 0.0;
+    for (const std::size_t i : known) evidence[i].sample.to_own = to_own;
+    known_devices_ = count;
+  }
+  if (!separable && !log_factors_.empty()) return;
+  if (log_factors_.size() == kFactors) log_factors_.erase(log_factors_.begin());
+  log_factors_.push_back(log_factor);
 }
 
 void Estimator::accept(std::size_t device, const Evidence& evidence) {
@@ -107,6 +176,10 @@ void Estimator::accept(std::size_t device, const Evidence& evidence) {
   std::vector<Sample>& window = devices_[device].window;
   if (window.size() == kWindow) window.erase(window.begin());
   window.push_back(evidence.sample);
+  // Samples before it is known that the speed did not change with them would make a change look like noise that lasts.
+  if (window.size() <= kRecent) return;
+  const Sample& old = window[window.size() - 1 - kRecent];
+  if (old.to_own > 0.0) memory_.add(device, (ratio(device, old) / devices_[device].relative_scale - 1.0) * old.to_own);
 }
 
 void Estimator::take(std::size_t index, Evidence evidence) {
@@ -116,14 +189,12 @@ void Estimator::take(std::size_t index, Evidence evidence) {
   if (device.window.empty()) estimate.since_step = evidence.step;
   if (device.window.size() < (estimate.change_points == 0 ? kFirstJudged : kNextJudged)) return accept(index, evidence);
   const Sample& sample = evidence.sample;
-  const double unknown = shape_of(index).ratio_error(estimate.centre_items, sample.items / sample.count);
-  const double tolerance = std::max({kJump, kJumpSigmas * estimate.noise, kShapeSigmas * unknown});
-  const auto deviation = [&](const Sample& s) { return ratio(index, s) / estimate.own_scale - 1.0; };
-  if (std::abs(deviation(sample)) <= tolerance) {
+  const double allowed = tolerance(index, sample);
+  if (std::abs(deviation(index, sample)) <= allowed) {
     device.outlier.reset();  // it was alone
     return accept(index, evidence);
   }
-  if (!device.outlier || deviation(device.outlier->sample) * deviation(sample) < 0.0) {
+  if (!device.outlier || deviation(index, device.outlier->sample) * deviation(index, sample) < 0.0) {
     device.outlier = std::move(evidence);
     return;
   }
@@ -131,10 +202,11 @@ void Estimator::take(std::size_t index, Evidence evidence) {
   estimate.scale_before = estimate.own_scale;
   device.window.clear();
   shapes_[class_of_[index]].restart(index_in_class_[index]);
+  memory_.restart(index);
   ++estimate.change_points;
   // If the two disagree, by more than two noisy times may, the change fell into the first one's step: it is a mixture
   // of both levels.
-  if (std::abs(ratio(index, first.sample) / ratio(index, sample) - 1.0) <= std::numbers::sqrt2 * tolerance) {
+  if (std::abs(std::log(ratio(index, first.sample) / ratio(index, sample))) <= std::numbers::sqrt2 * allowed) {
     estimate.since_step = first.step;
     accept(index, first);
   } else {
@@ -148,19 +220,41 @@ void Estimator::follow_drift(std::size_t index, std::int64_t step) {
   std::vector<Sample>& window = devices_[index].window;
   if (step % kDriftEvery != 0 || window.size() < 2 * kRecent) return;
   const auto first = window.end() - static_cast<std::ptrdiff_t>(kRecent);
+  std::vector<double> residuals;  // each about the median of its part: the noise without the drift
   std::vector<double> ratios;
-  for (auto sample = first; sample != window.end(); ++sample) ratios.push_back(ratio(index, *sample));
-  const double recent = median(ratios);
-  ratios.clear();
-  for (auto sample = window.begin(); sample != first; ++sample) ratios.push_back(ratio(index, *sample));
-  const double noise = estimates_[index].noise;
-  const double error = std::hypot(median_error(noise, kRecent), median_error(noise, ratios.size()));
-  if (std::abs(recent / median(ratios) - 1.0) <= std::max(kDrift, kDriftErrors * error)) return;
+  const auto centre = [&](auto begin, auto end) {
+    ratios.clear();
+    for (auto sample = begin; sample != end; ++sample) ratios.push_back(ratio(index, *sample));
+    const double middle = median(ratios);
+    for (auto sample = begin; sample != end; ++sample) {
+      if (sample->to_own > 0.0) residuals.push_back(std::abs(ratio(index, *sample) / middle - 1.0) * sample->to_own);
+    }
+    return middle;
+  };
+  const double before = centre(window.begin(), first);
+  const double recent = centre(first, window.end());
+  const auto count = static_cast<double>(residuals.size());
+  const double noise = std::max(kLeastNoise, shrunk(from_median_deviation(median(residuals)), count, pooled_noise_));
+  const double error = std::hypot(error_of(noise, kRecent), error_of(noise, window.size() - kRecent));
+  // The common factor follows the drift by this device's part in it.
+  const double drift = std::abs(recent / before - 1.0) * window.back().to_own;
+  if (drift * window.back().to_own <= kDrift || drift <= kDriftErrors * error) return;
   estimates_[index].scale_before = estimates_[index].own_scale;
   window.erase(window.begin(), first);
   shapes_[class_of_[index]].restart(index_in_class_[index]);
+  memory_.restart(index);
   ++estimates_[index].drifts;
   estimates_[index].since_step = step - static_cast<std::int64_t>(kRecent) + 1;
+}
+
+void Estimator::measure_common_noise() {
+  std::vector<double> factors = log_factors_;
+  const double level = median(factors);
+  common_level_ = std::exp(level);
+  for (double& factor : factors) factor = std::abs(factor - level);
+  const double deviation = from_median_deviation(median(factors));
+  // A mean over few devices has their own noise in it.
+  common_noise_ = std::sqrt(std::max(0.0, deviation * deviation - pooled_noise_ * pooled_noise_ / known_devices_));
 }
 
 void Estimator::measure_scales() {
@@ -184,28 +278,29 @@ void Estimator::measure_scales() {
     }
     estimate.centre_items = items / count;
     residuals = ratios;
-    estimate.own_scale = median(residuals);
-    // Residuals about a median of few samples are too small by this factor.
+    devices_[i].relative_scale = median(residuals);
+    estimate.own_scale = devices_[i].relative_scale * common_level_;
+    // Residuals about a median of few samples, or of samples that are alike, are too small by this factor.
     const auto n = static_cast<double>(window.size());
-    const double correction = n > 1.0 ? std::sqrt(n / (n - 1.0)) : 1.0;
+    const double correction = n > 1.0 ? std::sqrt(n / (n - memory_.variance_factor(window.size()))) : 1.0;
     residuals.clear();
+    bool middle = false;  // the median itself is no evidence of calm
     for (std::size_t j = 0; j < ratios.size(); ++j) {
-      const double residual = correction * std::abs(ratios[j] / estimate.own_scale - 1.0);
-      if (residual <= 0.0) continue;  // the median itself is no evidence of calm
+      const double difference = std::abs(ratios[j] / devices_[i].relative_scale - 1.0);
+      if (window[j].to_own <= 0.0 || (difference <= 0.0 && !std::exchange(middle, true))) continue;
+      const double residual = correction * difference * window[j].to_own;
       residuals.push_back(residual);
       if (j + kPooledSamples >= ratios.size()) all.push_back(residual);
     }
     counts[i] = static_cast<double>(residuals.size());
     deviations[i] = from_median_deviation(median(residuals));
   }
-  const auto shrink = [](double deviation, double count, double prior) {
-    return std::sqrt((count * deviation * deviation + kPriorNoiseSamples * prior * prior) /
-                     (count + kPriorNoiseSamples));
-  };
   const auto total = static_cast<double>(all.size());
-  pooled_noise_ = std::max(kLeastNoise, shrink(from_median_deviation(median(all)), total, kPriorNoise));
+  // A guess fades sooner than what was measured on other devices.
+  const double weight = kPriorNoiseSamples / (1.0 + total / kPriorNoiseSamples);
+  pooled_noise_ = std::max(kLeastNoise, shrunk(from_median_deviation(median(all)), total, kPriorNoise, weight));
   for (std::size_t i = 0; i < devices_.size(); ++i) {
-    estimates_[i].noise = std::max(kLeastNoise, shrink(deviations[i], counts[i], pooled_noise_));
+    estimates_[i].noise = std::max(kLeastNoise, shrunk(deviations[i], counts[i], pooled_noise_));
   }
 }
 
@@ -216,7 +311,7 @@ void Estimator::pool_equals() {
     for (std::size_t i = 0; i < devices_.size(); ++i) {
       const DeviceEstimate& estimate = estimates_[i];
       if (class_of_[i] != c || estimate.samples == 0) continue;
-      const double error = median_error(estimate.noise, estimate.samples);
+      const double error = error_of(estimate.noise, estimate.samples);
       const std::optional<Grouped>& grouped = devices_[i].grouped;
       const bool same_speed = grouped && grouped->since_step == estimate.since_step;
       members.push_back({i, estimate.own_scale, error, estimate.centre_items,

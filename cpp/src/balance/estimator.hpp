@@ -9,6 +9,7 @@
 #include <paceline/balance/balancer.hpp>
 #include <paceline/plan/cost_model.hpp>
 
+#include "balance/noise_memory.hpp"
 #include "balance/shape.hpp"
 
 namespace paceline::balance {
@@ -22,7 +23,7 @@ struct DeviceEstimate {
   double scale_before = 0.0;         ///< own_scale before the last change point or drift; 0: there was none
   double own_scale = 0.0;            ///< seconds at the class's reference size, by its own timings; 0: never measured
   double scale = 0.0;                ///< the same, pooled with the devices it cannot be told from
-  double noise = 0.0;                ///< relative standard deviation of one step's time
+  double noise = 0.0;                ///< relative standard deviation of one step's time, without what is common to all
   double error = 0.0;                ///< relative standard error of `scale`
   double centre_items = 0.0;         ///< mean micro-batch size of the samples: where `own_scale` is measured
   double pooled_centre_items = 0.0;  ///< the same of `scale`
@@ -34,6 +35,11 @@ struct DeviceEstimate {
 /// - scale: the median of all samples since the device's last change point, one sample per step (its summed seconds
 /// over the
 ///   shape's sum). Raw samples are kept, so a better shape moves all of them together.
+/// - common noise: a split depends on ratios of devices only, so what all devices of a step are slower by together is
+///   taken out of its samples. It is the mean over the devices that are well known and no outliers. Otherwise windows
+///   of different lengths would compare devices under different conditions (observed on two quiet cores: half the
+///   variance of a step's time is common, and lasts for hundreds of steps). A lone device has none.
+/// - error: of the median of samples with the correlation that was measured (NoiseMemory).
 /// - change point: two samples running on the same side beyond max(8 %, 4 sigma); the window restarts from them. One
 /// alone
 ///   is dropped. Where the size changed, the tolerance grows by what the shape does not know.
@@ -72,9 +78,11 @@ class Estimator {
  private:
   /// One device's evidence of one step, raw: what the shape makes of it may change.
   struct Sample {
-    double seconds = 0.0;
+    double seconds = 0.0;  // without the common factor, once that is known
     double count = 0.0;
     double items = 0.0;
+    double common = 1.0;  // the factor that is common to all devices of its step
+    double to_own = 1.0;  // times its residual: as large as the device's own noise; 0: it tells nothing of that
   };
   struct Evidence {
     Sample sample;
@@ -86,17 +94,24 @@ class Estimator {
     std::int64_t since_step = 0;  // of the regime that it was grouped in
   };
   struct Device {
-    std::vector<Sample> window;  // oldest first
+    std::vector<Sample> window;   // oldest first
+    double relative_scale = 0.0;  // the scale at a common factor of 1
     std::optional<Evidence> outlier;
     std::optional<Grouped> grouped;  // at last
   };
 
   [[nodiscard]] static Evidence evidence_of(std::int64_t step, const std::vector<MicroBatchTiming>& timings);
   void set_references(const std::vector<Evidence>& evidence);
+  void separate_common_noise(std::vector<Evidence>& evidence);
+  [[nodiscard]] double shape_error(std::size_t device, const Sample& sample) const;
+  [[nodiscard]] double tolerance(std::size_t device, const Sample& sample) const;
+  [[nodiscard]] double deviation(std::size_t device, const Sample& sample) const;
   void take(std::size_t device, Evidence evidence);
   void follow_drift(std::size_t device, std::int64_t step);
   void accept(std::size_t device, const Evidence& evidence);
   [[nodiscard]] double ratio(std::size_t device, const Sample& sample) const;
+  [[nodiscard]] double error_of(double noise, std::size_t samples) const;
+  void measure_common_noise();
   void measure_scales();
   void pool_equals();
 
@@ -105,6 +120,11 @@ class Estimator {
   std::vector<ShapeEstimator> shapes_;
   std::vector<Device> devices_;
   std::vector<DeviceEstimate> estimates_;
+  NoiseMemory memory_;
+  std::vector<double> log_factors_;  // the common ones of the newest steps
+  double known_devices_ = 1.0;       // that the last one was measured by
+  double common_level_ = 1.0;        // the usual factor of late
+  double common_noise_ = 0.0;        // relative standard deviation of a step's factor
   double pooled_noise_;
   bool has_evidence_ = false;
 };

@@ -86,6 +86,8 @@ void LedgerWriter::claims(std::int64_t step, std::int64_t batch_size, std::span<
                    order.empty() ? "" : fmt::format(R"(, "order": [{}])", fmt::join(order, ", "))));
 }
 
+void LedgerWriter::least_items(std::int64_t items) { line(fmt::format(R"({{"least_items": {}}})", items)); }
+
 void LedgerWriter::retire(std::size_t device) { line(fmt::format(R"({{"retire": {{"device": {}}}}})", device)); }
 
 }  // namespace paceline::balance

@@ -44,7 +44,8 @@ struct Proposal {
 ///    an observe() in between (the step failed) and must then propose the same for the same batch size, unless a device
 ///    was retired.
 /// 3. observe(): once per step that succeeded, after the estimator has taken its timings.
-/// 4. retired(): a device left; context.limits already say so. Learned state about splits may be void.
+/// 4. retired(): a device left, or the shares in force have become too small; context.limits already say so. Learned
+///    state about splits may be void.
 /// 5. describe(): fills the report's policy part, at any time.
 /// A policy is a pure function of these calls: no clock, no random numbers.
 class Policy {

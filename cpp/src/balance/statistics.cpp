@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <numbers>
 
 namespace paceline::balance {
 namespace {
@@ -54,10 +55,10 @@ double median(std::vector<double>& values) {
   return 0.5 * (*middle + *std::max_element(values.begin(), middle));
 }
 
-double median_error(double deviation, std::size_t samples) {
+double median_error(double deviation, std::size_t samples, double variance_factor) {
   if (samples == 0) return deviation;
-  const double factor = samples <= 2 ? 1.0 : 1.2533;
-  return factor * deviation / std::sqrt(static_cast<double>(samples));
+  const double independent = samples <= 2 ? 1.0 : 0.5 * std::numbers::pi;
+  return deviation * std::sqrt((independent + variance_factor - 1.0) / static_cast<double>(samples));
 }
 
 double from_median_deviation(double median_deviation) { return 1.4826 * median_deviation; }

@@ -10,8 +10,10 @@ namespace paceline::balance {
 
 /// The standard error of a median of `samples` values with standard deviation `deviation`.
 ///
-/// 1.2533 = sqrt(pi / 2) for normal values; up to two samples the median is the mean.
-[[nodiscard]] double median_error(double deviation, std::size_t samples);
+/// `variance_factor`: the variance of their mean over that of as many independent ones. Of independent normal values a
+/// median has pi / 2 times the variance of the mean; up to two samples it is the mean. Correlations r add 4 asin(r) per
+/// pair to it where they add 2 pi r / (pi / 2) to the mean, about as much, so the median bears correlation better.
+[[nodiscard]] double median_error(double deviation, std::size_t samples, double variance_factor = 1.0);
 
 /// Standard deviation of a normal distribution whose absolute deviations have the median `median_deviation`.
 [[nodiscard]] double from_median_deviation(double median_deviation);

@@ -11,6 +11,8 @@ namespace paceline::balance {
 namespace {
 
 constexpr std::int64_t kMostGrowth = 2;
+constexpr double kUnknownShape = 0.1;  // beyond, twice the size may take anything from as long to nearly twice as long
+constexpr double kLeastSlope = 0.02;   // as the shape's own
 
 double error_with(const PolicyContext& context, std::size_t device, std::int64_t items) {
   return context.estimator.error_at(device, static_cast<double>(std::max<std::int64_t>(items, 1)));
@@ -27,13 +29,18 @@ void hold_growth(const PolicyContext& context, plan::SplitOptions& options) {
   const std::int64_t even = (context.batch_size + working - 1) / working;
   std::vector<plan::ShareLimits> held = options.limits;
   std::int64_t room = 0;
+  std::int64_t gap = 0;  // the largest minimum that leaves one
+  std::int64_t smallest = plan::ShareLimits::kUnlimited;
   for (std::size_t i = 0; i < held.size(); ++i) {
-    if (held[i].minimum > grain) return;
+    if (held[i].maximum == 0) continue;
+    if (held[i].minimum > grain) gap = std::max(gap, held[i].minimum);
     const std::int64_t most = kMostGrowth * std::max(even, context.sizes.largest(i));
     held[i].maximum = std::min(held[i].maximum, (most + grain - 1) / grain * grain);
+    smallest = std::min(smallest, held[i].maximum);
     room += std::min(held[i].maximum, context.batch_size) / grain * grain;
   }
-  if (room >= context.batch_size) options.limits = std::move(held);
+  // Devices that may all have twice the largest minimum can share any batch.
+  if (room >= context.batch_size && smallest / 2 >= gap) options.limits = std::move(held);
 }
 
 }  // namespace
@@ -59,6 +66,45 @@ std::vector<std::int64_t> best_split(const PolicyContext& context, const std::ve
     careful.push_back(models[i].scaled(1.0 + quantile * error_with(context, i, plain[i])));
   }
   return plan::split_batch(context.batch_size, careful, options).shares;
+}
+
+Growth growth(const PolicyContext& context, const std::vector<plan::CostModel>& models) {
+  plan::SplitOptions options = split_options(context);
+  Growth growth;
+  growth.goal = plan::split_batch(context.batch_size, models, options).shares;
+  growth.step = growth.goal;
+  hold_growth(context, options);
+  bool held = false;
+  for (std::size_t i = 0; i < models.size(); ++i) {
+    plan::ShareLimits& limits = options.limits[i];
+    if (growth.goal[i] <= limits.maximum) continue;
+    held = true;
+    limits.minimum = limits.maximum;
+    limits.may_be_zero = false;
+  }
+  if (held) growth.step = plan::split_batch(context.batch_size, models, options).shares;
+  return growth;
+}
+
+std::optional<std::vector<plan::CostModel>> hopeful_models(const PolicyContext& context,
+                                                           const std::vector<std::int64_t>& present) {
+  std::vector<bool> works(context.estimator.class_count(), false);
+  for (std::size_t i = 0; i < present.size(); ++i) {
+    if (present[i] > 0) works[context.estimator.class_of(i)] = true;
+  }
+  std::vector<plan::CostModel> models = estimated_models(context);
+  bool any = false;
+  for (std::size_t i = 0; i < models.size(); ++i) {
+    const ShapeEstimator& shape = context.estimator.shape_of(i);
+    const double centre = context.estimator.devices()[i].pooled_centre_items;
+    if (works[context.estimator.class_of(i)] || shape.error() < kUnknownShape || centre <= 0.0) continue;
+    const double seconds = models[i].fixed_seconds() + models[i].per_item_seconds() * centre;
+    const double fixed = std::min(1.0, models[i].fixed_seconds() / seconds + 2.0 * shape.error());
+    models[i] = plan::CostModel::affine(fixed * seconds, std::max(1.0 - fixed, kLeastSlope) * seconds / centre);
+    any = true;
+  }
+  if (!any) return std::nullopt;
+  return models;
 }
 
 double gain_error(const PolicyContext& context, const std::vector<plan::CostModel>& models,

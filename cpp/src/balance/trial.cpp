@@ -15,7 +15,9 @@ constexpr std::size_t kBatchSizes = 32;  // a data loader with lengths has many;
 constexpr std::size_t kStepsToJudge = 8;
 constexpr std::size_t kMovesKept = 16;
 constexpr double kLeastResolution = 0.01;
-constexpr double kResolutionErrors = 2.0;
+constexpr double kResolutionErrors = 3.0;
+constexpr double kCalmPrior = 2.0;     // pairs of blocks: so much counts what independent times would do
+constexpr double kCalmKept = 64.0;     // pairs: then old ones count half
 constexpr double kMaxOverNoise = 0.5;  // the largest of several device times varies about half as much as one
 
 std::vector<double> residuals(const std::vector<double>& values, double centre) {
@@ -68,8 +70,22 @@ std::optional<TrialLog::Verdict> TrialLog::observe(std::int64_t batch_size, doub
   std::deque<double>& times = times_[batch_size];
   times.push_back(makespan_seconds);
   if (times.size() > kTimesKept) times.pop_front();
+  if (times.size() == kTimesKept && ++calm_steps_ % kStepsToJudge == 0) measure_calm(times);
   if (!pending_ || pending_->batch_size != batch_size || times.size() < kStepsToJudge) return std::nullopt;
   return judge(noise);
+}
+
+/// Compares the older half of the times with the newer one, both under the same shares.
+void TrialLog::measure_calm(const std::deque<double>& times) {
+  const auto middle = times.begin() + static_cast<std::ptrdiff_t>(kStepsToJudge);
+  std::vector<double> before(times.begin(), middle);
+  std::vector<double> after(middle, times.end());
+  const double difference = std::log(median(after) / median(before));
+  calm_squares_ += difference * difference;
+  calm_count_ += 1.0;
+  if (calm_count_ < kCalmKept) return;
+  calm_squares_ *= 0.5;
+  calm_count_ *= 0.5;
 }
 
 std::optional<TrialLog::Verdict> TrialLog::judge(double noise) {
@@ -82,7 +98,10 @@ std::optional<TrialLog::Verdict> TrialLog::judge(double noise) {
   const std::vector<double> spread_after = residuals(after, median_after);
   spread.insert(spread.end(), spread_after.begin(), spread_after.end());
   const double deviation = std::max(from_median_deviation(median(spread)), kMaxOverNoise * noise);
-  const double error = std::hypot(median_error(deviation, before.size()), median_error(deviation, after.size()));
+  const double independent = std::hypot(median_error(deviation, before.size()), median_error(deviation, after.size()));
+  const double measured =
+      std::sqrt((calm_squares_ + kCalmPrior * independent * independent) / (calm_count_ + kCalmPrior));
+  const double error = std::max(independent, measured);
   MoveReport& move = moves_.back();
   move.measured_gain = 1.0 - median_after / median_before;
   move.resolution = std::max(kLeastResolution, kResolutionErrors * error);

@@ -48,10 +48,14 @@ class TrialLog {
     std::vector<double> before;
   };
   void overtake(MoveOutcome outcome);
+  void measure_calm(const std::deque<double>& times);
   std::optional<Verdict> judge(double noise);
 
   std::map<std::int64_t, std::deque<double>> times_;  // per batch size, under its present shares
   std::optional<Pending> pending_;
+  double calm_squares_ = 0.0;  // of log ratios of the medians of two blocks of 8 steps under the same shares
+  double calm_count_ = 0.0;
+  std::size_t calm_steps_ = 0;
   std::deque<MoveReport> moves_;
   std::int64_t taken_back_ = 0;
   bool last_move_paid_ = false;

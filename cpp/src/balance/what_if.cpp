@@ -35,6 +35,17 @@ void extend(std::vector<double>& reduction_seconds, std::size_t devices) {
   }
 }
 
+std::size_t working(const std::vector<plan::ShareLimits>& limits) {
+  return static_cast<std::size_t>(
+      std::count_if(limits.begin(), limits.end(), [](const plan::ShareLimits& limit) { return limit.maximum > 0; }));
+}
+
+/// What the times of `left` of `present` devices are multiplied by, since fewer of them hinder each other.
+double relief_of(const WhatIfOptions& asked, std::size_t present, std::size_t left) {
+  if (!asked.alone) return 1.0;
+  return std::pow(*asked.alone, static_cast<double>(present - left) / static_cast<double>(present - 1));
+}
+
 }  // namespace
 
 WhatIfAnswer Balancer::what_if(const WhatIfOptions& asked) const {
@@ -47,6 +58,9 @@ WhatIfAnswer Balancer::what_if(const WhatIfOptions& asked) const {
     throw InvalidArgument(
         fmt::format("what_if: {} speeds for {} devices; give a factor for each, or none", asked.speeds.size(), count));
   }
+  if (asked.alone && !(std::isfinite(*asked.alone) && *asked.alone > 0.0)) {
+    throw InvalidArgument(fmt::format("what_if: alone is {}; it is a factor above zero", *asked.alone));
+  }
   const std::int64_t batch_size = asked.batch_size > 0 ? asked.batch_size : state.plan->batch_size;
   const PolicyContext here = state.context(batch_size);
   plan::SplitOptions split = split_options(here);
@@ -54,9 +68,10 @@ WhatIfAnswer Balancer::what_if(const WhatIfOptions& asked) const {
   WhatIfAnswer answer;
   for (const DeviceProfile& device : state.options.devices) answer.names.push_back(device.name);
   const plan::Split best = plan::split_batch(batch_size, models, split);
-  answer.best_seconds = best.makespan_seconds;
+  answer.best_seconds = best.makespan_seconds + asked.overhead_seconds;
   const bool in_force = here.incumbent != nullptr;
-  answer.present_seconds = in_force ? makespan(here, models, *here.incumbent) : best.makespan_seconds;
+  answer.present_seconds =
+      (in_force ? makespan(here, models, *here.incumbent) : best.makespan_seconds) + asked.overhead_seconds;
 
   std::vector<std::size_t> measured_by(count);  // whose estimate a device's time rests on
   for (std::size_t i = 0; i < count; ++i) measured_by[i] = i;
@@ -76,10 +91,19 @@ WhatIfAnswer Balancer::what_if(const WhatIfOptions& asked) const {
     require_device(device, count, "remove");
     split.limits[device] = {.minimum = 0, .maximum = 0};
   }
+  if (working(split.limits) == 0) {
+    throw InvalidArgument(fmt::format(
+        "what_if: remove leaves no device to run the batch; the devices are {}. Leave one of them, or add one",
+        fmt::join(answer.names, ", ")));
+  }
+  const std::size_t present = working(here.limits);
+  const std::size_t left = working(split.limits);
+  const double relief = left < present ? relief_of(asked, present, left) : 1.0;
+  for (plan::CostModel& model : models) model = model.scaled(relief);
   extend(split.reduction_seconds, models.size());
   const plan::Split then = plan::split_batch(batch_size, models, split);
   answer.shares = then.shares;
-  answer.seconds = then.makespan_seconds;
+  answer.seconds = then.makespan_seconds + asked.overhead_seconds;
   double latest = -1.0;
   for (std::size_t i = 0; i < models.size(); ++i) {
     if (then.shares[i] == 0 || models[i].seconds(then.shares[i]) <= latest) continue;
@@ -92,6 +116,10 @@ WhatIfAnswer Balancer::what_if(const WhatIfOptions& asked) const {
       "devices as they are need at best",
       batch_size, asked.unit, 1e3 * answer.seconds, 100.0 * answer.error, fmt::join(answer.shares, ", "),
       100.0 * std::abs(change), change > 0.0 ? "longer" : "shorter", 1e3 * answer.best_seconds);
+  if (left < present) {
+    answer.text += asked.alone ? "; it rests on steps that one device ran alone"
+                               : "; it takes devices to be as fast alone as beside each other, which was not measured";
+  }
   return answer;
 }
 

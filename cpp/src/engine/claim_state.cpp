@@ -11,12 +11,20 @@
 #include "engine/stealing.hpp"
 
 namespace paceline::engine {
+namespace {
+
+std::int64_t round_up(std::int64_t items, std::int64_t granularity) {
+  return (items + granularity - 1) / granularity * granularity;
+}
+
+}  // namespace
 
 ClaimState::ClaimState(StepOptions options) : options_(std::move(options)), lanes_(options_.shares.size()) {
   if (!options_.script.empty()) return;
+  grain_ = round_up(options_.least_items, options_.granularity);
   plan::TailPlan tail{.first_chunks = options_.shares};
   if (options_.stealing && options_.micro_batch == 0) {
-    tail = plan::plan_tail(options_.shares, options_.models, options_.noise, options_.granularity);
+    tail = plan::plan_tail(options_.shares, options_.models, options_.noise, grain_);
   }
   floor_ = tail.floor;
   std::int64_t offset = 0;
@@ -97,7 +105,7 @@ std::int64_t ClaimState::run_ahead(std::size_t device) const {
 
 std::int64_t ClaimState::own_piece(std::size_t device) const {
   const std::int64_t left = lanes_[device].end - lanes_[device].begin;
-  if (options_.micro_batch > 0) return std::min(options_.micro_batch, left);
+  if (options_.micro_batch > 0) return plan::fitting_piece(options_.micro_batch, left, options_.least_items);
   if (pool_begin_ == pool_end_) return left;
   const std::int64_t later = std::min(run_ahead(device), left / floor_ - 1);  // pieces that are left for the end
   return left - std::max<std::int64_t>(later, 0) * floor_;
@@ -129,8 +137,7 @@ std::optional<MicroBatch> ClaimState::take_correction(std::size_t device, double
     alone = alone && (d == device || !devices[d].may_claim);
   }
   const std::int64_t left = pool_end_ - pool_begin_;
-  std::int64_t wanted =
-      plan::next_correction(left, devices, static_cast<std::int64_t>(device), floor_, options_.granularity);
+  std::int64_t wanted = plan::next_correction(left, devices, static_cast<std::int64_t>(device), floor_, grain_);
   if (alone) wanted = std::max(wanted, std::min(floor_, left));
   if (wanted <= 0) return std::nullopt;
   const std::int64_t size = std::min(wanted, left);
@@ -170,9 +177,9 @@ std::optional<MicroBatch> ClaimState::steal(std::size_t device, double now) {
     const std::int64_t rest = left % options_.micro_batch;
     size = rest > 0 ? rest : options_.micro_batch;
   } else {
-    size = std::min(
-        left, std::max(floor_, (left / 2 + options_.granularity - 1) / options_.granularity * options_.granularity));
+    size = std::max(floor_, round_up(left / 2, grain_));
   }
+  size = plan::fitting_piece(size, left, options_.least_items);
   if (!options_.models.empty() &&
       now + held_seconds(device) + options_.models[device].seconds(size) >= victim->finish) {
     return std::nullopt;

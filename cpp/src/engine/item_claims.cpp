@@ -14,10 +14,11 @@ constexpr double kMostOverhead = 0.25;
 
 }  // namespace
 
-ItemClaims::ItemClaims(std::shared_ptr<const ItemPlan> plan, bool stealing, bool any_size)
+ItemClaims::ItemClaims(std::shared_ptr<const ItemPlan> plan, bool stealing, bool any_size, std::int64_t least)
     : plan_(std::move(plan)),
       stealing_(stealing),
       any_size_(any_size),
+      least_(least),
       measured_(!plan_->seconds_per_work.empty()),
       lanes_(plan_->shapes.size()) {
   const plan::ItemArrangement& items = plan_->arrangement;
@@ -92,7 +93,7 @@ std::optional<MicroBatch> ItemClaims::steal(std::size_t device, double now) {
   std::int64_t from = begin;
   while (measured_ && now + seconds(device, from, lane.last_end) >= victim->finish) {
     const std::int64_t left = lane.last_end - from;
-    if (!any_size_ || left < 2) return std::nullopt;
+    if (!any_size_ || left < 2 * least_) return std::nullopt;
     from = lane.last_end - left / 2;
     const double work = plan_->work(device, from, lane.last_end);
     if (plan_->shapes[device].cost.fixed_seconds > kMostOverhead * work) return std::nullopt;

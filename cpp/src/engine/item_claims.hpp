@@ -21,10 +21,10 @@ namespace paceline::engine {
 /// What is taken over is a whole micro-batch, or, where the device would not finish that in time, its shorter half, or
 /// half of that. Its items are the cheapest of those that wait, so that the finish is evened out in small steps. Where
 /// `any_size` is false only whole micro-batches change hands: other sizes would be new shapes on devices that compile
-/// or choose algorithms by them.
+/// or choose algorithms by them. No part has fewer than `least` items.
 class PACELINE_API ItemClaims final : public Claims {
  public:
-  ItemClaims(std::shared_ptr<const ItemPlan> plan, bool stealing, bool any_size);
+  ItemClaims(std::shared_ptr<const ItemPlan> plan, bool stealing, bool any_size, std::int64_t least = 1);
 
   std::optional<MicroBatch> claim(std::size_t device, double now_seconds) override;
   bool exhausted() override;
@@ -52,6 +52,7 @@ class PACELINE_API ItemClaims final : public Claims {
   std::shared_ptr<const ItemPlan> plan_;
   bool stealing_;
   bool any_size_;
+  std::int64_t least_;
   bool measured_;
   bool cancelled_ = false;
   std::vector<Lane> lanes_;

@@ -89,7 +89,7 @@ std::int64_t ItemPlanner::units_of(double cost) const {
   return factor_to(*nearest) <= std::numbers::sqrt2 ? *nearest : std::llround(work);
 }
 
-std::shared_ptr<const ItemPlan> ItemPlanner::next(std::span<const double> costs) {
+std::shared_ptr<const ItemPlan> ItemPlanner::next(std::span<const double> costs, std::int64_t least_items) {
   const std::int64_t units = batch_units(costs);
   auto made = std::make_shared<ItemPlan>();
   made->costs.assign(costs.begin(), costs.end());
@@ -106,8 +106,9 @@ std::shared_ptr<const ItemPlan> ItemPlanner::next(std::span<const double> costs)
   std::vector<double> targets;
   for (const std::int64_t share : made->balance.shares) targets.push_back(static_cast<double>(share));
   const std::int64_t most = micro_batch_ > 0 ? micro_batch_ : std::numeric_limits<std::int64_t>::max();
-  made->arrangement = plan::arrange_items(made->costs, targets, shapes_,
-                                          {.max_items = most, .plain_costs = balancer_.options().policy != "auto"});
+  made->arrangement = plan::arrange_items(
+      made->costs, targets, shapes_,
+      {.max_items = most, .min_items = least_items, .plain_costs = balancer_.options().policy != "auto"});
   for (const std::int64_t item : made->arrangement.order) {
     made->ordered_costs.push_back(made->costs[static_cast<std::size_t>(item)]);
   }

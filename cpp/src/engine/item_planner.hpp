@@ -36,8 +36,9 @@ class ItemPlanner {
   /// What a batch of these costs is to the balancer, in units of work.
   /// Costs: finite and not negative, at least one. @throws InvalidArgument
   [[nodiscard]] std::int64_t batch_units(std::span<const double> costs) const;
+  /// `least_items`: of a micro-batch, unless the batch has fewer.
   /// @throws InvalidArgument as batch_units.
-  [[nodiscard]] std::shared_ptr<const ItemPlan> next(std::span<const double> costs);
+  [[nodiscard]] std::shared_ptr<const ItemPlan> next(std::span<const double> costs, std::int64_t least_items = 1);
   /// A step that ran by `plan` and was committed. `judged`: the balancer shall learn of it too.
   void record(const ItemPlan& plan, const StepRecord& record, bool judged);
 

@@ -35,7 +35,7 @@ namespace {
 
 std::unique_ptr<engine::Claims> make_claims(StepOptions options) {
   if (options.items == nullptr) return std::make_unique<engine::ClaimState>(std::move(options));
-  return std::make_unique<engine::ItemClaims>(options.items, options.stealing, options.any_size);
+  return std::make_unique<engine::ItemClaims>(options.items, options.stealing, options.any_size, options.least_items);
 }
 
 }  // namespace
@@ -297,8 +297,8 @@ void check(const DeviceGroup& group, const StepOptions& options) {
   if (options.items != nullptr && options.items->item_shares != options.shares) {
     throw InvalidArgument("step: the shares are not those of the items' plan; pass its item_shares.");
   }
-  if (options.micro_batch < 0 || options.granularity < 1) {
-    throw InvalidArgument("step: micro_batch must be 0 (planned) or more, granularity 1 or more.");
+  if (options.micro_batch < 0 || options.granularity < 1 || options.least_items < 1) {
+    throw InvalidArgument("step: micro_batch must be 0 (planned) or more, granularity and least_items 1 or more.");
   }
 }
 

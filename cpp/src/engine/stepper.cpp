@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <chrono>
 #include <deque>
 #include <functional>
@@ -13,27 +14,13 @@
 
 #include <paceline/balance/ledger.hpp>
 #include <paceline/error.hpp>
-#include <paceline/runtime/backend.hpp>
 
 #include "engine/health_log.hpp"
 #include "engine/item_planner.hpp"
+#include "engine/stepper_options.hpp"
 
 namespace paceline {
 namespace {
-
-balance::Balancer make_balancer(const DeviceGroup& group, const StepperOptions& options) {
-  balance::BalancerOptions balancer;
-  balancer.policy = options.balance;
-  balancer.weights = options.weights;
-  balancer.granularity = options.granularity;
-  for (const Device& device : group.devices()) {
-    balance::DeviceProfile profile;
-    profile.name = device.name;
-    profile.device_class = device.device_class;
-    balancer.devices.push_back(std::move(profile));
-  }
-  return balance::Balancer(std::move(balancer));
-}
 
 std::vector<std::string> names_of(const DeviceGroup& group) {
   std::vector<std::string> names;
@@ -79,32 +66,15 @@ std::vector<double> costs_of(const ItemPlan& plan, const StepRecord& record, std
   return costs;
 }
 
-/// Of each device; none where all are done when the call returns.
-std::vector<std::int64_t> run_ahead_of(const DeviceGroup& group, const StepperOptions& options) {
-  if (!group.asynchronous()) return {};
-  std::vector<std::int64_t> run_ahead;
-  for (const Device& device : group.devices()) {
-    run_ahead.push_back(backend_of(device).asynchronous() ? options.run_ahead : 0);
-  }
-  return run_ahead;
-}
-
-/// On devices that choose algorithms, compile or capture by size, moving shares shall bring no new sizes: with a fixed
-/// micro-batch every share is made of whole ones, but for what is left of the batch.
-StepperOptions with_stable_shapes(StepperOptions options, bool asynchronous) {
-  if (asynchronous && options.micro_batch > 0 && options.granularity == 1) options.granularity = options.micro_batch;
-  return options;
-}
-
 }  // namespace
 
 struct Stepper::State {
   State(DeviceGroup the_group, StepperOptions the_options)
       : group(std::move(the_group)),
         asynchronous(group.asynchronous()),
-        options(with_stable_shapes(std::move(the_options), asynchronous)),
-        run_ahead(run_ahead_of(group, options)),
-        balancer(make_balancer(group, options)),
+        options(engine::with_stable_shapes(std::move(the_options), asynchronous)),
+        run_ahead(engine::run_ahead_of(group, options)),
+        balancer(engine::make_balancer(group, options)),
         metrics(names_of(group)),
         health(group.devices()),
         origin(std::chrono::steady_clock::now()) {}
@@ -112,6 +82,12 @@ struct Stepper::State {
   void draw_plan(std::int64_t batch_size) {
     latest = current().next_plan(batch_size);
     awaiting_record = true;
+  }
+
+  [[nodiscard]] bool corrects() const { return options.corrections.value_or(!asynchronous); }
+
+  [[nodiscard]] std::int64_t least_items() const {
+    return options.micro_batch > 0 ? std::min(options.least_items, options.micro_batch) : options.least_items;
   }
 
   /// Of the kind of steps that was planned last.
@@ -125,7 +101,7 @@ struct Stepper::State {
     if (costs && !items) {
       std::vector<std::string> classes;
       for (const Device& device : group.devices()) classes.push_back(device.device_class);
-      items.emplace(make_balancer(group, options), classes, options.micro_batch);
+      items.emplace(engine::make_balancer(group, options), classes, options.micro_batch);
     }
     // Until one has been called the kind that runs first is not known, and that is the one whose calls a ledger has.
     if (items && !called()) std::swap(balancer, items->balancer());
@@ -248,15 +224,7 @@ struct Stepper::State {
 };
 
 Stepper::Stepper(DeviceGroup group, StepperOptions options) {
-  if (options.micro_batch < 0) {
-    throw InvalidArgument(
-        fmt::format("micro_batch is {}; give a size of at least 1, or 0 to have it planned.", options.micro_batch));
-  }
-  if (options.corrections == true && (options.micro_batch > 0 || options.balance != "auto")) {
-    throw InvalidArgument(
-        "corrections are pieces of planned shares, of sizes that follow the speeds: they need balance 'auto', and a "
-        "micro_batch of 0. With a micro-batch of fixed size, devices that are done early take over whole ones anyway.");
-  }
+  engine::check(options);
   state_ = std::make_unique<State>(std::move(group), std::move(options));
 }
 
@@ -284,7 +252,9 @@ std::shared_ptr<Step> Stepper::prepare(std::int64_t batch_size, std::shared_ptr<
   require_idle();
   state.turn_to(false);
   state.item_plan = nullptr;
-  state.collect(state.plan.batch_size == batch_size ? kMostPending - 1 : 0);
+  const bool as_before = state.plan.batch_size == batch_size && state.balancer.least_items() == state.least_items();
+  state.collect(as_before ? kMostPending - 1 : 0);
+  state.balancer.set_least_items(state.least_items());
   const std::int64_t before = state.plan.batch_size > 0 ? state.plan.step : -1;
   state.draw_plan(batch_size);
   state.plan = state.latest;
@@ -295,9 +265,10 @@ std::shared_ptr<Step> Stepper::prepare(std::int64_t batch_size, std::shared_ptr<
   options.noise = state.plan.noise;
   options.micro_batch = state.options.micro_batch;
   options.granularity = state.options.granularity;
+  options.least_items = state.least_items();
   options.run_ahead = state.run_ahead;
   // Corrections of any size would be new shapes: asynchronous devices keep to sizes that the user chose.
-  const bool taken_over = options.micro_batch > 0 || state.options.corrections.value_or(!state.asynchronous);
+  const bool taken_over = options.micro_batch > 0 || state.corrects();
   options.stealing = state.options.balance == "auto" && taken_over;
   options.script = std::move(script);
   return state.make(std::move(program), std::move(options));
@@ -309,7 +280,7 @@ std::shared_ptr<const ItemPlan> Stepper::plan_items(std::span<const double> cost
   state.turn_to(true);
   state.collect(state.plan.batch_size == state.items->batch_units(costs) ? kMostPending - 1 : 0);
   const std::int64_t before = state.plan.batch_size > 0 ? state.plan.step : -1;
-  state.item_plan = state.items->next(costs);
+  state.item_plan = state.items->next(costs, state.least_items());
   state.latest = state.item_plan->balance;
   state.awaiting_record = true;
   state.plan = state.latest;
@@ -326,7 +297,8 @@ std::shared_ptr<Step> Stepper::prepare(std::shared_ptr<const ItemPlan> items, st
   StepOptions options;
   options.shares = items->item_shares;
   options.stealing = state.options.balance == "auto";
-  options.any_size = !state.asynchronous;  // others would be new shapes there
+  options.any_size = state.corrects();  // others would be new shapes on asynchronous devices
+  options.least_items = state.least_items();
   options.items = std::move(items);
   return state.make(std::move(program), std::move(options));
 }
@@ -334,6 +306,20 @@ std::shared_ptr<Step> Stepper::prepare(std::shared_ptr<const ItemPlan> items, st
 std::optional<ItemReport> Stepper::item_report() const {
   if (!state_->items) return std::nullopt;
   return state_->items->report();
+}
+
+void Stepper::set_corrections(std::optional<bool> corrections) {
+  StepperOptions options = state_->options;
+  options.corrections = corrections;
+  engine::check(options);
+  state_->options = std::move(options);
+}
+
+void Stepper::set_least_items(std::int64_t items) {
+  StepperOptions options = state_->options;
+  options.least_items = items;
+  engine::check(options);
+  state_->options = std::move(options);
 }
 
 void Stepper::cancel() {

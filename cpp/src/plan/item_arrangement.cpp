@@ -60,7 +60,7 @@ class Arranger {
       : costs_(costs),
         targets_(targets),
         shapes_(shapes),
-        pack_{.max_items = options.max_items},
+        pack_{.max_items = options.max_items, .min_items = options.min_items},
         plain_costs_(options.plain_costs) {
     for (std::size_t d = 0; d < targets.size(); ++d) {
       if (targets[d] == 0.0) continue;
@@ -102,6 +102,7 @@ class Arranger {
     shape.cost.fixed_seconds *= static_cast<double>(working_.size());
     const std::vector<double> lengths = lengths_of(costs_, order_);
     PackOptions pack;
+    pack.min_items = pack_.min_items;
     pack.least_fixed *= static_cast<double>(working_.size());
     const std::vector<std::int64_t> bounds =
         shape.measure == ItemMeasure::padded ? pack_items(lengths, shape, pack) : std::vector<std::int64_t>{};
@@ -139,15 +140,32 @@ class Arranger {
     }
     std::vector<Items> items(working_.size());
     for (const std::int64_t item : order_) items[owner[static_cast<std::size_t>(item)]].push_back(item);
-    // One that gets nothing is not measured, and nobody would learn that it has become fast.
+    // One that gets nothing is not measured, and nobody would learn that it has become fast. One that cannot get enough
+    // for a micro-batch has none.
+    const auto least = static_cast<std::size_t>(pack_.min_items);
     for (Items& mine : items) {
-      const auto giver = std::max_element(items.begin(), items.end(),
-                                          [](const Items& a, const Items& b) { return a.size() < b.size(); });
-      if (!mine.empty() || giver->size() < 2) continue;
-      mine.push_back(giver->back());
-      giver->pop_back();
+      if (mine.size() >= least) continue;
+      const std::size_t lacking = least - mine.size();
+      Items& most = *std::max_element(items.begin(), items.end(),
+                                      [](const Items& a, const Items& b) { return a.size() < b.size(); });
+      if (&most == &mine) continue;  // there are no more in all
+      if (most.size() >= least + lacking) {
+        give(most, mine, lacking);
+      } else {
+        give(mine, most, mine.size());
+      }
     }
     return items;
+  }
+
+  /// The last `count` of `from`, to where they belong by cost.
+  void give(Items& from, Items& to, std::size_t count) const {
+    const auto had = static_cast<std::ptrdiff_t>(to.size());
+    to.insert(to.end(), from.end() - static_cast<std::ptrdiff_t>(count), from.end());
+    from.resize(from.size() - count);
+    std::inplace_merge(to.begin(), to.begin() + had, to.end(), [&](std::int64_t a, std::int64_t b) {
+      return costs_[static_cast<std::size_t>(a)] > costs_[static_cast<std::size_t>(b)];
+    });
   }
 
   /// Each working device's items, packed. Levelled where padding has made the split uneven.
@@ -165,7 +183,7 @@ class Arranger {
     const bool any_unpadded = std::any_of(working_shapes_.begin(), working_shapes_.end(),
                                           [](const ItemShape& shape) { return shape.measure != ItemMeasure::padded; });
     if (!plain_costs_ && !any_unpadded) {
-      detail::level_items(devices, costs_, working_shapes_, working_targets_, pack_.max_items);
+      detail::level_items(devices, costs_, working_shapes_, working_targets_, pack_);
     }
     return devices;
   }

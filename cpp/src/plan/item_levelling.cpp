@@ -21,8 +21,8 @@ struct Move {
 class Levelling {
  public:
   Levelling(std::vector<PackedDevice>& devices, std::span<const double> costs, std::span<const ItemShape> shapes,
-            std::span<const double> speeds, std::int64_t max_items)
-      : devices_(devices), costs_(costs), shapes_(shapes), speeds_(speeds), max_items_(max_items) {}
+            std::span<const double> speeds, const PackOptions& options)
+      : devices_(devices), costs_(costs), shapes_(shapes), speeds_(speeds), options_(options) {}
 
   void run() {
     for (int moves = 0; moves < kMostMoves; ++moves) {
@@ -48,7 +48,7 @@ class Levelling {
     std::optional<Move> found;
     for (std::size_t g = 0; g < devices_[giver].micro_batches.size(); ++g) {
       const std::vector<std::int64_t>& from = devices_[giver].micro_batches[g];
-      if (from.size() < 2) continue;
+      if (static_cast<std::int64_t>(from.size()) <= options_.min_items) continue;
       const std::optional<std::size_t> h = place(taker, cost(from.back()));
       if (!h) continue;
       Move move{g, *h};
@@ -68,7 +68,7 @@ class Levelling {
     const auto& micro_batches = devices_[device].micro_batches;
     for (std::size_t h = micro_batches.size(); h-- > 0;) {
       if (cost(micro_batches[h].front()) < length) continue;
-      if (static_cast<std::int64_t>(micro_batches[h].size()) < max_items_) return h;
+      if (static_cast<std::int64_t>(micro_batches[h].size()) < options_.max_items) return h;
     }
     return std::nullopt;
   }
@@ -89,14 +89,14 @@ class Levelling {
   std::span<const double> costs_;
   std::span<const ItemShape> shapes_;
   std::span<const double> speeds_;
-  std::int64_t max_items_;
+  const PackOptions& options_;
 };
 
 }  // namespace
 
 void level_items(std::vector<PackedDevice>& devices, std::span<const double> costs, std::span<const ItemShape> shapes,
-                 std::span<const double> speeds, std::int64_t max_items) {
-  Levelling(devices, costs, shapes, speeds, max_items).run();
+                 std::span<const double> speeds, const PackOptions& options) {
+  Levelling(devices, costs, shapes, speeds, options).run();
 }
 
 }  // namespace paceline::plan::detail

@@ -22,6 +22,6 @@ struct PackedDevice {
 /// it as much as the longest of the micro-batch where it fits: so what a move changes is known without packing anew.
 /// For items padded to the longest; micro-batches stay, and their longest items. `speeds`: work a second, per device.
 void level_items(std::vector<PackedDevice>& devices, std::span<const double> costs, std::span<const ItemShape> shapes,
-                 std::span<const double> speeds, std::int64_t max_items);
+                 std::span<const double> speeds, const PackOptions& options);
 
 }  // namespace paceline::plan::detail

@@ -9,6 +9,7 @@
 #include <deque>
 
 #include <paceline/error.hpp>
+#include <paceline/plan/chunks.hpp>
 
 namespace paceline::plan {
 namespace {
@@ -17,9 +18,10 @@ constexpr std::int64_t kMostEqualPieces = 4;
 constexpr double kEqualPiecesOverhead = 0.01;
 
 void check(std::span<const double> lengths, const PackOptions& options) {
-  if (options.max_items < 1) {
+  if (options.max_items < 1 || options.min_items < 1) {
     throw InvalidArgument(
-        fmt::format("pack_items: max_items is {}; a micro-batch has at least one item", options.max_items));
+        fmt::format("pack_items: max_items is {} and min_items {}; a micro-batch has at least one item",
+                    options.max_items, options.min_items));
   }
   for (std::size_t k = 0; k < lengths.size(); ++k) {
     if (!std::isfinite(lengths[k]) || lengths[k] < 0.0) {
@@ -35,23 +37,27 @@ void check(std::span<const double> lengths, const PackOptions& options) {
 /// The least total over the first j items, by the cut before the last micro-batch.
 class PaddedCuts {
  public:
-  PaddedCuts(std::vector<double> item_seconds, double fixed, std::int64_t max_items)
+  PaddedCuts(std::vector<double> item_seconds, double fixed, std::int64_t min_items, std::int64_t max_items)
       : item_(std::move(item_seconds)),
         fixed_(fixed),
-        max_items_(max_items),
-        best_(item_.size() + 1, 0.0),
-        cut_(item_.size() + 1, 0) {}
+        min_items_(min_items),
+        max_items_(std::max(max_items, 2 * min_items - 1)),
+        best_(item_.size() + 1, std::numeric_limits<double>::infinity()),
+        cut_(item_.size() + 1, 0) {
+    best_.front() = 0.0;
+  }
 
   std::vector<std::int64_t> solve() {
     const auto n = static_cast<std::int64_t>(item_.size());
     // Of each candidate for the last cut, from which end on it is the best of those known.
-    std::deque<Candidate> candidates{{0, 1}};
-    for (std::int64_t end = 1; end <= n; ++end) {
+    std::deque<Candidate> candidates;
+    for (std::int64_t end = min_items_; end <= n; ++end) {
+      const std::int64_t latest = end - min_items_;
+      if (std::isfinite(best_[index(latest)])) add(candidates, latest, n);
       while (candidates.size() > 1 && candidates[1].from <= end) candidates.pop_front();
       const std::int64_t cut = candidates.front().cut;
       best_[index(end)] = total(cut, end);
       cut_[index(end)] = cut;
-      if (end < n) add(candidates, end, n);
     }
     std::vector<std::int64_t> bounds{n};
     while (bounds.back() > 0) bounds.push_back(cut_[index(bounds.back())]);
@@ -76,15 +82,16 @@ class PaddedCuts {
     const auto better = [&](std::int64_t other, std::int64_t end) {
       return end - other > max_items_ || total(cut, end) < total(other, end);
     };
-    while (!candidates.empty() && better(candidates.back().cut, std::max(candidates.back().from, cut + 1))) {
+    const std::int64_t first = cut + min_items_;
+    while (!candidates.empty() && better(candidates.back().cut, std::max(candidates.back().from, first))) {
       candidates.pop_back();
     }
     if (candidates.empty()) {
-      candidates.push_back({cut, cut + 1});
+      candidates.push_back({cut, first});
       return;
     }
-    std::int64_t low = std::max(candidates.back().from, cut + 1);  // not better there
-    std::int64_t high = n + 1;                                     // beyond the end
+    std::int64_t low = std::max(candidates.back().from, first);  // not better there
+    std::int64_t high = n + 1;                                   // beyond the end
     while (high - low > 1) {
       const std::int64_t middle = low + (high - low) / 2;
       (better(candidates.back().cut, middle) ? high : low) = middle;
@@ -94,13 +101,15 @@ class PaddedCuts {
 
   std::vector<double> item_;
   double fixed_;
+  std::int64_t min_items_;
   std::int64_t max_items_;
   std::vector<double> best_;
   std::vector<std::int64_t> cut_;
 };
 
 /// Pieces of about equal time.
-std::vector<std::int64_t> equal_pieces(const std::vector<double>& item_seconds, double fixed, std::int64_t max_items) {
+std::vector<std::int64_t> equal_pieces(const std::vector<double>& item_seconds, double fixed,
+                                       const PackOptions& options) {
   const auto n = static_cast<std::int64_t>(item_seconds.size());
   double sum = 0.0;
   for (const double seconds : item_seconds) sum += seconds;
@@ -112,9 +121,11 @@ std::vector<std::int64_t> equal_pieces(const std::vector<double>& item_seconds, 
   for (std::int64_t k = 0; k < n; ++k) {
     done += item_seconds[static_cast<std::size_t>(k)];
     const auto begun = static_cast<std::int64_t>(bounds.size());
-    const bool full = k + 1 - bounds.back() == max_items;
+    const std::int64_t size = k + 1 - bounds.back();
+    const std::int64_t left = n - bounds.back();
+    const bool full = size == fitting_piece(options.max_items, left, options.min_items);
     const bool enough = begun < pieces && done * static_cast<double>(pieces) >= sum * static_cast<double>(begun);
-    if (full || enough || k + 1 == n) bounds.push_back(k + 1);
+    if (full || (enough && size == fitting_piece(size, left, options.min_items))) bounds.push_back(k + 1);
   }
   return bounds;
 }
@@ -140,10 +151,10 @@ std::vector<std::int64_t> pack_items(std::span<const double> lengths_descending,
   double sum = 0.0;
   for (const double length : lengths_descending) sum += item_seconds.emplace_back(shape.item(length));
   if (shape.measure != ItemMeasure::padded) {
-    return equal_pieces(item_seconds, shape.cost.fixed_seconds, options.max_items);
+    return equal_pieces(item_seconds, shape.cost.fixed_seconds, options);
   }
   const double fixed = std::max(shape.cost.fixed_seconds, options.least_fixed * sum);
-  return PaddedCuts(std::move(item_seconds), fixed, options.max_items).solve();
+  return PaddedCuts(std::move(item_seconds), fixed, options.min_items, options.max_items).solve();
 }
 
 }  // namespace paceline::plan

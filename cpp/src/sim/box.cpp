@@ -36,6 +36,11 @@ void check(const BoxOptions& options) {
   }
   require(not_negative(options.noise) && options.noise < 1.0,
           fmt::format("noise is {}: give a fraction below 1", options.noise));
+  for (const LastingNoise& noise : options.lasting_noise) {
+    require(not_negative(noise.deviation) && noise.deviation < 1.0 && positive(noise.steps),
+            fmt::format("lasting noise of {} over {} steps: give a fraction below 1 and a number of steps above zero",
+                        noise.deviation, noise.steps));
+  }
   require(options.spike_probability >= 0.0 && options.spike_probability <= 1.0,
           fmt::format("the probability of a spike is {}", options.spike_probability));
   require(positive(options.spike_factor), fmt::format("the factor of a spike is {}", options.spike_factor));
@@ -141,6 +146,30 @@ std::vector<std::int64_t> Box::best_split(std::int64_t step, std::int64_t batch_
   return plan::split_batch(batch_size, models(step), split).shares;
 }
 
+/// Each value follows from that of the step before, so all steps up to this one are computed.
+double Box::lasting_noise(std::size_t device, std::int64_t step) {
+  const std::vector<LastingNoise>& terms = options_.lasting_noise;
+  if (terms.empty()) return 0.0;
+  const std::size_t count = options_.devices.size();
+  lasting_.resize(terms.size(), std::vector<double>(count, 0.0));
+  while (lasting_noise_.size() <= static_cast<std::size_t>(step)) {
+    const std::size_t k = lasting_noise_.size();
+    std::vector<double> sums(count, 0.0);
+    for (std::size_t t = 0; t < terms.size(); ++t) {
+      const double kept = k == 0 ? 0.0 : std::exp(-1.0 / terms[t].steps);
+      const double fresh = terms[t].deviation * std::sqrt(1.0 - kept * kept);
+      for (std::size_t i = 0; i < count; ++i) {
+        // Keys above those of the devices: the independent noise draws from them.
+        const std::size_t key = (t + 1) * (count + 1) + (terms[t].common ? count : i);
+        lasting_[t][i] = kept * lasting_[t][i] + fresh * Random(options_.seed, k, key).normal();
+        sums[i] += lasting_[t][i];
+      }
+    }
+    lasting_noise_.push_back(std::move(sums));
+  }
+  return lasting_noise_[static_cast<std::size_t>(step)][device];
+}
+
 StepOutcome Box::run(std::int64_t step, const std::vector<std::int64_t>& shares) {
   require(shares.size() == options_.devices.size(),
           fmt::format("{} shares for {} devices", shares.size(), options_.devices.size()));
@@ -154,7 +183,8 @@ StepOutcome Box::run(std::int64_t step, const std::vector<std::int64_t>& shares)
       continue;
     }
     Random random(options_.seed, static_cast<std::uint64_t>(step), i);
-    double seconds = truth[i].seconds(shares[i]) * std::exp(options_.noise * random.normal());
+    const double noise = options_.noise * random.normal() + lasting_noise(i, step);
+    double seconds = truth[i].seconds(shares[i]) * std::exp(noise);
     if (random.uniform() < options_.spike_probability) seconds *= options_.spike_factor;
     seconds += pause(i, step);
     const SimDevice& device = options_.devices[i];

@@ -202,6 +202,14 @@ class Stepper:
         """
         As run(), with begin and end as positions in the plan's order.
         """
+    def set_corrections(self, corrections: bool | None) -> None:
+        """
+        From the next plan on. None: on host devices.
+        """
+    def set_least_items(self, items: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        Of a micro-batch from the next plan on, unless the batch has fewer.
+        """
     def settle(self) -> None:
         """
         Return when the times of all committed steps are known.
@@ -213,9 +221,11 @@ class Stepper:
         add: collections.abc.Sequence[tuple[str, typing.SupportsFloat | typing.SupportsIndex]] | None = None,
         remove: collections.abc.Sequence[str] | None = None,
         batch_size: typing.SupportsInt | typing.SupportsIndex | None = None,
+        alone: typing.SupportsFloat | typing.SupportsIndex | None = None,
+        overhead_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
     ) -> paceline._core.balance.WhatIfAnswer:
         """
-        See `paceline.balance.Balancer.what_if`.
+        See `paceline.balance.Balancer.what_if`. alone: what a device's time is multiplied by when it works alone, if that was measured; overhead_seconds: of a step, outside of the devices' work.
         """
     def write_ledger(self, path: str) -> None:
         """

@@ -256,6 +256,9 @@ def simulate(
     ] = [],
     reduction_seconds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] = [],
     first_run_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    lasting_noise: collections.abc.Sequence[
+        tuple[typing.SupportsFloat | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex, bool]
+    ] = [],
 ) -> SimulationResult:
     """
     Run the balancer on simulated devices with a virtual clock.
@@ -297,6 +300,9 @@ def simulate(
         Seconds that each step ends later when k devices have work, at index k from 0; default: none.
     first_run_seconds
         Added when a device runs a size for the first time; such times are marked as no evidence.
+    lasting_noise
+        (deviation, steps, common): more noise on log times, whose correlation n steps apart is exp(-n / steps); common: all devices
+        meet the same one, otherwise each has its own.
 
     Returns
     -------

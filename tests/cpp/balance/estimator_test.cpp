@@ -7,6 +7,7 @@
 #include <cmath>
 #include <functional>
 
+#include <paceline/sim/box.hpp>
 #include <paceline/sim/random.hpp>
 
 namespace paceline::balance {
@@ -47,7 +48,7 @@ TEST(Estimator, DropsALoneOutlier) {
   feed.run(10, {64, 64});
   const double before = feed.estimator.devices()[0].own_scale;
   feed.run(1, {64, 64}, [](std::int64_t, std::size_t i) { return i == 0 ? 1.5 : 1.0; });
-  EXPECT_DOUBLE_EQ(feed.estimator.devices()[0].own_scale, before);
+  EXPECT_NEAR(feed.estimator.devices()[0].own_scale / before, 1.0, 0.001);
   EXPECT_EQ(feed.estimator.devices()[0].samples, 10u);
   EXPECT_TRUE(feed.estimator.doubtful(0));
   feed.run(1, {64, 64});
@@ -164,6 +165,45 @@ TEST(Estimator, ForgetsWhatWasBeforeADrift) {
   EXPECT_NEAR(feed.estimator.devices()[0].own_scale / before, 1.05, 0.01);
   EXPECT_EQ(feed.estimator.devices()[0].drifts, 1);
   EXPECT_GE(feed.estimator.devices()[0].since_step, 110);
+}
+
+TEST(Estimator, ComparesDevicesUnderTheSameConditions) {
+  Feed feed{Estimator(profiles(2)), 0.01};
+  feed.run(100, {64, 64});
+  // One changes, and from then on a third program makes both slower: the other's long window is of the time before.
+  feed.run(20, {64, 64}, [](std::int64_t step, std::size_t i) { return i == 0 ? 2.0 : (step < 102 ? 1.0 : 1.06); });
+  const auto ratio = [&] { return feed.estimator.devices()[0].own_scale / feed.estimator.devices()[1].own_scale; };
+  EXPECT_NEAR(ratio(), 2.0 / 1.06, 0.1);
+  feed.run(20, {64, 64}, [](std::int64_t, std::size_t i) { return i == 0 ? 2.0 * 1.06 : 1.06; });
+  EXPECT_NEAR(ratio(), 2.0, 0.04);
+}
+
+TEST(Estimator, KnowsHowWellItKnowsTheRatioWhateverTheNoiseIs) {
+  // Of two devices: noise of their own, independent or lasting, and lasting noise that both have.
+  for (const bool lasting : {false, true}) {
+    double squares = 0.0;
+    constexpr int kSeeds = 200;
+    for (int seed = 1; seed <= kSeeds; ++seed) {
+      sim::BoxOptions options;
+      options.devices.resize(2);
+      options.noise = 0.07;
+      if (lasting) options.lasting_noise = {{0.065, 3.64, false}, {0.06, 40.0, true}};
+      options.seed = static_cast<std::uint64_t>(seed);
+      sim::Box box(options);
+      Estimator estimator(profiles(2));
+      for (std::int64_t step = 0; step < 100; ++step) estimator.record(step, box.run(step, {64, 64}).timings);
+      const auto& devices = estimator.devices();
+      double variance = 0.0;  // of two devices that are told to be equal each has the error of both
+      for (const DeviceEstimate& device : devices) {
+        const double alone = devices[0].cluster == devices[1].cluster ? 2.0 : 1.0;
+        variance += alone * device.error * device.error;
+      }
+      const double difference = std::log(devices[0].own_scale / devices[1].own_scale);
+      squares += difference * difference / variance / kSeeds;
+    }
+    EXPECT_GE(std::sqrt(squares), 0.75) << lasting;
+    EXPECT_LE(std::sqrt(squares), 1.35) << lasting;  // 2 where noise that lasts is taken for independent
+  }
 }
 
 TEST(Estimator, SeesNoDriftInNoise) {

@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
+#include <numbers>
 #include <numeric>
 #include <string>
 
@@ -109,6 +111,31 @@ TEST(MoveGate, NoiseRaisesTheGate) {
   Balancer balancer(options_for(noisy));
   run(balancer, box, 0, 12, 2000);
   EXPECT_GT(balancer.report().required_gain, 0.03);
+}
+
+TEST(MoveGate, AsksForTwoStandardErrorsOfTheGain) {
+  // Of two devices, each the median of 128 samples: the gain is half of their difference, whatever the noise is.
+  for (const bool lasting : {false, true}) {
+    double required = 0.0;
+    for (std::uint64_t seed = 1; seed <= 20; ++seed) {
+      sim::BoxOptions noisy = box_of({1.0, 1.0}, 0.1);
+      noisy.devices[1].device_class = "other";  // of one class they would be taken as equal
+      if (lasting) noisy.lasting_noise = {{0.1, 4.0, false}};
+      noisy.seed = seed;
+      sim::Box box(noisy);
+      BalancerOptions options = options_for(noisy);
+      options.calibrate = false;
+      Balancer balancer(options);
+      for (std::int64_t step = 0; step < 400; ++step) {
+        balancer.next_plan(2000);
+        balancer.record(box.run(step, {1000, 1000}).timings);
+      }
+      balancer.next_plan(2000);
+      required += balancer.report().required_gain / 20.0;
+    }
+    const double mean_error = 0.1 * (lasting ? std::sqrt(2.0 * (0.57 + 4.5)) : std::sqrt(1.57)) / std::sqrt(128.0);
+    EXPECT_NEAR(required, 2.0 * mean_error / std::numbers::sqrt2, 0.2 * required) << lasting;
+  }
 }
 
 TEST(MoveGate, AnUnseenBatchSizeGetsTheBestKnownSplitWithoutBeingAMove) {

@@ -74,7 +74,47 @@ TEST(WhatIf, RefusesWhatMakesNoSense) {
   EXPECT_THROW((void)balancer.what_if({.speeds = {1.0, 0.0}}), InvalidArgument);
   EXPECT_THROW((void)balancer.what_if({.add = {{"x", 2, 1.0}}}), InvalidArgument);
   EXPECT_THROW((void)balancer.what_if({.remove = {2}}), InvalidArgument);
-  EXPECT_THROW((void)balancer.what_if({.remove = {0, 1}}), InvalidArgument);
+}
+
+TEST(WhatIf, TakesDevicesToBeFasterTheFewerThereAreByWhatOneAloneHasShown) {
+  sim::Box box(box_of({1.0, 1.0, 1.0}));
+  Balancer balancer = balancer_of(box.options());
+  run(balancer, box, 0, 30);
+  const auto seconds = [&](const std::vector<std::size_t>& remove) {
+    return balancer.what_if({.remove = remove, .alone = 0.25}).seconds / balancer.what_if({.remove = remove}).seconds;
+  };
+  EXPECT_NEAR(seconds({}), 1.0, 1e-9);
+  EXPECT_NEAR(seconds({2}), 0.5, 1e-9);
+  EXPECT_NEAR(seconds({0, 2}), 0.25, 1e-9);
+  const WhatIfAnswer plain = balancer.what_if({.remove = {2}});
+  const WhatIfAnswer whole = balancer.what_if({.remove = {2}, .alone = 1.0, .overhead_seconds = 0.1});
+  EXPECT_NEAR(whole.seconds, plain.seconds + 0.1, 1e-9);
+  EXPECT_NEAR(whole.present_seconds, plain.present_seconds + 0.1, 1e-9);
+  EXPECT_NEAR(whole.best_seconds, plain.best_seconds + 0.1, 1e-9);
+  EXPECT_NE(plain.text.find("as fast alone as beside each other, which was not measured"), std::string::npos);
+  EXPECT_NE(whole.text.find("it rests on steps that one device ran alone"), std::string::npos);
+  EXPECT_EQ(balancer.what_if({}).text.find("alone"), std::string::npos);
+  EXPECT_THROW((void)balancer.what_if({.alone = 0.0}), InvalidArgument);
+}
+
+TEST(WhatIf, SaysWhichDevicesThereAreWhereNoneIsLeft) {
+  sim::Box box(box_of({1.0, 0.5}));
+  Balancer balancer = balancer_of(box.options());
+  run(balancer, box, 0, 5);
+  const auto refusal = [&](const WhatIfOptions& asked) -> std::string {
+    try {
+      return balancer.what_if(asked).text;
+    } catch (const InvalidArgument& error) {
+      return error.what();
+    }
+  };
+  const std::string wanted =
+      "what_if: remove leaves no device to run the batch; the devices are sim:0, sim:1. Leave one of them, or add one";
+  EXPECT_EQ(refusal({.remove = {0, 1}}), wanted);
+  EXPECT_EQ(balancer.what_if({.add = {{"new", 0, 1.0}}, .remove = {0, 1}}).shares, (Shares{0, 0, 400}));
+  balancer.retire(0);
+  (void)balancer.next_plan(400);
+  EXPECT_EQ(refusal({.remove = {1}}), wanted);
 }
 
 TEST(Explain, SaysSinceWhenHowMuchSlowerAndWhatItCosts) {
@@ -92,6 +132,32 @@ TEST(Explain, SaysSinceWhenHowMuchSlowerAndWhatItCosts) {
             std::string::npos)
       << balancer.explain();
   EXPECT_EQ(balancer.report().devices[1].slowdown, 0.0);
+}
+
+TEST(Explain, DoesNotCallADeviceSlowThatWasFastForAWhileAndIsLevelAgain) {
+  sim::BoxOptions options = box_of({1.0, 1.0});
+  options.throttles = {{1, 0.8, 50, 100}};
+  sim::Box box(options);
+  Balancer balancer = balancer_of(options);
+  run(balancer, box, 0, 200);
+  const DeviceReport device = balancer.report().devices[1];
+  EXPECT_EQ(device.change_points + device.drifts, 2);
+  EXPECT_EQ(device.equals, 2u);
+  EXPECT_EQ(device.slowdown, 1.0);
+  EXPECT_EQ(device.regain, 0.0);
+  EXPECT_EQ(balancer.explain().find("slower"), std::string::npos) << balancer.explain();
+}
+
+TEST(Explain, CallsDevicesSlowThatHaveSlowedDownTogether) {
+  sim::BoxOptions options = box_of({1.0, 1.0});
+  options.throttles = {{0, 2.0, 50, 1000}, {1, 2.0, 50, 1000}};
+  sim::Box box(options);
+  Balancer balancer = balancer_of(options);
+  run(balancer, box, 0, 100);
+  for (const DeviceReport& device : balancer.report().devices) {
+    EXPECT_EQ(device.equals, 2u);
+    EXPECT_NEAR(device.slowdown, 2.0, 0.05);
+  }
 }
 
 }  // namespace

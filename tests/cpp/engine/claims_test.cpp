@@ -126,6 +126,30 @@ TEST(Claims, HandOutEveryItemExactlyOnceUnderAnySpeeds) {
   }
 }
 
+TEST(Claims, HandOutNoFewerThanTheLeastItemsUnderAnySpeeds) {
+  std::mt19937_64 rng(11);
+  for (int round = 0; round < 20000; ++round) {
+    Case c = random_case(rng);
+    c.options.least_items = 1 + static_cast<std::int64_t>(rng() % 4);
+    if (rng() % 2 == 0) {
+      for (std::int64_t& share : c.options.shares) share %= 12;  // where remainders are most of it
+    }
+    for (std::int64_t& share : c.options.shares) share = share > 0 ? std::max(share, c.options.least_items) : 0;
+    if (total(c.options.shares) == 0) c.options.shares[0] = c.options.least_items;
+    if (c.options.micro_batch > 0) c.options.micro_batch = std::max(c.options.micro_batch % 8, c.options.least_items);
+    SCOPED_TRACE(round);
+    const Played played = play(c.options, c.truth);
+    expect_every_item_once(played, total(c.options.shares));
+    const std::int64_t most = std::max(c.options.micro_batch, 2 * c.options.least_items - 1);
+    for (const auto& device : played.ran) {
+      for (const MicroBatch& mb : device) {
+        ASSERT_GE(mb.size(), c.options.least_items);
+        ASSERT_TRUE(c.options.micro_batch == 0 || mb.size() <= most) << mb.size();
+      }
+    }
+  }
+}
+
 TEST(Claims, NeverCallAMicroBatchLastThatIsNot) {
   std::mt19937_64 rng(13);
   for (int round = 0; round < 3000; ++round) {

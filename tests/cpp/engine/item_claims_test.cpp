@@ -23,12 +23,12 @@ namespace {
 
 /// A plan for items of random lengths, with devices that take `speeds` seconds for a unit of work.
 std::shared_ptr<ItemPlan> plan_of(std::mt19937_64& rng, std::size_t items, const std::vector<double>& targets,
-                                  const std::vector<double>& speeds) {
+                                  const std::vector<double>& speeds, std::int64_t least = 1) {
   std::lognormal_distribution<double> draw(3.0, 0.7);
   auto plan = std::make_shared<ItemPlan>();
   for (std::size_t k = 0; k < items; ++k) plan->costs.push_back(draw(rng));
   plan->shapes.assign(targets.size(), {.cost = {10.0, 1.0, 0.0}});
-  plan->arrangement = plan::arrange_items(plan->costs, targets, plan->shapes);
+  plan->arrangement = plan::arrange_items(plan->costs, targets, plan->shapes, {.min_items = least});
   for (const std::int64_t item : plan->arrangement.order) {
     plan->ordered_costs.push_back(plan->costs[static_cast<std::size_t>(item)]);
   }
@@ -45,9 +45,9 @@ struct Played {
 };
 
 /// Virtual time: whoever is free first claims next; what a unit of work really takes is `truth`.
-Played play(const std::shared_ptr<const ItemPlan>& plan, const std::vector<double>& truth, bool stealing,
-            bool any_size) {
-  engine::ItemClaims claims(plan, stealing, any_size);
+Played play(const std::shared_ptr<const ItemPlan>& plan, const std::vector<double>& truth, bool stealing, bool any_size,
+            std::int64_t least = 1) {
+  engine::ItemClaims claims(plan, stealing, any_size, least);
   Played played{std::vector<int>(plan->costs.size(), 0), std::vector<double>(truth.size(), 0.0), {}};
   std::vector<double> now(truth.size(), 0.0);
   std::vector<bool> left(truth.size(), false);
@@ -84,6 +84,21 @@ TEST(ItemClaims, HandsOutEveryItemOnce) {
     const auto plan = plan_of(rng, 1 + rng() % 60, targets, speeds);
     const Played played = play(plan, truth, round % 5 != 0, round % 2 == 0);
     EXPECT_TRUE(std::all_of(played.ran.begin(), played.ran.end(), [](int n) { return n == 1; })) << round;
+  }
+}
+
+TEST(ItemClaims, TakesOverNoFewerThanTheLeastItems) {
+  std::mt19937_64 rng(4);
+  for (int round = 0; round < 500; ++round) {
+    const auto least = static_cast<std::int64_t>(1 + rng() % 3);
+    const std::size_t items = 1 + rng() % 40;
+    const auto plan = plan_of(rng, items, {1.0, 1.0, 2.0}, {1e-6, 1e-6, 1e-6}, least);
+    const double slow = 1e-6 * static_cast<double>(1 + rng() % 20);
+    const Played played = play(plan, {1e-6, slow, 1e-6}, true, true, least);
+    EXPECT_TRUE(std::all_of(played.ran.begin(), played.ran.end(), [](int n) { return n == 1; })) << round;
+    for (const MicroBatch& mb : played.claimed) {
+      EXPECT_GE(mb.size(), std::min(least, static_cast<std::int64_t>(items))) << round;
+    }
   }
 }
 

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 #include <numeric>
 #include <random>
@@ -25,6 +27,33 @@ TEST(Chunks, AreOneMicroBatchByDefault) {
 TEST(Chunks, OfAFixedSizeAreEqualButTheLast) {
   EXPECT_EQ(chunks(100, {.fixed_size = 32}), (Sizes{32, 32, 32, 4}));
   EXPECT_EQ(chunks(64, {.fixed_size = 32, .granularity = 16}), (Sizes{32, 32}));
+}
+
+TEST(FittingPiece, LeavesNothingBelowTheLeastAndIsTheNearestToWhatIsWanted) {
+  for (std::int64_t left = 1; left <= 20; ++left) {
+    for (std::int64_t least = 1; least <= 4; ++least) {
+      for (std::int64_t wanted = 0; wanted <= 22; ++wanted) {
+        const std::int64_t size = fitting_piece(wanted, left, least);
+        SCOPED_TRACE(testing::Message() << wanted << " of " << left << ", least " << least);
+        ASSERT_GE(size, std::min(left, least));
+        ASSERT_TRUE(size == left || left - size >= least);
+        if (wanted >= left) {
+          EXPECT_EQ(size, left);
+          continue;
+        }
+        for (std::int64_t other = least; other <= left - least; ++other) {
+          EXPECT_LE(std::abs(size - wanted), std::abs(other - wanted));
+        }
+      }
+    }
+  }
+}
+
+TEST(FittingPiece, CutsAShareWithoutARemainderOfOne) {
+  EXPECT_EQ(fitting_piece(4, 9, 2), 4);
+  EXPECT_EQ(fitting_piece(4, 5, 2), 3);
+  EXPECT_EQ(fitting_piece(4, 2, 2), 2);
+  EXPECT_EQ(fitting_piece(2, 3, 2), 3) << "there is no other way";
 }
 
 TEST(Chunks, StartLargeAndThenHalve) {

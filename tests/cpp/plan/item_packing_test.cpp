@@ -28,7 +28,7 @@ double total(const std::vector<double>& lengths, const ItemShape& shape, const s
 }
 
 /// Over all cuts.
-double least_total(const std::vector<double>& lengths, const ItemShape& shape, std::size_t most) {
+double least_total(const std::vector<double>& lengths, const ItemShape& shape, std::size_t least, std::size_t most) {
   double best = std::numeric_limits<double>::infinity();
   for (std::uint32_t mask = 0; mask < (1U << (lengths.size() - 1)); ++mask) {
     std::vector<std::int64_t> bounds{0};
@@ -38,7 +38,8 @@ double least_total(const std::vector<double>& lengths, const ItemShape& shape, s
     bounds.push_back(static_cast<std::int64_t>(lengths.size()));
     bool fits = true;
     for (std::size_t k = 0; k + 1 < bounds.size(); ++k) {
-      fits = fits && static_cast<std::size_t>(bounds[k + 1] - bounds[k]) <= most;
+      const auto size = static_cast<std::size_t>(bounds[k + 1] - bounds[k]);
+      fits = fits && size <= most && size >= std::min(least, lengths.size());
     }
     if (fits) best = std::min(best, total(lengths, shape, bounds));
   }
@@ -59,11 +60,15 @@ TEST(ItemPacking, FindsTheBestOfAllCuts) {
     const std::vector<double> lengths = lengths_of(rng, 1 + rng() % 12);
     const ItemShape shape{.cost = {0.5 * static_cast<double>(rng() % 40), 1.0, 0.1 * static_cast<double>(rng() % 3)}};
     const std::size_t most = round % 2 == 0 ? 100 : 1 + rng() % 5;
-    const PackOptions options{.max_items = static_cast<std::int64_t>(most), .least_fixed = 0.0};
+    const std::size_t least = round % 3 == 0 ? 1 + rng() % 3 : 1;
+    const PackOptions options{.max_items = static_cast<std::int64_t>(most),
+                              .min_items = static_cast<std::int64_t>(least),
+                              .least_fixed = 0.0};
     const std::vector<std::int64_t> bounds = pack_items(lengths, shape, options);
-    ASSERT_NEAR(total(lengths, shape, bounds), least_total(lengths, shape, most), 1e-9) << "round " << round;
+    const std::size_t allowed = std::max(most, 2 * least - 1);
+    ASSERT_NEAR(total(lengths, shape, bounds), least_total(lengths, shape, least, allowed), 1e-9) << "round " << round;
     for (std::size_t k = 0; k + 1 < bounds.size(); ++k) {
-      ASSERT_LE(bounds[k + 1] - bounds[k], static_cast<std::int64_t>(most));
+      ASSERT_LE(bounds[k + 1] - bounds[k], static_cast<std::int64_t>(allowed));
     }
   }
 }
@@ -89,6 +94,23 @@ TEST(ItemPacking, WithoutPaddingPiecesAreEqualAndFew) {
   EXPECT_EQ(pack_items(lengths, dear, {.max_items = 60}), (std::vector<std::int64_t>{0, 60, 100}));
 }
 
+TEST(ItemPacking, WithoutPaddingNoPieceIsSmallerThanTheLeast) {
+  for (std::int64_t items = 1; items <= 40; ++items) {
+    for (const std::int64_t most : {2, 3, 4, 7, 100}) {
+      for (const std::int64_t least : {2, 3}) {
+        const std::vector<double> lengths(static_cast<std::size_t>(items), 1.0);
+        const std::vector<std::int64_t> bounds = pack_items(
+            lengths, {.cost = {1e-3, 1.0, 0.0}, .measure = ItemMeasure::sum}, {.max_items = most, .min_items = least});
+        for (std::size_t k = 0; k + 1 < bounds.size(); ++k) {
+          ASSERT_GE(bounds[k + 1] - bounds[k], std::min(least, items)) << items << " " << most << " " << least;
+          ASSERT_LE(bounds[k + 1] - bounds[k], std::max(most, 2 * least - 1)) << items << " " << most << " " << least;
+        }
+        ASSERT_EQ(bounds.back(), items);
+      }
+    }
+  }
+}
+
 TEST(ItemPacking, NothingIsNoMicroBatch) { EXPECT_EQ(pack_items({}, kPadded), (std::vector<std::int64_t>{0})); }
 
 TEST(ItemPacking, RefusesWhatMakesNoSense) {
@@ -96,6 +118,7 @@ TEST(ItemPacking, RefusesWhatMakesNoSense) {
   EXPECT_THROW(pack_items(std::vector<double>{-1.0}, kPadded), InvalidArgument);
   EXPECT_THROW(pack_items(std::vector<double>{std::nan("")}, kPadded), InvalidArgument);
   EXPECT_THROW(pack_items(std::vector<double>{1.0}, kPadded, {.max_items = 0}), InvalidArgument);
+  EXPECT_THROW(pack_items(std::vector<double>{1.0}, kPadded, {.min_items = 0}), InvalidArgument);
 }
 
 void expect_every_item_once(const ItemArrangement& made, std::size_t items, std::size_t devices) {
@@ -137,6 +160,38 @@ TEST(ItemArrangement, WhoHasNoTargetGetsNothingAndWhoHasOneGetsAnItem) {
   EXPECT_EQ(made.bounds[made.first[1]], 19);
   EXPECT_EQ(made.first[1], made.first[2]);
   EXPECT_EQ(made.bounds[made.first[3]] - made.bounds[made.first[2]], 1);
+}
+
+TEST(ItemArrangement, NoMicroBatchIsSmallerThanTheLeast) {
+  std::mt19937_64 rng(11);
+  std::lognormal_distribution<double> draw(2.0, 1.0);
+  for (int round = 0; round < 3000; ++round) {
+    std::vector<double> costs(1 + rng() % 40);
+    for (double& cost : costs) cost = rng() % 5 == 0 ? 1.0 : std::round(draw(rng));
+    const std::size_t devices = 1 + rng() % 4;
+    std::vector<double> targets;
+    for (std::size_t d = 0; d < devices; ++d)
+      targets.push_back(d > 0 && rng() % 4 == 0 ? 0.0 : static_cast<double>(1 + rng() % 9));
+    const ItemMeasure measure = rng() % 3 == 0 ? ItemMeasure::sum : ItemMeasure::padded;
+    const std::vector<ItemShape> shapes(
+        devices, {.cost = {0.1 * static_cast<double>(rng() % 30), 1.0, 0.0}, .measure = measure});
+    const auto least = static_cast<std::int64_t>(1 + rng() % 3);
+    const std::int64_t most = rng() % 2 == 0 ? 1000 : static_cast<std::int64_t>(1 + rng() % 8);
+    const ItemArrangement made =
+        arrange_items(costs, targets, shapes, {.max_items = most, .min_items = least, .plain_costs = rng() % 4 == 0});
+    expect_every_item_once(made, costs.size(), devices);
+    for (std::size_t k = 0; k + 1 < made.bounds.size(); ++k) {
+      const std::int64_t size = made.bounds[k + 1] - made.bounds[k];
+      ASSERT_GE(size, std::min(least, static_cast<std::int64_t>(costs.size()))) << "round " << round;
+      ASSERT_LE(size, std::max(most, 2 * least - 1)) << "round " << round;
+      for (std::int64_t i = made.bounds[k] + 1; i < made.bounds[k + 1]; ++i) {
+        const auto at = [&](std::int64_t position) {
+          return costs[static_cast<std::size_t>(made.order[static_cast<std::size_t>(position)])];
+        };
+        ASSERT_GE(at(i - 1), at(i)) << "round " << round;
+      }
+    }
+  }
 }
 
 TEST(ItemArrangement, ItemsWithoutCostAreSpread) {

@@ -10,6 +10,8 @@
 #include <paceline/error.hpp>
 #include <paceline/sim/random.hpp>
 
+#include "correlation.hpp"
+
 namespace paceline::sim {
 namespace {
 
@@ -93,6 +95,42 @@ TEST(Box, NoiseDoesNotDependOnWhatElseRan) {
   EXPECT_NE(Box(options).run(10, {80, 10}).timings.devices[0][0].seconds, late);
 }
 
+TEST(Box, LastingNoiseIsAsLargeAndLastsAsLongAsAsked) {
+  BoxOptions options = two_devices();
+  options.devices[1].speed = 1.0;
+  options.noise = 0.06;
+  options.lasting_noise = {{0.08, 4.0, false}, {0.10, 30.0, true}};
+  Box box(options);
+  std::vector<double> first;
+  std::vector<double> ratio;
+  for (std::int64_t step = 0; step < 40000; ++step) {
+    const balance::StepTimings timings = box.run(step, {60, 60}).timings;
+    first.push_back(std::log(timings.devices[0][0].seconds));
+    ratio.push_back(first.back() - std::log(timings.devices[1][0].seconds));
+  }
+  const double own = 0.08 * 0.08;
+  const double common = 0.10 * 0.10;
+  const double all = own + common + 0.06 * 0.06;
+  EXPECT_NEAR(covariance(first, 0), all, 0.1 * all);
+  EXPECT_NEAR(covariance(ratio, 0), 2.0 * (all - common), 0.1 * all) << "what is common cancels";
+  for (const std::size_t lag : {1u, 4u, 20u}) {
+    const auto steps = static_cast<double>(lag);
+    const double lasting = own * std::exp(-steps / 4.0);
+    EXPECT_NEAR(correlation(first, lag), (lasting + common * std::exp(-steps / 30.0)) / all, 0.05) << lag;
+    EXPECT_NEAR(correlation(ratio, lag), lasting / (all - common), 0.05) << lag;
+  }
+}
+
+TEST(Box, LastingNoiseDoesNotDependOnWhichStepsRan) {
+  BoxOptions options = two_devices();
+  options.lasting_noise = {{0.1, 20.0, false}, {0.1, 20.0, true}};
+  Box each(options);
+  Box last(options);
+  for (std::int64_t step = 0; step < 30; ++step) each.run(step, {50, 50});
+  EXPECT_EQ(each.run(29, {80, 10}).timings.devices[1][0].seconds, last.run(29, {20, 10}).timings.devices[1][0].seconds);
+  EXPECT_NE(last.run(28, {20, 10}).timings.devices[1][0].seconds, last.run(29, {20, 10}).timings.devices[1][0].seconds);
+}
+
 TEST(Box, SpikesComeAsOftenAsAsked) {
   BoxOptions options = two_devices();
   options.spike_probability = 0.1;
@@ -127,6 +165,8 @@ TEST(Box, RefusesEventsThatMakeNoSense) {
   refused([](BoxOptions& o) { o.devices[0].speed = 0.0; });
   refused([](BoxOptions& o) { o.devices[0].fixed_seconds = o.devices[0].per_item_seconds = 0.0; });
   refused([](BoxOptions& o) { o.noise = -0.1; });
+  refused([](BoxOptions& o) { o.lasting_noise = {{-0.1, 10.0, false}}; });
+  refused([](BoxOptions& o) { o.lasting_noise = {{0.1, 0.0, false}}; });
   refused([](BoxOptions& o) { o.spike_probability = 1.5; });
   refused([](BoxOptions& o) { o.throttles = {{2, 2.0, 0, 1}}; });
   refused([](BoxOptions& o) { o.throttles = {{0, 0.0, 0, 1}}; });

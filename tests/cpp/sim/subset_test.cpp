@@ -170,9 +170,9 @@ TEST(Subset, FewRandomBoxesLoseToTheirBestSubset) {
   EXPECT_LE(mean, 0.002);
   EXPECT_LE(quantile(0.95), 0.01);  // what a move must promise
   EXPECT_LE(quantile(0.99), 0.02);
-  // Batches of some twelve items a device and less, beside reductions that cost: one in a thousand of 10000.
-  EXPECT_LE(above(0.15), 0.002 * count);
-  EXPECT_LE(losses.back(), 0.9);  // of 10000 the worst loses 87 %: a batch of 24 over five devices
+  EXPECT_LE(above(0.05), 0.003 * count);  // 15 of 10000
+  EXPECT_LE(above(0.15), 0.001 * count);  // 2 of 10000
+  EXPECT_LE(losses.back(), 0.25);         // of 10000 the worst loses 18 %
   EXPECT_LE(probes / count, 0.006);
   // Of 10000 boxes 8 lose more than 5 % to probes, the worst 6.3 %.
   EXPECT_LE(static_cast<double>(dear_probes), 0.002 * count);
@@ -207,6 +207,27 @@ Shares after(const RandomBox& random, std::int64_t steps, double* per_100 = null
   }
   if (per_100 != nullptr) *per_100 = 100.0 * static_cast<double>(moves) / static_cast<double>(steps - kSettled);
   return in_force;
+}
+
+TEST(Subset, OneDeviceTakesTheWholeBatchWhereNoSmallerGrowthPays) {
+  // Boxes of 19, 72, 24 and 36 items, which lost 48, 35, 87 and 38 % for good. In the last two the class that is best
+  // was left out after it had run one size only.
+  for (const std::uint64_t seed : {5514u, 7974u, 8913u, 5930u}) {
+    const RandomBox random = random_box(seed);
+    Box box(random.options);
+    const double ideal = box.ideal(0, random.batch_size);
+    balance::Balancer balancer(options_of(random));
+    double seconds = 0.0;
+    double dearest = 0.0;
+    for (std::int64_t step = 0; step < 60; ++step) {
+      const balance::StepPlan plan = balancer.next_plan(random.batch_size);
+      seconds = box.makespan(step, plan.shares);
+      if (plan.reason.starts_with("probe")) dearest = std::max(dearest, seconds);
+      balancer.record(box.run(step, plan.shares).timings);
+    }
+    EXPECT_LE(seconds, 1.01 * ideal) << seed;
+    EXPECT_LE(dearest, 2.0 * ideal) << seed << ": a step on the way costs little";
+  }
 }
 
 TEST(Subset, ADeviceAtTheBorderIsNotTakenInAndOut) {

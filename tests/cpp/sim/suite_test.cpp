@@ -4,11 +4,16 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <ostream>
 #include <set>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include <paceline/error.hpp>
+
+#include "correlation.hpp"
 
 namespace paceline::sim {
 
@@ -49,6 +54,21 @@ TEST(ScenarioResult, SaysWhichBoundsWereMissed) {
   ASSERT_EQ(even.missed.size(), 1u);
   EXPECT_NE(even.missed[0].find("never ended"), std::string::npos);
   EXPECT_THROW((void)run_scenario(scenario, 0), InvalidArgument);
+}
+
+TEST(Scenarios, CorrelatedNoiseIsThatOfTwoRealCores) {
+  Box box(named("correlated").options.box);
+  std::vector<double> first;
+  std::vector<double> ratio;
+  for (std::int64_t step = 0; step < 60000; ++step) {
+    const balance::StepTimings timings = box.run(step, {256, 256}).timings;
+    first.push_back(std::log(timings.devices[0][0].seconds));
+    ratio.push_back(first.back() - std::log(timings.devices[1][0].seconds));
+  }
+  const auto measured = std::vector<std::pair<std::size_t, double>>{{1, 0.64}, {5, 0.42}, {20, 0.28}, {100, 0.20}};
+  for (const auto& [lag, expected] : measured) EXPECT_NEAR(correlation(first, lag), expected, 0.06) << lag;
+  const auto between = std::vector<std::pair<std::size_t, double>>{{1, 0.36}, {2, 0.27}, {5, 0.13}, {10, 0.03}};
+  for (const auto& [lag, expected] : between) EXPECT_NEAR(correlation(ratio, lag), expected, 0.04) << lag;
 }
 
 TEST(Scenarios, HaveNamesOfTheirOwn) {

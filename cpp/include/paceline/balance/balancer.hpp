@@ -104,7 +104,13 @@ class PACELINE_API Balancer {
   /// @throws InvalidArgument if there is no such device or it is the last one.
   void retire(std::size_t device);
 
+  /// From the next plan on no share has fewer items, unless it is zero or the batch itself has fewer: fewer devices
+  /// then run a small batch. Shares in force that are too small are planned anew. 1, as at first: any share will do.
+  /// @throws InvalidArgument for less than 1.
+  void set_least_items(std::int64_t items);
+
   [[nodiscard]] const BalancerOptions& options() const noexcept;
+  [[nodiscard]] std::int64_t least_items() const noexcept;
 
   /// What is known and what was decided, as numbers.
   [[nodiscard]] BalanceReport report() const;

@@ -28,7 +28,10 @@ struct DeviceReport {
   std::int64_t since_step = 0;     ///< step of that change
   std::int64_t change_points = 0;  ///< sudden changes of its speed so far
   std::int64_t drifts = 0;         ///< slow ones
-  double slowdown = 0.0;           ///< its time now over its time before the last change: 2 = twice as slow; 0: none
+  /// Its time now over its time before the last change: 2 = twice as slow; 0: there was no change. A device that cannot
+  /// be told from another of its class has slowed down no more than that one: if it was faster for a while, it is level
+  /// again, not slow.
+  double slowdown = 0.0;
   double regain = 0.0;  ///< how much shorter steps would be if it were as fast as before, 0 if it is not slower
 };
 

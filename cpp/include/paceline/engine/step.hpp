@@ -65,6 +65,9 @@ struct StepOptions {
   std::vector<double> noise{};            ///< per device, or empty
   std::int64_t micro_batch = 0;           ///< > 0: fixed size; 0: one planned chunk, then corrections
   std::int64_t granularity = 1;
+  /// No micro-batch has fewer items, where no share has. More than half of `micro_batch`: then up to
+  /// 2 * least_items - 1 are allowed.
+  std::int64_t least_items = 1;
   bool stealing = true;  ///< false: exactly the shares
   /// Per device, or empty: how many micro-batches it still has to do, the first of them just begun, when it claims one
   /// more. None where the work is done when the call returns.

@@ -29,6 +29,10 @@ struct StepperOptions {
   /// call do not, for each new size may make them compile, capture or choose algorithms anew. `granularity` bounds the
   /// sizes.
   std::optional<bool> corrections{};
+  /// No micro-batch has fewer items, unless the batch has, or `micro_batch` is less: fewer devices then run a small
+  /// batch, and of a short last micro-batch the one before takes part. For programs that normalise over their
+  /// micro-batch, and cannot over one item.
+  std::int64_t least_items = 1;
   /// Of devices that work after the call, as DeviceQueueOptions has it.
   std::int64_t run_ahead = 1;
 };
@@ -78,6 +82,11 @@ class PACELINE_API Stepper {
                                               std::shared_ptr<StepProgram> program);
   /// What items cost, as far as that is known; none before the first plan_items.
   [[nodiscard]] std::optional<ItemReport> item_report() const;
+
+  /// StepperOptions::corrections and least_items, from the next plan on.
+  /// @throws InvalidArgument as the constructor.
+  void set_corrections(std::optional<bool> corrections);
+  void set_least_items(std::int64_t items);
 
   /// Cancels the step that runs, if any (see Step::cancel). Any thread, also while another is in begin() or commit().
   void cancel();

@@ -44,6 +44,15 @@ PACELINE_API std::int64_t correction_floor(const CostModel& model, double overhe
 /// At most 2 + log2(held back / unit) distinct sizes; what is no multiple of the unit goes into the planned chunk.
 PACELINE_API std::vector<std::int64_t> chunks(std::int64_t share, const ChunkOptions& options = {});
 
+/// How many of `left` items a piece takes that should have `wanted`: the nearest number for which neither it nor what
+/// it leaves is smaller than `least`, of two the smaller one. All of them where there is none: then fewer than `least`
+/// are left, or fewer than twice that.
+[[nodiscard]] constexpr std::int64_t fitting_piece(std::int64_t wanted, std::int64_t left, std::int64_t least) {
+  if (wanted >= left) return left;
+  if (left < 2 * least) return left;
+  return wanted < least ? least : wanted < left - least ? wanted : left - least;
+}
+
 /// What is known about a device when somebody claims in the tail of a step.
 struct TailDevice {
   CostModel model = {};

@@ -22,6 +22,7 @@ struct ItemArrangement {
 
 struct ArrangeOptions {
   std::int64_t max_items = std::numeric_limits<std::int64_t>::max();  ///< of one micro-batch
+  std::int64_t min_items = 1;  ///< of one, as in PackOptions; a device that has fewer items gets none
   /// Deal by the costs alone, as somebody who asks for ratios means them: the shapes then only decide on micro-batches.
   bool plain_costs = false;
 };
@@ -33,11 +34,11 @@ struct ArrangeOptions {
 /// what an item of each length costs with its padding; split_items deals by that; each device's items are packed
 /// anew; and where that has made some devices later than others, items change hands one by one until nothing is gained.
 /// What is uneven still corrects the speeds of a second round; the better of the two is taken. Devices of target 0 get
-/// nothing; any other gets at least one item, if there are enough. Items that all cost nothing count alike.
+/// nothing; any other gets at least min_items, if there are enough. Items that all cost nothing count alike.
 /// Deterministic. Pure.
 ///
 /// @throws InvalidArgument for costs or targets that are negative or not finite, targets that are all 0, another
-/// number of shapes than targets, and max_items below 1.
+/// number of shapes than targets, and max_items or min_items below 1.
 PACELINE_API ItemArrangement arrange_items(std::span<const double> costs, std::span<const double> targets,
                                            std::span<const ItemShape> shapes, const ArrangeOptions& options = {});
 

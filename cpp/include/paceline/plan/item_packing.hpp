@@ -34,6 +34,9 @@ struct ItemShape {
 struct PackOptions {
   /// The most items of one micro-batch.
   std::int64_t max_items = std::numeric_limits<std::int64_t>::max();
+  /// The fewest, unless there are fewer items at all. More than half of max_items: then up to 2 * min_items - 1 are
+  /// allowed.
+  std::int64_t min_items = 1;
   /// Micro-batches cost at least this part of all items' time each, whatever the shape says: one that costs nothing
   /// would make every length a micro-batch of its own, and a fit may say so by chance. A fiftieth of what padding can
   /// cost: at most some 20 micro-batches.
@@ -51,7 +54,8 @@ struct PackOptions {
 /// device can take over.
 ///
 /// @return bounds b_0 = 0 < b_1 < ... < b_m = items; micro-batch k is [b_k, b_k+1). Only 0 without items. Pure.
-/// @throws InvalidArgument for lengths that are negative, not finite or not descending, and for max_items below 1.
+/// @throws InvalidArgument for lengths that are negative, not finite or not descending, and for max_items or
+/// min_items below 1.
 PACELINE_API std::vector<std::int64_t> pack_items(std::span<const double> lengths_descending, const ItemShape& shape,
                                                   const PackOptions& options = {});
 

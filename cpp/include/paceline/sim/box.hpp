@@ -54,6 +54,13 @@ struct Pause {
   std::int64_t every = 0;
 };
 
+/// Noise that outlasts a step: the correlation of log times `n` steps apart is exp(-n / steps).
+struct LastingNoise {
+  double deviation = 0.0;  ///< standard deviation of log times
+  double steps = 10.0;
+  bool common = false;  ///< all devices meet the same one (clocks, memory); otherwise each has its own
+};
+
 /// The device stops for good in step `step`.
 struct Failure {
   std::size_t device = 0;
@@ -62,8 +69,9 @@ struct Failure {
 
 struct BoxOptions {
   std::vector<SimDevice> devices;
-  double noise = 0.0;              ///< every time is multiplied by exp(noise * Z), Z standard normal
-  double spike_probability = 0.0;  ///< jitter: a device's step is `spike_factor` times longer, so often
+  double noise = 0.0;  ///< every time is multiplied by exp(noise * Z), Z standard normal and independent
+  std::vector<LastingNoise> lasting_noise = {};  ///< each multiplies on top of `noise`
+  double spike_probability = 0.0;                ///< jitter: a device's step is `spike_factor` times longer, so often
   double spike_factor = 1.0;
   std::vector<Throttle> throttles = {};
   std::vector<Drift> drifts = {};
@@ -113,8 +121,11 @@ class PACELINE_API Box {
   [[nodiscard]] double slowdown(std::size_t device, std::int64_t step) const;
   [[nodiscard]] double pause(std::size_t device, std::int64_t step) const;
   [[nodiscard]] double reduction(const std::vector<std::int64_t>& shares) const;
+  [[nodiscard]] double lasting_noise(std::size_t device, std::int64_t step);
   BoxOptions options_;
-  std::vector<std::set<std::int64_t>> sizes_run_;  // per device; kept only where first runs cost
+  std::vector<std::vector<double>> lasting_;        // the present value of each term, per device
+  std::vector<std::vector<double>> lasting_noise_;  // their sums, per step that was asked for or before it, and device
+  std::vector<std::set<std::int64_t>> sizes_run_;   // per device; kept only where first runs cost
   double now_seconds_ = 0.0;
 };
 

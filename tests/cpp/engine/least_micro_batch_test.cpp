@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// StepperOptions::least_items on real workers: every item runs once, in micro-batches that are large enough.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <paceline/engine/stepper.hpp>
+#include <paceline/error.hpp>
+
+#include "host_group.hpp"
+
+namespace paceline {
+namespace {
+
+/// Counts how often each item runs. One device is slow by turns, so that work changes hands.
+class Counted final : public StepProgram {
+ public:
+  Counted(std::int64_t batch_size, std::size_t slow) : slow_(slow), times_(static_cast<std::size_t>(batch_size)) {}
+  bool run(const MicroBatch& mb) override {
+    for (std::int64_t k = mb.begin; k < mb.end; ++k) ++times_[static_cast<std::size_t>(k)];
+    const int spins = mb.device_index == slow_ ? 20000 : 1000;
+    for (std::atomic<int> spun = 0; spun < spins; ++spun) {
+    }
+    return false;
+  }
+  [[nodiscard]] bool all_once() const {
+    return std::all_of(times_.begin(), times_.end(), [](const auto& times) { return times == 1; });
+  }
+
+ private:
+  std::size_t slow_;
+  std::vector<std::atomic<int>> times_;
+};
+
+void step(Stepper& stepper, std::int64_t batch_size, bool costs, std::int64_t least) {
+  const auto program =
+      std::make_shared<Counted>(batch_size, static_cast<std::size_t>(batch_size) % stepper.group().size());
+  std::shared_ptr<Step> step;
+  if (costs) {
+    std::vector<double> lengths(static_cast<std::size_t>(batch_size));
+    std::iota(lengths.begin(), lengths.end(), 1.0);
+    step = stepper.begin(stepper.plan_items(lengths), program);
+  } else {
+    step = stepper.begin(batch_size, program);
+  }
+  step->wait();
+  step->rethrow_failure();
+  stepper.commit(step);
+  EXPECT_TRUE(program->all_once());
+  for (const ClaimRecord& claim : step->record().claims) {
+    EXPECT_GE(claim.micro_batch.size(), std::min(least, batch_size));
+  }
+}
+
+TEST(LeastMicroBatch, HoldsForEveryBatchAndPolicyWithCostsAndWithout) {
+  for (std::size_t devices = 1; devices <= 4; ++devices) {
+    const DeviceGroup group = host_group(devices);
+    for (const char* balance : {"auto", "even"}) {
+      const std::vector<std::pair<std::int64_t, std::int64_t>> sizes{{0, 1}, {0, 3}, {1, 1}, {2, 1}, {3, 3}, {4, 2}};
+      for (const auto& [micro_batch, granularity] : sizes) {
+        for (const bool costs : {false, true}) {
+          StepperOptions options{
+              .balance = balance, .micro_batch = micro_batch, .granularity = granularity, .least_items = 2};
+          if (micro_batch == 0 && options.balance == "auto") options.corrections = true;
+          Stepper stepper(group, options);
+          const std::int64_t least = micro_batch == 1 ? 1 : 2;
+          for (std::int64_t batch_size = 1; batch_size <= 40; ++batch_size) {
+            SCOPED_TRACE(testing::Message()
+                         << devices << " devices, " << balance << ", micro_batch " << micro_batch << ", granularity "
+                         << granularity << ", batch " << batch_size << (costs ? " by cost" : ""));
+            for (int k = 0; k < 2; ++k) step(stepper, batch_size, costs, least);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(LeastMicroBatch, MayChangeBetweenSteps) {
+  Stepper stepper(host_group(3), {.balance = "even"});
+  step(stepper, 3, false, 1);
+  EXPECT_EQ(stepper.plan().shares, (std::vector<std::int64_t>{1, 1, 1}));
+  stepper.set_least_items(2);
+  step(stepper, 3, false, 2);
+  EXPECT_EQ(stepper.plan().shares, (std::vector<std::int64_t>{3, 0, 0}));
+  step(stepper, 5, true, 2);
+  stepper.set_least_items(1);
+  step(stepper, 3, false, 1);
+  EXPECT_EQ(stepper.plan().shares, (std::vector<std::int64_t>{1, 1, 1}));
+  EXPECT_THROW(stepper.set_least_items(0), InvalidArgument);
+  EXPECT_THROW(stepper.set_corrections(true), InvalidArgument) << "they need balance 'auto'";
+  stepper.set_corrections(false);
+  stepper.set_corrections(std::nullopt);
+}
+
+/// Items take any time, so that devices are done at different times.
+class Unsteady final : public StepProgram {
+ public:
+  bool run(const MicroBatch& mb) override {
+    const int factor = 1 + (calls_++ * 7) % 5;
+    std::this_thread::sleep_for(std::chrono::microseconds(50) * factor * mb.size());
+    return false;
+  }
+
+ private:
+  std::atomic<int> calls_ = 0;
+};
+
+TEST(LeastMicroBatch, CorrectionsComeAndGo) {
+  Stepper stepper(host_group(2), {});
+  const auto program = std::make_shared<Unsteady>();
+  const auto most_claims = [&](int steps, std::size_t enough) {
+    std::size_t most = 0;
+    for (int k = 0; k < steps && most < enough; ++k) {
+      const std::shared_ptr<Step> step = stepper.begin(40, program);
+      step->wait();
+      step->rethrow_failure();
+      stepper.commit(step);
+      most = std::max(most, stepper.last_step().claims.size());
+    }
+    return most;
+  };
+  EXPECT_GT(most_claims(200, 3), 2U);
+  stepper.set_corrections(false);
+  EXPECT_LE(most_claims(20, 3), 2U) << "one micro-batch for each device";
+  stepper.set_corrections(std::nullopt);
+  EXPECT_GT(most_claims(200, 3), 2U);
+}
+
+}  // namespace
+}  // namespace paceline
