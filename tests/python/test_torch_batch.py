@@ -172,6 +172,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "array": ((X, np.zeros(8)), r"batch\[1\] is an array \(ndarray\) of 8.*torch\.as_tensor"),
     "array alone": (np.zeros((8, 6)), "no items to split"),
     "gradient": ((X, X.clone().requires_grad_()), r"batch\[1\] requires grad.*batch\[1\]\.detach\(\)"),
+    "nested": (
+        {"x": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)},
+        r"batch\['x'\] is a nested tensor.*torch\.nested\.to_padded_tensor\(batch\['x'\], 0\.0\)",
+    ),
+    "sparse": (
+        (X.to_sparse(), X),
+        r"batch\[0\] is sparse \(torch\.sparse_coo\).*batch\[0\]\.to_dense\(\).*sparse\.index_select",
+    ),
 }
 
 

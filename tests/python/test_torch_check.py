@@ -87,7 +87,7 @@ def test_batch_norm_is_named_with_its_place(dtype: torch.dtype) -> None:
     assert report.causes[0].modules == ("1",)
     assert "1 (BatchNorm1d)" in str(report)
     assert "GroupNorm" in str(report)
-    assert report.verdict == "not exact: running statistics"
+    assert report.verdict.startswith("not exact: running statistics (loss or gradients differ by up to ")
     assert report.differences["0.weight"] > 1e-2
     assert checked(module.eval(), batch=inputs(dtype=dtype)).exact
 
@@ -121,7 +121,7 @@ def test_buffers_of_a_module_of_ones_own_are_named_and_the_gradients_called_exac
 
 
 @pytest.mark.parametrize("functional", [False, True])
-def test_dropout_is_called_valid_and_the_rest_is_compared_without_it(functional: bool) -> None:
+def test_dropout_is_called_valid_and_compared_with_the_same_masks(functional: bool) -> None:
     class Dropping(nn.Module):
         def forward(self, x: torch.Tensor) -> Any:
             return F.dropout(x, 0.5, self.training)
@@ -131,18 +131,10 @@ def test_dropout_is_called_valid_and_the_rest_is_compared_without_it(functional:
     assert report.verdict.startswith("valid")
     assert not report.exact
     assert report.largest < report.tolerance
-    if not functional:
-        assert report.causes[0].modules == ("1 (Dropout)",)
+    assert [split.name for split in report.splits][-1] == "host:0 12, host:1 12"
     wrong = checked(network(nn.Dropout(0.5)), lambda m, b: classify(m, b) * len(b[0]))
     assert kinds(wrong) == ["random draws", "reduction"]
-    assert wrong.verdict == "not exact: random draws, reduction"
-
-
-def test_other_random_draws_leave_nothing_to_compare() -> None:
-    report = checked(network(), lambda m, b: classify(m, (b[0] + torch.randn_like(b[0]), b[1])))
-    assert kinds(report) == ["random draws"]
-    assert report.splits == ()
-    assert "pass them in the batch" in str(report)
+    assert wrong.verdict.startswith("not exact: reduction (")
 
 
 def contrastive(module: Any, batch: Any) -> Any:
@@ -244,7 +236,7 @@ def test_a_mean_over_tokens_without_their_weight_is_named_and_exact_with_it(dtyp
 
     report = checked(network(dtype=dtype), loss_fn, (tokens, labels))
     assert kinds(report) == ["weight"]
-    assert "unmasked tokens" in str(report)
+    assert "weight=lambda batch: (batch[1] != -100).sum(1)" in report.causes[0].text
     assert checked(network(dtype=dtype), loss_fn, (tokens, labels), weight=lambda b: (b[1] != -100).sum(1)).exact
 
 

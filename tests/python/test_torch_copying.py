@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +116,36 @@ def test_replicate_takes_modules_that_cannot_be_copied() -> None:
         module.zero_grad()
         trainer.step(classify, (x, y))  # the replicas see what the optimizer wrote
     assert_same_gradients(module, plain(nn.Sequential(module.inner), classify, (x, y))[1])
+
+
+def test_what_replicate_makes_has_the_attributes_and_hooks_of_the_users_module() -> None:
+    class Locked(Locking):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor, self.settings = 1.0, types.SimpleNamespace(power=1.0)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.factor * super().forward(x).sigmoid() ** self.settings.power
+
+    module, batch = Locked().double(), classifier()[1]
+    twin = Locked().double()
+    twin.inner = module.inner
+
+    def change(**attributes: float) -> None:
+        for one in (module, twin):
+            one.factor, one.settings.power = attributes["factor"], attributes["power"]
+
+    change(factor=2.0, power=3.0)
+    module.inner.register_forward_hook(lambda layer, _, output: output * 2)
+    with DataParallel(module, TWO, replicate=lambda _: Locked().double()) as trainer:
+        for step in range(3):
+            module.zero_grad()
+            classify(twin, batch).backward()
+            wanted = [parameter.grad for parameter in module.parameters()]
+            module.zero_grad()
+            trainer.step(classify, batch)
+            assert_same_gradients(module, wanted)
+            change(factor=3.0 + step, power=2.0)
 
 
 def test_replicate_keeps_tied_parameters_tied() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -354,15 +355,43 @@ def test_what_cannot_be_run_is_refused() -> None:
         assert gradients(module) == [None] * 4
 
 
-def test_dropout_with_recomputation_is_refused_here_too() -> None:
+def test_draws_that_no_seed_reaches_are_refused_with_recomputation_here_too() -> None:
     from torch.utils.checkpoint import checkpoint
 
-    module = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+    module = nn.LSTM(6, 3, 2, dropout=0.5).double()
     _, batch = classifier(20)
 
     def fn(m: Any, part: Any) -> None:
-        part.backward(F.cross_entropy(checkpoint(m, part.data[0], use_reentrant=False), part.data[1]))
+        output = checkpoint(m, part.data[0][None], use_reentrant=False)[0][0]
+        part.backward(F.cross_entropy(output, part.data[1]))
 
     with DataParallel(module, TWO) as trainer, trainer.batch(batch) as global_batch:
-        with pytest.raises(InvalidArgument, match="activation checkpointing"):
+        with pytest.raises(InvalidArgument, match=r"the dropout of nn\.LSTM.*activation checkpointing"):
             global_batch.run(fn)
+
+
+def test_each_cached_block_has_a_graph_of_its_own_while_another_device_is_inside_one() -> None:
+    module, (x, y) = classifier()
+    nn.utils.parametrize.register_parametrization(module[0], "weight", nn.Tanh())
+    inside, done = threading.Event(), threading.Event()
+
+    def run(replica: Any, part: Any) -> None:
+        first = part.data[2][0] == 0
+        with nn.utils.parametrize.cached():
+            loss = classify(replica, part.data)
+            if first:
+                inside.set()
+                done.wait(30)
+        part.backward(loss)
+        if first:
+            return
+        inside.wait(30)
+        for _ in range(3):
+            with nn.utils.parametrize.cached():
+                loss = classify(replica, part.data)
+            part.backward(loss / 3)
+        done.set()
+
+    with DataParallel(module, TWO, balance="even") as trainer, trainer.batch((x, y, torch.arange(16))) as batch:
+        batch.run(run)
+    assert module[0].parametrizations.weight.original.grad is not None

@@ -321,7 +321,9 @@ def test_a_fraction_is_of_the_memory_that_devices_share() -> None:
         assert a > 10**8
 
 
-@pytest.mark.parametrize("memory", [0, -1, 0.0, "1 GiB", 1.5, True, float("nan"), {"host:0": "much"}, {"host:7": 10}])
+@pytest.mark.parametrize(
+    "memory", [0, -1, 0.0, "1 GiB", 1.5, 2.0, 80.0, True, float("nan"), {"host:0": "much"}, {"host:7": 10}]
+)
 def test_what_is_no_limit_is_refused(memory: Any) -> None:
     module, _ = classifier(4)
     with pytest.raises(InvalidArgument, match="memory"):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -130,10 +134,19 @@ def test_weights_that_cannot_be_used_are_refused_before_anything_runs(weight: An
     [
         (lambda module, batch: module(batch[0]), r"a tensor of shape \(4, 3\) for a slice of 4 items"),
         (lambda module, batch: module(batch[0])[:2, 0], r"shape \(2,\) for a slice of 4"),
-        (lambda module, batch: classify(module, batch).item(), "returned float"),
+        (lambda module, batch: classify(module, batch).item(), r"returned float .*Return the tensor itself.*item\(\)"),
         (lambda module, batch: None, "returned NoneType"),
+        (
+            lambda module, batch: (classify(module, batch), module(batch[0])),
+            r"returned tuple .*Return the loss alone.*outputs\[indices\] = output\.detach\(\)",
+        ),
+        (lambda module, batch: {"loss": classify(module, batch)}, "returned dict .*Return the loss alone"),
+        (
+            lambda module, batch: SimpleNamespace(loss=classify(module, batch)),
+            r"returned SimpleNamespace .*Return its \.loss",
+        ),
     ],
-    ids=["matrix", "wrong length", "float", "None"],
+    ids=["matrix", "wrong length", "float", "None", "tuple", "dict", "object"],
 )
 def test_losses_of_another_shape_are_refused(loss_fn: Any, message: str) -> None:
     module, batch = classifier(8)
@@ -180,3 +193,50 @@ def test_a_half_precision_loss_is_not_divided_in_half_precision(devices: int) ->
 def test_reduction_is_one_of_two_words() -> None:
     with pytest.raises(InvalidArgument, match="'mean' or 'sum'"):
         DataParallel(nn.Linear(1, 1), TWO, reduction="none")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("call", ["step", "run"])
+def test_backward_of_the_loss_says_that_it_has_been_called(call: str) -> None:
+    module, batch = classifier(8)
+
+    def run(replica: Any, micro_batch: Any) -> None:
+        micro_batch.backward(classify(replica, micro_batch.data))
+
+    with DataParallel(module, TWO) as trainer:
+        if call == "step":
+            loss = trainer.step(classify, batch)
+        else:
+            with trainer.batch(batch) as global_batch:
+                loss = global_batch.run(run)
+    wanted = gradients(module)
+    with pytest.raises(RuntimeError, match=r"already called it for this loss.*Remove this call"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="already called"):
+        loss.backward(retain_graph=True)
+    assert_same_gradients(module, wanted)
+
+
+def test_the_loss_is_an_ordinary_tensor_wherever_it_goes() -> None:
+    module, batch = classifier(8)
+    with DataParallel(module, TWO) as trainer:
+        loss = trainer.step(classify, batch)
+    value = loss.item()
+    assert type(loss) is torch.Tensor
+    saved = io.BytesIO()
+    torch.save({"loss": loss}, saved)
+    saved.seek(0)
+    others = [
+        torch.load(saved, weights_only=True)["loss"],
+        pickle.loads(pickle.dumps(loss)),
+        copy.copy(loss),
+        copy.deepcopy(loss),
+        loss.clone(),
+        loss + 0,
+    ]
+    for other in others:
+        assert type(other) is torch.Tensor
+        assert other.item() == value
+    weight = torch.ones((), dtype=loss.dtype, requires_grad=True)
+    (loss * weight).backward()  # the caller's own graph goes on from it
+    assert weight.grad is not None
+    assert weight.grad.item() == value

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from paceline import InvalidArgument
 from paceline.torch import DataParallel, _optimizer, _workers
 from torch_support import TWO, hosts
 
@@ -238,3 +239,29 @@ def test_little_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(_optimizer._parts_of(small, 4, loop=False)) == 4
     assert _optimizer._parts_of(small[:20], 4, loop=False) == []
     assert _optimizer._parts_of([torch.empty(1 << 24, device="meta"), *small[:4]], 4, loop=False) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.optim.SGD, 0.1), r"parameters is 0\.1\. Options are given by name, as in optimizer\(SGD, lr=0\.1\)"),
+        ((torch.optim.AdamW, "lr"), r"parameters is 'lr'.*optimizer\(AdamW, lr=0\.1\)"),
+        (
+            (torch.optim.SGD, nn.Linear(2, 2)),
+            r"parameters is a Linear.*optimizer\(SGD, module\.parameters\(\), \.\.\.\)",
+        ),
+        ((torch.optim.SGD, nn.Sequential(nn.Linear(2, 2))), "parameters is a Sequential"),
+        (
+            (torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1),),
+            r"is not a class.*optimizer\(torch\.optim\.SGD, lr=0\.1\)",
+        ),
+        (("sgd",), "'sgd' is not a class"),
+    ],
+    ids=["number", "text", "module", "container", "instance", "name"],
+)
+def test_what_makes_no_optimizer_is_refused_with_how_it_is_made(arguments: Any, message: str) -> None:
+    with DataParallel(nn.Linear(2, 2), TWO) as trainer:
+        with pytest.raises(InvalidArgument, match=message):
+            trainer.optimizer(*arguments)
+        parameters = nn.ParameterList(trainer.module.parameters())  # a module that is iterated over by parameters
+        assert len(trainer.optimizer(torch.optim.SGD, parameters, lr=0.1).param_groups[0]["params"]) == 2

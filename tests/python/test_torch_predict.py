@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -177,3 +179,38 @@ def test_outputs_that_are_dataclass_and_mapping_are_whole_either_way() -> None:
     assert isinstance(output, ModelOutput)
     torch.testing.assert_close(output.logits, module(x).detach())
     torch.testing.assert_close(output["logits"], module(x).detach())
+
+
+class TakesNames(nn.Module):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return x.square() if scale is None else x * scale
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "advice", "fn"),
+    [
+        ("dict", r"the whole dict as its only argument.*lambda model, b: model\(\*\*b\)", lambda model, b: model(**b)),
+        ("tuple", r"the whole tuple as its only argument.*lambda model, b: model\(\*b\)", lambda model, b: model(*b)),
+    ],
+    ids=["dict", "tuple"],
+)
+def test_a_nest_for_a_module_that_takes_its_entries_fails_with_advice_that_works(
+    devices: int, kind: str, advice: str, fn: Any
+) -> None:
+    x, scale = torch.rand(6, 2), torch.rand(6, 2)
+    batch: Any = {"x": x, "scale": scale} if kind == "dict" else (x, scale)
+    with DataParallel(TakesNames(), TWO[:devices]) as trainer:
+        with pytest.raises(AttributeError) as raised:
+            trainer.predict(batch)
+        if sys.version_info >= (3, 11):
+            notes = " ".join(raised.value.__notes__)
+            assert re.search(advice, notes)
+            assert "raised on host:" in notes
+        assert torch.equal(trainer.predict(batch, fn), x * scale)
+
+
+def test_an_error_over_a_single_tensor_comes_without_advice() -> None:
+    with DataParallel(nn.Embedding(4, 2), TWO) as trainer, pytest.raises(RuntimeError) as raised:
+        trainer.predict(torch.rand(6))
+    assert "predict called" not in " ".join(getattr(raised.value, "__notes__", []))

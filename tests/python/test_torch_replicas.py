@@ -96,6 +96,52 @@ def test_a_forward_patched_by_a_closure_raises_and_names_the_parameter() -> None
         trainer.step(classify, batch)
 
 
+class Acting(nn.Module):
+    """Applies a function that it was given."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.act(x)
+
+
+def regularised_by(captured: Any) -> Any:
+    """A function whose closure has a layer, its forward, a list with it, or its weight."""
+
+    def act(x: torch.Tensor) -> Any:
+        one: Any = captured[0] if isinstance(captured, list) else captured
+        weight: Any = one if isinstance(one, torch.Tensor) else getattr(one, "__self__", one).weight
+        return x * weight.sum()
+
+    return act
+
+
+@pytest.mark.parametrize("capture", [lambda m: m, lambda m: m.forward, lambda m: [m], lambda m: m.weight])
+def test_a_function_over_a_submodule_is_named_with_what_to_do(capture: Any) -> None:
+    module, batch = classifier()
+    module[1] = Acting(regularised_by(capture(module[0])))
+    message = r"parameter 0\.weight .*attribute '1\.act' .*variable 'captured'.*not copied.*replicate="
+    with DataParallel(module, TWO) as trainer, pytest.raises(InvalidArgument, match=message):
+        trainer.step(classify, batch)
+
+
+def test_replicate_gives_a_function_over_a_submodule_to_each_device() -> None:
+    def make() -> Any:
+        module, _ = classifier()
+        module[1] = Acting(regularised_by(module[0]))
+        return module
+
+    module, (_, batch) = make(), classifier()
+    classify(module, batch).backward()
+    wanted = gradients(module)
+    module.zero_grad()
+    with DataParallel(module, TWO, replicate=lambda _: make()) as trainer:
+        trainer.step(classify, batch)
+    assert_same_gradients(module, wanted)
+
+
 def doubled(self: Any, x: torch.Tensor) -> Any:
     return 2 * nn.Sequential.forward(self, x)  # type: ignore[no-untyped-call]
 

@@ -156,6 +156,8 @@ def test_devices_are_given_in_several_ways() -> None:
         ({"devices": []}, "no devices|at least one"),
         ({"devices": ["gpu"]}, "'gpu'"),
         ({"balance": "fair"}, "'auto', 'even' or a list"),
+        ({"balance": [1, "1"]}, "'auto', 'even' or a list"),
+        ({"balance": [None, 1]}, "'auto', 'even' or a list"),
         ({"balance": [1, 2, 3]}, "3.*2|2.*3"),
         ({"balance": [0, 0]}, "zero|positive|sum"),
         ({"balance": [1, -1]}, "negative"),
@@ -230,3 +232,7 @@ def test_what_if_answers_without_a_trace() -> None:
             trainer.what_if(speeds=2.0)  # type: ignore[arg-type]
         with pytest.raises(InvalidArgument, match="what_if: remove is 'host:1'; give a list of names"):
             trainer.what_if(remove=TWO[1])
+        with pytest.raises(
+            InvalidArgument, match=r"no device to run the batch; the devices are host:0, host:1\. Leave one"
+        ):
+            trainer.what_if(remove=TWO)

@@ -11,6 +11,7 @@ except ImportError as error:
 from paceline.torch._batch_size import BatchSizeSearch
 from paceline.torch._check_report import Cause, CheckReport, SplitResult
 from paceline.torch._global_batch import GlobalBatch, MicroBatch
+from paceline.torch._run_draws import UnseededDrawsWarning
 from paceline.torch._sampler import BalancedBatchSampler
 from paceline.torch._trainer import DataParallel
 
@@ -23,4 +24,5 @@ __all__ = [
     "GlobalBatch",
     "MicroBatch",
     "SplitResult",
+    "UnseededDrawsWarning",
 ]

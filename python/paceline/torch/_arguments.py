@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -16,6 +16,7 @@ from paceline._core.runtime import gpu_facts
 from paceline.comm import Transport
 
 Memory = float | Mapping[str, float]  # bytes, or a fraction if at most 1
+_LEAST_FLOAT_BYTES = 2**20  # 8e9 is meant as bytes, 2.0 and 80.0 are not
 Balance = Literal["auto", "even"] | Sequence[float]
 
 
@@ -61,16 +62,12 @@ def named_devices(devices: str | Sequence[str | Device], module: nn.Module) -> s
 
 def policy_of(balance: Balance) -> tuple[str, list[float]]:
     """The policy's name, and its ratios if it has any."""
-    if not isinstance(balance, (str, Sequence)):
+    if isinstance(balance, str) and balance in ("auto", "even"):
+        return balance, []
+    if isinstance(balance, str) or not isinstance(balance, Sequence) or not all(map(is_number, balance)):
         raise InvalidArgument(
             f"DataParallel: balance is {balance!r}; it must be 'auto', 'even' or a list with one ratio per device."
         )
-    if isinstance(balance, str):
-        if balance not in ("auto", "even"):
-            raise InvalidArgument(
-                f"DataParallel: balance is {balance!r}; it must be 'auto', 'even' or a list with one ratio per device."
-            )
-        return balance, []
     return "weighted", [float(ratio) for ratio in balance]
 
 
@@ -106,6 +103,26 @@ def check_scaler(call: str, scaler: object) -> None:
         raise InvalidArgument(f"{call}: scaler is a {type(scaler).__name__}; a torch.amp.GradScaler is needed.")
 
 
+def check_optimizer(cls: object, parameters: object) -> None:
+    """Raise for what is no class, and for what cannot be parameters."""
+    if not callable(cls):
+        raise InvalidArgument(
+            f"optimizer: {cls!r} is not a class. Give the class of the optimizer, and then its options by name: "
+            "optimizer(torch.optim.SGD, lr=0.1)."
+        )
+    name = getattr(cls, "__name__", "SGD")
+    if isinstance(parameters, nn.Module) and not isinstance(parameters, nn.ParameterList):
+        raise InvalidArgument(
+            f"optimizer: parameters is a {type(parameters).__name__}. Give its parameters, optimizer({name}, module.parameters(), ...), or "
+            "leave them out: the default are those of the trainer's module."
+        )
+    if isinstance(parameters, str) or not isinstance(parameters, Iterable):
+        raise InvalidArgument(
+            f"optimizer: parameters is {parameters!r}. Options are given by name, as in optimizer({name}, lr=0.1); parameters come before them "
+            "and may be left out."
+        )
+
+
 def memory_limits(memory: Memory | None, group: DeviceGroup) -> list[int | None]:
     """Bytes for each device, None where there is no limit."""
     names = [device.name for device in group.devices]
@@ -124,9 +141,10 @@ def memory_limits(memory: Memory | None, group: DeviceGroup) -> list[int | None]
             raise InvalidArgument(
                 f"DataParallel: memory is {value!r} for {device.name}; give bytes, or a fraction of its memory such as 0.5."
             )
-        if isinstance(value, float) and value > 1 and not value.is_integer():
+        if isinstance(value, float) and value > 1 and (value < _LEAST_FLOAT_BYTES or not value.is_integer()):
             raise InvalidArgument(
-                f"DataParallel: memory is {value!r} for {device.name}; a fraction of its memory is at most 1.0, and bytes are a whole number."
+                f"DataParallel: memory is {value!r} for {device.name}; a fraction of its memory is at most 1.0. To give bytes, write a whole "
+                "number such as 2 * 2**30."
             )
         if value is not None and isinstance(value, float) and value <= 1:
             sharing = sum(other.memory_space == device.memory_space for other in group.devices)

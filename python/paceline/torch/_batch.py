@@ -45,11 +45,14 @@ class Batch:
                 "is the item; torch.from_numpy and torch.as_tensor make them."
             )
         first_path, self.size = self._sized[0]
-        for path, size in self._sized:
+        for (path, size), (shape, _) in zip(self._sized, self._item_shapes, strict=True):
             if size != self.size:
+                time = first_path if self._item_shapes[0][0][:1] == (size,) else path
+                turns = size in self._item_shapes[0][0][:1] or self.size in shape[:1]
+                turn = f" If {time} is [time, batch], pass {time}.transpose(0, 1)." if turns else ""
                 raise InvalidArgument(
                     f"batch: {path} has {counted(size, 'item')} along dimension 0, but {first_path} has {self.size}. All tensors of a batch need the "
-                    "same length there; make what belongs to the whole batch 0-dimensional, or give it to loss_fn by a closure."
+                    f"same length there; make what belongs to the whole batch 0-dimensional, or give it to loss_fn by a closure.{turn}"
                 )
         if self.size == 0:
             raise InvalidArgument(f"batch: {first_path} has no items (its dimension 0 is 0). Skip empty batches.")
@@ -82,6 +85,21 @@ class Batch:
         """Items ``[begin, end)``, in the same nest; `move` brings each tensor to where it is needed."""
         return self._slice(lambda tensor: tensor[begin:end], move)
 
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        """Which items of the batch ``[begin, end)`` are."""
+        return torch.arange(begin, end)
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Those that are cut, each with its path."""
+        found: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            found.append(tensor)
+            return tensor
+
+        self.cut(note)
+        return [(path, tensor) for (path, _), tensor in zip(self._sized, found, strict=True)]
+
     def cut(self, take: Move, move: Move = same) -> Any:
         """What `take` takes of each tensor with items, in the same nest."""
         return self._slice(take, move)
@@ -106,6 +124,7 @@ class Batch:
         return None
 
     def _tensor(self, node: torch.Tensor, path: str) -> Slicer | None:
+        _check_layout(node, path)
         self.places.setdefault(node.device, path)
         if node.dim() == 0:
             # One of the host's goes with any device's; one that is on a GPU has to be on the right one.
@@ -175,6 +194,21 @@ class Batch:
             if slicer is not None:
                 parts.append((key, slicer))
         return parts
+
+
+def _check_layout(node: torch.Tensor, path: str) -> None:
+    """Raise for tensors that cannot be cut along dimension 0."""
+    if node.is_nested:
+        raise InvalidArgument(
+            f"batch: {path} is a nested tensor, which cannot be cut into slices. Pass it padded, torch.nested.to_padded_tensor({path}, 0.0), "
+            "and the lengths as a tensor beside it; with cost= the lengths, devices get equal work."
+        )
+    if node.layout != torch.strided:
+        raise InvalidArgument(
+            f"batch: {path} is sparse ({node.layout}), and PyTorch does not cut such tensors into slices. Pass {path}.to_dense(). If that "
+            "takes too much memory, pass torch.arange(items) in its place, and let loss_fn select its rows: "
+            "sparse.index_select(0, indices)."
+        )
 
 
 def _told(data: Any) -> str:

@@ -32,14 +32,28 @@ class Buffers:
 
 
 class KeptBuffers:
-    """The buffers of a module as they are now, to go back to."""
+    """The buffers of modules as they are now, to go back to."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._kept = [
             (owner._buffers, name, buffer, None if buffer is None else buffer.clone())
-            for owner in module.modules()
+            for owner in modules
             for name, buffer in owner._buffers.items()
         ]
+
+    @property
+    def changed(self) -> bool:
+        """Whether one was set or written to, by whatever means. NaN counts as changed."""
+        return any(
+            slots.get(name) is not buffer
+            or (
+                buffer is not None
+                and value is not None
+                and buffer.layout is torch.strided
+                and not torch.equal(buffer, value)
+            )
+            for slots, name, buffer, value in self._kept
+        )
 
     def restore(self) -> None:
         """The same tensors as then, with the same values."""
@@ -47,6 +61,19 @@ class KeptBuffers:
             slots[name] = buffer
             if buffer is not None and value is not None and not _overlaps(buffer):
                 buffer.copy_(value)
+
+
+class KeptAttributes:
+    """The attributes of modules as they are now: what a forward stores there for later, and counts."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._kept = [(vars(part), dict(vars(part))) for part in modules]
+
+    def restore(self) -> None:
+        """The same objects as then."""
+        for attributes, before in self._kept:
+            attributes.clear()
+            attributes.update(before)
 
 
 def _copy(pairs: Iterable[tuple[Slots, Slots, str]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -12,19 +11,24 @@ from torch import nn
 
 from paceline import Error, InvalidArgument
 from paceline.torch._batch import Batch
-from paceline.torch._batch_norm import standing_still, uses_batch_statistics
-from paceline.torch._check_fit import READINGS, couples_items, read_raw
+from paceline.torch._batch_norm import standing_still, using_batch_statistics
+from paceline.torch._buffers import KeptAttributes
+from paceline.torch._check_cause import Reader
 from paceline.torch._check_report import Cause, CheckReport, SplitResult
-from paceline.torch._dropout import dropout_names, without_dropout
+from paceline.torch._check_weights import known_tensors
 from paceline.torch._execution import Execution, Workload
 from paceline.torch._gradients import UserGradients
 from paceline.torch._items import Items
+from paceline.torch._leaves import OutsideLeaves
+from paceline.torch._noise import Noise
 from paceline.torch._objective import Objective, Reduction
 from paceline.torch._places import RandomStates
 from paceline.torch._probe import Probe, Probed, Span, distances, sizes_told, spans_of
-from paceline.torch._run import LossFunction, TrainRun
+from paceline.torch._replicas import is_compiled, is_compiled_function
+from paceline.torch._run import LossFunction
+from paceline.torch._trial_run import TrialRun
 
-# What the trainer's own devices made of the batch: sizes by device, objective, gradients.
+# What the trainer's own devices made of the batch: sizes by device, objective, gradients of the module and of leaves outside of it.
 Trained = tuple[dict[str, int], float, list[torch.Tensor | None]]
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
@@ -52,35 +56,47 @@ def check(
     tolerance: float | None,
     costs: list[float] | None,
 ) -> CheckReport:
-    """Check on the replica that is where the module is; `work` is for this check alone."""
+    """Check on the user's own module, which is what the devices have to agree with; `work` is for this check alone."""
     execution.replicas.refresh()
-    places, replicas = execution.places, execution.replicas
-    replica = replicas.list[places.devices.index(places.home)]
-    probe, by_cost = Probe(replica, places, batch, objective, loss_fn), None
+    module, places, replicas = execution.module, execution.places, execution.replicas
+    tolerance = tolerance_for(module, places.home) if tolerance is None else tolerance
+    noise = Noise(batch.size, places, max(tolerance, 1e-9))
+    if is_compiled(module) or is_compiled_function(loss_fn):
+        noise.recorded = True  # of nothing: compiled code makes no calls that one could see
+    outside = OutsideLeaves(replicas.parameters)
+    probe = Probe(
+        module, replicas.parameters, places, batch, objective, loss_fn, noise, outside, replicas.named_modules
+    )
+    by_cost = None
     if costs is not None:
+        execution.follow_modules(work)
         plan = work.stepper.plan_items(costs)
         items = Items(list(plan.order), batch, places.pin, costs)
         spans = [span for span in pairwise(plan.bounds) if span[0] < span[1]]
-        by_cost = Probe(replica, places, items.batch, items.objective(objective), loss_fn), spans
+        by_cost = probe.over(items.batch, items.objective(objective)), spans
 
     def attempt() -> Trained:
+        outside.clear()
+        attributes.restore()  # the devices follow the module as it was
         frame = execution.frame(work, batch, loss_fn, costs)
         mine = objective if frame.items is None else frame.items.objective(objective)
-        run = TrainRun(frame, loss_fn=loss_fn, objective=mine, scale=None, names=replicas.names)
+        options = {"loss_fn": loss_fn, "objective": mine, "scale": None, "names": replicas.names}
+        run = TrialRun(frame, **options, leaves=outside, noise=noise)
         loss, gradients, outcome = execution.train(work, run, keep=False)
-        return dict(zip(places.names, outcome.items, strict=True)), loss.item(), gradients
+        shares = dict(zip(places.names, outcome.items, strict=True))
+        return shares, loss.item(), [*gradients, *run.reached]
 
     user = UserGradients(replicas)
-    random = RandomStates(places)
+    random, attributes = RandomStates(places), KeptAttributes(replicas.all_modules)
     try:
         report = Check(
             probe,
-            batch.size,
+            batch,
             replicas.names,
             objective,
             reduction,
             micro_batch,
-            tolerance_for(execution.module, places.home) if tolerance is None else tolerance,
+            tolerance,
             lambda: execution.repeated(attempt),
             by_cost,
         ).run()
@@ -89,6 +105,8 @@ def check(
     finally:
         random.restore()
         user.restore()
+        outside.restore()
+        attributes.restore()
         execution.drop_gradients()
 
 
@@ -98,7 +116,7 @@ class Check:
     def __init__(
         self,
         probe: Probe,
-        items: int,
+        batch: Batch,
         names: Sequence[str],
         objective: Objective,
         reduction: Reduction,
@@ -107,10 +125,12 @@ class Check:
         train: Callable[[], Trained],
         by_cost: tuple[Probe, list[Span]] | None = None,
     ) -> None:
-        if items < 2:
+        if batch.size < 2:
             raise InvalidArgument("check: the batch has one item, which cannot be split. Use a batch of at least 8.")
         self._probe = probe
-        self._items = items
+        self._noise = probe.noise
+        self._batch = batch
+        self._items = batch.size
         self._names = names
         self._objective = objective
         self._reduction = reduction
@@ -122,38 +142,95 @@ class Check:
 
     def run(self) -> CheckReport:
         """Compare, and where there is a difference look for its causes, the certain ones first."""
-        first = self._probe.split([(0, self._items)])
-        with contextlib.ExitStack() as quiet:
-            if first.drew and not self._silence(quiet):
+        whole, again = self._twice()
+        if self._cannot_tell():
+            return self._report([])
+        if self._compare("again", whole, again).largest > self._tolerance:
+            self._add(
+                "not repeatable",
+                "the same batch gave two results, from the same parameters, buffers and random generators: loss_fn or the module keeps "
+                "state in Python, or draws from a generator that is neither PyTorch's nor the global one of Python or NumPy. Nothing can "
+                "be said of splits.",
+            )
+            return self._report([])
+        for self._noise.interleaved in (False, True):
+            self._causes.clear()
+            splits = self._splits(whole)
+            if self._cannot_tell():
                 return self._report([])
-            whole = self._whole()
-            again = self._whole()
-            if self._compare("again", whole, again).largest > self._tolerance:
-                self._add(
-                    "not repeatable",
-                    "the same batch gave two results, from the same parameters, buffers and random generators: loss_fn or the module keeps "
-                    "state in Python, or draws from elsewhere than PyTorch. Nothing can be said of splits.",
-                )
-                return self._report([])
-            splits = [self._split(whole, sizes) for sizes in self._sizes()]
+            self._note_draws()
             self._explain(whole, splits)
-            if self._by_cost is not None:
-                splits.append(self._dealt_out(whole, *self._by_cost))
-        # With dropout its masks differ; what was found on the way differs there, too.
-        if not first.drew:
-            splits.append(self._on_devices(whole))
-            if splits[-1].largest > self._tolerance and not self._causes:
-                self._add(
-                    "devices",
-                    "the trainer's devices gave another result than the same slices one after the other: loss_fn or the module shares "
-                    "state between the threads of the devices.",
-                )
+            # Items may only seem coupled where they were given the draws of others.
+            if not self._noise.has_blocks or not {"coupled items", "layout", "unknown"} & {
+                cause.kind for cause in self._causes
+            }:
+                break
+        if self._by_cost is not None:
+            splits.append(self._dealt_out(whole, *self._by_cost))
+        splits.append(self._on_devices(whole))
+        if self._cannot_tell():
+            return self._report([])
+        if splits[-1].largest > self._tolerance and not self._blamed:
+            self._add(
+                "devices",
+                "the trainer's devices gave another result than the module itself with the same slices one after the other: loss_fn or the "
+                "module shares state between the threads of the devices, or the copies of the module that the devices run are not what the "
+                "module is: see whether replicate= or copy.deepcopy leaves something out.",
+            )
         return self._report(splits)
+
+    def _twice(self) -> list[Probed]:
+        """The whole batch, first with draws that are recorded, then with the same ones."""
+        runs = [self._whole(), self._whole()]
+        self._probe.outside.settle()
+        inside = len(self._names)
+        for run in runs:
+            run.gradients[inside:] = self._probe.outside.lasting(run.gradients[inside:])
+        return runs
+
+    @property
+    def _blamed(self) -> bool:
+        """Whether something was found that explains other gradients."""
+        return any(cause.kind not in ("random draws", "shared draws") for cause in self._causes)
+
+    def _cannot_tell(self) -> bool:
+        """Whether something was drawn that could not be repeated for a part of the batch."""
+        if not self._noise.lost:
+            return False
+        self._causes.clear()
+        self._add(
+            "unknown draws",
+            f"loss_fn or the module draws random numbers that cannot be repeated for a part of the batch ({', '.join(self._noise.lost)}). "
+            "Another split draws others, so nothing can be compared. Draw them, and mix items with each other, before the step, and pass them "
+            "in the batch.",
+        )
+        return True
+
+    def _note_draws(self) -> None:
+        """What belongs to items was the same in every split; what they share was the same in every slice."""
+        if not self._noise.drew:
+            return
+        if self._noise.shared:
+            told = ", ".join(list(self._noise.shared)[:3])
+            self._add(
+                "shared draws",
+                f"all items of a slice share a random draw ({told}), as noise on weights is. One device draws it once for the whole batch, a split "
+                "once for each micro-batch: the expected gradient is the same, that of one step is not. The rest was compared with one draw for all.",
+            )
+        else:
+            self._add(
+                "random draws",
+                f"loss_fn or the module draws random numbers ({', '.join(self._noise.operators)}), and another split draws others, as every step "
+                "does. Splits were compared with the same draws for each item.",
+            )
+
+    def _splits(self, whole: Probed) -> list[SplitResult]:
+        return [self._split(whole, sizes) for sizes in self._sizes()]
 
     def _dealt_out(self, whole: Probed, probe: Probe, spans: list[Span]) -> SplitResult:
         """The slices that the devices are given by costs, one after the other: items from anywhere in the batch, by cost."""
         result = self._tried(f"by cost, {sizes_told([end - begin for begin, end in spans])}", whole, probe, spans)
-        if result.largest > self._tolerance and not self._causes:
+        if result.largest > self._tolerance and not self._blamed:
             raised = f" It raised {result.error}." if result.error is not None else ""
             self._add(
                 "order",
@@ -163,36 +240,16 @@ class Check:
             )
         return result
 
-    def _silence(self, quiet: contextlib.ExitStack) -> bool:
-        """Whether switching dropout off leaves nothing random."""
-        dropouts = dropout_names(self._probe.module)
-        quiet.enter_context(without_dropout(self._probe.module))
-        named = f" ({', '.join(dropouts[:3])}{', ...' if len(dropouts) > 3 else ''})" if dropouts else ""
-        if self._whole().drew:
-            self._add(
-                "random draws",
-                "loss_fn or the module draws random numbers outside of dropout. Another split draws others, so that "
-                "nothing can be compared. Draw them before the step and pass them in the batch.",
-                dropouts,
-            )
-            return False
-        self._add(
-            "random draws",
-            f"dropout{named} draws other masks for another split, as it does in every step. The rest was compared without it.",
-            dropouts,
-        )
-        return True
-
     def _explain(self, whole: Probed, splits: list[SplitResult]) -> None:
         self._note_buffers(splits)
-        if max(split.largest for split in splits) <= self._tolerance:
+        if _largest(splits) <= self._tolerance:
             return
-        norms = [part for part in self._probe.module.modules() if uses_batch_statistics(part)]
+        norms = [part for _, part in using_batch_statistics(self._probe.modules)]
         with standing_still(norms):
             if norms:
                 calm = self._whole()
-                splits = [self._split(calm, sizes) for sizes in self._sizes()]
-                if max(split.largest for split in splits) <= self._tolerance:
+                splits = self._splits(calm)
+                if _largest(splits) <= self._tolerance:
                     return
             errors = [split for split in splits if split.error is not None]
             if errors:
@@ -201,46 +258,16 @@ class Check:
                     f"loss_fn works on the whole batch and raises on a slice ({errors[0].name}): {errors[0].error}. It must take any number of items.",
                 )
                 return
-            self._read()
-
-    def _read(self) -> None:
-        """From what ``loss_fn`` returns by itself: how that of the whole is made of that of two parts."""
-        whole = self._probe.raw([(0, self._items)]).gradients
-        # Several cuts: at one of them the two parts may have as much of everything as they have items.
-        for cut in sorted({sizes[0] for sizes in self._sizes()} | {max(1, self._items // 3)}):
-            parts = [self._probe.raw([span]).gradients for span in ((0, cut), (cut, self._items))]
-            weight = self._objective.share(0, cut)
-            reading = read_raw(whole, *parts, items=cut / self._items, weight=weight, rounding=self._tolerance)
-            text = READINGS.get((reading, self._reduction))
-            if text is not None:
-                self._add(*text)
-                return
-        try:
-            coupled = couples_items(self._probe, self._items, self._tolerance)
-        except Exception:  # the batch cannot be put together anew, or loss_fn refuses it
-            coupled = None
-        if coupled is None:
-            self._add("unknown", "the items of the batch influence each other, or their number influences the result.")
-        elif coupled:
-            self._add(
-                "coupled items",
-                "the loss of an item depends on which other items are with it, as in contrastive and pairwise losses, or by statistics "
-                "over the batch. Such a loss is no sum over items, and no split of it is exact.",
-            )
-        else:
-            self._add(
-                "batch size",
-                "the result depends on how many items are in a slice: code that reads the batch size, or a term that is counted once for "
-                "each slice, such as a regulariser in a sum. Divide by what belongs to the item, or add such a term to the gradients after the step.",
-            )
+            reader = Reader(self._probe, self._batch, self._sizes(), self._objective, self._reduction, self._tolerance)
+            self._add(*reader.read())
 
     def _note_buffers(self, splits: list[SplitResult]) -> None:
         changed = sorted({name for split in splits for name in split.buffers})
-        norms = [name for name, part in self._probe.module.named_modules() if uses_batch_statistics(part)]
+        norms = [name for name, _ in using_batch_statistics(self._probe.modules)]
         owners = list(dict.fromkeys([*norms, *(name.rpartition(".")[0] for name in changed)]))
         if not owners:
             return
-        parts = dict(self._probe.module.named_modules())
+        parts = dict(self._probe.modules)
         told = ", ".join(f"{name or 'the module'} ({type(parts[name]).__name__})" for name in owners[:3])
         more = ", ..." if len(owners) > 3 else ""
         normalising = (
@@ -286,9 +313,7 @@ class Check:
         except Exception as error:
             return SplitResult("the devices", 0.0, {}, (), f"{type(error).__name__}: {error}")
         name = ", ".join(f"{device} {items}" for device, items in shares.items() if items)
-        return SplitResult(
-            name, _relative(whole.loss, loss), distances(whole.gradients, gradients, self._names), (), None
-        )
+        return self._compare(name, whole, Probed(loss, gradients, whole.buffers))
 
     def _compare(self, name: str, whole: Probed, other: Probed) -> SplitResult:
         buffers = [
@@ -296,14 +321,26 @@ class Check:
             for key, value in whole.buffers.items()
             if key not in other.buffers or not _close(value, other.buffers[key], self._tolerance)
         ]
-        differences = distances(whole.gradients, other.gradients, self._names)
+        differences = distances(whole.gradients, other.gradients, self._told_names())
         return SplitResult(name, _relative(whole.loss, other.loss), differences, tuple(buffers), None)
+
+    def _told_names(self) -> list[str]:
+        """Of the gradients; those outside of the module by the name that loss_fn has for them."""
+        leaves = self._probe.outside.leaves
+        known = (
+            {id(one): name for name, one in known_tensors(self._probe.loss_fn, self._probe.module)} if leaves else {}
+        )
+        return [*self._names, *(f"{known.get(id(leaf), tuple(leaf.shape))} (not of the module)" for leaf in leaves)]
 
     def _add(self, kind: Any, text: str, modules: Sequence[str] = ()) -> None:
         self._causes.append(Cause(kind, text, tuple(modules)))
 
     def _report(self, splits: list[SplitResult]) -> CheckReport:
         return CheckReport(self._items, tuple(splits), tuple(self._causes), self._tolerance)
+
+
+def _largest(splits: Sequence[SplitResult]) -> float:
+    return max(split.largest for split in splits)
 
 
 def _relative(wanted: float, got: float) -> float:

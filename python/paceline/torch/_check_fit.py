@@ -1,16 +1,19 @@
-"""How the gradient of a batch is made of those of its parts: what that says of the loss."""
+"""What kind of loss it is: how what it returns for the whole batch is made of what it returns for parts."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 
 from paceline.torch._objective import Reduction
-from paceline.torch._probe import Probe, distances
+from paceline.torch._probe import Probe, distances, spans_of
 
 Reading = Literal["sum", "mean", "mean over items", "other mean", "none"]
 Gradients = list[torch.Tensor | None]
+Share = Callable[[int, int], float]
 
 # What such a loss means where another reduction was said: the kind of the cause, and its text.
 READINGS: dict[tuple[Reading, Reduction], tuple[str, str]] = {
@@ -30,8 +33,8 @@ READINGS: dict[tuple[Reading, Reduction], tuple[str, str]] = {
     ),
     ("other mean", "mean"): (
         "weight",
-        "loss_fn returns a mean over something that not every item has as much of, such as unmasked tokens. Say how much each item has: "
-        'weight=lambda batch: (batch["labels"] != -100).sum(1), for example.',
+        "loss_fn returns a mean over something that not every item has as much of, such as unmasked tokens, or the class weights of its labels. "
+        "Say how much each item has: weight=lambda batch: ... with one number for each. Nothing that was tried from the batch fits.",
     ),
     ("other mean", "sum"): (
         "reduction",
@@ -40,6 +43,71 @@ READINGS: dict[tuple[Reading, Reduction], tuple[str, str]] = {
 }
 
 _CLOSE = 1e-2  # of a coefficient: wide, since the parts' gradients may point almost the same way
+
+# A loss f(mean over items): in words, the inverse of f and its derivative, and how to come to a mean.
+_CURVES: tuple[tuple[str, Callable[[float], float], Callable[[float], float], str], ...] = (
+    (
+        "the square root of a mean, as RMSE does",
+        lambda loss: loss * loss,
+        lambda loss: 2 * loss,
+        "Return the mean itself (MSE, without the root), whose minimum is the same. For the gradient of the root divide each .grad by "
+        "2 * loss.sqrt() after the step.",
+    ),
+    (
+        "the logarithm of a mean",
+        math.exp,
+        math.exp,
+        "Return the mean itself, whose minimum is the same. For the gradient of the logarithm divide each .grad by the loss after the step.",
+    ),
+    (
+        "the exponential of a mean, as perplexity does",
+        math.log,
+        lambda loss: 1 / loss,
+        "Return the mean itself, whose minimum is the same. For the gradient of the exponential multiply each .grad by loss.exp() after the step.",
+    ),
+)
+
+
+class Fit:
+    """Of a loss as it is, for the whole batch and for the slices of some splits: whether a rule explains the whole by the slices."""
+
+    def __init__(self, probe: Probe, splits: Sequence[Sequence[int]], tolerance: float) -> None:
+        self._probe = probe
+        self._tolerance = tolerance
+        self._splits = [spans_of(sizes) for sizes in splits]
+        self._whole = probe.raw([(0, sum(splits[0]))])
+        self._losses = {span: probe.raw([span]).loss for spans in self._splits for span in spans}
+
+    def is_mean_over(self, share: Share) -> bool:
+        """Whether the whole is the mean of the slices by their `share`, losses and gradients."""
+        return self._holds(share, lambda loss: loss, lambda loss: 1.0)
+
+    def curve(self, share: Share) -> str | None:
+        """In words, which function of a mean the loss is, and what to do; None if none that is known."""
+        for told, inverse, slope, cure in _CURVES:
+            if self._holds(share, inverse, slope):
+                return f"loss_fn returns {told}. The mean over the batch can be put together from slices, its function cannot. {cure}"
+        return None
+
+    def _holds(self, share: Share, inverse: Callable[[float], float], slope: Callable[[float], float]) -> bool:
+        try:
+            wanted = inverse(self._whole.loss)
+            for spans in self._splits:
+                terms = [share(*span) * inverse(self._losses[span]) for span in spans if share(*span)]
+                if not abs(sum(terms) - wanted) <= self._tolerance * sum(map(abs, [wanted, *terms])):
+                    return False
+            whole = [None if one is None else one * slope(self._whole.loss) for one in self._whole.gradients]
+            for spans in self._splits:
+                total: Gradients = [None] * len(whole)
+                for span in spans:
+                    if share(*span):
+                        term = self._probe.raw([span], share(*span) * slope(self._losses[span])).gradients
+                        total = _sum(total, term)
+                if max(distances(whole, total).values(), default=0.0) > self._tolerance:
+                    return False
+        except (ArithmeticError, ValueError):  # of the inverse: such a loss is no such function
+            return False
+        return True
 
 
 def read_raw(
@@ -78,18 +146,20 @@ def couples_items(probe: Probe, items: int, tolerance: float) -> bool | None:
         return None
     p, q, r, s = ((part * k, part * (k + 1)) for k in range(4))
     pairs = [probe.raw([left, right]).gradients for left, right in ((p, q), (r, s), (p, s), (r, q))]
-    names = [str(index) for index in range(len(pairs[0]))]
     one, other = _sum(pairs[0], pairs[1]), _sum(pairs[2], pairs[3])
-    return max(distances(one, other, names).values(), default=0.0) > tolerance
+    return max(distances(one, other).values(), default=0.0) > tolerance
 
 
 def _sum(left: Gradients, right: Gradients) -> Gradients:
+    """Of lists of which one may be shorter, where nothing more was reached."""
+    longest = max(len(left), len(right))
+    left, right = ([*one, *[None] * (longest - len(one))] for one in (left, right))
     return [a if b is None else b if a is None else a + b for a, b in zip(left, right, strict=True)]
 
 
 def _dot(left: Gradients, right: Gradients) -> float:
     total = 0.0
-    for a, b in zip(left, right, strict=True):
+    for a, b in zip(left, right, strict=False):
         if a is not None and b is not None:
             a, b = (torch.view_as_real(one) if one.is_complex() else one for one in (a, b))
             total += float((a.double() * b.double()).sum())

@@ -9,17 +9,28 @@ from typing import Literal
 
 Kind = Literal[
     "random draws",
+    "shared draws",
+    "unknown draws",
     "running statistics",
     "coupled items",
     "batch size",
     "reduction",
     "weight",
+    "function of a mean",
+    "layout",
     "order",
     "not repeatable",
     "error",
     "devices",
     "unknown",
 ]
+
+
+# What leaves a loss valid, if nothing else is found.
+_DRAWS = {
+    "shared draws": "valid in expectation: every micro-batch draws its own random numbers for all of its items",
+    "random draws": "valid: another split draws other random numbers",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +103,19 @@ class CheckReport:
         """One line."""
         if self.exact:
             return "exact: loss and gradients do not depend on the split"
-        kinds = [cause.kind for cause in self.causes]
-        if kinds == ["random draws"] and self.largest <= self.tolerance:
-            return "valid: another split draws other random numbers, and apart from that nothing changes"
-        if kinds == ["running statistics"] and self.largest <= self.tolerance:
-            return "exact gradients; buffers end up with other values for another split"
-        return f"not exact: {', '.join(dict.fromkeys(kinds))}"
+        kinds = dict.fromkeys(cause.kind for cause in self.causes)
+        if "unknown draws" in kinds:
+            return "cannot tell: another split draws other random numbers, and these could not be repeated"
+        if "not repeatable" in kinds:
+            return "cannot tell: the same batch gave two results"
+        harmless = self.largest <= self.tolerance and kinds.keys() <= {*_DRAWS, "running statistics"}
+        if not harmless:
+            told = ", ".join(kind for kind in kinds if kind not in _DRAWS)
+            return f"not exact: {told} ({_size(self.largest)})"
+        drawn = next((text for kind, text in _DRAWS.items() if kind in kinds), "")
+        if "running statistics" not in kinds:
+            return f"{drawn}, and apart from that nothing changes"
+        return f"{drawn or 'exact gradients'}; buffers end up with other values for another split"
 
     def __str__(self) -> str:
         lines = [f"{self.verdict} ({self.items} items)"]
@@ -110,6 +128,13 @@ class CheckReport:
             lines += [f"  {split.name:<{width}}  {_row(split)}" for split in self.splits]
             lines.append(f"  (relative differences from the whole batch; equal up to {self.tolerance:.0e})")
         return "\n".join(lines)
+
+
+def _size(largest: float) -> str:
+    """A relative difference in words."""
+    if not math.isfinite(largest):
+        return "a slice raised, or gave no number"
+    return f"loss or gradients differ by up to {f'{largest:.0%}' if largest >= 0.01 else f'{largest:.0e}'}"
 
 
 def _row(split: SplitResult) -> str:

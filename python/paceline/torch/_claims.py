@@ -56,12 +56,12 @@ class ReplayedCaps(MemoryCaps):
         super().__init__(places)
         self._claims = claims
 
-    def pieces(self, device: int, begin: int, end: int, batch: Sized) -> Iterator[Span]:
+    def pieces(self, device: int, begin: int, end: int, batch: Sized, least: int = 1) -> Iterator[Span]:
         """Those that ran, or all at once."""
         within = [piece for piece in self._claims.pieces[device] if begin <= piece[0] and piece[1] <= end]
         yield from within or [(begin, end)]
 
-    def shrink(self, device: int, begin: int, end: int, batch: Sized, error: BaseException) -> bool:
+    def shrink(self, device: int, begin: int, end: int, batch: Sized, error: BaseException, least: int = 1) -> bool:
         """Smaller pieces would be another run."""
         return False
 

@@ -11,20 +11,29 @@ from torch import nn
 
 from paceline import DeviceGroup, Error, OutOfMemory
 from paceline._core.engine import Stepper
+from paceline.torch import _forward_ad
+from paceline.torch._alone import AloneTrials
 from paceline.torch._batch import Batch, concatenate
-from paceline.torch._batch_norm import uses_batch_statistics
+from paceline.torch._batch_norm import (
+    fails_over_one_item,
+    normalised_apart,
+    using_batch_statistics,
+    warn_of_normalised_apart,
+)
 from paceline.torch._buckets import Buckets
 from paceline.torch._buffers import KeptBuffers
 from paceline.torch._caller_state import CallerState
-from paceline.torch._failures import raise_failure
+from paceline.torch._failures import raise_failure, warn_caller
 from paceline.torch._gradients import UserGradients
 from paceline.torch._items import Items
 from paceline.torch._launch import LaunchClock
 from paceline.torch._memory import MemoryCaps, is_out_of_memory
 from paceline.torch._micro_batch_size import MicroBatchSizes, SizeSearch
+from paceline.torch._outside import OutsideGradients
 from paceline.torch._places import Places, RandomStates
 from paceline.torch._replicas import Replicas
 from paceline.torch._run import Frame, PredictRun, Run, Seen, TrainRun
+from paceline.torch._run_draws import UnseededDrawsWarning
 
 _T = TypeVar("_T")
 Gradients = list[torch.Tensor | None]
@@ -37,10 +46,19 @@ class Workload:
         self, group: DeviceGroup, places: Places, limits: list[int | None] | None = None, **options: Any
     ) -> None:
         self.stepper = Stepper(group, **options)
+        self.fixed = options.get("balance") != "auto"  # shares that no time changes
         self.seen = Seen(len(group))
         self.caps: MemoryCaps = MemoryCaps(places, limits)
         self.launches = LaunchClock(places.on_gpu)
         self.sizes: MicroBatchSizes | None = None  # where the size of micro-batches is searched for
+        # Whether corrections are on where nothing speaks against them.
+        self.corrects = len(group) > 1 and not any(places.on_gpu) and options.get("balance", "auto") == "auto"
+        self.corrects &= not options.get("micro_batch") and options.get("corrections") is None
+        # Whether the forward writes buffers: how often it runs then makes a difference. None: no step has shown it yet.
+        self.writes_buffers: bool | None = None
+        self.mode: Any = None  # in which that was looked at last
+        self.normalises = False  # over a micro-batch, by other means than modules that are known for it
+        self.alone: AloneTrials | None = None  # where one device may be faster than all
 
 
 class Execution:
@@ -53,6 +71,9 @@ class Execution:
         self._names = places.names
         self.places = places
         self.replicas = replicas
+        self._warned = False  # of draws without a seed
+        self._outside = OutsideGradients()
+        self._norms_told = False  # that they look at a part of the batch
         self.committed: Any = None  # the last outcome that was
         self._enqueued: Any = None  # the last outcome, committed or not
         # What host devices have delivered to GPUs, until these have read it: PyTorch would hand it on.
@@ -67,7 +88,8 @@ class Execution:
         order: list[int] | None = None,
     ) -> Frame:
         """What a run starts from, with the replicas as the module is now, and with `costs` the items as planned by them, or in an `order`."""
-        self.replicas.refresh()
+        self.replicas.refresh(fn)
+        least = self.follow_modules(work)
         items = None
         if order is not None:
             items = Items(order, whole, self.places.pin, costs)
@@ -77,12 +99,33 @@ class Execution:
         work.seen.follow(self.replicas, self.module, fn, self.places.types)
         state = CallerState(self.places.types, len(self._names))
         batch = whole if items is None else items.batch
-        search = self._search(work, whole) if items is None else None
-        return Frame(batch, self.replicas.list, work.seen, state, self.places, work.caps, items, search)
+        may_divide = least == 1 and work.writes_buffers is not True
+        search = self._search(work, whole) if items is None and may_divide else None
+        divides = may_divide and (work.corrects or search is not None)
+        return Frame(batch, self.replicas.list, work.seen, state, self.places, work.caps, items, search, least, divides)
+
+    def follow_modules(self, work: Workload) -> int:
+        """Before a plan: which micro-batches the modules can do with as they are now. Returns the least items of one.
+
+        Batch normalisation in training fails over one item. It, and a forward that writes buffers, gives other results the more micro-batches
+        there are: each device has one.
+        """
+        least = 2 if work.normalises or using_batch_statistics(self.replicas.norms) else 1
+        work.stepper.set_least_items(least)
+        if work.corrects:
+            writes = self.replicas.any_buffers if work.writes_buffers is None else work.writes_buffers
+            work.stepper.set_corrections(False if writes or least > 1 else None)
+        return least
+
+    def explain(self) -> str:
+        """A line where modules look at a part of the batch instead of the batch, else nothing."""
+        norms = using_batch_statistics(self.replicas.norms) if self._norms_told else []
+        return f"{normalised_apart(norms)}\n" if norms else ""
 
     def _search(self, work: Workload, batch: Batch) -> SizeSearch | None:
-        """None where other sizes cost compilation, or would normalise over other items."""
-        if work.sizes is None or work.seen.tunes or any(map(uses_batch_statistics, self.replicas.norms)):
+        """None where other sizes cost compilation, or draw other numbers in a run of fixed shares."""
+        repeatable = work.fixed and self.places.any_host and work.seen.drawing.draws is not False
+        if work.sizes is None or work.seen.tunes or repeatable:
             return None
         return work.sizes.of((batch.size, batch.item_shapes, work.seen.mode, self.replicas.generation))
 
@@ -90,7 +133,7 @@ class Execution:
         return [replica.buffer_marks() for replica in self.replicas.list]
 
     def repeated(self, attempt: Callable[[], _T]) -> _T:
-        """What `attempt` returns. Where memory ran out it is made again from where it began, in smaller pieces."""
+        """What `attempt` returns. Where memory ran out it is made again from where it began, in smaller pieces, and where pieces were wrong in larger ones."""
         random = RandomStates(self.places)
         released = False
         while True:
@@ -112,15 +155,19 @@ class Execution:
         With `keep` the user's ``.grad``, the buffers and the balancer have them too; without, all three are as before.
         """
         # With one device the user's module itself runs, so its buffers are kept for the case that the step fails.
-        kept = None if self.replicas.shared else KeptBuffers(self.module)
+        kept = None if self.replicas.shared else KeptBuffers(self.replicas.modules)
         user = UserGradients(self.replicas)
-        marks = [] if run.search is None else self._buffer_marks()
         try:
-            outcome = self._execute(work.stepper, run)
+            run.outside = self._outside
+            replicas = [replica.parameters for replica in self.replicas.list]
+            self._outside.begin(run.loss_fn, [self.replicas.parameters, *replicas], self.replicas.shared)
+            outcome = self._execute(work, run)
             user.check()
             run.check()
-            if run.search is not None and self._buffer_marks() != marks:
-                run.search.stop()
+            self._end_draws(run)
+            if keep and run.least > 1 and run.micro_batches > 1 and not self._norms_told:
+                self._norms_told = True
+                warn_of_normalised_apart(using_batch_statistics(self.replicas.norms))
             with torch.no_grad():
                 loss = run.loss()
                 totals = user.totals(run.left_out) if run.buckets is None else run.buckets.totals()
@@ -129,23 +176,32 @@ class Execution:
             if run.buckets is not None:
                 self._keep_delivered(outcome, run.buckets)
             if not keep:
-                _put_back(user, kept)
+                self._put_back(user, kept)
             return loss, totals, outcome
         except BaseException:
             if user.written:  # interrupted in the middle of writing: a step is done or not done
                 with torch.no_grad():
                     self._commit(work, run, user, totals, outcome)
                 raise
-            _put_back(user, kept)
+            self._put_back(user, kept)
             raise
         finally:
             self.drop_gradients()
 
+    def _put_back(self, user: UserGradients, kept: KeptBuffers | None) -> None:
+        self._outside.restore()
+        user.restore()  # has the last word: what was outside may be a part of the module by now
+        if kept is not None:
+            with torch.no_grad():
+                kept.restore()
+
     def predict(self, work: Workload, run: PredictRun) -> Any:
         """What `fn` returned, for the whole batch."""
-        outcome = self._execute(work.stepper, run)
+        outcome = self._execute(work, run)
+        self._end_draws(run)
         work.stepper.commit(outcome)
         with torch.no_grad():
+            self._commit_attributes(outcome)
             if self.module.training:  # as in plain PyTorch, running statistics follow
                 self._commit_buffers(outcome)
             output = concatenate(run.outputs, self.places.to_home, self.places.owned)
@@ -162,19 +218,36 @@ class Execution:
         self.committed = self._enqueued = None
         self._delivered.clear()
 
-    def _execute(self, stepper: Stepper, run: Run) -> Any:
+    def _execute(self, work: Workload, run: Run) -> Any:
         self.running = run
+        stepper = work.stepper
+        marks = self._buffer_marks() if run.divides and run.claims is None else None
+        # Versions, which are cheap, do not count what batch_norm writes: in the first run of a mode values are compared.
+        first = marks is not None and work.mode != run.seen.mode
+        values = KeptBuffers(part for replica in self.replicas.list for part in replica.modules) if first else None
         run.queues_empty = self._queues_are_empty()
         calls = (run.body, run.finish, self.places.queues, run.sums)
-        if run.items is None or run.items.plan is None:
-            outcome = stepper.run(run.batch.size, *calls, run.claims)
-        else:
-            outcome = stepper.run_items(run.items.plan, *calls)
+        with self._level(run), run.draws.run():
+            if run.items is None or run.items.plan is None:
+                outcome = stepper.run(run.batch.size, *calls, run.claims)
+            else:
+                outcome = stepper.run_items(run.items.plan, *calls)
+        if run.draws.must_run_again() and (self.places.hosts_share or (work.fixed and run.search is not None)):
+            run.failures.clear()
+            raise _TryAgainError
         if run.failures:
             device, begin, end, error = run.failures[0]
             run.failures.clear()
             try:
-                if is_out_of_memory(error) and run.caps.shrink(device, begin, end, run.batch, error):
+                if len(self._names) > 1 and _forward_ad.wanted(error) is not None:
+                    if not run.seen.forward_ad:
+                        run.seen.forward_ad = True
+                        raise _TryAgainError from error
+                    error = _forward_ad.refused(error)
+                if is_out_of_memory(error) and run.caps.shrink(device, begin, end, run.batch, error, run.least):
+                    raise _TryAgainError from error
+                if fails_over_one_item(error) and run.least == 1 < run.batch.size:
+                    work.normalises = True
                     raise _TryAgainError from error
                 told = run.batch.told(begin, end) if end > begin else ""
                 raise_failure(error, self._names[device], told, run.kept)
@@ -185,7 +258,25 @@ class Execution:
                 f"step: {self._names[outcome.failed_at[0]]} failed outside of user code. Nothing was committed."
             )
         self._enqueued = outcome
+        if marks is not None:
+            work.mode = run.seen.mode
+            work.writes_buffers = self._buffer_marks() != marks or (values is not None and values.changed)
+            if work.writes_buffers and run.divided:
+                raise _TryAgainError
         return outcome
+
+    def _end_draws(self, run: Run) -> None:
+        unseeded = run.draws.finish()
+        if unseeded and not self._warned:
+            self._warned = True
+            warn_caller(
+                f"random numbers drawn by {unseeded} come from a generator that all host devices share, whoever is first: the same seed gives "
+                "others in each run. Nothing else is wrong with them. One device draws the same in each run.",
+                UnseededDrawsWarning,
+            )
+
+    def _level(self, run: Run) -> contextlib.AbstractContextManager[None]:
+        return _forward_ad.held(run.seen.forward_ad) if len(self._names) > 1 else contextlib.nullcontext()
 
     def _queues_are_empty(self) -> bool:
         """Whether the devices have done what they were given last. After a failure they have: it was waited for."""
@@ -205,7 +296,9 @@ class Execution:
 
     def _commit(self, work: Workload, run: TrainRun, user: UserGradients, totals: Gradients, outcome: Any) -> None:
         user.commit(totals)
+        self._outside.commit()
         self._commit_buffers(outcome)
+        self._commit_attributes(outcome)
         if self.committed is not outcome:
             work.stepper.commit(outcome, run.pieces)
             work.launches.add(run.launches)
@@ -222,13 +315,15 @@ class Execution:
         if buffers is not None:
             buffers.push()
 
+    def _commit_attributes(self, outcome: Any) -> None:
+        ran = outcome.items
+        if self.replicas.shared:
+            self.replicas.push_written(ran.index(max(ran)))
+
 
 class _TryAgainError(Exception):
-    """Memory ran out, and smaller pieces may fit: nothing was committed, and the step can be run once more."""
+    """Nothing was committed, and the step is to be run once more.
 
-
-def _put_back(user: UserGradients, kept: KeptBuffers | None) -> None:
-    user.restore()
-    if kept is not None:
-        with torch.no_grad():
-            kept.restore()
+    Memory ran out, and smaller pieces may fit; a device ran the forward several times, and it has turned out to write buffers; or the run drew
+    random numbers, or entered a dual level, before that was provided for; or something normalises over a micro-batch, which takes two items.
+    """

@@ -1,7 +1,9 @@
-"""Errors from the workers, on their way to the caller."""
+"""Errors from the workers, and warnings, on their way to the caller."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import NoReturn
 
 from paceline import Error
@@ -11,9 +13,23 @@ def raise_failure(error: BaseException, device: str, items: str, kept: str) -> N
     """Raise what a worker raised, with its own traceback; say on which device, at which `items` (if any), and what is `kept` as it was."""
     note = f"raised on {device}{' at ' if items else ''}{items}; {kept}"
     try:
-        if hasattr(error, "add_note"):
-            error.add_note(note)
-            raise error
-        raise error from (error.__cause__ or Error(note))  # before Python 3.11
+        raise noted(error, note)
     finally:
         del error  # whose traceback refers to this frame
+
+
+def noted(error: BaseException, note: str) -> BaseException:
+    """The error itself, with a note; before Python 3.11 as its cause, where it has none."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif error.__cause__ is None:
+        error.__cause__ = Error(note)
+    return error
+
+
+def warn_caller(message: str, category: type[Warning]) -> None:
+    """At the line that called this package."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("paceline."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

@@ -43,10 +43,10 @@ class MicroBatch:
         """The slice's term of the objective, 0-dimensional, with its graph: what to call ``backward`` on yourself.
 
         `loss` is what ``loss_fn`` would return: the mean over the slice (or the sum, if that was said), or one loss for each item.
-        Its share is counted into what `GlobalBatch.run` returns. With a ``scaler`` the term is scaled. That activation checkpointing
-        draws other dropout masks when it recomputes is noticed in `backward` only.
+        Its share is counted into what `GlobalBatch.run` returns. With a ``scaler`` the term is scaled. Where random numbers cannot be
+        seeded (parts of one GPU), that activation checkpointing draws others when it recomputes is noticed in `backward` only.
         """
-        return self._run.scaled(self._device, self._term(loss))
+        return self._run.weighed(self._device, self._term(loss))
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """``weigh(loss).backward()``: adds to the gradients of the replica.
@@ -144,7 +144,7 @@ class FunctionRun(TrainRun):
         parameters: list[nn.Parameter] | None,
     ) -> None:
         super().__init__(frame, loss_fn=fn, objective=objective, scale=scale, names=replicas.names)
-        self._wanted: list[tuple[list[nn.Parameter], list[nn.Parameter]]] | None = None
+        self._wanted: list[tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
         if parameters is not None:
             wanted = _indices_of(parameters, replicas.parameters)
             self._wanted = [_parted(replica.parameters, wanted) for replica in self.replicas]
@@ -154,7 +154,7 @@ class FunctionRun(TrainRun):
             return False
         data = self.bring(device, begin, end)
         part = MicroBatch(self, device, begin, end, data)
-        with self.drawing(device):
+        with self.draws.forward(device):
             self.loss_fn(self.replicas[device].module, part)
         if not part.terms and not self.terms[device] and self.any_gradient(device):
             raise InvalidArgument(
@@ -170,11 +170,18 @@ class FunctionRun(TrainRun):
             self.with_gradient = True  # only ever set: other workers look at theirs meanwhile
         return True
 
+    def weighed(self, device: int, term: torch.Tensor) -> torch.Tensor:
+        """On a device's worker: what the caller calls backward on."""
+        root = self.scaled(device, term)
+        if self.outside is not None:
+            self.outside.look(root)
+        return root
+
     def backward_of(self, device: int, term: torch.Tensor, retain_graph: bool) -> None:
         """On a device's worker: fill the gradients of its replica, those that are wanted."""
         if not term.requires_grad:
             return  # nothing in this slice depends on a parameter: its gradient is zero
-        self.note_draws(device)
+        self.draws.look(device)
         root = self.scaled(device, term)
         self.backward(device, root, retain_graph, None if self._wanted is None else self._wanted[device][0])
 
@@ -198,7 +205,7 @@ def name_of(fn: Any) -> str:
     return str(getattr(fn, "__qualname__", type(fn).__qualname__))
 
 
-def _indices_of(wanted: Iterable[nn.Parameter], parameters: list[nn.Parameter]) -> set[int]:
+def _indices_of(wanted: Iterable[nn.Parameter], parameters: list[torch.Tensor]) -> set[int]:
     """Which of a module's parameters these are."""
     known = {id(parameter): index for index, parameter in enumerate(parameters)}
     found = set()
@@ -216,7 +223,7 @@ def _indices_of(wanted: Iterable[nn.Parameter], parameters: list[nn.Parameter]) 
     return found
 
 
-def _parted(parameters: list[nn.Parameter], wanted: set[int]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def _parted(parameters: list[torch.Tensor], wanted: set[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Those that are wanted and may have a gradient, and all that are not wanted."""
     ours = [parameter for index, parameter in enumerate(parameters) if index in wanted and parameter.requires_grad]
     return ours, [parameter for index, parameter in enumerate(parameters) if index not in wanted]

@@ -6,7 +6,6 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch._replicas import Replica, Replicas
@@ -73,8 +72,8 @@ class OwnStorages:
     somebody adds to them in place, be it a second backward or the reduction: each would get what is meant for the other, too.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._waiting: Sequence[nn.Parameter] = parameters  # for their first gradient
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._waiting: Sequence[torch.Tensor] = parameters  # for their first gradient
         self._known: set[int] = set()
 
     def separate(self) -> None:
@@ -136,9 +135,8 @@ class UserGradients:
                 )
             if parameter.grad is not None:
                 raise InvalidArgument(
-                    f"step: the gradient of parameter {names[index]} of the original module was touched during the step: loss_fn (or a "
-                    "closure, a patched forward, a stored reference) uses the original module instead of the one it is given. "
-                    "Use the module argument of loss_fn(module, batch). Nothing was committed."
+                    f"step: the gradient of parameter {names[index]} of the original module was touched during the step: "
+                    f"{self._replicas.blame} Nothing was committed."
                 )
 
     def restore(self) -> None:

@@ -83,6 +83,10 @@ class OrderedBatch:
 
         return self._batch.cut(gather, move)
 
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        """As `Batch.rows`."""
+        return self._order[begin:end]
+
     def told(self, begin: int, end: int) -> str:
         """The items in words."""
         items = self._order[begin:end].tolist()

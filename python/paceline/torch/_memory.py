@@ -55,10 +55,17 @@ class Sized(Protocol):
         """What the memory for these items grows with: more than zero, and no less with more items."""
 
 
-def _end(batch: Sized, begin: int, end: int, most: float) -> int:
-    """Up to where the items from `begin` on are no larger than `most`, one at least."""
+def _end(batch: Sized, begin: int, end: int, most: float, least: int = 1) -> int:
+    """Up to where the items from `begin` on are no larger than `most`, or the nearest place that leaves `least` items on both sides."""
     fits = bisect.bisect_right(range(begin + 1, end + 1), most, key=lambda at: batch.memory_size(begin, at))
-    return begin + max(1, fits)
+    return begin + _fitting(fits, end - begin, least)
+
+
+def _fitting(wanted: int, left: int, least: int) -> int:
+    """As plan::fitting_piece."""
+    if wanted >= left or left < 2 * least:
+        return left
+    return min(max(wanted, least), left - least)
 
 
 def _make_room(kinds: dict[Hashable, Any]) -> None:
@@ -98,11 +105,14 @@ class MemoryCaps:
         # Of memory spaces, and of devices with a limit: what one kind of batches takes tells nothing of another.
         self._caps: dict[str, dict[Hashable, Cap]] = {}
 
-    def pieces(self, device: int, begin: int, end: int, batch: Sized) -> Iterator[tuple[int, int]]:
-        """Items ``[begin, end)`` in as few pieces as fit, of sizes that differ by at most one if they fit then, once it is known what fits."""
+    def pieces(self, device: int, begin: int, end: int, batch: Sized, least: int = 1) -> Iterator[tuple[int, int]]:
+        """Items ``[begin, end)`` in as few pieces as fit, of sizes that differ by at most one if they fit then, once it is known what fits.
+
+        None has fewer than `least` items, even if that is what fits, unless there are fewer.
+        """
         model = self._model(device, batch.memory_key)
-        while model is not None and model.wants_more and end - begin > 1:
-            middle = self._end_to_measure(device, model, batch, begin, end)
+        while model is not None and model.wants_more and end - begin >= 2 * least:
+            middle = self._end_to_measure(device, model, batch, begin, end, least)
             known = (model.smallest, model.largest)
             self._idle[device] = False
             yield begin, middle
@@ -116,17 +126,17 @@ class MemoryCaps:
         limit = self._limits[device]
         fits = model.most(limit) if model is not None and limit is not None else None
         cap = self._cap(device, batch.memory_key)
-        yield from self._divided(batch, begin, end, cap if fits is None else min(fits, cap))
+        yield from self._divided(batch, begin, end, cap if fits is None else min(fits, cap), least)
 
     @staticmethod
-    def _divided(batch: Sized, begin: int, end: int, most: float) -> Iterator[tuple[int, int]]:
+    def _divided(batch: Sized, begin: int, end: int, most: float, least: int) -> Iterator[tuple[int, int]]:
         """In as few pieces as are no larger than `most`."""
         if math.isinf(most):
             yield begin, end
             return
         bounds = [begin]
         while bounds[-1] < end:
-            bounds.append(_end(batch, bounds[-1], end, most))
+            bounds.append(_end(batch, bounds[-1], end, most, least))
         count = len(bounds) - 1
         even = [begin + (end - begin) * k // count for k in range(count + 1)]
         if all(batch.memory_size(*piece) <= most for piece in pairwise(even)):
@@ -148,9 +158,10 @@ class MemoryCaps:
         else:
             self._idle[device] = True
 
-    def shrink(self, device: int, begin: int, end: int, batch: Sized, error: BaseException) -> bool:
+    def shrink(self, device: int, begin: int, end: int, batch: Sized, error: BaseException, least: int = 1) -> bool:
         """After memory ran out with these items at once: half of that from now on, in batches of their kind. False if there is no less."""
-        if end - begin <= 1:
+        # Pieces that are beyond the cap are the least there are.
+        if end - begin <= least or batch.memory_size(begin, end) > self._cap(device, batch.memory_key):
             return False
         # A limit is the device's own; what really ran out is the memory of all that share it.
         limited = isinstance(error, OutOfMemory)
@@ -208,7 +219,7 @@ class MemoryCaps:
                 )
         return text
 
-    def _end_to_measure(self, device: int, model: MemoryModel, batch: Sized, begin: int, end: int) -> int:
+    def _end_to_measure(self, device: int, model: MemoryModel, batch: Sized, begin: int, end: int, least: int) -> int:
         """Small at first. Then twice that, or where it is not certain to fit one item more: a failure costs one repetition."""
         if model.largest is None:
             middle = _end(batch, begin, end, batch.memory_size(begin, end) / _FIRST_PART)
@@ -219,7 +230,8 @@ class MemoryCaps:
                 middle = _end(batch, begin, end, 2 * measured)
             else:
                 middle = min(end, _end(batch, begin, end, measured) + 1)
-        return _end(batch, begin, middle, self._cap(device, batch.memory_key))
+        middle = _end(batch, begin, middle, self._cap(device, batch.memory_key))
+        return begin + _fitting(middle - begin, end - begin, least)
 
     def _model(self, device: int, key: Hashable) -> MemoryModel | None:
         if self._limits[device] is None:

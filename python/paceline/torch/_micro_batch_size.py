@@ -45,10 +45,6 @@ class SizeSearch:
         self._usual: list[float | None] = []  # seconds of an item in the usual step before, of each device
         self._ratios: dict[float, list[float]] = {}  # of the times of an item, by size
 
-    def stop(self) -> None:
-        """A claim stays one micro-batch: the forward keeps count of them, in a buffer."""
-        self.size, self._trials, self._rest = None, [], math.inf
-
     @property
     def on_trial(self) -> bool:
         """Whether the next step tries sizes: its times are no evidence of speeds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -100,6 +100,11 @@ class Objective:
         there._weights = pin(self._weights[order])
         return there
 
+    @property
+    def is_weighted(self) -> bool:
+        """Whether items count by a weight."""
+        return self._weights is not None
+
     def idle(self, begin: int, end: int) -> bool:
         """Whether no item of the slice counts. Such a slice is not run: its mean may be 0/0."""
         return self._weights is not None and not bool(self._weights[begin:end].any())
@@ -117,6 +122,7 @@ class Objective:
             )
             raise InvalidArgument(
                 f"loss_fn returned {got} for a slice of {counted(items, 'item')}; a 0-dim tensor or a 1-D tensor with one loss per item is needed."
+                f"{_cure(loss)}"
             )
         if loss.dtype in _HALF:
             loss = loss.float()  # the division by W must not round to half precision
@@ -134,3 +140,37 @@ class Objective:
         if self._weights is None:
             return end - begin
         return self._weights[begin:end].sum().item()
+
+
+def _cure(loss: Any) -> str:
+    """What to do about what ``loss_fn`` returned, where that can be told."""
+    if isinstance(loss, float):
+        return " Return the tensor itself: backward needs its graph, which item() leaves behind."
+    if isinstance(getattr(loss, "loss", None), torch.Tensor):
+        return " Return its .loss."
+    if isinstance(loss, (tuple, list, dict)):
+        return (
+            " Return the loss alone. What else the forward computed stays where it was computed. To keep it, put torch.arange(items) into the "
+            "batch, and let loss_fn write to a tensor of yours at these indices: outputs[indices] = output.detach()."
+        )
+    return ""
+
+
+def already_backward(loss: torch.Tensor) -> torch.Tensor:
+    """The loss of a run that has called backward: its own ``backward`` says so.
+
+    A method of this one tensor object. What is computed from it, and what is saved or pickled of it, is an ordinary tensor.
+    """
+    loss.__dict__.update(backward=_refuse_backward, __getstate__=_nothing)
+    return loss
+
+
+def _refuse_backward(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(  # the type that plain PyTorch raises
+        "backward: the trainer has already called it for this loss, on all devices, and added the gradients to .grad. Remove this call. For "
+        "backward by hand use trainer.batch()."
+    )
+
+
+def _nothing() -> None:
+    """The state of the tensor beside its values. torch.load(weights_only=True) would refuse a function there."""

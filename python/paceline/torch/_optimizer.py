@@ -12,6 +12,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from paceline.plan import split_items
+from paceline.torch._arguments import check_optimizer
 
 # Those that update each parameter from its own gradient and state alone, so that any division gives the same bits. Others, and
 # subclasses, of which nothing is known, run as they are.
@@ -41,6 +42,7 @@ def spread(cls: type[Optimizer], parameters: Iterable[Any], workers: Workers, op
 
     It stays an instance of `cls` with all of its state in its own ``state``; a copy or a pickle of it is a plain `cls`.
     """
+    check_optimizer(cls, parameters)
     if cls not in _SEPARABLE:
         return cls(parameters, **options)
     if cls not in _spread_classes:

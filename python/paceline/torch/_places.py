@@ -16,6 +16,7 @@ from paceline._nccl import find_installed_nccl
 from paceline.comm import Transport
 from paceline.torch import _cuda
 from paceline.torch._batch import Batch
+from paceline.torch._worker_draws import WorkerGenerator
 
 Move = Callable[[torch.Tensor], torch.Tensor]
 
@@ -60,6 +61,9 @@ class Places:
         self.transport = self.queues.transport if self.queues is not None else ""
         self.spaces = self.queues.spaces if self.queues is not None else [0] * len(group)
         self.home_space = self.queues.home_space if self.queues is not None else 0
+        hosts = self._gpu.count(None)
+        # Of each device, if it is one of several on the host, which else would draw from one generator.
+        self.own_generators = [WorkerGenerator() if gpu is None and hosts > 1 else None for gpu in self._gpu]
         self._copies: dict[int, _cuda.CopyStream] = {}
         self._pool_peaks: dict[str, int] = {}
 
@@ -205,6 +209,11 @@ class Places:
     def share_generators(self) -> bool:
         """Whether two devices draw from one generator: host devices do, and the parts of one GPU."""
         return len(set(self._gpu)) < len(self._gpu)
+
+    @property
+    def hosts_share(self) -> bool:
+        """Whether several devices are the host's: PyTorch has one generator for them."""
+        return any(generator is not None for generator in self.own_generators)
 
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Host memory that goes to GPUs while the host goes on."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import torch
 from torch import nn
 
 from paceline.balance import WhatIfAnswer
+from paceline.torch._alone import Measured
 from paceline.torch._execution import Workload
 from paceline.torch._work import Work, kind_of
 
@@ -157,13 +159,14 @@ class Reports(Work):
         """In words: what was seen, what was decided and why, what a move would gain; of `step`, and of each run of `batch` by its name.
 
         Where host devices wait much between two steps it says how long, and in a loop over `progress` how much of that for the next batch.
+        Where one device, or plain PyTorch, would be faster for steps as small as these, it says so, by steps that one device ran alone.
 
         Waits for GPUs; also after `close`.
         """
         texts = [f"run {name}: {_told(work)}" for name, work in self._runs().items() if work.stepper.metrics["steps"]]
         if self._steps.stepper.metrics["steps"] or not texts:
             texts.insert(0, _told(self._steps))
-        texts[0] += self._places.explain()
+        texts[0] += self._places.explain() + self._execution.explain()
         if not any(self._places.on_gpu):
             texts[0] += self._gaps.explain()
         return "\n".join(texts)
@@ -177,6 +180,10 @@ class Reports(Work):
         batch_size: int | None = None,
     ) -> WhatIfAnswer:
         """What the best split of `step` would be, and how long a step, if devices had other speeds, came or left. Changes nothing.
+
+        Devices that work side by side hinder each other. Where some are removed, the others are taken to be faster by what small steps on
+        one device alone have shown (see `balance`), and all seconds then include the trainer's own part of a step; before such steps, and
+        in longer ones, to be as fast as now. ``text`` says which of the two it is.
 
         Parameters
         ----------
@@ -194,8 +201,30 @@ class Reports(Work):
         InvalidArgument
             Before the first timing, for what is no such argument, a name that is not there, or a speed that is not above zero.
         """
-        self._steps.stepper.settle()
-        return self._steps.stepper.what_if(speeds=speeds, add=add, remove=remove, batch_size=batch_size)
+        given: dict[str, Any] = {"speeds": speeds, "add": add, "remove": remove, "batch_size": batch_size}
+        # It is asked twice, so nothing may be used up.
+        asked: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, Iterator) else value for name, value in given.items()
+        }
+        answer = self._steps.stepper.what_if(**asked)
+        measured = None if self._steps.alone is None else self._steps.alone.measured
+        # After steps with costs the estimates may be of work instead of items.
+        if measured is None or self._steps.stepper.items is not None:
+            return answer
+        working = [device for device, share in enumerate(answer.shares) if share > 0]
+        return self._steps.stepper.what_if(**asked, **self._relief(measured, working))
+
+    def _relief(self, measured: Measured, working: list[int]) -> dict[str, Any]:
+        """What estimates from devices side by side lack: how much faster one is alone, and the trainer's own part of a step."""
+        factors: dict[int, float] = {}
+        overhead = 0.0
+        for device, alone in measured.alone.items():
+            others = [name for index, name in enumerate(self._names) if index != device]
+            estimated = self._steps.stepper.what_if(remove=others, batch_size=measured.size)
+            overhead = max(0.0, measured.together - estimated.present_seconds)
+            factors[device] = max(0.05 * alone.step, alone.step - overhead) / estimated.seconds
+        known = [factors[device] for device in working if device in factors] if len(working) == 1 else []
+        return {"alone": statistics.fmean(known or factors.values()), "overhead_seconds": overhead}
 
     def write_ledger(self, path: str | os.PathLike[str], *, run: str | None = None) -> None:
         """Write every measurement and decision of `step` to a file of JSON lines, and what each device really ran.
@@ -225,7 +254,8 @@ def _told(work: Workload) -> str:
     """Of one kind of work: what was seen and decided, and what limits it."""
     busy = [entry["busy_seconds"] for entry in work.stepper.metrics["devices"].values()]
     sizes = "" if work.sizes is None else work.sizes.explain()
-    return work.stepper.explain() + work.caps.explain() + work.launches.explain(busy) + sizes
+    alone = "" if work.alone is None else work.alone.explain(list(work.stepper.metrics["devices"]))
+    return work.stepper.explain() + work.caps.explain() + work.launches.explain(busy) + sizes + alone
 
 
 def _metrics_of(work: Workload) -> dict[str, Any]:

@@ -16,15 +16,17 @@ from paceline import Cancelled, InvalidArgument
 from paceline._core.engine import collect_garbage_if_due
 from paceline.torch._batch import Batch
 from paceline.torch._buckets import Buckets
-from paceline.torch._caller_state import CallerState, RecomputeWatch, backward_watched, generator_state
+from paceline.torch._caller_state import CallerState, backward_watched
 from paceline.torch._gradients import OwnStorages, View, views
 from paceline.torch._items import Items, OrderedBatch
 from paceline.torch._launch import Launch
 from paceline.torch._memory import MemoryCaps
 from paceline.torch._micro_batch_size import SizeSearch
 from paceline.torch._objective import Objective
+from paceline.torch._outside import OutsideGradients
 from paceline.torch._places import Places
 from paceline.torch._replicas import Replica, Replicas, is_compiled, is_compiled_function
+from paceline.torch._run_draws import Drawing, RunDraws
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -47,6 +49,8 @@ class Seen:
         ]  # items of a micro-batch, whatever else changed
         self.gate = CompileGate()
         self.mode: Any = None
+        self.drawing = Drawing()
+        self.forward_ad = False  # whether it differentiates forward
         self._generation = 0
         self._compiled_module = False
 
@@ -102,19 +106,23 @@ class Frame(NamedTuple):
     caps: MemoryCaps
     items: Items | None = None  # the plan of a batch whose items do not cost the same
     search: SizeSearch | None = None  # for the size of micro-batches
+    least: int = 1  # items of a micro-batch
+    divides: bool = False  # whether a device may run its part in several micro-batches that nobody asked for
 
 
 class Run:
     """What all have in common: the caller's state around every slice, failures kept with their traceback."""
 
     def __init__(self, frame: Frame) -> None:
-        self.batch, self.replicas, self.seen, self.state, self.places, self.caps, self.items, self.search = frame
+        self.batch, self.replicas, self.seen, self.state, self.places, self.caps, self.items, self.search = frame[:8]
+        self.least, self.divides = frame[8:]
         places = self.places
         self._pieces = [(0, 0)] * len(places)  # of each device: what is in work
         self._fresh = [True] * len(places)  # whether that is the first of its run
         self._brought = [0.0] * len(places)  # when its items were there: from then on Python enqueues
         self.queues_empty = True  # when this began
         self.claims: list[list[tuple[int, int]]] | None = None  # of each device, instead of planned ones
+        self.alone = False  # whether one device runs all of it, as a trial
         # Of each device, in order: what ran, and whether it was more than one piece of a claim.
         self._ran: list[list[tuple[int, int, int]]] = [[] for _ in range(len(places))]
         self._divided = False
@@ -123,6 +131,7 @@ class Run:
         self.failures: list[tuple[int, int, int, BaseException]] = []
         self._inside: dict[int, int] = {}
         self._interrupted = False
+        self.draws = RunDraws(places, self.seen.drawing, self.seen.compiled)
 
     def body(self, device: int, begin: int, end: int, last: bool) -> int:
         try:
@@ -136,6 +145,11 @@ class Run:
             return FAILED
         finally:
             self._inside.pop(device, None)
+
+    def run_alone(self, device: int) -> None:
+        """One device shall run the whole batch at once. That it is faster alone is no evidence of its speed beside the others."""
+        self.claims = [[(0, self.batch.size)] if index == device else [] for index in range(len(self.places))]
+        self.alone, self.search = True, None
 
     def interrupt(self) -> None:
         """Raise `Cancelled` in every worker that is inside user code, at its next Python instruction, or comes there later."""
@@ -161,14 +175,15 @@ class Run:
         return []
 
     def _slice(self, device: int, begin: int, end: int) -> int:
-        codes: list[int] = [] if self.search is None or not self.search.on_trial else [DONE_BUT_NO_EVIDENCE]
+        on_trial = self.alone or (self.search is not None and self.search.on_trial)
+        codes: list[int] = [DONE_BUT_NO_EVIDENCE] if on_trial else []
         spans = [(begin, end)] if self.search is None else self.search.pieces(begin, end)
         times: list[tuple[int, float]] = []
         before = len(self._ran[device])
         with self.places.enter(device):
             for span in spans:
                 began = time.perf_counter()
-                for piece in self.caps.pieces(device, *span, self.batch):
+                for piece in self.caps.pieces(device, *span, self.batch, self.least):
                     codes.append(self._run_piece(device, piece, fresh=piece[0] == begin))
                 times.append((span[1] - span[0], time.perf_counter() - began))
         self.timed[device].append(times)
@@ -179,6 +194,7 @@ class Run:
     def _run_piece(self, device: int, piece: tuple[int, int], *, fresh: bool) -> int:
         self._pieces[device] = piece
         self._fresh[device] = fresh
+        self.replicas[device].forget_cached()
         with self.caps.measured(device, *piece, self.batch) as measuring:
             ran, code = self._piece(device, *piece)
             ended = time.perf_counter()
@@ -198,6 +214,16 @@ class Run:
         return part
 
     @property
+    def micro_batches(self) -> int:
+        """How many ran."""
+        return sum(map(len, self._ran))
+
+    @property
+    def divided(self) -> bool:
+        """Whether a device ran several, without those that memory asked for."""
+        return any(sum(map(len, claims)) > 1 for claims in self.timed)
+
+    @property
     def pieces(self) -> list[tuple[int, int, int]]:
         """What ran, (device, begin, end) each, if that is not what was claimed."""
         return [piece for lane in self._ran for piece in lane] if self._divided else []
@@ -210,7 +236,7 @@ class Run:
         size = (end - begin, self.seen.mode, self.batch.item_shapes, padded_to)
         first = not sizes or (self.seen.tunes and size not in sizes and len(sizes) < _MOST_SIZES)
         gate = self.seen.gate.enter(first) if self.seen.compiled else contextlib.nullcontext(False)
-        with gate as waited, self.state.replayed():
+        with gate as waited, self.draws.micro_batch(device, begin), self.state.replayed():
             ran = self.compute(device, begin, end)
         if ran:
             self.seen.ever[device].add(end - begin)
@@ -251,22 +277,15 @@ class TrainRun(Run):
         self.launches: list[Launch] = []
         self.buckets = Buckets(replicas, names, places) if places.queues is not None and len(replicas) > 1 else None
         self.left_out: dict[int, set[int]] = {}
+        self.outside: OutsideGradients | None = None  # where somebody puts them back after a failure
         self._storages = [OwnStorages(replica.parameters) for replica in replicas]
         self.without_gradient = self.with_gradient = False
-        # Recomputation draws from the one generator that all host devices share, as the parts of a GPU do. Compiled code keeps the seeds of its draws instead, and
-        # makes no PyTorch calls from Python in its backward.
-        self.watches = [RecomputeWatch() for _ in replicas] if places.share_generators else []
-        self._generators = [places.generator(device) for device in range(len(places))] if self.watches else []
-        # Looked at around every forward: recomputation sets the generator back for a while, so that before and after the whole step it
-        # may be the same. The first device that comes to its backward has seen its own forward undisturbed.
-        self._undrawn = [b""] * len(self._generators)
-        self.drawn = False
 
     def compute(self, device: int, begin: int, end: int) -> bool:
         if self.objective.idle(begin, end):
             return False
         part = self.bring(device, begin, end)
-        with self.drawing(device):
+        with self.draws.forward(device):
             loss = self.loss_fn(self.replicas[device].module, part)
         if not self.terms[device] and self.any_gradient(device):
             raise InvalidArgument(
@@ -286,19 +305,6 @@ class TrainRun(Run):
         """Whether a parameter of the device's replica has one; before its first backward of a run none has."""
         return any(parameter.grad is not None for parameter in self.replicas[device].parameters)
 
-    @contextlib.contextmanager
-    def drawing(self, device: int) -> Any:
-        """Around a forward: notes whether it draws random numbers."""
-        if self.watches:
-            self._undrawn[device] = generator_state(self._generators[device])
-        yield
-        self.note_draws(device)
-
-    def note_draws(self, device: int) -> None:
-        """Before a backward too, where the caller runs it: recomputation puts the generator back to where it was."""
-        if self.watches and generator_state(self._generators[device]) != self._undrawn[device]:
-            self.drawn = True
-
     def backward(
         self,
         device: int,
@@ -309,11 +315,15 @@ class TrainRun(Run):
         """Fill the gradients of the device's replica, all or those of `inputs`."""
         if inputs is not None and not inputs:
             return
-        if self.watches:
-            with self.watches[device]:
+        if inputs is None and self.outside is not None:
+            self.outside.look(root)
+        if self.draws.watches:
+            with self.draws.watches[device]:
                 backward_watched(root, retain_graph, inputs)
         else:
             root.backward(retain_graph=retain_graph, inputs=inputs)
+        if not retain_graph:  # PyTorch itself empties the cache only when no thread is inside cached()
+            self.replicas[device].forget_cached()
 
     def scaled(self, device: int, term: torch.Tensor) -> torch.Tensor:
         """The term as the caller's GradScaler wants it."""
@@ -359,13 +369,7 @@ class TrainRun(Run):
             raise RuntimeError(  # the type that plain PyTorch raises
                 "step: the loss does not require grad: no parameter that does reaches it (is it detached, or everything frozen?)."
             )
-        # A forward that runs again inside a backward is activation checkpointing.
-        if self.drawn and any(watch.seen for watch in self.watches):
-            raise InvalidArgument(
-                "step: random draws (dropout?) together with activation checkpointing on devices that share a random generator, as host "
-                "devices and the parts of one GPU do: so a recomputed forward would silently draw other masks than the first. Set dropout to 0, train "
-                "without checkpointing, or use one device. Nothing was committed."
-            )
+        self.draws.check()
 
     def loss(self) -> torch.Tensor:
         """The objective: the sum of the terms, in the order of the items where they lie in one memory."""
@@ -393,7 +397,8 @@ class PredictRun(Run):
         return "gradients are untouched"
 
     def compute(self, device: int, begin: int, end: int) -> bool:
-        with torch.no_grad():
-            output = self.fn(self.replicas[device].module, self.bring(device, begin, end))
+        part = self.bring(device, begin, end)
+        with torch.no_grad(), self.draws.forward(device):
+            output = self.fn(self.replicas[device].module, part)
         self.outputs.append((begin, end, output))
         return True

@@ -11,6 +11,7 @@ from torch import nn
 
 from paceline import Device, DeviceGroup, InvalidArgument
 from paceline.comm import Transport
+from paceline.torch._alone import AloneTrials
 from paceline.torch._arguments import (
     Balance,
     Memory,
@@ -25,16 +26,17 @@ from paceline.torch._arguments import (
     policy_of,
 )
 from paceline.torch._batch import Batch
-from paceline.torch._batch_norm import has_batch_norm
 from paceline.torch._claims import ClaimScript
+from paceline.torch._copies import Replicate
 from paceline.torch._execution import Execution, Workload
+from paceline.torch._forward import forward
 from paceline.torch._global_batch import FunctionRun, GlobalBatch, RunFunction
 from paceline.torch._items import Cost
 from paceline.torch._micro_batch_size import MicroBatchSizes
 from paceline.torch._objective import Objective, Reduction, Weight
 from paceline.torch._optimizer import spread
 from paceline.torch._places import Places
-from paceline.torch._replicas import Replicas, Replicate
+from paceline.torch._replicas import Replicas
 from paceline.torch._reports import Reports
 from paceline.torch._run import Frame, LossFunction, PredictRun, TrainRun
 from paceline.torch._step_gaps import StepGaps
@@ -53,19 +55,25 @@ class DataParallel(Trials, Reports):
     Parameters
     ----------
     module
-        The module to train. With two or more devices it is copied once per device (parameters shared within a memory, buffers own);
-        attributes other than parameters, buffers, training mode and ``requires_grad`` that change later do not reach the copies. With
-        GPUs among the devices it has to be on the first of them.
+        The module to train. With two or more devices it is copied once per device (parameters shared within a memory, buffers own). Before
+        each call the copies take over what you changed on it since: parameters, buffers, attributes, hooks, training mode and
+        ``requires_grad``. What a forward writes to attributes of its own module stays with that copy until you change it on yours. After each
+        call yours has the values of the copy that ran most items: simple values and tensors without a graph. Parameters and modules in plain
+        lists, dictionaries or objects get their gradients, too; `optimizer` and ``state_dict`` know registered ones only. With GPUs among the
+        devices the module has to be on the first of them.
     devices
         ``"auto"`` (every GPU if the module is on one, else every host device), names such as ``["host:0", "host:1"]`` or
         ``["cuda:0", "cuda:1"]``, what `paceline.partition` returns, or a `paceline.DeviceGroup`, which then stays open on `close`.
     balance
-        ``"auto"``: shares follow the measured speeds, and a device that is done early takes over work. ``"even"``: equal shares.
+        ``"auto"``: shares follow the measured speeds, and a device that is done early takes over work. On host devices, where steps take
+        less than 20 ms, a few of them (after 32 steps, then ever more seldom) run on one device alone: `explain` and `what_if` tell by
+        them whether one device would be faster. ``"even"``: equal shares.
         A list with one number per device: fixed ratios. The last two never move work.
     micro_batch
         Items of one forward and backward; None: one large planned micro-batch per device, then small corrections where they pay. On host
         devices, be it one, `step` then also measures, in some steps by turns, whether smaller ones are faster (they may fit a cache) and
-        takes them if so; a loss that couples items needs `micro_batch` of the whole batch on one device to stay as it is. Not where the forward writes buffers, as batch normalisation does, nor with `torch.compile`, ``corrections=False``,
+        takes them if so; a loss that couples items needs `micro_batch` of the whole batch on one device to stay as it is. Not where the forward writes buffers, as batch and spectral normalisation do, nor where fixed shares draw random
+        numbers, nor with `torch.compile`, ``corrections=False``,
         `granularity` or costs.
     reduction
         What ``loss_fn`` returns for its slice: the ``"mean"`` over its items (or, with `weight`, over their weight), or their ``"sum"``.
@@ -85,8 +93,8 @@ class DataParallel(Trials, Reports):
         what the items cost when all are padded to the longest. Default: no limit but the memory itself.
     corrections
         Whether each device holds back a part of its share where times vary, from which those that are done early take ever smaller
-        micro-batches within the step. None: on host devices, unless the module has batch normalisation, which would then be over a few
-        items, and fails over one. On GPUs it has to be asked for, since a new size may be compiled, captured or
+        micro-batches within the step. None: on host devices, unless the forward writes buffers, as batch and spectral normalisation in
+        training do: then each device runs one micro-batch. On GPUs it has to be asked for, since a new size may be compiled, captured or
         searched an algorithm for: `granularity` bounds how many there are. Needs ``balance="auto"`` and no `micro_batch`.
     granularity
         Shares and what devices take over from each other are multiples of so many items, so that no more than ``batch / granularity`` sizes
@@ -96,8 +104,11 @@ class DataParallel(Trials, Reports):
     Notes
     -----
     *Exact* means: for an objective that is a weighted sum over items, the gradient equals the single-device one up to the order of
-    floating-point sums. Losses that couple items (contrastive losses, BatchNorm in training) are no such sum; dropout stays valid but
-    draws other masks for another split.
+    floating-point sums. Losses that couple items (contrastive losses, BatchNorm in training) are no such sum.
+
+    Dropout stays valid but draws other masks for another split. On host devices the same seed and the same split give the same numbers, so
+    ``balance="even"`` and `replay_claims` can be repeated; an `UnseededDrawsWarning` names what cannot be seeded. The first step that draws
+    after others that did not runs twice, with what `loss_fn` does in Python. Forward-mode differentiation goes through ``torch.func``.
 
     While a trainer on host devices is open, the caller's own PyTorch operators run on one thread; `close` restores that.
 
@@ -144,7 +155,6 @@ class DataParallel(Trials, Reports):
         try:
             self._names = [device.name for device in group.devices]
             places = Places(group, module, timeout, transport)
-            self._granularity = granularity
             self._options: dict[str, Any] = {
                 "balance": policy,
                 "weights": weights,
@@ -152,13 +162,12 @@ class DataParallel(Trials, Reports):
                 "granularity": granularity,
                 "corrections": corrections,
             }
-            # Batch normalisation in training fails over one item, and over a few is of little use. Corrections are small.
-            if policy == "auto" and micro_batch is None and corrections is None and has_batch_norm(module):
-                self._options |= {"granularity": max(2, granularity), "corrections": False}
             self._limits = memory_limits(memory, group)
             self._works = {kind_of(None): Workload(group, places, self._limits, **self._options)}
             if micro_batch is None and granularity == 1 and corrections is not False and not any(places.on_gpu):
                 self._steps.sizes = MicroBatchSizes()
+                if policy == "auto" and len(group) > 1:
+                    self._steps.alone = AloneTrials()
             self._temporary = []
             self._scripts = {}
             execution = Execution(group, module, places, Replicas(module, places, replicate))
@@ -335,7 +344,7 @@ class DataParallel(Trials, Reports):
             What `fn` raised on a worker, with a note that names the device.
         """
         with self._beside("predict"):
-            return self._predict(batch, fn if fn is not None else _forward, cost)
+            return self._predict(batch, fn if fn is not None else forward, cost)
 
     def _predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any], cost: Cost | None) -> Any:
         whole = Batch(batch)
@@ -369,8 +378,9 @@ class DataParallel(Trials, Reports):
         """Run the steps that follow as those of a ledger ran: the same items on the same devices, in the same pieces and order.
 
         From the same parameters, with the same batches and as many threads per device, gradients on host devices are the same bit for
-        bit, whatever the devices' speeds are now. Random draws are not: host devices draw from one generator, as they come. Nothing is
-        measured meanwhile, and the balancer stays as it is.
+        bit, whatever the devices' speeds are now. So are random draws from the same state of the caller's generator, but for those that
+        `UnseededDrawsWarning` names. Not so gradients of tensors outside of the module: devices add to those in the order in which they are
+        done, so their last bits may differ. Nothing is measured meanwhile, and the balancer stays as it is.
 
         Parameters
         ----------
@@ -395,7 +405,3 @@ class DataParallel(Trials, Reports):
     def __repr__(self) -> str:
         state = "open" if self._finalizer.alive else "closed"
         return f"<paceline.torch.DataParallel {type(self.module).__name__} on {', '.join(self._names)}, {self._options['balance']}, {state}>"
-
-
-def _forward(module: nn.Module, batch: Any) -> Any:
-    return module(batch)

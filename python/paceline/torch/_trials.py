@@ -10,6 +10,7 @@ import torch
 
 from paceline.torch._arguments import check_trains
 from paceline.torch._batch_size import BatchSizeSearch, check_arguments, check_size, search
+from paceline.torch._buffers import KeptAttributes
 from paceline.torch._check import check
 from paceline.torch._check_report import CheckReport
 from paceline.torch._execution import Workload
@@ -34,9 +35,13 @@ class Trials(Work):
     ) -> CheckReport:
         """Compare one batch run whole with the same batch in several splits, and say what makes a difference.
 
-        Leaves no trace: gradients, buffers, random generators, shares and ledger are as before. What `loss_fn` and the module change
-        in Python stays changed. Takes the time of about a dozen forward and backward passes of one device, and the memory of a whole
-        batch on one.
+        The whole batch runs on the module itself, splits on the module and on the devices. Where something is drawn, each item draws
+        in every split what it drew in the whole batch. Where that cannot be arranged, the verdict is that nothing can be told: permutations,
+        draws by Python or NumPy, compiled code, fused kernels of GPUs.
+
+        Leaves no trace: gradients, be it of parameters outside of the module, buffers, the module's attributes, random generators, shares
+        and ledger are as before. What `loss_fn` changes in Python stays changed. Takes the time of about a dozen forward and backward passes of
+        one device, some more to look for the cause of a difference, and the memory of a whole batch on one.
 
         Parameters
         ----------
@@ -60,7 +65,7 @@ class Trials(Work):
         Examples
         --------
         >>> print(trainer.check(loss_fn, batch))                                  # doctest: +SKIP
-        not exact: running statistics (32 items)
+        not exact: running statistics (loss or gradients differ by up to 43%) (32 items)
         """
         with self._beside("check"), _emptied(self._temporary):
             check_trains("check", loss_fn)
@@ -128,9 +133,11 @@ class Trials(Work):
             def workload(micro_batch: int | None) -> Workload:
                 options = {**self._options, "micro_batch": micro_batch or own}
                 if options["micro_batch"]:
-                    options |= {"corrections": None, "granularity": self._granularity}
+                    options["corrections"] = None
                 return self._temporarily(**options)
 
+            self._replicas.refresh(loss_fn)
+            kept = KeptAttributes(self._replicas.all_modules)
             timer = StepTimer(self._execution, loss_fn, workload)
 
             def measure(size: int, micro_batch: int | None) -> float:
@@ -140,7 +147,10 @@ class Trials(Work):
                 return timer.seconds(whole, objective, micro_batch, seconds)
 
             devices = len(self._names)
-            return search(measure, smallest, largest, efficiency, micro_batches=not own, devices=devices)
+            try:
+                return search(measure, smallest, largest, efficiency, micro_batches=not own, devices=devices)
+            finally:
+                kept.restore()
 
 
 @contextlib.contextmanager

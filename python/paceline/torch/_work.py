@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from paceline import InvalidArgument
+from paceline.torch._alone import AloneTrials
 from paceline.torch._batch import Batch
 from paceline.torch._claims import ClaimScript, ReplayedCaps
 from paceline.torch._execution import Workload
 from paceline.torch._items import Cost, costs_of
 from paceline.torch._lifetime import Lifetime
-from paceline.torch._objective import Objective, Reduction, Weight
+from paceline.torch._objective import Objective, Reduction, Weight, already_backward
 from paceline.torch._run import Frame, TrainRun
 from paceline.torch._step_gaps import StepGaps
 
@@ -31,7 +33,6 @@ class Work(Lifetime):
 
     _names: list[str]  # of the devices
     _options: dict[str, Any]  # of every Stepper
-    _granularity: int  # as the user said it
     _limits: list[int | None]
     _reduction: Reduction
     _works: dict[str, Workload]  # as `kind_of` names them, and others
@@ -52,7 +53,7 @@ class Work(Lifetime):
 
     def _costs(self, cost: Cost | None, batch: Any, size: int) -> list[float] | None:
         costs = costs_of(cost, batch, size, self._places.check_values)
-        if costs is not None and self._granularity > 1:
+        if costs is not None and self._options["granularity"] > 1:
             raise InvalidArgument(
                 "cost= together with granularity=, which counts items: by cost, devices get other numbers of them. Make the trainer without "
                 "it, or with micro_batch= or memory=, which limit batches with costs, too."
@@ -102,6 +103,7 @@ class Work(Lifetime):
         self._places.begin(whole)
 
         def attempt() -> torch.Tensor:
+            began = time.perf_counter()
             work, script = self._work(kind), self._scripts.get(kind)
             claims = None
             if script is not None:
@@ -110,11 +112,28 @@ class Work(Lifetime):
             frame = self._execution.frame(work, whole, fn, costs, claims.order if claims is not None else None)
             run = run_of(frame, objective if frame.items is None else frame.items.objective(objective))
             run.claims = claims.lanes if claims is not None else None
+            # One device runs the whole batch as one micro-batch, so norms and buffers do as on one device. A new size may be compiled, though.
+            trials = work.alone if claims is None and run.items is None and not run.seen.tunes else None
+            of_kind = (whole.size, whole.item_shapes)
+            alone = None if trials is None else trials.device(of_kind, self._execution.items)
+            if alone is not None:
+                run.run_alone(alone)
             before = self._execution.committed
             try:
-                return self._execution.train(work, run)[0]
+                loss = already_backward(self._execution.train(work, run)[0])
+                if trials is not None:
+                    _note(trials, run, of_kind, time.perf_counter() - began)
+                return loss
             finally:  # an interrupt that comes while gradients are written leaves a run that is done
                 if script is not None and self._execution.committed is not before:
                     script.advance()
 
         return self._execution.repeated(attempt)
+
+
+def _note(trials: AloneTrials, run: TrainRun, kind: tuple[int, Any], seconds: float) -> None:
+    """A step that was committed, which took so long."""
+    if run.alone:
+        trials.add_alone(seconds, sum(time for claims in run.timed for pieces in claims for _, time in pieces))
+    else:
+        trials.add(kind, kind[0], seconds)

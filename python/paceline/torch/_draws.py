@@ -1,0 +1,296 @@
+"""Which PyTorch functions draw random numbers, and a function mode that lets another than the global generator be drawn from.
+
+`DrawMode` is pushed on a thread. It turns each call that draws into a `Draw` and asks its `Source` for the result, which calls it with a generator.
+What the mode knows of but cannot reach runs as it is, after `Source.unreached` was told its name.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+_F = nn.functional
+_Tensor = torch.Tensor
+
+Draw = Callable[[torch.Generator], Any]  # one call that draws, with a generator to draw from
+
+
+class Source(Protocol):
+    """Where a `DrawMode` gets random numbers from."""
+
+    def draw(self, draw: Draw) -> Any:
+        """What the call gives."""
+
+    def unreached(self, name: str) -> None:
+        """A function of that name is about to draw from the global generator; no mode can change that."""
+
+    def given(self, generator: torch.Generator) -> None:
+        """The caller's own generator is about to be drawn from."""
+
+
+def _with_generator(func: Any, args: Any, kwargs: Any) -> Draw:
+    return lambda generator: func(*args, **kwargs, generator=generator)
+
+
+def _factory(func: Any, args: Any, kwargs: Any) -> Draw | None:
+    """Calls that make a tensor of a size."""
+    on_host = torch.device(kwargs.get("device") or "cpu").type == "cpu"
+    return _with_generator(func, args, kwargs) if on_host else None
+
+
+def _like(func: Any, args: Any, kwargs: Any) -> Draw | None:
+    """Calls that make a tensor of random numbers shaped as their first argument: those of `_FILLS`."""
+    others = dict(kwargs)
+    like = args[0] if args else others.pop("input")
+    bounds = [*args[1:], *(others.pop(name) for name in ("low", "high") if name in others)]
+    if not _is_plain(like) or torch.device(others.get("device") or "cpu").type != "cpu":
+        return None
+    fill, make = _FILLS[func]
+    if fill is _Tensor.random_ and len(bounds) == 1:
+        bounds = [0, *bounds]
+    if _transformed():
+        sized = {"dtype": like.dtype, **others}
+        sized.pop("memory_format", None)
+        return lambda generator: make(*bounds, like.shape, **sized, generator=generator)
+    return lambda generator: fill(torch.empty_like(like, **others), *bounds, generator=generator)
+
+
+def _in_place(func: Any, args: Any, kwargs: Any) -> Draw | None:
+    """Methods that fill their tensor."""
+    return _with_generator(func, args, kwargs) if _is_plain(args[0]) else None
+
+
+def _by_tensor(func: Any, args: Any, kwargs: Any) -> Draw | None:
+    """Calls whose numbers depend on the entries of a tensor."""
+    return _with_generator(func, args, kwargs) if all(_is_plain(arg) for arg in _tensors(args, kwargs)) else None
+
+
+def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, _Tensor)]
+
+
+def _is_plain(tensor: Any) -> bool:
+    return isinstance(tensor, _Tensor) and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _transformed() -> bool:
+    """Whether this is inside of `torch.func.vmap` or its like: of what its items share, each draws other numbers out of place only."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def _dropping(feature: bool, alpha: bool, in_place: bool) -> Callable[[Any, Any, Any], Draw | None]:
+    """PyTorch's dropout operators, which take no generator: the same arithmetic, by the same operators (ATen/native/Dropout.cpp)."""
+
+    def drop(func: Any, args: Any, kwargs: Any) -> Draw | None:
+        tensor, p, train = _named(args, kwargs, ("input", "p", "train"))
+        if not train or not 0 < p < 1 or not _is_plain(tensor) or tensor.numel() == 0:
+            return None
+        shape = (*tensor.shape[:2], *(1 for _ in tensor.shape[2:]))
+
+        def draw(generator: torch.Generator) -> Any:
+            if _transformed():
+                size = shape if feature else tensor.shape
+                kept = torch.bernoulli(torch.empty(size, dtype=tensor.dtype), 1 - p, generator=generator)
+            else:
+                empty = tensor.new_empty(shape) if feature else torch.empty_like(tensor)
+                kept = empty.detach().bernoulli_(1 - p, generator=generator)
+            times = tensor.mul_ if in_place else tensor.mul
+            if not alpha:
+                return times(kept.div_(1 - p))
+            slope = 1.7580993408473766  # of SELU for very negative numbers
+            scale = 1 / math.sqrt((slope * slope * p + 1) * (1 - p))
+            shift = kept.add(-1).mul_(slope * scale).add_(slope * scale * p)
+            return times(kept.mul_(scale)).add_(shift)
+
+        return draw
+
+    return drop
+
+
+def _attention(func: Any, args: Any, kwargs: Any) -> Draw | None:
+    """Attention with dropout, which takes no generator: the arithmetic of PyTorch's on the host (ATen/native/transformers/attention.cpp)."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    query, key, value, mask, p, causal = _named(args, kwargs, names, dropout_p=0.0, is_causal=False)
+    refused = causal and mask is not None
+    if refused or not 0 < p < 1 or not all(_is_plain(one) and one.numel() for one in (query, key, value)):
+        return None
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (one.to(torch.get_autocast_dtype("cpu")) for one in (query, key, value))
+    scale = 1 / math.sqrt(query.shape[-1]) if kwargs.get("scale") is None else kwargs["scale"]
+    root = math.sqrt(abs(scale))  # of both factors, so that no product is too large
+
+    def draw(generator: torch.Generator) -> Any:
+        low = query.dtype in (torch.half, torch.bfloat16)
+        q, k, v = (one.float() if low else one for one in (query, key, value))
+        if kwargs.get("enable_gqa"):
+            k, v = (one.repeat_interleave(q.shape[-3] // one.shape[-3], -3) for one in (k, v))
+        with torch.autocast("cpu", enabled=False):
+            scores = (q * math.copysign(root, scale)) @ (k.mT * root)
+            allowed = torch.ones(scores.shape[-2:], dtype=torch.bool).tril() if causal else mask
+            if allowed is not None and allowed.dtype == torch.bool:
+                scores = scores.masked_fill(allowed.logical_not(), -math.inf)
+            elif allowed is not None:
+                scores = scores + allowed
+            weights = torch._safe_softmax(scores, -1)
+            drop: Any = _dropping(False, False, False)(torch.dropout, (weights, p, True), {})
+            return (drop(generator) @ v).to(query.dtype)
+
+    return draw
+
+
+def _named(args: Any, kwargs: Any, names: Sequence[str], **defaults: Any) -> list[Any]:
+    given = {**defaults, **kwargs, **dict(zip(names, args, strict=False))}
+    return [given.get(name) for name in names]
+
+
+_FILLS: dict[Any, tuple[Any, Any]] = {  # in place, and of a size
+    torch.rand_like: (_Tensor.uniform_, torch.rand),
+    torch.randn_like: (_Tensor.normal_, torch.randn),
+    torch.randint_like: (_Tensor.random_, torch.randint),
+}
+_CALLS: dict[Any, Callable[[Any, Any, Any], Draw | None]] = {
+    **dict.fromkeys((torch.rand, torch.randn, torch.randint, torch.normal), _factory),
+    **dict.fromkeys(_FILLS, _like),
+    **dict.fromkeys(
+        (
+            getattr(_Tensor, name)
+            for name in (
+                "normal_",
+                "uniform_",
+                "random_",
+                "exponential_",
+                "cauchy_",
+                "geometric_",
+                "log_normal_",
+                "bernoulli_",
+            )
+        ),
+        _in_place,
+    ),
+    **dict.fromkeys(
+        (
+            torch.randperm,
+            torch.bernoulli,
+            torch.multinomial,
+            torch.poisson,
+            torch.binomial,
+            torch._standard_gamma,
+            torch._sample_dirichlet,
+            torch.rrelu,
+            torch.rrelu_,
+            _Tensor.bernoulli,
+            _Tensor.multinomial,
+        ),
+        _by_tensor,
+    ),
+    nn.init.uniform_: _by_tensor,
+    nn.init.normal_: _by_tensor,
+    nn.init.kaiming_uniform_: _by_tensor,
+    torch.dropout: _dropping(False, False, False),
+    torch.dropout_: _dropping(False, False, True),
+    torch.feature_dropout: _dropping(True, False, False),
+    torch.feature_dropout_: _dropping(True, False, True),
+    torch.alpha_dropout: _dropping(False, True, False),
+    torch.alpha_dropout_: _dropping(False, True, True),
+    torch.feature_alpha_dropout: _dropping(True, True, False),
+    torch.feature_alpha_dropout_: _dropping(True, True, True),
+    _F.scaled_dot_product_attention: _attention,
+}
+
+
+def _opened(func: Any) -> Any:
+    """`func`, a PyTorch function written in Python, without its own question whether a mode wants the call.
+
+    A mode is off while it handles a call, so it does not see what is called inside. This copy is called with the mode on.
+    """
+    unasked = {name: _never for name in func.__globals__ if name.startswith("has_torch_function")}
+    copy = types.FunctionType(
+        func.__code__, {**func.__globals__, **unasked}, func.__name__, func.__defaults__, func.__closure__
+    )
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+def _never(*tensors: Any) -> bool:
+    return False
+
+
+_OPENED = {
+    func: _opened(func)
+    for func in (
+        _F.dropout,
+        _F.dropout1d,
+        _F.dropout2d,
+        _F.dropout3d,
+        _F.alpha_dropout,
+        _F.feature_alpha_dropout,
+        _F.rrelu,
+        _F.gumbel_softmax,
+        _F.multi_head_attention_forward,
+        torch.Tensor.backward,  # checkpointing runs forward again inside these
+        torch.autograd.backward,
+        torch.autograd.grad,
+    )
+}
+
+
+def _recurrent(args: Any, kwargs: Any) -> bool:
+    """Whether these arguments of a recurrent network ask for dropout between its layers."""
+    dropout, train = args[5:7] if isinstance(args[3], bool) else args[6:8]
+    return bool(dropout and train)
+
+
+def _always(args: Any, kwargs: Any) -> bool:
+    return True
+
+
+# By name, and when they draw. PyTorch offers no way to give them a generator.
+_UNREACHED: dict[Any, tuple[str, Callable[[Any, Any], bool]]] = {
+    torch.lstm: ("the dropout of nn.LSTM", _recurrent),
+    torch.gru: ("the dropout of nn.GRU", _recurrent),
+    torch.rnn_tanh: ("the dropout of nn.RNN", _recurrent),
+    torch.rnn_relu: ("the dropout of nn.RNN", _recurrent),
+    torch.native_dropout: ("torch.native_dropout", _always),
+    _F.fractional_max_pool2d: ("fractional_max_pool2d", _always),
+    _F.fractional_max_pool3d: ("fractional_max_pool3d", _always),
+    _F.fractional_max_pool2d_with_indices: ("fractional_max_pool2d", _always),
+    _F.fractional_max_pool3d_with_indices: ("fractional_max_pool3d", _always),
+}
+_KNOWN = _CALLS.keys() | _OPENED.keys() | _UNREACHED.keys()
+
+
+class DrawMode(TorchFunctionMode):
+    """Asks a source for whatever is drawn on this thread.
+
+    Exceptions are calls with a generator of their own, and tensors that are not plain ones on the host.
+    """
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self._source = source
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Nearly all calls: nothing more may happen here, it is paid for each. A compiler would put the generator of this thread into its code.
+        if func not in _KNOWN or torch.compiler.is_compiling():
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
+        if func in _OPENED:
+            with self:
+                return _OPENED[func](*args, **kwargs)
+        if func in _UNREACHED:
+            name, draws = _UNREACHED[func]
+            if draws(args, kwargs):
+                self._source.unreached(name)
+            return func(*args, **kwargs)
+        generator = kwargs.get("generator")
+        if generator is not None:
+            self._source.given(generator)
+            return func(*args, **kwargs)
+        draw = _CALLS[func](func, args, {key: value for key, value in kwargs.items() if key != "generator"})
+        return func(*args, **kwargs) if draw is None else self._source.draw(draw)

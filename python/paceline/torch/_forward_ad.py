@@ -1,0 +1,128 @@
+"""Forward-mode differentiation on several workers, although PyTorch has one level of it for the whole process.
+
+Dual numbers belong to a level. PyTorch enters and leaves it by process-wide variables: a thread that leaves it takes the tangents of all
+others away, without a word. So a trainer with several devices holds the level itself while they run. Then no worker can enter it: PyTorch
+raises before anything is wrong. After that the step runs again with the level *shared*: ``torch.func`` sees that it is inside one already,
+as in a nested ``jvp``, and neither enters nor leaves. A loss that enters it by hand cannot share it and is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from paceline import InvalidArgument
+
+_PATIENCE = 1.0  # seconds for a torch.func.jvp of another thread to end; one that the caller is inside of never does
+_FILE = forward_ad.enter_dual_level.__code__.co_filename
+
+
+class _Level:
+    """The process's level, held by any number of trainers."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders = 0
+        self._open = self._shared = False
+
+    @contextlib.contextmanager
+    def held(self, shared: bool) -> Iterator[None]:
+        with self._lock:
+            if not self._open:
+                self._enter()
+            self._holders += 1
+            if shared and not self._shared:
+                self._share(1)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holders -= 1
+                if self._holders == 0:
+                    self._leave()
+
+    def _enter(self) -> None:
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                torch._C._enter_dual_level()
+                self._open = True
+                return
+            except RuntimeError as error:
+                if time.monotonic() > deadline:
+                    raise InvalidArgument(
+                        "step: called while forward-mode differentiation is under way, around this call or in another thread "
+                        "(torch.func.jvp, forward_ad.dual_level). Its level belongs to the whole process, so the devices would change its "
+                        "tangents. Step outside of it, or use one device."
+                    ) from error
+                time.sleep(1e-3)
+
+    def _leave(self) -> None:
+        if self._shared:
+            if _nesting() > 1:  # a jvp of another thread shares it: the next step closes it
+                return
+            self._share(-1)
+        self._open = False
+        torch._C._exit_dual_level(level=0)
+
+    def _share(self, change: int) -> None:
+        """What `torch.func` and ``make_dual`` go by. No call between these lines, so no other thread either."""
+        self._shared = change > 0
+        _transforms.JVP_NESTING += change
+        forward_ad._current_level = 0 if change > 0 else -1
+
+
+_transforms: Any = torch._functorch.eager_transforms
+_level = _Level()
+
+
+def _nesting() -> int:
+    depth: int = _transforms.JVP_NESTING
+    return depth
+
+
+def held(shared: bool) -> contextlib.AbstractContextManager[None]:
+    """While several workers run: nobody else enters the level. `shared`: they use it together.
+
+    Raises
+    ------
+    InvalidArgument
+        If somebody is inside of it, and stays there.
+    """
+    return _level.held(shared)
+
+
+def wanted(error: BaseException | None) -> BaseException | None:
+    """The error, or one behind it, that a worker met when it came to the level."""
+    while error is not None and not (isinstance(error, RuntimeError) and _passed(error.__traceback__)):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _passed(trace: TracebackType | None) -> bool:
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == _FILE:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def refused(error: BaseException) -> BaseException:
+    """What to raise where the level was shared: another error if the worker entered it by hand."""
+    met = wanted(error)
+    if met is None or "Nested forward mode" not in str(met):
+        return error
+    refusal = InvalidArgument(
+        "loss_fn enters a level of forward-mode differentiation by hand (forward_ad.dual_level, torch.func.linearize). PyTorch has one for "
+        "the whole process, so the devices would take each other's tangents away. Use torch.func.jvp, jacfwd or hessian, which may "
+        "share it, or one device."
+    )
+    refusal.__cause__ = error
+    return refusal.with_traceback(error.__traceback__)

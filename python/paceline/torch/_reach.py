@@ -1,0 +1,134 @@
+"""What a module's plain Python attributes lead to, beyond the parameters, buffers and submodules that it has registered."""
+
+from __future__ import annotations
+
+import copyreg
+import enum
+import functools
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+BARE = frozenset(vars(nn.Module()))  # what every module has, among it its tables of parameters and hooks
+SIMPLE = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.device, torch.Size}
+)
+LONGEST = (
+    256  # entries of a container whose entries are compared one by one: a vocabulary would cost more than the step
+)
+_DEEPEST = 4  # that objects are compared: of `cfg.a.b.p`, cfg counts 0
+LIBRARIES = sys.stdlib_module_names | {"torch", "numpy"}
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+# What `copy.deepcopy` takes as it is, or nobody walks through.
+_CLOSED = (type, types.ModuleType, types.BuiltinFunctionType, enum.Enum, torch.Generator)
+
+
+class Reach:
+    """A walk as `copy.deepcopy` makes it.
+
+    On one device all of this simply takes part in the graph, or is read by the forward, whether it is registered or not.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.modules: list[tuple[str, nn.Module]] = []  # the registered ones first, in their order
+        self.unregistered: dict[str, torch.Tensor] = {}  # parameters, and other tensors that require a gradient
+        self.objects: dict[
+            str, Any
+        ] = {}  # plain ones, such as configurations, as deep as _DEEPEST: in attributes, and in containers that they hold
+        self.seen: set[int] = set()
+        self._functions: list[tuple[str, types.FunctionType]] = []
+        self._own = {id(parameter) for parameter in root.parameters()}
+        for name, part in root.named_modules():
+            self.modules.append((name, part))
+            self.seen.add(id(part))
+        self.registered = len(self.modules)  # so many of the modules are
+        # Grows while it is walked: by modules in lists, by theirs, and so on.
+        for name, part in self.modules:
+            for key, value in list(vars(part).items()):
+                if key not in BARE:
+                    self._visit(f"{name}.{key}" if name else key, value, 0)
+
+    @property
+    def leads_out(self) -> bool:
+        """Whether there is anything to train, or to run, that is not registered."""
+        return bool(self.unregistered) or len(self.modules) > self.registered
+
+    def captured(self) -> Iterator[tuple[str, str]]:
+        """Functions that refer to a module or a parameter by their closure, which no copy changes: (their path, the variable)."""
+        wanted = self._own | {id(part) for _, part in self.modules} | {id(one) for one in self.unregistered.values()}
+        for path, function in self._functions:
+            for variable, content in closure_of(function):
+                inside = content if isinstance(content, (list, tuple)) else (content,)
+                if any(id(getattr(one, "__self__", one)) in wanted for one in inside):
+                    yield path, variable
+
+    def _visit(self, path: str, value: Any, depth: int) -> None:
+        if type(value) in SIMPLE or isinstance(value, _CLOSED) or id(value) in self.seen or id(value) in self._own:
+            return
+        self.seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if isinstance(value, nn.Parameter) or (value.requires_grad and value.is_leaf):
+                self.unregistered[path] = value
+        elif isinstance(value, nn.Module):
+            self._add_module(path, value)
+        elif isinstance(value, dict):
+            depth = depth + 1 if len(value) <= LONGEST else _DEEPEST + 1
+            for key, one in list(value.items()):
+                self._visit(f"{path}[{key!r}]", one, depth)
+        elif isinstance(value, _SEQUENCES):
+            if not set(map(type, value)) <= SIMPLE:
+                depth = depth + 1 if len(value) <= LONGEST else _DEEPEST + 1
+                for index, one in enumerate(list(value)):
+                    self._visit(f"{path}[{index}]", one, depth)
+        elif isinstance(value, types.FunctionType):
+            self._functions.append((path, value))
+        elif isinstance(value, types.MethodType):
+            self._visit(f"{path}.__self__", value.__self__, depth + 1)
+        elif isinstance(value, functools.partial):
+            for one in (value.func, *value.args, *value.keywords.values()):
+                self._visit(path, one, depth + 1)
+        else:
+            own = not str(type(value).__module__).startswith("torch.") and not has_slots(type(value))
+            if depth <= _DEEPEST and own and hasattr(value, "__dict__"):
+                self.objects[path] = value
+            for name, one in attributes_of(value):
+                self._visit(f"{path}.{name}", one, depth + 1)
+
+    def _add_module(self, path: str, module: nn.Module) -> None:
+        for name, part in module.named_modules():
+            if name and id(part) in self.seen:
+                continue
+            self.seen.add(id(part))
+            inner = f"{path}.{name}" if name else path
+            self.modules.append((inner, part))
+            for key, parameter in part._parameters.items():
+                if parameter is not None and id(parameter) not in self._own and id(parameter) not in self.seen:
+                    self.seen.add(id(parameter))
+                    self.unregistered[f"{inner}.{key}"] = parameter
+
+
+def closure_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The variables of outer functions that it refers to, with their values."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+
+
+def has_slots(kind: type) -> bool:
+    """Whether its instances have attributes outside of their ``__dict__``; those of the standard library keep what they computed there."""
+    return bool(copyreg._slotnames(kind)) and kind.__module__.partition(".")[0] not in LIBRARIES  # type: ignore[attr-defined]
+
+
+def attributes_of(value: Any) -> Iterable[tuple[str, Any]]:
+    if hasattr(value, "__dict__"):
+        yield from list(vars(value).items())
+    for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]
+        if hasattr(value, name):
+            yield name, getattr(value, name)
