@@ -192,7 +192,8 @@ void AutoPolicy::observe(const PolicyContext& context, const StepTimings& timing
   if (planned_ == Planned::calibration) calibration_.observe(context);
   if (planned_ == Planned::hope) ++hopes_;
   if (planned_ != Planned::split) return;  // a deliberately uneven step is no yardstick
-  auto verdict = trials_.observe(context.batch_size, makespan_seconds, changed, context.estimator.pooled_noise());
+  const double comparable = context.estimator.unsettled() ? 0.0 : makespan_seconds;
+  auto verdict = trials_.observe(context.batch_size, comparable, changed, context.estimator.pooled_noise());
   if (verdict) {
     take_back_ = std::move(verdict);
     firm_until_step_ = context.step + (kFirmSteps << setbacks_);

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
-#include <numbers>
 #include <string>
 #include <utility>
 
@@ -17,11 +16,6 @@ namespace {
 // Long enough that the standard error at 3 % noise (0.3 %) is well under the 1 % that matters, short enough
 // that a slow drift below the change-point threshold is half forgotten in 64 steps.
 constexpr std::size_t kWindow = 128;
-constexpr std::size_t kFirstJudged = 3;  // a median of fewer says nothing about outliers, ...
-constexpr std::size_t kNextJudged = 2;   // ... but after a change point two agreed, and the noise is known
-constexpr double kJump = 0.08;           // smaller shifts reach the median in time
-constexpr double kJumpSigmas = 3.5;
-constexpr double kShapeSigmas = 3.0;
 // A drift has no single step that stands out: the newest samples are held against all before them.
 constexpr std::size_t kRecent = 24;
 constexpr double kDrift = 0.015;
@@ -95,6 +89,7 @@ void Estimator::record(std::int64_t step, const StepTimings& timings) {
   for (const auto& device : timings.devices) evidence.push_back(evidence_of(step, device));
   set_references(evidence);
   separate_common_noise(evidence);
+  note_common_change(step, evidence);
   for (std::size_t i = 0; i < evidence.size(); ++i) {
     if (evidence[i].parts.empty()) continue;
     take(i, std::move(evidence[i]));
@@ -115,18 +110,6 @@ double Estimator::shape_error(std::size_t index, const Sample& sample) const {
   return shape_of(index).ratio_error(estimates_[index].centre_items, sample.items / sample.count);
 }
 
-/// How far a sample may lie from the estimate by chance, in logs.
-double Estimator::tolerance(std::size_t index, const Sample& sample) const {
-  const double noise = std::hypot(estimates_[index].noise, common_noise_);
-  return std::max({kJump, kJumpSigmas * noise, kShapeSigmas * shape_error(index, sample)});
-}
-
-/// How far it lies from the estimate, in logs, common noise included: without it nobody could say which of two devices
-/// changed.
-double Estimator::deviation(std::size_t index, const Sample& sample) const {
-  return std::log(ratio(index, sample) * sample.common / estimates_[index].own_scale);
-}
-
 double Estimator::error_of(double noise, std::size_t samples) const {
   return median_error(noise, samples, memory_.variance_factor(samples));
 }
@@ -136,15 +119,20 @@ void Estimator::separate_common_noise(std::vector<Evidence>& evidence) {
   std::size_t working = 0;
   std::size_t most = 0;
   std::vector<std::size_t> known;
+  std::vector<std::size_t> outliers;
   for (std::size_t i = 0; i < evidence.size(); ++i) {
     const Sample& sample = evidence[i].sample;
     if (evidence[i].parts.empty()) continue;
     ++working;
-    if (estimates_[i].samples == 0 || std::abs(deviation(i, sample)) > tolerance(i, sample)) continue;
+    if (estimates_[i].samples == 0) continue;
     if (shape_error(i, sample) > kShapeInNoise * estimates_[i].noise) continue;
-    known.push_back(i);
-    most = std::max(most, estimates_[i].samples);
+    (std::abs(deviation(i, sample)) > tolerance(i, sample) ? outliers : known).push_back(i);
   }
+  if (known.empty() && outliers.size() == working && changed_together(outliers, evidence)) {
+    known = std::move(outliers);
+    for (const std::size_t i : known) evidence[i].together = true;
+  }
+  for (const std::size_t i : known) most = std::max(most, estimates_[i].samples);
   std::erase_if(known, [&](std::size_t i) { return estimates_[i].samples < std::min(kKnownSamples, most); });
   const bool separable = working > 1 && !known.empty();
   const auto count = static_cast<double>(known.size());
@@ -170,49 +158,20 @@ void Estimator::separate_common_noise(std::vector<Evidence>& evidence) {
 }
 
 void Estimator::accept(std::size_t device, const Evidence& evidence) {
+  devices_[device].last_step = evidence.step;
   for (const MicroBatchTiming& part : evidence.parts) {
+    if (evidence.together) break;  // not at the speed that the shape's other samples were taken at
     shapes_[class_of_[device]].add(index_in_class_[device], evidence.step, part.items, part.seconds);
   }
   std::vector<Sample>& window = devices_[device].window;
+  // Its own yardstick, while others are in doubt: that tells nothing.
+  if (evidence.sample.to_own <= 0.0 && window.size() >= kKnownSamples) return;
   if (window.size() == kWindow) window.erase(window.begin());
   window.push_back(evidence.sample);
   // Samples before it is known that the speed did not change with them would make a change look like noise that lasts.
   if (window.size() <= kRecent) return;
   const Sample& old = window[window.size() - 1 - kRecent];
   if (old.to_own > 0.0) memory_.add(device, (ratio(device, old) / devices_[device].relative_scale - 1.0) * old.to_own);
-}
-
-void Estimator::take(std::size_t index, Evidence evidence) {
-  has_evidence_ = true;
-  Device& device = devices_[index];
-  DeviceEstimate& estimate = estimates_[index];
-  if (device.window.empty()) estimate.since_step = evidence.step;
-  if (device.window.size() < (estimate.change_points == 0 ? kFirstJudged : kNextJudged)) return accept(index, evidence);
-  const Sample& sample = evidence.sample;
-  const double allowed = tolerance(index, sample);
-  if (std::abs(deviation(index, sample)) <= allowed) {
-    device.outlier.reset();  // it was alone
-    return accept(index, evidence);
-  }
-  if (!device.outlier || deviation(index, device.outlier->sample) * deviation(index, sample) < 0.0) {
-    device.outlier = std::move(evidence);
-    return;
-  }
-  const Evidence first = *std::exchange(device.outlier, std::nullopt);
-  estimate.scale_before = estimate.own_scale;
-  device.window.clear();
-  shapes_[class_of_[index]].restart(index_in_class_[index]);
-  memory_.restart(index);
-  ++estimate.change_points;
-  // If the two disagree, by more than two noisy times may, the change fell into the first one's step: it is a mixture
-  // of both levels.
-  if (std::abs(std::log(ratio(index, first.sample) / ratio(index, sample))) <= std::numbers::sqrt2 * allowed) {
-    estimate.since_step = first.step;
-    accept(index, first);
-  } else {
-    estimate.since_step = evidence.step;
-  }
-  accept(index, evidence);
 }
 
 /// Forgets the samples before a drift: where the newest ones differ from those before by more than chance.
@@ -244,6 +203,7 @@ void Estimator::follow_drift(std::size_t index, std::int64_t step) {
   shapes_[class_of_[index]].restart(index_in_class_[index]);
   memory_.restart(index);
   ++estimates_[index].drifts;
+  devices_[index].change_size = 0.0;
   estimates_[index].since_step = step - static_cast<std::int64_t>(kRecent) + 1;
 }
 

@@ -36,13 +36,17 @@ struct DeviceEstimate {
 /// over the
 ///   shape's sum). Raw samples are kept, so a better shape moves all of them together.
 /// - common noise: a split depends on ratios of devices only, so what all devices of a step are slower by together is
-///   taken out of its samples. It is the mean over the devices that are well known and no outliers. Otherwise windows
-///   of different lengths would compare devices under different conditions (observed on two quiet cores: half the
+///   taken out of its samples. It is the mean over the devices that are well known and no outliers, or over all where
+///   all stand out by the same factor. Otherwise windows of different lengths would compare devices under different
+///   conditions (observed on two quiet cores: half the
 ///   variance of a step's time is common, and lasts for hundreds of steps). A lone device has none.
 /// - error: of the median of samples with the correlation that was measured (NoiseMemory).
-/// - change point: two samples running on the same side beyond max(8 %, 4 sigma); the window restarts from them. One
-/// alone
-///   is dropped. Where the size changed, the tolerance grows by what the shape does not know.
+/// - change point: two samples running on the same side beyond max(8 %, 3.5 sigma); the window restarts from them. One
+///   alone is dropped. Where the size changed, the tolerance grows by what the shape does not know.
+/// - excursion: a change that was undone. While some are known, of any device, a change of that size or less is taken
+///   for one until it has outlasted them; changes beyond 1.4 times, and the way back,
+///   are never waited for. Observed on two quiet cores of
+///   a shared host: +-20 % for 5 to 20 steps, which no move can follow in time.
 /// - drift: where the newest 24 samples differ from those before by 4 standard errors and 1.5 %, those before are
 /// forgotten.
 /// - equality: devices of one class are clustered; two clusters are one until their scales differ by 3 standard errors
@@ -68,8 +72,10 @@ class Estimator {
   [[nodiscard]] plan::CostModel model(std::size_t device) const;
   /// Relative standard error of model(device) at `items` items.
   [[nodiscard]] double error_at(std::size_t device, double items) const;
-  /// True when the device's last time was an outlier: alone so far, a level shift if the next one agrees.
-  [[nodiscard]] bool doubtful(std::size_t device) const { return devices_[device].outlier.has_value(); }
+  /// True when the device's last time was an outlier: so far, a level shift if enough of the next ones agree.
+  [[nodiscard]] bool doubtful(std::size_t device) const { return !devices_[device].outliers.empty(); }
+  /// Whether the last step's times are of conditions that may be gone at once: outliers, or a change of all devices.
+  [[nodiscard]] bool unsettled() const;
   /// Relative standard deviation of one step's time, over all devices.
   [[nodiscard]] double pooled_noise() const { return pooled_noise_; }
   /// Change points of all devices so far.
@@ -87,27 +93,47 @@ class Estimator {
   struct Evidence {
     Sample sample;
     std::int64_t step = 0;
+    bool together = false;  // all devices changed by the same factor, which is no change of theirs
     std::vector<MicroBatchTiming> parts;
+  };
+  struct CommonRun {  // of steps in a row that all devices changed together in
+    std::int64_t first = 0;
+    std::size_t steps = 0;
+    std::vector<double> scales_before;  // of each device
   };
   struct Grouped {
     std::size_t cluster = 0;
     std::int64_t since_step = 0;  // of the regime that it was grouped in
   };
+  struct Excursion {
+    double size = 0.0;  // in logs
+    std::int64_t steps = 0;
+  };
   struct Device {
-    std::vector<Sample> window;   // oldest first
-    double relative_scale = 0.0;  // the scale at a common factor of 1
-    std::optional<Evidence> outlier;
+    std::vector<Sample> window;      // oldest first
+    double relative_scale = 0.0;     // the scale at a common factor of 1
+    std::vector<Evidence> outliers;  // in a row, on one side
+    std::int64_t last_step = 0;      // whose sample was none of these
+    double change_size = 0.0;        // of the last change point, in logs; 0: there was none, or it was a way back
     std::optional<Grouped> grouped;  // at last
   };
 
   [[nodiscard]] static Evidence evidence_of(std::int64_t step, const std::vector<MicroBatchTiming>& timings);
   void set_references(const std::vector<Evidence>& evidence);
+  [[nodiscard]] bool changed_together(const std::vector<std::size_t>& devices,
+                                      const std::vector<Evidence>& evidence) const;
   void separate_common_noise(std::vector<Evidence>& evidence);
   [[nodiscard]] double shape_error(std::size_t device, const Sample& sample) const;
   [[nodiscard]] double tolerance(std::size_t device, const Sample& sample) const;
   [[nodiscard]] double deviation(std::size_t device, const Sample& sample) const;
   void take(std::size_t device, Evidence evidence);
+  [[nodiscard]] bool is_back(std::size_t device, double allowed) const;
+  void change(std::size_t device, double allowed);
+  void undone(double size, std::int64_t steps);
+  [[nodiscard]] double run_size(std::size_t device) const;
+  [[nodiscard]] std::int64_t steps_to_believe(double size) const;
   void follow_drift(std::size_t device, std::int64_t step);
+  void note_common_change(std::int64_t step, const std::vector<Evidence>& evidence);
   void accept(std::size_t device, const Evidence& evidence);
   [[nodiscard]] double ratio(std::size_t device, const Sample& sample) const;
   [[nodiscard]] double error_of(double noise, std::size_t samples) const;
@@ -121,10 +147,12 @@ class Estimator {
   std::vector<Device> devices_;
   std::vector<DeviceEstimate> estimates_;
   NoiseMemory memory_;
-  std::vector<double> log_factors_;  // the common ones of the newest steps
-  double known_devices_ = 1.0;       // that the last one was measured by
-  double common_level_ = 1.0;        // the usual factor of late
-  double common_noise_ = 0.0;        // relative standard deviation of a step's factor
+  std::vector<Excursion> excursions_;  // of all devices, oldest first
+  std::vector<double> log_factors_;    // the common ones of the newest steps
+  double known_devices_ = 1.0;         // that the last one was measured by
+  CommonRun common_run_;
+  double common_level_ = 1.0;  // the usual factor of late
+  double common_noise_ = 0.0;  // relative standard deviation of a step's factor
   double pooled_noise_;
   bool has_evidence_ = false;
 };

@@ -17,7 +17,7 @@ namespace paceline::balance {
 /// A device with a zero share is not measured; what was true when it lost its work would be believed for good (observed
 /// in simulation: two spikes running on a throttled device idled it for the rest of the run). The first probe comes 100
 /// steps after it fell idle, the waits double to 1600. A probe that comes out differently is repeated at once, since
-/// two outliers make a change point.
+/// two outliers make a change point of a device that was not seen for longer than any excursion lasts.
 ///
 /// A probe has as many items as the device would have done when the others finish: that costs nothing if the estimate
 /// is right, and it teaches the time of the size that a return would bring. Where not even the least share is done by

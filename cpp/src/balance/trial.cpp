@@ -56,11 +56,7 @@ std::optional<TrialLog::Verdict> TrialLog::observe(std::int64_t batch_size, doub
                                                    double noise) {
   if (changed) {
     overtake(MoveOutcome::overtaken);
-    // The change was confirmed by the step before and this one: these two already ran under the new conditions.
-    for (auto& [size, times] : times_) {
-      const std::size_t keep = size == batch_size ? 1 : 0;
-      while (times.size() > keep) times.pop_front();
-    }
+    times_.clear();  // of other conditions
   }
   if (makespan_seconds <= 0.0) return std::nullopt;
   if (times_.size() >= kBatchSizes && !times_.contains(batch_size)) {

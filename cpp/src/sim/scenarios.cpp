@@ -195,6 +195,29 @@ Scenario correlated_throttle() {
           5};  // two steps in the median of 40 seeds; two samples of such noise tell the ratio to 11 % only
 }
 
+// Following each burst at once would lose 1.6 % here instead of 3.6 %, with 7.8 moves in 100 steps. On real cores,
+// whose times vary by more than such a burst, that was slower than even shares.
+Scenario bursts() {
+  SimulationOptions options = box_of({1, 1}, 0.01, 1600);
+  for (std::size_t i = 0; i < 2; ++i) {
+    Random random(1, 0, i);
+    const auto steps = [&](double mean) {
+      return static_cast<std::int64_t>(std::ceil(-mean * std::log(1.0 - random.uniform())));
+    };
+    for (std::int64_t from = steps(40.0); from < options.steps;) {
+      const std::int64_t to = from + steps(8.0);
+      options.box.throttles.push_back({i, 1.2, from, to});
+      from = to + steps(40.0);
+    }
+  }
+  return {"bursts",
+          "two equal devices, each 1.2x slower for 8 steps of every 48 in the mean: neighbours on a shared host",
+          std::move(options),
+          0.03,
+          1.0,
+          0};
+}
+
 Scenario drifting() {
   SimulationOptions options = eight();
   constexpr std::int64_t kSegment = 50;
@@ -236,6 +259,7 @@ std::vector<Scenario> scenarios() {
           subset_by_reduction(),
           correlated(),
           correlated_throttle(),
+          bursts(),
           drifting(),
           failure()};
 }

@@ -69,6 +69,116 @@ TEST(Estimator, TakesTwoOutliersOnOneSideAsALevelShift) {
   EXPECT_EQ(feed.estimator.devices()[1].change_points, 0);
 }
 
+/// One device is slower by `factor` in steps [from, to).
+std::function<double(std::int64_t, std::size_t)> slower(double factor, std::int64_t from, std::int64_t to) {
+  return [=](std::int64_t step, std::size_t i) { return i == 0 && step >= from && step < to ? factor : 1.0; };
+}
+
+/// Has met an excursion of ten steps, by 50 steps in all.
+Feed after_an_excursion() {
+  Feed feed{Estimator(profiles(2)), 0.01};
+  feed.run(50, {64, 64}, slower(1.2, 20, 30));
+  return feed;
+}
+
+TEST(Estimator, WaitsUntilAChangeHasOutlastedExcursionsOfItsSize) {
+  Feed feed = after_an_excursion();
+  const DeviceEstimate& device = feed.estimator.devices()[0];
+  EXPECT_EQ(device.change_points, 2);  // nothing was known of it: there and back
+  const double before = device.own_scale;
+  feed.run(8, {64, 64}, slower(1.2, 0, 100));
+  EXPECT_TRUE(feed.estimator.doubtful(0));
+  feed.run(2, {64, 64});
+  EXPECT_EQ(device.change_points, 2);
+  EXPECT_NEAR(device.own_scale / before, 1.0, 0.01);
+  feed.run(10, {64, 64}, slower(1.2, 0, 100));
+  EXPECT_EQ(device.change_points, 2);
+  feed.run(1, {64, 64}, slower(1.2, 0, 100));
+  EXPECT_EQ(device.change_points, 3);
+  EXPECT_EQ(device.since_step, 60);
+  EXPECT_EQ(device.samples, 11u);
+  EXPECT_NEAR(device.own_scale / before, 1.2, 0.02);
+}
+
+TEST(Estimator, TimeBetweenExcursionsIsNone) {
+  Feed feed{Estimator(profiles(2)), 0.01};
+  feed.run(40, {64, 64});
+  const DeviceEstimate& device = feed.estimator.devices()[0];
+  for (int k = 0; k < 3; ++k) {  // a short one, a longer one that is believed and left again, and once more
+    feed.run(8 + 4 * k, {64, 64}, slower(1.2, 0, 10000));
+    feed.run(50, {64, 64});
+  }
+  EXPECT_EQ(device.change_points, 6);
+  const std::int64_t before = feed.step;
+  feed.run(17, {64, 64}, slower(1.2, 0, 10000));  // longer than the 16 steps of the longest
+  EXPECT_EQ(device.change_points, 7);
+  EXPECT_EQ(device.since_step, before);
+}
+
+TEST(Estimator, TheWayBackIsBelievedAtOnce) {
+  Feed feed = after_an_excursion();
+  feed.run(30, {64, 64}, slower(1.2, 0, 10000));
+  EXPECT_EQ(feed.estimator.devices()[0].change_points, 3);
+  feed.run(2, {64, 64});
+  EXPECT_EQ(feed.estimator.devices()[0].change_points, 4);
+}
+
+TEST(Estimator, ALongRunThatIsBelievedIsNoNoise) {
+  Feed feed{Estimator(profiles(2)), 0.01};
+  feed.run(120, {64, 64}, slower(1.2, 20, 60));  // an excursion of 40 steps
+  feed.run(400, {64, 64});
+  const double error = feed.estimator.devices()[0].error;
+  feed.run(41 + 128, {64, 64}, slower(1.2, 0, 10000));
+  EXPECT_EQ(feed.estimator.devices()[0].change_points, 3);
+  EXPECT_EQ(feed.estimator.devices()[0].samples, 128u);
+  EXPECT_LT(feed.estimator.devices()[0].error, 2.0 * error);
+}
+
+TEST(Estimator, ADeviceThatWasNotSeenForLongIsBelievedAtOnce) {
+  Feed feed = after_an_excursion();
+  feed.run(100, {0, 64});
+  feed.run(2, {64, 64}, slower(1.2, 0, 10000));
+  EXPECT_EQ(feed.estimator.devices()[0].change_points, 3);
+}
+
+TEST(Estimator, BelievesALargerChangeThanAnyExcursionAtOnce) {
+  for (const double factor : {1.35, 2.0, 0.5}) {
+    Feed feed = after_an_excursion();
+    feed.run(2, {64, 64}, slower(factor, 0, 100));
+    EXPECT_EQ(feed.estimator.devices()[0].change_points, 3) << factor;
+  }
+}
+
+TEST(Estimator, AStragglerThatComesAndGoesIsBelievedEachTime) {
+  Feed feed{Estimator(profiles(2)), 0.01};
+  feed.run(20, {64, 64});
+  for (int k = 1; k <= 8; ++k) {
+    feed.run(12, {64, 64}, slower(1.6, 0, 1000));
+    feed.run(12, {64, 64});
+    EXPECT_EQ(feed.estimator.devices()[0].change_points, 2 * k);
+  }
+}
+
+TEST(Estimator, AChangeOfAllDevicesTogetherLeavesWhatIsKnownOfTheirRatios) {
+  Feed feed{Estimator(profiles(2)), 0.01};
+  const auto together = [](std::int64_t, std::size_t) { return 1.7; };
+  feed.run(40, {64, 64});
+  const double before = feed.estimator.devices()[0].own_scale;
+  feed.run(6, {64, 64}, together);
+  feed.run(10, {64, 64});
+  for (const DeviceEstimate& device : feed.estimator.devices()) {
+    EXPECT_EQ(device.change_points, 0);
+    EXPECT_EQ(device.samples, 56u);
+  }
+  feed.run(30, {64, 64}, together);
+  for (const DeviceEstimate& device : feed.estimator.devices()) {
+    EXPECT_EQ(device.change_points, 1) << "once it lasts it is told";
+    EXPECT_EQ(device.since_step, 56);
+    EXPECT_EQ(device.samples, 86u);
+    EXPECT_NEAR(device.own_scale / before, 1.7, 0.03);
+  }
+}
+
 TEST(Estimator, TakesOutliersOnBothSidesAsNoise) {
   Feed feed{Estimator(profiles(1)), 0.01};
   feed.run(10, {64});

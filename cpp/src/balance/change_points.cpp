@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+// When the estimator takes a device's speed for another one.
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+#include <utility>
+
+#include "balance/estimator.hpp"
+#include "balance/statistics.hpp"
+
+namespace paceline::balance {
+namespace {
+
+constexpr std::size_t kFirstJudged = 3;  // a median of fewer says nothing about outliers, ...
+constexpr std::size_t kNextJudged = 2;   // ... but after a change point two agreed, and the noise is known
+constexpr double kJump = 0.08;           // smaller shifts reach the median in time
+constexpr double kJumpSigmas = 3.5;
+constexpr double kShapeSigmas = 3.0;
+constexpr std::size_t kLeastRun = 2;            // outliers: one alone may be a spike
+constexpr double kActedUponAtOnce = 0.336;      // a factor of 1.4: two devices lose a sixth of a step by it
+constexpr double kAlike = 1.5;                  // excursions of two thirds of the size tell of it, too
+constexpr std::size_t kExcursions = 32;         // remembered
+constexpr std::int64_t kLongestExcursion = 64;  // steps: moves follow what lasts longer
+constexpr std::size_t kLastingRun = 8;          // steps of a common change; no split waits for it
+
+}  // namespace
+
+/// How far a sample may lie from the estimate by chance, in logs.
+double Estimator::tolerance(std::size_t index, const Sample& sample) const {
+  const double noise = std::hypot(estimates_[index].noise, common_noise_);
+  return std::max({kJump, kJumpSigmas * noise, kShapeSigmas * shape_error(index, sample)});
+}
+
+/// How far it lies from the estimate, in logs, common noise included: without it nobody could say which of two devices
+/// changed.
+double Estimator::deviation(std::size_t index, const Sample& sample) const {
+  return std::log(ratio(index, sample) * sample.common / estimates_[index].own_scale);
+}
+
+void Estimator::take(std::size_t index, Evidence evidence) {
+  has_evidence_ = true;
+  Device& device = devices_[index];
+  DeviceEstimate& estimate = estimates_[index];
+  if (device.window.empty()) estimate.since_step = evidence.step;
+  if (device.window.size() < (estimate.change_points == 0 ? kFirstJudged : kNextJudged)) return accept(index, evidence);
+  std::vector<Evidence>& outliers = device.outliers;
+  if (evidence.together) {  // says nothing about a change of its own
+    if (outliers.empty()) accept(index, evidence);
+    return;
+  }
+  const double allowed = tolerance(index, evidence.sample);
+  const double apart = deviation(index, evidence.sample);
+  const bool is_outlier = std::abs(apart) > allowed;
+  if (!outliers.empty() && !(is_outlier && deviation(index, outliers.back().sample) * apart > 0.0)) {
+    if (outliers.size() > 1) undone(run_size(index), outliers.back().step - device.last_step);  // one was alone
+    outliers.clear();
+  }
+  if (!is_outlier) return accept(index, evidence);
+  const std::int64_t lasts = evidence.step - device.last_step;
+  outliers.push_back(std::move(evidence));
+  if (outliers.size() < kLeastRun) return;
+  if (is_back(index, allowed) || lasts >= steps_to_believe(run_size(index))) change(index, allowed);
+}
+
+/// Whether the outliers are where the device was before its last change, unless that was a way back itself.
+bool Estimator::is_back(std::size_t index, double allowed) const {
+  const Device& device = devices_[index];
+  if (device.change_size <= 0.0) return false;
+  const double level = ratio(index, device.outliers.back().sample) * common_level_;
+  return std::abs(std::log(level / estimates_[index].scale_before)) <= allowed;
+}
+
+/// How far the outliers in a row lie from the estimate, in logs: the median.
+double Estimator::run_size(std::size_t index) const {
+  std::vector<double> sizes;
+  for (const Evidence& one : devices_[index].outliers) sizes.push_back(std::abs(deviation(index, one.sample)));
+  return median(sizes);
+}
+
+/// For how many steps a change of that size has to last.
+std::int64_t Estimator::steps_to_believe(double size) const {
+  if (size > kActedUponAtOnce) return 0;
+  std::int64_t longest = -1;
+  for (const Excursion& one : excursions_) {
+    if (kAlike * one.size >= size) longest = std::max(longest, one.steps);
+  }
+  return longest + 1;
+}
+
+void Estimator::undone(double size, std::int64_t steps) {
+  if (steps > kLongestExcursion || size > kActedUponAtOnce) return;
+  if (excursions_.size() == kExcursions) excursions_.erase(excursions_.begin());
+  excursions_.push_back({size, steps});
+}
+
+/// The outliers are the device's new level.
+void Estimator::change(std::size_t index, double allowed) {
+  Device& device = devices_[index];
+  DeviceEstimate& estimate = estimates_[index];
+  const bool back = is_back(index, allowed);
+  const std::vector<Evidence> run = std::exchange(device.outliers, {});
+  std::vector<double> ratios;
+  for (const Evidence& one : run) ratios.push_back(ratio(index, one.sample));
+  // If the first disagrees with the last, by more than two noisy times may, the change fell into the first one's step:
+  // it is a mixture of both levels.
+  const bool mixed = std::abs(std::log(ratios.front() / ratios.back())) > std::numbers::sqrt2 * allowed;
+  const auto begin = run.begin() + (mixed ? 1 : 0);
+  if (mixed) ratios.erase(ratios.begin());
+  device.relative_scale = median(ratios);  // what residuals are about from here on
+  // What was believed did not last. The way back is no excursion of its own.
+  if (back) undone(device.change_size, run.front().step - estimate.since_step);
+  const double size = std::abs(std::log(device.relative_scale * common_level_ / estimate.own_scale));
+  device.change_size = back ? 0.0 : size;
+  estimate.scale_before = estimate.own_scale;
+  device.window.clear();
+  shapes_[class_of_[index]].restart(index_in_class_[index]);
+  memory_.restart(index);
+  ++estimate.change_points;
+  estimate.since_step = begin->step;
+  for (auto one = begin; one != run.end(); ++one) accept(index, *one);
+}
+
+/// Whether all that stand out do so by the same factor, as far as their own noise tells.
+bool Estimator::changed_together(const std::vector<std::size_t>& devices, const std::vector<Evidence>& evidence) const {
+  if (devices.size() < 2) return false;
+  double least = 0.0;
+  double most = 0.0;
+  double noise = 0.0;
+  for (const std::size_t i : devices) {
+    const double apart = deviation(i, evidence[i].sample);
+    least = i == devices.front() ? apart : std::min(least, apart);
+    most = i == devices.front() ? apart : std::max(most, apart);
+    noise = std::max(noise, estimates_[i].noise);
+  }
+  return most - least <= std::max(kJump, kJumpSigmas * noise);
+}
+
+/// A change of all devices together, once it lasts. What is known of their ratios stays.
+void Estimator::note_common_change(std::int64_t step, const std::vector<Evidence>& evidence) {
+  const auto ran = [](const Evidence& one) { return !one.parts.empty(); };
+  if (std::none_of(evidence.begin(), evidence.end(), ran)) return;
+  if (std::none_of(evidence.begin(), evidence.end(), [](const Evidence& one) { return one.together; })) {
+    common_run_ = {};
+    return;
+  }
+  if (common_run_.steps == 0) {
+    common_run_.first = step;
+    for (const DeviceEstimate& estimate : estimates_) common_run_.scales_before.push_back(estimate.own_scale);
+  }
+  if (++common_run_.steps != kLastingRun) return;
+  for (std::size_t i = 0; i < evidence.size(); ++i) {
+    if (!evidence[i].together) continue;
+    estimates_[i].scale_before = common_run_.scales_before[i];
+    estimates_[i].since_step = common_run_.first;
+    ++estimates_[i].change_points;
+    devices_[i].change_size = 0.0;
+    if (devices_[i].grouped) devices_[i].grouped->since_step = common_run_.first;
+    shapes_[class_of_[i]].restart(index_in_class_[i]);
+  }
+}
+
+bool Estimator::unsettled() const {
+  const auto waits = [](const Device& device) { return !device.outliers.empty(); };
+  return common_run_.steps > 0 || std::any_of(devices_.begin(), devices_.end(), waits);
+}
+
+}  // namespace paceline::balance
