@@ -19,8 +19,10 @@ from torch_support import TWO, assert_same_gradients, classifier, classify, grad
 Seconds = Callable[[int], float]  # of an item in a micro-batch of so many items
 
 
-def steps(search: SizeSearch, shares: list[int], seconds: Seconds, count: int, noise: float = 0.0) -> None:
-    rng = random.Random(1)
+def steps(
+    search: SizeSearch, shares: list[int], seconds: Seconds, count: int, noise: float = 0.0, seed: int = 1
+) -> None:
+    rng = random.Random(seed)
     for _ in range(count):
         timed = []
         for share in shares:
@@ -36,9 +38,9 @@ def falling_out_of_a_cache(items: int) -> float:
     return (1e-4 if items <= 200 else 2e-4) + 1e-4 / items
 
 
-def test_the_largest_size_that_fits_is_found_in_twelve_steps() -> None:
+def test_the_largest_size_that_fits_is_found_in_thirteen_steps() -> None:
     search = SizeSearch()
-    steps(search, [2048, 2048], falling_out_of_a_cache, 12)
+    steps(search, [2048, 2048], falling_out_of_a_cache, 13)
     assert search.size == 128
     assert search.gain == pytest.approx(falling_out_of_a_cache(2048) / falling_out_of_a_cache(128))
     assert search.pieces(10, 266) == [(10, 138), (138, 266)]
@@ -47,9 +49,40 @@ def test_the_largest_size_that_fits_is_found_in_twelve_steps() -> None:
 @pytest.mark.parametrize("shares", [[2048, 1000], [2048, 0], [700, 1500, 300]], ids=str)
 def test_it_is_found_for_unequal_shares(shares: list[int]) -> None:
     search = SizeSearch()
-    steps(search, shares, falling_out_of_a_cache, 12, noise=0.05)
+    steps(search, shares, falling_out_of_a_cache, 13, noise=0.05)
     assert search.size is not None
     assert 64 <= search.size <= 200
+
+
+@pytest.mark.parametrize("share", [9, 17, 100, 131, 200])
+def test_it_is_found_whatever_halves_leave_over(share: int) -> None:
+    search = SizeSearch()
+    steps(search, [share, share], lambda items: 1e-2 if 2 * items <= share + 1 else 2e-2, 13)
+    assert search.size == -(-share // 2)
+    assert search.gain == pytest.approx(2)
+
+
+def test_corrections_do_not_blur_what_whole_claims_tell() -> None:
+    search = SizeSearch()
+    for _ in range(13):
+        timed = []
+        for begin, share in ((0, 1800), (2048, 248)):  # a claim, and a correction of the same device
+            pieces = [last - first for first, last in search.pieces(begin, begin + share)]
+            timed.append([(items, items * falling_out_of_a_cache(items)) for items in pieces])
+        search.add([timed])
+    assert search.size is not None
+    assert 64 <= search.size <= 200
+
+
+def test_where_times_vary_it_measures_until_it_is_certain() -> None:
+    for seed in range(20):
+        search = SizeSearch()
+        steps(search, [2048, 2048], lambda items: 1e-4 if items <= 1024 else 1.25e-4, 60, noise=0.15, seed=seed)
+        assert search.size is not None, seed
+    for seed in range(20):
+        search = SizeSearch()
+        steps(search, [2048, 2048], lambda items: 1e-4, 60, noise=0.15, seed=seed)
+        assert search.size is None, seed
 
 
 def test_sizes_that_are_no_faster_are_left_alone() -> None:
@@ -81,7 +114,7 @@ def test_most_steps_run_as_usual() -> None:
 
 def test_a_size_is_given_up_when_another_is_faster() -> None:
     search = SizeSearch()
-    steps(search, [2048], falling_out_of_a_cache, 12)
+    steps(search, [2048], falling_out_of_a_cache, 13)
     assert search.size == 128
     steps(search, [2048], lambda items: 1e-4 + (4e-2 / items if items <= 1024 else 1e-4), 600)
     assert search.size == 1024
@@ -91,7 +124,7 @@ def test_whole_claims_are_gone_back_to_where_they_are_faster_and_left_again() ->
     search = SizeSearch()
     sizes = []
     for seconds, count in (
-        (falling_out_of_a_cache, 12),
+        (falling_out_of_a_cache, 13),
         (lambda items: 1e-4 + 4e-2 / items, 600),
         (falling_out_of_a_cache, 600),
     ):
@@ -117,7 +150,7 @@ def test_pieces_are_equal_and_cover_the_claim() -> None:
 def test_each_kind_of_batch_is_searched_by_itself_and_few_are_kept() -> None:
     sizes = MicroBatchSizes()
     first = sizes.of("first")
-    steps(first, [2048], falling_out_of_a_cache, 12)
+    steps(first, [2048], falling_out_of_a_cache, 13)
     assert "Micro-batches of about 128 items: measured to be 1.98 times as fast" in sizes.explain()
     assert sizes.of("second").size is None
     assert sizes.explain() == ""

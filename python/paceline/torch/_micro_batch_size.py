@@ -11,9 +11,10 @@ from paceline._words import counted
 
 _FIRST_SEARCH = 5  # steps: the first ones compile and allocate
 _NEXT_SEARCH = 500  # steps: what was best may not be any more
-_PAIRS = 3  # of a step on trial, and one as usual before it
-_TURNS = 2 * _PAIRS + 1  # of a trial, with one that warms up
+_PAIRS = 3  # of a step on trial, and the ones as usual around it, at least
+_MOST_PAIRS = 20  # where times vary so much that fewer do not tell
 _GAIN = 0.95  # of the time of an item, or less: a size that is that much faster is taken
+_ERRORS = 2.0  # standard errors that it has to be away from that
 _ALIKE = 1.03  # times the best: of sizes as good as that the largest is taken
 _LEAST_SECONDS = 5e-3  # of a micro-batch: smaller ones would pay for more calls than they can gain
 _MOST_SIZES = 6  # in one search
@@ -25,13 +26,50 @@ Timed = Sequence[
 ]  # of each device, of each claim: items and seconds of its pieces
 
 
+class Compared:
+    """What a trial has found of one device so far: logs of ratios of the time of an item."""
+
+    def __init__(self) -> None:
+        self.items = 0  # that it ran
+        self.largest = 0.0  # of the sizes that it ran
+        self.first: list[float] = []  # of that size, to steps as usual
+        self.others: dict[float, list[float]] = {}  # of each size, to the largest in the same claim
+
+    def add(self, sizes: Sequence[float], claim: Sequence[tuple[int, float]], usual: float) -> None:
+        """A claim, in pieces of these sizes, between steps in which an item took `usual` seconds.
+
+        Claims that begin with another size than the first one tell nothing: those are corrections.
+        """
+        self.largest = self.largest or sizes[0]
+        if sizes[0] != self.largest:
+            return
+        times = [seconds / items for items, seconds in claim[: len(sizes)]]
+        self.items += sum(items for items, _ in claim)
+        self.first.append(math.log(times[0] / usual))
+        for size, time in zip(sizes, times, strict=True):
+            self.others.setdefault(size, []).append(math.log(time / times[0]))
+
+    @property
+    def found(self) -> dict[float, float]:
+        """The log of the ratio, by size."""
+        first = statistics.median(self.first)
+        return {size: first + statistics.median(ratios) for size, ratios in self.others.items()}
+
+    @property
+    def variance(self) -> float:
+        """Of what is said of the largest size, that of others being little beside it."""
+        middle = statistics.median(self.first)
+        deviation = 1.48 * statistics.median(abs(ratio - middle) for ratio in self.first)
+        return math.pi / 2 * deviation**2 / len(self.first)
+
+
 class SizeSearch:
     """Whether larger shares of one kind of batch are faster in smaller micro-batches: what fits a cache, or memory that is at hand.
 
-    Now and then some steps cut each claim into one piece of each size, halves of halves, by turns with steps as usual: so each device is
-    compared with itself at nearly the same time, and all sizes are known after seven steps. Where a size is in use, whole claims are
-    compared with it likewise, in seven steps more. All devices run the same size in a step, since it is their speeds beside each other
-    that shares go by.
+    Now and then some steps cut each claim into one piece of each size, halves of halves, by turns with steps as usual. Sizes are compared
+    within a claim, where all of it meets the same machine; the largest of them with whole claims of the same device, in the step before and
+    the one after. That takes eight steps, and up to 42 where times vary. Where a size is in use, whole claims are compared with it
+    likewise, in as many more. All devices run the same size in a step, since it is their speeds beside each other that shares go by.
     """
 
     def __init__(self) -> None:
@@ -40,45 +78,50 @@ class SizeSearch:
         self._rest: float = _FIRST_SEARCH
         self._trials: list[
             list[int]
-        ] = []  # each the sizes that a claim is cut into, from large to small; none: it is whole
-        self._turn = 0  # through all trials
-        self._usual: list[float | None] = []  # seconds of an item in the usual step before, of each device
-        self._ratios: dict[float, list[float]] = {}  # of the times of an item, by size
+        ] = []  # to go, each the sizes that a claim is cut into, from large to small; none: it is whole
+        self._turn = 0  # of the first of them
+        self._before: list[float | None] = []  # seconds of an item in the usual step before, of each device
+        self._tried: Timed = []  # the step on trial that followed
+        self._compared: list[Compared] = []  # of each device
+        self._found: dict[float, float] = {}  # the time of an item, of what it is in steps as usual, by size
 
     @property
     def on_trial(self) -> bool:
         """Whether the next step tries sizes: its times are no evidence of speeds."""
-        return bool(self._trials) and self._turn % _TURNS % 2 == 0
+        return bool(self._trials) and self._turn % 2 == 0
 
     def pieces(self, begin: int, end: int) -> list[tuple[int, int]]:
         """A claim of the next step, cut up."""
         if not self.on_trial:
             return in_pieces(begin, end, self.size)
         bounds = [begin]
-        for size in self._trials[self._turn // _TURNS]:
-            if bounds[-1] + size <= end:
-                bounds.append(bounds[-1] + size)
+        for size in self._cuts(end - begin):
+            bounds.append(bounds[-1] + size)
         if bounds[-1] < end:
             bounds.append(end)
         return list(pairwise(bounds))
 
     def add(self, timed: Timed) -> None:
         """A step that was committed."""
+        if not self._trials and self._rest > 1:
+            self._rest -= 1
+            return
         usual = [_seconds_of_an_item(piece for claim in claims for piece in claim) for claims in timed]
         if all(seconds is None for seconds in usual):
             return
         if not self._trials:
-            self._rest -= 1
-            if self._rest <= 0:
-                self._begin(timed, usual)
+            self._begin(timed, usual)
             return
-        if not self.on_trial:
-            self._usual = usual
-        elif self._turn % _TURNS > 0:  # the first one warms up
-            self._compare(timed)
+        if self._turn % 2 == 0:
+            self._tried = timed
+        else:
+            if self._turn > 1:  # the first one warms up
+                self._compare(usual)
+            self._before = usual
         self._turn += 1
-        if self._turn == _TURNS * len(self._trials):
-            self._end()
+        pairs = self._turn // 2 - 1
+        if self._turn % 2 == 0 and pairs >= _PAIRS and (pairs >= _MOST_PAIRS or self._is_certain()):
+            self._next()
 
     def _begin(self, timed: Timed, usual: Sequence[float | None]) -> None:
         largest = max(sum(items for items, _ in claim) for claims in timed for claim in claims)
@@ -91,27 +134,64 @@ class SizeSearch:
         self._trials = [sizes] if sizes else []
         if self.size is not None:
             self._trials.append([])
-        self._turn, self._ratios = 0, {size: [] for size in (*sizes, _WHOLE)}
+        self._found = {}
+        self._start(len(timed))
+
+    def _start(self, devices: int) -> None:
+        self._turn, self._compared = 0, [Compared() for _ in range(devices)]
         if not self._trials:
             self._rest = _NEXT_SEARCH
 
-    def _compare(self, timed: Timed) -> None:
-        whole = not self._trials[self._turn // _TURNS]
-        for claims, usual in zip(timed, self._usual, strict=True):
-            for items, seconds in (piece for claim in claims for piece in claim):
-                # Claims that would not be cut anyway are corrections, too small to speak for whole ones.
-                size = _WHOLE if whole and len(in_pieces(0, items, self.size)) > 1 else items
-                if usual is not None and size in self._ratios:
-                    self._ratios[size].append(seconds / items / usual)
+    def _cuts(self, items: int) -> list[int]:
+        """The sizes of the first pieces of a claim on trial; none: it is whole, or too small to be cut."""
+        sizes, left = [], items
+        for size in self._trials[0]:
+            if 2 * size <= items + 1 and size <= left:
+                sizes.append(size)
+                left -= size
+        return sizes
 
-    def _end(self) -> None:
-        found = {size: statistics.median(ratios) for size, ratios in self._ratios.items() if ratios}
-        best = min(found.values(), default=1.0)
-        if best <= _GAIN:
-            size = max(size for size, ratio in found.items() if ratio <= _ALIKE * best)
-            self.size = None if size == _WHOLE else int(size)
-            self.gain = 1 / found[size]
-        self._trials, self._rest = [], _NEXT_SEARCH
+    def _compare(self, usual: Sequence[float | None]) -> None:
+        for compared, claims, before, after in zip(self._compared, self._tried, self._before, usual, strict=True):
+            if not before or not after:
+                continue
+            for claim in claims:
+                items = sum(count for count, _ in claim)
+                sizes: list[float] = [*self._cuts(items)]
+                # Claims that would not be cut anyway are corrections, too small to speak for whole ones.
+                if not self._trials[0] and len(in_pieces(0, items, self.size)) > 1:
+                    sizes = [_WHOLE]
+                if sizes and all(seconds > 0 for _, seconds in claim):
+                    compared.add(sizes, claim, math.sqrt(before * after))
+
+    def _result(self) -> tuple[dict[float, float], float]:
+        """Logs of ratios by size, each device by the items that it ran, and their standard error."""
+        known = [compared for compared in self._compared if compared.first]
+        total = sum(compared.items for compared in known)
+        weights: dict[float, float] = {}
+        sums: dict[float, float] = {}
+        for compared in known:
+            for size, ratio in compared.found.items():
+                weights[size] = weights.get(size, 0.0) + compared.items
+                sums[size] = sums.get(size, 0.0) + compared.items * ratio
+        error = math.sqrt(sum((compared.items / total) ** 2 * compared.variance for compared in known))
+        return {size: sums[size] / weights[size] for size in sums}, error
+
+    def _is_certain(self) -> bool:
+        found, error = self._result()
+        return not found or abs(min(found.values()) - math.log(_GAIN)) > _ERRORS * error
+
+    def _next(self) -> None:
+        """The first trial has ended."""
+        self._found |= {size: math.exp(ratio) for size, ratio in self._result()[0].items()}
+        del self._trials[0]
+        if not self._trials:
+            best = min(self._found.values(), default=1.0)
+            if best <= _GAIN:
+                size = max(size for size, ratio in self._found.items() if ratio <= _ALIKE * best)
+                self.size = None if size == _WHOLE else int(size)
+                self.gain = 1 / self._found[size]
+        self._start(len(self._compared))
 
 
 def _seconds_of_an_item(pieces: Iterable[tuple[int, float]]) -> float | None:
@@ -149,5 +229,7 @@ class MicroBatchSizes:
 
 def in_pieces(begin: int, end: int, size: int | None) -> list[tuple[int, int]]:
     """Items ``[begin, end)`` in equal pieces of about `size` items, at most half as many again."""
-    count = 1 if size is None else max(1, round((end - begin) / size))
+    if size is None:
+        return [(begin, end)]
+    count = max(1, round((end - begin) / size))
     return list(pairwise(begin + (end - begin) * k // count for k in range(count + 1)))
