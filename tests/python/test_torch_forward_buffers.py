@@ -38,10 +38,14 @@ def twin(module: nn.Module, spectral_norm: Spectral) -> nn.Module:
 
 
 class Unsteady:
-    """`classify`, in times that vary so much that devices take work over from each other."""
+    """`classify`, in times that vary so much that devices take work over from each other.
 
-    def __init__(self, seconds: float = 5e-5) -> None:
+    By up to `spread` times as long: at 4, changes of speed are seen everywhere, and whether much is taken over is chance.
+    """
+
+    def __init__(self, seconds: float = 5e-5, spread: float = 4.0) -> None:
         self.seconds = seconds  # of an item, at least
+        self.spread = spread
         self.runs = 0
 
     def __call__(self, module: Any, part: Any) -> Any:
@@ -50,7 +54,7 @@ class Unsteady:
 
     def wait(self, items: int) -> None:
         self.runs += 1
-        time.sleep(self.seconds * items * (1 + self.runs * 7 % 5))
+        time.sleep(self.seconds * items * (1 + self.runs * 7 % 5 / 4 * self.spread))
 
     def corrected(self, step: Callable[[], object]) -> bool:
         """Whether one of many steps has more micro-batches than devices."""
@@ -116,13 +120,13 @@ def test_a_forward_that_begins_to_write_later_is_noticed_before_anything_is_comm
 def test_other_buffers_leave_corrections_on() -> None:
     module, batch = classifier(64)
     module.register_buffer("scale", torch.ones(1))
-    loss_fn = Unsteady(2e-4)
+    loss_fn = Unsteady(2e-4, spread=0.4)
     with DataParallel(module, TWO, granularity=2) as trainer:  # with which no other sizes are tried
         assert loss_fn.corrected(lambda: trainer.step(loss_fn, batch))
 
 
 def test_corrections_that_are_asked_for_stay() -> None:
-    module, loss_fn = network(nn.utils.parametrizations.spectral_norm), Unsteady(2e-4)
+    module, loss_fn = network(nn.utils.parametrizations.spectral_norm), Unsteady(2e-4, spread=0.4)
     with DataParallel(module, TWO, corrections=True) as trainer:
         assert loss_fn.corrected(lambda: trainer.step(loss_fn, classifier(64)[1]))
 

@@ -28,16 +28,17 @@ class CallerState:
     """
 
     def __init__(self, device_types: list[str], device_count: int) -> None:
-        self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types
-        ]
+        self.autocast = tuple(
+            [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types]
+        )
+        self.on_gpu = "cuda" in device_types
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._function_modes = _get_current_function_mode_stack()
         self._dispatch_modes = _get_current_dispatch_mode_stack()
         self._saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self.contexts = [contextvars.copy_context() for _ in range(device_count)]
         self._plain = not (
-            any(enabled or dtype != _NEW_THREAD_AUTOCAST_DTYPE[kind] for kind, enabled, dtype in self._autocast)
+            any(enabled or dtype != _NEW_THREAD_AUTOCAST_DTYPE[kind] for kind, enabled, dtype in self.autocast)
             or self._function_modes
             or self._dispatch_modes
             or self._saved_tensor_hooks
@@ -55,7 +56,7 @@ class CallerState:
             if self._saved_tensor_hooks is not None:
                 torch._C._autograd._push_saved_tensors_default_hooks(*self._saved_tensor_hooks)
                 stack.callback(torch._C._autograd._pop_saved_tensors_default_hooks)
-            for kind, enabled, dtype in self._autocast:
+            for kind, enabled, dtype in self.autocast:
                 stack.callback(torch.set_autocast_dtype, kind, torch.get_autocast_dtype(kind))
                 torch.set_autocast_dtype(kind, dtype)
                 if enabled:
@@ -102,9 +103,8 @@ def backward_watched(
     )
 
 
-def generator_state(generator: torch.Generator) -> bytes:
-    """The state of a generator. No operator runs, so the user's modes see nothing of it."""
-    state = generator.get_state()
+def bytes_of(state: torch.Tensor) -> bytes:
+    """Of a generator's state. No operator runs, so the user's modes see nothing of it."""
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +56,10 @@ class ReplayedCaps(MemoryCaps):
         super().__init__(places)
         self._claims = claims
 
-    def pieces(self, device: int, begin: int, end: int, batch: Sized, least: int = 1) -> Iterator[Span]:
+    def pieces(self, device: int, begin: int, end: int, batch: Sized, least: int = 1) -> Iterable[Span]:
         """Those that ran, or all at once."""
         within = [piece for piece in self._claims.pieces[device] if begin <= piece[0] and piece[1] <= end]
-        yield from within or [(begin, end)]
+        return within or [(begin, end)]
 
     def shrink(self, device: int, begin: int, end: int, batch: Sized, error: BaseException, least: int = 1) -> bool:
         """Smaller pieces would be another run."""

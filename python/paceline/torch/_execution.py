@@ -57,6 +57,7 @@ class Workload:
         # Whether the forward writes buffers: how often it runs then makes a difference. None: no step has shown it yet.
         self.writes_buffers: bool | None = None
         self.mode: Any = None  # in which that was looked at last
+        self.told: tuple[int, bool | None] | None = None  # what the stepper was told of least items and corrections
         self.normalises = False  # over a micro-batch, by other means than modules that are known for it
         self.alone: AloneTrials | None = None  # where one device may be faster than all
 
@@ -76,6 +77,7 @@ class Execution:
         self._norms_told = False  # that they look at a part of the batch
         self.committed: Any = None  # the last outcome that was
         self._enqueued: Any = None  # the last outcome, committed or not
+        self._random: RandomStates | None = None  # what the generators were like when the last attempt began
         # What host devices have delivered to GPUs, until these have read it: PyTorch would hand it on.
         self._delivered: list[tuple[Any, Any]] = []
 
@@ -88,6 +90,7 @@ class Execution:
         order: list[int] | None = None,
     ) -> Frame:
         """What a run starts from, with the replicas as the module is now, and with `costs` the items as planned by them, or in an `order`."""
+        self._random = random = RandomStates(self.places)
         self.replicas.refresh(fn)
         least = self.follow_modules(work)
         items = None
@@ -96,13 +99,15 @@ class Execution:
         elif costs is not None:
             plan = work.stepper.plan_items(costs)
             items = Items(list(plan.order), whole, self.places.pin, costs, plan)
-        work.seen.follow(self.replicas, self.module, fn, self.places.types)
         state = CallerState(self.places.types, len(self._names))
+        work.seen.follow(self.replicas, self.module, fn, state)
         batch = whole if items is None else items.batch
         may_divide = least == 1 and work.writes_buffers is not True
         search = self._search(work, whole) if items is None and may_divide else None
         divides = may_divide and (work.corrects or search is not None)
-        return Frame(batch, self.replicas.list, work.seen, state, self.places, work.caps, items, search, least, divides)
+        return Frame(
+            batch, self.replicas.list, work.seen, state, random, self.places, work.caps, items, search, least, divides
+        )
 
     def follow_modules(self, work: Workload) -> int:
         """Before a plan: which micro-batches the modules can do with as they are now. Returns the least items of one.
@@ -111,10 +116,15 @@ class Execution:
         there are: each device has one.
         """
         least = 2 if work.normalises or using_batch_statistics(self.replicas.norms) else 1
-        work.stepper.set_least_items(least)
+        corrections = None
         if work.corrects:
             writes = self.replicas.any_buffers if work.writes_buffers is None else work.writes_buffers
-            work.stepper.set_corrections(False if writes or least > 1 else None)
+            corrections = False if writes or least > 1 else None
+        if work.told != (least, corrections):
+            work.stepper.set_least_items(least)
+            if work.corrects:
+                work.stepper.set_corrections(corrections)
+            work.told = (least, corrections)
         return least
 
     def explain(self) -> str:
@@ -134,7 +144,7 @@ class Execution:
 
     def repeated(self, attempt: Callable[[], _T]) -> _T:
         """What `attempt` returns. Where memory ran out it is made again from where it began, in smaller pieces, and where pieces were wrong in larger ones."""
-        random = RandomStates(self.places)
+        self._random = None
         released = False
         while True:
             try:
@@ -147,7 +157,8 @@ class Execution:
                 released = True
             # Not in the handler, where the traceback still holds what the first attempt had allocated.
             self.places.release_memory()
-            random.restore()
+            if self._random is not None:
+                self._random.restore()
 
     def train(self, work: Workload, run: TrainRun, *, keep: bool = True) -> tuple[torch.Tensor, Gradients, Any]:
         """The objective, the gradients of the batch, and the outcome.
@@ -257,7 +268,7 @@ class Execution:
             raise Error(
                 f"step: {self._names[outcome.failed_at[0]]} failed outside of user code. Nothing was committed."
             )
-        self._enqueued = outcome
+        self._enqueued = None if self.places.queues is None else outcome
         if marks is not None:
             work.mode = run.seen.mode
             work.writes_buffers = self._buffer_marks() != marks or (values is not None and values.changed)
@@ -280,8 +291,10 @@ class Execution:
 
     def _queues_are_empty(self) -> bool:
         """Whether the devices have done what they were given last. After a failure they have: it was waited for."""
+        if self._enqueued is None:
+            return True
         with contextlib.suppress(Error):  # a device that was lost says so in the step
-            if self._enqueued is not None and not self._enqueued.settled:
+            if not self._enqueued.settled:
                 return False
         self._enqueued = None
         return True

@@ -154,8 +154,8 @@ class FunctionRun(TrainRun):
             return False
         data = self.bring(device, begin, end)
         part = MicroBatch(self, device, begin, end, data)
-        with self.draws.forward(device):
-            self.loss_fn(self.replicas[device].module, part)
+        self.loss_fn(self.replicas[device].module, part)
+        self.draws.look(device)
         if not part.terms and not self.terms[device] and self.any_gradient(device):
             raise InvalidArgument(
                 "run: fn called backward on a loss of its own, which does not know its part of the batch: the gradient would be wrong. Call "

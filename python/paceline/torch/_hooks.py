@@ -81,7 +81,10 @@ def guard_hooks(modules: list[tuple[str, nn.Module]], replica: nn.Module, reader
 def check_global_hooks() -> None:
     """Raise for a hook of all modules that keeps something: no replica has a copy, so nothing watches it."""
     for table, told in _KINDS.items():
-        for hook in list(getattr(nn.modules.module, f"_global{table}").values()):
+        hooks = getattr(nn.modules.module, f"_global{table}")
+        if not hooks:
+            continue
+        for hook in list(hooks.values()):
             if not _is_torchs(hook) and effects(hook).keeps:
                 raise InvalidArgument(
                     f"step: the global {told} ({_name_of(hook)}), which torch.nn.modules.module registered for all modules, keeps or changes "

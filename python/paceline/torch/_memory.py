@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -105,11 +105,16 @@ class MemoryCaps:
         # Of memory spaces, and of devices with a limit: what one kind of batches takes tells nothing of another.
         self._caps: dict[str, dict[Hashable, Cap]] = {}
 
-    def pieces(self, device: int, begin: int, end: int, batch: Sized, least: int = 1) -> Iterator[tuple[int, int]]:
+    def pieces(self, device: int, begin: int, end: int, batch: Sized, least: int = 1) -> Iterable[tuple[int, int]]:
         """Items ``[begin, end)`` in as few pieces as fit, of sizes that differ by at most one if they fit then, once it is known what fits.
 
         None has fewer than `least` items, even if that is what fits, unless there are fewer.
         """
+        if self._limits[device] is None and not self._caps:
+            return ((begin, end),)
+        return self._pieces(device, begin, end, batch, least)
+
+    def _pieces(self, device: int, begin: int, end: int, batch: Sized, least: int) -> Iterator[tuple[int, int]]:
         model = self._model(device, batch.memory_key)
         while model is not None and model.wants_more and end - begin >= 2 * least:
             middle = self._end_to_measure(device, model, batch, begin, end, least)
@@ -143,9 +148,14 @@ class MemoryCaps:
             bounds = even
         yield from pairwise(bounds)
 
-    @contextlib.contextmanager
-    def measured(self, device: int, begin: int, end: int, batch: Sized) -> Iterator[Measuring]:
+    def measured(self, device: int, begin: int, end: int, batch: Sized) -> contextlib.AbstractContextManager[Measuring]:
         """Around a piece, on its worker."""
+        if self._limits[device] is None:
+            return contextlib.nullcontext(Measuring())
+        return self._measured(device, begin, end, batch)
+
+    @contextlib.contextmanager
+    def _measured(self, device: int, begin: int, end: int, batch: Sized) -> Iterator[Measuring]:
         measuring = Measuring()
         model, limit = self._model(device, batch.memory_key), self._limits[device]
         if model is None or limit is None or not model.wants_more:

@@ -110,7 +110,7 @@ def _sign_of(root: torch.Tensor) -> Any:
         if len(nodes) >= _SIGNED:
             break
         if node is not None:
-            nodes.extend(following for following, _ in node.next_functions)
+            nodes += [following for following, _ in node.next_functions]
     return tuple(map(type, nodes))
 
 

@@ -16,6 +16,7 @@ from paceline._nccl import find_installed_nccl
 from paceline.comm import Transport
 from paceline.torch import _cuda
 from paceline.torch._batch import Batch
+from paceline.torch._caller_state import bytes_of
 from paceline.torch._worker_draws import WorkerGenerator
 
 Move = Callable[[torch.Tensor], torch.Tensor]
@@ -206,6 +207,13 @@ class Places:
         return torch.default_generator if gpu is None else _cuda.generator(gpu)
 
     @property
+    def generators(self) -> list[torch.Generator]:
+        """All that the devices draw from, and the host's, each once."""
+        if self.queues is None:
+            return [torch.default_generator]
+        return list(dict.fromkeys([torch.default_generator, *map(self.generator, range(len(self)))]))
+
+    @property
     def share_generators(self) -> bool:
         """Whether two devices draw from one generator: host devices do, and the parts of one GPU."""
         return len(set(self._gpu)) < len(self._gpu)
@@ -278,14 +286,20 @@ class RandomStates:
     """The random generators of a trainer's devices as they are now, to go back to."""
 
     def __init__(self, places: Places) -> None:
-        generators = {id(torch.default_generator): torch.default_generator}
-        generators.update((id(one), one) for one in map(places.generator, range(len(places))))
-        self._kept = [(generator, generator.get_state()) for generator in generators.values()]
+        self._kept = [(generator, generator.get_state()) for generator in places.generators]
+        self._bytes: dict[torch.Generator, bytes] = {}  # of those that were asked for
 
     @property
     def moved(self) -> bool:
         """Whether somebody drew since then."""
         return any(not torch.equal(generator.get_state(), state) for generator, state in self._kept)
+
+    def moved_of(self, generator: torch.Generator) -> bool:
+        """Whether somebody drew from this one. No operator runs."""
+        before = self._bytes.get(generator)
+        if before is None:
+            before = self._bytes[generator] = bytes_of(next(state for one, state in self._kept if one is generator))
+        return bytes_of(generator.get_state()) != before
 
     def restore(self) -> None:
         """Draws from now on are those that followed before."""

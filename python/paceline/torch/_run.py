@@ -24,7 +24,7 @@ from paceline.torch._memory import MemoryCaps
 from paceline.torch._micro_batch_size import SizeSearch
 from paceline.torch._objective import Objective
 from paceline.torch._outside import OutsideGradients
-from paceline.torch._places import Places
+from paceline.torch._places import Places, RandomStates
 from paceline.torch._replicas import Replica, Replicas, is_compiled, is_compiled_function
 from paceline.torch._run_draws import Drawing, RunDraws
 
@@ -54,7 +54,7 @@ class Seen:
         self._generation = 0
         self._compiled_module = False
 
-    def follow(self, replicas: Replicas, module: nn.Module, fn: Callable[..., Any], device_types: list[str]) -> None:
+    def follow(self, replicas: Replicas, module: nn.Module, fn: Callable[..., Any], state: CallerState) -> None:
         """Before a step: new replicas have run nothing yet, and other modes and compiled functions compile anew."""
         compiled_fn = is_compiled_function(fn)
         if replicas.generation != self._generation:
@@ -64,9 +64,8 @@ class Seen:
                 sizes.clear()
         self.compiled = self._compiled_module or compiled_fn
         # cuDNN's search for the fastest algorithm is like compilation: a new size takes long, once.
-        self.tunes = self.compiled or ("cuda" in device_types and torch.backends.cudnn.benchmark)
-        autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types)
-        self.mode = (module.training, autocast, fn if compiled_fn else None)
+        self.tunes = self.compiled or (state.on_gpu and torch.backends.cudnn.benchmark)
+        self.mode = (module.training, state.autocast, fn if compiled_fn else None)
 
 
 class CompileGate:
@@ -102,6 +101,7 @@ class Frame(NamedTuple):
     replicas: list[Replica]
     seen: Seen
     state: CallerState
+    random: RandomStates  # what all generators are like
     places: Places
     caps: MemoryCaps
     items: Items | None = None  # the plan of a batch whose items do not cost the same
@@ -114,8 +114,8 @@ class Run:
     """What all have in common: the caller's state around every slice, failures kept with their traceback."""
 
     def __init__(self, frame: Frame) -> None:
-        self.batch, self.replicas, self.seen, self.state, self.places, self.caps, self.items, self.search = frame[:8]
-        self.least, self.divides = frame[8:]
+        self.batch, self.replicas, self.seen, self.state, _, self.places, self.caps, self.items, self.search = frame[:9]
+        self.least, self.divides = frame[9:]
         places = self.places
         self._pieces = [(0, 0)] * len(places)  # of each device: what is in work
         self._fresh = [True] * len(places)  # whether that is the first of its run
@@ -131,7 +131,7 @@ class Run:
         self.failures: list[tuple[int, int, int, BaseException]] = []
         self._inside: dict[int, int] = {}
         self._interrupted = False
-        self.draws = RunDraws(places, self.seen.drawing, self.seen.compiled)
+        self.draws = RunDraws(places, self.seen.drawing, self.seen.compiled, frame.random)
 
     def body(self, device: int, begin: int, end: int, last: bool) -> int:
         try:
@@ -177,7 +177,7 @@ class Run:
     def _slice(self, device: int, begin: int, end: int) -> int:
         on_trial = self.alone or (self.search is not None and self.search.on_trial)
         codes: list[int] = [DONE_BUT_NO_EVIDENCE] if on_trial else []
-        spans = [(begin, end)] if self.search is None else self.search.pieces(begin, end)
+        spans = ((begin, end),) if self.search is None else self.search.pieces(begin, end)
         times: list[tuple[int, float]] = []
         before = len(self._ran[device])
         with self.places.enter(device):
@@ -285,8 +285,8 @@ class TrainRun(Run):
         if self.objective.idle(begin, end):
             return False
         part = self.bring(device, begin, end)
-        with self.draws.forward(device):
-            loss = self.loss_fn(self.replicas[device].module, part)
+        loss = self.loss_fn(self.replicas[device].module, part)
+        self.draws.look(device)
         if not self.terms[device] and self.any_gradient(device):
             raise InvalidArgument(
                 "step: loss_fn called backward itself, so gradients would count twice. Return the loss; step calls backward. Backward "
@@ -381,7 +381,9 @@ class TrainRun(Run):
         terms = [
             term for _, term in sorted((entry for terms in self.terms for entry in terms), key=lambda entry: entry[0])
         ]
-        return terms[0].clone() if len(terms) == 1 else torch.stack(terms).sum()
+        if len(terms) <= 2:
+            return terms[0].clone() if len(terms) == 1 else terms[0] + terms[1]
+        return torch.stack(terms).sum()
 
 
 class PredictRun(Run):
@@ -398,7 +400,8 @@ class PredictRun(Run):
 
     def compute(self, device: int, begin: int, end: int) -> bool:
         part = self.bring(device, begin, end)
-        with torch.no_grad(), self.draws.forward(device):
+        with torch.no_grad():
             output = self.fn(self.replicas[device].module, part)
+        self.draws.look(device)
         self.outputs.append((begin, end, output))
         return True

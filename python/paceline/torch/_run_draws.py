@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 from paceline import InvalidArgument
-from paceline.torch._caller_state import RecomputeWatch, generator_state
+from paceline.torch._caller_state import RecomputeWatch
 from paceline.torch._noise import OtherGenerators
-from paceline.torch._places import Places
+from paceline.torch._places import Places, RandomStates
 from paceline.torch._worker_draws import WorkerDraws, of_each_thread
 
 
@@ -29,9 +28,12 @@ class Drawing:
 
 
 class RunDraws:
-    """The draws of one run. In `compiled` work nothing is seeded: a compiler would compile the mode, too, once with and once without."""
+    """The draws of one run that begins with the generators as in `before`.
 
-    def __init__(self, places: Places, drawing: Drawing, compiled: bool) -> None:
+    In `compiled` work nothing is seeded: a compiler would compile the mode, too, once with and once without.
+    """
+
+    def __init__(self, places: Places, drawing: Drawing, compiled: bool, before: RandomStates) -> None:
         self._drawing = drawing
         self._compiled = compiled
         self._first = drawing.draws is None and not compiled
@@ -43,9 +45,9 @@ class RunDraws:
         devices = range(len(places))
         looks = places.any_host or places.share_generators
         self._generators = [places.generator(device) for device in devices] if looks else []
-        # Looked at around every forward: recomputation sets the generator back for a while, so that before and after the whole step it
+        # Looked at after every forward: recomputation sets the generator back for a while, so that before and after the whole step it
         # may be the same. The first device that comes to its backward has seen its own forward undisturbed.
-        self._before = [b""] * len(self._generators)
+        self._before = before
         self._moved = [False] * len(self._generators)
         # Where something draws from a generator that devices share, recomputation would draw other numbers. Compiled code keeps the seeds
         # of its draws instead, and makes no PyTorch calls from Python in its backward.
@@ -60,18 +62,10 @@ class RunDraws:
         """Around forward and backward, on a worker."""
         return contextlib.nullcontext() if self._own is None else self._own.on(device, first)
 
-    @contextlib.contextmanager
-    def forward(self, device: int) -> Iterator[None]:
-        """Around a forward, on a worker."""
-        if self._generators:
-            self._before[device] = generator_state(self._generators[device])
-        yield
-        self.look(device)
-
     def look(self, device: int) -> None:
-        """After a forward, and before a backward that the caller runs: recomputation puts the generator back to where it was."""
-        if self._generators and generator_state(self._generators[device]) != self._before[device]:
-            self._moved[device] = True
+        """After a forward, on a worker, and before a backward that the caller runs: recomputation puts the generator back to where it was."""
+        if self._generators and not self._moved[device]:
+            self._moved[device] = self._before.moved_of(self._generators[device])
 
     def must_run_again(self) -> bool:
         """Whether something was drawn in a run that expected nothing: it was not seeded, or not split as its like. True once for a kind of work."""
@@ -97,7 +91,7 @@ class RunDraws:
             self._drawing.draws = self._moved_on_host() or (own is not None and own.drew)
         if own is not None:
             own.advance()
-        return self._told()
+        return self._told() if any(self._moved) or own is not None else ""
 
     def _moved_on_host(self) -> bool:
         return any(moved and host for moved, host in zip(self._moved, self._on_host, strict=False))

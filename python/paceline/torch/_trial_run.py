@@ -8,21 +8,21 @@ import torch
 
 from paceline.torch._leaves import OutsideLeaves
 from paceline.torch._noise import Noise
-from paceline.torch._places import Places
-from paceline.torch._run import TrainRun
+from paceline.torch._places import Places, RandomStates
+from paceline.torch._run import Frame, TrainRun
 from paceline.torch._run_draws import Drawing, RunDraws
 
 
 class TrialRun(TrainRun):
     """A run in which items draw what they drew before. `reached` are the gradients of leaves outside of the module, once it has ended."""
 
-    def __init__(self, *args: Any, leaves: OutsideLeaves, noise: Noise, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, frame: Frame, *, leaves: OutsideLeaves, noise: Noise, **options: Any) -> None:
+        super().__init__(frame, **options)
         self._leaves = leaves
         self._noise = noise
         self.reached: list[torch.Tensor | None] = []
         if noise.drew:
-            self.draws = _ReplayedDraws(self.places)
+            self.draws = _ReplayedDraws(self.places, frame.random)
 
     def compute(self, device: int, begin: int, end: int) -> bool:
         with self._noise.of(self.batch.rows(begin, end)):
@@ -36,8 +36,8 @@ class TrialRun(TrainRun):
 class _ReplayedDraws(RunDraws):
     """Nothing is left to be seeded, to be noticed, or to be afraid of in recomputation."""
 
-    def __init__(self, places: Places) -> None:
-        super().__init__(places, Drawing(), compiled=True)
+    def __init__(self, places: Places, before: RandomStates) -> None:
+        super().__init__(places, Drawing(), compiled=True, before=before)
         self.watches = []
         self._generators = []
         self._moved = []

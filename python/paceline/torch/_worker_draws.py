@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from paceline.torch._caller_state import generator_state
+from paceline.torch._caller_state import bytes_of
 from paceline.torch._draws import Draw, DrawMode, Source
 
 _worker = threading.local()
@@ -50,7 +50,7 @@ class WorkerDraws:
     def __init__(self, generators: list[WorkerGenerator | None]) -> None:
         self._generators = generators
         self._modes = [None if generator is None else DrawMode(_Stream(self, generator)) for generator in generators]
-        self._key = hashlib.blake2b(generator_state(torch.default_generator)).digest()
+        self._key = hashlib.blake2b(bytes_of(torch.default_generator.get_state())).digest()
         self.drew = False
         self.unreached: set[str] = set()
         self.given: dict[
