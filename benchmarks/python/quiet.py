@@ -4,7 +4,7 @@
 
 Two trainers of the same network on the same devices in one process, one with automatic and one with even shares, take turns in blocks of
 steps, A B, B A, and so on, until the 95 % interval of the median ratio of neighbouring blocks is within --tolerance of its middle, or the time
-is up. Above 1 automatic shares are faster. The interval must hold 1 or lie above it, and automatic shares must move no more than 0.5 times in
+is up. Above 1 automatic shares are faster. The interval must hold 1 or lie above it, and automatic shares must move no more than once in
 100 steps. A virtual machine also says how much of its cores' time the host gave to others.
 """
 
@@ -31,7 +31,7 @@ from race import data, host, model
 from race.figures import median_interval, ratio_summary
 
 WARM_UP_STEPS = 40
-MOST_MOVES = 0.5  # in 100 steps
+MOST_MOVES = 1.0  # in 100 steps
 
 
 class Trainer:

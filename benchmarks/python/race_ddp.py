@@ -11,10 +11,10 @@ them. paceline: even and balanced shares, in turns in one process. Rounds go in 
 batch sizes, smallest first, with fewer steps where batches are larger than 512.
 
 The ideal is the sum of what each core does alone under the same load, one core after the other. Two more figures say what it is made of:
-the same sum in micro-batches of a device's size, which fit caches better, and the sum while all cores compute at the same time, in
-processes that share nothing: less than the ideal where cores share caches, memory or a core of the host. Figures are medians over rounds, ±
-half of their range. A virtual machine also says how much of its cores' time the host gave to others meanwhile (steal in /proc/stat): above a
-few percent rivals did not meet the same machine.
+the same sum in micro-batches, which fit caches better (of a device's part, its half and its quarter each core takes what it is fastest
+with), and the sum while all cores compute at the same time, in processes that share nothing: less than the ideal where cores share caches,
+memory or a core of the host. Figures are medians over rounds, ± half of their range. A virtual machine also says how much of its cores' time
+the host gave to others meanwhile (steal in /proc/stat): above a few percent rivals did not meet the same machine.
 
 With several sizes it says below which step one should not split: where balanced shares do not beat the fastest core alone.
 
@@ -47,6 +47,7 @@ MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
+SEARCHED_STEPS = 48  # by when paceline has searched for the size of micro-batches
 NO_JAX = "JAX is not installed (pip install 'jax[cpu]')"
 
 
@@ -93,7 +94,8 @@ class Race:
         self._add(jobs, self._pinned.one(jobs, devices))
 
     def paceline(self) -> None:
-        self._add(self._jobs, self._pinned.one(self._jobs))
+        jobs = [dataclasses.replace(job, warm_up=SEARCHED_STEPS) for job in self._jobs]
+        self._add(jobs, self._pinned.one(jobs))
 
     def alone(self) -> None:
         jobs = self._short(rival="alone")
@@ -113,7 +115,7 @@ class Race:
     def ratio(self, seconds: float, tolerance: float) -> None:
         """Only auto against even, for longer, with the batch in the middle."""
         middle = self._jobs[len(self._jobs) // 2]
-        job = dataclasses.replace(middle, rival="ratio", seconds=seconds, tolerance=tolerance)
+        job = dataclasses.replace(middle, rival="ratio", seconds=seconds, tolerance=tolerance, warm_up=SEARCHED_STEPS)
         for batch, blocks in self._checked([job], self._pinned.one([job])):
             self.results[batch].replace_ratios(blocks)
 

@@ -54,11 +54,13 @@ def test_splitting_pays_from_the_batch_on_where_all_larger_ones_gain_too() -> No
 
 def test_goals_count_for_long_steps_only() -> None:
     summary: dict[str, Any] = {"milliseconds": {"auto": 40.0}, "auto_over_ddp": 1.49, "auto_over_ideal": 0.97}
+    summary["auto_over_ideal_in_micro_batches"] = 0.92
     short = summary | {"milliseconds": {"auto": 39.9}}
     found = findings.goals("convolution", True, {64: short, 512: summary})
     assert [(each["batch"], each["figure"], each["met"]) for each in found] == [
         (512, "auto_over_ddp", False),
         (512, "auto_over_ideal", True),
+        (512, "auto_over_ideal_in_micro_batches", False),
     ]
     assert [each["goal"] for each in findings.goals("transformer", False, {512: summary})] == [1.02]
 

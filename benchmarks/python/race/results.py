@@ -24,7 +24,8 @@ class Results:
     def __init__(self, batch: int) -> None:
         self._batch = batch
         self._rates: dict[str, list[float]] = defaultdict(list)
-        self._alone: dict[str, dict[str, list[float]]] = {"whole": defaultdict(list), "parts": defaultdict(list)}
+        # Of each device, of "whole" and of each size of micro-batches.
+        self._alone: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         self._together: list[float] = []
         self._ratios: list[float] = []
 
@@ -37,7 +38,7 @@ class Results:
 
     def add_alone(self, device: str, blocks: Blocks) -> None:
         for name, seconds in blocks.items():
-            self._alone[name][device].append(rate(self._batch, seconds))
+            self._alone[device][name].append(rate(self._batch, seconds))
 
     def add_together(self, processes: list[Blocks]) -> None:
         self._together.append(sum(rate(self._batch, blocks["together"]) for blocks in processes))
@@ -46,21 +47,17 @@ class Results:
         """Ratios of auto to even from a longer measurement, instead of those of the rounds."""
         self._ratios = block_ratios(blocks)
 
-    def ideals(self) -> dict[str, float]:
-        """The sum of the devices' medians, for each way to run a batch."""
-        return {name: sum(map(statistics.median, devices.values())) for name, devices in self._alone.items()}
-
     def summary(self) -> dict[str, Any]:
         """Rates in samples per second, by rival; a rival that did not run is not in it."""
         names = [name for name in LABELS if self._rates[name]]
         medians = {name: statistics.median(self._rates[name]) for name in names}
-        ideals = self.ideals()
-        ideal = ideals["whole"]
-        interval = median_interval(self._ratios)
         alone = {
-            device: {name: round(statistics.median(self._alone[name][device]), 1) for name in self._alone}
-            for device in self._alone["whole"]
+            device: {name: round(statistics.median(rates), 1) for name, rates in ways.items()}
+            for device, ways in self._alone.items()
         }
+        ideal = sum(ways["whole"] for ways in alone.values())
+        in_micro_batches = sum(max(ways.values()) for ways in alone.values())
+        interval = median_interval(self._ratios)
         return {
             **{name: round(value, 1) for name, value in medians.items()},
             "ideal": round(ideal, 1),
@@ -70,11 +67,12 @@ class Results:
             "spread": {name: round(spread(self._rates[name]), 4) for name in names},
             "auto_over_ddp": round(medians["auto"] / medians["ddp"], 4),
             "auto_over_ideal": round(medians["auto"] / ideal, 4),
+            "auto_over_ideal_in_micro_batches": round(medians["auto"] / in_micro_batches, 4),
             "auto_over_best_alone": round(medians["auto"] / max(ways["whole"] for ways in alone.values()), 4),
             "auto_over_even": round(statistics.median(self._ratios), 4),
             "auto_over_even_interval": None if interval is None else [round(end, 4) for end in interval],
             "auto_over_even_blocks": len(self._ratios),
-            "ideal_in_micro_batches": round(ideals["parts"], 1),
+            "ideal_in_micro_batches": round(in_micro_batches, 1),
             "cores_at_the_same_time": round(statistics.median(self._together), 1),
             "alone": alone,
             "rounds": len(self._rates["auto"]),
@@ -99,7 +97,11 @@ class Results:
             *(row(LABELS[name], summary[name], f"±{part:.1%}") for name, part in summary["spread"].items()),
             row("ideal: each core alone, summed", summary["ideal"]),
             *(row(f"  {device} alone", ways["whole"]) for device, ways in summary["alone"].items()),
-            row("the same in micro-batches", summary["ideal_in_micro_batches"]),
+            row("ideal in micro-batches", summary["ideal_in_micro_batches"]),
+            *(
+                row(f"  {device} alone, {_fastest(ways)}", max(ways.values()))
+                for device, ways in summary["alone"].items()
+            ),
             row("all cores at once, nothing shared", summary["cores_at_the_same_time"]),
         ]
 
@@ -112,6 +114,11 @@ class Results:
         pairs = summary["auto_over_even_blocks"]
         lines.append(f"auto / even: {summary['auto_over_even']:.4f}, {known} ({pairs} pairs of blocks)")
         return "\n".join(lines)
+
+
+def _fastest(ways: dict[str, float]) -> str:
+    size = max(ways, key=lambda name: ways[name])
+    return "whole" if size == "whole" else f"in {size}"
 
 
 def block_ratios(blocks: Blocks) -> list[float]:

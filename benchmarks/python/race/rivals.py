@@ -86,12 +86,14 @@ def threads(job: Job) -> Answer:
 
 
 def alone(job: Job) -> Answer:
-    """One core by itself: the batch at once, and in micro-batches of a device's size, which cost less per item."""
+    """One core by itself: the batch at once, and in micro-batches of several sizes, which cost less per item."""
     torch.set_num_threads(1)
-    variants = {
-        "whole": Variant(plain_step(model.network(job.network), lambda batch: [batch]), job),
-        "parts": Variant(plain_step(model.network(job.network), lambda batch: cut(batch, job.parts)), job),
-    }
+
+    def in_pieces(count: int) -> Variant:
+        return Variant(plain_step(model.network(job.network), lambda batch: cut(batch, count)), job)
+
+    counts = [job.parts * times for times in (1, 2, 4) if job.parts * times <= job.batch]
+    variants = {"whole": in_pieces(1), **{str(-(-job.batch // count)): in_pieces(count) for count in counts}}
     return take_turns(variants, job.steps), [variant.checked_loss for variant in variants.values()]
 
 

@@ -41,6 +41,7 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
     reduce = ("--short", "--rounds", "1", "--calls", "5") if quick else ()
     overhead = ("--steps", "20") if quick else ()
     quiet = ("--batch", "64", "--seconds", "2") if quick else ()
+    busy_core = ("--steps", "40", "--patience", "50") if quick else ()
     optimizer = ("--steps", "6") if quick else ()
     partition = ("--seeds", "3") if quick else ()
     profile = ("--steps", "20", "--batch", "64") if quick else ()
@@ -61,6 +62,7 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
         _script("optimizer", *short, *optimizer, limit=300),
         _script("partition", *short, *partition, limit=300),
         _script("quiet", *quiet, limit=400),
+        _script("busy_core", *busy_core, limit=300),
         _script("straggler", "--plot", str(picture), *straggler, limit=300),
         _script("launch_scaling", *on_host, *short, limit=300),
         _script("race_gpu", *short, limit=900, why_not=no_gpu),
