@@ -14,7 +14,7 @@ _NEXT_SEARCH = 500  # steps: what was best may not be any more
 _PAIRS = 3  # of a step on trial, and the ones as usual around it, at least
 _MOST_PAIRS = 20  # where times vary so much that fewer do not tell
 _GAIN = 0.95  # of the time of an item, or less: a size that is that much faster is taken
-_ERRORS = 2.0  # standard errors that it has to be away from that
+_ERRORS = 2.5  # standard errors that it has to be away from that: the best of several sizes
 _ALIKE = 1.03  # times the best: of sizes as good as that the largest is taken
 _LEAST_SECONDS = 5e-3  # of a micro-batch: smaller ones would pay for more calls than they can gain
 _MOST_SIZES = 6  # in one search
@@ -49,18 +49,13 @@ class Compared:
         for size, time in zip(sizes, times, strict=True):
             self.others.setdefault(size, []).append(math.log(time / times[0]))
 
-    @property
-    def found(self) -> dict[float, float]:
-        """The log of the ratio, by size."""
-        first = statistics.median(self.first)
-        return {size: first + statistics.median(ratios) for size, ratios in self.others.items()}
+    def found(self, size: float) -> float:
+        """The log of the ratio."""
+        return statistics.median(self.first) + statistics.median(self.others[size])
 
-    @property
-    def variance(self) -> float:
-        """Of what is said of the largest size, that of others being little beside it."""
-        middle = statistics.median(self.first)
-        deviation = 1.48 * statistics.median(abs(ratio - middle) for ratio in self.first)
-        return math.pi / 2 * deviation**2 / len(self.first)
+    def variance(self, size: float) -> float:
+        """Of what is found of a size."""
+        return _variance_of_median(self.first) + _variance_of_median(self.others[size])
 
 
 class SizeSearch:
@@ -83,7 +78,7 @@ class SizeSearch:
         self._before: list[float | None] = []  # seconds of an item in the usual step before, of each device
         self._tried: Timed = []  # the step on trial that followed
         self._compared: list[Compared] = []  # of each device
-        self._found: dict[float, float] = {}  # the time of an item, of what it is in steps as usual, by size
+        self._found: dict[float, tuple[float, float]] = {}  # as `_result` tells it, of all trials
 
     @property
     def on_trial(self) -> bool:
@@ -164,34 +159,41 @@ class SizeSearch:
                 if sizes and all(seconds > 0 for _, seconds in claim):
                     compared.add(sizes, claim, math.sqrt(before * after))
 
-    def _result(self) -> tuple[dict[float, float], float]:
-        """Logs of ratios by size, each device by the items that it ran, and their standard error."""
+    def _result(self) -> dict[float, tuple[float, float]]:
+        """By size the log of the ratio, the mean over devices by the items that they ran, and its standard error."""
         known = [compared for compared in self._compared if compared.first]
-        total = sum(compared.items for compared in known)
-        weights: dict[float, float] = {}
-        sums: dict[float, float] = {}
-        for compared in known:
-            for size, ratio in compared.found.items():
-                weights[size] = weights.get(size, 0.0) + compared.items
-                sums[size] = sums.get(size, 0.0) + compared.items * ratio
-        error = math.sqrt(sum((compared.items / total) ** 2 * compared.variance for compared in known))
-        return {size: sums[size] / weights[size] for size in sums}, error
+        result = {}
+        for size in {size for compared in known for size in compared.others}:
+            ran = [compared for compared in known if size in compared.others]
+            items = sum(compared.items for compared in ran)
+            ratio = sum(compared.items * compared.found(size) for compared in ran) / items
+            variance = sum((compared.items / items) ** 2 * compared.variance(size) for compared in ran)
+            result[size] = ratio, math.sqrt(variance)
+        return result
 
     def _is_certain(self) -> bool:
-        found, error = self._result()
-        return not found or abs(min(found.values()) - math.log(_GAIN)) > _ERRORS * error
+        """Of the size that is the fastest so far, whether it is fast enough."""
+        ratio, error = min(self._result().values(), default=(0.0, 0.0))
+        return abs(ratio - math.log(_GAIN)) > _ERRORS * error
 
     def _next(self) -> None:
         """The first trial has ended."""
-        self._found |= {size: math.exp(ratio) for size, ratio in self._result()[0].items()}
+        self._found |= self._result()
         del self._trials[0]
-        if not self._trials:
-            best = min(self._found.values(), default=1.0)
-            if best <= _GAIN:
-                size = max(size for size, ratio in self._found.items() if ratio <= _ALIKE * best)
+        if not self._trials and self._found:
+            best, error = min(self._found.values())
+            if best + error <= math.log(_GAIN):
+                size = max(size for size, (ratio, _) in self._found.items() if ratio <= best + math.log(_ALIKE))
                 self.size = None if size == _WHOLE else int(size)
-                self.gain = 1 / self._found[size]
+                self.gain = math.exp(-self._found[size][0])
         self._start(len(self._compared))
+
+
+def _variance_of_median(values: Sequence[float]) -> float:
+    middle = statistics.median(values)
+    deviation = 1.48 * statistics.median(abs(value - middle) for value in values)
+    few = 1 + 4 / len(values)  # of few values it is too small half of the time
+    return few * math.pi / 2 * deviation**2 / len(values)
 
 
 def _seconds_of_an_item(pieces: Iterable[tuple[int, float]]) -> float | None:
