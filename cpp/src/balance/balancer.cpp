@@ -10,6 +10,7 @@
 #include <paceline/error.hpp>
 
 #include "balance/balancer_state.hpp"
+#include "balance/target.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -142,6 +143,10 @@ StepPlan Balancer::State::make_plan(std::int64_t batch_size) {
     if (estimator.has_evidence()) made.models.push_back(estimator.model(i));
   }
   if (estimator.has_evidence()) made.predicted_seconds = makespan(context(batch_size), made.models, made.shares);
+  // What a correction costs is not known before one has run: where it may be little, one is tried.
+  for (std::size_t i = 0; i < made.models.size(); ++i) {
+    if (is_little_known(estimator, i)) made.models[i] = with_fixed_part(estimator, i, -2.0);
+  }
   remember(batch_size, {proposal.in_force.empty() ? made.shares : std::move(proposal.in_force), made.shares, step});
   return made;
 }

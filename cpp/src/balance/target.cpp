@@ -68,6 +68,19 @@ std::vector<std::int64_t> best_split(const PolicyContext& context, const std::ve
   return plan::split_batch(context.batch_size, careful, options).shares;
 }
 
+bool is_little_known(const Estimator& estimator, std::size_t device) {
+  return estimator.shape_of(device).error() >= kUnknownShape && estimator.devices()[device].pooled_centre_items > 0.0;
+}
+
+plan::CostModel with_fixed_part(const Estimator& estimator, std::size_t device, double errors) {
+  const plan::CostModel model = estimator.model(device);
+  const double centre = estimator.devices()[device].pooled_centre_items;
+  const double seconds = model.fixed_seconds() + model.per_item_seconds() * centre;
+  const double part = model.fixed_seconds() / seconds + errors * estimator.shape_of(device).error();
+  const double fixed = std::clamp(part, 0.0, 1.0);
+  return plan::CostModel::affine(fixed * seconds, std::max(1.0 - fixed, kLeastSlope) * seconds / centre);
+}
+
 Growth growth(const PolicyContext& context, const std::vector<plan::CostModel>& models) {
   plan::SplitOptions options = split_options(context);
   Growth growth;
@@ -95,12 +108,8 @@ std::optional<std::vector<plan::CostModel>> hopeful_models(const PolicyContext& 
   std::vector<plan::CostModel> models = estimated_models(context);
   bool any = false;
   for (std::size_t i = 0; i < models.size(); ++i) {
-    const ShapeEstimator& shape = context.estimator.shape_of(i);
-    const double centre = context.estimator.devices()[i].pooled_centre_items;
-    if (works[context.estimator.class_of(i)] || shape.error() < kUnknownShape || centre <= 0.0) continue;
-    const double seconds = models[i].fixed_seconds() + models[i].per_item_seconds() * centre;
-    const double fixed = std::min(1.0, models[i].fixed_seconds() / seconds + 2.0 * shape.error());
-    models[i] = plan::CostModel::affine(fixed * seconds, std::max(1.0 - fixed, kLeastSlope) * seconds / centre);
+    if (works[context.estimator.class_of(i)] || !is_little_known(context.estimator, i)) continue;
+    models[i] = with_fixed_part(context.estimator, i, 2.0);
     any = true;
   }
   if (!any) return std::nullopt;

@@ -35,6 +35,11 @@ struct Growth {
 /// the best subset, for good).
 [[nodiscard]] Growth growth(const PolicyContext& context, const std::vector<plan::CostModel>& models);
 
+/// Whether next to nothing is known of what sizes cost that were not run.
+[[nodiscard]] bool is_little_known(const Estimator& estimator, std::size_t device);
+/// The device's model, with so many standard errors more of its time fixed. Where it was measured it stays as long.
+[[nodiscard]] plan::CostModel with_fixed_part(const Estimator& estimator, std::size_t device, double errors);
+
 /// Models in which the time of a class that has no work, and whose fixed part is not known, is as fixed as it may be
 /// (2 standard errors). None where there is no such class.
 [[nodiscard]] std::optional<std::vector<plan::CostModel>> hopeful_models(const PolicyContext& context,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -144,7 +144,7 @@ class Execution:
 
     def repeated(self, attempt: Callable[[], _T]) -> _T:
         """What `attempt` returns. Where memory ran out it is made again from where it began, in smaller pieces, and where pieces were wrong in larger ones."""
-        self._random = None
+        self._random = cast("RandomStates | None", None)  # `frame`, which an attempt calls, sets it
         released = False
         while True:
             try:

@@ -62,7 +62,8 @@ struct StepPlan {
   std::int64_t step = 0;
   std::int64_t batch_size = 0;
   std::vector<std::int64_t> shares;
-  std::vector<plan::CostModel> models;  ///< the present estimate per device; empty before the first timing
+  std::vector<plan::CostModel> models;  ///< the present estimate per device; empty before the first timing.
+                                        ///< Where little is known of its fixed part, with as little as it may have
   std::vector<double> noise;            ///< relative standard deviation of one micro-batch, per device
   bool moved = false;                   ///< shares differ from the last plan's for the same batch size
   double predicted_seconds = 0.0;       ///< makespan by `models`; 0 before the first timing
