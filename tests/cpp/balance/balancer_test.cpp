@@ -58,6 +58,25 @@ TEST(Balancer, FixedPoliciesRespectCapsAndGranularity) {
   EXPECT_EQ(shares, (Shares{16, 40, 40}));
 }
 
+TEST(Balancer, TellsTheEngineLittleFixedTimeUntilItIsKnown) {
+  const auto timed = [](std::int64_t items) {
+    return MicroBatchTiming{items, 0.004 + 0.0001 * static_cast<double>(items)};
+  };
+  Balancer balancer(three("even"));
+  StepPlan plan = balancer.next_plan(96);
+  for (int k = 0; k < 4; ++k) {
+    balancer.record({.devices = {{timed(32)}, {timed(32)}, {timed(32)}}});
+    plan = balancer.next_plan(96);
+  }
+  EXPECT_LT(plan.models[0].fixed_seconds(), 0.001) << "one size tells nothing of it";
+  EXPECT_NEAR(plan.models[0].seconds(32), timed(32).seconds, 1e-4);
+  for (int k = 0; k < 60; ++k) {
+    balancer.record({.devices = {{timed(24), timed(8)}, {timed(28), timed(4)}, {timed(32)}}});
+    plan = balancer.next_plan(96);
+  }
+  EXPECT_NEAR(plan.models[0].fixed_seconds(), 0.004, 0.0005);
+}
+
 TEST(Balancer, RefusesWhatMakesNoSenseByName) {
   const auto message = [](BalancerOptions options) -> std::string {
     try {
