@@ -150,13 +150,14 @@ pip_once() {
   printf '%s\n' "$*" >>"$stamp"
 }
 
-# What [build-system] of pyproject.toml asks for, one a line. (Python 3.10 has no tomllib.)
-build_requirements() {
-  "$venv/bin/python" - "$root/pyproject.toml" <<'PYTHON'
+# requirements LIST...: what these lists of pyproject.toml ask for, one a line. (Python 3.10 has no tomllib.)
+requirements() {
+  "$venv/bin/python" - "$root/pyproject.toml" "$@" <<'PYTHON'
 import ast, pathlib, re, sys
 
 text = pathlib.Path(sys.argv[1]).read_text()
-print(*ast.literal_eval(re.search(r"^requires = (\[.*?\])", text, re.S | re.M)[1]), sep="\n")
+for name in sys.argv[2:]:
+    print(*ast.literal_eval(re.search(rf"^{name} = (\[.*?\])", text, re.S | re.M)[1]), sep="\n")
 PYTHON
 }
 
@@ -168,10 +169,10 @@ need_build_tools() {
   command -v "$compiler" >/dev/null || die "no C++ compiler: $compiler is not there (on Debian: apt-get install g++)"
   use_unpacked
   need_venv
-  local requirements
-  mapfile -t requirements < <(build_requirements)
+  local needed
+  mapfile -t needed < <(requirements requires)
   pip_once "pip>=23.1" # older ones know no --config-settings
-  pip_once "${requirements[@]}" "cmake>=3.28" "ninja>=1.11"
+  pip_once "${needed[@]}" "cmake>=3.28" "ninja>=1.11"
 }
 
 # configure_dev: the CMake build of the tests, the binding and the package that is installed for tests, so that all of them share the

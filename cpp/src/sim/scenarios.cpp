@@ -214,7 +214,7 @@ Scenario bursts() {
           "two equal devices, each 1.2x slower for 8 steps of every 48 in the mean: neighbours on a shared host",
           std::move(options),
           0.03,
-          1.0,
+          1.25,
           0};
 }
 
