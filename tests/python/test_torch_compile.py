@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from paceline.torch import DataParallel
-from paceline.torch._run import CompileGate
+from paceline.torch._seen import CompileGate
 from torch_support import TWO, assert_same_gradients, classifier, classify, plain
 
 COMPILE: dict[str, Any] = {
@@ -100,7 +100,7 @@ def test_a_compiled_loss_function_is_seen_too(monkeypatch: pytest.MonkeyPatch) -
             entered.append(first)
             return super().enter(first)
 
-    monkeypatch.setattr("paceline.torch._run.CompileGate", NotingGate)
+    monkeypatch.setattr("paceline.torch._seen.CompileGate", NotingGate)
     module, _ = classifier()
     compiled = torch.compile(classify, backend="eager")
     with DataParallel(module, TWO, balance="even") as trainer:

@@ -32,8 +32,9 @@ from paceline.torch._micro_batch_size import MicroBatchSizes, SizeSearch
 from paceline.torch._outside import OutsideGradients
 from paceline.torch._places import Places, RandomStates
 from paceline.torch._replicas import Replicas
-from paceline.torch._run import Frame, PredictRun, Run, Seen, TrainRun
+from paceline.torch._run import Frame, PredictRun, Run, TrainRun
 from paceline.torch._run_draws import UnseededDrawsWarning
+from paceline.torch._seen import Seen
 
 _T = TypeVar("_T")
 Gradients = list[torch.Tensor | None]
