@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// When the estimator takes a device's speed for another one.
+// How the estimator decides that a device's speed has changed.
 #include <algorithm>
 #include <cmath>
 #include <numbers>
@@ -18,10 +18,10 @@ constexpr double kJumpSigmas = 3.5;
 constexpr double kShapeSigmas = 3.0;
 constexpr std::size_t kLeastRun = 2;            // outliers: one alone may be a spike
 constexpr double kActedUponAtOnce = 0.336;      // a factor of 1.4: two devices lose a sixth of a step by it
-constexpr double kAlike = 1.5;                  // excursions of two thirds of the size tell of it, too
+constexpr double kAlike = 1.5;                  // an excursion of two thirds of a change is one of its like
 constexpr std::size_t kExcursions = 32;         // remembered
 constexpr std::int64_t kLongestExcursion = 64;  // steps: moves follow what lasts longer
-constexpr std::size_t kLastingRun = 8;          // steps of a common change; no split waits for it
+constexpr std::size_t kLastingRun = 8;          // steps after which a common change is told
 
 }  // namespace
 
@@ -62,7 +62,8 @@ void Estimator::take(std::size_t index, Evidence evidence) {
   if (is_back(index, allowed) || lasts >= steps_to_believe(run_size(index))) change(index, allowed);
 }
 
-/// Whether the outliers are where the device was before its last change, unless that was a way back itself.
+/// Whether the outliers are at the speed that the device had before its last change. After a change that was such a
+/// return, no.
 bool Estimator::is_back(std::size_t index, double allowed) const {
   const Device& device = devices_[index];
   if (device.change_size <= 0.0) return false;

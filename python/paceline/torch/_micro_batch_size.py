@@ -11,10 +11,10 @@ from paceline._words import counted
 
 _FIRST_SEARCH = 5  # steps: the first ones compile and allocate
 _NEXT_SEARCH = 500  # steps: what was best may not be any more
-_PAIRS = 3  # of a step on trial, and the ones as usual around it, at least
-_MOST_PAIRS = 20  # where times vary so much that fewer do not tell
+_PAIRS = 3  # comparisons at least: each of a step on trial with the usual steps around it
+_MOST_PAIRS = 20  # comparisons at most: where times vary much, few of them do not tell
 _GAIN = 0.95  # of the time of an item, or less: a size that is that much faster is taken
-_ERRORS = 2.5  # standard errors that it has to be away from that: the best of several sizes
+_ERRORS = 2.5  # standard errors between a ratio and _GAIN that end the search; above 2, since the ratio is the least of several
 _ALIKE = 1.03  # times the best: of sizes as good as that the largest is taken
 _LEAST_SECONDS = 5e-3  # of a micro-batch: smaller ones would pay for more calls than they can gain
 _MOST_SIZES = 6  # in one search
@@ -31,9 +31,9 @@ class Compared:
 
     def __init__(self) -> None:
         self.items = 0  # that it ran
-        self.largest = 0.0  # of the sizes that it ran
-        self.first: list[float] = []  # of that size, to steps as usual
-        self.others: dict[float, list[float]] = {}  # of each size, to the largest in the same claim
+        self.largest = 0.0  # the size of the first piece of its first claim
+        self.first: list[float] = []  # that size to steps as usual
+        self.others: dict[float, list[float]] = {}  # each size to the largest in the same claim
 
     def add(self, sizes: Sequence[float], claim: Sequence[tuple[int, float]], usual: float) -> None:
         """A claim, in pieces of these sizes, between steps in which an item took `usual` seconds.
@@ -63,8 +63,8 @@ class SizeSearch:
 
     Now and then some steps cut each claim into one piece of each size, halves of halves, by turns with steps as usual. Sizes are compared
     within a claim, where all of it meets the same machine; the largest of them with whole claims of the same device, in the step before and
-    the one after. That takes eight steps, and up to 42 where times vary. Where a size is in use, whole claims are compared with it
-    likewise, in as many more. All devices run the same size in a step, since it is their speeds beside each other that shares go by.
+    the one after. That takes eight steps, and up to 42 where times vary. Where a size is in use, as many more steps compare whole
+    claims with it. All devices run the same size in a step, since it is their speeds beside each other that shares go by.
     """
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ class SizeSearch:
 def _variance_of_median(values: Sequence[float]) -> float:
     middle = statistics.median(values)
     deviation = 1.48 * statistics.median(abs(value - middle) for value in values)
-    few = 1 + 4 / len(values)  # of few values it is too small half of the time
+    few = 1 + 4 / len(values)  # a median deviation of few values is too small half of the time
     return few * math.pi / 2 * deviation**2 / len(values)
 
 
