@@ -4,8 +4,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
+#include "balance/make_room.hpp"
 #include "balance/target.hpp"
 
 namespace paceline::balance {
@@ -22,7 +24,7 @@ constexpr std::int64_t kGrowEvery = 8;        // steps: rare enough to cost litt
 constexpr double kStepsPart = 0.5;  // of what a move must promise: it is one step, and tells whether the promise holds
 constexpr int kMostHopes = 8;       // doublings of a few classes; then noise is what keeps a shape unknown
 constexpr std::int64_t kFirmSteps = 32;
-constexpr std::int64_t kMostSetbacks = 6;  // 2^6: by then only a gain of 64 % would be believed
+constexpr std::int64_t kMostSetbacks = 6;  // 2^6: by then only a gain of 47 % would be believed
 
 /// The fewest samples of a device that has work. Of one that never came in time for it the starts are all there is.
 std::size_t fewest_samples(const PolicyContext& context, const std::vector<std::int64_t>& present) {
@@ -35,6 +37,17 @@ std::size_t fewest_samples(const PolicyContext& context, const std::vector<std::
   return fewest;
 }
 
+/// Whether every device ran at least half of its share. Where others took more of it over, the clock does not tell what
+/// the shares in force are worth.
+bool ran_as_planned(const std::vector<std::int64_t>& shares, const StepTimings& timings) {
+  for (std::size_t i = 0; i < shares.size(); ++i) {
+    std::int64_t ran = 0;
+    for (const MicroBatchTiming& timing : timings.devices[i]) ran += timing.items;
+    if (2 * ran < shares[i]) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 /// What going to decision.target would bring, and what it must.
@@ -44,8 +57,10 @@ void AutoPolicy::judge(const PolicyContext& context, const std::vector<plan::Cos
   const double then = makespan(context, models, decision.target);
   decision.gain = now > 0.0 ? 1.0 - then / now : 0.0;
   decision.saved_seconds = now - then;
-  decision.required = std::max(least_gain, kGainErrors * gain_error(context, models, present, decision.target));
-  decision.required *= static_cast<double>(std::int64_t{1} << setbacks_);
+  const double required =
+      std::min(1.0, std::max(least_gain, kGainErrors * gain_error(context, models, present, decision.target)));
+  // As many gains one upon the other: never more than all of the time.
+  decision.required = 1.0 - std::pow(1.0 - required, static_cast<double>(std::int64_t{1} << setbacks_));
 }
 
 AutoPolicy::Decision AutoPolicy::decide(const PolicyContext& context, const std::vector<std::int64_t>& present,
@@ -101,10 +116,7 @@ void AutoPolicy::forget_broken_promise(const PolicyContext& context, const std::
 
 /// Seconds lost at this batch size by waiting with the move, this step's included.
 double AutoPolicy::lost_with(const PolicyContext& context, const Decision& decision) {
-  if (rents_.size() >= kRentsKept && !rents_.contains(context.batch_size)) {
-    rents_.erase(std::min_element(rents_.begin(), rents_.end(),
-                                  [](const auto& a, const auto& b) { return a.second.step < b.second.step; }));
-  }
+  make_room(rents_, context.batch_size, kRentsKept, [](const Rent& rent) { return rent.step; });
   Rent& rent = rents_[context.batch_size];
   if (rent.step != context.step) rent.seconds += decision.saved_seconds;
   rent.step = context.step;
@@ -143,8 +155,8 @@ Proposal AutoPolicy::gate(const PolicyContext& context, const std::vector<std::i
   rents_.erase(context.batch_size);
   if (completes) provisional_.erase(context.batch_size);
   if (samples < kSettledSamples) {
-    if (provisional_.size() >= kProvisionalKept) provisional_.erase(provisional_.begin());
-    provisional_.insert(context.batch_size);
+    make_room(provisional_, context.batch_size, kProvisionalKept, [](std::int64_t step) { return step; });
+    provisional_[context.batch_size] = context.step;
   }
   trials_.started(context.step, context.batch_size, present, decision.target, decision.gain);
   return {decision.target, fmt::format("{}: promises {:.2f} %, more than the {:.2f} % it must",
@@ -187,13 +199,15 @@ void AutoPolicy::observe(const PolicyContext& context, const StepTimings& timing
   if (changed) {
     setbacks_ = 0;
     firm_until_step_ = 0;
+    take_back_.reset();  // its shares were better at speeds that are gone
   }
   probe_.observe(context, timings);
   if (planned_ == Planned::calibration) calibration_.observe(context);
   if (planned_ == Planned::hope) ++hopes_;
   if (planned_ != Planned::split) return;  // a deliberately uneven step is no yardstick
-  const double comparable = context.estimator.unsettled() ? 0.0 : makespan_seconds;
-  auto verdict = trials_.observe(context.batch_size, comparable, changed, context.estimator.pooled_noise());
+  const bool comparable = !context.estimator.unsettled() && ran_as_planned(*context.incumbent, timings);
+  auto verdict = trials_.observe(context.batch_size, comparable ? makespan_seconds : 0.0, changed,
+                                 context.estimator.pooled_noise());
   if (verdict) {
     take_back_ = std::move(verdict);
     firm_until_step_ = context.step + (kFirmSteps << setbacks_);

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <map>
 #include <optional>
-#include <set>
 #include <vector>
 
 #include "balance/calibration.hpp"
@@ -44,7 +43,7 @@ namespace paceline::balance {
 /// change point or a move that measurably paid ends this.
 class AutoPolicy final : public Policy {
  public:
-  explicit AutoPolicy(const BalancerOptions& options) : calibration_(options.calibrate) {}
+  explicit AutoPolicy(const BalancerOptions& options) : calibration_(options.calibrate && !options.proportional) {}
 
   Proposal propose(const PolicyContext& context) override;
   void observe(const PolicyContext& context, const StepTimings& timings, double makespan_seconds) override;
@@ -81,7 +80,8 @@ class AutoPolicy final : public Policy {
   Probe probe_;
   Planned planned_ = Planned::split;
   std::map<std::int64_t, Rent> rents_;  // by batch size
-  std::set<std::int64_t> provisional_;  // batch sizes whose split is yet to be completed
+  // Batch sizes whose split is yet to be completed, and the steps of their moves.
+  std::map<std::int64_t, std::int64_t> provisional_;
   TrialLog trials_;
   std::optional<TrialLog::Verdict> take_back_;
   std::int64_t seen_change_points_ = 0;

@@ -10,6 +10,7 @@
 #include <paceline/error.hpp>
 
 #include "balance/balancer_state.hpp"
+#include "balance/make_room.hpp"
 #include "balance/target.hpp"
 
 namespace paceline::balance {
@@ -84,7 +85,7 @@ double makespan_of(const StepTimings& timings) {
 
 Balancer::State::State(BalancerOptions given)
     : options(std::move(given)),
-      estimator(options.devices),
+      estimator(options.devices, options.proportional),
       reduction(options.reduction_seconds, options.devices.size()),
       startup(told_startup(options)),
       sizes(classes_of(estimator, options.devices.size())) {
@@ -152,11 +153,7 @@ StepPlan Balancer::State::make_plan(std::int64_t batch_size) {
 }
 
 void Balancer::State::remember(std::int64_t batch_size, Incumbent incumbent) {
-  if (incumbents.size() >= kBatchSizes && !incumbents.contains(batch_size)) {
-    incumbents.erase(std::min_element(incumbents.begin(), incumbents.end(), [](const auto& a, const auto& b) {
-      return a.second.last_used < b.second.last_used;
-    }));
-  }
+  make_room(incumbents, batch_size, kBatchSizes, [](const Incumbent& incumbent) { return incumbent.last_used; });
   incumbents[batch_size] = std::move(incumbent);
 }
 

@@ -37,7 +37,7 @@ double shrunk(double deviation, double count, double prior, double weight = kPri
 
 }  // namespace
 
-Estimator::Estimator(const std::vector<DeviceProfile>& profiles)
+Estimator::Estimator(const std::vector<DeviceProfile>& profiles, bool proportional)
     : devices_(profiles.size()), estimates_(profiles.size()), memory_(profiles.size()), pooled_noise_(kPriorNoise) {
   std::map<std::string, std::size_t> classes;
   std::vector<std::size_t> sizes;
@@ -47,7 +47,7 @@ Estimator::Estimator(const std::vector<DeviceProfile>& profiles)
     class_of_.push_back(number);
     index_in_class_.push_back(sizes[number]++);
   }
-  for (const std::size_t size : sizes) shapes_.emplace_back(size);
+  for (const std::size_t size : sizes) shapes_.emplace_back(size, proportional);
   for (DeviceEstimate& estimate : estimates_) {
     estimate.noise = kPriorNoise;
     estimate.error = kUnmeasuredError;

@@ -36,9 +36,10 @@ void LedgerWriter::header(const BalancerOptions& options) {
                                   json_quoted(device.device_class), limits_json(device.limits)));
   }
   line(fmt::format(R"({{"paceline_ledger": {}, "options": {{"policy": {}, "weights": [{}], "granularity": {}, )"
-                   R"("reduction_seconds": [{}], "calibrate": {}, "devices": [{}]}}}})",
+                   R"("reduction_seconds": [{}], "calibrate": {}, "proportional": {}, "devices": [{}]}}}})",
                    kLedgerVersion, json_quoted(options.policy), fmt::join(options.weights, ", "), options.granularity,
-                   fmt::join(options.reduction_seconds, ", "), options.calibrate, fmt::join(devices, ", ")));
+                   fmt::join(options.reduction_seconds, ", "), options.calibrate, options.proportional,
+                   fmt::join(devices, ", ")));
 }
 
 void LedgerWriter::plan(const StepPlan& plan) {

@@ -6,6 +6,6 @@
 namespace paceline::balance {
 
 /// Raised when an older reader would misread a newer ledger, or the same calls would lead to other decisions.
-constexpr std::int64_t kLedgerVersion = 4;
+constexpr std::int64_t kLedgerVersion = 5;
 
 }  // namespace paceline::balance

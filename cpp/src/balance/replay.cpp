@@ -35,6 +35,7 @@ BalancerOptions read_options(const Json& json) {
   options.granularity = json["granularity"].integer();
   options.reduction_seconds = numbers(json["reduction_seconds"]);
   options.calibrate = json["calibrate"].boolean();
+  options.proportional = json["proportional"].boolean();
   for (const Json& device : json["devices"].array()) {
     DeviceProfile profile;
     profile.name = device["name"].string();

@@ -43,6 +43,7 @@ void ShapeEstimator::set_reference(double items) {
 }
 
 void ShapeEstimator::add(std::size_t index, std::int64_t step, std::int64_t items, double seconds) {
+  if (proportional_) return;
   Member& member = members_[index];
   if (!member.open.cells.empty() && step - member.open.first_step >= kStepsPerGroup) close(member);
   Group& group = member.open;

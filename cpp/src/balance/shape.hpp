@@ -37,7 +37,11 @@ struct Shape {
 /// nothing when no informative sample came since the last one. Not thread-safe.
 class ShapeEstimator {
  public:
-  explicit ShapeEstimator(std::size_t members) : members_(members) {}
+  /// `proportional`: it is known that nothing of the time is fixed, so there is nothing to learn.
+  explicit ShapeEstimator(std::size_t members, bool proportional = false)
+      : members_(members), proportional_(proportional) {
+    if (proportional) shape_.fixed_fraction = error_ = 0.0;
+  }
 
   /// Where f is 1; set once, before the first sample.
   void set_reference(double items);
@@ -81,6 +85,7 @@ class ShapeEstimator {
   [[nodiscard]] Sums accumulate(Group& group, double noise, bool first) const;
 
   std::vector<Member> members_;
+  bool proportional_;
   Shape shape_;
   double error_ = 0.3;
   bool has_reference_ = false;

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <utility>
 
+#include "balance/make_room.hpp"
 #include "balance/statistics.hpp"
 
 namespace paceline::balance {
@@ -39,7 +40,7 @@ void TrialLog::started(std::int64_t step, std::int64_t batch_size, std::vector<s
   overtake(MoveOutcome::overtaken);
   moves_.push_back({step, batch_size, std::move(from), std::move(to), promised_gain, 0.0, 0.0, MoveOutcome::pending});
   if (moves_.size() > kMovesKept) moves_.pop_front();
-  const std::deque<double>& times = times_[batch_size];
+  const std::deque<double>& times = times_[batch_size].seconds;
   pending_ = Pending{batch_size, {times.begin(), times.end()}};
   if (pending_->before.empty()) overtake(MoveOutcome::unjudged);
   reset(batch_size);
@@ -59,11 +60,10 @@ std::optional<TrialLog::Verdict> TrialLog::observe(std::int64_t batch_size, doub
     times_.clear();  // of other conditions
   }
   if (makespan_seconds <= 0.0) return std::nullopt;
-  if (times_.size() >= kBatchSizes && !times_.contains(batch_size)) {
-    times_.erase(times_.begin()->first == (pending_ ? pending_->batch_size : -1) ? std::next(times_.begin())
-                                                                                 : times_.begin());
-  }
-  std::deque<double>& times = times_[batch_size];
+  if (pending_ && times_.contains(pending_->batch_size)) times_[pending_->batch_size].last_used = observed_;
+  make_room(times_, batch_size, kBatchSizes, [](const Times& one) { return one.last_used; });
+  times_[batch_size].last_used = ++observed_;
+  std::deque<double>& times = times_[batch_size].seconds;
   times.push_back(makespan_seconds);
   if (times.size() > kTimesKept) times.pop_front();
   if (times.size() == kTimesKept && ++calm_steps_ % kStepsToJudge == 0) measure_calm(times);
@@ -85,7 +85,7 @@ void TrialLog::measure_calm(const std::deque<double>& times) {
 }
 
 std::optional<TrialLog::Verdict> TrialLog::judge(double noise) {
-  const std::deque<double>& times = times_[pending_->batch_size];
+  const std::deque<double>& times = times_[pending_->batch_size].seconds;
   std::vector<double> after(times.begin(), times.end());
   std::vector<double> before = std::move(pending_->before);
   const double median_before = median(before);

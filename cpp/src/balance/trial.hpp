@@ -47,11 +47,16 @@ class TrialLog {
     std::int64_t batch_size = 0;
     std::vector<double> before;
   };
+  struct Times {
+    std::deque<double> seconds;  // under the present shares
+    std::int64_t last_used = 0;
+  };
   void overtake(MoveOutcome outcome);
   void measure_calm(const std::deque<double>& times);
   std::optional<Verdict> judge(double noise);
 
-  std::map<std::int64_t, std::deque<double>> times_;  // per batch size, under its present shares
+  std::map<std::int64_t, Times> times_;  // per batch size
+  std::int64_t observed_ = 0;            // steps
   std::optional<Pending> pending_;
   double calm_squares_ = 0.0;  // of log ratios of the medians of two blocks of 8 steps under the same shares
   double calm_count_ = 0.0;

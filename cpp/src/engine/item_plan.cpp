@@ -8,15 +8,6 @@
 
 namespace paceline {
 
-namespace {
-
-// Work is what time is in proportion to: what does not depend on the items is in it. That is told to the balancer by
-// splitting each device's time in proportion, a quarter and the rest. From one sum alone it would have to find out by
-// steps off the best split, and with noisy times it may take most of the time for a part that cannot be moved.
-constexpr std::int64_t kPart = 4;
-
-}  // namespace
-
 double ItemPlan::work(std::size_t device, std::int64_t begin, std::int64_t end) const noexcept {
   if (begin >= end) return 0.0;
   const plan::ItemShape& shape = shapes[device];
@@ -53,12 +44,7 @@ balance::StepTimings ItemPlan::timings(const StepRecord& record) const {
   bool comparable = true;
   for (std::size_t d = 0; d < sums.size(); ++d) {
     const auto units = static_cast<std::int64_t>(std::llround(sums[d].work));
-    if (units > 0 && sums[d].seconds > 0.0) {
-      const std::int64_t part = (units + kPart - 1) / kPart;
-      const double seconds = sums[d].seconds * static_cast<double>(part) / static_cast<double>(units);
-      timings.devices[d].push_back({part, seconds, false});
-      if (part < units) timings.devices[d].push_back({units - part, sums[d].seconds - seconds, false});
-    }
+    if (units > 0 && sums[d].seconds > 0.0) timings.devices[d].push_back({units, sums[d].seconds, false});
     if (sums[d].any_excluded) timings.devices[d].push_back({0, 0.0, true});
     comparable = comparable && !sums[d].any_excluded;
   }

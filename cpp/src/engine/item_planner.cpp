@@ -22,15 +22,6 @@ constexpr double kMostUnits = 1e15;     // doubles count further, but not much
 constexpr double kFixedAtFirst = 0.02;  // of a device's time, before anything was measured
 constexpr std::int64_t kFitEvery = 64;  // steps, in the end; at first whenever the evidence has doubled
 
-void check(std::span<const double> costs) {
-  if (costs.empty()) throw InvalidArgument("step: a batch without items; at least one is needed.");
-  for (std::size_t k = 0; k < costs.size(); ++k) {
-    if (std::isfinite(costs[k]) && costs[k] >= 0.0) continue;
-    throw InvalidArgument(
-        fmt::format("cost: the cost of item {} is {}; costs must be finite and not negative.", k, costs[k]));
-  }
-}
-
 bool all_free(std::span<const double> costs) {
   return std::all_of(costs.begin(), costs.end(), [](double cost) { return cost == 0.0; });
 }
@@ -59,6 +50,15 @@ const char* told(plan::ItemMeasure measure) {
 
 }  // namespace
 
+void check_costs(std::span<const double> costs) {
+  if (costs.empty()) throw InvalidArgument("step: a batch without items; at least one is needed.");
+  for (std::size_t k = 0; k < costs.size(); ++k) {
+    if (std::isfinite(costs[k]) && costs[k] >= 0.0) continue;
+    throw InvalidArgument(
+        fmt::format("cost: the cost of item {} is {}; costs must be finite and not negative.", k, costs[k]));
+  }
+}
+
 ItemPlanner::ItemPlanner(balance::Balancer balancer, const std::vector<std::string>& device_classes,
                          std::int64_t micro_batch)
     : balancer_(std::move(balancer)), shapes_(device_classes.size()), micro_batch_(micro_batch) {
@@ -72,7 +72,6 @@ ItemPlanner::ItemPlanner(balance::Balancer balancer, const std::vector<std::stri
 }
 
 std::int64_t ItemPlanner::batch_units(std::span<const double> costs) const {
-  check(costs);
   if (batch_size_ == 0) return static_cast<std::int64_t>(kUnits);
   return units_of(total_of(costs));
 }
@@ -90,6 +89,7 @@ std::int64_t ItemPlanner::units_of(double cost) const {
 }
 
 std::shared_ptr<const ItemPlan> ItemPlanner::next(std::span<const double> costs, std::int64_t least_items) {
+  check_costs(costs);
   const std::int64_t units = batch_units(costs);
   auto made = std::make_shared<ItemPlan>();
   made->costs.assign(costs.begin(), costs.end());

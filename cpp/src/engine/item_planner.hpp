@@ -17,6 +17,9 @@
 
 namespace paceline::engine {
 
+/// @throws InvalidArgument without costs, and for one that is negative or not finite.
+void check_costs(std::span<const double> costs);
+
 /// The closed loop for batches whose items have costs.
 ///
 /// The balancer decides as it always does, only that what it splits are units of work instead of items: a batch is a
@@ -34,10 +37,10 @@ class ItemPlanner {
   ItemPlanner(balance::Balancer balancer, const std::vector<std::string>& device_classes, std::int64_t micro_batch);
 
   /// What a batch of these costs is to the balancer, in units of work.
-  /// Costs: finite and not negative, at least one. @throws InvalidArgument
+  /// Requires: check_costs().
   [[nodiscard]] std::int64_t batch_units(std::span<const double> costs) const;
   /// `least_items`: of a micro-batch, unless the batch has fewer.
-  /// @throws InvalidArgument as batch_units.
+  /// @throws InvalidArgument as check_costs(); nothing changes then.
   [[nodiscard]] std::shared_ptr<const ItemPlan> next(std::span<const double> costs, std::int64_t least_items = 1);
   /// A step that ran by `plan` and was committed. `judged`: the balancer shall learn of it too.
   void record(const ItemPlan& plan, const StepRecord& record, bool judged);

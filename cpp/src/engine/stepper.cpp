@@ -74,7 +74,7 @@ struct Stepper::State {
         asynchronous(group.asynchronous()),
         options(engine::with_stable_shapes(std::move(the_options), asynchronous)),
         run_ahead(engine::run_ahead_of(group, options)),
-        balancer(engine::make_balancer(group, options)),
+        balancer(engine::make_balancer(group, options, false)),
         metrics(names_of(group)),
         health(group.devices()),
         origin(std::chrono::steady_clock::now()) {}
@@ -101,16 +101,19 @@ struct Stepper::State {
     if (costs && !items) {
       std::vector<std::string> classes;
       for (const Device& device : group.devices()) classes.push_back(device.device_class);
-      items.emplace(engine::make_balancer(group, options), classes, options.micro_batch);
+      items.emplace(engine::make_balancer(group, options, true), classes, options.micro_batch);
     }
-    // Until one has been called the kind that runs first is not known, and that is the one whose calls a ledger has.
-    if (items && !called()) std::swap(balancer, items->balancer());
     costing = costs;
     plan = {};
   }
 
+  /// Before the first plan: the kind that it is of is the one whose calls the ledger has.
+  void attach_ledger() {
+    if (ledger && !std::exchange(ledger_attached, true)) current().write_to(ledger);
+  }
+
   /// Whether either kind's balancer was: what a ledger would have from now on lacks that.
-  [[nodiscard]] bool called() const { return balancer.called() || (items && items->balancer().called()); }
+  [[nodiscard]] bool called() const noexcept { return balancer.called() || (items && items->balancer().called()); }
 
   void note(const PendingStep& done) {
     record = done.step->record();
@@ -158,7 +161,7 @@ struct Stepper::State {
         if (pending.size() <= most && !oldest.step->settled()) return;
         oldest.step->settle();
       } catch (const Error&) {
-        pending.pop_front();  // a device that has failed shall be reported once
+        pending.clear();  // a device that has failed shall be reported once
         throw;
       }
       const PendingStep taken = std::move(pending.front());
@@ -206,6 +209,7 @@ struct Stepper::State {
   std::vector<std::int64_t> run_ahead;
   balance::Balancer balancer;  // of steps without costs
   std::shared_ptr<balance::LedgerWriter> ledger;
+  bool ledger_attached = false;
   std::optional<engine::ItemPlanner> items;
   bool costing = false;
   std::shared_ptr<const ItemPlan> item_plan;  // the last one
@@ -254,6 +258,7 @@ std::shared_ptr<Step> Stepper::prepare(std::int64_t batch_size, std::shared_ptr<
   state.item_plan = nullptr;
   const bool as_before = state.plan.batch_size == batch_size && state.balancer.least_items() == state.least_items();
   state.collect(as_before ? kMostPending - 1 : 0);
+  state.attach_ledger();
   state.balancer.set_least_items(state.least_items());
   const std::int64_t before = state.plan.batch_size > 0 ? state.plan.step : -1;
   state.draw_plan(batch_size);
@@ -277,9 +282,11 @@ std::shared_ptr<Step> Stepper::prepare(std::int64_t batch_size, std::shared_ptr<
 std::shared_ptr<const ItemPlan> Stepper::plan_items(std::span<const double> costs) {
   State& state = *state_;
   require_idle();
+  engine::check_costs(costs);  // before anything changes
   state.turn_to(true);
   state.collect(state.plan.batch_size == state.items->batch_units(costs) ? kMostPending - 1 : 0);
   const std::int64_t before = state.plan.batch_size > 0 ? state.plan.step : -1;
+  state.attach_ledger();
   state.item_plan = state.items->next(costs, state.least_items());
   state.latest = state.item_plan->balance;
   state.awaiting_record = true;
@@ -341,20 +348,21 @@ void Stepper::commit(std::shared_ptr<const Step> step, std::vector<MicroBatch> p
 }
 
 void Stepper::settle() { state_->collect(0); }
+void Stepper::forget_unsettled() noexcept { state_->pending.clear(); }
 
 void Stepper::write_to(std::shared_ptr<balance::LedgerWriter> ledger) {
   State& state = *state_;
   if (ledger != nullptr && state.called()) {
     throw InvalidArgument("a ledger must be attached before the first step, with costs or without");
   }
-  if (ledger == nullptr) {
-    state.balancer.write_to(nullptr);
-    if (state.items) state.items->balancer().write_to(nullptr);
-  } else {
-    state.current().write_to(ledger);
-  }
+  state.balancer.write_to(nullptr);
+  if (state.items) state.items->balancer().write_to(nullptr);
+  state.ledger_attached = false;
   state.ledger = std::move(ledger);
 }
+
+bool Stepper::writes_ledger() const noexcept { return state_->ledger != nullptr; }
+bool Stepper::has_planned() const noexcept { return state_->called(); }
 
 std::string Stepper::explain() const {
   const balance::Balancer& balancer = state_->current();

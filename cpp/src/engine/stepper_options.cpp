@@ -10,8 +10,9 @@
 
 namespace paceline::engine {
 
-balance::Balancer make_balancer(const DeviceGroup& group, const StepperOptions& options) {
+balance::Balancer make_balancer(const DeviceGroup& group, const StepperOptions& options, bool proportional) {
   balance::BalancerOptions balancer;
+  balancer.proportional = proportional;
   balancer.policy = options.balance;
   balancer.weights = options.weights;
   balancer.granularity = options.granularity;

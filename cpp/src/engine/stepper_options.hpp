@@ -13,8 +13,9 @@ namespace paceline::engine {
 /// @throws InvalidArgument for numbers that are no sizes, and for corrections where there can be none.
 void check(const StepperOptions& options);
 
-/// A balancer for the devices of the group.
-[[nodiscard]] balance::Balancer make_balancer(const DeviceGroup& group, const StepperOptions& options);
+/// A balancer for the devices of the group. `proportional`: as balance::BalancerOptions has it.
+[[nodiscard]] balance::Balancer make_balancer(const DeviceGroup& group, const StepperOptions& options,
+                                              bool proportional);
 
 /// Of each device; none where all are done when the call returns.
 [[nodiscard]] std::vector<std::int64_t> run_ahead_of(const DeviceGroup& group, const StepperOptions& options);

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <numbers>
 #include <numeric>
+#include <optional>
+#include <random>
 #include <string>
 
 #include <paceline/balance/balancer.hpp>
@@ -207,6 +209,69 @@ TEST(MoveGate, TakesBackAMoveThatMeasuresWorseAndBelievesLessAfterwards) {
   for (int k = 0; k < 600; ++k) step_on_shared_bus(balancer);
   EXPECT_LE(balancer.report().taken_back, 2);
   EXPECT_EQ(step_on_shared_bus(balancer), (Shares{200, 200}));
+}
+
+TEST(MoveGate, DoesNotGoBackToSharesOfSpeedsThatAreGone) {
+  BalancerOptions options = options_for(box_of({1, 1}, 0.0));
+  options.calibrate = false;
+  Balancer balancer(options);
+  while (balancer.report().taken_back == 0) {
+    ASSERT_LT(balancer.report().steps, 60);
+    step_on_shared_bus(balancer);
+  }
+  // The shares that the move is taken back to wait for the next step of this size. Meanwhile host:1 turns twice as
+  // fast.
+  for (int k = 0; k < 4; ++k) {
+    const StepPlan plan = balancer.next_plan(200);
+    StepTimings timings;
+    for (std::size_t i = 0; i < 2; ++i) {
+      const double seconds = (0.004 + 0.0001 * static_cast<double>(plan.shares[i])) * (i == 1 ? 0.5 : 1.0);
+      timings.devices.push_back({{plan.shares[i], seconds}});
+    }
+    balancer.record(timings);
+  }
+  ASSERT_GT(balancer.report().devices[1].change_points, 0);
+  EXPECT_EQ(balancer.next_plan(400).reason.find("taken back"), std::string::npos);
+}
+
+TEST(MoveGate, NeverAsksForMoreThanAllOfTheTime) {
+  BalancerOptions options = options_for(box_of({1, 1}, 0.0));
+  options.calibrate = false;
+  options.granularity = 200;  // half or all, nothing between
+  Balancer balancer(options);
+  std::mt19937_64 random(1);
+  std::normal_distribution<double> noise(0.0, 0.08);
+  double most = 0.0;
+  for (int k = 0; k < 3000; ++k) {
+    const StepPlan plan = balancer.next_plan(400);
+    StepTimings timings;
+    for (std::size_t i = 0; i < 2; ++i) {
+      const double slowness = (i == 1 ? 20.0 : 1.0) * std::exp(noise(random));
+      timings.devices.push_back({{plan.shares[i], 0.0001 * static_cast<double>(plan.shares[i]) * slowness}});
+    }
+    // Every move measures worse, whatever the devices' own times say.
+    timings.step_seconds = plan.shares[0] == 200 ? 0.4 : 0.6;
+    balancer.record(timings);
+    most = std::max(most, balancer.report().required_gain);
+  }
+  EXPECT_GE(balancer.report().taken_back, 4) << balancer.explain();
+  EXPECT_LE(most, 1.0);
+}
+
+TEST(MoveGate, DoesNotTakeBackWhatOthersHadTakenOverBefore) {
+  // host:1 comes when host:0 has run its share, too. To leave it out promises a third, and the clock sees none of it.
+  BalancerOptions options = options_for(box_of({1, 1}, 0.0));
+  options.calibrate = false;
+  Balancer balancer(options);
+  for (int k = 0; k < 60; ++k) {
+    const StepPlan plan = balancer.next_plan(400);
+    const bool shared = plan.shares[1] > 0;
+    StepTimings timings{.devices = {{{400, 0.04}}, {}}, .step_seconds = shared ? 0.04 : 0.0412};
+    timings.startup_seconds = {0.0, shared ? std::optional(0.04) : std::nullopt};
+    balancer.record(timings);
+  }
+  EXPECT_EQ(balancer.next_plan(400).shares, (Shares{400, 0})) << balancer.explain();
+  EXPECT_EQ(balancer.report().taken_back, 0) << balancer.explain();
 }
 
 TEST(MoveGate, WaitsWithNewSizesUntilAsMuchIsLostAsTheyCost) {

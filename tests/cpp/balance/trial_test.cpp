@@ -96,6 +96,18 @@ TEST(TrialLog, DoesNotJudgeAMoveBeforeWhichNothingRan) {
   EXPECT_EQ(log.moves().back().outcome, MoveOutcome::unjudged);
 }
 
+TEST(TrialLog, ForgetsTheBatchSizeThatRanLongestAgo) {
+  TrialLog log;
+  feed(log, 10, 1.0, 1000);  // the largest
+  for (std::int64_t batch = 1; batch <= 20; ++batch) feed(log, 10, 1.0, batch);
+  feed(log, 10, 1.0, 1);  // the smallest, once more
+  for (std::int64_t batch = 21; batch <= 40; ++batch) feed(log, 10, 1.0, batch);
+  log.started(1, 1, {1}, {1}, 0.05);
+  EXPECT_EQ(log.moves().back().outcome, MoveOutcome::pending) << "times of the smallest size are known";
+  log.started(2, 1000, {1}, {1}, 0.05);
+  EXPECT_EQ(log.moves().back().outcome, MoveOutcome::unjudged) << "those of the one that ran first are not";
+}
+
 TEST(TrialLog, MemoryIsBoundedOverBatchSizes) {
   TrialLog log;
   for (std::int64_t batch = 1; batch <= 1000; ++batch) {

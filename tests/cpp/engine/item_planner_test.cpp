@@ -16,7 +16,7 @@ namespace paceline::engine {
 namespace {
 
 ItemPlanner planner_of(std::size_t devices) {
-  balance::BalancerOptions options;
+  balance::BalancerOptions options{.proportional = true};
   for (std::size_t i = 0; i < devices; ++i) options.devices.push_back({"host:" + std::to_string(i), "host", {}});
   return {balance::Balancer(options), std::vector<std::string>(devices, "host"), 0};
 }
@@ -29,6 +29,25 @@ std::int64_t size_of(ItemPlanner& planner, double cost) {
 TEST(ItemPlanner, TheFirstBatchHasAMillionUnits) {
   ItemPlanner planner = planner_of(2);
   EXPECT_EQ(size_of(planner, 37.0), 1000000);
+}
+
+TEST(ItemPlanner, TellsTheBalancerOneTimeForOneShareAndThatNothingOfItIsFixed) {
+  ItemPlanner planner = planner_of(2);
+  for (int step = 0; step < 20; ++step) {
+    const auto plan = planner.next(std::vector<double>{4, 3, 2, 2, 1, 1});
+    StepRecord record;
+    for (std::size_t d = 0; d < 2; ++d) {
+      const std::int64_t begin = d == 0 ? 0 : plan->item_shares[0];
+      record.claims.push_back({{.begin = begin, .end = begin + plan->item_shares[d], .device_index = d}, 0.0, 1.0});
+    }
+    record.compute_seconds = 1.0;
+    for (const auto& device : plan->timings(record).devices) EXPECT_EQ(device.size(), 1U);
+    planner.record(*plan, record, true);
+  }
+  for (const balance::DeviceReport& device : planner.balancer().report().devices) {
+    EXPECT_EQ(device.fixed_seconds, 0.0);
+    EXPECT_EQ(device.fixed_error, 0.0);
+  }
 }
 
 TEST(ItemPlanner, CostsThatAlternateAreTwoBatchSizes) {
@@ -77,7 +96,7 @@ TEST(ItemPlanner, TellsTheSizeOfABatchBeforeItIsPlanned) {
     const std::int64_t told = planner.batch_units(costs);
     EXPECT_EQ(planner.next(costs)->balance.batch_size, told) << "for " << cost;
   }
-  EXPECT_THROW((void)planner.batch_units(std::vector<double>{-1.0}), InvalidArgument);
+  EXPECT_THROW((void)planner.next(std::vector<double>{-1.0}), InvalidArgument);
 }
 
 TEST(ItemPlanner, TellsEachDeviceClassByItsName) {

@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -87,6 +88,17 @@ TEST(StepperLedger, IsOfStepsWithoutCostsIfCostsWereOnlyRefused) {
   for (int k = 0; k < 2; ++k) step(recorded.stepper, false);
   EXPECT_EQ(recorded.lines_with(R"({"record")"), 2);
   EXPECT_EQ(recorded.lines_with("decided_here"), 0);
+}
+
+TEST(Stepper, IsAsItWasAfterCostsThatWereRefused) {
+  Stepper stepper(host_group(2), {});
+  for (int k = 0; k < 3; ++k) step(stepper, false);
+  const balance::StepPlan before = stepper.plan();
+  EXPECT_THROW((void)stepper.plan_items(std::vector<double>{1.0, std::nan("")}), InvalidArgument);
+  EXPECT_FALSE(stepper.by_cost());
+  EXPECT_FALSE(stepper.item_report());
+  EXPECT_EQ(stepper.plan().step, before.step);
+  EXPECT_EQ(stepper.plan().shares, before.shares);
 }
 
 TEST(StepperLedger, EndsForBothKinds) {

@@ -36,6 +36,8 @@ struct BalancerOptions {
   /// "auto" only: run the first steps with shares off the even split, so that the constant part of a step's time can
   /// be told from the part per item. Ends by itself as soon as the timings tell the two apart.
   bool calibrate = true;
+  /// What is split are units of work, so a device's time is in proportion to its share: no fixed part is looked for.
+  bool proportional = false;
 };
 
 /// One micro-batch that ran.

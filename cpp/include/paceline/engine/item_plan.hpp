@@ -31,9 +31,8 @@ struct PACELINE_API ItemPlan {
   [[nodiscard]] std::int64_t size() const noexcept { return static_cast<std::int64_t>(costs.size()); }
   /// Work of the micro-batch [begin, end) on this device, by its shape.
   [[nodiscard]] double work(std::size_t device, std::int64_t begin, std::int64_t end) const noexcept;
-  /// What the balancer is told of a step that ran by this plan: each device's work and time, in two parts of one rate,
-  /// without micro-batches whose times are no evidence; and the step's time as it would be for a batch of
-  /// balance.batch_size.
+  /// What the balancer is told of a step that ran by this plan: each device's work and time, without micro-batches
+  /// whose times are no evidence; and the step's time as it would be for a batch of balance.batch_size.
   [[nodiscard]] balance::StepTimings timings(const StepRecord& record) const;
 };
 

@@ -99,6 +99,8 @@ class PACELINE_API Stepper {
   void commit(std::shared_ptr<const Step> step, std::vector<MicroBatch> pieces = {});
   /// Returns when the times of all steps are known that were committed. @throws Error if a device has failed.
   void settle();
+  /// Committed steps whose times are not known yet never ran: somebody has found that one of them failed.
+  void forget_unsettled() noexcept;
 
   /// From now on every call of the balancer goes to `ledger`, and what really ran in each step. As
   /// Balancer::write_to(): attach before the first step. In a stepper that runs steps with costs and steps without, the
@@ -106,6 +108,9 @@ class PACELINE_API Stepper {
   /// kind's.
   /// @throws InvalidArgument once a step was planned, with costs or without.
   void write_to(std::shared_ptr<balance::LedgerWriter> ledger);
+  [[nodiscard]] bool writes_ledger() const noexcept;
+  /// Whether a step was ever planned, with costs or without.
+  [[nodiscard]] bool has_planned() const noexcept;
 
   /// The balancer's explanation, with what its devices' sensors and counters say about those that are slow.
   [[nodiscard]] std::string explain() const;
