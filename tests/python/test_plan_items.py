@@ -30,7 +30,7 @@ def test_split_items_equals_brute_force() -> None:
             )
             for place in itertools.product(range(3), repeat=len(costs))
         )
-        split = split_items(costs, models)
+        split = split_items(costs, models, tolerance=0.0, search_steps=1 << 18)
         assert sorted(index for items in split.items for index in items) == list(range(len(costs)))
         assert split.loads == pytest.approx([sum(costs[index] for index in items) for items in split.items])
         assert split.makespan_seconds == pytest.approx(best)

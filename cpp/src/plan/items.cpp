@@ -17,11 +17,9 @@ using detail::Holdings;
 using detail::ItemProblem;
 using detail::Rank;
 
-// Searched as a whole: a placement costs tens of nanoseconds, so that the limit on steps is some twenty milliseconds.
-// It cuts off what has little use anyway: a dozen nearly equal items on more than four unequal devices.
+// Searched as a whole.
 constexpr std::size_t kExactItems = 12;
 constexpr std::size_t kExactDevices = 8;
-constexpr std::int64_t kExactSteps = std::int64_t{1} << 18;
 
 constexpr double kSlack = 1.0 + 1e-12;
 
@@ -99,18 +97,18 @@ ItemSplit split_items(std::span<const double> costs, std::span<const LoadModel> 
   bool found = greedy_fits || assign_within_caps(problem, holdings);
   const Holdings greedy = greedy_fits ? holdings : Holdings{};
 
+  const double target = bound * (1.0 + options.tolerance);
+  if (found) exchange_items(problem, target, holdings);
   if (problem.items() <= kExactItems && problem.devices() <= kExactDevices) {
-    if (found) exchange_items(problem, bound, holdings);
     const double below = found ? makespan_of(problem, holdings) : std::numeric_limits<double>::infinity();
     const bool complete =
-        search_all(problem, below, bound, std::max(options.search_steps, kExactSteps), found, holdings);
+        (found && below <= target) || search_all(problem, below, target, options.search_steps, found, holdings);
     if (!found) detail::throw_not_found(problem, options, complete);
-    if (complete) bound = std::max(bound, makespan_of(problem, holdings));
+    // Where the target was not reached, nothing better is there.
+    if (complete && makespan_of(problem, holdings) > target) bound = makespan_of(problem, holdings);
   } else if (!found) {
     detail::throw_not_found(problem, options, false);
   } else {
-    const double target = bound * (1.0 + options.tolerance);
-    exchange_items(problem, target, holdings);
     repartition(problem, target, options.search_steps, holdings);
   }
 

@@ -176,7 +176,9 @@ TEST(ItemSplitProperties, EqualsBruteForceWithAndWithoutCaps) {
   int feasible = 0;
   int refused = 0;
   for (int round = 0; round < 1500; ++round) {
-    const ItemCase c = generator.small();
+    ItemCase c = generator.small();
+    c.options.tolerance = 0.0;
+    c.options.search_steps = 1 << 18;
     const double best = best_of_all(c);
     if (best == std::numeric_limits<double>::infinity()) {
       ++refused;

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <random>
 #include <string>
 
 #include <paceline/error.hpp>
@@ -35,6 +36,32 @@ TEST(ItemSplit, FindsTheOptimumThatLongestFirstMisses) {
   EXPECT_EQ(split.makespan_seconds, 10.0);
   EXPECT_EQ(split.lower_bound_seconds, 10.0);
   EXPECT_EQ(split.gap(), 0.0);
+}
+
+TEST(ItemSplit, IsContentWithWhatIsWithinTheTolerance) {
+  const std::vector<double> costs{5, 5, 4, 3, 3};
+  EXPECT_EQ(split_items(costs, std::vector<LoadModel>(2), {.tolerance = 0.2}).makespan_seconds, 11.0);
+  EXPECT_EQ(split_items(costs, std::vector<LoadModel>(2), {.tolerance = 0.05}).makespan_seconds, 10.0);
+}
+
+TEST(ItemSplit, SearchesNearlyEqualItemsForAsManyStepsAsItMayAndNoMore) {
+  std::mt19937_64 random(1);
+  std::uniform_real_distribution<double> cost(1.0, 1.1);
+  std::uniform_real_distribution<double> slowness(1.0, 3.0);
+  int unproven_by_few = 0;
+  int unproven_by_many = 0;
+  for (int round = 0; round < 20; ++round) {
+    std::vector<double> costs(10);
+    for (double& one : costs) one = cost(random);
+    std::vector<LoadModel> models(4);
+    for (LoadModel& model : models) model.seconds_per_cost = slowness(random);
+    const auto unproven = [&](std::int64_t steps) {
+      return split_items(costs, models, {.tolerance = 0.0, .search_steps = steps}).gap() > 0.0 ? 1 : 0;
+    };
+    unproven_by_few += unproven(64);
+    unproven_by_many += unproven(std::int64_t{1} << 18);
+  }
+  EXPECT_GE(unproven_by_few, unproven_by_many + 5);
 }
 
 TEST(ItemSplit, GivesMoreToTheFasterDevice) {
