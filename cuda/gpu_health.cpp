@@ -68,7 +68,11 @@ HealthSource nvml_source() {
 
 }  // namespace cuda
 
-std::optional<DeviceHealth> CudaBackend::health(const Device& device) const { return cuda::gpu_health(device); }
+std::vector<std::optional<DeviceHealth>> CudaBackend::health(std::span<const Device> devices) const {
+  std::vector<std::optional<DeviceHealth>> health;
+  for (const Device& device : devices) health.push_back(cuda::gpu_health(device));
+  return health;
+}
 std::optional<HealthSource> CudaBackend::health_source() const { return cuda::nvml_source(); }
 
 }  // namespace paceline

@@ -18,6 +18,7 @@
 
 #include "device_guard.hpp"
 #include "polled_wait.hpp"
+#include "runtime/deadline.hpp"
 
 namespace paceline::nccl {
 
@@ -110,6 +111,7 @@ IssuingThread::~IssuingThread() {
 }
 
 bool IssuingThread::run(Job job, std::chrono::nanoseconds timeout, Interrupt interrupt) {
+  timeout = internal::bounded(timeout);
   BlockingRegion region;
   State& state = *state_;
   std::unique_lock lock(state.mutex);
@@ -142,7 +144,7 @@ bool IssuingThread::close(std::chrono::nanoseconds timeout) {
   if (!state_->thread.joinable()) return !state_->given_up;
   state_->stop = true;
   state_->changed.notify_all();
-  if (!state_->changed.wait_for(lock, timeout, [&] { return state_->exited; })) {
+  if (!state_->changed.wait_for(lock, internal::bounded(timeout), [&] { return state_->exited; })) {
     state_->given_up = true;
     return false;
   }

@@ -15,6 +15,7 @@
 
 #include "issuing_thread.hpp"
 #include "nccl_communicators.hpp"
+#include "runtime/deadline.hpp"
 
 namespace paceline::nccl {
 namespace {
@@ -62,13 +63,13 @@ class NcclClique final : public internal::NativeClique {
   NcclClique(const Library& library, const std::vector<internal::Rank>& ranks, const CommunicatorOptions& options)
       : library_(library),
         ranks_(ranks),
-        timeout_(options.timeout),
+        timeout_(internal::bounded(options.timeout)),
         warm_up_bytes_(options.warm_up_bytes),
         copies_(internal::make_copy_clique(ranks, "beside NCCL")),
-        communicators_(std::make_shared<Communicators>(library, ranks, options.timeout)),
+        communicators_(std::make_shared<Communicators>(library, ranks, timeout_)),
         thread_(
             "pl nccl", ranks.front().device.index,
-            [communicators = communicators_] { return communicators->look_after(); }, interval_for(options.timeout)) {
+            [communicators = communicators_] { return communicators->look_after(); }, interval_for(timeout_)) {
     for (const internal::Rank& rank : ranks) names_.push_back(rank.device.name);
     note_the_exit();
     try {

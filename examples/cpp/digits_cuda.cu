@@ -155,8 +155,8 @@ int train(const paceline::DeviceGroup& group) {
   check(cudaMemcpyAsync(trainer.parameters().data(), host.data(), bytes, cudaMemcpyDefault, stream), "copying");
   const OnGpu<float> velocity(std::vector<float>(Mlp::kParameters, 0.0F));
 
-  double loss = 0.0;
   for (int epoch = 1; epoch <= kEpochs; ++epoch) {
+    paceline::Objective loss(0.0);  // of the last step; printing it waits for the GPUs
     for (std::size_t begin = 0; begin < order.size(); begin += kBatch) {
       const std::size_t size = std::min(kBatch, order.size() - begin);
       const auto body = [&](const paceline::MicroBatch& mb, paceline::Replica& replica) {
@@ -183,7 +183,7 @@ int train(const paceline::DeviceGroup& group) {
                                                              trainer.gradients().data(), count);
       check(cudaGetLastError(), "launching update_kernel");
     }
-    if (epoch % 10 == 0) std::printf("epoch %3d  loss %7.4f\n", epoch, loss);
+    if (epoch % 10 == 0) std::printf("epoch %3d  loss %7.4f\n", epoch, loss.value());
   }
 
   check(cudaMemcpyAsync(host.data(), trainer.parameters().data(), bytes, cudaMemcpyDefault, stream), "copying");

@@ -51,11 +51,12 @@ struct Outcome {
   std::shared_ptr<Step> step;
   std::size_t device_count = 0;
 
-  [[nodiscard]] std::optional<std::tuple<std::size_t, std::int64_t, std::int64_t>> failed_at() const {
+  [[nodiscard]] bool failed() const { return step->failure() != nullptr; }
+
+  [[nodiscard]] std::optional<std::size_t> failed_device() const {
     const StepFailure* failure = step->failure();
-    if (failure == nullptr) return std::nullopt;
-    const MicroBatch& at = failure->micro_batch;
-    return std::tuple{at.device_index, at.begin, at.end};
+    if (failure == nullptr || !failure->micro_batch) return std::nullopt;
+    return failure->micro_batch->device_index;
   }
 
   [[nodiscard]] std::vector<Claim> claims() const {
@@ -79,13 +80,13 @@ struct FileLedger {
 
 void write_ledger(Stepper& stepper, const std::string& path) {
   // Before the file is opened, which empties it: it may be the ledger of this very trainer.
-  if (stepper.balancer().called()) {
+  if (stepper.has_planned()) {
     throw InvalidArgument(fmt::format(
         "write_ledger: called after {} step{}, and a ledger that lacks steps cannot be replayed. Call it right "
         "after making the trainer. Nothing was written.",
         stepper.metrics().steps, stepper.metrics().steps == 1 ? "" : "s"));
   }
-  if (stepper.balancer().writes_ledger()) {
+  if (stepper.writes_ledger()) {
     throw InvalidArgument("write_ledger: this trainer writes a ledger already. Nothing was written.");
   }
   auto ledger = std::make_shared<FileLedger>(path);
@@ -93,12 +94,11 @@ void write_ledger(Stepper& stepper, const std::string& path) {
     throw InvalidArgument(
         fmt::format("write_ledger: {} cannot be opened for writing; check the folder and the permissions", path));
   }
-  const std::shared_ptr<balance::LedgerWriter> writer(ledger, &ledger->writer);
-  stepper.write_to(writer);
-  if (writer->failed()) {
-    stepper.write_to(nullptr);
+  // The ledger begins with the first step. A space in front of it shows whether there is room.
+  if (!(ledger->file << ' ' << std::flush)) {
     throw InvalidArgument(fmt::format("write_ledger: {} cannot be written to; is the disk full?", path));
   }
+  stepper.write_to(std::shared_ptr<balance::LedgerWriter>(ledger, &ledger->writer));
 }
 
 // Hands a step to the workers with the interpreter let go, or they would wake up only to wait for it. True if the step
@@ -151,7 +151,9 @@ Outcome run(Stepper& stepper, std::int64_t batch_size, const std::shared_ptr<con
     try {
       std::rethrow_exception(failure->error);
     } catch (const BodyFailed&) {
-      // The Python side has the exception and raises it itself.
+      return outcome;  // the Python side has the exception and raises it itself
+    } catch (...) {
+      outcome.step->rethrow_failure();
     }
   }
   return outcome;
@@ -275,8 +277,9 @@ py::list history_list(Stepper& stepper) {
 
 void bind_engine(py::module_& module) {
   py::class_<Outcome>(module, "StepOutcome", "How one step ended.")
-      .def_property_readonly("failed_at", &Outcome::failed_at,
-                             "(device index, begin, end) of the micro-batch that failed, or None.")
+      .def_property_readonly("failed", &Outcome::failed, "Whether a worker, or the reduction, raised.")
+      .def_property_readonly("failed_device", &Outcome::failed_device,
+                             "The index of the device that failed, or None if no single one is to blame.")
       .def_property_readonly(
           "settled", [](const Outcome& outcome) { return outcome.step->settled(); },
           "Whether the devices have done all that the step enqueued.")

@@ -44,6 +44,17 @@ class IssuingThreadTest : public ::testing::Test {
   std::atomic<bool> second_done{false};
 };
 
+TEST_F(IssuingThreadTest, WaitsForEverWhereThatIsTheTimeout) {
+  IssuingThread thread("pl test", 0, [] { return false; }, milliseconds(10));
+  const auto job = [this] {
+    std::this_thread::sleep_for(milliseconds(20));
+    first_done = true;
+  };
+  EXPECT_TRUE(thread.run(job, std::chrono::nanoseconds::max()));
+  EXPECT_TRUE(first_done);
+  EXPECT_TRUE(thread.close(std::chrono::nanoseconds::max()));
+}
+
 TEST_F(IssuingThreadTest, FinishesWhatAnInterruptedCallHasLeftBeforeTheNextOne) {
   IssuingThread thread("pl test", 0, [] { return false; }, milliseconds(10));
   leave_it_busy(thread);

@@ -27,6 +27,7 @@
 #include "comm/memory_spaces.hpp"
 #include "comm/part_layout.hpp"
 #include "comm/staged_op.hpp"
+#include "runtime/deadline.hpp"
 
 namespace paceline::internal {
 namespace {
@@ -315,9 +316,8 @@ class AsyncCollectives final : public Collectives {
 
   /// Twice the timeout: once for what comes before the collectives, once for them, of which NCCL keeps the time itself.
   void await_devices() {
-    constexpr auto longest = std::chrono::nanoseconds::max();
     try {
-      memory_.wait(options_.timeout > longest / 2 ? longest : 2 * options_.timeout);
+      memory_.wait(2 * internal::bounded(options_.timeout));
     } catch (const Timeout&) {
       if (clique_ == nullptr) throw;
       clique_->give_up();

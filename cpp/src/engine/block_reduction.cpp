@@ -5,7 +5,10 @@
 #include <span>
 #include <utility>
 
+#include <fmt/format.h>
+
 #include <paceline/comm/reduce.hpp>
+#include <paceline/error.hpp>
 
 namespace paceline {
 namespace {
@@ -25,6 +28,12 @@ void scale_block(void* data, std::size_t count, double factor) {
 BlockReduction::BlockReduction(std::vector<ReductionSegment> segments) : segments_(std::move(segments)), claims_(1, 0) {
   std::size_t claimed_bytes = 0;
   for (std::size_t s = 0; s < segments_.size(); ++s) {
+    const DType dtype = segments_[s].dtype;
+    if (segments_[s].scale != 1.0 && dtype != DType::float32 && dtype != DType::float64) {
+      throw InvalidArgument(fmt::format(
+          "BlockReduction: a scale of {} for {}; only float32 and float64 can be scaled. Scale what is added up.",
+          segments_[s].scale, name_of(dtype)));
+    }
     const std::size_t element = size_of(segments_[s].dtype);
     const std::size_t most = std::max<std::size_t>(kBlockBytes / element, 1);
     for (std::size_t begin = 0; begin < segments_[s].count; begin += most) {

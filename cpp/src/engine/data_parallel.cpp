@@ -18,14 +18,14 @@
 #include <paceline/error.hpp>
 #include <paceline/plan/split.hpp>
 
-#include "engine/trainer_program.hpp"
+#include "engine/trainer_memory.hpp"
 
 namespace paceline {
 namespace {
 
 template <class T>
-std::shared_ptr<TrainerProgram<T>> make_program(const DeviceGroup& group, const DataParallelOptions& options) {
-  return group.asynchronous() ? make_async_program<T>(group, options) : make_host_program<T>(group, options);
+std::shared_ptr<TrainerMemory<T>> make_memory(const DeviceGroup& group, const DataParallelOptions& options) {
+  return group.asynchronous() ? make_async_memory<T>(group, options) : make_host_memory<T>(group, options);
 }
 
 StepperOptions stepper_options(const DataParallelOptions& options) {
@@ -65,31 +65,43 @@ class UpdateProgram final : public StepProgram {
 template <class T>
 struct BasicDataParallel<T>::State {
   State(DeviceGroup group, const DataParallelOptions& options)
-      : program(make_program<T>(group, options)), stepper(std::move(group), stepper_options(options)) {}
+      : memory(make_memory<T>(group, options)), stepper(std::move(group), stepper_options(options)) {}
 
-  template <class Begin>
-  double run(const Body& body, double weight, const Begin& begin) {
+  template <class Prepare>
+  Objective run(const Body& body, double weight, const Prepare& prepare) {
     if (!std::isfinite(weight) || weight <= 0.0) {
       throw InvalidArgument(
           fmt::format("step: the total weight is {}; the objective is divided by it, so it must be "
                       "positive and finite. Skip batches without weight.",
                       weight));
     }
-    stepper.require_idle();  // the program is still that step's
-    program->begin_step(body, weight);
-    const std::shared_ptr<Step> step = begin();
-    step->wait();
-    if (step->failure() != nullptr) {
-      program->abandon();
-      step->rethrow_failure();
+    stepper.require_idle();  // the memory is still that step's
+    const std::shared_ptr<TrainerStep> program = memory->make_step(body, weight);
+    try {
+      if (memory->failure_was_read()) {
+        program->abandon();
+        stepper.forget_unsettled();
+      }
+      const std::shared_ptr<Step> step = prepare(program);
+      program->begin();
+      step->start();
+      step->wait();
+      if (step->failure() != nullptr) {
+        program->abandon();
+        step->rethrow_failure();
+      }
+      Objective objective = program->complete();
+      shares = step->items();
+      stepper.commit(step);
+      return objective;
+    } catch (const Error&) {
+      // It may be what an earlier step enqueued that has failed, which is said once.
+      memory->fail_objectives(std::current_exception());
+      throw;
     }
-    const double objective = program->complete();
-    stepper.commit(step);
-    shares = stepper.last_step().items(stepper.group().size());
-    return objective;
   }
 
-  std::shared_ptr<TrainerProgram<T>> program;
+  std::shared_ptr<TrainerMemory<T>> memory;
   Stepper stepper;
   std::vector<std::int64_t> shares;
 };
@@ -103,7 +115,7 @@ BasicDataParallel<T>::BasicDataParallel(DeviceGroup group, DataParallelOptions o
   const auto no_memory = [&] {
     return OutOfMemory(
         fmt::format("DataParallel: no memory for {} parameters: they are kept once, and their gradients "
-                    "once for each device and twice more.",
+                    "once for each device and once more.",
                     options.parameter_count));
   };
   try {
@@ -119,21 +131,22 @@ template <class T>
 BasicDataParallel<T>::~BasicDataParallel() = default;
 
 template <class T>
-double BasicDataParallel<T>::step(std::int64_t batch_size, const Body& body, std::optional<double> total_weight) {
+Objective BasicDataParallel<T>::step(std::int64_t batch_size, const Body& body, std::optional<double> total_weight) {
   if (batch_size < 1) {
     throw InvalidArgument(fmt::format("step: a batch of {} items; at least one is needed.", batch_size));
   }
   State& state = *state_;
   return state.run(body, total_weight.value_or(static_cast<double>(batch_size)),
-                   [&] { return state.stepper.begin(batch_size, state.program); });
+                   [&](auto program) { return state.stepper.prepare(batch_size, std::move(program)); });
 }
 
 template <class T>
-double BasicDataParallel<T>::step(std::span<const double> costs, const Body& body, std::optional<double> total_weight) {
+Objective BasicDataParallel<T>::step(std::span<const double> costs, const Body& body,
+                                     std::optional<double> total_weight) {
   State& state = *state_;
   const std::shared_ptr<const ItemPlan> items = state.stepper.plan_items(costs);
   return state.run(body, total_weight.value_or(static_cast<double>(costs.size())),
-                   [&] { return state.stepper.begin(items, state.program); });
+                   [&](auto program) { return state.stepper.prepare(items, std::move(program)); });
 }
 
 template <class T>
@@ -154,15 +167,15 @@ void BasicDataParallel<T>::update(const Update& body) {
 
 template <class T>
 std::span<T> BasicDataParallel<T>::parameters() noexcept {
-  return state_->program->parameters();
+  return state_->memory->parameters();
 }
 template <class T>
 std::span<T> BasicDataParallel<T>::gradients() noexcept {
-  return state_->program->gradients();
+  return state_->memory->gradients();
 }
 template <class T>
 void* BasicDataParallel<T>::stream() const noexcept {
-  return state_->program->stream();
+  return state_->memory->stream();
 }
 template <class T>
 const std::vector<std::int64_t>& BasicDataParallel<T>::shares() const noexcept {
@@ -178,7 +191,7 @@ std::optional<ItemReport> BasicDataParallel<T>::item_report() const {
 }
 template <class T>
 std::string BasicDataParallel<T>::explain() const {
-  const std::string transport = state_->program->transport();
+  const std::string transport = state_->memory->transport();
   return state_->stepper.explain() + (transport.empty() ? "" : fmt::format("Between GPUs: {}.\n", transport));
 }
 template <class T>

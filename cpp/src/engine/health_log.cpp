@@ -20,19 +20,16 @@ bool needs_causes(const balance::DeviceReport& device) noexcept {
 }
 
 HealthLog::HealthLog(std::vector<Device> devices, Sampler sampler)
-    : devices_(std::move(devices)), sampler_(std::move(sampler)), before_(sample()), after_(before_) {}
-
-HealthLog::Samples HealthLog::sample() const {
-  Samples samples;
-  for (const Device& device : devices_) samples.push_back(sampler_(device));
-  return samples;
-}
+    : devices_(std::move(devices)),
+      sampler_(sampler ? std::move(sampler) : Sampler([](std::span<const Device> asked) { return health_of(asked); })),
+      before_(sampler_(devices_)),
+      after_(before_) {}
 
 std::vector<std::string> HealthLog::causes(const balance::BalanceReport& report) {
   std::vector<std::string> texts(report.devices.size());
   if (std::none_of(report.devices.begin(), report.devices.end(), needs_causes)) return texts;
   if (report.steps != steps_) {
-    Samples now = sample();
+    Samples now = sampler_(devices_);
     const auto first = [](const Samples& samples) {
       for (const auto& sample : samples) {
         if (sample) return sample->when;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -19,9 +20,12 @@ namespace paceline {
 /// Samples of a group's devices: one when it is made, one whenever somebody asks why a device is slow. Not thread-safe.
 class PACELINE_API HealthLog {
  public:
-  using Sampler = std::function<std::optional<DeviceHealth>(const Device&)>;
+  using Samples = std::vector<std::optional<DeviceHealth>>;
+  /// One sample of each device, at one moment.
+  using Sampler = std::function<Samples(std::span<const Device>)>;
 
-  explicit HealthLog(std::vector<Device> devices, Sampler sampler = &health_of);
+  /// @param sampler null: health_of().
+  explicit HealthLog(std::vector<Device> devices, Sampler sampler = {});
 
   /// Per device of the report, what may have slowed it down since the last time that was asked, or since the beginning;
   /// empty where it is not slow or nothing was noticed. Asked again without a step in between, it says the same: idle
@@ -29,9 +33,6 @@ class PACELINE_API HealthLog {
   [[nodiscard]] std::vector<std::string> causes(const balance::BalanceReport& report);
 
  private:
-  using Samples = std::vector<std::optional<DeviceHealth>>;
-  [[nodiscard]] Samples sample() const;
-
   std::vector<Device> devices_;
   Sampler sampler_;
   Samples before_;

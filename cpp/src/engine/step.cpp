@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <new>
 #include <numeric>
 #include <optional>
 #include <utility>
@@ -70,10 +71,10 @@ class Step::Task final : public GroupTask {
 
   [[nodiscard]] bool complete() const noexcept override { return settled_.load(std::memory_order_acquire); }
 
-  void fail(std::exception_ptr error, const MicroBatch& micro_batch) noexcept {
+  void fail(std::exception_ptr error, const std::optional<MicroBatch>& micro_batch) noexcept {
     {
       const std::lock_guard lock(failure_mutex_);
-      if (settled_.load(std::memory_order_relaxed)) return;  // too late: the caller reads the outcome without the lock
+      if (decided_) return;  // too late: the results are being written
       if (!failure_) failure_ = StepFailure{std::move(error), micro_batch};
       program_->stop();  // under the lock: once the step is over the program may go
     }
@@ -182,21 +183,24 @@ class Step::Task final : public GroupTask {
     }
   }
 
+  [[nodiscard]] bool has_failed() noexcept {
+    const std::lock_guard lock(failure_mutex_);
+    return failure_.has_value();
+  }
+
   void open_reduction() noexcept {
-    int phase = kReducing;
-    try {
-      const std::lock_guard lock(failure_mutex_);
-      if (failure_) phase = kFailed;
-    } catch (...) {
-      phase = kFailed;
-    }
-    if (phase == kReducing) {
+    if (!has_failed()) {
       try {
         reduction_ = program_->reduction();
       } catch (...) {
-        fail(std::current_exception(), MicroBatch{});
-        phase = kFailed;
+        fail(std::current_exception(), std::nullopt);
       }
+    }
+    int phase = kReducing;
+    {
+      const std::lock_guard lock(failure_mutex_);
+      decided_ = true;
+      if (failure_) phase = kFailed;
     }
     {
       const std::lock_guard lock(phase_mutex_);
@@ -242,6 +246,7 @@ class Step::Task final : public GroupTask {
   std::atomic<bool> settled_{false};
   double reduced_at_ = 0.0;  // published by settled_
   std::mutex failure_mutex_;
+  bool decided_ = false;  // whether it failed; under the lock
   std::optional<StepFailure> failure_;
 };
 
@@ -324,7 +329,7 @@ std::function<void()> Step::canceller() const {
   return [task = std::weak_ptr<Task>(task_)] {
     if (const std::shared_ptr<Task> alive = task.lock()) {
       alive->fail(std::make_exception_ptr(Cancelled("step: cancelled before it was done; nothing was committed.")),
-                  MicroBatch{});
+                  std::nullopt);
     }
   };
 }
@@ -353,29 +358,57 @@ std::vector<std::int64_t> StepRecord::items(std::size_t device_count) const {
   return items;
 }
 
+namespace {
+
+/// Throws an error of the type of the exception that is being handled, and nests that in it.
+[[noreturn]] void throw_of_this_type(const std::string& message, const std::string& device) {
+  try {
+    throw;
+  } catch (const InvalidArgument&) {
+    std::throw_with_nested(InvalidArgument(message, device));
+  } catch (const Unavailable&) {
+    std::throw_with_nested(Unavailable(message, device));
+  } catch (const Timeout&) {
+    std::throw_with_nested(Timeout(message, device));
+  } catch (const OutOfMemory&) {
+    std::throw_with_nested(OutOfMemory(message, device));
+  } catch (const std::bad_alloc&) {
+    std::throw_with_nested(OutOfMemory(message, device));
+  } catch (const DeviceLost&) {
+    std::throw_with_nested(DeviceLost(message, device));
+  } catch (...) {
+    std::throw_with_nested(Error(message, device));
+  }
+}
+
+}  // namespace
+
 void Step::rethrow_failure() const {
   const StepFailure* failure = task_->failure();
   if (failure == nullptr) return;
-  const MicroBatch& at = failure->micro_batch;
-  const std::string& device = group_.devices()[at.device_index].name;
+  const std::optional<MicroBatch>& at = failure->micro_batch;
+  const std::string device = at ? group_.devices()[at->device_index].name : "";
+  const bool at_items = at && at->size() > 0;
   const auto message = [&](const char* what) {
-    return at.size() > 0 ? fmt::format("step: {} failed at items [{}, {}): {}. Nothing was committed.", device,
-                                       at.begin, at.end, what)
-                         : fmt::format("step: {} failed: {}. Nothing was committed.", device, what);
+    const std::string where = at_items ? fmt::format("{} failed at items [{}, {})", device, at->begin, at->end)
+                                       : fmt::format("{} failed", at ? device : "the reduction");
+    return fmt::format("step: {}: {}. Nothing was committed.", where, what);
   };
   try {
     std::rethrow_exception(failure->error);
   } catch (const Cancelled&) {
     throw;
   } catch (const Error& error) {
-    // It may be another device's, which this one waited for, or for which it reduces as the one that came last.
+    // It may be another device's, which this one waited for.
     const std::string& named = error.device().empty() ? device : error.device();
-    if (at.size() > 0 || error.device().empty()) std::throw_with_nested(Error(message(error.what()), named));
-    std::throw_with_nested(Error(fmt::format("step: {}. Nothing was committed.", error.what()), named));
+    throw_of_this_type(at_items || error.device().empty()
+                           ? message(error.what())
+                           : fmt::format("step: {}. Nothing was committed.", error.what()),
+                       named);
   } catch (const std::exception& error) {
-    std::throw_with_nested(Error(message(error.what()), device));
+    throw_of_this_type(message(error.what()), device);
   } catch (...) {
-    std::throw_with_nested(Error(message("an exception that is no std::exception"), device));
+    throw_of_this_type(message("an exception that is no std::exception"), device);
   }
 }
 

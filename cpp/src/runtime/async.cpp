@@ -11,6 +11,8 @@
 #include <paceline/error.hpp>
 #include <paceline/runtime/blocking.hpp>
 
+#include "runtime/short_wait.hpp"
+
 namespace paceline {
 
 Event::~Event() = default;
@@ -24,9 +26,9 @@ void wait_for(const Event& event, std::chrono::nanoseconds timeout, const std::s
   const Clock::time_point start = Clock::now();
   BlockingRegion region;
   // A micro-batch that is due within microseconds shall not wait for a sleeping thread to be woken (50 us and more).
-  constexpr int kEagerRounds = 200;
-  for (int round = 0; round < kEagerRounds; ++round) {
-    std::this_thread::yield();
+  // Never yields: beside a busy program each yield costs a slice of its time, milliseconds.
+  while (Clock::now() - start < detail::ShortWait::kSpin) {
+    detail::relax();
     if (event.done()) return;
   }
   auto pause = std::chrono::microseconds(5);

@@ -87,8 +87,6 @@ DeviceGroup::DeviceGroup(std::span<const std::string> names) : DeviceGroup(found
 DeviceGroup::~DeviceGroup() = default;
 DeviceGroup::DeviceGroup(const DeviceGroup&) = default;
 DeviceGroup& DeviceGroup::operator=(const DeviceGroup&) = default;
-DeviceGroup::DeviceGroup(DeviceGroup&&) noexcept = default;
-DeviceGroup& DeviceGroup::operator=(DeviceGroup&&) noexcept = default;
 
 std::size_t DeviceGroup::size() const noexcept { return workers_->devices().size(); }
 const std::vector<Device>& DeviceGroup::devices() const noexcept { return workers_->devices(); }

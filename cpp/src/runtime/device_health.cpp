@@ -168,7 +168,24 @@ std::string_view name_of(ClockLimit limit) noexcept {
   return "an unknown limit";
 }
 
-std::optional<DeviceHealth> health_of(const Device& device) { return backend_of(device).health(device); }
+std::optional<DeviceHealth> health_of(const Device& device) { return backend_of(device).health({&device, 1}).front(); }
+
+std::vector<std::optional<DeviceHealth>> health_of(std::span<const Device> devices) {
+  std::vector<std::optional<DeviceHealth>> health(devices.size());
+  for (const Backend* backend : backends()) {
+    std::vector<Device> own;
+    std::vector<std::size_t> index;
+    for (std::size_t i = 0; i < devices.size(); ++i) {
+      if (devices[i].kind != backend->kind()) continue;
+      own.push_back(devices[i]);
+      index.push_back(i);
+    }
+    if (own.empty()) continue;
+    std::vector<std::optional<DeviceHealth>> found = backend->health(own);
+    for (std::size_t k = 0; k < own.size(); ++k) health[index[k]] = std::move(found[k]);
+  }
+  return health;
+}
 
 std::vector<std::string> causes_of(const DeviceHealth& before, const DeviceHealth& after) {
   const Window window{before, after};

@@ -15,6 +15,8 @@
 #include <paceline/runtime/backend.hpp>
 #include <paceline/runtime/blocking.hpp>
 
+#include "runtime/deadline.hpp"
+
 namespace paceline {
 
 namespace detail {
@@ -295,7 +297,7 @@ void GroupWorkers::await_left_behind(std::chrono::nanoseconds timeout) {
     const std::lock_guard lock(all.mutex);
     if (all.owner == getpid()) mailboxes = all.mailboxes;
   }
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  const auto deadline = std::chrono::steady_clock::now() + internal::bounded(timeout);
   const BlockingRegion region;
   for (const auto& mailbox : mailboxes) {
     while (!mailbox->exited.load() && std::chrono::steady_clock::now() < deadline) {

@@ -40,8 +40,11 @@ Device HostBackend::find(std::string_view name) const {
 
 void HostBackend::prepare_worker(const Device& device) const noexcept { pin_this_thread(device.cores); }
 
-std::optional<DeviceHealth> HostBackend::health(const Device& device) const {
-  return read_host_health("/", device.cores, sysconf(_SC_CLK_TCK));
+std::vector<std::optional<DeviceHealth>> HostBackend::health(std::span<const Device> devices) const {
+  const HostCounters counters("/", sysconf(_SC_CLK_TCK));
+  std::vector<std::optional<DeviceHealth>> health;
+  for (const Device& device : devices) health.emplace_back(counters.health_of(device.cores));
+  return health;
 }
 
 }  // namespace paceline

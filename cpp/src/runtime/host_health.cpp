@@ -50,54 +50,13 @@ void read_clocks(const fs::path& root, const std::vector<int>& cores, DeviceHeal
   health.max_clock_hz = most / static_cast<double>(cores.size());
 }
 
-bool may_run_on(std::string_view thread_status, const std::vector<int>& cores) {
+/// The cores that a thread may run on by its `status` file; none if it does not tell.
+std::optional<std::vector<int>> allowed_cores(std::string_view thread_status) {
   constexpr std::string_view key = "Cpus_allowed_list:";
   for (const std::string_view line : split(thread_status, '\n')) {
-    if (!line.starts_with(key)) continue;
-    const auto allowed = parse_cpu_list(line.substr(key.size()));
-    if (!allowed) return true;
-    return std::any_of(cores.begin(), cores.end(),
-                       [&](int core) { return std::binary_search(allowed->begin(), allowed->end(), core); });
+    if (line.starts_with(key)) return parse_cpu_list(line.substr(key.size()));
   }
-  return true;
-}
-
-/// What this process may have spent on `cores`: all of its time, threads that have ended included, less that of the
-/// threads that are pinned elsewhere. Too much rather than too little, so that nobody else is blamed for our own work.
-std::optional<std::int64_t> read_own_ticks(const fs::path& root, const std::vector<int>& cores) {
-  const auto process = read_text_file(root / "proc/self/stat");
-  auto ticks = process ? parse_task_ticks(*process) : std::nullopt;
-  if (!ticks) return std::nullopt;
-  std::error_code error;
-  // Threads come and go meanwhile.
-  for (fs::directory_iterator thread(root / "proc/self/task", error), end; !error && thread != end;
-       thread.increment(error)) {
-    const auto status = read_text_file(thread->path() / "status");
-    if (!status || may_run_on(*status, cores)) continue;
-    const auto stat = read_text_file(thread->path() / "stat");
-    *ticks -= (stat ? parse_task_ticks(*stat) : std::nullopt).value_or(0);
-  }
-  return ticks;
-}
-
-std::optional<CoreTimes> read_core_times(const fs::path& root, const std::vector<int>& cores,
-                                         std::int64_t ticks_per_second) {
-  const auto text = read_text_file(root / "proc/stat");
-  const auto own = read_own_ticks(root, cores);
-  if (!text || !own || cores.empty() || ticks_per_second < 1) return std::nullopt;
-  const auto all = parse_core_ticks(*text);
-  CoreTicks sum;
-  for (const int core : cores) {
-    const auto found = all.find(core);
-    if (found == all.end()) return std::nullopt;
-    sum.busy += found->second.busy;
-    sum.stolen += found->second.stolen;
-  }
-  const std::chrono::nanoseconds tick(1'000'000'000 / ticks_per_second);
-  return CoreTimes{.core_count = static_cast<std::int64_t>(cores.size()),
-                   .busy = sum.busy * tick,
-                   .ours = *own * tick,
-                   .stolen = sum.stolen * tick};
+  return std::nullopt;
 }
 
 }  // namespace
@@ -142,15 +101,62 @@ std::optional<QuotaPeriods> parse_quota_periods(std::string_view cpu_stat) {
   return QuotaPeriods{*total, *throttled};
 }
 
-DeviceHealth read_host_health(const fs::path& root, const std::vector<int>& cores, std::int64_t ticks_per_second) {
-  DeviceHealth health;
-  health.when = std::chrono::steady_clock::now();
-  read_clocks(root, cores, health);
-  health.cores = read_core_times(root, cores, ticks_per_second);
+HostCounters::HostCounters(const fs::path& root, std::int64_t ticks_per_second)
+    : root_(root), when_(std::chrono::steady_clock::now()), ticks_per_second_(ticks_per_second) {
+  if (const auto stat = read_text_file(root / "proc/stat")) cores_ = parse_core_ticks(*stat);
+  const auto process = read_text_file(root / "proc/self/stat");
+  own_ticks_ = process ? parse_task_ticks(*process) : std::nullopt;
+  std::error_code error;
+  // Threads come and go meanwhile.
+  for (fs::directory_iterator thread(root / "proc/self/task", error), end; own_ticks_ && !error && thread != end;
+       thread.increment(error)) {
+    const auto status = read_text_file(thread->path() / "status");
+    auto allowed = status ? allowed_cores(*status) : std::nullopt;
+    if (!allowed) continue;
+    const auto stat = read_text_file(thread->path() / "stat");
+    threads_.push_back({*std::move(allowed), (stat ? parse_task_ticks(*stat) : std::nullopt).value_or(0)});
+  }
   if (const auto limit = read_cpu_limit(root)) {
     const auto text = read_text_file(fs::path(limit->source).parent_path() / "cpu.stat");
-    if (text) health.quota = parse_quota_periods(*text);
+    if (text) quota_ = parse_quota_periods(*text);
   }
+}
+
+/// What this process may have spent on `cores`: all of its time, threads that have ended included, less that of the
+/// threads that are pinned elsewhere. Too much rather than too little, so that nobody else is blamed for our own work.
+std::int64_t HostCounters::own_ticks(const std::vector<int>& cores) const {
+  std::int64_t ticks = own_ticks_.value_or(0);
+  for (const Thread& thread : threads_) {
+    const bool may_run_here = std::any_of(cores.begin(), cores.end(), [&](int core) {
+      return std::binary_search(thread.allowed.begin(), thread.allowed.end(), core);
+    });
+    if (!may_run_here) ticks -= thread.ticks;
+  }
+  return ticks;
+}
+
+std::optional<CoreTimes> HostCounters::times_of(const std::vector<int>& cores) const {
+  if (!own_ticks_ || cores.empty() || ticks_per_second_ < 1) return std::nullopt;
+  CoreTicks sum;
+  for (const int core : cores) {
+    const auto found = cores_.find(core);
+    if (found == cores_.end()) return std::nullopt;
+    sum.busy += found->second.busy;
+    sum.stolen += found->second.stolen;
+  }
+  const std::chrono::nanoseconds tick(1'000'000'000 / ticks_per_second_);
+  return CoreTimes{.core_count = static_cast<std::int64_t>(cores.size()),
+                   .busy = sum.busy * tick,
+                   .ours = own_ticks(cores) * tick,
+                   .stolen = sum.stolen * tick};
+}
+
+DeviceHealth HostCounters::health_of(const std::vector<int>& cores) const {
+  DeviceHealth health;
+  health.when = when_;
+  read_clocks(root_, cores, health);
+  health.cores = times_of(cores);
+  health.quota = quota_;
   return health;
 }
 

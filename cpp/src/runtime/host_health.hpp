@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <map>
@@ -29,9 +30,28 @@ struct CoreTicks {
 /// nr_periods and nr_throttled of a cgroup's cpu.stat, which both versions of cgroups have.
 [[nodiscard]] PACELINE_API std::optional<QuotaPeriods> parse_quota_periods(std::string_view cpu_stat);
 
-/// What the /proc and /sys below `root` say about these cores, this process and its cgroup.
-[[nodiscard]] PACELINE_API DeviceHealth read_host_health(const std::filesystem::path& root,
-                                                         const std::vector<int>& cores,
-                                                         std::int64_t ticks_per_second = 100);
+/// What the /proc and /sys below `root` say of this process, its cgroup and the machine's cores at one moment. Made
+/// once for all devices that are asked about: it reads two files of every thread.
+class PACELINE_API HostCounters {
+ public:
+  explicit HostCounters(const std::filesystem::path& root, std::int64_t ticks_per_second = 100);
+  [[nodiscard]] DeviceHealth health_of(const std::vector<int>& cores) const;
+
+ private:
+  struct Thread {
+    std::vector<int> allowed;  // cores, ascending
+    std::int64_t ticks = 0;
+  };
+  [[nodiscard]] std::int64_t own_ticks(const std::vector<int>& cores) const;
+  [[nodiscard]] std::optional<CoreTimes> times_of(const std::vector<int>& cores) const;
+
+  std::filesystem::path root_;
+  std::chrono::steady_clock::time_point when_;
+  std::int64_t ticks_per_second_;
+  std::map<int, CoreTicks> cores_;
+  std::optional<std::int64_t> own_ticks_;  // of the whole process
+  std::vector<Thread> threads_;
+  std::optional<QuotaPeriods> quota_;
+};
 
 }  // namespace paceline

@@ -18,9 +18,14 @@ class StepOutcome:
         What ran: (device index, begin, end, start seconds, finish seconds, excluded, correction) each.
         """
     @property
-    def failed_at(self) -> tuple[int, int, int] | None:
+    def failed(self) -> bool:
         """
-        (device index, begin, end) of the micro-batch that failed, or None.
+        Whether a worker, or the reduction, raised.
+        """
+    @property
+    def failed_device(self) -> int | None:
+        """
+        The index of the device that failed, or None if no single one is to blame.
         """
     @property
     def items(self) -> list[int]:

@@ -256,19 +256,24 @@ class Execution:
                         run.seen.forward_ad = True
                         raise _TryAgainError from error
                     error = _forward_ad.refused(error)
-                if is_out_of_memory(error) and run.caps.shrink(device, begin, end, run.batch, error, run.least):
+                where = "what adds the gradients up" if device is None else self._names[device]
+                if (
+                    device is not None
+                    and is_out_of_memory(error)
+                    and run.caps.shrink(device, begin, end, run.batch, error, run.least)
+                ):
                     raise _TryAgainError from error
                 if fails_over_one_item(error) and run.least == 1 < run.batch.size:
                     work.normalises = True
                     raise _TryAgainError from error
                 told = run.batch.told(begin, end) if end > begin else ""
-                raise_failure(error, self._names[device], told, run.kept)
+                raise_failure(error, where, told, run.kept)
             finally:
                 del error  # which refers to this frame: a dropped trainer shall end without the garbage collector
-        if outcome.failed_at is not None:
-            raise Error(
-                f"step: {self._names[outcome.failed_at[0]]} failed outside of user code. Nothing was committed."
-            )
+        if outcome.failed:
+            device = outcome.failed_device
+            where = "the reduction" if device is None else self._names[device]
+            raise Error(f"step: {where} failed outside of user code. Nothing was committed.")
         self._enqueued = None if self.places.queues is None else outcome
         if marks is not None:
             work.mode = run.seen.mode

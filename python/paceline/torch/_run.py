@@ -73,7 +73,7 @@ class Run:
         self._divided = False
         # Of each device, of each claim: items and seconds of its pieces.
         self.timed: list[list[list[tuple[int, float]]]] = [[] for _ in range(len(places))]
-        self.failures: list[tuple[int, int, int, BaseException]] = []
+        self.failures: list[tuple[int | None, int, int, BaseException]] = []  # None: in the reduction
         self._inside: dict[int, int] = {}
         self._interrupted = False
         self.draws = RunDraws(places, self.seen.drawing, self.seen.compiled, frame.random)
@@ -305,7 +305,7 @@ class TrainRun(Run):
         try:
             return [] if self.buckets is None else self.buckets.sums()
         except BaseException as error:
-            self.failures.append((0, 0, 0, error))
+            self.failures.append((None, 0, 0, error))
             return None
 
     def check(self) -> None:

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <paceline/engine/block_reduction.hpp>
+#include <paceline/error.hpp>
 
 namespace paceline {
 namespace {
@@ -52,6 +53,14 @@ TEST(BlockReduction, SumsManySmallSegmentsInPlace) {
   EXPECT_TRUE(reduction.work());
   for (std::size_t s = 0; s < first.size(); ++s) {
     for (const double value : first[s]) ASSERT_EQ(value, static_cast<double>(s) + 1.0);
+  }
+}
+
+TEST(BlockReduction, RefusesToScaleWhatItCannotScale) {
+  const float sums[] = {1.0F};
+  for (const DType dtype : {DType::float16, DType::bfloat16, DType::int32, DType::int64}) {
+    const ReductionSegment segment{.inputs = {sums}, .count = 0, .dtype = dtype, .scale = 0.5};
+    EXPECT_THROW(BlockReduction({segment}), InvalidArgument) << name_of(dtype);
   }
 }
 

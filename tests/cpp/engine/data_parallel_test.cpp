@@ -4,7 +4,9 @@
 #include <atomic>
 #include <cmath>
 #include <cstddef>
+#include <new>
 #include <random>
+#include <span>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -103,6 +105,24 @@ TEST(DataParallel, LeavesTheGradientsAloneWhenABodyThrows) {
                Error);
   EXPECT_EQ(before, std::vector<double>(trainer.gradients().begin(), trainer.gradients().end()));
   EXPECT_NO_THROW(trainer.step(8, [](const MicroBatch&, Trainer::Replica&) { return 0.0; }));
+}
+
+TEST(DataParallel, KeepsItsGradientsWhereTheyAre) {
+  Trainer trainer(host_group(2), {.parameter_count = 4});
+  const std::span<double> kept = trainer.gradients();
+  for (int step = 1; step <= 3; ++step) {
+    trainer.step(8, [&](const MicroBatch& mb, Trainer::Replica& replica) {
+      for (double& g : replica.gradients) g += static_cast<double>(step * mb.size());
+      return 0.0;
+    });
+    for (const double value : kept) EXPECT_EQ(value, static_cast<double>(step)) << "a span of an earlier step";
+  }
+}
+
+TEST(DataParallel, KeepsTheTypeOfWhatABodyThrows) {
+  Trainer trainer(host_group(2), {.parameter_count = 1});
+  const auto full = [](const MicroBatch&, Trainer::Replica&) -> double { throw std::bad_alloc(); };
+  EXPECT_THROW(trainer.step(8, full), OutOfMemory);
 }
 
 TEST(DataParallel, RefusesWhatCannotBeTrained) {

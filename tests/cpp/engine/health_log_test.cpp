@@ -25,18 +25,18 @@ balance::DeviceReport device(double speed, double error = 0.001, double slowdown
   return report;
 }
 
-/// A device that is capped by its power for half of the time, and the samples taken of it.
+/// Devices that are capped by their power for half of the time, and how often all of them were sampled.
 struct CappedDevices {
   int samples = 0;
   seconds now{100};
 
   [[nodiscard]] HealthLog log(std::size_t count) {
-    return HealthLog(std::vector<Device>(count), [this](const Device&) {
+    return HealthLog(std::vector<Device>(count), [this](std::span<const Device> devices) {
       ++samples;
       DeviceHealth health;
       health.when = std::chrono::steady_clock::time_point(now);
       health.limited_for[static_cast<std::size_t>(ClockLimit::power_cap)] = now / 2;
-      return health;
+      return HealthLog::Samples(devices.size(), health);
     });
   }
 };
@@ -74,7 +74,7 @@ TEST(HealthLog, TakesNoSampleWhereAllIsWell) {
   report.steps = 5;
   report.devices = {device(1.0), device(1.0)};
   EXPECT_EQ(log.causes(report), std::vector<std::string>(2));
-  EXPECT_EQ(capped.samples, 2);
+  EXPECT_EQ(capped.samples, 1) << "of all devices at once, when it was made";
 }
 
 TEST(HealthLog, LooksBackToTheLastTimeItWasAskedAndIgnoresIdleTime) {
@@ -99,7 +99,8 @@ TEST(HealthLog, IsPartOfWhatAStepperExplains) {
 }
 
 TEST(HealthLog, LivesWithDevicesThatDoNotTell) {
-  HealthLog log(std::vector<Device>(1), [](const Device&) { return std::nullopt; });
+  HealthLog log(std::vector<Device>(1),
+                [](std::span<const Device> devices) { return HealthLog::Samples(devices.size()); });
   balance::BalanceReport report;
   report.steps = 1;
   report.devices = {device(0.5)};

@@ -5,10 +5,12 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <new>
 #include <random>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <paceline/engine/step.hpp>
@@ -221,6 +223,76 @@ TEST(Step, NestsTheBodysOwnExceptionInTheError) {
   } catch (const Error& error) {
     EXPECT_EQ(error.device(), group.devices()[1].name);
     EXPECT_THROW(std::rethrow_if_nested(error), std::out_of_range);
+  }
+}
+
+/// Fails in run() on host:1, or in the reduction.
+template <class Thrown>
+class Failing final : public StepProgram {
+ public:
+  Failing(Thrown thrown, bool in_reduction) : thrown_(std::move(thrown)), in_reduction_(in_reduction) {}
+  bool run(const MicroBatch& mb) override {
+    if (!in_reduction_ && mb.device_index == 1) throw thrown_;
+    return false;
+  }
+  std::unique_ptr<BlockReduction> reduction() override { throw thrown_; }
+
+ private:
+  Thrown thrown_;
+  bool in_reduction_;
+};
+
+template <class Expected, class Thrown>
+void expect_type_survives(const Thrown& thrown) {
+  const DeviceGroup group = host_group(2);
+  const auto error_of = [&](bool in_reduction) -> std::pair<std::string, std::string> {
+    try {
+      run_step(group, std::make_shared<Failing<Thrown>>(thrown, in_reduction), {.shares = {4, 4}, .stealing = false});
+    } catch (const Expected& error) {
+      EXPECT_THROW(std::rethrow_if_nested(error), Thrown);
+      return {error.device(), error.what()};
+    }
+    return {};
+  };
+  const auto [device, text] = error_of(false);
+  EXPECT_EQ(device, group.devices()[1].name);
+  EXPECT_NE(text.find("host:1 failed at items [4, 8)"), std::string::npos) << text;
+  const auto [no_device, reduction] = error_of(true);
+  EXPECT_EQ(no_device, "") << "no device is to blame";
+  EXPECT_NE(reduction.find("the reduction failed"), std::string::npos) << reduction;
+}
+
+TEST(Step, KeepsTheTypeOfAnErrorAndBlamesNoDeviceForTheReduction) {
+  expect_type_survives<Timeout>(Timeout("late"));
+  expect_type_survives<OutOfMemory>(OutOfMemory("full"));
+  expect_type_survives<OutOfMemory>(std::bad_alloc());
+  expect_type_survives<DeviceLost>(DeviceLost("gone"));
+  expect_type_survives<Unavailable>(Unavailable("not here"));
+  expect_type_survives<InvalidArgument>(InvalidArgument("no"));
+  expect_type_survives<Error>(std::runtime_error("odd"));
+}
+
+TEST(Step, IsNotCancelledOnceTheReductionHasBegun) {
+  const DeviceGroup group = host_group(2);
+  class Cancelling final : public StepProgram {
+   public:
+    bool run(const MicroBatch&) override { return false; }
+    std::unique_ptr<BlockReduction> reduction() override {
+      return std::make_unique<BlockReduction>(
+          std::vector<ReductionSegment>{{.inputs = {input.data()}, .output = output.data(), .count = input.size()}});
+    }
+    std::vector<float> input = std::vector<float>(1 << 20, 1.0F);
+    std::vector<float> output = std::vector<float>(1 << 20);
+  };
+  for (int round = 0; round < 20; ++round) {
+    const auto program = std::make_shared<Cancelling>();
+    Step step(group, program, {.shares = {1, 1}});
+    step.start();
+    std::this_thread::sleep_for(std::chrono::microseconds(20 * round));
+    step.cancel();
+    step.wait();
+    const float expected = step.failure() == nullptr ? 1.0F : 0.0F;
+    for (const float value : program->output) ASSERT_EQ(value, expected) << "half of a result";
   }
 }
 

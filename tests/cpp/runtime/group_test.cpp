@@ -7,6 +7,7 @@
 #include <chrono>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <paceline/error.hpp>
@@ -74,6 +75,29 @@ TEST(DeviceGroup, RefusesToWorkOnceClosed) {
   group.close();
   EXPECT_TRUE(other.closed());
   EXPECT_THROW(group.submit(std::make_shared<CountTask>(2)), Unavailable);
+}
+
+TEST(DeviceGroup, StaysWholeWhenItIsMovedFrom) {
+  DeviceGroup group = host_group(2);
+  const DeviceGroup other = std::move(group);
+  EXPECT_EQ(group.size(), 2U);  // NOLINT(bugprone-use-after-move): a handle stays one
+  EXPECT_EQ(other.size(), 2U);
+}
+
+TEST(DeviceGroup, WaitsForEverWhereThatIsTheTimeout) {
+  auto task = std::make_shared<HoldTask>();
+  DeviceGroup group = host_group(1);
+  group.submit(task);
+  while (task->entered.load() < 1) std::this_thread::yield();
+  EXPECT_THROW(group.close(std::chrono::milliseconds(1)), Timeout);
+  std::atomic<bool> gone{false};
+  std::jthread other([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    gone = true;
+    task->go = true;
+  });
+  DeviceGroup::close_all(std::chrono::nanoseconds::max());  // waits for the worker that was left behind
+  EXPECT_TRUE(gone);
 }
 
 TEST(DeviceGroup, LeavesAStuckWorkerBehindAndNamesIt) {

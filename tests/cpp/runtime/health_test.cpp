@@ -186,23 +186,23 @@ TEST(HostHealth, CountsAsOursWhatIsNotPinnedElsewhere) {
   const FakeSystem system;
   system.thread(10, "0", 40);
   system.thread(11, "1", 25);
-  const auto cores = read_host_health(system.root, {0}).cores;
+  const auto cores = HostCounters(system.root).health_of({0}).cores;
   ASSERT_TRUE(cores.has_value());
   EXPECT_EQ(cores->core_count, 1);
   EXPECT_EQ(cores->busy, milliseconds(1000));
   EXPECT_EQ(cores->stolen, milliseconds(70));
   EXPECT_EQ(cores->ours, milliseconds(900 - 250));
-  EXPECT_EQ(read_host_health(system.root, {0, 1}).cores->ours, milliseconds(900));
-  EXPECT_EQ(read_host_health(system.root, {0, 1}, 1000).cores->busy, milliseconds(400));
+  EXPECT_EQ(HostCounters(system.root).health_of({0, 1}).cores->ours, milliseconds(900));
+  EXPECT_EQ(HostCounters(system.root, 1000).health_of({0, 1}).cores->busy, milliseconds(400));
 }
 
 TEST(HostHealth, IsUnknownWhereTheSystemDoesNotTell) {
   const FakeSystem system;
-  EXPECT_FALSE(read_host_health(system.root, {}).cores.has_value());
-  EXPECT_FALSE(read_host_health(system.root, {0, 5}).cores.has_value());
-  EXPECT_FALSE(read_host_health(system.root, {0}).quota.has_value());
-  EXPECT_FALSE(read_host_health(system.root, {0}).clock_hz.has_value());
-  const DeviceHealth nothing = read_host_health(system.root / "nowhere", {0});
+  EXPECT_FALSE(HostCounters(system.root).health_of({}).cores.has_value());
+  EXPECT_FALSE(HostCounters(system.root).health_of({0, 5}).cores.has_value());
+  EXPECT_FALSE(HostCounters(system.root).health_of({0}).quota.has_value());
+  EXPECT_FALSE(HostCounters(system.root).health_of({0}).clock_hz.has_value());
+  const DeviceHealth nothing = HostCounters(system.root / "nowhere").health_of({0});
   EXPECT_FALSE(nothing.cores.has_value() || nothing.quota.has_value() || nothing.max_clock_hz.has_value());
 }
 
@@ -210,11 +210,11 @@ TEST(HostHealth, ReadsTheMeanClockOfItsCores) {
   const FakeSystem system;
   system.clock(0, "1200000\n", "3600000\n");
   system.clock(1, "2400000\n", "4000000\n");
-  const DeviceHealth health = read_host_health(system.root, {0, 1});
+  const DeviceHealth health = HostCounters(system.root).health_of({0, 1});
   EXPECT_DOUBLE_EQ(health.clock_hz.value(), 1.8e9);
   EXPECT_DOUBLE_EQ(health.max_clock_hz.value(), 3.8e9);
   system.clock(1, "<unknown>\n", "4000000\n");
-  EXPECT_FALSE(read_host_health(system.root, {0, 1}).clock_hz.has_value());
+  EXPECT_FALSE(HostCounters(system.root).health_of({0, 1}).clock_hz.has_value());
 }
 
 TEST(HostHealth, ReadsTheQuotaThatIsInForce) {
@@ -225,7 +225,7 @@ TEST(HostHealth, ReadsTheQuotaThatIsInForce) {
   system.file("sys/fs/cgroup/a/b/cpu.stat", "nr_periods 1\nnr_throttled 0\n");
   system.file("sys/fs/cgroup/a/cpu.max", "150000 100000\n");
   system.file("sys/fs/cgroup/a/cpu.stat", "nr_periods 70\nnr_throttled 20\n");
-  const auto quota = read_host_health(system.root, {0}).quota;
+  const auto quota = HostCounters(system.root).health_of({0}).quota;
   ASSERT_TRUE(quota.has_value());
   EXPECT_EQ(quota->total, 70);
   EXPECT_EQ(quota->throttled, 20);

@@ -27,6 +27,7 @@ struct ReductionSegment {
 /// what.
 class PACELINE_API BlockReduction {
  public:
+  /// @throws InvalidArgument for a scale other than 1 of a type that has none.
   explicit BlockReduction(std::vector<ReductionSegment> segments);
   /// Takes blocks until none are left. True when every block is done, also those that others took.
   bool work() noexcept;

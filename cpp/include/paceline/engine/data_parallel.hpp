@@ -14,6 +14,7 @@
 #include <paceline/comm/communicator.hpp>
 #include <paceline/engine/item_plan.hpp>
 #include <paceline/engine/micro_batch.hpp>
+#include <paceline/engine/objective.hpp>
 #include <paceline/engine/step.hpp>
 #include <paceline/export.hpp>
 #include <paceline/runtime/device_group.hpp>
@@ -26,9 +27,10 @@ template <class T>
 struct BasicReplica {
   std::size_t device_index = 0;
   std::span<const T> parameters;
-  std::span<T> gradients;      ///< zero when the device's first micro-batch of a step begins; add to it
-  void* stream = nullptr;      ///< on a GPU the cudaStream_t to enqueue everything on; null on the host
-  double* loss_sum = nullptr;  ///< on a GPU: zero at first, add the losses here and return 0; null on the host
+  std::span<T> gradients;  ///< zero when the device's first micro-batch of a step begins; add to it
+  void* stream = nullptr;  ///< on a GPU the cudaStream_t to enqueue everything on; null on the host
+  /// On a GPU: zero at first; what is added here counts beside what the body returns. Null on the host.
+  double* loss_sum = nullptr;
 };
 
 struct DataParallelOptions {
@@ -66,8 +68,9 @@ struct DataParallelOptions {
 ///   });
 ///   update(trainer.parameters(), trainer.gradients());
 ///
-/// GPUs: parameters() and gradients() lie in the memory of the first GPU of the group, and belong to stream(): update
-/// them there, without waiting. Every device's work waits for what was enqueued on it before step(), and what is
+/// GPUs: step() returns when everything is on its way to them, at most two steps ahead, and the Objective waits when it
+/// is read. parameters() and gradients() lie in the memory of the first GPU of the group, and belong to stream():
+/// update them there, without waiting. Every device's work waits for what was enqueued on it before step(), and what is
 /// enqueued after step() comes after the reduction. Other GPUs and host devices get a copy of the parameters at each
 /// step.
 ///
@@ -89,8 +92,10 @@ class PACELINE_API BasicDataParallel {
   /// One step over `batch_size` items of total weight `total_weight` (by default the batch size). Overwrites
   /// gradients().
   /// @return the objective.
-  /// @throws InvalidArgument if batch_size < 1, or the weight is not positive and finite; Error if a body threw.
-  double step(std::int64_t batch_size, const Body& body, std::optional<double> total_weight = {});
+  /// @throws InvalidArgument if batch_size < 1, or the weight is not positive and finite; if a body threw, what
+  /// Step::rethrow_failure() makes of it. What a GPU or NCCL finds wrong later is thrown when the objective is read,
+  /// and by the step that finds it.
+  Objective step(std::int64_t batch_size, const Body& body, std::optional<double> total_weight = {});
 
   /// One step over items that do not cost the same: one cost per item, in any unit (tokens), none negative. Devices get
   /// work in proportion to their speed, in micro-batches of items of similar cost, longest first; what an item costs in
@@ -102,7 +107,7 @@ class PACELINE_API BasicDataParallel {
   ///   });
   ///
   /// @throws InvalidArgument without items, and for a cost that is negative or not finite; else as above.
-  double step(std::span<const double> costs, const Body& body, std::optional<double> total_weight = {});
+  Objective step(std::span<const double> costs, const Body& body, std::optional<double> total_weight = {});
 
   /// For optimizers that treat each parameter by itself: calls `body(begin, end)` for parts of [0, parameter_count)
   /// that together are all of it, on all workers at once where all devices are the host's. Returns when every part has
@@ -116,7 +121,7 @@ class PACELINE_API BasicDataParallel {
   void update(const Update& body);
 
   [[nodiscard]] std::span<T> parameters() noexcept;
-  /// Of the last successful step, already divided by W.
+  /// Of the last successful step, already divided by W. Always the same memory, as parameters().
   [[nodiscard]] std::span<T> gradients() noexcept;
 
   /// With GPUs in the group the cudaStream_t that parameters() and gradients() belong to; else null.
@@ -124,6 +129,7 @@ class PACELINE_API BasicDataParallel {
 
   /// Items that each device ran in the last step.
   [[nodiscard]] const std::vector<std::int64_t>& shares() const noexcept;
+  /// The last step whose times are known: on GPUs it may be two steps ago.
   [[nodiscard]] const StepRecord& last_step() const noexcept;
   /// What items cost and what padding was saved; none before the first step with costs.
   [[nodiscard]] std::optional<ItemReport> item_report() const;

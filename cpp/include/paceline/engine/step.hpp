@@ -97,7 +97,9 @@ struct PACELINE_API StepRecord {
 /// The first error of a step, with what is needed to say where it happened.
 struct StepFailure {
   std::exception_ptr error;
-  MicroBatch micro_batch;  ///< the one that was running; empty (begin == end) in finish() or reduction()
+  /// The one that was running, empty (begin == end) in finish(). None where no single device is to blame: in
+  /// reduction(), and after cancel().
+  std::optional<MicroBatch> micro_batch;
 };
 
 /// One step of a group: hands out the shares as micro-batches and runs the program. cancel() may be called from any
@@ -113,14 +115,16 @@ class PACELINE_API Step {
   void start();
   /// Waits as DeviceGroup::wait. True: the step is over, one way or the other.
   bool wait(const DeviceGroup::Between& between = {});
-  /// No further micro-batch starts; those that run come to their end. Then failure() holds Cancelled.
+  /// No further micro-batch starts; those that run come to their end. Then failure() holds Cancelled. Without effect
+  /// once the reduction has begun.
   void cancel();
   /// A function that does so, for as long as the step exists; calling it later is harmless. Any thread.
   [[nodiscard]] std::function<void()> canceller() const;
   /// After wait(): what went wrong, or null.
   [[nodiscard]] const StepFailure* failure() const noexcept;
-  /// After wait(): throws if there was a failure. An Error that names the device and the items, with the program's own
-  /// exception nested in it (std::rethrow_if_nested); Cancelled as it is.
+  /// After wait(): throws if there was a failure. An error of the type that the program threw (Timeout, OutOfMemory,
+  /// DeviceLost, ...; OutOfMemory for std::bad_alloc, Error for what is not of this library), which names the device
+  /// and the items, with the program's own exception nested in it (std::rethrow_if_nested); Cancelled as it is.
   void rethrow_failure() const;
   /// Items that each device ran. After wait() without a failure.
   [[nodiscard]] std::vector<std::int64_t> items() const;

@@ -89,8 +89,8 @@ class PACELINE_API AsyncDevice {
   [[nodiscard]] virtual std::size_t peak_bytes() const = 0;
 };
 
-/// Waits until the event is done, by asking again and again: first at once, then less and less often, at most every
-/// 100 us. The blocking hooks are called around it.
+/// Waits until the event is done, by asking again and again: without a pause for 50 us, then less and less often, at
+/// least every 100 us. The blocking hooks are called around it.
 /// @throws Timeout naming the device if it takes longer than `timeout`; Cancelled if `stop` is requested meanwhile;
 /// Error if the device has failed; what the poll hook throws.
 PACELINE_API void wait_for(const Event& event, std::chrono::nanoseconds timeout = std::chrono::nanoseconds::max(),

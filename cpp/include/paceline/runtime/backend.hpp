@@ -44,8 +44,8 @@ class PACELINE_API Backend {
   /// Streams, events and memory of an asynchronous device; null for others.
   /// @throws Error if the device refuses.
   [[nodiscard]] virtual std::unique_ptr<AsyncDevice> open(const Device& device) const;
-  /// What the device's sensors and counters say now; see health_of().
-  [[nodiscard]] virtual std::optional<DeviceHealth> health(const Device& device) const;
+  /// What the sensors and counters of these devices of its own say now; see health_of(). None unless overridden.
+  [[nodiscard]] virtual std::vector<std::optional<DeviceHealth>> health(std::span<const Device> devices) const;
   /// Through which library, for kinds that need one.
   [[nodiscard]] virtual std::optional<HealthSource> health_source() const;
   /// See paceline::partition(), which has checked the fractions. Refuses unless overridden.

@@ -43,10 +43,9 @@ class PACELINE_API DeviceGroup {
   /// The same by name: "host:0". @throws InvalidArgument also if there is no such device.
   explicit DeviceGroup(std::span<const std::string> names);
   ~DeviceGroup();
+  /// A handle that was moved from stays one of the group: a move is a copy.
   DeviceGroup(const DeviceGroup&);
   DeviceGroup& operator=(const DeviceGroup&);
-  DeviceGroup(DeviceGroup&&) noexcept;
-  DeviceGroup& operator=(DeviceGroup&&) noexcept;
 
   [[nodiscard]] std::size_t size() const noexcept;
   [[nodiscard]] const std::vector<Device>& devices() const noexcept;

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -83,6 +84,8 @@ struct PACELINE_API DeviceHealth {
 /// The present state of a device, read when asked: no thread samples by itself. In the order of a millisecond; empty
 /// for a device that does not tell. @throws nothing but what the poll hook of waits does
 [[nodiscard]] PACELINE_API std::optional<DeviceHealth> health_of(const Device& device);
+/// The same of several devices, at one moment: what they have in common is read once.
+[[nodiscard]] PACELINE_API std::vector<std::optional<DeviceHealth>> health_of(std::span<const Device> devices);
 
 /// What may have slowed a device down between two of its samples, each as the rest of a sentence about it:
 /// "its clock is at 1.20 of 1.98 GHz because of the power cap (61 % of the last 10 s)". Empty if nothing was noticed.

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <exception>
+#include <memory>
+#include <span>
+#include <string>
+
+#include <paceline/engine/data_parallel.hpp>
+#include <paceline/engine/objective.hpp>
+#include <paceline/engine/step.hpp>
+#include <paceline/runtime/device_group.hpp>
+#include <paceline/runtime/dtype.hpp>
+
+namespace paceline {
+
+/// One step of a trainer with flat parameters.
+///
+/// Lifecycle: begin() on the caller's thread, the StepProgram's calls on the workers, and then on the caller's thread
+/// complete() if every device succeeded, else abandon(). settled() and stamp() may be asked steps later.
+class TrainerStep : public StepProgram {
+ public:
+  virtual void begin() = 0;
+  /// The objective; the trainer's gradients() are this step's from now on.
+  virtual Objective complete() = 0;
+  /// Returns when no device works for the failed step any more.
+  virtual void abandon() = 0;
+};
+
+/// The memory that a trainer works in. One kind for host devices, one for those whose work runs after the call.
+template <class T>
+class TrainerMemory {
+ public:
+  using Body = typename BasicDataParallel<T>::Body;
+
+  virtual ~TrainerMemory() = default;
+  /// `body` is the caller's until the step has ended. Nothing happens before TrainerStep::begin().
+  [[nodiscard]] virtual std::shared_ptr<TrainerStep> make_step(const Body& body, double total_weight) = 0;
+  [[nodiscard]] virtual std::span<T> parameters() noexcept = 0;
+  [[nodiscard]] virtual std::span<T> gradients() noexcept = 0;
+  [[nodiscard]] virtual void* stream() const noexcept { return nullptr; }
+  /// How data gets from one GPU to another; empty where there are no two.
+  [[nodiscard]] virtual std::string transport() const { return {}; }
+  /// Something enqueued has failed: the objectives that nobody has read throw that.
+  virtual void fail_objectives(const std::exception_ptr& /*error*/) {}
+  /// Whether somebody who read an objective found that, since this was asked last.
+  [[nodiscard]] virtual bool failure_was_read() { return false; }
+};
+
+template <class T>
+inline constexpr DType kDTypeOf = sizeof(T) == 4 ? DType::float32 : DType::float64;
+
+/// @throws OutOfMemory, Error if a device refuses.
+template <class T>
+[[nodiscard]] std::shared_ptr<TrainerMemory<T>> make_host_memory(const DeviceGroup& group,
+                                                                 const DataParallelOptions& options);
+template <class T>
+[[nodiscard]] std::shared_ptr<TrainerMemory<T>> make_async_memory(const DeviceGroup& group,
+                                                                  const DataParallelOptions& options);
+
+extern template std::shared_ptr<TrainerMemory<float>> make_host_memory(const DeviceGroup&, const DataParallelOptions&);
+extern template std::shared_ptr<TrainerMemory<double>> make_host_memory(const DeviceGroup&, const DataParallelOptions&);
+extern template std::shared_ptr<TrainerMemory<float>> make_async_memory(const DeviceGroup&, const DataParallelOptions&);
+extern template std::shared_ptr<TrainerMemory<double>> make_async_memory(const DeviceGroup&,
+                                                                         const DataParallelOptions&);
+
+}  // namespace paceline
