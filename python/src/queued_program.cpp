@@ -33,8 +33,10 @@ void QueuedProgram::release() {
   shared_.reset();  // a step may be remembered for longer than its trainer lives
 }
 
-void QueuedProgram::pace(std::size_t d) { shared_->queues.pace(d); }
-void QueuedProgram::catch_up(std::size_t d) { shared_->queues.catch_up(d); }
+const Event* QueuedProgram::slot(std::size_t d) { return shared_->queues.slot(d); }
+const Event* QueuedProgram::idle(std::size_t d) { return shared_->queues.idle(d); }
+std::chrono::nanoseconds QueuedProgram::patience() const { return shared_->queues.patience(); }
+void QueuedProgram::give_up(const Event& event) { shared_->queues.give_up(event); }
 
 bool QueuedProgram::run(const MicroBatch& micro_batch) {
   const std::size_t d = micro_batch.device_index;

@@ -28,12 +28,13 @@ class QueuedProgram final : public StepProgram {
   QueuedProgram(std::shared_ptr<PythonProgram> body, pybind11::object outputs, std::shared_ptr<TrainerQueues> shared);
   ~QueuedProgram() override;
 
-  void pace(std::size_t device_index) override;
-  void catch_up(std::size_t device_index) override;
+  [[nodiscard]] const Event* slot(std::size_t device_index) override;
+  [[nodiscard]] const Event* idle(std::size_t device_index) override;
+  [[nodiscard]] std::chrono::nanoseconds patience() const override;
+  void give_up(const Event& event) override;
   bool run(const MicroBatch& micro_batch) override;
   void finish(std::size_t device_index) override;
   std::unique_ptr<BlockReduction> reduction() override;
-  void stop() noexcept override { shared_->queues.stop(); }
   void stamp(std::vector<ClaimRecord>& claims) const override { times_->stamp(claims); }
   [[nodiscard]] bool settled() const override { return times_->settled(); }
   void settle() const override { times_->wait(); }

@@ -170,11 +170,11 @@ InvalidArgument
 
 void bind_sim(py::module_& module) {
   bind_suite(module);
-  py::class_<Event>(module, "Event", "A change of the box that the split should follow.")
-      .def_readonly("step", &Event::step, "The first step that it concerns.")
-      .def_readonly("device", &Event::device, "Index of the device.")
-      .def_readonly("kind", &Event::kind, "\"throttle\", \"release\" or \"failure\".")
-      .def("__repr__", [](const Event& event) {
+  py::class_<sim::Event>(module, "Event", "A change of the box that the split should follow.")
+      .def_readonly("step", &sim::Event::step, "The first step that it concerns.")
+      .def_readonly("device", &sim::Event::device, "Index of the device.")
+      .def_readonly("kind", &sim::Event::kind, "\"throttle\", \"release\" or \"failure\".")
+      .def("__repr__", [](const sim::Event& event) {
         return fmt::format("Event(step={}, device={}, kind='{}')", event.step, event.device, event.kind);
       });
   const auto get = [](auto member) { return [member](const Result& self) { return self.simulated.*member; }; };

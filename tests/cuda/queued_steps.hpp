@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -116,7 +117,9 @@ class Summing final : public StepProgram {
     for (Lane& lane : lanes_) lane.ran = false;
   }
 
-  void pace(std::size_t d) override { queues.pace(d); }
+  const Event* slot(std::size_t d) override { return queues.slot(d); }
+  [[nodiscard]] std::chrono::nanoseconds patience() const override { return queues.patience(); }
+  void give_up(const Event& event) override { queues.give_up(event); }
 
   bool run(const MicroBatch& mb) override {
     Lane& lane = lanes_[mb.device_index];

@@ -30,7 +30,7 @@ SOURCES = {
     ROOMS / "engine" / "device_queues_setup.cpp": OF_STEPS,
     ROOMS / "engine" / "device_queues_exchange.cpp": OF_STEPS,
     ROOMS / "engine" / "step_times.cpp": OF_STEPS,
-    ROOMS / "engine" / "async_program.cpp": OF_STEPS,
+    ROOMS / "engine" / "async_memory.cpp": OF_STEPS,
     ROOMS / "engine" / "gpu_collectives.cpp": OF_STEPS,
     ROOMS / "comm" / "async_collectives.cpp": OF_COLLECTIVES,
     ROOMS / "comm" / "copy_clique.cpp": OF_COLLECTIVES,

@@ -224,8 +224,10 @@ class AsyncStep final : public TrainerStep {
     outcome_ = memory_->new_outcome(times_);
   }
 
-  void pace(std::size_t d) override { queues().pace(d); }
-  void catch_up(std::size_t d) override { queues().catch_up(d); }
+  [[nodiscard]] const Event* slot(std::size_t d) override { return queues().slot(d); }
+  [[nodiscard]] const Event* idle(std::size_t d) override { return queues().idle(d); }
+  [[nodiscard]] std::chrono::nanoseconds patience() const override { return queues().patience(); }
+  void give_up(const Event& event) override { queues().give_up(event); }
 
   bool run(const MicroBatch& micro_batch) override {
     const std::size_t d = micro_batch.device_index;
@@ -281,7 +283,6 @@ class AsyncStep final : public TrainerStep {
     return Objective([outcome = std::move(outcome_)] { return outcome->read(); });
   }
 
-  void stop() noexcept override { queues().stop(); }
   void abandon() override { queues().drain(); }
   void stamp(std::vector<ClaimRecord>& claims) const override { times_->stamp(claims); }
   [[nodiscard]] bool settled() const override { return times_->settled(); }

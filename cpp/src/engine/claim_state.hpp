@@ -64,7 +64,6 @@ class PACELINE_API ClaimState final : public Claims {
   std::int64_t pool_end_ = 0;
   std::int64_t grain_ = 1;  // of what is held back and taken over: the granularity, at least the least items
   std::int64_t floor_ = 1;
-  bool cancelled_ = false;
 };
 
 }  // namespace paceline::engine

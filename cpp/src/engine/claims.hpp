@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <optional>
 
@@ -22,6 +23,10 @@ class PACELINE_API Claims {
   [[nodiscard]] virtual bool exhausted() = 0;
   /// From now on every claim comes back empty.
   virtual void cancel() = 0;
+  [[nodiscard]] bool cancelled() const noexcept { return cancelled_.load(std::memory_order_relaxed); }
+
+ protected:
+  std::atomic<bool> cancelled_{false};
 };
 
 }  // namespace paceline::engine

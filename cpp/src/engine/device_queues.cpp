@@ -69,7 +69,6 @@ std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceC
         "step: a device did not end what an earlier step gave it, and may still be at it. Start a new process.");
   }
   if (state.collectives != nullptr) state.collectives->check();
-  state.stop = std::stop_source();
   state.step = std::make_shared<internal::RecordedTimes>(state.times, state.lanes.size(), state.home_device(),
                                                          state.options.timeout, state.collectives);
   for (State::Lane& lane : state.lanes) {
@@ -99,16 +98,17 @@ bool DeviceQueues::enter(std::size_t device) {
   return true;
 }
 
-void DeviceQueues::pace(std::size_t device) {
-  State& state = *state_;
-  const Event* const end = state.step->end_of_run(device, state.run_ahead);
-  if (end != nullptr) state.await(*end, state.stop.get_token());
+const Event* DeviceQueues::slot(std::size_t device) const {
+  return state_->step->end_of_run(device, state_->run_ahead);
 }
 
-void DeviceQueues::catch_up(std::size_t device) {
-  State& state = *state_;
-  const Event* const end = state.step->end_of_run(device, 0);
-  if (end != nullptr) state.await(*end, state.stop.get_token());
+const Event* DeviceQueues::idle(std::size_t device) const { return state_->step->end_of_run(device, 0); }
+
+std::chrono::nanoseconds DeviceQueues::patience() const noexcept { return state_->options.timeout; }
+
+void DeviceQueues::give_up(const Event& event) {
+  state_->hung = true;
+  throw_late(event, state_->options.timeout);
 }
 
 bool DeviceQueues::begin_run(std::size_t device) {
@@ -156,8 +156,6 @@ void DeviceQueues::reduce(std::span<const BufferView> outputs, double scale) {
 }
 
 void DeviceQueues::end_step() { state_->home_stream->record(state_->step->over()); }
-
-void DeviceQueues::stop() noexcept { state_->stop.request_stop(); }
 
 void DeviceQueues::drain() {
   State& state = *state_;

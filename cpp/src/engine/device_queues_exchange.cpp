@@ -118,9 +118,9 @@ void DeviceQueues::State::bring_home(Space& space, std::size_t index, std::vecto
   }
 }
 
-void DeviceQueues::State::await(const Event& event, const std::stop_token& until) {
+void DeviceQueues::State::await(const Event& event) {
   try {
-    wait_for(event, options.timeout, until);
+    wait_for(event, options.timeout);
   } catch (const Timeout&) {
     hung = true;
     throw;

@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <memory>
 #include <span>
-#include <stop_token>
 #include <string>
 #include <vector>
 
@@ -58,8 +57,7 @@ struct DeviceQueues::State {
   internal::RecordedTimes::Shared times;  // of all steps
   std::shared_ptr<internal::RecordedTimes> step;
   std::atomic<bool> hung{false};
-  std::stop_source stop;  // of this step
-  bool left = false;      // a drain that did not come to its end
+  bool left = false;  // a drain that did not come to its end
 
   [[nodiscard]] AsyncDevice& home_device() const { return *spaces[home].device; }
   [[nodiscard]] AsyncDevice& maker(const Space& space) const { return space.device ? *space.device : home_device(); }
@@ -84,7 +82,7 @@ struct DeviceQueues::State {
   void collect(std::span<const BufferView> outputs, std::vector<std::vector<const void*>>& inputs);
   void bring_home(Space& space, std::size_t index, std::vector<std::vector<const void*>>& inputs);
   /// Waits, and remembers a hang: whatever comes after it would wait as long again.
-  void await(const Event& event, const std::stop_token& until = {});
+  void await(const Event& event);
   /// Waits until the stream has nothing left. A device that fails here has nothing left either.
   void drain(AsyncDevice* device, Stream* stream);
 

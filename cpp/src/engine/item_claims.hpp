@@ -54,7 +54,6 @@ class PACELINE_API ItemClaims final : public Claims {
   bool any_size_;
   std::int64_t least_;
   bool measured_;
-  bool cancelled_ = false;
   std::vector<Lane> lanes_;
 };
 

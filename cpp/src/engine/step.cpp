@@ -4,8 +4,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <mutex>
 #include <new>
@@ -18,15 +18,16 @@
 #include "counted.hpp"
 #include "engine/claim_state.hpp"
 #include "engine/item_claims.hpp"
-#include "runtime/short_wait.hpp"
+#include "runtime/deadline.hpp"
 
 namespace paceline {
 
 StepProgram::~StepProgram() = default;
-void StepProgram::pace(std::size_t) {}
-void StepProgram::catch_up(std::size_t) {}
+const Event* StepProgram::slot(std::size_t) { return nullptr; }
+const Event* StepProgram::idle(std::size_t) { return nullptr; }
+std::chrono::nanoseconds StepProgram::patience() const { return std::chrono::nanoseconds::max(); }
+void StepProgram::give_up(const Event&) {}
 void StepProgram::finish(std::size_t) {}
-void StepProgram::stop() noexcept {}
 void StepProgram::stamp(std::vector<ClaimRecord>&) const {}
 bool StepProgram::settled() const { return true; }
 void StepProgram::settle() const {}
@@ -41,11 +42,11 @@ std::unique_ptr<engine::Claims> make_claims(StepOptions options) {
 
 }  // namespace
 
-/// The step as the workers see it. Held by each worker until it has left, so a worker that wakes late still finds its
-/// state.
-class Step::Task final : public GroupTask {
+/// The step as the workers see it: a source of micro-batches, and at the end of the reduction. Held by each worker
+/// until it has left, so a worker that wakes late still finds its state.
+class Step::Source final : public WorkSource {
  public:
-  Task(const DeviceGroup& group, std::shared_ptr<StepProgram> program, StepOptions options)
+  Source(const DeviceGroup& group, std::shared_ptr<StepProgram> program, StepOptions options)
       : program_(std::move(program)),
         lanes_(group.size()),
         asynchronous_(group.asynchronous()),
@@ -56,30 +57,48 @@ class Step::Task final : public GroupTask {
     claims_ = make_claims(std::move(options));
   }
 
-  void start_clock() { start_ = std::chrono::steady_clock::now(); }
+  void start_clock() { start_ = Clock::now(); }
 
-  void run(std::size_t device) noexcept override {
-    if (lanes_[device].takes_part && enter()) {
-      compute(device);
-      leave();
-    }
-    if (await_computed() != kReducing) return;
-    if ((reduction_ == nullptr || reduction_->work()) && !over_.exchange(true, std::memory_order_acq_rel)) {
-      settle();
+  [[nodiscard]] NextWork next(std::size_t device, Clock::time_point now) noexcept override {
+    Lane& lane = lanes_[device];
+    if (lane.stage == Stage::outside) lane.stage = lane.takes_part && enter() ? Stage::computing : Stage::waiting;
+    if (lane.stage == Stage::computing) return next_micro_batch(device, now);
+    if (lane.stage == Stage::over) return NextWork::done();
+    const int phase = phase_.load(std::memory_order_acquire);
+    if (phase == kComputing) return NextWork::wait();
+    lane.stage = Stage::over;
+    if (phase == kFailed) return NextWork::done();
+    if (reduction_ != nullptr) return NextWork::take(kReduce);
+    settle_once();
+    return NextWork::done();
+  }
+
+  void perform(std::size_t device, std::int64_t work, Turn&) override {
+    Lane& lane = lanes_[device];
+    if (work == kMicroBatch) lane.excluded = program_->run(lane.current);
+    if (work == kFinish) program_->finish(device);
+    if (work == kReduce && reduction_->work()) settle_once();
+  }
+
+  void done(std::size_t device, std::int64_t work, const WorkTiming& timing) noexcept override {
+    Lane& lane = lanes_[device];
+    if (work == kMicroBatch) {
+      lane.current.items = {};  // they end with the step, the record does not
+      lane.claims.push_back({lane.current, seconds_at(timing.start), seconds_at(timing.finish), lane.excluded});
+      lane.current = MicroBatch{.device_index = device};
+    } else if (work == kFinish) {
+      leave(device);
     }
   }
+
+  void failed(std::size_t device, std::int64_t /*work*/, std::exception_ptr error) noexcept override {
+    fail(std::move(error), lanes_[device].current);
+    leave(device);
+  }
+
+  void cancel(std::exception_ptr reason) noexcept override { fail(std::move(reason), std::nullopt); }
 
   [[nodiscard]] bool complete() const noexcept override { return settled_.load(std::memory_order_acquire); }
-
-  void fail(std::exception_ptr error, const std::optional<MicroBatch>& micro_batch) noexcept {
-    {
-      const std::lock_guard lock(failure_mutex_);
-      if (decided_) return;  // too late: the results are being written
-      if (!failure_) failure_ = StepFailure{std::move(error), micro_batch};
-      program_->stop();  // under the lock: once the step is over the program may go
-    }
-    claims_->cancel();
-  }
 
   [[nodiscard]] const StepFailure* failure() const noexcept { return failure_ ? &*failure_ : nullptr; }
 
@@ -114,18 +133,29 @@ class Step::Task final : public GroupTask {
   [[nodiscard]] const StepProgram& program() const noexcept { return *program_; }
 
  private:
+  enum class Stage : std::uint8_t { outside, computing, waiting, over };
+  // The kinds of work.
+  static constexpr std::int64_t kMicroBatch = 0;
+  static constexpr std::int64_t kFinish = 1;
+  static constexpr std::int64_t kReduce = 2;
+
   // A worker writes only its own lane; the barrier publishes it. Padded, so that neighbours do not share a cache line.
   struct alignas(64) Lane {
     std::vector<ClaimRecord> claims;
+    MicroBatch current;
+    Stage stage = Stage::outside;
     bool takes_part = true;
+    bool excluded = false;
+    bool asks_again = false;  // when it has done all that it was given
+    std::optional<Clock::time_point> waits_since;
   };
   static constexpr std::uint32_t kClosed = std::uint32_t{1} << 31;  // of inside_: nobody enters any more
   static constexpr int kComputing = 0;
   static constexpr int kReducing = 1;
   static constexpr int kFailed = 2;
 
-  [[nodiscard]] double now() const {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  [[nodiscard]] double seconds_at(Clock::time_point time) const {
+    return std::chrono::duration<double>(time - start_).count();
   }
 
   [[nodiscard]] std::vector<std::optional<double>> startups(double first, double compute_seconds) const {
@@ -140,6 +170,16 @@ class Step::Task final : public GroupTask {
     return seconds;
   }
 
+  void fail(std::exception_ptr error, const std::optional<MicroBatch>& micro_batch) noexcept {
+    {
+      const std::lock_guard lock(failure_mutex_);
+      if (decided_) return;  // too late: the results are being written
+      if (!failure_) failure_ = StepFailure{std::move(error), micro_batch};
+    }
+    claims_->cancel();
+    wake_all();
+  }
+
   /// False: all is done, or others are at the last of it. A worker that the system wakes late holds nobody up.
   [[nodiscard]] bool enter() noexcept {
     std::uint32_t inside = inside_.load(std::memory_order_relaxed);
@@ -151,36 +191,41 @@ class Step::Task final : public GroupTask {
 
   /// Whoever leaves last when nothing is left to claim opens the reduction. If something is left, it is for a worker
   /// that has yet to enter.
-  void leave() noexcept {
+  void leave(std::size_t device) noexcept {
+    lanes_[device].stage = Stage::waiting;
     if (inside_.fetch_sub(1, std::memory_order_acq_rel) != 1 || !claims_->exhausted()) return;
     std::uint32_t nobody = 0;
     if (inside_.compare_exchange_strong(nobody, kClosed, std::memory_order_acq_rel)) open_reduction();
   }
 
-  void compute(std::size_t device) noexcept {
-    MicroBatch current{.device_index = device};
+  [[nodiscard]] NextWork next_micro_batch(std::size_t device, Clock::time_point now) noexcept {
+    Lane& lane = lanes_[device];
+    lane.current = MicroBatch{.device_index = device};
     try {
-      program_->pace(device);
       for (;;) {
-        const double time = now();
-        const auto next = claims_->claim(device, time);
-        if (!next) {
-          if (!claims_->asks_again(device)) break;
-          program_->catch_up(device);
-          continue;
+        const Event* const event = lane.asks_again ? program_->idle(device) : program_->slot(device);
+        if (event != nullptr && !claims_->cancelled() && !event->done()) return wait_for(lane, *event, now);
+        lane.waits_since.reset();
+        lane.asks_again = false;
+        if (const auto claimed = claims_->claim(device, seconds_at(Clock::now()))) {
+          lane.current = *claimed;
+          return NextWork::take(kMicroBatch);
         }
-        current = *next;
-        const bool excluded = program_->run(current);
-        const double finish = now();
-        current.items = {};  // they end with the step, the record does not
-        lanes_[device].claims.push_back({current, time, finish, excluded});
-        program_->pace(device);
+        if (!claims_->asks_again(device)) return NextWork::take(kFinish);
+        lane.asks_again = true;
       }
-      current = MicroBatch{.device_index = device};
-      program_->finish(device);
     } catch (...) {
-      fail(std::current_exception(), current);
+      fail(std::current_exception(), lane.current);
+      leave(device);
+      return NextWork::wait();  // the worker is woken when the last one has left
     }
+  }
+
+  [[nodiscard]] NextWork wait_for(Lane& lane, const Event& event, Clock::time_point now) {
+    if (!lane.waits_since) lane.waits_since = now;
+    const auto patience = internal::bounded(program_->patience());
+    if (now - *lane.waits_since > patience) program_->give_up(event);
+    return NextWork::wait(&event, *lane.waits_since + patience);
   }
 
   [[nodiscard]] bool has_failed() noexcept {
@@ -202,32 +247,15 @@ class Step::Task final : public GroupTask {
       decided_ = true;
       if (failure_) phase = kFailed;
     }
-    {
-      const std::lock_guard lock(phase_mutex_);
-      phase_.store(phase, std::memory_order_release);
-    }
-    computed_.notify_all();
-    if (phase == kFailed) settle();
+    phase_.store(phase, std::memory_order_release);
+    wake_all();
+    if (phase == kFailed) settle_once();
   }
 
-  /// The phase once it is no longer kComputing. Not by std::atomic::wait: libstdc++ yields four times before it sleeps,
-  /// each time giving a busy program on the same core a whole slice, milliseconds.
-  [[nodiscard]] int await_computed() noexcept {
-    constexpr int looks = 100;  // some microseconds: between devices that are done at the same time
-    for (int i = 0; i < looks && phase_.load(std::memory_order_acquire) == kComputing; ++i) detail::relax();
-    if (phase_.load(std::memory_order_acquire) == kComputing) {
-      std::unique_lock lock(phase_mutex_);
-      computed_.wait(lock, [this] { return phase_.load(std::memory_order_acquire) != kComputing; });
-    }
-    return phase_.load(std::memory_order_acquire);
-  }
-
-  void settle() noexcept {
-    {
-      const std::lock_guard lock(failure_mutex_);
-      reduced_at_ = now();
-      settled_.store(true, std::memory_order_release);
-    }
+  void settle_once() noexcept {
+    if (over_.exchange(true, std::memory_order_acq_rel)) return;
+    reduced_at_ = seconds_at(Clock::now());
+    settled_.store(true, std::memory_order_release);
     wake_caller();
   }
 
@@ -237,11 +265,9 @@ class Step::Task final : public GroupTask {
   std::vector<Lane> lanes_;
   bool asynchronous_;
   bool scripted_;
-  std::chrono::steady_clock::time_point start_{};
-  std::atomic<std::uint32_t> inside_{0};  // workers in compute(), and kClosed
+  Clock::time_point start_{};
+  std::atomic<std::uint32_t> inside_{0};  // workers that compute, and kClosed
   std::atomic<int> phase_{kComputing};
-  std::mutex phase_mutex_;
-  std::condition_variable computed_;
   std::atomic<bool> over_{false};
   std::atomic<bool> settled_{false};
   double reduced_at_ = 0.0;  // published by settled_
@@ -311,34 +337,33 @@ void check(const DeviceGroup& group, const StepOptions& options) {
 
 Step::Step(DeviceGroup group, std::shared_ptr<StepProgram> program, StepOptions options) : group_(std::move(group)) {
   check(group_, options);
-  task_ = std::make_shared<Task>(group_, std::move(program), std::move(options));
+  source_ = std::make_shared<Source>(group_, std::move(program), std::move(options));
 }
 
 Step::~Step() = default;
 
 void Step::start() {
-  task_->start_clock();
-  group_.submit(task_);
+  source_->start_clock();
+  group_.submit(source_);
 }
 
-bool Step::wait(const DeviceGroup::Between& between) { return group_.wait(*task_, between); }
+bool Step::wait(const DeviceGroup::Between& between) { return group_.wait(*source_, between); }
 
 void Step::cancel() { canceller()(); }
 
 std::function<void()> Step::canceller() const {
-  return [task = std::weak_ptr<Task>(task_)] {
-    if (const std::shared_ptr<Task> alive = task.lock()) {
-      alive->fail(std::make_exception_ptr(Cancelled("step: cancelled before it was done; nothing was committed.")),
-                  std::nullopt);
+  return [source = std::weak_ptr<Source>(source_)] {
+    if (const std::shared_ptr<Source> alive = source.lock()) {
+      alive->cancel(std::make_exception_ptr(Cancelled("step: cancelled before it was done; nothing was committed.")));
     }
   };
 }
 
-const StepFailure* Step::failure() const noexcept { return task_->failure(); }
-std::vector<std::int64_t> Step::items() const { return task_->items(); }
-bool Step::settled() const { return task_->program().settled(); }
-void Step::settle() const { task_->program().settle(); }
-StepRecord Step::record() const { return task_->record(); }
+const StepFailure* Step::failure() const noexcept { return source_->failure(); }
+std::vector<std::int64_t> Step::items() const { return source_->items(); }
+bool Step::settled() const { return source_->program().settled(); }
+void Step::settle() const { source_->program().settle(); }
+StepRecord Step::record() const { return source_->record(); }
 
 balance::StepTimings StepRecord::timings(std::size_t device_count) const {
   balance::StepTimings timings{.devices = std::vector<std::vector<balance::MicroBatchTiming>>(device_count),
@@ -384,7 +409,7 @@ namespace {
 }  // namespace
 
 void Step::rethrow_failure() const {
-  const StepFailure* failure = task_->failure();
+  const StepFailure* failure = source_->failure();
   if (failure == nullptr) return;
   const std::optional<MicroBatch>& at = failure->micro_batch;
   const std::string device = at ? group_.devices()[at->device_index].name : "";

@@ -20,7 +20,15 @@ Buffer::~Buffer() = default;
 Stream::~Stream() = default;
 AsyncDevice::~AsyncDevice() = default;
 
-void wait_for(const Event& event, std::chrono::nanoseconds timeout, const std::stop_token& stop) {
+void throw_late(const Event& event, std::chrono::nanoseconds timeout) {
+  const std::string device = event.device();
+  throw Timeout(fmt::format("{}: what was enqueued has not ended within {:.3g} s. A kernel hangs, or waits for "
+                            "something that does not come; or the limit is too low for this work.",
+                            device, std::chrono::duration<double>(timeout).count()),
+                device);
+}
+
+void wait_for(const Event& event, std::chrono::nanoseconds timeout) {
   if (event.done()) return;
   using Clock = std::chrono::steady_clock;
   const Clock::time_point start = Clock::now();
@@ -33,14 +41,7 @@ void wait_for(const Event& event, std::chrono::nanoseconds timeout, const std::s
   }
   auto pause = std::chrono::microseconds(5);
   while (!event.done()) {
-    if (Clock::now() - start > timeout) {
-      const std::string device = event.device();
-      throw Timeout(fmt::format("{}: what was enqueued has not ended within {:.3g} s. A kernel hangs, or waits for "
-                                "something that does not come; or the limit is too low for this work.",
-                                device, std::chrono::duration<double>(timeout).count()),
-                    device);
-    }
-    if (stop.stop_requested()) throw Cancelled("a wait for " + event.device() + " was given up: the step has ended");
+    if (Clock::now() - start > timeout) throw_late(event, timeout);
     region.poll();
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 2, std::chrono::microseconds(100));

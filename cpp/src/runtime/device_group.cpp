@@ -96,23 +96,27 @@ bool DeviceGroup::asynchronous() const {
                      [](const Device& device) { return backend_of(device).asynchronous(); });
 }
 
-void DeviceGroup::submit(const std::shared_ptr<GroupTask>& task) { workers_->submit(task); }
+void DeviceGroup::open(const std::shared_ptr<WorkSource>& source, int priority, std::span<const std::size_t> devices) {
+  workers_->open(source, priority, devices);
+}
 
-bool DeviceGroup::wait(GroupTask& task, const Between& between) {
-  const auto signal = task.signal_;
-  const auto done = [&] { return task.complete(); };
+void DeviceGroup::submit(const std::shared_ptr<WorkSource>& source) { workers_->open(source, 0, {}); }
+
+bool DeviceGroup::wait(WorkSource& source, const Between& between) {
+  const auto signal = source.signal_;
+  const auto done = [&] { return source.complete(); };
   for (;;) {
     {
       const BlockingRegion region;
       if (workers_->await(done, [&] { return signal->wait_for(kBetweenInterval, done); })) return true;
     }
-    if (between && !between()) return task.complete();
+    if (between && !between()) return source.complete();
   }
 }
 
-bool DeviceGroup::run(const std::shared_ptr<GroupTask>& task, const Between& between) {
-  submit(task);
-  return wait(*task, between);
+bool DeviceGroup::run(const std::shared_ptr<WorkSource>& source, const Between& between) {
+  submit(source);
+  return wait(*source, between);
 }
 
 bool DeviceGroup::busy() const noexcept { return workers_->busy(); }

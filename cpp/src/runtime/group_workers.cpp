@@ -3,7 +3,6 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -19,70 +18,15 @@
 
 namespace paceline {
 
-namespace detail {
-
-void TaskSignal::wake() noexcept {
-  // Taking the lock orders the wake-up after a waiter that has just seen "not done" and is about to sleep.
-  {
-    const std::lock_guard lock(mutex_);
-  }
-  changed_.notify_all();
-}
-
-void Mailbox::post(std::shared_ptr<GroupTask> task, int callers_core) {
-  {
-    const std::lock_guard lock(mutex_);
-    task_ = std::move(task);  // an earlier task that this worker never came to is complete: it is dropped here
-    callers_core_.store(callers_core, std::memory_order_relaxed);
-    full_.store(true, std::memory_order_release);
-  }
-  changed_.notify_one();
-}
-
-void Mailbox::stop() {
-  {
-    const std::lock_guard lock(mutex_);
-    stopped_ = true;
-    full_.store(true, std::memory_order_release);
-  }
-  changed_.notify_one();
-}
-
-std::shared_ptr<GroupTask> Mailbox::take(bool own_core) {
-  const auto full = [this] { return full_.load(std::memory_order_acquire); };
-  const bool callers = callers_core_.load(std::memory_order_relaxed) == sched_getcpu();
-  wait_.until(own_core && !callers, full, [&] {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, full);
-    return true;
-  });
-  const std::lock_guard lock(mutex_);
-  full_.store(stopped_, std::memory_order_relaxed);
-  return std::exchange(task_, nullptr);
-}
-
-}  // namespace detail
-
-GroupTask::GroupTask() : signal_(std::make_shared<detail::TaskSignal>()) {}
-GroupTask::~GroupTask() = default;
-
-void GroupTask::wake_caller() noexcept { signal_->wake(); }
-
-void GroupTask::leave() noexcept {
-  const auto signal = signal_;  // the task may be gone once the caller sees that everybody has left
-  const std::size_t expected = expected_.load(std::memory_order_relaxed);
-  if (left_.fetch_add(1, std::memory_order_acq_rel) + 1 == expected) signal->wake();
-}
-
 struct GroupWorkers::Threads {
-  std::mutex mutex;                  // one submit or close at a time
-  std::weak_ptr<GroupTask> current;  // its submitter's and its workers'; gone means complete
-  std::vector<std::shared_ptr<detail::Mailbox>> mailboxes;
-  std::vector<std::thread> threads;
+  std::mutex mutex;                                    // one open or close at a time
+  std::weak_ptr<WorkSource> step;                      // the workers'; gone means complete
+  std::vector<std::weak_ptr<WorkSource>> in_the_gaps;  // of lower priority
+  std::vector<std::shared_ptr<detail::Worker>> workers;
 
   [[nodiscard]] bool busy() const {
-    const std::shared_ptr<GroupTask> task = current.lock();
-    return task != nullptr && !task->complete();
+    const std::shared_ptr<WorkSource> source = step.lock();
+    return source != nullptr && !source->complete();
   }
 };
 
@@ -95,7 +39,7 @@ constexpr std::chrono::milliseconds kBetweenInterval{50};
 struct LeftBehind {
   std::mutex mutex;
   pid_t owner = 0;  // a forked child has none of its parent's threads
-  std::vector<std::shared_ptr<detail::Mailbox>> mailboxes;
+  std::vector<std::shared_ptr<detail::Worker>> workers;
 };
 
 // Leaked on purpose: the end of the program asks for them.
@@ -104,13 +48,13 @@ LeftBehind& left_behind() {
   return *instance;
 }
 
-void remember(const std::shared_ptr<detail::Mailbox>& mailbox) {
+void remember(const std::shared_ptr<detail::Worker>& worker) {
   LeftBehind& all = left_behind();
   const std::lock_guard lock(all.mutex);
-  if (all.owner != getpid()) all.mailboxes.clear();
+  if (all.owner != getpid()) all.workers.clear();
   all.owner = getpid();
-  std::erase_if(all.mailboxes, [](const auto& known) { return known->exited.load(); });
-  all.mailboxes.push_back(mailbox);
+  std::erase_if(all.workers, [](const auto& known) { return known->exited(); });
+  all.workers.push_back(worker);
 }
 
 bool runs_on(const Device& device, int core) {
@@ -125,30 +69,14 @@ bool has_own_cores(const std::vector<Device>& devices, const Device& device) {
   });
 }
 
-void work(const Device& device, std::size_t device_index, bool own_cores,
-          const std::shared_ptr<detail::Mailbox>& mailbox, void (*leave)(GroupTask&)) {
-  backend_of(device).prepare_worker(device);
-  pthread_setname_np(pthread_self(), fmt::format("pl {}", device.name).substr(0, 15).c_str());
-  mailbox->ready.store(true);
-  while (const std::shared_ptr<GroupTask> task = mailbox->take(own_cores)) {
-    task->run(device_index);
-    leave(*task);
-  }
-}
-
 }  // namespace
 
 GroupWorkers::GroupWorkers(std::vector<Device> devices)
     : devices_(std::move(devices)), owner_(getpid()), threads_(new Threads) {
   for (std::size_t i = 0; i < devices_.size(); ++i) {
-    auto mailbox = std::make_shared<detail::Mailbox>();
-    threads_->mailboxes.push_back(mailbox);
+    auto worker = std::make_shared<detail::Worker>(devices_[i], i, has_own_cores(devices_, devices_[i]));
     try {
-      const bool own_cores = has_own_cores(devices_, devices_[i]);
-      threads_->threads.emplace_back([device = devices_[i], i, own_cores, mailbox] {
-        work(device, i, own_cores, mailbox, [](GroupTask& task) { task.leave(); });
-        mailbox->exited.store(true);
-      });
+      worker->start();
     } catch (const std::system_error& error) {
       close(std::chrono::seconds(10));
       delete threads_;
@@ -157,12 +85,15 @@ GroupWorkers::GroupWorkers(std::vector<Device> devices)
                                     devices_[i].name, error.what()),
                         devices_[i].name);
     }
+    threads_->workers.push_back(std::move(worker));
   }
   try {
     await_ready();
   } catch (const Error&) {
-    for (std::thread& thread : threads_->threads) thread.detach();
-    for (auto& mailbox : threads_->mailboxes) mailbox->stop();
+    for (const auto& worker : threads_->workers) {
+      worker->thread().detach();
+      worker->stop();
+    }
     delete threads_;
     throw;
   }
@@ -171,15 +102,16 @@ GroupWorkers::GroupWorkers(std::vector<Device> devices)
 // Our own handshake, so it has a deadline: a worker that cannot even start is a machine in trouble, and is named.
 void GroupWorkers::await_ready() {
   const auto deadline = std::chrono::steady_clock::now() + kStartTimeout;
-  for (std::size_t i = 0; i < devices_.size(); ++i) {
-    while (!threads_->mailboxes[i]->ready.load()) {
+  for (const auto& worker : threads_->workers) {
+    while (!worker->ready()) {
       if (std::chrono::steady_clock::now() > deadline) {
+        const Device& device = worker->device();
         throw Timeout(
             fmt::format(
                 "DeviceGroup: the worker of {} did not start within {} s. Is another process holding its core {} "
                 "at a real-time priority?",
-                devices_[i].name, kStartTimeout.count(), fmt::join(devices_[i].cores, ", ")),
-            devices_[i].name);
+                device.name, kStartTimeout.count(), fmt::join(device.cores, ", ")),
+            device.name);
       }
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
@@ -207,22 +139,37 @@ void GroupWorkers::require_alive(const char* call) const {
   }
 }
 
-void GroupWorkers::submit(const std::shared_ptr<GroupTask>& task) {
-  require_alive("submit");
+void GroupWorkers::open(const std::shared_ptr<WorkSource>& source, int priority, std::span<const std::size_t> devices) {
+  require_alive("open");
   const std::lock_guard lock(threads_->mutex);
-  if (closed_) throw Unavailable("submit: the device group is closed. Make a new one.");
-  if (threads_->busy()) {
-    throw InvalidArgument(
-        "submit: the group's workers are still at an earlier task. A group runs one task at a time: "
-        "wait for it, or use a second group.");
+  if (closed_) throw Unavailable("open: the device group is closed. Make a new one.");
+  for (const std::size_t d : devices) {
+    if (d < devices_.size()) continue;
+    throw InvalidArgument(fmt::format("open: there is no device {} in a group of {}.", d, devices_.size()));
   }
-  task->expected_.store(devices_.size(), std::memory_order_relaxed);
-  threads_->current = task;
+  if (priority >= 0) {
+    if (threads_->busy()) {
+      throw InvalidArgument(
+          "submit: the group's workers are still at an earlier task. A group runs one task at a time: "
+          "wait for it, or use a second group.");
+    }
+  }
+  source->attach({threads_->workers.begin(), threads_->workers.end()});
+  source->opened(devices_.size());
+  if (priority >= 0) {
+    threads_->step = source;
+  } else {
+    std::erase_if(threads_->in_the_gaps, [](const auto& one) { return one.expired(); });
+    threads_->in_the_gaps.push_back(source);
+  }
+  const auto is_asked = [&](std::size_t d) {
+    return devices.empty() || std::find(devices.begin(), devices.end(), d) != devices.end();
+  };
   // Whom the system lets run in the caller's place comes last, or the others would wait for its work to end.
   const int core = sched_getcpu();
   for (const bool here : {false, true}) {
     for (std::size_t i = 0; i < devices_.size(); ++i) {
-      if (runs_on(devices_[i], core) == here) threads_->mailboxes[i]->post(task, core);
+      if (runs_on(devices_[i], core) == here && is_asked(i)) threads_->workers[i]->open(source, priority, core);
     }
   }
 }
@@ -241,45 +188,48 @@ bool GroupWorkers::busy() const noexcept {
 
 void GroupWorkers::close(std::chrono::nanoseconds timeout, const std::function<bool()>& between) {
   if (forked()) return;
+  std::vector<std::shared_ptr<WorkSource>> in_the_gaps;
   {
-    // Not while a task is being handed out: some workers would have it, and others never come to it.
+    // Not while a source is being opened: some workers would have it, and others never come to it.
     const std::lock_guard lock(threads_->mutex);
     if (closed_.exchange(true)) return;
-    for (auto& mailbox : threads_->mailboxes) mailbox->stop();
+    for (const auto& one : threads_->in_the_gaps) {
+      if (auto source = one.lock()) in_the_gaps.push_back(std::move(source));
+    }
   }
+  for (const auto& source : in_the_gaps) {
+    source->cancel(std::make_exception_ptr(Cancelled("the device group was closed")));
+  }
+  in_the_gaps.clear();
+  for (const auto& worker : threads_->workers) worker->stop();
   const auto begin = std::chrono::steady_clock::now();
   const auto waited = [&] { return std::chrono::steady_clock::now() - begin; };
   bool patient = true;
   std::vector<std::string> stuck;
-  for (std::size_t i = 0; i < threads_->threads.size(); ++i) {
-    std::thread& thread = threads_->threads[i];
+  for (const auto& worker : threads_->workers) {
+    std::thread& thread = worker->thread();
     if (thread.get_id() == std::this_thread::get_id()) {  // the last handle was dropped by a worker itself
       thread.detach();
       continue;
     }
-    const std::atomic<bool>& exited = threads_->mailboxes[i]->exited;
-    while (!exited.load() && patient && waited() < timeout) {
+    while (!worker->exited() && patient && waited() < timeout) {
       const auto look_up = std::chrono::steady_clock::now() + kBetweenInterval;
       {
         const BlockingRegion region;
-        while (!exited.load() && waited() < timeout && std::chrono::steady_clock::now() < look_up) {
+        while (!worker->exited() && waited() < timeout && std::chrono::steady_clock::now() < look_up) {
           std::this_thread::sleep_for(std::chrono::microseconds(200));
         }
       }
       patient = !between || between();
     }
-    if (exited.load()) {
+    if (worker->exited()) {
       const BlockingRegion region;  // what the thread cleans up as it ends may need the interpreter
       thread.join();
     } else {
       thread.detach();
-      remember(threads_->mailboxes[i]);
-      stuck.push_back(devices_[i].name);
+      remember(worker);
+      stuck.push_back(worker->device().name);
     }
-  }
-  {
-    const std::lock_guard lock(threads_->mutex);
-    threads_->current.reset();
   }
   if (!stuck.empty()) {
     throw Timeout(
@@ -291,16 +241,16 @@ void GroupWorkers::close(std::chrono::nanoseconds timeout, const std::function<b
 }
 
 void GroupWorkers::await_left_behind(std::chrono::nanoseconds timeout) {
-  std::vector<std::shared_ptr<detail::Mailbox>> mailboxes;
+  std::vector<std::shared_ptr<detail::Worker>> workers;
   {
     LeftBehind& all = left_behind();
     const std::lock_guard lock(all.mutex);
-    if (all.owner == getpid()) mailboxes = all.mailboxes;
+    if (all.owner == getpid()) workers = all.workers;
   }
   const auto deadline = std::chrono::steady_clock::now() + internal::bounded(timeout);
   const BlockingRegion region;
-  for (const auto& mailbox : mailboxes) {
-    while (!mailbox->exited.load() && std::chrono::steady_clock::now() < deadline) {
+  for (const auto& worker : workers) {
+    while (!worker->exited() && std::chrono::steady_clock::now() < deadline) {
       std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
   }

@@ -5,64 +5,19 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstddef>
 #include <functional>
 #include <memory>
-#include <mutex>
-#include <string>
-#include <thread>
+#include <span>
 #include <vector>
 
 #include <paceline/runtime/device.hpp>
-#include <paceline/runtime/group_task.hpp>
+#include <paceline/runtime/work_source.hpp>
 
 #include "runtime/short_wait.hpp"
+#include "runtime/worker.hpp"
 
 namespace paceline {
-
-namespace detail {
-
-/// Where the caller of a task sleeps. Shared by the task and the group, so that a late worker may still knock.
-class TaskSignal {
- public:
-  void wake() noexcept;
-  /// Sleeps until `done()` or the time is over; the value of done().
-  template <class Done>
-  bool wait_for(std::chrono::nanoseconds timeout, Done done) {
-    std::unique_lock lock(mutex_);
-    return changed_.wait_for(lock, timeout, done);
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-};
-
-/// One worker's mailbox. Owned jointly by the group and the thread: a thread that is left behind still finds it.
-class Mailbox {
- public:
-  /// Of a caller that runs on this core.
-  void post(std::shared_ptr<GroupTask> task, int callers_core);
-  /// No further task comes; one that lies here is still taken.
-  void stop();
-  /// The next task; null when there is none any more. `own_core`: no other worker needs the core this thread runs on.
-  [[nodiscard]] std::shared_ptr<GroupTask> take(bool own_core);
-
-  std::atomic<bool> ready{false};
-  std::atomic<bool> exited{false};
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::shared_ptr<GroupTask> task_;
-  bool stopped_ = false;
-  std::atomic<bool> full_{false};  // there is a task, or stopped_; for looking without the lock
-  std::atomic<int> callers_core_{-1};
-  ShortWait wait_;
-};
-
-}  // namespace detail
 
 /// The workers behind the handles of one group.
 class GroupWorkers {
@@ -73,7 +28,8 @@ class GroupWorkers {
   GroupWorkers& operator=(const GroupWorkers&) = delete;
 
   [[nodiscard]] const std::vector<Device>& devices() const noexcept { return devices_; }
-  void submit(const std::shared_ptr<GroupTask>& task);
+  /// As DeviceGroup::open().
+  void open(const std::shared_ptr<WorkSource>& source, int priority, std::span<const std::size_t> devices);
   [[nodiscard]] bool busy() const noexcept;
   /// As DeviceGroup::wait(), but once: `sleep` is asked if it is not soon done.
   template <class Done, class Sleep>

@@ -43,15 +43,16 @@ class Program final : public StepProgram {
     return x < 0.0;  // never, but the compiler does not know
   }
 
-  void pace(std::size_t device) override {
+  /// Blocks, as a worker does whose core others keep busy.
+  const Event* slot(std::size_t device) override {
     if (device != kBusy) {
       if (waited_for_) came_.wait(false);
-      return;
+      return nullptr;
     }
     came_ = true;
     came_.notify_all();
-    if (!waits_for_end_) return;
-    over_.wait(false);
+    if (waits_for_end_) over_.wait(false);
+    return nullptr;
   }
 
   void finish(std::size_t device) override {

@@ -164,9 +164,9 @@ class LateProgram final : public StepProgram {
     return false;
   }
 
-  void pace(std::size_t device) override {
-    if (device != late_) return;
-    for (std::int64_t left = left_.load(); left > 0; left = left_.load()) left_.wait(left);
+  const Event* slot(std::size_t device) override {
+    for (std::int64_t left = left_.load(); device == late_ && left > 0; left = left_.load()) left_.wait(left);
+    return nullptr;
   }
 
  private:

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
-#include <stop_token>
 #include <string>
 
 #include <paceline/error.hpp>
@@ -63,12 +62,6 @@ TEST_F(BlockingHooksTest, AreAskedForTheOuterWaitWhereTheInnerOneHasLetGoOfNothi
   set_blocking_hooks({.enter = []() -> void* { return nullptr; }, .leave = leave, .poll = poll});
   EXPECT_THROW(wait_for(Never(), std::chrono::seconds(30)), Interrupt);
   EXPECT_EQ(left, 0);
-}
-
-TEST(WaitFor, EndsWhenItIsToldTo) {
-  std::stop_source stop;
-  stop.request_stop();
-  EXPECT_THROW(wait_for(Never(), std::chrono::hours(1), stop.get_token()), Cancelled);
 }
 
 }  // namespace

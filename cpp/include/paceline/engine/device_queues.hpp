@@ -85,7 +85,7 @@ class PACELINE_API StepTimes {
 /// step is to be discarded; the next one makes new connections. Where NCCL never comes back, begin_step() throws
 /// DeviceLost from then on.
 ///
-/// Lifecycle of a step: begin_step() on the caller's thread; on each worker enter(), then pace() before and begin_run()
+/// Lifecycle of a step: begin_step() on the caller's thread; on each worker enter(), then slot() before and begin_run()
 /// and end_run() around every micro-batch, deliver() at the end; when all have delivered, on any one thread, reduce()
 /// and end_step(). Nothing here waits on the host, but for pacing, for host workers' parameters, and until NCCL's calls
 /// have been made.
@@ -133,11 +133,13 @@ class PACELINE_API DeviceQueues {
   [[nodiscard]] std::shared_ptr<const StepTimes> begin_step(std::span<const SpaceCopy> copies);
   /// True the first time in a step: then it has made the device's queue wait for the parameters.
   bool enter(std::size_t device);
-  /// Waits until the device has no more to do than run_ahead micro-batches beyond the one it computes.
-  /// @throws Cancelled after stop(), Timeout
-  void pace(std::size_t device);
-  /// Waits until the device has nothing more to do. @throws as pace()
-  void catch_up(std::size_t device);
+  /// When the device has no more to do than run_ahead micro-batches beyond the one it computes; null: it has not now.
+  [[nodiscard]] const Event* slot(std::size_t device) const;
+  /// When it has nothing more to do; null: it has not now.
+  [[nodiscard]] const Event* idle(std::size_t device) const;
+  /// The longest that either may take, and what to call when it took longer. @throws Timeout
+  [[nodiscard]] std::chrono::nanoseconds patience() const noexcept;
+  void give_up(const Event& event);
   /// True if the device had run dry: that time is not its own.
   bool begin_run(std::size_t device);
   /// Inside of a run, when its items are on their way: what the device has waited for until here is not its own time.
@@ -150,8 +152,6 @@ class PACELINE_API DeviceQueues {
   void reduce(std::span<const BufferView> outputs, double scale);
   /// Marks the end of the step on the home stream.
   void end_step();
-  /// Ends the waits in pace() of this step. Any thread.
-  void stop() noexcept;
   /// After a failure: returns when nothing is enqueued any more, or what is hangs.
   /// @throws what the poll hook of waits does (Ctrl-C): then it may still run, and the next step waits for it first.
   void drain();

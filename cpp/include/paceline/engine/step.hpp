@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -16,6 +16,7 @@
 #include <paceline/engine/micro_batch.hpp>
 #include <paceline/export.hpp>
 #include <paceline/plan/cost_model.hpp>
+#include <paceline/runtime/async.hpp>
 #include <paceline/runtime/device_group.hpp>
 
 namespace paceline {
@@ -30,25 +31,27 @@ struct ClaimRecord {
 
 /// What the workers do in one step. Called on the worker threads, concurrently for different devices.
 ///
-/// Lifecycle on each worker: pace(), and run() for the micro-batch that it then claims, until there is none; finish().
+/// Lifecycle on each worker: slot(), and run() for the micro-batch that it then claims, until there is none; finish().
 /// When every item has run and every device that took part has finished without an error, reduction() is asked once, on
 /// the worker that finished last, and all workers work it off together. A device without a share takes no part, and one
-/// whose worker wakes when others have run its share is not waited for: nothing is called for it. Each of the three may
+/// whose worker wakes when others have run its share is not waited for: nothing is called for it. Each of them may
 /// throw: the step then stops at the next claims, nothing is reduced, and the step reports it.
 class PACELINE_API StepProgram {
  public:
   virtual ~StepProgram();
   /// Forward and backward of one micro-batch. True: its time is no evidence (compilation, a first run).
   virtual bool run(const MicroBatch& micro_batch) = 0;
-  /// Before the device claims its next micro-batch: waits until it is close enough to need one. What is not claimed yet
-  /// others may take.
-  virtual void pace(std::size_t device_index);
-  /// Before the device asks once more, having been told while it was at work that others will do the rest: waits until
-  /// it has done all that it was given.
-  virtual void catch_up(std::size_t device_index);
+  /// What the device must have come to before it claims its next micro-batch, so that it is close enough to need one:
+  /// what is not claimed yet others may take. Null: nothing.
+  [[nodiscard]] virtual const Event* slot(std::size_t device_index);
+  /// The same before the device asks once more, having been told while it was at work that others will do the rest: the
+  /// end of all that it was given.
+  [[nodiscard]] virtual const Event* idle(std::size_t device_index);
+  /// The longest that either may take.
+  [[nodiscard]] virtual std::chrono::nanoseconds patience() const;
+  /// It took longer: throws what the step fails with.
+  virtual void give_up(const Event& event);
   virtual void finish(std::size_t device_index);
-  /// The step was cancelled or has failed: what waits in pace() may leave. Any thread, until the step is over.
-  virtual void stop() noexcept;
   /// After the step, before its times are used: puts right those that the host's clock cannot know. The host saw when
   /// work was enqueued; devices that do it later have clocks of their own.
   virtual void stamp(std::vector<ClaimRecord>& claims) const;
@@ -135,9 +138,9 @@ class PACELINE_API Step {
   [[nodiscard]] StepRecord record() const;
 
  private:
-  class Task;
+  class Source;
   DeviceGroup group_;
-  std::shared_ptr<Task> task_;
+  std::shared_ptr<Source> source_;
 };
 
 /// start(), wait(), rethrow_failure() and record(). When `between` ends the wait the step is cancelled.

@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <memory>
 #include <span>
-#include <stop_token>
 #include <string>
 
 #include <paceline/export.hpp>
@@ -91,9 +90,10 @@ class PACELINE_API AsyncDevice {
 
 /// Waits until the event is done, by asking again and again: without a pause for 50 us, then less and less often, at
 /// least every 100 us. The blocking hooks are called around it.
-/// @throws Timeout naming the device if it takes longer than `timeout`; Cancelled if `stop` is requested meanwhile;
-/// Error if the device has failed; what the poll hook throws.
-PACELINE_API void wait_for(const Event& event, std::chrono::nanoseconds timeout = std::chrono::nanoseconds::max(),
-                           const std::stop_token& stop = {});
+/// @throws Timeout naming the device if it takes longer than `timeout`; Error if the device has failed; what the poll
+/// hook throws.
+PACELINE_API void wait_for(const Event& event, std::chrono::nanoseconds timeout = std::chrono::nanoseconds::max());
+/// The Timeout that says that.
+[[noreturn]] PACELINE_API void throw_late(const Event& event, std::chrono::nanoseconds timeout);
 
 }  // namespace paceline

@@ -12,6 +12,7 @@
 #include <paceline/export.hpp>
 #include <paceline/runtime/device.hpp>
 #include <paceline/runtime/group_task.hpp>
+#include <paceline/runtime/work_source.hpp>
 
 namespace paceline {
 
@@ -52,19 +53,24 @@ class PACELINE_API DeviceGroup {
   /// Whether any of the devices works on after a call has returned, as GPUs do.
   [[nodiscard]] bool asynchronous() const;
 
-  /// Gives `task` to every worker and returns at once.
-  /// @throws InvalidArgument while another task is not complete, Unavailable once closed or after fork().
-  void submit(const std::shared_ptr<GroupTask>& task);
+  /// Makes the workers ask `source` for work, and returns at once. Of sources of priority 0 and above, which are steps
+  /// and tasks, one is open at a time. Any number may be open below 0, on all devices or on some (indices; none: all):
+  /// their work fills the gaps (WorkSource). close() cancels those.
+  /// @throws InvalidArgument while another source of priority 0 is not complete, for a source that was opened before,
+  /// and for an index that there is none of; Unavailable once closed or after fork().
+  void open(const std::shared_ptr<WorkSource>& source, int priority, std::span<const std::size_t> devices = {});
+  /// The same at priority 0, on all devices.
+  void submit(const std::shared_ptr<WorkSource>& source);
 
-  /// Waits until `task` is complete, without end: user code may compile for half a minute or sit in a debugger.
-  /// `between` is called at least every 50 ms; when it returns false the wait ends, false comes back and the task goes
+  /// Waits until `source` is complete, without end: user code may compile for half a minute or sit in a debugger.
+  /// `between` is called at least every 50 ms; when it returns false the wait ends, false comes back and the work goes
   /// on.
-  bool wait(GroupTask& task, const Between& between = {});
+  bool wait(WorkSource& source, const Between& between = {});
 
   /// submit() and wait(), with what they return and throw.
-  bool run(const std::shared_ptr<GroupTask>& task, const Between& between = {});
+  bool run(const std::shared_ptr<WorkSource>& source, const Between& between = {});
 
-  /// True while a submitted task is not complete.
+  /// True while a source of priority 0 is not complete.
   [[nodiscard]] bool busy() const noexcept;
 
   /// Ends and joins the workers; idempotent. A worker that does not come back within `timeout` is left behind (it ends

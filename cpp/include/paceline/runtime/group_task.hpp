@@ -3,48 +3,43 @@
 
 #include <atomic>
 #include <cstddef>
-#include <memory>
+#include <vector>
 
 #include <paceline/export.hpp>
+#include <paceline/runtime/work_source.hpp>
 
 namespace paceline {
 
-namespace detail {
-class TaskSignal;
-}
-
-/// Work for the workers of a group: run() is entered once on each device's worker thread, concurrently.
+/// A source of one piece of work for each device: run() is entered once on each device's worker thread, concurrently.
 ///
 /// Requires: run() keeps its errors to itself. Guarantees: the workers hold the task only while they run it, and the
 /// caller is woken when complete() turns true. A task runs once.
-class PACELINE_API GroupTask {
+class PACELINE_API GroupTask : public WorkSource {
  public:
   GroupTask();
-  virtual ~GroupTask();
-  GroupTask(const GroupTask&) = delete;
-  GroupTask& operator=(const GroupTask&) = delete;
+  ~GroupTask() override;
 
   virtual void run(std::size_t device_index) noexcept = 0;
 
   /// True when the caller may go on. By default when every worker has left; a task whose result is ready earlier
   /// (a late worker finds nothing to do) says so by overriding this and calling wake_caller().
-  [[nodiscard]] virtual bool complete() const noexcept { return all_left(); }
+  [[nodiscard]] bool complete() const noexcept override { return all_left(); }
 
  protected:
   [[nodiscard]] bool all_left() const noexcept {
-    return left_.load(std::memory_order_acquire) == expected_.load(std::memory_order_relaxed);
+    return !taken_.empty() && left_.load(std::memory_order_acquire) == taken_.size();
   }
-  /// Makes the waiting caller look at complete() again. Any thread.
-  void wake_caller() noexcept;
 
  private:
-  friend class DeviceGroup;
-  friend class GroupWorkers;
-  void leave() noexcept;
+  void opened(std::size_t device_count) final;
+  [[nodiscard]] NextWork next(std::size_t device, Clock::time_point now) noexcept final;
+  void perform(std::size_t device, std::int64_t work, Turn& turn) final;
+  void done(std::size_t device, std::int64_t work, const WorkTiming& timing) noexcept final;
+  void failed(std::size_t device, std::int64_t work, std::exception_ptr error) noexcept final;
+  void cancel(std::exception_ptr reason) noexcept final;
 
-  std::shared_ptr<detail::TaskSignal> signal_;
+  std::vector<char> taken_;  // each entry is its worker's
   std::atomic<std::size_t> left_{0};
-  std::atomic<std::size_t> expected_{0};
 };
 
 }  // namespace paceline

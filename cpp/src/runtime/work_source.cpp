@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/runtime/work_source.hpp>
+
+#include <utility>
+
+#include <paceline/error.hpp>
+#include <paceline/runtime/group_task.hpp>
+
+#include "runtime/worker.hpp"
+
+namespace paceline {
+
+WorkSource::WorkSource() : signal_(std::make_shared<detail::TaskSignal>()) {}
+WorkSource::~WorkSource() = default;
+
+void WorkSource::opened(std::size_t) {}
+
+void WorkSource::attach(std::vector<std::weak_ptr<detail::Worker>> workers) {
+  const std::lock_guard lock(mutex_);
+  if (!workers_.empty()) throw InvalidArgument("open: this source was opened before. Make a new one.");
+  workers_ = std::move(workers);
+}
+
+void WorkSource::wake(std::size_t device) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (device >= workers_.size()) return;
+  if (const auto worker = workers_[device].lock()) worker->wake();
+}
+
+void WorkSource::wake_all() noexcept {
+  const std::lock_guard lock(mutex_);
+  for (const auto& one : workers_) {
+    if (const auto worker = one.lock()) worker->wake();
+  }
+}
+
+void WorkSource::wake_caller() noexcept { signal_->wake(); }
+
+GroupTask::GroupTask() = default;
+GroupTask::~GroupTask() = default;
+
+void GroupTask::opened(std::size_t device_count) { taken_.assign(device_count, 0); }
+
+NextWork GroupTask::next(std::size_t device, Clock::time_point) noexcept {
+  if (taken_[device] != 0) return NextWork::done();
+  taken_[device] = 1;
+  return NextWork::take(0);
+}
+
+void GroupTask::perform(std::size_t device, std::int64_t, Turn&) { run(device); }
+
+void GroupTask::done(std::size_t, std::int64_t, const WorkTiming&) noexcept {
+  left_.fetch_add(1, std::memory_order_acq_rel);
+  wake_caller();
+}
+
+void GroupTask::failed(std::size_t device, std::int64_t work, std::exception_ptr) noexcept { done(device, work, {}); }
+
+void GroupTask::cancel(std::exception_ptr) noexcept {}
+
+}  // namespace paceline

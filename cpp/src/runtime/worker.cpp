@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "runtime/worker.hpp"
+
+#include <fmt/format.h>
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include <paceline/error.hpp>
+#include <paceline/runtime/backend.hpp>
+
+namespace paceline::detail {
+namespace {
+
+constexpr int kLooks = 100;  // some microseconds: between devices that are done at the same time
+constexpr std::chrono::microseconds kShortestPause{5};
+constexpr std::chrono::microseconds kLongestPause{100};
+
+}  // namespace
+
+void TaskSignal::wake() noexcept {
+  // Taking the lock orders the wake-up after a waiter that has just seen "not done" and is about to sleep.
+  {
+    const std::lock_guard lock(mutex_);
+  }
+  changed_.notify_all();
+}
+
+Worker::Worker(Device device, std::size_t index, bool own_cores)
+    : device_(std::move(device)), index_(index), own_cores_(own_cores) {}
+
+void Worker::start() {
+  thread_ = std::thread([self = shared_from_this()] {
+    self->work();
+    self->exited_.store(true);
+  });
+}
+
+void Worker::open(std::shared_ptr<WorkSource> source, int priority, int callers_core) {
+  {
+    const std::lock_guard lock(mutex_);
+    arrived_.push_back({std::move(source), priority});
+    callers_core_.store(callers_core, std::memory_order_relaxed);
+    calls_.fetch_add(1, std::memory_order_release);
+  }
+  changed_.notify_one();
+}
+
+void Worker::wake() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    calls_.fetch_add(1, std::memory_order_release);
+  }
+  changed_.notify_one();
+}
+
+void Worker::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopped_ = true;
+    calls_.fetch_add(1, std::memory_order_release);
+  }
+  changed_.notify_one();
+}
+
+void Worker::work() {
+  backend_of(device_).prepare_worker(device_);
+  pthread_setname_np(pthread_self(), fmt::format("pl {}", device_.name).substr(0, 15).c_str());
+  ready_.store(true);
+  for (;;) {
+    const std::uint64_t seen = calls_.load(std::memory_order_acquire);
+    const bool stopped = take_arrivals();
+    if (ask()) continue;
+    if (stopped && open_.empty()) return;
+    sleep(seen);
+  }
+}
+
+bool Worker::take_arrivals() {
+  const std::lock_guard lock(mutex_);
+  for (Open& one : arrived_) {
+    const auto at = std::upper_bound(open_.begin(), open_.end(), one.priority,
+                                     [](int priority, const Open& other) { return priority > other.priority; });
+    open_.insert(at, std::move(one));
+  }
+  arrived_.clear();
+  return stopped_;
+}
+
+bool Worker::ask() {
+  awaited_.events.clear();
+  awaited_.until = Clock::time_point::max();
+  for (std::size_t k = 0; k < open_.size();) {
+    const NextWork next = open_[k].source->next(index_, Clock::now());
+    if (next.kind == NextWork::Kind::take) {
+      perform(*open_[k].source, next.work);
+      return true;
+    }
+    if (next.kind == NextWork::Kind::done) {
+      open_.erase(open_.begin() + static_cast<std::ptrdiff_t>(k));
+      continue;
+    }
+    if (next.event != nullptr) awaited_.events.push_back(next.event);
+    awaited_.until = std::min(awaited_.until, next.until);
+    ++k;
+  }
+  return false;
+}
+
+void Worker::perform(WorkSource& source, std::int64_t number) {
+  Turn turn(device_);
+  WorkTiming timing{.start = Clock::now(), .finish = {}};
+  try {
+    source.perform(index_, number, turn);
+  } catch (...) {
+    source.failed(index_, number, std::current_exception());
+    return;
+  }
+  timing.finish = Clock::now();
+  source.done(index_, number, timing);
+}
+
+/// Also where looking at an event throws: its source will see that, too.
+bool Worker::Awaited::due() const noexcept {
+  const auto is_done = [](const Event* event) {
+    try {
+      return event->done();
+    } catch (...) {
+      return true;
+    }
+  };
+  return std::any_of(events.begin(), events.end(), is_done) ||
+         (until != Clock::time_point::max() && Clock::now() >= until);
+}
+
+void Worker::sleep(std::uint64_t seen) {
+  const auto called = [&] { return called_since(seen); };
+  if (open_.empty()) {
+    const bool callers = callers_core_.load(std::memory_order_relaxed) == sched_getcpu();
+    idle_wait_.until(own_cores_ && !callers, called, [&] {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, called);
+      return true;
+    });
+    return;
+  }
+  for (int i = 0; i < kLooks && !called(); ++i) relax();
+  if (awaited_.events.empty()) {
+    std::unique_lock lock(mutex_);
+    if (awaited_.until == Clock::time_point::max()) {
+      changed_.wait(lock, called);
+    } else {
+      changed_.wait_until(lock, awaited_.until, called);
+    }
+    return;
+  }
+  // Nobody calls when an event is done. One that is due within microseconds shall not wait for a thread that sleeps.
+  const Clock::time_point begin = Clock::now();
+  while (Clock::now() - begin < ShortWait::kSpin) {
+    if (called() || awaited_.due()) return;
+    relax();
+  }
+  for (auto pause = kShortestPause; !called() && !awaited_.due(); pause = std::min(2 * pause, kLongestPause)) {
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, pause, called);
+  }
+}
+
+}  // namespace paceline::detail

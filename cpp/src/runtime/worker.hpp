@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include <paceline/runtime/device.hpp>
+#include <paceline/runtime/work_source.hpp>
+
+#include "runtime/short_wait.hpp"
+
+namespace paceline::detail {
+
+/// Where the caller of a source sleeps. Shared by the source and the group, so that a late worker may still knock.
+class TaskSignal {
+ public:
+  void wake() noexcept;
+  /// Sleeps until `done()` or the time is over; the value of done().
+  template <class Done>
+  bool wait_for(std::chrono::nanoseconds timeout, Done done) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, timeout, done);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+};
+
+/// The worker of one device: its thread, and how others reach it. Owned jointly by the group and the thread, so that a
+/// thread that is left behind still finds it.
+class Worker : public std::enable_shared_from_this<Worker> {
+ public:
+  /// `own_cores`: no other worker of the group needs the cores that it runs on.
+  Worker(Device device, std::size_t index, bool own_cores);
+
+  /// @throws std::system_error if there can be no thread.
+  void start();
+  /// A source to ask, those of higher priority first and of equals the older one. By a caller that runs on this core.
+  void open(std::shared_ptr<WorkSource> source, int priority, int callers_core);
+  /// Makes it ask its sources again, if it sleeps.
+  void wake() noexcept;
+  /// No further source comes. The thread ends when it has let go of those that are open.
+  void stop();
+
+  [[nodiscard]] const Device& device() const noexcept { return device_; }
+  [[nodiscard]] bool ready() const noexcept { return ready_.load(); }
+  [[nodiscard]] bool exited() const noexcept { return exited_.load(); }
+  [[nodiscard]] std::thread& thread() noexcept { return thread_; }
+
+ private:
+  using Clock = WorkSource::Clock;
+  struct Open {
+    std::shared_ptr<WorkSource> source;
+    int priority = 0;
+  };
+  /// What may end a wait beside a call.
+  struct Awaited {
+    std::vector<const Event*> events;
+    Clock::time_point until = Clock::time_point::max();
+    [[nodiscard]] bool due() const noexcept;
+  };
+
+  void work();
+  /// Asks from the top; true if it ran something.
+  bool ask();
+  void perform(WorkSource& source, std::int64_t number);
+  [[nodiscard]] bool take_arrivals();
+  void sleep(std::uint64_t seen);
+  [[nodiscard]] bool called_since(std::uint64_t seen) const noexcept {
+    return calls_.load(std::memory_order_acquire) != seen;
+  }
+
+  Device device_;
+  std::size_t index_;
+  bool own_cores_;
+  std::thread thread_;
+  std::atomic<bool> ready_{false};
+  std::atomic<bool> exited_{false};
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Open> arrived_;  // under the mutex
+  bool stopped_ = false;       // as is this
+  std::atomic<std::uint64_t> calls_{0};
+  std::atomic<int> callers_core_{-1};
+
+  // Of the thread alone.
+  std::vector<Open> open_;  // by priority
+  Awaited awaited_;
+  ShortWait idle_wait_;
+};
+
+}  // namespace paceline::detail

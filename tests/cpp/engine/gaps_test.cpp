@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A step while a source of lower priority fills its gaps with single jobs.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include <paceline/engine/step.hpp>
+#include <paceline/runtime/device_group.hpp>
+#include <paceline/runtime/work_source.hpp>
+
+#include "host_group.hpp"
+
+namespace paceline {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+void spin(std::chrono::microseconds time) {
+  const auto end = Clock::now() + time;
+  while (Clock::now() < end) {
+  }
+}
+
+struct Span {
+  Clock::time_point begin;
+  Clock::time_point end;
+};
+
+/// A queue of jobs that any device takes from.
+class Queue final : public WorkSource {
+ public:
+  Queue(int jobs, std::size_t devices) : left_(jobs), unfinished_(jobs), ran(devices) {}
+  NextWork next(std::size_t, Clock::time_point) noexcept override {
+    return left_.fetch_sub(1) > 0 ? NextWork::take(0) : NextWork::done();
+  }
+  void perform(std::size_t, std::int64_t, Turn&) override { spin(std::chrono::microseconds(50)); }
+  void done(std::size_t device, std::int64_t, const WorkTiming& timing) noexcept override {
+    ran[device].push_back({timing.start, timing.finish});
+    --unfinished_;
+    wake_caller();
+  }
+  void failed(std::size_t, std::int64_t, std::exception_ptr) noexcept override {}
+  void cancel(std::exception_ptr) noexcept override { left_ = 0; }
+  [[nodiscard]] bool complete() const noexcept override { return unfinished_ == 0; }
+
+ private:
+  std::atomic<int> left_;
+  std::atomic<int> unfinished_;
+
+ public:
+  std::vector<std::vector<Span>> ran;  // each entry is its worker's
+};
+
+/// Sums that depend on the order in which a device adds them.
+class Sums final : public StepProgram {
+ public:
+  explicit Sums(std::size_t devices) : ran(devices), sums_(devices) {}
+  bool run(const MicroBatch& mb) override {
+    const auto begin = Clock::now();
+    for (std::int64_t k = mb.begin; k < mb.end; ++k) sums_[mb.device_index] += std::sin(static_cast<double>(k));
+    spin(std::chrono::microseconds(20) * mb.size());
+    ran[mb.device_index].push_back({begin, Clock::now()});
+    return false;
+  }
+  std::unique_ptr<BlockReduction> reduction() override {
+    ReductionSegment segment{.output = &total, .count = 1, .dtype = DType::float64};
+    for (const double& sum : sums_) segment.inputs.push_back(&sum);
+    return std::make_unique<BlockReduction>(std::vector<ReductionSegment>{segment});
+  }
+  double total = 0.0;
+  std::vector<std::vector<Span>> ran;
+
+ private:
+  std::vector<double> sums_;
+};
+
+TEST(Gaps, AreFilledBetweenMicroBatchesAndTheStepIsTheSameToTheBit) {
+  const DeviceGroup group = host_group(2);
+  // The second device is done early: until the first one is, it has nothing to do for the step.
+  const StepOptions options{.shares = {60, 10}, .micro_batch = 5, .stealing = false};
+  const auto alone = std::make_shared<Sums>(2);
+  run_step(group, alone, options);
+  int in_the_gaps = 0;
+  for (int round = 0; round < 5; ++round) {
+    DeviceGroup workers = group;
+    const auto jobs = std::make_shared<Queue>(200, 2);
+    workers.open(jobs, -1);
+    const auto program = std::make_shared<Sums>(2);
+    run_step(group, program, options);
+    EXPECT_EQ(program->total, alone->total);
+    ASSERT_TRUE(workers.wait(*jobs));
+    EXPECT_EQ(jobs->ran[0].size() + jobs->ran[1].size(), 200U) << "each job once";
+    const Clock::time_point step_end = program->ran[0].back().end;
+    for (std::size_t d = 0; d < 2; ++d) {
+      const std::vector<Span>& steps = program->ran[d];
+      for (const Span& job : jobs->ran[d]) {
+        const bool between = job.begin > steps.front().begin && job.begin < steps.back().begin;
+        EXPECT_FALSE(between) << "a job ran while the step had work for the device";
+        in_the_gaps += job.begin > steps.back().end && job.end < step_end ? 1 : 0;
+      }
+    }
+  }
+  EXPECT_GT(in_the_gaps, 0);
+}
+
+}  // namespace
+}  // namespace paceline
