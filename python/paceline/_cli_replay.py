@@ -78,6 +78,7 @@ def _summary(file: Path, result: ReplayResult, ledger: Ledger) -> dict[str, Any]
                 "shares": stretch.first.shares,
                 "moved": stretch.first.moved,
                 "retired": stretch.first.retired,
+                "restored": stretch.first.restored,
                 "promised_seconds": stretch.first.predicted_seconds,
                 "predicted_seconds": stretch.predicted_seconds,
                 "measured_seconds": stretch.measured_seconds,
@@ -122,7 +123,9 @@ def _row(stretch: Stretch) -> tuple[str, ...]:
     shares = " ".join(str(share) for share in first.shares)
     if len(first.shares) > _MOST_SHARES:
         shares = f"{min(first.shares)} to {max(first.shares)}"
-    why = f"{', '.join(first.retired)} left; {first.reason}" if first.retired else first.reason
+    why = first.reason
+    for devices, what in (first.restored, "came back"), (first.retired, "left"):
+        why = f"{', '.join(devices)} {what}; {why}" if devices else why
     return (
         str(first.step),
         str(stretch.steps),

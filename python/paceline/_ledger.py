@@ -21,6 +21,7 @@ class Decision:
     reason: str
     measured_seconds: float | None = None  # None: the step was not recorded
     retired: list[str] = field(default_factory=list)  # devices that left since the decision before
+    restored: list[str] = field(default_factory=list)  # and those that came back
 
 
 @dataclass
@@ -37,6 +38,7 @@ def read(lines: Iterable[str]) -> Ledger:
     """Take a ledger apart that `paceline.balance.replay` accepts. Of a step that was tried again the last try is kept."""
     ledger = Ledger("", [], [])
     retired: list[str] = []
+    restored: list[str] = []
     for number, text in enumerate(lines, start=1):
         if not text.strip():
             continue
@@ -48,14 +50,17 @@ def read(lines: Iterable[str]) -> Ledger:
         elif "plan" in entry:
             plan = entry["plan"]
             if decisions and decisions[-1].step == plan["step"] and decisions[-1].measured_seconds is None:
-                retired = decisions.pop().retired + retired
+                last = decisions.pop()
+                retired, restored = last.retired + retired, last.restored + restored
             known = ("step", "batch_size", "shares", "moved", "predicted_seconds", "reason")
-            decisions.append(Decision(number, **{key: plan[key] for key in known}, retired=retired))
-            retired = []
+            decisions.append(Decision(number, **{key: plan[key] for key in known}, retired=retired, restored=restored))
+            retired, restored = [], []
         elif "record" in entry and decisions:
             decisions[-1].measured_seconds = _seconds(entry["record"])
         elif "retire" in entry:
             retired.append(ledger.devices[entry["retire"]["device"]])
+        elif "restore" in entry:
+            restored.append(ledger.devices[entry["restore"]["device"]])
         elif "claims" in entry and entry["claims"].get("decided_here", True):
             ledger.by_cost |= "order" in entry["claims"]
     return ledger
@@ -78,7 +83,13 @@ def stretches(ledger: Ledger) -> list[Stretch]:
     latest: dict[int, tuple[Stretch, list[float]]] = {}  # by batch size: the last batch of an epoch often has its own
     for decision in ledger.decisions:
         known = latest.get(decision.batch_size)
-        if known is None or decision.moved or decision.retired or known[0].first.shares != decision.shares:
+        if (
+            known is None
+            or decision.moved
+            or decision.retired
+            or decision.restored
+            or known[0].first.shares != decision.shares
+        ):
             known = Stretch(decision, decision.step, 0, 0.0, None), []
             latest[decision.batch_size] = known
             found.append(known[0])

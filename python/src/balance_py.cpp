@@ -220,6 +220,9 @@ startup_seconds
           "retire", [](RecordedBalancer& self, std::size_t device) { self.balancer.retire(device); }, py::arg("device"),
           "The device with this index gets no further work.")
       .def(
+          "restore", [](RecordedBalancer& self, std::size_t device) { self.balancer.restore(device); },
+          py::arg("device"), "A device that was retired gets work again.")
+      .def(
           "explain", [](const RecordedBalancer& self) { return self.balancer.explain(); },
           "In words: what was seen, what was decided and why, what a move would gain, what is not known.")
       .def("report", &report_of, R"(What `explain` says, as numbers.

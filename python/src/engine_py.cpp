@@ -323,6 +323,9 @@ void bind_engine(py::module_& module) {
            py::arg("micro_batch") = 0, py::arg("granularity") = 1, py::arg("corrections") = py::none())
       .def("set_corrections", &Stepper::set_corrections, py::arg("corrections"),
            "From the next plan on. None: on host devices.")
+      .def("retire", &Stepper::retire, py::arg("device"),
+           "The device with this index gets no work from the next step on, and no step waits for it.")
+      .def("restore", &Stepper::restore, py::arg("device"), "It gets work again.")
       .def("set_least_items", &Stepper::set_least_items, py::arg("items"),
            "Of a micro-batch from the next plan on, unless the batch has fewer.")
       .def(

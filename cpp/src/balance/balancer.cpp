@@ -152,6 +152,13 @@ StepPlan Balancer::State::make_plan(std::int64_t batch_size) {
   return made;
 }
 
+/// Plans in force are of other devices.
+void Balancer::State::devices_changed() {
+  incumbents.clear();
+  awaiting_record = false;
+  policy->retired(context(plan ? plan->batch_size : 1));
+}
+
 void Balancer::State::remember(std::int64_t batch_size, Incumbent incumbent) {
   make_room(incumbents, batch_size, kBatchSizes, [](const Incumbent& incumbent) { return incumbent.last_used; });
   incumbents[batch_size] = std::move(incumbent);
@@ -214,21 +221,33 @@ void Balancer::record(const StepTimings& timings) {
 
 void Balancer::retire(std::size_t device) {
   State& state = *state_;
-  if (device >= state.limits.size()) {
-    throw InvalidArgument(fmt::format("there is no device {}: there are {}", device, state.limits.size()));
-  }
-  if (state.retired[device]) return;
+  if (retired(device)) return;
   if (std::count(state.retired.begin(), state.retired.end(), false) == 1) {
     const std::string& name = state.options.devices[device].name;
     throw InvalidArgument(fmt::format("{} is the last device: it cannot be retired", name), name);
   }
-  state.called = true;
   if (state.ledger) state.ledger->retire(device);
   state.retired[device] = true;
   state.limits[device] = {.minimum = 0, .maximum = 0};
-  state.incumbents.clear();
-  state.awaiting_record = false;
-  state.policy->retired(state.context(state.plan ? state.plan->batch_size : 1));
+  state.devices_changed();
+}
+
+void Balancer::restore(std::size_t device) {
+  State& state = *state_;
+  if (!retired(device)) return;
+  if (state.ledger) state.ledger->restore(device);
+  state.retired[device] = false;
+  state.limits[device] = state.options.devices[device].limits;
+  state.limits[device].startup_seconds = state.startup.seconds(device);
+  state.devices_changed();
+}
+
+bool Balancer::retired(std::size_t device) const {
+  const State& state = *state_;
+  if (device >= state.limits.size()) {
+    throw InvalidArgument(fmt::format("there is no device {}: there are {}", device, state.limits.size()));
+  }
+  return state.retired[device];
 }
 
 void Balancer::set_least_items(std::int64_t items) {
@@ -252,6 +271,9 @@ void Balancer::write_to(std::shared_ptr<LedgerWriter> ledger) {
   if (!state_->ledger) return;
   state_->ledger->header(state_->options);
   if (state_->least_items > 1) state_->ledger->least_items(state_->least_items);
+  for (std::size_t i = 0; i < state_->retired.size(); ++i) {
+    if (state_->retired[i]) state_->ledger->retire(i);
+  }
 }
 
 bool Balancer::writes_ledger() const noexcept { return state_->ledger != nullptr; }

@@ -35,6 +35,7 @@ struct Balancer::State {
   void fit_limits(std::int64_t batch_size);
   [[nodiscard]] bool respects_limits(const std::vector<std::int64_t>& shares) const;
   [[nodiscard]] StepPlan make_plan(std::int64_t batch_size);
+  void devices_changed();
   void remember(std::int64_t batch_size, Incumbent incumbent);
   [[nodiscard]] double possible_gain() const;
   [[nodiscard]] double slowdown_of(std::size_t device) const;

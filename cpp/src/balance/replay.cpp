@@ -78,9 +78,11 @@ class Replay {
     if (json.has("plan")) return plan(number, json["plan"]);
     if (json.has("record")) return record(json["record"]);
     if (json.has("retire")) return balancer_->retire(static_cast<std::size_t>(json["retire"]["device"].integer()));
+    if (json.has("restore")) return balancer_->restore(static_cast<std::size_t>(json["restore"]["device"].integer()));
     if (json.has("least_items")) return balancer_->set_least_items(json["least_items"].integer());
     if (json.has("claims")) return;  // what ran, not what was decided
-    throw InvalidArgument("neither \"plan\" nor \"record\" nor \"retire\" nor \"least_items\" is there");
+    throw InvalidArgument(
+        "neither \"plan\" nor \"record\" nor \"retire\" nor \"restore\" nor \"least_items\" is there");
   }
 
   [[nodiscard]] bool started() const { return balancer_.has_value(); }

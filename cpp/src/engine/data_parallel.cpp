@@ -2,6 +2,7 @@
 #include <paceline/engine/data_parallel.hpp>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>
@@ -12,7 +13,9 @@
 #include <memory>
 #include <new>
 #include <stdexcept>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include <paceline/engine/stepper.hpp>
 #include <paceline/error.hpp>
@@ -35,6 +38,15 @@ StepperOptions stepper_options(const DataParallelOptions& options) {
           .granularity = options.granularity,
           .corrections = options.corrections,
           .run_ahead = options.run_ahead};
+}
+
+std::size_t index_of(const DeviceGroup& group, std::string_view name) {
+  std::vector<std::string> names;
+  for (std::size_t d = 0; d < group.size(); ++d) {
+    if (group.devices()[d].name == name) return d;
+    names.push_back(group.devices()[d].name);
+  }
+  throw InvalidArgument(fmt::format("the group has no device {}; it has {}", name, fmt::join(names, ", ")));
 }
 
 constexpr std::size_t kUpdateBlock = 1024;                // elements; parts of whole ones share no cache line
@@ -154,17 +166,27 @@ void BasicDataParallel<T>::update(const Update& body) {
   const DeviceGroup& group = state_->stepper.group();
   state_->stepper.require_idle();
   const std::size_t count = parameters().size();
-  const auto devices = static_cast<std::int64_t>(group.size());
+  std::vector<double> works;
+  for (std::size_t d = 0; d < group.size(); ++d) works.push_back(state_->stepper.retired(d) ? 0.0 : 1.0);
+  const auto devices = std::count(works.begin(), works.end(), 1.0);
   const auto blocks = static_cast<std::int64_t>((count + kUpdateBlock - 1) / kUpdateBlock);
   if (devices == 1 || group.asynchronous() || blocks < devices * kLeastUpdateBlocksPerDevice) return body(0, count);
   const std::int64_t parts = devices * kUpdatePartsPerDevice;
   Step step(group, std::make_shared<UpdateProgram>(body, count),
-            {.shares = plan::split_even(blocks, devices), .micro_batch = (blocks + parts - 1) / parts});
+            {.shares = plan::split_weighted(blocks, works), .micro_batch = (blocks + parts - 1) / parts});
   step.start();
   step.wait();
   if (step.failure() != nullptr) std::rethrow_exception(step.failure()->error);
 }
 
+template <class T>
+void BasicDataParallel<T>::retire(std::string_view device) {
+  state_->stepper.retire(index_of(group(), device));
+}
+template <class T>
+void BasicDataParallel<T>::restore(std::string_view device) {
+  state_->stepper.restore(index_of(group(), device));
+}
 template <class T>
 std::span<T> BasicDataParallel<T>::parameters() noexcept {
   return state_->memory->parameters();

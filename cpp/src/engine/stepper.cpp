@@ -79,6 +79,15 @@ struct Stepper::State {
         health(group.devices()),
         origin(std::chrono::steady_clock::now()) {}
 
+  /// Calls both kinds' balancers between steps.
+  template <class Call>
+  void change_devices(const Call& call) {
+    collect(0);
+    call(balancer);
+    if (items) call(items->balancer());
+    plan = {};
+  }
+
   void draw_plan(std::int64_t batch_size) {
     latest = current().next_plan(batch_size);
     awaiting_record = true;
@@ -102,6 +111,9 @@ struct Stepper::State {
       std::vector<std::string> classes;
       for (const Device& device : group.devices()) classes.push_back(device.device_class);
       items.emplace(engine::make_balancer(group, options, true), classes, options.micro_batch);
+      for (std::size_t d = 0; d < group.size(); ++d) {
+        if (balancer.retired(d)) items->balancer().retire(d);
+      }
     }
     costing = costs;
     plan = {};
@@ -328,6 +340,18 @@ void Stepper::set_least_items(std::int64_t items) {
   engine::check(options);
   state_->options = std::move(options);
 }
+
+void Stepper::retire(std::size_t device) {
+  require_idle();
+  state_->change_devices([device](balance::Balancer& balancer) { balancer.retire(device); });
+}
+
+void Stepper::restore(std::size_t device) {
+  require_idle();
+  state_->change_devices([device](balance::Balancer& balancer) { balancer.restore(device); });
+}
+
+bool Stepper::retired(std::size_t device) const { return state_->balancer.retired(device); }
 
 void Stepper::cancel() {
   const std::lock_guard lock(state_->cancel_mutex);

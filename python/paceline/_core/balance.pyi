@@ -204,6 +204,10 @@ class Balancer:
             "pending", else "overtaken" by another move or a change of speed, or "unjudged" where nothing comparable ran before. The measured gain and
             the resolution are 0 unless it was judged.
         """
+    def restore(self, device: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        A device that was retired gets work again.
+        """
     def retire(self, device: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
         The device with this index gets no further work.

@@ -179,6 +179,14 @@ class Stepper:
         """
         Plan a batch with one cost per item; run_items() runs the plan.
         """
+    def restore(self, device: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        It gets work again.
+        """
+    def retire(self, device: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        The device with this index gets no work from the next step on, and no step waits for it.
+        """
     def run(
         self,
         batch_size: typing.SupportsInt | typing.SupportsIndex,

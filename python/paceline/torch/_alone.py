@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple
 
 from paceline._words import counted
@@ -42,7 +42,9 @@ class AloneTrials:
     devices with 2 items).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, without: Collection[int] = ()) -> None:
+        """Of all devices `without` these."""
+        self._without = frozenset(without)
         self._kind: Hashable = None
         self._size = 0
         self._others = 0  # steps with other batches since the last one of this kind
@@ -61,7 +63,8 @@ class AloneTrials:
         if kind != self._kind or self._steps < self._next:
             return None
         if not self._waiting:
-            self._waiting = sorted(range(len(items)), key=lambda device: -items[device])[:_MOST_DEVICES]
+            devices = set(range(len(items))) - self._without
+            self._waiting = sorted(devices, key=lambda device: (-items[device], device))[:_MOST_DEVICES]
         return self._waiting[0]
 
     def add(self, kind: Hashable, size: int, seconds: float) -> None:

@@ -23,6 +23,7 @@ class Lifetime(abc.ABC):
 
     def __init__(self, group: DeviceGroup, owned: bool, execution: Execution) -> None:
         self.group = group
+        self._retired: set[int] = set()  # devices that get no work
         self._execution = execution
         self._places = execution.places
         self._replicas = execution.replicas

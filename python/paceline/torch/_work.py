@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paceline import InvalidArgument
+from paceline import Device, InvalidArgument
 from paceline.torch._alone import AloneTrials
 from paceline.torch._batch import Batch
 from paceline.torch._claims import ClaimScript, ReplayedCaps
@@ -80,14 +80,76 @@ class Work(Lifetime):
 
     def _temporarily(self, **options: Any) -> Workload:
         """For the current call only; `close` in another thread ends it, too."""
-        work = Workload(self.group, self._places, self._limits, **options)
+        work = self._workload(options)
         self._temporary.append(work)
         return work
+
+    def _workload(self, options: dict[str, Any]) -> Workload:
+        work = Workload(self.group, self._places, self._limits, **options)
+        for index in self._retired:
+            work.stepper.retire(index)
+        return work
+
+    def retire(self, device: str | Device) -> None:
+        """From the next call on the device gets no work, and nothing waits for it. Its share goes to the others; no item is lost.
+
+        It stays in the group, with its replica and its worker, until `restore` brings it back: for a GPU that somebody else needs for a while,
+        a core that a data loader shall have, or a device that one does not trust.
+
+        Parameters
+        ----------
+        device
+            One of the trainer's, or its name: ``"host:1"``. One that is retired already stays so.
+
+        Raises
+        ------
+        InvalidArgument
+            If the trainer has no such device, or no other one works.
+        """
+        with self._alone("retire"):
+            index = self._index_of(device)
+            for work in self._workloads():
+                work.stepper.retire(index)
+            self._retired.add(index)
+            self._restart_trials()
+
+    def restore(self, device: str | Device) -> None:
+        """Give a device work again that `retire` has taken it from. What was known of its speed counts; a change is noticed as ever.
+
+        Parameters
+        ----------
+        device
+            As for `retire`. One that works stays as it is.
+
+        Raises
+        ------
+        InvalidArgument
+            If the trainer has no such device.
+        """
+        with self._alone("restore"):
+            index = self._index_of(device)
+            for work in self._workloads():
+                work.stepper.restore(index)
+            self._retired.discard(index)
+            self._restart_trials()
+
+    def _index_of(self, device: str | Device) -> int:
+        name = device if isinstance(device, str) else device.name
+        if name not in self._names:
+            raise InvalidArgument(
+                f"DataParallel: there is no device {name} in this trainer; it has {', '.join(self._names)}."
+            )
+        return self._names.index(name)
+
+    def _restart_trials(self) -> None:
+        for work in self._workloads():
+            if work.alone is not None:
+                work.alone = AloneTrials(self._retired)
 
     def _work(self, kind: str) -> Workload:
         """Made when it is first needed."""
         if kind not in self._works:
-            self._works[kind] = Workload(self.group, self._places, self._limits, **self._options)
+            self._works[kind] = self._workload(self._options)
         return self._works[kind]
 
     def _train(

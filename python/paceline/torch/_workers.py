@@ -18,6 +18,7 @@ class HostWorkers:
     def __init__(self, trainer: Lifetime) -> None:
         self._trainer = weakref.ref(trainer)
         self._stepper: Stepper | None = None
+        self._without: set[int] = set()  # devices that it gives no work
 
     def part_count(self) -> int:
         """Some for each device, if there are several and all are the host's."""
@@ -43,6 +44,11 @@ class HostWorkers:
     def _run(self, trainer: Lifetime, tasks: Sequence[Callable[[], None]]) -> None:
         if self._stepper is None:
             self._stepper = Stepper(trainer.group, micro_batch=1)  # nothing is recorded, so shares stay even
+        for index in trainer._retired - self._without:
+            self._stepper.retire(index)
+        for index in self._without - trainer._retired:
+            self._stepper.restore(index)
+        self._without = set(trainer._retired)
         places = trainer._places
         left = dict(enumerate(tasks))
         errors: list[BaseException] = []

@@ -162,7 +162,32 @@ TEST(Balancer, ARetiredDeviceGetsNothingAndTheLastOneStays) {
     EXPECT_EQ(balancer.next_plan(90).shares, (Shares{0, 0, 90})) << policy;
     EXPECT_THROW(balancer.retire(2), InvalidArgument);
     EXPECT_THROW(balancer.retire(3), InvalidArgument);
+    balancer.restore(1);
+    EXPECT_EQ(balancer.next_plan(90).shares, (Shares{0, 45, 45})) << policy;
+    balancer.restore(0);
+    balancer.restore(0);
+    EXPECT_EQ(balancer.next_plan(90).shares, (Shares{30, 30, 30})) << policy;
+    EXPECT_THROW(balancer.restore(3), InvalidArgument);
   }
+}
+
+TEST(Balancer, ADeviceThatComesBackGetsWorkByWhatWasKnownOfIt) {
+  Balancer balancer(three());
+  Shares shares;
+  const auto steps = [&](int count) {
+    for (int k = 0; k < count; ++k) {
+      shares = balancer.next_plan(900).shares;
+      balancer.record(proportional(shares, {1.0, 2.0, 3.0}));
+    }
+  };
+  steps(20);
+  balancer.retire(2);
+  steps(20);
+  EXPECT_EQ(shares[2], 0);
+  EXPECT_NEAR(static_cast<double>(shares[1]), 600.0, 6.0);
+  balancer.restore(2);
+  steps(1);
+  EXPECT_NEAR(static_cast<double>(shares[2]), 450.0, 5.0) << balancer.explain();
 }
 
 TEST(Balancer, NoticesThatADeviceWithoutWorkRecovered) {

@@ -119,6 +119,35 @@ TEST(DataParallel, KeepsItsGradientsWhereTheyAre) {
   }
 }
 
+TEST(DataParallel, DoesWithoutADeviceThatIsRetired) {
+  const Regression data(64, 9, 3);
+  Trainer trainer(host_group(2), {.parameter_count = 9, .balance = "even"});
+  const auto step = [&] {
+    double total = 0.0;
+    for (const double weight : data.weights) total += weight;
+    trainer.step(
+        64,
+        [&](const MicroBatch& mb, Trainer::Replica& replica) {
+          return data.add(mb.begin, mb.end, replica.parameters, replica.gradients);
+        },
+        total);
+    std::vector<double> expected(9, 0.0);
+    data.add(0, 64, trainer.parameters(), expected);
+    for (std::size_t j = 0; j < 9; ++j) EXPECT_NEAR(trainer.gradients()[j], expected[j] / total, 1e-12);
+  };
+  step();
+  trainer.retire("host:1");
+  for (int k = 0; k < 5; ++k) {
+    step();
+    EXPECT_EQ(trainer.shares(), (std::vector<std::int64_t>{64, 0}));
+  }
+  EXPECT_THROW(trainer.retire("host:0"), InvalidArgument) << "nobody would be left";
+  EXPECT_THROW(trainer.retire("host:7"), InvalidArgument);
+  trainer.restore("host:1");
+  step();
+  EXPECT_EQ(trainer.shares(), (std::vector<std::int64_t>{32, 32}));
+}
+
 TEST(DataParallel, KeepsTheTypeOfWhatABodyThrows) {
   Trainer trainer(host_group(2), {.parameter_count = 1});
   const auto full = [](const MicroBatch&, Trainer::Replica&) -> double { throw std::bad_alloc(); };

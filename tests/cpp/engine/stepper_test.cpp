@@ -101,6 +101,49 @@ TEST(Stepper, IsAsItWasAfterCostsThatWereRefused) {
   EXPECT_EQ(stepper.plan().shares, before.shares);
 }
 
+TEST(StepperLedger, HasWhatLeftAndCameBack) {
+  Recorded recorded;
+  recorded.stepper.retire(1);
+  step(recorded.stepper, false);
+  recorded.stepper.restore(1);
+  for (int k = 0; k < 3; ++k) step(recorded.stepper, false);
+  EXPECT_EQ(recorded.lines_with(R"({"retire")"), 1);
+  EXPECT_EQ(recorded.lines_with(R"({"restore")"), 1);
+  std::istringstream in(recorded.out.str());
+  const balance::ReplayResult replayed = balance::replay(in);
+  EXPECT_EQ(replayed.records, 4);
+  EXPECT_TRUE(replayed.mismatches.empty());
+}
+
+TEST(Stepper, GivesADeviceThatIsRetiredNothingOfEitherKind) {
+  Stepper stepper(host_group(3), {});
+  const auto ran = [&](bool costs) {
+    const auto program = std::make_shared<Nothing>();
+    const auto running =
+        costs ? stepper.begin(stepper.plan_items(std::vector<double>(12, 1.0)), program) : stepper.begin(12, program);
+    run(stepper, running);
+    return running->items();
+  };
+  ran(false);
+  stepper.retire(1);
+  EXPECT_TRUE(stepper.retired(1));
+  for (const bool costs : {false, true, false, true}) {
+    const std::vector<std::int64_t> items = ran(costs);
+    EXPECT_EQ(items[1], 0) << costs;
+    EXPECT_EQ(items[0] + items[2], 12) << "no item is lost";
+  }
+  stepper.restore(1);
+  EXPECT_FALSE(stepper.retired(1));
+  for (const bool costs : {false, true}) {
+    ran(costs);
+    EXPECT_GT(stepper.plan().shares[1], 0) << costs;
+  }
+  stepper.retire(0);
+  stepper.retire(1);
+  EXPECT_THROW(stepper.retire(2), InvalidArgument);
+  EXPECT_THROW(stepper.retire(3), InvalidArgument);
+}
+
 TEST(StepperLedger, EndsForBothKinds) {
   Recorded recorded;
   step(recorded.stepper, true);

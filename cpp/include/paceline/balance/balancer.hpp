@@ -106,6 +106,10 @@ class PACELINE_API Balancer {
   /// The device gets no further work: it failed or left. The plans that follow share its part among the others.
   /// @throws InvalidArgument if there is no such device or it is the last one.
   void retire(std::size_t device);
+  /// A device that was retired gets work again, from the next plan on, by what is known of it from before.
+  /// @throws InvalidArgument if there is no such device.
+  void restore(std::size_t device);
+  [[nodiscard]] bool retired(std::size_t device) const;
 
   /// From the next plan on no share has fewer items, unless it is zero or the batch itself has fewer: fewer devices
   /// then run a small batch. Shares in force that are too small are planned anew. 1, as at first: any share will do.
@@ -132,8 +136,8 @@ class PACELINE_API Balancer {
   /// Changes of shares so far, for unchanged batch sizes.
   [[nodiscard]] std::int64_t move_count() const noexcept;
 
-  /// From now on every call is written to `ledger`, or to none if null. Attach before the first call: a ledger that
-  /// lacks calls cannot be replayed, so attaching later throws InvalidArgument.
+  /// From now on every call is written to `ledger`, or to none if null. Attach before the first plan: a ledger that
+  /// lacks plans cannot be replayed, so attaching later throws InvalidArgument.
   void write_to(std::shared_ptr<LedgerWriter> ledger);
   [[nodiscard]] bool writes_ledger() const noexcept;
   /// Whether a plan was asked for or a device retired: from then on no ledger can be attached.

@@ -24,13 +24,15 @@ struct LedgerClaim {
 };
 
 /// Writes the calls of one balancer as JSON lines: a header with the format's version and the options, then one line
-/// per next_plan, record, retire and change of set_least_items. Doubles are written so that they read back bit for bit.
+/// per next_plan, record, retire, restore and change of set_least_items. Doubles are written so that they read back bit
+/// for bit.
 ///
 ///   {"paceline_ledger": 3, "options": {...}}
 ///   {"plan": {"step": 0, "batch_size": 512, "shares": [256, 256], "moved": false, "predicted_seconds": 0, "reason":
 ///   "..."}}
 ///   {"record": {"step": 0, "devices": [[[256, 0.03]], [[256, 0.031, true]]], "step_seconds": 0.031}}
 ///   {"retire": {"device": 1}}
+///   {"restore": {"device": 1}}
 ///   {"least_items": 2}
 ///   {"claims": {"step": 0, "batch_size": 512, "ran": [[0, 0, 256, 0.0001, 0.03], [1, 256, 512, 0.0001, 0.031]]}}
 ///
@@ -54,6 +56,7 @@ class PACELINE_API LedgerWriter {
   void plan(const StepPlan& plan);
   void record(std::int64_t step, const StepTimings& timings);
   void retire(std::size_t device);
+  void restore(std::size_t device);
   void least_items(std::int64_t items);
   void claims(std::int64_t step, std::int64_t batch_size, std::span<const LedgerClaim> ran,
               std::span<const LedgerClaim> pieces, std::span<const std::int64_t> order = {}, bool decided_here = true);

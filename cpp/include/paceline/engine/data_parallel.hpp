@@ -9,6 +9,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <paceline/comm/communicator.hpp>
@@ -119,6 +120,12 @@ class PACELINE_API BasicDataParallel {
   ///
   /// @throws what the body throws; other parts may have run.
   void update(const Update& body);
+
+  /// The device, by its name, gets no work from the next step on, and no step waits for it, until restore() brings it
+  /// back. No item is lost: its share goes to the others.
+  /// @throws InvalidArgument if the group has no such device, or it is the last one that works.
+  void retire(std::string_view device);
+  void restore(std::string_view device);
 
   [[nodiscard]] std::span<T> parameters() noexcept;
   /// Of the last successful step, already divided by W. Always the same memory, as parameters().

@@ -88,6 +88,13 @@ class PACELINE_API Stepper {
   void set_corrections(std::optional<bool> corrections);
   void set_least_items(std::int64_t items);
 
+  /// The device gets no work from the next step on, with costs or without, and no step waits for it. It stays in the
+  /// group, and restore() brings it back.
+  /// @throws InvalidArgument for an index that there is none of, for the last device that works, and while a step runs.
+  void retire(std::size_t device);
+  void restore(std::size_t device);
+  [[nodiscard]] bool retired(std::size_t device) const;
+
   /// Cancels the step that runs, if any (see Step::cancel). Any thread, also while another is in begin() or commit().
   void cancel();
   /// @throws InvalidArgument while the workers are still at an earlier step.

@@ -1,0 +1,94 @@
+"""Devices that leave between steps and come back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import InvalidArgument
+from paceline.balance import replay
+from paceline.torch import DataParallel
+
+THREE = ["host:0", "host:1", "host:2"]
+
+
+def classifier() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+    return module, (torch.randn(48, 6, dtype=torch.double), torch.randint(3, (48,)))
+
+
+def classify(module: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(module(batch[0]), batch[1])
+
+
+def gradients(module: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("balance", ["auto", "even", [1.0, 2.0, 3.0]])
+def test_a_retired_device_runs_nothing_and_no_item_is_lost(balance: object) -> None:
+    module, batch = classifier()
+    classify(module, batch).backward()
+    expected = gradients(module)
+    lengths = torch.arange(1, 49)
+    with DataParallel(module, THREE, balance=balance) as trainer:  # type: ignore[arg-type]
+        for retired in [], ["host:1"], ["host:1", "host:2"], ["host:2"], []:
+            for name in THREE:
+                (trainer.retire if name in retired else trainer.restore)(name)
+            for cost in None, lengths, None:
+                module.zero_grad()
+                trainer.step(classify, batch, cost=cost)
+                for got, wanted in zip(gradients(module), expected, strict=True):
+                    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+                assert sum(trainer.shares.values()) == 48
+                assert all(trainer.shares[name] == 0 for name in retired), retired
+            assert len(trainer.predict(batch[0])) == 48
+            for name in retired:
+                assert f"{name}: retired, gets no work" in trainer.explain()
+
+
+def test_runs_of_a_batch_and_optimizers_go_without_it_too() -> None:
+    module, batch = classifier()
+    with DataParallel(module, THREE, balance="even") as trainer:
+        trainer.retire(trainer.group.devices[1])
+        optimizer = trainer.optimizer(torch.optim.SGD, lr=0.1)
+        for retired in True, False:
+            with trainer.batch(batch) as whole:
+                whole.run(lambda one, part: part.backward(classify(one, part.data)))
+            optimizer.step()
+            (run,) = trainer.report()["runs"].values()
+            items = {name: entry["items"] for name, entry in run["devices"].items()}
+            assert items == (
+                {"host:0": 24, "host:1": 0, "host:2": 24} if retired else {"host:0": 40, "host:1": 16, "host:2": 40}
+            )
+            trainer.restore("host:1")
+
+
+def test_what_cannot_leave_is_refused_and_nothing_changes() -> None:
+    module, batch = classifier()
+    with DataParallel(module, THREE[:2]) as trainer:
+        with pytest.raises(InvalidArgument, match="there is no device host:7 in this trainer; it has host:0, host:1"):
+            trainer.retire("host:7")
+        trainer.retire("host:0")
+        with pytest.raises(InvalidArgument, match="host:1 is the last device"):
+            trainer.retire("host:1")
+        trainer.step(classify, batch)
+        assert trainer.shares == {"host:0": 0, "host:1": 48}
+
+
+def test_a_ledger_has_it_and_replays(tmp_path: Path) -> None:
+    module, batch = classifier()
+    path = tmp_path / "ledger.jsonl"
+    with DataParallel(module, THREE) as trainer:
+        trainer.write_ledger(path)
+        for change in lambda: None, lambda: trainer.retire("host:2"), lambda: trainer.restore("host:2"):
+            change()
+            for _ in range(4):
+                trainer.step(classify, batch)
+    result = replay(path)
+    assert result.records == 12
+    assert result.mismatches == []
