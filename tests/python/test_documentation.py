@@ -1,14 +1,24 @@
-"""Whoever asks help() of anything public gets an answer; also of what is written in C++, which no linter reads."""
+"""Everything public has a docstring, also what is written in C++. Links between documents lead somewhere, and the README's program runs."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# Not what a build puts into the checkout: environments bring documents of their own.
+DOCUMENTS = [
+    *ROOT.glob("*.md"),
+    *(path for room in ("python", "cpp", "cuda", "benchmarks", "examples") for path in (ROOT / room).rglob("*.md")),
+]
 
 MODULES = ["paceline", *(f"paceline.{name}" for name in ("balance", "comm", "info", "plan", "sim"))]
 if find_spec("torch") is not None:
@@ -45,3 +55,54 @@ def test_a_missing_docstring_is_noticed() -> None:
     assert text_of(documented) == "Text."
     documented.__doc__ = "documented(count: int = 3) -> list[int]\n"
     assert text_of(documented) == ""
+
+
+def prose_of(text: str) -> str:
+    """The document without its programs, whose brackets are no links."""
+    return re.sub(r"^\s*```.*?^\s*```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors_of(text: str) -> set[str]:
+    """What a link to a heading of the document says after the #, as GitHub makes it."""
+    headings = re.findall(r"^#+ (.+)$", prose_of(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(document: Path) -> Iterator[str]:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose_of(document.read_text())):
+        if re.match(r"\w+://", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (document.parent / name) if name else document
+        if not target.exists() or (anchor and anchor not in anchors_of(target.read_text())):
+            yield link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_between_documents_lead_somewhere(document: Path) -> None:
+    assert list(broken_links(document)) == []
+
+
+def test_a_broken_link_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# Two words\n")
+    document = tmp_path / "document.md"
+    document.write_text(
+        "[a](other.md) [b](other.md#two-words) [c](other.md#three) [d](missing.md) [e](https://x.org)\n"
+    )
+    assert list(broken_links(document)) == ["other.md#three", "missing.md"]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 1500
+
+
+def test_the_program_in_the_readme_runs() -> None:
+    for package in ("torch", "sklearn"):
+        pytest.importorskip(package, reason=f"the program needs {package}")
+    program = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert program is not None
+    done = subprocess.run(
+        [sys.executable, "-c", program[1]], capture_output=True, text=True, timeout=240, check=False, cwd=ROOT / "tests"
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"loss 0\.\d{3}\nauto balance, 100 steps measured", done.stdout), done.stdout
