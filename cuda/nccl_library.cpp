@@ -137,7 +137,6 @@ void set_installed_path(std::string path) {
 }
 
 std::string version_text(int version) {
-  if (version < 10000) return fmt::format("{}.{}.{}", version / 1000, version / 100 % 10, version % 100);  // to 2.8
   return fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100);
 }
 
