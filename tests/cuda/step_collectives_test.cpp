@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <functional>
 #include <string>
 #include <thread>
 
@@ -15,6 +14,7 @@
 
 #include "fake_cuda.hpp"
 #include "gpu_training.hpp"
+#include "helpers.hpp"
 #include "nccl_host.hpp"
 #include "orders.hpp"
 
@@ -54,21 +54,6 @@ struct Bench {
   Trainer trainer;
   Reference reference;
 };
-
-template <class E>
-E thrown_by(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const E& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return E("nothing");
-}
-
-bool says(const Error& error, const std::string& words) {
-  return std::string(error.what()).find(words) != std::string::npos;
-}
 
 void expect_nothing_left(const fake::Nccl& nccl, std::uint64_t seed) {
   ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
