@@ -20,6 +20,7 @@
 #include "device_guard.hpp"
 #include "error.hpp"
 #include "gpu_facts.hpp"
+#include "nvml.hpp"
 #include "partitions.hpp"
 #include "runtime/thread_affinity.hpp"
 
@@ -149,6 +150,20 @@ void CudaBackend::prepare_worker(const Device& device) const noexcept {
 
 std::unique_ptr<AsyncDevice> CudaBackend::open(const Device& device) const {
   return cuda::open_device(device.index, device.part < 0 ? nullptr : cuda::context_of(device));
+}
+
+std::vector<DeviceHealth> CudaBackend::health(std::span<const Device> devices) const {
+  std::vector<DeviceHealth> health;
+  for (const Device& device : devices) {
+    char pci_bus_id[32] = {};
+    if (cudaDeviceGetPCIBusId(pci_bus_id, sizeof(pci_bus_id), device.index) == cudaSuccess) {
+      health.push_back(cuda::Nvml::of_process().read(pci_bus_id));
+    } else {  // a device that does not tell is no error
+      static_cast<void>(cudaGetLastError());
+      health.push_back({.why_none = fmt::format("CUDA does not tell the PCI address of {}", device.name)});
+    }
+  }
+  return health;
 }
 
 std::vector<Device> CudaBackend::partition(const Device& device, std::span<const double> fractions) const {

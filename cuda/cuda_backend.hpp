@@ -17,8 +17,7 @@ class CudaBackend final : public Backend {
   void prepare_worker(const Device& device) const noexcept override;
   [[nodiscard]] bool asynchronous() const noexcept override { return true; }
   [[nodiscard]] std::unique_ptr<AsyncDevice> open(const Device& device) const override;
-  [[nodiscard]] std::vector<std::optional<DeviceHealth>> health(std::span<const Device> devices) const override;
-  [[nodiscard]] std::optional<HealthSource> health_source() const override;
+  [[nodiscard]] std::vector<DeviceHealth> health(std::span<const Device> devices) const override;
   [[nodiscard]] std::vector<Device> partition(const Device& device, std::span<const double> fractions) const override;
   void release_partitions(const Device& device, std::chrono::nanoseconds timeout) const override;
   [[nodiscard]] std::vector<GpuFacts> gpu_facts() const override;

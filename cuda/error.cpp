@@ -5,10 +5,18 @@
 
 #include <paceline/error.hpp>
 
-#include "toolkit.hpp"
-
 namespace paceline::cuda {
+namespace {
 
+// Toolkits before 13 know no names for these two, but their drivers may.
+constexpr int kContained = 226;         // cudaErrorContained
+constexpr int kTensorMemoryLeak = 721;  // cudaErrorTensorMemoryLeak
+#if CUDART_VERSION >= 13000
+static_assert(static_cast<int>(cudaErrorContained) == kContained &&
+              static_cast<int>(cudaErrorTensorMemoryLeak) == kTensorMemoryLeak);
+#endif
+
+/// Errors after which CUDA asks for a new process: the device's context answers every further call with them.
 bool is_sticky(cudaError_t error) noexcept {
   switch (error) {
     // The runtime's header says of each that the process must be ended and started again; the last two are errors of
@@ -28,9 +36,11 @@ bool is_sticky(cudaError_t error) noexcept {
     case cudaErrorNvlinkUncorrectable:
       return true;
     default:
-      return is_later_sticky(error);
+      return static_cast<int>(error) == kContained || static_cast<int>(error) == kTensorMemoryLeak;
   }
 }
+
+}  // namespace
 
 std::string text_of(cudaError_t error) {
   return fmt::format("{} ({})", cudaGetErrorString(error), cudaGetErrorName(error));

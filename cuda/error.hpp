@@ -8,9 +8,6 @@
 
 namespace paceline::cuda {
 
-/// Errors after which CUDA asks for a new process: the device's context answers every further call with them.
-[[nodiscard]] bool is_sticky(cudaError_t error) noexcept;
-
 /// "out of memory (cudaErrorMemoryAllocation)"
 [[nodiscard]] std::string text_of(cudaError_t error);
 

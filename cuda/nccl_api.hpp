@@ -73,7 +73,6 @@ using Broadcast = Result(const void* send, void* receive, std::size_t count, Dat
 using Reduce = Result(const void* send, void* receive, std::size_t count, DataType type, ReductionOperation op,
                       int root, Comm comm, cudaStream_t stream);
 
-// Since 2.19.
 using MemAlloc = Result(void** data, std::size_t bytes);
 using MemFree = Result(void* data);
 using CommRegister = Result(Comm comm, void* data, std::size_t bytes, void** handle);

@@ -140,7 +140,7 @@ class NcclClique final : public internal::NativeClique {
   std::unique_ptr<Buffer> allocate(std::size_t rank, std::size_t bytes, Stream& stream) override {
     const auto data = std::make_shared<void*>(nullptr);
     run([communicators = communicators_, data, rank, bytes] { *data = communicators->allocate(rank, bytes); });
-    // Before 2.19 NCCL has none to give. The pool's can be reached from every GPU too, but not be registered.
+    // Refused. The pool's can be reached from every GPU too, but not be registered.
     if (*data == nullptr) return ranks_[rank].opened->allocate(bytes, stream);
     return std::make_unique<NcclBuffer>(*data, bytes, [this](void* memory) { release(memory); });
   }

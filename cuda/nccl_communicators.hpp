@@ -42,7 +42,7 @@ class Communicators {
   void reduce(const std::vector<void*>& buffers, std::size_t count, DType dtype, std::size_t root);
 
   /// Memory of that rank which NCCL's kernels on all GPUs may reach, registered with its communicator and with those
-  /// that come after it. Null where the library has none to give, or there is none left.
+  /// that come after it. Null where NCCL refuses.
   [[nodiscard]] void* allocate(std::size_t rank, std::size_t bytes);
   /// Requires: no work that uses it.
   void release(void* data);

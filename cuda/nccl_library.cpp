@@ -47,20 +47,6 @@ void find(void* handle, const std::string& path, F*& function, const char* name)
                   path, name, version_text(kOldestVersion), kVariable));
 }
 
-template <class F>
-bool find_newer(void* handle, F*& function, const char* name) {
-  function = reinterpret_cast<F*>(dlsym(handle, name));
-  return function != nullptr;
-}
-
-void find_memory(void* handle, Library& library) {
-  const bool all = find_newer(handle, library.mem_alloc, "ncclMemAlloc") &&
-                   find_newer(handle, library.mem_free, "ncclMemFree") &&
-                   find_newer(handle, library.comm_register, "ncclCommRegister") &&
-                   find_newer(handle, library.comm_deregister, "ncclCommDeregister");
-  if (!all) library.mem_alloc = nullptr;
-}
-
 std::string file_of(void* function, const std::string& asked_for) {
   Dl_info info{};
   if (dladdr(function, &info) == 0 || info.dli_fname == nullptr) return asked_for;
@@ -98,7 +84,10 @@ Library take(void* handle, const std::string& asked_for) {
   find(handle, library.path, library.all_gather, "ncclAllGather");
   find(handle, library.path, library.broadcast, "ncclBroadcast");
   find(handle, library.path, library.reduce, "ncclReduce");
-  find_memory(handle, library);
+  find(handle, library.path, library.mem_alloc, "ncclMemAlloc");
+  find(handle, library.path, library.mem_free, "ncclMemFree");
+  find(handle, library.path, library.comm_register, "ncclCommRegister");
+  find(handle, library.path, library.comm_deregister, "ncclCommDeregister");
   return library;
 }
 
@@ -137,7 +126,6 @@ void set_installed_path(std::string path) {
 }
 
 std::string version_text(int version) {
-  if (version < 10000) return fmt::format("{}.{}.{}", version / 1000, version / 100 % 10, version % 100);  // to 2.8
   return fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100);
 }
 

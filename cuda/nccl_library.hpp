@@ -7,8 +7,8 @@
 
 namespace paceline::nccl {
 
-/// The oldest NCCL that this library works with: 2.18, whose Config it speaks.
-constexpr int kOldestVersion = 21800;
+/// The oldest NCCL that this library works with: the first that gives memory.
+constexpr int kOldestVersion = 21900;
 
 /// NCCL, opened at run time: nothing links it. A plain value; the library behind it is never closed.
 struct Library {
@@ -29,13 +29,10 @@ struct Library {
   AllGather* all_gather = nullptr;
   Broadcast* broadcast = nullptr;
   Reduce* reduce = nullptr;
-
-  // All four or none.
   MemAlloc* mem_alloc = nullptr;
   MemFree* mem_free = nullptr;
   CommRegister* comm_register = nullptr;
   CommDeregister* comm_deregister = nullptr;
-  [[nodiscard]] bool has_memory() const noexcept { return mem_alloc != nullptr; }
 };
 
 /// The NCCL of this process, looked for at the first call that finds one, in this order: a copy that is loaded already

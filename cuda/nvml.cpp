@@ -1,91 +1,65 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "nvml.hpp"
 
+#include <dlfcn.h>
+#include <fmt/format.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <charconv>
-#include <chrono>
-#include <limits>
+#include <array>
+#include <condition_variable>
+#include <exception>
 #include <mutex>
+#include <optional>
+#include <system_error>
+#include <thread>
+#include <type_traits>
+#include <utility>
 #include <vector>
+
+#include <paceline/runtime/blocking.hpp>
+
+#include "polled_wait.hpp"
 
 namespace paceline::cuda {
 namespace {
 
-using std::chrono::nanoseconds;
+// NVML's own types, as far as they are used: nvml.h is not needed to build. Values and layouts are those of its binary
+// interface, which only grows.
+using Gpu = struct NvmlDevice*;
+constexpr int kSuccess = 0;
+constexpr int kSmClock = 1;
+constexpr int kGpuSensor = 0;
+constexpr int kUnsignedLongLong = 3;
 
-template <class Function, class... Arguments>
-std::optional<std::uint32_t> ask(Function function, NvmlDevice device, Arguments... arguments) {
-  std::uint32_t value = 0;
-  if (function == nullptr || function(device, arguments..., &value) != kNvmlSuccess) return std::nullopt;
-  return value;
-}
+struct FieldValue {
+  std::uint32_t field;
+  std::uint32_t scope;
+  std::int64_t timestamp;
+  std::int64_t latency;
+  int type;
+  int status;
+  std::uint64_t value;  // a union; of the fields asked here only this member is in use
+};
+static_assert(sizeof(FieldValue) == 40);
 
-std::optional<double> scaled(std::optional<std::uint32_t> value, double unit) {
-  if (!value) return std::nullopt;
-  return unit * static_cast<double>(*value);
-}
+struct Process {
+  std::uint32_t number;
+  std::uint64_t used_memory;
+  std::uint32_t gpu_instance;
+  std::uint32_t compute_instance;
+};
+static_assert(sizeof(Process) == 24);
 
-// NVML's bits in the order of ClockLimit, which is the order of its bits from 0x1 to 0x100.
-std::optional<std::bitset<kClockLimitCount>> read_limits(const NvmlFunctions& nvml, NvmlDevice device) {
-  unsigned long long bits = 0;
-  if (nvml.clock_limits == nullptr || nvml.clock_limits(device, &bits) != kNvmlSuccess) return std::nullopt;
-  return std::bitset<kClockLimitCount>(bits);
-}
+/// Times under a limit, in nanoseconds. These numbers mean the same to every driver from 535 on. Those of the
+/// hardware's own slowdowns changed with 575 and again on the way to 580.82, so these are told only while in force.
+constexpr std::array<std::pair<std::uint32_t, ClockLimit>, 3> kTimes{
+    {{74, ClockLimit::power_cap}, {75, ClockLimit::software_thermal}, {76, ClockLimit::sync_boost}}};
+
+// ClockLimit is in the order of NVML's bits, from 0x1 to 0x100.
 static_assert(static_cast<int>(ClockLimit::idle) == 0 && static_cast<int>(ClockLimit::power_cap) == 2 &&
               static_cast<int>(ClockLimit::software_thermal) == 5 &&
               static_cast<int>(ClockLimit::display_setting) == 8);
-
-void read_limit_times(const NvmlLibrary& library, NvmlDevice device, DeviceHealth& health) {
-  const NvmlFunctions& nvml = library.functions();
-  if (nvml.field_values == nullptr) return;
-  const auto thermal = thermal_fields(library.driver_version());
-  constexpr std::uint32_t power_cap = 74;
-  constexpr std::uint32_t sync_boost = 76;
-  const std::pair<std::uint32_t, ClockLimit> wanted[] = {{power_cap, ClockLimit::power_cap},
-                                                         {sync_boost, ClockLimit::sync_boost},
-                                                         {thermal[0], ClockLimit::software_thermal},
-                                                         {thermal[1], ClockLimit::hardware_thermal},
-                                                         {thermal[2], ClockLimit::power_brake}};
-  std::vector<NvmlFieldValue> values;
-  std::vector<ClockLimit> limits;
-  for (const auto& [field, limit] : wanted) {
-    if (field == 0) continue;
-    values.push_back({});
-    values.back().field = field;
-    values.back().status = kNvmlNotSupported;  // should the library leave an entry alone
-    limits.push_back(limit);
-  }
-  if (nvml.field_values(device, static_cast<int>(values.size()), values.data()) != kNvmlSuccess) return;
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    // A number that means another field to this driver after all is mostly told by its type.
-    if (values[i].status != kNvmlSuccess || values[i].type != kNvmlUnsignedLongLong) continue;
-    if (values[i].value > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) continue;
-    health.limited_for[static_cast<std::size_t>(limits[i])] = nanoseconds(static_cast<std::int64_t>(values[i].value));
-  }
-}
-
-/// Appends one list of processes; false if it could not be had.
-template <class Entry>
-bool append_processes(NvmlStatus (*function)(NvmlDevice, std::uint32_t*, Entry*), NvmlDevice device,
-                      std::vector<NvmlProcess>& processes) {
-  if (function == nullptr) return false;
-  std::vector<Entry> entries(32);
-  for (int attempt = 0; attempt < 4; ++attempt) {
-    auto count = static_cast<std::uint32_t>(entries.size());
-    const NvmlStatus status = function(device, &count, entries.data());
-    if (status == kNvmlInsufficientSize) {
-      entries.resize(std::max<std::size_t>(count, entries.size()) + 32);  // processes come while we ask
-      continue;
-    }
-    if (status != kNvmlSuccess || count > entries.size()) return false;
-    for (std::uint32_t i = 0; i < count; ++i) processes.push_back({entries[i].pid, entries[i].used_memory, 0, 0});
-    return true;
-  }
-  return false;
-}
 
 /// Whether this process sees the system's own process numbers, and not those of a container.
 bool in_first_pid_namespace() {
@@ -94,114 +68,172 @@ bool in_first_pid_namespace() {
   return stat("/proc/self/ns/pid", &entry) == 0 && entry.st_ino == first;
 }
 
-std::optional<OtherProcesses> read_processes(const NvmlFunctions& nvml, NvmlDevice device) {
-  std::vector<NvmlProcess> processes;
-  const bool compute = nvml.compute_processes != nullptr
-                           ? append_processes(nvml.compute_processes, device, processes)
-                           : append_processes(nvml.compute_processes_v1, device, processes);
-  if (!compute) return std::nullopt;
-  // A desktop that is drawn by this GPU; many GPUs for servers have no such list.
-  if (nvml.graphics_processes != nullptr) {
-    append_processes(nvml.graphics_processes, device, processes);
-  } else {
-    append_processes(nvml.graphics_processes_v1, device, processes);
+/// The library, started. It is never closed, for the driver's sake.
+class Library {
+ public:
+  explicit Library(const std::string& file) {
+    void* const library = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) {
+      why_none_ = fmt::format("NVML cannot be loaded ({}); it comes with NVIDIA's driver", dlerror());
+      return;
+    }
+    int (*init)() = nullptr;
+    const auto find = [&](auto& function, const char* name) {
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
+      if (function != nullptr || !why_none_.empty()) return;
+      why_none_ = fmt::format("{} has no {}; drivers from 535 on have it", file, name);
+    };
+    find(init, "nvmlInit_v2");
+    find(find_gpu_, "nvmlDeviceGetHandleByPciBusId_v2");
+    find(clock_, "nvmlDeviceGetClockInfo");
+    find(max_clock_, "nvmlDeviceGetMaxClockInfo");
+    find(limits_, "nvmlDeviceGetCurrentClocksEventReasons");
+    find(field_values_, "nvmlDeviceGetFieldValues");
+    find(temperature_, "nvmlDeviceGetTemperature");
+    find(power_, "nvmlDeviceGetPowerUsage");
+    find(power_limit_, "nvmlDeviceGetEnforcedPowerLimit");
+    // Not _v3: some drivers of the 535 branch fill entries of another size under that name.
+    find(compute_processes_, "nvmlDeviceGetComputeRunningProcesses_v2");
+    find(graphics_processes_, "nvmlDeviceGetGraphicsRunningProcesses_v2");
+    if (!why_none_.empty()) return;
+    if (const int status = init(); status != kSuccess) {
+      why_none_ = fmt::format("NVML does not start (its error {}); nvidia-smi should say why", status);
+    }
   }
-  return others_among(processes, static_cast<std::uint32_t>(getpid()), in_first_pid_namespace());
-}
 
-std::optional<std::int64_t> count_nvlinks(const NvmlFunctions& nvml, NvmlDevice device) {
-  if (nvml.nvlink_state == nullptr) return std::nullopt;
-  constexpr std::uint32_t more_than_any_gpu_has = 64;
-  std::optional<std::int64_t> up;
-  for (std::uint32_t link = 0; link < more_than_any_gpu_has; ++link) {
-    std::uint32_t active = 0;
-    const NvmlStatus status = nvml.nvlink_state(device, link, &active);
-    if (status == kNvmlInvalidArgument) break;  // behind the last one
-    if (status == kNvmlSuccess) up = up.value_or(0) + (active == 1 ? 1 : 0);
+  [[nodiscard]] DeviceHealth read(const std::string& pci_bus_id) const {
+    DeviceHealth health{.why_none = why_none_};
+    if (!why_none_.empty()) return health;
+    Gpu gpu = nullptr;
+    if (const int status = find_gpu_(pci_bus_id.c_str(), &gpu); status != kSuccess) {
+      health.why_none = fmt::format("NVML does not know the GPU at {} (its error {})", pci_bus_id, status);
+      return health;
+    }
+    health.clock_hz = ask(1e6, clock_, gpu, kSmClock);
+    health.max_clock_hz = ask(1e6, max_clock_, gpu, kSmClock);
+    if (unsigned long long bits = 0; limits_(gpu, &bits) == kSuccess) health.limits.emplace(bits);
+    read_times(gpu, health);
+    health.temperature_celsius = ask(1.0, temperature_, gpu, kGpuSensor);
+    health.power_watts = ask(1e-3, power_, gpu);
+    health.power_limit_watts = ask(1e-3, power_limit_, gpu);
+    std::map<std::uint32_t, std::uint64_t> processes;
+    if (append(compute_processes_, gpu, processes)) {
+      // A desktop that is drawn by this GPU; many GPUs for servers have no such list.
+      static_cast<void>(append(graphics_processes_, gpu, processes));
+      health.other_processes =
+          others_among(std::move(processes), static_cast<std::uint32_t>(getpid()), in_first_pid_namespace());
+    }
+    return health;
   }
-  return up;
-}
 
-std::optional<bool> peer_can(const NvmlFunctions& nvml, NvmlDevice from, NvmlDevice to, NvmlPeerCapability what) {
-  NvmlPeerStatus status = kNvmlPeerUnknown;
-  if (nvml.peer_status == nullptr || nvml.peer_status(from, to, what, &status) != kNvmlSuccess) return std::nullopt;
-  if (status == kNvmlPeerUnknown) return std::nullopt;
-  return status == kNvmlPeerOk;
-}
+ private:
+  using List = int (*)(Gpu, std::uint32_t*, Process*);
 
-/// "580.65.06" -> 580, 65
-std::optional<std::pair<int, int>> parse_driver(std::string_view version) noexcept {
-  int branch = 0;
-  int minor = 0;
-  const char* const end = version.data() + version.size();
-  const auto first = std::from_chars(version.data(), end, branch);
-  if (first.ec != std::errc{} || first.ptr == end || *first.ptr != '.') return std::nullopt;
-  if (std::from_chars(first.ptr + 1, end, minor).ec != std::errc{}) return std::nullopt;
-  return std::pair{branch, minor};
-}
+  template <class Function, class... Arguments>
+  static std::optional<double> ask(double unit, Function function, Gpu gpu, Arguments... arguments) {
+    std::uint32_t value = 0;
+    if (function(gpu, arguments..., &value) != kSuccess) return std::nullopt;
+    return unit * value;
+  }
+
+  void read_times(Gpu gpu, DeviceHealth& health) const {
+    std::array<FieldValue, kTimes.size()> values{};
+    for (std::size_t i = 0; i < kTimes.size(); ++i) values[i].field = kTimes[i].first;
+    if (field_values_(gpu, static_cast<int>(values.size()), values.data()) != kSuccess) return;
+    for (std::size_t i = 0; i < kTimes.size(); ++i) {
+      if (values[i].status != kSuccess || values[i].type != kUnsignedLongLong) continue;
+      health.limited_for[static_cast<std::size_t>(kTimes[i].second)] =
+          std::chrono::nanoseconds(static_cast<std::int64_t>(values[i].value));
+    }
+  }
+
+  static bool append(List list, Gpu gpu, std::map<std::uint32_t, std::uint64_t>& processes) {
+    std::vector<Process> entries(256);  // a GPU has far fewer; where it has more their number is unknown
+    auto count = static_cast<std::uint32_t>(entries.size());
+    if (list(gpu, &count, entries.data()) != kSuccess) return false;
+    for (std::uint32_t i = 0; i < count; ++i) processes.emplace(entries[i].number, entries[i].used_memory);
+    return true;
+  }
+
+  std::string why_none_;
+  int (*find_gpu_)(const char*, Gpu*) = nullptr;
+  int (*clock_)(Gpu, int, std::uint32_t*) = nullptr;
+  int (*max_clock_)(Gpu, int, std::uint32_t*) = nullptr;
+  int (*limits_)(Gpu, unsigned long long*) = nullptr;
+  int (*field_values_)(Gpu, int, FieldValue*) = nullptr;
+  int (*temperature_)(Gpu, int, std::uint32_t*) = nullptr;
+  int (*power_)(Gpu, std::uint32_t*) = nullptr;
+  int (*power_limit_)(Gpu, std::uint32_t*) = nullptr;
+  List compute_processes_ = nullptr;
+  List graphics_processes_ = nullptr;
+};
 
 }  // namespace
 
-// NVML 575 gave these fields numbers that 570 had used for others, and 580 took that back on its way, after 580.65:
-// nvidia-ml-py of each version says so. Field 75 is older than all of them and counts every slowdown by heat.
-std::array<std::uint32_t, 3> thermal_fields(std::string_view driver_version) noexcept {
-  constexpr std::uint32_t any_heat = 75;
-  const auto version = parse_driver(driver_version);
-  if (!version) return {0, 0, 0};
-  if (*version < std::pair{575, 0}) return {any_heat, 0, 0};
-  if (*version <= std::pair{580, 65}) return {251, 252, 253};
-  if (*version < std::pair{580, 82}) return {any_heat, 0, 0};
-  return {269, 270, 271};
-}
-
-OtherProcesses others_among(std::span<const NvmlProcess> processes, std::uint32_t own_pid, bool numbers_are_ours) {
-  std::vector<NvmlProcess> distinct;  // one that draws and computes is in both lists
-  bool found = false;
-  for (const NvmlProcess& process : processes) {
-    found = found || process.pid == own_pid;
-    const auto same = [&](const NvmlProcess& other) { return other.pid == process.pid; };
-    if (process.pid != own_pid && std::none_of(distinct.begin(), distinct.end(), same)) distinct.push_back(process);
-  }
-  OtherProcesses others;
-  others.count = static_cast<std::int64_t>(distinct.size());
-  if (!numbers_are_ours && !found && !distinct.empty())
-    return {.count = others.count - 1, .memory_bytes = std::nullopt};
+OtherProcesses others_among(std::map<std::uint32_t, std::uint64_t> processes, std::uint32_t own_number,
+                            bool numbers_are_ours) {
+  const bool found = processes.erase(own_number) > 0;
+  const auto count = static_cast<std::int64_t>(processes.size());
+  if (!numbers_are_ours && !found && count > 0) return {.count = count - 1};
   std::uint64_t memory = 0;
-  for (const NvmlProcess& process : distinct) {
-    if (process.used_memory == std::numeric_limits<std::uint64_t>::max()) return others;
-    memory += process.used_memory;
+  for (const auto& [number, bytes] : processes) {
+    if (bytes == kUnknownMemory) return {.count = count};
+    memory += bytes;
   }
-  others.memory_bytes = memory;
-  return others;
+  return {.count = count, .memory_bytes = memory};
 }
 
-std::optional<DeviceHealth> read_nvml(const NvmlLibrary& library, const GpuAddress& gpu,
-                                      std::span<const GpuAddress> others) {
-  if (!library.available()) return std::nullopt;
-  const NvmlFunctions& nvml = library.functions();
-  const std::lock_guard lock(library.mutex());
-  NvmlDevice device = nullptr;
-  if (nvml.device_by_pci_bus_id(gpu.pci_bus_id.c_str(), &device) != kNvmlSuccess) return std::nullopt;
-  DeviceHealth health;
-  health.when = std::chrono::steady_clock::now();
-  health.clock_hz = scaled(ask(nvml.clock, device, kNvmlClockSm), 1e6);
-  health.max_clock_hz = scaled(ask(nvml.max_clock, device, kNvmlClockSm), 1e6);
-  health.limits = read_limits(nvml, device);
-  read_limit_times(library, device, health);
-  health.temperature_celsius = scaled(ask(nvml.temperature, device, kNvmlTemperatureGpu), 1.0);
-  health.power_watts = scaled(ask(nvml.power, device), 1e-3);
-  health.power_limit_watts = scaled(ask(nvml.power_limit, device), 1e-3);
-  health.other_processes = read_processes(nvml, device);
-  health.nvlinks_up = count_nvlinks(nvml, device);
-  for (const GpuAddress& other : others) {
-    NvmlDevice peer = nullptr;
-    if (nvml.device_by_pci_bus_id(other.pci_bus_id.c_str(), &peer) != kNvmlSuccess) continue;
-    health.peers.push_back({.device = other.name,
-                            .reads = peer_can(nvml, device, peer, kNvmlPeerRead),
-                            .writes = peer_can(nvml, device, peer, kNvmlPeerWrite),
-                            .over_nvlink = peer_can(nvml, device, peer, kNvmlPeerNvlink)});
+struct Nvml::State {
+  const std::string file;
+  const std::chrono::nanoseconds limit;
+  std::optional<Library> library{};  // touched by the one thread that asks
+  std::mutex mutex{};
+  std::condition_variable changed{};
+  bool asking = false;
+  bool hangs = false;  // somebody has waited in vain for the one who asks
+};
+
+Nvml& Nvml::of_process() {
+  static auto* const nvml = new Nvml();  // kept for ever, as the library is
+  return *nvml;
+}
+
+Nvml::Nvml(std::string file, std::chrono::nanoseconds limit)
+    : state_(std::make_shared<State>(std::move(file), limit)) {}
+
+DeviceHealth Nvml::read(const std::string& pci_bus_id) {
+  State& state = *state_;
+  BlockingRegion region;
+  std::unique_lock lock(state.mutex);
+  const auto in_time = [&](auto done) {
+    const auto over = [&] { return state.hangs || done(); };
+    if (!wait_polled(region, state.changed, lock, state.limit, over)) state.hangs = true;
+    return done();
+  };
+  if (in_time([&] { return !state.asking; })) {
+    const auto answer = std::make_shared<std::optional<DeviceHealth>>();
+    try {
+      std::thread([state = state_, answer, pci_bus_id] {
+        DeviceHealth health;
+        try {
+          if (!state->library) state->library.emplace(state->file);
+          health = state->library->read(pci_bus_id);
+        } catch (const std::exception& error) {  // no memory left
+          health.why_none = error.what();
+        }
+        const std::lock_guard back(state->mutex);
+        *answer = std::move(health);
+        state->asking = state->hangs = false;
+        state->changed.notify_all();
+      }).detach();
+    } catch (const std::system_error& error) {
+      return {.why_none = fmt::format("no thread could be started to ask NVML ({})", error.what())};
+    }
+    state.asking = true;
+    if (in_time([&] { return answer->has_value(); })) return **answer;
   }
-  return health;
+  return {.why_none = fmt::format("NVML has not answered within {:g} s: the driver may hang; nvidia-smi would tell",
+                                  std::chrono::duration<double>(state.limit).count())};
 }
 
 }  // namespace paceline::cuda

@@ -1,42 +1,47 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <array>
+#include <chrono>
 #include <cstdint>
-#include <optional>
-#include <span>
+#include <map>
+#include <memory>
 #include <string>
-#include <string_view>
 
 #include <paceline/runtime/device_health.hpp>
 
-#include "nvml_library.hpp"
-
 namespace paceline::cuda {
 
-/// A GPU by what CUDA and NVML both call it: their numbers differ under CUDA_VISIBLE_DEVICES and by order.
-struct GpuAddress {
-  std::string name;        ///< "cuda:1"
-  std::string pci_bus_id;  ///< "0000:41:00.0"
+/// NVIDIA's management library, which tells how a GPU is. Never linked: it is opened at the first question, and stays
+/// open. A copy that is in the process already (PyTorch's, NCCL's) is taken.
+///
+/// NVML's calls have no deadline, and a driver that hangs, as when a GPU fell off the bus, keeps them for ever. So each
+/// question runs on a thread of its own. A thread that does not come back in time is left behind, and nothing else is
+/// asked until it is back: there is at most one such thread. Any thread may ask; questions run one after the other.
+class Nvml {
+ public:
+  /// The process's own.
+  [[nodiscard]] static Nvml& of_process();
+
+  /// @param limit Without persistence mode NVML takes seconds to start on a machine with many GPUs.
+  explicit Nvml(std::string file = "libnvidia-ml.so.1", std::chrono::nanoseconds limit = std::chrono::seconds(10));
+  Nvml(const Nvml&) = delete;
+  Nvml& operator=(const Nvml&) = delete;
+
+  /// How the GPU at this PCI address ("0000:41:00.0") is now. CUDA's and NVML's numbers of a GPU differ.
+  /// @throws what the poll hook of waits does (Ctrl-C)
+  [[nodiscard]] DeviceHealth read(const std::string& pci_bus_id);
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;  // a thread that was left behind still finds it
 };
 
-/// What NVML says about `gpu`, and how it reaches `others`. What the library or the GPU does not know stays empty.
-/// Nothing at all without the library, or if it does not know the GPU.
-[[nodiscard]] std::optional<DeviceHealth> read_nvml(const NvmlLibrary& library, const GpuAddress& gpu,
-                                                    std::span<const GpuAddress> others);
+inline constexpr std::uint64_t kUnknownMemory = ~std::uint64_t{0};  // as NVML says it
 
-/// The health of a device of the CUDA backend, by the process's NVML. Throws nothing but what the poll hook of waits
-/// does.
-[[nodiscard]] std::optional<DeviceHealth> gpu_health(const Device& device);
-[[nodiscard]] HealthSource nvml_source();
-
-/// The fields that hold the times of software_thermal, hardware_thermal and power_brake in the NVML of that driver
-/// ("580.65.06"); zero: none.
-[[nodiscard]] std::array<std::uint32_t, 3> thermal_fields(std::string_view driver_version) noexcept;
-
-/// Which of the processes on a GPU are not this one. In a container their numbers are those of the host, where nobody
-/// knows ours (`numbers_are_ours` false): then one of them is taken to be us, and the memory of the rest is unknown.
-[[nodiscard]] OtherProcesses others_among(std::span<const NvmlProcess> processes, std::uint32_t own_pid,
+/// Which of the processes on a GPU, with their bytes by process number, are not this one. In a container the numbers
+/// are those of the host, where ours is not known (`numbers_are_ours` false): then one process is taken to be us, and
+/// the memory of the rest is unknown.
+[[nodiscard]] OtherProcesses others_among(std::map<std::uint32_t, std::uint64_t> processes, std::uint32_t own_number,
                                           bool numbers_are_ours);
 
 }  // namespace paceline::cuda

@@ -79,12 +79,9 @@ def _device_text(device: Mapping[str, Any]) -> str:
 def _gpu_rows(gpus: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     for gpu in gpus:
         yield gpu["device"], str(gpu.get("model", ""))
-        health = gpu["health"]
-        for key, value in {**gpu, **(health or {"health": "unknown"})}.items():
-            if key in ("device", "model") or (key == "health" and health is not None):
-                continue
+        for key, value in {**gpu, **gpu["health"]}.items():
             label, text = _quantity(key, value)
-            if text:
+            if text and key not in ("device", "model", "health"):
                 yield f"  {label}", text
 
 

@@ -14,7 +14,6 @@ from paceline._core.runtime import (
     build_facts,
     device_health,
     devices,
-    health_sources,
     host_facts,
     why_no_devices,
 )
@@ -96,13 +95,8 @@ def _gpus(found: list[Device]) -> list[dict[str, Any]]:
 
 
 def _gpu_libraries() -> dict[str, dict[str, Any]]:
-    """The libraries that GPUs are used through, as they were opened: version and path, or why there is none."""
-    libraries: dict[str, dict[str, Any]] = {}
-    for source in health_sources().values():
-        libraries[source["name"]] = {key: value for key, value in source.items() if key != "name"}
-    if "cuda" in why_no_devices():
-        libraries["NCCL"] = dict(nccl_info())
-    return libraries
+    """The library that GPUs reduce through, as it was opened: version and path, or why there is none."""
+    return {"NCCL": dict(nccl_info())} if "cuda" in why_no_devices() else {}
 
 
 def _backend(kind: str, found: list[Device]) -> dict[str, Any]:

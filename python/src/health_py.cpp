@@ -7,10 +7,8 @@
 #include <map>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include <paceline/runtime/backend.hpp>
 #include <paceline/runtime/blocking.hpp>
 #include <paceline/runtime/device_health.hpp>
 
@@ -52,16 +50,6 @@ Facts facts_of(const DeviceHealth& health) {
     facts["other_processes"] = health.other_processes->count;
     add(facts, "other_memory_bytes", health.other_processes->memory_bytes);
   }
-  add(facts, "nvlinks_up", health.nvlinks_up);
-  py::dict peers;
-  for (const PeerAccess& peer : health.peers) {
-    Facts access;
-    add(access, "reads", peer.reads);
-    add(access, "writes", peer.writes);
-    add(access, "over_nvlink", peer.over_nvlink);
-    peers[py::str(peer.device)] = access;
-  }
-  if (!peers.empty()) facts["peers"] = peers;
   if (health.cores) {
     const auto seconds = [](std::chrono::nanoseconds time) { return std::chrono::duration<double>(time).count(); };
     Facts cores;
@@ -76,32 +64,17 @@ Facts facts_of(const DeviceHealth& health) {
     quota["throttled"] = health.quota->throttled;
     facts["quota"] = quota;
   }
+  if (!health.why_none.empty()) facts["why_no_health"] = health.why_none;
   return facts;
 }
 
-std::optional<Facts> device_health(const std::string& name) {
-  std::optional<DeviceHealth> health;
+Facts device_health(const std::string& name) {
+  DeviceHealth health;
   {
     const BlockingRegion region;  // a library opens, and a GPU may take its time
     health = health_of(find_device(name));
   }
-  if (!health) return std::nullopt;
-  return facts_of(*health);
-}
-
-std::map<std::string, std::map<std::string, std::string>> health_sources() {
-  std::map<std::string, std::map<std::string, std::string>> sources;
-  for (const Backend* const backend : backends()) {
-    std::optional<HealthSource> source;
-    {
-      const BlockingRegion region;
-      source = backend->health_source();
-    }
-    if (!source) continue;
-    sources[std::string(backend->prefix())] = {
-        {"name", source->name}, {"version", source->version}, {"path", source->path}, {"why_none", source->why_none}};
-  }
-  return sources;
+  return facts_of(health);
 }
 
 }  // namespace
@@ -110,16 +83,12 @@ void bind_health(py::module_& module) {
   module.def("device_health", &device_health, py::arg("name"),
              R"(What a device's own sensors and counters say now: clocks, limits, temperature, power, other processes.
 
-Holds what is known; None where nothing is.
+Holds what is known, and as ``why_no_health`` why nothing is.
 
 Raises
 ------
 InvalidArgument
     If there is no such device.)");
-  module.def(
-      "health_sources", &health_sources,
-      "Of each kind of device whose health a library tells: the library's name, version and path, and why it cannot "
-      "be asked; empty where it can.");
 }
 
 }  // namespace paceline::python

@@ -18,6 +18,7 @@
 #include <paceline/runtime/device_group.hpp>
 
 #include "fake_cuda.hpp"
+#include "helpers.hpp"
 
 namespace paceline {
 
@@ -44,16 +45,6 @@ inline void set_user_twins() {
     fake::reads(work.data, work.count * sizeof(float));
     std::memcpy(work.values, work.data, work.count * sizeof(float));
   });
-}
-
-/// "cuda:0/1" stands for a second queue of cuda:0: a part of the GPU that shares its memory.
-inline DeviceGroup group_of(const std::vector<std::string>& names) {
-  std::vector<Device> devices;
-  for (const std::string& name : names) {
-    devices.push_back(find_device(name.substr(0, name.find('/'))));
-    devices.back().name = name;
-  }
-  return DeviceGroup(devices);
 }
 
 /// One array per device, used as somebody would who never waits: written by a kernel on a stream of its device and read

@@ -4,14 +4,12 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
-#include <functional>
 #include <string>
 #include <vector>
 
-#include <paceline/error.hpp>
-
 #include "fake_cuda.hpp"
 #include "gpu_arrays.hpp"
+#include "helpers.hpp"
 #include "nccl_host.hpp"
 #include "twins.hpp"
 
@@ -30,21 +28,6 @@ inline void expect_clean(const fake::Nccl& nccl, std::uint64_t seed) {
   ASSERT_EQ(nccl.problems(), std::vector<std::string>{}) << "seed " << seed;
   ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
   ASSERT_EQ(nccl.communicators(), 0) << "seed " << seed;
-}
-
-template <class E>
-E thrown_by(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const E& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return E("nothing");
-}
-
-inline bool says(const Error& error, const std::string& words) {
-  return std::string(error.what()).find(words) != std::string::npos;
 }
 
 }  // namespace paceline

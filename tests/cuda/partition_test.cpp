@@ -15,11 +15,11 @@
 #include <thread>
 #include <vector>
 
-#include <paceline/error.hpp>
 #include <paceline/runtime/backend.hpp>
 #include <paceline/runtime/device_group.hpp>
 
 #include "fake_cuda.hpp"
+#include "helpers.hpp"
 #include "orders.hpp"
 #include "twins.hpp"
 
@@ -30,18 +30,16 @@ std::unique_ptr<AsyncDevice> open(const Device& device) { return backend_of(devi
 
 std::vector<int> sms_of(const Stream& stream) { return fake::sms_of(static_cast<cudaStream_t>(stream.native())); }
 
-template <class E, class F>
-std::string message_of(F&& call) {
-  try {
-    call();
-  } catch (const E& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return {};
+/// A stream that was dropped with work left to do, and does nothing until fake::go_on().
+cudaStream_t dropped_while_it_hangs(const Device& part) {
+  const auto device = open(part);
+  const auto stream = device->make_stream();
+  const auto buffer = device->allocate(64, *stream);
+  const auto native = static_cast<cudaStream_t>(stream->native());
+  fake::hang(native);
+  stream->zero(buffer->data(), 64);
+  return native;
 }
-
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 /// Ends each test with every GPU whole again, and nothing left of its parts.
 class Partition : public ::testing::Test {
@@ -131,9 +129,9 @@ TEST_F(Partition, AnotherSplitTakesThePlaceOfOneThatNothingUses) {
   const std::vector<Device> parts = partition("cuda:0", {0.25, 0.75});
   EXPECT_EQ(parts[0].sm_count, 32);
   EXPECT_EQ(fake::leftovers().green_contexts, 2U);
-  const std::string text = message_of<InvalidArgument>([&] { static_cast<void>(open(old[0])); });
-  EXPECT_TRUE(has(text, "cuda:0/0 of 96 SMs is no more")) << text;
-  EXPECT_TRUE(has(text, "split otherwise")) << text;
+  const auto error = thrown_by<InvalidArgument>([&] { static_cast<void>(open(old[0])); });
+  EXPECT_TRUE(says(error, "cuda:0/0 of 96 SMs is no more")) << error.what();
+  EXPECT_TRUE(says(error, "split otherwise")) << error.what();
 }
 
 TEST_F(Partition, RefusesAnotherSplitWhileOneIsInUse) {
@@ -142,9 +140,9 @@ TEST_F(Partition, RefusesAnotherSplitWhileOneIsInUse) {
   auto stream = device->make_stream();
   auto buffer = device->allocate(8, *stream);
   const auto refused = [&](const char* while_there_is) {
-    const std::string text = message_of<InvalidArgument>([] { static_cast<void>(partition("cuda:0", {0.5, 0.5})); });
-    EXPECT_TRUE(has(text, "cuda:0/1 is still in use")) << while_there_is << ": " << text;
-    EXPECT_TRUE(has(text, "96, 32 SMs")) << text;
+    const auto error = thrown_by<InvalidArgument>([] { static_cast<void>(partition("cuda:0", {0.5, 0.5})); });
+    EXPECT_TRUE(says(error, "cuda:0/1 is still in use")) << while_there_is << ": " << error.what();
+    EXPECT_TRUE(says(error, "96, 32 SMs")) << error.what();
     EXPECT_THROW(release_partitions("cuda:0"), InvalidArgument) << while_there_is;
     EXPECT_EQ(find_device("cuda:0/1"), parts[1]) << "nothing was changed";
   };
@@ -163,23 +161,15 @@ TEST_F(Partition, ReleaseMakesTheGpuWholeAgain) {
   release_partitions("cuda:0");
   EXPECT_EQ(fake::leftovers(), fake::Leftovers{});
   EXPECT_THROW(static_cast<void>(find_device("cuda:0/0")), InvalidArgument);
-  const std::string text = message_of<InvalidArgument>([&] { static_cast<void>(open(parts[0])); });
-  EXPECT_TRUE(has(text, "made whole")) << text;
+  const auto error = thrown_by<InvalidArgument>([&] { static_cast<void>(open(parts[0])); });
+  EXPECT_TRUE(says(error, "made whole")) << error.what();
 }
 
 TEST_F(Partition, ReleaseWaitsForWhatDroppedStreamsStillHadToDo) {
   const std::vector<Device> parts = partition("cuda:0", {0.5, 0.5});
-  cudaStream_t native = nullptr;
-  {
-    const auto device = open(parts[1]);
-    const auto stream = device->make_stream();
-    const auto buffer = device->allocate(64, *stream);
-    native = static_cast<cudaStream_t>(stream->native());
-    fake::hang(native);
-    stream->zero(buffer->data(), 64);
-  }
+  cudaStream_t const native = dropped_while_it_hangs(parts[1]);
   const auto release = [] { release_partitions("cuda:0", std::chrono::milliseconds(5)); };
-  EXPECT_TRUE(has(message_of<Timeout>(release), "enqueued on cuda:0/1 does not come to its end"));
+  EXPECT_TRUE(says(thrown_by<Timeout>(release), "enqueued on cuda:0/1 does not come to its end"));
   EXPECT_EQ(find_device("cuda:0/1"), parts[1]) << "it stays";
   fake::go_on(native);
   EXPECT_NO_THROW(release());
@@ -188,15 +178,7 @@ TEST_F(Partition, ReleaseWaitsForWhatDroppedStreamsStillHadToDo) {
 TEST_F(Partition, ReleaseHoldsUpNobodyElseWhileItWaits) {
   boot({.device_count = 2});
   const std::vector<Device> parts = partition("cuda:0", {0.5, 0.5});
-  cudaStream_t native = nullptr;
-  {
-    const auto device = open(parts[1]);
-    const auto stream = device->make_stream();
-    const auto buffer = device->allocate(64, *stream);
-    native = static_cast<cudaStream_t>(stream->native());
-    fake::hang(native);
-    stream->zero(buffer->data(), 64);
-  }
+  cudaStream_t const native = dropped_while_it_hangs(parts[1]);
   std::atomic<bool> over = false;
   std::jthread releasing([&] {
     EXPECT_NO_THROW(release_partitions("cuda:0", std::chrono::seconds(3)));
@@ -250,30 +232,30 @@ TEST_F(Partition, StreamsOfPartsDoWhatOthersDo) {
 }
 
 TEST_F(Partition, NamesOfPartsThatAreNotThereAreRefused) {
-  const std::string text = message_of<InvalidArgument>([] { static_cast<void>(find_device("cuda:0/1")); });
-  EXPECT_TRUE(has(text, "partition(\"cuda:0\", ...) first")) << text;
-  EXPECT_TRUE(has(text, "devices of this machine: cuda:0")) << text;
+  const auto error = thrown_by<InvalidArgument>([] { static_cast<void>(find_device("cuda:0/1")); });
+  EXPECT_TRUE(says(error, "partition(\"cuda:0\", ...) first")) << error.what();
+  EXPECT_TRUE(says(error, "devices of this machine: cuda:0")) << error.what();
   static_cast<void>(partition("cuda:0", {0.5, 0.5}));
   for (const char* name : {"cuda:0/2", "cuda:0/", "cuda:0/01", "cuda:0/-1", "cuda:0/0/0", "cuda:0/1x", "cuda:1/0"}) {
     EXPECT_THROW(static_cast<void>(find_device(name)), InvalidArgument) << name;
   }
-  EXPECT_TRUE(has(message_of<InvalidArgument>([] { static_cast<void>(find_device("cuda:0/2")); }),
-                  "the parts of cuda:0 are called cuda:0/0 to cuda:0/1"));
+  EXPECT_TRUE(says(thrown_by<InvalidArgument>([] { static_cast<void>(find_device("cuda:0/2")); }),
+                   "the parts of cuda:0 are called cuda:0/0 to cuda:0/1"));
 }
 
 TEST_F(Partition, RefusesFractionsThatMakeNoSense) {
   const double nan = std::numeric_limits<double>::quiet_NaN();
   const double infinity = std::numeric_limits<double>::infinity();
   const auto refused = [](const std::vector<double>& fractions, const std::string& why) {
-    const std::string text = message_of<InvalidArgument>([&] { static_cast<void>(partition("cuda:0", fractions)); });
-    EXPECT_TRUE(has(text, why)) << text;
+    const auto error = thrown_by<InvalidArgument>([&] { static_cast<void>(partition("cuda:0", fractions)); });
+    EXPECT_TRUE(says(error, why)) << error.what();
   };
   refused({}, "no fractions");
   for (const double fraction : {0.0, -0.5, nan, infinity}) refused({0.5, fraction}, "each must be more than 0");
   refused({0.7, 0.4}, "sum to 1.1");
   refused({1.01}, "sum to 1.01");
-  EXPECT_TRUE(has(message_of<InvalidArgument>([] { static_cast<void>(partition("cuda:0", {0.9, 0.05})); }),
-                  "the smallest possible fraction is 0.0625"));
+  EXPECT_TRUE(says(thrown_by<InvalidArgument>([] { static_cast<void>(partition("cuda:0", {0.9, 0.05})); }),
+                   "the smallest possible fraction is 0.0625"));
   EXPECT_EQ(fake::leftovers(), fake::Leftovers{});
 }
 
@@ -281,22 +263,22 @@ TEST_F(Partition, RefusesWhatHasNoParts) {
   EXPECT_THROW(static_cast<void>(partition("host:0", {0.5, 0.5})), Unavailable);
   EXPECT_NO_THROW(release_partitions("host:0"));
   static_cast<void>(partition("cuda:0", {0.5, 0.5}));
-  EXPECT_TRUE(has(message_of<InvalidArgument>([] { static_cast<void>(partition("cuda:0/0", {0.5, 0.5})); }),
-                  "Name the GPU itself: cuda:0"));
+  EXPECT_TRUE(says(thrown_by<InvalidArgument>([] { static_cast<void>(partition("cuda:0/0", {0.5, 0.5})); }),
+                   "Name the GPU itself: cuda:0"));
   EXPECT_THROW(release_partitions("cuda:0/0"), InvalidArgument);
   EXPECT_THROW(static_cast<void>(partition("cuda:7", {0.5})), InvalidArgument);
   boot({.multiprocessors = 4});  // fewer than a group has
   EXPECT_TRUE(
-      has(message_of<Unavailable>([] { static_cast<void>(partition("cuda:0", {1.0})); }), "no groups of its 4"));
+      says(thrown_by<Unavailable>([] { static_cast<void>(partition("cuda:0", {1.0})); }), "no groups of its 4"));
 }
 
 TEST_F(Partition, NeedsADriverThatHasGreenContexts) {
   for (const int version : {12020, 12040}) {
     boot({.driver_version = version});
-    const std::string text = message_of<Unavailable>([] { static_cast<void>(partition("cuda:0", {0.5, 0.5})); });
-    EXPECT_TRUE(has(text, "cuda:0 cannot be split")) << text;
-    EXPECT_TRUE(has(text, "CUDA 12.5 or newer")) << text;
-    EXPECT_TRUE(has(text, version == 12020 ? "is for CUDA 12.2" : "is for CUDA 12.4")) << text;
+    const auto error = thrown_by<Unavailable>([] { static_cast<void>(partition("cuda:0", {0.5, 0.5})); });
+    EXPECT_TRUE(says(error, "cuda:0 cannot be split")) << error.what();
+    EXPECT_TRUE(says(error, "CUDA 12.5 or newer")) << error.what();
+    EXPECT_TRUE(says(error, version == 12020 ? "is for CUDA 12.2" : "is for CUDA 12.4")) << error.what();
     EXPECT_NO_THROW(static_cast<void>(open(find_device("cuda:0"))->make_stream())) << "all else goes on";
   }
   boot({.driver_version = 12050});

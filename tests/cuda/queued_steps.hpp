@@ -21,6 +21,7 @@
 #include <paceline/runtime/device_group.hpp>
 
 #include "fake_cuda.hpp"
+#include "helpers.hpp"
 #include "nccl_host.hpp"
 #include "twins.hpp"
 
@@ -192,14 +193,5 @@ class Summing final : public StepProgram {
   double* output_ = nullptr;
   std::shared_ptr<const StepTimes> times_;
 };
-
-inline DeviceGroup group_of(const std::vector<std::string>& names) {
-  std::vector<Device> devices;
-  for (const std::string& name : names) {
-    devices.push_back(find_device(name.substr(0, name.find('/'))));
-    devices.back().name = name;
-  }
-  return DeviceGroup(devices);
-}
 
 }  // namespace paceline

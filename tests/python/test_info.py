@@ -108,7 +108,7 @@ def test_why_there_is_no_gpu_is_said(
     assert backend["detail"] in info.render(facts)
 
 
-def with_gpus(monkeypatch: pytest.MonkeyPatch, health: dict[str, Any] | None) -> None:
+def with_gpus(monkeypatch: pytest.MonkeyPatch, health: dict[str, Any]) -> None:
     """One GPU, as a machine with a driver shows it."""
     gpu = types.SimpleNamespace(
         name="cuda:0", kind="cuda", index=0, memory_space="cuda:0", cores=(0, 1), numa_node=0, device_class="GPU"
@@ -121,11 +121,9 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, health: dict[str, Any] | None) ->
         "peers": [],
         "why_no_partitions": "",
     }
-    nvml = {"name": "NVML", "version": "13.580.95", "path": "/lib/libnvidia-ml.so.1", "why_none": ""}
     monkeypatch.setattr(info, "devices", lambda: [gpu, *paceline.devices()])
     monkeypatch.setattr(runtime, "gpu_facts", lambda: [facts], raising=False)
     monkeypatch.setattr(info, "device_health", lambda name: health)
-    monkeypatch.setattr(info, "health_sources", lambda: {"cuda": nvml})
     nccl = {"version": "2.28.9", "path": "/lib/libnccl.so.2", "source": "loaded"}
     monkeypatch.setattr(info, "nccl_info", lambda: nccl)
     monkeypatch.setattr(info, "why_no_devices", lambda: {"cuda": "", "host": ""})
@@ -140,7 +138,6 @@ HEALTH = {
     "power_watts": 349.5,
     "other_processes": 1,
     "other_memory_bytes": 3 * 2**30,
-    "peers": {"cuda:1": {"reads": True, "over_nvlink": False}},
 }
 
 
@@ -159,27 +156,23 @@ def test_gpus_are_told_with_their_health(monkeypatch: pytest.MonkeyPatch) -> Non
         "limited the power cap 6.1 s",
         "temperature 83 C",
         "other memory 3.0 GiB",
-        "peers cuda:1: reads: yes; over nvlink: no",
-        "NVML 13.580.95 (/lib/libnvidia-ml.so.1)",
         "NCCL 2.28.9 (/lib/libnccl.so.2); source: loaded",
     } <= rows
     assert not any("partitions" in row for row in rows), "what is empty is left out"
 
 
 def test_gpus_are_told_where_little_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_gpus(monkeypatch, None)
+    health = {"why_no_health": "NVML cannot be loaded"}
+    with_gpus(monkeypatch, health)
     monkeypatch.delattr(runtime, "gpu_facts")
-    source = {"name": "NVML", "version": "", "path": "", "why_none": "it cannot be loaded"}
-    monkeypatch.setattr(info, "health_sources", lambda: {"cuda": source})
     monkeypatch.setattr(info, "nccl_info", lambda: {"version": "", "path": "", "why_none": "no libnccl.so.2"})
     facts = info.collect()
-    assert facts["gpus"] == [{"device": "cuda:0", "health": None}]
+    assert facts["gpus"] == [{"device": "cuda:0", "health": health}]
     rows = {" ".join(line.split()) for line in info.render(facts).splitlines()}
-    assert {"health unknown", "NVML none: it cannot be loaded", "NCCL none: no libnccl.so.2"} <= rows
+    assert {"why no health NVML cannot be loaded", "NCCL none: no libnccl.so.2"} <= rows
 
 
 def test_a_build_without_gpus_has_no_section_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(info, "health_sources", dict)
     monkeypatch.setattr(info, "why_no_devices", lambda: {"host": ""})
     facts = info.collect()
     assert (facts["gpus"], facts["gpu_libraries"]) == ([], {})
@@ -188,11 +181,9 @@ def test_a_build_without_gpus_has_no_section_for_them(monkeypatch: pytest.Monkey
 
 def test_health_is_asked_by_name() -> None:
     health = runtime.device_health("host:0")
-    assert health is not None
     assert {"clock_hz", "max_clock_hz", "cores", "quota"} >= set(health)
     with pytest.raises(paceline.InvalidArgument, match="host:x"):
         runtime.device_health("host:x")
-    assert json.loads(json.dumps(runtime.health_sources())) == runtime.health_sources()
 
 
 def test_collect_imports_none_of_the_libraries_it_looks_for() -> None:

@@ -30,19 +30,13 @@ std::vector<std::string> HealthLog::causes(const balance::BalanceReport& report)
   if (std::none_of(report.devices.begin(), report.devices.end(), needs_causes)) return texts;
   if (report.steps != steps_) {
     Samples now = sampler_(devices_);
-    const auto first = [](const Samples& samples) {
-      for (const auto& sample : samples) {
-        if (sample) return sample->when;
-      }
-      return std::chrono::steady_clock::time_point{};
-    };
-    if (steps_ > 0 && first(now) - first(after_) >= kShortestWindow) before_ = std::move(after_);
+    if (steps_ > 0 && now.front().when - after_.front().when >= kShortestWindow) before_ = std::move(after_);
     after_ = std::move(now);
     steps_ = report.steps;
   }
   for (std::size_t i = 0; i < std::min(texts.size(), devices_.size()); ++i) {
-    if (!needs_causes(report.devices[i]) || !before_[i] || !after_[i]) continue;
-    for (const std::string& cause : causes_of(*before_[i], *after_[i])) {
+    if (!needs_causes(report.devices[i])) continue;
+    for (const std::string& cause : causes_of(before_[i], after_[i])) {
       texts[i] += (texts[i].empty() ? "" : "; ") + cause;
     }
   }

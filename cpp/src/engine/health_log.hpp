@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -20,7 +19,7 @@ namespace paceline {
 /// Samples of a group's devices: one when it is made, one whenever somebody asks why a device is slow. Not thread-safe.
 class PACELINE_API HealthLog {
  public:
-  using Samples = std::vector<std::optional<DeviceHealth>>;
+  using Samples = std::vector<DeviceHealth>;
   /// One sample of each device, at one moment.
   using Sampler = std::function<Samples(std::span<const Device>)>;
 

@@ -28,10 +28,9 @@ std::string join_names(const std::vector<Device>& devices) {
 Backend::~Backend() = default;
 std::string Backend::why_none() const { return {}; }
 std::unique_ptr<AsyncDevice> Backend::open(const Device&) const { return nullptr; }
-std::vector<std::optional<DeviceHealth>> Backend::health(std::span<const Device> devices) const {
-  return std::vector<std::optional<DeviceHealth>>(devices.size());
+std::vector<DeviceHealth> Backend::health(std::span<const Device> devices) const {
+  return std::vector<DeviceHealth>(devices.size());
 }
-std::optional<HealthSource> Backend::health_source() const { return std::nullopt; }
 
 std::span<const Backend* const> backends() noexcept {
   static const HostBackend host;

@@ -107,12 +107,6 @@ void tell_processes(const Window& window, std::vector<std::string>& causes) {
   causes.push_back(std::move(text));
 }
 
-void tell_links(const Window& window, std::vector<std::string>& causes) {
-  const auto& from = window.before.nvlinks_up;
-  const auto& to = window.after.nvlinks_up;
-  if (from && to && *to < *from) causes.push_back(fmt::format("{} of its {} NVLinks went down", *from - *to, *from));
-}
-
 void tell_cores(const Window& window, std::vector<std::string>& causes) {
   const auto& from = window.before.cores;
   const auto& to = window.after.cores;
@@ -168,10 +162,10 @@ std::string_view name_of(ClockLimit limit) noexcept {
   return "an unknown limit";
 }
 
-std::optional<DeviceHealth> health_of(const Device& device) { return backend_of(device).health({&device, 1}).front(); }
+DeviceHealth health_of(const Device& device) { return backend_of(device).health({&device, 1}).front(); }
 
-std::vector<std::optional<DeviceHealth>> health_of(std::span<const Device> devices) {
-  std::vector<std::optional<DeviceHealth>> health(devices.size());
+std::vector<DeviceHealth> health_of(std::span<const Device> devices) {
+  std::vector<DeviceHealth> health(devices.size());
   for (const Backend* backend : backends()) {
     std::vector<Device> own;
     std::vector<std::size_t> index;
@@ -181,7 +175,7 @@ std::vector<std::optional<DeviceHealth>> health_of(std::span<const Device> devic
       index.push_back(i);
     }
     if (own.empty()) continue;
-    std::vector<std::optional<DeviceHealth>> found = backend->health(own);
+    std::vector<DeviceHealth> found = backend->health(own);
     for (std::size_t k = 0; k < own.size(); ++k) health[index[k]] = std::move(found[k]);
   }
   return health;
@@ -192,7 +186,6 @@ std::vector<std::string> causes_of(const DeviceHealth& before, const DeviceHealt
   std::vector<std::string> causes;
   tell_clock(window, causes);
   tell_processes(window, causes);
-  tell_links(window, causes);
   tell_cores(window, causes);
   tell_quota(window, causes);
   return causes;

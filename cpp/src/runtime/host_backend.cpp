@@ -40,9 +40,9 @@ Device HostBackend::find(std::string_view name) const {
 
 void HostBackend::prepare_worker(const Device& device) const noexcept { pin_this_thread(device.cores); }
 
-std::vector<std::optional<DeviceHealth>> HostBackend::health(std::span<const Device> devices) const {
+std::vector<DeviceHealth> HostBackend::health(std::span<const Device> devices) const {
   const HostCounters counters("/", sysconf(_SC_CLK_TCK));
-  std::vector<std::optional<DeviceHealth>> health;
+  std::vector<DeviceHealth> health;
   for (const Device& device : devices) health.emplace_back(counters.health_of(device.cores));
   return health;
 }

@@ -14,7 +14,7 @@ class HostBackend final : public Backend {
   [[nodiscard]] Device find(std::string_view name) const override;
   void prepare_worker(const Device& device) const noexcept override;
   [[nodiscard]] bool asynchronous() const noexcept override { return false; }
-  [[nodiscard]] std::vector<std::optional<DeviceHealth>> health(std::span<const Device> devices) const override;
+  [[nodiscard]] std::vector<DeviceHealth> health(std::span<const Device> devices) const override;
 };
 
 }  // namespace paceline

@@ -11,7 +11,6 @@ __all__: list[str] = [
     "devices",
     "find_device",
     "gpu_facts",
-    "health_sources",
     "host_facts",
     "partition",
     "release_partitions",
@@ -129,11 +128,11 @@ def build_facts() -> dict[str, typing.Any]:
     How the compiled part was built.
     """
 
-def device_health(name: str) -> dict[str, typing.Any] | None:
+def device_health(name: str) -> dict[str, typing.Any]:
     """
     What a device's own sensors and counters say now: clocks, limits, temperature, power, other processes.
 
-    Holds what is known; None where nothing is.
+    Holds what is known, and as ``why_no_health`` why nothing is.
 
     Raises
     ------
@@ -172,11 +171,6 @@ def gpu_facts() -> list[dict[str, typing.Any]]:
         ``device``, ``model``, ``pci_bus_id``, ``numa_node``, ``compute_capability``, ``sm_count``, ``peak_clock_mhz``, ``memory_bytes``,
         ``copy_engine_count``, ``peers`` (the GPUs whose memory it reaches without the host), ``partition_sm_count`` (of the smallest part),
         ``most_partitions``, ``why_no_partitions`` (empty where there can be some), ``driver`` and ``runtime`` (CUDA versions).
-    """
-
-def health_sources() -> dict[str, dict[str, str]]:
-    """
-    Of each kind of device whose health a library tells: the library's name, version and path, and why it cannot be asked; empty where it can.
     """
 
 def host_facts() -> dict[str, typing.Any]:

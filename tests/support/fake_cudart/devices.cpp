@@ -50,23 +50,11 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
   const std::lock_guard lock(machine().mutex);
   if (device < 0 || device >= machine().settings().device_count) return fail(cudaErrorInvalidDevice);
   switch (attribute) {
-    case cudaDevAttrMultiProcessorCount:
-      *value = machine().settings().multiprocessors;
-      break;
-    case cudaDevAttrComputeCapabilityMajor:
-      *value = 9;
-      break;
-    case cudaDevAttrComputeCapabilityMinor:
-      *value = 0;
-      break;
     case cudaDevAttrClockRate:
       *value = 1'980'000;
       break;
     case cudaDevAttrHostNumaId:
       *value = 0;
-      break;
-    case cudaDevAttrMemoryPoolsSupported:
-      *value = 1;
       break;
     default:
       fake::misuse("cudaDeviceGetAttribute: unknown attribute " + std::to_string(attribute));

@@ -33,8 +33,6 @@ CUresult retain(CUcontext* context, CUdevice device) {
   return CUDA_SUCCESS;
 }
 
-CUresult release(CUdevice) { return CUDA_SUCCESS; }
-
 CUresult push(CUcontext context) {
   stack.push_back(context);
   return CUDA_SUCCESS;
@@ -61,7 +59,6 @@ struct Entry {
 const Entry kEntries[] = {
     {"cuDeviceGet", 2000, reinterpret_cast<void*>(&device_get)},
     {"cuDevicePrimaryCtxRetain", 7000, reinterpret_cast<void*>(&retain)},
-    {"cuDevicePrimaryCtxRelease", 11000, reinterpret_cast<void*>(&release)},
     {"cuCtxPushCurrent", 4000, reinterpret_cast<void*>(&push)},
     {"cuCtxPopCurrent", 4000, reinterpret_cast<void*>(&pop)},
     {"cuCtxGetCurrent", 4000, reinterpret_cast<void*>(&get_current)},

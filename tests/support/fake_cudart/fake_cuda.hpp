@@ -65,7 +65,8 @@ struct Leftovers {
 /// that had no context. Empty: all was well.
 [[nodiscard]] std::vector<std::string> problems();
 
-/// Calls of cuda*Synchronize, which hold a host thread.
+/// Calls that hold a host thread until the GPU is done: cudaFreeHost while work is under way. There is no
+/// cuda*Synchronize to link to.
 [[nodiscard]] int synchronize_calls();
 
 /// The NUMA node that the thread which last took pinned memory had asked for; -1: none.

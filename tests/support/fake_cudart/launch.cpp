@@ -23,8 +23,6 @@ Kernels& kernels() {
   return *all;
 }
 
-thread_local Launch configuration;
-
 cudaError_t launch(const void* kernel, const Launch& how, void** arguments) {
   const std::lock_guard lock(machine().mutex);
   use_context("a kernel's launch");
@@ -67,17 +65,9 @@ void __cudaRegisterFunction(void**, const char* host, char*, const char* name, i
   fake::kernels().names[host] = name;
 }
 
-unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, std::size_t shared_bytes, cudaStream_t stream) {
-  fake::configuration = {grid, block, shared_bytes, stream};
-  return 0;
-}
-
-cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, std::size_t* shared_bytes, void* stream) {
-  *grid = fake::configuration.grid;
-  *block = fake::configuration.block;
-  *shared_bytes = fake::configuration.shared_bytes;
-  *static_cast<cudaStream_t*>(stream) = fake::configuration.stream;
-  return cudaSuccess;
+// Of launches by <<<>>>, which there are none of.
+cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, std::size_t*, void*) {
+  fake::misuse("a kernel was launched by <<<>>>");
 }
 
 cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {

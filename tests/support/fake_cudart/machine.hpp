@@ -84,7 +84,6 @@ struct Pool {
   int device = 0;
   std::size_t used = 0;
   std::size_t used_high = 0;
-  std::map<int, int> attributes;
 };
 
 struct Allocation {

@@ -46,17 +46,10 @@ cudaError_t cudaMemPoolDestroy(cudaMemPool_t pool) {
   return machine().pools.erase(reinterpret_cast<fake::Pool*>(pool)) == 1 ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute, void* value) {
-  const std::lock_guard lock(machine().mutex);
-  fake::Pool& target = *reinterpret_cast<fake::Pool*>(pool);
-  if (attribute == cudaMemPoolAttrUsedMemHigh) {
-    target.used_high = target.used;
-  } else if (attribute == cudaMemPoolReuseAllowInternalDependencies || attribute == cudaMemPoolAttrReleaseThreshold) {
-    target.attributes[attribute] = static_cast<int>(*static_cast<const std::uint8_t*>(value));
-  } else {
-    return fail(cudaErrorInvalidValue);
-  }
-  return cudaSuccess;
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr attribute, void*) {
+  const bool known =
+      attribute == cudaMemPoolReuseAllowInternalDependencies || attribute == cudaMemPoolAttrReleaseThreshold;
+  return known ? cudaSuccess : fail(cudaErrorInvalidValue);
 }
 
 cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute, void* value) {

@@ -72,15 +72,6 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
   return machine().query(target) ? cudaSuccess : cudaErrorNotReady;
 }
 
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-  const std::lock_guard lock(machine().mutex);
-  use_context(__func__);
-  ++machine().synchronize_calls;
-  fake::Stream* const target = as_stream(stream);
-  if (!machine().run_until([&] { return machine().query(target); })) fake::misuse("a synchronisation never ends");
-  return machine().health(target->device);
-}
-
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags) {
   const std::lock_guard lock(machine().mutex);
   use_context(__func__);
@@ -112,17 +103,6 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   const auto recording = as_event(event)->latest;
   if (recording == nullptr) fake::misuse("an event that was never recorded was asked whether it is over");
   return machine().query(*recording) ? cudaSuccess : cudaErrorNotReady;
-}
-
-cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  const std::lock_guard lock(machine().mutex);
-  ++machine().synchronize_calls;
-  const auto recording = as_event(event)->latest;
-  if (recording == nullptr) fake::misuse("an event that was never recorded was waited for");
-  if (!machine().run_until([&] { return machine().query(*recording); })) {
-    fake::misuse("a synchronisation never ends");
-  }
-  return machine().health(as_event(event)->device);
 }
 
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {

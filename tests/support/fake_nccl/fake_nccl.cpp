@@ -52,14 +52,12 @@ Result ncclReduce(const void* send, void* receive, std::size_t count, DataType t
                   Comm comm, cudaStream_t stream) {
   return fake::instance().collective({"ncclReduce", send, receive, count, type, -1, root, comm, stream});
 }
-#ifndef FAKE_NCCL_WITHOUT_MEMORY
 Result ncclMemAlloc(void** data, std::size_t bytes) { return fake::instance().mem_alloc(data, bytes); }
 Result ncclMemFree(void* data) { return fake::instance().mem_free(data); }
 Result ncclCommRegister(Comm comm, void* data, std::size_t bytes, void** handle) {
   return fake::instance().enroll(comm, data, bytes, handle);
 }
 Result ncclCommDeregister(Comm comm, void* handle) { return fake::instance().strike(comm, handle); }
-#endif
 
 }  // extern "C"
 #pragma GCC visibility pop

@@ -97,8 +97,8 @@ const NcclHost kHost = {
     .reduce = &reduce,
 };
 
-Nccl& load(const char* path) {
-  void* const library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+Nccl& load() {
+  void* const library = dlopen(FAKE_NCCL_PATH, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) misuse(dlerror());
   return *reinterpret_cast<decltype(&fake_nccl)>(dlsym(library, "fake_nccl"))();
 }
@@ -107,10 +107,10 @@ Nccl* loaded = nullptr;
 
 }  // namespace
 
-Nccl& boot_nccl(const char* path) {
-  if (loaded == nullptr) {  // for good, whatever path later calls name
-    loaded = &load(path);
-    setenv("PACELINE_NCCL_LIBRARY", path, 1);
+Nccl& boot_nccl() {
+  if (loaded == nullptr) {
+    loaded = &load();
+    setenv("PACELINE_NCCL_LIBRARY", FAKE_NCCL_PATH, 1);
   }
   loaded->reset(kHost);
   return *loaded;

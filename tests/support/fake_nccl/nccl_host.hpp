@@ -7,7 +7,7 @@ namespace fake {
 
 /// The fake NCCL, as if just loaded, on the machine that was booted last. The first call makes it the NCCL of the
 /// process, for good: before paceline looks for one.
-Nccl& boot_nccl(const char* path = FAKE_NCCL_PATH);
+Nccl& boot_nccl();
 /// As it is. Requires: boot_nccl() before.
 Nccl& the_nccl();
 

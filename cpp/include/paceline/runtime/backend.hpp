@@ -3,7 +3,6 @@
 
 #include <chrono>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -44,10 +43,8 @@ class PACELINE_API Backend {
   /// Streams, events and memory of an asynchronous device; null for others.
   /// @throws Error if the device refuses.
   [[nodiscard]] virtual std::unique_ptr<AsyncDevice> open(const Device& device) const;
-  /// What the sensors and counters of these devices of its own say now; see health_of(). None unless overridden.
-  [[nodiscard]] virtual std::vector<std::optional<DeviceHealth>> health(std::span<const Device> devices) const;
-  /// Through which library, for kinds that need one.
-  [[nodiscard]] virtual std::optional<HealthSource> health_source() const;
+  /// What the sensors and counters of these devices of its own say now; see health_of(). Nothing unless overridden.
+  [[nodiscard]] virtual std::vector<DeviceHealth> health(std::span<const Device> devices) const;
   /// See paceline::partition(), which has checked the fractions. Refuses unless overridden.
   [[nodiscard]] virtual std::vector<Device> partition(const Device& device, std::span<const double> fractions) const;
   /// See paceline::release_partitions().

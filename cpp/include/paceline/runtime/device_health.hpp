@@ -54,18 +54,10 @@ struct QuotaPeriods {
   std::int64_t throttled = 0;
 };
 
-/// How a GPU reaches another by itself.
-struct PeerAccess {
-  std::string device;  ///< "cuda:1"
-  std::optional<bool> reads{};
-  std::optional<bool> writes{};
-  std::optional<bool> over_nvlink{};
-};
-
 /// What a device's own sensors and counters say at one moment. Whatever is not known is empty; a difference of two
 /// samples says more than one.
 struct PACELINE_API DeviceHealth {
-  std::chrono::steady_clock::time_point when{};
+  std::chrono::steady_clock::time_point when = std::chrono::steady_clock::now();
   std::optional<double> clock_hz{};  ///< of the SMs, or the mean of a host device's cores
   std::optional<double> max_clock_hz{};
   std::optional<std::bitset<kClockLimitCount>> limits{};  ///< in force now, by ClockLimit
@@ -75,28 +67,19 @@ struct PACELINE_API DeviceHealth {
   std::optional<double> power_watts{};
   std::optional<double> power_limit_watts{};
   std::optional<OtherProcesses> other_processes{};
-  std::optional<std::int64_t> nvlinks_up{};
-  std::vector<PeerAccess> peers{};
   std::optional<CoreTimes> cores{};
   std::optional<QuotaPeriods> quota{};
+  std::string why_none{};  ///< why nothing is known, as a sentence without its full stop; empty otherwise
 };
 
-/// The present state of a device, read when asked: no thread samples by itself. In the order of a millisecond; empty
-/// for a device that does not tell. @throws nothing but what the poll hook of waits does
-[[nodiscard]] PACELINE_API std::optional<DeviceHealth> health_of(const Device& device);
+/// The present state of a device, read when asked: no thread samples by itself. In the order of a millisecond.
+/// @throws what the poll hook of waits does
+[[nodiscard]] PACELINE_API DeviceHealth health_of(const Device& device);
 /// The same of several devices, at one moment: what they have in common is read once.
-[[nodiscard]] PACELINE_API std::vector<std::optional<DeviceHealth>> health_of(std::span<const Device> devices);
+[[nodiscard]] PACELINE_API std::vector<DeviceHealth> health_of(std::span<const Device> devices);
 
 /// What may have slowed a device down between two of its samples, each as the rest of a sentence about it:
 /// "its clock is at 1.20 of 1.98 GHz because of the power cap (61 % of the last 10 s)". Empty if nothing was noticed.
 [[nodiscard]] PACELINE_API std::vector<std::string> causes_of(const DeviceHealth& before, const DeviceHealth& after);
-
-/// The library that a kind of device is asked through.
-struct HealthSource {
-  std::string name;      ///< "NVML"
-  std::string version;   ///< its own; empty when it does not tell
-  std::string path;      ///< the file it was loaded from
-  std::string why_none;  ///< why it cannot be asked, as the end of a sentence; empty if it can
-};
 
 }  // namespace paceline
