@@ -10,7 +10,6 @@ import pytest
 
 from paceline import InvalidArgument
 from paceline._cli_simulate import add_parser
-from paceline.balance import replay
 from paceline.sim import run_suite, scenarios, simulate
 
 EIGHT = ["--speeds", "1,1,1,1,1,1,1,1", "--batch", "512", "--noise", "0.03", "--fixed-ms", "4", "--per-item-ms", "0.1"]
@@ -127,17 +126,6 @@ def test_wrong_arguments_exit_with_two_and_say_why(
         run_command(*words)
     assert raised.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_simulations_replay() -> None:
-    result = simulate(
-        [1.0, 1.0, 0.5], steps=200, noise=0.05, throttles=[(0, 2.0, 50, 120)], failures=[(1, 150)], ledger=True
-    )
-    assert result.lost_steps == 1
-    assert result.final_shares[1] == 0
-    replayed = replay(result.ledger.splitlines())
-    assert replayed.mismatches == []
-    assert replayed.moves == result.moves > 2
 
 
 def test_wrong_options_are_named() -> None:
