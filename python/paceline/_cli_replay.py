@@ -69,7 +69,7 @@ def _summary(file: Path, result: ReplayResult, ledger: Ledger) -> dict[str, Any]
         "plans": result.plans,
         "records": result.records,
         "moves": result.moves,
-        "mismatches": [{"line": entry.line, "step": entry.step, "what": entry.what} for entry in result.mismatches],
+        "mismatches": [vars(entry) for entry in result.mismatches],
         "decisions": [
             {
                 "line": stretch.first.line,
