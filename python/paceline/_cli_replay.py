@@ -35,7 +35,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Replay and print; returns the exit status: 0, 1 if a decision was not reproduced (bad files exit with 2)."""
     try:
-        lines = args.file.read_text(encoding="utf-8").splitlines()
+        # By the file's lines: splitlines() would also split at separators that a device's name may hold.
+        with args.file.open(encoding="utf-8") as file:
+            lines = list(file)
     except (OSError, UnicodeDecodeError) as error:
         args.parser.error(f"{args.file} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}")
 
@@ -67,7 +69,7 @@ def _summary(file: Path, result: ReplayResult, ledger: Ledger) -> dict[str, Any]
         "plans": result.plans,
         "records": result.records,
         "moves": result.moves,
-        "mismatches": [{"line": entry.line, "step": entry.step, "what": entry.what} for entry in result.mismatches],
+        "mismatches": [vars(entry) for entry in result.mismatches],
         "decisions": [
             {
                 "line": stretch.first.line,

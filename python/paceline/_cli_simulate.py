@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,11 @@ if TYPE_CHECKING:
     from paceline.sim import ScenarioResult, SimulationResult
 
 POLICIES = ("auto", "even", "weighted")
+# What --json says of a scenario, by the names of `ScenarioResult`.
+_RESULTS = (
+    *("name", "loss", "worst_loss", "even_loss", "optimum_loss", "optimum_source", "regret"),
+    *("moves_per_100_steps", "steps_to_recover", "missed"),
+)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -24,24 +28,23 @@ def add_parser(subparsers: Any) -> None:
         description="Runs the balancer on simulated devices: a device of speed s takes (fixed + per-item * n) / s for "
         "n items, times noise. Compares each policy with the ideal, the exact split by the true speeds.",
     )
-    parser.add_argument("--speeds", type=_speeds, metavar="S,S,...", help="relative speed of each device")
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--speeds", type=numbers, metavar="S,S,...", help="relative speed of each device")
+    what.add_argument(
         "--suite",
         action="store_true",
         help="instead of one box: every scenario of the library (noise, flapping, drift, warm-up, ...), each beside its "
         "computed optimum and held against its bounds; exits with 1 if one is not kept",
     )
+    parser.add_argument("--seeds", type=count, default=5, metavar="N", help="with --suite: runs of each scenario (5)")
+    parser.add_argument("--batch", type=count, default=512, metavar="ITEMS", help="items per step (512)")
+    parser.add_argument("--steps", type=count, default=400, metavar="N", help="steps to simulate (400)")
     parser.add_argument(
-        "--seeds", type=_positive_int, default=5, metavar="N", help="with --suite: runs of each scenario (5)"
-    )
-    parser.add_argument("--batch", type=_positive_int, default=512, metavar="ITEMS", help="items per step (512)")
-    parser.add_argument("--steps", type=_positive_int, default=400, metavar="N", help="steps to simulate (400)")
-    parser.add_argument(
-        "--noise", type=_fraction, default=0.0, metavar="F", help="standard deviation of log times, e.g. 0.03"
+        "--noise", type=float, default=0.0, metavar="F", help="standard deviation of log times, e.g. 0.03"
     )
     parser.add_argument(
         "--lasting-noise",
-        type=_lasting_noise,
+        type=noise,
         action="append",
         default=[],
         metavar="F:STEPS[:common]",
@@ -49,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--throttle",
-        type=_throttle,
+        type=throttle,
         action="append",
         default=[],
         metavar="DEVICE:FACTOR@FROM-TO",
@@ -57,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--fail",
-        type=_failure,
+        type=failure,
         action="append",
         default=[],
         metavar="DEVICE@STEP",
@@ -65,18 +68,14 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--spikes",
-        type=_spikes,
+        type=spikes,
         default=(0.0, 1.0),
         metavar="P:FACTOR",
         help="with probability P a device's step takes FACTOR times as long",
     )
-    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the noise (0)")
-    parser.add_argument(
-        "--fixed-ms", type=_milliseconds, default=4.0, metavar="MS", help="fixed time of a step at speed 1 (4)"
-    )
-    parser.add_argument(
-        "--per-item-ms", type=_milliseconds, default=0.1, metavar="MS", help="time per item at speed 1 (0.1)"
-    )
+    parser.add_argument("--seed", type=count, default=0, metavar="N", help="of the noise (0)")
+    parser.add_argument("--fixed-ms", type=float, default=4.0, metavar="MS", help="fixed time of a step at speed 1 (4)")
+    parser.add_argument("--per-item-ms", type=float, default=0.1, metavar="MS", help="time per item at speed 1 (0.1)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--plot", metavar="FILE", help="draw shares and step times, as .png, .svg or .pdf")
     parser.set_defaults(run=run, parser=parser)
@@ -85,22 +84,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate all policies and print; returns the exit status (bad arguments exit with 2)."""
     if args.suite:
-        if args.speeds is not None:
-            args.parser.error("argument --speeds: not allowed with --suite, whose scenarios bring their own devices")
         return _run_suite(args)
-    if args.speeds is None:
-        args.parser.error("one of the arguments --speeds and --suite is required")
-    count = len(args.speeds)
-    for option, entries in (("--throttle", args.throttle), ("--fail", args.fail)):
-        for device in (entry[0] for entry in entries):
-            if device >= count:
-                args.parser.error(f"argument {option}: there is no device {device}, the last one is {count - 1}")
-    if {device for device, _ in args.fail} == set(range(count)):
-        args.parser.error("argument --fail: every device fails, so there is nobody left to simulate")
     if args.plot is not None and find_spec("matplotlib") is None:
         args.parser.error("--plot needs matplotlib, which is not installed: pip install 'paceline[plot]'")
-    if args.fixed_ms == 0 and args.per_item_ms == 0:
-        args.parser.error("--fixed-ms and --per-item-ms are both 0: steps would take no time")
 
     from paceline.sim import simulate
 
@@ -147,23 +133,14 @@ def _suite_summary(args: argparse.Namespace, results: list[ScenarioResult]) -> d
         "seeds": args.seeds,
         "scenarios": [
             {
-                "name": result.name,
+                **{name: getattr(result, name) for name in _RESULTS},
                 "about": library[result.name].about,
                 "steps": library[result.name].steps,
-                "loss": result.loss,
-                "worst_loss": result.worst_loss,
-                "even_loss": result.even_loss,
-                "optimum_loss": result.optimum_loss,
-                "optimum_source": result.optimum_source,
-                "regret": result.regret,
-                "moves_per_100_steps": result.moves_per_100_steps,
-                "steps_to_recover": result.steps_to_recover,
                 "bounds": {
                     "regret": library[result.name].most_regret,
                     "moves_per_100_steps": library[result.name].most_moves_per_100_steps,
                     "steps_to_recover": library[result.name].most_steps_to_recover or None,
                 },
-                "missed": result.missed,
             }
             for result in results
         ],
@@ -260,91 +237,45 @@ def _table(args: argparse.Namespace, results: dict[str, SimulationResult]) -> st
     return "\n".join(lines)
 
 
-def _speeds(text: str) -> list[float]:
-    speeds = [_number(part, "a speed") for part in text.split(",")]
-    if any(speed <= 0 for speed in speeds):
-        raise argparse.ArgumentTypeError(f"speeds must be above zero, got {text!r}")
-    return speeds
+# What an option's text says. argparse names a ValueError by option and function; whether a value makes sense, `simulate` says.
 
 
-def _number(text: str, what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{what} is a number, got {text!r}") from None
-    if not -1e300 < value < 1e300:
-        raise argparse.ArgumentTypeError(f"{what} must be finite, got {text!r}")
+def count(text: str) -> int:
+    """A whole number that C++ can hold."""
+    value = int(text)
+    if not 0 <= value < 2**62:
+        raise ValueError
     return value
 
 
-def _whole(text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"a whole number is needed, got {text!r}") from None
-    if not least <= value < 2**62:
-        raise argparse.ArgumentTypeError(f"at least {least} is needed, got {text!r}")
-    return value
+def numbers(text: str) -> list[float]:
+    """Such as ``1,1,0.5``."""
+    return [float(part) for part in text.split(",")]
 
 
-def _positive_int(text: str) -> int:
-    return _whole(text, 1)
+def noise(text: str) -> tuple[float, float, bool]:
+    """Such as ``0.05:40`` or ``0.05:40:common``."""
+    deviation, steps, *scope = text.split(":")
+    if scope not in ([], ["common"]):
+        raise ValueError
+    return float(deviation), float(steps), bool(scope)
 
 
-def _seed(text: str) -> int:
-    return _whole(text, 0)
+def throttle(text: str) -> tuple[int, float, int, int]:
+    """Such as ``0:2.0@100-300``."""
+    device, rest = text.split(":")
+    factor, steps = rest.split("@")
+    first, last = steps.split("-")
+    return count(device), float(factor), count(first), count(last)
 
 
-def _fraction(text: str) -> float:
-    value = _number(text, "the noise")
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"the noise is a fraction from 0 to below 1, e.g. 0.03 for 3 %, got {text!r}")
-    return value
+def failure(text: str) -> tuple[int, int]:
+    """Such as ``2@150``."""
+    device, step = text.split("@")
+    return count(device), count(step)
 
 
-def _lasting_noise(text: str) -> tuple[float, float, bool]:
-    deviation, separator, lasts = text.partition(":")
-    steps, _, scope = lasts.partition(":")
-    if not separator or scope not in ("", "common"):
-        raise argparse.ArgumentTypeError(f"F:STEPS or F:STEPS:common is needed, e.g. 0.05:40:common, got {text!r}")
-    values = _fraction(deviation), _number(steps, "how long it lasts")
-    if values[1] <= 0:
-        raise argparse.ArgumentTypeError(f"noise lasts for a number of steps above zero, got {text!r}")
-    return *values, scope == "common"
-
-
-def _milliseconds(text: str) -> float:
-    value = _number(text, "a time")
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"a time cannot be negative, got {text!r}")
-    return value
-
-
-def _throttle(text: str) -> tuple[int, float, int, int]:
-    match = re.fullmatch(r"(\d+):([^@]+)@(\d+)-(\d+)", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"DEVICE:FACTOR@FROM-TO is needed, e.g. 0:2.0@100-300, got {text!r}")
-    factor = _number(match[2], "the factor")
-    if factor <= 0:
-        raise argparse.ArgumentTypeError(f"the factor must be above zero, got {text!r}")
-    first, last = int(match[3]), int(match[4])
-    if first >= last:
-        raise argparse.ArgumentTypeError(f"it must end after it starts, got {text!r}")
-    return int(match[1]), factor, first, last
-
-
-def _failure(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)@(\d+)", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"DEVICE@STEP is needed, e.g. 2@150, got {text!r}")
-    return int(match[1]), int(match[2])
-
-
-def _spikes(text: str) -> tuple[float, float]:
-    probability, separator, factor = text.partition(":")
-    if not separator:
-        raise argparse.ArgumentTypeError(f"P:FACTOR is needed, e.g. 0.005:1.5, got {text!r}")
-    values = _number(probability, "the probability"), _number(factor, "the factor")
-    if not 0 <= values[0] <= 1 or values[1] <= 0:
-        raise argparse.ArgumentTypeError(f"a probability from 0 to 1 and a factor above zero are needed, got {text!r}")
-    return values
+def spikes(text: str) -> tuple[float, float]:
+    """Such as ``0.005:1.5``."""
+    probability, factor = text.split(":")
+    return float(probability), float(factor)

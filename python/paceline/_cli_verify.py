@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from paceline._cli_simulate import numbers
 from paceline._words import counted
 
 
@@ -22,11 +23,13 @@ def add_parser(subparsers: Any) -> None:
         "device alone; it only tells their speeds. Exits with 1 if a check fails or anything breaks. The report names "
         "hardware and versions, and neither the host nor the user: please share it.",
     )
-    parser.add_argument(
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
         "--devices", metavar="NAME,NAME,...", help="default: all GPUs, or all host devices; 'paceline info' lists them"
     )
-    parser.add_argument(
+    where.add_argument(
         "--partition",
+        type=numbers,
         metavar="R,R,...",
         help="cut the first GPU into parts in these ratios, such as 0.75,0.25, and verify on those",
     )
@@ -38,8 +41,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Verify and print; returns the exit status: 0, 1 if a check failed (bad arguments exit with 2)."""
-    if args.devices and args.partition:
-        args.parser.error("--devices and --partition: give one of them")
     if not 0 <= args.seconds <= 3600:
         args.parser.error(f"--seconds is {args.seconds:g}; it must be from 0 to 3600")
     if find_spec("torch") is None:
@@ -53,13 +54,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _devices(args: argparse.Namespace) -> list[Any] | None:
     if args.partition:
-        try:
-            ratios = [float(part) for part in args.partition.split(",")]
-        except ValueError:
-            args.parser.error(f"argument --partition: ratios are numbers such as 0.75,0.25, got {args.partition!r}")
         from paceline import partition
 
-        return list(partition("cuda:0", ratios))
+        return list(partition("cuda:0", args.partition))
     return args.devices.split(",") if args.devices else None
 
 

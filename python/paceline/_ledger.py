@@ -40,8 +40,6 @@ def read(lines: Iterable[str]) -> Ledger:
     retired: list[str] = []
     restored: list[str] = []
     for number, text in enumerate(lines, start=1):
-        if not text.strip():
-            continue
         entry = json.loads(text)
         decisions = ledger.decisions
         if "options" in entry:

@@ -6,9 +6,10 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Generic, Protocol, TextIO, TypeVar
+from functools import partial
+from typing import Any, Generic, TextIO, TypeAlias, TypeVar
 
 from paceline import InvalidArgument
 
@@ -59,14 +60,7 @@ class Figures:
         ]
 
 
-class Display(Protocol):
-    """Shows figures; entered before the first and left after the last, however the loop ends."""
-
-    def __enter__(self) -> Any: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-    def show(self, figures: Figures) -> None: ...
+Show: TypeAlias = Callable[[Figures], None]
 
 
 class Progress(Generic[_T]):
@@ -122,17 +116,17 @@ class Progress(Generic[_T]):
         display = _live(file)
         pause, window = (self._every, 0.0) if display is None else (REDRAW_SECONDS, _WINDOW_SECONDS)
         figures = _FiguresSince(self._report, self._loss, self._total, window)
-        with display if display is not None else Lines(file) as shown:
+        with nullcontext(partial(_print_line, file)) if display is None else display as show:
             done, last_done, last = 0, 0, float("-inf")
             for batch in self._batches if self._watched is None else self._watched(self._batches):
                 yield batch
                 done += 1
                 now = time.monotonic()
                 if now - last >= pause:
-                    shown.show(figures(done))
+                    show(figures(done))
                     last_done, last = done, now
             if done > last_done:
-                shown.show(figures(done))
+                show(figures(done))
 
 
 class _FiguresSince:
@@ -183,39 +177,27 @@ class _FiguresSince:
         )
 
 
-class Lines:
-    """A line each time: for files, pipes, notebooks, and terminals without rich."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-
-    def __enter__(self) -> Lines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def show(self, figures: Figures) -> None:
-        cost = "cost " if figures.by_cost else ""
-        devices = [f"{entry.name} {cost}{entry.amount:.4g} ({entry.busy:.0%} busy)" for entry in figures.devices]
-        if len(devices) > _MOST_DEVICES_IN_A_LINE:
-            amount, busy = ([getattr(entry, key) for entry in figures.devices] for key in ("amount", "busy"))
-            devices = [
-                f"{len(devices)} devices {cost}{min(amount):.4g} to {max(amount):.4g} ({min(busy):.0%} to {max(busy):.0%} busy)"
-            ]
-        print("  ".join([figures.count, *figures.parts, *devices]), file=self._file, flush=True)
+def _print_line(file: TextIO, figures: Figures) -> None:
+    """For files, pipes, notebooks, and terminals without rich."""
+    cost = "cost " if figures.by_cost else ""
+    devices = [f"{entry.name} {cost}{entry.amount:.4g} ({entry.busy:.0%} busy)" for entry in figures.devices]
+    if len(devices) > _MOST_DEVICES_IN_A_LINE:
+        amount, busy = ([getattr(entry, key) for entry in figures.devices] for key in ("amount", "busy"))
+        devices = [
+            f"{len(devices)} devices {cost}{min(amount):.4g} to {max(amount):.4g} ({min(busy):.0%} to {max(busy):.0%} busy)"
+        ]
+    print("  ".join([figures.count, *figures.parts, *devices]), file=file, flush=True)
 
 
-def _live(file: TextIO) -> Display | None:
+def _live(file: TextIO) -> AbstractContextManager[Show] | None:
     """The display that redraws itself, None where it has no place."""
     if not _is_terminal(file) or _logs_to_a_terminal():
         return None
     try:
-        from paceline._progress_live import Live
+        from paceline._progress_live import live
     except ImportError:  # rich is an extra
         return None
-    live = Live(file)
-    return live if live.possible else None
+    return live(file)
 
 
 def _logs_to_a_terminal() -> bool:

@@ -17,6 +17,7 @@
 
 #include "bindings.hpp"
 #include "move_reports.hpp"
+#include "per_device.hpp"
 #include "what_if_arguments.hpp"
 
 namespace py = pybind11;
@@ -34,29 +35,23 @@ struct RecordedBalancer {
   Balancer balancer;
 };
 
-std::unique_ptr<RecordedBalancer> make_balancer(const std::vector<std::string>& devices, const std::string& policy,
-                                                const std::optional<std::vector<std::string>>& device_classes,
-                                                const std::optional<std::vector<double>>& weights,
-                                                std::int64_t granularity,
-                                                const std::optional<std::vector<std::optional<std::int64_t>>>& maximum,
-                                                bool calibrate, bool ledger) {
-  const auto fits = [&](std::size_t count, const char* name) {
-    if (count == devices.size()) return;
-    throw InvalidArgument(
-        fmt::format("{} is of length {} instead of {}; pass one per device", name, count, devices.size()));
-  };
-  if (device_classes) fits(device_classes->size(), "device_classes");
-  if (maximum) fits(maximum->size(), "maximum");
+std::unique_ptr<RecordedBalancer> make_balancer(
+    const std::vector<std::string>& devices, const std::string& policy, const PerDevice<std::string>& device_classes,
+    const std::optional<std::vector<double>>& weights, std::int64_t granularity,
+    const PerDevice<std::optional<std::int64_t>>& minimum, const PerDevice<std::optional<std::int64_t>>& maximum,
+    const PerDevice<bool>& may_be_zero, const PerDevice<double>& startup_seconds,
+    const std::optional<std::vector<double>>& reduction_seconds, bool calibrate, bool proportional, bool ledger) {
   BalancerOptions options;
   options.policy = policy;
   options.weights = weights.value_or(std::vector<double>{});
   options.granularity = granularity;
+  options.reduction_seconds = reduction_seconds.value_or(std::vector<double>{});
   options.calibrate = calibrate;
-  for (std::size_t i = 0; i < devices.size(); ++i) {
-    DeviceProfile profile{devices[i], device_classes ? (*device_classes)[i] : "device", {}};
-    if (maximum && (*maximum)[i]) profile.limits.maximum = *(*maximum)[i];
-    options.devices.push_back(std::move(profile));
-  }
+  options.proportional = proportional;
+  const auto limits = share_limits(devices.size(), minimum, maximum, may_be_zero, startup_seconds);
+  for (std::size_t i = 0; i < devices.size(); ++i) options.devices.push_back({devices[i], "device", limits[i]});
+  for_each_device(device_classes, devices.size(), "device_classes",
+                  [&](std::size_t i, std::string value) { options.devices[i].device_class = std::move(value); });
   auto made = std::make_unique<RecordedBalancer>(RecordedBalancer{nullptr, Balancer(std::move(options))});
   if (ledger) {
     made->text = std::make_unique<std::ostringstream>();
@@ -177,15 +172,23 @@ devices
 policy
     "auto", "even" or "weighted".
 device_classes
-    One per device; devices of one class share the shape of their cost and are equal until measured otherwise. Default: all one class.
+    For all devices or one per device; devices of one class share the shape of their cost and are equal until measured otherwise. Default: all one class.
 weights
     For "weighted": one per device, zeros allowed.
 granularity
     Shares are multiples of it.
-maximum
-    The largest share of each device, None for no limit.
+minimum, maximum
+    The smallest share that is not zero, and the largest; for all devices or one per device, None for no limit.
+may_be_zero
+    Whether a device may be left without work (the default), for all devices or one per device.
+startup_seconds
+    What a device pays once a step if it has work, for all devices or one per device; until `record` is told what it measured.
+reduction_seconds
+    Seconds that a step ends later when k devices have work, at index k, from 0 to the number of devices; until `record` is told.
 calibrate
     "auto" only: run the first two steps off the even split, to tell fixed from per-item time.
+proportional
+    A device's time is in proportion to its share: no fixed part is looked for.
 ledger
     Keep a ledger of all calls, for `ledger()`.
 
@@ -195,7 +198,9 @@ InvalidArgument
     For arguments that make no sense.)")
       .def(py::init(&make_balancer), py::arg("devices"), py::arg("policy") = "auto", py::kw_only(),
            py::arg("device_classes") = py::none(), py::arg("weights") = py::none(), py::arg("granularity") = 1,
-           py::arg("maximum") = py::none(), py::arg("calibrate") = true, py::arg("ledger") = false)
+           py::arg("minimum") = py::none(), py::arg("maximum") = py::none(), py::arg("may_be_zero") = py::none(),
+           py::arg("startup_seconds") = py::none(), py::arg("reduction_seconds") = py::none(),
+           py::arg("calibrate") = true, py::arg("proportional") = false, py::arg("ledger") = false)
       .def(
           "next_plan",
           [](RecordedBalancer& self, std::int64_t batch_size) { return self.balancer.next_plan(batch_size); },
@@ -222,6 +227,11 @@ startup_seconds
       .def(
           "restore", [](RecordedBalancer& self, std::size_t device) { self.balancer.restore(device); },
           py::arg("device"), "A device that was retired gets work again.")
+      .def(
+          "set_least_items", [](RecordedBalancer& self, std::int64_t items) { self.balancer.set_least_items(items); },
+          py::arg("items"),
+          "From the next plan on no share has fewer items, unless it is zero or the batch itself has fewer. 1: any "
+          "share will do.")
       .def(
           "explain", [](const RecordedBalancer& self) { return self.balancer.explain(); },
           "In words: what was seen, what was decided and why, what a move would gain, what is not known.")
@@ -290,31 +300,7 @@ InvalidArgument
 void bind_balance(py::module_& module) {
   bind_what_if(module);
   bind_balancer(module);
-  py::class_<LedgerMismatch>(module, "LedgerMismatch", "A decision that came out differently in a replay.")
-      .def_readonly("line", &LedgerMismatch::line, "Of the ledger, from 1.")
-      .def_readonly("step", &LedgerMismatch::step, "The step of the plan.")
-      .def_readonly("what", &LedgerMismatch::what, "What the ledger says and what was replayed.")
-      .def("__repr__", [](const LedgerMismatch& self) {
-        return fmt::format("LedgerMismatch(line={}, step={}, what={})", self.line, self.step,
-                           std::string(py::repr(py::cast(self.what))));
-      });
-  py::class_<ReplayResult>(module, "ReplayResult", "What a replay found.")
-      .def_readonly("plans", &ReplayResult::plans, "Plans replayed.")
-      .def_readonly("records", &ReplayResult::records, "Records replayed.")
-      .def_readonly("moves", &ReplayResult::moves, "Changes of shares in the replay.")
-      .def_readonly("mismatches", &ReplayResult::mismatches,
-                    "Decisions that came out differently; empty: all were reproduced.")
-      .def("__repr__", [](const ReplayResult& self) {
-        return fmt::format("ReplayResult(plans={}, records={}, moves={}, mismatches={})", self.plans, self.records,
-                           self.moves, self.mismatches.size());
-      });
-  module.def(
-      "replay_text",
-      [](const std::string& text) {
-        std::istringstream in(text);
-        return replay(in);
-      },
-      py::arg("text"), "Replays a ledger given as text; see `paceline.balance.replay`.");
+  module.attr("LEDGER_VERSION") = kLedgerVersion;
 }
 
 }  // namespace paceline::python

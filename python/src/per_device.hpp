@@ -4,11 +4,13 @@
 #include <fmt/format.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <variant>
 #include <vector>
 
 #include <paceline/error.hpp>
+#include <paceline/plan/split.hpp>
 
 namespace paceline::python {
 
@@ -31,6 +33,25 @@ void for_each_device(const PerDevice<Value>& given, std::size_t device_count, co
                     each.size(), device_count));
   }
   for (std::size_t i = 0; i < device_count; ++i) set(i, static_cast<Value>(each[i]));
+}
+
+/// What the arguments of these names say of each device's share.
+inline std::vector<plan::ShareLimits> share_limits(std::size_t device_count,
+                                                   const PerDevice<std::optional<std::int64_t>>& minimum,
+                                                   const PerDevice<std::optional<std::int64_t>>& maximum,
+                                                   const PerDevice<bool>& may_be_zero,
+                                                   const PerDevice<double>& startup_seconds) {
+  using plan::ShareLimits;
+  std::vector<ShareLimits> limits(device_count);
+  for_each_device(minimum, device_count, "minimum",
+                  [&](std::size_t i, auto value) { limits[i].minimum = value.value_or(0); });
+  for_each_device(maximum, device_count, "maximum",
+                  [&](std::size_t i, auto value) { limits[i].maximum = value.value_or(ShareLimits::kUnlimited); });
+  for_each_device(may_be_zero, device_count, "may_be_zero",
+                  [&](std::size_t i, bool value) { limits[i].may_be_zero = value; });
+  for_each_device(startup_seconds, device_count, "startup_seconds",
+                  [&](std::size_t i, double value) { limits[i].startup_seconds = value; });
+  return limits;
 }
 
 }  // namespace paceline::python

@@ -48,16 +48,7 @@ Split split_batch(std::int64_t batch_size, const std::vector<Model>& given,
                   const std::optional<std::vector<std::int64_t>>& previous) {
   const std::vector<CostModel> models = models_of(given);
   plan::SplitOptions options;
-  options.limits.resize(models.size());
-  for_each_device(minimum, models.size(), "minimum",
-                  [&](std::size_t i, auto value) { options.limits[i].minimum = value.value_or(0); });
-  for_each_device(maximum, models.size(), "maximum", [&](std::size_t i, auto value) {
-    options.limits[i].maximum = value.value_or(plan::ShareLimits::kUnlimited);
-  });
-  for_each_device(may_be_zero, models.size(), "may_be_zero",
-                  [&](std::size_t i, bool value) { options.limits[i].may_be_zero = value; });
-  for_each_device(startup_seconds, models.size(), "startup_seconds",
-                  [&](std::size_t i, double value) { options.limits[i].startup_seconds = value; });
+  options.limits = share_limits(models.size(), minimum, maximum, may_be_zero, startup_seconds);
   options.granularity = granularity;
   options.reduction_seconds = reduction_seconds.value_or(std::vector<double>{});
   options.previous = previous.value_or(std::vector<std::int64_t>{});

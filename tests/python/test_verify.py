@@ -178,9 +178,9 @@ def test_the_command_prints_and_says_by_its_status_whether_all_passed(
         (["--devices", "host:0,cuda:4096"], "name some of the devices of this machine: "),
         (["--devices", "host:0,"], "'' is not the name of a device"),
         (["--devices", "host:0,host:0"], "host:0 is named twice"),
-        (["--devices", "host:0", "--partition", "1,1"], "one of them"),
+        (["--devices", "host:0", "--partition", "1,1"], "not allowed with argument --devices"),
         (["--seconds", "-1"], "--seconds"),
-        (["--partition", "much"], "ratios are numbers"),
+        (["--partition", "much"], "argument --partition: invalid numbers value: 'much'"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

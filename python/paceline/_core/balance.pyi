@@ -5,7 +5,7 @@ import typing
 
 import paceline._core.plan
 
-__all__: list[str] = ["Balancer", "LedgerMismatch", "ReplayResult", "StepPlan", "WhatIfAnswer", "replay_text"]
+__all__: list[str] = ["Balancer", "LEDGER_VERSION", "StepPlan", "WhatIfAnswer"]
 
 class WhatIfAnswer:
     """
@@ -107,15 +107,23 @@ class Balancer:
     policy
         "auto", "even" or "weighted".
     device_classes
-        One per device; devices of one class share the shape of their cost and are equal until measured otherwise. Default: all one class.
+        For all devices or one per device; devices of one class share the shape of their cost and are equal until measured otherwise. Default: all one class.
     weights
         For "weighted": one per device, zeros allowed.
     granularity
         Shares are multiples of it.
-    maximum
-        The largest share of each device, None for no limit.
+    minimum, maximum
+        The smallest share that is not zero, and the largest; for all devices or one per device, None for no limit.
+    may_be_zero
+        Whether a device may be left without work (the default), for all devices or one per device.
+    startup_seconds
+        What a device pays once a step if it has work, for all devices or one per device; until `record` is told what it measured.
+    reduction_seconds
+        Seconds that a step ends later when k devices have work, at index k, from 0 to the number of devices; until `record` is told.
     calibrate
         "auto" only: run the first two steps off the even split, to tell fixed from per-item time.
+    proportional
+        A device's time is in proportion to its share: no fixed part is looked for.
     ledger
         Keep a ledger of all calls, for `ledger()`.
 
@@ -129,11 +137,27 @@ class Balancer:
         devices: collections.abc.Sequence[str],
         policy: str = "auto",
         *,
-        device_classes: collections.abc.Sequence[str] | None = None,
+        device_classes: str | collections.abc.Sequence[str] | None = None,
         weights: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | None = None,
         granularity: typing.SupportsInt | typing.SupportsIndex = 1,
-        maximum: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex | None] | None = None,
+        minimum: typing.SupportsInt
+        | typing.SupportsIndex
+        | None
+        | collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex | None]
+        | None = None,
+        maximum: typing.SupportsInt
+        | typing.SupportsIndex
+        | None
+        | collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex | None]
+        | None = None,
+        may_be_zero: bool | collections.abc.Sequence[bool] | None = None,
+        startup_seconds: typing.SupportsFloat
+        | typing.SupportsIndex
+        | collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]
+        | None = None,
+        reduction_seconds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | None = None,
         calibrate: bool = True,
+        proportional: bool = False,
         ledger: bool = False,
     ) -> None: ...
     def __repr__(self) -> str: ...
@@ -212,6 +236,10 @@ class Balancer:
         """
         The device with this index gets no further work.
         """
+    def set_least_items(self, items: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        From the next plan on no share has fewer items, unless it is zero or the batch itself has fewer. 1: any share will do.
+        """
     def what_if(
         self,
         *,
@@ -251,54 +279,4 @@ class Balancer:
         Changes of shares so far, for unchanged batch sizes.
         """
 
-class LedgerMismatch:
-    """
-    A decision that came out differently in a replay.
-    """
-    def __repr__(self) -> str: ...
-    @property
-    def line(self) -> int:
-        """
-        Of the ledger, from 1.
-        """
-    @property
-    def step(self) -> int:
-        """
-        The step of the plan.
-        """
-    @property
-    def what(self) -> str:
-        """
-        What the ledger says and what was replayed.
-        """
-
-class ReplayResult:
-    """
-    What a replay found.
-    """
-    def __repr__(self) -> str: ...
-    @property
-    def mismatches(self) -> list[LedgerMismatch]:
-        """
-        Decisions that came out differently; empty: all were reproduced.
-        """
-    @property
-    def moves(self) -> int:
-        """
-        Changes of shares in the replay.
-        """
-    @property
-    def plans(self) -> int:
-        """
-        Plans replayed.
-        """
-    @property
-    def records(self) -> int:
-        """
-        Records replayed.
-        """
-
-def replay_text(text: str) -> ReplayResult:
-    """
-    Replays a ledger given as text; see `paceline.balance.replay`.
-    """
+LEDGER_VERSION: int = 5

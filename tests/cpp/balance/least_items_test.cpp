@@ -6,12 +6,10 @@
 #include <algorithm>
 #include <numeric>
 #include <random>
-#include <sstream>
 #include <string>
 #include <vector>
 
 #include <paceline/balance/balancer.hpp>
-#include <paceline/balance/ledger.hpp>
 #include <paceline/error.hpp>
 
 namespace paceline::balance {
@@ -109,24 +107,6 @@ TEST(LeastItems, LargeSharesAreThoseOfABalancerWithoutThem) {
     ASSERT_EQ(step(balancer, 512, speeds, random), step(other, 512, speeds, same)) << "step " << k;
   }
   EXPECT_GT(balancer.move_count(), 0);
-}
-
-TEST(LeastItems, ALedgerReplaysThem) {
-  for (const bool before : {true, false}) {
-    std::mt19937_64 random(4);
-    std::ostringstream out;
-    Balancer balancer(options_of("auto", 3));
-    if (before) balancer.set_least_items(3);
-    balancer.write_to(std::make_shared<LedgerWriter>(out));
-    for (int k = 0; k < 30; ++k) {
-      balancer.set_least_items(k < 10 ? 3 : k < 20 ? 1 : 2);
-      step(balancer, 7, {4.0, 1.0, 1.0}, random);
-    }
-    std::istringstream in(out.str());
-    const ReplayResult replayed = replay(in);
-    EXPECT_EQ(replayed.records, 30);
-    EXPECT_TRUE(replayed.mismatches.empty());
-  }
 }
 
 }  // namespace

@@ -75,10 +75,8 @@ TEST(StepperLedger, HasTheCallsOfTheKindThatRanFirstAndMarksWhatRanOfTheOther) {
     const std::string others =
         costs ? R"("batch_size": 8, "decided_here": false)" : R"("batch_size": 4, "decided_here": false)";
     EXPECT_EQ(recorded.lines_with(others), 2);
-    std::istringstream in(recorded.out.str());
-    const balance::ReplayResult replayed = balance::replay(in);
-    EXPECT_EQ(replayed.records, 4);
-    EXPECT_TRUE(replayed.mismatches.empty());
+    EXPECT_EQ(recorded.lines_with(R"({"plan")"), 4);
+    EXPECT_EQ(recorded.lines_with(R"({"record")"), 4);
   }
 }
 
@@ -109,10 +107,6 @@ TEST(StepperLedger, HasWhatLeftAndCameBack) {
   for (int k = 0; k < 3; ++k) step(recorded.stepper, false);
   EXPECT_EQ(recorded.lines_with(R"({"retire")"), 1);
   EXPECT_EQ(recorded.lines_with(R"({"restore")"), 1);
-  std::istringstream in(recorded.out.str());
-  const balance::ReplayResult replayed = balance::replay(in);
-  EXPECT_EQ(replayed.records, 4);
-  EXPECT_TRUE(replayed.mismatches.empty());
 }
 
 TEST(Stepper, GivesADeviceThatIsRetiredNothingOfEitherKind) {

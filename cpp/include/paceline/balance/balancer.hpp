@@ -74,7 +74,7 @@ struct StepPlan {
 
 /// The closed loop: timings in, plans out. Every plan is a pure function of the options and of the calls
 /// made so far (batch sizes asked, timings recorded, devices retired): no clock, no random numbers, no thread. A ledger
-/// of the calls replays to the same plans (ledger.hpp). Not thread-safe; one thread at a time.
+/// of the calls (ledger.hpp) replays to the same plans. Not thread-safe; one thread at a time.
 ///
 /// "auto" calibrates on the first steps, then keeps an even split until measured differences are worth more than their
 /// uncertainty: it moves when the promised gain exceeds max(1 %, 2 standard errors), and takes back a move that

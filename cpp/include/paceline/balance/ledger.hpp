@@ -13,6 +13,9 @@
 
 namespace paceline::balance {
 
+/// Raised when an older reader would misread a newer ledger, or the same calls would lead to other decisions.
+constexpr std::int64_t kLedgerVersion = 5;
+
 /// What a device ran: items [begin, end) of the batch, or positions in the step's order, with its times on the step's
 /// clock.
 struct LedgerClaim {
@@ -25,9 +28,10 @@ struct LedgerClaim {
 
 /// Writes the calls of one balancer as JSON lines: a header with the format's version and the options, then one line
 /// per next_plan, record, retire, restore and change of set_least_items. Doubles are written so that they read back bit
-/// for bit.
+/// for bit. `paceline.balance.replay` (Python) and `paceline replay` run a fresh balancer through these calls and compare
+/// plans.
 ///
-///   {"paceline_ledger": 3, "options": {...}}
+///   {"paceline_ledger": 5, "options": {...}}
 ///   {"plan": {"step": 0, "batch_size": 512, "shares": [256, 256], "moved": false, "predicted_seconds": 0, "reason":
 ///   "..."}}
 ///   {"record": {"step": 0, "devices": [[[256, 0.03]], [[256, 0.031, true]]], "step_seconds": 0.031}}
@@ -40,7 +44,7 @@ struct LedgerClaim {
 /// each, if micro-batches were worked off in smaller pieces also "pieces": [[device, begin, end], ...], and of a step
 /// that dealt items out by cost also "order": [item, ...], which begin and end are positions in. With "decided_here":
 /// false another balancer, whose calls are not in the ledger, planned the step, and it is that one's step number.
-/// replay() passes over it. In a record a micro-batch is [items, seconds], with a third element true if it was
+/// A replay passes over it. In a record a micro-batch is [items, seconds], with a third element true if it was
 /// excluded; it has "reduction_seconds" and "startup_seconds" (null: no work) where they were measured.
 ///
 /// Each line is flushed as soon as it is written, so that the ledger of a program that crashes is whole. Not
@@ -66,23 +70,5 @@ class PACELINE_API LedgerWriter {
   std::ostream* out_;
   bool failed_ = false;
 };
-
-/// A decision that came out differently.
-struct LedgerMismatch {
-  std::int64_t line = 0;  ///< 1-based
-  std::int64_t step = 0;
-  std::string what;  ///< "shares: the ledger says [...], replayed [...]"
-};
-
-struct ReplayResult {
-  std::int64_t plans = 0;
-  std::int64_t records = 0;
-  std::int64_t moves = 0;
-  std::vector<LedgerMismatch> mismatches;  ///< empty: every decision was reproduced
-};
-
-/// Runs a fresh balancer through the calls of a ledger and compares every plan with the one written.
-/// @throws InvalidArgument naming the line that is not what a ledger holds, or holds a call the balancer refuses.
-PACELINE_API ReplayResult replay(std::istream& ledger);
 
 }  // namespace paceline::balance

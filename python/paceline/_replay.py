@@ -1,0 +1,234 @@
+"""Replays of ledgers: their lines are checked here, and what is decided again is decided by the C++ balancer."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paceline import InvalidArgument
+from paceline._core.balance import LEDGER_VERSION, Balancer
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class LedgerMismatch:
+    """A decision that came out differently in a replay.
+
+    Attributes
+    ----------
+    line
+        Of the ledger, from 1.
+    step
+        The step of the plan.
+    what
+        What the ledger says and what was replayed.
+    """
+
+    line: int
+    step: int
+    what: str
+
+
+@dataclass
+class ReplayResult:
+    """What a replay found.
+
+    Attributes
+    ----------
+    plans, records
+        How many were replayed.
+    moves
+        Changes of shares in the replay.
+    mismatches
+        Decisions that came out differently; empty: all were reproduced.
+    """
+
+    plans: int = 0
+    records: int = 0
+    moves: int = 0
+    mismatches: list[LedgerMismatch] = field(default_factory=list)
+
+
+def replay(ledger: str | os.PathLike[str] | Iterable[str]) -> ReplayResult:
+    """Run a fresh balancer through the calls of a ledger and compare every plan with the one written.
+
+    Parameters
+    ----------
+    ledger
+        The path of a file of JSON lines as `Balancer.ledger` gives them, or the lines themselves.
+
+    Returns
+    -------
+    ReplayResult
+        `mismatches` is empty if every decision was reproduced.
+
+    Raises
+    ------
+    InvalidArgument
+        Naming the line that is not what a ledger holds, or holds a call that a balancer refuses.
+    OSError
+        If the file cannot be read.
+    """
+    if isinstance(ledger, (str, os.PathLike)):
+        with Path(ledger).open(encoding="utf-8") as lines:
+            return replay(lines)
+    replayed: _Replay | None = None
+    for number, line in enumerate(ledger, start=1):
+        try:
+            entry = _DECODER.decode(line.rstrip("\r\n"))
+            if replayed is None:
+                replayed = _Replay(entry)
+            else:
+                replayed.call(number, entry)
+        except json.JSONDecodeError as error:
+            raise InvalidArgument(f"line {number} of the ledger: column {error.colno}: {error.msg}") from None
+        # The last three: numbers beyond every type, and arrays in arrays without end.
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            raise InvalidArgument(f"line {number} of the ledger: {error}") from error
+    if replayed is None:
+        raise InvalidArgument("line 1 of the ledger: there is no header, the ledger is empty")
+    replayed.result.moves = replayed.balancer.move_count
+    return replayed.result
+
+
+class _Replay:
+    """A replay in progress, from the header on."""
+
+    def __init__(self, header: Any) -> None:
+        version = _as(int, _get(header, "paceline_ledger"))
+        if version != LEDGER_VERSION:
+            raise InvalidArgument(f"the ledger has version {version}, this library reads version {LEDGER_VERSION}")
+        self.balancer = _balancer(_get(header, "options"))
+        self.result = ReplayResult()
+        self._step = -1
+
+    def call(self, line: int, entry: Any) -> None:
+        match entry:
+            case {"plan": plan}:
+                self._plan(line, plan)
+            case {"record": record}:
+                self._record(record)
+            case {"retire": retire}:
+                self.balancer.retire(_as(int, _get(retire, "device")))
+            case {"restore": restore}:
+                self.balancer.restore(_as(int, _get(restore, "device")))
+            case {"least_items": items}:
+                self.balancer.set_least_items(_as(int, items))
+            case {"claims": _}:  # what ran, not what was decided
+                pass
+            case _:
+                raise InvalidArgument('neither "plan" nor "record" nor "retire" nor "restore" nor "least_items" is there')
+
+    def _plan(self, line: int, written: Any) -> None:
+        made = self.balancer.next_plan(_as(int, _get(written, "batch_size")))
+        self.result.plans += 1
+        self._step = made.step
+        step = _as(int, _get(written, "step"))
+        compared = {
+            "step": (step, made.step),
+            "shares": (_all(int, _get(written, "shares")), made.shares),
+            "moved": (_as(bool, _get(written, "moved")), made.moved),
+            "predicted_seconds": (_as(float, _get(written, "predicted_seconds")), made.predicted_seconds),
+        }
+        for name, (said, found) in compared.items():
+            if said != found:
+                what = f"{name}: the ledger says {json.dumps(said)}, replayed {json.dumps(found)}"
+                self.result.mismatches.append(LedgerMismatch(line, step, what))
+
+    def _record(self, written: Any) -> None:
+        step = _as(int, _get(written, "step"))
+        if step != self._step:
+            raise InvalidArgument(f"a record of step {step} after the plan of step {self._step}")
+        self.balancer.record(
+            [[_micro_batch(run) for run in _as(list, device)] for device in _as(list, _get(written, "devices"))],
+            _as(float, _get(written, "step_seconds")),
+            reduction_seconds=_as(float, written.get("reduction_seconds", 0.0)),
+            startup_seconds=[_unless_null(float, entry) for entry in _as(list, written.get("startup_seconds", []))],
+        )
+        self.result.records += 1
+
+
+def _balancer(options: Any) -> Balancer:
+    devices = _as(list, _get(options, "devices"))
+
+    def each(name: str, kind: type[_T]) -> list[_T]:
+        return [_as(kind, _get(device, name)) for device in devices]
+
+    return Balancer(
+        each("name", str),
+        _as(str, _get(options, "policy")),
+        device_classes=each("device_class", str),
+        weights=_all(float, _get(options, "weights")),
+        granularity=_as(int, _get(options, "granularity")),
+        minimum=each("minimum", int),
+        maximum=[_unless_null(int, _get(device, "maximum")) for device in devices],
+        may_be_zero=each("may_be_zero", bool),
+        startup_seconds=each("startup_seconds", float),
+        reduction_seconds=_all(float, _get(options, "reduction_seconds")),
+        calibrate=_as(bool, _get(options, "calibrate")),
+        proportional=_as(bool, _get(options, "proportional")),
+    )
+
+
+def _micro_batch(run: Any) -> tuple[int, float, bool]:
+    excluded = False
+    match run:
+        case [items, seconds]:
+            pass
+        case [items, seconds, excluded]:
+            pass
+        case _:
+            raise InvalidArgument("a micro-batch is [items, seconds] or [items, seconds, excluded]")
+    return _as(int, items), _as(float, seconds), _as(bool, excluded)
+
+
+def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise InvalidArgument(f'"{next(name for name in names if names.count(name) > 1)}" stands there twice')
+    return members
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_members)
+_KINDS: dict[type, str] = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+    dict: "an object",
+}
+
+
+def _as(kind: type[_T], value: Any) -> _T:
+    """`value`, if it is of this kind; a whole number serves as a float, and a boolean is no number."""
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is float and (kind is int or not math.isfinite(value)):
+        raise InvalidArgument(f"{value} is not a {'whole' if kind is int else 'finite'} number")
+    if type(value) is not kind:
+        raise InvalidArgument(f"{_KINDS[kind]} expected, {_KINDS[type(value)]} is there")
+    return value
+
+
+def _all(kind: type[_T], values: Any) -> list[_T]:
+    return [_as(kind, value) for value in _as(list, values)]
+
+
+def _unless_null(kind: type[_T], value: Any) -> _T | None:
+    return None if value is None else _as(kind, value)
+
+
+def _get(entry: Any, name: str) -> Any:
+    """The member of an object."""
+    if name not in _as(dict, entry):
+        raise InvalidArgument(f'"{name}" is missing')
+    return entry[name]
