@@ -123,7 +123,9 @@ class _Replay:
             case {"claims": _}:  # what ran, not what was decided
                 pass
             case _:
-                raise InvalidArgument('neither "plan" nor "record" nor "retire" nor "restore" nor "least_items" is there')
+                raise InvalidArgument(
+                    'neither "plan" nor "record" nor "retire" nor "restore" nor "least_items" is there'
+                )
 
     def _plan(self, line: int, written: Any) -> None:
         made = self.balancer.next_plan(_as(int, _get(written, "batch_size")))

@@ -28,8 +28,8 @@ struct LedgerClaim {
 
 /// Writes the calls of one balancer as JSON lines: a header with the format's version and the options, then one line
 /// per next_plan, record, retire, restore and change of set_least_items. Doubles are written so that they read back bit
-/// for bit. `paceline.balance.replay` (Python) and `paceline replay` run a fresh balancer through these calls and compare
-/// plans.
+/// for bit. `paceline.balance.replay` (Python) and `paceline replay` run a fresh balancer through these calls and
+/// compare plans.
 ///
 ///   {"paceline_ledger": 5, "options": {...}}
 ///   {"plan": {"step": 0, "batch_size": 512, "shares": [256, 256], "moved": false, "predicted_seconds": 0, "reason":
