@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <vector>
 
-#include <paceline/plan/chunks.hpp>
+#include <paceline/plan/corrections.hpp>
 #include <paceline/plan/split.hpp>
 
 namespace paceline::plan {
@@ -19,19 +19,6 @@ std::vector<CostModel> affine_box(std::int64_t devices) {
   for (std::int64_t i = 0; i < devices; ++i) {
     const auto unequal = static_cast<double>(i * 7 % 16);
     models.push_back(CostModel::affine(1e-3 * (3.0 + 0.13 * unequal), 1e-4 * (1.0 + 0.171 * unequal)));
-  }
-  return models;
-}
-
-std::vector<CostModel> table_box(std::int64_t devices) {
-  std::vector<CostModel> models;
-  for (const CostModel& line : affine_box(devices)) {
-    std::vector<CostPoint> points;
-    for (const std::int64_t items : {1, 16, 64, 256, 1024})
-      points.push_back({items, line.seconds(items) * (items < 64 ? 1.2 : 1.0)});
-    for (std::size_t i = 1; i < points.size(); ++i)
-      points[i].seconds = std::max(points[i].seconds, points[i - 1].seconds);
-    models.push_back(CostModel::table(points));
   }
   return models;
 }
@@ -48,9 +35,6 @@ void split_equal(benchmark::State& state) {
   run(state, 4096, std::vector<CostModel>(static_cast<std::size_t>(state.range(0)), CostModel::affine(4e-3, 1e-4)), {});
 }
 BENCHMARK(split_equal)->ArgName("devices")->Arg(2)->Arg(8)->Arg(64);
-
-void split_tables(benchmark::State& state) { run(state, 4096, table_box(state.range(0)), {}); }
-BENCHMARK(split_tables)->ArgName("devices")->Arg(2)->Arg(8)->Arg(64);
 
 void split_with_startup(benchmark::State& state) {
   SplitOptions options;

@@ -1,4 +1,4 @@
-"""Pure decisions: what a share costs a device, how a batch is split, how a share is cut into micro-batches.
+"""Pure decisions: what a share costs a device, how a batch is split, which device gets which items.
 
 Nothing here needs a device, keeps state or looks at a clock.
 """
@@ -8,7 +8,6 @@ from paceline._core.plan import (
     ItemCostFit,
     ItemSplit,
     Split,
-    chunks,
     correction_floor,
     fit_item_cost,
     split_batch,
@@ -23,7 +22,6 @@ __all__ = [
     "ItemCostFit",
     "ItemSplit",
     "Split",
-    "chunks",
     "correction_floor",
     "fit_item_cost",
     "split_batch",

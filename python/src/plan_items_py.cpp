@@ -42,12 +42,6 @@ std::vector<LoadModel> load_models_of(const std::vector<Model>& given) {
       continue;
     }
     const CostModel& line = std::get<0>(model);
-    if (!line.is_affine()) {
-      throw InvalidArgument(fmt::format(
-          "the model of device {} is a table; items of unequal cost need a line: pass CostModel.affine or a pair "
-          "(fixed_seconds, seconds_per_cost)",
-          models.size()));
-    }
     models.push_back({line.fixed_seconds(), line.per_item_seconds()});
   }
   return models;
@@ -139,7 +133,7 @@ Parameters
 costs
     What each item costs, not negative: tokens, squared tokens, `ItemCostFit.item_seconds`, anything that adds up.
 models
-    One per device: a pair (fixed_seconds, seconds_per_cost), or an affine `CostModel`. A device without items costs nothing.
+    One per device: a pair (fixed_seconds, seconds_per_cost), or a `CostModel`. A device without items costs nothing.
 maximum_items, maximum_cost
     The most items, and the highest sum of costs, for all devices or one per device; None: no limit.
 memory, maximum_memory
@@ -184,7 +178,7 @@ Parameters
 costs
     What each item costs, not negative: what one item padded to its length takes, e.g. tokens.
 models
-    One per device: a pair (fixed_seconds, seconds_per_cost), or an affine `CostModel`; for a speed, (0, 1 / speed).
+    One per device: a pair (fixed_seconds, seconds_per_cost), or a `CostModel`; for a speed, (0, 1 / speed).
 
 Returns
 -------

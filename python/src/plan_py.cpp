@@ -10,7 +10,7 @@
 #include <vector>
 
 #include <paceline/error.hpp>
-#include <paceline/plan/chunks.hpp>
+#include <paceline/plan/corrections.hpp>
 #include <paceline/plan/cost_model.hpp>
 #include <paceline/plan/split.hpp>
 
@@ -23,7 +23,6 @@ namespace paceline::python {
 namespace {
 
 using plan::CostModel;
-using plan::CostPoint;
 using plan::Split;
 
 using Model = std::variant<CostModel, std::pair<double, double>>;
@@ -55,18 +54,6 @@ Split split_batch(std::int64_t batch_size, const std::vector<Model>& given,
   return plan::split_batch(batch_size, models, options);
 }
 
-CostModel table_of(const std::vector<std::pair<std::int64_t, double>>& pairs) {
-  std::vector<CostPoint> points;
-  for (const auto& [items, seconds] : pairs) points.push_back({items, seconds});
-  return CostModel::table(points);
-}
-
-std::vector<std::pair<std::int64_t, double>> points_of(const CostModel& model) {
-  std::vector<std::pair<std::int64_t, double>> pairs;
-  for (const CostPoint& point : model.points()) pairs.emplace_back(point.items, point.seconds);
-  return pairs;
-}
-
 // As Python writes it: 1.0 stays a float.
 template <class Value>
 std::string repr_of(const Value& value) {
@@ -74,11 +61,8 @@ std::string repr_of(const Value& value) {
 }
 
 std::string repr(const CostModel& model) {
-  if (model.is_affine()) {
-    return fmt::format("CostModel.affine(fixed_seconds={}, per_item_seconds={})", repr_of(model.fixed_seconds()),
-                       repr_of(model.per_item_seconds()));
-  }
-  return fmt::format("CostModel.table({})", repr_of(points_of(model)));
+  return fmt::format("CostModel.affine(fixed_seconds={}, per_item_seconds={})", repr_of(model.fixed_seconds()),
+                     repr_of(model.per_item_seconds()));
 }
 
 double seconds_of(const CostModel& model, std::int64_t items) {
@@ -89,7 +73,7 @@ double seconds_of(const CostModel& model, std::int64_t items) {
 void bind_cost_model(py::module_& module) {
   py::class_<CostModel>(module, "CostModel", R"(Seconds a device needs for a share of n items; nondecreasing in n.
 
-Make one with `affine` or `table`; `CostModel()` is the free device. Immutable.)")
+Make one with `affine`; `CostModel()` is the free device. Immutable.)")
       .def(py::init<>())
       .def_static("affine", &CostModel::affine, py::arg("fixed_seconds"), py::arg("per_item_seconds"),
                   R"(`fixed_seconds + per_item_seconds * n`.
@@ -98,26 +82,13 @@ Raises
 ------
 InvalidArgument
     If a coefficient is negative or not finite.)")
-      .def_static("table", &table_of, py::arg("points"),
-                  R"(Linear between measured points, on by the slope of the first and last two.
-
-Parameters
-----------
-points
-    Pairs (items, seconds) in strictly increasing items with nondecreasing seconds. One pair means proportional.
-
-Raises
-------
-InvalidArgument
-    Naming the first point that breaks the order.)")
       .def("seconds", &seconds_of, py::arg("items"), "Seconds for a share of `items` items.")
       .def("items_within", &CostModel::items_within, py::arg("budget_seconds"), py::arg("limit"),
            "The largest n in [0, limit] with seconds(n) <= budget_seconds; -1 if even n = 0 does not fit.")
       .def("scaled", &CostModel::scaled, py::arg("factor"), "The same shape on a device `factor` times slower.")
       .def_property_readonly("fixed_seconds", &CostModel::fixed_seconds, "Seconds that do not depend on the size.")
       .def_property_readonly("per_item_seconds", &CostModel::per_item_seconds,
-                             "Seconds each further item costs; of a table its mean slope.")
-      .def_property_readonly("points", &points_of, "The table's pairs (items, seconds); empty for an affine model.")
+                             "Seconds each further item costs.")
       .def(
           "__eq__", [](const CostModel& a, const CostModel& b) { return a == b; }, py::arg("other"), py::is_operator())
       .def("__hash__", [](const CostModel& model) { return py::hash(py::str(repr(model))); })
@@ -195,36 +166,7 @@ InvalidArgument
              "Shares that differ by at most one item, the larger ones first.");
 }
 
-void bind_chunks(py::module_& module) {
-  module.def(
-      "chunks",
-      [](std::int64_t share, std::int64_t fixed_size, double correction_fraction, std::int64_t floor,
-         std::int64_t granularity) {
-        return plan::chunks(share, {.fixed_size = fixed_size,
-                                    .correction_fraction = correction_fraction,
-                                    .floor = floor,
-                                    .granularity = granularity});
-      },
-      py::arg("share"), py::kw_only(), py::arg("fixed_size") = 0, py::arg("correction_fraction") = 0.0,
-      py::arg("floor") = 1, py::arg("granularity") = 1,
-      R"(The micro-batch sizes of a share, in the order they run; they sum to it.
-
-Parameters
-----------
-share
-    Items of one device.
-fixed_size
-    Above 0: every micro-batch has this size but the last.
-correction_fraction
-    Part of the share, in [0, 1), held back for late corrections after one large planned chunk; 0: one micro-batch.
-floor
-    The smallest correction; see `correction_floor`. Corrections have sizes floor * 2**k, each about half of what is left.
-granularity
-    What `floor` is rounded up to.
-
-Notes
------
-Guided self-scheduling (Polychronopoulos & Kuck 1987) and factoring (Hummel, Schonberg & Flynn 1992).)");
+void bind_corrections(py::module_& module) {
   module.def(
       "correction_floor", &plan::correction_floor, py::arg("model"), py::arg("overhead") = plan::kCorrectionOverhead,
       py::arg("granularity") = 1,
@@ -234,10 +176,10 @@ Guided self-scheduling (Polychronopoulos & Kuck 1987) and factoring (Hummel, Sch
 }  // namespace
 
 void bind_plan(py::module_& module) {
-  module.doc() = "Pure decisions: cost models, batch splits, micro-batch sizes.";
+  module.doc() = "Pure decisions: cost models, splits of batches and of items.";
   bind_cost_model(module);
   bind_splits(module);
-  bind_chunks(module);
+  bind_corrections(module);
   bind_plan_items(module);
 }
 

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from paceline import InvalidArgument, plan
-from paceline.plan import CostModel, chunks, correction_floor, split_batch, split_even, split_weighted
+from paceline.plan import CostModel, correction_floor, split_batch, split_even, split_weighted
 
 
 def test_split_batch_equals_brute_force_over_the_models() -> None:
@@ -65,18 +65,9 @@ def test_cost_models_show_and_compare_what_they_are() -> None:
     assert hash(model) == hash(CostModel.affine(0.004, 0.0001))
     assert model != CostModel.affine(0.004, 0.0002)
     assert model != "model"
-    table = CostModel.table([(1, 0.5), (3, 1.5)])
-    assert repr(table) == "CostModel.table([(1, 0.5), (3, 1.5)])"
-    assert eval(repr(table), {"CostModel": CostModel}) == table
-    assert table.seconds(5) == 2.5
-    assert table.points == [(1, 0.5), (3, 1.5)]
-    assert table.items_within(1.0, 100) == 2
-    assert table.scaled(2.0).seconds(1) == 1.0
-
-
-def test_a_table_that_gets_cheaper_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="point 1"):
-        CostModel.table([(1, 2.0), (2, 1.0)])
+    assert eval(repr(model), {"CostModel": CostModel}) == model
+    assert CostModel.affine(0.0, 0.5).items_within(1.0, 100) == 2
+    assert CostModel.affine(1.0, 0.5).scaled(2.0).seconds(2) == 4.0
     with pytest.raises(InvalidArgument, match="negative"):
         CostModel().seconds(-1)
 
@@ -85,12 +76,10 @@ def test_split_repr_is_readable() -> None:
     assert repr(split_batch(4, [(0.0, 0.5)] * 2)) == "Split(shares=[2, 2], makespan_seconds=1.0)"
 
 
-def test_weighted_even_and_chunks() -> None:
+def test_weighted_even_and_correction_floor() -> None:
     assert split_weighted(512, [2, 1]) == [341, 171]
     assert split_weighted(10, [1, 0, 4]) == [2, 0, 8]
     assert split_even(10, 4) == [3, 3, 2, 2]
-    assert chunks(100, fixed_size=32) == [32, 32, 32, 4]
-    assert chunks(256, correction_fraction=0.25, floor=8) == [192, 32, 16, 8, 8]
     assert correction_floor(CostModel.affine(4.0, 0.5), 0.5) == 8
 
 

@@ -40,8 +40,6 @@ def test_split_items_equals_brute_force() -> None:
 def test_models_are_pairs_or_lines() -> None:
     lines: list[CostModel | tuple[float, float]] = [CostModel.affine(0.5, 1.0), (0.0, 2.0)]
     assert split_items([1, 1, 1], lines).items == [[0, 2], [1]]
-    with pytest.raises(InvalidArgument, match="the model of device 0 is a table"):
-        split_items([1], [CostModel.table([(1, 1.0), (2, 3.0)])])
 
 
 def test_caps_are_given_for_all_devices_or_for_each() -> None:
@@ -126,8 +124,6 @@ def test_split_padded_takes_models_as_split_items_does() -> None:
     lines: list[CostModel | tuple[float, float]] = [CostModel.affine(0.5, 1.0), (0.0, 2.0)]
     assert split_padded([1, 1, 1], lines).items == [[0, 1], [2]]
     assert split_padded([3, 7], [(0, 1)] * 3).items == [[1], [0], []]
-    with pytest.raises(InvalidArgument, match="the model of device 0 is a table"):
-        split_padded([1], [CostModel.table([(1, 1.0), (2, 3.0)])])
     with pytest.raises(ValueError, match="pass one model per device"):
         split_padded([1], [])
     with pytest.raises(InvalidArgument, match="cost at 1 is -2; it must be finite and not negative"):

@@ -13,7 +13,7 @@
 #include <paceline/observe/event_ring.hpp>
 #include <paceline/observe/history.hpp>
 #include <paceline/observe/metrics.hpp>
-#include <paceline/plan/chunks.hpp>
+#include <paceline/plan/corrections.hpp>
 #include <paceline/plan/cost_model.hpp>
 #include <paceline/plan/item_arrangement.hpp>
 #include <paceline/plan/item_cost.hpp>

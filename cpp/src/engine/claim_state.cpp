@@ -5,7 +5,7 @@
 #include <numeric>
 #include <utility>
 
-#include <paceline/plan/chunks.hpp>
+#include <paceline/plan/corrections.hpp>
 #include <paceline/plan/tail.hpp>
 
 #include "engine/stealing.hpp"

@@ -9,7 +9,7 @@
 #include <deque>
 
 #include <paceline/error.hpp>
-#include <paceline/plan/chunks.hpp>
+#include <paceline/plan/corrections.hpp>
 
 namespace paceline::plan {
 namespace {

@@ -12,45 +12,34 @@ namespace paceline::plan::detail {
 /// A device's cost as a function of grains: `offset + grains * grain` items, and what it pays once to take part.
 ///
 /// The doubles are exactly `model.seconds(items) + startup_seconds`; everything that decides compares these, so that a
-/// brute-force search over the models agrees to the last bit. Refers to the model, which must outlive it.
+/// brute-force search over the models agrees to the last bit.
 class Lane {
  public:
   Lane() = default;
   Lane(const CostModel& model, double startup_seconds, std::int64_t grain, std::int64_t offset)
-      : table_(model.is_affine() ? nullptr : &model),
-        fixed_(model.fixed_seconds()),
+      : fixed_(model.fixed_seconds()),
         per_item_(model.per_item_seconds()),
         startup_(startup_seconds),
         grain_(grain),
         offset_(offset) {}
 
   [[nodiscard]] double seconds(std::int64_t grains) const {
-    const std::int64_t items = offset_ + grains * grain_;
-    if (table_ == nullptr) return (fixed_ + per_item_ * static_cast<double>(items)) + startup_;
-    return table_->seconds(items) + startup_;
+    return (fixed_ + per_item_ * static_cast<double>(offset_ + grains * grain_)) + startup_;
   }
 
   /// The most grains in [low, high] that finish by `budget`; low - 1 if not even `low` does.
   [[nodiscard]] std::int64_t within(double budget, std::int64_t low, std::int64_t high) const {
     if (!(seconds(low) <= budget)) return low - 1;
     if (seconds(high) <= budget) return high;
-    const std::int64_t guess = guess_within(budget, high);
+    const std::int64_t guess = to_count((budget - intercept()) / slope(), high);
     return last_that_fits(low, high, guess, [&](std::int64_t grains) { return seconds(grains) <= budget; });
   }
 
-  [[nodiscard]] bool is_affine() const { return table_ == nullptr; }
-  /// Affine lanes: seconds(grains) is about intercept() + slope() * grains.
+  /// seconds(grains) is about intercept() + slope() * grains.
   [[nodiscard]] double intercept() const { return fixed_ + startup_ + per_item_ * static_cast<double>(offset_); }
   [[nodiscard]] double slope() const { return per_item_ * static_cast<double>(grain_); }
 
  private:
-  [[nodiscard]] std::int64_t guess_within(double budget, std::int64_t high) const {
-    if (table_ == nullptr) return to_count((budget - intercept()) / slope(), high);
-    const std::int64_t items = table_->items_within(budget - startup_, offset_ + high * grain_);
-    return (items - offset_) / grain_;
-  }
-
-  const CostModel* table_ = nullptr;
   double fixed_ = 0.0;
   double per_item_ = 0.0;
   double startup_ = 0.0;

@@ -8,7 +8,7 @@
 #include <numbers>
 
 #include <paceline/error.hpp>
-#include <paceline/plan/chunks.hpp>
+#include <paceline/plan/corrections.hpp>
 
 namespace paceline::plan {
 namespace {

@@ -82,8 +82,7 @@ std::int64_t fill_up_to(std::span<const BoundedLane> lanes, double seconds, std:
 }
 
 // Narrows the level until few grains are left to repair, by exact counts: interpolation while it helps, else bisection,
-// to adjacent doubles if need be (a flat part of a table holds many grains of one finish time; the repair moves them as
-// one).
+// to adjacent doubles if need be (a flat line holds many grains of one finish time; the repair moves them as one).
 std::int64_t search_level(std::span<const BoundedLane> lanes, std::int64_t count, std::span<std::int64_t> grains) {
   const std::int64_t tolerance = 2 * static_cast<std::int64_t>(lanes.size());
   double below = 0.0;
@@ -154,12 +153,10 @@ void take(std::span<const BoundedLane> lanes, std::int64_t surplus, std::span<st
 }  // namespace
 
 void fill_to_level(std::span<const BoundedLane> lanes, std::int64_t count, std::span<std::int64_t> grains) {
-  const bool affine = std::all_of(lanes.begin(), lanes.end(), [](const BoundedLane& b) { return b.lane.is_affine(); });
   const std::int64_t tolerance = 2 * static_cast<std::int64_t>(lanes.size());
-  std::int64_t sum = 0;
-  if (affine) sum = fill_up_to(lanes, affine_level(lanes, count), grains);
-  // Tables, and lines that the estimate could not handle (flat ones, or slopes lost in rounding).
-  if (!affine || std::abs(sum - count) > tolerance) sum = search_level(lanes, count, grains);
+  std::int64_t sum = fill_up_to(lanes, affine_level(lanes, count), grains);
+  // Lines that the estimate could not handle: flat ones, or slopes lost in rounding.
+  if (std::abs(sum - count) > tolerance) sum = search_level(lanes, count, grains);
   if (sum < count) give(lanes, count - sum, grains);
   if (sum > count) take(lanes, sum - count, grains);
 }

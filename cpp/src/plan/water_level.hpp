@@ -13,9 +13,9 @@ namespace paceline::plan::detail {
 ///
 /// That greedy order minimises the latest finish for any nondecreasing costs (Ibaraki & Katoh, Resource Allocation
 /// Problems, 1988). It is not walked through: the level T at which `count` grains fit is found first, by Newton's
-/// method on the lines (Bitran & Hax 1981 treat the same relaxation) or by bisection on tables, and what rounding left
+/// method on the lines (Bitran & Hax 1981 treat the same relaxation), and what rounding left
 /// over is given or taken by exact comparison of the same doubles, so the result is that of the walk, bit for bit.
-/// O(lanes) for affine lanes, O(lanes * log) for tables; no allocation.
+/// O(lanes); no allocation.
 ///
 /// Requires: sum of low <= count <= sum of high, low <= high, grains.size() == lanes.size().
 void fill_to_level(std::span<const BoundedLane> lanes, std::int64_t count, std::span<std::int64_t> grains);

@@ -115,12 +115,7 @@ inline std::string describe(const Case& c) {
   for (std::size_t i = 0; i < c.models.size(); ++i) {
     const ShareLimits limits = limits_of(c, i);
     out << "  device " << i << ": ";
-    if (c.models[i].is_affine()) {
-      out << "affine " << c.models[i].fixed_seconds() << " + " << c.models[i].per_item_seconds() << " n";
-    } else {
-      out << "table";
-      for (const CostPoint& point : c.models[i].points()) out << " (" << point.items << ", " << point.seconds << ")";
-    }
+    out << c.models[i].fixed_seconds() << " + " << c.models[i].per_item_seconds() << " n";
     out << " minimum " << limits.minimum << " maximum " << limits.maximum << " may_be_zero " << limits.may_be_zero
         << " startup " << limits.startup_seconds << "\n";
   }

@@ -3,13 +3,14 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdlib>
 #include <functional>
 #include <limits>
 #include <random>
 #include <set>
 
 #include <paceline/error.hpp>
-#include <paceline/plan/chunks.hpp>
+#include <paceline/plan/corrections.hpp>
 #include <paceline/plan/split.hpp>
 
 namespace paceline::plan {
@@ -230,6 +231,52 @@ TEST(Corrections, RefuseAClaimerThatIsNotThere) {
   EXPECT_THROW((void)next_correction(-1, devices, 0, 1), InvalidArgument);
   EXPECT_THROW((void)next_correction(8, devices, 0, 0), InvalidArgument);
   EXPECT_EQ(next_correction(0, devices, 0, 1), 0);
+}
+
+TEST(FittingPiece, LeavesNothingBelowTheLeastAndIsTheNearestToWhatIsWanted) {
+  for (std::int64_t left = 1; left <= 20; ++left) {
+    for (std::int64_t least = 1; least <= 4; ++least) {
+      for (std::int64_t wanted = 0; wanted <= 22; ++wanted) {
+        const std::int64_t size = fitting_piece(wanted, left, least);
+        SCOPED_TRACE(::testing::Message() << wanted << " of " << left << ", least " << least);
+        ASSERT_GE(size, std::min(left, least));
+        ASSERT_TRUE(size == left || left - size >= least);
+        if (wanted >= left) {
+          EXPECT_EQ(size, left);
+          continue;
+        }
+        for (std::int64_t other = least; other <= left - least; ++other) {
+          EXPECT_LE(std::abs(size - wanted), std::abs(other - wanted));
+        }
+      }
+    }
+  }
+}
+
+TEST(FittingPiece, CutsAShareWithoutARemainderOfOne) {
+  EXPECT_EQ(fitting_piece(4, 9, 2), 4);
+  EXPECT_EQ(fitting_piece(4, 5, 2), 3);
+  EXPECT_EQ(fitting_piece(4, 2, 2), 2);
+  EXPECT_EQ(fitting_piece(2, 3, 2), 3) << "there is no other way";
+}
+
+TEST(CorrectionFloor, IsTheFirstSizeWhoseFixedCostIsWorthIt) {
+  EXPECT_EQ(correction_floor(CostModel::affine(4.0, 0.5), 0.5), 8);
+  EXPECT_EQ(correction_floor(CostModel::affine(4.0, 0.5), 0.2), 32);
+  EXPECT_EQ(correction_floor(CostModel::affine(4.0, 0.5), 0.5, 6), 12);
+  EXPECT_EQ(correction_floor(CostModel::affine(0.0, 0.5)), 1);
+  EXPECT_EQ(correction_floor(CostModel::affine(4.0, 0.5), 1.0), 1);
+}
+
+TEST(CorrectionFloor, IsOutOfReachWhereTimeDoesNotGrow) {
+  EXPECT_GT(correction_floor(CostModel::affine(4.0, 0.0)), std::int64_t{1} << 61);
+  EXPECT_EQ(correction_floor(CostModel::affine(4.0, 0.0), 0.5, 1000) % 1000, 0);
+}
+
+TEST(CorrectionFloor, RefusesAnOverheadThatIsNoPart) {
+  EXPECT_THROW((void)correction_floor(CostModel(), 0.0), InvalidArgument);
+  EXPECT_THROW((void)correction_floor(CostModel(), 1.5), InvalidArgument);
+  EXPECT_THROW((void)correction_floor(CostModel(), 0.5, 0), InvalidArgument);
 }
 
 }  // namespace

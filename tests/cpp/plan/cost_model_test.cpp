@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
-#include <array>
 #include <cmath>
 #include <limits>
 #include <random>
@@ -27,73 +26,25 @@ TEST(CostModel, AddsTheFixedCostToThePriceOfEachItem) {
   EXPECT_EQ(model.items_within(2.0, 3), 3);
 }
 
-TEST(CostModel, JoinsTablePointsByLinesAndGoesOnAtTheLastSlope) {
-  const std::array points{CostPoint{2, 4.0}, CostPoint{4, 5.0}, CostPoint{8, 13.0}};
-  const CostModel model = CostModel::table(points);
-  EXPECT_EQ(model.seconds(0), 3.0);
-  EXPECT_EQ(model.seconds(2), 4.0);
-  EXPECT_EQ(model.seconds(3), 4.5);
-  EXPECT_EQ(model.seconds(6), 9.0);
-  EXPECT_EQ(model.seconds(10), 17.0);
-  EXPECT_EQ(model.fixed_seconds(), 3.0);
-  EXPECT_EQ(model.per_item_seconds(), 1.5);
-}
-
-TEST(CostModel, NeverGoesBelowZeroBeforeTheFirstPoint) {
-  const std::array points{CostPoint{4, 1.0}, CostPoint{6, 3.0}};
-  EXPECT_EQ(CostModel::table(points).seconds(0), 0.0);
-  EXPECT_EQ(CostModel::table(points).seconds(3), 0.0);
-}
-
-TEST(CostModel, TakesOnePointAsProportional) {
-  const std::array points{CostPoint{4, 1.0}};
-  const CostModel model = CostModel::table(points);
-  EXPECT_EQ(model.seconds(0), 0.0);
-  EXPECT_EQ(model.seconds(6), 1.5);
-}
-
 TEST(CostModel, KeepsItsShapeWhenScaled) {
-  const std::array points{CostPoint{2, 4.0}, CostPoint{4, 5.0}};
-  EXPECT_EQ(CostModel::table(points).scaled(2.0).seconds(3), 9.0);
   EXPECT_EQ(CostModel::affine(1.0, 0.5).scaled(3.0), CostModel::affine(3.0, 1.5));
 }
 
-TEST(CostModel, RefusesWhatIsNoNondecreasingCostAndNamesThePoint) {
+TEST(CostModel, RefusesNegativeAndInfiniteCosts) {
   const double nan = std::numeric_limits<double>::quiet_NaN();
   const double infinity = std::numeric_limits<double>::infinity();
   EXPECT_THROW((void)CostModel::affine(-1.0, 0.0), InvalidArgument);
   EXPECT_THROW((void)CostModel::affine(0.0, nan), InvalidArgument);
   EXPECT_THROW((void)CostModel::affine(infinity, 0.0), InvalidArgument);
   EXPECT_THROW((void)CostModel::affine(1.0, 1.0).scaled(-2.0), InvalidArgument);
-  EXPECT_THROW((void)CostModel::table({}), InvalidArgument);
-  EXPECT_THROW((void)CostModel::table(std::array{CostPoint{0, 1.0}}), InvalidArgument);
-  EXPECT_THROW((void)CostModel::table(std::array{CostPoint{1, 1.0}, CostPoint{1, 2.0}}), InvalidArgument);
-  EXPECT_THROW((void)CostModel::table(std::array{CostPoint{-1, 1.0}, CostPoint{1, 2.0}}), InvalidArgument);
-  try {
-    (void)CostModel::table(std::array{CostPoint{1, 1.0}, CostPoint{2, 2.0}, CostPoint{4, 1.5}});
-    FAIL() << "a table that gets cheaper was taken";
-  } catch (const InvalidArgument& error) {
-    EXPECT_NE(std::string(error.what()).find("point 2 (4 items)"), std::string::npos) << error.what();
-  }
 }
 
-// Coefficients whose decimal fractions round at every step, slopes far below the fixed cost, and flat parts.
+// Coefficients whose decimal fractions round at every step, and slopes far below the fixed cost.
 TEST(CostModel, IsNondecreasingAndInvertedExactlyInItsOwnDoubles) {
   std::mt19937_64 random(1);
   std::uniform_real_distribution<double> exponent(-18.0, 2.0);
   for (int round = 0; round < 2000; ++round) {
-    CostModel model = CostModel::affine(std::pow(10.0, exponent(random)), std::pow(10.0, exponent(random)));
-    if (round % 2 == 1) {
-      std::vector<CostPoint> points;
-      std::int64_t items = static_cast<std::int64_t>(random() % 3);
-      double seconds = std::pow(10.0, exponent(random));
-      for (int i = 0; i < 4; ++i) {
-        points.push_back({items, seconds});
-        items += 1 + static_cast<std::int64_t>(random() % 40);
-        if (random() % 3 != 0) seconds += std::pow(10.0, exponent(random));
-      }
-      model = CostModel::table(points);
-    }
+    const CostModel model = CostModel::affine(std::pow(10.0, exponent(random)), std::pow(10.0, exponent(random)));
     constexpr std::int64_t limit = 150;
     for (std::int64_t n = 0; n < limit; ++n)
       ASSERT_LE(model.seconds(n), model.seconds(n + 1)) << "round " << round << ", n " << n;

@@ -29,18 +29,7 @@ class Generator {
                   : std::uniform_real_distribution<double>(0.0, scale)(random_);
   }
 
-  CostModel model(bool coarse) {
-    if (chance(0.6)) return CostModel::affine(seconds(coarse, 4.0), seconds(coarse, 2.0));
-    std::vector<CostPoint> points;
-    std::int64_t items = integer(0, 3);
-    double time = seconds(coarse, 3.0);
-    for (std::int64_t i = integer(2, 4); i > 0; --i) {
-      points.push_back({items, time});
-      items += integer(1, 4);
-      if (!chance(0.35)) time += seconds(coarse, 3.0);
-    }
-    return CostModel::table(points);
-  }
+  CostModel model(bool coarse) { return CostModel::affine(seconds(coarse, 4.0), seconds(coarse, 2.0)); }
 
   Case next(std::int64_t most_devices, std::int64_t largest_batch) {
     Case c;

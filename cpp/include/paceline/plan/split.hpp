@@ -61,7 +61,7 @@ struct Split {
 /// allow, lowest first; and infeasible may then mean not found. Beyond 8 devices rule 1 and 2 are cut off likewise;
 /// beyond 16 with reduction_seconds `previous` counts only when it is optimal as a whole.
 ///
-/// A batch of 0 gives zeros and 0 seconds, unless a device must take part. Pure; O(devices) for affine models without
+/// A batch of 0 gives zeros and 0 seconds, unless a device must take part. Pure; O(devices) without
 /// gaps, remainder, reductions or `previous`, about a microsecond for 8 devices.
 ///
 /// Source of the greedy rule: Ibaraki & Katoh, Resource Allocation Problems, MIT Press 1988.

@@ -6,9 +6,10 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include <paceline/error.hpp>
-#include <paceline/plan/chunks.hpp>
+#include <paceline/plan/corrections.hpp>
 
 #include "water_level.hpp"
 
@@ -42,52 +43,12 @@ std::int64_t correction_floor(const CostModel& model, double overhead, std::int6
         fmt::format("overhead is {}; the fixed cost's part of a correction's time must be in (0, 1]", overhead));
   }
   require_positive(granularity, "granularity");
-  // The shortest time worth it: the floor is the first size that takes so long.
   const double fixed = model.fixed_seconds();
-  const auto too_short = [&](std::int64_t items) { return model.seconds(items) * overhead < fixed; };
-  if (!too_short(1)) return granularity;
-  std::int64_t high = 2;
-  while (high < kNever / 2 && too_short(high)) high *= 2;
+  if (fixed == 0.0 || overhead == 1.0) return granularity;
+  const double items = std::ceil(fixed * (1.0 / overhead - 1.0) / model.per_item_seconds());
   const std::int64_t largest = kNever / granularity * granularity;
-  if (too_short(high)) return largest;
-  std::int64_t low = high / 2;
-  while (high - low > 1) {
-    const std::int64_t middle = low + (high - low) / 2;
-    (too_short(middle) ? low : high) = middle;
-  }
-  return unit_of(high, granularity);
-}
-
-std::vector<std::int64_t> chunks(std::int64_t share, const ChunkOptions& options) {
-  if (share < 0) throw InvalidArgument(fmt::format("share is {}; it cannot be negative", share));
-  if (options.fixed_size < 0)
-    throw InvalidArgument(fmt::format("fixed_size is {}; it cannot be negative", options.fixed_size));
-  require_positive(options.floor, "floor");
-  require_positive(options.granularity, "granularity");
-  if (!(options.correction_fraction >= 0.0 && options.correction_fraction < 1.0)) {
-    throw InvalidArgument(fmt::format("correction_fraction is {}; it must be in [0, 1)", options.correction_fraction));
-  }
-  std::vector<std::int64_t> sizes;
-  if (share == 0) return sizes;
-  if (options.fixed_size > 0) {
-    if (options.fixed_size % options.granularity != 0) {
-      throw InvalidArgument(fmt::format("fixed_size {} is not a multiple of the granularity {}", options.fixed_size,
-                                        options.granularity));
-    }
-    sizes.assign(static_cast<std::size_t>(share / options.fixed_size), options.fixed_size);
-    if (share % options.fixed_size != 0) sizes.push_back(share % options.fixed_size);
-    return sizes;
-  }
-  const std::int64_t unit = unit_of(options.floor, options.granularity);
-  const double wanted = static_cast<double>(share) * options.correction_fraction;
-  // At least one item stays in the planned chunk, which also takes what is no multiple of the unit.
-  std::int64_t held = std::min(detail::to_count(wanted, share), share - 1) / unit * unit;
-  sizes.push_back(share - held);
-  while (held > 0) {
-    sizes.push_back(doubled_unit(std::max(held / 2, unit), unit));
-    held -= sizes.back();
-  }
-  return sizes;
+  if (!(items < static_cast<double>(largest))) return largest;
+  return unit_of(std::max<std::int64_t>(static_cast<std::int64_t>(items), 1), granularity);
 }
 
 std::int64_t next_correction(std::int64_t remaining, std::span<const TailDevice> devices, std::int64_t claimer,
