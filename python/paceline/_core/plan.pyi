@@ -1,5 +1,5 @@
 """
-Pure decisions: cost models, batch splits, micro-batch sizes.
+Pure decisions: cost models, splits of batches and of items.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ __all__: list[str] = [
     "ItemCostFit",
     "ItemSplit",
     "Split",
-    "chunks",
     "correction_floor",
     "fit_item_cost",
     "split_batch",
@@ -26,7 +25,7 @@ class CostModel:
     """
     Seconds a device needs for a share of n items; nondecreasing in n.
 
-    Make one with `affine` or `table`; `CostModel()` is the free device. Immutable.
+    Make one with `affine`; `CostModel()` is the free device. Immutable.
     """
     @staticmethod
     def affine(
@@ -40,25 +39,6 @@ class CostModel:
         ------
         InvalidArgument
             If a coefficient is negative or not finite.
-        """
-    @staticmethod
-    def table(
-        points: collections.abc.Sequence[
-            tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
-        ],
-    ) -> CostModel:
-        """
-        Linear between measured points, on by the slope of the first and last two.
-
-        Parameters
-        ----------
-        points
-            Pairs (items, seconds) in strictly increasing items with nondecreasing seconds. One pair means proportional.
-
-        Raises
-        ------
-        InvalidArgument
-            Naming the first point that breaks the order.
         """
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
@@ -88,12 +68,7 @@ class CostModel:
     @property
     def per_item_seconds(self) -> float:
         """
-        Seconds each further item costs; of a table its mean slope.
-        """
-    @property
-    def points(self) -> list[tuple[int, float]]:
-        """
-        The table's pairs (items, seconds); empty for an affine model.
+        Seconds each further item costs.
         """
 
 class Split:
@@ -185,35 +160,6 @@ class ItemCostFit:
         """
         Per device, how many times slower than the fastest; 0 for a device without samples.
         """
-
-def chunks(
-    share: typing.SupportsInt | typing.SupportsIndex,
-    *,
-    fixed_size: typing.SupportsInt | typing.SupportsIndex = 0,
-    correction_fraction: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-    floor: typing.SupportsInt | typing.SupportsIndex = 1,
-    granularity: typing.SupportsInt | typing.SupportsIndex = 1,
-) -> list[int]:
-    """
-    The micro-batch sizes of a share, in the order they run; they sum to it.
-
-    Parameters
-    ----------
-    share
-        Items of one device.
-    fixed_size
-        Above 0: every micro-batch has this size but the last.
-    correction_fraction
-        Part of the share, in [0, 1), held back for late corrections after one large planned chunk; 0: one micro-batch.
-    floor
-        The smallest correction; see `correction_floor`. Corrections have sizes floor * 2**k, each about half of what is left.
-    granularity
-        What `floor` is rounded up to.
-
-    Notes
-    -----
-    Guided self-scheduling (Polychronopoulos & Kuck 1987) and factoring (Hummel, Schonberg & Flynn 1992).
-    """
 
 def correction_floor(
     model: CostModel,
@@ -376,7 +322,7 @@ def split_items(
     costs
         What each item costs, not negative: tokens, squared tokens, `ItemCostFit.item_seconds`, anything that adds up.
     models
-        One per device: a pair (fixed_seconds, seconds_per_cost), or an affine `CostModel`. A device without items costs nothing.
+        One per device: a pair (fixed_seconds, seconds_per_cost), or a `CostModel`. A device without items costs nothing.
     maximum_items, maximum_cost
         The most items, and the highest sum of costs, for all devices or one per device; None: no limit.
     memory, maximum_memory
@@ -425,7 +371,7 @@ def split_padded(
     costs
         What each item costs, not negative: what one item padded to its length takes, e.g. tokens.
     models
-        One per device: a pair (fixed_seconds, seconds_per_cost), or an affine `CostModel`; for a speed, (0, 1 / speed).
+        One per device: a pair (fixed_seconds, seconds_per_cost), or a `CostModel`; for a speed, (0, 1 / speed).
 
     Returns
     -------
