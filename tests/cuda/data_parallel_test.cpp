@@ -120,6 +120,21 @@ TEST(CudaDataParallel, AddsWhatABodyReturnsToWhatItAddsUpOnTheDevice) {
   }
 }
 
+TEST(CudaDataParallel, AStepThatFailsLeavesTheObjectivesBeforeIt) {
+  boot(1, 1);
+  Reference reference;
+  Trainer trainer(group_of({"", 1, {"cuda:0/0", "cuda:0/1"}}), {.parameter_count = kWidth});
+  const double expected = reference.step();
+  const Objective before = trainer.step(kBatch, body);
+  update(trainer);
+  EXPECT_THROW(
+      trainer.step(kBatch, [](const MicroBatch&, Trainer::Replica&) -> double { throw std::runtime_error("no"); }),
+      Error);
+  EXPECT_NEAR(before, expected, 1e-12 * expected);
+  const double next = reference.step();
+  EXPECT_NEAR(trainer.step(kBatch, body), next, 1e-12 * next);
+}
+
 TEST(CudaDataParallel, AnObjectiveMayBeReadLaterAndOutlivesItsTrainer) {
   boot(1, 1);
   std::vector<Objective> objectives;

@@ -160,7 +160,7 @@ void Balancer::State::devices_changed() {
 }
 
 void Balancer::State::remember(std::int64_t batch_size, Incumbent incumbent) {
-  make_room(incumbents, batch_size, kBatchSizes, [](const Incumbent& incumbent) { return incumbent.last_used; });
+  make_room(incumbents, batch_size, kBatchSizes, [](const Incumbent& one) { return one.last_used; });
   incumbents[batch_size] = std::move(incumbent);
 }
 

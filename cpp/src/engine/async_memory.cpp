@@ -57,8 +57,8 @@ class Outcome {
     const std::lock_guard lock(mutex_);
     if (!value_ && failure_ == nullptr) failure_ = error;
   }
-  /// The devices are done, and their memory goes.
-  void end() {
+  /// The devices are done, and their memory may go.
+  void settle() {
     const std::lock_guard lock(mutex_);
     try {
       static_cast<void>(read_locked());
@@ -132,7 +132,7 @@ class AsyncMemory final : public TrainerMemory<T>, public std::enable_shared_fro
     } catch (...) {  // somebody does not want to wait; giving pinned memory back still does
     }
     for (const std::weak_ptr<Outcome>& outcome : outcomes_) {
-      if (const auto unread = outcome.lock()) unread->end();
+      if (const auto unread = outcome.lock()) unread->settle();
     }
     // Pinned memory first, while nothing runs: giving it back waits for all that does, be it the release of the rest.
     losses_.clear();
@@ -150,6 +150,12 @@ class AsyncMemory final : public TrainerMemory<T>, public std::enable_shared_fro
   [[nodiscard]] void* stream() const noexcept override { return queues_.home_stream().native(); }
   [[nodiscard]] std::string transport() const override { return queues_.transport(); }
   [[nodiscard]] bool failure_was_read() override { return failure_was_read_->exchange(false); }
+
+  void settle_objectives() override {
+    for (const std::weak_ptr<Outcome>& outcome : std::exchange(outcomes_, {})) {
+      if (const auto unread = outcome.lock()) unread->settle();
+    }
+  }
 
   void fail_objectives(const std::exception_ptr& error) override {
     for (const std::weak_ptr<Outcome>& outcome : std::exchange(outcomes_, {})) {

@@ -89,25 +89,37 @@ struct BasicDataParallel<T>::State {
     }
     stepper.require_idle();  // the memory is still that step's
     const std::shared_ptr<TrainerStep> program = memory->make_step(body, weight);
-    try {
-      if (memory->failure_was_read()) {
-        program->abandon();
-        stepper.forget_unsettled();
-      }
-      const std::shared_ptr<Step> step = prepare(program);
+    if (memory->failure_was_read()) {
+      program->abandon();
+      stepper.forget_unsettled();
+    }
+    std::shared_ptr<Step> step;
+    noting_failures([&] {
+      step = prepare(program);
       program->begin();
-      step->start();
-      step->wait();
-      if (step->failure() != nullptr) {
-        program->abandon();
-        step->rethrow_failure();
-      }
-      Objective objective = program->complete();
-      shares = step->items();
-      stepper.commit(step);
-      return objective;
+    });
+    step->start();
+    step->wait();
+    if (step->failure() != nullptr) {
+      program->abandon();
+      memory->settle_objectives();
+      step->rethrow_failure();
+    }
+    Objective objective = program->complete();
+    shares = step->items();
+    noting_failures([&] { stepper.commit(step); });
+    return objective;
+  }
+
+  /// A call that may find out that an earlier step has failed on its device: that is said once, here, and to whoever
+  /// reads an objective that nobody has read.
+  template <class Call>
+  void noting_failures(const Call& call) {
+    try {
+      call();
+    } catch (const InvalidArgument&) {
+      throw;
     } catch (const Error&) {
-      // It may be what an earlier step enqueued that has failed, which is said once.
       memory->fail_objectives(std::current_exception());
       throw;
     }

@@ -41,6 +41,8 @@ class TrainerMemory {
   [[nodiscard]] virtual void* stream() const noexcept { return nullptr; }
   /// How data gets from one GPU to another; empty where there are no two.
   [[nodiscard]] virtual std::string transport() const { return {}; }
+  /// No device is at work any more: what objectives that nobody has read will say is known now.
+  virtual void settle_objectives() {}
   /// Something enqueued has failed: the objectives that nobody has read throw that.
   virtual void fail_objectives(const std::exception_ptr& /*error*/) {}
   /// Whether somebody who read an objective found that, since this was asked last.

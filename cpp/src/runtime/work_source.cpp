@@ -50,8 +50,7 @@ NextWork GroupTask::next(std::size_t device, Clock::time_point) noexcept {
 void GroupTask::perform(std::size_t device, std::int64_t, Turn&) { run(device); }
 
 void GroupTask::done(std::size_t, std::int64_t, const WorkTiming&) noexcept {
-  left_.fetch_add(1, std::memory_order_acq_rel);
-  wake_caller();
+  if (left_.fetch_add(1, std::memory_order_acq_rel) + 1 == taken_.size()) wake_caller();
 }
 
 void GroupTask::failed(std::size_t device, std::int64_t work, std::exception_ptr) noexcept { done(device, work, {}); }

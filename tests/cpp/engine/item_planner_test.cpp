@@ -16,7 +16,8 @@ namespace paceline::engine {
 namespace {
 
 ItemPlanner planner_of(std::size_t devices) {
-  balance::BalancerOptions options{.proportional = true};
+  balance::BalancerOptions options;
+  options.proportional = true;
   for (std::size_t i = 0; i < devices; ++i) options.devices.push_back({"host:" + std::to_string(i), "host", {}});
   return {balance::Balancer(options), std::vector<std::string>(devices, "host"), 0};
 }
