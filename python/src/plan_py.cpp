@@ -96,8 +96,7 @@ InvalidArgument
            "The largest n in [0, limit] with seconds(n) <= budget_seconds; -1 if even n = 0 does not fit.")
       .def("scaled", &CostModel::scaled, py::arg("factor"), "The same shape on a device `factor` times slower.")
       .def_property_readonly("fixed_seconds", &CostModel::fixed_seconds, "Seconds that do not depend on the size.")
-      .def_property_readonly("per_item_seconds", &CostModel::per_item_seconds,
-                             "Seconds each further item costs.")
+      .def_property_readonly("per_item_seconds", &CostModel::per_item_seconds, "Seconds each further item costs.")
       .def(
           "__eq__", [](const CostModel& a, const CostModel& b) { return a == b; }, py::arg("other"), py::is_operator())
       .def("__hash__", [](const CostModel& model) { return py::hash(py::str(repr(model))); })

@@ -39,9 +39,10 @@ struct TailDevice {
 ///
 /// Aims all devices that may claim at one common finish: T solves sum_i n_i(T) = remaining with n_i(T) the items that
 /// device i can finish by T, its fixed cost included: a device that could not finish a grain by then has no part. The
-/// claimer takes half of its part (factoring: Hummel, Schonberg & Flynn, Communications of the ACM 35(8), 1992) while that is at least twice the larger of `floor` and its
-/// own correction_floor, rounded down to unit * 2^k with unit the floor rounded up to the granularity, else all of its
-/// part. 0: others will finish the rest sooner, or it may not claim.
+/// claimer takes half of its part (factoring: Hummel, Schonberg & Flynn, Communications of the ACM 35(8), 1992) while
+/// that is at least twice the larger of `floor` and its own correction_floor, rounded down to unit * 2^k with unit the
+/// floor rounded up to the granularity, else all of its part. 0: others will finish the rest sooner, or it may not
+/// claim.
 ///
 /// While devices that may claim ask whenever they are free, everything is handed out: the last one left is never told
 /// 0. Sizes are unit * 2^k, or a device's last, below four times the larger floor. Pure; no allocation up to 16
