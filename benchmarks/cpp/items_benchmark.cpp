@@ -48,9 +48,9 @@ std::vector<LoadModel> unequal_box(std::int64_t devices) {
 }
 
 void run(benchmark::State& state, const std::vector<double>& costs, const std::vector<LoadModel>& models,
-         const ItemOptions& options = {}) {
-  for (auto _ : state) benchmark::DoNotOptimize(split_items(costs, models, options));
-  state.counters["gap_percent"] = 100.0 * split_items(costs, models, options).gap();
+         double tolerance = kItemTolerance) {
+  for (auto _ : state) benchmark::DoNotOptimize(split_items(costs, models, tolerance));
+  state.counters["gap_percent"] = 100.0 * split_items(costs, models, tolerance).gap();
 }
 
 using Costs = std::vector<double> (*)(std::int64_t);
@@ -68,30 +68,10 @@ BENCHMARK_CAPTURE(split, squares_on_equal, squares, equal_box)->Apply(sizes);
 BENCHMARK_CAPTURE(split, squares_on_unequal, squares, unequal_box)->Apply(sizes);
 BENCHMARK_CAPTURE(split, any_cost_on_unequal, any_cost, unequal_box)->Apply(sizes);
 
-// All three caps, each a tenth above what an even split needs.
-void split_within_caps(benchmark::State& state) {
-  const std::vector<double> costs = squares(state.range(0));
-  ItemOptions options{.memory = lengths(state.range(0))};
-  double cost = 0.0;
-  double memory = 0.0;
-  for (std::size_t i = 0; i < costs.size(); ++i) {
-    cost += costs[i];
-    memory += options.memory[i];
-  }
-  const auto devices = static_cast<double>(state.range(1));
-  const double even = 1.1 / devices;
-  options.caps.assign(static_cast<std::size_t>(state.range(1)),
-                      {.items = static_cast<std::int64_t>(even * static_cast<double>(state.range(0))),
-                       .cost = even * cost,
-                       .memory = even * memory});
-  run(state, costs, equal_box(state.range(1)), options);
+void split_without_tolerance(benchmark::State& state) {
+  run(state, any_cost(state.range(0)), unequal_box(state.range(1)), 0.0);
 }
-BENCHMARK(split_within_caps)->ArgNames({"items", "devices"})->Args({1024, 8});
-
-void split_to_the_optimum(benchmark::State& state) {
-  run(state, any_cost(state.range(0)), unequal_box(state.range(1)), {.tolerance = 0.0});
-}
-BENCHMARK(split_to_the_optimum)
+BENCHMARK(split_without_tolerance)
     ->ArgNames({"items", "devices"})
     ->Args({12, 4})
     ->Args({12, 8})
@@ -100,7 +80,7 @@ BENCHMARK(split_to_the_optimum)
 
 // Longest processing time alone: a tolerance that nothing exceeds.
 void split_without_search(benchmark::State& state) {
-  run(state, lengths(state.range(0)), equal_box(state.range(1)), {.tolerance = 1e9});
+  run(state, lengths(state.range(0)), equal_box(state.range(1)), 1e9);
 }
 BENCHMARK(split_without_search)->ArgNames({"items", "devices"})->Args({1024, 8})->Args({16384, 64});
 

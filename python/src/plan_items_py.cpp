@@ -3,7 +3,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <limits>
 #include <optional>
 #include <string>
 #include <utility>
@@ -17,7 +16,6 @@
 #include <paceline/plan/padded_items.hpp>
 
 #include "bindings.hpp"
-#include "per_device.hpp"
 
 namespace py = pybind11;
 
@@ -25,7 +23,6 @@ namespace paceline::python {
 namespace {
 
 using plan::CostModel;
-using plan::ItemCaps;
 using plan::ItemCost;
 using plan::ItemCostFit;
 using plan::ItemSample;
@@ -47,24 +44,10 @@ std::vector<LoadModel> load_models_of(const std::vector<Model>& given) {
   return models;
 }
 
-ItemSplit split_items(const std::vector<double>& costs, const std::vector<Model>& models,
-                      const PerDevice<std::optional<std::int64_t>>& maximum_items,
-                      const PerDevice<std::optional<double>>& maximum_cost,
-                      const std::optional<std::vector<double>>& memory,
-                      const PerDevice<std::optional<double>>& maximum_memory, double tolerance,
-                      std::int64_t search_steps) {
-  plan::ItemOptions options{.tolerance = tolerance, .search_steps = search_steps};
-  if (maximum_items || maximum_cost || maximum_memory) options.caps.resize(models.size());
-  for_each_device(maximum_items, models.size(), "maximum_items",
-                  [&](std::size_t i, auto value) { options.caps[i].items = value.value_or(ItemCaps::kAnyCount); });
-  for_each_device(maximum_cost, models.size(), "maximum_cost",
-                  [&](std::size_t i, auto value) { options.caps[i].cost = value.value_or(ItemCaps::kAnySum); });
-  for_each_device(maximum_memory, models.size(), "maximum_memory",
-                  [&](std::size_t i, auto value) { options.caps[i].memory = value.value_or(ItemCaps::kAnySum); });
-  options.memory = memory.value_or(std::vector<double>{});
+ItemSplit split_items(const std::vector<double>& costs, const std::vector<Model>& models, double tolerance) {
   const std::vector<LoadModel> loads = load_models_of(models);
   const py::gil_scoped_release released;
-  return plan::split_items(costs, loads, options);
+  return plan::split_items(costs, loads, tolerance);
 }
 
 ItemSplit split_padded(const std::vector<double>& costs, const std::vector<Model>& models) {
@@ -115,7 +98,7 @@ void bind_split(py::module_& module) {
                     "Per device, the sum of its items' costs; of `split_padded` their count times the largest cost.")
       .def_readonly("makespan_seconds", &ItemSplit::makespan_seconds, "When the last device finishes, by the models.")
       .def_readonly("lower_bound_seconds", &ItemSplit::lower_bound_seconds,
-                    "No split that is allowed has a smaller makespan; equal to it when the split is proven best.")
+                    "No split has a smaller makespan; equal to it when the split is proven best.")
       .def_property_readonly("gap", &ItemSplit::gap, "(makespan - lower bound) / lower bound.")
       .def("__repr__", [](const ItemSplit& split) {
         return fmt::format("ItemSplit(items={}, makespan_seconds={}, gap={:.3g})", repr_of(split.items),
@@ -123,9 +106,7 @@ void bind_split(py::module_& module) {
       });
 
   module.def("split_items", &split_items, py::arg("costs"), py::arg("models"), py::kw_only(),
-             py::arg("maximum_items") = py::none(), py::arg("maximum_cost") = py::none(),
-             py::arg("memory") = py::none(), py::arg("maximum_memory") = py::none(), py::arg("tolerance") = 1e-4,
-             py::arg("search_steps") = 1 << 14,
+             py::arg("tolerance") = plan::kItemTolerance,
              R"(Split items that do not cost the same, so that the last device finishes as early as possible.
 
 Parameters
@@ -134,14 +115,8 @@ costs
     What each item costs, not negative: tokens, squared tokens, `ItemCostFit.item_seconds`, anything that adds up.
 models
     One per device: a pair (fixed_seconds, seconds_per_cost), or a `CostModel`. A device without items costs nothing.
-maximum_items, maximum_cost
-    The most items, and the highest sum of costs, for all devices or one per device; None: no limit.
-memory, maximum_memory
-    What each item takes of a device's memory, in any unit, and the highest sum, for all devices or one per device.
 tolerance
     The search ends once the makespan is within this part of the lower bound.
-search_steps
-    The most placements that the search beyond exchanges may try, each some 30 ns. Only few items a device need it.
 
 Returns
 -------
@@ -151,12 +126,12 @@ ItemSplit
 Raises
 ------
 InvalidArgument
-    For arguments that make no sense, and for caps that no split respects or for which none was found, naming the cap.
+    For arguments that make no sense.
 
 Notes
 -----
 Longest processing time on unequal speeds (Gonzalez, Ibarra & Sahni 1977), then exchanges between the latest device and
-others, then a bounded depth-first search (Korf 1998). Optimal up to 12 items on up to 4 devices, and mostly up to 8.
+others. Up to 16 items a bounded depth-first search follows (Korf 1998), which mostly finds the optimum.
 
 Examples
 --------
@@ -194,8 +169,8 @@ InvalidArgument
 Notes
 -----
 The exact minimum of all splits that give every device an item, by dynamic programming over the order of the devices: up to 12
-devices, and beyond while there are at most 4096 ways to choose how many of each model. For more, two orders are tried, and
-`gap` shows what is not proven.
+devices, and beyond while there are at most 4096 ways to choose how many of each model. For more, devices that differ least
+count as alike, and `gap` shows what is not proven.
 
 Examples
 --------

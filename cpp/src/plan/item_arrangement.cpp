@@ -18,7 +18,6 @@ namespace {
 constexpr int kRounds = 2;
 // What packing changes afterwards is more than what the last ten-thousandth of the split brings.
 constexpr double kSplitTolerance = 1e-3;
-constexpr std::int64_t kSplitSearch = 256;
 constexpr double kEvenEnough = 0.002;  // steps of real devices vary by 0.5 % and more
 // Of the mean cost: items without cost still are items, and shall not all come to lie on one device.
 constexpr double kLeastCost = 1e-6;
@@ -133,7 +132,7 @@ class Arranger {
   [[nodiscard]] std::vector<Items> dealt(const std::vector<double>& padded, const std::vector<double>& rates) const {
     std::vector<LoadModel> models;
     for (const double rate : rates) models.push_back({0.0, 1.0 / rate});
-    const ItemSplit split = split_items(padded, models, {.tolerance = kSplitTolerance, .search_steps = kSplitSearch});
+    const ItemSplit split = split_items(padded, models, kSplitTolerance);
     std::vector<std::size_t> owner(costs_.size());
     for (std::size_t w = 0; w < split.items.size(); ++w) {
       for (const std::int64_t item : split.items[w]) owner[static_cast<std::size_t>(item)] = w;

@@ -66,15 +66,13 @@ class Exchanges {
     const double rates = here.seconds_per_cost + there.seconds_per_cost;
     const double wanted = rates > 0.0 ? (finish_ - to_finish_) / rates : 0.0;
     const std::vector<Rank>& partners = holdings_[to].ranks;
-    // A cap on memory may forbid the nearest: then its neighbours are asked, too.
-    const std::size_t reach = problem_.memory.empty() ? 1 : 4;
     std::size_t near = 0;
     for (const Rank out : holdings_[from_].ranks) {
       const double cost = problem_.cost[out];
       consider(out, kNothing, cost);
       while (near < partners.size() && problem_.cost[partners[near]] > cost - wanted) ++near;
-      const std::size_t end = std::min(near + reach, partners.size());
-      for (std::size_t i = near - std::min(near, reach); i < end; ++i) {
+      const std::size_t end = std::min(near + 1, partners.size());
+      for (std::size_t i = near - std::min<std::size_t>(near, 1); i < end; ++i) {
         consider(out, partners[i], cost - problem_.cost[partners[i]]);
       }
     }
@@ -85,17 +83,7 @@ class Exchanges {
     const bool leaves_none = in == kNothing && holdings_[from_].ranks.size() == 1;
     const double left = leaves_none ? 0.0 : finish_ - here.seconds_per_cost * shifted;
     const double latest = std::max(left, to_finish_ + problem_.models[to_].seconds_per_cost * shifted);
-    if (latest < best_.latest && (!problem_.capped || allowed(out, in, shifted))) best_ = {to_, out, in, latest};
-  }
-
-  [[nodiscard]] bool allowed(Rank out, Rank in, double shifted) const {
-    const Holding& here = holdings_[from_];
-    const Holding& there = holdings_[to_];
-    const ItemCaps& cap = problem_.caps[to_];
-    if (in == kNothing && static_cast<std::int64_t>(there.ranks.size()) >= cap.items) return false;
-    if (there.cost + shifted > cap.cost) return false;
-    const double memory = problem_.memory_of(out) - (in == kNothing ? 0.0 : problem_.memory_of(in));
-    return there.memory + memory <= cap.memory && here.memory - memory <= problem_.caps[from_].memory;
+    if (latest < best_.latest) best_ = {to_, out, in, latest};
   }
 
   const ItemProblem& problem_;
@@ -111,9 +99,7 @@ void give(const ItemProblem& problem, Rank rank, Holding& from, Holding& to) {
   from.ranks.erase(std::lower_bound(from.ranks.begin(), from.ranks.end(), rank));
   to.ranks.insert(std::lower_bound(to.ranks.begin(), to.ranks.end(), rank), rank);
   from.cost -= problem.cost[rank];
-  from.memory -= problem.memory_of(rank);
   to.cost += problem.cost[rank];
-  to.memory += problem.memory_of(rank);
 }
 
 }  // namespace

@@ -1,13 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <paceline/plan/items.hpp>
+
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cmath>
+#include <limits>
 #include <numeric>
+#include <utility>
 
 #include <paceline/error.hpp>
 
-#include "item_checks.hpp"
 #include "item_problem.hpp"
 
 namespace paceline::plan {
@@ -17,30 +22,61 @@ using detail::Holdings;
 using detail::ItemProblem;
 using detail::Rank;
 
-// Searched as a whole.
-constexpr std::size_t kExactItems = 12;
-constexpr std::size_t kExactDevices = 8;
-
+// Beyond exchanges of 16 items over 4 unequal devices the search gains 0.7 % in the mean, and 3.5 % at worst; of 64
+// items over 8 less than 0.1 %, in half a millisecond.
+constexpr std::size_t kFewItems = 16;
 constexpr double kSlack = 1.0 + 1e-12;
 
-ItemProblem problem_of(std::span<const double> costs, std::span<const LoadModel> models, const ItemOptions& options) {
-  ItemProblem problem;
-  problem.order = detail::descending_order(costs);
-  problem.cost.resize(costs.size());
-  for (Rank rank = 0; rank < costs.size(); ++rank) problem.cost[rank] = costs[problem.order[rank]];
-  if (!options.memory.empty()) {
-    problem.memory.resize(costs.size());
-    for (Rank rank = 0; rank < costs.size(); ++rank) problem.memory[rank] = options.memory[problem.order[rank]];
+void require_number(double value, const char* what, std::size_t i) {
+  if (std::isfinite(value) && value >= 0.0) return;
+  throw InvalidArgument(fmt::format("{} at {} is {}; it must be finite and not negative", what, i, value));
+}
+
+// Digit by digit: comparisons mispredict every second branch, and sorting 1024 random costs by them took longer than
+// all the rest of a split. Bits of doubles that are not negative are ordered as the doubles are.
+std::vector<Rank> descending_order(std::span<const double> costs) {
+  std::vector<std::pair<std::uint64_t, Rank>> from;
+  from.reserve(costs.size());
+  for (Rank item = 0; item < costs.size(); ++item) {
+    from.emplace_back(~std::bit_cast<std::uint64_t>(costs[item] + 0.0), item);  // + 0.0: no negative zero
   }
-  problem.models.assign(models.begin(), models.end());
-  problem.caps = options.caps;
-  problem.caps.resize(models.size());
-  for (ItemCaps& cap : problem.caps) {
-    problem.capped = problem.capped || cap != ItemCaps{};
-    cap.cost *= kSlack;
-    cap.memory *= kSlack;
+  std::vector<std::pair<std::uint64_t, Rank>> to(costs.size());
+  for (unsigned shift = 0; shift < 64; shift += 8) {
+    std::array<std::size_t, 257> starts{};
+    for (const auto& [bits, item] : from) ++starts[(bits >> shift) % 256 + 1];
+    if (std::find(starts.begin(), starts.end(), costs.size()) != starts.end()) continue;  // the same digit everywhere
+    std::partial_sum(starts.begin(), starts.end(), starts.begin());
+    for (const auto& entry : from) to[starts[(entry.first >> shift) % 256]++] = entry;
+    from.swap(to);
   }
-  return problem;
+  std::vector<Rank> order;
+  order.reserve(costs.size());
+  for (const auto& entry : from) order.push_back(entry.second);
+  return order;
+}
+
+Holdings longest_first(const ItemProblem& problem) {
+  Holdings holdings(problem.devices());
+  // An empty device's finish starts at its fixed cost: it is opened where even so it would be the first.
+  std::vector<double> before(problem.devices());
+  for (std::size_t device = 0; device < problem.devices(); ++device) {
+    before[device] = problem.models[device].fixed_seconds;
+  }
+  for (Rank rank = 0; rank < problem.items(); ++rank) {
+    std::size_t chosen = 0;
+    double first = std::numeric_limits<double>::infinity();
+    for (std::size_t device = 0; device < problem.devices(); ++device) {
+      const double finish = before[device] + problem.models[device].seconds_per_cost * problem.cost[rank];
+      const bool better = finish < first;
+      // Which device is first is as good as random: selected without a branch to mispredict.
+      first = better ? finish : first;
+      chosen = better ? device : chosen;
+    }
+    holdings[chosen].append(problem, rank);
+    const LoadModel& model = problem.models[chosen];
+    before[chosen] = model.fixed_seconds + model.seconds_per_cost * holdings[chosen].cost;
+  }
+  return holdings;
 }
 
 // Sums in the order of the indices: a result's numbers follow from its items, whatever moves led there.
@@ -48,10 +84,9 @@ ItemSplit split_of(const ItemProblem& problem, std::span<const double> costs, co
   ItemSplit split;
   split.items.resize(problem.devices());
   split.loads.resize(problem.devices());
-  std::vector<std::uint32_t> device_of(costs.size());
+  std::vector<std::size_t> device_of(costs.size());
   for (std::size_t device = 0; device < problem.devices(); ++device) {
-    split.items[device].reserve(holdings[device].ranks.size());
-    for (const Rank rank : holdings[device].ranks) device_of[problem.order[rank]] = static_cast<std::uint32_t>(device);
+    for (const Rank rank : holdings[device].ranks) device_of[problem.order[rank]] = device;
   }
   for (std::size_t item = 0; item < costs.size(); ++item) {
     split.items[device_of[item]].push_back(static_cast<std::int64_t>(item));
@@ -66,54 +101,51 @@ ItemSplit split_of(const ItemProblem& problem, std::span<const double> costs, co
   return split;
 }
 
-double makespan_of(const ItemProblem& problem, const Holdings& holdings) {
-  return finish_of(problem, holdings, latest_of(problem, holdings));
-}
-
-// Everything in one search; true if it was not cut off.
-bool search_all(const ItemProblem& problem, double below, double target, std::int64_t steps, bool& found,
-                Holdings& holdings) {
-  detail::TreeSearch search{.devices = {}, .ranks = {}, .below = below, .target = target, .steps = steps};
-  search.devices.resize(problem.devices());
-  std::iota(search.devices.begin(), search.devices.end(), std::size_t{0});
-  search.ranks.resize(problem.items());
-  std::iota(search.ranks.begin(), search.ranks.end(), Rank{0});
-  const detail::TreeResult result = search_tree(problem, search);
-  if (result.found) apply(problem, search, result, holdings);
-  found = found || result.found;
-  return result.complete;
-}
-
 }  // namespace
 
-ItemSplit split_items(std::span<const double> costs, std::span<const LoadModel> models, const ItemOptions& options) {
-  detail::validate_items(costs, models, options);
-  const ItemProblem problem = problem_of(costs, models, options);
-  double bound = lower_bound_of(problem);
-  detail::require_room(problem, options, bound);
-
-  Holdings holdings;
-  const bool greedy_fits = assign_longest_first(problem, holdings);
-  bool found = greedy_fits || assign_within_caps(problem, holdings);
-  const Holdings greedy = greedy_fits ? holdings : Holdings{};
-
-  const double target = bound * (1.0 + options.tolerance);
-  if (found) exchange_items(problem, target, holdings);
-  if (problem.items() <= kExactItems && problem.devices() <= kExactDevices) {
-    const double below = found ? makespan_of(problem, holdings) : std::numeric_limits<double>::infinity();
-    const bool complete =
-        (found && below <= target) || search_all(problem, below, target, options.search_steps, found, holdings);
-    if (!found) detail::throw_not_found(problem, options, complete);
-    // Where the target was not reached, nothing better is there.
-    if (complete && makespan_of(problem, holdings) > target) bound = makespan_of(problem, holdings);
-  } else if (!found) {
-    detail::throw_not_found(problem, options, false);
-  } else {
-    repartition(problem, target, options.search_steps, holdings);
+ItemProblem detail::item_problem(std::span<const double> costs, std::span<const LoadModel> models) {
+  if (models.empty()) throw InvalidArgument("items cannot be split over no devices; pass one model per device");
+  if (costs.size() > std::numeric_limits<Rank>::max()) {
+    throw InvalidArgument(fmt::format("{} items are more than a split takes", costs.size()));
   }
+  double total = 0.0;
+  for (std::size_t i = 0; i < costs.size(); ++i) {
+    require_number(costs[i], "cost", i);
+    total += costs[i];
+  }
+  for (std::size_t i = 0; i < models.size(); ++i) {
+    require_number(models[i].fixed_seconds, "fixed_seconds", i);
+    require_number(models[i].seconds_per_cost, "seconds_per_cost", i);
+    if (std::isfinite(models[i].fixed_seconds + models[i].seconds_per_cost * total)) continue;
+    throw InvalidArgument(
+        fmt::format("device {} would need more seconds for all items than a double holds; check the units", i));
+  }
+  ItemProblem problem;
+  problem.models.assign(models.begin(), models.end());
+  problem.order = descending_order(costs);
+  problem.cost.reserve(costs.size());
+  for (const Rank item : problem.order) problem.cost.push_back(costs[item]);
+  return problem;
+}
 
+ItemSplit split_items(std::span<const double> costs, std::span<const LoadModel> models, double tolerance) {
+  if (!(tolerance >= 0.0)) {
+    throw InvalidArgument(fmt::format("tolerance is {}; the gap to be content with must not be negative", tolerance));
+  }
+  const ItemProblem problem = detail::item_problem(costs, models);
+  double bound = lower_bound_of(problem);
+  const double target = bound * (1.0 + tolerance);
+  const Holdings greedy = longest_first(problem);
+  Holdings holdings = greedy;
+  exchange_items(problem, target, holdings);
+  double makespan = makespan_of(problem, holdings);
+  if (makespan > target && problem.items() <= kFewItems) {
+    const bool complete = search_items(problem, target, holdings);
+    makespan = makespan_of(problem, holdings);
+    if (complete && makespan > target) bound = makespan;
+  }
   // Loads that many exchanges have changed are rounded otherwise than sums: a gain that small may be none.
-  const bool gained = !greedy_fits || makespan_of(problem, holdings) * kSlack < makespan_of(problem, greedy);
+  const bool gained = makespan * kSlack < makespan_of(problem, greedy);
   ItemSplit split = split_of(problem, costs, gained ? holdings : greedy);
   split.lower_bound_seconds = split.makespan_seconds <= bound * (1.0 + 4e-12) ? split.makespan_seconds : bound;
   return split;

@@ -4,138 +4,238 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstddef>
+#include <limits>
 #include <numeric>
-#include <utility>
 #include <vector>
 
 #include <paceline/error.hpp>
 
-#include "item_checks.hpp"
 #include "item_problem.hpp"
-#include "padded_cover.hpp"
+#include "monotone.hpp"
 
 namespace paceline::plan {
 namespace {
 
-using detail::DeviceKind;
 using detail::ItemProblem;
-using detail::padded_seconds;
-using detail::PaddedCover;
-using detail::PaddedGroup;
-using detail::PaddedProblem;
-using detail::Rank;
 
-ItemProblem problem_of(std::span<const double> costs, std::span<const LoadModel> models) {
-  detail::validate_items(costs, models, {});
-  ItemProblem problem;
-  problem.order = detail::descending_order(costs);
-  for (const Rank item : problem.order) problem.cost.push_back(costs[item]);
-  problem.models.assign(models.begin(), models.end());
-  problem.caps.resize(models.size());
+// What 12 devices have, no two alike: a plan then takes some ten milliseconds, which a loader hides behind a step.
+constexpr std::size_t kMostStates = 4096;
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
+/// Devices with the same model that have no group yet, the last one next.
+struct Kind {
+  LoadModel model;
+  std::vector<std::size_t> devices;
+};
+
+struct Group {
+  std::size_t kind = 0;
+  std::size_t items = 0;
+};
+
+/// Seconds of a device whose items are padded to the longest; 0 without items. Non-decreasing in items and longest,
+/// also after rounding.
+double padded_seconds(const LoadModel& model, std::size_t items, double longest) {
+  if (items == 0) return 0.0;
+  return model.fixed_seconds + model.seconds_per_cost * (static_cast<double>(items) * longest);
+}
+
+/// The most of `left` items, all padded to the first, that the device does within these seconds.
+std::size_t most_items(const LoadModel& model, double longest, double seconds, std::size_t left) {
+  const auto fits = [&](std::int64_t items) {
+    return padded_seconds(model, static_cast<std::size_t>(items), longest) <= seconds;
+  };
+  const auto all = static_cast<std::int64_t>(left);
+  if (fits(all)) return left;
+  const double guess = (seconds - model.fixed_seconds) / model.seconds_per_cost / longest;
+  return static_cast<std::size_t>(detail::last_that_fits(0, all, detail::to_count(guess, all), fits));
+}
+
+/// All orders of the devices at once. A state is how many of each kind have their group. Of the orders that lead to it
+/// the one that has taken most items counts: whoever comes next begins at a shorter item.
+class Orders {
+ public:
+  Orders(std::span<const double> cost, const std::vector<Kind>& kinds, bool everyone)
+      : cost_(cost), kinds_(kinds), everyone_(everyone) {
+    std::size_t states = 1;
+    for (const Kind& kind : kinds) {
+      stride_.push_back(states);
+      states *= kind.devices.size() + 1;
+      devices_ += kind.devices.size();
+    }
+    taken_.resize(states);
+    last_.resize(states);
+  }
+
+  /// Groups of all items, the costliest first, with the least makespan.
+  std::vector<Group> least(double& makespan) {
+    double low = kNever;  // no device does less than the longest item
+    double high = 0.0;    // whatever the order, every device takes what is left to it
+    for (const Kind& kind : kinds_) {
+      if (kind.devices.empty()) continue;
+      low = std::min(low, padded_seconds(kind.model, 1, cost_.front()));
+      high = std::max(high, padded_seconds(kind.model, cost_.size(), cost_.front()));
+    }
+    std::vector<Group> best;
+    makespan = kNever;
+    for (double bound = high; low < makespan; bound = between(low, makespan)) {
+      if (take(bound)) {
+        best = path(makespan);
+      } else {
+        low = next_;
+      }
+    }
+    return best;
+  }
+
+ private:
+  // Bits of doubles that are not negative are ordered as the doubles are: at most 64 halvings whatever the numbers.
+  static double between(double low, double high) {
+    const auto from = std::bit_cast<std::uint64_t>(low + 0.0);  // + 0.0: no negative zero
+    return std::bit_cast<double>(from + (std::bit_cast<std::uint64_t>(high) - from) / 2);
+  }
+
+  [[nodiscard]] std::size_t used(std::size_t state, std::size_t kind) const {
+    return state / stride_[kind] % (kinds_[kind].devices.size() + 1);
+  }
+
+  /// Whether devices can take all items within these seconds. Sets next_, the least bound under which more is taken.
+  bool take(double seconds) {
+    std::fill(taken_.begin(), taken_.end(), kUnreached);
+    taken_.front() = 0;
+    next_ = kNever;
+    for (std::size_t state = 0; state + 1 < taken_.size(); ++state) {
+      if (taken_[state] == kUnreached) continue;
+      const auto begin = static_cast<std::size_t>(taken_[state]);
+      std::size_t others = devices_ - 1;
+      for (std::size_t kind = 0; kind < kinds_.size(); ++kind) others -= used(state, kind);
+      const std::size_t left = cost_.size() - begin - (everyone_ ? others : 0);
+      for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+        if (used(state, kind) == kinds_[kind].devices.size()) continue;
+        const LoadModel& model = kinds_[kind].model;
+        const std::size_t items = left == 0 ? 0 : most_items(model, cost_[begin], seconds, left);
+        if (items < left) next_ = std::min(next_, padded_seconds(model, items + 1, cost_[begin]));
+        if (items == 0 && everyone_) continue;
+        const std::size_t after = state + stride_[kind];
+        const auto taken = static_cast<std::int64_t>(begin + items);
+        if (taken <= taken_[after]) continue;
+        taken_[after] = taken;
+        last_[after] = kind;
+      }
+    }
+    return taken_.back() == static_cast<std::int64_t>(cost_.size());
+  }
+
+  [[nodiscard]] std::vector<Group> path(double& makespan) const {
+    std::vector<Group> groups;
+    makespan = 0.0;
+    for (std::size_t state = taken_.size() - 1; state > 0;) {
+      const std::size_t before = state - stride_[last_[state]];
+      const auto begin = static_cast<std::size_t>(taken_[before]);
+      const auto items = static_cast<std::size_t>(taken_[state]) - begin;
+      groups.push_back({last_[state], items});
+      if (items > 0) makespan = std::max(makespan, padded_seconds(kinds_[last_[state]].model, items, cost_[begin]));
+      state = before;
+    }
+    std::reverse(groups.begin(), groups.end());
+    return groups;
+  }
+
+  static constexpr std::int64_t kUnreached = -1;
+
+  std::span<const double> cost_;  // descending
+  const std::vector<Kind>& kinds_;
+  bool everyone_;  // no device goes without items, of which there are enough
+  std::size_t devices_ = 0;
+  std::vector<std::size_t> stride_;  // per kind, what one more of it adds to the state
+  std::vector<std::int64_t> taken_;  // per state
+  std::vector<std::size_t> last_;    // per state, the kind whose turn led to it
+  double next_ = kNever;
+};
+
+/// Fastest first. True if no two that differ had to count as alike.
+bool kinds_of(const ItemProblem& problem, std::vector<Kind>& kinds) {
+  std::vector<std::size_t> devices(problem.devices());
+  std::iota(devices.begin(), devices.end(), std::size_t{0});
+  const auto pace = [&](std::size_t device) {
+    const LoadModel& model = problem.models[device];
+    return std::pair{model.seconds_per_cost, model.fixed_seconds};
+  };
+  // Groups go to the back: equal devices descending.
+  std::sort(devices.begin(), devices.end(),
+            [&](auto a, auto b) { return pace(a) != pace(b) ? pace(a) < pace(b) : a > b; });
+  for (const std::size_t device : devices) {
+    const LoadModel& model = problem.models[device];
+    if (kinds.empty() || kinds.back().model != model) kinds.push_back({model, {}});
+    kinds.back().devices.push_back(device);
+  }
+  const auto states = [&] {
+    double product = 1.0;
+    for (const Kind& kind : kinds) product *= static_cast<double>(kind.devices.size() + 1);
+    return product;
+  };
+  const std::size_t different = kinds.size();
+  while (kinds.size() > 1 && states() > static_cast<double>(kMostStates)) {
+    // The two neighbours that differ least become one kind with the slower model.
+    std::size_t nearest = 0;
+    double least = kNever;
+    for (std::size_t k = 0; k + 1 < kinds.size(); ++k) {
+      const double ratio = kinds[k + 1].model.seconds_per_cost / kinds[k].model.seconds_per_cost;
+      if (!(ratio < least)) continue;
+      least = ratio;
+      nearest = k;
+    }
+    Kind& slower = kinds[nearest + 1];
+    const Kind& faster = kinds[nearest];
+    slower.model.fixed_seconds = std::max(slower.model.fixed_seconds, faster.model.fixed_seconds);
+    slower.devices.insert(slower.devices.end(), faster.devices.begin(), faster.devices.end());
+    kinds.erase(kinds.begin() + static_cast<std::ptrdiff_t>(nearest));
+  }
+  return kinds.size() == different;
+}
+
+}  // namespace
+
+ItemSplit split_padded(std::span<const double> costs, std::span<const LoadModel> models) {
+  const ItemProblem problem = detail::item_problem(costs, models);
   for (std::size_t device = 0; device < models.size() && !costs.empty(); ++device) {
     if (std::isfinite(padded_seconds(models[device], costs.size(), problem.cost.front()))) continue;
     throw InvalidArgument(fmt::format(
         "device {} would need more seconds than a double holds for all items, padded to the longest; check the units",
         device));
   }
-  return problem;
-}
-
-/// Cuts groups off the sorted items until none are left.
-class PaddedDealer {
- public:
-  explicit PaddedDealer(const ItemProblem& problem) : problem_(problem), ones_(problem.items(), 1.0) {
-    std::vector<std::size_t> devices(problem.devices());
-    std::iota(devices.begin(), devices.end(), std::size_t{0});
-    const auto pace = [&](std::size_t device) {
-      const LoadModel& model = problem.models[device];
-      return std::pair{model.seconds_per_cost, model.fixed_seconds};
-    };
-    std::stable_sort(devices.begin(), devices.end(), [&](auto a, auto b) { return pace(a) < pace(b); });
-    for (const std::size_t device : devices) {
-      if (rest_.kinds.empty() || problem.models[device] != rest_.kinds.back().model) {
-        rest_.kinds.push_back({problem.models[device], 0});
-        waiting_.emplace_back();
-      }
-      ++rest_.kinds.back().devices;
-      waiting_.back().push_back(device);
-    }
-    rest_.everyone = problem.items() >= problem.devices();
-    begin_.assign(problem.devices(), 0);
-    count_.assign(problem.devices(), 0);
-  }
-
-  /// Whether the makespan is proven to be the least.
-  bool deal() {
-    bool exact = true;
-    for (std::size_t dealt = 0; dealt < problem_.items();) {
-      rest_.cost = std::span(problem_.cost).subspan(dealt);
-      // Whoever gets some is as late with many of these as with one.
-      if (rest_.everyone && rest_.cost.front() == 0.0) rest_.cost = std::span(ones_).subspan(dealt);
-      const PaddedCover cover = detail::cover_items(rest_);
-      exact = exact && (dealt > 0 || cover.exact);
-      dealt = hand_out(cover, dealt);
-    }
-    return exact;
-  }
-
-  /// The split as users see it.
-  [[nodiscard]] ItemSplit split() const {
-    ItemSplit split;
-    split.items.resize(problem_.devices());
-    split.loads.assign(problem_.devices(), 0.0);
-    for (std::size_t device = 0; device < problem_.devices(); ++device) {
-      if (count_[device] == 0) continue;
-      const auto first = problem_.order.begin() + static_cast<std::ptrdiff_t>(begin_[device]);
-      split.items[device].assign(first, first + static_cast<std::ptrdiff_t>(count_[device]));
-      std::sort(split.items[device].begin(), split.items[device].end());
-      const double longest = problem_.cost[begin_[device]];
-      split.loads[device] = static_cast<double>(count_[device]) * longest;
-      split.makespan_seconds =
-          std::max(split.makespan_seconds, padded_seconds(problem_.models[device], count_[device], longest));
-    }
-    return split;
-  }
-
- private:
-  /// The groups up to the last one that is as late as the makespan. Returns how many items are dealt now.
-  std::size_t hand_out(const PaddedCover& cover, std::size_t dealt) {
+  std::vector<Kind> kinds;
+  const bool exact = kinds_of(problem, kinds);
+  ItemSplit split;
+  split.items.resize(models.size());
+  split.loads.assign(models.size(), 0.0);
+  for (std::size_t dealt = 0; dealt < costs.size();) {
+    const std::span<const double> rest = std::span(problem.cost).subspan(dealt);
+    double makespan = 0.0;
+    const std::vector<Group> groups = Orders(rest, kinds, costs.size() >= models.size()).least(makespan);
+    // What lies behind the last group that is as late as the makespan is split anew.
     std::size_t last = 0;
-    std::size_t begin = 0;
-    for (std::size_t k = 0; k < cover.groups.size(); begin += cover.groups[k++].items) {
-      const PaddedGroup& group = cover.groups[k];
-      const double longest = group.items > 0 ? rest_.cost[begin] : 0.0;
-      if (padded_seconds(rest_.kinds[group.kind].model, group.items, longest) == cover.makespan_seconds) last = k;
+    for (std::size_t k = 0, begin = 0; k < groups.size(); begin += groups[k++].items) {
+      const LoadModel& model = kinds[groups[k].kind].model;
+      if (groups[k].items > 0 && padded_seconds(model, groups[k].items, rest[begin]) == makespan) last = k;
     }
     for (std::size_t k = 0; k <= last; ++k) {
-      const PaddedGroup& group = cover.groups[k];
-      DeviceKind& kind = rest_.kinds[group.kind];
-      std::vector<std::size_t>& devices = waiting_[group.kind];
-      const std::size_t device = devices[devices.size() - kind.devices--];
-      begin_[device] = dealt;
-      count_[device] = group.items;
-      dealt += group.items;
+      std::vector<std::size_t>& devices = kinds[groups[k].kind].devices;
+      const std::size_t device = devices.back();
+      devices.pop_back();
+      const auto first = problem.order.begin() + static_cast<std::ptrdiff_t>(dealt);
+      split.items[device].assign(first, first + static_cast<std::ptrdiff_t>(groups[k].items));
+      std::sort(split.items[device].begin(), split.items[device].end());
+      if (groups[k].items == 0) continue;
+      split.loads[device] = static_cast<double>(groups[k].items) * problem.cost[dealt];
+      split.makespan_seconds =
+          std::max(split.makespan_seconds, padded_seconds(models[device], groups[k].items, problem.cost[dealt]));
+      dealt += groups[k].items;
     }
-    return dealt;
   }
-
-  const ItemProblem& problem_;
-  PaddedProblem rest_;                             // what is not dealt yet
-  std::vector<std::vector<std::size_t>> waiting_;  // per kind its devices; the last ones are without a group
-  std::vector<double> ones_;
-  std::vector<std::size_t> begin_;  // per device, in descending order of cost
-  std::vector<std::size_t> count_;
-};
-
-}  // namespace
-
-ItemSplit split_padded(std::span<const double> costs, std::span<const LoadModel> models) {
-  const ItemProblem problem = problem_of(costs, models);
-  PaddedDealer dealer(problem);
-  const bool exact = dealer.deal();
-  ItemSplit split = dealer.split();
   // Padding only adds to a sum of costs: what bounds those bounds this.
   split.lower_bound_seconds =
       exact ? split.makespan_seconds : std::min(split.makespan_seconds, detail::lower_bound_of(problem));

@@ -110,7 +110,7 @@ class ItemSplit:
     @property
     def lower_bound_seconds(self) -> float:
         """
-        No split that is allowed has a smaller makespan; equal to it when the split is proven best.
+        No split has a smaller makespan; equal to it when the split is proven best.
         """
     @property
     def makespan_seconds(self) -> float:
@@ -295,24 +295,7 @@ def split_items(
         CostModel | tuple[typing.SupportsFloat | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
     ],
     *,
-    maximum_items: typing.SupportsInt
-    | typing.SupportsIndex
-    | None
-    | collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex | None]
-    | None = None,
-    maximum_cost: typing.SupportsFloat
-    | typing.SupportsIndex
-    | None
-    | collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex | None]
-    | None = None,
-    memory: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | None = None,
-    maximum_memory: typing.SupportsFloat
-    | typing.SupportsIndex
-    | None
-    | collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex | None]
-    | None = None,
     tolerance: typing.SupportsFloat | typing.SupportsIndex = 0.0001,
-    search_steps: typing.SupportsInt | typing.SupportsIndex = 16384,
 ) -> ItemSplit:
     """
     Split items that do not cost the same, so that the last device finishes as early as possible.
@@ -323,14 +306,8 @@ def split_items(
         What each item costs, not negative: tokens, squared tokens, `ItemCostFit.item_seconds`, anything that adds up.
     models
         One per device: a pair (fixed_seconds, seconds_per_cost), or a `CostModel`. A device without items costs nothing.
-    maximum_items, maximum_cost
-        The most items, and the highest sum of costs, for all devices or one per device; None: no limit.
-    memory, maximum_memory
-        What each item takes of a device's memory, in any unit, and the highest sum, for all devices or one per device.
     tolerance
         The search ends once the makespan is within this part of the lower bound.
-    search_steps
-        The most placements that the search beyond exchanges may try, each some 30 ns. Only few items a device need it.
 
     Returns
     -------
@@ -340,12 +317,12 @@ def split_items(
     Raises
     ------
     InvalidArgument
-        For arguments that make no sense, and for caps that no split respects or for which none was found, naming the cap.
+        For arguments that make no sense.
 
     Notes
     -----
     Longest processing time on unequal speeds (Gonzalez, Ibarra & Sahni 1977), then exchanges between the latest device and
-    others, then a bounded depth-first search (Korf 1998). Optimal up to 12 items on up to 4 devices, and mostly up to 8.
+    others. Up to 16 items a bounded depth-first search follows (Korf 1998), which mostly finds the optimum.
 
     Examples
     --------
@@ -387,8 +364,8 @@ def split_padded(
     Notes
     -----
     The exact minimum of all splits that give every device an item, by dynamic programming over the order of the devices: up to 12
-    devices, and beyond while there are at most 4096 ways to choose how many of each model. For more, two orders are tried, and
-    `gap` shows what is not proven.
+    devices, and beyond while there are at most 4096 ways to choose how many of each model. For more, devices that differ least
+    count as alike, and `gap` shows what is not proven.
 
     Examples
     --------

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 #include <span>
 #include <vector>
 
@@ -17,28 +16,8 @@ struct LoadModel {
   friend bool operator==(const LoadModel&, const LoadModel&) = default;
 };
 
-/// The most that one device may be given. Sums are compared with 1e-12 of slack, so that 0.1 + 0.2 fits into 0.3.
-struct ItemCaps {
-  static constexpr std::int64_t kAnyCount = std::numeric_limits<std::int64_t>::max();
-  static constexpr double kAnySum = std::numeric_limits<double>::infinity();
-  std::int64_t items = kAnyCount;
-  double cost = kAnySum;    ///< on the sum of its items' costs, e.g. tokens
-  double memory = kAnySum;  ///< on the sum of its items' ItemOptions::memory
-  friend bool operator==(const ItemCaps&, const ItemCaps&) = default;
-};
-
-struct ItemOptions {
-  /// One per device, or empty for no caps.
-  std::vector<ItemCaps> caps = {};
-  /// What each item takes of its device's memory, in any unit; one per item, or empty.
-  std::vector<double> memory = {};
-  /// The search ends once the makespan is within this part of the lower bound. Steps of real devices vary by 0.5 % and
-  /// more: a fiftieth of that cannot be seen. 0 searches on until nothing helps.
-  double tolerance = 1e-4;
-  /// The most placements that the search beyond exchanges may try, each some 30 to 80 ns. Only few items a device need
-  /// it.
-  std::int64_t search_steps = 1 << 14;
-};
+/// Steps of real devices vary by 0.5 % and more: a fiftieth of that cannot be seen.
+inline constexpr double kItemTolerance = 1e-4;
 
 struct ItemSplit {
   std::vector<std::vector<std::int64_t>> items;  ///< per device, indices into the costs, ascending
@@ -52,33 +31,26 @@ struct ItemSplit {
 };
 
 /// Splits items that do not cost the same (tokens, squared lengths, a user's function) over devices of unequal speed,
-/// so that the last device finishes as early as possible, within caps. Every item goes to exactly one device; a device
-/// may get none.
+/// so that the last device finishes as early as possible. Every item goes to exactly one device; a device may get none.
 ///
 /// Items in descending cost each go to the device that would finish them first: longest processing time (Graham, SIAM
 /// Journal on Applied Mathematics 17(2), 1969) in its form for unequal speeds (Gonzalez, Ibarra & Sahni, SIAM Journal
 /// on Computing 6(1), 1977). Then the latest device gives an item away or swaps one, whatever lowers the later of the
 /// two finishes most, while that helps (pairwise interchange: Fatemi Ghomi & Jolai Ghazvini, Production Planning &
-/// Control 9(7), 1998). Where it no longer does, the items of the latest device and one or two others are split anew by
-/// a depth-first search of bounded size, in the order of the complete greedy algorithm (Korf, Artificial Intelligence
-/// 106(2), 1998). Up to 12 items on up to 8 devices that search runs over everything: with no tolerance and enough
-/// steps the result is the optimum. 2^18 of them, some twenty milliseconds, suffice but for a dozen nearly equal items
-/// on more than four unequal devices. Where they do not suffice for the proof, the gap shows it.
+/// Control 9(7), 1998). That ends once the makespan is within `tolerance` of the lower bound; 0 goes on until nothing
+/// helps. Up to 16 items a depth-first search in the order of the complete greedy algorithm (Korf, Artificial
+/// Intelligence 106(2), 1998) looks for something better, with at most 2^14 placements: mostly it finds the optimum,
+/// and the gap shows whether that is proven.
 ///
-/// The bound is the largest of: all costs over what all devices do by then, the j largest over the j devices that do
-/// most, and as many items of at least one size as fit side by side. Caps on cost and count are inside, a cap on memory
-/// only as far as single items have no room.
+/// The bound is the larger of: the j largest costs over what the j devices that do most do by then, for each j; and as
+/// many items of at least one size as fit side by side.
 ///
 /// Deterministic: no clock, no random numbers; ties go to the lower index of item and device. Costs, or seconds, times
-/// a power of two give the same items. Never worse than longest processing time, where that respects the caps. Pure.
-/// O(items * devices) and a part that grows with the search, bounded by fixed numbers of steps.
+/// a power of two give the same items. Never worse than longest processing time. Pure. O(items * (devices + log items))
+/// and at most as many exchanges as items, each O(items).
 ///
-/// Finding any split within caps on sums is bin packing. Above 12 items several orders and the bounded search are
-/// tried; what they do not find is reported as not found.
-///
-/// @throws InvalidArgument for sizes that do not match, numbers that are negative or not finite, and for caps that no
-/// split respects or for which none was found, naming the cap, the number it must reach, and what can be raised.
+/// @throws InvalidArgument without devices, and for numbers that are negative or not finite.
 PACELINE_API ItemSplit split_items(std::span<const double> costs, std::span<const LoadModel> models,
-                                   const ItemOptions& options = {});
+                                   double tolerance = kItemTolerance);
 
 }  // namespace paceline::plan

@@ -23,15 +23,14 @@ namespace paceline::plan {
 /// models: dynamic programming over how many of each model have had their turn keeps the most items that these can
 /// take. Bounds are bisected, from one time that a device can take to the next. What lies behind the last device that
 /// is as late as the makespan is split anew by itself, and so on: it would be done early in any case, but need not be
-/// uneven. There, items that all cost nothing count alike.
+/// uneven.
 ///
 /// Exact up to 12 devices, and beyond while there are at most 4096 ways to choose how many of each model: 4095 equal
-/// devices, 63 and 63 of two models. For more, two orders of the devices are tried, the fastest first and the slowest
-/// first, and the gap shows what is not proven.
+/// devices, 63 and 63 of two models. For more, models that differ least count as alike, and the gap shows what is not
+/// proven.
 ///
 /// In the result, loads are the devices' n * c, and lower_bound_seconds is the makespan where that is exact.
-/// Deterministic. Pure. O(items log items) for sorting, and some 30 times O(devices) for equal devices, at worst O(4096
-/// * 12).
+/// Deterministic. Pure. O(items) for sorting, and some 30 times O(devices) for equal devices, at worst O(4096 * 12).
 ///
 /// @throws InvalidArgument without devices, for numbers that are negative or not finite, and for seconds of all items
 /// on one device that a double does not hold.
