@@ -85,10 +85,12 @@ def test_a_ledger_has_it_and_replays(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     with DataParallel(module, THREE) as trainer:
         trainer.write_ledger(path)
-        for change in lambda: None, lambda: trainer.retire("host:2"), lambda: trainer.restore("host:2"):
-            change()
-            for _ in range(4):
-                trainer.step(classify, batch)
+        for count in range(12):
+            if count == 4:
+                trainer.retire("host:2")
+            if count == 8:
+                trainer.restore("host:2")
+            trainer.step(classify, batch)
     result = replay(path)
     assert result.records == 12
     assert result.mismatches == []
