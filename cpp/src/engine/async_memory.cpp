@@ -34,7 +34,7 @@ T* as(const std::unique_ptr<Buffer>& buffer) {
   return static_cast<T*>(buffer->data());
 }
 
-/// What the caller may ask of a step, perhaps when the trainer is gone. Any thread.
+/// The objective of one step while it is on its way. The caller may read it when the trainer is gone. Any thread.
 class Outcome {
  public:
   /// `loss`: pinned memory that the step's loss comes to. `failure_was_read` is set when read() finds a failure.
@@ -42,7 +42,7 @@ class Outcome {
           std::shared_ptr<std::atomic<bool>> failure_was_read)
       : times_(std::move(times)), loss_(std::move(loss)), failure_was_read_(std::move(failure_was_read)) {}
 
-  /// Before anybody reads it: the loss is divided, and what the host knows already is added.
+  /// The objective is the loss over `divisor`, plus `known`. To be called before anybody reads it.
   void set(double divisor, double known) {
     divisor_ = divisor;
     known_ = known;
@@ -185,7 +185,8 @@ class AsyncMemory final : public TrainerMemory<T>, public std::enable_shared_fro
   }
 
  private:
-  /// Pinned memory for a loss that nobody is yet to read. What an earlier step still writes there comes first.
+  /// Pinned memory for a step's loss. No objective refers to it. An earlier step may still write to it, and its write
+  /// comes before this step's, since both are on the home stream.
   [[nodiscard]] std::shared_ptr<Buffer> take_loss() {
     for (const std::shared_ptr<Buffer>& loss : losses_) {
       if (loss.use_count() == 1) return loss;
@@ -289,7 +290,10 @@ class AsyncStep final : public TrainerStep {
     return Objective([outcome = std::move(outcome_)] { return outcome->read(); });
   }
 
-  void abandon() override { queues().drain(); }
+  void abandon() override {
+    outcome_.reset();  // it will have none
+    queues().drain();
+  }
   void stamp(std::vector<ClaimRecord>& claims) const override { times_->stamp(claims); }
   [[nodiscard]] bool settled() const override { return times_->settled(); }
   void settle() const override { times_->wait(); }

@@ -21,6 +21,7 @@
 #include <paceline/error.hpp>
 #include <paceline/plan/split.hpp>
 
+#include "engine/item_planner.hpp"
 #include "engine/trainer_memory.hpp"
 
 namespace paceline {
@@ -168,9 +169,10 @@ template <class T>
 Objective BasicDataParallel<T>::step(std::span<const double> costs, const Body& body,
                                      std::optional<double> total_weight) {
   State& state = *state_;
-  const std::shared_ptr<const ItemPlan> items = state.stepper.plan_items(costs);
-  return state.run(body, total_weight.value_or(static_cast<double>(costs.size())),
-                   [&](auto program) { return state.stepper.prepare(items, std::move(program)); });
+  engine::check_costs(costs);
+  return state.run(body, total_weight.value_or(static_cast<double>(costs.size())), [&](auto program) {
+    return state.stepper.prepare(state.stepper.plan_items(costs), std::move(program));
+  });
 }
 
 template <class T>

@@ -41,11 +41,12 @@ class TrainerMemory {
   [[nodiscard]] virtual void* stream() const noexcept { return nullptr; }
   /// How data gets from one GPU to another; empty where there are no two.
   [[nodiscard]] virtual std::string transport() const { return {}; }
-  /// No device is at work any more: what objectives that nobody has read will say is known now.
+  /// Reads each objective that nobody has read, so that what fails later does not change it. Requires: no device is at
+  /// work.
   virtual void settle_objectives() {}
-  /// Something enqueued has failed: the objectives that nobody has read throw that.
+  /// After something enqueued has failed: each objective that nobody has read throws `error` from now on.
   virtual void fail_objectives(const std::exception_ptr& /*error*/) {}
-  /// Whether somebody who read an objective found that, since this was asked last.
+  /// Whether somebody has read an objective and got such an error, since the last call of this.
   [[nodiscard]] virtual bool failure_was_read() { return false; }
 };
 

@@ -123,7 +123,7 @@ void Worker::perform(WorkSource& source, std::int64_t number) {
   source.done(index_, number, timing);
 }
 
-/// Also where looking at an event throws: its source will see that, too.
+/// An event that throws counts as done: its source will look at it, too, and get the error.
 bool Worker::Awaited::due() const noexcept {
   const auto is_done = [](const Event* event) {
     try {

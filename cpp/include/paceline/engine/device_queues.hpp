@@ -133,12 +133,14 @@ class PACELINE_API DeviceQueues {
   [[nodiscard]] std::shared_ptr<const StepTimes> begin_step(std::span<const SpaceCopy> copies);
   /// True the first time in a step: then it has made the device's queue wait for the parameters.
   bool enter(std::size_t device);
-  /// When the device has no more to do than run_ahead micro-batches beyond the one it computes; null: it has not now.
+  /// The event after which the device has at most run_ahead micro-batches left beyond the one it computes. Null: it has
+  /// no more than that already.
   [[nodiscard]] const Event* slot(std::size_t device) const;
-  /// When it has nothing more to do; null: it has not now.
+  /// The event after which the device has nothing left to do. Null: it was given nothing in this step.
   [[nodiscard]] const Event* idle(std::size_t device) const;
-  /// The longest that either may take, and what to call when it took longer. @throws Timeout
+  /// How long to wait for either event at most; give_up() is to be called when one has taken longer.
   [[nodiscard]] std::chrono::nanoseconds patience() const noexcept;
+  /// Takes the device for hung. @throws Timeout always
   void give_up(const Event& event);
   /// True if the device had run dry: that time is not its own.
   bool begin_run(std::size_t device);

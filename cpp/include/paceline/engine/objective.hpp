@@ -8,13 +8,15 @@
 
 namespace paceline {
 
-/// The objective of one step: a number that reading may have to wait for. Host devices know it when the step returns;
-/// GPUs may still be at the step then. May outlive the trainer. Copies are one number. Any thread.
+/// The objective of one step. Host devices know the number when the step returns. GPUs may still be at the step then,
+/// so reading the number waits for them. An objective may outlive its trainer, and its copies share one number. Any
+/// thread.
 class PACELINE_API Objective {
  public:
-  /// Known already.
+  /// The number is known already.
   explicit Objective(double value);
-  /// Asked when it is read for the first time, and not again once it has answered.
+  /// `read` is called when somebody reads the objective for the first time. The number that it returns is kept. Where
+  /// it throws, the next reader calls it again.
   explicit Objective(std::function<double()> read);
 
   /// Waits for the devices.

@@ -21,6 +21,10 @@
 
 namespace paceline {
 
+namespace engine {
+class StepSource;
+}
+
 /// One micro-batch that ran. Times in seconds on the step's clock (0: the step was handed to the workers).
 struct ClaimRecord {
   MicroBatch micro_batch;
@@ -41,15 +45,15 @@ class PACELINE_API StepProgram {
   virtual ~StepProgram();
   /// Forward and backward of one micro-batch. True: its time is no evidence (compilation, a first run).
   virtual bool run(const MicroBatch& micro_batch) = 0;
-  /// What the device must have come to before it claims its next micro-batch, so that it is close enough to need one:
-  /// what is not claimed yet others may take. Null: nothing.
+  /// The event that must be done before the device claims its next micro-batch; null: none. A device that claims no
+  /// earlier than it must leaves more for others to take over.
   [[nodiscard]] virtual const Event* slot(std::size_t device_index);
-  /// The same before the device asks once more, having been told while it was at work that others will do the rest: the
-  /// end of all that it was given.
+  /// The event that must be done before the device claims once more, after a claim came back empty while it was at
+  /// work: the end of all that it was given. Null: none.
   [[nodiscard]] virtual const Event* idle(std::size_t device_index);
-  /// The longest that either may take.
+  /// How long the device waits for either event at most.
   [[nodiscard]] virtual std::chrono::nanoseconds patience() const;
-  /// It took longer: throws what the step fails with.
+  /// Called when an event has taken longer. Throws the error that the step then fails with.
   virtual void give_up(const Event& event);
   virtual void finish(std::size_t device_index);
   /// After the step, before its times are used: puts right those that the host's clock cannot know. The host saw when
@@ -138,9 +142,8 @@ class PACELINE_API Step {
   [[nodiscard]] StepRecord record() const;
 
  private:
-  class Source;
   DeviceGroup group_;
-  std::shared_ptr<Source> source_;
+  std::shared_ptr<engine::StepSource> source_;
 };
 
 /// start(), wait(), rethrow_failure() and record(). When `between` ends the wait the step is cancelled.

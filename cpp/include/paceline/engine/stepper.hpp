@@ -106,7 +106,8 @@ class PACELINE_API Stepper {
   void commit(std::shared_ptr<const Step> step, std::vector<MicroBatch> pieces = {});
   /// Returns when the times of all steps are known that were committed. @throws Error if a device has failed.
   void settle();
-  /// Committed steps whose times are not known yet never ran: somebody has found that one of them failed.
+  /// Drops the committed steps whose times are not known yet, after one of them has failed. The balancer and the
+  /// metrics never learn of them.
   void forget_unsettled() noexcept;
 
   /// From now on every call of the balancer goes to `ledger`, and what really ran in each step. As
