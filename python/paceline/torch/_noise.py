@@ -47,7 +47,7 @@ class Noise:
         self.shared: dict[str, None] = {}  # what is drawn once for all items of a slice
         self.lost: dict[str, None] = {}  # in words
         self.interleaved = False  # where one dimension holds items and places: places first
-        self.lock = threading.Lock()  # host devices share a generator
+        self.lock = threading.Lock()  # devices share generators; a replayed draw moves them and puts them back while it holds this
         self.has_blocks = False  # whether there is such a dimension
 
     def anew(self, items: int) -> Noise:
@@ -100,8 +100,9 @@ class _Random(TorchDispatchMode):
         if _RANDOM not in func.tags:
             return func(*args, **kwargs)
         own = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-        for generator in own:
-            self._own.setdefault(id(generator), (generator, generator.get_state()))
+        with self.noise.lock:  # so not in the middle of another device's draw
+            for generator in own:
+                self._own.setdefault(id(generator), (generator, generator.get_state()))
         return self.called(func, args, kwargs, [*self.noise.generators, *own])
 
     def called(self, func: Any, args: Any, kwargs: Any, generators: list[torch.Generator]) -> Any:
