@@ -239,7 +239,7 @@ class Execution:
         values = KeptBuffers(part for replica in self.replicas.list for part in replica.modules) if first else None
         run.queues_empty = self._queues_are_empty()
         calls = (run.body, run.finish, self.places.queues, run.sums)
-        with self._level(run), run.draws.run():
+        with self._level(run), run.draws.run(), self.replicas.guarded():
             if run.items is None or run.items.plan is None:
                 outcome = stepper.run(run.batch.size, *calls, run.claims)
             else:

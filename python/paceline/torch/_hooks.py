@@ -25,6 +25,7 @@ from paceline.torch._reach import BARE, LIBRARIES, LONGEST, SIMPLE, Reach, closu
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _CLOSED = (type, types.ModuleType, types.BuiltinFunctionType, torch.Generator, *_FUNCTIONS)
 _DEPTH = 3  # of a dictionary in a list in an object
+_MOST_LOOKS = 2000  # at what a function refers to
 
 
 class Root(NamedTuple):
@@ -40,13 +41,30 @@ class Reader:
 
     def __init__(self) -> None:
         self._function: Callable[[], Any] = lambda: None
+        self._reaches: tuple[Any, bool] | None = None  # of which function and modules, and whether it does
 
-    def set(self, function: Any) -> None:
+    def follow(self, function: Any) -> None:
         """Until the next call; the function is not kept alive."""
         try:
             self._function = weakref.ref(function)
         except TypeError:
             self._function = lambda: None
+
+    def reaches(self, modules: set[int]) -> bool:
+        """Whether it refers to one of the modules, given by identity, beside its arguments. True where that takes too long to tell."""
+        function = self._function()
+        sign = (id(modules), *_sign_of(function))
+        if self._reaches is None or self._reaches[0] != sign:
+            left = [(root.get(), _DEPTH) for root in _roots(function, set(), set())]
+            left += [(function, _DEPTH)] if isinstance(function, nn.Module) else []
+            looks = 0
+            while left and id(left[-1][0]) not in modules and looks < _MOST_LOOKS:
+                value, depth = left.pop()
+                looks += 1
+                left += [(part, 0) for part in (value.modules() if isinstance(value, nn.Module) else ())]
+                left += [(one, depth - 1) for one in (_inside(value) if depth else ())]
+            self._reaches = sign, bool(left)
+        return self._reaches[1]
 
     def sees(self, tensor: torch.Tensor) -> bool:
         """Whether it refers to something that the tensor is in."""
@@ -213,6 +231,14 @@ def _is_torchs(hook: Any) -> bool:
     return str(getattr(hook, "__module__", None)).startswith("torch.")
 
 
+def _sign_of(function: Any) -> tuple[Any, ...]:
+    """Another one for another function, but the same for one that was made anew around the same objects, as a lambda in a loop is."""
+    owner, inner = getattr(function, "__self__", None), getattr(function, "__func__", function)
+    if not isinstance(inner, types.FunctionType):
+        return (id(function),)
+    return (id(owner), inner.__code__, *(id(content) for _, content in closure_of(inner)))
+
+
 def _name_of(hook: Any) -> str:
     while isinstance(hook, functools.partial):
         hook = hook.func
@@ -220,20 +246,31 @@ def _name_of(hook: Any) -> str:
 
 
 def _collect(root: Root, value: Any, own: set[int], found: dict[int, _Kept], depth: int) -> None:
-    if type(value) in SIMPLE or id(value) in own or isinstance(value, _CLOSED):
+    if id(value) in own:
         return
     if isinstance(value, torch.Tensor):
         found[id(value)] = _Kept(value, 0 if value.is_inference() else value._version, root)
-    # The trainer keeps tensors as it runs.
-    elif depth and not str(type(value).__module__).startswith("paceline."):
-        # list(): one call of C code, whatever other devices do to it meanwhile.
-        if isinstance(value, dict):
-            inside = list(value.values())
-        elif isinstance(value, (list, tuple, set, deque)):
-            inside = list(value)
-        elif isinstance(value, nn.Module):
-            inside = [one for key, one in list(vars(value).items()) if key not in BARE]
-        else:
-            inside = list(getattr(value, "__dict__", {}).values())
-        for one in inside[-LONGEST:]:  # what is new comes last
+    elif depth:
+        for one in _inside(value):
             _collect(root, one, own, found, depth - 1)
+
+
+def _inside(value: Any) -> list[Any]:
+    """What it holds; of many things, those that came last."""
+    # The trainer keeps tensors as it runs.
+    if (
+        type(value) in SIMPLE
+        or isinstance(value, (torch.Tensor, *_CLOSED))
+        or str(type(value).__module__).startswith("paceline.")
+    ):
+        return []
+    # list(): one call of C code, whatever other devices do to it meanwhile.
+    if isinstance(value, dict):
+        inside = list(value.values())
+    elif isinstance(value, (list, tuple, set, deque)):
+        inside = list(value)
+    elif isinstance(value, nn.Module):
+        inside = [one for key, one in list(vars(value).items()) if key not in BARE]
+    else:
+        inside = list(getattr(value, "__dict__", {}).values())
+    return inside[-LONGEST:]

@@ -47,7 +47,7 @@ class Noise:
         self.shared: dict[str, None] = {}  # what is drawn once for all items of a slice
         self.lost: dict[str, None] = {}  # in words
         self.interleaved = False  # where one dimension holds items and places: places first
-        self.lock = threading.Lock()  # devices share generators; a replayed draw moves them and puts them back while it holds this
+        self.lock = threading.Lock()  # devices share generators, which a draw moves
         self.has_blocks = False  # whether there is such a dimension
 
     def anew(self, items: int) -> Noise:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable
 from itertools import chain
@@ -15,6 +16,7 @@ from paceline.torch._attributes import Attributes, Change, carry, carry_hooks, i
 from paceline.torch._buffers import Buffers
 from paceline.torch._copies import Copied, Replicate, alias_of, check_hooks, check_trainable, copied, made_by
 from paceline.torch._hooks import Reader, check_global_hooks, guard_hooks
+from paceline.torch._original import guarded
 from paceline.torch._parametrized import forget
 from paceline.torch._places import Places, RandomStates
 from paceline.torch._reach import SIMPLE, Reach
@@ -136,6 +138,7 @@ class Replicas:
         self._watch_forwards()
         self.named_modules = reach.modules  # those in plain lists, too
         self.modules = [part for _, part in reach.modules]
+        self._original = set(map(id, self.modules))
         self.norms = [entry for entry in reach.modules if isinstance(entry[1], nn.modules.batchnorm._BatchNorm)]
         self._dicts = self._all_dicts()
         self._keys = list(map(list, self._dicts))
@@ -240,7 +243,7 @@ class Replicas:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.refresh(function)
-        self._reader.set(function)
+        self._reader.follow(function)
         with torch.no_grad():
             self._refresh()
 
@@ -287,6 +290,15 @@ class Replicas:
     def _watch_forwards(self) -> None:
         for replica in self.list:
             replica.written = None if self._attributes is None else Written(self._attributes, replica.counterparts)
+
+    def guarded(self) -> contextlib.AbstractContextManager[None]:
+        """While the devices run: the function may not read from the user's module what the replicas' forwards write to theirs."""
+        if not self.shared or not self._reader.reaches(self._original):
+            return contextlib.nullcontext()
+        return guarded(self.named_modules, self._wrote)
+
+    def _wrote(self, index: int, name: str) -> bool:
+        return any(replica.written is not None and replica.written.has(index, name) for replica in self.list)
 
     def push_written(self, device: int) -> None:
         """After a step: what the forwards of this device have written to attributes goes back to the user's module."""

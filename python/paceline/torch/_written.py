@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.torch._attributes import Attributes
+from paceline.torch._attributes import Attributes, is_of_a_forward
 from paceline.torch._reach import BARE, LONGEST, SIMPLE
 
 _NOTHING = object()
@@ -32,6 +32,15 @@ class Written:
         """The replica was given new values."""
         self._lengths = list(map(len, self._dicts))
         self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
+
+    def has(self, index: int, name: str) -> bool:
+        """Whether a forward has set the attribute of the holder of this index since, or filled it with what has a graph."""
+        values = dict(self._dicts[index])  # one call of C code, whatever the replica's device does to it meanwhile
+        if name not in values or not self._apart[index] or name in BARE:
+            return False
+        begin, length = sum(self._lengths[:index]), self._lengths[index]
+        before = dict(zip(values, self._values[begin : begin + length], strict=False))
+        return before.get(name, _NOTHING) is not values[name] or is_of_a_forward(values[name])
 
     def push(self, home: torch.device) -> None:
         """Give the user's module what was written: simple values, and tensors without a graph."""

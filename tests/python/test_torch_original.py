@@ -1,0 +1,128 @@
+"""Reads, through the user's module, of what forwards write to attributes: as on one device, or refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import InvalidArgument
+from paceline.torch import DataParallel
+from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain
+
+
+class Tapped(nn.Module):
+    """Leaves features behind: in an attribute, in a dictionary, in a tuple, as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.features: Any = None
+        self.by_name: dict[str, Any] = {}
+        self.inner.register_forward_hook(lambda layer, _, output: setattr(layer, "kept", output))
+        self.scale = torch.tensor(0.5, dtype=torch.double)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.features = self.by_name["x"] = self.inner(x)
+        self.both = (self.features, x)
+        self.calls += 1
+        return self.head(self.features)
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "attribute": lambda module: module.features,
+    "hook on the module given": lambda module: module.inner.kept,
+    "dictionary": lambda module: module.by_name["x"],
+    "tuple": lambda module: module.both[0],
+    "number": lambda module: torch.tensor(float(module.calls)),
+    "getattr": lambda module: getattr(module, "features"),  # noqa: B009
+    "vars": lambda module: module.__getattribute__("features"),
+}
+
+
+class Script:
+    """A trainer of the user's, with the module on itself."""
+
+    def __init__(self, module: Any, read: Callable[[Any], Any]) -> None:
+        self.model, self.read = module, read
+
+    def loss(self, replica: Any, part: Any) -> Any:
+        return classify(replica, part) + self.read(self.model).pow(2).mean()
+
+    def by_partial(self) -> Any:
+        return functools.partial(lambda outer, replica, part: Script(outer, self.read).loss(replica, part), self.model)
+
+
+@pytest.mark.parametrize("stale", ["no_grad", "predict", "grad", "nothing"])
+@pytest.mark.parametrize("kind", READS)
+def test_reading_what_forwards_wrote_through_the_original_module_is_refused(kind: str, stale: str) -> None:
+    module, (_, batch) = Tapped().double(), classifier()
+    script = Script(module, READS[kind])
+    own = type(module)
+    with DataParallel(module, TWO, balance="even") as trainer:
+        if stale == "predict":
+            trainer.predict(batch[0])
+        else:
+            with torch.set_grad_enabled(stale == "grad"):
+                module(batch[0]) if stale != "nothing" else None
+        for loss_fn in (script.loss, lambda m, b: script.loss(m, b), script.by_partial()):
+            for _ in range(2):
+                with pytest.raises(InvalidArgument, match=r"is read from the original module.*module argument of loss_fn"):
+                    trainer.step(loss_fn, batch)
+            assert gradients(module) == [None] * 4
+        assert type(module) is own
+        trainer.step(classify, batch)
+        trainer.step(lambda m, b: classify(m, b) + READS[kind](m).pow(2).mean(), batch)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_the_module_argument_and_what_no_forward_writes_are_free(devices: int) -> None:
+    module, (_, batch) = Tapped().double(), classifier()
+
+    def loss_fn(replica: Any, part: Any) -> Any:
+        assert module.training
+        assert isinstance(module, Tapped)
+        return module.scale * classify(replica, part) + replica.features.pow(2).mean() + READS["tuple"](replica).mean()
+
+    _, wanted = plain(module, loss_fn, batch)
+    with DataParallel(module, hosts(devices)) as trainer:
+        for _ in range(3):
+            module.zero_grad()
+            trainer.step(loss_fn, batch)
+            assert_same_gradients(module, wanted)
+
+
+def test_one_device_reads_features_from_the_module_itself() -> None:
+    module, (_, batch) = Tapped().double(), classifier()
+    loss_fn = Script(module, READS["attribute"]).loss
+    loss_fn(module, batch).backward()
+    wanted = gradients(module)
+    module.zero_grad()
+    with DataParallel(module, ["host:0"]) as trainer:
+        trainer.step(loss_fn, batch)
+    assert_same_gradients(module, wanted)
+
+
+def test_check_names_what_is_read_from_the_original_module() -> None:
+    module, (_, batch) = Tapped().double(), classifier()
+    loss_fn = Script(module, READS["attribute"]).loss
+    with DataParallel(module, TWO) as trainer:
+        with torch.no_grad():
+            module(batch[0])
+        with pytest.raises(InvalidArgument, match="'features' is read from the original module"):
+            trainer.check(loss_fn, batch)
+
+
+def test_predict_refuses_it_too() -> None:
+    module, (_, batch) = Tapped().double(), classifier()
+    with DataParallel(module, TWO) as trainer:
+        with torch.no_grad():
+            module(batch[0])
+        with pytest.raises(InvalidArgument, match="'features' is read from the original module"):
+            trainer.predict(batch[0], lambda m, x: m(x).sum(1) + module.features.sum(1))
