@@ -73,7 +73,9 @@ def test_reading_what_forwards_wrote_through_the_original_module_is_refused(kind
                 module(batch[0]) if stale != "nothing" else None
         for loss_fn in (script.loss, lambda m, b: script.loss(m, b), script.by_partial()):
             for _ in range(2):
-                with pytest.raises(InvalidArgument, match=r"is read from the original module.*module argument of loss_fn"):
+                with pytest.raises(
+                    InvalidArgument, match=r"is read from the original module.*module argument of loss_fn"
+                ):
                     trainer.step(loss_fn, batch)
             assert gradients(module) == [None] * 4
         assert type(module) is own
