@@ -51,11 +51,11 @@ std::string device_line(const DeviceReport& device) {
       seen == 0 ? "no change of speed seen"
                 : fmt::format("its speed changed {}, last at step {}", counted(seen, "time"), device.since_step);
   if (device.slowdown > 1.0 + kNotable) {
-    changes += fmt::format(": {:.2f} times slower since then", device.slowdown);
+    changes += fmt::format(": {:.2f} times slower than before it", device.slowdown);
     if (device.regain > 0.0)
       changes += fmt::format(", without which steps would be {:.1f} % shorter", 100.0 * device.regain);
   } else if (device.slowdown > 0.0 && device.slowdown < 1.0 - kNotable) {
-    changes += fmt::format(": {:.2f} times faster since then", 1.0 / device.slowdown);
+    changes += fmt::format(": {:.2f} times faster than before it", 1.0 / device.slowdown);
   }
   return fmt::format(
       "  {}: share {}, speed {:.2f} of the fastest {} (+-{:.1f} %{}), noise {:.1f} %, {} of evidence, {}{}{}\n",
@@ -86,13 +86,16 @@ std::string describe(const BalanceReport& report, std::int64_t batch_size, std::
   std::string out = fmt::format("{} balance, {} measured, {}", report.policy, counted(report.steps, "step"),
                                 counted(report.moves, "move"));
   if (report.taken_back > 0) out += fmt::format(", {} taken back", report.taken_back);
-  out += batch_size > 0 ? fmt::format("; batch of {}\n", batch_size) : "; nothing planned yet\n";
+  out += batch_size > 0 ? fmt::format("; shares of a batch of {}, as planned\n", batch_size) : "; nothing planned yet\n";
   for (std::size_t i = 0; i < report.devices.size(); ++i) {
     out += device_line(report.devices[i]);
     if (i < causes.size() && !causes[i].empty()) out += fmt::format("    what may slow it: {}\n", causes[i]);
   }
   const std::string known = shapes(report);
-  if (known.empty()) return out + "Nothing is measured yet, so nothing is known about the devices.\n";
+  if (known.empty()) {
+    return out + (report.steps == 0 ? "Nothing is measured yet, so nothing is known about the devices.\n"
+                                    : "Only first runs of a size so far, whose times say nothing of the devices.\n");
+  }
   out += known;
   if (!report.last_reason.empty()) out += fmt::format("Last decision: {}.\n", report.last_reason);
   const std::size_t told = std::min(kMovesTold, report.recent_moves.size());

@@ -128,7 +128,7 @@ TEST(Explain, SaysSinceWhenHowMuchSlowerAndWhatItCosts) {
   EXPECT_NEAR(device.slowdown, 2.0, 0.05);
   const double gain = 1.0 - ideal({1, 1, 1, 1}) / ideal({1, 1, 0.5, 1});
   EXPECT_NEAR(device.regain, gain, 0.01);
-  EXPECT_NE(balancer.explain().find("last at step 50: 2.00 times slower since then, without which steps would be"),
+  EXPECT_NE(balancer.explain().find("last at step 50: 2.00 times slower than before it, without which steps would be"),
             std::string::npos)
       << balancer.explain();
   EXPECT_EQ(balancer.report().devices[1].slowdown, 0.0);
