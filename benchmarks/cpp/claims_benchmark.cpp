@@ -11,8 +11,7 @@
 #include <numeric>
 #include <vector>
 
-#include "engine/claim_state.hpp"
-#include "engine/item_claims.hpp"
+#include "engine/planned_claims.hpp"
 
 namespace paceline::engine {
 namespace {
@@ -50,7 +49,7 @@ void claim_own(benchmark::State& state) {
     options.shares.assign(devices, kEndless);
     options.models = models(devices);
     options.micro_batch = 1;
-    return std::make_unique<ClaimState>(options);
+    return std::make_unique<PlannedClaims>(options);
   });
 }
 
@@ -62,7 +61,7 @@ void claim_of_others(benchmark::State& state) {
     options.shares.front() = kEndless;
     options.models = models(devices);
     options.micro_batch = 1;
-    return std::make_unique<ClaimState>(options);
+    return std::make_unique<PlannedClaims>(options);
   });
 }
 

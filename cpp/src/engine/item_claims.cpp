@@ -15,8 +15,8 @@ constexpr double kMostOverhead = 0.25;
 }  // namespace
 
 ItemClaims::ItemClaims(std::shared_ptr<const ItemPlan> plan, bool stealing, bool any_size, std::int64_t least)
-    : plan_(std::move(plan)),
-      stealing_(stealing),
+    : Claims(plan->item_shares, stealing),
+      plan_(std::move(plan)),
       any_size_(any_size),
       least_(least),
       measured_(!plan_->seconds_per_work.empty()),
@@ -29,29 +29,10 @@ ItemClaims::ItemClaims(std::shared_ptr<const ItemPlan> plan, bool stealing, bool
   }
 }
 
-bool ItemClaims::exhausted() {
-  const std::lock_guard lock(mutex_);
-  return cancelled_ || nothing_left();
-}
-
-void ItemClaims::cancel() {
-  const std::lock_guard lock(mutex_);
-  cancelled_ = true;
-}
-
-std::optional<MicroBatch> ItemClaims::claim(std::size_t device, double now_seconds) {
-  const std::lock_guard lock(mutex_);
-  if (cancelled_) return std::nullopt;
-  std::optional<MicroBatch> next = own(device);
-  // A planned zero means that this device does not pay; it does not come in by the back door.
-  if (!next && stealing_ && plan_->item_shares[device] > 0) next = steal(device, now_seconds);
-  if (!next) return std::nullopt;
-  next->device_index = device;
-  next->items = std::span(plan_->arrangement.order)
-                    .subspan(static_cast<std::size_t>(next->begin), static_cast<std::size_t>(next->size()));
-  lanes_[device].free_at = now_seconds + seconds(device, next->begin, next->end);
-  next->last = nothing_left_for(device);
-  return next;
+void ItemClaims::hand_out(MicroBatch& next, double now) {
+  next.items = std::span(plan_->arrangement.order)
+                   .subspan(static_cast<std::size_t>(next.begin), static_cast<std::size_t>(next.size()));
+  lanes_[next.device_index].free_at = now + seconds(next.device_index, next.begin, next.end);
 }
 
 std::int64_t ItemClaims::end_of(const Lane& lane, std::size_t k) const {
@@ -80,7 +61,7 @@ double ItemClaims::finish_of(std::size_t device, double now) const {
   return finish;
 }
 
-std::optional<MicroBatch> ItemClaims::steal(std::size_t device, double now) {
+std::optional<MicroBatch> ItemClaims::take_over(std::size_t device, double now) {
   const auto victim = find_victim(lanes_.size(), device, [&](std::size_t d) -> std::optional<double> {
     const Lane& lane = lanes_[d];
     if (lane.empty()) return std::nullopt;
@@ -106,11 +87,6 @@ std::optional<MicroBatch> ItemClaims::steal(std::size_t device, double now) {
     lane.last_end = from;
   }
   return taken;
-}
-
-bool ItemClaims::nothing_left_for(std::size_t device) const {
-  if (!lanes_[device].empty()) return false;
-  return !stealing_ || plan_->item_shares[device] == 0 || nothing_left();
 }
 
 bool ItemClaims::nothing_left() const {

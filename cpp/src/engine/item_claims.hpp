@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include <paceline/engine/item_plan.hpp>
@@ -26,10 +25,6 @@ class PACELINE_API ItemClaims final : public Claims {
  public:
   ItemClaims(std::shared_ptr<const ItemPlan> plan, bool stealing, bool any_size, std::int64_t least = 1);
 
-  std::optional<MicroBatch> claim(std::size_t device, double now_seconds) override;
-  bool exhausted() override;
-  void cancel() override;
-
  private:
   struct Lane {
     std::size_t next = 0;  // micro-batches not handed out: [next, end) of `bounds`
@@ -39,18 +34,18 @@ class PACELINE_API ItemClaims final : public Claims {
     [[nodiscard]] bool empty() const { return next == end; }
   };
 
-  std::optional<MicroBatch> own(std::size_t device);
-  std::optional<MicroBatch> steal(std::size_t device, double now);
+  std::optional<MicroBatch> own(std::size_t device) override;
+  std::optional<MicroBatch> take_over(std::size_t device, double now) override;
+  void hand_out(MicroBatch& next, double now) override;
+  [[nodiscard]] bool has_own(std::size_t device) const override { return !lanes_[device].empty(); }
+  [[nodiscard]] bool nothing_left() const override;
+
   [[nodiscard]] std::int64_t end_of(const Lane& lane, std::size_t k) const;
   [[nodiscard]] double seconds(std::size_t device, std::int64_t begin, std::int64_t end) const;
   /// When a device will have run what is planned for it.
   [[nodiscard]] double finish_of(std::size_t device, double now) const;
-  [[nodiscard]] bool nothing_left_for(std::size_t device) const;
-  [[nodiscard]] bool nothing_left() const;
 
-  std::mutex mutex_;
   std::shared_ptr<const ItemPlan> plan_;
-  bool stealing_;
   bool any_size_;
   std::int64_t least_;
   bool measured_;

@@ -5,8 +5,6 @@
 #include <chrono>
 #include <utility>
 
-#include "engine/claim_state.hpp"
-#include "engine/item_claims.hpp"
 #include "runtime/deadline.hpp"
 
 namespace paceline::engine {
@@ -24,11 +22,6 @@ constexpr int kFailed = 2;
 
 constexpr std::uint32_t kClosed = std::uint32_t{1} << 31;  // of inside_: nobody enters any more
 
-std::unique_ptr<Claims> make_claims(StepOptions options) {
-  if (options.items == nullptr) return std::make_unique<ClaimState>(std::move(options));
-  return std::make_unique<ItemClaims>(options.items, options.stealing, options.any_size, options.least_items);
-}
-
 }  // namespace
 
 StepSource::StepSource(const DeviceGroup& group, std::shared_ptr<StepProgram> program, StepOptions options)
@@ -40,7 +33,7 @@ StepSource::StepSource(const DeviceGroup& group, std::shared_ptr<StepProgram> pr
   for (std::size_t d = 0; d < devices_.size(); ++d) {
     devices_[d].takes_part = options.script.empty() ? options.shares[d] > 0 : !options.script[d].empty();
   }
-  claims_ = make_claims(std::move(options));
+  claims_ = Claims::of(std::move(options));
 }
 
 NextWork StepSource::next(std::size_t device, Clock::time_point now) noexcept {

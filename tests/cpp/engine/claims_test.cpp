@@ -3,10 +3,11 @@
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 #include <random>
 #include <vector>
 
-#include "engine/claim_state.hpp"
+#include "engine/planned_claims.hpp"
 
 namespace paceline::engine {
 namespace {
@@ -25,7 +26,8 @@ std::int64_t total(const std::vector<std::int64_t>& shares) {
 // Plays a step on a virtual clock: device d needs truth[d] for what it runs, and asks for more when it has run_ahead[d]
 // micro-batches left to do.
 Played play(const StepOptions& options, const std::vector<plan::CostModel>& truth) {
-  ClaimState state(options);
+  const std::unique_ptr<Claims> claims = Claims::of(options);
+  Claims& state = *claims;
   const std::size_t count = options.shares.size();
   Played played{.ran = std::vector<std::vector<MicroBatch>>(count)};
   std::vector<std::vector<double>> finishes(count);
@@ -227,7 +229,7 @@ TEST(Claims, StealFixedMicroBatchesUntilBothFinishWithinOneOfThem) {
 }
 
 TEST(Claims, ComeBackEmptyOnceCancelled) {
-  ClaimState state({.shares = {10, 10}});
+  PlannedClaims state({.shares = {10, 10}});
   EXPECT_TRUE(state.claim(0, 0.0).has_value());
   state.cancel();
   EXPECT_FALSE(state.claim(1, 0.0).has_value());

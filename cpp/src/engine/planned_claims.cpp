@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/claim_state.hpp"
+#include "engine/planned_claims.hpp"
 
 #include <algorithm>
 #include <numeric>
@@ -19,8 +19,8 @@ std::int64_t round_up(std::int64_t items, std::int64_t granularity) {
 
 }  // namespace
 
-ClaimState::ClaimState(StepOptions options) : options_(std::move(options)), lanes_(options_.shares.size()) {
-  if (!options_.script.empty()) return;
+PlannedClaims::PlannedClaims(StepOptions options)
+    : Claims(options.shares, options.stealing), options_(std::move(options)), lanes_(options_.shares.size()) {
   grain_ = round_up(options_.least_items, options_.granularity);
   plan::TailPlan tail{.first_chunks = options_.shares};
   if (options_.stealing && options_.micro_batch == 0) {
@@ -36,74 +36,27 @@ ClaimState::ClaimState(StepOptions options) : options_(std::move(options)), lane
   pool_end_ = offset + tail.pool;
 }
 
-bool ClaimState::exhausted() {
-  const std::lock_guard lock(mutex_);
-  if (cancelled_) return true;
-  for (std::size_t d = 0; d < options_.script.size(); ++d) {
-    if (lanes_[d].scripted < options_.script[d].size()) return false;
-  }
-  return nothing_left();
-}
-
-bool ClaimState::asks_again(std::size_t device) {
-  const std::lock_guard lock(mutex_);
+std::optional<MicroBatch> PlannedClaims::own(std::size_t device) {
+  if (!has_own(device)) return std::nullopt;
   Lane& lane = lanes_[device];
-  lane.held.clear();
-  return !cancelled_ && !lane.left;
+  const std::int64_t begin = lane.begin;
+  lane.begin += own_piece(device);
+  return MicroBatch{.begin = begin, .end = lane.begin};
 }
 
-void ClaimState::cancel() {
-  const std::lock_guard lock(mutex_);
-  cancelled_ = true;
+std::optional<MicroBatch> PlannedClaims::take_over(std::size_t device, double now) {
+  return pool_begin_ < pool_end_ ? take_correction(device, now) : steal(device, now);
 }
 
-std::optional<MicroBatch> ClaimState::claim(std::size_t device, double now_seconds) {
-  const std::lock_guard lock(mutex_);
-  Lane& lane = lanes_[device];
-  if (cancelled_ || lane.left) return std::nullopt;
-  if (!options_.script.empty()) return take_scripted(device);
-  std::optional<MicroBatch> next = take(device, now_seconds);
-  if (!next) {
-    // With work in hand it was too early to see whether others are late.
-    const bool early = !lane.held.empty() && options_.micro_batch == 0 && pool_begin_ < pool_end_;
-    lane.left = !early || !options_.stealing || options_.shares[device] == 0;
-    return std::nullopt;
-  }
-  hold(device, next->size(), now_seconds);
-  next->last = nothing_left_for(device);
-  return next;
+bool PlannedClaims::came_early(std::size_t device) const {
+  return !lanes_[device].held.empty() && options_.micro_batch == 0 && pool_begin_ < pool_end_;
 }
 
-std::optional<MicroBatch> ClaimState::take_scripted(std::size_t device) {
-  Lane& lane = lanes_[device];
-  const std::vector<MicroBatch>& script = options_.script[device];
-  lane.left = lane.scripted >= script.size();
-  if (lane.left) return std::nullopt;
-  MicroBatch next = script[lane.scripted++];
-  next.device_index = device;
-  next.last = lane.scripted == script.size();
-  return next;
-}
-
-std::optional<MicroBatch> ClaimState::take(std::size_t device, double now) {
-  Lane& lane = lanes_[device];
-  if (lane.begin < lane.end) {
-    const std::int64_t size = own_piece(device);
-    const MicroBatch next{.begin = lane.begin, .end = lane.begin + size, .device_index = device};
-    lane.begin += size;
-    return next;
-  }
-  // A planned zero means that this device does not pay; it does not come in by the back door.
-  if (!options_.stealing || options_.shares[device] == 0) return std::nullopt;
-  if (pool_begin_ < pool_end_) return take_correction(device, now);
-  return steal(device, now);
-}
-
-std::int64_t ClaimState::run_ahead(std::size_t device) const {
+std::int64_t PlannedClaims::run_ahead(std::size_t device) const {
   return options_.run_ahead.empty() ? 0 : options_.run_ahead[device];
 }
 
-std::int64_t ClaimState::own_piece(std::size_t device) const {
+std::int64_t PlannedClaims::own_piece(std::size_t device) const {
   const std::int64_t left = lanes_[device].end - lanes_[device].begin;
   if (options_.micro_batch > 0) return plan::fitting_piece(options_.micro_batch, left, options_.least_items);
   if (pool_begin_ == pool_end_) return left;
@@ -111,29 +64,29 @@ std::int64_t ClaimState::own_piece(std::size_t device) const {
   return left - std::max<std::int64_t>(later, 0) * floor_;
 }
 
-/// The device has claimed so many items.
-void ClaimState::hold(std::size_t device, std::int64_t items, double now) {
+void PlannedClaims::hand_out(MicroBatch& next, double now) {
   if (options_.models.empty()) return;
+  const std::size_t device = next.device_index;
   Lane& lane = lanes_[device];
-  const double seconds = options_.models[device].seconds(items);
+  const double seconds = options_.models[device].seconds(next.size());
   lane.free_at = now + held_seconds(device) + seconds;
   lane.held.push_back(seconds);
   if (std::ssize(lane.held) > run_ahead(device)) lane.held.erase(lane.held.begin());
 }
 
-double ClaimState::held_seconds(std::size_t device) const {
+double PlannedClaims::held_seconds(std::size_t device) const {
   const std::vector<double>& held = lanes_[device].held;
   return std::accumulate(held.begin(), held.end(), 0.0);
 }
 
-std::optional<MicroBatch> ClaimState::take_correction(std::size_t device, double now) {
+std::optional<MicroBatch> PlannedClaims::take_correction(std::size_t device, double now) {
   std::vector<plan::TailDevice> devices(lanes_.size());
   bool alone = true;  // nobody else will come for the rest
   for (std::size_t d = 0; d < lanes_.size(); ++d) {
     // A device that still has to run its own chunk comes to the pool only after it.
     devices[d] = {.model = options_.models[d],
                   .free_at_seconds = d == device ? now + held_seconds(d) : finish_of(d, now),
-                  .may_claim = !lanes_[d].left && options_.shares[d] > 0};
+                  .may_claim = may_come(d)};
     alone = alone && (d == device || !devices[d].may_claim);
   }
   const std::int64_t left = pool_end_ - pool_begin_;
@@ -141,12 +94,12 @@ std::optional<MicroBatch> ClaimState::take_correction(std::size_t device, double
   if (alone) wanted = std::max(wanted, std::min(floor_, left));
   if (wanted <= 0) return std::nullopt;
   const std::int64_t size = std::min(wanted, left);
-  const MicroBatch next{.begin = pool_begin_, .end = pool_begin_ + size, .device_index = device, .correction = true};
+  const MicroBatch next{.begin = pool_begin_, .end = pool_begin_ + size, .correction = true};
   pool_begin_ += size;
   return next;
 }
 
-double ClaimState::own_seconds(std::size_t device) const {
+double PlannedClaims::own_seconds(std::size_t device) const {
   const Lane& lane = lanes_[device];
   const std::int64_t items = lane.end - lane.begin;
   if (items == 0 || options_.models.empty()) return 0.0;
@@ -157,11 +110,11 @@ double ClaimState::own_seconds(std::size_t device) const {
   return static_cast<double>(full) * model.seconds(options_.micro_batch) + (rest > 0 ? model.seconds(rest) : 0.0);
 }
 
-double ClaimState::finish_of(std::size_t device, double now) const {
+double PlannedClaims::finish_of(std::size_t device, double now) const {
   return free_at(lanes_[device].free_at, now) + own_seconds(device);
 }
 
-std::optional<MicroBatch> ClaimState::steal(std::size_t device, double now) {
+std::optional<MicroBatch> PlannedClaims::steal(std::size_t device, double now) {
   const auto victim = find_victim(lanes_.size(), device, [&](std::size_t d) -> std::optional<double> {
     const std::int64_t waiting = lanes_[d].end - lanes_[d].begin;
     if (waiting == 0) return std::nullopt;
@@ -185,15 +138,10 @@ std::optional<MicroBatch> ClaimState::steal(std::size_t device, double now) {
     return std::nullopt;
   }
   lane.end -= size;
-  return MicroBatch{.begin = lane.end, .end = lane.end + size, .device_index = device, .correction = true};
+  return MicroBatch{.begin = lane.end, .end = lane.end + size, .correction = true};
 }
 
-bool ClaimState::nothing_left_for(std::size_t device) const {
-  if (lanes_[device].begin < lanes_[device].end) return false;
-  return !options_.stealing || options_.shares[device] == 0 || nothing_left();
-}
-
-bool ClaimState::nothing_left() const {
+bool PlannedClaims::nothing_left() const {
   return pool_begin_ == pool_end_ &&
          std::all_of(lanes_.begin(), lanes_.end(), [](const Lane& lane) { return lane.begin == lane.end; });
 }

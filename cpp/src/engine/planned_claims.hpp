@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -21,17 +20,10 @@ namespace paceline::engine {
 /// micro-batches of the fixed size), then corrections from the pool, each sized so that all devices aim at one
 /// common finish (plan::next_correction), then steals from the back of what another device would finish later than it
 /// would. A device that holds micro-batches ahead gets the end of its chunk in pieces of the smallest correction, so
-/// that it asks for more when the last of them begins. Every item is handed out exactly once. Thread-safe: a claim is
-/// one short critical section (well under a microsecond against micro-batches of hundreds), which keeps "how much is
-/// left, who finishes when" consistent.
-class PACELINE_API ClaimState final : public Claims {
+/// that it asks for more when the last of them begins.
+class PACELINE_API PlannedClaims final : public Claims {
  public:
-  explicit ClaimState(StepOptions options);
-
-  std::optional<MicroBatch> claim(std::size_t device, double now_seconds) override;
-  bool asks_again(std::size_t device) override;
-  bool exhausted() override;
-  void cancel() override;
+  explicit PlannedClaims(StepOptions options);
 
  private:
   struct Lane {
@@ -39,12 +31,16 @@ class PACELINE_API ClaimState final : public Claims {
     std::int64_t end = 0;
     double free_at = 0.0;        // predicted end of what it holds
     std::vector<double> held{};  // predicted seconds of what it will still have to do when it claims next
-    std::size_t scripted = 0;    // micro-batches of the script that are handed out
-    bool left = false;           // has been told that there is nothing more for it
   };
 
-  std::optional<MicroBatch> take(std::size_t device, double now);
-  std::optional<MicroBatch> take_scripted(std::size_t device);
+  std::optional<MicroBatch> own(std::size_t device) override;
+  std::optional<MicroBatch> take_over(std::size_t device, double now) override;
+  void hand_out(MicroBatch& next, double now) override;
+  [[nodiscard]] bool has_own(std::size_t device) const override { return lanes_[device].begin < lanes_[device].end; }
+  [[nodiscard]] bool nothing_left() const override;
+  [[nodiscard]] bool came_early(std::size_t device) const override;
+  void runs_dry(std::size_t device) override { lanes_[device].held.clear(); }
+
   std::optional<MicroBatch> take_correction(std::size_t device, double now);
   std::optional<MicroBatch> steal(std::size_t device, double now);
   /// When a device will have run what is planned for it.
@@ -53,11 +49,7 @@ class PACELINE_API ClaimState final : public Claims {
   [[nodiscard]] double held_seconds(std::size_t device) const;
   [[nodiscard]] std::int64_t run_ahead(std::size_t device) const;
   [[nodiscard]] std::int64_t own_piece(std::size_t device) const;
-  void hold(std::size_t device, std::int64_t items, double now);
-  [[nodiscard]] bool nothing_left_for(std::size_t device) const;
-  [[nodiscard]] bool nothing_left() const;
 
-  std::mutex mutex_;
   StepOptions options_;
   std::vector<Lane> lanes_;
   std::int64_t pool_begin_ = 0;
