@@ -18,6 +18,7 @@
 
 #include "cuda_device.hpp"
 #include "device_guard.hpp"
+#include "driver.hpp"
 #include "error.hpp"
 #include "gpu_facts.hpp"
 #include "nvml.hpp"
@@ -146,6 +147,10 @@ void CudaBackend::prepare_worker(const Device& device) const noexcept {
   static_cast<void>(cudaSetDevice(device.index));
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));
+}
+
+std::string CudaBackend::why_in_turns() const {
+  return cuda::launches_block() ? "CUDA_LAUNCH_BLOCKING is set, so every launch waits for its kernel" : "";
 }
 
 std::unique_ptr<AsyncDevice> CudaBackend::open(const Device& device) const {

@@ -16,6 +16,7 @@ class CudaBackend final : public Backend {
   [[nodiscard]] Device find(std::string_view name) const override;
   void prepare_worker(const Device& device) const noexcept override;
   [[nodiscard]] bool asynchronous() const noexcept override { return true; }
+  [[nodiscard]] std::string why_in_turns() const override;
   [[nodiscard]] std::unique_ptr<AsyncDevice> open(const Device& device) const override;
   [[nodiscard]] std::vector<DeviceHealth> health(std::span<const Device> devices) const override;
   [[nodiscard]] std::vector<Device> partition(const Device& device, std::span<const double> fractions) const override;

@@ -4,6 +4,9 @@
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
+#include <cstdlib>
+#include <string_view>
+
 #include <paceline/error.hpp>
 
 #include "error.hpp"
@@ -67,6 +70,11 @@ const GreenDriver& green_driver() {
   }
   static const GreenDriver loaded = load_green();
   return loaded;
+}
+
+bool launches_block() noexcept {
+  const char* const value = std::getenv("CUDA_LAUNCH_BLOCKING");
+  return value != nullptr && *value != '\0' && std::string_view(value) != "0";
 }
 
 }  // namespace paceline::cuda

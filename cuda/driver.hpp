@@ -31,4 +31,7 @@ struct GreenDriver {
 /// @throws Unavailable if the driver is older than CUDA 12.5, saying which one it is.
 const GreenDriver& green_driver();
 
+/// Whether CUDA_LAUNCH_BLOCKING makes every launch wait for its kernel.
+[[nodiscard]] bool launches_block() noexcept;
+
 }  // namespace paceline::cuda

@@ -8,11 +8,11 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
-#include <string_view>
 #include <utility>
 
 #include <paceline/error.hpp>
 
+#include "driver.hpp"
 #include "issuing_thread.hpp"
 #include "nccl_communicators.hpp"
 #include "runtime/deadline.hpp"
@@ -238,8 +238,7 @@ std::unique_ptr<internal::NativeClique> make_clique(const std::vector<internal::
     why_none = error.what();
     return nullptr;
   }
-  const char* const blocking = std::getenv("CUDA_LAUNCH_BLOCKING");
-  if (blocking != nullptr && std::string_view(blocking) != "0" && *blocking != '\0') {
+  if (cuda::launches_block()) {
     throw Unavailable(
         "Communicator: CUDA_LAUNCH_BLOCKING is set. With it every launch waits for its kernel, and NCCL's first "
         "kernel waits for those of the other GPUs, which are never launched. Unset it, use one GPU, or choose "

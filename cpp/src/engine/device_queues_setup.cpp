@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fmt/format.h>
 
-#include <cstdlib>
 #include <map>
 #include <string>
-#include <string_view>
 #include <utility>
 
 #include <paceline/error.hpp>
@@ -24,6 +22,12 @@ void DeviceQueues::State::find_spaces(const DeviceGroup& group) {
     const Backend& backend = backend_of(device);
     lanes[d].space = entry->second;
     lanes[d].device = backend.open(device);
+    if (const std::string why = group.size() > 1 ? backend.why_in_turns() : ""; !why.empty()) {
+      throw Unavailable(
+          fmt::format("DataParallel: {}: several devices would take turns, and collectives hang. Unset it, or use one "
+                      "device.",
+                      why));
+    }
     if (is_new) {
       spaces.emplace_back();
       gpus.emplace_back();
@@ -36,12 +40,6 @@ void DeviceQueues::State::find_spaces(const DeviceGroup& group) {
     if (home != group.size()) continue;
     home = entry->second;
     one_whole_gpu = group.size() == 1 && device.name == device.memory_space;
-  }
-  const char* const blocking = std::getenv("CUDA_LAUNCH_BLOCKING");
-  if (group.size() > 1 && blocking != nullptr && *blocking != '\0' && std::string_view(blocking) != "0") {
-    throw Unavailable(
-        "DataParallel: CUDA_LAUNCH_BLOCKING is set, so every launch waits for its kernel: several devices would take "
-        "turns, and collectives hang. Unset it, or use one device.");
   }
   if (home == group.size()) {
     throw InvalidArgument("DeviceQueues: every device of the group works during the call; there is nothing to queue");

@@ -27,6 +27,7 @@ std::string join_names(const std::vector<Device>& devices) {
 
 Backend::~Backend() = default;
 std::string Backend::why_none() const { return {}; }
+std::string Backend::why_in_turns() const { return {}; }
 std::unique_ptr<AsyncDevice> Backend::open(const Device&) const { return nullptr; }
 std::vector<DeviceHealth> Backend::health(std::span<const Device> devices) const {
   return std::vector<DeviceHealth>(devices.size());

@@ -40,6 +40,9 @@ class PACELINE_API Backend {
   /// True if a worker comes back from a micro-batch before the device has finished it. Engines then pace the workers by
   /// events, time micro-batches by the device's clock, and wait for nothing else.
   [[nodiscard]] virtual bool asynchronous() const noexcept = 0;
+  /// Why its devices would take turns instead of working at the same time, as the beginning of a sentence: a setting of
+  /// the process. Empty where nothing stands in the way.
+  [[nodiscard]] virtual std::string why_in_turns() const;
   /// Streams, events and memory of an asynchronous device; null for others.
   /// @throws Error if the device refuses.
   [[nodiscard]] virtual std::unique_ptr<AsyncDevice> open(const Device& device) const;
