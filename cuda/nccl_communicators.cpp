@@ -332,10 +332,12 @@ std::exception_ptr Communicators::late(const Operation& operation) const {
       stuck_count == 1 ? stuck : ""));
 }
 
-/// The failure is known before the abort lets the streams go on: who sees an event behind it done, sees it.
+/// The failure is known before the abort lets the streams go on: who sees an event behind it done, sees it. And who
+/// sees it makes new connections for the next call.
 void Communicators::fail(std::exception_ptr failure) {
   {
     const std::lock_guard lock(mutex_);
+    open_ = false;
     if (failure_ == nullptr) failure_ = std::move(failure);
   }
   abort();
