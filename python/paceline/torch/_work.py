@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from paceline import Device, InvalidArgument
+from paceline._core.engine import Stepper
 from paceline.torch._alone import AloneTrials
 from paceline.torch._batch import Batch
 from paceline.torch._claims import ClaimScript, ReplayedCaps
@@ -107,11 +108,7 @@ class Work(Lifetime):
             If the trainer has no such device, or no other one works.
         """
         with self._alone("retire"):
-            index = self._index_of(device)
-            for work in self._workloads():
-                work.stepper.retire(index)
-            self._retired.add(index)
-            self._restart_trials()
+            self._for_steppers(device, Stepper.retire, self._retired.add)
 
     def restore(self, device: str | Device) -> None:
         """Give a device work again that `retire` has taken it from. What was known of its speed counts; a change is noticed as ever.
@@ -127,11 +124,18 @@ class Work(Lifetime):
             If the trainer has no such device.
         """
         with self._alone("restore"):
-            index = self._index_of(device)
-            for work in self._workloads():
-                work.stepper.restore(index)
-            self._retired.discard(index)
-            self._restart_trials()
+            self._for_steppers(device, Stepper.restore, self._retired.discard)
+
+    def _for_steppers(
+        self, device: str | Device, change: Callable[[Stepper, int], None], note: Callable[[int], None]
+    ) -> None:
+        index = self._index_of(device)
+        for work in self._workloads():
+            change(work.stepper, index)
+        note(index)
+        for work in self._workloads():
+            if work.alone is not None:
+                work.alone = AloneTrials(self._retired)
 
     def _index_of(self, device: str | Device) -> int:
         name = device if isinstance(device, str) else device.name
@@ -140,11 +144,6 @@ class Work(Lifetime):
                 f"DataParallel: there is no device {name} in this trainer; it has {', '.join(self._names)}."
             )
         return self._names.index(name)
-
-    def _restart_trials(self) -> None:
-        for work in self._workloads():
-            if work.alone is not None:
-                work.alone = AloneTrials(self._retired)
 
     def _work(self, kind: str) -> Workload:
         """Made when it is first needed."""
