@@ -27,11 +27,13 @@ class Tapped(nn.Module):
         self.inner.register_forward_hook(lambda layer, _, output: setattr(layer, "kept", output))
         self.scale = torch.tensor(0.5, dtype=torch.double)
         self.calls = 0
+        self.looked_up: Any = None
 
     def forward(self, x: torch.Tensor) -> Any:
         self.features = self.by_name["x"] = self.inner(x)
         self.both = (self.features, x)
         self.calls += 1
+        self.looked_up = lambda: None
         return self.head(self.features)
 
 
@@ -90,8 +92,11 @@ def test_the_module_argument_and_what_no_forward_writes_are_free(devices: int) -
     def loss_fn(replica: Any, part: Any) -> Any:
         assert module.training
         assert isinstance(module, Tapped)
+        assert callable(module.looked_up)
         return module.scale * classify(replica, part) + replica.features.pow(2).mean() + READS["tuple"](replica).mean()
 
+    with torch.no_grad():
+        module(batch[0])
     _, wanted = plain(module, loss_fn, batch)
     with DataParallel(module, hosts(devices)) as trainer:
         for _ in range(3):
@@ -128,3 +133,14 @@ def test_predict_refuses_it_too() -> None:
             module(batch[0])
         with pytest.raises(InvalidArgument, match="'features' is read from the original module"):
             trainer.predict(batch[0], lambda m, x: m(x).sum(1) + module.features.sum(1))
+
+
+def test_a_class_that_allows_no_subclass_is_left_as_it_is() -> None:
+    class Final(Tapped):
+        def __init_subclass__(cls) -> None:
+            raise RuntimeError("final")
+
+    module, (_, batch) = Final().double(), classifier()
+    with DataParallel(module, TWO) as trainer:
+        trainer.step(lambda m, b: classify(m, b) * module.scale, batch)
+    assert type(module) is Final

@@ -33,7 +33,7 @@ def guarded(modules: list[tuple[str, nn.Module]], wrote: Callable[[int, str], bo
             own: Any = type(module)
             if id(module) in _checks:  # another trainer has it running
                 continue
-            with contextlib.suppress(TypeError):  # a class that allows no other one in its place
+            with contextlib.suppress(Exception):  # a class that allows no subclass, or none in its place
                 object.__setattr__(module, "__class__", _guard_of(own))
                 guards.append((module, own))
                 _checks[id(module)] = functools.partial(_check, path, wrote, index)
