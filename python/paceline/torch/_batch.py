@@ -34,6 +34,7 @@ class Batch:
     """
 
     def __init__(self, data: Any) -> None:
+        self._leaves: list[torch.Tensor] = []
         self._sized: list[tuple[str, int]] = []
         self.places: dict[torch.device, str] = {}  # where its tensors are, and the path of one that is there
         self._item_shapes: list[tuple[torch.Size, torch.dtype]] = []
@@ -91,14 +92,7 @@ class Batch:
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Those that are cut, each with its path."""
-        found: list[torch.Tensor] = []
-
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            found.append(tensor)
-            return tensor
-
-        self.cut(note)
-        return [(path, tensor) for (path, _), tensor in zip(self._sized, found, strict=True)]
+        return [(path, leaf) for (path, _), leaf in zip(self._sized, self._leaves, strict=True)]
 
     def cut(self, take: Move, move: Move = same) -> Any:
         """What `take` takes of each tensor with items, in the same nest."""
@@ -133,6 +127,7 @@ class Batch:
             raise InvalidArgument(
                 f"batch: {path} requires grad. Gradients of inputs are not collected from the devices; pass {path}.detach()."
             )
+        self._leaves.append(node)
         self._sized.append((path, node.shape[0]))
         self._item_shapes.append((node.shape[1:], node.dtype))
         return lambda take, move: move(take(node))

@@ -23,6 +23,7 @@ from paceline.torch._batch_norm import (
 from paceline.torch._buckets import Buckets
 from paceline.torch._buffers import KeptBuffers
 from paceline.torch._caller_state import CallerState
+from paceline.torch._edits import Edits
 from paceline.torch._failures import raise_failure, warn_caller
 from paceline.torch._gradients import UserGradients
 from paceline.torch._items import Items
@@ -78,6 +79,7 @@ class Execution:
         self._norms_told = False  # that they look at a part of the batch
         self.committed: Any = None  # the last outcome that was
         self._enqueued: Any = None  # the last outcome, committed or not
+        self._edits = Edits()
         self._random: RandomStates | None = None  # what the generators were like when the last attempt began
         # What host devices have delivered to GPUs, until these have read it: PyTorch would hand it on.
         self._delivered: list[tuple[Any, Any]] = []
@@ -92,6 +94,7 @@ class Execution:
     ) -> Frame:
         """What a run starts from, with the replicas as the module is now, and with `costs` the items as planned by them, or in an `order`."""
         self._random = random = RandomStates(self.places)
+        self._edits.begin(whole)
         self.replicas.refresh(fn)
         least = self.follow_modules(work)
         items = None
@@ -146,16 +149,22 @@ class Execution:
     def repeated(self, attempt: Callable[[], _T]) -> _T:
         """What `attempt` returns. Where memory ran out it is made again from where it began, in smaller pieces, and where pieces were wrong in larger ones."""
         self._random = cast("RandomStates | None", None)  # `frame`, which an attempt calls, sets it
+        with self._edits:
+            return self._repeated(attempt)
+
+    def _repeated(self, attempt: Callable[[], _T]) -> _T:
         released = False
         while True:
             try:
                 return attempt()
-            except _TryAgainError:
-                pass
+            except _TryAgainError as error:
+                complete = error.complete
             except OutOfMemory:  # paceline's own: PyTorch may sit on memory that it does not use
                 if released:
                     raise
-                released = True
+                released, complete = True, False
+            if self._random is not None:
+                self._edits.run_again(complete=complete)
             # Not in the handler, where the traceback still holds what the first attempt had allocated.
             self.places.release_memory()
             if self._random is not None:
@@ -245,8 +254,9 @@ class Execution:
             else:
                 outcome = stepper.run_items(run.items.plan, *calls)
         if run.draws.must_run_again() and (self.places.hosts_share or (work.fixed and run.search is not None)):
+            complete = not run.failures
             run.failures.clear()
-            raise _TryAgainError
+            raise _TryAgainError(complete=complete)
         if run.failures:
             device, begin, end, error = run.failures[0]
             run.failures.clear()
@@ -279,7 +289,8 @@ class Execution:
             work.mode = run.seen.mode
             work.writes_buffers = self._buffer_marks() != marks or (values is not None and values.changed)
             if work.writes_buffers and run.divided:
-                raise _TryAgainError
+                raise _TryAgainError(complete=True)
+        self._edits.check()
         return outcome
 
     def _end_draws(self, run: Run) -> None:
@@ -346,3 +357,7 @@ class _TryAgainError(Exception):
     Memory ran out, and smaller pieces may fit; a device ran the forward several times, and it has turned out to write buffers; or the run drew
     random numbers, or entered a dual level, before that was provided for; or something normalises over a micro-batch, which takes two items.
     """
+
+    def __init__(self, *, complete: bool = False) -> None:
+        super().__init__()
+        self.complete = complete  # whether all items have run

@@ -1,0 +1,105 @@
+"""A function that changes its slice of the batch in place, in a step that runs its items twice."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import InvalidArgument
+from paceline.torch import DataParallel
+from torch_support import TWO, assert_same_gradients, gradients, plain
+
+F = nn.functional
+
+
+class Drawing(nn.Module):
+    """Draws once it is told to: that step runs again, by then with seeds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer, self.p = nn.Linear(4, 3), 0.0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.p > 0.0:
+            torch.rand(1)
+        return self.layer(x)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.rand(16, 4, generator=generator, dtype=torch.float64) * 255, torch.arange(16) % 4
+
+
+def mask(module: Any, part: Any) -> Any:
+    x, label = part
+    label[label == 3] = -100
+    x[x > 200] = float("nan")  # twice is once
+    return F.cross_entropy(module(x.nan_to_num(0.0) / 255), label, ignore_index=-100, reduction="sum")
+
+
+def scale(module: Any, part: Any) -> Any:
+    return module(part[0].div_(255) - 0.5).square().sum()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_edit_that_does_the_same_twice_is_free(devices: int) -> None:
+    module, data = Drawing().double(), batch()
+    _, wanted = plain(module, lambda m, b: mask(m, b) / 16, batch())
+    with DataParallel(module, TWO[:devices], reduction="sum") as trainer:
+        trainer.step(mask, data)
+        module.zero_grad()
+        module.p = 0.5
+        trainer.step(mask, batch())
+    assert_same_gradients(module, wanted)
+
+
+def test_an_edit_that_adds_up_is_refused_where_a_step_runs_again() -> None:
+    module = Drawing().double()
+    with DataParallel(module, TWO, reduction="sum", balance="even") as trainer:
+        trainer.step(scale, batch())
+        module.zero_grad()
+        module.p = 0.5
+        with pytest.raises(
+            InvalidArgument, match=r"batch\[0\] is changed in place.*x = x\.clone\(\).*Nothing was committed"
+        ):
+            trainer.step(scale, batch())
+        assert gradients(module) == [None, None]
+        _, wanted = plain(module, lambda m, b: scale(m, b) / 16, batch())
+        trainer.step(scale, batch())  # it is known now that it draws
+        assert_same_gradients(module, wanted)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_nothing_runs_again_over_a_batch_that_is_changed_in_part(fails: bool) -> None:
+    module, failed = Drawing().double(), []
+
+    def loss_fn(replica: Any, part: Any) -> Any:
+        loss = scale(replica, part)
+        if fails and not failed and len(part[0]) > 2:
+            failed.append(True)
+            raise torch.OutOfMemoryError("out of memory, says the test")
+        return loss
+
+    with DataParallel(module, TWO, reduction="sum", balance="even") as trainer:
+        if not fails:
+            trainer.step(loss_fn, batch())
+            return
+        with pytest.raises(InvalidArgument, match="memory ran out"):
+            trainer.step(loss_fn, batch())
+        assert gradients(module) == [None, None]
+
+
+def test_no_batch_is_kept_alive() -> None:
+    module, data = Drawing().double(), batch()
+    with DataParallel(module, TWO, reduction="sum") as trainer:
+        trainer.step(mask, data)
+        seen = weakref.ref(data[0])
+        del data
+        gc.collect()
+        assert seen() is None
