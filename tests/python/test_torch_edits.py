@@ -77,7 +77,8 @@ def test_an_edit_that_adds_up_is_refused_where_a_step_runs_again() -> None:
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_nothing_runs_again_over_a_batch_that_is_changed_in_part(fails: bool) -> None:
-    module, failed = Drawing().double(), []
+    module = Drawing().double()
+    failed: list[bool] = []
 
     def loss_fn(replica: Any, part: Any) -> Any:
         loss = scale(replica, part)
