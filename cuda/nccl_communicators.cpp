@@ -332,8 +332,8 @@ std::exception_ptr Communicators::late(const Operation& operation) const {
       stuck_count == 1 ? stuck : ""));
 }
 
-/// The failure is known before the abort lets the streams go on: who sees an event behind it done, sees it. And who
-/// sees it makes new connections for the next call.
+/// The failure is known before the abort lets the streams go on: who sees an event behind it done, sees the failure.
+/// Whoever sees the failure also sees the connections closed, so the next call makes new ones.
 void Communicators::fail(std::exception_ptr failure) {
   {
     const std::lock_guard lock(mutex_);

@@ -16,12 +16,10 @@ class Edits:
     """
 
     def __init__(self) -> None:
-        self.__exit__()
+        self.end()
 
-    def __enter__(self) -> None:
-        """Around a call: no batch is kept alive after it."""
-
-    def __exit__(self, *exception: object) -> None:
+    def end(self) -> None:
+        """A call is over: no batch is kept alive."""
         self._tensors: list[tuple[str, torch.Tensor]] = []
         self._versions: list[int] = []
         self._left: list[torch.Tensor] = []

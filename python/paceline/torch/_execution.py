@@ -149,8 +149,10 @@ class Execution:
     def repeated(self, attempt: Callable[[], _T]) -> _T:
         """What `attempt` returns. Where memory ran out it is made again from where it began, in smaller pieces, and where pieces were wrong in larger ones."""
         self._random = cast("RandomStates | None", None)  # `frame`, which an attempt calls, sets it
-        with self._edits:
+        try:
             return self._repeated(attempt)
+        finally:
+            self._edits.end()
 
     def _repeated(self, attempt: Callable[[], _T]) -> _T:
         released = False

@@ -1,7 +1,7 @@
 """Reads, through the user's module, of what the forwards of replicas have just written to attributes of theirs.
 
-On one device such a read gives what the last forward has left. The user's module has no part in the forwards of several devices: it has what
-an earlier call left there, and a loss that is made of that is wrong. So the read is refused.
+On one device such a read gives what the last forward has left. On several devices the replicas run the forwards, and the user's module still
+has what an earlier call left there. A loss made of that is wrong, so the read is refused.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _checks: dict[int, _Check] = {}  # by the identity of a module, while it is guar
 
 @contextlib.contextmanager
 def guarded(modules: list[tuple[str, nn.Module]], wrote: Callable[[int, str], bool]) -> Iterator[None]:
-    """While devices run: whoever reads an attribute of these modules that `wrote` (the module's index, the name) is true of gets an error.
+    """While devices run, an attribute raises when it is read if ``wrote(index of the module, name)`` is true.
 
-    Each module is of a class with another ``__getattribute__`` meanwhile, which its own class knows nothing of.
+    Until then each module is of a subclass of its own class. The subclass overrides ``__getattribute__``.
     """
     guards: list[tuple[nn.Module, type]] = []
     try:

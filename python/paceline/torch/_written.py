@@ -37,7 +37,7 @@ class Written:
         """Whether a forward has set the attribute of the holder of this index since, or filled it with what has a graph."""
         values = dict(self._dicts[index])  # one call of C code, whatever the replica's device does to it meanwhile
         if name not in values or not self._apart[index] or name in BARE or callable(values[name]):
-            return False  # what can be called is no result, such as a function that a forward has looked up once
+            return False  # a function that a forward has looked up is no result of that forward
         begin, length = sum(self._lengths[:index]), self._lengths[index]
         before = dict(zip(values, self._values[begin : begin + length], strict=False))
         return before.get(name, _NOTHING) is not values[name] or is_of_a_forward(values[name])

@@ -292,6 +292,16 @@ TEST(Balancer, ExplainsInWords) {
   }
 }
 
+TEST(Balancer, SaysThatFirstRunsTellNothing) {
+  Balancer balancer(two());
+  StepTimings timings = proportional(balancer.next_plan(64).shares, {1.0, 1.0});
+  for (auto& device : timings.devices) {
+    for (MicroBatchTiming& timing : device) timing.excluded = true;
+  }
+  balancer.record(timings);
+  EXPECT_NE(balancer.explain().find("Only first runs of a size so far"), std::string::npos) << balancer.explain();
+}
+
 TEST(Balancer, CountsOneStepAndOneMoveAsOne) {
   Balancer balancer(two());
   EXPECT_NE(balancer.explain().find("0 steps measured, 0 moves"), std::string::npos) << balancer.explain();
