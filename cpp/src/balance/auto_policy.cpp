@@ -205,7 +205,9 @@ void AutoPolicy::observe(const PolicyContext& context, const StepTimings& timing
   if (planned_ == Planned::calibration) calibration_.observe(context);
   if (planned_ == Planned::hope) ++hopes_;
   if (planned_ != Planned::split) return;  // a deliberately uneven step is no yardstick
-  const bool comparable = !context.estimator.unsettled() && ran_as_planned(*context.incumbent, timings);
+  const bool as_planned = ran_as_planned(*context.incumbent, timings);
+  if (!as_planned) trials_.skip(context.batch_size);
+  const bool comparable = as_planned && !context.estimator.unsettled();
   auto verdict = trials_.observe(context.batch_size, comparable ? makespan_seconds : 0.0, changed,
                                  context.estimator.pooled_noise());
   if (verdict) {

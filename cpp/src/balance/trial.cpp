@@ -40,10 +40,23 @@ void TrialLog::started(std::int64_t step, std::int64_t batch_size, std::vector<s
   overtake(MoveOutcome::overtaken);
   moves_.push_back({step, batch_size, std::move(from), std::move(to), promised_gain, 0.0, 0.0, MoveOutcome::pending});
   if (moves_.size() > kMovesKept) moves_.pop_front();
-  const std::deque<double>& times = times_[batch_size].seconds;
+  const auto& [times, skipped, last_used] = times_[batch_size];
   pending_ = Pending{batch_size, {times.begin(), times.end()}};
-  if (pending_->before.empty()) overtake(MoveOutcome::unjudged);
+  if (times.empty() || times.size() < skipped) overtake(MoveOutcome::unjudged);
   reset(batch_size);
+}
+
+void TrialLog::skip(std::int64_t batch_size) {
+  Times& times = times_of(batch_size);
+  times.skipped = std::min(times.skipped + 1, kTimesKept);
+}
+
+TrialLog::Times& TrialLog::times_of(std::int64_t batch_size) {
+  if (pending_ && times_.contains(pending_->batch_size)) times_[pending_->batch_size].last_used = observed_;
+  make_room(times_, batch_size, kBatchSizes, [](const Times& one) { return one.last_used; });
+  Times& times = times_[batch_size];
+  times.last_used = ++observed_;
+  return times;
 }
 
 void TrialLog::reset(std::int64_t batch_size) { times_.erase(batch_size); }
@@ -60,12 +73,13 @@ std::optional<TrialLog::Verdict> TrialLog::observe(std::int64_t batch_size, doub
     times_.clear();  // of other conditions
   }
   if (makespan_seconds <= 0.0) return std::nullopt;
-  if (pending_ && times_.contains(pending_->batch_size)) times_[pending_->batch_size].last_used = observed_;
-  make_room(times_, batch_size, kBatchSizes, [](const Times& one) { return one.last_used; });
-  times_[batch_size].last_used = ++observed_;
-  std::deque<double>& times = times_[batch_size].seconds;
+  Times& here = times_of(batch_size);
+  std::deque<double>& times = here.seconds;
   times.push_back(makespan_seconds);
-  if (times.size() > kTimesKept) times.pop_front();
+  if (times.size() > kTimesKept) {
+    times.pop_front();
+    if (here.skipped > 0) --here.skipped;
+  }
   if (times.size() == kTimesKept && ++calm_steps_ % kStepsToJudge == 0) measure_calm(times);
   if (!pending_ || pending_->batch_size != batch_size || times.size() < kStepsToJudge) return std::nullopt;
   return judge(noise);

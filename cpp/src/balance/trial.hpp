@@ -33,6 +33,11 @@ class TrialLog {
   /// time. Returns the move to take back, if any.
   std::optional<Verdict> observe(std::int64_t batch_size, double makespan_seconds, bool changed, double noise);
 
+  /// A step that did not run as planned, since others took work over: its time says nothing of the shares in force.
+  /// Where most steps are like that, the others are exceptions and no yardstick, and a move from these shares is not
+  /// judged.
+  void skip(std::int64_t batch_size);
+
   /// Shares changed for another reason (a device left, a move taken back): earlier times say nothing any more.
   void reset(std::int64_t batch_size);
   void reset_all();
@@ -49,8 +54,10 @@ class TrialLog {
   };
   struct Times {
     std::deque<double> seconds;  // under the present shares
+    std::size_t skipped = 0;     // of the last steps, in which others took work over
     std::int64_t last_used = 0;
   };
+  Times& times_of(std::int64_t batch_size);
   void overtake(MoveOutcome outcome);
   void measure_calm(const std::deque<double>& times);
   std::optional<Verdict> judge(double noise);

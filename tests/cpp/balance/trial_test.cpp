@@ -96,6 +96,27 @@ TEST(TrialLog, DoesNotJudgeAMoveBeforeWhichNothingRan) {
   EXPECT_EQ(log.moves().back().outcome, MoveOutcome::unjudged);
 }
 
+TEST(TrialLog, DoesNotJudgeAMoveByTheFewStepsThatRanAsPlanned) {
+  for (const int as_planned : {3, 12}) {
+    TrialLog log;
+    feed(log, as_planned, 1.0);
+    for (int step = 0; step < 8; ++step) log.skip(100);
+    log.started(20, 100, {50, 50}, {100, 0}, 0.3);
+    const auto verdict = feed(log, 8, 2.0);
+    EXPECT_EQ(verdict.has_value(), as_planned == 12);
+    const MoveOutcome outcome = as_planned == 12 ? MoveOutcome::taken_back : MoveOutcome::unjudged;
+    EXPECT_EQ(log.moves().back().outcome, outcome);
+  }
+}
+
+TEST(TrialLog, ForgetsStepsThatOthersTookOver) {
+  TrialLog log;
+  for (int step = 0; step < 100; ++step) log.skip(100);
+  feed(log, 32, 1.0);
+  log.started(40, 100, {50, 50}, {100, 0}, 0.3);
+  EXPECT_TRUE(feed(log, 8, 2.0));
+}
+
 TEST(TrialLog, ForgetsTheBatchSizeThatRanLongestAgo) {
   TrialLog log;
   feed(log, 10, 1.0, 1000);  // the largest
