@@ -73,7 +73,7 @@ def engine(names: list[str], pause: float, steps: int) -> dict[str, float]:
         stepper = Stepper(group, balance="even")
 
         def step() -> None:
-            stepper.commit(stepper.run(len(names), body, finish))
+            stepper.commit(stepper.run(stepper.plan(len(names)), body, finish))
 
         (seconds,) = in_turns([step], pause, steps)
     return {"engine_us": round(1e6 * statistics.median(seconds) / len(names), 1)}

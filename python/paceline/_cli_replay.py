@@ -49,22 +49,21 @@ def run(args: argparse.Namespace) -> int:
         result = replay(lines)
     except InvalidArgument as error:
         args.parser.error(f"{args.file} is no ledger that can be replayed: {error}")
-    ledger = read(lines)
+    ledgers = read(lines)
     if args.json:
-        print(json.dumps(_summary(args.file, result, ledger), indent=2))
+        print(json.dumps(_summary(args.file, result, ledgers), indent=2))
     else:
-        print(_text(args.file, result, ledger))
+        print(_text(args.file, result, ledgers))
     return 1 if result.mismatches else 0
 
 
-def _summary(file: Path, result: ReplayResult, ledger: Ledger) -> dict[str, Any]:
+def _summary(file: Path, result: ReplayResult, ledgers: list[Ledger]) -> dict[str, Any]:
     from paceline._ledger import stretches
 
     return {
         "file": str(file),
-        "policy": ledger.policy,
-        "devices": ledger.devices,
-        "unit": "work" if ledger.by_cost else "items",
+        "policy": ledgers[0].policy,
+        "devices": ledgers[0].devices,
         "reproduced": not result.mismatches,
         "plans": result.plans,
         "records": result.records,
@@ -73,6 +72,7 @@ def _summary(file: Path, result: ReplayResult, ledger: Ledger) -> dict[str, Any]
         "decisions": [
             {
                 "line": stretch.first.line,
+                "unit": "work" if ledger.by_cost else "items",
                 "step": stretch.first.step,
                 "last_step": stretch.last_step,
                 "steps": stretch.steps,
@@ -86,14 +86,14 @@ def _summary(file: Path, result: ReplayResult, ledger: Ledger) -> dict[str, Any]
                 "measured_seconds": stretch.measured_seconds,
                 "reason": stretch.first.reason,
             }
+            for ledger in ledgers
             for stretch in stretches(ledger)
         ],
     }
 
 
-def _text(file: Path, result: ReplayResult, ledger: Ledger) -> str:
-    from paceline._ledger import stretches
-
+def _text(file: Path, result: ReplayResult, ledgers: list[Ledger]) -> str:
+    ledger = ledgers[0]
     verdict = "All of them came out the same."
     if result.mismatches:
         differing = len({entry.line for entry in result.mismatches})
@@ -106,18 +106,24 @@ def _text(file: Path, result: ReplayResult, ledger: Ledger) -> str:
     ]
     if len(result.mismatches) > _MOST_MISMATCHES:
         lines.append(f"  and {len(result.mismatches) - _MOST_MISMATCHES} more, which --json tells")
+    for ledger in ledgers:
+        lines += _table(ledger)
+    return "\n".join(lines)
+
+
+def _table(ledger: Ledger) -> list[str]:
+    from paceline._ledger import stretches
+
     rows = [_row(stretch) for stretch in stretches(ledger)]
     unit = "work" if ledger.by_cost else "shares"
     shares = max([len(unit), *(len(row[3]) for row in rows)])
     head = ("step", "steps", "batch", unit, "promised", "measured", "why")
-    if ledger.by_cost:
-        lines.append(_BY_COST)
-    lines.append("")
+    lines = [_BY_COST, ""] if ledger.by_cost else [""]
     for step, steps, batch, share, promised, measured, why in [head, *rows]:
         lines.append(
             f"{step:>7} {steps:>6} {batch:>7}  {share:<{shares}} {promised:>10} {measured:>10}  {why}".rstrip()
         )
-    return "\n".join(lines)
+    return lines
 
 
 def _row(stretch: Stretch) -> tuple[str, ...]:

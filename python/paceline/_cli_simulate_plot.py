@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def plot(args: argparse.Namespace, results: Mapping[str, SimulationResult]) -> None:
     """Write the picture to `args.plot`; a file that cannot be written ends the program as a wrong argument does."""
-    ledgers = {policy: read(result.ledger.splitlines()) for policy, result in results.items()}
+    ledgers = {policy: read(result.ledger.splitlines())[0] for policy, result in results.items()}
     try:
         save(draw(args, ledgers), args.plot)
     except (OSError, ValueError) as error:  # the folder, or an ending that matplotlib does not know

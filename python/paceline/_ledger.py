@@ -30,38 +30,43 @@ class Ledger:
 
     policy: str
     devices: list[str]
-    decisions: list[Decision]
-    by_cost: bool = False  # what batches and shares count is work, not items
+    by_cost: bool  # what batches and shares count is work, not items
+    decisions: list[Decision] = field(default_factory=list)
+    retired: list[str] = field(default_factory=list)  # since the last decision
+    restored: list[str] = field(default_factory=list)
+
+    def add(self, line: int, entry: dict[str, Any]) -> None:
+        """A line of this balancer. Of a step that was tried again the last try is kept."""
+        match entry:
+            case {"plan": plan}:
+                last = self.decisions[-1] if self.decisions else None
+                if last is not None and last.step == plan["step"] and last.measured_seconds is None:
+                    self.decisions.pop()
+                    self.retired, self.restored = last.retired + self.retired, last.restored + self.restored
+                known = ("step", "batch_size", "shares", "moved", "predicted_seconds", "reason")
+                given = {key: plan[key] for key in known}
+                self.decisions.append(Decision(line, **given, retired=self.retired, restored=self.restored))
+                self.retired, self.restored = [], []
+            case {"record": record} if self.decisions:
+                self.decisions[-1].measured_seconds = _seconds(record)
+            case {"retire": {"device": device}}:
+                self.retired.append(self.devices[device])
+            case {"restore": {"device": device}}:
+                self.restored.append(self.devices[device])
 
 
-def read(lines: Iterable[str]) -> Ledger:
-    """Take a ledger apart that `paceline.balance.replay` accepts. Of a step that was tried again the last try is kept."""
-    ledger = Ledger("", [], [])
-    retired: list[str] = []
-    restored: list[str] = []
+def read(lines: Iterable[str]) -> list[Ledger]:
+    """Take a ledger apart that `paceline.balance.replay` accepts: a `Ledger` for each balancer that wrote it."""
+    ledgers: list[Ledger] = []
     for number, text in enumerate(lines, start=1):
         entry = json.loads(text)
-        decisions = ledger.decisions
         if "options" in entry:
-            ledger.policy = entry["options"]["policy"]
-            ledger.devices = [device["name"] for device in entry["options"]["devices"]]
-        elif "plan" in entry:
-            plan = entry["plan"]
-            if decisions and decisions[-1].step == plan["step"] and decisions[-1].measured_seconds is None:
-                last = decisions.pop()
-                retired, restored = last.retired + retired, last.restored + restored
-            known = ("step", "batch_size", "shares", "moved", "predicted_seconds", "reason")
-            decisions.append(Decision(number, **{key: plan[key] for key in known}, retired=retired, restored=restored))
-            retired, restored = [], []
-        elif "record" in entry and decisions:
-            decisions[-1].measured_seconds = _seconds(entry["record"])
-        elif "retire" in entry:
-            retired.append(ledger.devices[entry["retire"]["device"]])
-        elif "restore" in entry:
-            restored.append(ledger.devices[entry["restore"]["device"]])
-        elif "claims" in entry and entry["claims"].get("decided_here", True):
-            ledger.by_cost |= "order" in entry["claims"]
-    return ledger
+            options = entry["options"]
+            names = [device["name"] for device in options["devices"]]
+            ledgers.append(Ledger(options["policy"], names, options["proportional"]))
+        else:
+            ledgers[entry.get("balancer", 0)].add(number, entry)
+    return ledgers
 
 
 @dataclass

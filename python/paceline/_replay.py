@@ -56,7 +56,9 @@ class ReplayResult:
 
 
 def replay(ledger: str | os.PathLike[str] | Iterable[str]) -> ReplayResult:
-    """Run a fresh balancer through the calls of a ledger and compare every plan with the one written.
+    """Run fresh balancers through the calls of a ledger and compare every plan with the one written.
+
+    A ledger of steps with costs and of steps without has two balancers.
 
     Parameters
     ----------
@@ -78,34 +80,38 @@ def replay(ledger: str | os.PathLike[str] | Iterable[str]) -> ReplayResult:
     if isinstance(ledger, (str, os.PathLike)):
         with Path(ledger).open(encoding="utf-8") as lines:
             return replay(lines)
-    replayed: _Replay | None = None
+    result = ReplayResult()
+    replays: list[_Replay] = []  # of each balancer that writes this ledger
     for number, line in enumerate(ledger, start=1):
         try:
             entry = _DECODER.decode(line.rstrip("\r\n"))
-            if replayed is None:
-                replayed = _Replay(entry)
+            balancer = _as(int, entry.pop("balancer", 0)) if isinstance(entry, dict) else 0
+            if balancer == len(replays) and (not replays or "paceline_ledger" in entry):
+                replays.append(_Replay(entry, result))
+            elif 0 <= balancer < len(replays):
+                replays[balancer].call(number, entry)
             else:
-                replayed.call(number, entry)
+                raise InvalidArgument(f"balancer {balancer} has written no header")
         except json.JSONDecodeError as error:
             raise InvalidArgument(f"line {number} of the ledger: column {error.colno}: {error.msg}") from None
         # The last three: numbers beyond every type, and arrays in arrays without end.
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise InvalidArgument(f"line {number} of the ledger: {error}") from error
-    if replayed is None:
+    if not replays:
         raise InvalidArgument("line 1 of the ledger: there is no header, the ledger is empty")
-    replayed.result.moves = replayed.balancer.move_count
-    return replayed.result
+    result.moves = sum(replayed.balancer.move_count for replayed in replays)
+    return result
 
 
 class _Replay:
-    """A replay in progress, from the header on."""
+    """The replay of one balancer, from its header on."""
 
-    def __init__(self, header: Any) -> None:
+    def __init__(self, header: Any, result: ReplayResult) -> None:
         version = _as(int, _get(header, "paceline_ledger"))
         if version != LEDGER_VERSION:
             raise InvalidArgument(f"the ledger has version {version}, this library reads version {LEDGER_VERSION}")
         self.balancer = _balancer(_get(header, "options"))
-        self.result = ReplayResult()
+        self.result = result
         self._step = -1
 
     def call(self, line: int, entry: Any) -> None:

@@ -114,8 +114,8 @@ bool start(Step& step) {
 // one leaves at once.
 //
 // With `queues` the devices work after the call: they are waited for only if the step fails.
-Outcome run(Stepper& stepper, std::int64_t batch_size, const std::shared_ptr<const ItemPlan>& items, py::object body,
-            py::object finish, const std::optional<std::shared_ptr<TrainerQueues>>& shared, py::object outputs,
+Outcome run(Stepper& stepper, const std::shared_ptr<BatchPlan>& plan, py::object body, py::object finish,
+            const std::optional<std::shared_ptr<TrainerQueues>>& shared, py::object outputs,
             const std::optional<Script>& script) {
   const std::shared_ptr<TrainerQueues> queues = shared.value_or(nullptr);
   const std::size_t device_count = stepper.group().size();
@@ -125,9 +125,7 @@ Outcome run(Stepper& stepper, std::int64_t batch_size, const std::shared_ptr<con
   std::shared_ptr<QueuedProgram> queued;
   if (queues != nullptr) program = queued = std::make_shared<QueuedProgram>(called, std::move(outputs), queues);
   const auto release = [&] { queued != nullptr ? queued->release() : called->release(); };
-  Outcome outcome{
-      items ? stepper.prepare(items, program) : stepper.prepare(batch_size, program, micro_batches_of(script)),
-      device_count};
+  Outcome outcome{stepper.prepare(plan, program, micro_batches_of(script)), device_count};
   // Not what wait() returns: the step may come to its end while the signal's handler runs.
   bool signalled = false;
   const auto no_signal = [&signalled] {
@@ -291,22 +289,27 @@ void bind_engine(py::module_& module) {
 
   bind_queues(module);
 
-  py::class_<ItemPlan, std::shared_ptr<ItemPlan>>(module, "ItemPlan", "Who runs which items of a batch with costs.")
+  py::class_<BatchPlan, std::shared_ptr<BatchPlan>>(
+      module, "BatchPlan",
+      "Who runs which items of a batch. Order, bounds, first and work are "
+      "empty where items have no costs.")
       .def_property_readonly(
-          "order", [](const ItemPlan& plan) { return plan.arrangement.order; },
+          "shares", [](const BatchPlan& plan) { return plan.shares; }, "Items of each device.")
+      .def_property_readonly(
+          "order", [](const BatchPlan& plan) { return plan.arrangement.order; },
           "The items, by position: each device's together, by descending cost.")
       .def_property_readonly(
-          "bounds", [](const ItemPlan& plan) { return plan.arrangement.bounds; },
+          "bounds", [](const BatchPlan& plan) { return plan.arrangement.bounds; },
           "Micro-batch k is the positions bounds[k] to bounds[k + 1] - 1.")
       .def_property_readonly(
-          "first", [](const ItemPlan& plan) { return plan.arrangement.first; },
+          "first", [](const BatchPlan& plan) { return plan.arrangement.first; },
           "Device d runs micro-batches first[d] to first[d + 1] - 1.")
       .def_property_readonly(
-          "work", [](const ItemPlan& plan) { return plan.arrangement.work; },
+          "work", [](const BatchPlan& plan) { return plan.arrangement.work; },
           "Of each device, in the balancer's units.")
       .def_property_readonly(
-          "targets", [](const ItemPlan& plan) { return plan.balance.shares; },
-          "What the balancer wants each device to have of the work.");
+          "targets", [](const BatchPlan& plan) { return plan.balance.shares; },
+          "What the balancer wants each device to have, of the items, or of the work where items have costs.");
 
   py::class_<Stepper>(module, "Stepper", "One balanced step after another on one group: plan, run, commit.")
       .def(py::init([](DeviceGroup group, std::string balance, std::vector<double> weights, std::int64_t micro_batch,
@@ -329,35 +332,26 @@ void bind_engine(py::module_& module) {
       .def("set_least_items", &Stepper::set_least_items, py::arg("items"),
            "Of a micro-batch from the next plan on, unless the batch has fewer.")
       .def(
-          "plan_items",
+          "plan",
+          [](Stepper& stepper, std::int64_t batch_size) {
+            return std::const_pointer_cast<BatchPlan>(stepper.plan(batch_size));  // read-only in Python too
+          },
+          py::arg("batch_size"), "Plan a batch of so many items.")
+      .def(
+          "plan",
           [](Stepper& stepper, const std::vector<double>& costs) {
-            return std::const_pointer_cast<ItemPlan>(stepper.plan_items(costs));  // read-only in Python too
+            return std::const_pointer_cast<BatchPlan>(stepper.plan(costs));
           },
-          py::arg("costs"), "Plan a batch with one cost per item; run_items() runs the plan.")
-      .def(
-          "run_items",
-          [](Stepper& stepper, const std::shared_ptr<ItemPlan>& items, py::object body, py::object finish,
-             const std::optional<std::shared_ptr<TrainerQueues>>& queues, py::object outputs) {
-            return run(stepper, items->size(), items, std::move(body), std::move(finish), queues, std::move(outputs),
-                       {});
-          },
-          py::arg("items"), py::arg("body"), py::arg("finish"), py::arg("queues") = py::none(),
-          py::arg("outputs") = py::none(), "As run(), with begin and end as positions in the plan's order.")
+          py::arg("costs"), "Plan a batch with one cost per item.")
       .def_property_readonly("items", &items_dict,
-                             "What items cost and what padding was saved; None before the first plan_items().")
+                             "What items cost and what padding was saved; None before the first plan with costs.")
       .def(
-          "run",
-          [](Stepper& stepper, std::int64_t batch_size, py::object body, py::object finish,
-             const std::optional<std::shared_ptr<TrainerQueues>>& queues, py::object outputs,
-             const std::optional<Script>& script) {
-            return run(stepper, batch_size, nullptr, std::move(body), std::move(finish), queues, std::move(outputs),
-                       script);
-          },
-          py::arg("batch_size"), py::arg("body"), py::arg("finish"), py::arg("queues") = py::none(),
+          "run", &run, py::arg("plan"), py::arg("body"), py::arg("finish"), py::arg("queues") = py::none(),
           py::arg("outputs") = py::none(), py::arg("claims") = py::none(),
-          "Run one step: body(device, begin, end, last) -> int per micro-batch, finish(device) -> gradients. claims: "
-          "(begin, end) of the micro-batches to run instead of planned ones, for each device. See python_program.hpp, "
-          "and queued_program.hpp for devices with queues.")
+          "Run the last plan: body(device, begin, end, last) -> int per micro-batch, finish(device) -> gradients. With "
+          "costs begin and end are positions in the plan's order. claims: (begin, end) of the micro-batches to run "
+          "instead of planned ones, for each device. See python_program.hpp, and queued_program.hpp for devices with "
+          "queues.")
       .def("settle", &Stepper::settle, "Return when the times of all committed steps are known.")
       .def("cancel", &Stepper::cancel, "End the step that runs, if any, once every worker has left its micro-batch.")
       .def(

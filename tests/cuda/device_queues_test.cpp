@@ -43,7 +43,7 @@ TEST_P(Queued, StepsThatNobodyWaitsForAreExactAndTimedInTheEnd) {
         // A program of its own for each step, as the PyTorch trainer has: each may still be on its way.
         auto program = std::make_shared<Summing>(group, static_cast<std::int64_t>(seed % 2));
         program->begin(1.0 + k, sums + k);
-        const std::shared_ptr<Step> step = stepper.begin(kBatch, program);
+        const std::shared_ptr<Step> step = stepper.begin(stepper.plan(kBatch), program);
         step->wait();
         ASSERT_EQ(step->failure(), nullptr);
         stepper.commit(step);
@@ -75,7 +75,7 @@ TEST_P(Queued, OneStepFollowsTheOtherInTheSameMemory) {
       auto* const sums = static_cast<double*>(outputs->data());
       for (int k = 0; k < 4; ++k) {
         program->begin(1.0 + k, sums + k);
-        const std::shared_ptr<Step> step = stepper.begin(kBatch, program);
+        const std::shared_ptr<Step> step = stepper.begin(stepper.plan(kBatch), program);
         step->wait();
         ASSERT_EQ(step->failure(), nullptr);
       }
@@ -254,7 +254,7 @@ TEST(DeviceQueues, ANewStreamComesAfterTheOldOne) {
         program->queues.set_stream(streams[k % 2]);
         ASSERT_EQ(program->queues.home_stream().native(), streams[k % 2]);
         program->begin(1.0 + k, sums + k);
-        stepper.begin(kBatch, program)->wait();
+        stepper.begin(stepper.plan(kBatch), program)->wait();
       }
       program->queues.drain();
       for (int k = 0; k < 4; ++k) ASSERT_EQ(sums[k], (1.0 + k) * kBatch) << "seed " << seed;
@@ -283,7 +283,7 @@ TEST(DeviceQueues, AStreamThatWasLeftMayBeDestroyed) {
           ASSERT_EQ(cudaStreamDestroy(left), cudaSuccess);
         }
         program->begin(1.0 + k, sums + k);
-        stepper.begin(kBatch, program)->wait();
+        stepper.begin(stepper.plan(kBatch), program)->wait();
       }
       program->queues.drain();
       for (int k = 0; k < 4; ++k) ASSERT_EQ(sums[k], (1.0 + k) * kBatch) << "seed " << seed;

@@ -29,7 +29,7 @@ TEST(StepTimes, WhatADeviceWaitsForIsNoTimeOfItsOwn) {
       auto program = std::make_shared<Summing>(group);
       const std::unique_ptr<Buffer> output = program->queues.maker(0).allocate_pinned(sizeof(double));
       program->begin(1.0, static_cast<double*>(output->data()));
-      const std::shared_ptr<Step> step = stepper.begin(kBatch, program);
+      const std::shared_ptr<Step> step = stepper.begin(stepper.plan(kBatch), program);
       step->wait();
       ASSERT_EQ(step->failure(), nullptr);
       stepper.commit(step);
@@ -53,7 +53,7 @@ TEST(StepTimes, TheCallerIsTwoStepsAheadAtMost) {
   for (int k = 0; k < 5; ++k) {
     auto program = std::make_shared<Summing>(group);
     program->begin(1.0, static_cast<double*>(output->data()));
-    const std::shared_ptr<Step> step = stepper.begin(kBatch, program);
+    const std::shared_ptr<Step> step = stepper.begin(stepper.plan(kBatch), program);
     step->wait();
     stepper.commit(step);
     ASSERT_GE(stepper.metrics().steps, k - 1);
@@ -71,7 +71,7 @@ TEST(StepTimes, CostsThatAlternateAreEvidenceForTheBalancerToo) {
     auto program = std::make_shared<Summing>(group);
     program->begin(1.0, static_cast<double*>(output->data()));
     const std::vector<double> costs(kBatch, k % 2 == 0 ? 1.0 : 3.0);
-    const std::shared_ptr<Step> step = stepper.begin(stepper.plan_items(costs), program);
+    const std::shared_ptr<Step> step = stepper.begin(stepper.plan(costs), program);
     step->wait();
     ASSERT_EQ(step->failure(), nullptr);
     stepper.commit(step);

@@ -93,14 +93,12 @@ def test_many_differences_are_cut_short(ledger: Path, capsys: pytest.CaptureFixt
     assert "and 391 more" in output
 
 
-def dealt_by_cost(path: Path, *, decided_here: bool = True) -> Path:
-    """A ledger as that of steps with costs; or of the same decisions about items, with a step with costs that was decided elsewhere."""
-    balancer = Balancer(["a", "b"], "even", ledger=True)
+def dealt_by_cost(path: Path) -> Path:
+    """A ledger as that of a step with costs."""
+    balancer = Balancer(["a", "b"], "even", proportional=True, ledger=True)
     plan = balancer.next_plan(1_000_000)
     balancer.record([[(share, 1e-8 * share)] for share in plan.shares])
     claims: dict[str, Any] = {"step": 0, "batch_size": 3, "ran": [[0, 0, 1, 0, 1], [1, 1, 3, 0, 1]], "order": [2, 0, 1]}
-    if not decided_here:
-        claims["decided_here"] = False
     path.write_text(balancer.ledger() + json.dumps({"claims": claims}) + "\n")
     return path
 
@@ -115,19 +113,39 @@ def test_work_is_not_taken_for_items(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert lines[4].split() == ["step", "steps", "batch", "work", "promised", "measured", "why"]
     assert lines[5].split()[2:5] == ["1000000", "500000", "500000"]
     assert main(["replay", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["unit"] == "work"
+    assert [entry["unit"] for entry in json.loads(capsys.readouterr().out)["decisions"]] == ["work"]
 
 
-def test_steps_with_costs_that_were_decided_elsewhere_are_not_told_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_decisions_about_items_and_about_work_are_replayed_and_told_apart(
+    ledger: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = dealt_by_cost(tmp_path / "run.jsonl", decided_here=False)
-    assert main(["replay", str(path)]) == 0
-    output = capsys.readouterr().out
-    assert "by cost" not in output
-    assert output.splitlines()[3].split()[3] == "shares"
-    assert main(["replay", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["unit"] == "items"
+    of_work = [json.loads(line) for line in dealt_by_cost(tmp_path / "work.jsonl").read_text().splitlines()]
+    lines = ledger.read_text().splitlines()
+    # The second balancer's calls lie among those of the first.
+    for place, entry in zip((7, 9, 20, 30), of_work, strict=True):
+        lines.insert(place, json.dumps({"balancer": 1, **entry}))
+    both = tmp_path / "both.jsonl"
+    both.write_text("\n".join(lines) + "\n")
+    assert main(["replay", str(both)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[1] == "402 decisions, 401 recorded steps, 4 moves. All of them came out the same."
+    heads = [number for number, line in enumerate(told) if line.split()[:1] == ["step"]]
+    assert [told[number].split()[3] for number in heads] == ["shares", "work"]
+    assert told[heads[1] + 1].split()[2:5] == ["1000000", "500000", "500000"]
+    assert main(["replay", str(both), "--json"]) == 0
+    units = [entry["unit"] for entry in json.loads(capsys.readouterr().out)["decisions"]]
+    assert units[-1] == "work"
+    assert set(units[:-1]) == {"items"}
+
+
+@pytest.mark.parametrize("balancer", [-1, 1, 2])
+def test_a_line_of_a_balancer_without_a_header_is_refused(
+    ledger: Path, balancer: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger.write_text(ledger.read_text() + json.dumps({"balancer": balancer, "retire": {"device": 0}}) + "\n")
+    with pytest.raises(SystemExit):
+        main(["replay", str(ledger)])
+    assert f"balancer {balancer} has written no header" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -161,7 +179,7 @@ def test_stretches_follow_each_batch_size_by_itself() -> None:
     for size in (8, 8, 4, 8, 8, 4):
         plan = balancer.next_plan(size)
         balancer.record([[(share, 0.01 * share)] for share in plan.shares])
-    found = stretches(read(balancer.ledger().splitlines()))
+    found = stretches(read(balancer.ledger().splitlines())[0])
     assert [(entry.first.step, entry.last_step, entry.steps, entry.first.batch_size) for entry in found] == [
         (0, 4, 4, 8),
         (2, 5, 2, 4),
@@ -174,5 +192,5 @@ def test_a_step_that_was_tried_again_counts_once() -> None:
     for _ in range(3):
         plan = balancer.next_plan(8)
     balancer.record([[(4, 0.04)], [(4, 0.03)]], step_seconds=0.05)
-    (decision,) = read(balancer.ledger().splitlines()).decisions
+    (decision,) = read(balancer.ledger().splitlines())[0].decisions
     assert (decision.step, decision.shares, decision.measured_seconds) == (plan.step, [4, 4], 0.05)

@@ -87,7 +87,8 @@ def test_every_item_is_in_the_claims_once_and_decisions_replay_beside_them(tmp_p
         assert [begin for begin, _ in spans] == [0, *[end for _, end in spans[:-1]]]
         assert spans[-1][1] == entry["batch_size"]
         assert all(0 <= start <= finish for _, _, _, start, finish in entry["ran"])
-        assert "pieces" not in entry
+        # There are some where the search for the size of micro-batches tries sizes.
+        assert sum(end - begin for _, begin, end in entry.get("pieces", [])) in (0, entry["batch_size"])
     kinds = [next(iter(json.loads(line))) for line in path.read_text().splitlines()]
     assert kinds[1:4] == ["plan", "record", "claims"]
     result = balance.replay(path)

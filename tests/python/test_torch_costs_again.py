@@ -57,7 +57,7 @@ def test_write_a_ledger_of_steps_with_costs(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("first", ["costs", "items"])
-def test_a_ledger_of_both_kinds_of_steps_says_which_it_decided(tmp_path: Path, first: str) -> None:
+def test_a_ledger_of_both_kinds_of_steps_has_the_decisions_of_both(tmp_path: Path, first: str) -> None:
     from paceline._ledger import read
     from paceline.balance import replay
 
@@ -78,12 +78,13 @@ def test_a_ledger_of_both_kinds_of_steps_says_which_it_decided(tmp_path: Path, f
         ran = train(trainer)
     lines = path.read_text().splitlines()
     result = replay(lines)
-    assert (result.plans, result.records, result.mismatches) == (2, 2, [])
-    assert read(lines).by_cost == (first == "costs")
-    claims = [entry["claims"] for entry in map(json.loads, lines) if "claims" in entry]
+    assert (result.plans, result.records, result.mismatches) == (3, 3, [])
+    assert [ledger.by_cost for ledger in read(lines)] == by_cost[:2]
+    with_claims = [entry for entry in map(json.loads, lines) if "claims" in entry]
+    assert [entry.get("balancer", 0) for entry in with_claims] == [0, 1, 0]
+    claims = [entry["claims"] for entry in with_claims]
     assert [entry["step"] for entry in claims] == [0, 0, 1]
     assert ["order" in entry for entry in claims] == by_cost
-    assert [entry.get("decided_here", True) for entry in claims] == [True, False, True]
     with DataParallel(module, TWO, balance="even") as trainer:
         trainer.replay_claims(path)
         for now, then in zip(train(trainer), ran, strict=True):

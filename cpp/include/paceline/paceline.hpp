@@ -5,8 +5,8 @@
 #include <paceline/balance/balancer.hpp>
 #include <paceline/comm/communicator.hpp>
 #include <paceline/comm/nccl_info.hpp>
+#include <paceline/engine/batch_plan.hpp>
 #include <paceline/engine/data_parallel.hpp>
-#include <paceline/engine/item_plan.hpp>
 #include <paceline/engine/step.hpp>
 #include <paceline/engine/stepper.hpp>
 #include <paceline/error.hpp>

@@ -32,31 +32,33 @@ std::string limits_json(const plan::ShareLimits& limits) {
 
 }  // namespace
 
-LedgerWriter::LedgerWriter(std::ostream& out) : out_(&out) {}
+LedgerWriter::LedgerWriter(std::ostream& out) : sink_(std::make_shared<Sink>(Sink{.out = &out})) {}
 
 // Flushed: a program that crashes is the one whose decisions somebody wants to see.
-void LedgerWriter::line(const std::string& text) {
-  if (failed_) return;
-  *out_ << text << '\n' << std::flush;
-  failed_ = !*out_;
+void LedgerWriter::line(const std::string& members) {
+  if (sink_->failed) return;
+  const std::string balancer = balancer_ > 0 ? fmt::format(R"("balancer": {}, )", balancer_) : "";
+  *sink_->out << '{' << balancer << members << "}\n" << std::flush;
+  sink_->failed = !*sink_->out;
 }
 
 void LedgerWriter::header(const BalancerOptions& options) {
+  balancer_ = sink_->balancers++;
   std::vector<std::string> devices;
   for (const DeviceProfile& device : options.devices) {
     devices.push_back(fmt::format(R"({{"name": {}, "device_class": {}, {}}})", json_quoted(device.name),
                                   json_quoted(device.device_class), limits_json(device.limits)));
   }
-  line(fmt::format(R"({{"paceline_ledger": {}, "options": {{"policy": {}, "weights": [{}], "granularity": {}, )"
-                   R"("reduction_seconds": [{}], "calibrate": {}, "proportional": {}, "devices": [{}]}}}})",
+  line(fmt::format(R"("paceline_ledger": {}, "options": {{"policy": {}, "weights": [{}], "granularity": {}, )"
+                   R"("reduction_seconds": [{}], "calibrate": {}, "proportional": {}, "devices": [{}]}})",
                    kLedgerVersion, json_quoted(options.policy), fmt::join(options.weights, ", "), options.granularity,
                    fmt::join(options.reduction_seconds, ", "), options.calibrate, options.proportional,
                    fmt::join(devices, ", ")));
 }
 
 void LedgerWriter::plan(const StepPlan& plan) {
-  line(fmt::format(R"({{"plan": {{"step": {}, "batch_size": {}, "shares": [{}], "moved": {}, "predicted_seconds": {}, )"
-                   R"("reason": {}}}}})",
+  line(fmt::format(R"("plan": {{"step": {}, "batch_size": {}, "shares": [{}], "moved": {}, "predicted_seconds": {}, )"
+                   R"("reason": {}}})",
                    plan.step, plan.batch_size, fmt::join(plan.shares, ", "), plan.moved, plan.predicted_seconds,
                    json_quoted(plan.reason)));
 }
@@ -78,12 +80,12 @@ void LedgerWriter::record(std::int64_t step, const StepTimings& timings) {
   }
   const std::string startup =
       starts.empty() ? "" : fmt::format(R"(, "startup_seconds": [{}])", fmt::join(starts, ", "));
-  line(fmt::format(R"({{"record": {{"step": {}, "devices": [{}], "step_seconds": {}{}{}}}}})", step,
+  line(fmt::format(R"("record": {{"step": {}, "devices": [{}], "step_seconds": {}{}{}}})", step,
                    fmt::join(devices, ", "), timings.step_seconds, reduction, startup));
 }
 
 void LedgerWriter::claims(std::int64_t step, std::int64_t batch_size, std::span<const LedgerClaim> ran,
-                          std::span<const LedgerClaim> pieces, std::span<const std::int64_t> order, bool decided_here) {
+                          std::span<const LedgerClaim> pieces, std::span<const std::int64_t> order) {
   std::vector<std::string> runs;
   for (const LedgerClaim& claim : ran) {
     runs.push_back(fmt::format("[{}, {}, {}, {}, {}]", claim.device, claim.begin, claim.end, claim.start_seconds,
@@ -93,15 +95,15 @@ void LedgerWriter::claims(std::int64_t step, std::int64_t batch_size, std::span<
   for (const LedgerClaim& piece : pieces) {
     parts.push_back(fmt::format("[{}, {}, {}]", piece.device, piece.begin, piece.end));
   }
-  line(fmt::format(R"({{"claims": {{"step": {}, "batch_size": {}{}, "ran": [{}]{}{}}}}})", step, batch_size,
-                   decided_here ? "" : R"(, "decided_here": false)", fmt::join(runs, ", "),
+  line(fmt::format(R"("claims": {{"step": {}, "batch_size": {}, "ran": [{}]{}{}}})", step, batch_size,
+                   fmt::join(runs, ", "),
                    parts.empty() ? "" : fmt::format(R"(, "pieces": [{}])", fmt::join(parts, ", ")),
                    order.empty() ? "" : fmt::format(R"(, "order": [{}])", fmt::join(order, ", "))));
 }
 
-void LedgerWriter::least_items(std::int64_t items) { line(fmt::format(R"({{"least_items": {}}})", items)); }
+void LedgerWriter::least_items(std::int64_t items) { line(fmt::format(R"("least_items": {})", items)); }
 
-void LedgerWriter::retire(std::size_t device) { line(fmt::format(R"({{"retire": {{"device": {}}}}})", device)); }
-void LedgerWriter::restore(std::size_t device) { line(fmt::format(R"({{"restore": {{"device": {}}}}})", device)); }
+void LedgerWriter::retire(std::size_t device) { line(fmt::format(R"("retire": {{"device": {}}})", device)); }
+void LedgerWriter::restore(std::size_t device) { line(fmt::format(R"("restore": {{"device": {}}})", device)); }
 
 }  // namespace paceline::balance

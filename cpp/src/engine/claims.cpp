@@ -40,8 +40,8 @@ class ScriptedClaims final : public Claims {
 
 std::unique_ptr<Claims> Claims::of(StepOptions options) {
   if (!options.script.empty()) return std::make_unique<ScriptedClaims>(std::move(options));
-  if (options.items == nullptr) return std::make_unique<PlannedClaims>(std::move(options));
-  return std::make_unique<ItemClaims>(options.items, options.stealing, options.any_size, options.least_items);
+  if (options.plan == nullptr || !options.plan->by_cost()) return std::make_unique<PlannedClaims>(std::move(options));
+  return std::make_unique<ItemClaims>(options.plan, options.stealing, options.any_size, options.least_items);
 }
 
 Claims::Claims(const std::vector<std::int64_t>& shares, bool stealing) : left_(shares.size(), false) {

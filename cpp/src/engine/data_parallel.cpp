@@ -21,7 +21,7 @@
 #include <paceline/error.hpp>
 #include <paceline/plan/split.hpp>
 
-#include "engine/item_planner.hpp"
+#include "engine/item_work.hpp"
 #include "engine/trainer_memory.hpp"
 
 namespace paceline {
@@ -80,8 +80,9 @@ struct BasicDataParallel<T>::State {
   State(DeviceGroup group, const DataParallelOptions& options)
       : memory(make_memory<T>(group, options)), stepper(std::move(group), stepper_options(options)) {}
 
-  template <class Prepare>
-  Objective run(const Body& body, double weight, const Prepare& prepare) {
+  /// `batch`: how many items, or the cost of each.
+  template <class Batch>
+  Objective run(const Batch& batch, const Body& body, double weight) {
     if (!std::isfinite(weight) || weight <= 0.0) {
       throw InvalidArgument(
           fmt::format("step: the total weight is {}; the objective is divided by it, so it must be "
@@ -96,7 +97,7 @@ struct BasicDataParallel<T>::State {
     }
     std::shared_ptr<Step> step;
     noting_failures([&] {
-      step = prepare(program);
+      step = stepper.prepare(stepper.plan(batch), program);
       program->begin();
     });
     step->start();
@@ -160,19 +161,14 @@ Objective BasicDataParallel<T>::step(std::int64_t batch_size, const Body& body, 
   if (batch_size < 1) {
     throw InvalidArgument(fmt::format("step: a batch of {} items; at least one is needed.", batch_size));
   }
-  State& state = *state_;
-  return state.run(body, total_weight.value_or(static_cast<double>(batch_size)),
-                   [&](auto program) { return state.stepper.prepare(batch_size, std::move(program)); });
+  return state_->run(batch_size, body, total_weight.value_or(static_cast<double>(batch_size)));
 }
 
 template <class T>
 Objective BasicDataParallel<T>::step(std::span<const double> costs, const Body& body,
                                      std::optional<double> total_weight) {
-  State& state = *state_;
   engine::check_costs(costs);
-  return state.run(body, total_weight.value_or(static_cast<double>(costs.size())), [&](auto program) {
-    return state.stepper.prepare(state.stepper.plan_items(costs), std::move(program));
-  });
+  return state_->run(costs, body, total_weight.value_or(static_cast<double>(costs.size())));
 }
 
 template <class T>

@@ -14,8 +14,8 @@ constexpr double kMostOverhead = 0.25;
 
 }  // namespace
 
-ItemClaims::ItemClaims(std::shared_ptr<const ItemPlan> plan, bool stealing, bool any_size, std::int64_t least)
-    : Claims(plan->item_shares, stealing),
+ItemClaims::ItemClaims(std::shared_ptr<const BatchPlan> plan, bool stealing, bool any_size, std::int64_t least)
+    : Claims(plan->shares, stealing),
       plan_(std::move(plan)),
       any_size_(any_size),
       least_(least),

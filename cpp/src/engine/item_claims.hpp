@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include <paceline/engine/item_plan.hpp>
+#include <paceline/engine/batch_plan.hpp>
 #include <paceline/engine/step.hpp>
 #include <paceline/export.hpp>
 
@@ -23,7 +23,7 @@ namespace paceline::engine {
 /// or choose algorithms by them. No part has fewer than `least` items.
 class PACELINE_API ItemClaims final : public Claims {
  public:
-  ItemClaims(std::shared_ptr<const ItemPlan> plan, bool stealing, bool any_size, std::int64_t least = 1);
+  ItemClaims(std::shared_ptr<const BatchPlan> plan, bool stealing, bool any_size, std::int64_t least = 1);
 
  private:
   struct Lane {
@@ -45,7 +45,7 @@ class PACELINE_API ItemClaims final : public Claims {
   /// When a device will have run what is planned for it.
   [[nodiscard]] double finish_of(std::size_t device, double now) const;
 
-  std::shared_ptr<const ItemPlan> plan_;
+  std::shared_ptr<const BatchPlan> plan_;
   bool any_size_;
   std::int64_t least_;
   bool measured_;

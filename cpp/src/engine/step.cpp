@@ -77,8 +77,8 @@ void check(const DeviceGroup& group, const StepOptions& options) {
     throw InvalidArgument(fmt::format("step: run_ahead needs one entry for each of the {} devices, or none.", count));
   }
   if (!options.script.empty()) check_script(options);
-  if (options.items != nullptr && options.items->item_shares != options.shares) {
-    throw InvalidArgument("step: the shares are not those of the items' plan; pass its item_shares.");
+  if (options.plan != nullptr && options.plan->shares != options.shares) {
+    throw InvalidArgument("step: the shares are not those of the plan; pass its own.");
   }
   if (options.micro_batch < 0 || options.granularity < 1 || options.least_items < 1) {
     throw InvalidArgument("step: micro_batch must be 0 (planned) or more, granularity and least_items 1 or more.");
@@ -89,6 +89,7 @@ void check(const DeviceGroup& group, const StepOptions& options) {
 
 Step::Step(DeviceGroup group, std::shared_ptr<StepProgram> program, StepOptions options) : group_(std::move(group)) {
   check(group_, options);
+  plan_ = options.plan;
   source_ = std::make_shared<engine::StepSource>(group_, std::move(program), std::move(options));
 }
 

@@ -8,7 +8,6 @@
 #include <deque>
 #include <functional>
 #include <mutex>
-#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -16,7 +15,7 @@
 #include <paceline/error.hpp>
 
 #include "engine/health_log.hpp"
-#include "engine/item_planner.hpp"
+#include "engine/planner.hpp"
 #include "engine/stepper_options.hpp"
 
 namespace paceline {
@@ -33,38 +32,8 @@ constexpr std::size_t kMostPending = 2;  // steps that the caller may be ahead o
 /// A step that was committed, until its times are known.
 struct PendingStep {
   std::shared_ptr<const Step> step;
-  balance::StepPlan plan;
   std::vector<MicroBatch> pieces;
-  std::shared_ptr<const ItemPlan> items;  // null: without costs
 };
-
-std::vector<balance::LedgerClaim> ledger_claims(const std::vector<ClaimRecord>& claims) {
-  std::vector<balance::LedgerClaim> out;
-  out.reserve(claims.size());
-  for (const ClaimRecord& claim : claims) {
-    const MicroBatch& mb = claim.micro_batch;
-    out.push_back({mb.device_index, mb.begin, mb.end, claim.start_seconds, claim.finish_seconds});
-  }
-  return out;
-}
-
-std::vector<balance::LedgerClaim> ledger_claims(const std::vector<MicroBatch>& pieces) {
-  std::vector<balance::LedgerClaim> out;
-  out.reserve(pieces.size());
-  for (const MicroBatch& piece : pieces) out.push_back({piece.device_index, piece.begin, piece.end});
-  return out;
-}
-
-/// What each device's items cost.
-std::vector<double> costs_of(const ItemPlan& plan, const StepRecord& record, std::size_t device_count) {
-  std::vector<double> costs(device_count, 0.0);
-  for (const ClaimRecord& claim : record.claims) {
-    const MicroBatch& mb = claim.micro_batch;
-    const double* const first = plan.ordered_costs.data();
-    costs[mb.device_index] = std::accumulate(first + mb.begin, first + mb.end, costs[mb.device_index]);
-  }
-  return costs;
-}
 
 }  // namespace
 
@@ -74,24 +43,10 @@ struct Stepper::State {
         asynchronous(group.asynchronous()),
         options(engine::with_stable_shapes(std::move(the_options), asynchronous)),
         run_ahead(engine::run_ahead_of(group, options)),
-        balancer(engine::make_balancer(group, options, false)),
+        planner(group, options),
         metrics(names_of(group)),
         health(group.devices()),
         origin(std::chrono::steady_clock::now()) {}
-
-  /// Calls both kinds' balancers between steps.
-  template <class Call>
-  void change_devices(const Call& call) {
-    collect(0);
-    call(balancer);
-    if (items) call(items->balancer());
-    plan = {};
-  }
-
-  void draw_plan(std::int64_t batch_size) {
-    latest = current().next_plan(batch_size);
-    awaiting_record = true;
-  }
 
   [[nodiscard]] bool corrects() const { return options.corrections.value_or(!asynchronous); }
 
@@ -99,70 +54,36 @@ struct Stepper::State {
     return options.micro_batch > 0 ? std::min(options.least_items, options.micro_batch) : options.least_items;
   }
 
-  /// Of the kind of steps that was planned last.
-  [[nodiscard]] balance::Balancer& current() { return costing ? items->balancer() : balancer; }
-  [[nodiscard]] const balance::Balancer& current() const { return costing ? items->balancer() : balancer; }
+  template <class Batch>
+  std::shared_ptr<const BatchPlan> next_plan(const Batch& batch, bool plans_again) {
+    collect(plans_again ? kMostPending - 1 : 0);
+    plan = planner.next(batch, least_items());
+    return plan;
+  }
 
-  /// Before a plan of steps with costs, or without. What is pending belongs to the other kind's balancer.
-  void turn_to(bool costs) {
-    if (costs == costing) return;
+  void change_devices(const std::function<void(balance::Balancer&)>& change) {
     collect(0);
-    if (costs && !items) {
-      std::vector<std::string> classes;
-      for (const Device& device : group.devices()) classes.push_back(device.device_class);
-      items.emplace(engine::make_balancer(group, options, true), classes, options.micro_batch);
-      for (std::size_t d = 0; d < group.size(); ++d) {
-        if (balancer.retired(d)) items->balancer().retire(d);
-      }
-    }
-    costing = costs;
-    plan = {};
+    planner.change_devices(change);
+    plan = nullptr;
   }
-
-  /// Before the first plan: the kind that it is of is the one whose calls the ledger has.
-  void attach_ledger() {
-    if (ledger && !std::exchange(ledger_attached, true)) current().write_to(ledger);
-  }
-
-  /// Whether either kind's balancer was: what a ledger would have from now on lacks that.
-  [[nodiscard]] bool called() const noexcept { return balancer.called() || (items && items->balancer().called()); }
 
   void note(const PendingStep& done) {
+    const BatchPlan& ran_by = *done.step->plan();
     record = done.step->record();
-    const std::size_t count = group.size();
-    const balance::StepTimings timings = record.timings(count);
-    // Steps that ran before an earlier one's times were known may have run by an older plan: a move that came meanwhile
-    // is judged by steps that ran by it. The plan stays the same until it is recorded.
-    if (!awaiting_record) draw_plan(done.plan.batch_size);
-    bool judged = false;
-    if (latest.shares == done.plan.shares) {
-      if (done.items == nullptr) balancer.record(timings);
-      awaiting_record = false;
-      judged = true;
-    }
-    const std::int64_t batch_size = done.items != nullptr ? done.items->size() : done.plan.batch_size;
-    if (ledger) {
-      const balance::Balancer& decided = done.items != nullptr ? items->balancer() : balancer;
-      ledger->claims(done.plan.step, batch_size, ledger_claims(record.claims), ledger_claims(done.pieces),
-                     done.items != nullptr ? std::span<const std::int64_t>(done.items->arrangement.order)
-                                           : std::span<const std::int64_t>(),
-                     decided.writes_ledger());
-    }
-    if (done.items != nullptr) items->record(*done.items, record, judged);
+    planner.record(ran_by, record, done.pieces);
     observe::StepSample sample;
-    sample.items = record.items(count);
-    if (done.items != nullptr) sample.costs = costs_of(*done.items, record, count);
+    sample.items = record.items(group.size());
+    sample.costs = ran_by.costs_of(record);
     sample.compute_seconds = record.compute_seconds;
     sample.step_seconds = record.step_seconds;
-    sample.moved = done.plan.moved;
-    for (const auto& runs : timings.devices) {
-      double busy = 0.0;
-      for (const balance::MicroBatchTiming& run : runs) busy += run.seconds;
-      sample.busy_seconds.push_back(busy);
+    sample.moved = ran_by.balance.moved;
+    sample.busy_seconds.assign(group.size(), 0.0);
+    for (const ClaimRecord& claim : record.claims) {
+      sample.busy_seconds[claim.micro_batch.device_index] += claim.finish_seconds - claim.start_seconds;
     }
     metrics.add(sample);
     history.add(sample);
-    note_events(done.plan, record, batch_size);
+    note_events(ran_by, record);
   }
 
   /// Takes note of the oldest steps until at most `most` are left, waiting for them, and of those that are done.
@@ -182,22 +103,14 @@ struct Stepper::State {
     }
   }
 
-  std::shared_ptr<Step> make(std::shared_ptr<StepProgram> program, StepOptions step_options) {
-    auto step = std::make_shared<Step>(group, std::move(program), std::move(step_options));
-    {
-      const std::lock_guard lock(cancel_mutex);
-      cancel_running = step->canceller();
-    }
-    return step;
-  }
-
-  void note_events(const balance::StepPlan& planned, const StepRecord& done, std::int64_t batch_size) {
+  void note_events(const BatchPlan& ran_by, const StepRecord& done) {
+    const balance::StepPlan& planned = ran_by.balance;
     const double end = std::chrono::duration<double>(std::chrono::steady_clock::now() - origin).count();
     const double start = end - done.step_seconds;
     if (planned.moved) events.push({.kind = observe::EventKind::move, .step = planned.step, .start_seconds = start});
     events.push({.kind = observe::EventKind::step,
                  .step = planned.step,
-                 .end = batch_size,
+                 .end = ran_by.size,
                  .start_seconds = start,
                  .duration_seconds = done.step_seconds});
     for (const ClaimRecord& claim : done.claims) {
@@ -219,19 +132,12 @@ struct Stepper::State {
   bool asynchronous;  // any of the devices
   StepperOptions options;
   std::vector<std::int64_t> run_ahead;
-  balance::Balancer balancer;  // of steps without costs
-  std::shared_ptr<balance::LedgerWriter> ledger;
-  bool ledger_attached = false;
-  std::optional<engine::ItemPlanner> items;
-  bool costing = false;
-  std::shared_ptr<const ItemPlan> item_plan;  // the last one
+  engine::Planner planner;
+  std::shared_ptr<const BatchPlan> plan;  // the last one; null where the devices have changed since
   observe::MetricsRecorder metrics;
   observe::History history;
   HealthLog health;
   observe::EventRing events;
-  balance::StepPlan plan;    // of the last begin()
-  balance::StepPlan latest;  // of the balancer
-  bool awaiting_record = false;
   std::deque<PendingStep> pending;
   StepRecord record;
   std::chrono::steady_clock::time_point origin;
@@ -246,86 +152,55 @@ Stepper::Stepper(DeviceGroup group, StepperOptions options) {
 
 Stepper::~Stepper() = default;
 
-std::shared_ptr<Step> Stepper::begin(std::int64_t batch_size, std::shared_ptr<StepProgram> program,
-                                     std::vector<std::vector<MicroBatch>> script) {
-  std::shared_ptr<Step> step = prepare(batch_size, std::move(program), std::move(script));
-  step->start();
-  return step;
-}
-
-std::shared_ptr<Step> Stepper::begin(std::shared_ptr<const ItemPlan> items, std::shared_ptr<StepProgram> program) {
-  std::shared_ptr<Step> step = prepare(std::move(items), std::move(program));
-  step->start();
-  return step;
-}
-
-std::shared_ptr<Step> Stepper::prepare(std::int64_t batch_size, std::shared_ptr<StepProgram> program,
-                                       std::vector<std::vector<MicroBatch>> script) {
+std::shared_ptr<const BatchPlan> Stepper::plan(std::int64_t batch_size) {
   if (batch_size < 1) {
     throw InvalidArgument(fmt::format("step: a batch of {} items; at least one is needed.", batch_size));
   }
+  require_idle();
+  return state_->next_plan(batch_size, state_->planner.plans_again(batch_size, state_->least_items()));
+}
+
+std::shared_ptr<const BatchPlan> Stepper::plan(std::span<const double> costs) {
+  require_idle();
+  engine::check_costs(costs);  // before anything changes
+  return state_->next_plan(costs, state_->planner.plans_again(costs));
+}
+
+std::shared_ptr<Step> Stepper::begin(std::shared_ptr<const BatchPlan> plan, std::shared_ptr<StepProgram> program) {
+  std::shared_ptr<Step> step = prepare(std::move(plan), std::move(program));
+  step->start();
+  return step;
+}
+
+std::shared_ptr<Step> Stepper::prepare(std::shared_ptr<const BatchPlan> plan, std::shared_ptr<StepProgram> program,
+                                       std::vector<std::vector<MicroBatch>> script) {
   State& state = *state_;
   require_idle();
-  state.turn_to(false);
-  state.item_plan = nullptr;
-  const bool as_before = state.plan.batch_size == batch_size && state.balancer.least_items() == state.least_items();
-  state.collect(as_before ? kMostPending - 1 : 0);
-  state.attach_ledger();
-  state.balancer.set_least_items(state.least_items());
-  const std::int64_t before = state.plan.batch_size > 0 ? state.plan.step : -1;
-  state.draw_plan(batch_size);
-  state.plan = state.latest;
-  if (state.plan.step == before) state.plan.moved = false;  // the same plan again, and one move
+  if (plan == nullptr || plan != state.plan) {
+    throw InvalidArgument("step: this plan is not the last one that was made. Plan, then begin.");
+  }
   StepOptions options;
-  options.shares = state.plan.shares;
-  options.models = state.plan.models;
-  options.noise = state.plan.noise;
+  options.shares = plan->shares;
+  options.models = plan->balance.models;
+  options.noise = plan->balance.noise;
   options.micro_batch = state.options.micro_batch;
   options.granularity = state.options.granularity;
   options.least_items = state.least_items();
   options.run_ahead = state.run_ahead;
-  // Corrections of any size would be new shapes: asynchronous devices keep to sizes that the user chose.
-  const bool taken_over = options.micro_batch > 0 || state.corrects();
-  options.stealing = state.options.balance == "auto" && taken_over;
+  // Corrections of any size would be new shapes: asynchronous devices keep to sizes that the user chose, or that were
+  // planned.
+  options.any_size = state.corrects();
+  const bool in_pieces = plan->by_cost() || options.micro_batch > 0;
+  options.stealing = state.options.balance == "auto" && (in_pieces || options.any_size);
   options.script = std::move(script);
-  return state.make(std::move(program), std::move(options));
+  options.plan = std::move(plan);
+  auto step = std::make_shared<Step>(state.group, std::move(program), std::move(options));
+  const std::lock_guard lock(state.cancel_mutex);
+  state.cancel_running = step->canceller();
+  return step;
 }
 
-std::shared_ptr<const ItemPlan> Stepper::plan_items(std::span<const double> costs) {
-  State& state = *state_;
-  require_idle();
-  engine::check_costs(costs);  // before anything changes
-  state.turn_to(true);
-  state.collect(state.plan.batch_size == state.items->batch_units(costs) ? kMostPending - 1 : 0);
-  const std::int64_t before = state.plan.batch_size > 0 ? state.plan.step : -1;
-  state.attach_ledger();
-  state.item_plan = state.items->next(costs, state.least_items());
-  state.latest = state.item_plan->balance;
-  state.awaiting_record = true;
-  state.plan = state.latest;
-  if (state.plan.step == before) state.plan.moved = false;  // the same plan again, and one move
-  return state.item_plan;
-}
-
-std::shared_ptr<Step> Stepper::prepare(std::shared_ptr<const ItemPlan> items, std::shared_ptr<StepProgram> program) {
-  State& state = *state_;
-  require_idle();
-  if (items == nullptr || items != state.item_plan) {
-    throw InvalidArgument("step: these items are not what plan_items planned last. Plan, then begin.");
-  }
-  StepOptions options;
-  options.shares = items->item_shares;
-  options.stealing = state.options.balance == "auto";
-  options.any_size = state.corrects();  // others would be new shapes on asynchronous devices
-  options.least_items = state.least_items();
-  options.items = std::move(items);
-  return state.make(std::move(program), std::move(options));
-}
-
-std::optional<ItemReport> Stepper::item_report() const {
-  if (!state_->items) return std::nullopt;
-  return state_->items->report();
-}
+std::optional<ItemReport> Stepper::item_report() const { return state_->planner.item_report(); }
 
 void Stepper::set_corrections(std::optional<bool> corrections) {
   StepperOptions options = state_->options;
@@ -351,7 +226,7 @@ void Stepper::restore(std::size_t device) {
   state_->change_devices([device](balance::Balancer& balancer) { balancer.restore(device); });
 }
 
-bool Stepper::retired(std::size_t device) const { return state_->balancer.retired(device); }
+bool Stepper::retired(std::size_t device) const { return state_->planner.balancer().retired(device); }
 
 void Stepper::cancel() {
   const std::lock_guard lock(state_->cancel_mutex);
@@ -366,44 +241,36 @@ void Stepper::require_idle() const {
 }
 
 void Stepper::commit(std::shared_ptr<const Step> step, std::vector<MicroBatch> pieces) {
-  State& state = *state_;
-  state.pending.push_back({std::move(step), state.plan, std::move(pieces), state.item_plan});
-  state.collect(kMostPending);
+  state_->pending.push_back({std::move(step), std::move(pieces)});
+  state_->collect(kMostPending);
 }
 
 void Stepper::settle() { state_->collect(0); }
 void Stepper::forget_unsettled() noexcept { state_->pending.clear(); }
 
 void Stepper::write_to(std::shared_ptr<balance::LedgerWriter> ledger) {
-  State& state = *state_;
-  if (ledger != nullptr && state.called()) {
+  if (ledger != nullptr && has_planned()) {
     throw InvalidArgument("a ledger must be attached before the first step, with costs or without");
   }
-  state.balancer.write_to(nullptr);
-  if (state.items) state.items->balancer().write_to(nullptr);
-  state.ledger_attached = false;
-  state.ledger = std::move(ledger);
+  state_->planner.write_to(std::move(ledger));
 }
 
-bool Stepper::writes_ledger() const noexcept { return state_->ledger != nullptr; }
-bool Stepper::has_planned() const noexcept { return state_->called(); }
+bool Stepper::writes_ledger() const noexcept { return state_->planner.writes_ledger(); }
+bool Stepper::has_planned() const noexcept { return state_->planner.has_planned(); }
 
-std::string Stepper::explain() const {
-  const balance::Balancer& balancer = state_->current();
-  std::string text = balancer.explain(state_->health.causes(balancer.report()));
-  if (!state_->costing) return text;
-  return "Items are dealt by cost: batch, shares and items below are work, of which the first batch had 1000000.\n" +
-         text + state_->items->explain();
+std::string Stepper::explain() const { return state_->planner.explain(state_->health.causes(balancer().report())); }
+
+const balance::StepPlan& Stepper::last_plan() const noexcept {
+  static const balance::StepPlan none;
+  return state_->plan != nullptr ? state_->plan->balance : none;
 }
-
-const balance::StepPlan& Stepper::plan() const noexcept { return state_->plan; }
-bool Stepper::by_cost() const noexcept { return state_->costing; }
+bool Stepper::by_cost() const noexcept { return state_->planner.by_cost(); }
 const StepRecord& Stepper::last_step() const noexcept { return state_->record; }
 observe::Metrics Stepper::metrics() const { return state_->metrics.snapshot(); }
 const observe::EventRing& Stepper::events() const noexcept { return state_->events; }
 const observe::History& Stepper::history() const noexcept { return state_->history; }
-balance::Balancer& Stepper::balancer() noexcept { return state_->current(); }
-const balance::Balancer& Stepper::balancer() const noexcept { return state_->current(); }
+balance::Balancer& Stepper::balancer() noexcept { return state_->planner.balancer(); }
+const balance::Balancer& Stepper::balancer() const noexcept { return state_->planner.balancer(); }
 const DeviceGroup& Stepper::group() const noexcept { return state_->group; }
 
 }  // namespace paceline

@@ -279,4 +279,4 @@ class Balancer:
         Changes of shares so far, for unchanged batch sizes.
         """
 
-LEDGER_VERSION: int = 5
+LEDGER_VERSION: int = 6

@@ -6,7 +6,7 @@ import typing
 import paceline._core.balance
 import paceline._core.runtime
 
-__all__: list[str] = ["DeviceQueues", "ItemPlan", "StepOutcome", "Stepper", "collect_garbage_if_due"]
+__all__: list[str] = ["BatchPlan", "DeviceQueues", "StepOutcome", "Stepper", "collect_garbage_if_due"]
 
 class StepOutcome:
     """
@@ -112,9 +112,9 @@ class DeviceQueues:
         How data gets from one GPU to another, and why so; empty with one GPU.
         """
 
-class ItemPlan:
+class BatchPlan:
     """
-    Who runs which items of a batch with costs.
+    Who runs which items of a batch. Order, bounds, first and work are empty where items have no costs.
     """
     @property
     def bounds(self) -> list[int]:
@@ -132,9 +132,14 @@ class ItemPlan:
         The items, by position: each device's together, by descending cost.
         """
     @property
+    def shares(self) -> list[int]:
+        """
+        Items of each device.
+        """
+    @property
     def targets(self) -> list[int]:
         """
-        What the balancer wants each device to have of the work.
+        What the balancer wants each device to have, of the items, or of the work where items have costs.
         """
     @property
     def work(self) -> list[float]:
@@ -175,9 +180,15 @@ class Stepper:
         Tell the balancer and the metrics about a step that succeeded; pieces: (device index, begin, end) each, if micro-batches were worked off in smaller ones.
         """
     def explain(self) -> str: ...
-    def plan_items(self, costs: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> ItemPlan:
+    @typing.overload
+    def plan(self, batch_size: typing.SupportsInt | typing.SupportsIndex) -> BatchPlan:
         """
-        Plan a batch with one cost per item; run_items() runs the plan.
+        Plan a batch of so many items.
+        """
+    @typing.overload
+    def plan(self, costs: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> BatchPlan:
+        """
+        Plan a batch with one cost per item.
         """
     def restore(self, device: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
@@ -189,7 +200,7 @@ class Stepper:
         """
     def run(
         self,
-        batch_size: typing.SupportsInt | typing.SupportsIndex,
+        plan: BatchPlan,
         body: typing.Any,
         finish: typing.Any,
         queues: DeviceQueues | None = None,
@@ -202,18 +213,7 @@ class Stepper:
         | None = None,
     ) -> StepOutcome:
         """
-        Run one step: body(device, begin, end, last) -> int per micro-batch, finish(device) -> gradients. claims: (begin, end) of the micro-batches to run instead of planned ones, for each device. See python_program.hpp, and queued_program.hpp for devices with queues.
-        """
-    def run_items(
-        self,
-        items: ItemPlan,
-        body: typing.Any,
-        finish: typing.Any,
-        queues: DeviceQueues | None = None,
-        outputs: typing.Any = None,
-    ) -> StepOutcome:
-        """
-        As run(), with begin and end as positions in the plan's order.
+        Run the last plan: body(device, begin, end, last) -> int per micro-batch, finish(device) -> gradients. With costs begin and end are positions in the plan's order. claims: (begin, end) of the micro-batches to run instead of planned ones, for each device. See python_program.hpp, and queued_program.hpp for devices with queues.
         """
     def set_corrections(self, corrections: bool | None) -> None:
         """
@@ -257,7 +257,7 @@ class Stepper:
     @property
     def items(self) -> typing.Any:
         """
-        What items cost and what padding was saved; None before the first plan_items().
+        What items cost and what padding was saved; None before the first plan with costs.
         """
     @property
     def metrics(self) -> dict[str, typing.Any]:

@@ -101,7 +101,7 @@ class Execution:
         if order is not None:
             items = Items(order, whole, self.places.pin, costs)
         elif costs is not None:
-            plan = work.stepper.plan_items(costs)
+            plan = work.stepper.plan(costs)
             items = Items(list(plan.order), whole, self.places.pin, costs, plan)
         state = CallerState(self.places.types, len(self._names))
         work.seen.follow(self.replicas, self.module, fn, state)
@@ -251,10 +251,8 @@ class Execution:
         run.queues_empty = self._queues_are_empty()
         calls = (run.body, run.finish, self.places.queues, run.sums)
         with self._level(run), run.draws.run(), self.replicas.guarded():
-            if run.items is None or run.items.plan is None:
-                outcome = stepper.run(run.batch.size, *calls, run.claims)
-            else:
-                outcome = stepper.run_items(run.items.plan, *calls)
+            planned = run.items.plan if run.items is not None else None
+            outcome = stepper.run(planned or stepper.plan(run.batch.size), *calls, run.claims)
         if run.draws.must_run_again() and (self.places.hosts_share or (work.fixed and run.search is not None)):
             complete = not run.failures
             run.failures.clear()

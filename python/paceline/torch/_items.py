@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline import InvalidArgument
-from paceline._core.engine import ItemPlan
+from paceline._core.engine import BatchPlan
 from paceline._words import counted
 from paceline.torch._batch import Batch, Move, same
 from paceline.torch._objective import Check, Objective, Pin, accept
@@ -100,7 +100,7 @@ class Items:
     """A planned batch: its slices, its weights and its outputs, each in the right order."""
 
     def __init__(
-        self, order: list[int], batch: Batch, pin: Pin, costs: list[float] | None = None, plan: ItemPlan | None = None
+        self, order: list[int], batch: Batch, pin: Pin, costs: list[float] | None = None, plan: BatchPlan | None = None
     ) -> None:
         self.plan = plan  # None: what is run is told
         costs = costs or [1.0] * len(order)

@@ -229,9 +229,8 @@ class Reports(Work):
     def write_ledger(self, path: str | os.PathLike[str], *, run: str | None = None) -> None:
         """Write every measurement and decision of `step` to a file of JSON lines, and what each device really ran.
 
-        `paceline.balance.replay` reproduces the decisions, `replay_claims` the steps themselves. Steps with `cost` and steps without are decided apart: of a
-        trainer that runs both, the file has measurements and decisions of the kind that ran first, and what ran of both. The claims of the other kind
-        are marked ``"decided_here": false``; their ``step`` is the number of a decision that is not in the file.
+        `paceline.balance.replay` reproduces the decisions, `replay_claims` the steps themselves. Steps with `cost` and steps without are decided by a
+        balancer each. Lines of the one that decided second have ``"balancer": 1``, and each counts its own steps.
 
         Parameters
         ----------

@@ -66,7 +66,7 @@ class HostWorkers:
             return DONE
 
         try:
-            self._stepper.run(len(tasks), body, _nothing)
+            self._stepper.run(self._stepper.plan(len(tasks)), body, _nothing)
         finally:
             _finish(left, errors)
         if errors:

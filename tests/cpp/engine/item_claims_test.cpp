@@ -22,10 +22,10 @@ namespace paceline {
 namespace {
 
 /// A plan for items of random lengths, with devices that take `speeds` seconds for a unit of work.
-std::shared_ptr<ItemPlan> plan_of(std::mt19937_64& rng, std::size_t items, const std::vector<double>& targets,
-                                  const std::vector<double>& speeds, std::int64_t least = 1) {
+std::shared_ptr<BatchPlan> plan_of(std::mt19937_64& rng, std::size_t items, const std::vector<double>& targets,
+                                   const std::vector<double>& speeds, std::int64_t least = 1) {
   std::lognormal_distribution<double> draw(3.0, 0.7);
-  auto plan = std::make_shared<ItemPlan>();
+  auto plan = std::make_shared<BatchPlan>();
   for (std::size_t k = 0; k < items; ++k) plan->costs.push_back(draw(rng));
   plan->shapes.assign(targets.size(), {.cost = {10.0, 1.0, 0.0}});
   plan->arrangement = plan::arrange_items(plan->costs, targets, plan->shapes, {.min_items = least});
@@ -33,7 +33,7 @@ std::shared_ptr<ItemPlan> plan_of(std::mt19937_64& rng, std::size_t items, const
     plan->ordered_costs.push_back(plan->costs[static_cast<std::size_t>(item)]);
   }
   const auto& [order, bounds, first, work] = plan->arrangement;
-  for (std::size_t d = 0; d < targets.size(); ++d) plan->item_shares.push_back(bounds[first[d + 1]] - bounds[first[d]]);
+  for (std::size_t d = 0; d < targets.size(); ++d) plan->shares.push_back(bounds[first[d + 1]] - bounds[first[d]]);
   plan->seconds_per_work = speeds;
   return plan;
 }
@@ -45,8 +45,8 @@ struct Played {
 };
 
 /// Virtual time: whoever is free first claims next; what a unit of work really takes is `truth`.
-Played play(const std::shared_ptr<const ItemPlan>& plan, const std::vector<double>& truth, bool stealing, bool any_size,
-            std::int64_t least = 1) {
+Played play(const std::shared_ptr<const BatchPlan>& plan, const std::vector<double>& truth, bool stealing,
+            bool any_size, std::int64_t least = 1) {
   engine::ItemClaims claims(plan, stealing, any_size, least);
   Played played{std::vector<int>(plan->costs.size(), 0), std::vector<double>(truth.size(), 0.0), {}};
   std::vector<double> now(truth.size(), 0.0);
@@ -124,7 +124,7 @@ TEST(ItemClaims, KeepsToTheSharesWithoutStealing) {
   const Played played = play(plan, {9e-6, 1e-6}, false, true);
   std::vector<std::int64_t> items(2, 0);
   for (const MicroBatch& mb : played.claimed) items[mb.device_index] += mb.size();
-  EXPECT_EQ(items, plan->item_shares);
+  EXPECT_EQ(items, plan->shares);
   EXPECT_TRUE(std::none_of(played.claimed.begin(), played.claimed.end(), [](const auto& mb) { return mb.correction; }));
 }
 
@@ -224,8 +224,8 @@ TEST(StepsWithCosts, TheGradientIsThatOfEveryItemOnce) {
 TEST(StepsWithCosts, OnlyTheLastPlanRuns) {
   const DeviceGroup group = host_group(1);
   Stepper stepper(group, {});
-  const auto old = stepper.plan_items(std::vector<double>{1.0, 2.0});
-  const auto fresh = stepper.plan_items(std::vector<double>{1.0, 2.0});
+  const auto old = stepper.plan(std::vector<double>{1.0, 2.0});
+  const auto fresh = stepper.plan(std::vector<double>{1.0, 2.0});
   EXPECT_THROW((void)stepper.begin(old, nullptr), InvalidArgument);
 }
 

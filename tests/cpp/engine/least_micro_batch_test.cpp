@@ -48,9 +48,9 @@ void step(Stepper& stepper, std::int64_t batch_size, bool costs, std::int64_t le
   if (costs) {
     std::vector<double> lengths(static_cast<std::size_t>(batch_size));
     std::iota(lengths.begin(), lengths.end(), 1.0);
-    step = stepper.begin(stepper.plan_items(lengths), program);
+    step = stepper.begin(stepper.plan(lengths), program);
   } else {
-    step = stepper.begin(batch_size, program);
+    step = stepper.begin(stepper.plan(batch_size), program);
   }
   step->wait();
   step->rethrow_failure();
@@ -88,14 +88,14 @@ TEST(LeastMicroBatch, HoldsForEveryBatchAndPolicyWithCostsAndWithout) {
 TEST(LeastMicroBatch, MayChangeBetweenSteps) {
   Stepper stepper(host_group(3), {.balance = "even"});
   step(stepper, 3, false, 1);
-  EXPECT_EQ(stepper.plan().shares, (std::vector<std::int64_t>{1, 1, 1}));
+  EXPECT_EQ(stepper.last_plan().shares, (std::vector<std::int64_t>{1, 1, 1}));
   stepper.set_least_items(2);
   step(stepper, 3, false, 2);
-  EXPECT_EQ(stepper.plan().shares, (std::vector<std::int64_t>{3, 0, 0}));
+  EXPECT_EQ(stepper.last_plan().shares, (std::vector<std::int64_t>{3, 0, 0}));
   step(stepper, 5, true, 2);
   stepper.set_least_items(1);
   step(stepper, 3, false, 1);
-  EXPECT_EQ(stepper.plan().shares, (std::vector<std::int64_t>{1, 1, 1}));
+  EXPECT_EQ(stepper.last_plan().shares, (std::vector<std::int64_t>{1, 1, 1}));
   EXPECT_THROW(stepper.set_least_items(0), InvalidArgument);
   EXPECT_THROW(stepper.set_corrections(true), InvalidArgument) << "they need balance 'auto'";
   stepper.set_corrections(false);
@@ -121,7 +121,7 @@ TEST(LeastMicroBatch, CorrectionsComeAndGo) {
   const auto most_claims = [&](int steps, std::size_t enough) {
     std::size_t most = 0;
     for (int k = 0; k < steps && most < enough; ++k) {
-      const std::shared_ptr<Step> step = stepper.begin(40, program);
+      const std::shared_ptr<Step> step = stepper.begin(stepper.plan(40), program);
       step->wait();
       step->rethrow_failure();
       stepper.commit(step);

@@ -178,11 +178,11 @@ TEST(Stepper, GivesNoWorkToADeviceThatNeverComesInTime) {
   constexpr std::int64_t kBatch = 32;
   Stepper stepper(host_group(2), {});
   const auto step = [&](std::size_t late) {
-    const auto running = stepper.begin(kBatch, std::make_shared<LateProgram>(kBatch, late));
+    const auto running = stepper.begin(stepper.plan(kBatch), std::make_shared<LateProgram>(kBatch, late));
     running->wait();
     running->rethrow_failure();
     stepper.commit(running);
-    return stepper.plan().shares[1];
+    return stepper.last_plan().shares[1];
   };
   for (int k = 0; k < 24; ++k) step(1);
   int given = 0;

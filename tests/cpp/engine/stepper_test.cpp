@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The ledger of a stepper: whose calls it has where steps with costs and steps without take turns.
+// A stepper and its ledger, where steps with costs and steps without take turns.
 #include <paceline/engine/stepper.hpp>
 
 #include <gtest/gtest.h>
@@ -9,6 +9,7 @@
 #include <memory>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <paceline/balance/ledger.hpp>
@@ -34,7 +35,7 @@ void run(Stepper& stepper, const std::shared_ptr<Step>& step) {
 
 void step(Stepper& stepper, bool costs) {
   const auto program = std::make_shared<Nothing>();
-  run(stepper, costs ? stepper.begin(stepper.plan_items(kCosts), program) : stepper.begin(8, program));
+  run(stepper, stepper.begin(costs ? stepper.plan(kCosts) : stepper.plan(8), program));
 }
 
 /// A stepper whose ledger lies in memory.
@@ -64,39 +65,65 @@ TEST(StepperLedger, IsRefusedOnceAStepOfEitherKindWasPlanned) {
   }
 }
 
-TEST(StepperLedger, HasTheCallsOfTheKindThatRanFirstAndMarksWhatRanOfTheOther) {
+TEST(StepperLedger, HasTheCallsOfBothKindsAndTellsThemApart) {
   for (const bool costs : {false, true}) {
     Recorded recorded;
     for (int k = 0; k < 3; ++k) step(recorded.stepper, costs);
     for (int k = 0; k < 2; ++k) step(recorded.stepper, !costs);
     step(recorded.stepper, costs);
-    EXPECT_EQ(recorded.lines_with(R"({"claims")"), 6);
-    EXPECT_EQ(recorded.lines_with(R"("decided_here": false)"), 2);
-    const std::string others =
-        costs ? R"("batch_size": 8, "decided_here": false)" : R"("batch_size": 4, "decided_here": false)";
-    EXPECT_EQ(recorded.lines_with(others), 2);
-    EXPECT_EQ(recorded.lines_with(R"({"plan")"), 4);
-    EXPECT_EQ(recorded.lines_with(R"({"record")"), 4);
+    const std::string first = "{";
+    const std::string second = R"({"balancer": 1, )";
+    const std::string batch_of_first = costs ? R"("batch_size": 4, "ran")" : R"("batch_size": 8, "ran")";
+    const std::string batch_of_second = costs ? R"("batch_size": 8, "ran")" : R"("batch_size": 4, "ran")";
+    EXPECT_EQ(recorded.lines_with(batch_of_first), 4);
+    EXPECT_EQ(recorded.lines_with(batch_of_second), 2);
+    for (const auto& [kind, steps] : {std::pair(first, 4), std::pair(second, 2)}) {
+      for (const char* const call : {"plan", "record", "claims"}) {
+        EXPECT_EQ(recorded.lines_with(kind + '"' + call + '"'), steps) << kind << call;
+      }
+      EXPECT_EQ(recorded.lines_with(kind + R"("paceline_ledger")"), 1);
+    }
   }
 }
 
 TEST(StepperLedger, IsOfStepsWithoutCostsIfCostsWereOnlyRefused) {
   Recorded recorded;
-  EXPECT_THROW((void)recorded.stepper.plan_items(std::vector<double>{-1.0}), InvalidArgument);
+  EXPECT_THROW((void)recorded.stepper.plan(std::vector<double>{-1.0}), InvalidArgument);
   for (int k = 0; k < 2; ++k) step(recorded.stepper, false);
   EXPECT_EQ(recorded.lines_with(R"({"record")"), 2);
-  EXPECT_EQ(recorded.lines_with("decided_here"), 0);
+  EXPECT_EQ(recorded.lines_with("balancer"), 0);
+}
+
+TEST(Stepper, JudgesStepsOfAKindByPlansOfThatKind) {
+  Stepper stepper(host_group(2), {});
+  for (int k = 0; k < 6; ++k) step(stepper, k % 2 == 0);
+  EXPECT_EQ(stepper.balancer().report().steps, 3);
+  step(stepper, true);
+  EXPECT_EQ(stepper.balancer().report().steps, 4);
+  EXPECT_EQ(stepper.metrics().steps, 7);
+}
+
+TEST(Stepper, RefusesAPlanThatIsNotTheLast) {
+  Stepper stepper(host_group(2), {});
+  const auto old = stepper.plan(8);
+  EXPECT_EQ(old->shares, old->balance.shares);
+  const auto fresh = stepper.plan(kCosts);
+  EXPECT_THROW((void)stepper.begin(old, std::make_shared<Nothing>()), InvalidArgument);
+  EXPECT_THROW((void)stepper.begin(nullptr, std::make_shared<Nothing>()), InvalidArgument);
+  run(stepper, stepper.begin(fresh, std::make_shared<Nothing>()));
+  stepper.retire(0);
+  EXPECT_THROW((void)stepper.begin(fresh, std::make_shared<Nothing>()), InvalidArgument);
 }
 
 TEST(Stepper, IsAsItWasAfterCostsThatWereRefused) {
   Stepper stepper(host_group(2), {});
   for (int k = 0; k < 3; ++k) step(stepper, false);
-  const balance::StepPlan before = stepper.plan();
-  EXPECT_THROW((void)stepper.plan_items(std::vector<double>{1.0, std::nan("")}), InvalidArgument);
+  const balance::StepPlan before = stepper.last_plan();
+  EXPECT_THROW((void)stepper.plan(std::vector<double>{1.0, std::nan("")}), InvalidArgument);
   EXPECT_FALSE(stepper.by_cost());
   EXPECT_FALSE(stepper.item_report());
-  EXPECT_EQ(stepper.plan().step, before.step);
-  EXPECT_EQ(stepper.plan().shares, before.shares);
+  EXPECT_EQ(stepper.last_plan().step, before.step);
+  EXPECT_EQ(stepper.last_plan().shares, before.shares);
 }
 
 TEST(StepperLedger, HasWhatLeftAndCameBack) {
@@ -113,8 +140,8 @@ TEST(Stepper, GivesADeviceThatIsRetiredNothingOfEitherKind) {
   Stepper stepper(host_group(3), {});
   const auto ran = [&](bool costs) {
     const auto program = std::make_shared<Nothing>();
-    const auto running =
-        costs ? stepper.begin(stepper.plan_items(std::vector<double>(12, 1.0)), program) : stepper.begin(12, program);
+    const auto plan = costs ? stepper.plan(std::vector<double>(12, 1.0)) : stepper.plan(12);
+    const auto running = stepper.begin(plan, program);
     run(stepper, running);
     return running->items();
   };
@@ -130,7 +157,7 @@ TEST(Stepper, GivesADeviceThatIsRetiredNothingOfEitherKind) {
   EXPECT_FALSE(stepper.retired(1));
   for (const bool costs : {false, true}) {
     ran(costs);
-    EXPECT_GT(stepper.plan().shares[1], 0) << costs;
+    EXPECT_GT(stepper.last_plan().shares[1], 0) << costs;
   }
   stepper.retire(0);
   stepper.retire(1);

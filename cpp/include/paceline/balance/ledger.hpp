@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <iosfwd>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -14,7 +15,7 @@
 namespace paceline::balance {
 
 /// Raised when an older reader would misread a newer ledger, or the same calls would lead to other decisions.
-constexpr std::int64_t kLedgerVersion = 5;
+constexpr std::int64_t kLedgerVersion = 6;
 
 /// What a device ran: items [begin, end) of the batch, or positions in the step's order, with its times on the step's
 /// clock.
@@ -26,12 +27,12 @@ struct LedgerClaim {
   double finish_seconds = 0.0;
 };
 
-/// Writes the calls of one balancer as JSON lines: a header with the format's version and the options, then one line
+/// Writes the calls of a balancer as JSON lines: a header with the format's version and the options, then one line
 /// per next_plan, record, retire, restore and change of set_least_items. Doubles are written so that they read back bit
 /// for bit. `paceline.balance.replay` (Python) and `paceline replay` run a fresh balancer through these calls and
 /// compare plans.
 ///
-///   {"paceline_ledger": 5, "options": {...}}
+///   {"paceline_ledger": 6, "options": {...}}
 ///   {"plan": {"step": 0, "batch_size": 512, "shares": [256, 256], "moved": false, "predicted_seconds": 0, "reason":
 ///   "..."}}
 ///   {"record": {"step": 0, "devices": [[[256, 0.03]], [[256, 0.031, true]]], "step_seconds": 0.031}}
@@ -42,10 +43,12 @@ struct LedgerClaim {
 ///
 /// The last is no call: it says what really ran, by device in the order it ran, [device, begin, end, start, finish]
 /// each, if micro-batches were worked off in smaller pieces also "pieces": [[device, begin, end], ...], and of a step
-/// that dealt items out by cost also "order": [item, ...], which begin and end are positions in. With "decided_here":
-/// false another balancer, whose calls are not in the ledger, planned the step, and it is that one's step number.
-/// A replay passes over it. In a record a micro-batch is [items, seconds], with a third element true if it was
+/// that dealt items out by cost also "order": [item, ...], which begin and end are positions in. A replay passes over
+/// it. In a record a micro-batch is [items, seconds], with a third element true if it was
 /// excluded; it has "reduction_seconds" and "startup_seconds" (null: no work) where they were measured.
+///
+/// Several balancers may write one ledger, each through a copy of the writer. Lines of the first one to write its
+/// header are as above; those of the next one begin with "balancer": 1, and so on. Step numbers are the balancer's own.
 ///
 /// Each line is flushed as soon as it is written, so that the ledger of a program that crashes is whole. Not
 /// thread-safe, like the balancer it belongs to. The stream must outlive the writer.
@@ -54,8 +57,9 @@ class PACELINE_API LedgerWriter {
   explicit LedgerWriter(std::ostream& out);
 
   /// Whether a line could not be written. None is written after it: a ledger that lacks calls cannot be replayed.
-  [[nodiscard]] bool failed() const noexcept { return failed_; }
+  [[nodiscard]] bool failed() const noexcept { return sink_->failed; }
 
+  /// To be called first. The lines that follow are of the balancer with these options.
   void header(const BalancerOptions& options);
   void plan(const StepPlan& plan);
   void record(std::int64_t step, const StepTimings& timings);
@@ -63,12 +67,20 @@ class PACELINE_API LedgerWriter {
   void restore(std::size_t device);
   void least_items(std::int64_t items);
   void claims(std::int64_t step, std::int64_t batch_size, std::span<const LedgerClaim> ran,
-              std::span<const LedgerClaim> pieces, std::span<const std::int64_t> order = {}, bool decided_here = true);
+              std::span<const LedgerClaim> pieces, std::span<const std::int64_t> order = {});
 
  private:
-  void line(const std::string& text);
-  std::ostream* out_;
-  bool failed_ = false;
+  /// What all writers of a ledger share.
+  struct Sink {
+    std::ostream* out;
+    int balancers = 0;
+    bool failed = false;
+  };
+
+  void line(const std::string& members);
+
+  std::shared_ptr<Sink> sink_;
+  int balancer_ = 0;
 };
 
 }  // namespace paceline::balance

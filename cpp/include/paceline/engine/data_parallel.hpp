@@ -13,7 +13,7 @@
 #include <vector>
 
 #include <paceline/comm/communicator.hpp>
-#include <paceline/engine/item_plan.hpp>
+#include <paceline/engine/batch_plan.hpp>
 #include <paceline/engine/micro_batch.hpp>
 #include <paceline/engine/objective.hpp>
 #include <paceline/engine/step.hpp>
@@ -100,7 +100,7 @@ class PACELINE_API BasicDataParallel {
 
   /// One step over items that do not cost the same: one cost per item, in any unit (tokens), none negative. Devices get
   /// work in proportion to their speed, in micro-batches of items of similar cost, longest first; what an item costs in
-  /// time is learned (Stepper::plan_items). The body finds its items in MicroBatch::items, indices into `costs`; its
+  /// time is learned (Stepper::plan). The body finds its items in MicroBatch::items, indices into `costs`; its
   /// begin and end are positions in the step's own order.
   ///
   ///   trainer.step(lengths, [&](const paceline::MicroBatch& mb, paceline::Replica& replica) {

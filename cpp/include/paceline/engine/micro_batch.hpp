@@ -17,7 +17,7 @@ struct MicroBatch {
   bool last = false;
   bool correction = false;  ///< from the common pool, or planned for another device
 
-  /// Where items have costs, and positions [begin, end) are those of the step's ItemPlan: the indices of its items in
+  /// Where items have costs, and positions [begin, end) are those of the step's BatchPlan: the indices of its items in
   /// the caller's batch, longest first. Valid while the micro-batch runs. Empty: the items are [begin, end) themselves.
   std::span<const std::int64_t> items{};
 

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include <paceline/balance/balancer.hpp>
+#include <paceline/engine/batch_plan.hpp>
 #include <paceline/engine/block_reduction.hpp>
-#include <paceline/engine/item_plan.hpp>
 #include <paceline/engine/micro_batch.hpp>
 #include <paceline/export.hpp>
 #include <paceline/plan/cost_model.hpp>
@@ -82,10 +82,10 @@ struct StepOptions {
   /// Not empty: exactly these micro-batches, for each device in this order, instead of `shares`, `micro_batch` and
   /// `stealing`. So a step runs again as it once ran.
   std::vector<std::vector<MicroBatch>> script{};
-  /// Items with costs: what is claimed is its micro-batches, and `shares` are its item_shares. Null: any item costs the
-  /// same. The models and the size of micro-batches are then the plan's own.
-  std::shared_ptr<const ItemPlan> items{};
-  bool any_size = true;  ///< with `items`: whether a part of a planned micro-batch may be taken over
+  /// What the step follows, and carries to Stepper::commit. With costs the step claims the plan's own micro-batches,
+  /// and `models`, `noise`, `micro_batch` and `granularity` count for nothing. Null: the other options say it all.
+  std::shared_ptr<const BatchPlan> plan{};
+  bool any_size = true;  ///< with costs: whether a part of a planned micro-batch may be taken over
 };
 
 struct PACELINE_API StepRecord {
@@ -127,6 +127,8 @@ class PACELINE_API Step {
   void cancel();
   /// A function that does so, for as long as the step exists; calling it later is harmless. Any thread.
   [[nodiscard]] std::function<void()> canceller() const;
+  /// StepOptions::plan.
+  [[nodiscard]] const std::shared_ptr<const BatchPlan>& plan() const noexcept { return plan_; }
   /// After wait(): what went wrong, or null.
   [[nodiscard]] const StepFailure* failure() const noexcept;
   /// After wait(): throws if there was a failure. An error of the type that the program threw (Timeout, OutOfMemory,
@@ -143,6 +145,7 @@ class PACELINE_API Step {
 
  private:
   DeviceGroup group_;
+  std::shared_ptr<const BatchPlan> plan_;
   std::shared_ptr<engine::StepSource> source_;
 };
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include <paceline/balance/balancer.hpp>
-#include <paceline/engine/item_plan.hpp>
+#include <paceline/engine/batch_plan.hpp>
 #include <paceline/engine/step.hpp>
 #include <paceline/export.hpp>
 #include <paceline/observe/event_ring.hpp>
@@ -39,7 +39,7 @@ struct StepperOptions {
 
 /// One balanced step after another on one group: plan, run, commit. What trainers in any language are made of.
 ///
-///   auto step = stepper.begin(batch_size, program);
+///   auto step = stepper.begin(stepper.plan(batch_size), program);
 ///   step->wait();
 ///   if (step->failure() == nullptr) stepper.commit(step);   // only now do the balancer and the metrics learn of it
 ///
@@ -56,31 +56,26 @@ class PACELINE_API Stepper {
   Stepper(const Stepper&) = delete;
   Stepper& operator=(const Stepper&) = delete;
 
-  /// Plans `batch_size` items (at least one) and hands the step to the workers. Nothing waits.
-  /// With a `script` the step runs as that says, whatever the plan; see StepOptions::script.
-  [[nodiscard]] std::shared_ptr<Step> begin(std::int64_t batch_size, std::shared_ptr<StepProgram> program,
-                                            std::vector<std::vector<MicroBatch>> script = {});
-
-  /// begin() in two, for callers that let go of something between planning and the workers' start: Step::start() hands
-  /// it to them.
-  [[nodiscard]] std::shared_ptr<Step> prepare(std::int64_t batch_size, std::shared_ptr<StepProgram> program,
-                                              std::vector<std::vector<MicroBatch>> script = {});
-
+  /// Plans a batch of so many items, at least one.
+  [[nodiscard]] std::shared_ptr<const BatchPlan> plan(std::int64_t batch_size);
   /// Plans a batch whose items do not cost the same: one cost per item, in any unit (tokens). The devices' work is
   /// balanced, not their items, by what the balancer decides (`balance` holds as it is); each device's items are sorted
   /// and packed into micro-batches of similar length, of at most StepperOptions::micro_batch items. What an item costs
   /// in time is learned. Steps with costs and steps without are measured apart, each kind by a balancer of its own;
   /// metrics(), events() and history() have both.
   /// @throws InvalidArgument without items, and for a cost that is negative or not finite.
-  [[nodiscard]] std::shared_ptr<const ItemPlan> plan_items(std::span<const double> costs);
-  /// Runs a plan; program->run() gets its micro-batches, with MicroBatch::items.
-  /// @throws InvalidArgument if it is not the last one that plan_items made.
-  [[nodiscard]] std::shared_ptr<Step> begin(std::shared_ptr<const ItemPlan> items,
+  [[nodiscard]] std::shared_ptr<const BatchPlan> plan(std::span<const double> costs);
+
+  /// Hands a plan to the workers; program->run() gets its micro-batches. Nothing waits.
+  /// @throws InvalidArgument if it is not the last plan that was made.
+  [[nodiscard]] std::shared_ptr<Step> begin(std::shared_ptr<const BatchPlan> plan,
                                             std::shared_ptr<StepProgram> program);
-  /// As for a batch whose items cost the same.
-  [[nodiscard]] std::shared_ptr<Step> prepare(std::shared_ptr<const ItemPlan> items,
-                                              std::shared_ptr<StepProgram> program);
-  /// What items cost, as far as that is known; none before the first plan_items.
+  /// begin() without its end, for callers that let go of something before the workers start: Step::start() hands the
+  /// step to them. With a `script` the step runs as that says, whatever the plan; see StepOptions::script.
+  [[nodiscard]] std::shared_ptr<Step> prepare(std::shared_ptr<const BatchPlan> plan,
+                                              std::shared_ptr<StepProgram> program,
+                                              std::vector<std::vector<MicroBatch>> script = {});
+  /// What items cost, as far as that is known; none before the first plan with costs.
   [[nodiscard]] std::optional<ItemReport> item_report() const;
 
   /// StepperOptions::corrections and least_items, from the next plan on.
@@ -110,10 +105,9 @@ class PACELINE_API Stepper {
   /// metrics never learn of them.
   void forget_unsettled() noexcept;
 
-  /// From now on every call of the balancer goes to `ledger`, and what really ran in each step. As
-  /// Balancer::write_to(): attach before the first step. In a stepper that runs steps with costs and steps without, the
-  /// calls are those of the kind that ran first. What ran is there of both; LedgerWriter::claims marks the other
-  /// kind's.
+  /// From now on every call of the balancers goes to `ledger`, and what really ran in each step. As
+  /// Balancer::write_to(): attach before the first step. Steps with costs and steps without are decided by a balancer
+  /// each, and the ledger has the calls of both.
   /// @throws InvalidArgument once a step was planned, with costs or without.
   void write_to(std::shared_ptr<balance::LedgerWriter> ledger);
   [[nodiscard]] bool writes_ledger() const noexcept;
@@ -123,8 +117,8 @@ class PACELINE_API Stepper {
   /// The balancer's explanation, with what its devices' sensors and counters say about those that are slow.
   [[nodiscard]] std::string explain() const;
 
-  /// The plan of the last begin().
-  [[nodiscard]] const balance::StepPlan& plan() const noexcept;
+  /// The balancer's part of the last plan.
+  [[nodiscard]] const balance::StepPlan& last_plan() const noexcept;
   /// Whether the last plan was of items with costs: what its shares, and balancer()'s, count is then work.
   [[nodiscard]] bool by_cost() const noexcept;
   [[nodiscard]] const StepRecord& last_step() const noexcept;

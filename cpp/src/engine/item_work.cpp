@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/item_planner.hpp"
+#include "engine/item_work.hpp"
 
 #include <fmt/format.h>
 
@@ -36,7 +36,7 @@ double longest_of(const std::vector<double>& costs, std::int64_t begin, std::int
   return *std::max_element(costs.begin() + begin, costs.begin() + end);
 }
 
-const char* told(plan::ItemMeasure measure) {
+const char* described(plan::ItemMeasure measure) {
   switch (measure) {
     case plan::ItemMeasure::padded:
       return "the longest item of the micro-batch, times its items";
@@ -59,9 +59,8 @@ void check_costs(std::span<const double> costs) {
   }
 }
 
-ItemPlanner::ItemPlanner(balance::Balancer balancer, const std::vector<std::string>& device_classes,
-                         std::int64_t micro_batch)
-    : balancer_(std::move(balancer)), shapes_(device_classes.size()), micro_batch_(micro_batch) {
+ItemWork::ItemWork(const std::vector<std::string>& device_classes, std::int64_t micro_batch, bool plain_costs)
+    : shapes_(device_classes.size()), micro_batch_(micro_batch), plain_costs_(plain_costs) {
   std::map<std::string, std::size_t> numbers;
   for (const std::string& name : device_classes) {
     const auto [entry, is_new] = numbers.emplace(name, numbers.size());
@@ -71,12 +70,12 @@ ItemPlanner::ItemPlanner(balance::Balancer balancer, const std::vector<std::stri
   classes_.assign(numbers.size(), ItemShapes(device_classes.size()));
 }
 
-std::int64_t ItemPlanner::batch_units(std::span<const double> costs) const {
+std::int64_t ItemWork::batch_units(std::span<const double> costs) const {
   if (batch_size_ == 0) return static_cast<std::int64_t>(kUnits);
   return units_of(total_of(costs));
 }
 
-std::int64_t ItemPlanner::units_of(double cost) const {
+std::int64_t ItemWork::units_of(double cost) const {
   const double work = std::clamp(unit_ * cost, kLeastUnits, kMostUnits);
   const auto factor_to = [&](std::int64_t size) {
     const auto units = static_cast<double>(size);
@@ -88,33 +87,37 @@ std::int64_t ItemPlanner::units_of(double cost) const {
   return factor_to(*nearest) <= std::numbers::sqrt2 ? *nearest : std::llround(work);
 }
 
-std::shared_ptr<const ItemPlan> ItemPlanner::next(std::span<const double> costs, std::int64_t least_items) {
-  check_costs(costs);
+std::int64_t ItemWork::begin(std::span<const double> costs) {
   const std::int64_t units = batch_units(costs);
-  auto made = std::make_shared<ItemPlan>();
-  made->costs.assign(costs.begin(), costs.end());
-  if (all_free(costs)) std::fill(made->costs.begin(), made->costs.end(), 1.0);
   if (batch_size_ == 0) {
     unit_ = kUnits / total_of(costs);
     const double fixed = kFixedAtFirst * kUnits / static_cast<double>(shapes_.size());
     std::fill(shapes_.begin(), shapes_.end(), plan::ItemShape{.cost = {fixed, unit_, 0.0}});
   }
   batch_size_ = units;
-  batch_sizes_.insert(batch_size_);
-  made->balance = balancer_.next_plan(batch_size_);
+  batch_sizes_.insert(units);
+  return units;
+}
+
+std::shared_ptr<const BatchPlan> ItemWork::arrange(std::span<const double> costs, balance::StepPlan decided,
+                                                   std::int64_t least_items) const {
+  auto made = std::make_shared<BatchPlan>();
+  made->size = std::ssize(costs);
+  made->balance = std::move(decided);
+  made->costs.assign(costs.begin(), costs.end());
+  if (all_free(costs)) std::fill(made->costs.begin(), made->costs.end(), 1.0);
   made->shapes = shapes_;
   std::vector<double> targets;
   for (const std::int64_t share : made->balance.shares) targets.push_back(static_cast<double>(share));
   const std::int64_t most = micro_batch_ > 0 ? micro_batch_ : std::numeric_limits<std::int64_t>::max();
-  made->arrangement = plan::arrange_items(
-      made->costs, targets, shapes_,
-      {.max_items = most, .min_items = least_items, .plain_costs = balancer_.options().policy != "auto"});
+  made->arrangement = plan::arrange_items(made->costs, targets, shapes_,
+                                          {.max_items = most, .min_items = least_items, .plain_costs = plain_costs_});
   for (const std::int64_t item : made->arrangement.order) {
     made->ordered_costs.push_back(made->costs[static_cast<std::size_t>(item)]);
   }
   const auto& [order, bounds, first, work] = made->arrangement;
   for (std::size_t d = 0; d < shapes_.size(); ++d) {
-    made->item_shares.push_back(bounds[first[d + 1]] - bounds[first[d]]);
+    made->shares.push_back(bounds[first[d + 1]] - bounds[first[d]]);
     if (made->balance.models.empty()) continue;
     const std::int64_t share = std::max<std::int64_t>(1, made->balance.shares[d]);
     made->seconds_per_work.push_back(made->balance.models[d].seconds(share) / static_cast<double>(share));
@@ -122,8 +125,7 @@ std::shared_ptr<const ItemPlan> ItemPlanner::next(std::span<const double> costs,
   return made;
 }
 
-void ItemPlanner::record(const ItemPlan& plan, const StepRecord& record, bool judged) {
-  if (judged) balancer_.record(plan.timings(record));
+void ItemWork::record(const BatchPlan& plan, const StepRecord& record, const balance::Balancer& balancer) {
   for (const ClaimRecord& claim : record.claims) {
     const auto [begin, end] = std::pair(claim.micro_batch.begin, claim.micro_batch.end);
     const auto count = static_cast<double>(end - begin);
@@ -131,11 +133,13 @@ void ItemPlanner::record(const ItemPlan& plan, const StepRecord& record, bool ju
     padding_.padded += count * longest_of(plan.ordered_costs, begin, end);
     padding_.contiguous += count * longest_of(plan.costs, begin, end);
   }
-  ++steps_;
   learn(plan, record);
+  if (++steps_ < next_fit_) return;
+  next_fit_ = steps_ + std::min(steps_, kFitEvery);
+  refit(balancer);
 }
 
-void ItemPlanner::learn(const ItemPlan& plan, const StepRecord& record) {
+void ItemWork::learn(const BatchPlan& plan, const StepRecord& record) {
   for (const ClaimRecord& claim : record.claims) {
     const double seconds = claim.finish_seconds - claim.start_seconds;
     if (claim.excluded || !(seconds > 0.0)) continue;
@@ -150,14 +154,11 @@ void ItemPlanner::learn(const ItemPlan& plan, const StepRecord& record) {
     }
     if (timing.longest > 0.0) classes_[class_of_[mb.device_index]].add(timing);
   }
-  if (steps_ < next_fit_) return;
-  next_fit_ = steps_ + std::min(steps_, kFitEvery);
-  refit();
 }
 
-void ItemPlanner::refit() {
+void ItemWork::refit(const balance::Balancer& balancer) {
   std::vector<std::int64_t> since;
-  for (const balance::DeviceReport& device : balancer_.report().devices) {
+  for (const balance::DeviceReport& device : balancer.report().devices) {
     since.push_back(device.change_points + device.drifts > 0 ? device.since_step : 0);
   }
   // The sum of the work in all windows, by the shapes that it was planned with so far: it stays.
@@ -183,7 +184,7 @@ void ItemPlanner::refit() {
   }
 }
 
-ItemReport ItemPlanner::report() const {
+ItemReport ItemWork::report() const {
   ItemReport report;
   report.steps = steps_;
   report.padding = padding_;
@@ -199,7 +200,7 @@ ItemReport ItemPlanner::report() const {
   return report;
 }
 
-std::string ItemPlanner::told_of(std::size_t device_class) const {
+std::string ItemWork::describe(std::size_t device_class) const {
   const ItemShapes& here = classes_[device_class];
   const plan::ItemShape shape = here.shape();
   const std::string on = classes_.size() > 1 ? fmt::format("on {}, ", class_names_[device_class]) : "";
@@ -209,14 +210,14 @@ std::string ItemPlanner::told_of(std::size_t device_class) const {
   return fmt::format(
       "  {}times follow {}\n"
       "  {}a micro-batch takes {:.3g} ms and {:.3g} us for each unit of cost{}, within {:.1f} % (of {})\n",
-      on, told(shape.measure), on, 1e3 * shape.cost.fixed_seconds, 1e6 * shape.cost.per_token_seconds, square,
+      on, described(shape.measure), on, 1e3 * shape.cost.fixed_seconds, 1e6 * shape.cost.per_token_seconds, square,
       100.0 * here.error(), here.samples());
 }
 
-std::string ItemPlanner::explain() const {
+std::string ItemWork::explain() const {
   std::string out;
   for (std::size_t k = 0; k < classes_.size(); ++k) {
-    if (classes_[k].fitted()) out += told_of(k);
+    if (classes_[k].fitted()) out += describe(k);
   }
   if (out.empty()) {
     out = "  what an item costs in time is not measured yet: the given costs are taken as they are\n";

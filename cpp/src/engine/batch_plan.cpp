@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <paceline/engine/item_plan.hpp>
+#include <paceline/engine/batch_plan.hpp>
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include <paceline/engine/step.hpp>
 
 namespace paceline {
 
-double ItemPlan::work(std::size_t device, std::int64_t begin, std::int64_t end) const noexcept {
+double BatchPlan::work(std::size_t device, std::int64_t begin, std::int64_t end) const noexcept {
   if (begin >= end) return 0.0;
   const plan::ItemShape& shape = shapes[device];
   if (shape.measure == plan::ItemMeasure::sum) {
@@ -19,7 +20,19 @@ double ItemPlan::work(std::size_t device, std::int64_t begin, std::int64_t end) 
          static_cast<double>(end - begin) * shape.item(ordered_costs[static_cast<std::size_t>(begin)]);
 }
 
-balance::StepTimings ItemPlan::timings(const StepRecord& record) const {
+std::vector<double> BatchPlan::costs_of(const StepRecord& record) const {
+  if (!by_cost()) return {};
+  std::vector<double> sums(shares.size(), 0.0);
+  for (const ClaimRecord& claim : record.claims) {
+    const MicroBatch& mb = claim.micro_batch;
+    const double* const first = ordered_costs.data();
+    sums[mb.device_index] = std::accumulate(first + mb.begin, first + mb.end, sums[mb.device_index]);
+  }
+  return sums;
+}
+
+balance::StepTimings BatchPlan::timings(const StepRecord& record) const {
+  if (!by_cost()) return record.timings(shares.size());
   struct Sum {
     double work = 0.0;
     double seconds = 0.0;
