@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from paceline.balance import replay
-from paceline.torch import DataParallel, _alone
-from paceline.torch._alone import AloneTrials
+from paceline.torch import DataParallel
+from paceline.torch._run import alone as _alone
+from paceline.torch._run.alone import AloneTrials
 from torch_support import TWO, assert_same_gradients, classifier, classify, noting, plain
 
 KIND = (8, "shapes")

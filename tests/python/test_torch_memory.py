@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline import InvalidArgument, OutOfMemory
 from paceline.torch import DataParallel
-from paceline.torch._memory_model import MemoryModel, metered
+from paceline.torch._run.memory_model import MemoryModel, metered
 from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, noting, plain
 
 DEVICES = pytest.mark.parametrize("devices", [1, 2])
@@ -243,7 +243,7 @@ def test_a_cap_of_small_items_is_not_told_of_large_ones() -> None:
 
 
 def test_the_kinds_of_batches_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.torch._memory._MOST_SHAPES", 2)
+    monkeypatch.setattr("paceline.torch._run.memory._MOST_SHAPES", 2)
     module = Scaled()
     ran: list[int] = []
     with DataParallel(module, ["host:0"]) as trainer:

@@ -271,9 +271,9 @@ def test_ctrl_c_leaves_every_wait_for_a_gpu_that_hangs(fake: Any) -> None:
 
 
 def test_a_module_elsewhere_is_refused(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.torch import _cuda
+    from paceline.torch._devices import cuda
 
-    monkeypatch.setattr(_cuda, "device", lambda index: torch.device("meta"))
+    monkeypatch.setattr(cuda, "device", lambda index: torch.device("meta"))
     module, _ = module_and_batch()
     with pytest.raises(InvalidArgument, match=r"parameter 0\.weight is on cpu, but the first GPU .* is cuda:1"):
         DataParallel(module, ["host:0", "cuda:1"])
@@ -333,11 +333,11 @@ def test_a_parameter_with_gaps_is_not_sent(fake: Any) -> None:
 
 
 def test_a_step_inside_a_graph_capture_is_refused(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.torch import _cuda
+    from paceline.torch._devices import cuda
 
     module, batch = module_and_batch()
     with DataParallel(module, BOXES["two"]) as trainer:
-        monkeypatch.setattr(_cuda, "is_capturing", lambda: True)
+        monkeypatch.setattr(cuda, "is_capturing", lambda: True)
         with pytest.raises(InvalidArgument, match="CUDA graph"):
             trainer.step(classify, batch)
 
@@ -351,7 +351,7 @@ def test_a_gpu_that_failed_elsewhere_is_reported_lost(fake: Any, monkeypatch: py
     with DataParallel(module, BOXES["two"]) as trainer:
         trainer.step(classify, batch)
         with monkeypatch.context() as patched:
-            patched.setattr("paceline.torch._cuda.is_capturing", failed)
+            patched.setattr("paceline.torch._devices.cuda.is_capturing", failed)
             with pytest.raises(
                 DeviceLost, match=r"cuda:0: .*illegal memory access was encountered.*new process"
             ) as caught:

@@ -15,7 +15,7 @@ import torch
 from gpu_cases import BOXES, module_and_batch, queues_of
 from paceline import Cancelled, DeviceGroup
 from paceline.torch import DataParallel
-from paceline.torch._places import Places
+from paceline.torch._devices.places import Places
 from torch_support import classify
 
 
