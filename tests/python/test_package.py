@@ -116,3 +116,11 @@ def test_sub_packages_of_torch_import_one_way_only() -> None:
         if name == TORCH or TORCH_LAYERS.index(name.split(".")[2]) > TORCH_LAYERS.index(module.split(".")[2])
     ]
     assert wrong == []
+
+
+def test_modules_of_torch_import_each_other_in_no_circle() -> None:
+    imports = torch_imports()
+    while free := [module for module, names in imports.items() if not names & imports.keys()]:
+        for module in free:
+            del imports[module]
+    assert sorted(imports) == []

@@ -138,7 +138,7 @@ def test_without_a_trial_the_answer_says_what_it_takes_for_granted() -> None:
 )
 def test_splits_and_sizes_that_the_user_chose_are_kept(options: Any) -> None:
     with DataParallel(classifier()[0], TWO, **options) as trainer:
-        assert trainer._steps.alone is None
+        assert trainer._works.steps.alone is None
 
 
 def test_gradients_and_ledger_hold_in_steps_of_one_device(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def test_the_lengths_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyP
         excluded.clear()
         for batch, costs in lengths(2, 3, 4, 5):
             trainer.step(compiled, batch, cost=costs)
-        assert all(len(sizes) == 3 for sizes in trainer._steps.seen.sizes)
+        assert all(len(sizes) == 3 for sizes in trainer._works.steps.seen.sizes)
     assert [all(step) for step in excluded] == [True, True, False, False]
 
 

@@ -178,7 +178,7 @@ def test_items_of_another_shape_have_a_model_of_their_own() -> None:
         for length in (10, 100):
             x = torch.randn(64, length, 4, dtype=torch.double)
             trainer.step(lambda m, b: m(b).square().mean((1, 2)), x)
-        models = trainer._steps.caps._models[0]
+        models = trainer._works.steps.caps._models[0]
         few, many = (model.per_item for model in models.values())
         assert many == pytest.approx(10 * few, rel=0.01)
 
@@ -264,8 +264,8 @@ def test_the_kinds_of_batches_that_are_remembered_are_bounded(monkeypatch: pytes
         ):
             trainer.step(short_of({4: 8, 8: 2, 16: 1}[width] * width * width, ran), images(16, width))
             assert told in trainer.explain()
-            assert all(len(caps) <= 2 for caps in trainer._steps.caps._caps.values())
-        shapes = [key[0][0] for key in trainer._steps.caps._caps["host"]]  # type: ignore[index]
+            assert all(len(caps) <= 2 for caps in trainer._works.steps.caps._caps.values())
+        shapes = [key[0][0] for key in trainer._works.steps.caps._caps["host"]]  # type: ignore[index]
     assert shapes == [(16, 16), (4, 4)]
 
 

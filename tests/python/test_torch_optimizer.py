@@ -15,8 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
+from paceline.torch._trainer import host_workers as _workers
 from paceline.torch._trainer import optimizer as _optimizer
-from paceline.torch._trainer import workers as _workers
 from torch_support import TWO, hosts
 
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

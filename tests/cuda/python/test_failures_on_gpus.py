@@ -175,7 +175,10 @@ def test_a_lost_device_is_named(fake: Any) -> None:
         with pytest.raises(DeviceLost, match="cuda:1") as error:
             trainer.step(classify, batch)
         assert error.value.device == "cuda:1"
-        assert set(trainer._places.pool_peaks()) == {"cuda:0", "cuda:1"}  # as last known, and close() goes through
+        assert set(trainer._execution.places.pool_peaks()) == {
+            "cuda:0",
+            "cuda:1",
+        }  # as last known, and close() goes through
 
 
 def test_closing_on_a_broken_gpu_hides_no_error_and_leaves_nothing_open(fake: Any) -> None:
@@ -188,7 +191,7 @@ def test_closing_on_a_broken_gpu_hides_no_error_and_leaves_nothing_open(fake: An
     with pytest.raises(ValueError, match="the user's own"):
         with DataParallel(module, BOXES["two"]) as trainer:
             trainer.step(breaks, batch)
-    assert trainer._places.queues is None
+    assert trainer._execution.places.queues is None
     trainer.close()
     assert (fake.released, fake.leftovers) == (1, 0)
 
@@ -230,7 +233,7 @@ def test_replicas_are_let_go_of_when_nothing_runs_any_more(fake: Any, monkeypatc
     order: list[str] = []
     with DataParallel(module, BOXES["two"]) as trainer:
         trainer.step(classify, batch)
-        for owner, call in ((trainer._places, "drain"), (trainer._replicas, "release")):
+        for owner, call in ((trainer._execution.places, "drain"), (trainer._execution.replicas, "release")):
             monkeypatch.setattr(owner, call, noting(order, call, getattr(owner, call)))
     assert order == ["drain", "release"]
 

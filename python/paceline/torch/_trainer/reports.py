@@ -1,4 +1,4 @@
-"""What a trainer tells of its steps: figures, rows, events, words and pictures."""
+"""What can be read about the steps of a trainer: figures, rows, events, words and pictures."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch import nn
 
 from paceline.balance import WhatIfAnswer
 from paceline.torch._run.alone import Measured
-from paceline.torch._run.execution import Workload
-from paceline.torch._trainer.work import Work, kind_of
+from paceline.torch._run.execution import Execution, Workload
+from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.step_gaps import StepGaps
+from paceline.torch._trainer.works import Works, kind_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,19 +25,21 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class Reports(Work):
-    """All that is there to read about a trainer. Nothing here changes what its steps do.
+class Reports:
+    """Everything that can be read about a trainer. Nothing here changes what its steps do.
 
-    Figures, rows, events, pictures and `what_if` are of `step`. Of the runs of `batch` `report` and `explain` tell, by name.
+    Figures, rows, events, pictures and `what_if` are about `step`. `report` and `explain` are also about the runs of `batch`, by name.
     """
 
-    module: nn.Module
-    _loss: torch.Tensor | None = None  # of the last step
-
-    @property
-    def shares(self) -> dict[str, int]:
-        """Items that each device really ran in the last step."""
-        return dict(zip(self._names, self._execution.items, strict=True))
+    def __init__(
+        self, module: nn.Module, works: Works, execution: Execution, lifetime: Lifetime, gaps: StepGaps
+    ) -> None:
+        self.loss: torch.Tensor | None = None  # of the last step; the trainer sets it
+        self._module = module
+        self._works = works
+        self._execution = execution
+        self._lifetime = lifetime
+        self._gaps = gaps
 
     def report(self) -> dict[str, Any]:
         """Figures for a dashboard.
@@ -62,9 +66,14 @@ class Reports(Work):
             micro-batch on the devices of the ``device_class`` that ran most: ``fixed_seconds``, ``seconds_per_cost``, ``seconds_per_squared_cost``, whether it follows the ``"padded"`` cost, the
             ``"sum"`` or the ``"count"`` alone (``measure``), and its relative ``error``.
         """
-        runs = {name: _metrics_of(work) for name, work in self._runs().items()}
-        sizes = {name: sorted(ran) for name, ran in zip(self._names, self._steps.seen.ever, strict=True)}
-        return {**_metrics_of(self._steps), "sizes": sizes, "memory": self._steps.caps.report(), "runs": runs}
+        runs = {name: _metrics_of(work) for name, work in self._works.runs().items()}
+        sizes = {name: sorted(ran) for name, ran in zip(self._works.names, self._works.steps.seen.ever, strict=True)}
+        return {
+            **_metrics_of(self._works.steps),
+            "sizes": sizes,
+            "memory": self._works.steps.caps.report(),
+            "runs": runs,
+        }
 
     def progress(
         self, batches: Iterable[_T], *, total: int | None = None, every: float = 10.0, file: TextIO | None = None
@@ -100,7 +109,7 @@ class Reports(Work):
         from paceline._progress import Progress
 
         def loss() -> float | None:
-            return None if self._loss is None else float(self._loss)
+            return None if self.loss is None else float(self.loss)
 
         return Progress(batches, self.report, loss, total=total, every=every, file=file, watched=self._gaps.watched)
 
@@ -115,7 +124,7 @@ class Reports(Work):
             ``duration_seconds``. A step that failed leaves none. With GPUs a ``"reduction"`` lasts 0 seconds, for it is not timed, and
             a ``"step"`` as `report` says.
         """
-        return list(self._steps.stepper.events)
+        return list(self._works.steps.stepper.events)
 
     def history(self) -> list[dict[str, Any]]:
         """The whole run in at most 1024 rows, oldest first: single steps, or in a longer run equally many steps added up.
@@ -127,7 +136,7 @@ class Reports(Work):
             (as ``items``; None unless all of these steps had them), ``step_seconds``
             (sum, with the reduction, but as `report` has it with GPUs), ``longest_step_seconds`` (of one step), ``moves``. Reading it waits for GPUs, as `report` does.
         """
-        return list(self._steps.stepper.history)
+        return list(self._works.steps.stepper.history)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Draw the run so far: shares with their moves, speeds, and step times; by cost where all steps had `cost`. Also after `close`.
@@ -151,8 +160,8 @@ class Reports(Work):
         """
         from paceline._plot import draw_run, save
 
-        names = ", ".join(self._names) if len(self._names) <= 4 else f"{len(self._names)} devices"
-        title = f"{type(self.module).__name__} on {names}, balance {self._options['balance']}"
+        names = ", ".join(self._works.names) if len(self._works.names) <= 4 else f"{len(self._works.names)} devices"
+        title = f"{type(self._module).__name__} on {names}, balance {self._works.options['balance']}"
         return save(draw_run(self.history(), title=title), path)
 
     def explain(self) -> str:
@@ -163,11 +172,15 @@ class Reports(Work):
 
         Waits for GPUs; also after `close`.
         """
-        texts = [f"run {name}: {_told(work)}" for name, work in self._runs().items() if work.stepper.metrics["steps"]]
-        if self._steps.stepper.metrics["steps"] or not texts:
-            texts.insert(0, _told(self._steps))
-        texts[0] += self._places.explain() + self._execution.explain()
-        if not any(self._places.on_gpu):
+        texts = [
+            f"run {name}: {_explained(work)}"
+            for name, work in self._works.runs().items()
+            if work.stepper.metrics["steps"]
+        ]
+        if self._works.steps.stepper.metrics["steps"] or not texts:
+            texts.insert(0, _explained(self._works.steps))
+        texts[0] += self._execution.places.explain() + self._execution.explain()
+        if not any(self._execution.places.on_gpu):
             texts[0] += self._gaps.explain()
         return "\n".join(texts)
 
@@ -206,21 +219,21 @@ class Reports(Work):
         asked: dict[str, Any] = {
             name: tuple(value) if isinstance(value, Iterator) else value for name, value in given.items()
         }
-        answer = self._steps.stepper.what_if(**asked)
-        measured = None if self._steps.alone is None else self._steps.alone.measured
+        answer = self._works.steps.stepper.what_if(**asked)
+        measured = None if self._works.steps.alone is None else self._works.steps.alone.measured
         # After steps with costs the estimates may be of work instead of items.
-        if measured is None or self._steps.stepper.items is not None:
+        if measured is None or self._works.steps.stepper.items is not None:
             return answer
         working = [device for device, share in enumerate(answer.shares) if share > 0]
-        return self._steps.stepper.what_if(**asked, **self._relief(measured, working))
+        return self._works.steps.stepper.what_if(**asked, **self._relief(measured, working))
 
     def _relief(self, measured: Measured, working: list[int]) -> dict[str, Any]:
         """What estimates from devices side by side lack: how much faster one is alone, and the trainer's own part of a step."""
         factors: dict[int, float] = {}
         overhead = 0.0
         for device, alone in measured.alone.items():
-            others = [name for index, name in enumerate(self._names) if index != device]
-            estimated = self._steps.stepper.what_if(remove=others, batch_size=measured.size)
+            others = [name for index, name in enumerate(self._works.names) if index != device]
+            estimated = self._works.steps.stepper.what_if(remove=others, batch_size=measured.size)
             overhead = max(0.0, measured.together - estimated.present_seconds)
             factors[device] = max(0.05 * alone.step, alone.step - overhead) / estimated.seconds
         known = [factors[device] for device in working if device in factors] if len(working) == 1 else []
@@ -246,11 +259,11 @@ class Reports(Work):
             After the first step, or the first run of that name (a ledger that lacks some cannot be replayed), or if the file cannot be
             written.
         """
-        with self._alone("write_ledger"):
-            self._work(kind_of(run)).stepper.write_ledger(os.fspath(path))
+        with self._lifetime.exclusive("write_ledger"):
+            self._works.of(kind_of(run)).stepper.write_ledger(os.fspath(path))
 
 
-def _told(work: Workload) -> str:
+def _explained(work: Workload) -> str:
     """Of one kind of work: what was seen and decided, and what limits it."""
     busy = [entry["busy_seconds"] for entry in work.stepper.metrics["devices"].values()]
     sizes = "" if work.sizes is None else work.sizes.explain()

@@ -2,50 +2,49 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from paceline import Device, DeviceGroup, InvalidArgument
 from paceline.comm import Transport
-from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.items import Cost
-from paceline.torch._batch.objective import Objective, Reduction, Weight
+from paceline.torch._batch.objective import Reduction, Weight
 from paceline.torch._devices.places import Places
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.alone import AloneTrials
-from paceline.torch._run.execution import Execution, Workload
+from paceline.torch._run.execution import Execution
 from paceline.torch._run.micro_batch_size import MicroBatchSizes
-from paceline.torch._run.run import Frame, LossFunction, PredictRun, TrainRun
+from paceline.torch._run.run import LossFunction
 from paceline.torch._trainer.arguments import (
     Balance,
     Memory,
     check_corrections,
     check_devices,
-    check_scaler,
     check_sizes,
-    check_trains,
     check_transport,
     memory_limits,
     named_devices,
     policy_of,
 )
-from paceline.torch._trainer.claims import ClaimScript
-from paceline.torch._trainer.forward import forward
-from paceline.torch._trainer.global_batch import FunctionRun, GlobalBatch, RunFunction
+from paceline.torch._trainer.host_workers import HostWorkers
+from paceline.torch._trainer.lifetime import Lifetime
 from paceline.torch._trainer.optimizer import spread
+from paceline.torch._trainer.parts import carried_out_by
+from paceline.torch._trainer.predictions import Predictions
 from paceline.torch._trainer.reports import Reports
 from paceline.torch._trainer.step_gaps import StepGaps
+from paceline.torch._trainer.training import Training
 from paceline.torch._trainer.trials import Trials
-from paceline.torch._trainer.work import kind_of
-from paceline.torch._trainer.workers import HostWorkers
+from paceline.torch._trainer.works import Works
+
+_T = TypeVar("_T", bound="DataParallel")
 
 
-class DataParallel(Trials, Reports):
+class DataParallel:
     """Trains `module` on several devices of this machine, with exactly the gradient of one.
 
     Every call of `step` splits one batch over the devices in proportion to what was measured of them, runs forward and backward on
@@ -149,35 +148,51 @@ class DataParallel(Trials, Reports):
         policy, weights = policy_of(balance)
         check_corrections(corrections, policy, micro_batch)
         self.module = module
-        self._reduction: Reduction = reduction
         group = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices(devices, module))
         owned = group is not devices
         try:
-            self._names = [device.name for device in group.devices]
             places = Places(group, module, timeout, transport)
-            self._options: dict[str, Any] = {
+            options: dict[str, Any] = {
                 "balance": policy,
                 "weights": weights,
                 "micro_batch": micro_batch or 0,
                 "granularity": granularity,
                 "corrections": corrections,
             }
-            self._limits = memory_limits(memory, group)
-            self._works = {kind_of(None): Workload(group, places, self._limits, **self._options)}
+            works = Works(group, places, memory_limits(memory, group), options)
             if micro_batch is None and granularity == 1 and corrections is not False and not any(places.on_gpu):
-                self._steps.sizes = MicroBatchSizes()
+                works.steps.sizes = MicroBatchSizes()
                 if policy == "auto" and len(group) > 1:
-                    self._steps.alone = AloneTrials()
-            self._temporary = []
-            self._scripts = {}
+                    works.steps.alone = AloneTrials()
             execution = Execution(group, module, places, Replicas(module, places, replicate))
         except BaseException:
             if owned:
                 group.close()
             raise
-        self._loss: torch.Tensor | None = None  # of the last step, for those who watch
+        self.group = group
+        self._works = works
+        self._execution = execution
         self._gaps = StepGaps()
-        super().__init__(group, owned, execution)
+        self._lifetime = lifetime = Lifetime(group, owned, execution, works, self._gaps)
+        self._training = Training(works, execution, lifetime, reduction)
+        self._predictions = Predictions(works, execution, lifetime, self._training)
+        self._trials = Trials(works, execution, lifetime, self._training)
+        self._reports = Reports(module, works, execution, lifetime, self._gaps)
+
+    batch = carried_out_by("_training", Training.batch)
+    predict = carried_out_by("_predictions", Predictions.predict)
+    replay_claims = carried_out_by("_training", Training.replay_claims)
+    check = carried_out_by("_trials", Trials.check)
+    find_batch_size = carried_out_by("_trials", Trials.find_batch_size)
+    report = carried_out_by("_reports", Reports.report)
+    progress = carried_out_by("_reports", Reports.progress)
+    events = carried_out_by("_reports", Reports.events)
+    history = carried_out_by("_reports", Reports.history)
+    plot = carried_out_by("_reports", Reports.plot)
+    explain = carried_out_by("_reports", Reports.explain)
+    what_if = carried_out_by("_reports", Reports.what_if)
+    write_ledger = carried_out_by("_reports", Reports.write_ledger)
+    close = carried_out_by("_lifetime", Lifetime.close)
 
     def step(
         self,
@@ -241,121 +256,15 @@ class DataParallel(Trials, Reports):
         Cancelled
             If another thread closed the trainer; gradients and buffers are as before the step.
         """
-        with self._alone("step"):
+        with self._lifetime.exclusive("step"):
             began = self._gaps.begin()
             try:
-                self._loss = self._step(loss_fn, batch, weight, scaler, cost)
+                loss = self._reports.loss = self._training.step(loss_fn, batch, weight, scaler, cost)
             except BaseException:
                 self._gaps.interrupted()
                 raise
             self._gaps.end(began)
-            return self._loss
-
-    def _step(
-        self, loss_fn: LossFunction, batch: Any, weight: Weight | None, scaler: Any, cost: Cost | None
-    ) -> torch.Tensor:
-        check_trains("step", loss_fn)
-        check_scaler("step", scaler)
-        whole, objective = self._prepared(batch, weight)
-        costs = self._costs(cost, batch, whole.size)
-        names = self._replicas.names
-
-        def run_of(frame: Frame, objective: Objective) -> TrainRun:
-            return TrainRun(frame, loss_fn=loss_fn, objective=objective, scale=self._scale_of(scaler), names=names)
-
-        return self._train(kind_of(None), whole, objective, costs, loss_fn, run_of)
-
-    def batch(self, batch: Any, *, weight: Weight | None = None, cost: Cost | None = None) -> GlobalBatch:
-        """The lower level that `step` is made of, for several optimizers, adversarial networks, several losses, backward by hand.
-
-        The library owns the split, the weights and the reduction; forward and backward are the caller's function's. Every run of the
-        batch commits its gradients, or raises and commits none of them. Between runs anything may happen, such as a step of an optimizer.
-
-        Parameters
-        ----------
-        batch, weight, cost
-            As for `step`. With `cost` every run of the batch deals out its items by it, and as its own times say.
-
-        Returns
-        -------
-        GlobalBatch
-            ``run(fn)`` calls ``fn(module, micro_batch)`` on all devices, and raises what `step` does. It ends with its ``with`` block.
-
-        Raises
-        ------
-        InvalidArgument
-            For a batch, weight or costs that cannot be used.
-
-        Examples
-        --------
-        Networks that are trained against each other are parts of one module:
-
-        >>> trainer = DataParallel(nn.ModuleDict({"generator": G, "critic": C}))      # doctest: +SKIP
-        >>> def criticise(networks, micro_batch):
-        ...     real, noise = micro_batch.data
-        ...     fake = networks["generator"](noise).detach()
-        ...     micro_batch.backward(bce(networks["critic"](real), 1) + bce(networks["critic"](fake), 0))
-        >>> with trainer.batch((images, noise)) as global_batch:                     # doctest: +SKIP
-        ...     global_batch.run(criticise, parameters=C); critic_optimizer.step()
-        ...     global_batch.run(generate, parameters=G); generator_optimizer.step()
-        """
-        with self._alone("batch"):
-            whole, objective = self._prepared(batch, weight)
-            costs = self._costs(cost, batch, whole.size)
-
-        def start(fn: RunFunction, wanted: list[nn.Parameter] | None, scaler: Any, name: str) -> torch.Tensor:
-            def run_of(frame: Frame, objective: Objective) -> TrainRun:
-                return FunctionRun(frame, fn, objective, self._scale_of(scaler), self._replicas, wanted)
-
-            with self._beside("run"):
-                check_trains("run", fn)
-                check_scaler("run", scaler)
-                return self._train(kind_of(name), whole, objective, costs, fn, run_of)
-
-        return GlobalBatch(whole.size, start)
-
-    def predict(
-        self, batch: Any, fn: Callable[[nn.Module, Any], Any] | None = None, *, cost: Cost | None = None
-    ) -> Any:
-        """Run the module forward over `batch` on all devices, without gradients.
-
-        Parameters
-        ----------
-        batch
-            As for `step`.
-        fn
-            ``fn(module, slice)``; default ``module(slice)``. Returns a tensor, or a nest of them, whose dimension 0 is the item.
-        cost
-            As for `step`. Outputs still come in the caller's order; where `fn` trims its slice, it has to pad what it returns to a common
-            length.
-
-        Returns
-        -------
-        Any
-            What `fn` returns, for the whole batch, in the order of the items. The training mode is the module's own.
-
-        Raises
-        ------
-        InvalidArgument
-            For a batch, costs or outputs that cannot be used.
-        Timeout, DeviceLost, Error, Cancelled, KeyboardInterrupt
-            As `step`.
-        Exception
-            What `fn` raised on a worker, with a note that names the device.
-        """
-        with self._beside("predict"):
-            return self._predict(batch, fn if fn is not None else forward, cost)
-
-    def _predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any], cost: Cost | None) -> Any:
-        whole = Batch(batch)
-        self._places.begin(whole)
-        costs = self._costs(cost, batch, whole.size)
-        work = self._work("predict")
-
-        def attempt() -> Any:
-            return self._execution.predict(work, PredictRun(self._execution.frame(work, whole, fn, costs), fn=fn))
-
-        return self._execution.repeated(attempt)
+            return loss
 
     def optimizer(
         self, cls: type[torch.optim.Optimizer], parameters: Iterable[Any] | None = None, /, **options: Any
@@ -372,36 +281,57 @@ class DataParallel(Trials, Reports):
             What `cls` raises, for these parameters and options. Where its ``step`` raises on a worker, as for a gradient of another type, parts
             that others have are updated or not: go on from what you saved last.
         """
-        return spread(cls, self.module.parameters() if parameters is None else parameters, HostWorkers(self), options)
+        return spread(
+            cls, self.module.parameters() if parameters is None else parameters, HostWorkers(self._lifetime), options
+        )
 
-    def replay_claims(self, path: str | os.PathLike[str] | None, *, run: str | None = None) -> None:
-        """Run the steps that follow as those of a ledger ran: the same items on the same devices, in the same pieces and order.
+    def retire(self, device: str | Device) -> None:
+        """Give the device no work from the next call on. Nothing waits for it. Its share goes to the others; no item is lost.
 
-        From the same parameters, with the same batches and as many threads per device, gradients on host devices are the same bit for
-        bit, whatever the devices' speeds are now. So are random draws from the same state of the caller's generator, but for those that
-        `UnseededDrawsWarning` names. Not so gradients of tensors outside of the module: devices add to those in the order in which they are
-        done, so their last bits may differ. Nothing is measured meanwhile, and the balancer stays as it is.
+        It stays in the group, with its replica and its worker, until `restore` brings it back: for a GPU that somebody else needs for a while,
+        a core that a data loader shall have, or a device that one does not trust.
 
         Parameters
         ----------
-        path
-            What `write_ledger` wrote, on as many devices. None: from now on steps are balanced again.
-        run
-            The name of a run of `batch`, whose runs these claims are for. Default: those of `step`.
+        device
+            A device of the trainer, or its name: ``"host:1"``. One that is retired already stays so.
 
         Raises
         ------
         InvalidArgument
-            If it is no such ledger. `step` and the run raise it for a batch of another size, and when all steps have run.
-        OSError
-            If the file cannot be read.
+            If the trainer has no such device, or no other one works.
         """
-        with self._alone("replay_claims"):
-            if path is None:
-                self._scripts.pop(kind_of(run), None)
-            else:
-                self._scripts[kind_of(run)] = ClaimScript(path, self._names, run)
+        with self._lifetime.exclusive("retire"):
+            self._works.retire(device)
+
+    def restore(self, device: str | Device) -> None:
+        """Give a device that `retire` has taken out work again. What was known of its speed counts; a change is noticed as ever.
+
+        Parameters
+        ----------
+        device
+            As for `retire`. One that works stays as it is.
+
+        Raises
+        ------
+        InvalidArgument
+            If the trainer has no such device.
+        """
+        with self._lifetime.exclusive("restore"):
+            self._works.restore(device)
+
+    @property
+    def shares(self) -> dict[str, int]:
+        """Items that each device really ran in the last step."""
+        return dict(zip(self._works.names, self._execution.items, strict=True))
+
+    def __enter__(self: _T) -> _T:
+        return self
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        self._lifetime.leave(raised=kind is not None)
 
     def __repr__(self) -> str:
-        state = "open" if self._finalizer.alive else "closed"
-        return f"<paceline.torch.DataParallel {type(self.module).__name__} on {', '.join(self._names)}, {self._options['balance']}, {state}>"
+        state = "open" if self._lifetime.is_open else "closed"
+        names = ", ".join(self._works.names)
+        return f"<paceline.torch.DataParallel {type(self.module).__name__} on {names}, {self._works.options['balance']}, {state}>"

@@ -1,9 +1,8 @@
-"""What a trainer tries out on batches and leaves no trace of: whether a loss can be split, how large a batch should be."""
+"""Runs that leave no trace: they find out whether a loss can be split, and how large a batch should be."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,16 +12,24 @@ from paceline.torch._batch.objective import Weight
 from paceline.torch._check.check import check
 from paceline.torch._check.report import CheckReport
 from paceline.torch._replicas.buffers import KeptAttributes
-from paceline.torch._run.execution import Workload
+from paceline.torch._run.execution import Execution, Workload
 from paceline.torch._run.run import LossFunction
 from paceline.torch._trainer.arguments import check_trains
 from paceline.torch._trainer.batch_size import BatchSizeSearch, check_arguments, check_size, search
+from paceline.torch._trainer.lifetime import Lifetime
 from paceline.torch._trainer.step_timer import StepTimer
-from paceline.torch._trainer.work import Work
+from paceline.torch._trainer.training import Training
+from paceline.torch._trainer.works import Works
 
 
-class Trials(Work):
+class Trials:
     """Runs that commit nothing."""
+
+    def __init__(self, works: Works, execution: Execution, lifetime: Lifetime, training: Training) -> None:
+        self._works = works
+        self._execution = execution
+        self._lifetime = lifetime
+        self._training = training
 
     def check(
         self,
@@ -67,19 +74,19 @@ class Trials(Work):
         >>> print(trainer.check(loss_fn, batch))                                  # doctest: +SKIP
         not exact: running statistics (loss or gradients differ by up to 43%) (32 items)
         """
-        with self._beside("check"), _emptied(self._temporary):
+        with self._lifetime.between_steps("check"), self._works.no_trace():
             check_trains("check", loss_fn)
-            whole, objective = self._prepared(batch, weight)
-            costs = self._costs(cost, batch, whole.size)
-            self._places.begin(whole)
-            micro_batch = self._options["micro_batch"]
+            whole, objective = self._training.prepared(batch, weight)
+            costs = self._training.costs(cost, batch, whole.size)
+            self._execution.places.begin(whole)
+            micro_batch = self._works.options["micro_batch"]
             return check(
                 self._execution,
-                self._temporarily(micro_batch=micro_batch, balance="even"),
+                self._works.temporary(micro_batch=micro_batch, balance="even"),
                 whole,
                 objective,
                 loss_fn,
-                reduction=self._reduction,
+                reduction=self._training.reduction,
                 micro_batch=micro_batch or None,
                 tolerance=tolerance,
                 costs=costs,
@@ -125,38 +132,29 @@ class Trials(Work):
         InvalidArgument
             For arguments that cannot be used, before anything runs, and as `step`.
         """
-        with self._beside("find_batch_size"), _emptied(self._temporary):
+        with self._lifetime.between_steps("find_batch_size"), self._works.no_trace():
             check_trains("find_batch_size", loss_fn)
             check_arguments(make_batch, weight, seconds)
-            own = self._options["micro_batch"]
+            own = self._works.options["micro_batch"]
 
             def workload(micro_batch: int | None) -> Workload:
-                options = {**self._options, "micro_batch": micro_batch or own}
+                options = {**self._works.options, "micro_batch": micro_batch or own}
                 if options["micro_batch"]:
                     options["corrections"] = None
-                return self._temporarily(**options)
+                return self._works.temporary(**options)
 
-            self._replicas.refresh(loss_fn)
-            kept = KeptAttributes(self._replicas.all_modules)
+            self._execution.replicas.refresh(loss_fn)
+            kept = KeptAttributes(self._execution.replicas.all_modules)
             timer = StepTimer(self._execution, loss_fn, workload)
 
             def measure(size: int, micro_batch: int | None) -> float:
-                whole, objective = self._prepared(make_batch(size), weight)
+                whole, objective = self._training.prepared(make_batch(size), weight)
                 check_size(whole.size, size)
-                self._places.begin(whole)
+                self._execution.places.begin(whole)
                 return timer.seconds(whole, objective, micro_batch, seconds)
 
-            devices = len(self._names)
+            devices = len(self._works.names)
             try:
                 return search(measure, smallest, largest, efficiency, micro_batches=not own, devices=devices)
             finally:
                 kept.restore()
-
-
-@contextlib.contextmanager
-def _emptied(entries: list[Workload]) -> Iterator[None]:
-    """The list is empty afterwards."""
-    try:
-        yield
-    finally:
-        entries.clear()

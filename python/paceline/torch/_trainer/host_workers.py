@@ -1,4 +1,4 @@
-"""A trainer's workers between its calls, for work that is not a step."""
+"""The workers of a trainer between its calls, for work that is not a step."""
 
 from __future__ import annotations
 
@@ -9,47 +9,48 @@ from paceline._core.engine import Stepper
 from paceline.torch._run.run import DONE, FAILED
 from paceline.torch._trainer.lifetime import Lifetime
 
-_PARTS_PER_DEVICE = 2  # so that a device which comes late is not waited for: others take its parts
+_PARTS_PER_DEVICE = 2  # so that other devices can take parts of a late device
 
 
 class HostWorkers:
-    """Runs tasks on the workers of a trainer whose devices are all the host's; holds on to no trainer."""
+    """Runs tasks on the workers of a trainer whose devices are all host devices. Does not keep the trainer alive."""
 
-    def __init__(self, trainer: Lifetime) -> None:
-        self._trainer = weakref.ref(trainer)
+    def __init__(self, lifetime: Lifetime) -> None:
+        self._lifetime = weakref.ref(lifetime)
         self._stepper: Stepper | None = None
         self._without: set[int] = set()  # devices that it gives no work
 
     def part_count(self) -> int:
-        """Some for each device, if there are several and all are the host's."""
-        trainer = self._trainer()
-        if trainer is None or trainer._places.queues is not None or len(trainer.group) == 1:
+        """How many parts to make of the work: several for each device, or one if there is one device, or a GPU."""
+        lifetime = self._lifetime()
+        if lifetime is None or lifetime.places.queues is not None or len(lifetime.group) == 1:
             return 1
-        return _PARTS_PER_DEVICE * len(trainer.group)
+        return _PARTS_PER_DEVICE * len(lifetime.group)
 
     def run_parts(self, tasks: Sequence[Callable[[], None]]) -> bool:
-        """Run each task once, on whichever device is free. False: nothing was run, since there is no trainer, or it is in another call.
+        """Run each task once, on whichever device is free. False: nothing was run, since the trainer is gone or in another call.
 
-        Whatever else ends it early, Ctrl-C or `close` in another thread, no task is left out: half an update would be neither the state
-        before nor the one after. Only an error of a task itself ends it there, and is raised.
+        Ctrl-C, or `close` in another thread, leaves no task out, because half an update would be neither the old state nor the new one.
+        Only an error of a task ends the run early, and the error is raised.
         """
-        trainer = self._trainer()
-        if trainer is None:
+        lifetime = self._lifetime()
+        if lifetime is None:
             return False
-        with trainer._if_idle() as idle:
+        with lifetime.if_idle() as idle:
             if idle:
-                self._run(trainer, tasks)
+                self._run(lifetime, tasks)
             return idle
 
-    def _run(self, trainer: Lifetime, tasks: Sequence[Callable[[], None]]) -> None:
+    def _run(self, lifetime: Lifetime, tasks: Sequence[Callable[[], None]]) -> None:
         if self._stepper is None:
-            self._stepper = Stepper(trainer.group, micro_batch=1)  # nothing is recorded, so shares stay even
-        for index in trainer._retired - self._without:
+            self._stepper = Stepper(lifetime.group, micro_batch=1)  # no times are recorded, so shares stay even
+        retired = lifetime.works.retired
+        for index in retired - self._without:
             self._stepper.retire(index)
-        for index in self._without - trainer._retired:
+        for index in self._without - retired:
             self._stepper.restore(index)
-        self._without = set(trainer._retired)
-        places = trainer._places
+        self._without = set(retired)
+        places = lifetime.places
         left = dict(enumerate(tasks))
         errors: list[BaseException] = []
 
@@ -58,7 +59,7 @@ class HostWorkers:
                 places.prepare_worker(device)
                 for index in range(begin, end):
                     task = left.pop(index, None)
-                    if task is not None:  # else the caller, interrupted twice, did not wait and has taken it
+                    if task is not None:  # None: a second Ctrl-C ended the wait, and the caller has run it
                         task()
             except BaseException as error:
                 errors.append(error)
@@ -77,7 +78,7 @@ class HostWorkers:
 
 
 def _finish(left: dict[int, Callable[[], None]], errors: list[BaseException]) -> None:
-    """What the workers have not begun, on the calling thread. Ctrl-C ends the task it comes in, as in plain PyTorch; the others are done."""
+    """Run on the calling thread what no worker has begun. Ctrl-C ends the task that it hits, as in plain PyTorch; the other tasks still run."""
     interrupted: KeyboardInterrupt | None = None
     while left and not errors:
         try:
