@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.torch import DataParallel, _optimizer
+from paceline.torch import DataParallel
+from paceline.torch._trainer import optimizer as _optimizer
 from race import host
 
 SIZES = ((8, 256), (8, 512), (32, 256), (8, 1024), (32, 512), (32, 1024))  # layers, width

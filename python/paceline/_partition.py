@@ -98,8 +98,8 @@ def _forget_streams() -> None:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return
-    from paceline.torch import _cuda
+    from paceline.torch._devices import cuda
 
     # PyTorch's own type: a GPU that has failed takes nothing back, and the call itself says what is wrong.
     with contextlib.suppress(RuntimeError):
-        _cuda.release_memory(streams_end=True)
+        cuda.release_memory(streams_end=True)

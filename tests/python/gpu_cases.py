@@ -41,4 +41,4 @@ def expect_same(module: nn.Module, expected: list[torch.Tensor | None], toleranc
 
 
 def queues_of(trainer: DataParallel) -> Any:
-    return trainer._places.queues
+    return trainer._execution.places.queues

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from importlib import metadata
@@ -12,6 +13,9 @@ import pytest
 import paceline
 
 PACKAGE = Path(paceline.__file__).parent
+TORCH = "paceline.torch"
+# Each sub-package of paceline.torch may import those before it.
+TORCH_LAYERS = ["_batch", "_devices", "_replicas", "_run", "_check", "_trainer"]
 
 
 def run_fresh(program: str) -> str:
@@ -82,3 +86,41 @@ def test_binding_finds_the_library_beside_it() -> None:
 def test_command_line_program_is_installed() -> None:
     scripts = metadata.entry_points(group="console_scripts", name="paceline")
     assert [script.value for script in scripts] == ["paceline._cli:main"]
+
+
+def torch_imports() -> dict[str, set[str]]:
+    """The modules in the sub-packages of paceline.torch, and what each imports of paceline.torch, wherever in the file."""
+    folder = PACKAGE / "torch"
+    paths = {f"{TORCH}.{path.parent.name}.{path.stem}": path for path in folder.glob("*/*.py")}
+    imports: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        found = imports[module] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{module} has a relative import, which this test does not follow"
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                found.update(name if name in paths else str(node.module) for name in names)
+        found -= {name for name in found if name != TORCH and not name.startswith(f"{TORCH}.")}
+    return imports
+
+
+def test_sub_packages_of_torch_import_one_way_only() -> None:
+    imports = torch_imports()
+    assert {module.split(".")[2] for module in imports} == set(TORCH_LAYERS)
+    wrong = [
+        f"{module} imports {name}"
+        for module, names in imports.items()
+        for name in names
+        if name == TORCH or TORCH_LAYERS.index(name.split(".")[2]) > TORCH_LAYERS.index(module.split(".")[2])
+    ]
+    assert wrong == []
+
+
+def test_modules_of_torch_import_each_other_in_no_circle() -> None:
+    imports = torch_imports()
+    while free := [module for module, names in imports.items() if not names & imports.keys()]:
+        for module in free:
+            del imports[module]
+    assert sorted(imports) == []

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from paceline.balance import replay
-from paceline.torch import DataParallel, _alone
-from paceline.torch._alone import AloneTrials
+from paceline.torch import DataParallel
+from paceline.torch._run import alone as _alone
+from paceline.torch._run.alone import AloneTrials
 from torch_support import TWO, assert_same_gradients, classifier, classify, noting, plain
 
 KIND = (8, "shapes")
@@ -137,7 +138,7 @@ def test_without_a_trial_the_answer_says_what_it_takes_for_granted() -> None:
 )
 def test_splits_and_sizes_that_the_user_chose_are_kept(options: Any) -> None:
     with DataParallel(classifier()[0], TWO, **options) as trainer:
-        assert trainer._steps.alone is None
+        assert trainer._works.steps.alone is None
 
 
 def test_gradients_and_ledger_hold_in_steps_of_one_device(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from paceline import InvalidArgument
 from paceline.torch import BatchSizeSearch, DataParallel
-from paceline.torch._batch_size import search
+from paceline.torch._trainer.batch_size import search
 from torch_support import TWO, classifier, classify, gradients, hosts
 
 

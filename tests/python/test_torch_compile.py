@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from paceline.torch import DataParallel
-from paceline.torch._seen import CompileGate
+from paceline.torch._run.seen import CompileGate
 from torch_support import TWO, assert_same_gradients, classifier, classify, plain
 
 COMPILE: dict[str, Any] = {
@@ -100,7 +100,7 @@ def test_a_compiled_loss_function_is_seen_too(monkeypatch: pytest.MonkeyPatch) -
             entered.append(first)
             return super().enter(first)
 
-    monkeypatch.setattr("paceline.torch._seen.CompileGate", NotingGate)
+    monkeypatch.setattr("paceline.torch._run.seen.CompileGate", NotingGate)
     module, _ = classifier()
     compiled = torch.compile(classify, backend="eager")
     with DataParallel(module, TWO, balance="even") as trainer:
@@ -185,7 +185,7 @@ def test_with_costs_the_first_run_of_each_longest_item_is_no_evidence(
 
 
 def test_the_lengths_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.torch._run._MOST_SIZES", 3)
+    monkeypatch.setattr("paceline.torch._run.run._MOST_SIZES", 3)
     module = nn.RNN(3, 4, batch_first=True).double()
     compiled = torch.compile(loss_of_trimmed, backend="eager")
     with DataParallel(module, ["host:0"], balance="even") as trainer:
@@ -195,7 +195,7 @@ def test_the_lengths_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyP
         excluded.clear()
         for batch, costs in lengths(2, 3, 4, 5):
             trainer.step(compiled, batch, cost=costs)
-        assert all(len(sizes) == 3 for sizes in trainer._steps.seen.sizes)
+        assert all(len(sizes) == 3 for sizes in trainer._works.steps.seen.sizes)
     assert [all(step) for step in excluded] == [True, True, False, False]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.torch._draws import Draw, DrawMode
+from paceline.torch._devices.draws import Draw, DrawMode
 from torch_support import output_of
 
 F = nn.functional

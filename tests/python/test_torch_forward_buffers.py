@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.torch import DataParallel, _micro_batch_size
+from paceline.torch import DataParallel
+from paceline.torch._run import micro_batch_size as _micro_batch_size
 from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts
 
 SPECTRAL = pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
-from paceline.torch._global_batch import FunctionRun
+from paceline.torch._trainer.global_batch import FunctionRun
 from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain, worst_difference
 
 F = nn.functional

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from paceline.torch._launch import Launch, LaunchClock
+from paceline.torch._run.launch import Launch, LaunchClock
 
 
 def clock(*launches: tuple[float, bool | None]) -> LaunchClock:

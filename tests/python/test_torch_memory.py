@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline import InvalidArgument, OutOfMemory
 from paceline.torch import DataParallel
-from paceline.torch._memory_model import MemoryModel, metered
+from paceline.torch._run.memory_model import MemoryModel, metered
 from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, noting, plain
 
 DEVICES = pytest.mark.parametrize("devices", [1, 2])
@@ -178,7 +178,7 @@ def test_items_of_another_shape_have_a_model_of_their_own() -> None:
         for length in (10, 100):
             x = torch.randn(64, length, 4, dtype=torch.double)
             trainer.step(lambda m, b: m(b).square().mean((1, 2)), x)
-        models = trainer._steps.caps._models[0]
+        models = trainer._works.steps.caps._models[0]
         few, many = (model.per_item for model in models.values())
         assert many == pytest.approx(10 * few, rel=0.01)
 
@@ -243,7 +243,7 @@ def test_a_cap_of_small_items_is_not_told_of_large_ones() -> None:
 
 
 def test_the_kinds_of_batches_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.torch._memory._MOST_SHAPES", 2)
+    monkeypatch.setattr("paceline.torch._run.memory._MOST_SHAPES", 2)
     module = Scaled()
     ran: list[int] = []
     with DataParallel(module, ["host:0"]) as trainer:
@@ -264,8 +264,8 @@ def test_the_kinds_of_batches_that_are_remembered_are_bounded(monkeypatch: pytes
         ):
             trainer.step(short_of({4: 8, 8: 2, 16: 1}[width] * width * width, ran), images(16, width))
             assert told in trainer.explain()
-            assert all(len(caps) <= 2 for caps in trainer._steps.caps._caps.values())
-        shapes = [key[0][0] for key in trainer._steps.caps._caps["host"]]  # type: ignore[index]
+            assert all(len(caps) <= 2 for caps in trainer._works.steps.caps._caps.values())
+        shapes = [key[0][0] for key in trainer._works.steps.caps._caps["host"]]  # type: ignore[index]
     assert shapes == [(16, 16), (4, 4)]
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.torch import DataParallel, _micro_batch_size
-from paceline.torch._micro_batch_size import MicroBatchSizes, SizeSearch, in_pieces
+from paceline.torch import DataParallel
+from paceline.torch._run import micro_batch_size as _micro_batch_size
+from paceline.torch._run.micro_batch_size import MicroBatchSizes, SizeSearch, in_pieces
 from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain
 
 Seconds = Callable[[int], float]  # of an item in a micro-batch of so many items

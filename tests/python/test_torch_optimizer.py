@@ -14,7 +14,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paceline import InvalidArgument
-from paceline.torch import DataParallel, _optimizer, _workers
+from paceline.torch import DataParallel
+from paceline.torch._trainer import host_workers as _workers
+from paceline.torch._trainer import optimizer as _optimizer
 from torch_support import TWO, hosts
 
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

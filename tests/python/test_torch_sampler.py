@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import InvalidArgument
-from paceline.torch import BalancedBatchSampler, _sampler
+from paceline.torch import BalancedBatchSampler
+from paceline.torch._batch import sampler as _sampler
 
 
 def lengths_of(items: int, seed: int = 0) -> torch.Tensor:

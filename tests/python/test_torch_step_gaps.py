@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from paceline.torch import DataParallel
-from paceline.torch._step_gaps import StepGaps
+from paceline.torch._trainer.step_gaps import StepGaps
 from torch_support import TWO, classifier, classify
 
 
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr("paceline.torch._step_gaps.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("paceline.torch._trainer.step_gaps.time.perf_counter", lambda: self.now)
 
     def steps(self, gaps: StepGaps, count: int, *, inside: float, between: float, waiting: float = 0.0) -> None:
         def batches() -> Iterator[int]:

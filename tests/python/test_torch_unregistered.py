@@ -401,4 +401,4 @@ def test_attributes_that_a_forward_writes_are_as_before_on_every_device(devices:
             trainer.find_batch_size(classify, lambda n: (x[:n], y[:n]), smallest=16, largest=16, seconds=0)
         assert module.calls == calls
         assert [trainer.step(classify, (x, y)) for _ in range(2)] == wanted[1:]
-        assert [replica.module.calls for replica in trainer._replicas.list] == [3] * devices
+        assert [replica.module.calls for replica in trainer._execution.replicas.list] == [3] * devices

@@ -16,7 +16,7 @@ import torch
 import paceline
 import paceline.torch
 from paceline import _cli, _cli_verify, _verify, _verify_checks, _verify_race
-from paceline.torch._places import Places
+from paceline.torch._devices.places import Places
 from torch_support import TWO
 
 

@@ -8,12 +8,12 @@ try:
 except ImportError as error:
     raise ImportError("paceline.torch needs PyTorch, which is not installed: pip install 'paceline[torch]'") from error
 
-from paceline.torch._batch_size import BatchSizeSearch
-from paceline.torch._check_report import Cause, CheckReport, SplitResult
-from paceline.torch._global_batch import GlobalBatch, MicroBatch
-from paceline.torch._run_draws import UnseededDrawsWarning
-from paceline.torch._sampler import BalancedBatchSampler
-from paceline.torch._trainer import DataParallel
+from paceline.torch._batch.sampler import BalancedBatchSampler
+from paceline.torch._check.report import Cause, CheckReport, SplitResult
+from paceline.torch._devices.run_draws import UnseededDrawsWarning
+from paceline.torch._trainer.batch_size import BatchSizeSearch
+from paceline.torch._trainer.global_batch import GlobalBatch, MicroBatch
+from paceline.torch._trainer.trainer import DataParallel
 
 __all__ = [
     "BalancedBatchSampler",

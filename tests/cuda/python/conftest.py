@@ -19,7 +19,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from paceline import _core  # noqa: E402
-from paceline.torch import _cuda  # noqa: E402
+from paceline.torch._devices import cuda  # noqa: E402
 
 
 class Fake:
@@ -80,7 +80,7 @@ class Fake:
 
     @contextlib.contextmanager
     def on_stream(self, index: int, handle: int) -> Iterator[None]:
-        """Stands for `_cuda.on_stream`."""
+        """Stands for `cuda.on_stream`."""
         self.streams.append((index, handle))
         try:
             yield
@@ -88,7 +88,7 @@ class Fake:
             self.streams.pop()
 
     def release_memory(self, streams_end: bool) -> None:
-        """Stands for `_cuda.release_memory`."""
+        """Stands for `cuda.release_memory`."""
         self.released += 1
         self.streams_ended += streams_end
         if self.broken:
@@ -96,7 +96,7 @@ class Fake:
 
 
 class CopyStream:
-    """Stands for `_cuda.CopyStream`."""
+    """Stands for `cuda.CopyStream`."""
 
     used: ClassVar[list[tuple[int, int]]] = []  # (GPU, handle of the stream that the copies are for)
 
@@ -117,17 +117,17 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
         pytest.skip("this package is not linked to the fake: PYTHONPATH=BUILD/fake_python_package")
     gc.collect()  # what tests before left in cycles belongs to the machine before
     fake.boot(4)
-    monkeypatch.setattr(_cuda, "device", lambda index: torch.device("cpu"))
-    monkeypatch.setattr(_cuda, "current_stream", lambda index: None)
-    monkeypatch.setattr(_cuda, "on_stream", fake.on_stream)
-    monkeypatch.setattr(_cuda, "CopyStream", CopyStream)
-    monkeypatch.setattr(_cuda, "generator", lambda index: torch.default_generator)
-    monkeypatch.setattr(_cuda, "keep_for", lambda tensor, index, handle: None)
-    monkeypatch.setattr(_cuda, "is_capturing", lambda: False)
-    monkeypatch.setattr(_cuda, "pinned", lambda count, dtype: torch.empty(count, dtype=dtype))
-    monkeypatch.setattr(_cuda, "pin", lambda tensor: tensor.clone())
-    monkeypatch.setattr(_cuda, "prepare_worker", lambda index: None)
-    monkeypatch.setattr(_cuda, "release_memory", fake.release_memory)
+    monkeypatch.setattr(cuda, "device", lambda index: torch.device("cpu"))
+    monkeypatch.setattr(cuda, "current_stream", lambda index: None)
+    monkeypatch.setattr(cuda, "on_stream", fake.on_stream)
+    monkeypatch.setattr(cuda, "CopyStream", CopyStream)
+    monkeypatch.setattr(cuda, "generator", lambda index: torch.default_generator)
+    monkeypatch.setattr(cuda, "keep_for", lambda tensor, index, handle: None)
+    monkeypatch.setattr(cuda, "is_capturing", lambda: False)
+    monkeypatch.setattr(cuda, "pinned", lambda count, dtype: torch.empty(count, dtype=dtype))
+    monkeypatch.setattr(cuda, "pin", lambda tensor: tensor.clone())
+    monkeypatch.setattr(cuda, "prepare_worker", lambda index: None)
+    monkeypatch.setattr(cuda, "release_memory", fake.release_memory)
     yield fake
     text = ctypes.create_string_buffer(500)
     assert fake.library.paceline_fake_problems(text, 500) == 0, text.value.decode()

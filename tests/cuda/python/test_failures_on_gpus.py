@@ -175,7 +175,10 @@ def test_a_lost_device_is_named(fake: Any) -> None:
         with pytest.raises(DeviceLost, match="cuda:1") as error:
             trainer.step(classify, batch)
         assert error.value.device == "cuda:1"
-        assert set(trainer._places.pool_peaks()) == {"cuda:0", "cuda:1"}  # as last known, and close() goes through
+        assert set(trainer._execution.places.pool_peaks()) == {
+            "cuda:0",
+            "cuda:1",
+        }  # as last known, and close() goes through
 
 
 def test_closing_on_a_broken_gpu_hides_no_error_and_leaves_nothing_open(fake: Any) -> None:
@@ -188,7 +191,7 @@ def test_closing_on_a_broken_gpu_hides_no_error_and_leaves_nothing_open(fake: An
     with pytest.raises(ValueError, match="the user's own"):
         with DataParallel(module, BOXES["two"]) as trainer:
             trainer.step(breaks, batch)
-    assert trainer._places.queues is None
+    assert trainer._execution.places.queues is None
     trainer.close()
     assert (fake.released, fake.leftovers) == (1, 0)
 
@@ -230,7 +233,7 @@ def test_replicas_are_let_go_of_when_nothing_runs_any_more(fake: Any, monkeypatc
     order: list[str] = []
     with DataParallel(module, BOXES["two"]) as trainer:
         trainer.step(classify, batch)
-        for owner, call in ((trainer._places, "drain"), (trainer._replicas, "release")):
+        for owner, call in ((trainer._execution.places, "drain"), (trainer._execution.replicas, "release")):
             monkeypatch.setattr(owner, call, noting(order, call, getattr(owner, call)))
     assert order == ["drain", "release"]
 
@@ -271,9 +274,9 @@ def test_ctrl_c_leaves_every_wait_for_a_gpu_that_hangs(fake: Any) -> None:
 
 
 def test_a_module_elsewhere_is_refused(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.torch import _cuda
+    from paceline.torch._devices import cuda
 
-    monkeypatch.setattr(_cuda, "device", lambda index: torch.device("meta"))
+    monkeypatch.setattr(cuda, "device", lambda index: torch.device("meta"))
     module, _ = module_and_batch()
     with pytest.raises(InvalidArgument, match=r"parameter 0\.weight is on cpu, but the first GPU .* is cuda:1"):
         DataParallel(module, ["host:0", "cuda:1"])
@@ -333,11 +336,11 @@ def test_a_parameter_with_gaps_is_not_sent(fake: Any) -> None:
 
 
 def test_a_step_inside_a_graph_capture_is_refused(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.torch import _cuda
+    from paceline.torch._devices import cuda
 
     module, batch = module_and_batch()
     with DataParallel(module, BOXES["two"]) as trainer:
-        monkeypatch.setattr(_cuda, "is_capturing", lambda: True)
+        monkeypatch.setattr(cuda, "is_capturing", lambda: True)
         with pytest.raises(InvalidArgument, match="CUDA graph"):
             trainer.step(classify, batch)
 
@@ -351,7 +354,7 @@ def test_a_gpu_that_failed_elsewhere_is_reported_lost(fake: Any, monkeypatch: py
     with DataParallel(module, BOXES["two"]) as trainer:
         trainer.step(classify, batch)
         with monkeypatch.context() as patched:
-            patched.setattr("paceline.torch._cuda.is_capturing", failed)
+            patched.setattr("paceline.torch._devices.cuda.is_capturing", failed)
             with pytest.raises(
                 DeviceLost, match=r"cuda:0: .*illegal memory access was encountered.*new process"
             ) as caught:

@@ -15,7 +15,7 @@ import torch
 from gpu_cases import BOXES, module_and_batch, queues_of
 from paceline import Cancelled, DeviceGroup
 from paceline.torch import DataParallel
-from paceline.torch._places import Places
+from paceline.torch._devices.places import Places
 from torch_support import classify
 
 
@@ -180,7 +180,7 @@ def test_bringing_a_batch_is_no_launch(fake: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Places, "mover", lambda places, device: slow)
     with DataParallel(module, BOXES["two"], balance="even") as trainer:
         trainer.step(classify, batch)
-        launches = [launch for recent in trainer._steps.launches._recent for launch in recent]
+        launches = [launch for recent in trainer._works.steps.launches._recent for launch in recent]
     assert len(launches) == 2
     assert all(0 < launch.seconds < 0.1 for launch in launches), launches
 
@@ -193,8 +193,8 @@ def test_steps_that_are_enqueued_behind_others_say_nothing_of_launches(fake: Any
         trainer.step(classify, batch)
         trainer._execution._enqueued = SimpleNamespace(settled=False)
         trainer.step(classify, batch)
-        rooms = [[launch.room for launch in recent] for recent in trainer._steps.launches._recent]
-        assert trainer._steps.launches._count == 12
+        rooms = [[launch.room for launch in recent] for recent in trainer._works.steps.launches._recent]
+        assert trainer._works.steps.launches._count == 12
     assert rooms == [[True, True, False]] * 2
 
 
@@ -209,10 +209,10 @@ def test_a_step_that_fails_leaves_no_launches(fake: Any) -> None:
     with DataParallel(module, BOXES["two"], balance="even") as trainer:
         with pytest.raises(RuntimeError, match="no"):
             trainer.step(fails, batch)
-        assert trainer._steps.launches._count == 0
+        assert trainer._works.steps.launches._count == 0
         trainer.step(classify, batch)
         trainer.predict(batch[0])
-        assert trainer._steps.launches._count == 2
+        assert trainer._works.steps.launches._count == 2
 
 
 def test_shares_follow_speeds_though_nobody_waits(fake: Any) -> None:

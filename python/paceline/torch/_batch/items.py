@@ -1,0 +1,119 @@
+"""Batches whose items do not cost the same: the order in which the devices run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paceline import InvalidArgument
+from paceline._core.engine import BatchPlan
+from paceline._words import counted
+from paceline.torch._batch.batch import Batch, Move, same
+from paceline.torch._batch.objective import Check, Objective, Pin, accept
+
+Cost = torch.Tensor | Callable[[Any], torch.Tensor]
+
+_TOLD = 4  # items of a micro-batch that an error names
+
+
+def costs_of(cost: Cost | None, batch: Any, size: int, check: Check = accept) -> list[float] | None:
+    """One number per item, or None where items all cost the same.
+
+    Raises
+    ------
+    InvalidArgument
+        If the costs are not 1-D with one per item, or one is negative or not finite; what `check` raises for them.
+    """
+    if cost is None:
+        return None
+    if not isinstance(cost, torch.Tensor) and not callable(cost):
+        raise InvalidArgument(
+            f"cost: {type(cost).__name__}; a 1-D tensor with one cost per item, or a callable that makes one from the batch, is needed."
+        )
+    values = cost if isinstance(cost, torch.Tensor) else cost(batch)
+    if not isinstance(values, torch.Tensor) or values.dim() != 1 or values.shape[0] != size or values.is_complex():
+        got = (
+            f"{values.dtype} of shape {tuple(values.shape)}"
+            if isinstance(values, torch.Tensor)
+            else type(values).__name__
+        )
+        raise InvalidArgument(
+            f"cost: {got} for a batch of {counted(size, 'item')}; a 1-D tensor with one real cost per item is needed."
+        )
+    check(values, "cost")
+    values = values.detach().to("cpu", torch.float64)
+    bad = ~(values.isfinite() & (values >= 0))
+    if bool(bad.any()):
+        item = int(bad.nonzero()[0])
+        raise InvalidArgument(f"cost: item {item} costs {values[item].item()}; costs must be finite and not negative.")
+    numbers: list[float] = values.tolist()
+    return numbers
+
+
+class OrderedBatch:
+    """A batch as a plan orders it: positions ``[begin, end)`` are items from anywhere in it, gathered when they are needed."""
+
+    memory_key = "costs"  # of every batch: a slice is trimmed, so the length that a batch is padded to tells nothing
+
+    def __init__(self, batch: Batch, order: torch.Tensor, costs: list[float]) -> None:
+        self._batch = batch
+        self._order = order
+        self._costs = costs  # by position
+        self._least = min((cost for cost in costs if cost > 0), default=1.0)
+        self.size = batch.size
+        self.item_shapes = batch.item_shapes
+
+    def memory_size(self, begin: int, end: int) -> float:
+        """As `Batch.memory_size`: the cost when all are padded to the longest."""
+        return (end - begin) * max(self._least, self.padded_to(begin, end))
+
+    def padded_to(self, begin: int, end: int) -> float:
+        """As `Batch.padded_to`: the largest cost, that of the item which a slice is trimmed to."""
+        return max(self._costs[begin:end])
+
+    def slice(self, begin: int, end: int, move: Move = same) -> Any:
+        """As `Batch.slice`, by position."""
+        index = self._order[begin:end]
+
+        def gather(tensor: torch.Tensor) -> torch.Tensor:
+            there = index if tensor.device == index.device else index.to(tensor.device, non_blocking=True)
+            return tensor.index_select(0, there)
+
+        return self._batch.cut(gather, move)
+
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        """As `Batch.rows`."""
+        return self._order[begin:end]
+
+    def told(self, begin: int, end: int) -> str:
+        """The items in words."""
+        items = self._order[begin:end].tolist()
+        named = ", ".join(map(str, items[:_TOLD]))
+        if len(items) == 1:
+            return f"item {named} of the batch"
+        return f"items {named}{', ...' if len(items) > _TOLD else ''} of the batch ({len(items)} of similar cost)"
+
+
+class Items:
+    """A planned batch: its slices, its weights and its outputs, each in the right order."""
+
+    def __init__(
+        self, order: list[int], batch: Batch, pin: Pin, costs: list[float] | None = None, plan: BatchPlan | None = None
+    ) -> None:
+        self.plan = plan  # None: what is run is told
+        costs = costs or [1.0] * len(order)
+        self._order = torch.tensor(order)
+        self.batch = OrderedBatch(batch, pin(self._order), [costs[item] for item in order])
+        self._pin = pin
+
+    def objective(self, objective: Objective) -> Objective:
+        """The same objective, for slices by position."""
+        return objective.ordered(self._order, self._pin)
+
+    def restored(self, output: Any) -> Any:
+        """An output of the whole batch in the caller's order."""
+        position = torch.empty_like(self._order)
+        position[self._order] = torch.arange(len(position))
+        return Batch(output).cut(lambda tensor: tensor.index_select(0, position.to(tensor.device)), same)

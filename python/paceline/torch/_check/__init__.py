@@ -1,0 +1,1 @@
+"""`DataParallel.check`: whether a loss can be split, and if not, why."""

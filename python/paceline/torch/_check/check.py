@@ -1,0 +1,356 @@
+"""Whether a loss can be split at all: one batch, whole and in pieces, and what made the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline import Error, InvalidArgument
+from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.items import Items
+from paceline.torch._batch.objective import Objective, Reduction
+from paceline.torch._check.cause import Reader
+from paceline.torch._check.leaves import OutsideLeaves
+from paceline.torch._check.probe import Probe, Probed, Span, distances, sizes_told, spans_of
+from paceline.torch._check.report import Cause, CheckReport, SplitResult
+from paceline.torch._check.trial_run import TrialRun
+from paceline.torch._check.weights import known_tensors
+from paceline.torch._devices.noise import Noise
+from paceline.torch._devices.places import RandomStates
+from paceline.torch._replicas.batch_norm import standing_still, using_batch_statistics
+from paceline.torch._replicas.buffers import KeptAttributes
+from paceline.torch._replicas.replicas import is_compiled, is_compiled_function
+from paceline.torch._run.execution import Execution, Workload
+from paceline.torch._run.gradients import UserGradients
+from paceline.torch._run.run import LossFunction
+
+# What the trainer's own devices made of the batch: sizes by device, objective, gradients of the module and of leaves outside of it.
+Trained = tuple[dict[str, int], float, list[torch.Tensor | None]]
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+_TENSOR_CORES = 5e-3  # float32 on GPUs, where convolutions round to 10 bits by default
+
+
+def tolerance_for(module: nn.Module, home: torch.device) -> float:
+    """What differences come from rounding alone, by the least precise type that computes."""
+    types = {parameter.dtype for parameter in module.parameters()}
+    worst = max((_TOLERANCE.get(dtype, 0.0) for dtype in types), default=0.0) or _TOLERANCE[torch.float32]
+    if torch.is_autocast_enabled(home.type):
+        worst = max(worst, _TOLERANCE.get(torch.get_autocast_dtype(home.type), 0.0))
+    return max(worst, _TENSOR_CORES) if home.type == "cuda" and torch.float32 in types else worst
+
+
+def check(
+    execution: Execution,
+    work: Workload,
+    batch: Batch,
+    objective: Objective,
+    loss_fn: LossFunction,
+    *,
+    reduction: Reduction,
+    micro_batch: int | None,
+    tolerance: float | None,
+    costs: list[float] | None,
+) -> CheckReport:
+    """Check on the user's own module, which is what the devices have to agree with; `work` is for this check alone."""
+    execution.replicas.refresh()
+    module, places, replicas = execution.module, execution.places, execution.replicas
+    tolerance = tolerance_for(module, places.home) if tolerance is None else tolerance
+    noise = Noise(batch.size, places, max(tolerance, 1e-9))
+    if is_compiled(module) or is_compiled_function(loss_fn):
+        noise.recorded = True  # of nothing: compiled code makes no calls that one could see
+    outside = OutsideLeaves(replicas.parameters)
+    probe = Probe(
+        module, replicas.parameters, places, batch, objective, loss_fn, noise, outside, replicas.named_modules
+    )
+    by_cost = None
+    if costs is not None:
+        execution.follow_modules(work)
+        plan = work.stepper.plan(costs)
+        items = Items(list(plan.order), batch, places.pin, costs)
+        spans = [span for span in pairwise(plan.bounds) if span[0] < span[1]]
+        by_cost = probe.over(items.batch, items.objective(objective)), spans
+
+    def attempt() -> Trained:
+        outside.clear()
+        attributes.restore()  # the devices follow the module as it was
+        frame = execution.frame(work, batch, loss_fn, costs)
+        mine = objective if frame.items is None else frame.items.objective(objective)
+        options = {"loss_fn": loss_fn, "objective": mine, "scale": None, "names": replicas.names}
+        run = TrialRun(frame, **options, leaves=outside, noise=noise)
+        loss, gradients, outcome = execution.train(work, run, keep=False)
+        shares = dict(zip(places.names, outcome.items, strict=True))
+        return shares, loss.item(), [*gradients, *run.reached]
+
+    user = UserGradients(replicas)
+    random, attributes = RandomStates(places), KeptAttributes(replicas.all_modules)
+    try:
+        report = Check(
+            probe,
+            batch,
+            replicas.names,
+            objective,
+            reduction,
+            micro_batch,
+            tolerance,
+            lambda: execution.repeated(attempt),
+            by_cost,
+        ).run()
+        user.check()
+        return report
+    finally:
+        random.restore()
+        user.restore()
+        outside.restore()
+        attributes.restore()
+        execution.drop_gradients()
+
+
+class Check:
+    """One check. `train` runs the batch on the trainer's devices and commits nothing; `by_cost` are the slices that costs give them."""
+
+    def __init__(
+        self,
+        probe: Probe,
+        batch: Batch,
+        names: Sequence[str],
+        objective: Objective,
+        reduction: Reduction,
+        micro_batch: int | None,
+        tolerance: float,
+        train: Callable[[], Trained],
+        by_cost: tuple[Probe, list[Span]] | None = None,
+    ) -> None:
+        if batch.size < 2:
+            raise InvalidArgument("check: the batch has one item, which cannot be split. Use a batch of at least 8.")
+        self._probe = probe
+        self._noise = probe.noise
+        self._batch = batch
+        self._items = batch.size
+        self._names = names
+        self._objective = objective
+        self._reduction = reduction
+        self._micro_batch = micro_batch
+        self._tolerance = tolerance
+        self._train = train
+        self._by_cost = by_cost
+        self._causes: list[Cause] = []
+
+    def run(self) -> CheckReport:
+        """Compare, and where there is a difference look for its causes, the certain ones first."""
+        whole, again = self._twice()
+        if self._cannot_tell():
+            return self._report([])
+        if self._compare("again", whole, again).largest > self._tolerance:
+            self._add(
+                "not repeatable",
+                "the same batch gave two results, from the same parameters, buffers and random generators: loss_fn or the module keeps "
+                "state in Python, or draws from a generator that is neither PyTorch's nor the global one of Python or NumPy. Nothing can "
+                "be said of splits.",
+            )
+            return self._report([])
+        for self._noise.interleaved in (False, True):
+            self._causes.clear()
+            splits = self._splits(whole)
+            if self._cannot_tell():
+                return self._report([])
+            self._note_draws()
+            self._explain(whole, splits)
+            # Items may only seem coupled where they were given the draws of others.
+            if not self._noise.has_blocks or not {"coupled items", "layout", "unknown"} & {
+                cause.kind for cause in self._causes
+            }:
+                break
+        if self._by_cost is not None:
+            splits.append(self._dealt_out(whole, *self._by_cost))
+        splits.append(self._on_devices(whole))
+        if self._cannot_tell():
+            return self._report([])
+        if splits[-1].largest > self._tolerance and not self._blamed:
+            self._add(
+                "devices",
+                "the trainer's devices gave another result than the module itself with the same slices one after the other: loss_fn or the "
+                "module shares state between the threads of the devices, or the copies of the module that the devices run are not what the "
+                "module is: see whether replicate= or copy.deepcopy leaves something out.",
+            )
+        return self._report(splits)
+
+    def _twice(self) -> list[Probed]:
+        """The whole batch, first with draws that are recorded, then with the same ones."""
+        runs = [self._whole(), self._whole()]
+        self._probe.outside.settle()
+        inside = len(self._names)
+        for run in runs:
+            run.gradients[inside:] = self._probe.outside.lasting(run.gradients[inside:])
+        return runs
+
+    @property
+    def _blamed(self) -> bool:
+        """Whether something was found that explains other gradients."""
+        return any(cause.kind not in ("random draws", "shared draws") for cause in self._causes)
+
+    def _cannot_tell(self) -> bool:
+        """Whether something was drawn that could not be repeated for a part of the batch."""
+        if not self._noise.lost:
+            return False
+        self._causes.clear()
+        self._add(
+            "unknown draws",
+            f"loss_fn or the module draws random numbers that cannot be repeated for a part of the batch ({', '.join(self._noise.lost)}). "
+            "Another split draws others, so nothing can be compared. Draw them, and mix items with each other, before the step, and pass them "
+            "in the batch.",
+        )
+        return True
+
+    def _note_draws(self) -> None:
+        """What belongs to items was the same in every split; what they share was the same in every slice."""
+        if not self._noise.drew:
+            return
+        if self._noise.shared:
+            told = ", ".join(list(self._noise.shared)[:3])
+            self._add(
+                "shared draws",
+                f"all items of a slice share a random draw ({told}), as noise on weights is. One device draws it once for the whole batch, a split "
+                "once for each micro-batch: the expected gradient is the same, that of one step is not. The rest was compared with one draw for all.",
+            )
+        else:
+            self._add(
+                "random draws",
+                f"loss_fn or the module draws random numbers ({', '.join(self._noise.operators)}), and another split draws others, as every step "
+                "does. Splits were compared with the same draws for each item.",
+            )
+
+    def _splits(self, whole: Probed) -> list[SplitResult]:
+        return [self._split(whole, sizes) for sizes in self._sizes()]
+
+    def _dealt_out(self, whole: Probed, probe: Probe, spans: list[Span]) -> SplitResult:
+        """The slices that the devices are given by costs, one after the other: items from anywhere in the batch, by cost."""
+        result = self._tried(f"by cost, {sizes_told([end - begin for begin, end in spans])}", whole, probe, spans)
+        if result.largest > self._tolerance and not self._blamed:
+            raised = f" It raised {result.error}." if result.error is not None else ""
+            self._add(
+                "order",
+                "slices of neighbouring items give the result of the whole batch, and items dealt out by cost, in another order, do not: loss_fn or "
+                f"the module goes by the place of an item in the batch, or pairs it with its neighbours.{raised} Put what belongs to an item "
+                "into the batch, or step without cost=.",
+            )
+        return result
+
+    def _explain(self, whole: Probed, splits: list[SplitResult]) -> None:
+        self._note_buffers(splits)
+        if _largest(splits) <= self._tolerance:
+            return
+        norms = [part for _, part in using_batch_statistics(self._probe.modules)]
+        with standing_still(norms):
+            if norms:
+                calm = self._whole()
+                splits = self._splits(calm)
+                if _largest(splits) <= self._tolerance:
+                    return
+            errors = [split for split in splits if split.error is not None]
+            if errors:
+                self._add(
+                    "error",
+                    f"loss_fn works on the whole batch and raises on a slice ({errors[0].name}): {errors[0].error}. It must take any number of items.",
+                )
+                return
+            reader = Reader(self._probe, self._batch, self._sizes(), self._objective, self._reduction, self._tolerance)
+            self._add(*reader.read())
+
+    def _note_buffers(self, splits: list[SplitResult]) -> None:
+        changed = sorted({name for split in splits for name in split.buffers})
+        norms = [name for name, _ in using_batch_statistics(self._probe.modules)]
+        owners = list(dict.fromkeys([*norms, *(name.rpartition(".")[0] for name in changed)]))
+        if not owners:
+            return
+        parts = dict(self._probe.modules)
+        told = ", ".join(f"{name or 'the module'} ({type(parts[name]).__name__})" for name in owners[:3])
+        more = ", ..." if len(owners) > 3 else ""
+        normalising = (
+            "normalises over the micro-batch instead of the batch, and its running statistics"
+            if norms
+            else "keeps buffers that"
+        )
+        self._add(
+            "running statistics",
+            f"{told}{more} {normalising} depend on the split."
+            + (" Use GroupNorm or LayerNorm, or evaluation mode for these." if norms else ""),
+            owners,
+        )
+
+    def _sizes(self) -> list[list[int]]:
+        """Halves, unequal parts, and small pieces with a short one at the end; without pieces of one item where that can be."""
+        n = self._items
+        most = max(1, n * 3 // 4)
+        small = self._micro_batch or max(min(2, n // 2), n // 6)
+        pieces = [small] * (n // small) + ([n % small] if n % small else [])
+        if self._micro_batch is None and len(pieces) > 2 and pieces[-1] == 1:
+            pieces = [*pieces[:-2], pieces[-2] + 1]
+        found = [[n // 2, n - n // 2], [most, n - most], pieces]
+        return [sizes for index, sizes in enumerate(found) if len(sizes) > 1 and sizes not in found[:index]]
+
+    def _whole(self) -> Probed:
+        return self._probe.split([(0, self._items)])
+
+    def _split(self, whole: Probed, sizes: list[int]) -> SplitResult:
+        return self._tried(sizes_told(sizes), whole, self._probe, spans_of(sizes))
+
+    def _tried(self, name: str, whole: Probed, probe: Probe, spans: Sequence[Span]) -> SplitResult:
+        try:
+            return self._compare(name, whole, probe.split(spans))
+        except Exception as error:  # of loss_fn, which just worked on the whole batch
+            return SplitResult(name, 0.0, {}, (), f"{type(error).__name__}: {error}")
+
+    def _on_devices(self, whole: Probed) -> SplitResult:
+        try:
+            shares, loss, gradients = self._train()
+        except Error:  # ours: of a device, or of what no trainer could run
+            raise
+        except Exception as error:
+            return SplitResult("the devices", 0.0, {}, (), f"{type(error).__name__}: {error}")
+        name = ", ".join(f"{device} {items}" for device, items in shares.items() if items)
+        return self._compare(name, whole, Probed(loss, gradients, whole.buffers))
+
+    def _compare(self, name: str, whole: Probed, other: Probed) -> SplitResult:
+        buffers = [
+            key
+            for key, value in whole.buffers.items()
+            if key not in other.buffers or not _close(value, other.buffers[key], self._tolerance)
+        ]
+        differences = distances(whole.gradients, other.gradients, self._told_names())
+        return SplitResult(name, _relative(whole.loss, other.loss), differences, tuple(buffers), None)
+
+    def _told_names(self) -> list[str]:
+        """Of the gradients; those outside of the module by the name that loss_fn has for them."""
+        leaves = self._probe.outside.leaves
+        known = (
+            {id(one): name for name, one in known_tensors(self._probe.loss_fn, self._probe.module)} if leaves else {}
+        )
+        return [*self._names, *(f"{known.get(id(leaf), tuple(leaf.shape))} (not of the module)" for leaf in leaves)]
+
+    def _add(self, kind: Any, text: str, modules: Sequence[str] = ()) -> None:
+        self._causes.append(Cause(kind, text, tuple(modules)))
+
+    def _report(self, splits: list[SplitResult]) -> CheckReport:
+        return CheckReport(self._items, tuple(splits), tuple(self._causes), self._tolerance)
+
+
+def _largest(splits: Sequence[SplitResult]) -> float:
+    return max(split.largest for split in splits)
+
+
+def _relative(wanted: float, got: float) -> float:
+    if wanted != wanted or got != got:
+        return float("inf")
+    return abs(got - wanted) / max(abs(wanted), 1e-300) if got != wanted else 0.0
+
+
+def _close(wanted: torch.Tensor, got: torch.Tensor, tolerance: float) -> bool:
+    if wanted.shape != got.shape or not (wanted.is_floating_point() or wanted.is_complex()):
+        return torch.equal(wanted, got)
+    scale = float(wanted.abs().max()) if wanted.numel() else 0.0
+    return torch.allclose(wanted, got, rtol=tolerance, atol=tolerance * scale, equal_nan=True)

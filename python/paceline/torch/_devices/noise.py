@@ -1,0 +1,220 @@
+"""Random draws of a whole batch, recorded once and replayed for its parts, so that a loss that draws can be compared with itself."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.torch._devices.places import Places
+
+_RANDOM = torch.Tag.nondeterministic_seeded
+_FUSED_DROPOUT = torch.ops.aten.native_dropout.default
+
+
+@dataclasses.dataclass
+class Draw:
+    """One call of a random operator for the whole batch, be it that it drew nothing, as attention without dropout."""
+
+    name: str  # without the overload: a call with a generator is another one
+    settings: list[Any]
+    values: torch.Tensor | None
+    inputs: list[torch.Tensor]  # whose values decide what may be drawn, such as probabilities
+
+
+class Noise:
+    """What the items of a batch draw, each item the same in every run of it, whoever is with it.
+
+    The first run that enters `of` has to be one of the whole batch; it is recorded below autograd, where PyTorch marks the operators that
+    draw. So functional dropout, that of recurrent layers and of attention, and recomputed forwards are seen. A later run of some items
+    gets their part of what was recorded. `shared` and `lost` say what does not belong to items, and what could not be replayed.
+    """
+
+    def __init__(self, items: int, places: Places, tolerance: float) -> None:
+        self.items = items
+        self.generators = {torch.default_generator, *map(places.generator, range(len(places)))}
+        self._places = places
+        self.tolerance = tolerance
+        self.draws: list[Draw] = []
+        self.recorded = False
+        self.shared: dict[str, None] = {}  # what is drawn once for all items of a slice
+        self.lost: dict[str, None] = {}  # in words
+        self.interleaved = False  # where one dimension holds items and places: places first
+        self.lock = threading.Lock()  # devices share generators, which a draw moves
+        self.has_blocks = False  # whether there is such a dimension
+
+    def anew(self, items: int) -> Noise:
+        """The same for another way to cut the batch."""
+        return Noise(items, self._places, self.tolerance)
+
+    @property
+    def drew(self) -> bool:
+        """Whether the whole batch drew anything."""
+        return bool(self.operators or self.lost)
+
+    @property
+    def operators(self) -> list[str]:
+        """The names of those that drew."""
+        return list(dict.fromkeys(draw.name for draw in self.draws if draw.values is not None))
+
+    def of(self, rows: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+        """On the calling thread, for one forward and backward of these items."""
+        if not self.recorded:
+            self.recorded = True
+            return _Recording(self)
+        return _Replaying(self, rows) if self.operators else contextlib.nullcontext()
+
+    def part(self, values: torch.Tensor, shape: torch.Size, rows: torch.Tensor) -> torch.Tensor | None:
+        """The part of a recorded tensor that these items have, or None if its shape does not tell."""
+        if values.shape == shape:
+            return values
+        along = [index for index, (a, b) in enumerate(zip(values.shape, shape, strict=False)) if a != b]
+        if values.dim() != len(shape) or len(along) != 1:
+            return None
+        places, rest = divmod(values.shape[along[0]], self.items)
+        if rest or shape[along[0]] != places * len(rows):
+            return None
+        self.has_blocks |= places > 1
+        place = torch.arange(places)
+        index = place[:, None] * self.items + rows if self.interleaved else rows[:, None] * places + place
+        return values.index_select(along[0], index.flatten().to(values.device))
+
+
+class _Random(TorchDispatchMode):
+    """Sees the operators that may draw."""
+
+    def __init__(self, noise: Noise) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.noise = noise
+        self._own: dict[int, tuple[torch.Generator, torch.Tensor]] = {}  # generators that loss_fn draws from
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _RANDOM not in func.tags:
+            return func(*args, **kwargs)
+        own = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+        with self.noise.lock:  # so not in the middle of another device's draw
+            for generator in own:
+                self._own.setdefault(id(generator), (generator, generator.get_state()))
+        return self.called(func, args, kwargs, [*self.noise.generators, *own])
+
+    def called(self, func: Any, args: Any, kwargs: Any, generators: list[torch.Generator]) -> Any:
+        raise TypeError("_Random.called is for subclasses")
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        for generator, state in self._own.values():
+            generator.set_state(state)
+
+
+class _Recording(_Random):
+    def called(self, func: Any, args: Any, kwargs: Any, generators: list[torch.Generator]) -> Any:
+        states = [generator.get_state() for generator in generators]
+        result = func(*args, **kwargs)
+        draw = Draw(_told(func), _settings(args, kwargs), None, [])
+        self.noise.draws.append(draw)
+        if all(torch.equal(one.get_state(), state) for one, state in zip(generators, states, strict=True)):
+            return result
+        values = result[1] if func is _FUSED_DROPOUT else result
+        if isinstance(values, torch.Tensor) and len(_written(func)) < 2:
+            draw.values = values.clone()
+            draw.inputs = [tensor.clone() for tensor in _inputs(func, args, kwargs)]
+        else:
+            self.noise.lost[draw.name] = None
+        return result
+
+
+class _Replaying(_Random):
+    def __init__(self, noise: Noise, rows: torch.Tensor) -> None:
+        super().__init__(noise)
+        self._rows = rows
+        self._next = 0
+
+    def called(self, func: Any, args: Any, kwargs: Any, generators: list[torch.Generator]) -> Any:
+        noise = self.noise
+        with noise.lock:
+            states = [generator.get_state() for generator in generators]
+            result = func(*args, **kwargs)
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+        draw = noise.draws[self._next] if self._next < len(noise.draws) else None
+        self._next += 1
+        if draw is None or (draw.name, draw.settings) != (_told(func), _settings(args, kwargs)):
+            noise.lost[_told(func)] = None
+            return result
+        if draw.values is None:
+            return result
+        values = result[1] if func is _FUSED_DROPOUT else result
+        part = noise.part(draw.values, values.shape, self._rows)
+        if part is None or not self._same_inputs(draw, _inputs(func, args, kwargs)):
+            noise.lost[draw.name] = None
+            return result
+        if part is draw.values and len(self._rows) < noise.items:
+            noise.shared[f"{draw.name} of shape {tuple(part.shape)}"] = None
+        values.copy_(part)
+        if func is _FUSED_DROPOUT:
+            result[0].copy_(args[0] * part / (1 - args[1]) if args[1] < 1 else torch.zeros_like(args[0]))
+        return result
+
+    def _same_inputs(self, draw: Draw, inputs: list[torch.Tensor]) -> bool:
+        """Whether what decides about the numbers is the same, so that only chance could tell them apart."""
+        tolerance = self.noise.tolerance
+        for theirs, mine in zip(draw.inputs, inputs, strict=True):
+            part = self.noise.part(theirs, mine.shape, self._rows)
+            if part is None or not torch.allclose(part.double(), mine.double(), tolerance, tolerance):
+                return False
+        return True
+
+
+def _written(func: Any) -> set[str]:
+    """The names of the arguments that it writes to."""
+    return {one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write}
+
+
+def _inputs(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors whose values a draw depends on."""
+    if func is _FUSED_DROPOUT or func._schema.name.endswith("_like"):
+        return []
+    written = _written(func)
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    return [value for name, value in given.items() if isinstance(value, torch.Tensor) and name not in written]
+
+
+def _settings(args: Any, kwargs: Any) -> list[Any]:
+    """Numbers, such as a probability: not shapes, which are lists."""
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, (bool, int, float))]
+
+
+def _told(func: Any) -> str:
+    return str(func._schema.name.partition("::")[2].strip("_"))
+
+
+class OtherGenerators:
+    """The global generators of Python and NumPy as they are now, to go back to."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[str, Callable[[], Any], Callable[[Any], None], Any]] = []
+        found: list[tuple[str, Callable[[], Any], Callable[[Any], None]]] = [
+            ("Python's random", random.getstate, random.setstate)
+        ]
+        numpy = sys.modules.get("numpy.random")
+        if numpy is not None:
+            found.append(("numpy.random", numpy.get_state, numpy.set_state))
+        self._kept = [(name, get, put, get()) for name, get, put in found]
+
+    @property
+    def moved(self) -> list[str]:
+        """The names of those that somebody drew from since then."""
+        return [name for name, get, _, state in self._kept if repr(get()) != repr(state)]
+
+    def restore(self) -> None:
+        """Draws from now on are those that followed before."""
+        for _, _, put, state in self._kept:
+            put(state)

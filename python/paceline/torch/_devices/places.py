@@ -1,0 +1,307 @@
+"""Where PyTorch computes for each device of a group: device, stream, generator; and how a batch comes there."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline import DeviceGroup, DeviceLost, Error, InvalidArgument
+from paceline._core.engine import DeviceQueues
+from paceline._nccl import find_installed_nccl
+from paceline.comm import Transport
+from paceline.torch._batch.batch import Batch
+from paceline.torch._devices import cuda
+from paceline.torch._devices.caller_state import bytes_of
+from paceline.torch._devices.worker_draws import WorkerGenerator
+
+Move = Callable[[torch.Tensor], torch.Tensor]
+
+_HOST = torch.device("cpu")
+_worker = threading.local()
+
+
+def stay(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself: it is where it is needed."""
+    return tensor
+
+
+class Places:
+    """The devices of a trainer, in PyTorch's words.
+
+    *Home* is where the module is: the memory of the group's first GPU, or the host's where there is none. With GPUs the group has
+    `queues`, and the caller's stream on the home GPU is what steps are ordered on.
+    """
+
+    def __init__(self, group: DeviceGroup, module: nn.Module, timeout: float, transport: Transport) -> None:
+        gpus = [device for device in group.devices if device.kind == "cuda"]
+        self.names = [device.name for device in group.devices]
+        self.space_names = [device.memory_space for device in group.devices]
+        self._gpu = [device.index if device.kind == "cuda" else None for device in group.devices]
+        self.devices = [_HOST if gpu is None else cuda.device(gpu) for gpu in self._gpu]
+        self._any_part = any(
+            device.part is not None for device in gpus
+        )  # their streams end, those of whole GPUs are kept
+        self._home_name = gpus[0].name if gpus else ""
+        self._home_gpu = gpus[0].index if gpus else None
+        self.home = _HOST if self._home_gpu is None else cuda.device(self._home_gpu)
+        self.types = sorted({device.type for device in self.devices})
+        self._threads = [max(1, len(device.cores)) for device in group.devices]
+        _check_home(module, self.home, gpus[0].name if gpus else None)
+        self.queues: DeviceQueues | None = None
+        if self._home_gpu is not None:
+            if len({device.memory_space for device in gpus}) > 1:
+                find_installed_nccl()
+            self.queues = DeviceQueues(
+                group, stream=cuda.current_stream(self._home_gpu), timeout=timeout, transport=transport
+            )
+        self.transport = self.queues.transport if self.queues is not None else ""
+        self.spaces = self.queues.spaces if self.queues is not None else [0] * len(group)
+        self.home_space = self.queues.home_space if self.queues is not None else 0
+        hosts = self._gpu.count(None)
+        # Of each device, if it is one of several on the host, which else would draw from one generator.
+        self.own_generators = [WorkerGenerator() if gpu is None and hosts > 1 else None for gpu in self._gpu]
+        self._copies: dict[int, cuda.CopyStream] = {}
+        self._pool_peaks: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    @property
+    def on_gpu(self) -> list[bool]:
+        """Of each device, whether it is a GPU or a part of one."""
+        return [gpu is not None for gpu in self._gpu]
+
+    @property
+    def any_host(self) -> bool:
+        """Whether some device is a worker on the host's cores."""
+        return None in self._gpu
+
+    def begin(self, batch: Batch) -> None:
+        """Before a step: it is ordered on the stream that the caller is on now, and so has to be what made the batch."""
+        if self.queues is not None and self._home_gpu is not None:
+            for place, path in batch.places.items():
+                self._check_place(place, f"batch: {path}")
+            if self._is_capturing():
+                raise InvalidArgument(
+                    "step: called while a CUDA graph is captured, which cannot hold what several devices do on their own streams. Capture "
+                    "what is inside loss_fn, or step outside of the capture."
+                )
+            self.queues.set_stream(cuda.current_stream(self._home_gpu))
+
+    def check_values(self, tensor: torch.Tensor, what: str) -> None:
+        """Of weights or costs, which are read on the host before the step.
+
+        Raises
+        ------
+        InvalidArgument
+            If they are on another GPU than the module.
+        """
+        if self.queues is not None:
+            self._check_place(tensor.device, f"{what}: the tensor")
+
+    def _check_place(self, place: torch.device, told: str) -> None:
+        if place not in (self.home, _HOST):
+            raise InvalidArgument(
+                f"{told} is on {place}, where nothing tells when it is ready. Put it on the host, or where the module is: {self.home}."
+            )
+
+    def _is_capturing(self) -> bool:
+        try:
+            return cuda.is_capturing()
+        except RuntimeError as error:  # PyTorch's own type for what a GPU has failed at, now or earlier
+            lost = DeviceLost(
+                f"step: {self._home_name}: asking for the state of its stream failed: {str(error).splitlines()[0]}. After such an "
+                "error nothing runs on the GPU any more: start a new process from the last checkpoint."
+            )
+            lost.device = self._home_name
+            raise lost from error
+
+    def prepare_worker(self, device: int) -> None:
+        """Once in the life of the thread that computes for a device."""
+        if getattr(_worker, "prepared", False):
+            return
+        gpu = self._gpu[device]
+        if gpu is None:
+            # Reading it first matters: the lazy initialisation reads the process-wide value, and would otherwise overrule the worker's own
+            # at some later operator.
+            torch.get_num_threads()
+            torch.set_num_threads(self._threads[device])
+        else:
+            cuda.prepare_worker(gpu)
+            # Else backward runs on a thread that all devices of one GPU share. Set for this thread, and for good.
+            torch.autograd.set_multithreading_enabled(False)
+        _worker.prepared = True
+
+    def enter(self, device: int) -> contextlib.AbstractContextManager[None]:
+        """On a worker: its operators go to the device's own queue."""
+        gpu = self._gpu[device]
+        if self.queues is None:
+            return contextlib.nullcontext()
+        return self._on_streams(gpu, self.queues.streams[device], self.queues.sources[device])
+
+    @contextlib.contextmanager
+    def _on_streams(self, gpu: int | None, stream: int | None, source: int | None) -> Any:
+        with contextlib.ExitStack() as stack:
+            if source is not None and self._home_gpu is not None:  # what it reads of home's memory
+                stack.enter_context(cuda.on_stream(self._home_gpu, source))
+            if stream is not None and gpu is not None:
+                stack.enter_context(cuda.on_stream(gpu, stream))
+            yield
+
+    def at_home(self) -> contextlib.AbstractContextManager[None]:
+        """On any thread: operators go to the stream that the step is ordered on."""
+        if self.queues is None or self._home_gpu is None or self.queues.home_stream is None:
+            return contextlib.nullcontext()
+        return cuda.on_stream(self._home_gpu, self.queues.home_stream)
+
+    def mover(self, device: int) -> Move:
+        """What brings a tensor of the batch to the device, called on its worker inside `enter`."""
+        target, gpu = self.devices[device], self._gpu[device]
+        if self.queues is None:
+            return stay
+        if gpu is None:
+            return lambda tensor: tensor.to(target)
+
+        stream = self.queues.streams[device]
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device.type == "cpu" and target.type != "cpu" and stream is not None:
+                if device not in self._copies:
+                    self._copies[device] = cuda.CopyStream(gpu)
+                return self._copies[device].bring(tensor, stream)
+            return tensor if tensor.device == target else tensor.to(target, non_blocking=True)
+
+        return move
+
+    def brought(self, device: int) -> None:
+        """On its worker, when the items of a run are on their way: waiting for them is not the device's time."""
+        if self.queues is not None:
+            self.queues.restart_run(device)
+
+    def keep_for_reader(self, tensor: torch.Tensor, device: int) -> None:
+        """What the device delivers is read by a stream that PyTorch does not know of, after the tensor is gone."""
+        if self.queues is None:
+            return
+        gpu, reader = self._gpu[device], self.queues.readers[device]
+        if gpu is not None and reader is not None:
+            cuda.keep_for(tensor, gpu, reader)
+
+    def to_home(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On the caller's thread, between steps."""
+        return tensor if tensor.device == self.home else tensor.to(self.home)
+
+    def owned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In memory of the caller's own stream, which lives on when those of the devices are gone."""
+        if self.queues is None or self.queues.streams == [self.queues.home_stream]:
+            return tensor
+        return tensor.clone()
+
+    def generator(self, device: int) -> torch.Generator:
+        """What the device's random operators draw from."""
+        gpu = self._gpu[device]
+        return torch.default_generator if gpu is None else cuda.generator(gpu)
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """All that the devices draw from, and the host's, each once."""
+        if self.queues is None:
+            return [torch.default_generator]
+        return list(dict.fromkeys([torch.default_generator, *map(self.generator, range(len(self)))]))
+
+    @property
+    def share_generators(self) -> bool:
+        """Whether two devices draw from one generator: host devices do, and the parts of one GPU."""
+        return len(set(self._gpu)) < len(self._gpu)
+
+    @property
+    def hosts_share(self) -> bool:
+        """Whether several devices are the host's: PyTorch has one generator for them."""
+        return any(generator is not None for generator in self.own_generators)
+
+    def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that goes to GPUs while the host goes on."""
+        return cuda.pinned(count, dtype)
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host tensor that every device can read while the host goes on."""
+        return tensor if self.queues is None else cuda.pin(tensor)
+
+    def explain(self) -> str:
+        """How data gets from one GPU to another; empty where there are no two."""
+        return f"Between GPUs: {self.transport}.\n" if self.transport else ""
+
+    def pool_peaks(self) -> dict[str, int]:
+        """Of each GPU, the most bytes that paceline's own pool of it had given out at once; as last known after `close`, or when it is lost."""
+        queues = self.queues
+        if queues is not None:
+            with contextlib.suppress(Error):
+                peaks = zip(self.space_names, queues.pool_peaks, strict=True)
+                self._pool_peaks = {space: peak for space, peak in peaks if peak is not None}
+        return self._pool_peaks
+
+    def drain(self) -> None:
+        """Wait until the devices have done what they were given."""
+        if self.queues is not None:
+            self.queues.drain()
+
+    def release_memory(self) -> None:
+        """After memory ran out, and before streams go."""
+        if self.queues is not None:
+            cuda.release_memory(self._any_part)
+
+    def close(self) -> None:
+        """Wait for what is enqueued, and give the streams back."""
+        if self.queues is None:
+            return
+        self.queues.drain()
+        try:
+            self.pool_peaks()
+            self._copies.clear()
+            # PyTorch's own type: a GPU that has failed takes nothing back. That was said when it failed, and close() hides no other error.
+            with contextlib.suppress(RuntimeError):
+                self.release_memory()
+        finally:
+            self.queues = None
+
+
+def _check_home(module: nn.Module, home: torch.device, first_gpu: str | None) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.device != home and not isinstance(parameter, nn.parameter.UninitializedParameter):
+            why = (
+                "the devices compute on the host"
+                if first_gpu is None
+                else f"the first GPU of the devices, where the parameters live, is {first_gpu}"
+            )
+            raise InvalidArgument(
+                f"DataParallel: parameter {name} is on {parameter.device}, but {why}. Move the module there first: module.to('{home}')."
+            )
+
+
+class RandomStates:
+    """The random generators of a trainer's devices as they are now, to go back to."""
+
+    def __init__(self, places: Places) -> None:
+        self._kept = [(generator, generator.get_state()) for generator in places.generators]
+        self._bytes: dict[torch.Generator, bytes] = {}  # of those that were asked for
+
+    @property
+    def moved(self) -> bool:
+        """Whether somebody drew since then."""
+        return any(not torch.equal(generator.get_state(), state) for generator, state in self._kept)
+
+    def moved_of(self, generator: torch.Generator) -> bool:
+        """Whether somebody drew from this one. No operator runs."""
+        before = self._bytes.get(generator)
+        if before is None:
+            before = self._bytes[generator] = bytes_of(next(state for one, state in self._kept if one is generator))
+        return bytes_of(generator.get_state()) != before
+
+    def restore(self) -> None:
+        """Draws from now on are those that followed before."""
+        for generator, state in self._kept:
+            generator.set_state(state)

@@ -1,0 +1,63 @@
+"""Batch normalisation, kept from looking at the batch for a while."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.torch._devices.failures import warn_caller
+
+Named = tuple[str, nn.Module]  # its name in the user's module
+
+
+def uses_batch_statistics(part: nn.Module) -> bool:
+    """Whether its output for an item depends on the other items."""
+    # Instance normalisation, of the same base, looks at one item at a time.
+    return isinstance(part, nn.modules.batchnorm._BatchNorm) and (part.training or part.running_mean is None)
+
+
+def using_batch_statistics(modules: Sequence[Named]) -> list[Named]:
+    return [(name, part) for name, part in modules if uses_batch_statistics(part)]
+
+
+def normalised_apart(norms: Sequence[Named]) -> str:
+    """What these modules do where a batch is run in several micro-batches. Without any it is code that calls ``batch_norm`` itself."""
+    named = [f"{name or 'the module'} ({type(part).__name__})" for name, part in norms]
+    named = named or ["loss_fn, or a module of its own kind, calls batch_norm"]
+    more = f" and {len(named) - 2} more" if len(named) > 2 else ""
+    return (
+        f"{', '.join(named[:2])}{more}: each micro-batch is normalised by its own mean and variance instead of the batch's, so gradients differ from "
+        "those of one device that takes the batch at once. Running statistics come from the device with the largest share. Use GroupNorm or "
+        "LayerNorm, evaluation mode for these modules, larger batches, or one device."
+    )
+
+
+def warn_of_normalised_apart(norms: Sequence[Named]) -> None:
+    """At the line that called this package."""
+    warn_caller(f"DataParallel: {normalised_apart(norms)}", UserWarning)
+
+
+def fails_over_one_item(error: BaseException) -> bool:
+    """Whether PyTorch's ``batch_norm`` was given a single item to normalise."""
+    return isinstance(error, ValueError) and str(error).startswith("Expected more than 1 value per channel")
+
+
+@contextlib.contextmanager
+def standing_still(norms: Sequence[Any]) -> Iterator[None]:
+    """With these normalising by what they have seen before, or by nothing if they have kept nothing."""
+    before = [(part, part.training, part.running_mean, part.running_var) for part in norms]
+    try:
+        for part, _, mean, _ in before:
+            part.training = False
+            if mean is None:
+                like = next(part.parameters(), torch.empty(0))
+                part.running_mean = torch.zeros(part.num_features, dtype=like.dtype, device=like.device)
+                part.running_var = torch.ones_like(part.running_mean)
+        yield
+    finally:
+        for part, training, mean, variance in before:
+            part.training, part.running_mean, part.running_var = training, mean, variance

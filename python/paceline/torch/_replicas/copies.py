@@ -1,0 +1,184 @@
+"""A device's own copy of the user's module, with the user's parameters inside."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline import InvalidArgument
+from paceline.torch._replicas.attributes import align, align_hooks
+from paceline.torch._replicas.parametrized import give_own_cache
+from paceline.torch._replicas.reach import Reach
+
+Replicate = Callable[[nn.Module], nn.Module]
+
+# What a device's module has in a parameter's place: made from the parameter and its storage in the device's memory space.
+Alias = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Copied:
+    """A device's module, and what it has in the place of each of the user's modules, parameters and plain objects, by their identity."""
+
+    module: nn.Module
+    counterparts: dict[int, Any]
+
+
+def alias_of(parameter: torch.Tensor, storage: torch.Tensor | None = None) -> torch.Tensor:
+    """A leaf with the parameter's storage (or the given one) and its version counter, and a ``.grad`` of its own.
+
+    ``detach`` shares the version counter, so a write in place during a step is noticed; assigning ``.data`` would not.
+    """
+    source = parameter if storage is None else storage
+    if not isinstance(parameter, nn.Parameter):  # a plain tensor that requires a gradient
+        return source.detach().requires_grad_(parameter.requires_grad)
+    alias = nn.Parameter(source.detach(), requires_grad=parameter.requires_grad)
+    if type(parameter) is not nn.Parameter:
+        alias.__class__ = type(parameter)
+    return alias
+
+
+def named_slots(module: nn.Module) -> list[tuple[str, dict[str, Any], str, nn.Parameter]]:
+    """Every place that holds a parameter, tied ones included: (qualified name, the module's dict, the name in it, the parameter)."""
+    slots = []
+    for prefix, owner in module.named_modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                slots.append((f"{prefix}.{name}" if prefix else name, owner._parameters, name, parameter))
+    return slots
+
+
+def check_trainable(module: nn.Module, reach: Reach, shared: bool) -> None:
+    """Raise for modules and parameters that this library cannot train, with the reason."""
+    for name, part in reach.modules:
+        if isinstance(part, torch.jit.ScriptModule):
+            raise InvalidArgument(
+                f"DataParallel: {f'submodule {name}' if name else 'the module'} is a torch.jit.ScriptModule, which keeps its parameters out of "
+                "reach of Python, so replicas could not share them. Pass the module it was made from; torch.compile(module) is supported."
+            )
+    for name, parameter in (*module.named_parameters(), *reach.unregistered.items()):
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise InvalidArgument(
+                f"DataParallel: parameter {name} is not initialised yet (a lazy module). Run one forward pass first."
+            )
+        if shared:
+            check_hooks(name, parameter)
+    for name, buffer in module.named_buffers():
+        if shared and buffer.requires_grad:
+            raise InvalidArgument(
+                f"DataParallel: buffer {name} requires a gradient. Every device has buffers of its own, so the gradient would be lost. Make it "
+                "a parameter, or use one device."
+            )
+
+
+def check_hooks(name: str, parameter: torch.Tensor) -> None:
+    """Raise for a parameter with a gradient hook. Copies do not carry them, so they would be lost without a word."""
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise InvalidArgument(
+            f"DataParallel: parameter {name} has a gradient hook. With two or more devices it would see the gradient of a slice, not of "
+            "the batch, so it is refused. Remove it and work on .grad after step(), or use one device."
+        )
+
+
+def copied(module: nn.Module, reach: Reach, alias: Alias) -> Copied:
+    """A deep copy. What `reach` has found beside the registered parameters is shared, too."""
+    parameters = [*module.parameters(), *reach.unregistered.values()]
+    memo: dict[int, Any] = {id(parameter): alias(parameter) for parameter in parameters}
+    try:
+        made = copy.deepcopy(module, memo)
+    except Exception as error:
+        raise InvalidArgument(
+            f"DataParallel: the module cannot be copied for a second device: {_culprit(module, error)}. Give replicate=, a callable that "
+            "takes the module and returns a new one of the same structure; the user's parameters are put into it."
+        ) from error
+    wanted = [*parameters, *(part for _, part in reach.modules), *reach.objects.values()]
+    counterparts = {id(one): memo[id(one)] for one in wanted if id(one) in memo}
+    give_own_cache([counterparts[id(part)] for _, part in reach.modules if id(part) in counterparts])
+    return Copied(made, counterparts)
+
+
+def _culprit(module: nn.Module, error: Exception) -> str:
+    """Which attribute of which submodule refuses to be copied."""
+    for prefix, owner in module.named_modules():
+        memo: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
+        memo.update({id(child): child for child in owner.children()})
+        memo[id(owner)] = owner
+        for name, value in vars(owner).items():
+            if name in ("_parameters", "_modules"):
+                continue
+            entries = value.items() if name == "_buffers" else [(name, value)]
+            for entry, content in entries:
+                try:
+                    copy.deepcopy(content, memo)
+                except Exception as reason:
+                    path = f"{prefix}.{entry}" if prefix else entry
+                    return f"attribute '{path}' ({type(content).__name__}): {reason}"
+    return str(error)
+
+
+def made_by(replicate: Replicate, module: nn.Module, reach: Reach, alias: Alias) -> Copied:
+    """What the user's function makes, with the parameters put into it by name."""
+    if reach.leads_out:
+        unregistered = next(iter(reach.unregistered), None) or reach.modules[-1][0]
+        raise InvalidArgument(
+            f"DataParallel: {unregistered} is not registered with the module, so it has no name by which it could be found in what "
+            "replicate(module) returns. Keep modules in nn.ModuleList or nn.ModuleDict, parameters in nn.ParameterList or as attributes."
+        )
+    replica = replicate(module)
+    if not isinstance(replica, nn.Module) or replica is module:
+        raise InvalidArgument("DataParallel: replicate(module) must return a new nn.Module, not the module itself.")
+    theirs = {name: (slots, key, parameter) for name, slots, key, parameter in named_slots(replica)}
+    ours = named_slots(module)
+    _check_same("parameter", {name for name, *_ in ours}, set(theirs))
+    _check_same("buffer", _buffer_names(module), _buffer_names(replica))
+    _check_same("submodule", _module_names(module), _module_names(replica))
+    counterparts: dict[int, Any] = {id(ours): theirs for ours, theirs in modules_by_name(module, replica)}
+    for name, _, _, parameter in ours:
+        if theirs[name][2].shape != parameter.shape:
+            raise InvalidArgument(
+                f"DataParallel: what replicate(module) returned has no parameter {name} of shape {tuple(parameter.shape)}."
+            )
+        slots, key, _ = theirs[name]
+        if id(parameter) not in counterparts:
+            counterparts[id(parameter)] = alias(parameter)
+        slots[key] = counterparts[id(parameter)]
+    objects = Reach(replica).objects
+    counterparts |= {
+        id(one): objects[path] for path, one in reach.objects.items() if type(objects.get(path)) is type(one)
+    }
+    for one in (*(part for _, part in reach.modules), *reach.objects.values()):
+        if id(one) in counterparts:
+            align(one, counterparts[id(one)])
+    for _, part in reach.modules:
+        align_hooks(part, counterparts[id(part)], counterparts)
+    give_own_cache(list(replica.modules()))
+    return Copied(replica, counterparts)
+
+
+def _buffer_names(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_buffers(remove_duplicate=False)}
+
+
+def _module_names(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_modules(remove_duplicate=False)}
+
+
+def _check_same(kind: str, ours: set[str], theirs: set[str]) -> None:
+    problems = [f"lacks {name}" for name in sorted(ours - theirs)] + [
+        f"has {name}, which the module has not" for name in sorted(theirs - ours)
+    ]
+    if problems:
+        raise InvalidArgument(
+            f"DataParallel: what replicate(module) returned must have the same {kind}s as the module, by name; it {', '.join(problems[:3])}."
+        )
+
+
+def modules_by_name(source: nn.Module, replica: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """The submodules of both that belong together: replicate() may have registered them in another order."""
+    theirs = dict(replica.named_modules(remove_duplicate=False))
+    return [(module, theirs[name]) for name, module in source.named_modules()]

@@ -1,0 +1,118 @@
+"""What the code of a hook can do beyond its arguments, as far as its bytecode tells: a hook that only looks needs no watching."""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import functools
+import types
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.torch._replicas.reach import LONGEST, SIMPLE, closure_of
+
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_OF_CONTAINERS = frozenset(name for kind in _CONTAINERS for name in dir(kind) if not name.startswith("__"))
+_LOOKING = frozenset({"get", "keys", "values", "items", "index", "count", "copy", "training"})
+# Attributes that change nothing, whatever of the usual types has them.
+_HARMLESS = _LOOKING | {name for name in dir(torch.Tensor) if not name.endswith("_")} - _OF_CONTAINERS
+_REFLECTING = {
+    "setattr",
+    "delattr",
+    "getattr",
+    "exec",
+    "eval",
+    "compile",
+    "globals",
+    "locals",
+    "vars",
+    "__import__",
+    "map",
+}
+
+
+class Effects(NamedTuple):
+    """What a hook may do. True where that is not known."""
+
+    keeps: bool  # stores something outside of its own variables
+    in_place: bool  # writes into a tensor that is there
+
+
+_ANYTHING = Effects(True, True)
+_NONE = Effects(False, False)
+
+
+def effects(hook: Any, seen: set[int] | None = None) -> Effects:
+    """Those of a function, of what it is made of, and of the functions that it calls."""
+    seen = set() if seen is None else seen
+    if id(hook) in seen:
+        return _NONE
+    seen.add(id(hook))
+    if isinstance(hook, functools.partial):
+        return _all(hook.func, *hook.args, *hook.keywords.values(), seen=seen)
+    if isinstance(hook, types.MethodType):
+        return effects(hook.__func__, seen)
+    if not isinstance(hook, types.FunctionType):
+        return _ANYTHING
+    if str(hook.__module__).startswith("torch."):
+        return _NONE
+    found = _of_code(hook.__code__)
+    names = {
+        one.argval for code in _codes(hook.__code__) for one in dis.get_instructions(code) if "GLOBAL" in one.opname
+    }
+    outside = [hook.__globals__.get(name, getattr(builtins, name, None)) for name in names]
+    outside += [content for _, content in closure_of(hook)]
+    outside += [*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values()]
+    used = _all(*outside, seen=seen)
+    return Effects(found.keeps or used.keeps, found.in_place or used.in_place)
+
+
+def _all(*contents: Any, seen: set[int]) -> Effects:
+    found = [_of_content(one, seen) for one in contents]
+    return Effects(any(one.keeps for one in found), any(one.in_place for one in found))
+
+
+def _of_content(content: Any, seen: set[int]) -> Effects:
+    """What code can do by calling something that it refers to. Attributes are looked at where they are read."""
+    if isinstance(content, (types.FunctionType, types.MethodType, functools.partial)):
+        return effects(content, seen)
+    if isinstance(content, types.BuiltinFunctionType):
+        known = content.__module__ == "builtins" and content.__name__ not in _REFLECTING
+        return _NONE if known else _ANYTHING
+    if isinstance(content, type):
+        return _NONE if content.__module__ == "builtins" and content is not map else _ANYTHING
+    if isinstance(content, _CONTAINERS) and type(content).__module__ in ("builtins", "collections"):
+        inside = list(content.values() if isinstance(content, dict) else content)[-LONGEST:]
+        return _ANYTHING if any(callable(one) for one in inside) else _NONE
+    if type(content) in SIMPLE or isinstance(content, (torch.Tensor, types.ModuleType)):
+        return _NONE
+    return _ANYTHING if callable(content) else _NONE
+
+
+def _codes(code: types.CodeType) -> list[types.CodeType]:
+    inner = [one for constant in code.co_consts if isinstance(constant, types.CodeType) for one in _codes(constant)]
+    return [code, *inner]
+
+
+def _of_code(whole: types.CodeType) -> Effects:
+    keeps = in_place = False
+    for code in _codes(whole):
+        if any(isinstance(constant, tuple) and "out" in constant for constant in code.co_consts):
+            return _ANYTHING  # a keyword: torch.add(a, b, out=c)
+        for one in dis.get_instructions(code):
+            name = one.opname
+            if name.startswith("IMPORT"):
+                return _ANYTHING
+            augments = name.startswith("INPLACE") or (name == "BINARY_OP" and one.argrepr.endswith("="))
+            if augments or name in ("STORE_SUBSCR", "STORE_SLICE"):
+                keeps = in_place = True
+            elif name.startswith(("STORE_GLOBAL", "STORE_ATTR", "STORE_NAME", "DELETE_")):
+                keeps = True
+            elif name == "STORE_DEREF":
+                keeps |= one.argval in code.co_freevars
+            elif name.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER")) and one.argval not in _HARMLESS:
+                keeps = True
+                in_place |= one.argval not in _OF_CONTAINERS
+    return Effects(keeps, in_place)

@@ -1,0 +1,276 @@
+"""Hooks of replicas: a hook that keeps tensors for ``loss_fn`` outside of the module is refused.
+
+Functions are not copied with a module. A hook that stores features in a dictionary of the script's therefore stores those of every
+device in the same one, each over the other's, and ``loss_fn`` would read whichever came last. Objects are copied: where a hook is a method
+of an object, the user's object does not get what the replicas' copies of it get.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from paceline import InvalidArgument
+from paceline.torch._replicas.attributes import HOOKS
+from paceline.torch._replicas.hook_code import effects
+from paceline.torch._replicas.reach import BARE, LIBRARIES, LONGEST, SIMPLE, Reach, closure_of
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_CLOSED = (type, types.ModuleType, types.BuiltinFunctionType, torch.Generator, *_FUNCTIONS)
+_DEPTH = 3  # of a dictionary in a list in an object
+_MOST_LOOKS = 2000  # at what a function refers to
+
+
+class Root(NamedTuple):
+    """Where a hook may keep something."""
+
+    name: str
+    get: Callable[[], Any]  # what is there now
+    copied: bool  # the user's own object does not get it
+
+
+class Reader:
+    """The function that runs on the replicas, which may read what hooks keep."""
+
+    def __init__(self) -> None:
+        self._function: Callable[[], Any] = lambda: None
+        self._reaches: tuple[Any, bool] | None = None  # of which function and modules, and whether it does
+
+    def follow(self, function: Any) -> None:
+        """Until the next call; the function is not kept alive."""
+        try:
+            self._function = weakref.ref(function)
+        except TypeError:
+            self._function = lambda: None
+
+    def reaches(self, modules: set[int]) -> bool:
+        """Whether it refers to one of the modules, given by identity, beside its arguments. True where that takes too long to tell."""
+        function = self._function()
+        sign = (id(modules), *_sign_of(function))
+        if self._reaches is None or self._reaches[0] != sign:
+            left = [(root.get(), _DEPTH) for root in _roots(function, set(), set())]
+            left += [(function, _DEPTH)] if isinstance(function, nn.Module) else []
+            looks = 0
+            while left and id(left[-1][0]) not in modules and looks < _MOST_LOOKS:
+                value, depth = left.pop()
+                looks += 1
+                left += [(part, 0) for part in (value.modules() if isinstance(value, nn.Module) else ())]
+                left += [(one, depth - 1) for one in (_inside(value) if depth else ())]
+            self._reaches = sign, bool(left)
+        return self._reaches[1]
+
+    def sees(self, tensor: torch.Tensor) -> bool:
+        """Whether it refers to something that the tensor is in."""
+        found: dict[int, _Kept] = {}
+        for root in _roots(self._function(), set(), set()):
+            _collect(root, root.get(), set(), found, _DEPTH)
+        return id(tensor) in found
+
+
+class _Kept(NamedTuple):
+    tensor: torch.Tensor
+    version: int
+    root: Root
+
+
+def guard_hooks(modules: list[tuple[str, nn.Module]], replica: nn.Module, reader: Reader) -> None:
+    """Let the hooks of a replica's modules raise for what they keep outside of the replica."""
+    if not any(getattr(module, table) for _, module in modules for table in HOOKS):
+        return
+    own = Reach(replica).seen
+    for name, module in modules:
+        for table in HOOKS:
+            hooks = getattr(module, table)
+            for number, hook in list(hooks.items()):
+                if isinstance(hook, GuardedHook) or type(hook).__module__.startswith("torch."):
+                    continue
+                roots = list(_roots(hook, own, set()))
+                if roots and effects(hook).keeps:
+                    hooks[number] = GuardedHook(hook, f"{_KINDS[table]} of {name or 'the module'}", roots, own, reader)
+
+
+def check_global_hooks() -> None:
+    """Raise for a hook of all modules that keeps something: no replica has a copy, so nothing watches it."""
+    for table, told in _KINDS.items():
+        hooks = getattr(nn.modules.module, f"_global{table}")
+        if not hooks:
+            continue
+        for hook in list(hooks.values()):
+            if not _is_torchs(hook) and effects(hook).keeps:
+                raise InvalidArgument(
+                    f"step: the global {told} ({_name_of(hook)}), which torch.nn.modules.module registered for all modules, keeps or changes "
+                    "something. The replicas of all devices call it at the same time, each with its own slice of the batch. Remove it, "
+                    "register it on the modules that it is for (module.register_...), or use one device."
+                )
+
+
+_KINDS = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_backward_hooks": "backward hook",
+}
+
+
+class GuardedHook:
+    """A hook that looks, after every call, whether the user's has kept a tensor."""
+
+    def __init__(self, hook: Any, told: str, roots: list[Root], own: set[int], reader: Reader) -> None:
+        self._hook = hook
+        self._told = told
+        self._roots = roots
+        self._own = own
+        self._reader = reader
+        self._in_place = effects(hook).in_place  # else a tensor changed meanwhile is another worker's doing
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._hook(*arguments, **options)
+        before = self._kept()
+        result = self._hook(*arguments, **options)
+        for key, kept in self._kept().items():
+            if key in before and (not self._in_place or before[key].version == kept.version):
+                continue
+            # Without a gradient, and where the function does not look: for the user to read after the step.
+            if key in before or kept.tensor.requires_grad or kept.root.copied or self._reader.sees(kept.tensor):
+                raise self._refusal(kept)
+        return result
+
+    def _refusal(self, kept: _Kept) -> InvalidArgument:
+        if kept.root.copied:
+            why = "Every device's replica has a copy of that, and yours gets nothing."
+            later = ""
+        else:
+            why = "All devices write there at the same time, each what belongs to its own slice of the batch."
+            later = " What is for after the step only may be kept there as output.detach()."
+        return InvalidArgument(
+            f"step: the {self._told} ({_name_of(self._hook)}) keeps a tensor of shape {tuple(kept.tensor.shape)} in {kept.root.name}, which the "
+            f"module does not hold. {why} Keep it on the module that the hook is given (module.features = output), and read it in loss_fn from "
+            f"loss_fn's own module argument; or return it from forward.{later}"
+        )
+
+    def _kept(self) -> dict[int, _Kept]:
+        found: dict[int, _Kept] = {}
+        for root in self._roots:
+            _collect(root, root.get(), self._own, found, _DEPTH)
+        return found
+
+
+def _roots(hook: Any, own: set[int], seen: set[int]) -> Iterator[Root]:
+    """Everything that a hook refers to beside its arguments, as far as that is not the replica's own."""
+    if id(hook) in seen or id(hook) in own or _is_torchs(hook):
+        return
+    seen.add(id(hook))
+    if isinstance(hook, functools.partial):
+        for one in (*hook.args, *hook.keywords.values()):
+            yield from _root("an argument of functools.partial", one, own, seen)
+        yield from _roots(hook.func, own, seen)
+    elif isinstance(hook, types.MethodType):
+        yield from _root(f"the {type(hook.__self__).__name__}", hook.__self__, own, seen)
+        yield from _roots(hook.__func__, own, seen)
+    elif isinstance(hook, types.BuiltinFunctionType):  # such as list.append, bound
+        yield from _root(f"the {type(hook.__self__).__name__}", hook.__self__, own, seen)
+    elif isinstance(hook, types.FunctionType):
+        for cell_name, cell in zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True):
+            yield Root(f"'{cell_name}'", functools.partial(_content_of, cell), False)
+        for _, content in closure_of(hook):
+            if isinstance(content, _FUNCTIONS):
+                yield from _roots(content, own, seen)
+        names = _global_names(hook.__code__)
+        for name in names:
+            content = hook.__globals__.get(name)
+            yield from _global(name, content, functools.partial(hook.__globals__.get, name), own, seen)
+            if isinstance(content, types.ModuleType) and content.__name__.partition(".")[0] not in LIBRARIES:
+                for inner in names & vars(content).keys():
+                    get = functools.partial(vars(content).get, inner)
+                    yield from _global(f"{name}.{inner}", get(), get, own, seen)
+        for one in (*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values()):
+            yield from _root("a default argument", one, own, seen, copied=False)
+    elif not isinstance(hook, nn.Module):
+        yield from _root(f"the {type(hook).__name__}", hook, own, seen)
+        yield from _roots(type(hook).__call__, own, seen)
+
+
+def _global(name: str, content: Any, get: Callable[[], Any], own: set[int], seen: set[int]) -> Iterator[Root]:
+    if isinstance(content, _FUNCTIONS):
+        yield from _roots(content, own, seen)
+    elif not isinstance(content, _CLOSED):  # None: may be set by a global statement
+        yield Root(f"'{name}'", get, False)
+
+
+def _root(name: str, content: Any, own: set[int], seen: set[int], copied: bool = True) -> Iterator[Root]:
+    if isinstance(content, _FUNCTIONS):
+        yield from _roots(content, own, seen)
+    elif type(content) not in SIMPLE and not isinstance(content, _CLOSED) and id(content) not in own:
+        yield Root(name, lambda: content, copied)
+
+
+def _content_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not set yet
+        return None
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _global_names(constant)
+    return names
+
+
+def _is_torchs(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", None)).startswith("torch.")
+
+
+def _sign_of(function: Any) -> tuple[Any, ...]:
+    """Another one for another function, but the same for one that was made anew around the same objects, as a lambda in a loop is."""
+    owner, inner = getattr(function, "__self__", None), getattr(function, "__func__", function)
+    if not isinstance(inner, types.FunctionType):
+        return (id(function),)
+    return (id(owner), inner.__code__, *(id(content) for _, content in closure_of(inner)))
+
+
+def _name_of(hook: Any) -> str:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+
+def _collect(root: Root, value: Any, own: set[int], found: dict[int, _Kept], depth: int) -> None:
+    if id(value) in own:
+        return
+    if isinstance(value, torch.Tensor):
+        found[id(value)] = _Kept(value, 0 if value.is_inference() else value._version, root)
+    elif depth:
+        for one in _inside(value):
+            _collect(root, one, own, found, depth - 1)
+
+
+def _inside(value: Any) -> list[Any]:
+    """What it holds; of many things, those that came last."""
+    # The trainer keeps tensors as it runs.
+    if (
+        type(value) in SIMPLE
+        or isinstance(value, (torch.Tensor, *_CLOSED))
+        or str(type(value).__module__).startswith("paceline.")
+    ):
+        return []
+    # list(): one call of C code, whatever other devices do to it meanwhile.
+    if isinstance(value, dict):
+        inside = list(value.values())
+    elif isinstance(value, (list, tuple, set, deque)):
+        inside = list(value)
+    elif isinstance(value, nn.Module):
+        inside = [one for key, one in list(vars(value).items()) if key not in BARE]
+    else:
+        inside = list(getattr(value, "__dict__", {}).values())
+    return inside[-LONGEST:]

@@ -1,0 +1,345 @@
+"""Replicas: modules of their own for every device, with the user's parameters inside."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline import InvalidArgument
+from paceline.torch._devices.places import Places, RandomStates
+from paceline.torch._replicas.attributes import Attributes, Change, carry, carry_hooks, is_of_a_forward
+from paceline.torch._replicas.buffers import Buffers
+from paceline.torch._replicas.copies import Copied, Replicate, alias_of, check_hooks, check_trainable, copied, made_by
+from paceline.torch._replicas.hooks import Reader, check_global_hooks, guard_hooks
+from paceline.torch._replicas.original import guarded
+from paceline.torch._replicas.parametrized import forget
+from paceline.torch._replicas.reach import SIMPLE, Reach
+from paceline.torch._replicas.written import Written
+
+# Looked at before every step, of every parameter and module: through map(), without a line of Python for each.
+_data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+_requires_grad = operator.attrgetter("requires_grad")
+_hooks = operator.attrgetter("_backward_hooks")
+_late_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
+_training = operator.attrgetter("training")
+_contents = operator.attrgetter("_parameters", "_buffers", "_modules")
+
+
+class Replica:
+    """One device's module. `parameters` are in the order of the user's."""
+
+    def __init__(self, copied: Copied, reach: Reach, parameters: list[torch.Tensor], reader: Reader | None) -> None:
+        self.module = copied.module
+        shared = reader is not None
+        self.shared = shared  # False: it is the user's module itself
+        self.counterparts = copied.counterparts
+        self.carrying: dict[int, Any] = {}
+        self.written: Written | None = None
+        self.parameters: list[torch.Tensor] = [copied.counterparts[id(parameter)] for parameter in parameters]
+        pairs = [(ours, copied.counterparts.get(id(ours), ours)) for _, ours in reach.modules]
+        self.modules = [theirs for _, theirs in pairs]
+        self.buffers = Buffers(pairs) if shared else None
+        self._buffer_slots = [(one._buffers, name) for one in self.modules for name in one._buffers]
+        self._module_ids = set(map(id, self.modules))
+        names = [name for name, _ in reach.modules]
+        # A class that copies itself in a way of its own may leave a part with the user's.
+        self._copied = [(name, theirs) for name, (ours, theirs) in zip(names, pairs, strict=True) if ours is not theirs]
+        self._reader = reader
+        if reader is not None:
+            guard_hooks(self._copied, self.module, reader)
+
+    def forget_cached(self) -> None:
+        """Before a micro-batch, and after a backward: ``parametrize.cached()`` may hold values whose graph is gone."""
+        forget(self._module_ids)
+
+    def carry(self, changes: list[Change], hooked: list[int], holders: list[Any]) -> None:
+        """Make the changes of attributes and hooks that the user's `holders` have seen."""
+        memo = dict(self.counterparts)
+        carry(changes, holders, memo)
+        for index in hooked:
+            carry_hooks(holders[index], memo.get(id(holders[index])), memo)
+        if hooked and self._reader is not None:
+            guard_hooks(self._copied, self.module, self._reader)
+        self.carrying = memo
+
+    def carried(self, wanted: set[int]) -> None:
+        """All replicas have made the changes: of what was copied, remember the `wanted` objects only.
+
+        What else there is may change, and the identity of an object that is gone may become that of another.
+        """
+        self.counterparts = {key: theirs for key, theirs in self.carrying.items() if key in wanted}
+        self.carrying = {}
+
+    def buffer_marks(self) -> list[tuple[int, int]]:
+        """Other ones after a buffer was set or written to, by other means than ``.data`` or batch normalisation."""
+        found = (slots.get(name) for slots, name in self._buffer_slots)
+        return [(id(buffer), 0 if buffer is None or buffer.is_inference() else buffer._version) for buffer in found]
+
+    def follow(self, requires_grad: list[bool], training: list[bool]) -> None:
+        """Be as the user's parameters, modules and buffers are."""
+        if list(map(_requires_grad, self.parameters)) != requires_grad:
+            for parameter, wanted in zip(self.parameters, requires_grad, strict=True):
+                parameter.requires_grad_(wanted)
+        if list(map(_training, self.modules)) != training:
+            for module, mode in zip(self.modules, training, strict=True):
+                module.training = mode
+        if self.buffers is not None:
+            self.buffers.pull()
+
+    def clear_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+class Replicas:
+    """The replicas of one trainer, and whether they still fit the user's module."""
+
+    def __init__(self, module: nn.Module, places: Places, replicate: Replicate | None) -> None:
+        self._module = module
+        self._places = places
+        self._device_count = len(places)
+        self.shared = len(places) > 1  # False: the user's module itself runs
+        self._replicate = replicate
+        self._reader = Reader()
+        self.list: list[Replica] = []
+        self.generation = 0  # counts how often they were made
+        with torch.inference_mode(False):
+            self._build()
+
+    def _build(self) -> None:
+        shared = self._device_count > 1
+        reach = Reach(self._module)
+        check_trainable(self._module, reach, shared)
+        named = {**dict(self._module.named_parameters()), **reach.unregistered}
+        # First what can fail: replicas that do not fit must not pass for the ones that do.
+        if shared:
+            copies = self._copies(named)
+            random = RandomStates(self._places)
+            try:
+                made = [self._make(device, copies, reach, list(named.values())) for device in range(self._device_count)]
+            finally:  # a new module draws its first weights, which parameters of the user's replace
+                random.restore()
+            self._send(copies, list(named.values()))
+        else:
+            itself = {id(one): one for one in (*named.values(), *(part for _, part in reach.modules))}
+            made = [Replica(Copied(self._module, itself), reach, list(named.values()), None)]
+        self.list = made
+        self.generation += 1
+        self.parameters = list(named.values())
+        self.names = list(named)
+        self.captured = list(reach.captured()) if shared else []
+        self._attributes = _watched(reach, made[0].counterparts) if shared else None
+        self._watch_forwards()
+        self.named_modules = reach.modules  # those in plain lists, too
+        self.modules = [part for _, part in reach.modules]
+        self._original = set(map(id, self.modules))
+        self.norms = [entry for entry in reach.modules if isinstance(entry[1], nn.modules.batchnorm._BatchNorm)]
+        self._dicts = self._all_dicts()
+        self._keys = list(map(list, self._dicts))
+        self._entries = self._all_entries()
+        self._storages = list(map(_data_ptr, self.parameters))
+
+    def _copies(self, named: dict[str, torch.Tensor]) -> dict[int, dict[int, torch.Tensor]]:
+        """Of each memory space that is not home, by the identity of the parameter: where its copy goes."""
+        copies: dict[int, dict[int, torch.Tensor]] = {}
+        for device, space in enumerate(self._places.spaces):
+            if space == self._places.home_space or space in copies:
+                continue
+            copies[space] = {id(parameter): self._like(parameter, name, device) for name, parameter in named.items()}
+        return copies
+
+    def _like(self, parameter: torch.Tensor, name: str, device: int) -> torch.Tensor:
+        place = self._places.devices[device]
+        if place.type == "cpu" and self._places.home.type != "cpu":
+            like = self._places.pinned(parameter.numel(), parameter.dtype).as_strided(
+                parameter.shape, parameter.stride()
+            )
+        else:
+            like = torch.empty_like(parameter, device=place, requires_grad=False)
+        dense = parameter.is_contiguous() or torch.empty_like(parameter).stride() == parameter.stride()
+        if not dense:
+            raise InvalidArgument(
+                f"DataParallel: parameter {name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, with gaps or overlaps; "
+                f"such memory is not sent to {self._places.names[device]}. Make it contiguous, or use devices that share its memory."
+            )
+        return like
+
+    def _make(
+        self, device: int, copies: dict[int, dict[int, torch.Tensor]], reach: Reach, parameters: list[torch.Tensor]
+    ) -> Replica:
+        storages = copies.get(self._places.spaces[device], {})
+
+        def alias(parameter: torch.Tensor) -> torch.Tensor:
+            return alias_of(parameter, storages.get(id(parameter)))
+
+        if self._replicate is None:
+            made = copied(self._module, reach, alias)
+        else:
+            made = made_by(self._replicate, self._module, reach, alias)
+        if storages:
+            for _, ours in reach.modules:
+                owner = made.counterparts[id(ours)]
+                for name, buffer in owner._buffers.items():
+                    if buffer is not None:
+                        owner._buffers[name] = buffer.to(self._places.devices[device])
+        return Replica(made, reach, parameters, self._reader)
+
+    def _send(self, copies: dict[int, dict[int, torch.Tensor]], ours: list[torch.Tensor]) -> None:
+        """From now on every step begins by bringing the parameters there."""
+        if self._places.queues is None:
+            return
+        parameters = {id(parameter): parameter for parameter in ours}
+        self._places.queues.set_copies(
+            [
+                (space, copy.data_ptr(), parameters[key].data_ptr(), copy.numel() * copy.element_size())
+                for space, storages in copies.items()
+                for key, copy in storages.items()
+            ]
+        )
+        self._sent = copies  # the queues have their addresses only
+
+    @property
+    def blame(self) -> str:
+        """Why a replica's loss may have reached the user's module, and what to do."""
+        if not self.captured:
+            return (
+                "loss_fn (or a closure, a patched forward, a stored reference) uses the original module instead of the one it is given. "
+                "Use the module argument of loss_fn(module, batch)."
+            )
+        path, variable = self.captured[0]
+        return (
+            f"attribute '{path}' (a patched forward, a lambda) is a function that refers to a part of the original module by its variable "
+            f"'{variable}'. Functions are not copied with the module. Make it a method, a functools.partial, or a module of its own; or give "
+            "replicate=, a callable that builds the module anew, functions included. If it is loss_fn that uses the original module: use "
+            "its module argument."
+        )
+
+    @property
+    def any_buffers(self) -> bool:
+        """Whether the module has some."""
+        return any(owner._buffers for owner in self.modules)
+
+    @property
+    def all_modules(self) -> list[nn.Module]:
+        """The user's, and those of the devices."""
+        return [*self.modules, *(part for replica in self.list for part in replica.modules)]
+
+    def release(self) -> None:
+        """Let go of the modules of the devices; the user's own stays."""
+        self.list = self.list if self._device_count == 1 else []
+        self._sent = {}
+
+    def refresh(self, function: Any = None) -> None:
+        """Before a step of `function`: follow what the user changed on the module. Costs a pass over cached lists.
+
+        Not in inference mode, which the caller may be in for `predict`: what is made in it is of no use to a later step.
+        """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.refresh(function)
+        self._reader.follow(function)
+        with torch.no_grad():
+            self._refresh()
+
+    def _refresh(self) -> None:
+        if not self._fits():
+            self._places.drain()  # they may still be at what is about to go
+            self._build()
+        if self._attributes is None:
+            return
+        check_global_hooks()
+        if not self._attributes.same:
+            self._follow(self._attributes)
+        if any(map(_hooks, self.parameters)) or any(map(_late_hooks, self.parameters)):
+            for name, parameter in zip(self.names, self.parameters, strict=True):
+                check_hooks(name, parameter)
+        requires_grad, training = list(map(_requires_grad, self.parameters)), list(map(_training, self.modules))
+        for replica in self.list:
+            replica.follow(requires_grad, training)
+
+    def _follow(self, attributes: Attributes) -> None:
+        """Attributes and hooks that the user has changed. What a replica has changed of its own stays, where the user's is as it was."""
+        # What a forward of the user's own has left on the module is overwritten by the replica's.
+        changes = [change for change in attributes.changes() if not is_of_a_forward(change.value)]
+        hooked = attributes.hooked()
+        if attributes.need_new_replicas(changes):
+            self._places.drain()
+            return self._build()
+        if hooked or any(type(change.value) not in SIMPLE for change in changes):
+            self._places.drain()  # as where they are made anew: tensors may go
+            for replica in self.list:
+                replica.carry(changes, hooked, attributes.holders)
+            # Among what is new may be objects that can change, too.
+            attributes = self._attributes = _watched(Reach(self._module), self.list[0].carrying)
+            wanted = set(map(id, (*self.parameters, *attributes.holders)))
+            for replica in self.list:
+                replica.carried(wanted)
+            return self._watch_forwards()
+        for replica in self.list:
+            carry(changes, attributes.holders, replica.counterparts)
+            if replica.written is not None:
+                replica.written.note()
+        return attributes.note()
+
+    def _watch_forwards(self) -> None:
+        for replica in self.list:
+            replica.written = None if self._attributes is None else Written(self._attributes, replica.counterparts)
+
+    def guarded(self) -> contextlib.AbstractContextManager[None]:
+        """While the devices run: the function may not read from the user's module what the replicas' forwards write to theirs."""
+        if not self.shared or not self._reader.reaches(self._original):
+            return contextlib.nullcontext()
+        return guarded(self.named_modules, self._wrote)
+
+    def _wrote(self, index: int, name: str) -> bool:
+        return any(replica.written is not None and replica.written.has(index, name) for replica in self.list)
+
+    def push_written(self, device: int) -> None:
+        """After a step: what the forwards of this device have written to attributes goes back to the user's module."""
+        written = self.list[device].written
+        if written is not None:
+            written.push(self._places.home)
+
+    def _fits(self) -> bool:
+        """Whether structure, identity and storage of the parameters are those that the replicas were made from."""
+        return (
+            all(map(operator.is_, self._all_dicts(), self._dicts))
+            and list(map(list, self._dicts)) == self._keys
+            and all(map(operator.is_, self._all_entries(), self._entries))
+            and list(map(_data_ptr, self.parameters)) == self._storages
+            and (self._attributes is None or self._attributes.same_types)
+        )
+
+    def _all_dicts(self) -> list[dict[str, Any]]:
+        """Of each module the parameters, the buffers and the submodules, by name."""
+        return list(chain.from_iterable(map(_contents, self.modules)))
+
+    def _all_entries(self) -> list[Any]:
+        """Every parameter (None where one may be set later) and every submodule, in the order of the modules."""
+        parameters, modules = self._dicts[::3], self._dicts[2::3]
+        return list(chain(*map(dict.values, parameters), *map(dict.values, modules)))
+
+
+def _watched(reach: Reach, counterparts: dict[int, Any]) -> Attributes:
+    """What changes there is followed. Replicas share an object that no copy was made of, such as a logger."""
+    reach.objects = {path: one for path, one in reach.objects.items() if counterparts.get(id(one), one) is not one}
+    return Attributes(reach)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module` or a part of it runs through ``torch.compile``."""
+    return any(
+        type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None
+        for part in module.modules()
+    )
+
+
+def is_compiled_function(fn: Any) -> bool:
+    """Whether `fn` is what ``torch.compile`` returned for a function."""
+    return getattr(fn, "_torchdynamo_orig_callable", None) is not None

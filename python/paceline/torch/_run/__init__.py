@@ -1,0 +1,1 @@
+"""One run of a batch on all devices: micro-batches, their memory and size, gradients, and what is committed."""

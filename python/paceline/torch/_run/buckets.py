@@ -1,0 +1,160 @@
+"""Flat gradients: each device's in one stretch of memory per element type, and the sums of all devices."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from paceline import InvalidArgument
+from paceline.torch._devices.places import Places
+from paceline.torch._replicas.replicas import Replica
+from paceline.torch._run.gradients import DTYPES, View
+
+_ALIGNMENT = 16  # bytes: what the kernels load at a time, and more than any element type asks for
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """Where the gradient of a parameter lies in its bucket, in elements: laid out in memory as the parameter is."""
+
+    index: int
+    begin: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    is_complex: bool
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The part of a bucket, real and imaginary parts of complex numbers as a last dimension."""
+        return flat.as_strided(self.shape, self.stride, self.begin)
+
+    def gradient(self, flat: torch.Tensor) -> torch.Tensor:
+        """The same as a gradient."""
+        return torch.view_as_complex(self.of(flat)) if self.is_complex else self.of(flat)
+
+
+class _Layout:
+    """Which parameters lie where in the buckets, one bucket for each element type."""
+
+    def __init__(self, replica: Replica, names: list[str]) -> None:
+        self.groups: dict[torch.dtype, list[_Piece]] = {}
+        self._ends: dict[torch.dtype, int] = {}
+        for index, parameter in enumerate(replica.parameters):
+            if not parameter.requires_grad:
+                continue
+            real = parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype
+            if real not in DTYPES:
+                raise InvalidArgument(
+                    f"step: parameter {names[index]} is of type {parameter.dtype}, whose gradients are not summed across devices. Use "
+                    "float32, float64, float16 or bfloat16 parameters, or one device."
+                )
+            shape, stride = tuple(parameter.shape), torch.empty_like(parameter, device="meta").stride()
+            elements = parameter.numel()
+            if parameter.is_complex():
+                shape, stride, elements = (*shape, 2), (*(2 * one for one in stride), 1), 2 * elements
+            unit = _ALIGNMENT // real.itemsize
+            begin = self._ends.get(real, 0)
+            self.groups.setdefault(real, []).append(_Piece(index, begin, shape, stride, parameter.is_complex()))
+            self._ends[real] = begin + -(-elements // unit) * unit
+
+    def sizes(self) -> list[tuple[torch.dtype, int]]:
+        """Of each bucket; the last one is the loss."""
+        return [*self._ends.items(), (torch.float64, 1)]
+
+
+class Buckets:
+    """The buckets of one step on devices with queues.
+
+    Each device's gradients are laid one after the other when its last micro-batch is enqueued, so that what crosses memory spaces is
+    one copy, and what is summed one kernel, whatever the number of parameters. The sums become the user's gradients only when every
+    device has come to its end.
+    """
+
+    def __init__(self, replicas: list[Replica], names: list[str], places: Places) -> None:
+        self._replicas = replicas
+        self._names = names
+        self._places = places
+        self._layout = _Layout(replicas[0], names)
+        self._flat: list[list[torch.Tensor]] = [[] for _ in replicas]
+        self._sums: list[torch.Tensor] = []
+        self.has_gradient = [False] * len(replicas[0].parameters)
+
+    def fill(self, device: int, terms: list[torch.Tensor]) -> list[View | None]:
+        """On a device's worker, after its last micro-batch: its gradients and its part of the loss, and where they lie."""
+        replica = self._replicas[device]
+        place = self._places.devices[device]
+        with torch.no_grad():
+            flat = [self._laid_out(device, dtype, count) for dtype, count in self._layout.sizes()[:-1]]
+            loss = torch.zeros(1, dtype=torch.float64, device=place)
+            if terms:  # none: no item of this device's counts
+                loss += torch.stack([term.to(place, torch.float64) for term in terms]).sum()
+            flat.append(self._pinned(loss) if self._must_be_pinned(device) else loss)
+        for tensor in flat:
+            self._places.keep_for_reader(tensor, device)
+        self._flat[device] = flat
+        replica.clear_gradients()
+        return [_view(tensor) for tensor in flat]
+
+    def sums(self) -> list[View | None]:
+        """Where the sums go: fresh memory at home, of the caller's stream."""
+        with self._places.at_home():
+            self._sums = [
+                torch.empty(count, dtype=dtype, device=self._places.home) for dtype, count in self._layout.sizes()
+            ]
+        return [_view(tensor) for tensor in self._sums]
+
+    def totals(self) -> list[torch.Tensor | None]:
+        """The gradients of the batch, in the order of the parameters, as parts of the sums."""
+        totals: list[torch.Tensor | None] = [None] * len(self.has_gradient)
+        for total, pieces in zip(self._sums, self._layout.groups.values(), strict=False):
+            for piece in pieces:
+                if self.has_gradient[piece.index]:
+                    totals[piece.index] = piece.gradient(total)
+        return totals
+
+    def loss(self) -> torch.Tensor:
+        """The objective, 0-dimensional."""
+        return self._sums[-1][0]
+
+    def take_pinned(self) -> list[torch.Tensor]:
+        """What host devices have delivered to GPUs, which read it later. The rest is let go of."""
+        pinned = [tensor for device, flat in enumerate(self._flat) if self._must_be_pinned(device) for tensor in flat]
+        self._flat = [[] for _ in self._replicas]
+        return pinned
+
+    def _laid_out(self, device: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+        parameters = self._replicas[device].parameters
+        if self._must_be_pinned(device):
+            flat = self._places.pinned(count, dtype)
+        else:
+            flat = torch.empty(count, dtype=dtype, device=self._places.devices[device])
+        targets, sources, missing = [], [], []
+        for piece in self._layout.groups[dtype]:
+            gradient = parameters[piece.index].grad
+            if gradient is None:
+                missing.append(piece.of(flat))
+                continue
+            if gradient.layout is not torch.strided:
+                raise InvalidArgument(
+                    f"step: the gradient of parameter {self._names[piece.index]} is sparse. Gradients of several devices are summed "
+                    "densely; make the layer dense (sparse=False), or use one device."
+                )
+            self.has_gradient[piece.index] = True
+            targets.append(piece.of(flat))
+            sources.append(torch.view_as_real(gradient.resolve_conj()) if piece.is_complex else gradient)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        if missing:
+            torch._foreach_zero_(missing)
+        return flat
+
+    def _must_be_pinned(self, device: int) -> bool:
+        """Host memory that a GPU shall copy has to be."""
+        return self._places.devices[device].type == "cpu" and self._places.home.type != "cpu"
+
+    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._places.pinned(tensor.numel(), tensor.dtype).copy_(tensor)
+
+
+def _view(tensor: torch.Tensor) -> View:
+    return (tensor.data_ptr(), tensor.numel(), DTYPES[tensor.dtype])

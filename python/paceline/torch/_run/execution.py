@@ -1,0 +1,363 @@
+"""One call of a trainer, run on its devices: everything is committed, or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from paceline import DeviceGroup, Error, OutOfMemory
+from paceline._core.engine import Stepper
+from paceline.torch._batch.batch import Batch, concatenate
+from paceline.torch._batch.edits import Edits
+from paceline.torch._batch.items import Items
+from paceline.torch._devices import forward_ad
+from paceline.torch._devices.caller_state import CallerState
+from paceline.torch._devices.failures import raise_failure, warn_caller
+from paceline.torch._devices.places import Places, RandomStates
+from paceline.torch._devices.run_draws import UnseededDrawsWarning
+from paceline.torch._replicas.batch_norm import (
+    fails_over_one_item,
+    normalised_apart,
+    using_batch_statistics,
+    warn_of_normalised_apart,
+)
+from paceline.torch._replicas.buffers import KeptBuffers
+from paceline.torch._replicas.replicas import Replicas
+from paceline.torch._run.alone import AloneTrials
+from paceline.torch._run.buckets import Buckets
+from paceline.torch._run.gradients import UserGradients
+from paceline.torch._run.launch import LaunchClock
+from paceline.torch._run.memory import MemoryCaps, is_out_of_memory
+from paceline.torch._run.micro_batch_size import MicroBatchSizes, SizeSearch
+from paceline.torch._run.outside import OutsideGradients
+from paceline.torch._run.run import Frame, PredictRun, Run, TrainRun
+from paceline.torch._run.seen import Seen
+
+_T = TypeVar("_T")
+Gradients = list[torch.Tensor | None]
+
+
+class Workload:
+    """One kind of work: its times, the sizes that have run and the memory that it needs say nothing of another kind."""
+
+    def __init__(
+        self, group: DeviceGroup, places: Places, limits: list[int | None] | None = None, **options: Any
+    ) -> None:
+        self.stepper = Stepper(group, **options)
+        self.fixed = options.get("balance") != "auto"  # shares that no time changes
+        self.seen = Seen(len(group))
+        self.caps: MemoryCaps = MemoryCaps(places, limits)
+        self.launches = LaunchClock(places.on_gpu)
+        self.sizes: MicroBatchSizes | None = None  # where the size of micro-batches is searched for
+        # Whether corrections are on where nothing speaks against them.
+        self.corrects = len(group) > 1 and not any(places.on_gpu) and options.get("balance", "auto") == "auto"
+        self.corrects &= not options.get("micro_batch") and options.get("corrections") is None
+        # Whether the forward writes buffers: how often it runs then makes a difference. None: no step has shown it yet.
+        self.writes_buffers: bool | None = None
+        self.mode: Any = None  # in which that was looked at last
+        self.told: tuple[int, bool | None] | None = None  # what the stepper was told of least items and corrections
+        self.normalises = False  # over a micro-batch, by other means than modules that are known for it
+        self.alone: AloneTrials | None = None  # where one device may be faster than all
+
+
+class Execution:
+    """Runs the work of one call at a time. The replicas' gradients are its own; the user's are written in the end."""
+
+    def __init__(self, group: DeviceGroup, module: nn.Module, places: Places, replicas: Replicas) -> None:
+        self.running: Run | None = None
+        self.items = [0] * len(group)  # that each device ran in the last step that was committed
+        self.module = module
+        self._names = places.names
+        self.places = places
+        self.replicas = replicas
+        self._warned = False  # of draws without a seed
+        self._outside = OutsideGradients()
+        self._norms_told = False  # that they look at a part of the batch
+        self.committed: Any = None  # the last outcome that was
+        self._enqueued: Any = None  # the last outcome, committed or not
+        self._edits = Edits()
+        self._random: RandomStates | None = None  # what the generators were like when the last attempt began
+        # What host devices have delivered to GPUs, until these have read it: PyTorch would hand it on.
+        self._delivered: list[tuple[Any, Any]] = []
+
+    def frame(
+        self,
+        work: Workload,
+        whole: Batch,
+        fn: Callable[..., Any],
+        costs: list[float] | None = None,
+        order: list[int] | None = None,
+    ) -> Frame:
+        """What a run starts from, with the replicas as the module is now, and with `costs` the items as planned by them, or in an `order`."""
+        self._random = random = RandomStates(self.places)
+        self._edits.begin(whole)
+        self.replicas.refresh(fn)
+        least = self.follow_modules(work)
+        items = None
+        if order is not None:
+            items = Items(order, whole, self.places.pin, costs)
+        elif costs is not None:
+            plan = work.stepper.plan(costs)
+            items = Items(list(plan.order), whole, self.places.pin, costs, plan)
+        state = CallerState(self.places.types, len(self._names))
+        work.seen.follow(self.replicas, self.module, fn, state)
+        batch = whole if items is None else items.batch
+        may_divide = least == 1 and work.writes_buffers is not True
+        search = self._search(work, whole) if items is None and may_divide else None
+        divides = may_divide and (work.corrects or search is not None)
+        return Frame(
+            batch, self.replicas.list, work.seen, state, random, self.places, work.caps, items, search, least, divides
+        )
+
+    def follow_modules(self, work: Workload) -> int:
+        """Before a plan: which micro-batches the modules can do with as they are now. Returns the least items of one.
+
+        Batch normalisation in training fails over one item. It, and a forward that writes buffers, gives other results the more micro-batches
+        there are: each device has one.
+        """
+        least = 2 if work.normalises or using_batch_statistics(self.replicas.norms) else 1
+        corrections = None
+        if work.corrects:
+            writes = self.replicas.any_buffers if work.writes_buffers is None else work.writes_buffers
+            corrections = False if writes or least > 1 else None
+        if work.told != (least, corrections):
+            work.stepper.set_least_items(least)
+            if work.corrects:
+                work.stepper.set_corrections(corrections)
+            work.told = (least, corrections)
+        return least
+
+    def explain(self) -> str:
+        """A line where modules look at a part of the batch instead of the batch, else nothing."""
+        norms = using_batch_statistics(self.replicas.norms) if self._norms_told else []
+        return f"{normalised_apart(norms)}\n" if norms else ""
+
+    def _search(self, work: Workload, batch: Batch) -> SizeSearch | None:
+        """None where other sizes cost compilation, or draw other numbers in a run of fixed shares."""
+        repeatable = work.fixed and self.places.any_host and work.seen.drawing.draws is not False
+        if work.sizes is None or work.seen.tunes or repeatable:
+            return None
+        return work.sizes.of((batch.size, batch.item_shapes, work.seen.mode, self.replicas.generation))
+
+    def _buffer_marks(self) -> list[list[tuple[int, int]]]:
+        return [replica.buffer_marks() for replica in self.replicas.list]
+
+    def repeated(self, attempt: Callable[[], _T]) -> _T:
+        """What `attempt` returns. Where memory ran out it is made again from where it began, in smaller pieces, and where pieces were wrong in larger ones."""
+        self._random = cast("RandomStates | None", None)  # `frame`, which an attempt calls, sets it
+        try:
+            return self._repeated(attempt)
+        finally:
+            self._edits.end()
+
+    def _repeated(self, attempt: Callable[[], _T]) -> _T:
+        released = False
+        while True:
+            try:
+                return attempt()
+            except _TryAgainError as error:
+                complete = error.complete
+            except OutOfMemory:  # paceline's own: PyTorch may sit on memory that it does not use
+                if released:
+                    raise
+                released, complete = True, False
+            if self._random is not None:
+                self._edits.run_again(complete=complete)
+            # Not in the handler, where the traceback still holds what the first attempt had allocated.
+            self.places.release_memory()
+            if self._random is not None:
+                self._random.restore()
+
+    def train(self, work: Workload, run: TrainRun, *, keep: bool = True) -> tuple[torch.Tensor, Gradients, Any]:
+        """The objective, the gradients of the batch, and the outcome.
+
+        With `keep` the user's ``.grad``, the buffers and the balancer have them too; without, all three are as before.
+        """
+        # With one device the user's module itself runs, so its buffers are kept for the case that the step fails.
+        kept = None if self.replicas.shared else KeptBuffers(self.replicas.modules)
+        user = UserGradients(self.replicas)
+        try:
+            run.outside = self._outside
+            replicas = [replica.parameters for replica in self.replicas.list]
+            self._outside.begin(run.loss_fn, [self.replicas.parameters, *replicas], self.replicas.shared)
+            outcome = self._execute(work, run)
+            user.check()
+            run.check()
+            self._end_draws(run)
+            if keep and run.least > 1 and run.micro_batches > 1 and not self._norms_told:
+                self._norms_told = True
+                warn_of_normalised_apart(using_batch_statistics(self.replicas.norms))
+            with torch.no_grad():
+                loss = run.loss()
+                totals = user.totals(run.left_out) if run.buckets is None else run.buckets.totals()
+                if keep:
+                    self._commit(work, run, user, totals, outcome)
+            if run.buckets is not None:
+                self._keep_delivered(outcome, run.buckets)
+            if not keep:
+                self._put_back(user, kept)
+            return loss, totals, outcome
+        except BaseException:
+            if user.written:  # interrupted in the middle of writing: a step is done or not done
+                with torch.no_grad():
+                    self._commit(work, run, user, totals, outcome)
+                raise
+            self._put_back(user, kept)
+            raise
+        finally:
+            self.drop_gradients()
+
+    def _put_back(self, user: UserGradients, kept: KeptBuffers | None) -> None:
+        self._outside.restore()
+        user.restore()  # has the last word: what was outside may be a part of the module by now
+        if kept is not None:
+            with torch.no_grad():
+                kept.restore()
+
+    def predict(self, work: Workload, run: PredictRun) -> Any:
+        """What `fn` returned, for the whole batch."""
+        outcome = self._execute(work, run)
+        self._end_draws(run)
+        work.stepper.commit(outcome)
+        with torch.no_grad():
+            self._commit_attributes(outcome)
+            if self.module.training:  # as in plain PyTorch, running statistics follow
+                self._commit_buffers(outcome)
+            output = concatenate(run.outputs, self.places.to_home, self.places.owned)
+            return output if run.items is None else run.items.restored(output)
+
+    def drop_gradients(self) -> None:
+        """Those of the replicas; the user's own stay."""
+        if self.replicas.shared:
+            for replica in self.replicas.list:
+                replica.clear_gradients()
+
+    def release(self) -> None:
+        """Let go of what was kept for the devices to read; they have ended."""
+        self.committed = self._enqueued = None
+        self._delivered.clear()
+
+    def _execute(self, work: Workload, run: Run) -> Any:
+        self.running = run
+        stepper = work.stepper
+        marks = self._buffer_marks() if run.divides and run.claims is None else None
+        # Versions, which are cheap, do not count what batch_norm writes: in the first run of a mode values are compared.
+        first = marks is not None and work.mode != run.seen.mode
+        values = KeptBuffers(part for replica in self.replicas.list for part in replica.modules) if first else None
+        run.queues_empty = self._queues_are_empty()
+        calls = (run.body, run.finish, self.places.queues, run.sums)
+        with self._level(run), run.draws.run(), self.replicas.guarded():
+            planned = run.items.plan if run.items is not None else None
+            outcome = stepper.run(planned or stepper.plan(run.batch.size), *calls, run.claims)
+        if run.draws.must_run_again() and (self.places.hosts_share or (work.fixed and run.search is not None)):
+            complete = not run.failures
+            run.failures.clear()
+            raise _TryAgainError(complete=complete)
+        if run.failures:
+            device, begin, end, error = run.failures[0]
+            run.failures.clear()
+            try:
+                if len(self._names) > 1 and forward_ad.wanted(error) is not None:
+                    if not run.seen.forward_ad:
+                        run.seen.forward_ad = True
+                        raise _TryAgainError from error
+                    error = forward_ad.refused(error)
+                where = "what adds the gradients up" if device is None else self._names[device]
+                if (
+                    device is not None
+                    and is_out_of_memory(error)
+                    and run.caps.shrink(device, begin, end, run.batch, error, run.least)
+                ):
+                    raise _TryAgainError from error
+                if fails_over_one_item(error) and run.least == 1 < run.batch.size:
+                    work.normalises = True
+                    raise _TryAgainError from error
+                told = run.batch.told(begin, end) if end > begin else ""
+                raise_failure(error, where, told, run.kept)
+            finally:
+                del error  # which refers to this frame: a dropped trainer shall end without the garbage collector
+        if outcome.failed:
+            device = outcome.failed_device
+            where = "the reduction" if device is None else self._names[device]
+            raise Error(f"step: {where} failed outside of user code. Nothing was committed.")
+        self._enqueued = None if self.places.queues is None else outcome
+        if marks is not None:
+            work.mode = run.seen.mode
+            work.writes_buffers = self._buffer_marks() != marks or (values is not None and values.changed)
+            if work.writes_buffers and run.divided:
+                raise _TryAgainError(complete=True)
+        self._edits.check()
+        return outcome
+
+    def _end_draws(self, run: Run) -> None:
+        unseeded = run.draws.finish()
+        if unseeded and not self._warned:
+            self._warned = True
+            warn_caller(
+                f"random numbers drawn by {unseeded} come from a generator that all host devices share, whoever is first: the same seed gives "
+                "others in each run. Nothing else is wrong with them. One device draws the same in each run.",
+                UnseededDrawsWarning,
+            )
+
+    def _level(self, run: Run) -> contextlib.AbstractContextManager[None]:
+        return forward_ad.held(run.seen.forward_ad) if len(self._names) > 1 else contextlib.nullcontext()
+
+    def _queues_are_empty(self) -> bool:
+        """Whether the devices have done what they were given last. After a failure they have: it was waited for."""
+        if self._enqueued is None:
+            return True
+        with contextlib.suppress(Error):  # a device that was lost says so in the step
+            if not self._enqueued.settled:
+                return False
+        self._enqueued = None
+        return True
+
+    def _keep_delivered(self, outcome: Any, buckets: Buckets) -> None:
+        """Until the GPUs have read it. PyTorch keeps what lies on a GPU by itself."""
+        pinned = buckets.take_pinned()
+        if pinned:
+            self._delivered.append((outcome, pinned))
+        with contextlib.suppress(Error):  # a device that was lost says so at the next step
+            self._delivered = [entry for entry in self._delivered if not entry[0].settled]
+
+    def _commit(self, work: Workload, run: TrainRun, user: UserGradients, totals: Gradients, outcome: Any) -> None:
+        user.commit(totals)
+        self._outside.commit()
+        self._commit_buffers(outcome)
+        self._commit_attributes(outcome)
+        if self.committed is not outcome:
+            work.stepper.commit(outcome, run.pieces)
+            work.launches.add(run.launches)
+            if run.search is not None:
+                run.search.add(run.timed)
+            self.committed = outcome
+            self.items = outcome.items
+
+    def _commit_buffers(self, outcome: Any) -> None:
+        if not self.replicas.shared:
+            return
+        ran = outcome.items
+        buffers = self.replicas.list[ran.index(max(ran))].buffers
+        if buffers is not None:
+            buffers.push()
+
+    def _commit_attributes(self, outcome: Any) -> None:
+        ran = outcome.items
+        if self.replicas.shared:
+            self.replicas.push_written(ran.index(max(ran)))
+
+
+class _TryAgainError(Exception):
+    """Nothing was committed, and the step is to be run once more.
+
+    Memory ran out, and smaller pieces may fit; a device ran the forward several times, and it has turned out to write buffers; or the run drew
+    random numbers, or entered a dual level, before that was provided for; or something normalises over a micro-batch, which takes two items.
+    """
+
+    def __init__(self, *, complete: bool = False) -> None:
+        super().__init__()
+        self.complete = complete  # whether all items have run

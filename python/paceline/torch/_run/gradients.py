@@ -1,0 +1,187 @@
+"""Gradients on their way from the replicas to the user's ``.grad``."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from paceline import InvalidArgument
+from paceline.torch._replicas.replicas import Replica, Replicas
+
+# Types that the reduction sums itself, by their number in paceline's DType; others are summed by PyTorch on the caller.
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+
+View = tuple[int, int, int]
+
+# Of every gradient in every step: through map(), without a line of Python for each.
+_grad = operator.attrgetter("grad")
+_version = operator.attrgetter("_version")
+_layout = operator.attrgetter("layout")
+_dtype = operator.attrgetter("dtype")
+_data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+_numel: Callable[[torch.Tensor], int] = torch.Tensor.numel
+_is_contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
+
+
+def _are_strided(gradients: Iterable[torch.Tensor]) -> bool:
+    return set(map(_layout, gradients)) <= {torch.strided}
+
+
+def views(replica: Replica, names: list[str]) -> tuple[list[View | None], list[int]]:
+    """Where the replica's gradients lie: (address, elements, type) each, None where there is none.
+
+    The second list names the gradients whose layout or type the reduction cannot take; `commit` adds those.
+
+    Raises
+    ------
+    InvalidArgument
+        For sparse gradients.
+    """
+    gradients = [gradient for gradient in map(_grad, replica.parameters) if gradient is not None]
+    if len(gradients) == len(replica.parameters) and _are_strided(gradients) and all(map(_is_contiguous, gradients)):
+        codes = [DTYPES.get(dtype, -1) for dtype in map(_dtype, gradients)]
+        if -1 not in codes:
+            return list(zip(map(_data_ptr, gradients), map(_numel, gradients), codes, strict=True)), []
+    found: list[View | None] = []
+    left_out: list[int] = []
+    for index, parameter in enumerate(replica.parameters):
+        gradient = parameter.grad
+        if gradient is None:
+            found.append(None)
+            continue
+        if gradient.layout is not torch.strided:
+            raise InvalidArgument(
+                f"step: the gradient of parameter {names[index]} is sparse. Gradients of several devices are summed densely; make the layer "
+                "dense (sparse=False), or use one device."
+            )
+        code = DTYPES.get(gradient.dtype)
+        if code is None or not gradient.is_contiguous():
+            found.append(None)
+            left_out.append(index)
+            continue
+        found.append((gradient.data_ptr(), gradient.numel(), code))
+    return found, left_out
+
+
+class OwnStorages:
+    """Gives every gradient of a replica memory of its own, for one step.
+
+    Autograd may hand two parameters views of one tensor, as after ``a + b`` where nothing is broadcast. That is harmless until
+    somebody adds to them in place, be it a second backward or the reduction: each would get what is meant for the other, too.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._waiting: Sequence[torch.Tensor] = parameters  # for their first gradient
+        self._known: set[int] = set()
+
+    def separate(self) -> None:
+        """After a backward: gradients that are new and lie in memory that another has are copied."""
+        if not self._waiting:
+            return
+        gradients = [gradient for gradient in map(_grad, self._waiting) if gradient is not None]
+        if len(gradients) == len(self._waiting) and _are_strided(gradients):
+            addresses = {gradient.untyped_storage().data_ptr() for gradient in gradients}
+            if len(addresses) == len(gradients) and addresses.isdisjoint(self._known):
+                self._known |= addresses
+                self._waiting = []
+                return
+        waiting = []
+        for parameter in self._waiting:
+            gradient = parameter.grad
+            if gradient is None:
+                waiting.append(parameter)
+            elif gradient.layout is torch.strided:
+                address = gradient.untyped_storage().data_ptr()
+                if address in self._known:
+                    parameter.grad = gradient.clone()
+                else:
+                    self._known.add(address)
+        self._waiting = waiting
+
+
+class UserGradients:
+    """The user's own ``.grad`` during a step: set aside, so that it is as it was whatever happens, and added to in the end."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._before: list[torch.Tensor | None] = list(map(_grad, replicas.parameters))
+        for name, gradient in zip(replicas.names, self._before, strict=True):
+            if gradient is None:
+                continue
+            if gradient.layout is not torch.strided and replicas.shared:
+                raise InvalidArgument(
+                    f"step: the .grad of parameter {name} is sparse; a dense gradient cannot be added to it. Set it to None first."
+                )
+        self._versions = list(map(_version, replicas.parameters))
+        self._added_to: list[tuple[torch.Tensor, int]] = []
+        for parameter in replicas.parameters:
+            parameter.grad = None
+
+    def check(self) -> None:
+        """Raise if the loss reached around the replicas, or somebody wrote a shared parameter while the step ran."""
+        if not self._replicas.shared:
+            return  # the user's own module: what it writes in its forward is its business, as in plain PyTorch
+        names, parameters = self._replicas.names, self._replicas.parameters
+        untouched = set(map(type, map(_grad, parameters))) <= {type(None)}
+        if untouched and list(map(_version, parameters)) == self._versions:
+            return
+        for index, parameter in enumerate(parameters):
+            if parameter._version != self._versions[index]:
+                raise InvalidArgument(
+                    f"step: parameter {names[index]} was written in place while the step ran; all devices share it. Write parameters "
+                    "between steps only. Nothing was committed."
+                )
+            if parameter.grad is not None:
+                raise InvalidArgument(
+                    f"step: the gradient of parameter {names[index]} of the original module was touched during the step: "
+                    f"{self._replicas.blame} Nothing was committed."
+                )
+
+    def restore(self) -> None:
+        """After a failure: ``.grad`` as it was before the step."""
+        for parameter, gradient in zip(self._replicas.parameters, self._before, strict=True):
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+
+    def totals(self, left_out: dict[int, set[int]]) -> list[torch.Tensor | None]:
+        """The gradients of the batch. The first device that has one holds the sum of all that the reduction could take."""
+        totals: list[torch.Tensor | None] = list(map(_grad, self._replicas.list[0].parameters))
+        if any(left_out.values()):
+            return [self._total(index, left_out) for index in range(len(totals))]
+        return [self._total(index, left_out) if total is None else total for index, total in enumerate(totals)]
+
+    def commit(self, totals: list[torch.Tensor | None]) -> None:
+        """Set or add the gradients of the batch. An interrupted call may be repeated: what was added is not added again."""
+        if not self.written:
+            pairs = [
+                (before, total)
+                for before, total in zip(self._before, totals, strict=True)
+                if before is not None and total is not None
+            ]
+            self._added_to = [(before, before._version) for before, _ in pairs]
+            if pairs:
+                torch._foreach_add_([before for before, _ in pairs], [total for _, total in pairs])
+        for parameter, before, total in zip(self._replicas.parameters, self._before, totals, strict=True):
+            parameter.grad = total if before is None else before
+
+    @property
+    def written(self) -> bool:
+        """Whether `commit` has come to where the user's gradients are added to, which cannot be taken back."""
+        return any(gradient._version != version for gradient, version in self._added_to)
+
+    def _total(self, index: int, left_out: dict[int, set[int]]) -> torch.Tensor | None:
+        total: torch.Tensor | None = None
+        extra: list[torch.Tensor] = []
+        for device, replica in enumerate(self._replicas.list):
+            gradient = replica.parameters[index].grad
+            if gradient is None:
+                continue
+            if index in left_out.get(device, ()):
+                extra.append(gradient)
+            elif total is None:
+                total = gradient
+        for gradient in extra:
+            total = gradient if total is None else total + gradient
+        return total

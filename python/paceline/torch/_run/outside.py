@@ -1,0 +1,138 @@
+"""Gradients of what a loss depends on beside the trainer's module: a head, a regulariser or weights that ``loss_fn`` refers to by itself.
+
+All devices add to the ``.grad`` of such a tensor, one at a time (PyTorch locks it), each its part of the batch: together that is the gradient
+of the batch, as on one device. They add in the order in which they are done, so where more than two parts are added the last bits may differ
+from run to run. What is left to do here is to put ``.grad`` back where a step fails.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import TensorWeakRef
+
+from paceline.torch._replicas.copies import check_hooks
+
+_SIGNED = 12  # nodes of a graph, from its root, that tell whether it is another one than before
+_MOST_SIGNS = 64  # of one function
+_LOOKS = 2  # steps of one function in which its graphs are looked through: a microsecond for each node
+_MOST_FUNCTIONS = 64  # remembered
+
+
+class OutsideGradients:
+    """Those of one trainer: which tensors they are of is known from the first steps of a function."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, list[TensorWeakRef]] = {}
+        self._steps: dict[Any, int] = {}
+        self._signs: dict[Any, set[Any]] = {}  # of the graphs that were looked through
+        self._new: set[Any] = set()  # of those in this step: its other workers look, too
+        self._lock = threading.Lock()
+        self._function: Any = None
+        self._parameters: list[list[torch.Tensor]] = []
+        self._own: set[int] | None = None
+        self._looks = self._shared = False
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None, int]] = {}
+
+    def begin(self, function: Any, parameters: list[list[torch.Tensor]], shared: bool) -> None:
+        """Before a step; `parameters` are the module's, and those of the replicas."""
+        self._signs.setdefault(self._function, set()).update(self._new)
+        self._new = set()
+        function = _code_of(function)
+        if len(self._steps) >= _MOST_FUNCTIONS and function not in self._steps:
+            self._steps.clear()
+            self._known.clear()
+            self._signs.clear()
+        self._function, self._shared = function, shared
+        steps = self._steps[function] = self._steps.get(function, 0) + 1
+        # Later once in a while: a loss may get another term at some time.
+        self._looks = steps <= _LOOKS or steps & (steps - 1) == 0
+        self._parameters, self._own = parameters, None
+        self._before = {}
+        alive = [(reference, reference()) for reference in self._known.pop(function, [])]
+        self._known[function] = [reference for reference, tensor in alive if tensor is not None]
+        for _, tensor in alive:
+            if tensor is not None:
+                self._set_aside(tensor)
+
+    def look(self, root: torch.Tensor) -> None:
+        """On a worker, before a backward: set aside the gradients of what it will add to."""
+        sign, signs = _sign_of(root), self._signs.get(self._function, ())
+        if not self._looks and (sign in signs or len(signs) >= _MOST_SIGNS):
+            return
+        with self._lock:
+            if self._own is None:
+                self._own = {id(one) for ones in self._parameters for one in ones}
+        self._new.add(sign)
+        for leaf in leaves_of(root):
+            if id(leaf) in self._own or not leaf.requires_grad:
+                continue
+            with self._lock:
+                if id(leaf) not in self._before:
+                    self._set_aside(leaf)
+                    self._known[self._function].append(TensorWeakRef(leaf))
+
+    def commit(self) -> None:
+        """What was there before the step, and the step's part. An interrupted call may be repeated."""
+        while self._before:
+            leaf, before, version = next(iter(self._before.values()))
+            if before is not None:
+                if leaf.grad is not None and before._version == version:
+                    before += leaf.grad
+                leaf.grad = before
+            del self._before[id(leaf)]
+        self._parameters, self._own = [], None
+
+    def restore(self) -> None:
+        """As it was before the step."""
+        for leaf, before, _ in self._before.values():
+            leaf.grad = before
+        self._before = {}
+        self._parameters, self._own = [], None
+
+    def _set_aside(self, leaf: torch.Tensor) -> None:
+        if self._shared and isinstance(leaf, nn.Parameter):
+            check_hooks(f"of shape {tuple(leaf.shape)} outside of the module", leaf)
+        before = leaf.grad
+        self._before[id(leaf)] = leaf, before, 0 if before is None else before._version
+        leaf.grad = None
+
+
+def _sign_of(root: torch.Tensor) -> Any:
+    """What the graph is like near its root, where a further term or another head stands."""
+    nodes: list[Any] = [root.grad_fn]
+    for node in nodes:  # which grows meanwhile
+        if len(nodes) >= _SIGNED:
+            break
+        if node is not None:
+            nodes += [following for following, _ in node.next_functions]
+    return tuple(map(type, nodes))
+
+
+def leaves_of(root: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What a backward from there adds gradients to."""
+    if root.grad_fn is None:
+        yield root
+        return
+    seen = {root.grad_fn}
+    waiting = [root.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+def _code_of(function: Any) -> Any:
+    """The same for each lambda of one place in the program."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__code__", None) or type(function)

@@ -1,0 +1,71 @@
+"""What each kind of work has run before, so that first runs, which may compile, are told from others."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.torch._devices.caller_state import CallerState
+from paceline.torch._devices.run_draws import Drawing
+from paceline.torch._replicas.replicas import Replicas, is_compiled, is_compiled_function
+
+
+class Seen:
+    """Which micro-batch sizes each device has run before: a first run may compile, allocate and choose algorithms."""
+
+    def __init__(self, device_count: int) -> None:
+        self.compiled = self.tunes = False
+        self.sizes: list[set[tuple[Any, ...]]] = [set() for _ in range(device_count)]
+        self.ever: list[set[int]] = [
+            set() for _ in range(device_count)
+        ]  # items of a micro-batch, whatever else changed
+        self.gate = CompileGate()
+        self.mode: Any = None
+        self.drawing = Drawing()
+        self.forward_ad = False  # whether it differentiates forward
+        self._generation = 0
+        self._compiled_module = False
+
+    def follow(self, replicas: Replicas, module: nn.Module, fn: Callable[..., Any], state: CallerState) -> None:
+        """Before a step: new replicas have run nothing yet, and other modes and compiled functions compile anew."""
+        compiled_fn = is_compiled_function(fn)
+        if replicas.generation != self._generation:
+            self._generation = replicas.generation
+            self._compiled_module = is_compiled(module)
+            for sizes in self.sizes:
+                sizes.clear()
+        self.compiled = self._compiled_module or compiled_fn
+        # cuDNN's search for the fastest algorithm is like compilation: a new size takes long, once.
+        self.tunes = self.compiled or (state.on_gpu and torch.backends.cudnn.benchmark)
+        self.mode = (module.training, state.autocast, fn if compiled_fn else None)
+
+
+class CompileGate:
+    """Compiled modules: first calls of a size run alone, all others together. Dynamo is not thread-safe while it compiles."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._running = 0
+        self._compiling = False
+
+    @contextlib.contextmanager
+    def enter(self, first: bool) -> Any:
+        """Yields whether it had to wait: such a run's time is no evidence."""
+        with self._condition:
+            waited = self._compiling or (first and self._running > 0)
+            self._condition.wait_for(lambda: not self._compiling and not (first and self._running))
+            self._compiling = first
+            self._running += 1
+        try:
+            yield waited
+        finally:
+            with self._condition:
+                self._running -= 1
+                if first:
+                    self._compiling = False
+                self._condition.notify_all()

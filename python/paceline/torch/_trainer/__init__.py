@@ -1,0 +1,1 @@
+"""`DataParallel` and the parts that it has."""

@@ -1,0 +1,229 @@
+"""The step taken apart: the library splits, weighs and reduces; the caller's function runs forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline import InvalidArgument
+from paceline.torch._batch.objective import Objective
+from paceline.torch._replicas.replicas import Replicas
+from paceline.torch._run.run import Frame, TrainRun
+
+RunFunction = Callable[[nn.Module, "MicroBatch"], Any]
+
+
+class MicroBatch:
+    """What a function given to `GlobalBatch.run` gets beside the replica: a slice of the batch, and its part of the objective.
+
+    Attributes
+    ----------
+    data
+        The slice, in the same nest as the batch, on the device.
+    begin, end
+        Which items of the batch: ``[begin, end)``. With `cost` of `DataParallel.batch` they count positions in the order that the items
+        were dealt out in; put ``torch.arange(items)`` into the batch where `fn` has to know which they are.
+    """
+
+    def __init__(self, run: FunctionRun, device: int, begin: int, end: int, data: Any) -> None:
+        self.data = data
+        self.begin = begin
+        self.end = end
+        self.terms: list[torch.Tensor] = []
+        self._run = run
+        self._device = device
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    def weigh(self, loss: torch.Tensor) -> torch.Tensor:
+        """The slice's term of the objective, 0-dimensional, with its graph: what to call ``backward`` on yourself.
+
+        `loss` is what ``loss_fn`` would return: the mean over the slice (or the sum, if that was said), or one loss for each item.
+        Its share is counted into what `GlobalBatch.run` returns. With a ``scaler`` the term is scaled. Where random numbers cannot be
+        seeded (parts of one GPU), that activation checkpointing draws others when it recomputes is noticed in `backward` only.
+        """
+        return self._run.weighed(self._device, self._term(loss))
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+        """``weigh(loss).backward()``: adds to the gradients of the replica.
+
+        May be called several times; the objective is the sum of all losses.
+        """
+        self._run.backward_of(self._device, self._term(loss), retain_graph)
+
+    def _term(self, loss: torch.Tensor) -> torch.Tensor:
+        term = self._run.objective.term(loss, self.begin, self.end)
+        self.terms.append(term.detach())
+        return term
+
+
+class GlobalBatch:
+    """One batch for any number of runs over all devices. Made by `DataParallel.batch`."""
+
+    def __init__(
+        self,
+        size: int,
+        start: Callable[[RunFunction, list[nn.Parameter] | None, Any, str], torch.Tensor],
+    ) -> None:
+        self._size = size
+        self._start: Callable[..., torch.Tensor] | None = start
+
+    def __len__(self) -> int:
+        return self._size
+
+    def run(
+        self,
+        fn: RunFunction,
+        *,
+        parameters: nn.Module | Iterable[nn.Parameter] | None = None,
+        scaler: Any = None,
+        name: str | None = None,
+    ) -> torch.Tensor:
+        """Call `fn` with every micro-batch, on all devices, and add what its backward passes gave to the parameters' ``.grad``.
+
+        Parameters
+        ----------
+        fn
+            ``fn(module, micro_batch)``: runs forward on the replica `module` and ``micro_batch.data``, and calls ``micro_batch.backward(loss)``
+            once or more often. What it returns is not looked at.
+        parameters
+            Whose gradients are wanted: parameters of the trainer's module, or a submodule of it. All others keep the ``.grad`` that
+            they have. Default: all.
+        scaler
+            A ``torch.amp.GradScaler``, as for `DataParallel.step`.
+        name
+            Runs of one name share what is known of their times. Default: the name of `fn`.
+
+        Returns
+        -------
+        torch.Tensor
+            The objective over the whole batch, all losses together: 0-dimensional, detached, unscaled.
+
+        Raises
+        ------
+        InvalidArgument
+            After the ``with`` block, and as `DataParallel.step`.
+        RuntimeError
+            If `fn` left no gradient.
+        Exception
+            What `fn` raised. Then gradients and buffers are as before the run.
+        """
+        if self._start is None:
+            raise InvalidArgument(
+                "run: the batch has ended with its with block. Run inside of it, or make a new one with trainer.batch()."
+            )
+        wanted = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+        # A list: an attempt that runs out of memory must not use an iterator up.
+        return self._start(fn, None if wanted is None else list(wanted), scaler, name or name_of(fn))
+
+    def close(self) -> None:
+        """Let go of the batch; idempotent."""
+        self._start = None
+
+    def __enter__(self) -> GlobalBatch:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class FunctionRun(TrainRun):
+    """A run whose forward and backward are the caller's."""
+
+    def __init__(
+        self,
+        frame: Frame,
+        fn: RunFunction,
+        objective: Objective,
+        scale: torch.Tensor | None,
+        replicas: Replicas,
+        parameters: list[nn.Parameter] | None,
+    ) -> None:
+        super().__init__(frame, loss_fn=fn, objective=objective, scale=scale, names=replicas.names)
+        self._wanted: list[tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
+        if parameters is not None:
+            wanted = _indices_of(parameters, replicas.parameters)
+            self._wanted = [_parted(replica.parameters, wanted) for replica in self.replicas]
+
+    def compute(self, device: int, begin: int, end: int) -> bool:
+        if self.objective.idle(begin, end):
+            return False
+        data = self.bring(device, begin, end)
+        part = MicroBatch(self, device, begin, end, data)
+        self.loss_fn(self.replicas[device].module, part)
+        self.draws.look(device)
+        if not part.terms and not self.terms[device] and self.any_gradient(device):
+            raise InvalidArgument(
+                "run: fn called backward on a loss of its own, which does not know its part of the batch: the gradient would be wrong. Call "
+                "micro_batch.backward(loss), or micro_batch.weigh(loss).backward()."
+            )
+        if part.terms:
+            self.terms[device].append((begin, torch.stack([term.to(part.terms[0]) for term in part.terms]).sum()))
+        if self._wanted is not None:  # a backward of the caller's own fills all
+            for parameter in self._wanted[device][1]:
+                parameter.grad = None
+        if not self.with_gradient and self.any_gradient(device):
+            self.with_gradient = True  # only ever set: other workers look at theirs meanwhile
+        return True
+
+    def weighed(self, device: int, term: torch.Tensor) -> torch.Tensor:
+        """On a device's worker: what the caller calls backward on."""
+        root = self.scaled(device, term)
+        if self.outside is not None:
+            self.outside.look(root)
+        return root
+
+    def backward_of(self, device: int, term: torch.Tensor, retain_graph: bool) -> None:
+        """On a device's worker: fill the gradients of its replica, those that are wanted."""
+        if not term.requires_grad:
+            return  # nothing in this slice depends on a parameter: its gradient is zero
+        self.draws.look(device)
+        root = self.scaled(device, term)
+        self.backward(device, root, retain_graph, None if self._wanted is None else self._wanted[device][0])
+
+    def check(self) -> None:
+        self.without_gradient = True
+        try:
+            super().check()
+        except RuntimeError as error:
+            if self.with_gradient:
+                raise
+            raise RuntimeError(
+                "run: no gradient: fn has to call micro_batch.backward(loss) on a loss that depends on parameters"
+                + (", here on those that were given as parameters=." if self._wanted is not None else ".")
+            ) from error
+
+
+def name_of(fn: Any) -> str:
+    """Under which name the times of a function are known."""
+    while hasattr(fn, "func"):  # functools.partial
+        fn = fn.func
+    return str(getattr(fn, "__qualname__", type(fn).__qualname__))
+
+
+def _indices_of(wanted: Iterable[nn.Parameter], parameters: list[torch.Tensor]) -> set[int]:
+    """Which of a module's parameters these are."""
+    known = {id(parameter): index for index, parameter in enumerate(parameters)}
+    found = set()
+    for parameter in wanted:
+        if id(parameter) not in known:
+            raise InvalidArgument(
+                "run: parameters= holds a parameter that is none of the trainer's module. Give parameters of that very module, or a "
+                "submodule of it."
+            )
+        found.add(known[id(parameter)])
+    if not found:
+        raise InvalidArgument(
+            "run: parameters= is empty (a generator that was used up?). Leave it out for all of them."
+        )
+    return found
+
+
+def _parted(parameters: list[torch.Tensor], wanted: set[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Those that are wanted and may have a gradient, and all that are not wanted."""
+    ours = [parameter for index, parameter in enumerate(parameters) if index in wanted and parameter.requires_grad]
+    return ours, [parameter for index, parameter in enumerate(parameters) if index not in wanted]

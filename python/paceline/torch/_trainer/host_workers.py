@@ -1,0 +1,97 @@
+"""The workers of a trainer between its calls, for work that is not a step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+from paceline._core.engine import Stepper
+from paceline.torch._run.run import DONE, FAILED
+from paceline.torch._trainer.lifetime import Lifetime
+
+_PARTS_PER_DEVICE = 2  # so that other devices can take parts of a late device
+
+
+class HostWorkers:
+    """Runs tasks on the workers of a trainer whose devices are all host devices. Does not keep the trainer alive."""
+
+    def __init__(self, lifetime: Lifetime) -> None:
+        self._lifetime = weakref.ref(lifetime)
+        self._stepper: Stepper | None = None
+        self._without: set[int] = set()  # devices that it gives no work
+
+    def part_count(self) -> int:
+        """How many parts to make of the work: several for each device, or one if there is one device, or a GPU."""
+        lifetime = self._lifetime()
+        if lifetime is None or lifetime.places.queues is not None or len(lifetime.group) == 1:
+            return 1
+        return _PARTS_PER_DEVICE * len(lifetime.group)
+
+    def run_parts(self, tasks: Sequence[Callable[[], None]]) -> bool:
+        """Run each task once, on whichever device is free. False: nothing was run, since the trainer is gone or in another call.
+
+        Ctrl-C, or `close` in another thread, leaves no task out, because half an update would be neither the old state nor the new one.
+        Only an error of a task ends the run early, and the error is raised.
+        """
+        lifetime = self._lifetime()
+        if lifetime is None:
+            return False
+        with lifetime.if_idle() as idle:
+            if idle:
+                self._run(lifetime, tasks)
+            return idle
+
+    def _run(self, lifetime: Lifetime, tasks: Sequence[Callable[[], None]]) -> None:
+        if self._stepper is None:
+            self._stepper = Stepper(lifetime.group, micro_batch=1)  # no times are recorded, so shares stay even
+        retired = lifetime.works.retired
+        for index in retired - self._without:
+            self._stepper.retire(index)
+        for index in self._without - retired:
+            self._stepper.restore(index)
+        self._without = set(retired)
+        places = lifetime.places
+        left = dict(enumerate(tasks))
+        errors: list[BaseException] = []
+
+        def body(device: int, begin: int, end: int, last: bool) -> int:
+            try:
+                places.prepare_worker(device)
+                for index in range(begin, end):
+                    task = left.pop(index, None)
+                    if task is not None:  # None: a second Ctrl-C ended the wait, and the caller has run it
+                        task()
+            except BaseException as error:
+                errors.append(error)
+                return FAILED
+            return DONE
+
+        try:
+            self._stepper.run(self._stepper.plan(len(tasks)), body, _nothing)
+        finally:
+            _finish(left, errors)
+        if errors:
+            try:
+                raise errors[0]
+            finally:
+                errors.clear()  # they refer to this frame
+
+
+def _finish(left: dict[int, Callable[[], None]], errors: list[BaseException]) -> None:
+    """Run on the calling thread what no worker has begun. Ctrl-C ends the task that it hits, as in plain PyTorch; the other tasks still run."""
+    interrupted: KeyboardInterrupt | None = None
+    while left and not errors:
+        try:
+            task = left.popitem()[1]
+        except KeyError:  # a worker was faster
+            break
+        try:
+            task()
+        except KeyboardInterrupt as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
+
+
+def _nothing(device: int) -> list[None]:
+    return []

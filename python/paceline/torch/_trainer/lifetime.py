@@ -1,0 +1,178 @@
+"""The life of a trainer: it is open, in one call at a time, and closed; and what happens when it is dropped or the program ends."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+
+from paceline import DeviceGroup, Error, InvalidArgument, Timeout, Unavailable
+from paceline.torch._devices.caller_state import CallerThreads
+from paceline.torch._run.execution import Execution
+from paceline.torch._run.run import Run
+from paceline.torch._trainer.step_gaps import StepGaps
+from paceline.torch._trainer.works import Works
+
+_SECONDS = 3.0  # the program's end waits so long for a worker that is inside an operator or a sleep
+_SECONDS_TO_LEAVE = 0.2  # for a daemon thread to release what its step held; releasing may end inside of PyTorch
+
+
+class Lifetime:
+    """Whether a trainer is open, inside a call, abandoned by one, or closed."""
+
+    def __init__(self, group: DeviceGroup, owned: bool, execution: Execution, works: Works, gaps: StepGaps) -> None:
+        self.group = group
+        self.places = execution.places
+        self.works = works
+        self._execution = execution
+        self._gaps = gaps
+        self._lock = threading.Lock()
+        self._caller: threading.Thread | None = None  # the thread of the present call, or of the last one
+        self._abandoned = False  # by a second Ctrl-C: workers were still inside when the call ended
+        if self.places.any_host:
+            CallerThreads.limit()
+        # This runs when the trainer is dropped without close(). _close_all handles the end of the program.
+        self._finalizer = weakref.finalize(self, _finalize, group if owned else None, self.places.any_host)
+        self._finalizer.atexit = False
+        _open.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` has not been called yet."""
+        return self._finalizer.alive
+
+    def close(self) -> None:
+        """End the workers and give the caller its PyTorch threads back. A second call does nothing.
+
+        A `DeviceGroup` that was passed in stays open. A step that runs in another thread is cancelled: it ends once every worker has left
+        its micro-batch.
+        """
+        running = self._execution.running
+        if running is not None and running.on_a_worker:
+            raise InvalidArgument(
+                "close: called by loss_fn on a worker, which cannot wait for its own end. Leave the step first, by an exception if need be."
+            )
+        self._cancel()
+        self._finalizer()
+        self._release_if_idle()
+
+    def leave(self, raised: bool) -> None:
+        """End the ``with`` block of a trainer, which an exception may have `raised` out of."""
+        if not raised or not self.group.busy:
+            return self.close()
+        # A second Ctrl-C left the block: workers are inside user code, and whoever pressed it does not want to wait for them.
+        self._cancel()
+        ended = self._finalizer.detach()
+        if ended is not None:
+            group = ended[2][0]
+            with contextlib.suppress(Timeout):
+                _finalize(group, self.places.any_host, timeout=0.0)
+        return None
+
+    @contextlib.contextmanager
+    def exclusive(self, call: str) -> Iterator[None]:
+        """Let one call in at a time, since the replicas and their gradients belong to the trainer and not to the call."""
+        if not self._finalizer.alive:
+            raise Unavailable(f"{call}: the trainer is closed. Make a new one.")
+        if not self._lock.acquire(blocking=False):
+            raise InvalidArgument(
+                f"{call}: this trainer is in the middle of another call, in another thread or around this one (loss_fn must "
+                "not call the trainer). One call at a time."
+            )
+        self._caller = threading.current_thread()
+        if self.places.any_host:
+            CallerThreads.enter()
+        try:
+            if self.group.busy:
+                raise InvalidArgument(
+                    f"{call}: an earlier step of this group has not ended: its workers are still inside user code. Wait for it, or close "
+                    "the trainer."
+                )
+            if self._abandoned:  # the workers of the abandoned call have gone on to write gradients
+                self._execution.drop_gradients()
+            yield
+        finally:
+            if self.group.busy and self._execution.running is not None:
+                _abandoned_runs.add(self._execution.running)
+            self._execution.running = None
+            self._abandoned = self.group.busy
+            self._unlock()
+
+    @contextlib.contextmanager
+    def between_steps(self, call: str) -> Iterator[None]:
+        """Like `exclusive`, for work that the devices do between two steps: this time does not count as waiting."""
+        with self.exclusive(call):
+            self._gaps.interrupted()
+            yield
+
+    @contextlib.contextmanager
+    def if_idle(self) -> Iterator[bool]:
+        """Yield whether the workers are free. If they are, no other call gets them within the ``with`` block."""
+        if not self._finalizer.alive or not self._lock.acquire(blocking=False):
+            yield False
+            return
+        try:
+            yield not self.group.busy
+        finally:
+            self._unlock()
+
+    def _unlock(self) -> None:
+        self._lock.release()
+        if not self._finalizer.alive:  # another thread has closed the trainer meanwhile
+            self._release_if_idle()
+
+    def _release_if_idle(self) -> None:
+        """Release what the devices hold. If a call or a worker is still inside, the call does it when it leaves."""
+        if self.places.queues is not None and not self.group.busy and self._lock.acquire(blocking=False):
+            try:
+                self._release()
+            finally:
+                self._lock.release()
+
+    def _release(self) -> None:
+        """Release everything that the devices hold for this trainer. Its figures stay."""
+        with contextlib.suppress(Error):  # a lost device, which an earlier call has reported
+            for work in self.works.all():
+                work.stepper.settle()
+        self.places.drain()  # a late device may still write to memory that is about to be released
+        self._execution.release()
+        self._execution.replicas.release()
+        self.places.close()
+
+    def _cancel(self) -> None:
+        for work in self.works.all():
+            work.stepper.cancel()
+
+
+_open: weakref.WeakSet[Lifetime] = weakref.WeakSet()
+_abandoned_runs: weakref.WeakSet[Run] = weakref.WeakSet()  # a second Ctrl-C left them; workers may still be inside
+
+
+def _finalize(group: DeviceGroup | None, any_host: bool, timeout: float = 10.0) -> None:
+    """End the workers of a trainer that made its own group, and give the caller its threads back."""
+    try:
+        if group is not None:
+            group.close(timeout)
+    finally:
+        if any_host:
+            CallerThreads.restore()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Get the workers out of Python before the interpreter ends: PyTorch crashes if a thread is ended inside of it."""
+    lifetimes = list(_open)
+    callers = [lifetime._caller for lifetime in lifetimes if lifetime._execution.running is not None]
+    for run in [*(lifetime._execution.running for lifetime in lifetimes), *_abandoned_runs]:
+        if run is not None:
+            run.interrupt()
+    for lifetime in lifetimes:
+        with contextlib.suppress(Timeout):  # a worker inside an operator or a sleep ends with the process
+            lifetime.group.close(_SECONDS)
+            # A daemon thread that was waiting for the step leaves it now. The lock stays taken, since nothing follows.
+            lifetime._lock.acquire(timeout=_SECONDS)
+    for caller in callers:
+        if caller is not None and caller is not threading.current_thread():
+            caller.join(_SECONDS_TO_LEAVE)

@@ -1,0 +1,140 @@
+"""Optimizers whose step runs on all workers of a trainer, each with a part of the parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from paceline.plan import split_items
+from paceline.torch._trainer.arguments import check_optimizer
+
+# Those that update each parameter from its own gradient and state alone, so that any division gives the same bits. Others, and
+# subclasses, of which nothing is known, run as they are.
+_NAMES = "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD"
+_SEPARABLE = frozenset(getattr(torch.optim, name) for name in _NAMES.split() if hasattr(torch.optim, name))
+# Below, handing the work over costs more than it brings (benchmarks/python/optimizer.py). The loop over single parameters holds Python's
+# lock between its operators, so that two such loops hinder each other unless their parameters are large.
+_LEAST_ELEMENTS = 1 << 21
+_LEAST_ELEMENTS_OF_A_LOOP = 1 << 17  # on average
+_MOST_IN_ONE_PART = 0.85  # of the elements: a single parameter is not divided, and all wait for the largest
+
+Task = Callable[[], None]
+
+
+class Workers(Protocol):
+    """Where parts of a step can run at the same time. An optimizer holds on to it, and so it must not hold on to a trainer."""
+
+    def part_count(self) -> int:
+        """Into how many parts work should be divided; 1 where it had better not be."""
+
+    def run_parts(self, tasks: Sequence[Task]) -> bool:
+        """Run each task once, on a worker of its own. False: nothing was run, since the workers are not to be had."""
+
+
+def spread(cls: type[Optimizer], parameters: Iterable[Any], workers: Workers, options: dict[str, Any]) -> Optimizer:
+    """``cls(parameters, **options)``, whose step divides the parameters over the workers where that changes nothing but the time.
+
+    It stays an instance of `cls` with all of its state in its own ``state``; a copy or a pickle of it is a plain `cls`.
+    """
+    check_optimizer(cls, parameters)
+    if cls not in _SEPARABLE:
+        return cls(parameters, **options)
+    if cls not in _spread_classes:
+        _spread_classes[cls] = _spread_class(cls)
+    optimizer: Optimizer = _spread_classes[cls](parameters, workers=workers, **options)
+    return optimizer
+
+
+_spread_classes: dict[type[Optimizer], Any] = {}
+
+
+def _spread_class(cls: type[Optimizer]) -> Any:
+    class Spread(cls):  # type: ignore[misc, valid-type]
+        def __init__(self, parameters: Iterable[Any], *, workers: Workers, **options: Any) -> None:
+            super().__init__(parameters, **options)
+            self._workers = workers
+            self._parts: tuple[Any, list[set[int]]] = ((), [])  # and what they were made of
+
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            step = _unhooked(cls.step)
+            if not self._runs_in_parts(step):
+                step(self)
+            return loss
+
+        def _runs_in_parts(self, step: Callable[[Any], Any]) -> bool:
+            if _is_observed():
+                return False
+            parts = self._divided(self._workers.part_count())
+            tasks = [functools.partial(step, _part(cls, self, part)) for part in parts]
+            return bool(tasks) and self._workers.run_parts(tasks)
+
+        def _divided(self, count: int) -> list[set[int]]:
+            """The parameters of each part, by identity; of all groups together."""
+            parameters = [one for group in self.param_groups for one in group["params"]]
+            key = (count, tuple(map(id, parameters)))
+            if self._parts[0] != key:
+                self._parts = (key, _parts_of(parameters, count, _is_loop(self)))
+            return self._parts[1]
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return _empty, (cls,), self.__getstate__()
+
+    Spread.__name__, Spread.__qualname__, Spread.__doc__ = cls.__name__, cls.__qualname__, cls.__doc__
+    Spread.__module__ = cls.__module__
+    return Spread
+
+
+def _empty(cls: type[Optimizer]) -> Optimizer:
+    """What a copy begins with."""
+    return cls.__new__(cls)
+
+
+def _unhooked(step: Any) -> Callable[[Any], Any]:
+    """The class's step without the calls of hooks around it: they come once for all parts."""
+    plain: Callable[[Any], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return plain
+
+
+def _is_observed() -> bool:
+    """Whether the calling thread's own state would not see what other threads do."""
+    return bool(
+        torch.is_inference_mode_enabled() or _get_current_function_mode_stack() or _get_current_dispatch_mode_stack()
+    )
+
+
+def _is_loop(optimizer: Optimizer) -> bool:
+    """Whether Python goes over the parameters one by one, as by default on the host."""
+    return not all(group.get("fused") or group.get("foreach") for group in optimizer.param_groups)
+
+
+def _parts_of(parameters: Sequence[torch.Tensor], count: int, loop: bool) -> list[set[int]]:
+    elements = [float(parameter.numel()) for parameter in parameters]
+    total = sum(elements)
+    if count < 2 or total < _LEAST_ELEMENTS or (loop and total < _LEAST_ELEMENTS_OF_A_LOOP * len(elements)):
+        return []
+    split = split_items(elements, [(0.0, 1.0)] * count)
+    if max(split.loads) > _MOST_IN_ONE_PART * total:
+        return []
+    return [{id(parameters[index]) for index in items} for items in split.items if items]
+
+
+def _part(cls: type[Optimizer], optimizer: Optimizer, part: set[int]) -> Optimizer:
+    """An optimizer of some of the parameters, with the options as they are now and the one state of all."""
+    groups = []
+    for group in optimizer.param_groups:
+        parameters = [one for one in group["params"] if id(one) in part]
+        if parameters:
+            groups.append({**group, "params": parameters})
+    piece = cls.__new__(cls)
+    piece.__dict__.update(optimizer.__dict__, param_groups=groups)
+    return piece

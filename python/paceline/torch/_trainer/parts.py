@@ -1,0 +1,21 @@
+"""Public methods of a trainer that one of its parts carries out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def carried_out_by(part: str, method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
+    """A method of `DataParallel` that calls `method` of its attribute `part`. Name, signature and docstring are those of `method`."""
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        return method(getattr(self, part), *args, **kwargs)
+
+    call.__qualname__ = f"DataParallel.{method.__name__}"
+    return call

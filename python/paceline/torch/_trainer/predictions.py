@@ -1,0 +1,89 @@
+"""`DataParallel.predict`: outputs of the module for a batch, without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.items import Cost
+from paceline.torch._devices.failures import noted
+from paceline.torch._run.execution import Execution
+from paceline.torch._run.run import PredictRun
+from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.training import Training
+from paceline.torch._trainer.works import Works
+
+
+class Predictions:
+    """Runs the module forward on all devices."""
+
+    def __init__(self, works: Works, execution: Execution, lifetime: Lifetime, training: Training) -> None:
+        self._works = works
+        self._execution = execution
+        self._lifetime = lifetime
+        self._training = training
+
+    def predict(
+        self, batch: Any, fn: Callable[[nn.Module, Any], Any] | None = None, *, cost: Cost | None = None
+    ) -> Any:
+        """Run the module forward over `batch` on all devices, without gradients.
+
+        Parameters
+        ----------
+        batch
+            As for `step`.
+        fn
+            ``fn(module, slice)``; default ``module(slice)``. Returns a tensor, or a nest of them, whose dimension 0 is the item.
+        cost
+            As for `step`. Outputs still come in the caller's order. If `fn` trims its slice, it has to pad what it returns to a common
+            length.
+
+        Returns
+        -------
+        Any
+            What `fn` returns, for the whole batch, in the order of the items. The training mode is the module's own.
+
+        Raises
+        ------
+        InvalidArgument
+            For a batch, costs or outputs that cannot be used.
+        Timeout, DeviceLost, Error, Cancelled, KeyboardInterrupt
+            As `step`.
+        Exception
+            What `fn` raised on a worker, with a note that names the device.
+        """
+        with self._lifetime.between_steps("predict"):
+            return self._predict(batch, fn if fn is not None else _forward, cost)
+
+    def _predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any], cost: Cost | None) -> Any:
+        whole = Batch(batch)
+        self._execution.places.begin(whole)
+        costs = self._training.costs(cost, batch, whole.size)
+        work = self._works.of("predict")
+
+        def attempt() -> Any:
+            return self._execution.predict(work, PredictRun(self._execution.frame(work, whole, fn, costs), fn=fn))
+
+        return self._execution.repeated(attempt)
+
+
+def _forward(module: nn.Module, part: Any) -> Any:
+    """``module(part)``. Where that fails for a nest of tensors, the error tells how to pass its entries one by one."""
+    try:
+        return module(part)
+    except (TypeError, AttributeError) as error:
+        if isinstance(part, Mapping):
+            entries = "by name, predict(batch, lambda model, b: model(**b))"
+        elif isinstance(part, (tuple, list)):
+            entries = "one by one, predict(batch, lambda model, b: model(*b))"
+        else:
+            raise
+        noted(
+            error,
+            f"predict called module(batch), with the whole {type(part).__name__} as its only argument. If the module takes the entries "
+            f"{entries} passes them.",
+        )
+        raise

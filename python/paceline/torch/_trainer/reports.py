@@ -1,0 +1,276 @@
+"""What can be read about the steps of a trainer: figures, rows, events, words and pictures."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
+import torch
+from torch import nn
+
+from paceline.balance import WhatIfAnswer
+from paceline.torch._run.alone import Measured
+from paceline.torch._run.execution import Execution, Workload
+from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.step_gaps import StepGaps
+from paceline.torch._trainer.works import Works, kind_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from paceline._progress import Progress
+
+_T = TypeVar("_T")
+
+
+class Reports:
+    """Everything that can be read about a trainer. Nothing here changes what its steps do.
+
+    Figures, rows, events, pictures and `what_if` are about `step`. `report` and `explain` are also about the runs of `batch`, by name.
+    """
+
+    def __init__(
+        self, module: nn.Module, works: Works, execution: Execution, lifetime: Lifetime, gaps: StepGaps
+    ) -> None:
+        self.loss: torch.Tensor | None = None  # of the last step; the trainer sets it
+        self._module = module
+        self._works = works
+        self._execution = execution
+        self._lifetime = lifetime
+        self._gaps = gaps
+
+    def report(self) -> dict[str, Any]:
+        """Figures for a dashboard.
+
+        Returns
+        -------
+        dict
+            ``devices``: per name ``share`` (items of the last step), ``items``, ``busy_seconds``, ``idle_seconds`` (totals),
+            ``items_per_second`` (recent, while busy), ``speed`` (that, over the fastest device's), after a step with `cost` also ``cost`` (total) and
+            ``cost_per_second`` (which `speed` then goes by; 0 while recent steps had no costs); ``imbalance`` (slowest busy time over the mean, minus 1; recent); ``moves`` (changes of
+            shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction; with GPUs, whose reduction
+            is not timed, the latter is what the call of `step` took or what the devices computed, whichever was longer).
+            ``recent_moves``: the last 16 changes of shares that promised a gain, oldest first: ``step`` (how many were recorded before), ``batch_size``, the shares ``from`` and ``to``,
+            ``promised_gain`` and ``measured_gain`` (the part of a step's time that was to be saved, and by the clock was), ``resolution`` (differences below it are noise) and ``outcome``:
+            ``"kept"`` or ``"taken back"`` (it measured worse) once 8 steps have run by it, before ``"pending"``, else ``"overtaken"`` by another move or a change of speed, or ``"unjudged"``
+            where nothing comparable ran before; gain and resolution are 0 unless it was judged. ``taken_back``: how many were. Both are, as `explain`, of the kind of steps, with `cost` or without, that was
+            planned last; with `cost` batches and shares are work. ``sizes``: per
+            device the micro-batches that ever ran, in items. ``memory``: per device with a limit ``limit_bytes``, and once measured ``fixed_bytes``, ``bytes_per_item`` and ``largest_micro_batch`` (of steps with `cost`
+            ``fixed_bytes_with_costs``, ``bytes_per_cost`` and ``largest_padded_cost``);
+            and per GPU ``pool_peak_bytes``, the most that paceline's own pool had given out at once to all trainers of the process, while there were any (what PyTorch and NCCL took is theirs to tell).
+            ``runs``: as all but the last three, for each run of `batch` by its name. After a step (or run) with `cost` also ``items``: ``cost`` of
+            all items, ``padded_cost`` of the micro-batches that ran (each its count times its largest), ``contiguous_cost`` of the same
+            sizes cut from the batch as it came, ``padding_saved`` (the part of the latter's padding); and, once measured, the time of a
+            micro-batch on the devices of the ``device_class`` that ran most: ``fixed_seconds``, ``seconds_per_cost``, ``seconds_per_squared_cost``, whether it follows the ``"padded"`` cost, the
+            ``"sum"`` or the ``"count"`` alone (``measure``), and its relative ``error``.
+        """
+        runs = {name: _metrics_of(work) for name, work in self._works.runs().items()}
+        sizes = {name: sorted(ran) for name, ran in zip(self._works.names, self._works.steps.seen.ever, strict=True)}
+        return {
+            **_metrics_of(self._works.steps),
+            "sizes": sizes,
+            "memory": self._works.steps.caps.report(),
+            "runs": runs,
+        }
+
+    def progress(
+        self, batches: Iterable[_T], *, total: int | None = None, every: float = 10.0, file: TextIO | None = None
+    ) -> Progress[_T]:
+        """Loop over `batches` and show step, loss, step time, imbalance, moves, and each device's share (items, or their cost) and busy time.
+
+        On a terminal it is redrawn in place where rich is installed (``pip install 'paceline[progress]'``), at most four times a second. Everywhere
+        else, in files, notebooks, and where log handlers write to the terminal, it is a plain line after the first batch, every
+        `every` seconds, and at the end. No thread is started; Ctrl-C, ``break`` and exceptions leave the terminal as it was.
+
+        Parameters
+        ----------
+        batches
+            Any iterable, such as a DataLoader; its elements come unchanged.
+        total
+            How many there are; default ``len(batches)`` where it has one.
+        every
+            Seconds between two plain lines; 0: one after each batch.
+        file
+            Where to write; default ``sys.stderr``.
+
+        Notes
+        -----
+        All figures are of `step`: a loop that only runs `batch` shows its batches and no steps. Shares, busy and step times are means since the figures before. Reading them and the loss waits for GPUs, only when something is shown.
+        How long the loop waits for batches is remembered; `explain` says so where it is much.
+
+        Examples
+        --------
+        >>> for batch in trainer.progress(loader):                                   # doctest: +SKIP
+        ...     loss = trainer.step(loss_fn, batch)
+        ...     optimizer.step(); optimizer.zero_grad()
+        """
+        from paceline._progress import Progress
+
+        def loss() -> float | None:
+            return None if self.loss is None else float(self.loss)
+
+        return Progress(batches, self.report, loss, total=total, every=every, file=file, watched=self._gaps.watched)
+
+    def events(self) -> list[dict[str, Any]]:
+        """The last events, oldest first, at most 4096; reading them waits for GPUs.
+
+        Returns
+        -------
+        list of dict
+            ``kind``: ``"step"``, ``"micro_batch"``, ``"reduction"`` or ``"move"``; ``device``: its name, None for the group; ``step``: how many
+            had succeeded before; ``begin`` and ``end``: items of the batch, with `cost` in the order that they were dealt out in; ``start_seconds``, since the trainer was made, and
+            ``duration_seconds``. A step that failed leaves none. With GPUs a ``"reduction"`` lasts 0 seconds, for it is not timed, and
+            a ``"step"`` as `report` says.
+        """
+        return list(self._works.steps.stepper.events)
+
+    def history(self) -> list[dict[str, Any]]:
+        """The whole run in at most 1024 rows, oldest first: single steps, or in a longer run equally many steps added up.
+
+        Returns
+        -------
+        list of dict
+            ``first_step`` (from 0), ``steps`` (in this row), ``items`` and ``busy_seconds`` (sums, per name of a device), ``costs``
+            (as ``items``; None unless all of these steps had them), ``step_seconds``
+            (sum, with the reduction, but as `report` has it with GPUs), ``longest_step_seconds`` (of one step), ``moves``. Reading it waits for GPUs, as `report` does.
+        """
+        return list(self._works.steps.stepper.history)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw the run so far: shares with their moves, speeds, and step times; by cost where all steps had `cost`. Also after `close`.
+
+        Parameters
+        ----------
+        path
+            A file to write, as .png, .svg, .pdf or what else matplotlib knows. None: only the figure is made.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            With steps counted from 1 on its three axes, to add to and to save; no window opens and pyplot is not used.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed, which ``pip install 'paceline[plot]'`` brings.
+        InvalidArgument
+            Before the first step.
+        """
+        from paceline._plot import draw_run, save
+
+        names = ", ".join(self._works.names) if len(self._works.names) <= 4 else f"{len(self._works.names)} devices"
+        title = f"{type(self._module).__name__} on {names}, balance {self._works.options['balance']}"
+        return save(draw_run(self.history(), title=title), path)
+
+    def explain(self) -> str:
+        """In words: what was seen, what was decided and why, what a move would gain; of `step`, and of each run of `batch` by its name.
+
+        Where host devices wait much between two steps it says how long, and in a loop over `progress` how much of that for the next batch.
+        Where one device, or plain PyTorch, would be faster for steps as small as these, it says so, by steps that one device ran alone.
+
+        Waits for GPUs; also after `close`.
+        """
+        texts = [
+            f"run {name}: {_explained(work)}"
+            for name, work in self._works.runs().items()
+            if work.stepper.metrics["steps"]
+        ]
+        if self._works.steps.stepper.metrics["steps"] or not texts:
+            texts.insert(0, _explained(self._works.steps))
+        texts[0] += self._execution.places.explain() + self._execution.explain()
+        if not any(self._execution.places.on_gpu):
+            texts[0] += self._gaps.explain()
+        return "\n".join(texts)
+
+    def what_if(
+        self,
+        *,
+        speeds: Mapping[str, float] | None = None,
+        add: Sequence[tuple[str, float]] = (),
+        remove: Sequence[str] = (),
+        batch_size: int | None = None,
+    ) -> WhatIfAnswer:
+        """What the best split of `step` would be, and how long a step, if devices had other speeds, came or left. Changes nothing.
+
+        Devices that work side by side hinder each other. Where some are removed, the others are taken to be faster by what small steps on
+        one device alone have shown (see `balance`), and all seconds then include the trainer's own part of a step; before such steps, and
+        in longer ones, to be as fast as now. ``text`` says which of the two it is.
+
+        Parameters
+        ----------
+        speeds
+            Device names and factors on their present speed: ``{"host:1": 2.0}`` is twice as fast.
+        add
+            ``(like, speed)`` each: one device more like the named one, so many times as fast.
+        remove
+            Names of devices that would get no work.
+        batch_size
+            Default: that of the last step. After a step with `cost` batches and shares are work, as in `explain`.
+
+        Raises
+        ------
+        InvalidArgument
+            Before the first timing, for what is no such argument, a name that is not there, or a speed that is not above zero.
+        """
+        given: dict[str, Any] = {"speeds": speeds, "add": add, "remove": remove, "batch_size": batch_size}
+        # It is asked twice, so nothing may be used up.
+        asked: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, Iterator) else value for name, value in given.items()
+        }
+        answer = self._works.steps.stepper.what_if(**asked)
+        measured = None if self._works.steps.alone is None else self._works.steps.alone.measured
+        # After steps with costs the estimates may be of work instead of items.
+        if measured is None or self._works.steps.stepper.items is not None:
+            return answer
+        working = [device for device, share in enumerate(answer.shares) if share > 0]
+        return self._works.steps.stepper.what_if(**asked, **self._relief(measured, working))
+
+    def _relief(self, measured: Measured, working: list[int]) -> dict[str, Any]:
+        """What estimates from devices side by side lack: how much faster one is alone, and the trainer's own part of a step."""
+        factors: dict[int, float] = {}
+        overhead = 0.0
+        for device, alone in measured.alone.items():
+            others = [name for index, name in enumerate(self._works.names) if index != device]
+            estimated = self._works.steps.stepper.what_if(remove=others, batch_size=measured.size)
+            overhead = max(0.0, measured.together - estimated.present_seconds)
+            factors[device] = max(0.05 * alone.step, alone.step - overhead) / estimated.seconds
+        known = [factors[device] for device in working if device in factors] if len(working) == 1 else []
+        return {"alone": statistics.fmean(known or factors.values()), "overhead_seconds": overhead}
+
+    def write_ledger(self, path: str | os.PathLike[str], *, run: str | None = None) -> None:
+        """Write every measurement and decision of `step` to a file of JSON lines, and what each device really ran.
+
+        `paceline.balance.replay` reproduces the decisions, `replay_claims` the steps themselves. Steps with `cost` and steps without are decided by a
+        balancer each. Lines of the one that decided second have ``"balancer": 1``, and each counts its own steps.
+
+        Parameters
+        ----------
+        path
+            The file; one that is there is replaced.
+        run
+            The name of a run of `batch`, as ``report()["runs"]`` has it, to write that one's ledger. Default: that of `step`.
+
+        Raises
+        ------
+        InvalidArgument
+            After the first step, or the first run of that name (a ledger that lacks some cannot be replayed), or if the file cannot be
+            written.
+        """
+        with self._lifetime.exclusive("write_ledger"):
+            self._works.of(kind_of(run)).stepper.write_ledger(os.fspath(path))
+
+
+def _explained(work: Workload) -> str:
+    """Of one kind of work: what was seen and decided, and what limits it."""
+    busy = [entry["busy_seconds"] for entry in work.stepper.metrics["devices"].values()]
+    sizes = "" if work.sizes is None else work.sizes.explain()
+    alone = "" if work.alone is None else work.alone.explain(list(work.stepper.metrics["devices"]))
+    return work.stepper.explain() + work.caps.explain() + work.launches.explain(busy) + sizes + alone
+
+
+def _metrics_of(work: Workload) -> dict[str, Any]:
+    """Of one kind of work, with what its items cost where some had costs."""
+    items = work.stepper.items
+    return work.stepper.metrics if items is None else {**work.stepper.metrics, "items": items}

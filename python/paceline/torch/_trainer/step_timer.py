@@ -1,0 +1,51 @@
+"""How long a step takes, without a trace of it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.objective import Objective
+from paceline.torch._devices.places import RandomStates
+from paceline.torch._run.execution import Execution, Workload
+from paceline.torch._run.run import LossFunction, TrainRun
+
+_WARM_UP = 3  # steps: first runs of a size, and shares on their way
+_LEAST = 5  # steps that count
+
+
+class StepTimer:
+    """Steps that commit nothing: gradients, buffers and random generators are put back after each."""
+
+    def __init__(self, execution: Execution, loss_fn: LossFunction, workload: Callable[[int | None], Workload]) -> None:
+        self._execution = execution
+        self._loss_fn = loss_fn
+        self._workload = workload
+        self._works: dict[int | None, Workload] = {}
+
+    def seconds(self, batch: Batch, objective: Objective, micro_batch: int | None, at_least: float) -> float:
+        """The median of several steps on all devices, timed for `at_least` so many seconds."""
+        work = self._works.get(micro_batch)
+        if work is None:
+            work = self._works[micro_batch] = self._workload(micro_batch)
+        random = RandomStates(self._execution.places)
+        times: list[float] = []
+        spent = 0.0
+        while len(times) < _WARM_UP + _LEAST or spent < at_least:
+            began = time.perf_counter()
+            self._execution.repeated(lambda: self._step(work, batch, objective))
+            work.stepper.settle()
+            times.append(time.perf_counter() - began)
+            spent += times[-1] if len(times) > _WARM_UP else 0.0
+            random.restore()
+        return statistics.median(times[_WARM_UP:])
+
+    def _step(self, work: Workload, batch: Batch, objective: Objective) -> None:
+        frame = self._execution.frame(work, batch, self._loss_fn)
+        names = self._execution.replicas.names
+        run = TrainRun(frame, loss_fn=self._loss_fn, objective=objective, scale=None, names=names)
+        outcome: Any = self._execution.train(work, run, keep=False)[2]
+        work.stepper.commit(outcome)

@@ -1,0 +1,200 @@
+"""Gradients of one batch: what `step` and the runs of `batch` have in common."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline import InvalidArgument
+from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.items import Cost, costs_of
+from paceline.torch._batch.objective import Objective, Reduction, Weight, already_backward
+from paceline.torch._run.alone import AloneTrials
+from paceline.torch._run.execution import Execution
+from paceline.torch._run.run import Frame, LossFunction, TrainRun
+from paceline.torch._trainer.arguments import check_scaler, check_trains
+from paceline.torch._trainer.claims import ClaimScript, ReplayedCaps
+from paceline.torch._trainer.global_batch import FunctionRun, GlobalBatch, RunFunction
+from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.works import Works, kind_of
+
+
+class Training:
+    """Trains on batches: as the balancer plans, or as the claims that are replayed say."""
+
+    def __init__(self, works: Works, execution: Execution, lifetime: Lifetime, reduction: Reduction) -> None:
+        self.reduction: Reduction = reduction
+        self._works = works
+        self._execution = execution
+        self._places = execution.places
+        self._replicas = execution.replicas
+        self._lifetime = lifetime
+        self._scripts: dict[str, ClaimScript] = {}  # that are replayed, by kind of work
+
+    def prepared(self, batch: Any, weight: Weight | None) -> tuple[Batch, Objective]:
+        """The batch and the objective over it."""
+        whole = Batch(batch)
+        places = self._places
+        return whole, Objective(batch, whole.size, self.reduction, weight, places.pin, places.check_values)
+
+    def costs(self, cost: Cost | None, batch: Any, size: int) -> list[float] | None:
+        """What each of `size` items costs, if `cost` says it."""
+        costs = costs_of(cost, batch, size, self._places.check_values)
+        if costs is not None and self._works.options["granularity"] > 1:
+            raise InvalidArgument(
+                "cost= together with granularity=, which counts items: by cost, devices get other numbers of them. Make the trainer without "
+                "it, or with micro_batch= or memory=, which limit batches with costs, too."
+            )
+        return costs
+
+    def step(
+        self, loss_fn: LossFunction, batch: Any, weight: Weight | None, scaler: Any, cost: Cost | None
+    ) -> torch.Tensor:
+        """Carry out `DataParallel.step`, inside of an exclusive call."""
+        check_trains("step", loss_fn)
+        check_scaler("step", scaler)
+        whole, objective = self.prepared(batch, weight)
+        costs = self.costs(cost, batch, whole.size)
+        names = self._replicas.names
+
+        def run_of(frame: Frame, objective: Objective) -> TrainRun:
+            return TrainRun(frame, loss_fn=loss_fn, objective=objective, scale=self._scale_of(scaler), names=names)
+
+        return self._train(kind_of(None), whole, objective, costs, loss_fn, run_of)
+
+    def batch(self, batch: Any, *, weight: Weight | None = None, cost: Cost | None = None) -> GlobalBatch:
+        """Take `step` apart, for several optimizers, adversarial networks, several losses, or a backward of your own.
+
+        The library owns the split, the weights and the reduction. Your function runs forward and backward. Every run of the batch commits
+        its gradients, or raises and commits none of them. Between runs anything may happen, such as a step of an optimizer.
+
+        Parameters
+        ----------
+        batch, weight, cost
+            As for `step`. With `cost` every run of the batch deals out its items by cost, and by the times that this run has measured.
+
+        Returns
+        -------
+        GlobalBatch
+            ``run(fn)`` calls ``fn(module, micro_batch)`` on all devices, and raises what `step` does. It ends with its ``with`` block.
+
+        Raises
+        ------
+        InvalidArgument
+            For a batch, weight or costs that cannot be used.
+
+        Examples
+        --------
+        Networks that are trained against each other are parts of one module:
+
+        >>> trainer = DataParallel(nn.ModuleDict({"generator": G, "critic": C}))      # doctest: +SKIP
+        >>> def criticise(networks, micro_batch):
+        ...     real, noise = micro_batch.data
+        ...     fake = networks["generator"](noise).detach()
+        ...     micro_batch.backward(bce(networks["critic"](real), 1) + bce(networks["critic"](fake), 0))
+        >>> with trainer.batch((images, noise)) as global_batch:                     # doctest: +SKIP
+        ...     global_batch.run(criticise, parameters=C); critic_optimizer.step()
+        ...     global_batch.run(generate, parameters=G); generator_optimizer.step()
+        """
+        with self._lifetime.exclusive("batch"):
+            whole, objective = self.prepared(batch, weight)
+            costs = self.costs(cost, batch, whole.size)
+
+        def start(fn: RunFunction, wanted: list[nn.Parameter] | None, scaler: Any, name: str) -> torch.Tensor:
+            def run_of(frame: Frame, objective: Objective) -> TrainRun:
+                return FunctionRun(frame, fn, objective, self._scale_of(scaler), self._replicas, wanted)
+
+            with self._lifetime.between_steps("run"):
+                check_trains("run", fn)
+                check_scaler("run", scaler)
+                return self._train(kind_of(name), whole, objective, costs, fn, run_of)
+
+        return GlobalBatch(whole.size, start)
+
+    def replay_claims(self, path: str | os.PathLike[str] | None, *, run: str | None = None) -> None:
+        """Run the steps that follow as those of a ledger ran: the same items on the same devices, in the same pieces and order.
+
+        From the same parameters, with the same batches and as many threads per device, gradients on host devices are the same bit for bit,
+        whatever the devices' speeds are now. Random draws from the same state of the caller's generator are the same, too, except those
+        that `UnseededDrawsWarning` names. Gradients of tensors outside of the module may differ in their last bits: devices add to them in
+        the order in which they finish. Nothing is measured during a replay, and the balancer stays as it is.
+
+        Parameters
+        ----------
+        path
+            What `write_ledger` wrote, on as many devices. None: from now on steps are balanced again.
+        run
+            The name of a run of `batch`, whose runs these claims are for. Default: the claims are for `step`.
+
+        Raises
+        ------
+        InvalidArgument
+            If it is no such ledger. `step` and the run raise it for a batch of another size, and when all steps have run.
+        OSError
+            If the file cannot be read.
+        """
+        with self._lifetime.exclusive("replay_claims"):
+            if path is None:
+                self._scripts.pop(kind_of(run), None)
+            else:
+                self._scripts[kind_of(run)] = ClaimScript(path, self._works.names, run)
+
+    def _scale_of(self, scaler: Any) -> torch.Tensor | None:
+        if scaler is None or not scaler.is_enabled():
+            return None
+        scale: torch.Tensor = scaler.scale(torch.ones((), device=self._places.home))
+        return scale
+
+    def _train(
+        self,
+        kind: str,
+        whole: Batch,
+        objective: Objective,
+        costs: list[float] | None,
+        fn: Callable[..., Any],
+        run_of: Callable[[Frame, Objective], TrainRun],
+    ) -> torch.Tensor:
+        """Run the batch as the balancer plans this kind of work, or as the claims say that are replayed for this kind."""
+        self._places.begin(whole)
+
+        def attempt() -> torch.Tensor:
+            began = time.perf_counter()
+            work, script = self._works.of(kind), self._scripts.get(kind)
+            claims = None
+            if script is not None:
+                work, claims = self._works.of(f"replay {kind}"), script.peek(whole.size, by_cost=costs is not None)
+                work.caps = ReplayedCaps(self._places, claims)
+            frame = self._execution.frame(work, whole, fn, costs, claims.order if claims is not None else None)
+            run = run_of(frame, objective if frame.items is None else frame.items.objective(objective))
+            run.claims = claims.lanes if claims is not None else None
+            # One device alone runs the whole batch as one micro-batch, so norms and buffers do what they do on one device. It does not
+            # run alone where a new size may be compiled.
+            trials = work.alone if claims is None and run.items is None and not run.seen.tunes else None
+            of_kind = (whole.size, whole.item_shapes)
+            alone = None if trials is None else trials.device(of_kind, self._execution.items)
+            if alone is not None:
+                run.run_alone(alone)
+            before = self._execution.committed
+            try:
+                loss = already_backward(self._execution.train(work, run)[0])
+                if trials is not None:
+                    _note(trials, run, of_kind, time.perf_counter() - began)
+                return loss
+            finally:  # an interrupt that comes while gradients are written leaves a run that is done
+                if script is not None and self._execution.committed is not before:
+                    script.advance()
+
+        return self._execution.repeated(attempt)
+
+
+def _note(trials: AloneTrials, run: TrainRun, kind: tuple[int, Any], seconds: float) -> None:
+    """Note that a step was committed and took so long."""
+    if run.alone:
+        trials.add_alone(seconds, sum(time for claims in run.timed for pieces in claims for _, time in pieces))
+    else:
+        trials.add(kind, kind[0], seconds)

@@ -1,0 +1,160 @@
+"""Runs that leave no trace: they find out whether a loss can be split, and how large a batch should be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paceline.torch._batch.items import Cost
+from paceline.torch._batch.objective import Weight
+from paceline.torch._check.check import check
+from paceline.torch._check.report import CheckReport
+from paceline.torch._replicas.buffers import KeptAttributes
+from paceline.torch._run.execution import Execution, Workload
+from paceline.torch._run.run import LossFunction
+from paceline.torch._trainer.arguments import check_trains
+from paceline.torch._trainer.batch_size import BatchSizeSearch, check_arguments, check_size, search
+from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.step_timer import StepTimer
+from paceline.torch._trainer.training import Training
+from paceline.torch._trainer.works import Works
+
+
+class Trials:
+    """Runs that commit nothing."""
+
+    def __init__(self, works: Works, execution: Execution, lifetime: Lifetime, training: Training) -> None:
+        self._works = works
+        self._execution = execution
+        self._lifetime = lifetime
+        self._training = training
+
+    def check(
+        self,
+        loss_fn: LossFunction,
+        batch: Any,
+        *,
+        weight: Weight | None = None,
+        tolerance: float | None = None,
+        cost: Cost | None = None,
+    ) -> CheckReport:
+        """Compare one batch run whole with the same batch in several splits, and say what makes a difference.
+
+        The whole batch runs on the module itself, splits on the module and on the devices. Where something is drawn, each item draws
+        in every split what it drew in the whole batch. Where that cannot be arranged, the verdict is that nothing can be told: permutations,
+        draws by Python or NumPy, compiled code, fused kernels of GPUs.
+
+        Leaves no trace: gradients, be it of parameters outside of the module, buffers, the module's attributes, random generators, shares
+        and ledger are as before. What `loss_fn` changes in Python stays changed. Takes the time of about a dozen forward and backward passes of
+        one device, some more to look for the cause of a difference, and the memory of a whole batch on one.
+
+        Parameters
+        ----------
+        loss_fn, batch, weight, cost
+            As for `step`. 8 items or more tell most; they need not be many. With `cost` also in the order that it gives the items.
+        tolerance
+            Up to which relative difference results count as equal. Default: what rounding may bring for the types of the parameters.
+
+        Returns
+        -------
+        CheckReport
+            ``exact``, ``verdict``, ``causes``, ``splits``, ``differences`` by parameter; ``print`` shows all of it.
+
+        Raises
+        ------
+        InvalidArgument
+            As `step`, and for a batch of one item.
+        Exception
+            What `loss_fn` raised for the whole batch. What it raises for a slice only is part of the report.
+
+        Examples
+        --------
+        >>> print(trainer.check(loss_fn, batch))                                  # doctest: +SKIP
+        not exact: running statistics (loss or gradients differ by up to 43%) (32 items)
+        """
+        with self._lifetime.between_steps("check"), self._works.no_trace():
+            check_trains("check", loss_fn)
+            whole, objective = self._training.prepared(batch, weight)
+            costs = self._training.costs(cost, batch, whole.size)
+            self._execution.places.begin(whole)
+            micro_batch = self._works.options["micro_batch"]
+            return check(
+                self._execution,
+                self._works.temporary(micro_batch=micro_batch, balance="even"),
+                whole,
+                objective,
+                loss_fn,
+                reduction=self._training.reduction,
+                micro_batch=micro_batch or None,
+                tolerance=tolerance,
+                costs=costs,
+            )
+
+    def find_batch_size(
+        self,
+        loss_fn: LossFunction,
+        make_batch: Callable[[int], Any],
+        *,
+        weight: Callable[[Any], torch.Tensor] | None = None,
+        smallest: int = 8,
+        largest: int = 65536,
+        efficiency: float = 0.9,
+        seconds: float = 0.5,
+    ) -> BatchSizeSearch:
+        """Measure steps of growing batches on all devices together, and find the knee of the throughput.
+
+        The batch is doubled until that brings less than 5 %, or memory does not allow more; micro-batches keep to what fits (`memory`),
+        so that memory seldom does. At the knee smaller micro-batches are measured, too, if the trainer was made without `micro_batch`.
+        Leaves no trace, as `check`. Which batch is good for training is another question: learning rates belong to a batch size.
+
+        Parameters
+        ----------
+        loss_fn, weight
+            As for `step`; `weight` a callable, since batches differ in size.
+        make_batch
+            ``make_batch(items)`` returns a batch of so many items.
+        smallest, largest
+            Sizes to begin and to end with.
+        efficiency
+            The part of the highest throughput that is enough.
+        seconds
+            To time each size for, after a warm-up.
+
+        Returns
+        -------
+        BatchSizeSearch
+            ``batch_size``, ``micro_batch``, the times behind them; ``print`` and ``plot(path)`` show them.
+
+        Raises
+        ------
+        InvalidArgument
+            For arguments that cannot be used, before anything runs, and as `step`.
+        """
+        with self._lifetime.between_steps("find_batch_size"), self._works.no_trace():
+            check_trains("find_batch_size", loss_fn)
+            check_arguments(make_batch, weight, seconds)
+            own = self._works.options["micro_batch"]
+
+            def workload(micro_batch: int | None) -> Workload:
+                options = {**self._works.options, "micro_batch": micro_batch or own}
+                if options["micro_batch"]:
+                    options["corrections"] = None
+                return self._works.temporary(**options)
+
+            self._execution.replicas.refresh(loss_fn)
+            kept = KeptAttributes(self._execution.replicas.all_modules)
+            timer = StepTimer(self._execution, loss_fn, workload)
+
+            def measure(size: int, micro_batch: int | None) -> float:
+                whole, objective = self._training.prepared(make_batch(size), weight)
+                check_size(whole.size, size)
+                self._execution.places.begin(whole)
+                return timer.seconds(whole, objective, micro_batch, seconds)
+
+            devices = len(self._works.names)
+            try:
+                return search(measure, smallest, largest, efficiency, micro_batches=not own, devices=devices)
+            finally:
+                kept.restore()

@@ -1,0 +1,93 @@
+"""The kinds of work that a trainer has: its steps, its predictions, and the runs of `batch` by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from paceline import Device, DeviceGroup, InvalidArgument
+from paceline._core.engine import Stepper
+from paceline.torch._devices.places import Places
+from paceline.torch._run.alone import AloneTrials
+from paceline.torch._run.execution import Workload
+
+_RUN = "run "
+
+
+def kind_of(run: str | None) -> str:
+    """The kind of work of a run of `batch` that has this name. Without a name: the kind of `step`."""
+    return "step" if run is None else _RUN + run
+
+
+class Works:
+    """A `Workload` for each kind of work, which has its own times and shares. `options` are those of every Stepper."""
+
+    def __init__(self, group: DeviceGroup, places: Places, limits: list[int | None], options: dict[str, Any]) -> None:
+        self.names = [device.name for device in group.devices]
+        self.options = options
+        self.retired: set[int] = set()  # devices that get no work
+        self._group = group
+        self._places = places
+        self._limits = limits
+        self._temporary: list[Workload] = []  # of a call that leaves no trace
+        self.steps = self._new(options)
+        self._by_kind = {kind_of(None): self.steps}
+
+    def of(self, kind: str) -> Workload:
+        """The work of this kind, which is made when it is first needed."""
+        if kind not in self._by_kind:
+            self._by_kind[kind] = self._new(self.options)
+        return self._by_kind[kind]
+
+    def runs(self) -> dict[str, Workload]:
+        """The work of each run of `batch`, by name."""
+        return {kind.removeprefix(_RUN): work for kind, work in self._by_kind.items() if kind.startswith(_RUN)}
+
+    def all(self) -> list[Workload]:
+        """All work that may run or be pending."""
+        return [*self._by_kind.values(), *self._temporary]
+
+    def temporary(self, **options: Any) -> Workload:
+        """Work of other options, inside of `no_trace`. If another thread closes the trainer, this work ends, too."""
+        work = self._new(options)
+        self._temporary.append(work)
+        return work
+
+    @contextlib.contextmanager
+    def no_trace(self) -> Iterator[None]:
+        """Forget temporary work at the end."""
+        try:
+            yield
+        finally:
+            self._temporary.clear()
+
+    def retire(self, device: str | Device) -> None:
+        """Give a device no work from now on."""
+        self._change(device, Stepper.retire, self.retired.add)
+
+    def restore(self, device: str | Device) -> None:
+        """Give a device work again."""
+        self._change(device, Stepper.restore, self.retired.discard)
+
+    def _new(self, options: dict[str, Any]) -> Workload:
+        work = Workload(self._group, self._places, self._limits, **options)
+        for index in self.retired:
+            work.stepper.retire(index)
+        return work
+
+    def _change(
+        self, device: str | Device, change: Callable[[Stepper, int], None], note: Callable[[int], None]
+    ) -> None:
+        name = device if isinstance(device, str) else device.name
+        if name not in self.names:
+            raise InvalidArgument(
+                f"DataParallel: there is no device {name} in this trainer; it has {', '.join(self.names)}."
+            )
+        index = self.names.index(name)
+        for work in self.all():
+            change(work.stepper, index)
+        note(index)
+        for work in self.all():
+            if work.alone is not None:
+                work.alone = AloneTrials(self.retired)
