@@ -20,9 +20,9 @@
 
 #include "bindings.hpp"
 #include "garbage_collection.hpp"
-#include "move_reports.hpp"
 #include "python_program.hpp"
 #include "queued_program.hpp"
+#include "stepper_reports.hpp"
 #include "what_if_arguments.hpp"
 
 namespace py = pybind11;
@@ -34,7 +34,6 @@ using Claim = std::tuple<std::size_t, std::int64_t, std::int64_t, double, double
 
 using Span = std::pair<std::int64_t, std::int64_t>;
 using Script = std::vector<std::vector<Span>>;
-using Piece = std::tuple<std::size_t, std::int64_t, std::int64_t>;
 
 std::vector<std::vector<MicroBatch>> micro_batches_of(const std::optional<Script>& script) {
   std::vector<std::vector<MicroBatch>> lanes;
@@ -116,7 +115,7 @@ bool start(Step& step) {
 // With `queues` the devices work after the call: they are waited for only if the step fails.
 Outcome run(Stepper& stepper, const std::shared_ptr<BatchPlan>& plan, py::object body, py::object finish,
             const std::optional<std::shared_ptr<TrainerQueues>>& shared, py::object outputs,
-            const std::optional<Script>& script) {
+            const std::optional<Script>& claims, const std::optional<Script>& pieces) {
   const std::shared_ptr<TrainerQueues> queues = shared.value_or(nullptr);
   const std::size_t device_count = stepper.group().size();
   stepper.require_idle();
@@ -125,7 +124,7 @@ Outcome run(Stepper& stepper, const std::shared_ptr<BatchPlan>& plan, py::object
   std::shared_ptr<QueuedProgram> queued;
   if (queues != nullptr) program = queued = std::make_shared<QueuedProgram>(called, std::move(outputs), queues);
   const auto release = [&] { queued != nullptr ? queued->release() : called->release(); };
-  Outcome outcome{stepper.prepare(plan, program, micro_batches_of(script)), device_count};
+  Outcome outcome{stepper.prepare(plan, program, {micro_batches_of(claims), micro_batches_of(pieces)}), device_count};
   // Not what wait() returns: the step may come to its end while the signal's handler runs.
   bool signalled = false;
   const auto no_signal = [&signalled] {
@@ -157,120 +156,6 @@ Outcome run(Stepper& stepper, const std::shared_ptr<BatchPlan>& plan, py::object
   return outcome;
 }
 
-const char* measure_name(plan::ItemMeasure measure) {
-  if (measure == plan::ItemMeasure::padded) return "padded";
-  return measure == plan::ItemMeasure::sum ? "sum" : "count";
-}
-
-py::dict metrics_dict(Stepper& stepper) {
-  stepper.settle();
-  const observe::Metrics metrics = stepper.metrics();
-  const bool any_costs = stepper.item_report().has_value();
-  double most_items = 0.0;
-  double most_cost = 0.0;
-  for (const observe::DeviceMetrics& device : metrics.devices) {
-    most_items = std::max(most_items, device.items_per_second);
-    most_cost = std::max(most_cost, device.cost_per_second);
-  }
-  py::dict devices;
-  for (const observe::DeviceMetrics& device : metrics.devices) {
-    py::dict entry;
-    entry["share"] = device.last_items;
-    entry["items"] = device.items;
-    entry["busy_seconds"] = device.busy_seconds;
-    entry["idle_seconds"] = device.idle_seconds;
-    entry["items_per_second"] = device.items_per_second;
-    entry["speed"] = most_cost > 0.0    ? device.cost_per_second / most_cost
-                     : most_items > 0.0 ? device.items_per_second / most_items
-                                        : 0.0;
-    if (any_costs) {
-      entry["cost"] = device.cost;
-      entry["cost_per_second"] = device.cost_per_second;
-    }
-    devices[py::str(device.name)] = entry;
-  }
-  py::dict result;
-  result["devices"] = devices;
-  result["steps"] = metrics.steps;
-  result["moves"] = metrics.moves;
-  const balance::BalanceReport decided = stepper.balancer().report();
-  result["taken_back"] = decided.taken_back;
-  result["recent_moves"] = move_dicts(decided.recent_moves);
-  result["imbalance"] = metrics.imbalance;
-  result["compute_seconds"] = metrics.compute_seconds;
-  result["step_seconds"] = metrics.step_seconds;
-  return result;
-}
-
-py::object items_dict(Stepper& stepper) {
-  stepper.settle();
-  const std::optional<ItemReport> report = stepper.item_report();
-  if (!report) return py::none();
-  py::dict result;
-  result["steps"] = report->steps;
-  result["cost"] = report->padding.own;
-  result["padded_cost"] = report->padding.padded;
-  result["contiguous_cost"] = report->padding.contiguous;
-  result["padding_saved"] = report->padding.saved();
-  if (!report->fitted) return result;
-  const plan::ItemCost& cost = report->shape.cost;
-  result["device_class"] = report->device_class;
-  result["measure"] = measure_name(report->shape.measure);
-  result["fixed_seconds"] = cost.fixed_seconds;
-  result["seconds_per_cost"] = cost.per_token_seconds;
-  result["seconds_per_squared_cost"] = cost.per_squared_token_seconds;
-  result["error"] = report->error;
-  return result;
-}
-
-py::list events_list(Stepper& stepper) {
-  stepper.settle();
-  py::list events;
-  for (const observe::Event& event : stepper.events().snapshot()) {
-    py::dict entry;
-    entry["kind"] = observe::name_of(event.kind);
-    entry["device"] =
-        event.device_index < 0
-            ? py::object(py::none())
-            : py::object(py::str(stepper.group().devices()[static_cast<std::size_t>(event.device_index)].name));
-    entry["step"] = event.step;
-    entry["begin"] = event.begin;
-    entry["end"] = event.end;
-    entry["start_seconds"] = event.start_seconds;
-    entry["duration_seconds"] = event.duration_seconds;
-    events.append(entry);
-  }
-  return events;
-}
-
-py::list history_list(Stepper& stepper) {
-  stepper.settle();
-  const std::vector<Device>& devices = stepper.group().devices();
-  py::list rows;
-  for (const observe::HistoryRow& row : stepper.history().snapshot()) {
-    py::dict items;
-    py::dict busy_seconds;
-    py::dict costs;
-    for (std::size_t d = 0; d < devices.size(); ++d) {
-      const py::str name(devices[d].name);
-      if (!row.costs.empty()) costs[name] = row.costs[d];
-      items[name] = row.items[d];
-      busy_seconds[name] = row.busy_seconds[d];
-    }
-    py::dict entry;
-    entry["first_step"] = row.first_step;
-    entry["steps"] = row.steps;
-    entry["items"] = items;
-    entry["busy_seconds"] = busy_seconds;
-    entry["costs"] = row.costs.empty() ? py::object(py::none()) : py::object(costs);
-    entry["step_seconds"] = row.step_seconds;
-    entry["longest_step_seconds"] = row.longest_step_seconds;
-    entry["moves"] = row.moves;
-    rows.append(entry);
-  }
-  return rows;
-}
-
 }  // namespace
 
 void bind_engine(py::module_& module) {
@@ -283,6 +168,12 @@ void bind_engine(py::module_& module) {
           "Whether the devices have done all that the step enqueued.")
       .def_property_readonly(
           "items", [](const Outcome& outcome) { return outcome.step->items(); }, "Items that each device ran.")
+      .def_property_readonly(
+          "micro_batches", [](const Outcome& outcome) { return outcome.step->micro_batches(); },
+          "How many micro-batches ran.")
+      .def_property_readonly(
+          "divided", [](const Outcome& outcome) { return outcome.step->divided(); },
+          "Whether a device ran several, not counting those that memory asked for.")
       .def_property_readonly(
           "claims", &Outcome::claims,
           "What ran: (device index, begin, end, start seconds, finish seconds, excluded, correction) each.");
@@ -313,17 +204,21 @@ void bind_engine(py::module_& module) {
 
   py::class_<Stepper>(module, "Stepper", "One balanced step after another on one group: plan, run, commit.")
       .def(py::init([](DeviceGroup group, std::string balance, std::vector<double> weights, std::int64_t micro_batch,
-                       std::int64_t granularity, std::optional<bool> corrections) {
+                       std::int64_t granularity, std::optional<bool> corrections,
+                       std::vector<std::int64_t> memory_limits, bool search_sizes) {
              StepperOptions options;
              options.balance = std::move(balance);
              options.weights = std::move(weights);
              options.micro_batch = micro_batch;
              options.granularity = granularity;
              options.corrections = corrections;
+             options.memory_limits = std::move(memory_limits);
+             options.search_sizes = search_sizes;
              return std::make_unique<Stepper>(std::move(group), std::move(options));
            }),
            py::arg("group"), py::kw_only(), py::arg("balance") = "auto", py::arg("weights") = std::vector<double>{},
-           py::arg("micro_batch") = 0, py::arg("granularity") = 1, py::arg("corrections") = py::none())
+           py::arg("micro_batch") = 0, py::arg("granularity") = 1, py::arg("corrections") = py::none(),
+           py::arg("memory_limits") = std::vector<std::int64_t>{}, py::arg("search_sizes") = false)
       .def("set_corrections", &Stepper::set_corrections, py::arg("corrections"),
            "From the next plan on. None: on host devices.")
       .def("retire", &Stepper::retire, py::arg("device"),
@@ -333,10 +228,14 @@ void bind_engine(py::module_& module) {
            "Of a micro-batch from the next plan on, unless the batch has fewer.")
       .def(
           "plan",
-          [](Stepper& stepper, std::int64_t batch_size) {
-            return std::const_pointer_cast<BatchPlan>(stepper.plan(batch_size));  // read-only in Python too
+          [](Stepper& stepper, std::int64_t batch_size, std::uint64_t memory, std::uint64_t speed, bool any_size) {
+            // Read-only in Python too.
+            return std::const_pointer_cast<BatchPlan>(stepper.plan(batch_size, {memory, speed, any_size}));
           },
-          py::arg("batch_size"), "Plan a batch of so many items.")
+          py::arg("batch_size"), py::arg("memory") = 0, py::arg("speed") = 0, py::arg("any_size") = true,
+          "Plan a batch of so many items. memory, speed: numbers of its kind. any_size: whether it may run in "
+          "micro-batches "
+          "of sizes that are searched.")
       .def(
           "plan",
           [](Stepper& stepper, const std::vector<double>& costs) {
@@ -347,25 +246,25 @@ void bind_engine(py::module_& module) {
                              "What items cost and what padding was saved; None before the first plan with costs.")
       .def(
           "run", &run, py::arg("plan"), py::arg("body"), py::arg("finish"), py::arg("queues") = py::none(),
-          py::arg("outputs") = py::none(), py::arg("claims") = py::none(),
-          "Run the last plan: body(device, begin, end, last) -> int per micro-batch, finish(device) -> gradients. With "
+          py::arg("outputs") = py::none(), py::arg("claims") = py::none(), py::arg("pieces") = py::none(),
+          "Run the last plan: body(device, begin, end, flags) -> int per micro-batch, finish(device) -> gradients. "
+          "With "
           "costs begin and end are positions in the plan's order. claims: (begin, end) of the micro-batches to run "
-          "instead of planned ones, for each device. See python_program.hpp, and queued_program.hpp for devices with "
-          "queues.")
+          "instead of planned ones, for each device; pieces: in which they are worked off. See python_program.hpp, and "
+          "queued_program.hpp for devices with queues.")
+      .def(
+          "shrink",
+          [](Stepper& stepper, const Outcome& outcome, bool limited) { return stepper.shrink(*outcome.step, limited); },
+          py::arg("outcome"), py::arg("limited"),
+          "After a step whose body ran out of memory: at most half of that runs at once from now on, on all devices of "
+          "the "
+          "memory, or where its own limit was reached on this device. False if there is nothing smaller.")
+      .def_property_readonly("memory", &memory_dict, "By device with a limit: the limit, and what is known of memory.")
       .def("settle", &Stepper::settle, "Return when the times of all committed steps are known.")
       .def("cancel", &Stepper::cancel, "End the step that runs, if any, once every worker has left its micro-batch.")
       .def(
-          "commit",
-          [](Stepper& stepper, const Outcome& outcome, const std::vector<Piece>& pieces) {
-            std::vector<MicroBatch> ran;
-            for (const auto& [device, begin, end] : pieces) {
-              ran.push_back({.begin = begin, .end = end, .device_index = device});
-            }
-            stepper.commit(outcome.step, std::move(ran));
-          },
-          py::arg("outcome"), py::arg("pieces") = std::vector<Piece>{},
-          "Tell the balancer and the metrics about a step that succeeded; pieces: (device index, begin, end) each, if "
-          "micro-batches were worked off in smaller ones.")
+          "commit", [](Stepper& stepper, const Outcome& outcome) { stepper.commit(outcome.step); }, py::arg("outcome"),
+          "Tell the balancer and the metrics about a step that succeeded.")
       .def_property_readonly(
           "metrics", &metrics_dict,
           "One snapshot: per device share, items, busy and idle seconds, rate; totals; the last moves.")

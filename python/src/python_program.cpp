@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "garbage_collection.hpp"
@@ -57,7 +58,7 @@ std::vector<BufferView> views_of(PyObject* result) {
 }  // namespace
 
 PythonProgram::PythonProgram(py::object run, py::object finish, std::size_t device_count)
-    : run_(std::move(run)), finish_(std::move(finish)), gradients_(device_count) {}
+    : run_(std::move(run)), finish_(std::move(finish)), gradients_(device_count), memory_bytes_(device_count, 0) {}
 
 PythonProgram::~PythonProgram() {
   if (!run_ && !finish_) return;
@@ -80,20 +81,31 @@ bool PythonProgram::run(const MicroBatch& micro_batch) {
   return with_interpreter([&] {
     // Plain pointers: should the interpreter end inside of the call, the unwinding must not touch reference counts.
     PyObject* arguments[] = {PyLong_FromSize_t(micro_batch.device_index), PyLong_FromLongLong(micro_batch.begin),
-                             PyLong_FromLongLong(micro_batch.end), micro_batch.last ? Py_True : Py_False};
+                             PyLong_FromLongLong(micro_batch.end),
+                             PyLong_FromLong((micro_batch.continues ? 1 : 0) | (micro_batch.measure ? 2 : 0))};
     PyObject* result = nullptr;
-    if (arguments[0] != nullptr && arguments[1] != nullptr && arguments[2] != nullptr) {
+    if (std::find(std::begin(arguments), std::end(arguments), nullptr) == std::end(arguments)) {
       pause_collection();
       result = PyObject_Vectorcall(run_.ptr(), arguments, 4, nullptr);
       resume_collection();
     }
-    for (int i = 0; i < 3; ++i) Py_XDECREF(arguments[i]);
+    for (PyObject* const argument : arguments) Py_XDECREF(argument);
     if (result == nullptr) fail();
-    const long code = PyLong_AsLong(result);
+    PyObject* told = result;
+    if (PyTuple_Check(result) != 0) {
+      told = PyTuple_GET_ITEM(result, 0);
+      memory_bytes_[micro_batch.device_index] = PyLong_AsLongLong(PyTuple_GET_ITEM(result, 1));
+    }
+    const long code = PyLong_AsLong(told);
     Py_DECREF(result);
     if (code < 0) fail();
     return code == 1;
   });
+}
+
+std::optional<std::int64_t> PythonProgram::memory_bytes(std::size_t device_index) {
+  const std::int64_t bytes = memory_bytes_[device_index];
+  return bytes < 0 ? std::nullopt : std::optional(bytes);
 }
 
 void PythonProgram::finish(std::size_t device_index) {

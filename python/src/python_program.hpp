@@ -22,17 +22,19 @@ class BodyFailed : public std::exception {
 
 /// A step whose work is two Python callables.
 ///
-/// run(device, begin, end, last) -> int: 0 done, 1 done but its time is no evidence, -1 failed (the callable has kept
+/// run(device, begin, end, flags) -> int: 0 done, 1 done but its time is no evidence, -1 failed (the callable has kept
 /// the exception). finish(device) -> list[tuple[int, int, int] | None] | None: the device's gradients in the common
 /// order of the parameters, each (address, elements, DType), None where there is none or where the caller combines it;
-/// None as a whole means failed. Gradients of one parameter are summed, in the order of the devices, into the first
-/// device's.
+/// None as a whole means failed. flags: 1 where another part of the claim has just run, 2 where run() shall return
+/// (int, bytes) with the memory that the micro-batch took, -1 where there was nothing to do. Gradients of one parameter
+/// are summed, in the order of the devices, into the first device's.
 class PythonProgram final : public StepProgram {
  public:
   PythonProgram(pybind11::object run, pybind11::object finish, std::size_t device_count);
   ~PythonProgram() override;
 
   bool run(const MicroBatch& micro_batch) override;
+  std::optional<std::int64_t> memory_bytes(std::size_t device_index) override;
   void finish(std::size_t device_index) override;
   std::unique_ptr<BlockReduction> reduction() override;
 
@@ -48,6 +50,7 @@ class PythonProgram final : public StepProgram {
   pybind11::object run_;
   pybind11::object finish_;
   std::vector<std::vector<BufferView>> gradients_;
+  std::vector<std::int64_t> memory_bytes_;
 };
 
 /// What a callable of no arguments returns, called on a worker: a list as finish() gives it. @throws BodyFailed

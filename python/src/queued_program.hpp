@@ -33,6 +33,7 @@ class QueuedProgram final : public StepProgram {
   [[nodiscard]] std::chrono::nanoseconds patience() const override;
   void give_up(const Event& event) override;
   bool run(const MicroBatch& micro_batch) override;
+  std::optional<std::int64_t> memory_bytes(std::size_t d) override { return body_->memory_bytes(d); }
   void finish(std::size_t device_index) override;
   std::unique_ptr<BlockReduction> reduction() override;
   void stamp(std::vector<ClaimRecord>& claims) const override { times_->stamp(claims); }

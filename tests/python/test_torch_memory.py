@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline import InvalidArgument, OutOfMemory
 from paceline.torch import DataParallel
-from paceline.torch._run.memory_model import MemoryModel, metered
+from paceline.torch._run.memory import metered
 from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, noting, plain
 
 DEVICES = pytest.mark.parametrize("devices", [1, 2])
@@ -49,23 +49,6 @@ def noted(sizes: dict[int, list[int]]) -> Any:
         return loss
 
     return loss_fn
-
-
-def test_a_model_stands_on_its_smallest_and_largest_size() -> None:
-    model = MemoryModel()
-    assert model.most_items(100) is None
-    model.add(4, 50)
-    assert (model.fixed, model.per_item, model.most_items(100)) == (0, 12.5, 8)
-    model.add(8, 70)
-    assert (model.sizes, model.fixed, model.per_item) == (2, 30, 5)
-    assert model.most_items(100) == 14
-    assert model.predict(14) == 100
-    model.add(8, 90)  # of one size the larger measurement counts
-    model.add(6, 1)
-    assert model.predict(8) == 90
-    assert model.most_items(1) == 1
-    model.add(2, 90)  # no growth at all: everything fits
-    assert model.most_items(1000) is None
 
 
 def test_the_meter_counts_what_autograd_saves_once_and_no_parameters() -> None:
@@ -175,11 +158,13 @@ def test_items_of_another_shape_have_a_model_of_their_own() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
     with DataParallel(module, ["host:0"], memory=10**6) as trainer:
-        for length in (10, 100):
+
+        def measured(length: int) -> float:
             x = torch.randn(64, length, 4, dtype=torch.double)
             trainer.step(lambda m, b: m(b).square().mean((1, 2)), x)
-        models = trainer._works.steps.caps._models[0]
-        few, many = (model.per_item for model in models.values())
+            return float(trainer.report()["memory"]["host:0"]["bytes_per_item"])  # of the items that take most
+
+        few, many = measured(10), measured(100)
         assert many == pytest.approx(10 * few, rel=0.01)
 
 
@@ -240,33 +225,6 @@ def test_a_cap_of_small_items_is_not_told_of_large_ones() -> None:
         trainer.step(short_of(4 * 8 * 8, ran, OutOfMemory), images(64, 8))
         assert trainer.report()["memory"]["host:0"]["largest_micro_batch"] == before > 64
         assert "host:0: at most 4 items at once, since it reached its limit with 8." in trainer.explain()
-
-
-def test_the_kinds_of_batches_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.torch._run.memory._MOST_SHAPES", 2)
-    module = Scaled()
-    ran: list[int] = []
-    with DataParallel(module, ["host:0"]) as trainer:
-        for width, told in (
-            (4, "at most 8 items at once, since host:0 ran out of memory with 16.\n"),
-            (
-                8,
-                "at most 2 items at once, since host:0 ran out of memory with 4; items of 1 other shape have caps of their own.\n",
-            ),
-            (
-                16,
-                "at most 1 item at once, since host:0 ran out of memory with 2; items of 1 other shape have caps of their own.\n",
-            ),
-            (
-                4,
-                "at most 1 item at once, since host:0 ran out of memory with 2; items of 1 other shape have caps of their own.\n",
-            ),
-        ):
-            trainer.step(short_of({4: 8, 8: 2, 16: 1}[width] * width * width, ran), images(16, width))
-            assert told in trainer.explain()
-            assert all(len(caps) <= 2 for caps in trainer._works.steps.caps._caps.values())
-        shapes = [key[0][0] for key in trainer._works.steps.caps._caps["host"]]  # type: ignore[index]
-    assert shapes == [(16, 16), (4, 4)]
 
 
 def test_without_a_limit_nothing_is_measured_and_nothing_split() -> None:

@@ -220,7 +220,8 @@ class AsyncStep final : public TrainerStep {
   using Body = typename TrainerMemory<T>::Body;
 
   AsyncStep(std::shared_ptr<AsyncMemory<T>> memory, const Body& body, double total_weight)
-      : memory_(std::move(memory)),
+      : TrainerStep(memory->sums().size()),
+        memory_(std::move(memory)),
         body_(body),
         total_weight_(total_weight),
         ran_(memory_->sums().size()),
@@ -247,11 +248,11 @@ class AsyncStep final : public TrainerStep {
                             .parameters = memory_->parameters_in(queues().space_of(d)),
                             .gradients = std::span<T>(as<T>(sums.gradients), memory_->count())};
     if (stream == nullptr) {
-      *as<double>(sums.loss) += body_(micro_batch, replica);
+      *as<double>(sums.loss) += call(body_, micro_batch, replica);
     } else {
       replica.stream = stream->native();
       replica.loss_sum = as<double>(sums.loss);
-      returned_[d] += body_(micro_batch, replica);
+      returned_[d] += call(body_, micro_batch, replica);
     }
     queues().end_run(d);
     ran_[d] = 1;

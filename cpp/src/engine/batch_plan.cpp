@@ -20,6 +20,12 @@ double BatchPlan::work(std::size_t device, std::int64_t begin, std::int64_t end)
          static_cast<double>(end - begin) * shape.item(ordered_costs[static_cast<std::size_t>(begin)]);
 }
 
+double BatchPlan::memory_size(std::int64_t begin, std::int64_t end) const noexcept {
+  const auto items = static_cast<double>(end - begin);
+  if (!by_cost() || begin >= end) return items;
+  return items * std::max(least_cost, ordered_costs[static_cast<std::size_t>(begin)]);
+}
+
 std::vector<double> BatchPlan::costs_of(const StepRecord& record) const {
   if (!by_cost()) return {};
   std::vector<double> sums(shares.size(), 0.0);

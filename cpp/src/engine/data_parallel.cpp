@@ -33,12 +33,15 @@ std::shared_ptr<TrainerMemory<T>> make_memory(const DeviceGroup& group, const Da
 }
 
 StepperOptions stepper_options(const DataParallelOptions& options) {
-  return {.balance = options.balance,
-          .weights = options.weights,
-          .micro_batch = options.micro_batch,
-          .granularity = options.granularity,
-          .corrections = options.corrections,
-          .run_ahead = options.run_ahead};
+  return {
+      .balance = options.balance,
+      .weights = options.weights,
+      .micro_batch = options.micro_batch,
+      .granularity = options.granularity,
+      .corrections = options.corrections,
+      .run_ahead = options.run_ahead,
+      .memory_limits = options.memory_limits,
+      .search_sizes = options.search_sizes.value_or(options.balance == "auto" && options.corrections.value_or(true))};
 }
 
 std::size_t index_of(const DeviceGroup& group, std::string_view name) {
@@ -53,6 +56,18 @@ std::size_t index_of(const DeviceGroup& group, std::string_view name) {
 constexpr std::size_t kUpdateBlock = 1024;                // elements; parts of whole ones share no cache line
 constexpr std::int64_t kUpdatePartsPerDevice = 2;         // so that a device which comes late is not waited for
 constexpr std::int64_t kLeastUpdateBlocksPerDevice = 64;  // waking a worker takes as long as many thousand elements
+
+bool ran_out_of_memory(const StepFailure& failure) {
+  try {
+    std::rethrow_exception(failure.error);
+  } catch (const OutOfMemory&) {
+    return true;
+  } catch (const std::bad_alloc&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
 
 /// An update as a step: its items are blocks of parameters.
 class UpdateProgram final : public StepProgram {
@@ -105,6 +120,7 @@ struct BasicDataParallel<T>::State {
     if (step->failure() != nullptr) {
       program->abandon();
       memory->settle_objectives();
+      if (ran_out_of_memory(*step->failure()) && stepper.shrink(*step)) return run(batch, body, weight);
       step->rethrow_failure();
     }
     Objective objective = program->complete();
@@ -217,6 +233,11 @@ template <class T>
 const StepRecord& BasicDataParallel<T>::last_step() const noexcept {
   return state_->stepper.last_step();
 }
+template <class T>
+std::vector<MemoryReport> BasicDataParallel<T>::memory_report() const {
+  return state_->stepper.memory_report();
+}
+
 template <class T>
 std::optional<ItemReport> BasicDataParallel<T>::item_report() const {
   return state_->stepper.item_report();

@@ -38,7 +38,8 @@ class HostStep final : public TrainerStep {
   using Body = typename TrainerMemory<T>::Body;
 
   HostStep(std::shared_ptr<HostMemory<T>> memory, const Body& body, double total_weight)
-      : memory_(std::move(memory)),
+      : TrainerStep(memory->sums.size()),
+        memory_(std::move(memory)),
         body_(body),
         total_weight_(total_weight),
         ran_(memory_->sums.size()),
@@ -52,7 +53,7 @@ class HostStep final : public TrainerStep {
     // Cleared by the device itself, on its own core, and only when it has work.
     if (ran_[d] == 0) std::fill(sum.begin(), sum.end(), T{0});
     BasicReplica<T> replica{.device_index = d, .parameters = memory_->parameters_, .gradients = sum};
-    losses_[d] += body_(micro_batch, replica);
+    losses_[d] += call(body_, micro_batch, replica);
     return std::exchange(ran_[d], char{1}) == 0 && std::exchange(memory_->warm[d], char{1}) == 0;
   }
 

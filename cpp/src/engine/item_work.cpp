@@ -99,13 +99,18 @@ std::int64_t ItemWork::begin(std::span<const double> costs) {
   return units;
 }
 
-std::shared_ptr<const BatchPlan> ItemWork::arrange(std::span<const double> costs, balance::StepPlan decided,
-                                                   std::int64_t least_items) const {
+std::shared_ptr<BatchPlan> ItemWork::arrange(std::span<const double> costs, balance::StepPlan decided,
+                                             std::int64_t least_items) const {
   auto made = std::make_shared<BatchPlan>();
   made->size = std::ssize(costs);
   made->balance = std::move(decided);
   made->costs.assign(costs.begin(), costs.end());
   if (all_free(costs)) std::fill(made->costs.begin(), made->costs.end(), 1.0);
+  double least = std::numeric_limits<double>::infinity();
+  for (const double cost : made->costs) {
+    if (cost > 0.0) least = std::min(least, cost);
+  }
+  made->least_cost = least;  // all_free() costs are 1
   made->shapes = shapes_;
   std::vector<double> targets;
   for (const std::int64_t share : made->balance.shares) targets.push_back(static_cast<double>(share));

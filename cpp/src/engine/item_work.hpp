@@ -43,8 +43,8 @@ class ItemWork {
   std::int64_t begin(std::span<const double> costs);
   /// The batch of the last begin(), dealt out as the balancer decided. `least_items`: of a micro-batch, unless the
   /// batch has fewer.
-  [[nodiscard]] std::shared_ptr<const BatchPlan> arrange(std::span<const double> costs, balance::StepPlan decided,
-                                                         std::int64_t least_items) const;
+  [[nodiscard]] std::shared_ptr<BatchPlan> arrange(std::span<const double> costs, balance::StepPlan decided,
+                                                   std::int64_t least_items) const;
   /// A step that ran by `plan` and was committed; what the balancer knows by now.
   void record(const BatchPlan& plan, const StepRecord& record, const balance::Balancer& balancer);
 

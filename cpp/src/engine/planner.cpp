@@ -47,7 +47,7 @@ bool Planner::plans_again(std::span<const double> costs) const {
   return by_cost_.latest.batch_size == work_.batch_units(costs);
 }
 
-std::shared_ptr<const BatchPlan> Planner::next(std::int64_t batch_size, std::int64_t least_items) {
+std::shared_ptr<BatchPlan> Planner::next(std::int64_t batch_size, std::int64_t least_items) {
   alike_.balancer.set_least_items(least_items);
   auto made = std::make_shared<BatchPlan>();
   made->size = batch_size;
@@ -56,7 +56,7 @@ std::shared_ptr<const BatchPlan> Planner::next(std::int64_t batch_size, std::int
   return made;
 }
 
-std::shared_ptr<const BatchPlan> Planner::next(std::span<const double> costs, std::int64_t least_items) {
+std::shared_ptr<BatchPlan> Planner::next(std::span<const double> costs, std::int64_t least_items) {
   return work_.arrange(costs, decide(by_cost_, work_.begin(costs)), least_items);
 }
 

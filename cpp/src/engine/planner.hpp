@@ -31,9 +31,9 @@ class Planner {
   [[nodiscard]] bool plans_again(std::int64_t batch_size, std::int64_t least_items) const;
   [[nodiscard]] bool plans_again(std::span<const double> costs) const;
   /// `least_items`: of a micro-batch, unless the batch has fewer.
-  [[nodiscard]] std::shared_ptr<const BatchPlan> next(std::int64_t batch_size, std::int64_t least_items);
+  [[nodiscard]] std::shared_ptr<BatchPlan> next(std::int64_t batch_size, std::int64_t least_items);
   /// Requires: check_costs().
-  [[nodiscard]] std::shared_ptr<const BatchPlan> next(std::span<const double> costs, std::int64_t least_items);
+  [[nodiscard]] std::shared_ptr<BatchPlan> next(std::span<const double> costs, std::int64_t least_items);
   /// A step that ran by `plan` and was committed. `pieces` as Stepper::commit has them.
   void record(const BatchPlan& plan, const StepRecord& record, std::span<const MicroBatch> pieces);
 

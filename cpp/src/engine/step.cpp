@@ -13,11 +13,13 @@
 #include <paceline/error.hpp>
 
 #include "counted.hpp"
+#include "engine/step_pieces.hpp"
 #include "engine/step_source.hpp"
 
 namespace paceline {
 
 StepProgram::~StepProgram() = default;
+std::optional<std::int64_t> StepProgram::memory_bytes(std::size_t) { return 0; }
 const Event* StepProgram::slot(std::size_t) { return nullptr; }
 const Event* StepProgram::idle(std::size_t) { return nullptr; }
 std::chrono::nanoseconds StepProgram::patience() const { return std::chrono::nanoseconds::max(); }
@@ -90,6 +92,7 @@ void check(const DeviceGroup& group, const StepOptions& options) {
 Step::Step(DeviceGroup group, std::shared_ptr<StepProgram> program, StepOptions options) : group_(std::move(group)) {
   check(group_, options);
   plan_ = options.plan;
+  pieces_ = options.pieces;
   source_ = std::make_shared<engine::StepSource>(group_, std::move(program), std::move(options));
 }
 
@@ -114,6 +117,19 @@ std::function<void()> Step::canceller() const {
 
 const StepFailure* Step::failure() const noexcept { return source_->failure(); }
 std::vector<std::int64_t> Step::items() const { return source_->items(); }
+
+std::int64_t Step::micro_batches() const {
+  if (pieces_ != nullptr) return pieces_->count();
+  const std::vector<std::int64_t> claims = source_->claim_counts();
+  return std::accumulate(claims.begin(), claims.end(), std::int64_t{0});
+}
+
+bool Step::divided() const {
+  if (pieces_ != nullptr) return pieces_->divided();
+  const std::vector<std::int64_t> claims = source_->claim_counts();
+  return std::any_of(claims.begin(), claims.end(), [](std::int64_t count) { return count > 1; });
+}
+
 bool Step::settled() const { return source_->program().settled(); }
 void Step::settle() const { source_->program().settle(); }
 StepRecord Step::record() const { return source_->record(); }

@@ -26,6 +26,7 @@ constexpr std::uint32_t kClosed = std::uint32_t{1} << 31;  // of inside_: nobody
 
 StepSource::StepSource(const DeviceGroup& group, std::shared_ptr<StepProgram> program, StepOptions options)
     : program_(std::move(program)),
+      pieces_(options.pieces),
       devices_(group.size()),
       asynchronous_(group.asynchronous()),
       scripted_(!options.script.empty()),
@@ -53,9 +54,11 @@ NextWork StepSource::next(std::size_t device, Clock::time_point now) noexcept {
 void StepSource::perform(std::size_t device, std::int64_t work, Turn&) {
   DeviceState& state = devices_[device];
   if (work == kMicroBatch) {
-    const bool excluded = program_->run(state.current);
-    state.current.items = {};  // they end with the step, the record does not
-    state.claims.push_back({.micro_batch = state.current, .excluded = excluded});
+    MicroBatch claim = state.current;
+    const bool excluded =
+        pieces_ != nullptr ? pieces_->run(claim, *program_, state.current) : program_->run(state.current);
+    claim.items = {};  // they end with the step, the record does not
+    state.claims.push_back({.micro_batch = claim, .excluded = excluded});
   }
   if (work == kFinish) program_->finish(device);
   if (work == kReduce && reduction_->work()) settle_once();
@@ -106,6 +109,12 @@ std::vector<std::int64_t> StepSource::items() const {
     for (const ClaimRecord& claim : devices_[d].claims) items[d] += claim.micro_batch.size();
   }
   return items;
+}
+
+std::vector<std::int64_t> StepSource::claim_counts() const {
+  std::vector<std::int64_t> counts;
+  for (const DeviceState& state : devices_) counts.push_back(std::ssize(state.claims));
+  return counts;
 }
 
 NextWork StepSource::next_micro_batch(std::size_t device, Clock::time_point now) noexcept {

@@ -16,6 +16,7 @@
 #include <paceline/runtime/work_source.hpp>
 
 #include "engine/claims.hpp"
+#include "engine/step_pieces.hpp"
 
 namespace paceline::engine {
 
@@ -44,6 +45,7 @@ class StepSource final : public WorkSource {
   [[nodiscard]] const StepFailure* failure() const noexcept { return failure_ ? &*failure_ : nullptr; }
   [[nodiscard]] StepRecord record() const;
   [[nodiscard]] std::vector<std::int64_t> items() const;
+  [[nodiscard]] std::vector<std::int64_t> claim_counts() const;  ///< of each device
   [[nodiscard]] const StepProgram& program() const noexcept { return *program_; }
 
  private:
@@ -72,6 +74,7 @@ class StepSource final : public WorkSource {
 
   std::shared_ptr<StepProgram> program_;
   std::unique_ptr<BlockReduction> reduction_;
+  std::shared_ptr<StepPieces> pieces_;  // null: each claim runs whole
   std::unique_ptr<Claims> claims_;
   std::vector<DeviceState> devices_;
   bool asynchronous_;

@@ -14,8 +14,12 @@
 #include <paceline/balance/ledger.hpp>
 #include <paceline/error.hpp>
 
+#include "balance/size_search.hpp"
+#include "counted.hpp"
 #include "engine/health_log.hpp"
+#include "engine/memory_caps.hpp"
 #include "engine/planner.hpp"
+#include "engine/step_pieces.hpp"
 #include "engine/stepper_options.hpp"
 
 namespace paceline {
@@ -29,11 +33,7 @@ std::vector<std::string> names_of(const DeviceGroup& group) {
 
 constexpr std::size_t kMostPending = 2;  // steps that the caller may be ahead of the devices
 
-/// A step that was committed, until its times are known.
-struct PendingStep {
-  std::shared_ptr<const Step> step;
-  std::vector<MicroBatch> pieces;
-};
+constexpr std::size_t kMostSearches = 8;  // kinds of batches
 
 }  // namespace
 
@@ -44,6 +44,7 @@ struct Stepper::State {
         options(engine::with_stable_shapes(std::move(the_options), asynchronous)),
         run_ahead(engine::run_ahead_of(group, options)),
         planner(group, options),
+        caps(std::make_shared<engine::MemoryCaps>(group, options.memory_limits)),
         metrics(names_of(group)),
         health(group.devices()),
         origin(std::chrono::steady_clock::now()) {}
@@ -55,10 +56,29 @@ struct Stepper::State {
   }
 
   template <class Batch>
-  std::shared_ptr<const BatchPlan> next_plan(const Batch& batch, bool plans_again) {
+  std::shared_ptr<const BatchPlan> next_plan(const Batch& batch, const BatchKind& kind, bool plans_again) {
     collect(plans_again ? kMostPending - 1 : 0);
-    plan = planner.next(batch, least_items());
+    const std::shared_ptr<BatchPlan> made = planner.next(batch, least_items());
+    made->kind = kind;
+    plan = made;
     return plan;
+  }
+
+  /// The search for batches of this plan's kind; null: their claims run as they are.
+  std::shared_ptr<balance::SizeSearch> search_for(const BatchPlan& batch) {
+    const bool may = options.search_sizes && options.micro_batch == 0 && options.granularity == 1 && !asynchronous &&
+                     !batch.by_cost() && batch.kind.any_size;
+    if (!may) return nullptr;
+    const auto key = std::pair(batch.size, batch.kind.speed);
+    const auto known =
+        std::find_if(searches.begin(), searches.end(), [&](const auto& one) { return one.first == key; });
+    if (known == searches.end()) {
+      if (searches.size() == kMostSearches) searches.erase(searches.begin());
+      searches.emplace_back(key, std::make_shared<balance::SizeSearch>());
+    } else {
+      std::rotate(known, known + 1, searches.end());  // the one that was asked for last is forgotten last
+    }
+    return last_search = searches.back().second;
   }
 
   void change_devices(const std::function<void(balance::Balancer&)>& change) {
@@ -67,10 +87,10 @@ struct Stepper::State {
     plan = nullptr;
   }
 
-  void note(const PendingStep& done) {
-    const BatchPlan& ran_by = *done.step->plan();
-    record = done.step->record();
-    planner.record(ran_by, record, done.pieces);
+  void note(const Step& done) {
+    const BatchPlan& ran_by = *done.plan();
+    record = done.record();
+    planner.record(ran_by, record, done.pieces() != nullptr ? done.pieces()->ran() : std::vector<MicroBatch>());
     observe::StepSample sample;
     sample.items = record.items(group.size());
     sample.costs = ran_by.costs_of(record);
@@ -89,17 +109,17 @@ struct Stepper::State {
   /// Takes note of the oldest steps until at most `most` are left, waiting for them, and of those that are done.
   void collect(std::size_t most) {
     while (!pending.empty()) {
-      const PendingStep& oldest = pending.front();
+      const Step& oldest = *pending.front();
       try {
-        if (pending.size() <= most && !oldest.step->settled()) return;
-        oldest.step->settle();
+        if (pending.size() <= most && !oldest.settled()) return;
+        oldest.settle();
       } catch (const Error&) {
         pending.clear();  // a device that has failed shall be reported once
         throw;
       }
-      const PendingStep taken = std::move(pending.front());
+      const std::shared_ptr<const Step> taken = std::move(pending.front());
       pending.pop_front();
-      note(taken);
+      note(*taken);
     }
   }
 
@@ -134,11 +154,15 @@ struct Stepper::State {
   std::vector<std::int64_t> run_ahead;
   engine::Planner planner;
   std::shared_ptr<const BatchPlan> plan;  // the last one; null where the devices have changed since
+  std::shared_ptr<engine::MemoryCaps> caps;
+  // Of each kind of batch; the last one used is the last.
+  std::vector<std::pair<std::pair<std::int64_t, std::uint64_t>, std::shared_ptr<balance::SizeSearch>>> searches;
+  std::shared_ptr<balance::SizeSearch> last_search;
   observe::MetricsRecorder metrics;
   observe::History history;
   HealthLog health;
   observe::EventRing events;
-  std::deque<PendingStep> pending;
+  std::deque<std::shared_ptr<const Step>> pending;  // committed, until their times are known
   StepRecord record;
   std::chrono::steady_clock::time_point origin;
   std::mutex cancel_mutex;
@@ -152,18 +176,18 @@ Stepper::Stepper(DeviceGroup group, StepperOptions options) {
 
 Stepper::~Stepper() = default;
 
-std::shared_ptr<const BatchPlan> Stepper::plan(std::int64_t batch_size) {
+std::shared_ptr<const BatchPlan> Stepper::plan(std::int64_t batch_size, const BatchKind& kind) {
   if (batch_size < 1) {
     throw InvalidArgument(fmt::format("step: a batch of {} items; at least one is needed.", batch_size));
   }
   require_idle();
-  return state_->next_plan(batch_size, state_->planner.plans_again(batch_size, state_->least_items()));
+  return state_->next_plan(batch_size, kind, state_->planner.plans_again(batch_size, state_->least_items()));
 }
 
 std::shared_ptr<const BatchPlan> Stepper::plan(std::span<const double> costs) {
   require_idle();
   engine::check_costs(costs);  // before anything changes
-  return state_->next_plan(costs, state_->planner.plans_again(costs));
+  return state_->next_plan(costs, {}, state_->planner.plans_again(costs));
 }
 
 std::shared_ptr<Step> Stepper::begin(std::shared_ptr<const BatchPlan> plan, std::shared_ptr<StepProgram> program) {
@@ -173,7 +197,7 @@ std::shared_ptr<Step> Stepper::begin(std::shared_ptr<const BatchPlan> plan, std:
 }
 
 std::shared_ptr<Step> Stepper::prepare(std::shared_ptr<const BatchPlan> plan, std::shared_ptr<StepProgram> program,
-                                       std::vector<std::vector<MicroBatch>> script) {
+                                       StepScript script) {
   State& state = *state_;
   require_idle();
   if (plan == nullptr || plan != state.plan) {
@@ -192,13 +216,29 @@ std::shared_ptr<Step> Stepper::prepare(std::shared_ptr<const BatchPlan> plan, st
   options.any_size = state.corrects();
   const bool in_pieces = plan->by_cost() || options.micro_batch > 0;
   options.stealing = state.options.balance == "auto" && (in_pieces || options.any_size);
-  options.script = std::move(script);
+  const std::shared_ptr<balance::SizeSearch> search = script.claims.empty() ? state.search_for(*plan) : nullptr;
+  if (search != nullptr || !script.pieces.empty() || !state.caps->idle()) {
+    options.pieces =
+        std::make_shared<engine::StepPieces>(plan, state.caps, search, options.least_items, std::move(script.pieces));
+  }
+  options.script = std::move(script.claims);
   options.plan = std::move(plan);
   auto step = std::make_shared<Step>(state.group, std::move(program), std::move(options));
   const std::lock_guard lock(state.cancel_mutex);
   state.cancel_running = step->canceller();
   return step;
 }
+
+bool Stepper::shrink(const Step& failed, bool limited) {
+  const StepFailure* const failure = failed.failure();
+  if (failure == nullptr || !failure->micro_batch) return false;
+  if (failed.pieces() != nullptr && failed.pieces()->scripted()) return false;  // smaller pieces would be another run
+  const MicroBatch& micro_batch = *failure->micro_batch;
+  return state_->caps->shrink(micro_batch.device_index, *failed.plan(), micro_batch.begin, micro_batch.end,
+                              state_->least_items(), limited);
+}
+
+std::vector<MemoryReport> Stepper::memory_report() const { return state_->caps->report(); }
 
 std::optional<ItemReport> Stepper::item_report() const { return state_->planner.item_report(); }
 
@@ -240,8 +280,9 @@ void Stepper::require_idle() const {
       "close the trainer.");
 }
 
-void Stepper::commit(std::shared_ptr<const Step> step, std::vector<MicroBatch> pieces) {
-  state_->pending.push_back({std::move(step), std::move(pieces)});
+void Stepper::commit(std::shared_ptr<const Step> step) {
+  if (step->pieces() != nullptr) step->pieces()->commit();
+  state_->pending.push_back(std::move(step));
   state_->collect(kMostPending);
 }
 
@@ -258,7 +299,17 @@ void Stepper::write_to(std::shared_ptr<balance::LedgerWriter> ledger) {
 bool Stepper::writes_ledger() const noexcept { return state_->planner.writes_ledger(); }
 bool Stepper::has_planned() const noexcept { return state_->planner.has_planned(); }
 
-std::string Stepper::explain() const { return state_->planner.explain(state_->health.causes(balancer().report())); }
+std::string Stepper::explain() const {
+  std::string text = state_->planner.explain(state_->health.causes(balancer().report())) + state_->caps->explain();
+  const balance::SizeSearch* const search = state_->last_search.get();
+  if (search != nullptr && search->size()) {
+    text += fmt::format(
+        "Micro-batches of about {}: measured to be {:.2f} times as fast as the size before that. micro_batch= sets "
+        "it.\n",
+        counted(*search->size(), "item"), search->gain());
+  }
+  return text;
+}
 
 const balance::StepPlan& Stepper::last_plan() const noexcept {
   static const balance::StepPlan none;

@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include <paceline/engine/data_parallel.hpp>
 #include <paceline/engine/objective.hpp>
@@ -20,11 +24,26 @@ namespace paceline {
 /// complete() if every device succeeded, else abandon(). settled() and stamp() may be asked steps later.
 class TrainerStep : public StepProgram {
  public:
+  explicit TrainerStep(std::size_t device_count) : memory_bytes_(device_count, 0) {}
+
+  [[nodiscard]] std::optional<std::int64_t> memory_bytes(std::size_t device) final { return memory_bytes_[device]; }
   virtual void begin() = 0;
   /// The objective; the trainer's gradients() are this step's from now on.
   virtual Objective complete() = 0;
   /// Returns when no device works for the failed step any more.
   virtual void abandon() = 0;
+
+ protected:
+  /// Runs the body, and keeps what it says of its memory.
+  template <class Body, class Replica>
+  double call(const Body& body, const MicroBatch& micro_batch, Replica& replica) {
+    const double loss = body(micro_batch, replica);
+    memory_bytes_[micro_batch.device_index] = replica.memory_bytes;
+    return loss;
+  }
+
+ private:
+  std::vector<std::int64_t> memory_bytes_;  // each entry is its worker's
 };
 
 /// The memory that a trainer works in. One kind for host devices, one for those whose work runs after the call.

@@ -18,6 +18,11 @@ class StepOutcome:
         What ran: (device index, begin, end, start seconds, finish seconds, excluded, correction) each.
         """
     @property
+    def divided(self) -> bool:
+        """
+        Whether a device ran several, not counting those that memory asked for.
+        """
+    @property
     def failed(self) -> bool:
         """
         Whether a worker, or the reduction, raised.
@@ -31,6 +36,11 @@ class StepOutcome:
     def items(self) -> list[int]:
         """
         Items that each device ran.
+        """
+    @property
+    def micro_batches(self) -> int:
+        """
+        How many micro-batches ran.
         """
     @property
     def settled(self) -> bool:
@@ -160,30 +170,28 @@ class Stepper:
         micro_batch: typing.SupportsInt | typing.SupportsIndex = 0,
         granularity: typing.SupportsInt | typing.SupportsIndex = 1,
         corrections: bool | None = None,
+        memory_limits: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = [],
+        search_sizes: bool = False,
     ) -> None: ...
     def cancel(self) -> None:
         """
         End the step that runs, if any, once every worker has left its micro-batch.
         """
-    def commit(
-        self,
-        outcome: StepOutcome,
-        pieces: collections.abc.Sequence[
-            tuple[
-                typing.SupportsInt | typing.SupportsIndex,
-                typing.SupportsInt | typing.SupportsIndex,
-                typing.SupportsInt | typing.SupportsIndex,
-            ]
-        ] = [],
-    ) -> None:
+    def commit(self, outcome: StepOutcome) -> None:
         """
-        Tell the balancer and the metrics about a step that succeeded; pieces: (device index, begin, end) each, if micro-batches were worked off in smaller ones.
+        Tell the balancer and the metrics about a step that succeeded.
         """
     def explain(self) -> str: ...
     @typing.overload
-    def plan(self, batch_size: typing.SupportsInt | typing.SupportsIndex) -> BatchPlan:
+    def plan(
+        self,
+        batch_size: typing.SupportsInt | typing.SupportsIndex,
+        memory: typing.SupportsInt | typing.SupportsIndex = 0,
+        speed: typing.SupportsInt | typing.SupportsIndex = 0,
+        any_size: bool = True,
+    ) -> BatchPlan:
         """
-        Plan a batch of so many items.
+        Plan a batch of so many items. memory, speed: numbers of its kind. any_size: whether it may run in micro-batches of sizes that are searched.
         """
     @typing.overload
     def plan(self, costs: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> BatchPlan:
@@ -211,9 +219,15 @@ class Stepper:
             ]
         ]
         | None = None,
+        pieces: collections.abc.Sequence[
+            collections.abc.Sequence[
+                tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]
+            ]
+        ]
+        | None = None,
     ) -> StepOutcome:
         """
-        Run the last plan: body(device, begin, end, last) -> int per micro-batch, finish(device) -> gradients. With costs begin and end are positions in the plan's order. claims: (begin, end) of the micro-batches to run instead of planned ones, for each device. See python_program.hpp, and queued_program.hpp for devices with queues.
+        Run the last plan: body(device, begin, end, flags) -> int per micro-batch, finish(device) -> gradients. With costs begin and end are positions in the plan's order. claims: (begin, end) of the micro-batches to run instead of planned ones, for each device; pieces: in which they are worked off. See python_program.hpp, and queued_program.hpp for devices with queues.
         """
     def set_corrections(self, corrections: bool | None) -> None:
         """
@@ -226,6 +240,10 @@ class Stepper:
     def settle(self) -> None:
         """
         Return when the times of all committed steps are known.
+        """
+    def shrink(self, outcome: StepOutcome, limited: bool) -> bool:
+        """
+        After a step whose body ran out of memory: at most half of that runs at once from now on, on all devices of the memory, or where its own limit was reached on this device. False if there is nothing smaller.
         """
     def what_if(
         self,
@@ -258,6 +276,11 @@ class Stepper:
     def items(self) -> typing.Any:
         """
         What items cost and what padding was saved; None before the first plan with costs.
+        """
+    @property
+    def memory(self) -> dict[str, typing.Any]:
+        """
+        By device with a limit: the limit, and what is known of memory.
         """
     @property
     def metrics(self) -> dict[str, typing.Any]:

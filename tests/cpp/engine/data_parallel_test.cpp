@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstddef>
@@ -8,6 +9,7 @@
 #include <random>
 #include <span>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -236,6 +238,55 @@ TEST(DataParallel, AnUpdateThatThrowsSaysSoAndTheTrainerGoesOn) {
   EXPECT_EQ(updated, 400000U);
   EXPECT_EQ(trainer.step(4, [](const MicroBatch& mb, Trainer::Replica&) { return static_cast<double>(mb.size()); }),
             1.0);
+}
+
+TEST(DataParallel, RunsAgainInSmallerPiecesWhereMemoryRunsOut) {
+  const Regression data(64, 9, 3);
+  Trainer trainer(host_group(2), {.parameter_count = 9, .balance = "even"});
+  const auto within = [&](std::int64_t most, auto error) {
+    return [&data, most, error](const MicroBatch& mb, Trainer::Replica& replica) {
+      const double sum = data.add(mb.begin, mb.end, replica.parameters, replica.gradients);
+      if (mb.size() > most) throw error;  // after it has added to the gradients
+      return sum;
+    };
+  };
+  std::vector<double> expected(9, 0.0);
+  data.add(0, 64, trainer.parameters(), expected);
+  const auto expect_gradients = [&] {
+    for (std::size_t j = 0; j < 9; ++j) EXPECT_NEAR(trainer.gradients()[j], expected[j] / 64.0, 1e-12);
+  };
+  trainer.step(64, within(6, OutOfMemory("as planned")));
+  expect_gradients();
+  EXPECT_NE(trainer.explain().find("host: at most 4 items at once"), std::string::npos) << trainer.explain();
+  trainer.step(64, within(3, std::bad_alloc()));
+  expect_gradients();
+  EXPECT_THROW(trainer.step(64, within(0, OutOfMemory("as planned"))), OutOfMemory);
+  EXPECT_THROW(trainer.step(64, within(0, std::runtime_error("another"))), Error);
+}
+
+TEST(DataParallel, KeepsToAMemoryLimit) {
+  const Regression data(64, 9, 4);
+  Trainer trainer(host_group(2), {.parameter_count = 9, .balance = "even", .memory_limits = {1000, 0}});
+  std::atomic<std::int64_t> longest{0};
+  for (int step = 0; step < 2; ++step) {
+    longest = 0;
+    trainer.step(64, [&](const MicroBatch& mb, Trainer::Replica& replica) {
+      if (mb.device_index == 0) {
+        EXPECT_EQ(mb.measure, step == 0 && longest < 4);
+        longest = std::max(longest.load(), mb.size());
+        replica.memory_bytes = 100 * mb.size();
+      }
+      return data.add(mb.begin, mb.end, replica.parameters, replica.gradients);
+    });
+    std::vector<double> expected(9, 0.0);
+    data.add(0, 64, trainer.parameters(), expected);
+    for (std::size_t j = 0; j < 9; ++j) EXPECT_NEAR(trainer.gradients()[j], expected[j] / 64.0, 1e-12);
+  }
+  EXPECT_LE(longest, 10);
+  ASSERT_EQ(trainer.memory_report().size(), 1U);
+  EXPECT_EQ(trainer.memory_report()[0].items->largest_micro_batch, 10);
+  EXPECT_THROW(Trainer(host_group(2), {.parameter_count = 9, .memory_limits = {1000}}), InvalidArgument);
+  EXPECT_THROW(Trainer(host_group(1), {.parameter_count = 9, .memory_limits = {-1}}), InvalidArgument);
 }
 
 }  // namespace

@@ -14,6 +14,14 @@ namespace paceline {
 
 struct StepRecord;
 
+/// Which batches are alike, beside the number of their items. Of more than a few kinds the oldest are forgotten.
+struct BatchKind {
+  std::uint64_t memory = 0;  ///< of batches with equal numbers each item takes the same memory
+  std::uint64_t speed = 0;   ///< batches with equal numbers and as many items take the same time
+  /// Whether the step may run in micro-batches of a size that the stepper tries, or has found to be faster.
+  bool any_size = true;
+};
+
 /// What one step runs of a batch, and by which decision. Stepper::plan makes it, and the step carries it.
 ///
 /// Where all items cost the same, the devices' items lie in the batch's own order, and the arrangement is empty.
@@ -24,11 +32,13 @@ struct StepRecord;
 struct PACELINE_API BatchPlan {
   std::int64_t size = 0;             ///< items
   std::vector<std::int64_t> shares;  ///< items per device
+  BatchKind kind{};                  ///< without costs only: costs tell what items are like
   balance::StepPlan balance;         ///< the balancer's plan, in items; with costs in millionths of the first batch
 
   // With costs only.
   std::vector<double> costs;             ///< the caller's, in the caller's order
   std::vector<double> ordered_costs;     ///< in the order of positions
+  double least_cost = 1.0;               ///< the least one above zero
   plan::ItemArrangement arrangement;     ///< which device runs what, in which micro-batches
   std::vector<plan::ItemShape> shapes;   ///< per device: the cost of a micro-batch, in the units of work of `balance`
   std::vector<double> seconds_per_work;  ///< per device; empty before the first timing
@@ -36,6 +46,8 @@ struct PACELINE_API BatchPlan {
   [[nodiscard]] bool by_cost() const noexcept { return !costs.empty(); }
   /// Work of the micro-batch [begin, end) on this device, by its shape. With costs only.
   [[nodiscard]] double work(std::size_t device, std::int64_t begin, std::int64_t end) const noexcept;
+  /// What the memory for the micro-batch [begin, end) grows with: its items, or with costs these times the longest.
+  [[nodiscard]] double memory_size(std::int64_t begin, std::int64_t end) const noexcept;
   /// What each device's items of this step cost; empty without costs.
   [[nodiscard]] std::vector<double> costs_of(const StepRecord& record) const;
   /// What the balancer is told of a step that ran by this plan. With costs: each device's work and time, without

@@ -14,6 +14,7 @@
 
 #include <paceline/comm/communicator.hpp>
 #include <paceline/engine/batch_plan.hpp>
+#include <paceline/engine/memory_report.hpp>
 #include <paceline/engine/micro_batch.hpp>
 #include <paceline/engine/objective.hpp>
 #include <paceline/engine/step.hpp>
@@ -32,6 +33,8 @@ struct BasicReplica {
   void* stream = nullptr;  ///< on a GPU the cudaStream_t to enqueue everything on; null on the host
   /// On a GPU: zero at first; what is added here counts beside what the body returns. Null on the host.
   double* loss_sum = nullptr;
+  /// Where MicroBatch::measure asks for it: write here how many bytes the micro-batch took at most, for memory_limits.
+  std::int64_t memory_bytes = 0;
 };
 
 struct DataParallelOptions {
@@ -42,6 +45,13 @@ struct DataParallelOptions {
   std::int64_t granularity = 1;
   /// As StepperOptions::corrections: with micro_batch 0, by default on host devices only.
   std::optional<bool> corrections{};
+  /// How many bytes a micro-batch may take on each device, 0 for any; empty: any on all. Two sizes are measured
+  /// (BasicReplica::memory_bytes), and what would take more runs in pieces. A body that throws OutOfMemory or
+  /// std::bad_alloc is run again in smaller pieces, with a limit or without, as long as there are any.
+  std::vector<std::int64_t> memory_limits{};
+  /// Whether the size of micro-batches is searched for while training, on host devices. By default with balance "auto",
+  /// where neither micro_batch nor granularity nor corrections say otherwise.
+  std::optional<bool> search_sizes{};
   /// GPUs only: the cudaStream_t that the parameters are updated on; null: a stream of the trainer's own, see stream().
   void* stream = nullptr;
   /// GPUs only: how many micro-batches a device may be given beyond the one it computes. What another device could take
@@ -134,6 +144,8 @@ class PACELINE_API BasicDataParallel {
   /// With GPUs in the group the cudaStream_t that parameters() and gradients() belong to; else null.
   [[nodiscard]] void* stream() const noexcept;
 
+  /// Of each device with a limit: what a micro-batch takes, and the largest that fits.
+  [[nodiscard]] std::vector<MemoryReport> memory_report() const;
   /// Items that each device ran in the last step.
   [[nodiscard]] const std::vector<std::int64_t>& shares() const noexcept;
   /// The last step whose times are known: on GPUs it may be two steps ago.

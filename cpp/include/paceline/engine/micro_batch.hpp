@@ -16,6 +16,8 @@ struct MicroBatch {
   /// that still hoped for a correction may find that there is none.
   bool last = false;
   bool correction = false;  ///< from the common pool, or planned for another device
+  bool continues = false;   ///< another part of what the device claimed has just run
+  bool measure = false;     ///< its memory is asked for afterwards, see StepProgram::memory_bytes
 
   /// Where items have costs, and positions [begin, end) are those of the step's BatchPlan: the indices of its items in
   /// the caller's batch, longest first. Valid while the micro-batch runs. Empty: the items are [begin, end) themselves.

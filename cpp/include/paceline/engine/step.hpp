@@ -22,8 +22,9 @@
 namespace paceline {
 
 namespace engine {
+class StepPieces;
 class StepSource;
-}
+}  // namespace engine
 
 /// One micro-batch that ran. Times in seconds on the step's clock (0: the step was handed to the workers).
 struct ClaimRecord {
@@ -45,6 +46,9 @@ class PACELINE_API StepProgram {
   virtual ~StepProgram();
   /// Forward and backward of one micro-batch. True: its time is no evidence (compilation, a first run).
   virtual bool run(const MicroBatch& micro_batch) = 0;
+  /// After a run() with MicroBatch::measure: the most bytes that it took beyond what was in use before, 0 where that
+  /// cannot be seen. None: there was nothing to do.
+  [[nodiscard]] virtual std::optional<std::int64_t> memory_bytes(std::size_t device_index);
   /// The event that must be done before the device claims its next micro-batch; null: none. A device that claims no
   /// earlier than it must leaves more for others to take over.
   [[nodiscard]] virtual const Event* slot(std::size_t device_index);
@@ -86,6 +90,8 @@ struct StepOptions {
   /// and `models`, `noise`, `micro_batch` and `granularity` count for nothing. Null: the other options say it all.
   std::shared_ptr<const BatchPlan> plan{};
   bool any_size = true;  ///< with costs: whether a part of a planned micro-batch may be taken over
+  /// In which pieces claims are worked off. Only a Stepper makes them; null: each claim runs whole.
+  std::shared_ptr<engine::StepPieces> pieces{};
 };
 
 struct PACELINE_API StepRecord {
@@ -104,7 +110,7 @@ struct PACELINE_API StepRecord {
 /// The first error of a step, with what is needed to say where it happened.
 struct StepFailure {
   std::exception_ptr error;
-  /// The one that was running, empty (begin == end) in finish(). None where no single device is to blame: in
+  /// The micro-batch that was running, empty (begin == end) in finish(). None where no single device is to blame: in
   /// reduction(), and after cancel().
   std::optional<MicroBatch> micro_batch;
 };
@@ -129,6 +135,12 @@ class PACELINE_API Step {
   [[nodiscard]] std::function<void()> canceller() const;
   /// StepOptions::plan.
   [[nodiscard]] const std::shared_ptr<const BatchPlan>& plan() const noexcept { return plan_; }
+  /// StepOptions::pieces.
+  [[nodiscard]] const std::shared_ptr<engine::StepPieces>& pieces() const noexcept { return pieces_; }
+  /// How many micro-batches ran, and whether a device ran several, not counting those that memory asked for. After
+  /// wait().
+  [[nodiscard]] std::int64_t micro_batches() const;
+  [[nodiscard]] bool divided() const;
   /// After wait(): what went wrong, or null.
   [[nodiscard]] const StepFailure* failure() const noexcept;
   /// After wait(): throws if there was a failure. An error of the type that the program threw (Timeout, OutOfMemory,
@@ -146,6 +158,7 @@ class PACELINE_API Step {
  private:
   DeviceGroup group_;
   std::shared_ptr<const BatchPlan> plan_;
+  std::shared_ptr<engine::StepPieces> pieces_;
   std::shared_ptr<engine::StepSource> source_;
 };
 

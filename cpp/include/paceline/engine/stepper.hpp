@@ -10,6 +10,7 @@
 
 #include <paceline/balance/balancer.hpp>
 #include <paceline/engine/batch_plan.hpp>
+#include <paceline/engine/memory_report.hpp>
 #include <paceline/engine/step.hpp>
 #include <paceline/export.hpp>
 #include <paceline/observe/event_ring.hpp>
@@ -35,6 +36,18 @@ struct StepperOptions {
   std::int64_t least_items = 1;
   /// Of devices that work after the call, as DeviceQueueOptions has it.
   std::int64_t run_ahead = 1;
+  /// How many bytes a micro-batch may take on each device, 0 for any; empty: any on all. Claims that take more run in
+  /// pieces, as StepProgram::memory_bytes tells. Whatever the limits: see Stepper::shrink.
+  std::vector<std::int64_t> memory_limits{};
+  /// Whether the size of micro-batches is searched for while training: a few steps of a hundred try smaller ones. Only
+  /// with a micro_batch of 0 and a granularity of 1, and where no device works after the call.
+  bool search_sizes = false;
+};
+
+/// Steps that run as they once ran.
+struct StepScript {
+  std::vector<std::vector<MicroBatch>> claims{};  ///< as StepOptions::script
+  std::vector<std::vector<MicroBatch>> pieces{};  ///< of each device, in which its claims were worked off; empty: whole
 };
 
 /// One balanced step after another on one group: plan, run, commit. What trainers in any language are made of.
@@ -57,7 +70,7 @@ class PACELINE_API Stepper {
   Stepper& operator=(const Stepper&) = delete;
 
   /// Plans a batch of so many items, at least one.
-  [[nodiscard]] std::shared_ptr<const BatchPlan> plan(std::int64_t batch_size);
+  [[nodiscard]] std::shared_ptr<const BatchPlan> plan(std::int64_t batch_size, const BatchKind& kind = {});
   /// Plans a batch whose items do not cost the same: one cost per item, in any unit (tokens). The devices' work is
   /// balanced, not their items, by what the balancer decides (`balance` holds as it is); each device's items are sorted
   /// and packed into micro-batches of similar length, of at most StepperOptions::micro_batch items. What an item costs
@@ -71,10 +84,16 @@ class PACELINE_API Stepper {
   [[nodiscard]] std::shared_ptr<Step> begin(std::shared_ptr<const BatchPlan> plan,
                                             std::shared_ptr<StepProgram> program);
   /// begin() without its end, for callers that let go of something before the workers start: Step::start() hands the
-  /// step to them. With a `script` the step runs as that says, whatever the plan; see StepOptions::script.
+  /// step to them. With a `script` the step runs as that says, whatever the plan.
   [[nodiscard]] std::shared_ptr<Step> prepare(std::shared_ptr<const BatchPlan> plan,
-                                              std::shared_ptr<StepProgram> program,
-                                              std::vector<std::vector<MicroBatch>> script = {});
+                                              std::shared_ptr<StepProgram> program, StepScript script = {});
+  /// After a step of the last plan that failed because memory ran out: from now on at most half of the micro-batch that
+  /// failed runs at once, in batches of its kind, on all devices that share the memory. `limited`: on this device
+  /// alone, since its limit was reached. False: there is nothing smaller, so the failure stands. True: plan and run it
+  /// again.
+  [[nodiscard]] bool shrink(const Step& failed, bool limited = false);
+  /// Of each device with a limit.
+  [[nodiscard]] std::vector<MemoryReport> memory_report() const;
   /// What items cost, as far as that is known; none before the first plan with costs.
   [[nodiscard]] std::optional<ItemReport> item_report() const;
 
@@ -96,9 +115,8 @@ class PACELINE_API Stepper {
   void require_idle() const;
 
   /// Takes note of a step that succeeded and whose result the caller has committed. Its times may come later: begin()
-  /// and settle() look for them. `pieces`, for the ledger: what the program ran if it worked micro-batches off in
-  /// smaller pieces, by device in the order they ran; empty if it did not.
-  void commit(std::shared_ptr<const Step> step, std::vector<MicroBatch> pieces = {});
+  /// and settle() look for them.
+  void commit(std::shared_ptr<const Step> step);
   /// Returns when the times of all steps are known that were committed. @throws Error if a device has failed.
   void settle();
   /// Drops the committed steps whose times are not known yet, after one of them has failed. The balancer and the
@@ -114,7 +132,8 @@ class PACELINE_API Stepper {
   /// Whether a step was ever planned, with costs or without.
   [[nodiscard]] bool has_planned() const noexcept;
 
-  /// The balancer's explanation, with what its devices' sensors and counters say about those that are slow.
+  /// The balancer's explanation, with what its devices' sensors and counters say about those that are slow, what memory
+  /// limits, and the size of micro-batches that was found.
   [[nodiscard]] std::string explain() const;
 
   /// The balancer's part of the last plan.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -68,15 +68,6 @@ class Batch:
             raise InvalidArgument("batch: nothing to split.")
         self._slice = slicer
         self.item_shapes = tuple(self._item_shapes)  # of every tensor that is cut: shape of one item, type
-
-    @property
-    def memory_key(self) -> Hashable:
-        """Of batches whose items take equal memory."""
-        return self.item_shapes
-
-    def memory_size(self, begin: int, end: int) -> float:
-        """What the memory for items ``[begin, end)`` grows with."""
-        return end - begin
 
     def padded_to(self, begin: int, end: int) -> float | None:
         """What the shapes of items ``[begin, end)`` depend on beside `item_shapes`; None for nothing."""

@@ -55,19 +55,12 @@ def costs_of(cost: Cost | None, batch: Any, size: int, check: Check = accept) ->
 class OrderedBatch:
     """A batch as a plan orders it: positions ``[begin, end)`` are items from anywhere in it, gathered when they are needed."""
 
-    memory_key = "costs"  # of every batch: a slice is trimmed, so the length that a batch is padded to tells nothing
-
     def __init__(self, batch: Batch, order: torch.Tensor, costs: list[float]) -> None:
         self._batch = batch
         self._order = order
         self._costs = costs  # by position
-        self._least = min((cost for cost in costs if cost > 0), default=1.0)
         self.size = batch.size
         self.item_shapes = batch.item_shapes
-
-    def memory_size(self, begin: int, end: int) -> float:
-        """As `Batch.memory_size`: the cost when all are padded to the longest."""
-        return (end - begin) * max(self._least, self.padded_to(begin, end))
 
     def padded_to(self, begin: int, end: int) -> float:
         """As `Batch.padded_to`: the largest cost, that of the item which a slice is trimmed to."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -31,8 +31,7 @@ from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.buckets import Buckets
 from paceline.torch._run.gradients import UserGradients
 from paceline.torch._run.launch import LaunchClock
-from paceline.torch._run.memory import MemoryCaps, is_out_of_memory
-from paceline.torch._run.micro_batch_size import MicroBatchSizes, SizeSearch
+from paceline.torch._run.memory import is_out_of_memory
 from paceline.torch._run.outside import OutsideGradients
 from paceline.torch._run.run import Frame, PredictRun, Run, TrainRun
 from paceline.torch._run.seen import Seen
@@ -45,14 +44,14 @@ class Workload:
     """One kind of work: its times, the sizes that have run and the memory that it needs say nothing of another kind."""
 
     def __init__(
-        self, group: DeviceGroup, places: Places, limits: list[int | None] | None = None, **options: Any
+        self, group: DeviceGroup, places: Places, limits: list[int | None], *, searches: bool = False, **options: Any
     ) -> None:
-        self.stepper = Stepper(group, **options)
+        self.stepper = Stepper(group, memory_limits=[limit or 0 for limit in limits], search_sizes=searches, **options)
+        self.limits = limits
+        self.searches = searches  # for the size of micro-batches
         self.fixed = options.get("balance") != "auto"  # shares that no time changes
         self.seen = Seen(len(group))
-        self.caps: MemoryCaps = MemoryCaps(places, limits)
         self.launches = LaunchClock(places.on_gpu)
-        self.sizes: MicroBatchSizes | None = None  # where the size of micro-batches is searched for
         # Whether corrections are on where nothing speaks against them.
         self.corrects = len(group) > 1 and not any(places.on_gpu) and options.get("balance", "auto") == "auto"
         self.corrects &= not options.get("micro_batch") and options.get("corrections") is None
@@ -62,6 +61,11 @@ class Workload:
         self.told: tuple[int, bool | None] | None = None  # what the stepper was told of least items and corrections
         self.normalises = False  # over a micro-batch, by other means than modules that are known for it
         self.alone: AloneTrials | None = None  # where one device may be faster than all
+        self._kinds: dict[Hashable, int] = {}
+
+    def kind(self, key: Hashable) -> int:
+        """The number by which the engine knows batches that have this in common."""
+        return self._kinds.setdefault(key, len(self._kinds))
 
 
 class Execution:
@@ -107,10 +111,20 @@ class Execution:
         work.seen.follow(self.replicas, self.module, fn, state)
         batch = whole if items is None else items.batch
         may_divide = least == 1 and work.writes_buffers is not True
-        search = self._search(work, whole) if items is None and may_divide else None
-        divides = may_divide and (work.corrects or search is not None)
+        searches = items is None and may_divide and self._searches(work)
+        divides = may_divide and (work.corrects or searches)
         return Frame(
-            batch, self.replicas.list, work.seen, state, random, self.places, work.caps, items, search, least, divides
+            batch,
+            self.replicas.list,
+            work.seen,
+            state,
+            random,
+            self.places,
+            work.limits,
+            items,
+            searches,
+            least,
+            divides,
         )
 
     def follow_modules(self, work: Workload) -> int:
@@ -136,12 +150,10 @@ class Execution:
         norms = using_batch_statistics(self.replicas.norms) if self._norms_told else []
         return f"{normalised_apart(norms)}\n" if norms else ""
 
-    def _search(self, work: Workload, batch: Batch) -> SizeSearch | None:
-        """None where other sizes cost compilation, or draw other numbers in a run of fixed shares."""
+    def _searches(self, work: Workload) -> bool:
+        """Not where other sizes cost compilation, or draw other numbers in a run of fixed shares."""
         repeatable = work.fixed and self.places.any_host and work.seen.drawing.draws is not False
-        if work.sizes is None or work.seen.tunes or repeatable:
-            return None
-        return work.sizes.of((batch.size, batch.item_shapes, work.seen.mode, self.replicas.generation))
+        return work.searches and not work.seen.tunes and not repeatable
 
     def _buffer_marks(self) -> list[list[tuple[int, int]]]:
         return [replica.buffer_marks() for replica in self.replicas.list]
@@ -188,7 +200,7 @@ class Execution:
             user.check()
             run.check()
             self._end_draws(run)
-            if keep and run.least > 1 and run.micro_batches > 1 and not self._norms_told:
+            if keep and run.least > 1 and outcome.micro_batches > 1 and not self._norms_told:
                 self._norms_told = True
                 warn_of_normalised_apart(using_batch_statistics(self.replicas.norms))
             with torch.no_grad():
@@ -251,14 +263,19 @@ class Execution:
         run.queues_empty = self._queues_are_empty()
         calls = (run.body, run.finish, self.places.queues, run.sums)
         with self._level(run), run.draws.run(), self.replicas.guarded():
-            planned = run.items.plan if run.items is not None else None
-            outcome = stepper.run(planned or stepper.plan(run.batch.size), *calls, run.claims)
-        if run.draws.must_run_again() and (self.places.hosts_share or (work.fixed and run.search is not None)):
+            plan = run.items.plan if run.items is not None else None
+            if plan is None:
+                shapes = run.batch.item_shapes
+                speed = work.kind((shapes, run.seen.mode, self.replicas.generation))
+                plan = stepper.plan(run.batch.size, work.kind(shapes), speed, run.searches)
+            outcome = stepper.run(plan, *calls, run.claims, run.pieces)
+        if run.draws.must_run_again() and (self.places.hosts_share or (work.fixed and run.searches)):
             complete = not run.failures
             run.failures.clear()
             raise _TryAgainError(complete=complete)
         if run.failures:
-            device, begin, end, error = run.failures[0]
+            failed = outcome.failed_device
+            device, begin, end, error = next((one for one in run.failures if one[0] == failed), run.failures[0])
             run.failures.clear()
             try:
                 if len(self._names) > 1 and forward_ad.wanted(error) is not None:
@@ -270,7 +287,7 @@ class Execution:
                 if (
                     device is not None
                     and is_out_of_memory(error)
-                    and run.caps.shrink(device, begin, end, run.batch, error, run.least)
+                    and stepper.shrink(outcome, isinstance(error, OutOfMemory))
                 ):
                     raise _TryAgainError from error
                 if fails_over_one_item(error) and run.least == 1 < run.batch.size:
@@ -288,7 +305,7 @@ class Execution:
         if marks is not None:
             work.mode = run.seen.mode
             work.writes_buffers = self._buffer_marks() != marks or (values is not None and values.changed)
-            if work.writes_buffers and run.divided:
+            if work.writes_buffers and outcome.divided:
                 raise _TryAgainError(complete=True)
         self._edits.check()
         return outcome
@@ -330,10 +347,8 @@ class Execution:
         self._commit_buffers(outcome)
         self._commit_attributes(outcome)
         if self.committed is not outcome:
-            work.stepper.commit(outcome, run.pieces)
+            work.stepper.commit(outcome)
             work.launches.add(run.launches)
-            if run.search is not None:
-                run.search.add(run.timed)
             self.committed = outcome
             self.items = outcome.items
 

@@ -24,8 +24,7 @@ from paceline.torch._replicas.replicas import Replica
 from paceline.torch._run.buckets import Buckets
 from paceline.torch._run.gradients import OwnStorages, View, views
 from paceline.torch._run.launch import Launch
-from paceline.torch._run.memory import MemoryCaps
-from paceline.torch._run.micro_batch_size import SizeSearch
+from paceline.torch._run.memory import metered
 from paceline.torch._run.outside import OutsideGradients
 from paceline.torch._run.seen import Seen
 
@@ -34,9 +33,13 @@ LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 # Of one device. A compiler that meets so many has long turned to shapes that may vary, or given up (its own limit is 8).
 _MOST_SIZES = 64
 
+# What a body tells the engine (python_program.hpp).
 DONE = 0
 DONE_BUT_NO_EVIDENCE = 1
 FAILED = -1
+# What the engine tells a body, as bits.
+CONTINUES = 1
+MEASURE = 2
 
 
 class Frame(NamedTuple):
@@ -48,9 +51,9 @@ class Frame(NamedTuple):
     state: CallerState
     random: RandomStates  # what all generators are like
     places: Places
-    caps: MemoryCaps
+    limits: list[int | None]  # of memory, of each device
     items: Items | None = None  # the plan of a batch whose items do not cost the same
-    search: SizeSearch | None = None  # for the size of micro-batches
+    searches: bool = False  # whether sizes of micro-batches may be tried
     least: int = 1  # items of a micro-batch
     divides: bool = False  # whether a device may run its part in several micro-batches that nobody asked for
 
@@ -59,34 +62,32 @@ class Run:
     """What all have in common: the caller's state around every slice, failures kept with their traceback."""
 
     def __init__(self, frame: Frame) -> None:
-        self.batch, self.replicas, self.seen, self.state, _, self.places, self.caps, self.items, self.search = frame[:9]
+        self.batch, self.replicas, self.seen, self.state, _, self.places, self.limits, self.items, self.searches = (
+            frame[:9]
+        )
         self.least, self.divides = frame[9:]
         places = self.places
-        self._pieces = [(0, 0)] * len(places)  # of each device: what is in work
-        self._fresh = [True] * len(places)  # whether that is the first of its run
+        self._fresh = [True] * len(places)  # of each device: whether what is in work is the first part of its claim
+        self._begun = [False] * len(places)  # whether it has run something
         self._brought = [0.0] * len(places)  # when its items were there: from then on Python enqueues
         self.queues_empty = True  # when this began
         self.claims: list[list[tuple[int, int]]] | None = None  # of each device, instead of planned ones
+        self.pieces: list[list[tuple[int, int]]] | None = None  # in which these are worked off
         self.alone = False  # whether one device runs all of it, as a trial
-        # Of each device, in order: what ran, and whether it was more than one piece of a claim.
-        self._ran: list[list[tuple[int, int, int]]] = [[] for _ in range(len(places))]
-        self._divided = False
-        # Of each device, of each claim: items and seconds of its pieces.
-        self.timed: list[list[list[tuple[int, float]]]] = [[] for _ in range(len(places))]
         self.failures: list[tuple[int | None, int, int, BaseException]] = []  # None: in the reduction
         self._inside: dict[int, int] = {}
         self._interrupted = False
         self.draws = RunDraws(places, self.seen.drawing, self.seen.compiled, frame.random)
 
-    def body(self, device: int, begin: int, end: int, last: bool) -> int:
+    def body(self, device: int, begin: int, end: int, flags: int) -> int | tuple[int, int]:
         try:
             self._inside[device] = threading.get_ident()
             if self._interrupted:  # before this worker could be seen inside
                 raise Cancelled
             self.places.prepare_worker(device)
-            return self.state.contexts[device].run(self._slice, device, begin, end)
+            return self.state.contexts[device].run(self._micro_batch, device, begin, end, flags)
         except BaseException as error:
-            self.failures.append((device, *self._pieces[device], error))
+            self.failures.append((device, begin, end, error))
             return FAILED
         finally:
             self._inside.pop(device, None)
@@ -94,7 +95,7 @@ class Run:
     def run_alone(self, device: int) -> None:
         """One device shall run the whole batch at once. That it is faster alone is no evidence of its speed beside the others."""
         self.claims = [[(0, self.batch.size)] if index == device else [] for index in range(len(self.places))]
-        self.alone, self.search = True, None
+        self.alone, self.searches = True, False
 
     def interrupt(self) -> None:
         """Raise `Cancelled` in every worker that is inside user code, at its next Python instruction, or comes there later."""
@@ -119,36 +120,25 @@ class Run:
         """Where the sums of what `finish` gave go; called on the worker that was last."""
         return []
 
-    def _slice(self, device: int, begin: int, end: int) -> int:
-        on_trial = self.alone or (self.search is not None and self.search.on_trial)
-        codes: list[int] = [DONE_BUT_NO_EVIDENCE] if on_trial else []
-        spans = ((begin, end),) if self.search is None else self.search.pieces(begin, end)
-        times: list[tuple[int, float]] = []
-        before = len(self._ran[device])
+    def _micro_batch(self, device: int, begin: int, end: int, flags: int) -> int | tuple[int, int]:
+        self._fresh[device] = not flags & CONTINUES
         with self.places.enter(device):
-            for span in spans:
-                began = time.perf_counter()
-                for piece in self.caps.pieces(device, *span, self.batch, self.least):
-                    codes.append(self._run_piece(device, piece, fresh=piece[0] == begin))
-                times.append((span[1] - span[0], time.perf_counter() - began))
-        self.timed[device].append(times)
-        if len(self._ran[device]) > before + 1:  # only ever set, whichever worker is first
-            self._divided = True
-        return max(codes)
+            if not flags & MEASURE:
+                _, code = self._timed(device, begin, end)
+                return code
+            name, limit = self.places.names[device], self.limits[device]
+            with metered(self.places.devices[device], limit, name) as meter:
+                ran, code = self._timed(device, begin, end)
+            return code, meter.used if ran else -1
 
-    def _run_piece(self, device: int, piece: tuple[int, int], *, fresh: bool) -> int:
-        self._pieces[device] = piece
-        self._fresh[device] = fresh
+    def _timed(self, device: int, begin: int, end: int) -> tuple[bool, int]:
         self.replicas[device].forget_cached()
-        with self.caps.measured(device, *piece, self.batch) as measuring:
-            ran, code = self._piece(device, *piece)
-            ended = time.perf_counter()
-            measuring.counts = ran
+        ran, code = self._compute(device, begin, end)
         if ran:
-            self.launched(device, ended - self._brought[device])
-        self._ran[device].append((device, *piece))
+            self.launched(device, time.perf_counter() - self._brought[device])
+        self._begun[device] = True
         collect_garbage_if_due()
-        return code
+        return ran, DONE_BUT_NO_EVIDENCE if self.alone else code
 
     def bring(self, device: int, begin: int, end: int) -> Any:
         """A slice of the batch, where the device computes."""
@@ -158,22 +148,7 @@ class Run:
         self._brought[device] = time.perf_counter()
         return part
 
-    @property
-    def micro_batches(self) -> int:
-        """How many ran."""
-        return sum(map(len, self._ran))
-
-    @property
-    def divided(self) -> bool:
-        """Whether a device ran several, without those that memory asked for."""
-        return any(sum(map(len, claims)) > 1 for claims in self.timed)
-
-    @property
-    def pieces(self) -> list[tuple[int, int, int]]:
-        """What ran, (device, begin, end) each, if that is not what was claimed."""
-        return [piece for lane in self._ran for piece in lane] if self._divided else []
-
-    def _piece(self, device: int, begin: int, end: int) -> tuple[bool, int]:
+    def _compute(self, device: int, begin: int, end: int) -> tuple[bool, int]:
         """Whether anything was to be done, and what the engine is told."""
         sizes = self.seen.sizes[device]
         # Costs may be all different: they take up room only where they tell of something to tune.
@@ -281,7 +256,7 @@ class TrainRun(Run):
 
     def launched(self, device: int, seconds: float) -> None:
         # Of a step's later pieces nothing tells whether the device is still at the one before.
-        room = self.queues_empty if not self._ran[device] else None
+        room = self.queues_empty if not self._begun[device] else None
         self.launches.append(Launch(device, seconds, room))
 
     def after(self, device: int) -> None:

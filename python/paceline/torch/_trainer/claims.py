@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline import InvalidArgument
 from paceline._words import counted
-from paceline.torch._devices.places import Places
-from paceline.torch._run.memory import MemoryCaps, Sized
 
 Span = tuple[int, int]
 
@@ -31,11 +29,13 @@ class StepClaims:
         self.lanes: list[list[Span]] = [[] for _ in range(devices)]
         for device, begin, end, *_ in entry["ran"]:
             self.lanes[device].append((begin, end))
-        self.pieces: list[list[Span]] = [[] for _ in range(devices)]
-        for device, begin, end in entry.get("pieces", []):
-            self.pieces[device].append((begin, end))
-        if "pieces" in entry and not all(map(_same_items, self.lanes, self.pieces)):
-            raise ValueError(f"the pieces of step {number} are not what its devices ran")
+        self.pieces = self.lanes
+        if "pieces" in entry:
+            self.pieces = [[] for _ in range(devices)]
+            for device, begin, end in entry["pieces"]:
+                self.pieces[device].append((begin, end))
+            if not all(map(_same_items, self.lanes, self.pieces)):
+                raise ValueError(f"the pieces of step {number} are not what its devices ran")
 
 
 def _same_items(ran: list[Span], pieces: list[Span]) -> bool:
@@ -47,23 +47,6 @@ def _same_items(ran: list[Span], pieces: list[Span]) -> bool:
         if begin != end:
             return False
     return not left
-
-
-class ReplayedCaps(MemoryCaps):
-    """The pieces of a step that ran once; nothing is measured, and what does not fit fails."""
-
-    def __init__(self, places: Places, claims: StepClaims) -> None:
-        super().__init__(places)
-        self._claims = claims
-
-    def pieces(self, device: int, begin: int, end: int, batch: Sized, least: int = 1) -> Iterable[Span]:
-        """Those that ran, or all at once."""
-        within = [piece for piece in self._claims.pieces[device] if begin <= piece[0] and piece[1] <= end]
-        return within or [(begin, end)]
-
-    def shrink(self, device: int, begin: int, end: int, batch: Sized, error: BaseException, least: int = 1) -> bool:
-        """Smaller pieces would be another run."""
-        return False
 
 
 class ClaimScript:

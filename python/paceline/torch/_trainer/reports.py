@@ -71,9 +71,16 @@ class Reports:
         return {
             **_metrics_of(self._works.steps),
             "sizes": sizes,
-            "memory": self._works.steps.caps.report(),
+            "memory": self._memory(),
             "runs": runs,
         }
+
+    def _memory(self) -> dict[str, dict[str, float]]:
+        """What steps know of each device with a limit, and of each GPU the peak of the pool."""
+        result = self._works.steps.stepper.memory
+        for space, peak in self._execution.places.pool_peaks().items():
+            result.setdefault(space, {})["pool_peak_bytes"] = peak
+        return result
 
     def progress(
         self, batches: Iterable[_T], *, total: int | None = None, every: float = 10.0, file: TextIO | None = None
@@ -265,9 +272,8 @@ class Reports:
 def _explained(work: Workload) -> str:
     """Of one kind of work: what was seen and decided, and what limits it."""
     busy = [entry["busy_seconds"] for entry in work.stepper.metrics["devices"].values()]
-    sizes = "" if work.sizes is None else work.sizes.explain()
     alone = "" if work.alone is None else work.alone.explain(list(work.stepper.metrics["devices"]))
-    return work.stepper.explain() + work.caps.explain() + work.launches.explain(busy) + sizes + alone
+    return work.stepper.explain() + work.launches.explain(busy) + alone
 
 
 def _metrics_of(work: Workload) -> dict[str, Any]:

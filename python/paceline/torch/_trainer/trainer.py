@@ -17,7 +17,6 @@ from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.execution import Execution
-from paceline.torch._run.micro_batch_size import MicroBatchSizes
 from paceline.torch._run.run import LossFunction
 from paceline.torch._trainer.arguments import (
     Balance,
@@ -159,11 +158,10 @@ class DataParallel:
                 "granularity": granularity,
                 "corrections": corrections,
             }
-            works = Works(group, places, memory_limits(memory, group), options)
-            if micro_batch is None and granularity == 1 and corrections is not False and not any(places.on_gpu):
-                works.steps.sizes = MicroBatchSizes()
-                if policy == "auto" and len(group) > 1:
-                    works.steps.alone = AloneTrials()
+            free = micro_batch is None and granularity == 1 and corrections is not False and not any(places.on_gpu)
+            works = Works(group, places, memory_limits(memory, group), options, searches=free)
+            if free and policy == "auto" and len(group) > 1:
+                works.steps.alone = AloneTrials()
             execution = Execution(group, module, places, Replicas(module, places, replicate))
         except BaseException:
             if owned:

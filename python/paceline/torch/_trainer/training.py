@@ -14,11 +14,10 @@ from paceline import InvalidArgument
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.items import Cost, costs_of
 from paceline.torch._batch.objective import Objective, Reduction, Weight, already_backward
-from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.run import Frame, LossFunction, TrainRun
 from paceline.torch._trainer.arguments import check_scaler, check_trains
-from paceline.torch._trainer.claims import ClaimScript, ReplayedCaps
+from paceline.torch._trainer.claims import ClaimScript
 from paceline.torch._trainer.global_batch import FunctionRun, GlobalBatch, RunFunction
 from paceline.torch._trainer.lifetime import Lifetime
 from paceline.torch._trainer.works import Works, kind_of
@@ -168,10 +167,10 @@ class Training:
             claims = None
             if script is not None:
                 work, claims = self._works.of(f"replay {kind}"), script.peek(whole.size, by_cost=costs is not None)
-                work.caps = ReplayedCaps(self._places, claims)
             frame = self._execution.frame(work, whole, fn, costs, claims.order if claims is not None else None)
             run = run_of(frame, objective if frame.items is None else frame.items.objective(objective))
-            run.claims = claims.lanes if claims is not None else None
+            if claims is not None:
+                run.claims, run.pieces = claims.lanes, claims.pieces
             # One device alone runs the whole batch as one micro-batch, so norms and buffers do what they do on one device. It does not
             # run alone where a new size may be compiled.
             trials = work.alone if claims is None and run.items is None and not run.seen.tunes else None
@@ -181,20 +180,16 @@ class Training:
                 run.run_alone(alone)
             before = self._execution.committed
             try:
-                loss = already_backward(self._execution.train(work, run)[0])
-                if trials is not None:
-                    _note(trials, run, of_kind, time.perf_counter() - began)
+                objective_value, _, outcome = self._execution.train(work, run)
+                loss = already_backward(objective_value)
+                if trials is not None and run.alone:
+                    busy = sum(finish - start for _, _, _, start, finish, *_ in outcome.claims)
+                    trials.add_alone(time.perf_counter() - began, busy)
+                elif trials is not None:
+                    trials.add(of_kind, whole.size, time.perf_counter() - began)
                 return loss
             finally:  # an interrupt that comes while gradients are written leaves a run that is done
                 if script is not None and self._execution.committed is not before:
                     script.advance()
 
         return self._execution.repeated(attempt)
-
-
-def _note(trials: AloneTrials, run: TrainRun, kind: tuple[int, Any], seconds: float) -> None:
-    """Note that a step was committed and took so long."""
-    if run.alone:
-        trials.add_alone(seconds, sum(time for claims in run.timed for pieces in claims for _, time in pieces))
-    else:
-        trials.add(kind, kind[0], seconds)

@@ -21,9 +21,20 @@ def kind_of(run: str | None) -> str:
 
 
 class Works:
-    """A `Workload` for each kind of work, which has its own times and shares. `options` are those of every Stepper."""
+    """A `Workload` for each kind of work, which has its own times and shares. `options` are those of every Stepper.
 
-    def __init__(self, group: DeviceGroup, places: Places, limits: list[int | None], options: dict[str, Any]) -> None:
+    `searches`: whether steps search for the size of micro-batches.
+    """
+
+    def __init__(
+        self,
+        group: DeviceGroup,
+        places: Places,
+        limits: list[int | None],
+        options: dict[str, Any],
+        *,
+        searches: bool = False,
+    ) -> None:
         self.names = [device.name for device in group.devices]
         self.options = options
         self.retired: set[int] = set()  # devices that get no work
@@ -31,7 +42,7 @@ class Works:
         self._places = places
         self._limits = limits
         self._temporary: list[Workload] = []  # of a call that leaves no trace
-        self.steps = self._new(options)
+        self.steps = self._new(options | {"searches": searches})
         self._by_kind = {kind_of(None): self.steps}
 
     def of(self, kind: str) -> Workload:

@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+namespace paceline::balance {
+
+/// How much memory a micro-batch takes: `fixed + per_size * size` bytes, through the smallest and the largest size that
+/// were measured. A size is a number of items, or a cost.
+///
+/// After one size, all of its memory is taken to grow with the size. That predicts too much for larger sizes, never too
+/// little.
+class MemoryModel {
+ public:
+  /// A micro-batch of this size, above zero, took so many bytes at most. Of one size the larger measurement counts.
+  /// Zero bytes: nothing was seen.
+  void add(double size, std::int64_t bytes);
+
+  /// How many sizes the model stands on: none, one or two.
+  [[nodiscard]] int sizes() const { return !smallest_ ? 0 : smallest_ == largest_ ? 1 : 2; }
+  /// Whether another size is worth measuring. It is not where nothing is ever seen, as of a host that only predicts.
+  [[nodiscard]] bool wants_more() const { return sizes() < 2 && silent_ < 3; }
+  /// The largest size that was measured; none before the first.
+  [[nodiscard]] std::optional<double> largest() const;
+  [[nodiscard]] double bytes_per_size() const;
+  [[nodiscard]] double fixed_bytes() const;
+  /// The largest size that fits, not below zero. None as long as nothing is known, or where any size fits.
+  [[nodiscard]] std::optional<double> most(std::int64_t limit_bytes) const;
+
+ private:
+  struct Measured {
+    double size;
+    std::int64_t bytes;
+    friend bool operator==(const Measured&, const Measured&) = default;
+  };
+  std::optional<Measured> smallest_;
+  std::optional<Measured> largest_;
+  int silent_ = 0;
+};
+
+}  // namespace paceline::balance

@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Claims that are worked off in pieces: because memory is limited or runs out, or to find a faster size.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <paceline/balance/ledger.hpp>
+#include <paceline/engine/stepper.hpp>
+#include <paceline/error.hpp>
+
+#include "host_group.hpp"
+
+namespace paceline {
+namespace {
+
+constexpr std::int64_t kFixed = 2500;  // bytes of a micro-batch
+constexpr std::int64_t kPerItem = 1000;
+
+/// Notes what runs, and takes memory: `fits` is how many items there is room for.
+class Program final : public StepProgram {
+ public:
+  explicit Program(std::size_t devices, std::int64_t fits = 1 << 20) : fits_(fits), ran(devices) {}
+
+  bool run(const MicroBatch& mb) override {
+    if (mb.size() > fits_) throw OutOfMemory("as planned");
+    if (seconds_per_item) {
+      const double seconds = static_cast<double>(mb.size()) * seconds_per_item(mb.size());
+      std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+    }
+    ran[mb.device_index].push_back(mb);
+    for (const std::int64_t item : mb.items) {
+      const std::lock_guard lock(mutex_);
+      ++items[item];
+    }
+    return false;
+  }
+  std::optional<std::int64_t> memory_bytes(std::size_t device) override {
+    if (nothing_to_do) return std::nullopt;
+    return kFixed + kPerItem * ran[device].back().size();
+  }
+
+  [[nodiscard]] std::vector<std::int64_t> sizes(std::size_t device) const {
+    std::vector<std::int64_t> sizes;
+    for (const MicroBatch& mb : ran[device]) sizes.push_back(mb.size());
+    return sizes;
+  }
+
+ private:
+  std::int64_t fits_;
+  std::mutex mutex_;
+
+ public:
+  double (*seconds_per_item)(std::int64_t items) = nullptr;
+  bool nothing_to_do = false;
+  std::vector<std::vector<MicroBatch>> ran;
+  std::map<std::int64_t, int> items;
+};
+
+template <class Batch>
+void run(Stepper& stepper, const Batch& batch, const std::shared_ptr<Program>& program, const BatchKind& kind = {}) {
+  for (;;) {
+    std::shared_ptr<const BatchPlan> plan;
+    if constexpr (std::is_same_v<Batch, int>) {
+      plan = stepper.plan(batch, kind);
+    } else {
+      plan = stepper.plan(batch);
+    }
+    for (auto& lane : program->ran) lane.clear();
+    const auto step = stepper.begin(plan, program);
+    step->wait();
+    if (step->failure() != nullptr && stepper.shrink(*step)) continue;
+    step->rethrow_failure();
+    stepper.commit(step);
+    return;
+  }
+}
+
+std::int64_t sum(const std::vector<std::int64_t>& values) {
+  return std::accumulate(values.begin(), values.end(), std::int64_t{0});
+}
+
+TEST(MemoryLimit, RunsAsFewPiecesAsFitOnceTwoSizesAreMeasured) {
+  constexpr std::int64_t kLimit = kFixed + 10 * kPerItem;
+  Stepper stepper(host_group(2), {.balance = "even", .memory_limits = {kLimit, 0}});
+  const auto program = std::make_shared<Program>(2);
+  run(stepper, 64, program);
+  std::vector<std::int64_t> sizes = program->sizes(0);
+  EXPECT_EQ(sizes[0], 2);
+  EXPECT_EQ(sizes[1], 4);
+  EXPECT_EQ(sum(sizes), 32);
+  EXPECT_LE(*std::max_element(sizes.begin(), sizes.end()), 10);
+  EXPECT_TRUE(program->ran[0][0].measure);
+  EXPECT_FALSE(program->ran[0][0].continues);
+  EXPECT_TRUE(program->ran[0][1].continues);
+  EXPECT_EQ(program->sizes(1), (std::vector<std::int64_t>{32})) << "the other device has no limit";
+  run(stepper, 64, program);
+  EXPECT_EQ(program->sizes(0), (std::vector<std::int64_t>{8, 8, 8, 8}));
+  EXPECT_FALSE(program->ran[0][0].measure);
+  EXPECT_TRUE(program->ran[0][3].last);
+  const std::vector<MemoryReport> report = stepper.memory_report();
+  ASSERT_EQ(report.size(), 1U);
+  ASSERT_TRUE(report[0].items);
+  EXPECT_EQ(report[0].device, "host:0");
+  EXPECT_EQ(report[0].items->fixed_bytes, kFixed);
+  EXPECT_EQ(report[0].items->bytes_per_item, kPerItem);
+  EXPECT_EQ(report[0].items->largest_micro_batch, 10);
+  EXPECT_NE(stepper.explain().find("host:0: at most 10 items at once"), std::string::npos) << stepper.explain();
+}
+
+TEST(MemoryLimit, MeasuresEachKindOfBatchByItself) {
+  Stepper stepper(host_group(1), {.memory_limits = {kFixed + 10 * kPerItem}});
+  const auto program = std::make_shared<Program>(1);
+  for (const std::uint64_t kind : {7, 8}) {
+    run(stepper, 64, program, {.memory = kind});
+    EXPECT_EQ(program->sizes(0)[0], 4) << kind;
+    run(stepper, 64, program, {.memory = kind});
+    EXPECT_EQ(program->sizes(0).size(), 7U) << kind;
+  }
+}
+
+TEST(MemoryLimit, LooksAtTheNextItemsWhereThereWasNothingToDo) {
+  Stepper stepper(host_group(1), {.memory_limits = {kFixed + 10 * kPerItem}});
+  const auto program = std::make_shared<Program>(1);
+  program->nothing_to_do = true;
+  run(stepper, 64, program);
+  EXPECT_TRUE(std::all_of(program->ran[0].begin(), program->ran[0].end() - 1, [](auto& mb) { return mb.measure; }));
+  EXPECT_FALSE(stepper.memory_report()[0].items);
+}
+
+TEST(MemoryLimit, IsOfThePaddedCostWhereItemsHaveCosts) {
+  Stepper stepper(host_group(1), {.memory_limits = {kFixed + 10 * kPerItem}});
+  const auto program = std::make_shared<Program>(1);
+  std::vector<double> costs;
+  for (int k = 0; k < 60; ++k) costs.push_back(k % 4 + 1);
+  for (int step = 0; step < 2; ++step) {
+    program->items.clear();
+    run(stepper, costs, program);
+    ASSERT_EQ(program->items.size(), costs.size());
+    for (const auto& [item, times] : program->items) EXPECT_EQ(times, 1) << item;
+  }
+  EXPECT_GT(program->ran[0].size(), 1U);
+  EXPECT_EQ(program->ran[0][1].items.size(), static_cast<std::size_t>(program->ran[0][1].size()));
+  ASSERT_TRUE(stepper.memory_report()[0].costs);
+  EXPECT_FALSE(stepper.memory_report()[0].items);
+}
+
+TEST(OutOfMemory, IsAnsweredBySmallerPiecesOnAllDevicesOfTheMemory) {
+  Stepper stepper(host_group(2), {.balance = "even"});
+  const auto program = std::make_shared<Program>(2, 6);
+  run(stepper, 64, program);
+  for (std::size_t d = 0; d < 2; ++d) {
+    EXPECT_EQ(program->sizes(d), (std::vector<std::int64_t>{4, 4, 4, 4, 4, 4, 4, 4})) << d;
+  }
+  EXPECT_EQ(stepper.metrics().steps, 1);
+  const std::string told = stepper.explain();
+  EXPECT_NE(told.find("host: at most 4 items at once, since host:"), std::string::npos) << told;
+  EXPECT_NE(told.find(" ran out of memory with 8."), std::string::npos) << told;
+}
+
+TEST(OutOfMemory, OfADevicesOwnLimitIsNoOtherDevices) {
+  Stepper stepper(host_group(2), {.balance = "even"});
+  const auto program = std::make_shared<Program>(2, 16);
+  const auto step = stepper.begin(stepper.plan(64), program);
+  step->wait();
+  const std::size_t failed = step->failure()->micro_batch->device_index;
+  EXPECT_TRUE(stepper.shrink(*step, true));
+  const auto again = stepper.begin(stepper.plan(64), std::make_shared<Program>(2));
+  again->wait();
+  EXPECT_EQ(again->pieces() != nullptr, true);
+  EXPECT_EQ(again->micro_batches(), 3) << "two on the device that has reached its limit";
+  EXPECT_FALSE(again->divided()) << "memory asked for it";
+  EXPECT_NE(stepper.explain().find("host:" + std::to_string(failed) + ": at most 16 items at once, since it reached"),
+            std::string::npos);
+}
+
+TEST(OutOfMemory, IsRememberedOfSixtyFourKindsOfBatches) {
+  Stepper stepper(host_group(1), {});
+  for (std::uint64_t kind = 0; kind <= 64; ++kind) run(stepper, 16, std::make_shared<Program>(1, 4), {.memory = kind});
+  const auto ran = [&](std::uint64_t kind) {
+    const auto program = std::make_shared<Program>(1);
+    run(stepper, 16, program, {.memory = kind});
+    return program->ran[0].size();
+  };
+  EXPECT_EQ(ran(0), 1U) << "the first one is forgotten";
+  EXPECT_EQ(ran(1), 4U);
+  EXPECT_EQ(ran(64), 4U);
+  EXPECT_NE(stepper.explain().find("items of 63 other shapes have caps of their own"), std::string::npos);
+}
+
+TEST(OutOfMemory, OfOneItemStands) {
+  Stepper stepper(host_group(2), {.balance = "even"});
+  const auto program = std::make_shared<Program>(2, 0);
+  EXPECT_THROW(run(stepper, 8, program), OutOfMemory);
+  EXPECT_EQ(stepper.metrics().steps, 0);
+}
+
+TEST(OutOfMemory, LeavesNoPieceWithFewerItemsThanTheLeast) {
+  Stepper stepper(host_group(1), {.least_items = 3});
+  const auto program = std::make_shared<Program>(1, 5);
+  run(stepper, 17, program);
+  const std::vector<std::int64_t> sizes = program->sizes(0);
+  EXPECT_EQ(sum(sizes), 17);
+  EXPECT_GE(*std::min_element(sizes.begin(), sizes.end()), 3);
+}
+
+double falling_out_of_a_cache(std::int64_t items) { return items > 128 ? 1e-4 : 2.5e-5; }
+
+TEST(MicroBatchSize, IsFoundWhileTrainingAndRunsAgainByTheLedger) {
+  std::ostringstream out;
+  Stepper stepper(host_group(1), {.search_sizes = true});
+  stepper.write_to(std::make_shared<balance::LedgerWriter>(out));
+  const auto program = std::make_shared<Program>(1);
+  program->seconds_per_item = falling_out_of_a_cache;
+  for (int step = 0; step < 16; ++step) {
+    run(stepper, 300, program);
+    EXPECT_EQ(sum(program->sizes(0)), 300);
+  }
+  EXPECT_EQ(program->sizes(0), (std::vector<std::int64_t>{75, 75, 75, 75}));
+  EXPECT_NE(stepper.explain().find("Micro-batches of about 75 items: measured to be "), std::string::npos);
+  EXPECT_NE(out.str().find(R"("pieces": [[0, 0, 75], [0, 75, 150], [0, 150, 225], [0, 225, 300]])"), std::string::npos);
+  EXPECT_NE(out.str().find(R"(, true]]])"), std::string::npos) << "steps on trial are no evidence";
+  StepScript script;
+  script.claims = {{{.begin = 0, .end = 300}}};
+  script.pieces = {{{.begin = 0, .end = 100}, {.begin = 100, .end = 300}}};
+  for (auto& lane : program->ran) lane.clear();
+  const auto step = stepper.prepare(stepper.plan(300), program, script);
+  step->start();
+  step->wait();
+  EXPECT_EQ(program->sizes(0), (std::vector<std::int64_t>{100, 200}));
+}
+
+TEST(MicroBatchSize, IsLeftAloneWhereItIsGivenOrNotAskedFor) {
+  for (const StepperOptions& options : {StepperOptions{.micro_batch = 300, .search_sizes = true},
+                                        StepperOptions{.granularity = 2, .search_sizes = true}, StepperOptions{}}) {
+    Stepper stepper(host_group(1), options);
+    const auto program = std::make_shared<Program>(1);
+    program->seconds_per_item = falling_out_of_a_cache;
+    for (int step = 0; step < 14; ++step) run(stepper, 300, program);
+    EXPECT_EQ(program->sizes(0), (std::vector<std::int64_t>{300}));
+  }
+  Stepper stepper(host_group(1), {.search_sizes = true});
+  const auto program = std::make_shared<Program>(1);
+  program->seconds_per_item = falling_out_of_a_cache;
+  for (int step = 0; step < 14; ++step) run(stepper, 300, program, {.any_size = false});
+  EXPECT_EQ(program->sizes(0), (std::vector<std::int64_t>{300}));
+}
+
+}  // namespace
+}  // namespace paceline
