@@ -14,7 +14,8 @@ from paceline import InvalidArgument
 from paceline._words import counted
 
 Move = Callable[[torch.Tensor], torch.Tensor]
-Slicer = Callable[[Move, Move], Any]  # takes the items of a tensor, and brings any tensor to where it is needed
+# The first function takes items out of a tensor, the second brings a tensor to where it is needed.
+Slicer = Callable[[Move, Move], Any]
 
 
 def same(tensor: torch.Tensor) -> torch.Tensor:
@@ -24,7 +25,7 @@ def same(tensor: torch.Tensor) -> torch.Tensor:
 class Batch:
     """A batch that can be cut along its items.
 
-    Tensors with dimensions are cut along dimension 0, as views; everything else goes along unchanged.
+    Tensors with dimensions are cut along dimension 0, as views. Everything else goes along unchanged.
 
     Raises
     ------
@@ -36,13 +37,13 @@ class Batch:
     def __init__(self, data: Any) -> None:
         self._leaves: list[torch.Tensor] = []
         self._sized: list[tuple[str, int]] = []
-        self.places: dict[torch.device, str] = {}  # where its tensors are, and the path of one that is there
+        self.places: dict[torch.device, str] = {}  # where tensors are, and the path of the first tensor there
         self._item_shapes: list[tuple[torch.Size, torch.dtype]] = []
         self._lists: list[tuple[str, int, str]] = []
         slicer = self._slicer(data, "batch")
         if not self._sized:
             raise InvalidArgument(
-                f"batch: no tensor with dimensions in it ({_told(data)}), so there are no items to split. Pass tensors whose dimension 0 "
+                f"batch: no tensor with dimensions in it ({_described(data)}), so there are no items to split. Pass tensors whose dimension 0 "
                 "is the item; torch.from_numpy and torch.as_tensor make them."
             )
         first_path, self.size = self._sized[0]
@@ -64,37 +65,37 @@ class Batch:
                     "torch.as_tensor, other objects by a tensor of their indices that loss_fn looks up. What belongs to the whole batch "
                     "goes in as a tuple."
                 )
-        if slicer is None:  # cannot happen with a sized leaf; keeps the type checker honest
+        if slicer is None:  # cannot happen where a leaf has a size; for the type checker
             raise InvalidArgument("batch: nothing to split.")
         self._slice = slicer
-        self.item_shapes = tuple(self._item_shapes)  # of every tensor that is cut: shape of one item, type
+        self.item_shapes = tuple(self._item_shapes)  # the shape of one item and the type, of every tensor that is cut
 
     def padded_to(self, begin: int, end: int) -> float | None:
-        """What the shapes of items ``[begin, end)`` depend on beside `item_shapes`; None for nothing."""
+        """What the shapes of items ``[begin, end)`` depend on beside `item_shapes`. None: on nothing else."""
         return None
 
     def slice(self, begin: int, end: int, move: Move = same) -> Any:
-        """Items ``[begin, end)``, in the same nest; `move` brings each tensor to where it is needed."""
+        """Items ``[begin, end)``, in the same nest. `move` brings each tensor to where it is needed."""
         return self._slice(lambda tensor: tensor[begin:end], move)
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Which items of the batch ``[begin, end)`` are."""
+        """The indices of items ``[begin, end)`` in the caller's batch."""
         return torch.arange(begin, end)
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Those that are cut, each with its path."""
+        """The tensors that are cut, each with its path."""
         return [(path, leaf) for (path, _), leaf in zip(self._sized, self._leaves, strict=True)]
 
     def cut(self, take: Move, move: Move = same) -> Any:
-        """What `take` takes of each tensor with items, in the same nest."""
+        """The same nest, with what `take` makes of each tensor with items."""
         return self._slice(take, move)
 
-    def told(self, begin: int, end: int) -> str:
+    def described(self, begin: int, end: int) -> str:
         """The items of a slice in words."""
         return f"items {begin} to {end - 1} of the batch" if end - begin > 1 else f"item {begin} of the batch"
 
     def _slicer(self, node: Any, path: str) -> Slicer | None:
-        """What cuts `node`, or None if it goes along unchanged."""
+        """A function that cuts `node`, or None if `node` goes along unchanged."""
         if isinstance(node, torch.Tensor):
             return self._tensor(node, path)
         if dataclasses.is_dataclass(node) and not isinstance(node, type):
@@ -112,7 +113,7 @@ class Batch:
         _check_layout(node, path)
         self.places.setdefault(node.device, path)
         if node.dim() == 0:
-            # One of the host's goes with any device's; one that is on a GPU has to be on the right one.
+            # Operators accept a 0-dimensional host tensor on any device. One on a GPU has to be on the right GPU.
             return None if node.device.type == "cpu" else lambda take, move: move(node)
         if node.requires_grad:
             raise InvalidArgument(
@@ -144,7 +145,7 @@ class Batch:
             return None
 
         def cut(take: Move, move: Move) -> Any:
-            # Of other kinds a shallow copy may write through to the user's own; they are split into a dict.
+            # Other mappings become a dict: a shallow copy of them may write through to the user's mapping.
             result: Any = copy.copy(node) if isinstance(node, (dict, UserDict)) else dict(node)
             for key, slicer in parts:
                 result[key] = slicer(take, move)
@@ -197,15 +198,15 @@ def _check_layout(node: torch.Tensor, path: str) -> None:
         )
 
 
-def _told(data: Any) -> str:
-    """What somebody passed, in a few words."""
+def _described(data: Any) -> str:
+    """What the caller passed, in a few words."""
     if isinstance(data, (list, tuple)):
         return f"a {type(data).__name__} of {', '.join(sorted({type(entry).__name__ for entry in data})) or 'nothing'}"
     return f"a {type(data).__name__}"
 
 
 def _set_field(target: Any, name: str, value: Any) -> None:
-    """By the class's own rules, which may keep a second copy (a dataclass that is a mapping too); frozen dataclasses as well."""
+    """Set a field by the class's own ``__setattr__``, which may keep a second copy (in a dataclass that is also a mapping). Frozen too."""
     try:
         setattr(target, name, value)
     except dataclasses.FrozenInstanceError:
@@ -222,7 +223,7 @@ def concatenate(outputs: list[tuple[int, int, Any]], move: Move = same, own: Mov
     move
         Brings each tensor to where all of them are put together.
     own
-        What a tensor goes through that is all there is, and so is not put together.
+        Applied to a tensor of a single slice, which `torch.cat` does not copy.
 
     Raises
     ------

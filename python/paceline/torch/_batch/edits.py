@@ -1,4 +1,4 @@
-"""Edits of a batch in place, by a function that runs twice over the same items."""
+"""Detects that a function which runs twice over the same items edits the batch in place."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from paceline.torch._batch.batch import Batch
 
 
 class Edits:
-    """Whether what the function writes to its slices, which are views of the caller's tensors, is written once, or the same again.
+    """Checks that a second run over the same items leaves the caller's tensors as the first run left them.
 
-    A step that has to run again begins with what its first run has left there. Setting the labels of padding to -100 twice changes nothing;
-    dividing pixels by 255 twice gives the gradient of another batch.
+    Slices are views of these tensors, so a second run begins with what the first has written. Setting the labels of padding to -100 twice
+    changes nothing. Dividing pixels by 255 twice gives the gradient of another batch.
     """
 
     def __init__(self) -> None:
         self.end()
 
     def end(self) -> None:
-        """A call is over: no batch is kept alive."""
+        """Forget the batch at the end of a call."""
         self._tensors: list[tuple[str, torch.Tensor]] = []
         self._versions: list[int] = []
         self._left: list[torch.Tensor] = []
 
     def begin(self, batch: Batch) -> None:
-        """A run begins."""
+        """Note the state of the batch when a run begins."""
         self._tensors = batch.tensors()
         self._versions = [_version(tensor) for _, tensor in self._tensors]
 
     def run_again(self, *, complete: bool) -> None:
-        """After a run that does not count; `complete`: all items have run in it.
+        """Prepare for another run, after one that does not count. `complete`: all items have run in it.
 
         Raises
         ------
         InvalidArgument
-            If some items are changed already, and some may not be.
+            If some items are changed already, and others may not be.
         """
         pairs = zip(self._tensors, self._versions, strict=True)
         edited = [path for (path, tensor), version in pairs if _version(tensor) != version]
@@ -44,10 +44,10 @@ class Edits:
         self._left = [tensor.clone() for _, tensor in self._tensors] if edited else []
 
     def check(self) -> None:
-        """After the run that counts: raise if it has not left what an earlier one had left."""
+        """Raise if the run that counts has not left what an earlier run had left."""
         for left, (path, tensor) in zip(
             self._left, self._tensors, strict=False
-        ):  # nothing is left where one run was enough
+        ):  # _left is empty if one run was enough
             if not torch.allclose(left, tensor, rtol=0.0, atol=0.0, equal_nan=True):
                 raise _refusal(path)
 

@@ -15,16 +15,16 @@ from paceline.torch._batch.objective import Check, Objective, Pin, accept
 
 Cost = torch.Tensor | Callable[[Any], torch.Tensor]
 
-_TOLD = 4  # items of a micro-batch that an error names
+_MOST_NAMED = 4  # items of a micro-batch that an error names
 
 
 def costs_of(cost: Cost | None, batch: Any, size: int, check: Check = accept) -> list[float] | None:
-    """One number per item, or None where items all cost the same.
+    """One number per item, or None if all items cost the same.
 
     Raises
     ------
     InvalidArgument
-        If the costs are not 1-D with one per item, or one is negative or not finite; what `check` raises for them.
+        If the costs are not 1-D with one per item, if one is negative or not finite, or if `check` refuses them.
     """
     if cost is None:
         return None
@@ -53,7 +53,7 @@ def costs_of(cost: Cost | None, batch: Any, size: int, check: Check = accept) ->
 
 
 class OrderedBatch:
-    """A batch as a plan orders it: positions ``[begin, end)`` are items from anywhere in it, gathered when they are needed."""
+    """A batch in the order of a plan. Positions ``[begin, end)`` are items from anywhere in the batch, gathered when they are needed."""
 
     def __init__(self, batch: Batch, order: torch.Tensor, costs: list[float]) -> None:
         self._batch = batch
@@ -63,11 +63,11 @@ class OrderedBatch:
         self.item_shapes = batch.item_shapes
 
     def padded_to(self, begin: int, end: int) -> float:
-        """As `Batch.padded_to`: the largest cost, that of the item which a slice is trimmed to."""
+        """Like `Batch.padded_to`: the largest cost, since a slice is trimmed to its longest item."""
         return max(self._costs[begin:end])
 
     def slice(self, begin: int, end: int, move: Move = same) -> Any:
-        """As `Batch.slice`, by position."""
+        """Like `Batch.slice`, by position."""
         index = self._order[begin:end]
 
         def gather(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,16 +77,16 @@ class OrderedBatch:
         return self._batch.cut(gather, move)
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """As `Batch.rows`."""
+        """Like `Batch.rows`."""
         return self._order[begin:end]
 
-    def told(self, begin: int, end: int) -> str:
+    def described(self, begin: int, end: int) -> str:
         """The items in words."""
         items = self._order[begin:end].tolist()
-        named = ", ".join(map(str, items[:_TOLD]))
+        named = ", ".join(map(str, items[:_MOST_NAMED]))
         if len(items) == 1:
             return f"item {named} of the batch"
-        return f"items {named}{', ...' if len(items) > _TOLD else ''} of the batch ({len(items)} of similar cost)"
+        return f"items {named}{', ...' if len(items) > _MOST_NAMED else ''} of the batch ({len(items)} of similar cost)"
 
 
 class Items:
@@ -95,7 +95,7 @@ class Items:
     def __init__(
         self, order: list[int], batch: Batch, pin: Pin, costs: list[float] | None = None, plan: BatchPlan | None = None
     ) -> None:
-        self.plan = plan  # None: what is run is told
+        self.plan = plan  # None where a ledger's claims say what runs
         costs = costs or [1.0] * len(order)
         self._order = torch.tensor(order)
         self.batch = OrderedBatch(batch, pin(self._order), [costs[item] for item in order])

@@ -19,7 +19,7 @@ Pin = Callable[[torch.Tensor], torch.Tensor]
 
 
 def keep(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself: no GPU copies it."""
+    """Return the tensor itself, where no GPU copies from it."""
     return tensor
 
 
@@ -27,7 +27,7 @@ Check = Callable[[torch.Tensor, str], None]
 
 
 def accept(tensor: torch.Tensor, what: str) -> None:
-    """Wherever the tensor is: no other GPU computes."""
+    """Accept a tensor on any device, where no GPU needs it."""
 
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -50,7 +50,7 @@ class Objective:
     Raises
     ------
     InvalidArgument
-        If the weights are not 1-D with one per item, not finite, or do not sum to more than zero; what `check` raises for them.
+        If the weights are not 1-D with one per item, not finite, or do not sum to more than zero, or if `check` refuses them.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Objective:
         if values.is_complex():
             raise InvalidArgument("weight: complex weights; real ones are needed.")
         check(values, "weight")
-        # On the host, and exact: integers stay integers, everything else is summed in double precision.
+        # The sum is exact: integers stay integers. Everything else is summed in double precision, on the host.
         values = values.detach().to("cpu", torch.float64 if values.is_floating_point() else torch.int64)
         self._weights = pin(values)
         self.total = values.sum().item()
@@ -110,7 +110,7 @@ class Objective:
         return self._weights is not None and not bool(self._weights[begin:end].any())
 
     def share(self, begin: int, end: int) -> float:
-        """What part of the total weight a slice has."""
+        """The part of the total weight that a slice has."""
         return self._weight_of(begin, end) / self.total
 
     def term(self, loss: Any, begin: int, end: int) -> torch.Tensor:
@@ -143,7 +143,7 @@ class Objective:
 
 
 def _cure(loss: Any) -> str:
-    """What to do about what ``loss_fn`` returned, where that can be told."""
+    """Advice on a wrong return value of ``loss_fn``, or nothing."""
     if isinstance(loss, float):
         return " Return the tensor itself: backward needs its graph, which item() leaves behind."
     if isinstance(getattr(loss, "loss", None), torch.Tensor):
@@ -157,9 +157,9 @@ def _cure(loss: Any) -> str:
 
 
 def already_backward(loss: torch.Tensor) -> torch.Tensor:
-    """The loss of a run that has called backward: its own ``backward`` says so.
+    """Give the loss of a run, which has called backward already, a ``backward`` that says so.
 
-    A method of this one tensor object. What is computed from it, and what is saved or pickled of it, is an ordinary tensor.
+    Only this tensor object has that method. What is computed from the loss, saved or pickled of it is an ordinary tensor.
     """
     loss.__dict__.update(backward=_refuse_backward, __getstate__=_nothing)
     return loss
@@ -173,4 +173,4 @@ def _refuse_backward(*_: Any, **__: Any) -> NoReturn:
 
 
 def _nothing() -> None:
-    """The state of the tensor beside its values. torch.load(weights_only=True) would refuse a function there."""
+    """The tensor has no state beside its values. torch.load(weights_only=True) would refuse a function there."""

@@ -24,15 +24,15 @@ class BalancedBatchSampler(Sampler[list[int]]):
     permutation of (seed, epoch); within each, `paceline.plan` deals the items to the ranks. Every rank computes the same plan
     and yields its own part: nothing is communicated.
 
-    What takes equally long depends on what the collate function does with a rank's items. **Where it pads them to the longest of
-    these, say** ``padded=True``: a rank's time is then the number of its items times the cost of the longest, and
-    `paceline.plan.split_padded` makes the largest of these as small as it can be. Some ranks get few long items, others many
-    short ones; ranks of one speed take turns in having the long ones. Without it `paceline.plan.split_items` makes the *sums* of
-    costs equal: right where items are packed one after the other (nested tensors, attention over sequences of a packed batch)
-    or run one by one, but of little use where they are padded, since every rank then has some of the longest.
+    A rank's time depends on what the collate function does with its items. **If it pads them to the rank's longest item, pass**
+    ``padded=True``: a rank's time is then the number of its items times the cost of the longest, and
+    `paceline.plan.split_padded` makes the largest of these times as small as it can be. Some ranks get few long items, others many
+    short ones; ranks of one speed take turns in having the long ones. Without `padded`, `paceline.plan.split_items` makes the *sums*
+    of costs equal. That is right where items are packed one after the other (nested tensors, attention over sequences of a packed
+    batch) or run one by one. It is of little use where they are padded, since every rank then has some of the longest.
 
-    Each index comes exactly once per epoch, on one rank (with `drop_last`, the last incomplete batch does not come); nothing
-    is repeated to fill up. All ranks have the same number of batches and at least one item in each. **The ranks' item
+    Each index comes exactly once per epoch, on one rank (with `drop_last`, the last incomplete batch does not come). Nothing
+    is repeated to fill a batch. All ranks have the same number of batches and at least one item in each. **The ranks' item
     counts differ**, so a mean over ranks of mean losses is not the batch's mean: multiply the rank's mean loss by `weight`
     before `backward`, and the averaged gradient is exactly that of the mean over the global batch.
 
@@ -41,32 +41,32 @@ class BalancedBatchSampler(Sampler[list[int]]):
     lengths
         One number per item of the data set, e.g. its tokens.
     ranks, rank
-        Processes and the number of this one; None: as torch.distributed says, which must then be initialised.
+        The number of processes, and which of them this is. None: as torch.distributed says, which must then be initialised.
     batch_size
         Items of a *global* batch, over all ranks; at least one per rank.
     cost
         None: an item costs its length. A function of the length, e.g. ``ItemCostFit.item_seconds``, or one number per item.
-        With `padded`, what an item costs that is padded to this length; the longest item must be the costliest.
+        With `padded`, the cost of an item that is padded to this length; the longest item must be the costliest.
     padded
         Whether the collate function pads each rank's items to the longest of them.
     seed
-        Of the permutation; the same on all ranks.
+        Seed of the permutation; the same on all ranks.
     shuffle
         False: in the order of the data set.
     drop_last
-        Leave out the last batch if it is incomplete. Otherwise, where it has fewer items than there are ranks, it takes some
-        from the batch before; where that would leave that one too few, it joins it.
+        Leave out the last batch if it is incomplete. Otherwise, if it has fewer items than there are ranks, it takes some items
+        from the batch before. If that would leave the batch before with too few, the two become one batch.
     speeds
-        How fast each rank is, in any unit, where they are not alike; one number per rank.
+        How fast each rank is, in any unit: one number per rank. None: all are equally fast.
 
     Raises
     ------
     InvalidArgument
-        For arguments that do not fit together, and for fewer items than ranks.
+        If arguments do not fit together, or if there are fewer items than ranks.
 
     Notes
     -----
-    A `DataLoader` with workers draws batches ahead: then `weight` belongs to a later batch than the one at hand. Ask for
+    A `DataLoader` with workers draws batches ahead, so `weight` belongs to a later batch than the present one. Use
     ``weights[step]`` of the running epoch instead.
 
     Examples
@@ -153,7 +153,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             yield mine
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw other batches; the same number on every rank, before the epoch's iteration starts."""
+        """Draw other batches. Call it with the same number on every rank, before the epoch's iteration starts."""
         self.epoch = epoch
 
     @property
@@ -161,8 +161,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         """What to multiply this rank's mean loss by, for the batch drawn last: items here * ranks / items of the batch.
 
         DDP and FSDP average gradients over ranks; the mean over ranks of weight * (mean over the rank's items) is the mean
-        over the batch. For a loss that is a mean over something else than items, e.g. unmasked tokens, put counts of those
-        in the place of items: the count here * ranks / the count in the batch.
+        over the batch. If a loss is a mean over something else than items, e.g. unmasked tokens, count those instead of items:
+        the count here * ranks / the count in the batch.
         """
         if not self._weights:
             raise InvalidArgument("no batch was drawn yet: weight belongs to the batch drawn last; iterate first")
@@ -184,8 +184,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def _shares(self, batch: list[int]) -> list[list[int]]:
         split = split_items([self._costs[index] for index in batch], self._models)
         shares = [[batch[i] for i in items] for items in split.items]
-        # A rank without items would have no loss, and the others would wait for its gradient: it gets the cheapest item
-        # of the rank that has most. Happens with very unequal speeds or costs of zero.
+        # A rank without items would have no loss, and the others would wait for its gradient. So it gets the cheapest item of
+        # the rank that has most items. This happens with very unequal speeds, or costs of zero.
         for share in shares:
             if not share:
                 giver = max(shares, key=len)
@@ -197,8 +197,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def _padded_shares(self, batch: list[int], number: int) -> list[list[int]]:
         split = split_padded([self._costs[index] for index in batch], self._models)
         shares = [[batch[i] for i in items] for items in split.items]
-        # The first of equal ranks is given the longest items. Here they take turns: memory, and time that the costs do not
-        # tell, follow the length otherwise than the count.
+        # split_padded gives the longest items to the first of equal ranks. Here equal ranks take turns: few long items need
+        # another amount of memory than many short ones, and may take another time than the costs say.
         turned = list(shares)
         for ranks in self._alike:
             for k, rank in enumerate(ranks):

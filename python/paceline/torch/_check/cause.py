@@ -1,4 +1,4 @@
-"""Why slices do not add up to the batch: rules that fit what loss_fn returns are tried, and only what was found true is told."""
+"""Finds why slices do not add up to the batch: tries rules for what loss_fn returns, and names only those that hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Found = tuple[Any, str]  # the kind of the cause, and its text
 
 
 class Reader:
-    """Looks at what ``loss_fn`` returns by itself: how that of the whole is made of that of parts."""
+    """Compares what ``loss_fn`` itself returns for the whole batch with what it returns for parts."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class Reader:
         return self._fitting() or self._layout() or linear or self._coupling()
 
     def _linear(self) -> Found | None:
-        """From two parts, as far as a sum of their gradients can be that of the whole."""
+        """Explain the gradients of the whole batch as a weighted sum of those of two parts."""
         items = self._batch.size
         whole = self._probe.raw([(0, items)]).gradients
-        # Several cuts: at one of them the two parts may have as much of everything as they have items.
+        # Several cuts are tried, because at one of them both parts may happen to have an average item.
         for cut in sorted({sizes[0] for sizes in self._sizes} | {max(1, items // 3)}):
             parts = [self._probe.raw([span]).gradients for span in ((0, cut), (cut, items))]
             weight = self._objective.share(0, cut)
@@ -65,11 +65,11 @@ class Reader:
         weight = self._weight(fit, self._probe, self._batch.tensors())
         if weight is None:
             return None
-        expression, told = weight
+        expression, described = weight
         says = "weight= says something else" if self._objective.is_weighted else "items have different amounts of these"
         return (
             "weight",
-            f"loss_fn returns a mean over {told}, and {says}. With weight=lambda batch: {expression} every split that was tried gives "
+            f"loss_fn returns a mean over {described}, and {says}. With weight=lambda batch: {expression} every split that was tried gives "
             "the gradients of the whole batch.",
         )
 
@@ -78,18 +78,18 @@ class Reader:
         with LossWatch() as watch:
             probe.raw([(0, probe.batch.size)])
         known = known_tensors(probe.loss_fn, probe.module)
-        for expression, told, values in weights_of(tensors, watch, known):
+        for expression, described, values in weights_of(tensors, watch, known):
             if fit.is_mean_over(Objective(None, len(values), "mean", values).share):
-                return expression, told
+                return expression, described
         return None
 
     def _layout(self) -> Found | None:
-        """Whether dimension 1 is the item, for the batch or for the module."""
+        """Find out whether dimension 1 is the item, in the batch or for the module."""
         along, names = AlongDimension1(self._batch), time_first(self._probe.module)
         parts = dict(self._probe.module.named_modules())
-        told = ", ".join(f"{name or 'the module'} ({type(parts[name]).__name__})" for name in names[:3])
+        modules = ", ".join(f"{name or 'the module'} ({type(parts[name]).__name__})" for name in names[:3])
         if along.size > 1 and self._adds_up(along, along.size):
-            first = f", or batch_first=True for {told} where dimension 0 is the item already" if names else ""
+            first = f", or batch_first=True for {modules} where dimension 0 is the item already" if names else ""
             return (
                 "layout",
                 "dimension 0 of the batch, which is split, is not the item: split along dimension 1 the same batch gives the gradients of the "
@@ -101,13 +101,13 @@ class Reader:
                 if self._adds_up(self._batch, self._batch.size):
                     return (
                         "layout",
-                        f"{told} takes dimension 0, which is split and which is the item in the batch, for time. With batch_first=True every "
+                        f"{modules} takes dimension 0, which is split and which is the item in the batch, for time. With batch_first=True every "
                         "split that was tried gives the gradients of the whole batch.",
                     )
         return None
 
     def _adds_up(self, batch: Any, items: int) -> bool:
-        """Whether slices of the batch, cut in this way, add up as the trainer adds them, or with a weight that can be found."""
+        """Whether slices of a batch that is cut in this way add up: as the trainer adds them, or with a weight that can be found."""
         objective = self._objective if batch is self._batch else Objective(None, items, "mean", None)
         share: Share = (lambda begin, end: 1.0) if self._reduction == "sum" else objective.share
         probe = self._probe.over(batch, objective, self._probe.noise.anew(items))
@@ -117,7 +117,7 @@ class Reader:
         try:
             fit = Fit(probe, splits, self._tolerance)
             return not probe.noise.lost and (fit.is_mean_over(share) or self._weighted(fit, probe, batch))
-        except Exception:  # loss_fn takes no such slices
+        except Exception:  # loss_fn does not accept such slices
             return False
 
     def _weighted(self, fit: Fit, probe: Probe, batch: Any) -> bool:
@@ -126,7 +126,7 @@ class Reader:
     def _coupling(self) -> Found:
         try:
             coupled = couples_items(self._probe, self._batch.size, self._tolerance)
-        except Exception:  # the batch cannot be put together anew, or loss_fn refuses it
+        except Exception:  # the batch cannot be put together in another order, or loss_fn refuses it
             coupled = None
         kind: Kind = "unknown"
         text = "the items of the batch influence each other, or their number influences the result."

@@ -1,4 +1,4 @@
-"""Whether a loss can be split at all: one batch, whole and in pieces, and what made the difference."""
+"""Runs one batch whole and in pieces, to find out whether a loss can be split, and what makes a difference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.torch._batch.items import Items
 from paceline.torch._batch.objective import Objective, Reduction
 from paceline.torch._check.cause import Reader
 from paceline.torch._check.leaves import OutsideLeaves
-from paceline.torch._check.probe import Probe, Probed, Span, distances, sizes_told, spans_of
+from paceline.torch._check.probe import Probe, Probed, Span, described_sizes, distances, spans_of
 from paceline.torch._check.report import Cause, CheckReport, SplitResult
 from paceline.torch._check.trial_run import TrialRun
 from paceline.torch._check.weights import known_tensors
@@ -28,7 +28,7 @@ from paceline.torch._run.execution import Execution, Workload
 from paceline.torch._run.gradients import UserGradients
 from paceline.torch._run.run import LossFunction
 
-# What the trainer's own devices made of the batch: sizes by device, objective, gradients of the module and of leaves outside of it.
+# The result of the trainer's own devices: items by device, objective, gradients of the module and of leaves outside of it.
 Trained = tuple[dict[str, int], float, list[torch.Tensor | None]]
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
@@ -36,7 +36,7 @@ _TENSOR_CORES = 5e-3  # float32 on GPUs, where convolutions round to 10 bits by 
 
 
 def tolerance_for(module: nn.Module, home: torch.device) -> float:
-    """What differences come from rounding alone, by the least precise type that computes."""
+    """The largest relative difference that rounding alone may cause, by the least precise type in use."""
     types = {parameter.dtype for parameter in module.parameters()}
     worst = max((_TOLERANCE.get(dtype, 0.0) for dtype in types), default=0.0) or _TOLERANCE[torch.float32]
     if torch.is_autocast_enabled(home.type):
@@ -56,13 +56,13 @@ def check(
     tolerance: float | None,
     costs: list[float] | None,
 ) -> CheckReport:
-    """Check on the user's own module, which is what the devices have to agree with; `work` is for this check alone."""
+    """Check on the user's own module, whose result the devices have to reproduce. `work` is for this check alone."""
     execution.replicas.refresh()
     module, places, replicas = execution.module, execution.places, execution.replicas
     tolerance = tolerance_for(module, places.home) if tolerance is None else tolerance
     noise = Noise(batch.size, places, max(tolerance, 1e-9))
     if is_compiled(module) or is_compiled_function(loss_fn):
-        noise.recorded = True  # of nothing: compiled code makes no calls that one could see
+        noise.recorded = True  # as an empty record, since the calls of compiled code cannot be seen
     outside = OutsideLeaves(replicas.parameters)
     probe = Probe(
         module, replicas.parameters, places, batch, objective, loss_fn, noise, outside, replicas.named_modules
@@ -77,7 +77,7 @@ def check(
 
     def attempt() -> Trained:
         outside.clear()
-        attributes.restore()  # the devices follow the module as it was
+        attributes.restore()  # so that the devices follow the module as it was
         frame = execution.frame(work, batch, loss_fn, costs)
         mine = objective if frame.items is None else frame.items.objective(objective)
         options = {"loss_fn": loss_fn, "objective": mine, "scale": None, "names": replicas.names}
@@ -111,7 +111,7 @@ def check(
 
 
 class Check:
-    """One check. `train` runs the batch on the trainer's devices and commits nothing; `by_cost` are the slices that costs give them."""
+    """One check. `train` runs the batch on the trainer's devices and commits nothing. `by_cost` has the slices that the costs give."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Check:
         self._causes: list[Cause] = []
 
     def run(self) -> CheckReport:
-        """Compare, and where there is a difference look for its causes, the certain ones first."""
+        """Compare, and look for the causes of a difference, the certain ones first."""
         whole, again = self._twice()
         if self._cannot_tell():
             return self._report([])
@@ -160,7 +160,7 @@ class Check:
                 return self._report([])
             self._note_draws()
             self._explain(whole, splits)
-            # Items may only seem coupled where they were given the draws of others.
+            # Items that got the draws of others may only seem coupled.
             if not self._noise.has_blocks or not {"coupled items", "layout", "unknown"} & {
                 cause.kind for cause in self._causes
             }:
@@ -180,7 +180,7 @@ class Check:
         return self._report(splits)
 
     def _twice(self) -> list[Probed]:
-        """The whole batch, first with draws that are recorded, then with the same ones."""
+        """Run the whole batch twice: the first run records its draws, and the second replays them."""
         runs = [self._whole(), self._whole()]
         self._probe.outside.settle()
         inside = len(self._names)
@@ -190,7 +190,7 @@ class Check:
 
     @property
     def _blamed(self) -> bool:
-        """Whether something was found that explains other gradients."""
+        """Whether a cause was found that explains other gradients."""
         return any(cause.kind not in ("random draws", "shared draws") for cause in self._causes)
 
     def _cannot_tell(self) -> bool:
@@ -207,14 +207,14 @@ class Check:
         return True
 
     def _note_draws(self) -> None:
-        """What belongs to items was the same in every split; what they share was the same in every slice."""
+        """Add the random draws to the causes. Draws of an item were the same in every split, shared draws in every slice."""
         if not self._noise.drew:
             return
         if self._noise.shared:
-            told = ", ".join(list(self._noise.shared)[:3])
+            shared = ", ".join(list(self._noise.shared)[:3])
             self._add(
                 "shared draws",
-                f"all items of a slice share a random draw ({told}), as noise on weights is. One device draws it once for the whole batch, a split "
+                f"all items of a slice share a random draw ({shared}), as noise on weights is. One device draws it once for the whole batch, a split "
                 "once for each micro-batch: the expected gradient is the same, that of one step is not. The rest was compared with one draw for all.",
             )
         else:
@@ -228,8 +228,8 @@ class Check:
         return [self._split(whole, sizes) for sizes in self._sizes()]
 
     def _dealt_out(self, whole: Probed, probe: Probe, spans: list[Span]) -> SplitResult:
-        """The slices that the devices are given by costs, one after the other: items from anywhere in the batch, by cost."""
-        result = self._tried(f"by cost, {sizes_told([end - begin for begin, end in spans])}", whole, probe, spans)
+        """Run the slices that the devices get by cost, one after the other. They have items from anywhere in the batch."""
+        result = self._tried(f"by cost, {described_sizes([end - begin for begin, end in spans])}", whole, probe, spans)
         if result.largest > self._tolerance and not self._blamed:
             raised = f" It raised {result.error}." if result.error is not None else ""
             self._add(
@@ -268,7 +268,7 @@ class Check:
         if not owners:
             return
         parts = dict(self._probe.modules)
-        told = ", ".join(f"{name or 'the module'} ({type(parts[name]).__name__})" for name in owners[:3])
+        modules = ", ".join(f"{name or 'the module'} ({type(parts[name]).__name__})" for name in owners[:3])
         more = ", ..." if len(owners) > 3 else ""
         normalising = (
             "normalises over the micro-batch instead of the batch, and its running statistics"
@@ -277,13 +277,13 @@ class Check:
         )
         self._add(
             "running statistics",
-            f"{told}{more} {normalising} depend on the split."
+            f"{modules}{more} {normalising} depend on the split."
             + (" Use GroupNorm or LayerNorm, or evaluation mode for these." if norms else ""),
             owners,
         )
 
     def _sizes(self) -> list[list[int]]:
-        """Halves, unequal parts, and small pieces with a short one at the end; without pieces of one item where that can be."""
+        """Halves, unequal parts, and small pieces with a short one at the end. Pieces of one item are avoided if possible."""
         n = self._items
         most = max(1, n * 3 // 4)
         small = self._micro_batch or max(min(2, n // 2), n // 6)
@@ -297,18 +297,18 @@ class Check:
         return self._probe.split([(0, self._items)])
 
     def _split(self, whole: Probed, sizes: list[int]) -> SplitResult:
-        return self._tried(sizes_told(sizes), whole, self._probe, spans_of(sizes))
+        return self._tried(described_sizes(sizes), whole, self._probe, spans_of(sizes))
 
     def _tried(self, name: str, whole: Probed, probe: Probe, spans: Sequence[Span]) -> SplitResult:
         try:
             return self._compare(name, whole, probe.split(spans))
-        except Exception as error:  # of loss_fn, which just worked on the whole batch
+        except Exception as error:  # raised by loss_fn, which has just worked on the whole batch
             return SplitResult(name, 0.0, {}, (), f"{type(error).__name__}: {error}")
 
     def _on_devices(self, whole: Probed) -> SplitResult:
         try:
             shares, loss, gradients = self._train()
-        except Error:  # ours: of a device, or of what no trainer could run
+        except Error:  # an error of this library: a device failed, or no trainer could run this
             raise
         except Exception as error:
             return SplitResult("the devices", 0.0, {}, (), f"{type(error).__name__}: {error}")
@@ -321,11 +321,11 @@ class Check:
             for key, value in whole.buffers.items()
             if key not in other.buffers or not _close(value, other.buffers[key], self._tolerance)
         ]
-        differences = distances(whole.gradients, other.gradients, self._told_names())
+        differences = distances(whole.gradients, other.gradients, self._gradient_names())
         return SplitResult(name, _relative(whole.loss, other.loss), differences, tuple(buffers), None)
 
-    def _told_names(self) -> list[str]:
-        """Of the gradients; those outside of the module by the name that loss_fn has for them."""
+    def _gradient_names(self) -> list[str]:
+        """The names of the gradients. A leaf outside of the module has the name that loss_fn has for it."""
         leaves = self._probe.outside.leaves
         known = (
             {id(one): name for name, one in known_tensors(self._probe.loss_fn, self._probe.module)} if leaves else {}

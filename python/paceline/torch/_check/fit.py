@@ -1,4 +1,4 @@
-"""What kind of loss it is: how what it returns for the whole batch is made of what it returns for parts."""
+"""Finds the kind of a loss: how its value for the whole batch follows from its values for parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Reading = Literal["sum", "mean", "mean over items", "other mean", "none"]
 Gradients = list[torch.Tensor | None]
 Share = Callable[[int, int], float]
 
-# What such a loss means where another reduction was said: the kind of the cause, and its text.
+# For a kind of loss and the reduction that the trainer was made with: the kind of the cause, and its text.
 READINGS: dict[tuple[Reading, Reduction], tuple[str, str]] = {
     ("sum", "mean"): (
         "reduction",
@@ -42,9 +42,9 @@ READINGS: dict[tuple[Reading, Reduction], tuple[str, str]] = {
     ),
 }
 
-_CLOSE = 1e-2  # of a coefficient: wide, since the parts' gradients may point almost the same way
+_CLOSE = 1e-2  # tolerance of a coefficient; wide, since the gradients of the parts may be almost parallel
 
-# A loss f(mean over items): in words, the inverse of f and its derivative, and how to come to a mean.
+# For a loss f(mean over items): its name, the inverse of f, the derivative of the inverse, and how to get to a mean.
 _CURVES: tuple[tuple[str, Callable[[float], float], Callable[[float], float], str], ...] = (
     (
         "the square root of a mean, as RMSE does",
@@ -69,7 +69,7 @@ _CURVES: tuple[tuple[str, Callable[[float], float], Callable[[float], float], st
 
 
 class Fit:
-    """Of a loss as it is, for the whole batch and for the slices of some splits: whether a rule explains the whole by the slices."""
+    """Tests rules that explain the loss of the whole batch by the losses of its slices, for some splits."""
 
     def __init__(self, probe: Probe, splits: Sequence[Sequence[int]], tolerance: float) -> None:
         self._probe = probe
@@ -79,14 +79,14 @@ class Fit:
         self._losses = {span: probe.raw([span]).loss for spans in self._splits for span in spans}
 
     def is_mean_over(self, share: Share) -> bool:
-        """Whether the whole is the mean of the slices by their `share`, losses and gradients."""
+        """Whether loss and gradients of the whole are the mean of those of the slices, weighted by their `share`."""
         return self._holds(share, lambda loss: loss, lambda loss: 1.0)
 
     def curve(self, share: Share) -> str | None:
-        """In words, which function of a mean the loss is, and what to do; None if none that is known."""
-        for told, inverse, slope, cure in _CURVES:
+        """Text that says which function of a mean the loss is, and what to do. None if it is none of the known ones."""
+        for function, inverse, slope, cure in _CURVES:
             if self._holds(share, inverse, slope):
-                return f"loss_fn returns {told}. The mean over the batch can be put together from slices, its function cannot. {cure}"
+                return f"loss_fn returns {function}. The mean over the batch can be put together from slices, its function cannot. {cure}"
         return None
 
     def _holds(self, share: Share, inverse: Callable[[float], float], slope: Callable[[float], float]) -> bool:
@@ -105,7 +105,7 @@ class Fit:
                         total = _sum(total, term)
                 if max(distances(whole, total).values(), default=0.0) > self._tolerance:
                     return False
-        except (ArithmeticError, ValueError):  # of the inverse: such a loss is no such function
+        except (ArithmeticError, ValueError):  # the inverse has no value there, so the loss is not this function
             return False
         return True
 
@@ -113,10 +113,10 @@ class Fit:
 def read_raw(
     whole: Gradients, first: Gradients, second: Gradients, *, items: float, weight: float, rounding: float
 ) -> Reading:
-    """What kind of loss gives `whole` for two parts together that give `first` and `second` alone.
+    """The kind of a loss, from its gradients for the `whole` batch and for its `first` and `second` part.
 
-    Least squares: whole = a * first + b * second. For a sum both are 1; for a mean a is the first part's share, of the `items` or
-    of the `weight`, and b the rest. A loss that couples items leaves a remainder that no a and b explain.
+    Solves whole = a * first + b * second by least squares. For a sum, a and b are 1. For a mean, a is the first part's share of the
+    `items` or of the `weight`, and b is the rest. If a loss couples items, a remainder is left that no a and b explain.
     """
     aa, ab, bb = _dot(first, first), _dot(first, second), _dot(second, second)
     ya, yb, yy = _dot(first, whole), _dot(second, whole), _dot(whole, whole)
@@ -137,9 +137,9 @@ def read_raw(
 
 
 def couples_items(probe: Probe, items: int, tolerance: float) -> bool | None:
-    """Whether it matters who is together with whom, at one size of slice; None if there are too few items to tell.
+    """Whether an item's loss depends on the other items of its slice. None if there are too few items to find out.
 
-    Four parts p, q, r, s of equal size: without coupling f(p, q) + f(r, s) = f(p, s) + f(r, q), whatever f does with the size.
+    Uses four parts p, q, r, s of equal size. Without coupling f(p, q) + f(r, s) = f(p, s) + f(r, q), whatever f does with the size.
     """
     part = items // 4
     if part == 0:
@@ -151,7 +151,7 @@ def couples_items(probe: Probe, items: int, tolerance: float) -> bool | None:
 
 
 def _sum(left: Gradients, right: Gradients) -> Gradients:
-    """Of lists of which one may be shorter, where nothing more was reached."""
+    """The sum of two lists of gradients. A gradient that one of them lacks counts as zero."""
     longest = max(len(left), len(right))
     left, right = ([*one, *[None] * (longest - len(one))] for one in (left, right))
     return [a if b is None else b if a is None else a + b for a, b in zip(left, right, strict=True)]

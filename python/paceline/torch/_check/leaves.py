@@ -1,4 +1,4 @@
-"""Leaves outside of the module that a loss reaches, and their gradients, run by run."""
+"""Collects, run by run, the gradients of leaves outside of the module that a loss reaches."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from paceline.torch._run.outside import leaves_of
 
 
 class OutsideLeaves:
-    """The ``.grad`` of leaves that are none of the `known`, set aside when they are first met, and in the end as before."""
+    """Leaves that are not among the `known` ones. Their ``.grad`` is set aside when they are first met, and put back in the end."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         self._known = {id(tensor) for tensor in known}
         self.leaves: list[torch.Tensor] = []
         self._before: list[torch.Tensor | None] = []
-        self._runs: list[int] = []  # in how many each was met
-        self._met: set[int] = set()  # in this one, by identity
+        self._runs: list[int] = []  # number of runs in which each leaf was met
+        self._met: set[int] = set()  # leaves of this run, by identity
         self._lasting: set[int] | None = None
 
     def watch(self, root: torch.Tensor) -> None:
-        """Before each backward."""
+        """Note the leaves that a backward from `root` will reach. To be called before each backward."""
         for leaf in leaves_of(root):
             if id(leaf) not in self._known:
                 self._known.add(id(leaf))
@@ -32,11 +32,11 @@ class OutsideLeaves:
             self._met.add(id(leaf))
 
     def settle(self) -> None:
-        """After two runs: leaves that were met in one of them only are made anew in every run, and nobody's parameters."""
+        """Drop, after two runs, leaves that only one of them has met: each run makes such leaves anew, so they are not parameters."""
         self._lasting = {index for index, runs in enumerate(self._runs) if runs > 1}
 
     def lasting(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """What `taken` gave, without the leaves that do not last."""
+        """The result of an earlier `taken`, without the dropped leaves."""
         kept = self._lasting
         return gradients if kept is None else [one if index in kept else None for index, one in enumerate(gradients)]
 
@@ -45,13 +45,13 @@ class OutsideLeaves:
         return self.lasting([leaf.grad for leaf in self.leaves])
 
     def clear(self) -> None:
-        """The run has ended: no gradients."""
+        """Clear the gradients at the end of a run."""
         for index, leaf in enumerate(self.leaves):
             self._runs[index] += id(leaf) in self._met
             leaf.grad = None
         self._met.clear()
 
     def restore(self) -> None:
-        """As they were."""
+        """Put the gradients back as they were."""
         for leaf, before in zip(self.leaves, self._before, strict=True):
             leaf.grad = before

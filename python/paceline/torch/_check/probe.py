@@ -1,4 +1,4 @@
-"""Loss and gradients of chosen slices, on the caller's thread, by the user's module, which is put back after each run."""
+"""Computes loss and gradients of chosen slices with the user's module, on the caller's thread. The module is put back after each run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Span = tuple[int, int]
 
 @dataclasses.dataclass
 class Probed:
-    """What a run gave. The gradients are its own: first those of the module's parameters, then those of leaves outside of it."""
+    """The result of a run. The gradients belong to it: first those of the module's parameters, then those of leaves outside of it."""
 
     loss: float
     gradients: list[torch.Tensor | None]
@@ -34,7 +34,7 @@ class Probed:
 
 
 class Probe:
-    """Every run starts from the same parameters, buffers and random generators, and leaves them so. Items draw the same in each."""
+    """Runs slices. Every run starts from the same parameters, buffers and generators, and leaves them so. An item always draws the same."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class Probe:
         self._places = places
         self._objective = objective
         self.outside = outside
-        self.modules = modules  # with their names: the module, its submodules, and those that it has in plain lists
+        self.modules = modules  # with their names: the module, its submodules, and the modules in its plain lists
 
     def over(self, batch: Any, objective: Objective, noise: Noise | None = None) -> Probe:
-        """The same over other slices."""
+        """A probe with the same module and loss over another batch."""
         return Probe(
             self.module,
             self._parameters,
@@ -78,7 +78,7 @@ class Probe:
         return self._run([(self._slice(span), self.batch.rows(*span), partial(self._term, span)) for span in busy])
 
     def raw(self, spans: Sequence[Span], factor: float = 1.0) -> Probed:
-        """What ``loss_fn`` itself returns for the items of all `spans` together, summed if there is one loss for each item."""
+        """The return value of ``loss_fn`` for the items of all `spans` together. It is summed if there is one loss for each item."""
         rows = torch.cat([self.batch.rows(*span) for span in spans])
         slices = [(end - begin, self._slice((begin, end))) for begin, end in spans]
         if len(slices) == 1:
@@ -128,7 +128,7 @@ class Probe:
                 buffers.restore()
 
 
-def sizes_told(sizes: Sequence[int]) -> str:
+def described_sizes(sizes: Sequence[int]) -> str:
     """The sizes of a split, equal ones together: "3 x 5 + 1 items"."""
     runs: list[list[int]] = []
     for size in sizes:
@@ -152,10 +152,10 @@ def spans_of(sizes: Sequence[int]) -> list[Span]:
 def distances(
     wanted: Sequence[torch.Tensor | None], got: Sequence[torch.Tensor | None], names: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Of each parameter: the norm of the difference, relative to the norm or to a thousandth of the norm of all.
+    """For each parameter the norm of the difference, relative to the parameter's norm, or to a thousandth of the norm of all if that is more.
 
-    The second is for gradients that are zero in exact arithmetic (the key bias of attention), where a relative error means nothing.
-    A gradient that is missing on one side, or beyond its end, is zero there.
+    The latter is for gradients that are zero in exact arithmetic (the key bias of attention), where a relative error means nothing.
+    A gradient that one side does not have counts as zero there.
     """
     norms = [0.0 if tensor is None else _norm(tensor) for tensor in wanted]
     floor = max(1e-3 * sum(norm * norm for norm in norms) ** 0.5, 1e-300)
@@ -169,7 +169,7 @@ def distances(
             difference = sum(_norm(one) for one in (mine, theirs) if one is not None)
         relative = difference / max(norm or 0.0, floor)
         name = names[index] if index < len(names) else str(index)
-        result[name] = relative if relative == relative else float("inf")  # NaN: as far off as can be
+        result[name] = relative if relative == relative else float("inf")  # NaN counts as infinite
     return result
 
 

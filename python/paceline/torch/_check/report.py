@@ -1,4 +1,4 @@
-"""What `DataParallel.check` found, as numbers and as text."""
+"""The result of `DataParallel.check`, as numbers and as text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Kind = Literal[
 ]
 
 
-# What leaves a loss valid, if nothing else is found.
+# Causes that leave a loss valid if nothing else is found.
 _DRAWS = {
     "shared draws": "valid in expectation: every micro-batch draws its own random numbers for all of its items",
     "random draws": "valid: another split draws other random numbers",
@@ -39,39 +39,39 @@ class Cause:
 
     kind: Kind
     text: str
-    modules: tuple[str, ...] = ()  # the submodules that do it, where that is known
+    modules: tuple[str, ...] = ()  # the submodules that cause it, if known
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitResult:
-    """One split beside the whole batch."""
+    """One split, compared with the whole batch."""
 
     name: str  # "12 + 4 items"
     loss: float  # relative difference of the objective
-    differences: dict[str, float]  # of each parameter's gradient: norm of the difference, relative to the norm
-    buffers: tuple[str, ...]  # that end up with other values
-    error: str | None  # what loss_fn raised instead
+    differences: dict[str, float]  # for each parameter's gradient the norm of the difference, relative to its norm
+    buffers: tuple[str, ...]  # names of buffers that end up with other values
+    error: str | None  # what loss_fn raised
 
     @property
     def largest(self) -> float:
-        """The largest relative difference, of the loss or of a gradient; infinite if it raised."""
+        """The largest relative difference, of the loss or of a gradient. Infinite if `loss_fn` raised."""
         return math.inf if self.error is not None else max([self.loss, *self.differences.values()])
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckReport:
-    """What a split changes in the training of one module, loss and batch. ``print(report)`` tells it in words.
+    """What a split changes in the training of one module, loss and batch. ``print(report)`` shows it as text.
 
     Attributes
     ----------
     items
-        Of the batch that was used.
+        The number of items of the batch that was used.
     splits
         Each split that was tried, with its differences from the whole batch.
     causes
-        What the split changes, the most certain first; empty if nothing.
+        Why results change, the most certain cause first. Empty if nothing changes.
     tolerance
-        Up to this relative difference two results are equal but for the order of floating-point sums.
+        Up to this relative difference two results count as equal: the order of floating-point sums explains it.
     """
 
     items: int
@@ -81,7 +81,7 @@ class CheckReport:
 
     @property
     def exact(self) -> bool:
-        """Whether no split changed anything, and nothing was left out to be able to tell."""
+        """Whether no split changed anything, random draws included."""
         return not self.causes and self.largest <= self.tolerance
 
     @property
@@ -100,7 +100,7 @@ class CheckReport:
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """The result in one line."""
         if self.exact:
             return "exact: loss and gradients do not depend on the split"
         kinds = dict.fromkeys(cause.kind for cause in self.causes)
@@ -110,8 +110,8 @@ class CheckReport:
             return "cannot tell: the same batch gave two results"
         harmless = self.largest <= self.tolerance and kinds.keys() <= {*_DRAWS, "running statistics"}
         if not harmless:
-            told = ", ".join(kind for kind in kinds if kind not in _DRAWS)
-            return f"not exact: {told} ({_size(self.largest)})"
+            causes = ", ".join(kind for kind in kinds if kind not in _DRAWS)
+            return f"not exact: {causes} ({_size(self.largest)})"
         drawn = next((text for kind, text in _DRAWS.items() if kind in kinds), "")
         if "running statistics" not in kinds:
             return f"{drawn}, and apart from that nothing changes"

@@ -1,4 +1,4 @@
-"""What the devices run where nothing is committed."""
+"""What the devices run in a check, which commits nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.torch._run.run import Frame, TrainRun
 
 
 class TrialRun(TrainRun):
-    """A run in which items draw what they drew before. `reached` are the gradients of leaves outside of the module, once it has ended."""
+    """A run in which items draw what they drew before. After it, `reached` has the gradients of leaves outside of the module."""
 
     def __init__(self, frame: Frame, *, leaves: OutsideLeaves, noise: Noise, **options: Any) -> None:
         super().__init__(frame, **options)
@@ -34,7 +34,7 @@ class TrialRun(TrainRun):
 
 
 class _ReplayedDraws(RunDraws):
-    """Nothing is left to be seeded, to be noticed, or to be afraid of in recomputation."""
+    """Replayed draws need no seeds and no watching, and recomputation draws the same."""
 
     def __init__(self, places: Places, before: RandomStates) -> None:
         super().__init__(places, Drawing(), compiled=True, before=before)

@@ -1,4 +1,4 @@
-"""What a mean may be over: weights made from the batch, as a user would write them, to be tried."""
+"""Makes weights from the batch, as a user would write them. `check` tries whether the loss is a mean over one of them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.overrides import TorchFunctionMode
 from paceline.torch._replicas.reach import closure_of
 
 _F = nn.functional
-_IGNORED = -100  # PyTorch's label for what does not count
+_IGNORED = -100  # PyTorch's label for entries that do not count
 _MOST_PADDINGS = 4
 
 Tensors = list[tuple[str, torch.Tensor]]
 
 
 class LossWatch(TorchFunctionMode):
-    """Sees the class weights and ignored labels that classification losses are called with."""
+    """Notes the class weights and ignored labels that classification losses are called with."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class LossWatch(TorchFunctionMode):
 
 
 def known_tensors(loss_fn: Any, module: nn.Module) -> Tensors:
-    """The tensors that `loss_fn` has by name, and those of modules that it has, by a name that its user knows."""
+    """The tensors that `loss_fn` refers to, directly or in modules, with a name that the user knows."""
     found: list[tuple[str, Any]] = [("model", module)]
     waiting = [loss_fn]
     while waiting:
@@ -74,20 +74,20 @@ def _attributes(owner: Any) -> list[tuple[str, Any]]:
 
 
 def weights_of(tensors: Tensors, watch: LossWatch, known: Tensors) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Candidates: (as an expression of `batch`, what that is in words, one number for each item)."""
+    """Candidates: (an expression of `batch`, what it is in words, one number for each item)."""
     seen: list[torch.Tensor] = []
-    for expression, told, values in _all(tensors, watch, known):
+    for expression, described, values in _all(tensors, watch, known):
         values = values.detach().cpu()
         values = values.long() if values.dtype is torch.bool else values
         usable = bool(values.isfinite().all()) and bool((values >= 0).all()) and bool(values.any())
-        # The same for all is no other than none; what is proportional to an earlier one would only be tried again.
+        # Equal weights are like no weights. Weights that were tried already are left out.
         if usable and bool((values != values[0]).any()) and not any(torch.equal(values, other) for other in seen):
             seen.append(values)
-            yield expression, told, values
+            yield expression, described, values
 
 
 def _all(tensors: Tensors, watch: LossWatch, known: Tensors) -> Iterator[tuple[str, str, torch.Tensor]]:
-    # First where something is ignored: other tensors may happen to agree with it in one batch.
+    # Tensors with ignored labels come first, since in one batch other tensors may happen to give the same weights.
     for path, tensor in sorted(
         tensors, key=lambda entry: not any(bool((entry[1] == label).any()) for label in watch.ignored)
     ):
@@ -113,7 +113,7 @@ def _all(tensors: Tensors, watch: LossWatch, known: Tensors) -> Iterator[tuple[s
 def _looked_up(
     path: str, labels: torch.Tensor, name: str, weights: torch.Tensor, watch: LossWatch
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of the labels, as they are or without those that are ignored."""
+    """The class weights of the labels, of all labels or without ignored ones."""
     for label in (None, *watch.ignored):
         kept = torch.ones_like(labels, dtype=torch.bool) if label is None else labels != label
         valid = labels * kept
@@ -125,7 +125,7 @@ def _looked_up(
 
 
 def _shifted(path: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """The tensor, and without its first or last places: models that predict the next token drop these."""
+    """The tensor, and the tensor without its first or last column: models that predict the next token drop one."""
     found = [(path, tensor)]
     if tensor.dim() > 1 and tensor.shape[1] > 1:
         found += [(f"{path}[:, 1:]", tensor[:, 1:]), (f"{path}[:, :-1]", tensor[:, :-1])]
@@ -141,7 +141,7 @@ def _adding(tensor: torch.Tensor) -> tuple[Callable[[torch.Tensor], torch.Tensor
 
 
 def _paddings(values: torch.Tensor, watch: LossWatch) -> list[int]:
-    """Labels that may say "does not count": those of the losses, zero, and what rows begin or end with."""
+    """Labels that may mean "does not count": those of the losses, zero, and the first and last entries of rows."""
     edges = values.flatten(1)[:, [0, -1]].unique().tolist() if values.dim() > 1 and values.numel() else []
     return list(dict.fromkeys([*watch.ignored, 0, *edges[:_MOST_PADDINGS]]))
 
@@ -152,5 +152,5 @@ def _class_weights(watch: LossWatch, known: Tensors) -> list[tuple[str, torch.Te
         for name, one in known
         if one.dim() == 1 and len(one) > 1 and one.is_floating_point() and not one.requires_grad
     ]
-    told = [(next((name for name, one in named if one is weight), "class_weights"), weight) for weight in watch.weights]
-    return told + [(name, one) for name, one in named if not any(one is weight for weight in watch.weights)]
+    used = [(next((name for name, one in named if one is weight), "class_weights"), weight) for weight in watch.weights]
+    return used + [(name, one) for name, one in named if not any(one is weight for weight in watch.weights)]

@@ -1,4 +1,4 @@
-"""PyTorch's per-thread state: taken from the caller once a step, put on in every worker."""
+"""PyTorch's per-thread state: read from the caller once a step, and set in every worker."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _NEW_THREAD_AUTOCAST_DTYPE = {"cpu": torch.bfloat16, "cuda": torch.float16}
 
 
 class CallerState:
-    """What a new thread does not inherit and a step's result may depend on.
+    """The state that a new thread does not inherit, and on which the result of a step may depend.
 
     Autocast, the default device (a function mode), function and dispatch modes, saved-tensor hooks and a copy of the context
-    variables for each device. Modes are pushed on the worker's own stack, not entered again: entering may reset what they collect.
+    variables for each device. Modes are pushed on the worker's stack and not entered again, since entering may reset what they collect.
     """
 
     def __init__(self, device_types: list[str], device_count: int) -> None:
@@ -64,15 +64,15 @@ class CallerState:
             yield
 
     def replayed(self) -> contextlib.AbstractContextManager[None]:
-        """The state, for the length of a ``with`` block on a worker."""
+        """Set the state for the length of a ``with`` block on a worker."""
         return contextlib.nullcontext() if self._plain else self._replayed()
 
 
 class RecomputeWatch(TorchFunctionMode):
-    """Notices, during a backward pass, that a forward is being run again (activation checkpointing).
+    """Notices that a forward runs again during a backward pass (activation checkpointing).
 
-    PyTorch calls made by Python code inside the autograd engine with gradients enabled are such a forward; the backward of a
-    custom ``autograd.Function`` runs with gradients off. Ordinary backward passes make no Python-level calls, so watching is free.
+    If Python code inside the autograd engine calls PyTorch with gradients enabled, that is such a forward: the backward of a custom
+    ``autograd.Function`` runs with gradients off. Ordinary backward passes make no calls from Python, so watching is free.
     """
 
     def __init__(self) -> None:
@@ -88,9 +88,9 @@ class RecomputeWatch(TorchFunctionMode):
 def backward_watched(
     root: torch.Tensor, retain_graph: bool = False, inputs: Sequence[torch.Tensor] | None = None
 ) -> None:
-    """``root.backward(...)`` with function modes on inside.
+    """``root.backward(...)``, inside of which function modes stay on.
 
-    ``Tensor.backward`` and ``torch.autograd.backward`` are PyTorch calls themselves, and a function mode is off while it handles one.
+    ``Tensor.backward`` and ``torch.autograd.backward`` are PyTorch calls themselves, and a function mode is off while it handles a call.
     """
     torch.autograd.graph._engine_run_backward(
         (root,),
@@ -104,37 +104,37 @@ def backward_watched(
 
 
 def bytes_of(state: torch.Tensor) -> bytes:
-    """Of a generator's state. No operator runs, so the user's modes see nothing of it."""
+    """The bytes of a generator's state. No operator runs, so the user's modes do not see this."""
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 class CallerThreads:
     """Keeps the calling threads' PyTorch at one thread while any trainer on host devices is open.
 
-    The caller's own pool would spin on the cores that the devices compute on; measured, that costs 6 to 17 %.
+    The caller's own thread pool would spin on the cores that the devices compute on. That costs 6 to 17 % (measured).
     """
 
     _lock = threading.Lock()
     _open = 0
-    _caller = threading.local()  # before: what the thread had, while it is limited
+    _caller = threading.local()  # its `before` is the thread's own number of threads, while the thread is limited
 
     @classmethod
     def limit(cls) -> None:
-        """A trainer opens, on this thread."""
+        """Note that a trainer opens on this thread."""
         with cls._lock:
             cls._open += 1
         cls.enter()
 
     @classmethod
     def enter(cls) -> None:
-        """A thread calls a trainer. The number is each thread's own: it may be another one than that which opened."""
+        """Limit the calling thread, which may be another one than the thread that opened the trainer."""
         if getattr(cls._caller, "before", None) is None:
             cls._caller.before = torch.get_num_threads()
             torch.set_num_threads(1)
 
     @classmethod
     def restore(cls) -> None:
-        """A trainer closes. After the last one the thread that closed it has its own number again; nobody can set another thread's."""
+        """Note that a trainer closes. The thread that closes the last one gets its own number back; PyTorch cannot set another thread's."""
         with cls._lock:
             cls._open -= 1
             last = cls._open == 0

@@ -1,4 +1,4 @@
-"""What is asked of ``torch.cuda``, in one place: everything else of this package names no kind of device."""
+"""All calls of ``torch.cuda``. Nothing else in this package names a kind of device."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import contextlib
 
 import torch
 
-_LEGACY_STREAM = 1  # cudaStreamLegacy: PyTorch calls the default stream 0, which elsewhere means none
+_LEGACY_STREAM = 1  # cudaStreamLegacy: PyTorch calls the default stream 0, and elsewhere 0 means no stream
 
 
 def device(index: int) -> torch.device:
-    """The GPU with this number, which PyTorch and paceline count alike."""
+    """The GPU with this number. PyTorch and paceline number them alike."""
     return torch.device("cuda", index)
 
 
 def current_stream(index: int) -> int:
-    """The calling thread's stream on that GPU, as CUDA calls it."""
+    """CUDA's handle of the calling thread's stream on that GPU."""
     return torch.cuda.current_stream(index).cuda_stream or _LEGACY_STREAM
 
 
 def on_stream(index: int, handle: int) -> contextlib.AbstractContextManager[None]:
-    """What the calling thread does inside runs on this stream of that GPU."""
+    """Run on this stream of that GPU what the calling thread does inside of the ``with`` block."""
     return torch.cuda.stream(_stream(index, handle))
 
 
@@ -31,12 +31,12 @@ def _stream(index: int, handle: int) -> torch.cuda.Stream:
 
 
 def keep_for(tensor: torch.Tensor, index: int, handle: int) -> None:
-    """PyTorch gives the tensor's memory to nobody before this stream has done what it was given so far."""
+    """Keep the tensor's memory from being used again before this stream has done all work that it has now."""
     tensor.record_stream(_stream(index, handle))
 
 
 def is_capturing() -> bool:
-    """Whether what the calling thread does now is captured into a CUDA graph."""
+    """Whether the calling thread is capturing a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()
 
 
@@ -49,10 +49,10 @@ class CopyStream:
         self._stream = torch.cuda.Stream(index)
 
     def bring(self, tensor: torch.Tensor, handle: int) -> torch.Tensor:
-        """A copy on the GPU that the stream of that handle may use from now on.
+        """A copy on the GPU. The stream of that handle may use it from now on.
 
-        PyTorch's allocator of pinned memory takes the staging copy back when the GPU has read it, and `record_stream` keeps the
-        memory of the result until the compute stream is done with it: fresh memory needs no wait.
+        PyTorch's allocator of pinned memory reuses the staging copy once the GPU has read it. `record_stream` keeps the memory of the
+        result until the compute stream is done with it. Fresh memory needs no wait.
         """
         compute = _stream(self._index, handle)
         staged = tensor if tensor.is_pinned() else tensor.contiguous().pin_memory()
@@ -70,36 +70,36 @@ def generator(index: int) -> torch.Generator:
 
 
 def pinned(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Host memory that GPUs copy from while the host goes on."""
+    """Host memory that GPUs can copy from while the host goes on."""
     return torch.empty(count, dtype=dtype, device="cpu", pin_memory=True)
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that GPUs read while the host goes on."""
+    """A copy that GPUs can read while the host goes on."""
     return tensor.pin_memory()
 
 
 def prepare_worker(index: int) -> None:
-    """Of a thread that computes on that GPU."""
+    """Prepare the calling thread for computing on that GPU."""
     torch.cuda.set_device(index)
 
 
 def mark_memory(index: int) -> int:
-    """The bytes that PyTorch has handed out on a GPU; `peak_memory` counts from here."""
+    """The bytes that PyTorch has allocated on a GPU. `peak_memory` counts from here."""
     torch.cuda.reset_peak_memory_stats(index)
     return torch.cuda.memory_allocated(index)
 
 
 def peak_memory(index: int) -> int:
-    """The most that it had handed out since `mark_memory`."""
+    """The most bytes that PyTorch had allocated at once since `mark_memory`."""
     return torch.cuda.max_memory_allocated(index)
 
 
 def release_memory(streams_end: bool) -> None:
-    """Let PyTorch give back what nobody uses.
+    """Let PyTorch give back unused memory.
 
-    Where streams are about to end, with the workspaces that cuBLAS has for each stream. These are the whole process's, and captured
-    graphs may refer to them: not without need.
+    If streams are about to end, also the workspaces that cuBLAS has for each stream. They belong to the whole process, and captured
+    graphs may refer to them, so they are not released otherwise.
     """
     if streams_end:
         torch._C._cuda_clearCublasWorkspaces()

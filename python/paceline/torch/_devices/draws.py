@@ -1,7 +1,7 @@
-"""Which PyTorch functions draw random numbers, and a function mode that lets another than the global generator be drawn from.
+"""Which PyTorch functions draw random numbers, and a function mode that makes them draw from another generator than the global one.
 
-`DrawMode` is pushed on a thread. It turns each call that draws into a `Draw` and asks its `Source` for the result, which calls it with a generator.
-What the mode knows of but cannot reach runs as it is, after `Source.unreached` was told its name.
+`DrawMode` is pushed on a thread. It turns each call that draws into a `Draw` and asks its `Source` for the result. The source calls the draw
+with a generator. Functions that draw but take no generator run as they are, after `Source.unreached` got their name.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Source(Protocol):
     """Where a `DrawMode` gets random numbers from."""
 
     def draw(self, draw: Draw) -> Any:
-        """What the call gives."""
+        """The result of the call."""
 
     def unreached(self, name: str) -> None:
-        """A function of that name is about to draw from the global generator; no mode can change that."""
+        """Note that a function of that name is about to draw from the global generator, which no mode can change."""
 
     def given(self, generator: torch.Generator) -> None:
-        """The caller's own generator is about to be drawn from."""
+        """Note that a call is about to draw from a generator of the caller."""
 
 
 def _with_generator(func: Any, args: Any, kwargs: Any) -> Draw:
@@ -39,13 +39,13 @@ def _with_generator(func: Any, args: Any, kwargs: Any) -> Draw:
 
 
 def _factory(func: Any, args: Any, kwargs: Any) -> Draw | None:
-    """Calls that make a tensor of a size."""
+    """Handle calls that make a tensor of a size."""
     on_host = torch.device(kwargs.get("device") or "cpu").type == "cpu"
     return _with_generator(func, args, kwargs) if on_host else None
 
 
 def _like(func: Any, args: Any, kwargs: Any) -> Draw | None:
-    """Calls that make a tensor of random numbers shaped as their first argument: those of `_FILLS`."""
+    """Handle the calls in `_FILLS`, which make a tensor of random numbers in the shape of their first argument."""
     others = dict(kwargs)
     like = args[0] if args else others.pop("input")
     bounds = [*args[1:], *(others.pop(name) for name in ("low", "high") if name in others)]
@@ -62,12 +62,12 @@ def _like(func: Any, args: Any, kwargs: Any) -> Draw | None:
 
 
 def _in_place(func: Any, args: Any, kwargs: Any) -> Draw | None:
-    """Methods that fill their tensor."""
+    """Handle methods that fill their tensor."""
     return _with_generator(func, args, kwargs) if _is_plain(args[0]) else None
 
 
 def _by_tensor(func: Any, args: Any, kwargs: Any) -> Draw | None:
-    """Calls whose numbers depend on the entries of a tensor."""
+    """Handle calls whose numbers depend on the entries of a tensor."""
     return _with_generator(func, args, kwargs) if all(_is_plain(arg) for arg in _tensors(args, kwargs)) else None
 
 
@@ -80,12 +80,12 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _transformed() -> bool:
-    """Whether this is inside of `torch.func.vmap` or its like: of what its items share, each draws other numbers out of place only."""
+    """Whether this is inside of `torch.func.vmap` or its like. There, each item draws its own numbers only in calls that are not in place."""
     return torch._C._functorch.maybe_current_level() is not None
 
 
 def _dropping(feature: bool, alpha: bool, in_place: bool) -> Callable[[Any, Any, Any], Draw | None]:
-    """PyTorch's dropout operators, which take no generator: the same arithmetic, by the same operators (ATen/native/Dropout.cpp)."""
+    """Handle PyTorch's dropout operators, which take no generator, by the arithmetic and operators of ATen/native/Dropout.cpp."""
 
     def drop(func: Any, args: Any, kwargs: Any) -> Draw | None:
         tensor, p, train = _named(args, kwargs, ("input", "p", "train"))
@@ -114,7 +114,7 @@ def _dropping(feature: bool, alpha: bool, in_place: bool) -> Callable[[Any, Any,
 
 
 def _attention(func: Any, args: Any, kwargs: Any) -> Draw | None:
-    """Attention with dropout, which takes no generator: the arithmetic of PyTorch's on the host (ATen/native/transformers/attention.cpp)."""
+    """Handle attention with dropout, which takes no generator, by the host's arithmetic in ATen/native/transformers/attention.cpp."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     query, key, value, mask, p, causal = _named(args, kwargs, names, dropout_p=0.0, is_causal=False)
     refused = causal and mask is not None
@@ -123,7 +123,7 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Draw | None:
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (one.to(torch.get_autocast_dtype("cpu")) for one in (query, key, value))
     scale = 1 / math.sqrt(query.shape[-1]) if kwargs.get("scale") is None else kwargs["scale"]
-    root = math.sqrt(abs(scale))  # of both factors, so that no product is too large
+    root = math.sqrt(abs(scale))  # scales both factors, so that no product is too large
 
     def draw(generator: torch.Generator) -> Any:
         low = query.dtype in (torch.half, torch.bfloat16)
@@ -149,7 +149,7 @@ def _named(args: Any, kwargs: Any, names: Sequence[str], **defaults: Any) -> lis
     return [given.get(name) for name in names]
 
 
-_FILLS: dict[Any, tuple[Any, Any]] = {  # in place, and of a size
+_FILLS: dict[Any, tuple[Any, Any]] = {  # the method that works in place, and the function of a size
     torch.rand_like: (_Tensor.uniform_, torch.rand),
     torch.randn_like: (_Tensor.normal_, torch.randn),
     torch.randint_like: (_Tensor.random_, torch.randint),
@@ -205,9 +205,9 @@ _CALLS: dict[Any, Callable[[Any, Any, Any], Draw | None]] = {
 
 
 def _opened(func: Any) -> Any:
-    """`func`, a PyTorch function written in Python, without its own question whether a mode wants the call.
+    """A copy of `func`, a PyTorch function in Python, that does not ask whether a mode wants the call.
 
-    A mode is off while it handles a call, so it does not see what is called inside. This copy is called with the mode on.
+    A mode is off while it handles a call, so it does not see the calls inside. This copy is called with the mode on.
     """
     unasked = {name: _never for name in func.__globals__ if name.startswith("has_torch_function")}
     copy = types.FunctionType(
@@ -250,7 +250,7 @@ def _always(args: Any, kwargs: Any) -> bool:
     return True
 
 
-# By name, and when they draw. PyTorch offers no way to give them a generator.
+# Their names, and when they draw. PyTorch offers no way to give them a generator.
 _UNREACHED: dict[Any, tuple[str, Callable[[Any, Any], bool]]] = {
     torch.lstm: ("the dropout of nn.LSTM", _recurrent),
     torch.gru: ("the dropout of nn.GRU", _recurrent),
@@ -266,9 +266,9 @@ _KNOWN = _CALLS.keys() | _OPENED.keys() | _UNREACHED.keys()
 
 
 class DrawMode(TorchFunctionMode):
-    """Asks a source for whatever is drawn on this thread.
+    """Asks a source for everything that is drawn on this thread.
 
-    Exceptions are calls with a generator of their own, and tensors that are not plain ones on the host.
+    It leaves calls that have a generator, and tensors that are not plain ones on the host, as they are.
     """
 
     def __init__(self, source: Source) -> None:
@@ -276,7 +276,7 @@ class DrawMode(TorchFunctionMode):
         self._source = source
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Nearly all calls: nothing more may happen here, it is paid for each. A compiler would put the generator of this thread into its code.
+        # Nearly all calls end here, so this has to be quick. A compiler would put the generator of this thread into its code.
         if func not in _KNOWN or torch.compiler.is_compiling():
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}

@@ -1,4 +1,4 @@
-"""Errors from the workers, and warnings, on their way to the caller."""
+"""Errors from the workers and warnings, on their way to the caller."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from paceline import Error
 
 
 def raise_failure(error: BaseException, device: str, items: str, kept: str) -> NoReturn:
-    """Raise what a worker raised, with its own traceback; say on which device, at which `items` (if any), and what is `kept` as it was."""
+    """Raise what a worker raised, with its own traceback. A note says on which device, at which `items` (if any), and what is `kept`."""
     note = f"raised on {device}{' at ' if items else ''}{items}; {kept}"
     try:
         raise noted(error, note)
     finally:
-        del error  # whose traceback refers to this frame
+        del error  # its traceback refers to this frame
 
 
 def noted(error: BaseException, note: str) -> BaseException:
-    """The error itself, with a note; before Python 3.11 as its cause, where it has none."""
+    """The error itself, with a note. Before Python 3.11 the note is the error's cause, unless it has one."""
     if hasattr(error, "add_note"):
         error.add_note(note)
     elif error.__cause__ is None:
@@ -28,7 +28,7 @@ def noted(error: BaseException, note: str) -> BaseException:
 
 
 def warn_caller(message: str, category: type[Warning]) -> None:
-    """At the line that called this package."""
+    """Warn at the line that called this package."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("paceline."):
         level, frame = level + 1, frame.f_back

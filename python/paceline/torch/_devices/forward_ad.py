@@ -1,9 +1,10 @@
 """Forward-mode differentiation on several workers, although PyTorch has one level of it for the whole process.
 
-Dual numbers belong to a level. PyTorch enters and leaves it by process-wide variables: a thread that leaves it takes the tangents of all
-others away, without a word. So a trainer with several devices holds the level itself while they run. Then no worker can enter it: PyTorch
-raises before anything is wrong. After that the step runs again with the level *shared*: ``torch.func`` sees that it is inside one already,
-as in a nested ``jvp``, and neither enters nor leaves. A loss that enters it by hand cannot share it and is refused.
+Dual numbers belong to a level. PyTorch enters and leaves the level by process-wide variables. A thread that leaves it silently takes the
+tangents of all other threads away. So a trainer with several devices holds the level itself while they run. Then a worker that tries to
+enter it gets an error from PyTorch, before anything is wrong. The step runs again with the level *shared*: ``torch.func`` then sees that it
+is inside a level already, as in a nested ``jvp``, and neither enters nor leaves it. A loss that enters the level by hand cannot share it and
+is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.autograd import forward_ad
 
 from paceline import InvalidArgument
 
-_PATIENCE = 1.0  # seconds for a torch.func.jvp of another thread to end; one that the caller is inside of never does
+_PATIENCE = 1.0  # seconds for a torch.func.jvp of another thread to end; one around the caller never ends
 _FILE = forward_ad.enter_dual_level.__code__.co_filename
 
 
@@ -66,14 +67,14 @@ class _Level:
 
     def _leave(self) -> None:
         if self._shared:
-            if _nesting() > 1:  # a jvp of another thread shares it: the next step closes it
+            if _nesting() > 1:  # a jvp of another thread shares the level; the next step closes it
                 return
             self._share(-1)
         self._open = False
         torch._C._exit_dual_level(level=0)
 
     def _share(self, change: int) -> None:
-        """What `torch.func` and ``make_dual`` go by. No call between these lines, so no other thread either."""
+        """Set what `torch.func` and ``make_dual`` look at. There is no call between these lines, so no other thread runs in between."""
         self._shared = change > 0
         _transforms.JVP_NESTING += change
         forward_ad._current_level = 0 if change > 0 else -1
@@ -89,18 +90,18 @@ def _nesting() -> int:
 
 
 def held(shared: bool) -> contextlib.AbstractContextManager[None]:
-    """While several workers run: nobody else enters the level. `shared`: they use it together.
+    """Hold the level while several workers run, so that nobody else enters it. `shared`: the workers use it together.
 
     Raises
     ------
     InvalidArgument
-        If somebody is inside of it, and stays there.
+        If somebody is inside of the level, and stays there.
     """
     return _level.held(shared)
 
 
 def wanted(error: BaseException | None) -> BaseException | None:
-    """The error, or one behind it, that a worker met when it came to the level."""
+    """The error, or the one of its causes, that a worker got when it tried to enter the level."""
     while error is not None and not (isinstance(error, RuntimeError) and _passed(error.__traceback__)):
         error = error.__cause__ or error.__context__
     return error
@@ -115,7 +116,7 @@ def _passed(trace: TracebackType | None) -> bool:
 
 
 def refused(error: BaseException) -> BaseException:
-    """What to raise where the level was shared: another error if the worker entered it by hand."""
+    """What to raise where the level was shared: a clearer error if the worker tried to enter it by hand."""
     met = wanted(error)
     if met is None or "Nested forward mode" not in str(met):
         return error

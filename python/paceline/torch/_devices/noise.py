@@ -1,4 +1,4 @@
-"""Random draws of a whole batch, recorded once and replayed for its parts, so that a loss that draws can be compared with itself."""
+"""Records the random draws of a whole batch and replays them for its parts, so that a loss that draws can be compared with itself."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _FUSED_DROPOUT = torch.ops.aten.native_dropout.default
 
 @dataclasses.dataclass
 class Draw:
-    """One call of a random operator for the whole batch, be it that it drew nothing, as attention without dropout."""
+    """One call of a random operator for the whole batch. It may have drawn nothing, as attention without dropout does."""
 
-    name: str  # without the overload: a call with a generator is another one
+    name: str  # without the overload, since a call with a generator is another overload
     settings: list[Any]
     values: torch.Tensor | None
-    inputs: list[torch.Tensor]  # whose values decide what may be drawn, such as probabilities
+    inputs: list[torch.Tensor]  # tensors whose values decide what may be drawn, such as probabilities
 
 
 class Noise:
-    """What the items of a batch draw, each item the same in every run of it, whoever is with it.
+    """What the items of a batch draw: each item draws the same in every run, whatever other items run with it.
 
-    The first run that enters `of` has to be one of the whole batch; it is recorded below autograd, where PyTorch marks the operators that
-    draw. So functional dropout, that of recurrent layers and of attention, and recomputed forwards are seen. A later run of some items
-    gets their part of what was recorded. `shared` and `lost` say what does not belong to items, and what could not be replayed.
+    The first run that enters `of` has to be one of the whole batch. It is recorded below autograd, where PyTorch marks the operators that
+    draw. That includes functional dropout, the dropout of recurrent layers and of attention, and recomputed forwards. A later run of some
+    items gets their part of what was recorded. `shared` names what does not belong to items, and `lost` what could not be replayed.
     """
 
     def __init__(self, items: int, places: Places, tolerance: float) -> None:
@@ -45,13 +45,13 @@ class Noise:
         self.draws: list[Draw] = []
         self.recorded = False
         self.shared: dict[str, None] = {}  # what is drawn once for all items of a slice
-        self.lost: dict[str, None] = {}  # in words
-        self.interleaved = False  # where one dimension holds items and places: places first
-        self.lock = threading.Lock()  # devices share generators, which a draw moves
+        self.lost: dict[str, None] = {}  # what could not be replayed
+        self.interleaved = False  # whether places come before items, where one dimension holds both
+        self.lock = threading.Lock()  # devices share generators, and a draw changes a generator's state
         self.has_blocks = False  # whether there is such a dimension
 
     def anew(self, items: int) -> Noise:
-        """The same for another way to cut the batch."""
+        """An empty record, for another way to cut the batch."""
         return Noise(items, self._places, self.tolerance)
 
     @property
@@ -61,18 +61,18 @@ class Noise:
 
     @property
     def operators(self) -> list[str]:
-        """The names of those that drew."""
+        """The names of the operators that drew."""
         return list(dict.fromkeys(draw.name for draw in self.draws if draw.values is not None))
 
     def of(self, rows: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-        """On the calling thread, for one forward and backward of these items."""
+        """Record or replay on the calling thread, for one forward and backward of these items."""
         if not self.recorded:
             self.recorded = True
             return _Recording(self)
         return _Replaying(self, rows) if self.operators else contextlib.nullcontext()
 
     def part(self, values: torch.Tensor, shape: torch.Size, rows: torch.Tensor) -> torch.Tensor | None:
-        """The part of a recorded tensor that these items have, or None if its shape does not tell."""
+        """The part of a recorded tensor that belongs to these items, or None if the shape leaves that open."""
         if values.shape == shape:
             return values
         along = [index for index, (a, b) in enumerate(zip(values.shape, shape, strict=False)) if a != b]
@@ -93,14 +93,16 @@ class _Random(TorchDispatchMode):
     def __init__(self, noise: Noise) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.noise = noise
-        self._own: dict[int, tuple[torch.Generator, torch.Tensor]] = {}  # generators that loss_fn draws from
+        self._own: dict[
+            int, tuple[torch.Generator, torch.Tensor]
+        ] = {}  # generators that loss_fn passes, and their states
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _RANDOM not in func.tags:
             return func(*args, **kwargs)
         own = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-        with self.noise.lock:  # so not in the middle of another device's draw
+        with self.noise.lock:  # no other device is in the middle of a draw
             for generator in own:
                 self._own.setdefault(id(generator), (generator, generator.get_state()))
         return self.called(func, args, kwargs, [*self.noise.generators, *own])
@@ -118,7 +120,7 @@ class _Recording(_Random):
     def called(self, func: Any, args: Any, kwargs: Any, generators: list[torch.Generator]) -> Any:
         states = [generator.get_state() for generator in generators]
         result = func(*args, **kwargs)
-        draw = Draw(_told(func), _settings(args, kwargs), None, [])
+        draw = Draw(_name_of(func), _settings(args, kwargs), None, [])
         self.noise.draws.append(draw)
         if all(torch.equal(one.get_state(), state) for one, state in zip(generators, states, strict=True)):
             return result
@@ -146,8 +148,8 @@ class _Replaying(_Random):
                 generator.set_state(state)
         draw = noise.draws[self._next] if self._next < len(noise.draws) else None
         self._next += 1
-        if draw is None or (draw.name, draw.settings) != (_told(func), _settings(args, kwargs)):
-            noise.lost[_told(func)] = None
+        if draw is None or (draw.name, draw.settings) != (_name_of(func), _settings(args, kwargs)):
+            noise.lost[_name_of(func)] = None
             return result
         if draw.values is None:
             return result
@@ -164,7 +166,7 @@ class _Replaying(_Random):
         return result
 
     def _same_inputs(self, draw: Draw, inputs: list[torch.Tensor]) -> bool:
-        """Whether what decides about the numbers is the same, so that only chance could tell them apart."""
+        """Whether the inputs that decide about the numbers are the same as in the recorded call."""
         tolerance = self.noise.tolerance
         for theirs, mine in zip(draw.inputs, inputs, strict=True):
             part = self.noise.part(theirs, mine.shape, self._rows)
@@ -174,7 +176,7 @@ class _Replaying(_Random):
 
 
 def _written(func: Any) -> set[str]:
-    """The names of the arguments that it writes to."""
+    """The names of the arguments that the operator writes to."""
     return {one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write}
 
 
@@ -188,16 +190,16 @@ def _inputs(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _settings(args: Any, kwargs: Any) -> list[Any]:
-    """Numbers, such as a probability: not shapes, which are lists."""
+    """The arguments that are numbers, such as a probability. Shapes are lists and do not count."""
     return [value for value in (*args, *kwargs.values()) if isinstance(value, (bool, int, float))]
 
 
-def _told(func: Any) -> str:
+def _name_of(func: Any) -> str:
     return str(func._schema.name.partition("::")[2].strip("_"))
 
 
 class OtherGenerators:
-    """The global generators of Python and NumPy as they are now, to go back to."""
+    """The present state of the global generators of Python and NumPy, to go back to."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[str, Callable[[], Any], Callable[[Any], None], Any]] = []
@@ -211,10 +213,10 @@ class OtherGenerators:
 
     @property
     def moved(self) -> list[str]:
-        """The names of those that somebody drew from since then."""
+        """The names of the generators that somebody has drawn from since then."""
         return [name for name, get, _, state in self._kept if repr(get()) != repr(state)]
 
     def restore(self) -> None:
-        """Draws from now on are those that followed before."""
+        """Go back to that state: the same draws follow again."""
         for _, _, put, state in self._kept:
             put(state)

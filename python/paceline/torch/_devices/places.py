@@ -1,4 +1,4 @@
-"""Where PyTorch computes for each device of a group: device, stream, generator; and how a batch comes there."""
+"""Where PyTorch computes for each device of a group (device, stream, generator), and how a batch gets there."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _worker = threading.local()
 
 
 def stay(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself: it is where it is needed."""
+    """Return the tensor itself, which is where it is needed."""
     return tensor
 
 
 class Places:
     """The devices of a trainer, in PyTorch's words.
 
-    *Home* is where the module is: the memory of the group's first GPU, or the host's where there is none. With GPUs the group has
-    `queues`, and the caller's stream on the home GPU is what steps are ordered on.
+    *Home* is where the module is: the memory of the group's first GPU, or the host's memory if there is no GPU. With GPUs the group has
+    `queues`, and steps are ordered on the caller's stream of the home GPU.
     """
 
     def __init__(self, group: DeviceGroup, module: nn.Module, timeout: float, transport: Transport) -> None:
@@ -45,7 +45,7 @@ class Places:
         self.devices = [_HOST if gpu is None else cuda.device(gpu) for gpu in self._gpu]
         self._any_part = any(
             device.part is not None for device in gpus
-        )  # their streams end, those of whole GPUs are kept
+        )  # the streams of a part end with it; PyTorch keeps those of whole GPUs
         self._home_name = gpus[0].name if gpus else ""
         self._home_gpu = gpus[0].index if gpus else None
         self.home = _HOST if self._home_gpu is None else cuda.device(self._home_gpu)
@@ -63,7 +63,7 @@ class Places:
         self.spaces = self.queues.spaces if self.queues is not None else [0] * len(group)
         self.home_space = self.queues.home_space if self.queues is not None else 0
         hosts = self._gpu.count(None)
-        # Of each device, if it is one of several on the host, which else would draw from one generator.
+        # If there are several host devices, each has a generator of its own. PyTorch has one for all of them.
         self.own_generators = [WorkerGenerator() if gpu is None and hosts > 1 else None for gpu in self._gpu]
         self._copies: dict[int, cuda.CopyStream] = {}
         self._pool_peaks: dict[str, int] = {}
@@ -73,7 +73,7 @@ class Places:
 
     @property
     def on_gpu(self) -> list[bool]:
-        """Of each device, whether it is a GPU or a part of one."""
+        """For each device, whether it is a GPU or a part of a GPU."""
         return [gpu is not None for gpu in self._gpu]
 
     @property
@@ -82,7 +82,7 @@ class Places:
         return None in self._gpu
 
     def begin(self, batch: Batch) -> None:
-        """Before a step: it is ordered on the stream that the caller is on now, and so has to be what made the batch."""
+        """Order the next step on the stream that the caller is on now. What made the batch has to be ordered on it, too."""
         if self.queues is not None and self._home_gpu is not None:
             for place, path in batch.places.items():
                 self._check_place(place, f"batch: {path}")
@@ -94,26 +94,26 @@ class Places:
             self.queues.set_stream(cuda.current_stream(self._home_gpu))
 
     def check_values(self, tensor: torch.Tensor, what: str) -> None:
-        """Of weights or costs, which are read on the host before the step.
+        """Check where weights or costs are, which are read on the host before the step.
 
         Raises
         ------
         InvalidArgument
-            If they are on another GPU than the module.
+            If the tensor is on another GPU than the module.
         """
         if self.queues is not None:
             self._check_place(tensor.device, f"{what}: the tensor")
 
-    def _check_place(self, place: torch.device, told: str) -> None:
+    def _check_place(self, place: torch.device, what: str) -> None:
         if place not in (self.home, _HOST):
             raise InvalidArgument(
-                f"{told} is on {place}, where nothing tells when it is ready. Put it on the host, or where the module is: {self.home}."
+                f"{what} is on {place}, where nothing tells when it is ready. Put it on the host, or where the module is: {self.home}."
             )
 
     def _is_capturing(self) -> bool:
         try:
             return cuda.is_capturing()
-        except RuntimeError as error:  # PyTorch's own type for what a GPU has failed at, now or earlier
+        except RuntimeError as error:  # PyTorch's type for a failure of a GPU, now or earlier
             lost = DeviceLost(
                 f"step: {self._home_name}: asking for the state of its stream failed: {str(error).splitlines()[0]}. After such an "
                 "error nothing runs on the GPU any more: start a new process from the last checkpoint."
@@ -122,23 +122,23 @@ class Places:
             raise lost from error
 
     def prepare_worker(self, device: int) -> None:
-        """Once in the life of the thread that computes for a device."""
+        """Prepare the calling thread for computing on a device. Only the first call of a thread does anything."""
         if getattr(_worker, "prepared", False):
             return
         gpu = self._gpu[device]
         if gpu is None:
-            # Reading it first matters: the lazy initialisation reads the process-wide value, and would otherwise overrule the worker's own
-            # at some later operator.
+            # The number has to be read first. Otherwise PyTorch's lazy initialisation would set the process-wide number at some later
+            # operator.
             torch.get_num_threads()
             torch.set_num_threads(self._threads[device])
         else:
             cuda.prepare_worker(gpu)
-            # Else backward runs on a thread that all devices of one GPU share. Set for this thread, and for good.
+            # Otherwise backward runs on a thread that all devices of one GPU share. This is set for the thread's whole life.
             torch.autograd.set_multithreading_enabled(False)
         _worker.prepared = True
 
     def enter(self, device: int) -> contextlib.AbstractContextManager[None]:
-        """On a worker: its operators go to the device's own queue."""
+        """Send the operators of the calling worker to the device's own queue."""
         gpu = self._gpu[device]
         if self.queues is None:
             return contextlib.nullcontext()
@@ -147,20 +147,20 @@ class Places:
     @contextlib.contextmanager
     def _on_streams(self, gpu: int | None, stream: int | None, source: int | None) -> Any:
         with contextlib.ExitStack() as stack:
-            if source is not None and self._home_gpu is not None:  # what it reads of home's memory
+            if source is not None and self._home_gpu is not None:  # for reads from the home GPU's memory
                 stack.enter_context(cuda.on_stream(self._home_gpu, source))
             if stream is not None and gpu is not None:
                 stack.enter_context(cuda.on_stream(gpu, stream))
             yield
 
     def at_home(self) -> contextlib.AbstractContextManager[None]:
-        """On any thread: operators go to the stream that the step is ordered on."""
+        """Send the operators of the calling thread to the stream that the step is ordered on."""
         if self.queues is None or self._home_gpu is None or self.queues.home_stream is None:
             return contextlib.nullcontext()
         return cuda.on_stream(self._home_gpu, self.queues.home_stream)
 
     def mover(self, device: int) -> Move:
-        """What brings a tensor of the batch to the device, called on its worker inside `enter`."""
+        """A function that brings a tensor of the batch to the device. Its worker calls it inside `enter`."""
         target, gpu = self.devices[device], self._gpu[device]
         if self.queues is None:
             return stay
@@ -179,12 +179,12 @@ class Places:
         return move
 
     def brought(self, device: int) -> None:
-        """On its worker, when the items of a run are on their way: waiting for them is not the device's time."""
+        """Start the device's clock when the items of a run are on their way, since waiting for them is not the device's time."""
         if self.queues is not None:
             self.queues.restart_run(device)
 
     def keep_for_reader(self, tensor: torch.Tensor, device: int) -> None:
-        """What the device delivers is read by a stream that PyTorch does not know of, after the tensor is gone."""
+        """Keep the tensor's memory for the stream that reads the device's results. PyTorch does not know that stream."""
         if self.queues is None:
             return
         gpu, reader = self._gpu[device], self.queues.readers[device]
@@ -192,39 +192,39 @@ class Places:
             cuda.keep_for(tensor, gpu, reader)
 
     def to_home(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On the caller's thread, between steps."""
+        """The tensor in home's memory. For the caller's thread, between steps."""
         return tensor if tensor.device == self.home else tensor.to(self.home)
 
     def owned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In memory of the caller's own stream, which lives on when those of the devices are gone."""
+        """The tensor in memory of the caller's stream, which outlives the streams of the devices."""
         if self.queues is None or self.queues.streams == [self.queues.home_stream]:
             return tensor
         return tensor.clone()
 
     def generator(self, device: int) -> torch.Generator:
-        """What the device's random operators draw from."""
+        """The generator that the device's random operators draw from."""
         gpu = self._gpu[device]
         return torch.default_generator if gpu is None else cuda.generator(gpu)
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """All that the devices draw from, and the host's, each once."""
+        """All generators that the devices draw from, and the host's, each once."""
         if self.queues is None:
             return [torch.default_generator]
         return list(dict.fromkeys([torch.default_generator, *map(self.generator, range(len(self)))]))
 
     @property
     def share_generators(self) -> bool:
-        """Whether two devices draw from one generator: host devices do, and the parts of one GPU."""
+        """Whether two devices draw from one generator, as host devices and the parts of one GPU do."""
         return len(set(self._gpu)) < len(self._gpu)
 
     @property
     def hosts_share(self) -> bool:
-        """Whether several devices are the host's: PyTorch has one generator for them."""
+        """Whether there are several host devices, for which PyTorch has one generator."""
         return any(generator is not None for generator in self.own_generators)
 
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that goes to GPUs while the host goes on."""
+        """Host memory that GPUs can copy from while the host goes on."""
         return cuda.pinned(count, dtype)
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -232,11 +232,11 @@ class Places:
         return tensor if self.queues is None else cuda.pin(tensor)
 
     def explain(self) -> str:
-        """How data gets from one GPU to another; empty where there are no two."""
+        """How data gets from one GPU to another. Empty if there are no two GPUs."""
         return f"Between GPUs: {self.transport}.\n" if self.transport else ""
 
     def pool_peaks(self) -> dict[str, int]:
-        """Of each GPU, the most bytes that paceline's own pool of it had given out at once; as last known after `close`, or when it is lost."""
+        """For each GPU, the most bytes that paceline's pool had given out at once. After `close`, or if the GPU is lost: as last known."""
         queues = self.queues
         if queues is not None:
             with contextlib.suppress(Error):
@@ -245,24 +245,24 @@ class Places:
         return self._pool_peaks
 
     def drain(self) -> None:
-        """Wait until the devices have done what they were given."""
+        """Wait until the devices have done all their work."""
         if self.queues is not None:
             self.queues.drain()
 
     def release_memory(self) -> None:
-        """After memory ran out, and before streams go."""
+        """Give unused memory back, after memory ran out and before streams end."""
         if self.queues is not None:
             cuda.release_memory(self._any_part)
 
     def close(self) -> None:
-        """Wait for what is enqueued, and give the streams back."""
+        """Wait for all enqueued work, and give the streams back."""
         if self.queues is None:
             return
         self.queues.drain()
         try:
             self.pool_peaks()
             self._copies.clear()
-            # PyTorch's own type: a GPU that has failed takes nothing back. That was said when it failed, and close() hides no other error.
+            # PyTorch's type: a GPU that has failed releases nothing. An earlier error said so, and close() hides no other error.
             with contextlib.suppress(RuntimeError):
                 self.release_memory()
         finally:
@@ -283,25 +283,25 @@ def _check_home(module: nn.Module, home: torch.device, first_gpu: str | None) ->
 
 
 class RandomStates:
-    """The random generators of a trainer's devices as they are now, to go back to."""
+    """The present state of the random generators of a trainer's devices, to go back to."""
 
     def __init__(self, places: Places) -> None:
         self._kept = [(generator, generator.get_state()) for generator in places.generators]
-        self._bytes: dict[torch.Generator, bytes] = {}  # of those that were asked for
+        self._bytes: dict[torch.Generator, bytes] = {}  # the kept states that `moved_of` has needed
 
     @property
     def moved(self) -> bool:
-        """Whether somebody drew since then."""
+        """Whether somebody has drawn since then."""
         return any(not torch.equal(generator.get_state(), state) for generator, state in self._kept)
 
     def moved_of(self, generator: torch.Generator) -> bool:
-        """Whether somebody drew from this one. No operator runs."""
+        """Whether somebody has drawn from this generator. No operator runs."""
         before = self._bytes.get(generator)
         if before is None:
             before = self._bytes[generator] = bytes_of(next(state for one, state in self._kept if one is generator))
         return bytes_of(generator.get_state()) != before
 
     def restore(self) -> None:
-        """Draws from now on are those that followed before."""
+        """Go back to that state: the same draws follow again."""
         for generator, state in self._kept:
             generator.set_state(state)

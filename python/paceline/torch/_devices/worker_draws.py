@@ -1,9 +1,9 @@
-"""Random numbers of host workers: each has a generator of its own, which is seeded anew for every micro-batch.
+"""Random numbers of host workers. Each worker has a generator of its own, which is seeded anew for every micro-batch.
 
-All threads of a process share PyTorch's generator for the host. Devices that drew from it would draw other numbers in every run, and
-activation checkpointing, which sets it back for a moment, would be given another device's numbers. So while a step runs, on its workers
-random functions draw from the worker's generator, and `torch.random` (``get_rng_state``, ``fork_rng``, ``manual_seed``, ...), through
-which checkpointing saves and restores, speaks of it, too.
+All threads of a process share PyTorch's generator for the host. If devices drew from it, they would draw other numbers in every run, and
+activation checkpointing, which sets the generator back for a moment, would get another device's numbers. So while a step runs, random
+functions on its workers draw from the worker's generator. `torch.random` (``get_rng_state``, ``fork_rng``, ``manual_seed``, ...), by which
+checkpointing saves and restores, then also means the worker's generator.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from paceline.torch._devices.caller_state import bytes_of
 from paceline.torch._devices.draws import Draw, DrawMode, Source
 
 _worker = threading.local()
-_random: Any = torch.random  # its functions look their generator up in it
+_random: Any = torch.random  # its functions look up `default_generator` in it
 
 
 class WorkerGenerator(torch.Generator):
-    """The generator of one worker. What seeds it is mixed with the first item of the micro-batch: no two draw the same."""
+    """The generator of one worker. Its seed is mixed with the first item of the micro-batch, so that no two micro-batches draw the same."""
 
     _first = 0
 
@@ -43,8 +43,8 @@ def _mixed(key: bytes, first: int) -> int:
 class WorkerDraws:
     """The draws of one run.
 
-    Their seeds are made of the state that the caller's generator has now and of the first item of each micro-batch. So the same seed
-    and the same split give the same numbers, whatever the devices' speeds.
+    Their seeds are made of the present state of the caller's generator and of the first item of each micro-batch. So the same seed and
+    the same split give the same numbers, whatever the devices' speeds.
     """
 
     def __init__(self, generators: list[WorkerGenerator | None]) -> None:
@@ -55,11 +55,11 @@ class WorkerDraws:
         self.unreached: set[str] = set()
         self.given: dict[
             torch.Generator, Source
-        ] = {}  # of the caller's generators: which worker was the first to draw from it
+        ] = {}  # generators of the caller, each with the first worker that drew from it
 
     @contextlib.contextmanager
     def on(self, device: int, first: int) -> Iterator[None]:
-        """Around a micro-batch, on its worker."""
+        """A context around a micro-batch, on its worker."""
         generator, mode = self._generators[device], self._modes[device]
         if generator is None or mode is None:
             yield
@@ -73,12 +73,12 @@ class WorkerDraws:
             del _worker.generator
 
     def advance(self) -> None:
-        """On the caller's thread: its generator has been drawn from, too, so that the next run draws other numbers."""
+        """Draw from the caller's generator, on its thread, so that the next run draws other numbers."""
         if self.drew:
             with (
                 torch._C.DisableTorchFunction(),
                 torch._C._DisableTorchDispatch(),
-            ):  # the user's modes see nothing of it
+            ):  # the user's modes do not see this
                 torch.empty((), dtype=torch.int64).random_()
 
 
@@ -102,14 +102,14 @@ class _Stream:
 
 
 class _OfThisThread:
-    """The default generator for `torch.random`: on a worker inside a micro-batch its own, on all other threads the process's."""
+    """The default generator for `torch.random`: the worker's own inside of a micro-batch, the process's on all other threads."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(getattr(_worker, "generator", torch.default_generator), name)
 
 
 class _Swap:
-    """While any run draws on workers, `torch.random` has `_OfThisThread` in the place of the default generator."""
+    """Puts `_OfThisThread` into `torch.random` as its default generator, while any run draws on workers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -136,5 +136,5 @@ _swap = _Swap()
 
 
 def of_each_thread() -> contextlib.AbstractContextManager[None]:
-    """While workers draw: what `torch.random` does is done to the generator of the thread that calls it."""
+    """While workers draw, let `torch.random` work on the generator of the thread that calls it."""
     return _swap.made()

@@ -1,4 +1,4 @@
-"""Batch normalisation, kept from looking at the batch for a while."""
+"""Batch normalisation, which couples the items of a batch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import nn
 
 from paceline.torch._devices.failures import warn_caller
 
-Named = tuple[str, nn.Module]  # its name in the user's module
+Named = tuple[str, nn.Module]  # a module, with its name in the user's module
 
 
 def uses_batch_statistics(part: nn.Module) -> bool:
-    """Whether its output for an item depends on the other items."""
-    # Instance normalisation, of the same base, looks at one item at a time.
+    """Whether the module's output for an item depends on the other items."""
+    # Instance normalisation has the same base as batch normalisation, but looks at one item at a time.
     return isinstance(part, nn.modules.batchnorm._BatchNorm) and (part.training or part.running_mean is None)
 
 
@@ -25,7 +25,7 @@ def using_batch_statistics(modules: Sequence[Named]) -> list[Named]:
 
 
 def normalised_apart(norms: Sequence[Named]) -> str:
-    """What these modules do where a batch is run in several micro-batches. Without any it is code that calls ``batch_norm`` itself."""
+    """What these modules do if a batch runs in several micro-batches. An empty list stands for code that calls ``batch_norm`` itself."""
     named = [f"{name or 'the module'} ({type(part).__name__})" for name, part in norms]
     named = named or ["loss_fn, or a module of its own kind, calls batch_norm"]
     more = f" and {len(named) - 2} more" if len(named) > 2 else ""
@@ -37,18 +37,18 @@ def normalised_apart(norms: Sequence[Named]) -> str:
 
 
 def warn_of_normalised_apart(norms: Sequence[Named]) -> None:
-    """At the line that called this package."""
+    """Warn, at the line that called this package, that each micro-batch is normalised by itself."""
     warn_caller(f"DataParallel: {normalised_apart(norms)}", UserWarning)
 
 
 def fails_over_one_item(error: BaseException) -> bool:
-    """Whether PyTorch's ``batch_norm`` was given a single item to normalise."""
+    """Whether PyTorch's ``batch_norm`` has refused to normalise a single item."""
     return isinstance(error, ValueError) and str(error).startswith("Expected more than 1 value per channel")
 
 
 @contextlib.contextmanager
 def standing_still(norms: Sequence[Any]) -> Iterator[None]:
-    """With these normalising by what they have seen before, or by nothing if they have kept nothing."""
+    """Let these modules normalise by their running statistics, or not at all if they keep none."""
     before = [(part, part.training, part.running_mean, part.running_var) for part in norms]
     try:
         for part, _, mean, _ in before:

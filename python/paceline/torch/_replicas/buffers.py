@@ -1,4 +1,4 @@
-"""Buffers on their way between the user's module and the replicas, and kept for the case that a step fails."""
+"""Copies buffers between the user's module and the replicas, and keeps them for the case that a step fails."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ Slots = dict[str, Any]  # a module's own buffers, by name; an entry may be None
 
 
 class Buffers:
-    """The buffers of a replica: the user's values before each step, and back into the user's module after it.
+    """The buffers of a replica. They get the user's values before each step, and the user's module gets theirs after it.
 
-    Copied every time: nothing says cheaply what a step wrote. Version counters do not count what batch normalisation writes
-    to its statistics, nor what is written through ``.data``.
+    All are copied every time, because there is no cheap way to know what a step wrote. Version counters do not count what batch
+    normalisation writes to its statistics, nor what is written through ``.data``.
     """
 
     def __init__(self, modules: Iterable[tuple[nn.Module, nn.Module]]) -> None:
-        """Of pairs of the user's module and the replica's."""
+        """Take pairs of a user's module and the replica's module."""
         self._pairs = [(ours._buffers, theirs._buffers, name) for ours, theirs in modules for name in ours._buffers]
 
     def pull(self) -> None:
-        """The user's values into the replica."""
+        """Copy the user's values into the replica."""
         _copy(self._pairs)
 
     def push(self) -> None:
-        """The replica's values back into the user's module."""
+        """Copy the replica's values into the user's module."""
         _copy((theirs, ours, name) for ours, theirs, name in self._pairs)
 
 
 class KeptBuffers:
-    """The buffers of modules as they are now, to go back to."""
+    """The present buffers of modules, to go back to."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._kept = [
@@ -43,7 +43,7 @@ class KeptBuffers:
 
     @property
     def changed(self) -> bool:
-        """Whether one was set or written to, by whatever means. NaN counts as changed."""
+        """Whether a buffer was set or written to, by whatever means. NaN counts as changed."""
         return any(
             slots.get(name) is not buffer
             or (
@@ -56,7 +56,7 @@ class KeptBuffers:
         )
 
     def restore(self) -> None:
-        """The same tensors as then, with the same values."""
+        """Put the same tensors back, with the same values."""
         for slots, name, buffer, value in self._kept:
             slots[name] = buffer
             if buffer is not None and value is not None and not _overlaps(buffer):
@@ -64,13 +64,13 @@ class KeptBuffers:
 
 
 class KeptAttributes:
-    """The attributes of modules as they are now: what a forward stores there for later, and counts."""
+    """The present attributes of modules, to go back to: a forward may store things there, or count."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._kept = [(vars(part), dict(vars(part))) for part in modules]
 
     def restore(self) -> None:
-        """The same objects as then."""
+        """Put the same objects back."""
         for attributes, before in self._kept:
             attributes.clear()
             attributes.update(before)
@@ -98,5 +98,5 @@ def _copy(pairs: Iterable[tuple[Slots, Slots, str]]) -> None:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether elements share memory, as after `expand`: such a tensor cannot be written."""
+    """Whether elements share memory, as after `expand`. PyTorch does not write to such a tensor."""
     return 0 in tensor.stride()

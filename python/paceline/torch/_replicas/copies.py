@@ -1,4 +1,4 @@
-"""A device's own copy of the user's module, with the user's parameters inside."""
+"""Makes a device's own copy of the user's module, with the user's parameters inside."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from paceline.torch._replicas.reach import Reach
 
 Replicate = Callable[[nn.Module], nn.Module]
 
-# What a device's module has in a parameter's place: made from the parameter and its storage in the device's memory space.
+# Makes the tensor that a device's module has in the place of a parameter, with storage in the device's memory space.
 Alias = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
 class Copied:
-    """A device's module, and what it has in the place of each of the user's modules, parameters and plain objects, by their identity."""
+    """A device's module. `counterparts` maps the identity of each of the user's modules, parameters and plain objects to the device's."""
 
     module: nn.Module
     counterparts: dict[int, Any]
 
 
 def alias_of(parameter: torch.Tensor, storage: torch.Tensor | None = None) -> torch.Tensor:
-    """A leaf with the parameter's storage (or the given one) and its version counter, and a ``.grad`` of its own.
+    """A leaf with the parameter's storage (or `storage`), its version counter, and a ``.grad`` of its own.
 
-    ``detach`` shares the version counter, so a write in place during a step is noticed; assigning ``.data`` would not.
+    ``detach`` shares the version counter, so a write in place during a step is noticed. Assigning ``.data`` would not share it.
     """
     source = parameter if storage is None else storage
     if not isinstance(parameter, nn.Parameter):  # a plain tensor that requires a gradient
@@ -44,7 +44,7 @@ def alias_of(parameter: torch.Tensor, storage: torch.Tensor | None = None) -> to
 
 
 def named_slots(module: nn.Module) -> list[tuple[str, dict[str, Any], str, nn.Parameter]]:
-    """Every place that holds a parameter, tied ones included: (qualified name, the module's dict, the name in it, the parameter)."""
+    """Every place of a parameter, tied ones included: (qualified name, the module's dict, the name in it, the parameter)."""
     slots = []
     for prefix, owner in module.named_modules():
         for name, parameter in owner._parameters.items():
@@ -77,7 +77,7 @@ def check_trainable(module: nn.Module, reach: Reach, shared: bool) -> None:
 
 
 def check_hooks(name: str, parameter: torch.Tensor) -> None:
-    """Raise for a parameter with a gradient hook. Copies do not carry them, so they would be lost without a word."""
+    """Raise for a parameter with a gradient hook. Copies of the parameter would silently lose it."""
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise InvalidArgument(
             f"DataParallel: parameter {name} has a gradient hook. With two or more devices it would see the gradient of a slice, not of "
@@ -86,7 +86,7 @@ def check_hooks(name: str, parameter: torch.Tensor) -> None:
 
 
 def copied(module: nn.Module, reach: Reach, alias: Alias) -> Copied:
-    """A deep copy. What `reach` has found beside the registered parameters is shared, too."""
+    """A deep copy of the module. It shares the registered parameters and the ones that `reach` has found beside them."""
     parameters = [*module.parameters(), *reach.unregistered.values()]
     memo: dict[int, Any] = {id(parameter): alias(parameter) for parameter in parameters}
     try:
@@ -103,7 +103,7 @@ def copied(module: nn.Module, reach: Reach, alias: Alias) -> Copied:
 
 
 def _culprit(module: nn.Module, error: Exception) -> str:
-    """Which attribute of which submodule refuses to be copied."""
+    """Name the attribute of the submodule that cannot be copied."""
     for prefix, owner in module.named_modules():
         memo: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
         memo.update({id(child): child for child in owner.children()})
@@ -122,7 +122,7 @@ def _culprit(module: nn.Module, error: Exception) -> str:
 
 
 def made_by(replicate: Replicate, module: nn.Module, reach: Reach, alias: Alias) -> Copied:
-    """What the user's function makes, with the parameters put into it by name."""
+    """The module that the user's function returns, with the parameters put into it by name."""
     if reach.leads_out:
         unregistered = next(iter(reach.unregistered), None) or reach.modules[-1][0]
         raise InvalidArgument(
@@ -179,6 +179,6 @@ def _check_same(kind: str, ours: set[str], theirs: set[str]) -> None:
 
 
 def modules_by_name(source: nn.Module, replica: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """The submodules of both that belong together: replicate() may have registered them in another order."""
+    """Pairs of submodules with the same name. replicate() may have registered them in another order."""
     theirs = dict(replica.named_modules(remove_duplicate=False))
     return [(module, theirs[name]) for name, module in source.named_modules()]

@@ -1,4 +1,4 @@
-"""What the code of a hook can do beyond its arguments, as far as its bytecode tells: a hook that only looks needs no watching."""
+"""Reads from the bytecode of a hook what it can change beside its arguments. A hook that only looks needs no watching."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.torch._replicas.reach import LONGEST, SIMPLE, closure_of
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _OF_CONTAINERS = frozenset(name for kind in _CONTAINERS for name in dir(kind) if not name.startswith("__"))
 _LOOKING = frozenset({"get", "keys", "values", "items", "index", "count", "copy", "training"})
-# Attributes that change nothing, whatever of the usual types has them.
+# Attributes that change nothing, in any of the usual types.
 _HARMLESS = _LOOKING | {name for name in dir(torch.Tensor) if not name.endswith("_")} - _OF_CONTAINERS
 _REFLECTING = {
     "setattr",
@@ -34,10 +34,10 @@ _REFLECTING = {
 
 
 class Effects(NamedTuple):
-    """What a hook may do. True where that is not known."""
+    """What a hook may do. True also means: not known."""
 
     keeps: bool  # stores something outside of its own variables
-    in_place: bool  # writes into a tensor that is there
+    in_place: bool  # writes into an existing tensor
 
 
 _ANYTHING = Effects(True, True)
@@ -45,7 +45,7 @@ _NONE = Effects(False, False)
 
 
 def effects(hook: Any, seen: set[int] | None = None) -> Effects:
-    """Those of a function, of what it is made of, and of the functions that it calls."""
+    """The effects of a function, and of the functions that it wraps or calls."""
     seen = set() if seen is None else seen
     if id(hook) in seen:
         return _NONE
@@ -75,7 +75,7 @@ def _all(*contents: Any, seen: set[int]) -> Effects:
 
 
 def _of_content(content: Any, seen: set[int]) -> Effects:
-    """What code can do by calling something that it refers to. Attributes are looked at where they are read."""
+    """What code can do by calling an object that it refers to. `_of_code` handles attributes."""
     if isinstance(content, (types.FunctionType, types.MethodType, functools.partial)):
         return effects(content, seen)
     if isinstance(content, types.BuiltinFunctionType):
@@ -100,7 +100,7 @@ def _of_code(whole: types.CodeType) -> Effects:
     keeps = in_place = False
     for code in _codes(whole):
         if any(isinstance(constant, tuple) and "out" in constant for constant in code.co_consts):
-            return _ANYTHING  # a keyword: torch.add(a, b, out=c)
+            return _ANYTHING  # the keyword out, as in torch.add(a, b, out=c)
         for one in dis.get_instructions(code):
             name = one.opname
             if name.startswith("IMPORT"):

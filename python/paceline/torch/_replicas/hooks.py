@@ -1,8 +1,8 @@
 """Hooks of replicas: a hook that keeps tensors for ``loss_fn`` outside of the module is refused.
 
-Functions are not copied with a module. A hook that stores features in a dictionary of the script's therefore stores those of every
-device in the same one, each over the other's, and ``loss_fn`` would read whichever came last. Objects are copied: where a hook is a method
-of an object, the user's object does not get what the replicas' copies of it get.
+Functions are not copied with a module. If a hook stores features in a dictionary of the script, every device stores its features there and
+overwrites those of the others, and ``loss_fn`` would read whatever came last. Objects are copied: if a hook is a method of an object, the
+replicas' copies of the object get the features, and the user's object gets none.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from paceline.torch._replicas.reach import BARE, LIBRARIES, LONGEST, SIMPLE, Rea
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _CLOSED = (type, types.ModuleType, types.BuiltinFunctionType, torch.Generator, *_FUNCTIONS)
 _DEPTH = 3  # of a dictionary in a list in an object
-_MOST_LOOKS = 2000  # at what a function refers to
+_MOST_LOOKS = 2000  # objects that are looked at, from one function
 
 
 class Root(NamedTuple):
-    """Where a hook may keep something."""
+    """A place where a hook may keep something."""
 
     name: str
-    get: Callable[[], Any]  # what is there now
-    copied: bool  # the user's own object does not get it
+    get: Callable[[], Any]  # returns what is there now
+    copied: bool  # the place is in a copy, so the user's object does not get it
 
 
 class Reader:
-    """The function that runs on the replicas, which may read what hooks keep."""
+    """The function that runs on the replicas. It may read what hooks keep."""
 
     def __init__(self) -> None:
         self._function: Callable[[], Any] = lambda: None
-        self._reaches: tuple[Any, bool] | None = None  # of which function and modules, and whether it does
+        self._reaches: tuple[Any, bool] | None = None  # the last answer of `reaches`, after what it is valid for
 
     def follow(self, function: Any) -> None:
-        """Until the next call; the function is not kept alive."""
+        """Read by this function until the next call. The function is not kept alive."""
         try:
             self._function = weakref.ref(function)
         except TypeError:
             self._function = lambda: None
 
     def reaches(self, modules: set[int]) -> bool:
-        """Whether it refers to one of the modules, given by identity, beside its arguments. True where that takes too long to tell."""
+        """Whether the function refers to one of the modules, given by identity, beside its arguments. True if the search takes too long."""
         function = self._function()
         sign = (id(modules), *_sign_of(function))
         if self._reaches is None or self._reaches[0] != sign:
@@ -67,7 +67,7 @@ class Reader:
         return self._reaches[1]
 
     def sees(self, tensor: torch.Tensor) -> bool:
-        """Whether it refers to something that the tensor is in."""
+        """Whether the function refers to something that holds the tensor."""
         found: dict[int, _Kept] = {}
         for root in _roots(self._function(), set(), set()):
             _collect(root, root.get(), set(), found, _DEPTH)
@@ -81,7 +81,7 @@ class _Kept(NamedTuple):
 
 
 def guard_hooks(modules: list[tuple[str, nn.Module]], replica: nn.Module, reader: Reader) -> None:
-    """Let the hooks of a replica's modules raise for what they keep outside of the replica."""
+    """Make the hooks of a replica's modules raise if they keep a tensor outside of the replica."""
     if not any(getattr(module, table) for _, module in modules for table in HOOKS):
         return
     own = Reach(replica).seen
@@ -97,15 +97,15 @@ def guard_hooks(modules: list[tuple[str, nn.Module]], replica: nn.Module, reader
 
 
 def check_global_hooks() -> None:
-    """Raise for a hook of all modules that keeps something: no replica has a copy, so nothing watches it."""
-    for table, told in _KINDS.items():
+    """Raise for a global hook that keeps something. Replicas have no copies of it, so nothing watches it."""
+    for table, kind in _KINDS.items():
         hooks = getattr(nn.modules.module, f"_global{table}")
         if not hooks:
             continue
         for hook in list(hooks.values()):
             if not _is_torchs(hook) and effects(hook).keeps:
                 raise InvalidArgument(
-                    f"step: the global {told} ({_name_of(hook)}), which torch.nn.modules.module registered for all modules, keeps or changes "
+                    f"step: the global {kind} ({_name_of(hook)}), which torch.nn.modules.module registered for all modules, keeps or changes "
                     "something. The replicas of all devices call it at the same time, each with its own slice of the batch. Remove it, "
                     "register it on the modules that it is for (module.register_...), or use one device."
                 )
@@ -120,15 +120,15 @@ _KINDS = {
 
 
 class GuardedHook:
-    """A hook that looks, after every call, whether the user's has kept a tensor."""
+    """Calls the user's hook, and looks after every call whether it has kept a tensor."""
 
-    def __init__(self, hook: Any, told: str, roots: list[Root], own: set[int], reader: Reader) -> None:
+    def __init__(self, hook: Any, described: str, roots: list[Root], own: set[int], reader: Reader) -> None:
         self._hook = hook
-        self._told = told
+        self._described = described
         self._roots = roots
         self._own = own
         self._reader = reader
-        self._in_place = effects(hook).in_place  # else a tensor changed meanwhile is another worker's doing
+        self._in_place = effects(hook).in_place  # if not, another worker has changed the tensor
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -138,7 +138,7 @@ class GuardedHook:
         for key, kept in self._kept().items():
             if key in before and (not self._in_place or before[key].version == kept.version):
                 continue
-            # Without a gradient, and where the function does not look: for the user to read after the step.
+            # The user may read a tensor after the step, if it has no gradient and the function does not look at it.
             if key in before or kept.tensor.requires_grad or kept.root.copied or self._reader.sees(kept.tensor):
                 raise self._refusal(kept)
         return result
@@ -151,7 +151,7 @@ class GuardedHook:
             why = "All devices write there at the same time, each what belongs to its own slice of the batch."
             later = " What is for after the step only may be kept there as output.detach()."
         return InvalidArgument(
-            f"step: the {self._told} ({_name_of(self._hook)}) keeps a tensor of shape {tuple(kept.tensor.shape)} in {kept.root.name}, which the "
+            f"step: the {self._described} ({_name_of(self._hook)}) keeps a tensor of shape {tuple(kept.tensor.shape)} in {kept.root.name}, which the "
             f"module does not hold. {why} Keep it on the module that the hook is given (module.features = output), and read it in loss_fn from "
             f"loss_fn's own module argument; or return it from forward.{later}"
         )
@@ -164,7 +164,7 @@ class GuardedHook:
 
 
 def _roots(hook: Any, own: set[int], seen: set[int]) -> Iterator[Root]:
-    """Everything that a hook refers to beside its arguments, as far as that is not the replica's own."""
+    """Everything that a hook refers to beside its arguments, except what belongs to the replica."""
     if id(hook) in seen or id(hook) in own or _is_torchs(hook):
         return
     seen.add(id(hook))
@@ -201,7 +201,7 @@ def _roots(hook: Any, own: set[int], seen: set[int]) -> Iterator[Root]:
 def _global(name: str, content: Any, get: Callable[[], Any], own: set[int], seen: set[int]) -> Iterator[Root]:
     if isinstance(content, _FUNCTIONS):
         yield from _roots(content, own, seen)
-    elif not isinstance(content, _CLOSED):  # None: may be set by a global statement
+    elif not isinstance(content, _CLOSED):  # also None, which a global statement may replace
         yield Root(f"'{name}'", get, False)
 
 
@@ -232,7 +232,7 @@ def _is_torchs(hook: Any) -> bool:
 
 
 def _sign_of(function: Any) -> tuple[Any, ...]:
-    """Another one for another function, but the same for one that was made anew around the same objects, as a lambda in a loop is."""
+    """A key that differs between functions. A function made again around the same objects, like a lambda in a loop, has the same key."""
     owner, inner = getattr(function, "__self__", None), getattr(function, "__func__", function)
     if not isinstance(inner, types.FunctionType):
         return (id(function),)
@@ -256,15 +256,15 @@ def _collect(root: Root, value: Any, own: set[int], found: dict[int, _Kept], dep
 
 
 def _inside(value: Any) -> list[Any]:
-    """What it holds; of many things, those that came last."""
-    # The trainer keeps tensors as it runs.
+    """What `value` holds. If it holds many things: the last ones."""
+    # Objects of this package are left out: the trainer keeps tensors as it runs.
     if (
         type(value) in SIMPLE
         or isinstance(value, (torch.Tensor, *_CLOSED))
         or str(type(value).__module__).startswith("paceline.")
     ):
         return []
-    # list(): one call of C code, whatever other devices do to it meanwhile.
+    # list() is one call of C code, so other devices cannot change the container meanwhile.
     if isinstance(value, dict):
         inside = list(value.values())
     elif isinstance(value, (list, tuple, set, deque)):

@@ -1,7 +1,7 @@
-"""Reads, through the user's module, of what the forwards of replicas have just written to attributes of theirs.
+"""Refuses to read attributes of the user's module that the forwards of replicas have just written to their own modules.
 
 On one device such a read gives what the last forward has left. On several devices the replicas run the forwards, and the user's module still
-has what an earlier call left there. A loss made of that is wrong, so the read is refused.
+has what an earlier call left there. A loss made of that would be wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from paceline import InvalidArgument
 from paceline.torch._replicas.reach import BARE
 
-_Check = Callable[[str], None]  # raises where the attribute of this name must not be read
+_Check = Callable[[str], None]  # raises if the attribute of this name must not be read
 
 _checks: dict[int, _Check] = {}  # by the identity of a module, while it is guarded
 
@@ -25,15 +25,15 @@ _checks: dict[int, _Check] = {}  # by the identity of a module, while it is guar
 def guarded(modules: list[tuple[str, nn.Module]], wrote: Callable[[int, str], bool]) -> Iterator[None]:
     """While devices run, an attribute raises when it is read if ``wrote(index of the module, name)`` is true.
 
-    Until then each module is of a subclass of its own class. The subclass overrides ``__getattribute__``.
+    Meanwhile the class of each module is a subclass of its own class, which overrides ``__getattribute__``.
     """
     guards: list[tuple[nn.Module, type]] = []
     try:
         for index, (path, module) in enumerate(modules):
             own: Any = type(module)
-            if id(module) in _checks:  # another trainer has it running
+            if id(module) in _checks:  # another trainer runs it
                 continue
-            with contextlib.suppress(Exception):  # a class that allows no subclass, or none in its place
+            with contextlib.suppress(Exception):  # the class allows no subclass, or no other class in its place
                 object.__setattr__(module, "__class__", _guard_of(own))
                 guards.append((module, own))
                 _checks[id(module)] = functools.partial(_check, path, wrote, index)
@@ -55,7 +55,7 @@ def _check(path: str, wrote: Callable[[int, str], bool], index: int, name: str) 
 
 @functools.lru_cache(maxsize=256)
 def _guard_of(own: Any) -> type:
-    """Its subclass that looks at what is read; it passes for the class itself."""
+    """A subclass of `own` that checks every read. It has the name and module of `own`."""
 
     def read(self: Any, name: str) -> Any:
         if name not in BARE:

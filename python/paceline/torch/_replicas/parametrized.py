@@ -1,7 +1,7 @@
 """`torch.nn.utils.parametrize.cached()`, for replicas.
 
-PyTorch keeps what it computed under the identity of the module that was parametrized. A copy has the same class, and so would be given the
-values of the original, or of another replica, together with their graphs.
+PyTorch caches values under the identity of the module that was parametrized. A copy has the same class, and so would get the values of the
+original, or of another replica, together with their graphs.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch.nn.utils import parametrize
 
 
 def give_own_cache(modules: list[nn.Module]) -> None:
-    """Let every parametrized one of a replica's modules keep its values under its own identity."""
+    """Let each parametrized module of a replica cache its values under its own identity."""
     for part in modules:
-        # Not `is_parametrized`: that is true of what merely calls an attribute so.
+        # `is_parametrized` alone is not enough: it is also true if a module merely has an attribute of that name.
         names = getattr(part, "parametrizations", None)
         if isinstance(names, nn.ModuleDict) and parametrize.is_parametrized(part):
             original = type(part)
@@ -27,7 +27,7 @@ def give_own_cache(modules: list[nn.Module]) -> None:
 
 
 def forget(module_ids: set[int]) -> None:
-    """Drop what was computed for these modules: its graph is gone."""
+    """Drop the cached values of these modules, whose graph is gone."""
     cache: dict[Any, Any] = parametrize._cache
     if cache:
         for key in [key for key in list(cache) if key[0] in module_ids]:
@@ -39,7 +39,7 @@ def _getter(name: str) -> Any:
         parametrization = self.parametrizations[name]
         if not parametrize._cache_enabled:
             return parametrization()
-        # Whether caching is on is known for the whole process only: another thread may be inside cached() while this one is outside, without
+        # Caching is on or off for the whole process. Another thread may be inside cached() while this thread is outside, without
         # gradients.
         key: Any = (id(self), f"{name} {torch.is_grad_enabled()}")
         cache: dict[Any, Any] = parametrize._cache

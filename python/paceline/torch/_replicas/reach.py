@@ -1,4 +1,4 @@
-"""What a module's plain Python attributes lead to, beyond the parameters, buffers and submodules that it has registered."""
+"""What can be reached from a module's plain Python attributes, beside its registered parameters, buffers and submodules."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from typing import Any
 import torch
 from torch import nn
 
-BARE = frozenset(vars(nn.Module()))  # what every module has, among it its tables of parameters and hooks
+BARE = frozenset(vars(nn.Module()))  # attributes of every module, such as its tables of parameters and hooks
 SIMPLE = frozenset(
     {type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.device, torch.Size}
 )
 LONGEST = (
-    256  # entries of a container whose entries are compared one by one: a vocabulary would cost more than the step
+    256  # entries of a container that is compared entry by entry; for a vocabulary this would cost more than the step
 )
-_DEEPEST = 4  # that objects are compared: of `cfg.a.b.p`, cfg counts 0
+_DEEPEST = 4  # level down to which objects are compared; in `cfg.a.b.p`, cfg has level 0
 LIBRARIES = sys.stdlib_module_names | {"torch", "numpy"}
 _SEQUENCES = (list, tuple, set, frozenset, deque)
-# What `copy.deepcopy` takes as it is, or nobody walks through.
+# Types that the walk does not enter: `copy.deepcopy` does not copy them, or they hold nothing of interest.
 _CLOSED = (type, types.ModuleType, types.BuiltinFunctionType, enum.Enum, torch.Generator)
 
 
 class Reach:
-    """A walk as `copy.deepcopy` makes it.
+    """A walk through everything that `copy.deepcopy` copies.
 
-    On one device all of this simply takes part in the graph, or is read by the forward, whether it is registered or not.
+    On one device all of this takes part in the graph, or the forward reads it, whether it is registered or not.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self.modules: list[tuple[str, nn.Module]] = []  # the registered ones first, in their order
+        self.modules: list[tuple[str, nn.Module]] = []  # registered ones first, in their order
         self.unregistered: dict[str, torch.Tensor] = {}  # parameters, and other tensors that require a gradient
         self.objects: dict[
             str, Any
-        ] = {}  # plain ones, such as configurations, as deep as _DEEPEST: in attributes, and in containers that they hold
+        ] = {}  # plain objects, such as configurations, in attributes and in containers, down to level _DEEPEST
         self.seen: set[int] = set()
         self._functions: list[tuple[str, types.FunctionType]] = []
         self._own = {id(parameter) for parameter in root.parameters()}
         for name, part in root.named_modules():
             self.modules.append((name, part))
             self.seen.add(id(part))
-        self.registered = len(self.modules)  # so many of the modules are
-        # Grows while it is walked: by modules in lists, by theirs, and so on.
+        self.registered = len(self.modules)  # how many of the modules are registered
+        # self.modules grows during this loop, by modules in lists, by modules in these modules, and so on.
         for name, part in self.modules:
             for key, value in list(vars(part).items()):
                 if key not in BARE:
@@ -55,11 +55,11 @@ class Reach:
 
     @property
     def leads_out(self) -> bool:
-        """Whether there is anything to train, or to run, that is not registered."""
+        """Whether there is a parameter or a module that is not registered."""
         return bool(self.unregistered) or len(self.modules) > self.registered
 
     def captured(self) -> Iterator[tuple[str, str]]:
-        """Functions that refer to a module or a parameter by their closure, which no copy changes: (their path, the variable)."""
+        """Functions whose closure refers to a module or a parameter, which copying does not change: (path, variable)."""
         wanted = self._own | {id(part) for _, part in self.modules} | {id(one) for one in self.unregistered.values()}
         for path, function in self._functions:
             for variable, content in closure_of(function):
@@ -113,7 +113,7 @@ class Reach:
 
 
 def closure_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The variables of outer functions that it refers to, with their values."""
+    """The variables of outer functions that the function refers to, with their values."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
@@ -122,7 +122,7 @@ def closure_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def has_slots(kind: type) -> bool:
-    """Whether its instances have attributes outside of their ``__dict__``; those of the standard library keep what they computed there."""
+    """Whether instances have attributes outside of ``__dict__``. False for the standard library, which only caches values there."""
     return bool(copyreg._slotnames(kind)) and kind.__module__.partition(".")[0] not in LIBRARIES  # type: ignore[attr-defined]
 
 

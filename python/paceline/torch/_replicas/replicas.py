@@ -1,4 +1,4 @@
-"""Replicas: modules of their own for every device, with the user's parameters inside."""
+"""Replicas: a module for every device, with the user's parameters inside."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.torch._replicas.parametrized import forget
 from paceline.torch._replicas.reach import SIMPLE, Reach
 from paceline.torch._replicas.written import Written
 
-# Looked at before every step, of every parameter and module: through map(), without a line of Python for each.
+# Before every step these are read from every parameter and module, by map(), which runs no line of Python for each.
 _data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _requires_grad = operator.attrgetter("requires_grad")
 _hooks = operator.attrgetter("_backward_hooks")
@@ -32,12 +32,12 @@ _contents = operator.attrgetter("_parameters", "_buffers", "_modules")
 
 
 class Replica:
-    """One device's module. `parameters` are in the order of the user's."""
+    """One device's module. Its `parameters` are in the order of the user's parameters."""
 
     def __init__(self, copied: Copied, reach: Reach, parameters: list[torch.Tensor], reader: Reader | None) -> None:
         self.module = copied.module
         shared = reader is not None
-        self.shared = shared  # False: it is the user's module itself
+        self.shared = shared  # False: this is the user's module itself
         self.counterparts = copied.counterparts
         self.carrying: dict[int, Any] = {}
         self.written: Written | None = None
@@ -48,18 +48,18 @@ class Replica:
         self._buffer_slots = [(one._buffers, name) for one in self.modules for name in one._buffers]
         self._module_ids = set(map(id, self.modules))
         names = [name for name, _ in reach.modules]
-        # A class that copies itself in a way of its own may leave a part with the user's.
+        # A class with its own way of copying may leave a part of the user's module in the copy.
         self._copied = [(name, theirs) for name, (ours, theirs) in zip(names, pairs, strict=True) if ours is not theirs]
         self._reader = reader
         if reader is not None:
             guard_hooks(self._copied, self.module, reader)
 
     def forget_cached(self) -> None:
-        """Before a micro-batch, and after a backward: ``parametrize.cached()`` may hold values whose graph is gone."""
+        """Drop what ``parametrize.cached()`` holds, before a micro-batch and after a backward: the graph of the values may be gone."""
         forget(self._module_ids)
 
     def carry(self, changes: list[Change], hooked: list[int], holders: list[Any]) -> None:
-        """Make the changes of attributes and hooks that the user's `holders` have seen."""
+        """Make changes of attributes and hooks of the user's `holders` on this replica, too."""
         memo = dict(self.counterparts)
         carry(changes, holders, memo)
         for index in hooked:
@@ -69,20 +69,20 @@ class Replica:
         self.carrying = memo
 
     def carried(self, wanted: set[int]) -> None:
-        """All replicas have made the changes: of what was copied, remember the `wanted` objects only.
+        """Forget all copied objects but the `wanted` ones, after all replicas have made the changes.
 
-        What else there is may change, and the identity of an object that is gone may become that of another.
+        The others may change, and a new object may get the identity of an object that is gone.
         """
         self.counterparts = {key: theirs for key, theirs in self.carrying.items() if key in wanted}
         self.carrying = {}
 
     def buffer_marks(self) -> list[tuple[int, int]]:
-        """Other ones after a buffer was set or written to, by other means than ``.data`` or batch normalisation."""
+        """Marks that change when a buffer is set or written to, except through ``.data`` or by batch normalisation."""
         found = (slots.get(name) for slots, name in self._buffer_slots)
         return [(id(buffer), 0 if buffer is None or buffer.is_inference() else buffer._version) for buffer in found]
 
     def follow(self, requires_grad: list[bool], training: list[bool]) -> None:
-        """Be as the user's parameters, modules and buffers are."""
+        """Take over ``requires_grad``, the training mode and the buffers of the user's module."""
         if list(map(_requires_grad, self.parameters)) != requires_grad:
             for parameter, wanted in zip(self.parameters, requires_grad, strict=True):
                 parameter.requires_grad_(wanted)
@@ -108,7 +108,7 @@ class Replicas:
         self._replicate = replicate
         self._reader = Reader()
         self.list: list[Replica] = []
-        self.generation = 0  # counts how often they were made
+        self.generation = 0  # how often the replicas were made
         with torch.inference_mode(False):
             self._build()
 
@@ -117,13 +117,13 @@ class Replicas:
         reach = Reach(self._module)
         check_trainable(self._module, reach, shared)
         named = {**dict(self._module.named_parameters()), **reach.unregistered}
-        # First what can fail: replicas that do not fit must not pass for the ones that do.
+        # What can fail comes first, so that a failure does not leave replicas that seem to fit.
         if shared:
             copies = self._copies(named)
             random = RandomStates(self._places)
             try:
                 made = [self._make(device, copies, reach, list(named.values())) for device in range(self._device_count)]
-            finally:  # a new module draws its first weights, which parameters of the user's replace
+            finally:  # a new module draws initial weights, although the user's parameters replace them
                 random.restore()
             self._send(copies, list(named.values()))
         else:
@@ -136,7 +136,7 @@ class Replicas:
         self.captured = list(reach.captured()) if shared else []
         self._attributes = _watched(reach, made[0].counterparts) if shared else None
         self._watch_forwards()
-        self.named_modules = reach.modules  # those in plain lists, too
+        self.named_modules = reach.modules  # also those in plain lists
         self.modules = [part for _, part in reach.modules]
         self._original = set(map(id, self.modules))
         self.norms = [entry for entry in reach.modules if isinstance(entry[1], nn.modules.batchnorm._BatchNorm)]
@@ -146,7 +146,7 @@ class Replicas:
         self._storages = list(map(_data_ptr, self.parameters))
 
     def _copies(self, named: dict[str, torch.Tensor]) -> dict[int, dict[int, torch.Tensor]]:
-        """Of each memory space that is not home, by the identity of the parameter: where its copy goes."""
+        """For each memory space but home: memory for a copy of each parameter, by the parameter's identity."""
         copies: dict[int, dict[int, torch.Tensor]] = {}
         for device, space in enumerate(self._places.spaces):
             if space == self._places.home_space or space in copies:
@@ -191,7 +191,7 @@ class Replicas:
         return Replica(made, reach, parameters, self._reader)
 
     def _send(self, copies: dict[int, dict[int, torch.Tensor]], ours: list[torch.Tensor]) -> None:
-        """From now on every step begins by bringing the parameters there."""
+        """Let every step begin by copying the parameters there."""
         if self._places.queues is None:
             return
         parameters = {id(parameter): parameter for parameter in ours}
@@ -202,7 +202,7 @@ class Replicas:
                 for key, copy in storages.items()
             ]
         )
-        self._sent = copies  # the queues have their addresses only
+        self._sent = copies  # keeps the memory alive: the queues have only addresses
 
     @property
     def blame(self) -> str:
@@ -222,23 +222,23 @@ class Replicas:
 
     @property
     def any_buffers(self) -> bool:
-        """Whether the module has some."""
+        """Whether the module has buffers."""
         return any(owner._buffers for owner in self.modules)
 
     @property
     def all_modules(self) -> list[nn.Module]:
-        """The user's, and those of the devices."""
+        """The user's modules, and those of the devices."""
         return [*self.modules, *(part for replica in self.list for part in replica.modules)]
 
     def release(self) -> None:
-        """Let go of the modules of the devices; the user's own stays."""
+        """Release the modules of the devices. The user's module stays."""
         self.list = self.list if self._device_count == 1 else []
         self._sent = {}
 
     def refresh(self, function: Any = None) -> None:
-        """Before a step of `function`: follow what the user changed on the module. Costs a pass over cached lists.
+        """Follow what the user changed on the module, before a step of `function`. Costs a pass over cached lists.
 
-        Not in inference mode, which the caller may be in for `predict`: what is made in it is of no use to a later step.
+        This leaves inference mode, which the caller may be in for `predict`: a later step could not use tensors that are made in it.
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
@@ -249,7 +249,7 @@ class Replicas:
 
     def _refresh(self) -> None:
         if not self._fits():
-            self._places.drain()  # they may still be at what is about to go
+            self._places.drain()  # devices may still use what is about to be released
             self._build()
         if self._attributes is None:
             return
@@ -264,18 +264,18 @@ class Replicas:
             replica.follow(requires_grad, training)
 
     def _follow(self, attributes: Attributes) -> None:
-        """Attributes and hooks that the user has changed. What a replica has changed of its own stays, where the user's is as it was."""
-        # What a forward of the user's own has left on the module is overwritten by the replica's.
+        """Follow attributes and hooks that the user has changed. What a replica's forward has set stays, unless the user has changed it."""
+        # A forward of the user may have left values on the module. They are left out, since the replicas' forwards set their own.
         changes = [change for change in attributes.changes() if not is_of_a_forward(change.value)]
         hooked = attributes.hooked()
         if attributes.need_new_replicas(changes):
             self._places.drain()
             return self._build()
         if hooked or any(type(change.value) not in SIMPLE for change in changes):
-            self._places.drain()  # as where they are made anew: tensors may go
+            self._places.drain()  # devices may still use tensors that are about to be released
             for replica in self.list:
                 replica.carry(changes, hooked, attributes.holders)
-            # Among what is new may be objects that can change, too.
+            # New objects may change later, so they have to be watched.
             attributes = self._attributes = _watched(Reach(self._module), self.list[0].carrying)
             wanted = set(map(id, (*self.parameters, *attributes.holders)))
             for replica in self.list:
@@ -292,7 +292,7 @@ class Replicas:
             replica.written = None if self._attributes is None else Written(self._attributes, replica.counterparts)
 
     def guarded(self) -> contextlib.AbstractContextManager[None]:
-        """While the devices run: the function may not read from the user's module what the replicas' forwards write to theirs."""
+        """While the devices run, refuse reads from the user's module of what the replicas' forwards write to their own modules."""
         if not self.shared or not self._reader.reaches(self._original):
             return contextlib.nullcontext()
         return guarded(self.named_modules, self._wrote)
@@ -301,13 +301,13 @@ class Replicas:
         return any(replica.written is not None and replica.written.has(index, name) for replica in self.list)
 
     def push_written(self, device: int) -> None:
-        """After a step: what the forwards of this device have written to attributes goes back to the user's module."""
+        """Give the user's module, after a step, what the forwards of this device have written to attributes."""
         written = self.list[device].written
         if written is not None:
             written.push(self._places.home)
 
     def _fits(self) -> bool:
-        """Whether structure, identity and storage of the parameters are those that the replicas were made from."""
+        """Whether structure, identity and storage of the parameters are still those that the replicas were made from."""
         return (
             all(map(operator.is_, self._all_dicts(), self._dicts))
             and list(map(list, self._dicts)) == self._keys
@@ -317,17 +317,17 @@ class Replicas:
         )
 
     def _all_dicts(self) -> list[dict[str, Any]]:
-        """Of each module the parameters, the buffers and the submodules, by name."""
+        """For each module its dicts of parameters, buffers and submodules."""
         return list(chain.from_iterable(map(_contents, self.modules)))
 
     def _all_entries(self) -> list[Any]:
-        """Every parameter (None where one may be set later) and every submodule, in the order of the modules."""
+        """Every parameter (None if it is not set) and every submodule, in the order of the modules."""
         parameters, modules = self._dicts[::3], self._dicts[2::3]
         return list(chain(*map(dict.values, parameters), *map(dict.values, modules)))
 
 
 def _watched(reach: Reach, counterparts: dict[int, Any]) -> Attributes:
-    """What changes there is followed. Replicas share an object that no copy was made of, such as a logger."""
+    """The attributes whose changes are followed. Objects that were not copied, such as loggers, are left out, since replicas share them."""
     reach.objects = {path: one for path, one in reach.objects.items() if counterparts.get(id(one), one) is not one}
     return Attributes(reach)
 

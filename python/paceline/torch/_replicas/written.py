@@ -1,4 +1,4 @@
-"""What a forward writes to attributes of its own module, on its way back to the user's module."""
+"""Brings what a forward writes to attributes of its own module back to the user's module."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NOTHING = object()
 
 
 class Written:
-    """The attributes of a replica, to find those that its forwards have set since: by identity, in passes of C code.
+    """The attributes of a replica, compared by identity in passes of C code to find those that its forwards have set.
 
-    As on one device, the user's module then has the value, and a user who resets it changes it.
+    The user's module gets these values, as it would on one device. If the user then sets them, that counts as a change.
     """
 
     def __init__(self, attributes: Attributes, counterparts: dict[int, Any]) -> None:
@@ -29,15 +29,15 @@ class Written:
         self.note()
 
     def note(self) -> None:
-        """The replica was given new values."""
+        """Note the present values, after the replica was given new ones."""
         self._lengths = list(map(len, self._dicts))
         self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
 
     def has(self, index: int, name: str) -> bool:
-        """Whether a forward has set the attribute of the holder of this index since, or filled it with what has a graph."""
-        values = dict(self._dicts[index])  # one call of C code, whatever the replica's device does to it meanwhile
+        """Whether a forward has set the attribute of this holder since then, or has put a tensor with a graph into it."""
+        values = dict(self._dicts[index])  # one call of C code, so the replica's device cannot change it meanwhile
         if name not in values or not self._apart[index] or name in BARE or callable(values[name]):
-            return False  # a function that a forward has looked up is no result of that forward
+            return False  # a function that a forward has looked up and stored is not a result of it
         begin, length = sum(self._lengths[:index]), self._lengths[index]
         before = dict(zip(values, self._values[begin : begin + length], strict=False))
         return before.get(name, _NOTHING) is not values[name] or is_of_a_forward(values[name])
@@ -47,7 +47,7 @@ class Written:
         now = list(chain.from_iterable(map(dict.values, self._dicts)))
         if list(map(len, self._dicts)) == self._lengths and all(map(operator.is_, now, self._values)):
             return
-        if not self._attributes.same:  # loss_fn has changed the user's module: that is followed first
+        if not self._attributes.same:  # loss_fn has changed the user's module; the replicas have to follow that first
             return
         found: dict[int, dict[str, Any]] = {}
         begin = 0
@@ -56,7 +56,7 @@ class Written:
             begin += length
             if not self._apart[index] or (len(values) == length and all(map(operator.is_, values.values(), before))):
                 continue
-            # Names keep their places; those that are new come last.
+            # A dict keeps the order of its names, and new names come last.
             olds = chain(before, repeat(_NOTHING))
             for (name, value), old in zip(values.items(), olds):  # noqa: B905
                 settled = _NOTHING if value is old or name in BARE else _settled(value, home)
@@ -68,7 +68,7 @@ class Written:
 
 
 def _settled(value: Any, home: torch.device) -> Any:
-    """The value as the user may have it: a graph would be gone, and an object is the replica's own."""
+    """The value to give to the user's module, or _NOTHING for tensors with a graph and for objects, which belong to the replica."""
     if type(value) in SIMPLE:
         return value
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Whether one device alone would be faster, which is measured while training: in small steps devices hinder each other."""
+"""Measures while training whether one device alone would be faster. In small steps devices hinder each other."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ from typing import NamedTuple
 
 from paceline._words import counted
 
-_FIRST_TRIAL = 32  # steps: by then shares have settled
-_NEXT_TRIAL = 4  # times as many steps as there were at the last trial
-_TRIES = 6  # steps of a device in a trial; the first one, which allocates, does not count
-_MOST_DEVICES = 2  # in a trial: of many devices each alone takes many times as long as all together
+_FIRST_TRIAL = 32  # steps; by then shares have settled
+_NEXT_TRIAL = 4  # the next trial comes after this many times the steps of the last trial
+_TRIES = 6  # steps of a device in a trial; the first step allocates and does not count
+_MOST_DEVICES = 2  # in a trial; one of many devices alone takes many times as long as all together
 _RECENT = 50  # steps
-_MOST_SECONDS = 20e-3  # of a step: in longer ones devices hinder each other little, and a trial would cost more
-_OTHER_KIND = 8  # steps in a row with another kind of batch: those are what is watched from then on
-_CLEARLY = 0.9  # of the time, or less
+_MOST_SECONDS = 20e-3  # per step; in longer steps devices hinder each other little, and a trial would cost more
+_OTHER_KIND = 8  # after so many steps in a row with another kind of batch, that kind is watched
+_CLEARLY = 0.9  # of the time, or less, is clearly faster
 
 
 class Alone(NamedTuple):
     """Medians of the steps that a device ran alone, in seconds."""
 
     step: float
-    computing: float  # the part of it in which the device ran the batch
+    computing: float  # the part of the step in which the device ran the batch
 
 
 class Measured(NamedTuple):
     """What is known of one kind of batch."""
 
     size: int  # of the batch
-    together: float  # seconds of a step as usual, the median
+    together: float  # median seconds of a usual step
     alone: dict[int, Alone]  # by device
 
 
 class AloneTrials:
-    """Runs a few small steps on one device alone, ever more seldom, and compares them with steps as usual.
+    """Runs a few small steps on one device alone, ever more seldom, and compares them with usual steps.
 
-    The times of devices that work side by side do not tell how long one would take alone. On the host each operator takes Python's lock;
-    where operators are small, handing the lock over takes most of the time (seen: 2.2 ms alone for a batch of 4 items, 5.6 ms each for two
-    devices with 2 items).
+    The times of devices that work side by side do not show how long one would take alone. On the host each operator takes Python's lock.
+    If operators are small, handing the lock over takes most of the time. For example, one device took 2.2 ms alone for a batch of 4 items,
+    and two devices with 2 items took 5.6 ms each.
     """
 
     def __init__(self, without: Collection[int] = ()) -> None:
-        """Of all devices `without` these."""
+        """Try all devices `without` these."""
         self._without = frozenset(without)
         self._kind: Hashable = None
         self._size = 0
-        self._others = 0  # steps with other batches since the last one of this kind
+        self._others = 0  # steps with other kinds of batches since the last step of this kind
         self._start()
 
     def _start(self) -> None:
@@ -55,11 +55,11 @@ class AloneTrials:
         self._next = _FIRST_TRIAL
         self._usual: deque[float] = deque(maxlen=_RECENT)
         self._waiting: list[int] = []  # devices that are yet to run alone in this trial
-        self._tries: list[Alone] = []  # of the first of them
+        self._tries: list[Alone] = []  # of the first of the waiting devices
         self._found: dict[int, Alone] = {}
 
     def device(self, kind: Hashable, items: Sequence[int]) -> int | None:
-        """The device that should run the next step, of this kind of batch, alone; None: all should. `items`: of each in the last step."""
+        """The device that should run the next step alone; None: all devices should. `items`: what each device ran in the last step."""
         if kind != self._kind or self._steps < self._next:
             return None
         if not self._waiting:
@@ -68,7 +68,7 @@ class AloneTrials:
         return self._waiting[0]
 
     def add(self, kind: Hashable, size: int, seconds: float) -> None:
-        """A step as usual."""
+        """Note a usual step."""
         if kind != self._kind:
             self._others += 1
             if self._kind is not None and self._others < _OTHER_KIND:
@@ -82,7 +82,7 @@ class AloneTrials:
             self._next = self._steps * _NEXT_TRIAL
 
     def add_alone(self, seconds: float, computing: float) -> None:
-        """A step of the `device`."""
+        """Note a step that the `device` ran alone."""
         self._tries.append(Alone(seconds, computing))
         if len(self._tries) < _TRIES:
             return
@@ -93,7 +93,7 @@ class AloneTrials:
 
     @property
     def measured(self) -> Measured | None:
-        """None before the first trial."""
+        """The result so far. None before the first trial."""
         return Measured(self._size, statistics.median(self._usual), self._found) if self._found else None
 
     def explain(self, names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Flat gradients: each device's in one stretch of memory per element type, and the sums of all devices."""
+"""Flat gradients: those of each device in one stretch of memory per element type, and the sums over all devices."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from paceline.torch._devices.places import Places
 from paceline.torch._replicas.replicas import Replica
 from paceline.torch._run.gradients import DTYPES, View
 
-_ALIGNMENT = 16  # bytes: what the kernels load at a time, and more than any element type asks for
+_ALIGNMENT = 16  # bytes that a kernel loads at a time; no element type needs more
 
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """Where the gradient of a parameter lies in its bucket, in elements: laid out in memory as the parameter is."""
+    """Where the gradient of a parameter lies in its bucket, in elements. Its strides are those of the parameter."""
 
     index: int
     begin: int
@@ -25,11 +25,11 @@ class _Piece:
     is_complex: bool
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The part of a bucket, real and imaginary parts of complex numbers as a last dimension."""
+        """The part of a bucket. Complex numbers have a last dimension for real and imaginary part."""
         return flat.as_strided(self.shape, self.stride, self.begin)
 
     def gradient(self, flat: torch.Tensor) -> torch.Tensor:
-        """The same as a gradient."""
+        """The part of a bucket, with the type and shape of the gradient."""
         return torch.view_as_complex(self.of(flat)) if self.is_complex else self.of(flat)
 
 
@@ -58,16 +58,16 @@ class _Layout:
             self._ends[real] = begin + -(-elements // unit) * unit
 
     def sizes(self) -> list[tuple[torch.dtype, int]]:
-        """Of each bucket; the last one is the loss."""
+        """Element type and elements of each bucket. The last bucket is the loss."""
         return [*self._ends.items(), (torch.float64, 1)]
 
 
 class Buckets:
     """The buckets of one step on devices with queues.
 
-    Each device's gradients are laid one after the other when its last micro-batch is enqueued, so that what crosses memory spaces is
-    one copy, and what is summed one kernel, whatever the number of parameters. The sums become the user's gradients only when every
-    device has come to its end.
+    When a device's last micro-batch is enqueued, its gradients are copied one after the other into a bucket. So one copy crosses memory
+    spaces and one kernel sums, whatever the number of parameters. The sums become the user's gradients only when every device has
+    finished.
     """
 
     def __init__(self, replicas: list[Replica], names: list[str], places: Places) -> None:
@@ -80,13 +80,13 @@ class Buckets:
         self.has_gradient = [False] * len(replicas[0].parameters)
 
     def fill(self, device: int, terms: list[torch.Tensor]) -> list[View | None]:
-        """On a device's worker, after its last micro-batch: its gradients and its part of the loss, and where they lie."""
+        """Fill the buckets of a device with its gradients and its part of the loss, on its worker. Returns where the buckets are."""
         replica = self._replicas[device]
         place = self._places.devices[device]
         with torch.no_grad():
             flat = [self._laid_out(device, dtype, count) for dtype, count in self._layout.sizes()[:-1]]
             loss = torch.zeros(1, dtype=torch.float64, device=place)
-            if terms:  # none: no item of this device's counts
+            if terms:  # empty if no item of this device counts
                 loss += torch.stack([term.to(place, torch.float64) for term in terms]).sum()
             flat.append(self._pinned(loss) if self._must_be_pinned(device) else loss)
         for tensor in flat:
@@ -96,7 +96,7 @@ class Buckets:
         return [_view(tensor) for tensor in flat]
 
     def sums(self) -> list[View | None]:
-        """Where the sums go: fresh memory at home, of the caller's stream."""
+        """Allocate the sums: fresh memory at home, of the caller's stream. Returns where they are."""
         with self._places.at_home():
             self._sums = [
                 torch.empty(count, dtype=dtype, device=self._places.home) for dtype, count in self._layout.sizes()
@@ -117,7 +117,7 @@ class Buckets:
         return self._sums[-1][0]
 
     def take_pinned(self) -> list[torch.Tensor]:
-        """What host devices have delivered to GPUs, which read it later. The rest is let go of."""
+        """Take out what host devices have delivered to GPUs, which read it later. Release the rest."""
         pinned = [tensor for device, flat in enumerate(self._flat) if self._must_be_pinned(device) for tensor in flat]
         self._flat = [[] for _ in self._replicas]
         return pinned
@@ -149,7 +149,7 @@ class Buckets:
         return flat
 
     def _must_be_pinned(self, device: int) -> bool:
-        """Host memory that a GPU shall copy has to be."""
+        """Whether a GPU copies this device's buckets from host memory, which has to be pinned for that."""
         return self._places.devices[device].type == "cpu" and self._places.home.type != "cpu"
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:

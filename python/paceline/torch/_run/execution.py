@@ -293,7 +293,7 @@ class Execution:
                 if fails_over_one_item(error) and run.least == 1 < run.batch.size:
                     work.normalises = True
                     raise _TryAgainError from error
-                told = run.batch.told(begin, end) if end > begin else ""
+                told = run.batch.described(begin, end) if end > begin else ""
                 raise_failure(error, where, told, run.kept)
             finally:
                 del error  # which refers to this frame: a dropped trainer shall end without the garbage collector

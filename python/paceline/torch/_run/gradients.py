@@ -1,4 +1,4 @@
-"""Gradients on their way from the replicas to the user's ``.grad``."""
+"""Brings gradients from the replicas to the user's ``.grad``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from paceline import InvalidArgument
 from paceline.torch._replicas.replicas import Replica, Replicas
 
-# Types that the reduction sums itself, by their number in paceline's DType; others are summed by PyTorch on the caller.
+# Types that the reduction sums, with their number in paceline's DType. PyTorch sums others on the caller's thread.
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 
 View = tuple[int, int, int]
 
-# Of every gradient in every step: through map(), without a line of Python for each.
+# These are read from every gradient in every step, by map(), which runs no line of Python for each.
 _grad = operator.attrgetter("grad")
 _version = operator.attrgetter("_version")
 _layout = operator.attrgetter("layout")
@@ -30,9 +30,9 @@ def _are_strided(gradients: Iterable[torch.Tensor]) -> bool:
 
 
 def views(replica: Replica, names: list[str]) -> tuple[list[View | None], list[int]]:
-    """Where the replica's gradients lie: (address, elements, type) each, None where there is none.
+    """Where the replica's gradients are: (address, elements, type) for each, or None if there is none.
 
-    The second list names the gradients whose layout or type the reduction cannot take; `commit` adds those.
+    The second list has the indices of gradients whose layout or type the reduction cannot take. `UserGradients.totals` adds those.
 
     Raises
     ------
@@ -68,16 +68,16 @@ def views(replica: Replica, names: list[str]) -> tuple[list[View | None], list[i
 class OwnStorages:
     """Gives every gradient of a replica memory of its own, for one step.
 
-    Autograd may hand two parameters views of one tensor, as after ``a + b`` where nothing is broadcast. That is harmless until
-    somebody adds to them in place, be it a second backward or the reduction: each would get what is meant for the other, too.
+    Autograd may give two parameters views of one tensor, as after ``a + b`` where nothing is broadcast. That is harmless until a second
+    backward or the reduction adds to them in place: each would get what is meant for the other, too.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._waiting: Sequence[torch.Tensor] = parameters  # for their first gradient
+        self._waiting: Sequence[torch.Tensor] = parameters  # parameters that have no gradient yet
         self._known: set[int] = set()
 
     def separate(self) -> None:
-        """After a backward: gradients that are new and lie in memory that another has are copied."""
+        """Copy new gradients that share memory with others. To be called after each backward."""
         if not self._waiting:
             return
         gradients = [gradient for gradient in map(_grad, self._waiting) if gradient is not None]
@@ -102,7 +102,7 @@ class OwnStorages:
 
 
 class UserGradients:
-    """The user's own ``.grad`` during a step: set aside, so that it is as it was whatever happens, and added to in the end."""
+    """The user's own ``.grad`` during a step. It is set aside, so that a failure leaves it as it was, and added to in the end."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
@@ -120,9 +120,9 @@ class UserGradients:
             parameter.grad = None
 
     def check(self) -> None:
-        """Raise if the loss reached around the replicas, or somebody wrote a shared parameter while the step ran."""
+        """Raise if the loss used the user's module instead of the replicas, or if a shared parameter was written during the step."""
         if not self._replicas.shared:
-            return  # the user's own module: what it writes in its forward is its business, as in plain PyTorch
+            return  # the user's module itself ran, and may write what it likes, as in plain PyTorch
         names, parameters = self._replicas.names, self._replicas.parameters
         untouched = set(map(type, map(_grad, parameters))) <= {type(None)}
         if untouched and list(map(_version, parameters)) == self._versions:
@@ -140,20 +140,20 @@ class UserGradients:
                 )
 
     def restore(self) -> None:
-        """After a failure: ``.grad`` as it was before the step."""
+        """Put ``.grad`` back as it was before the step."""
         for parameter, gradient in zip(self._replicas.parameters, self._before, strict=True):
             if parameter.grad is not gradient:
                 parameter.grad = gradient
 
     def totals(self, left_out: dict[int, set[int]]) -> list[torch.Tensor | None]:
-        """The gradients of the batch. The first device that has one holds the sum of all that the reduction could take."""
+        """The gradients of the batch. The reduction has left its sum in the first device that has a gradient."""
         totals: list[torch.Tensor | None] = list(map(_grad, self._replicas.list[0].parameters))
         if any(left_out.values()):
             return [self._total(index, left_out) for index in range(len(totals))]
         return [self._total(index, left_out) if total is None else total for index, total in enumerate(totals)]
 
     def commit(self, totals: list[torch.Tensor | None]) -> None:
-        """Set or add the gradients of the batch. An interrupted call may be repeated: what was added is not added again."""
+        """Set or add the gradients of the batch. An interrupted call may be repeated, and adds nothing twice."""
         if not self.written:
             pairs = [
                 (before, total)
@@ -168,7 +168,7 @@ class UserGradients:
 
     @property
     def written(self) -> bool:
-        """Whether `commit` has come to where the user's gradients are added to, which cannot be taken back."""
+        """Whether `commit` has begun to add to the user's gradients, which cannot be undone."""
         return any(gradient._version != version for gradient, version in self._added_to)
 
     def _total(self, index: int, left_out: dict[int, set[int]]) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""What Python takes to enqueue a micro-batch, against what a GPU takes to run it."""
+"""Compares the time that Python takes to enqueue a micro-batch with the time that a GPU takes to run it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-_RECENT = 32  # steps of each device; the first of them, which compile and allocate, are soon gone
-# Devices take turns under Python's lock while they enqueue. A device that is to stay busy needs its micro-batch to last longer than all of
-# them take to enqueue theirs; three times that leaves room for what is not even.
+_RECENT = 32  # steps of each device; so the first ones, which compile and allocate, are soon forgotten
+# Devices take turns under Python's lock while they enqueue. To stay busy, a device needs a micro-batch that lasts longer than all devices
+# take to enqueue theirs. Three times as long leaves room for uneven times.
 _TIMES = 3.0
-_HELD_UP = 2.0  # what enqueuing takes when it waits for a GPU, over what it takes when it does not
+_HELD_UP = 2.0  # enqueuing waits for a GPU if it takes this many times as long as on an empty queue
 
 
 class Launch(NamedTuple):
@@ -19,14 +19,14 @@ class Launch(NamedTuple):
 
     device: int
     seconds: float
-    room: bool | None  # whether the devices had done all that they were given before; None where nothing tells
+    room: bool | None  # whether the devices had finished all earlier work; None: not known
 
 
 class LaunchClock:
-    """How long the workers of GPUs take to enqueue a micro-batch; the devices work on meanwhile.
+    """How long the workers of GPUs take to enqueue a micro-batch.
 
-    Only a device that has nothing left shows what Python takes: a queue holds about a thousand kernels, and who adds to a full one
-    waits for the GPU.
+    Only a device whose queue is empty shows what Python takes. A queue holds about a thousand kernels, and a worker that adds to a full
+    queue waits for the GPU.
     """
 
     def __init__(self, gpus: Sequence[bool]) -> None:
@@ -35,7 +35,7 @@ class LaunchClock:
         self._count = 0
 
     def add(self, launches: Iterable[Launch]) -> None:
-        """Those of a step that was committed: others are in no busy time either."""
+        """Note the launches of a committed step. Busy times do not count other steps either."""
         for launch in launches:
             if self._gpus[launch.device]:
                 self._count += 1
@@ -43,14 +43,14 @@ class LaunchClock:
                     self._recent[launch.device].append(launch)
 
     def explain(self, busy_seconds: Sequence[float]) -> str:
-        """A line if Python cannot keep the GPUs busy, or waits for them, else nothing. `busy_seconds`: of each device, in all those steps."""
+        """A line if Python cannot keep the GPUs busy, or waits for them, else nothing. `busy_seconds`: of each device, in all these steps."""
         recent = [launch for launches in self._recent for launch in launches]
         free = [launch.seconds for launch in recent if launch.room]
         held = [launch.seconds for launch in recent if not launch.room]
         if not free:
             return ""
         launch = statistics.median(free)
-        if len(held) > len(free):  # the GPUs still have work when Python comes with more: it keeps them busy
+        if len(held) > len(free):  # the GPUs still have work when Python adds more, so Python keeps them busy
             return _held_up(launch, statistics.median(held))
         mean = sum(busy for busy, gpu in zip(busy_seconds, self._gpus, strict=True) if gpu) / self._count
         needed = _TIMES * len(self._gpus) * launch

@@ -1,8 +1,8 @@
-"""Gradients of what a loss depends on beside the trainer's module: a head, a regulariser or weights that ``loss_fn`` refers to by itself.
+"""Gradients of tensors outside of the trainer's module: a head, a regulariser or weights that ``loss_fn`` refers to by itself.
 
-All devices add to the ``.grad`` of such a tensor, one at a time (PyTorch locks it), each its part of the batch: together that is the gradient
-of the batch, as on one device. They add in the order in which they are done, so where more than two parts are added the last bits may differ
-from run to run. What is left to do here is to put ``.grad`` back where a step fails.
+Each device adds the gradient of its part of the batch to the ``.grad`` of such a tensor, one device at a time (PyTorch locks it). Together that
+is the gradient of the batch, as on one device. Devices add in the order in which they finish, so the last bits may differ from run to run if
+there are more than two parts. The code here puts ``.grad`` back if a step fails.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch.utils.weak import TensorWeakRef
 
 from paceline.torch._replicas.copies import check_hooks
 
-_SIGNED = 12  # nodes of a graph, from its root, that tell whether it is another one than before
-_MOST_SIGNS = 64  # of one function
-_LOOKS = 2  # steps of one function in which its graphs are looked through: a microsecond for each node
+_SIGNED = 12  # nodes from the root of a graph that are compared to see whether the graph is a new one
+_MOST_SIGNS = 64  # graphs of one function that are remembered
+_LOOKS = 2  # steps of one function in which its graphs are searched, at a microsecond per node
 _MOST_FUNCTIONS = 64  # remembered
 
 
 class OutsideGradients:
-    """Those of one trainer: which tensors they are of is known from the first steps of a function."""
+    """The outside gradients of one trainer. The first steps of a function show which tensors it reaches."""
 
     def __init__(self) -> None:
         self._known: dict[Any, list[TensorWeakRef]] = {}
         self._steps: dict[Any, int] = {}
-        self._signs: dict[Any, set[Any]] = {}  # of the graphs that were looked through
-        self._new: set[Any] = set()  # of those in this step: its other workers look, too
+        self._signs: dict[Any, set[Any]] = {}  # by function, the signs of the graphs that were searched
+        self._new: set[Any] = set()  # signs of graphs in this step, which its other workers still have to search
         self._lock = threading.Lock()
         self._function: Any = None
         self._parameters: list[list[torch.Tensor]] = []
@@ -40,7 +40,7 @@ class OutsideGradients:
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None, int]] = {}
 
     def begin(self, function: Any, parameters: list[list[torch.Tensor]], shared: bool) -> None:
-        """Before a step; `parameters` are the module's, and those of the replicas."""
+        """Prepare for a step. `parameters` are those of the module, and those of each replica."""
         self._signs.setdefault(self._function, set()).update(self._new)
         self._new = set()
         function = _code_of(function)
@@ -50,7 +50,7 @@ class OutsideGradients:
             self._signs.clear()
         self._function, self._shared = function, shared
         steps = self._steps[function] = self._steps.get(function, 0) + 1
-        # Later once in a while: a loss may get another term at some time.
+        # The graphs are searched again once in a while, since a loss may get another term.
         self._looks = steps <= _LOOKS or steps & (steps - 1) == 0
         self._parameters, self._own = parameters, None
         self._before = {}
@@ -61,7 +61,7 @@ class OutsideGradients:
                 self._set_aside(tensor)
 
     def look(self, root: torch.Tensor) -> None:
-        """On a worker, before a backward: set aside the gradients of what it will add to."""
+        """Set aside the gradients of all outside tensors that a backward from `root` will add to. Called on a worker."""
         sign, signs = _sign_of(root), self._signs.get(self._function, ())
         if not self._looks and (sign in signs or len(signs) >= _MOST_SIGNS):
             return
@@ -78,7 +78,7 @@ class OutsideGradients:
                     self._known[self._function].append(TensorWeakRef(leaf))
 
     def commit(self) -> None:
-        """What was there before the step, and the step's part. An interrupted call may be repeated."""
+        """Add the gradients of the step to those from before. An interrupted call may be repeated."""
         while self._before:
             leaf, before, version = next(iter(self._before.values()))
             if before is not None:
@@ -89,7 +89,7 @@ class OutsideGradients:
         self._parameters, self._own = [], None
 
     def restore(self) -> None:
-        """As it was before the step."""
+        """Put the gradients back as they were before the step."""
         for leaf, before, _ in self._before.values():
             leaf.grad = before
         self._before = {}
@@ -104,9 +104,9 @@ class OutsideGradients:
 
 
 def _sign_of(root: torch.Tensor) -> Any:
-    """What the graph is like near its root, where a further term or another head stands."""
+    """The types of the nodes near the root of the graph, where another term or another head would show."""
     nodes: list[Any] = [root.grad_fn]
-    for node in nodes:  # which grows meanwhile
+    for node in nodes:  # the list grows during the loop
         if len(nodes) >= _SIGNED:
             break
         if node is not None:
@@ -115,7 +115,7 @@ def _sign_of(root: torch.Tensor) -> Any:
 
 
 def leaves_of(root: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What a backward from there adds gradients to."""
+    """The leaves that a backward from `root` adds gradients to."""
     if root.grad_fn is None:
         yield root
         return
@@ -132,7 +132,7 @@ def leaves_of(root: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _code_of(function: Any) -> Any:
-    """The same for each lambda of one place in the program."""
+    """The code of the function, which is the same for each lambda that one place in the program makes."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__code__", None) or type(function)

@@ -1,4 +1,4 @@
-"""What each kind of work has run before, so that first runs, which may compile, are told from others."""
+"""What each kind of work has run before, to know the first runs, which may compile."""
 
 from __future__ import annotations
 
@@ -16,23 +16,21 @@ from paceline.torch._replicas.replicas import Replicas, is_compiled, is_compiled
 
 
 class Seen:
-    """Which micro-batch sizes each device has run before: a first run may compile, allocate and choose algorithms."""
+    """Which micro-batch sizes each device has run before. A first run may compile, allocate and choose algorithms."""
 
     def __init__(self, device_count: int) -> None:
         self.compiled = self.tunes = False
         self.sizes: list[set[tuple[Any, ...]]] = [set() for _ in range(device_count)]
-        self.ever: list[set[int]] = [
-            set() for _ in range(device_count)
-        ]  # items of a micro-batch, whatever else changed
+        self.ever: list[set[int]] = [set() for _ in range(device_count)]  # sizes in items, never cleared
         self.gate = CompileGate()
         self.mode: Any = None
         self.drawing = Drawing()
-        self.forward_ad = False  # whether it differentiates forward
+        self.forward_ad = False  # whether this work uses forward-mode differentiation
         self._generation = 0
         self._compiled_module = False
 
     def follow(self, replicas: Replicas, module: nn.Module, fn: Callable[..., Any], state: CallerState) -> None:
-        """Before a step: new replicas have run nothing yet, and other modes and compiled functions compile anew."""
+        """Follow the module before a step. New replicas have run nothing yet, and other modes and compiled functions compile again."""
         compiled_fn = is_compiled_function(fn)
         if replicas.generation != self._generation:
             self._generation = replicas.generation
@@ -40,13 +38,13 @@ class Seen:
             for sizes in self.sizes:
                 sizes.clear()
         self.compiled = self._compiled_module or compiled_fn
-        # cuDNN's search for the fastest algorithm is like compilation: a new size takes long, once.
+        # cuDNN searches the fastest algorithm for each new size. Like compilation, this takes long once.
         self.tunes = self.compiled or (state.on_gpu and torch.backends.cudnn.benchmark)
         self.mode = (module.training, state.autocast, fn if compiled_fn else None)
 
 
 class CompileGate:
-    """Compiled modules: first calls of a size run alone, all others together. Dynamo is not thread-safe while it compiles."""
+    """Lets the first call of a size run alone in compiled modules, and all others together. Dynamo is not thread-safe while it compiles."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -55,7 +53,7 @@ class CompileGate:
 
     @contextlib.contextmanager
     def enter(self, first: bool) -> Any:
-        """Yields whether it had to wait: such a run's time is no evidence."""
+        """Yield whether the call had to wait. Then its time says nothing about the device's speed."""
         with self._condition:
             waited = self._compiling or (first and self._running > 0)
             self._condition.wait_for(lambda: not self._compiling and not (first and self._running))

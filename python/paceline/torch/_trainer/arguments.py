@@ -1,4 +1,4 @@
-"""The arguments of `DataParallel`, checked and put into the form that it works with."""
+"""Checks the arguments of `DataParallel`, and brings them into the form that it works with."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from paceline._core.runtime import gpu_facts
 from paceline.comm import Transport
 
 Memory = float | Mapping[str, float]  # bytes, or a fraction if at most 1
-_LEAST_FLOAT_BYTES = 2**20  # 8e9 is meant as bytes, 2.0 and 80.0 are not
+_LEAST_FLOAT_BYTES = 2**20  # a float such as 8e9 means bytes; 2.0 and 80.0 are mistakes
 Balance = Literal["auto", "even"] | Sequence[float]
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is an integer, NumPy's included; True and False are none."""
+    """Whether `value` is an integer, NumPy's included. True and False are not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a real number, NumPy's included; True and False are none."""
+    """Whether `value` is a real number, NumPy's included. True and False are not."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def check_devices(devices: object) -> None:
-    """Raise for what names no devices."""
+    """Raise if `devices` does not name devices."""
     known = isinstance(devices, (str, DeviceGroup)) or (
         isinstance(devices, Sequence) and all(isinstance(device, (str, Device)) for device in devices)
     )
@@ -42,7 +42,7 @@ def check_devices(devices: object) -> None:
 
 
 def check_transport(transport: object) -> None:
-    """Raise for what is none, also where there is nothing to carry."""
+    """Raise if `transport` is not a transport, even if there is nothing to carry."""
     if transport not in get_args(Transport):
         raise InvalidArgument(
             f"DataParallel: there is no transport {transport!r}; use {', '.join(map(repr, get_args(Transport)))}."
@@ -50,7 +50,7 @@ def check_transport(transport: object) -> None:
 
 
 def named_devices(devices: str | Sequence[str | Device], module: nn.Module) -> str | list[str | Device]:
-    """What a group is made of. "auto" follows the module: all GPUs, its own first, if it is on one; else all host devices."""
+    """What to make a group of. "auto" follows the module: if it is on a GPU, all GPUs, its own first; else all host devices."""
     if devices != "auto":
         return devices if isinstance(devices, str) else list(devices)
     parameter = next(module.parameters(), None)
@@ -61,7 +61,7 @@ def named_devices(devices: str | Sequence[str | Device], module: nn.Module) -> s
 
 
 def policy_of(balance: Balance) -> tuple[str, list[float]]:
-    """The policy's name, and its ratios if it has any."""
+    """The name of the policy, and its ratios if it has any."""
     if isinstance(balance, str) and balance in ("auto", "even"):
         return balance, []
     if isinstance(balance, str) or not isinstance(balance, Sequence) or not all(map(is_number, balance)):
@@ -72,7 +72,7 @@ def policy_of(balance: Balance) -> tuple[str, list[float]]:
 
 
 def check_corrections(corrections: object, policy: str, micro_batch: int | None) -> None:
-    """Raise for what is no choice, and where nothing could be held back."""
+    """Raise if `corrections` is not a choice, or if nothing could be held back for them."""
     if corrections is not None and not isinstance(corrections, bool):
         raise InvalidArgument(f"DataParallel: corrections is {corrections!r}; it must be True, False or None.")
     if corrections and policy != "auto":
@@ -85,7 +85,7 @@ def check_corrections(corrections: object, policy: str, micro_batch: int | None)
 
 
 def check_trains(call: str, loss_fn: object) -> None:
-    """Raise where no gradients would come, or nothing that could be called."""
+    """Raise if there would be no gradients, or if `loss_fn` is not a function."""
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         mode = "inference mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise InvalidArgument(
@@ -98,13 +98,13 @@ def check_trains(call: str, loss_fn: object) -> None:
 
 
 def check_scaler(call: str, scaler: object) -> None:
-    """Raise for what scales no losses."""
+    """Raise if `scaler` does not scale losses."""
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise InvalidArgument(f"{call}: scaler is a {type(scaler).__name__}; a torch.amp.GradScaler is needed.")
 
 
 def check_optimizer(cls: object, parameters: object) -> None:
-    """Raise for what is no class, and for what cannot be parameters."""
+    """Raise if `cls` is not a class, or if `parameters` cannot be parameters."""
     if not callable(cls):
         raise InvalidArgument(
             f"optimizer: {cls!r} is not a class. Give the class of the optimizer, and then its options by name: "
@@ -160,7 +160,7 @@ def _memory_bytes(device: Device) -> int:
 
 
 def check_sizes(micro_batch: int | None, granularity: int) -> None:
-    """Both count items."""
+    """Raise if one of them, which both count items, is not a positive integer."""
     if micro_batch is not None and (not isinstance(micro_batch, int) or micro_batch < 1):
         raise InvalidArgument(
             f"DataParallel: micro_batch is {micro_batch}; it must be an integer of at least 1, or None to have it planned."

@@ -1,4 +1,4 @@
-"""How many items a batch needs so that the devices are well used: throughput over batch size, and its knee."""
+"""Finds how many items a batch needs to use the devices well: the knee of the throughput over the batch size."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from paceline._words import counted
 from paceline.torch._run.memory import is_out_of_memory
 from paceline.torch._trainer.arguments import is_number, is_whole
 
-_WORTH = 1.05  # what doubling the batch must bring to go on, and smaller micro-batches to be recommended
+_WORTH = 1.05  # least gain: of doubling the batch, to go on; of smaller micro-batches, to recommend them
 
 Measure = Callable[
     [int, int | None], float
-]  # of a batch size and a micro-batch (None: the trainer's own): seconds of a step
+]  # takes a batch size and a micro-batch (None: the trainer's own), returns seconds per step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +29,11 @@ class BatchSizeSearch:
     batch_size
         The knee: the smallest size measured with at least `efficiency` of the highest throughput.
     seconds
-        Of a step, by batch size: split, forward, backward and reduction on all devices, without an optimizer.
+        Seconds per step, by batch size. A step is split, forward, backward and reduction on all devices, without an optimizer.
     micro_batches
-        Of a step at the knee, by micro-batch; None: as the trainer was made.
+        Seconds per step at the knee, by micro-batch. None stands for the trainer's own.
     micro_batch
-        The fastest of these; None unless another is clearly faster.
+        The fastest of these, or None if none is clearly faster than the trainer's own.
     stopped
         Why no larger batch was measured.
     """
@@ -74,7 +74,7 @@ class BatchSizeSearch:
         Raises
         ------
         ImportError
-            Without matplotlib; names the extra that brings it.
+            If matplotlib is not installed. The message names the extra that brings it.
         """
         figure = figure_class()(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
@@ -89,7 +89,7 @@ class BatchSizeSearch:
 
 
 def check_arguments(make_batch: object, weight: object, seconds: float) -> None:
-    """Raise for what makes no batches, fits one size only, or is no time."""
+    """Raise if `make_batch` is not a function, `weight` fits one size only, or `seconds` is not a time."""
     if not callable(make_batch):
         raise InvalidArgument(
             f"find_batch_size: make_batch is a {type(make_batch).__name__}, not a function. It is find_batch_size(loss_fn, make_batch), "
@@ -107,7 +107,7 @@ def check_arguments(make_batch: object, weight: object, seconds: float) -> None:
 
 
 def check_size(got: int, wanted: int) -> None:
-    """Raise if ``make_batch`` did not make what it was asked for."""
+    """Raise if ``make_batch`` made a batch of another size than it was asked for."""
     if got != wanted:
         raise InvalidArgument(f"find_batch_size: make_batch({wanted}) returned a batch of {counted(got, 'item')}.")
 
@@ -115,7 +115,7 @@ def check_size(got: int, wanted: int) -> None:
 def search(
     measure: Measure, smallest: int, largest: int, efficiency: float, *, micro_batches: bool, devices: int
 ) -> BatchSizeSearch:
-    """Double the batch until that brings little; `measure` raises for a batch that does not fit into memory."""
+    """Double the batch until that brings little. `measure` raises for a batch that does not fit into memory."""
     if not (is_whole(smallest) and is_whole(largest) and 1 <= smallest <= largest):
         raise InvalidArgument(
             f"find_batch_size: smallest is {smallest!r} and largest {largest!r}; integers of at least 1 in this order are needed."
@@ -136,7 +136,7 @@ def search(
                 raise
             stopped = f"a batch of {size} does not fit into memory"
             break
-        # Of two doublings: one may be an accident.
+        # Two doublings have to bring little, since one may be an accident.
         before = list(seconds)[-3:-1]
         if size == largest:
             break

@@ -1,4 +1,4 @@
-"""What the devices ran, step by step, read from a ledger so that it can be run again."""
+"""Reads from a ledger what the devices ran, step by step, so that it can run again."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Span = tuple[int, int]
 
 
 class StepClaims:
-    """Of one step: the micro-batches of each device in the order they ran, and the pieces that each was worked off in.
+    """The claims of one step: each device's micro-batches in the order in which they ran, and the pieces that each was run in.
 
-    `number` is its place among the steps of the ledger: what an entry calls its step is the number of a decision, and steps with costs and
-    steps without are decided apart.
+    `number` is the step's place in the ledger. The ``step`` of an entry is the number of a decision, which steps with costs and steps
+    without count apart.
     """
 
     def __init__(self, entry: dict[str, Any], devices: int, number: int) -> None:
         self.batch_size = int(entry["batch_size"])
-        self.order: list[int] | None = entry.get("order")  # of the items, where they were dealt out by cost
+        self.order: list[int] | None = entry.get("order")  # the order of the items, if they were dealt out by cost
         if self.order is not None and sorted(self.order) != list(range(self.batch_size)):
             raise ValueError(f"the order of step {number} does not have every item once")
         self.lanes: list[list[Span]] = [[] for _ in range(devices)]
@@ -39,7 +39,7 @@ class StepClaims:
 
 
 def _same_items(ran: list[Span], pieces: list[Span]) -> bool:
-    """Whether the pieces lie one after the other, and end where each of those that ran ends."""
+    """Whether the pieces follow one another, and one ends wherever a micro-batch ends."""
     left = list(pieces)
     for begin, end in ran:
         while begin < end and left and left[0][0] == begin < left[0][1] <= end:
@@ -86,7 +86,7 @@ class ClaimScript:
         return len(self._steps)
 
     def peek(self, batch_size: int, *, by_cost: bool) -> StepClaims:
-        """Of the next step; it stays the next one until `advance`, so that a step that fails can be repeated."""
+        """The claims of the next step. It stays the next one until `advance`, so that a step that fails can be repeated."""
         if self._next == len(self._steps):
             raise InvalidArgument(
                 f"{self._call}: {self._path} has run again to its end, {counted(len(self._steps), 'step')}. End the replay with {self._end}."
@@ -104,5 +104,5 @@ class ClaimScript:
         return claims
 
     def advance(self) -> None:
-        """The step was committed."""
+        """Go to the next step, after this one was committed."""
         self._next += 1

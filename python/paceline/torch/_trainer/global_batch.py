@@ -1,4 +1,4 @@
-"""The step taken apart: the library splits, weighs and reduces; the caller's function runs forward and backward."""
+"""The step taken apart: the library splits, weighs and reduces, and the caller's function runs forward and backward."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class MicroBatch:
     data
         The slice, in the same nest as the batch, on the device.
     begin, end
-        Which items of the batch: ``[begin, end)``. With `cost` of `DataParallel.batch` they count positions in the order that the items
-        were dealt out in; put ``torch.arange(items)`` into the batch where `fn` has to know which they are.
+        The items of the batch: ``[begin, end)``. With `cost` of `DataParallel.batch` these are positions in the order in which the items
+        were dealt out. If `fn` has to know the items, put ``torch.arange(items)`` into the batch.
     """
 
     def __init__(self, run: FunctionRun, device: int, begin: int, end: int, data: Any) -> None:
@@ -40,18 +40,18 @@ class MicroBatch:
         return self.end - self.begin
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
-        """The slice's term of the objective, 0-dimensional, with its graph: what to call ``backward`` on yourself.
+        """The slice's term of the objective, 0-dimensional, with its graph, for calling ``backward`` yourself.
 
-        `loss` is what ``loss_fn`` would return: the mean over the slice (or the sum, if that was said), or one loss for each item.
-        Its share is counted into what `GlobalBatch.run` returns. With a ``scaler`` the term is scaled. Where random numbers cannot be
-        seeded (parts of one GPU), that activation checkpointing draws others when it recomputes is noticed in `backward` only.
+        `loss` is what ``loss_fn`` would return: the mean over the slice (or the sum, if the trainer has ``reduction="sum"``), or one loss for each item.
+        The term counts into what `GlobalBatch.run` returns. With a ``scaler`` the term is scaled. If random numbers cannot be seeded (parts of
+        one GPU), activation checkpointing draws other numbers when it recomputes, and only `backward` notices that.
         """
         return self._run.weighed(self._device, self._term(loss))
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        """``weigh(loss).backward()``: adds to the gradients of the replica.
+        """Add to the gradients of the replica, as ``weigh(loss).backward()``.
 
-        May be called several times; the objective is the sum of all losses.
+        May be called several times. The objective is the sum of all losses.
         """
         self._run.backward_of(self._device, self._term(loss), retain_graph)
 
@@ -62,7 +62,7 @@ class MicroBatch:
 
 
 class GlobalBatch:
-    """One batch for any number of runs over all devices. Made by `DataParallel.batch`."""
+    """One batch, for any number of runs over all devices. `DataParallel.batch` makes it."""
 
     def __init__(
         self,
@@ -83,20 +83,20 @@ class GlobalBatch:
         scaler: Any = None,
         name: str | None = None,
     ) -> torch.Tensor:
-        """Call `fn` with every micro-batch, on all devices, and add what its backward passes gave to the parameters' ``.grad``.
+        """Call `fn` with every micro-batch, on all devices, and add the gradients of its backward passes to the parameters' ``.grad``.
 
         Parameters
         ----------
         fn
             ``fn(module, micro_batch)``: runs forward on the replica `module` and ``micro_batch.data``, and calls ``micro_batch.backward(loss)``
-            once or more often. What it returns is not looked at.
+            once or more often. Its return value is ignored.
         parameters
-            Whose gradients are wanted: parameters of the trainer's module, or a submodule of it. All others keep the ``.grad`` that
-            they have. Default: all.
+            The parameters whose gradients are wanted: some of the trainer's module, or a submodule of it. All others keep their
+            ``.grad``. Default: all.
         scaler
             A ``torch.amp.GradScaler``, as for `DataParallel.step`.
         name
-            Runs of one name share what is known of their times. Default: the name of `fn`.
+            Runs of one name share their measured times. Default: the name of `fn`.
 
         Returns
         -------
@@ -106,7 +106,7 @@ class GlobalBatch:
         Raises
         ------
         InvalidArgument
-            After the ``with`` block, and as `DataParallel.step`.
+            If the ``with`` block has ended, and as `DataParallel.step`.
         RuntimeError
             If `fn` left no gradient.
         Exception
@@ -121,7 +121,7 @@ class GlobalBatch:
         return self._start(fn, None if wanted is None else list(wanted), scaler, name or name_of(fn))
 
     def close(self) -> None:
-        """Let go of the batch; idempotent."""
+        """Release the batch. A second call does nothing."""
         self._start = None
 
     def __enter__(self) -> GlobalBatch:
@@ -132,7 +132,7 @@ class GlobalBatch:
 
 
 class FunctionRun(TrainRun):
-    """A run whose forward and backward are the caller's."""
+    """A run in which the caller's function runs forward and backward."""
 
     def __init__(
         self,
@@ -163,24 +163,24 @@ class FunctionRun(TrainRun):
             )
         if part.terms:
             self.terms[device].append((begin, torch.stack([term.to(part.terms[0]) for term in part.terms]).sum()))
-        if self._wanted is not None:  # a backward of the caller's own fills all
+        if self._wanted is not None:  # a backward that the caller's function calls itself fills all gradients
             for parameter in self._wanted[device][1]:
                 parameter.grad = None
         if not self.with_gradient and self.any_gradient(device):
-            self.with_gradient = True  # only ever set: other workers look at theirs meanwhile
+            self.with_gradient = True  # never reset, so workers may set it at the same time
         return True
 
     def weighed(self, device: int, term: torch.Tensor) -> torch.Tensor:
-        """On a device's worker: what the caller calls backward on."""
+        """The tensor that the caller's function calls backward on. Called on a device's worker."""
         root = self.scaled(device, term)
         if self.outside is not None:
             self.outside.look(root)
         return root
 
     def backward_of(self, device: int, term: torch.Tensor, retain_graph: bool) -> None:
-        """On a device's worker: fill the gradients of its replica, those that are wanted."""
+        """Fill the wanted gradients of a device's replica, on its worker."""
         if not term.requires_grad:
-            return  # nothing in this slice depends on a parameter: its gradient is zero
+            return  # nothing in this slice depends on a parameter, so its gradient is zero
         self.draws.look(device)
         root = self.scaled(device, term)
         self.backward(device, root, retain_graph, None if self._wanted is None else self._wanted[device][0])
@@ -199,14 +199,14 @@ class FunctionRun(TrainRun):
 
 
 def name_of(fn: Any) -> str:
-    """Under which name the times of a function are known."""
+    """The name that a function's times are kept under."""
     while hasattr(fn, "func"):  # functools.partial
         fn = fn.func
     return str(getattr(fn, "__qualname__", type(fn).__qualname__))
 
 
 def _indices_of(wanted: Iterable[nn.Parameter], parameters: list[torch.Tensor]) -> set[int]:
-    """Which of a module's parameters these are."""
+    """The indices of the wanted parameters among the parameters of a module."""
     known = {id(parameter): index for index, parameter in enumerate(parameters)}
     found = set()
     for parameter in wanted:
@@ -224,6 +224,6 @@ def _indices_of(wanted: Iterable[nn.Parameter], parameters: list[torch.Tensor]) 
 
 
 def _parted(parameters: list[torch.Tensor], wanted: set[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Those that are wanted and may have a gradient, and all that are not wanted."""
+    """The parameters that are wanted and may have a gradient, and the parameters that are not wanted."""
     ours = [parameter for index, parameter in enumerate(parameters) if index in wanted and parameter.requires_grad]
     return ours, [parameter for index, parameter in enumerate(parameters) if index not in wanted]

@@ -14,33 +14,33 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from paceline.plan import split_items
 from paceline.torch._trainer.arguments import check_optimizer
 
-# Those that update each parameter from its own gradient and state alone, so that any division gives the same bits. Others, and
-# subclasses, of which nothing is known, run as they are.
+# Optimizers that update each parameter from its own gradient and state alone, so that any division gives the same bits. Others run as they
+# are. So do subclasses, since they may do anything.
 _NAMES = "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD"
 _SEPARABLE = frozenset(getattr(torch.optim, name) for name in _NAMES.split() if hasattr(torch.optim, name))
-# Below, handing the work over costs more than it brings (benchmarks/python/optimizer.py). The loop over single parameters holds Python's
-# lock between its operators, so that two such loops hinder each other unless their parameters are large.
+# With fewer elements, handing the work over costs more than it brings (benchmarks/python/optimizer.py). The loop over single parameters holds
+# Python's lock between its operators, so two such loops hinder each other unless their parameters are large.
 _LEAST_ELEMENTS = 1 << 21
 _LEAST_ELEMENTS_OF_A_LOOP = 1 << 17  # on average
-_MOST_IN_ONE_PART = 0.85  # of the elements: a single parameter is not divided, and all wait for the largest
+_MOST_IN_ONE_PART = 0.85  # of the elements; a single parameter is not divided, and all wait for the largest part
 
 Task = Callable[[], None]
 
 
 class Workers(Protocol):
-    """Where parts of a step can run at the same time. An optimizer holds on to it, and so it must not hold on to a trainer."""
+    """Runs parts of a step at the same time. An optimizer keeps it alive, so it must not keep a trainer alive."""
 
     def part_count(self) -> int:
-        """Into how many parts work should be divided; 1 where it had better not be."""
+        """The number of parts to divide work into. 1: do not divide it."""
 
     def run_parts(self, tasks: Sequence[Task]) -> bool:
-        """Run each task once, on a worker of its own. False: nothing was run, since the workers are not to be had."""
+        """Run each task once, on a worker of its own. False: nothing was run, since the workers are not available."""
 
 
 def spread(cls: type[Optimizer], parameters: Iterable[Any], workers: Workers, options: dict[str, Any]) -> Optimizer:
-    """``cls(parameters, **options)``, whose step divides the parameters over the workers where that changes nothing but the time.
+    """``cls(parameters, **options)``, whose step divides the parameters over the workers if that changes nothing but the time.
 
-    It stays an instance of `cls` with all of its state in its own ``state``; a copy or a pickle of it is a plain `cls`.
+    It is an instance of `cls` with all of its state in its own ``state``. A copy or a pickle of it is a plain `cls`.
     """
     check_optimizer(cls, parameters)
     if cls not in _SEPARABLE:
@@ -59,7 +59,7 @@ def _spread_class(cls: type[Optimizer]) -> Any:
         def __init__(self, parameters: Iterable[Any], *, workers: Workers, **options: Any) -> None:
             super().__init__(parameters, **options)
             self._workers = workers
-            self._parts: tuple[Any, list[set[int]]] = ((), [])  # and what they were made of
+            self._parts: tuple[Any, list[set[int]]] = ((), [])  # what they were made for, and the parts
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             loss = None
@@ -79,7 +79,7 @@ def _spread_class(cls: type[Optimizer]) -> Any:
             return bool(tasks) and self._workers.run_parts(tasks)
 
         def _divided(self, count: int) -> list[set[int]]:
-            """The parameters of each part, by identity; of all groups together."""
+            """The parameters of each part, by identity, of all groups together."""
             parameters = [one for group in self.param_groups for one in group["params"]]
             key = (count, tuple(map(id, parameters)))
             if self._parts[0] != key:
@@ -95,25 +95,25 @@ def _spread_class(cls: type[Optimizer]) -> Any:
 
 
 def _empty(cls: type[Optimizer]) -> Optimizer:
-    """What a copy begins with."""
+    """An object of the class without state, for `copy` and `pickle`."""
     return cls.__new__(cls)
 
 
 def _unhooked(step: Any) -> Callable[[Any], Any]:
-    """The class's step without the calls of hooks around it: they come once for all parts."""
+    """The step of the class without the calls of hooks, which come once for all parts."""
     plain: Callable[[Any], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
     return plain
 
 
 def _is_observed() -> bool:
-    """Whether the calling thread's own state would not see what other threads do."""
+    """Whether the calling thread has a mode on, which would not see what other threads do."""
     return bool(
         torch.is_inference_mode_enabled() or _get_current_function_mode_stack() or _get_current_dispatch_mode_stack()
     )
 
 
 def _is_loop(optimizer: Optimizer) -> bool:
-    """Whether Python goes over the parameters one by one, as by default on the host."""
+    """Whether a Python loop updates the parameters one by one, as by default on the host."""
     return not all(group.get("fused") or group.get("foreach") for group in optimizer.param_groups)
 
 
@@ -129,7 +129,7 @@ def _parts_of(parameters: Sequence[torch.Tensor], count: int, loop: bool) -> lis
 
 
 def _part(cls: type[Optimizer], optimizer: Optimizer, part: set[int]) -> Optimizer:
-    """An optimizer of some of the parameters, with the options as they are now and the one state of all."""
+    """An optimizer of some of the parameters, with the present options and the common state."""
     groups = []
     for group in optimizer.param_groups:
         parameters = [one for one in group["params"] if id(one) in part]

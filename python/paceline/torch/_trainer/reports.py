@@ -47,24 +47,36 @@ class Reports:
         Returns
         -------
         dict
-            ``devices``: per name ``share`` (items of the last step), ``items``, ``busy_seconds``, ``idle_seconds`` (totals),
-            ``items_per_second`` (recent, while busy), ``speed`` (that, over the fastest device's), after a step with `cost` also ``cost`` (total) and
-            ``cost_per_second`` (which `speed` then goes by; 0 while recent steps had no costs); ``imbalance`` (slowest busy time over the mean, minus 1; recent); ``moves`` (changes of
-            shares), ``steps``, ``compute_seconds`` and ``step_seconds`` (totals, without and with the reduction; with GPUs, whose reduction
-            is not timed, the latter is what the call of `step` took or what the devices computed, whichever was longer).
-            ``recent_moves``: the last 16 changes of shares that promised a gain, oldest first: ``step`` (how many were recorded before), ``batch_size``, the shares ``from`` and ``to``,
-            ``promised_gain`` and ``measured_gain`` (the part of a step's time that was to be saved, and by the clock was), ``resolution`` (differences below it are noise) and ``outcome``:
-            ``"kept"`` or ``"taken back"`` (it measured worse) once 8 steps have run by it, before ``"pending"``, else ``"overtaken"`` by another move or a change of speed, or ``"unjudged"``
-            where nothing comparable ran before; gain and resolution are 0 unless it was judged. ``taken_back``: how many were. Both are, as `explain`, of the kind of steps, with `cost` or without, that was
-            planned last; with `cost` batches and shares are work. ``sizes``: per
-            device the micro-batches that ever ran, in items. ``memory``: per device with a limit ``limit_bytes``, and once measured ``fixed_bytes``, ``bytes_per_item`` and ``largest_micro_batch`` (of steps with `cost`
-            ``fixed_bytes_with_costs``, ``bytes_per_cost`` and ``largest_padded_cost``);
-            and per GPU ``pool_peak_bytes``, the most that paceline's own pool had given out at once to all trainers of the process, while there were any (what PyTorch and NCCL took is theirs to tell).
-            ``runs``: as all but the last three, for each run of `batch` by its name. After a step (or run) with `cost` also ``items``: ``cost`` of
-            all items, ``padded_cost`` of the micro-batches that ran (each its count times its largest), ``contiguous_cost`` of the same
-            sizes cut from the batch as it came, ``padding_saved`` (the part of the latter's padding); and, once measured, the time of a
-            micro-batch on the devices of the ``device_class`` that ran most: ``fixed_seconds``, ``seconds_per_cost``, ``seconds_per_squared_cost``, whether it follows the ``"padded"`` cost, the
-            ``"sum"`` or the ``"count"`` alone (``measure``), and its relative ``error``.
+            ``devices``: by name ``share`` (items of the last step), ``items``, ``busy_seconds`` and ``idle_seconds`` (totals),
+            ``items_per_second`` (recent, while busy) and ``speed`` (the same, relative to the fastest device). After a step with `cost` also
+            ``cost`` (total) and ``cost_per_second`` (0 while recent steps had no costs), and ``speed`` then compares the latter.
+
+            ``imbalance``: the slowest device's busy time over the mean, minus 1 (recent). ``moves``: the number of changes of shares.
+            ``steps``: the number of steps. ``compute_seconds`` and ``step_seconds``: totals, without and with the reduction. The reduction on
+            GPUs is not timed; there ``step_seconds`` counts the call of `step` or the devices' computing, whichever took longer.
+
+            ``recent_moves``: the last 16 changes of shares that promised a gain, oldest first. Each has ``step`` (how many steps were recorded
+            before it), ``batch_size``, the shares ``from`` and ``to``, ``promised_gain`` and ``measured_gain`` (the saved part of a step's time,
+            as promised and by the clock), ``resolution`` (smaller differences are noise) and ``outcome``. Outcomes: ``"pending"`` until 8
+            steps have run with the new shares, then ``"kept"`` or ``"taken back"`` (it measured worse); ``"overtaken"`` by another move or a
+            change of speed; ``"unjudged"`` where nothing comparable ran before. Unless a move was judged, measured gain and resolution are 0.
+            ``taken_back``: how many moves were. Like `explain`, both are about the kind of steps, with `cost` or without, that was
+            planned last. With `cost`, batches and shares are work.
+
+            ``sizes``: for each device the sizes of micro-batches that ever ran, in items.
+
+            ``memory``: for each device with a limit ``limit_bytes``, and once measured ``fixed_bytes``, ``bytes_per_item`` and
+            ``largest_micro_batch`` (for steps with `cost` ``fixed_bytes_with_costs``, ``bytes_per_cost`` and ``largest_padded_cost``). For
+            each GPU ``pool_peak_bytes``: the most that paceline's own pool had given out at once to all trainers of the process, while there
+            were any. Memory of PyTorch and NCCL is not included.
+
+            ``runs``: all of this except ``sizes``, ``memory`` and ``runs``, for each run of `batch` by its name.
+
+            ``items``, after a step (or run) with `cost`: ``cost`` of all items; ``padded_cost`` of the micro-batches that ran (the count of
+            each times its largest cost); ``contiguous_cost``, the same for micro-batches of these sizes cut from the batch as it came;
+            ``padding_saved`` (the saved part of the latter's padding). Once measured, also the time of a micro-batch on the devices of the
+            ``device_class`` that ran most: ``fixed_seconds``, ``seconds_per_cost``, ``seconds_per_squared_cost``, its relative ``error``, and
+            ``measure``: whether it follows the ``"padded"`` cost, the ``"sum"`` or the ``"count"`` alone.
         """
         runs = {name: _metrics_of(work) for name, work in self._works.runs().items()}
         sizes = {name: sorted(ran) for name, ran in zip(self._works.names, self._works.steps.seen.ever, strict=True)}
@@ -87,16 +99,16 @@ class Reports:
     ) -> Progress[_T]:
         """Loop over `batches` and show step, loss, step time, imbalance, moves, and each device's share (items, or their cost) and busy time.
 
-        On a terminal it is redrawn in place where rich is installed (``pip install 'paceline[progress]'``), at most four times a second. Everywhere
-        else, in files, notebooks, and where log handlers write to the terminal, it is a plain line after the first batch, every
-        `every` seconds, and at the end. No thread is started; Ctrl-C, ``break`` and exceptions leave the terminal as it was.
+        On a terminal it is redrawn in place if rich is installed (``pip install 'paceline[progress]'``), at most four times a second.
+        Everywhere else (files, notebooks, terminals that log handlers write to) it prints a plain line after the first batch, every `every`
+        seconds, and at the end. No thread is started. Ctrl-C, ``break`` and exceptions leave the terminal as it was.
 
         Parameters
         ----------
         batches
-            Any iterable, such as a DataLoader; its elements come unchanged.
+            Any iterable, such as a DataLoader. Its elements come unchanged.
         total
-            How many there are; default ``len(batches)`` where it has one.
+            The number of batches. Default: ``len(batches)``, if it has a length.
         every
             Seconds between two plain lines; 0: one after each batch.
         file
@@ -104,8 +116,9 @@ class Reports:
 
         Notes
         -----
-        All figures are of `step`: a loop that only runs `batch` shows its batches and no steps. Shares, busy and step times are means since the figures before. Reading them and the loss waits for GPUs, only when something is shown.
-        How long the loop waits for batches is remembered; `explain` says so where it is much.
+        All figures are about `step`. A loop that only runs `batch` shows its batches and no steps. Shares, busy and step times are means
+        since the last figures. Reading them and the loss waits for GPUs, and happens only when something is shown. The trainer remembers
+        how long the loop waits for batches, and `explain` says so if it is long.
 
         Examples
         --------
@@ -121,47 +134,47 @@ class Reports:
         return Progress(batches, self.report, loss, total=total, every=every, file=file, watched=self._gaps.watched)
 
     def events(self) -> list[dict[str, Any]]:
-        """The last events, oldest first, at most 4096; reading them waits for GPUs.
+        """The last events, oldest first, at most 4096. Reading them waits for GPUs.
 
         Returns
         -------
         list of dict
             ``kind``: ``"step"``, ``"micro_batch"``, ``"reduction"`` or ``"move"``; ``device``: its name, None for the group; ``step``: how many
-            had succeeded before; ``begin`` and ``end``: items of the batch, with `cost` in the order that they were dealt out in; ``start_seconds``, since the trainer was made, and
-            ``duration_seconds``. A step that failed leaves none. With GPUs a ``"reduction"`` lasts 0 seconds, for it is not timed, and
-            a ``"step"`` as `report` says.
+            steps had succeeded before; ``begin`` and ``end``: items of the batch, with `cost` in the order in which they were dealt out;
+            ``start_seconds``, since the trainer was made; ``duration_seconds``. A step that failed leaves no event. With GPUs a
+            ``"reduction"`` lasts 0 seconds, since it is not timed, and a ``"step"`` lasts as `report` says.
         """
         return list(self._works.steps.stepper.events)
 
     def history(self) -> list[dict[str, Any]]:
-        """The whole run in at most 1024 rows, oldest first: single steps, or in a longer run equally many steps added up.
+        """The whole run in at most 1024 rows, oldest first. A row is one step, or in a longer run the sum of equally many steps.
 
         Returns
         -------
         list of dict
-            ``first_step`` (from 0), ``steps`` (in this row), ``items`` and ``busy_seconds`` (sums, per name of a device), ``costs``
-            (as ``items``; None unless all of these steps had them), ``step_seconds``
-            (sum, with the reduction, but as `report` has it with GPUs), ``longest_step_seconds`` (of one step), ``moves``. Reading it waits for GPUs, as `report` does.
+            ``first_step`` (from 0), ``steps`` (in this row), ``items`` and ``busy_seconds`` (sums, by name of a device), ``costs`` (like
+            ``items``; None unless all of these steps had costs), ``step_seconds`` (sum, with the reduction; with GPUs as in `report`),
+            ``longest_step_seconds`` (of one step), ``moves``. Reading it waits for GPUs, as `report` does.
         """
         return list(self._works.steps.stepper.history)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Draw the run so far: shares with their moves, speeds, and step times; by cost where all steps had `cost`. Also after `close`.
+        """Draw the run so far: shares with their moves, speeds, and step times, by cost if all steps had `cost`. Works after `close`, too.
 
         Parameters
         ----------
         path
-            A file to write, as .png, .svg, .pdf or what else matplotlib knows. None: only the figure is made.
+            A file to write, as .png, .svg, .pdf or another format of matplotlib. None: only make the figure.
 
         Returns
         -------
         matplotlib.figure.Figure
-            With steps counted from 1 on its three axes, to add to and to save; no window opens and pyplot is not used.
+            A figure to add to and to save. Its three axes count steps from 1. No window opens, and pyplot is not used.
 
         Raises
         ------
         ImportError
-            If matplotlib is not installed, which ``pip install 'paceline[plot]'`` brings.
+            If matplotlib is not installed. ``pip install 'paceline[plot]'`` brings it.
         InvalidArgument
             Before the first step.
         """
@@ -172,12 +185,13 @@ class Reports:
         return save(draw_run(self.history(), title=title), path)
 
     def explain(self) -> str:
-        """In words: what was seen, what was decided and why, what a move would gain; of `step`, and of each run of `batch` by its name.
+        """Say in words what was seen, what was decided and why, and what a move would gain: for `step`, and for each run of `batch` by name.
 
-        Where host devices wait much between two steps it says how long, and in a loop over `progress` how much of that for the next batch.
-        Where one device, or plain PyTorch, would be faster for steps as small as these, it says so, by steps that one device ran alone.
+        If host devices wait much between two steps, the text says how long, and in a loop over `progress` how much of that for the next
+        batch. If one device, or plain PyTorch, would be faster for steps as small as these, the text says so. It knows that from steps that
+        one device ran alone.
 
-        Waits for GPUs; also after `close`.
+        Waits for GPUs. Works after `close`, too.
         """
         texts = [
             f"run {name}: {_explained(work)}"
@@ -199,30 +213,30 @@ class Reports:
         remove: Sequence[str] = (),
         batch_size: int | None = None,
     ) -> WhatIfAnswer:
-        """What the best split of `step` would be, and how long a step, if devices had other speeds, came or left. Changes nothing.
+        """What the best split of `step` and the time of a step would be if devices had other speeds, came or left. Changes nothing.
 
-        Devices that work side by side hinder each other. Where some are removed, the others are taken to be faster by what small steps on
-        one device alone have shown (see `balance`), and all seconds then include the trainer's own part of a step; before such steps, and
-        in longer ones, to be as fast as now. ``text`` says which of the two it is.
+        Devices that work side by side hinder each other. So if some are removed, the others get faster. By how much is known from small
+        steps that one device ran alone (see `balance`); all seconds then include the trainer's own part of a step. Before such steps, and
+        for longer ones, the others are assumed to be as fast as now. ``text`` says which of the two applies.
 
         Parameters
         ----------
         speeds
             Device names and factors on their present speed: ``{"host:1": 2.0}`` is twice as fast.
         add
-            ``(like, speed)`` each: one device more like the named one, so many times as fast.
+            ``(like, speed)`` for each: one more device like the named one, so many times as fast.
         remove
-            Names of devices that would get no work.
+            The names of devices that would get no work.
         batch_size
-            Default: that of the last step. After a step with `cost` batches and shares are work, as in `explain`.
+            Default: the size of the last step. After a step with `cost` batches and shares are work, as in `explain`.
 
         Raises
         ------
         InvalidArgument
-            Before the first timing, for what is no such argument, a name that is not there, or a speed that is not above zero.
+            Before the first timing, for wrong arguments, a name that is not there, or a speed that is not above zero.
         """
         given: dict[str, Any] = {"speeds": speeds, "add": add, "remove": remove, "batch_size": batch_size}
-        # It is asked twice, so nothing may be used up.
+        # what_if is called twice, so iterators have to be kept.
         asked: dict[str, Any] = {
             name: tuple(value) if isinstance(value, Iterator) else value for name, value in given.items()
         }
@@ -235,7 +249,7 @@ class Reports:
         return self._works.steps.stepper.what_if(**asked, **self._relief(measured, working))
 
     def _relief(self, measured: Measured, working: list[int]) -> dict[str, Any]:
-        """What estimates from devices side by side lack: how much faster one is alone, and the trainer's own part of a step."""
+        """What estimates from devices side by side do not know: how much faster one is alone, and the trainer's own part of a step."""
         factors: dict[int, float] = {}
         overhead = 0.0
         for device, alone in measured.alone.items():
@@ -255,28 +269,28 @@ class Reports:
         Parameters
         ----------
         path
-            The file; one that is there is replaced.
+            The file. An existing file is replaced.
         run
-            The name of a run of `batch`, as ``report()["runs"]`` has it, to write that one's ledger. Default: that of `step`.
+            The name of a run of `batch`, as in ``report()["runs"]``, to write its ledger. Default: the ledger of `step`.
 
         Raises
         ------
         InvalidArgument
-            After the first step, or the first run of that name (a ledger that lacks some cannot be replayed), or if the file cannot be
-            written.
+            If the first step, or the first run of that name, has begun already (an incomplete ledger cannot be replayed), or if the file cannot
+            be written.
         """
         with self._lifetime.exclusive("write_ledger"):
             self._works.of(kind_of(run)).stepper.write_ledger(os.fspath(path))
 
 
 def _explained(work: Workload) -> str:
-    """Of one kind of work: what was seen and decided, and what limits it."""
+    """What was seen and decided for one kind of work, and what limits it."""
     busy = [entry["busy_seconds"] for entry in work.stepper.metrics["devices"].values()]
     alone = "" if work.alone is None else work.alone.explain(list(work.stepper.metrics["devices"]))
     return work.stepper.explain() + work.launches.explain(busy) + alone
 
 
 def _metrics_of(work: Workload) -> dict[str, Any]:
-    """Of one kind of work, with what its items cost where some had costs."""
+    """The metrics of one kind of work, with the costs of its items if some had costs."""
     items = work.stepper.items
     return work.stepper.metrics if items is None else {**work.stepper.metrics, "items": items}

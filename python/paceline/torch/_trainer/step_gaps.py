@@ -1,4 +1,4 @@
-"""What the devices wait for between two steps: the next batch, an optimizer, whatever else the script does."""
+"""How long the devices wait between two steps: for the next batch, an optimizer, or whatever else the script does."""
 
 from __future__ import annotations
 
@@ -11,36 +11,38 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 _RECENT = 50  # steps
-_LEAST = 8  # that say something: the first ones compile and allocate
-_MUCH = 0.2  # of the time from step to step
-_LEAST_SECONDS = 1e-3  # worth a word
+_LEAST = 8  # steps before anything is said; the first ones compile and allocate
+_MUCH = 0.2  # of the time from step to step is much
+_LEAST_SECONDS = 1e-3  # shorter gaps are not mentioned
 
 
 class StepGaps:
-    """How long a trainer's steps are apart. On the host its devices have nothing to do in between; GPUs may still compute."""
+    """The times between a trainer's steps. Host devices have nothing to do then; GPUs may still compute."""
 
     def __init__(self) -> None:
-        self._ended: float | None = None  # the last step, if nothing has failed since
-        self._recent: deque[tuple[float, float, float]] = deque(maxlen=_RECENT)  # between, of that for a batch, inside
+        self._ended: float | None = None  # when the last step ended, if nothing has failed since
+        self._recent: deque[tuple[float, float, float]] = deque(
+            maxlen=_RECENT
+        )  # seconds between steps, of these for a batch, and inside of a step
         self._waited = 0.0  # for batches, since the last step
 
     def begin(self) -> float:
-        """A step begins; what `end` is told."""
+        """Note that a step begins. Returns what to pass to `end`."""
         return time.perf_counter()
 
     def end(self, began: float) -> None:
-        """It was committed."""
+        """Note that the step was committed."""
         now = time.perf_counter()
         if self._ended is not None:
             self._recent.append((began - self._ended, self._waited, now - began))
         self._ended, self._waited = now, 0.0
 
     def interrupted(self) -> None:
-        """A step failed, or something else ran: the time until the next one says nothing."""
+        """Note that a step failed or something else ran, so that the time until the next step does not count."""
         self._ended, self._waited = None, 0.0
 
     def watched(self, batches: Iterable[_T]) -> Iterator[_T]:
-        """The batches; how long each was waited for is remembered."""
+        """Yield the batches, and remember how long each took to come."""
         iterator = iter(batches)
         while True:
             began = time.perf_counter()
@@ -52,7 +54,7 @@ class StepGaps:
             yield batch
 
     def explain(self) -> str:
-        """A line if much of the time goes by between steps, else nothing."""
+        """A line if much of the time passes between steps, else nothing."""
         if len(self._recent) < _LEAST:
             return ""
         between, waited, inside = (statistics.median(column) for column in zip(*self._recent, strict=True))

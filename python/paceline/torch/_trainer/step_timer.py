@@ -1,4 +1,4 @@
-"""How long a step takes, without a trace of it."""
+"""Measures how long a step takes, without leaving a trace."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from paceline.torch._devices.places import RandomStates
 from paceline.torch._run.execution import Execution, Workload
 from paceline.torch._run.run import LossFunction, TrainRun
 
-_WARM_UP = 3  # steps: first runs of a size, and shares on their way
+_WARM_UP = 3  # steps; first runs of a size are slow, and shares have to settle
 _LEAST = 5  # steps that count
 
 
 class StepTimer:
-    """Steps that commit nothing: gradients, buffers and random generators are put back after each."""
+    """Runs steps that commit nothing. Gradients, buffers and random generators are put back after each."""
 
     def __init__(self, execution: Execution, loss_fn: LossFunction, workload: Callable[[int | None], Workload]) -> None:
         self._execution = execution
@@ -27,7 +27,7 @@ class StepTimer:
         self._works: dict[int | None, Workload] = {}
 
     def seconds(self, batch: Batch, objective: Objective, micro_batch: int | None, at_least: float) -> float:
-        """The median of several steps on all devices, timed for `at_least` so many seconds."""
+        """The median time of several steps on all devices, which are timed for `at_least` so many seconds."""
         work = self._works.get(micro_batch)
         if work is None:
             work = self._works[micro_batch] = self._workload(micro_batch)

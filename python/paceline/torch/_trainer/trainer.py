@@ -46,72 +46,74 @@ _T = TypeVar("_T", bound="DataParallel")
 class DataParallel:
     """Trains `module` on several devices of this machine, with exactly the gradient of one.
 
-    Every call of `step` splits one batch over the devices in proportion to what was measured of them, runs forward and backward on
-    persistent replicas that share the parameters, and commits the gradient of the *whole* batch to the parameters' ``.grad``.
-    The module stays the user's: its parameters are the trained ones and its ``state_dict`` is the single-device one.
+    Every call of `step` splits one batch over the devices in proportion to their measured speeds, runs forward and backward on
+    persistent replicas that share the parameters, and adds the gradient of the *whole* batch to the parameters' ``.grad``.
+    The module stays the user's: its parameters are the trained ones, and its ``state_dict`` is the same as on one device.
 
     Parameters
     ----------
     module
-        The module to train. With two or more devices it is copied once per device (parameters shared within a memory, buffers own). Before
-        each call the copies take over what you changed on it since: parameters, buffers, attributes, hooks, training mode and
-        ``requires_grad``. What a forward writes to attributes of its own module stays with that copy until you change it on yours. After each
-        call yours has the values of the copy that ran most items: simple values and tensors without a graph. Parameters and modules in plain
-        lists, dictionaries or objects get their gradients, too; `optimizer` and ``state_dict`` know registered ones only. With GPUs among the
-        devices the module has to be on the first of them.
+        The module to train. With two or more devices it is copied once per device. The copies have buffers of their own, and share the
+        parameters within a memory. Before each call the copies take over what you changed on the module: parameters, buffers, attributes,
+        hooks, training mode and ``requires_grad``. What a forward writes to attributes of its own module stays with that copy until you
+        change it on yours. After each call your module gets the values of the copy that ran most items: simple values, and tensors without
+        a graph. Parameters and modules in plain lists, dictionaries or objects get their gradients, too, but `optimizer` and ``state_dict``
+        only know registered ones. With GPUs among the devices the module has to be on the first GPU.
     devices
         ``"auto"`` (every GPU if the module is on one, else every host device), names such as ``["host:0", "host:1"]`` or
         ``["cuda:0", "cuda:1"]``, what `paceline.partition` returns, or a `paceline.DeviceGroup`, which then stays open on `close`.
     balance
-        ``"auto"``: shares follow the measured speeds, and a device that is done early takes over work. On host devices, where steps take
-        less than 20 ms, a few of them (after 32 steps, then ever more seldom) run on one device alone: `explain` and `what_if` tell by
-        them whether one device would be faster. ``"even"``: equal shares.
-        A list with one number per device: fixed ratios. The last two never move work.
+        ``"auto"``: shares follow the measured speeds, and a device that is done early takes over work. If steps on host devices take less
+        than 20 ms, a few of them (after 32 steps, then ever more seldom) run on one device alone. From these, `explain` and `what_if` know
+        whether one device would be faster. ``"even"``: equal shares. A list with one number per device: fixed ratios. The last two never
+        move work.
     micro_batch
-        Items of one forward and backward; None: one large planned micro-batch per device, then small corrections where they pay. On host
-        devices, be it one, `step` then also measures, in some steps by turns, whether smaller ones are faster (they may fit a cache) and
-        takes them if so; a loss that couples items needs `micro_batch` of the whole batch on one device to stay as it is. Not where the forward writes buffers, as batch and spectral normalisation do, nor where fixed shares draw random
-        numbers, nor with `torch.compile`, ``corrections=False``,
-        `granularity` or costs.
+        Items of one forward and backward. None: one large planned micro-batch per device, then small corrections where they pay. On host
+        devices (also on a single one) `step` then also measures in some steps whether smaller micro-batches are faster, since they may fit
+        a cache, and uses them if so. It does not if the forward writes buffers, as batch and spectral normalisation do, if fixed shares
+        draw random numbers, or with `torch.compile`, ``corrections=False``, `granularity` or costs. If the loss couples items, set
+        `micro_batch` to the whole batch on one device, so that the loss stays as it is.
     reduction
         What ``loss_fn`` returns for its slice: the ``"mean"`` over its items (or, with `weight`, over their weight), or their ``"sum"``.
-        **The objective is the mean over the batch either way**, so gradients do not change with this; it must only be true.
+        **The objective is the mean over the batch either way.** This argument only has to say what is true; it does not change gradients.
     replicate
-        ``replicate(module)`` returns a new module of the same structure, for modules that ``copy.deepcopy`` cannot copy.
+        ``replicate(module)`` returns a new module of the same structure. For modules that ``copy.deepcopy`` cannot copy.
     timeout
-        Seconds that anything enqueued on a GPU may take; what takes longer is taken for a hang.
+        Seconds that anything enqueued on a GPU may take. What takes longer counts as a hang.
     transport
-        What brings several GPUs the parameters, and the sums of their gradients to the first one: ``"nccl"``, ``"copies"`` through the
-        first one's memory, or ``"auto"``: NCCL where it is found. `explain` says which it is and why. NCCL has a minute for a collective
-        (half of `timeout` where that is less).
+        What brings the parameters to several GPUs, and the sums of their gradients to the first GPU: ``"nccl"``, ``"copies"`` through the
+        first GPU's memory, or ``"auto"``: NCCL if it is found. `explain` says which one is in use and why. NCCL has a minute for a
+        collective (half of `timeout` if that is less).
     memory
-        What one micro-batch may take of a device's memory, beyond parameters and gradients: bytes, or a fraction of what the device has
-        (of its memory, divided by the devices that share it); a dictionary says it for some devices only, by name. Two sizes are
-        measured, and larger claims then worked off in pieces that fit. With `cost` of `step` a size is
-        what the items cost when all are padded to the longest. Default: no limit but the memory itself.
+        What one micro-batch may take of a device's memory, beyond parameters and gradients: bytes, or a fraction of the device's memory,
+        which devices that share a memory divide evenly. A dictionary limits only some devices, by name. Two sizes are measured, and then
+        larger claims run in pieces that fit. With `cost` of `step` a size is the cost of the items when all are padded to the longest.
+        Default: no limit but the memory itself.
     corrections
-        Whether each device holds back a part of its share where times vary, from which those that are done early take ever smaller
-        micro-batches within the step. None: on host devices, unless the forward writes buffers, as batch and spectral normalisation in
-        training do: then each device runs one micro-batch. On GPUs it has to be asked for, since a new size may be compiled, captured or
-        searched an algorithm for: `granularity` bounds how many there are. Needs ``balance="auto"`` and no `micro_batch`.
+        Whether each device holds back a part of its share if times vary. Devices that are done early then take ever smaller micro-batches
+        from these parts within the step. None: on host devices, unless the forward writes buffers, as batch and spectral normalisation in
+        training do; then each device runs one micro-batch. On GPUs you have to ask for corrections, since a new size may need compilation,
+        a new capture, or the search for an algorithm. `granularity` bounds the number of sizes. Needs ``balance="auto"`` and no
+        `micro_batch`.
     granularity
-        Shares and what devices take over from each other are multiples of so many items, so that no more than ``batch / granularity`` sizes
-        of micro-batches ever run (and one for what is left of the batch): for modules that compile or tune anew for each size. With 1 any
-        size up to the batch may run. Shares are the coarser for it. ``report()["sizes"]`` tells which ran.
+        Shares, and what devices take over from each other, are multiples of so many items. So no more than ``batch / granularity`` sizes of
+        micro-batches ever run (and one for the rest of the batch). For modules that compile or tune for each size. With 1 any size up to
+        the batch may run. Larger numbers make shares coarser. ``report()["sizes"]`` has the sizes that ran.
 
     Notes
     -----
-    *Exact* means: for an objective that is a weighted sum over items, the gradient equals the single-device one up to the order of
+    *Exact* means: for an objective that is a weighted sum over items, the gradient equals the gradient of one device up to the order of
     floating-point sums. Losses that couple items (contrastive losses, BatchNorm in training) are no such sum.
 
     Dropout stays valid but draws other masks for another split. On host devices the same seed and the same split give the same numbers, so
-    ``balance="even"`` and `replay_claims` can be repeated; an `UnseededDrawsWarning` names what cannot be seeded. The first step that draws
-    after others that did not runs twice, with what `loss_fn` does in Python. Forward-mode differentiation goes through ``torch.func``.
+    runs with ``balance="even"`` or `replay_claims` can be repeated. An `UnseededDrawsWarning` names what cannot be seeded. If a step draws
+    after steps that did not, it runs twice, and so does the Python code of `loss_fn`. Forward-mode differentiation goes through
+    ``torch.func``.
 
-    While a trainer on host devices is open, the caller's own PyTorch operators run on one thread; `close` restores that.
+    While a trainer on host devices is open, the caller's own PyTorch operators run on one thread. `close` restores the number of threads.
 
-    On GPUs a step is ordered on the caller's current stream of the module's GPU, as an operator is, and waits for nothing; the caller may
-    be two steps ahead of the devices. Where memory runs out, the step runs again in smaller pieces.
+    On GPUs a step is ordered on the caller's current stream of the module's GPU, like an operator, and waits for nothing. The caller may be
+    two steps ahead of the devices. If memory runs out, the step runs again in smaller pieces.
 
     Examples
     --------
@@ -206,53 +208,53 @@ class DataParallel:
         Parameters
         ----------
         loss_fn
-            ``loss_fn(module, slice)``, called once per micro-batch with a replica and a slice of `batch`: the loss, 0-dimensional or with
-            one entry per item of the slice.
+            ``loss_fn(module, slice)`` is called once per micro-batch, with a replica and a slice of `batch`. It returns the loss,
+            0-dimensional or with one entry per item of the slice.
         batch
-            A tensor, or any nest of tuples, lists, mappings and dataclasses. Tensors with dimensions are split along dimension 0, where
-            all have the same length B; 0-dimensional tensors and other objects go along unchanged. A list or an array with B entries is
-            refused, since it looks like one entry per item but cannot be split.
+            A tensor, or any nest of tuples, lists, mappings and dataclasses. Tensors with dimensions are split along dimension 0, where all
+            need the same length B. 0-dimensional tensors and other objects go along unchanged. A list or an array with B entries is
+            refused, since it seems to have one entry per item but cannot be split.
         weight
-            What the mean is over: a 1-D tensor with one weight per item, or a callable that makes one from the whole batch, e.g. the
-            number of unmasked tokens. Default: every item counts 1. Slices without weight are not run.
+            How much each item counts in the mean: a 1-D tensor with one weight per item, or a callable that makes one from the whole
+            batch, e.g. the number of unmasked tokens. Default: every item counts 1. Slices without weight are not run.
         scaler
             A ``torch.amp.GradScaler``: gradients come out scaled, as after ``scaler.scale(loss).backward()``.
         cost
             What each item costs, in any unit: a 1-D tensor with one number per item, or a callable that makes one from the whole batch,
-            e.g. its length in tokens. The devices' *costs* are then balanced instead of their items; each device's items are sorted
+            e.g. its length in tokens. Then the *costs* of the devices are balanced instead of their items. Each device's items are sorted
             and packed into micro-batches of similar cost, of at most `micro_batch` items. So a slice holds items from anywhere in the
-            batch, longest first, and can be trimmed by `loss_fn`: ``tokens = b["tokens"][:, : b["length"].max()]``, which is where the
-            time is saved. The time that items take is learned, up to its square in the cost; `explain` tells it, and what padding
-            was saved. Steps with `cost` and steps without are measured apart.
+            batch, longest first. `loss_fn` saves time if it trims the slice: ``tokens = b["tokens"][:, : b["length"].max()]``. The trainer
+            learns the time of items as a function of their cost, up to its square. `explain` says this time, and how much padding was
+            saved. Steps with `cost` and steps without are measured apart.
 
         Returns
         -------
         torch.Tensor
-            The objective over the whole batch: 0-dimensional, detached, unscaled; with GPUs on the module's.
+            The objective over the whole batch: 0-dimensional, detached, unscaled. With GPUs it is on the module's GPU.
 
         Raises
         ------
         InvalidArgument
-            For a batch, weight, loss or module that cannot be used; the message says what to do.
+            For a batch, weight, loss or module that cannot be used. The message says what to do.
         RuntimeError
             If the loss depends on no parameter.
         Timeout, DeviceLost
-            If a GPU hangs, and after that, or after an error that only a new process repairs. It may be of an earlier step.
+            If a GPU hangs, and after that, or after an error that only a new process repairs. The error may come from an earlier step.
         Error
-            If NCCL fails, with the device's name; the next step makes new connections. What NCCL finds only after `step` has returned is
-            said by the next call: the gradients of that step are not defined then, nor is what an optimizer has made of them. Go back to
+            If NCCL fails, with the device's name. The next step makes new connections. If NCCL fails after `step` has returned, the next
+            call raises the error. Then the gradients of that step are undefined, and so is what an optimizer has made of them. Go back to
             what you saved last.
         Exception
-            What `loss_fn` raised on a worker, with its own traceback and a note that names the device. Then gradients and buffers are as
+            What `loss_fn` raised on a worker, with its own traceback and a note that names the device. Gradients and buffers are then as
             before the step (random generators and Python state are not), and the next step works.
         KeyboardInterrupt
-            Ctrl-C. The first ends the step as a failure does, once every worker has left its micro-batch (one that comes while the
-            gradients are being written comes too late: the step is done, and ``report()["steps"]`` counts it). A second one does not
-            wait: the trainer refuses steps until the workers are out, and a single device, which runs the module itself, may write to
-            its ``.grad`` until then; call ``zero_grad`` afterwards. With GPUs the first then waits until nothing runs any more, the second
-            leaves that to the next step or `close`.
+            On Ctrl-C. The first Ctrl-C ends the step like a failure, once every worker has left its micro-batch. If it comes while the
+            gradients are being written, it is too late: the step is done, and ``report()["steps"]`` counts it. A second Ctrl-C does not
+            wait: the trainer refuses steps until the workers are out. Until then a single device, which runs the module itself, may write
+            to its ``.grad``, so call ``zero_grad`` afterwards. With GPUs the first Ctrl-C also waits until nothing runs any more; the
+            second leaves that to the next step or `close`.
         Cancelled
-            If another thread closed the trainer; gradients and buffers are as before the step.
+            If another thread closed the trainer. Gradients and buffers are as before the step.
         """
         with self._lifetime.exclusive("step"):
             began = self._gaps.begin()
@@ -267,17 +269,17 @@ class DataParallel:
     def optimizer(
         self, cls: type[torch.optim.Optimizer], parameters: Iterable[Any] | None = None, /, **options: Any
     ) -> torch.optim.Optimizer:
-        """``cls(parameters, **options)``; by default over the module's parameters. They may come in groups, as `cls` takes them.
+        """Make ``cls(parameters, **options)``, by default over the module's parameters. They may come in groups, as `cls` takes them.
 
-        On several host devices its ``step`` runs on all of their workers, each with a part of the parameters, if `cls` is one of
-        PyTorch's own that treats parameters one by one (all but LBFGS and SparseAdam), and there is enough to do. The result is the same
-        bit for bit. Instances, states, hooks and schedulers are those of `cls`.
+        On several host devices its ``step`` runs on all of their workers, each with a part of the parameters, if there is enough to do and
+        `cls` is an optimizer of PyTorch that treats parameters one by one (all but LBFGS and SparseAdam). The result is the same bit for
+        bit. Instances, states, hooks and schedulers are those of `cls`.
 
         Raises
         ------
         Exception
-            What `cls` raises, for these parameters and options. Where its ``step`` raises on a worker, as for a gradient of another type, parts
-            that others have are updated or not: go on from what you saved last.
+            What `cls` raises for these parameters and options. If its ``step`` raises on a worker, as for a gradient of another type, the
+            parts of other workers may be updated or not. Go on from what you saved last.
         """
         return spread(
             cls, self.module.parameters() if parameters is None else parameters, HostWorkers(self._lifetime), options
@@ -286,8 +288,8 @@ class DataParallel:
     def retire(self, device: str | Device) -> None:
         """Give the device no work from the next call on. Nothing waits for it. Its share goes to the others; no item is lost.
 
-        It stays in the group, with its replica and its worker, until `restore` brings it back: for a GPU that somebody else needs for a while,
-        a core that a data loader shall have, or a device that one does not trust.
+        It stays in the group, with its replica and its worker, until `restore` brings it back. Use it for a GPU that somebody else needs for
+        a while, for a core that a data loader needs, or for a device that you do not trust.
 
         Parameters
         ----------
@@ -303,7 +305,7 @@ class DataParallel:
             self._works.retire(device)
 
     def restore(self, device: str | Device) -> None:
-        """Give a device that `retire` has taken out work again. What was known of its speed counts; a change is noticed as ever.
+        """Give work to a retired device again. Its speed from before counts at first, and a change is noticed as usual.
 
         Parameters
         ----------

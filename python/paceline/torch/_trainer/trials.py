@@ -40,34 +40,34 @@ class Trials:
         tolerance: float | None = None,
         cost: Cost | None = None,
     ) -> CheckReport:
-        """Compare one batch run whole with the same batch in several splits, and say what makes a difference.
+        """Run one batch whole and in several splits, compare the results, and say what makes a difference.
 
-        The whole batch runs on the module itself, splits on the module and on the devices. Where something is drawn, each item draws
-        in every split what it drew in the whole batch. Where that cannot be arranged, the verdict is that nothing can be told: permutations,
-        draws by Python or NumPy, compiled code, fused kernels of GPUs.
+        The whole batch runs on the module itself, splits run on the module and on the devices. If something is drawn, each item draws in
+        every split what it drew in the whole batch. If that is not possible, the verdict is "cannot tell": for permutations, draws by Python
+        or NumPy, compiled code, and fused kernels of GPUs.
 
-        Leaves no trace: gradients, be it of parameters outside of the module, buffers, the module's attributes, random generators, shares
-        and ledger are as before. What `loss_fn` changes in Python stays changed. Takes the time of about a dozen forward and backward passes of
-        one device, some more to look for the cause of a difference, and the memory of a whole batch on one.
+        Leaves no trace: gradients (also of parameters outside of the module), buffers, the module's attributes, random generators, shares
+        and ledger are as before. What `loss_fn` changes in Python stays changed. Takes the time of about a dozen forward and backward passes
+        of one device, some more to look for the cause of a difference, and the memory of a whole batch on one device.
 
         Parameters
         ----------
         loss_fn, batch, weight, cost
-            As for `step`. 8 items or more tell most; they need not be many. With `cost` also in the order that it gives the items.
+            As for `step`. Use at least 8 items; more are not necessary. With `cost` the batch also runs in the order that the costs give.
         tolerance
-            Up to which relative difference results count as equal. Default: what rounding may bring for the types of the parameters.
+            Up to this relative difference results count as equal. Default: what rounding may cause for the types of the parameters.
 
         Returns
         -------
         CheckReport
-            ``exact``, ``verdict``, ``causes``, ``splits``, ``differences`` by parameter; ``print`` shows all of it.
+            ``exact``, ``verdict``, ``causes``, ``splits``, and ``differences`` by parameter. ``print`` shows all of it.
 
         Raises
         ------
         InvalidArgument
             As `step`, and for a batch of one item.
         Exception
-            What `loss_fn` raised for the whole batch. What it raises for a slice only is part of the report.
+            What `loss_fn` raised for the whole batch. An error for a slice only is part of the report.
 
         Examples
         --------
@@ -105,32 +105,32 @@ class Trials:
     ) -> BatchSizeSearch:
         """Measure steps of growing batches on all devices together, and find the knee of the throughput.
 
-        The batch is doubled until that brings less than 5 %, or memory does not allow more; micro-batches keep to what fits (`memory`),
-        so that memory seldom does. At the knee smaller micro-batches are measured, too, if the trainer was made without `micro_batch`.
-        Leaves no trace, as `check`. Which batch is good for training is another question: learning rates belong to a batch size.
+        The batch is doubled until that brings less than 5 %, or memory does not allow more. Memory is seldom the limit, since micro-batches
+        keep to what fits (`memory`). At the knee smaller micro-batches are measured, too, if the trainer was made without `micro_batch`.
+        Leaves no trace, like `check`. Which batch is good for training is another question: learning rates belong to a batch size.
 
         Parameters
         ----------
         loss_fn, weight
-            As for `step`; `weight` a callable, since batches differ in size.
+            As for `step`. `weight` has to be a callable, since batches differ in size.
         make_batch
             ``make_batch(items)`` returns a batch of so many items.
         smallest, largest
-            Sizes to begin and to end with.
+            The sizes to begin and to end with.
         efficiency
-            The part of the highest throughput that is enough.
+            How much of the highest throughput is enough, as a fraction.
         seconds
-            To time each size for, after a warm-up.
+            How long to time each size, after a warm-up.
 
         Returns
         -------
         BatchSizeSearch
-            ``batch_size``, ``micro_batch``, the times behind them; ``print`` and ``plot(path)`` show them.
+            ``batch_size``, ``micro_batch``, and the times behind them. ``print`` and ``plot(path)`` show them.
 
         Raises
         ------
         InvalidArgument
-            For arguments that cannot be used, before anything runs, and as `step`.
+            For arguments that cannot be used (before anything runs), and as `step`.
         """
         with self._lifetime.between_steps("find_batch_size"), self._works.no_trace():
             check_trains("find_batch_size", loss_fn)
