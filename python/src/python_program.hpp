@@ -14,7 +14,7 @@
 
 namespace paceline::python {
 
-/// The Python body said that it failed; it keeps the exception itself, with its traceback.
+/// The Python body reported a failure. The body keeps the exception with its traceback.
 class BodyFailed : public std::exception {
  public:
   [[nodiscard]] const char* what() const noexcept override { return "the Python body failed"; }
@@ -22,11 +22,12 @@ class BodyFailed : public std::exception {
 
 /// A step whose work is two Python callables.
 ///
-/// run(device, begin, end, last) -> int: 0 done, 1 done but its time is no evidence, -1 failed (the callable has kept
-/// the exception). finish(device) -> list[tuple[int, int, int] | None] | None: the device's gradients in the common
-/// order of the parameters, each (address, elements, DType), None where there is none or where the caller combines it;
-/// None as a whole means failed. Gradients of one parameter are summed, in the order of the devices, into the first
-/// device's.
+/// run(device, begin, end, last) -> int: 0 for done, 1 for done with a time that is no evidence, -1 for failed (the
+/// callable keeps the exception).
+/// finish(device) -> list[tuple[int, int, int] | None] | None: the device's gradients in the common order of the
+/// parameters, each as (address, elements, DType). An entry is None if the device has no gradient or the caller
+/// combines it. None as a whole means failed. The gradients of one parameter are summed, in the order of the devices,
+/// into the first device's.
 class PythonProgram final : public StepProgram {
  public:
   PythonProgram(pybind11::object run, pybind11::object finish, std::size_t device_count);
@@ -36,12 +37,12 @@ class PythonProgram final : public StepProgram {
   void finish(std::size_t device_index) override;
   std::unique_ptr<BlockReduction> reduction() override;
 
-  /// What finish() gave for a device.
+  /// What finish() returned for a device.
   [[nodiscard]] const std::vector<BufferView>& delivered(std::size_t device_index) const {
     return gradients_[device_index];
   }
 
-  /// Lets go of the callables. With the interpreter held, when no worker runs them any more.
+  /// Drops the callables. Call it with the GIL held, when no worker runs them any more.
   void release();
 
  private:
@@ -50,7 +51,7 @@ class PythonProgram final : public StepProgram {
   std::vector<std::vector<BufferView>> gradients_;
 };
 
-/// What a callable of no arguments returns, called on a worker: a list as finish() gives it. @throws BodyFailed
+/// Calls `callable`, without arguments, on a worker. It returns a list like finish(). @throws BodyFailed
 std::vector<BufferView> views_from(const pybind11::object& callable);
 
 }  // namespace paceline::python
