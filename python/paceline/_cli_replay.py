@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from paceline._ledger import Ledger, Stretch
     from paceline.balance import ReplayResult
 
-_MOST_SHARES = 16  # that fit into a line
+_MOST_SHARES = 16  # in one line
 _MOST_MISMATCHES = 10
 _BY_COST = "Items are dealt by cost: batch and shares below are work, of which the first batch had 1000000."
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the subcommand to what `argparse.ArgumentParser.add_subparsers` returned."""
+    """Add the subcommand to the result of `argparse.ArgumentParser.add_subparsers`."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "replay",
         help="whether the decisions in a ledger are reproduced, and what they were",
@@ -33,9 +33,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay and print; returns the exit status: 0, 1 if a decision was not reproduced (bad files exit with 2)."""
+    """Replay and print. Returns the exit status: 0, or 1 if a decision was not reproduced; bad files exit with 2."""
     try:
-        # By the file's lines: splitlines() would also split at separators that a device's name may hold.
+        # By the file's own lines, because splitlines() also splits at separators that a device's name may contain.
         with args.file.open(encoding="utf-8") as file:
             lines = list(file)
     except (OSError, UnicodeDecodeError) as error:

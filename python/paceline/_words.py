@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def counted(count: int, noun: str, nouns: str | None = None) -> str:
-    """How many there are: ``1 item``, ``2 items``, ``0 items``."""
+    """Format a count with its noun: ``1 item``, ``2 items``, ``0 items``."""
     return f"{count} {noun if count == 1 else nouns or noun + 's'}"
