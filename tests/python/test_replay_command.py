@@ -1,4 +1,4 @@
-"""The command `paceline replay`, and the reading of ledgers."""
+"""The command `paceline replay`, and parsing of ledgers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.sim import simulate
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Path:
-    """Four devices: one is twice as slow for a while, and another stops."""
+    """A ledger of four devices: one is twice as slow for a while, and another one stops."""
     result = simulate(
         [1, 1, 1, 0.5], noise=0.03, throttles=[(0, 2.0, 100, 300)], failures=[(2, 350)], seed=1, ledger=True
     )
@@ -27,7 +27,7 @@ def ledger(tmp_path: Path) -> Path:
 
 
 def changed(ledger: Path, number: int, **plan: Any) -> Path:
-    """The same ledger with something else in the plan on line `number`."""
+    """The same ledger with a changed plan on line `number`."""
     lines = ledger.read_text().splitlines()
     entry = json.loads(lines[number - 1])
     entry["plan"].update(plan)
@@ -94,7 +94,7 @@ def test_many_differences_are_cut_short(ledger: Path, capsys: pytest.CaptureFixt
 
 
 def dealt_by_cost(path: Path, *, decided_here: bool = True) -> Path:
-    """A ledger as that of steps with costs; or of the same decisions about items, with a step with costs that was decided elsewhere."""
+    """A ledger of steps with costs, or one of the same decisions about items, with a step with costs that was decided elsewhere."""
     balancer = Balancer(["a", "b"], "even", ledger=True)
     plan = balancer.next_plan(1_000_000)
     balancer.record([[(share, 1e-8 * share)] for share in plan.shares])

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A device whose core others keep busy: the best that can be done is to do without it. What the system makes of such a
-// core (its worker comes when all is over, now and then in time) is played here, by events: how real neighbours share a
-// core out is chance, and differs from one system to the next.
+// A device on a core that other programs keep busy. The best is to leave the device out. The worker of such a core
+// usually comes when all work is done, and sometimes in time. This test plays that with events, because real programs
+// share a core by chance, and each system differently.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -18,11 +18,11 @@ namespace paceline {
 namespace {
 
 constexpr std::int64_t kBatch = 64;
-constexpr std::size_t kBusy = 1;           // the device on the busy core, of two
-constexpr std::int64_t kFew = kBatch / 8;  // a quarter of its even share: nearly nothing
-constexpr int kInTime = 8;                 // of so many steps its worker comes in time for one
+constexpr std::size_t kBusy = 1;           // the index of the device on the busy core
+constexpr std::int64_t kFew = kBatch / 8;  // a quarter of its even share
+constexpr int kInTime = 8;                 // its worker comes in time in one of so many steps
 
-/// Some 25 us on a core of 3 GHz.
+/// About 25 us on a core of 3 GHz.
 double compute_item(double x) {
   for (int i = 0; i < 20'000; ++i) x = x * 0.999999 + 1e-9;
   return x;
@@ -30,8 +30,8 @@ double compute_item(double x) {
 
 class Program final : public StepProgram {
  public:
-  /// Before the step starts: the busy device's worker comes when the other device has done what it would, or before
-  /// that one begins.
+  /// Call it before the step starts. The busy device's worker comes before the other device begins (`in_time`), or when
+  /// the other device has run everything.
   void come(bool in_time) {
     waits_for_end_ = !in_time;
     waited_for_ = in_time;
@@ -40,10 +40,10 @@ class Program final : public StepProgram {
   bool run(const MicroBatch& mb) override {
     double x = 1.0;
     for (std::int64_t k = mb.begin; k < mb.end; ++k) x = compute_item(x);
-    return x < 0.0;  // never, but the compiler does not know
+    return x < 0.0;  // always false, but the compiler does not know
   }
 
-  /// Blocks, as a worker does whose core others keep busy.
+  /// Blocks, like a worker on a busy core.
   const Event* slot(std::size_t device) override {
     if (device != kBusy) {
       if (waited_for_) came_.wait(false);
@@ -62,18 +62,18 @@ class Program final : public StepProgram {
   }
 
  private:
-  std::atomic<bool> over_{false};  // the other device has done what it would
+  std::atomic<bool> over_{false};  // the other device has run everything
   std::atomic<bool> came_{false};
   bool waits_for_end_ = false;
   bool waited_for_ = false;
 };
 
-/// What the busy device was planned to run or ran, whichever was more.
+/// The items that the busy device was planned to run or has run, whichever is more.
 std::int64_t given_to_busy(Stepper& stepper, bool in_time) {
   const auto program = std::make_shared<Program>();
   const auto step = stepper.prepare(kBatch, program);
   const auto& shares = stepper.plan().shares;
-  if (std::min(shares[0], shares[1]) > 0) program->come(in_time);  // else there is nobody to wait for
+  if (std::min(shares[0], shares[1]) > 0) program->come(in_time);  // otherwise there is nobody to wait for
   step->start();
   step->wait();
   step->rethrow_failure();
@@ -84,15 +84,15 @@ std::int64_t given_to_busy(Stepper& stepper, bool in_time) {
 TEST(BusyCore, IsDoneWithoutThoughItsWorkerComesInTimeNowAndThen) {
   Stepper stepper(host_group(2), {});
   int steps = 0;
-  // Others take its work over as long as it is planned for it, so that leaving it out may measure no better: moves that
-  // chance took back are tried again after 32 steps, then 64, then 128.
+  // The other device takes over the busy device's work, so leaving it out may measure no better. Moves that were taken
+  // back by chance are tried again after 32 steps, then 64, then 128.
   for (int k = 0; k < 400; ++k) {
     const std::int64_t given = given_to_busy(stepper, k % kInTime == kInTime - 1);
     if (k >= 200 && given > kFew) ++steps;
   }
   RecordProperty("steps_with_work", steps);
   EXPECT_LE(steps, 100) << "of 200\n" << stepper.explain();
-  // Its core is free again: a probe notices.
+  // The core is free again, and a probe notices it.
   std::int64_t given = 0;
   for (int k = 0; k < 1000 && given <= kBatch / 4; ++k) given = given_to_busy(stepper, true);
   EXPECT_GT(given, kBatch / 4) << stepper.explain();

@@ -21,7 +21,7 @@
 namespace paceline {
 namespace {
 
-/// A plan for items of random lengths, with devices that take `speeds` seconds for a unit of work.
+/// A plan for items of random lengths on devices that take `speeds` seconds per unit of work.
 std::shared_ptr<ItemPlan> plan_of(std::mt19937_64& rng, std::size_t items, const std::vector<double>& targets,
                                   const std::vector<double>& speeds, std::int64_t least = 1) {
   std::lognormal_distribution<double> draw(3.0, 0.7);
@@ -39,12 +39,13 @@ std::shared_ptr<ItemPlan> plan_of(std::mt19937_64& rng, std::size_t items, const
 }
 
 struct Played {
-  std::vector<int> ran;        // per item, how often
+  std::vector<int> ran;        // how often each item ran
   std::vector<double> finish;  // per device
   std::vector<MicroBatch> claimed;
 };
 
-/// Virtual time: whoever is free first claims next; what a unit of work really takes is `truth`.
+/// Plays a step on a virtual clock: the device that is free first claims next. `truth` is the real time per unit of
+/// work.
 Played play(const std::shared_ptr<const ItemPlan>& plan, const std::vector<double>& truth, bool stealing, bool any_size,
             std::int64_t least = 1) {
   engine::ItemClaims claims(plan, stealing, any_size, least);

@@ -22,7 +22,7 @@ ItemPlanner planner_of(std::size_t devices) {
   return {balance::Balancer(options), std::vector<std::string>(devices, "host"), 0};
 }
 
-/// What the balancer is asked for, for a batch that costs `cost` in all.
+/// The size that the balancer gets for a batch of total cost `cost`.
 std::int64_t size_of(ItemPlanner& planner, double cost) {
   return planner.next(std::vector<double>(8, cost / 8.0))->balance.batch_size;
 }
@@ -94,8 +94,8 @@ TEST(ItemPlanner, TellsTheSizeOfABatchBeforeItIsPlanned) {
   ItemPlanner planner = planner_of(2);
   for (const double cost : {3.0, 4.0, 100.0, 5.0, 1e-15, 0.0, 1e30, 3.0}) {
     const std::vector<double> costs(8, cost / 8.0);
-    const std::int64_t told = planner.batch_units(costs);
-    EXPECT_EQ(planner.next(costs)->balance.batch_size, told) << "for " << cost;
+    const std::int64_t units = planner.batch_units(costs);
+    EXPECT_EQ(planner.next(costs)->balance.batch_size, units) << "for " << cost;
   }
   EXPECT_THROW((void)planner.next(std::vector<double>{-1.0}), InvalidArgument);
 }
@@ -125,9 +125,9 @@ TEST(ItemPlanner, TellsEachDeviceClassByItsName) {
     }
     planner.record(*plan, record, true);
   }
-  const std::string told = planner.explain();
+  const std::string text = planner.explain();
   for (const std::string& name : classes) {
-    EXPECT_NE(told.find("  on " + name + ", a micro-batch takes "), std::string::npos) << told;
+    EXPECT_NE(text.find("  on " + name + ", a micro-batch takes "), std::string::npos) << text;
   }
   EXPECT_TRUE(planner.report().device_class == "quick" || planner.report().device_class == "slow");
 }

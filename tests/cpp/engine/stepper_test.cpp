@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The ledger of a stepper: whose calls it has where steps with costs and steps without take turns.
+// The ledger of a stepper whose steps with costs and steps without costs alternate: which calls it holds.
 #include <paceline/engine/stepper.hpp>
 
 #include <gtest/gtest.h>
@@ -37,7 +37,7 @@ void step(Stepper& stepper, bool costs) {
   run(stepper, costs ? stepper.begin(stepper.plan_items(kCosts), program) : stepper.begin(8, program));
 }
 
-/// A stepper whose ledger lies in memory.
+/// A stepper with its ledger in memory.
 struct Recorded {
   std::ostringstream out;
   Stepper stepper{host_group(2), {}};
