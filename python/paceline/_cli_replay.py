@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline._words import counted
+from paceline._words import plural
 
 if TYPE_CHECKING:
     from paceline._ledger import Ledger, Stretch
@@ -101,7 +101,7 @@ def _text(file: Path, result: ReplayResult, ledger: Ledger) -> str:
     names = ", ".join(ledger.devices) if len(ledger.devices) <= _MOST_SHARES else f"{len(ledger.devices)} devices"
     lines = [
         f"{file}: balance {ledger.policy} on {names}",
-        f"{counted(result.plans, 'decision')}, {counted(result.records, 'recorded step')}, {counted(result.moves, 'move')}. {verdict}",
+        f"{plural(result.plans, 'decision')}, {plural(result.records, 'recorded step')}, {plural(result.moves, 'move')}. {verdict}",
         *(f"  line {entry.line}, step {entry.step}: {entry.what}" for entry in result.mismatches[:_MOST_MISMATCHES]),
     ]
     if len(result.mismatches) > _MOST_MISMATCHES:

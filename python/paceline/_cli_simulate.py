@@ -7,7 +7,7 @@ import json
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from paceline._words import counted
+from paceline._words import plural
 
 if TYPE_CHECKING:
     from paceline.sim import ScenarioResult, SimulationResult
@@ -217,7 +217,7 @@ def _summary(args: argparse.Namespace, results: dict[str, SimulationResult]) -> 
 def _table(args: argparse.Namespace, results: dict[str, SimulationResult]) -> str:
     any_result = results[POLICIES[0]]
     lines = [
-        f"{counted(len(args.speeds), 'device')}, batch {args.batch}, {counted(args.steps, 'step')}, noise {args.noise:.1%}, "
+        f"{plural(len(args.speeds), 'device')}, batch {args.batch}, {plural(args.steps, 'step')}, noise {args.noise:.1%}, "
         f"seed {args.seed}; ideal {any_result.ideal_seconds * 1e3 / args.steps:.2f} ms a step",
         "",
         f"{'policy':<10}{'loss to ideal':>15}{'time / ideal':>14}{'moves per 100':>15}  {'steps to recover':<18}"

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from paceline._cli_simulate import numbers
-from paceline._words import counted
+from paceline._words import plural
 
 
 def add_parser(subparsers: Any) -> None:
@@ -103,5 +103,5 @@ def _line(part: str, found: Mapping[str, Any]) -> str:
     return (
         f"{status}, against no bound: items/s with auto shares {found['auto_over_alone']:.3f} and with even ones "
         f"{found['even_over_alone']:.3f} of the sum of the devices alone; auto / even {found['auto_over_even']:.3f} "
-        f"(medians of {counted(found['blocks'], 'block')} each, steps of {found['step_milliseconds']:.0f} ms)"
+        f"(medians of {plural(found['blocks'], 'block')} each, steps of {found['step_milliseconds']:.0f} ms)"
     )

@@ -20,7 +20,7 @@ from paceline._core.runtime import (
 from paceline._info_search import LIBRARIES, PACKAGES, find_package, find_shared_library
 from paceline._info_text import render
 from paceline._nccl import nccl_info
-from paceline._words import counted
+from paceline._words import plural
 
 __all__ = ["collect", "render"]
 
@@ -103,7 +103,7 @@ def _backend(kind: str, found: list[Device]) -> dict[str, Any]:
     why_none = why_no_devices().get(kind)
     if why_none is None:
         return {"built": False, "detail": "not built; host devices only"}
-    return {"built": True, "detail": f"no devices: {why_none}" if why_none else counted(len(found), "device")}
+    return {"built": True, "detail": f"no devices: {why_none}" if why_none else plural(len(found), "device")}
 
 
 def _missing(libraries: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, str]]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from paceline import OutOfMemory
-from paceline._words import counted
+from paceline._words import plural
 from paceline.torch._items import OrderedBatch
 from paceline.torch._memory_model import MemoryModel, metered
 from paceline.torch._places import Places
@@ -219,7 +219,7 @@ class MemoryCaps:
         for name, entry in self.limits().items():
             if "largest_micro_batch" in entry:
                 text += (
-                    f"{name}: at most {counted(int(entry['largest_micro_batch']), 'item')} at once in {entry['limit_bytes']:.0f} bytes: a micro-batch takes "
+                    f"{name}: at most {plural(int(entry['largest_micro_batch']), 'item')} at once in {entry['limit_bytes']:.0f} bytes: a micro-batch takes "
                     f"{entry['fixed_bytes']:.0f} bytes and {entry['bytes_per_item']:.0f} for each item.\n"
                 )
             if "largest_padded_cost" in entry:
@@ -262,9 +262,9 @@ class MemoryCaps:
             items = sorted(cap for key, cap in caps.items() if key != OrderedBatch.memory_key)
             if items:
                 least = items[0]
-                others = f"; items of {counted(len(items) - 1, 'other shape')} have caps of their own"
+                others = f"; items of {plural(len(items) - 1, 'other shape')} have caps of their own"
                 yield (
-                    f"{name}: at most {counted(int(least.most), 'item')} at once, since {least.why} with {least.size:.0f}"
+                    f"{name}: at most {plural(int(least.most), 'item')} at once, since {least.why} with {least.size:.0f}"
                     f"{others if items[1:] else ''}."
                 )
             costs = caps.get(OrderedBatch.memory_key)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import pairwise
 
-from paceline._words import counted
+from paceline._words import plural
 
 _FIRST_SEARCH = 5  # steps: the first ones compile and allocate
 _NEXT_SEARCH = 500  # steps: what was best may not be any more
@@ -224,7 +224,7 @@ class MicroBatchSizes:
         if self._last is None or self._last.size is None:
             return ""
         return (
-            f"Micro-batches of about {counted(self._last.size, 'item')}: measured to be {self._last.gain:.2f} times as fast as the size before that. "
+            f"Micro-batches of about {plural(self._last.size, 'item')}: measured to be {self._last.gain:.2f} times as fast as the size before that. "
             "micro_batch= sets it.\n"
         )
 

@@ -331,8 +331,8 @@ TEST(Step, RefusesAScriptThatDoesNotHaveEveryItemOnce) {
   const auto run = [&](std::vector<std::vector<MicroBatch>> script) {
     run_step(group, program, {.shares = {5, 5}, .script = std::move(script)});
   };
-  EXPECT_THROW(run({{{.begin = 0, .end = 10}}}), InvalidArgument);                            // one list is missing
-  EXPECT_THROW(run({{{.begin = 0, .end = 5}}, {{.begin = 5, .end = 9}}}), InvalidArgument);   // the last item is missing
+  EXPECT_THROW(run({{{.begin = 0, .end = 10}}}), InvalidArgument);                           // one list is missing
+  EXPECT_THROW(run({{{.begin = 0, .end = 5}}, {{.begin = 5, .end = 9}}}), InvalidArgument);  // the last item is missing
   EXPECT_THROW(run({{{.begin = 0, .end = 6}}, {{.begin = 5, .end = 10}}}), InvalidArgument);  // one item is there twice
   EXPECT_THROW(run({{{.begin = 0, .end = 4}}, {{.begin = 5, .end = 10}}}), InvalidArgument);  // a gap
   EXPECT_THROW(run({{{.begin = 0, .end = 10}, {.begin = 4, .end = 4}}, {}}), InvalidArgument);

@@ -8,7 +8,7 @@
 #include <limits>
 #include <thread>
 
-#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/async_device.hpp>
 
 namespace paceline {
 namespace {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include <paceline/export.hpp>
-#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/device.hpp>
 #include <paceline/runtime/device_health.hpp>
 #include <paceline/runtime/gpu_facts.hpp>

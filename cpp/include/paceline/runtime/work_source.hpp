@@ -10,7 +10,7 @@
 #include <vector>
 
 #include <paceline/export.hpp>
-#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/turn.hpp>
 
 namespace paceline {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/async_device.hpp>
 
 #include <fmt/format.h>
 
