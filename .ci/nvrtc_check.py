@@ -1,7 +1,7 @@
 """Compile kernels with NVRTC, CUDA's device compiler as a library: nvrtc_check.py NVIDIA_PACKAGES SOURCE.cu sm_90.
 
-It needs no GPU and no nvcc. The file may hold device code only; NVRTC has none of the host's headers, so the two that kernels
-use stand here.
+It needs neither a GPU nor nvcc. The file may contain device code only. NVRTC has no host headers, so this script contains the two
+headers that kernels use.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ HEADERS = {
 
 
 def compile_kernels(packages: Path, source: Path, architecture: str) -> str:
-    """What the compiler has to say; empty if it compiled without a word."""
+    """Compile and return the compiler's messages; empty if there are none."""
     directory = packages / "cuda_nvrtc" / "lib"
-    # The built-in functions are opened by NVRTC by their plain name: they must be in the process before.
+    # NVRTC opens its built-in functions by their plain name, so load them into the process first.
     for builtins in sorted(directory.glob("libnvrtc-builtins.so.*")):
         ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
     nvrtc = ctypes.CDLL(str(directory / "libnvrtc.so.12"))

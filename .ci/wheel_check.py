@@ -1,4 +1,4 @@
-"""Checks of a wheel: `wheel FILE` looks inside it, `import FOLDER` times the import from where it was unpacked."""
+"""Checks of a wheel: `wheel FILE` checks its contents, `import FOLDER` times the import of the unpacked wheel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZE_LIMIT_BYTES = 10_000_000
 IMPORT_LIMIT_SECONDS = 0.050
 IMPORT_RUNS = 15
 
-# What a plain Linux has; anything else would be asked for on a user's machine that has no GPU and no driver.
+# Libraries that every Linux system has. A user's machine without GPU and driver may lack any other library.
 SYSTEM_LIBRARIES = {
     "libc.so.6",
     "libm.so.6",
@@ -40,7 +40,7 @@ print(seconds)
 
 
 def check_wheel(wheel: Path) -> list[str]:
-    """What is wrong with the file."""
+    """Return what is wrong with the file."""
     problems = []
     size = wheel.stat().st_size
     if size > SIZE_LIMIT_BYTES:
@@ -70,7 +70,8 @@ def check_wheel(wheel: Path) -> list[str]:
 
 
 def check_import(folder: Path) -> list[str]:
-    """What is wrong with importing the package from `folder`; the quickest of several runs is the undisturbed one."""
+    """Return what is wrong with importing the package from `folder`. The fastest of several runs counts, because other programs disturb the
+    rest."""
     seconds = []
     for _ in range(IMPORT_RUNS):
         done = subprocess.run(

@@ -1,4 +1,4 @@
-# What every target of this project is compiled with.
+# Compile options of every target of this project.
 include_guard(GLOBAL)
 
 set(paceline_sanitizers "" thread address undefined "address;undefined")
@@ -14,7 +14,7 @@ function(paceline_compile target)
                POSITION_INDEPENDENT_CODE ON
                CXX_VISIBILITY_PRESET hidden
                VISIBILITY_INLINES_HIDDEN ON)
-  # What nvcc hands to the host compiler is not what was written: pedantry and conversions are not for it.
+  # nvcc rewrites the code before the host compiler sees it, so warnings about style and conversions would be wrong there.
   set(cxx "$<COMPILE_LANGUAGE:CXX>")
   set(cuda "$<COMPILE_LANGUAGE:CUDA>")
   target_compile_options(
@@ -31,7 +31,8 @@ function(paceline_compile target)
   endif()
 endfunction()
 
-# paceline_precompile(<target> <header>...): what most of its C++ files include is read once. Reading it takes longer than the rest of many files.
+# paceline_precompile(<target> <header>...): precompiles headers that most of its C++ files include. Parsing them takes longer than the rest
+# of many files.
 function(paceline_precompile target)
   foreach(header IN LISTS ARGN)
     target_precompile_headers(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:<${header}$<ANGLE-R>>")

@@ -1,6 +1,6 @@
-# PACELINE_CUDA=AUTO|ON|OFF decides whether the CUDA backend is built: AUTO where nvcc of CUDA 12.5 or newer is found. Sets
-# PACELINE_WITH_CUDA. Only the runtime is linked, statically: the library loads without a driver, and asks the runtime for the few functions of
-# the driver that it needs (cudaGetDriverEntryPointByVersion, since CUDA 12.5).
+# PACELINE_CUDA=AUTO|ON|OFF decides whether the CUDA backend is built. AUTO builds it if there is an nvcc of CUDA 12.5 or newer. Sets
+# PACELINE_WITH_CUDA. Only the runtime is linked, statically, so the library loads without a driver. It gets the few driver functions that
+# it needs from the runtime (cudaGetDriverEntryPointByVersion, since CUDA 12.5).
 include_guard(GLOBAL)
 
 string(TOUPPER "${PACELINE_CUDA}" paceline_cuda)
@@ -28,8 +28,8 @@ if(NOT PACELINE_WITH_CUDA)
   return()
 endif()
 
-# Machine code for these, and for all later GPUs the intermediate code of the last. CMake itself reads the variable CUDAARCHS of the
-# environment, as long as nothing is set here.
+# Machine code for these architectures, and intermediate code of the last one for all later GPUs. If this variable is not set here, CMake
+# reads the environment variable CUDAARCHS.
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND "$ENV{CUDAARCHS}" STREQUAL "")
   set(CMAKE_CUDA_ARCHITECTURES 75-real 80-real 90)
   if(CUDAToolkit_VERSION VERSION_GREATER_EQUAL 12.8)

@@ -1,4 +1,4 @@
-# cmake --install gives the library, its headers and find_package(paceline). The wheel takes the component "python" only.
+# cmake --install installs the library, its headers and find_package(paceline). The wheel contains the component "python" only.
 include(CMakePackageConfigHelpers)
 
 set(paceline_config_dir "${CMAKE_INSTALL_LIBDIR}/cmake/paceline")

@@ -1,8 +1,7 @@
-# Lets find_package and find_path see what pip installed: fmt from the cmeel-fmt wheel (under cmeel.prefix/) and pybind11.
+# Lets find_package and find_path find packages installed by pip: fmt from the cmeel-fmt wheel (under cmeel.prefix/), and pybind11.
 #
-# The interpreter itself is asked for its path. That covers a virtual environment as well as pip's isolated build environment, which is
-# not the interpreter's own site-packages but a folder put on its path by an environment variable. What the caller named in
-# CMAKE_PREFIX_PATH comes first; the system's own packages are the fallback and need no Python at all.
+# It asks the interpreter for its path. That covers virtual environments and pip's isolated build environment, which is a folder that an
+# environment variable adds to the path. CMAKE_PREFIX_PATH comes first. The system's own packages are the fallback and need no Python.
 include_guard(GLOBAL)
 
 set(Python_FIND_VIRTUALENV FIRST)

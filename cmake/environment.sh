@@ -1,12 +1,12 @@
-# What the scripts (tests/run, examples/run, .ci/*) share: make a Python environment and fetch what a build needs, on a machine that
-# has python3 >= 3.10, a C++ compiler and git, and perhaps nothing else. To be sourced by bash, under set -euo pipefail.
+# Shared by the scripts (tests/run, examples/run, .ci/*): makes a Python environment and fetches what a build needs. The machine needs only
+# python3 >= 3.10, a C++ compiler and git. Source it in bash, under set -euo pipefail.
 #
-# Debian packages come by apt-get where that is allowed (root, or sudo that asks for no password), else they are unpacked below the
-# build folder without any rights; everything from PyPI goes into a virtual environment. Nothing else on the machine changes.
+# Debian packages are installed by apt-get if that is allowed (root, or sudo without a password). Otherwise they are unpacked below the
+# build folder, which needs no rights. Packages from PyPI go into a virtual environment. Nothing else on the machine changes.
 #
-#   PYTHON               the interpreter to make the environment with (python3)
-#   PACELINE_BUILD_DIR   where everything that is built goes (build/ in the checkout)
-#   PACELINE_VENV        the virtual environment (venv/ in the build folder), made when it is not there
+#   PYTHON               the interpreter that makes the environment (python3)
+#   PACELINE_BUILD_DIR   the folder of all build results (build/ in the checkout)
+#   PACELINE_VENV        the virtual environment (venv/ in the build folder), created if missing
 #   PACELINE_WERROR      ON: warnings in our own C++ are errors (OFF)
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -25,16 +25,16 @@ die() {
   exit 1
 }
 
-# What a script says of itself: the comment at its top.
+# Prints the comment at the top of the script.
 usage() { sed -n '2,/^[^#]/{/^#/!d;s/^# \{0,1\}//;p}' "$0"; }
-# Ends a script that was called wrongly, before it does anything.
+# Ends a script that was called with wrong arguments.
 die_usage() {
   printf 'error: %s\n\n' "$*" >&2
   usage >&2
   exit 2
 }
 
-# Runs a command as root if that needs no password; fails otherwise.
+# Runs a command as root, if that needs no password. Otherwise fails.
 as_root() {
   if [ "$(id -u)" = 0 ]; then
     "$@"
@@ -44,7 +44,7 @@ as_root() {
 }
 
 apt_updated=no
-# debian_install PACKAGE...: installs Debian packages; fails where that is not possible.
+# debian_install PACKAGE...: installs Debian packages. Fails if that is not allowed.
 debian_install() {
   command -v apt-get >/dev/null && as_root true || return 1
   note "installing $*"
@@ -60,7 +60,7 @@ debian_install() {
   return 1
 }
 
-# debian_unpack PACKAGE...: downloads packages and unpacks them below the build folder; needs no rights.
+# debian_unpack PACKAGE...: downloads packages and unpacks them below the build folder. Needs no rights.
 debian_unpack() {
   command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || return 1
   local apt=(apt-get) log="$build_dir/apt.log" lists="$build_dir/apt"
@@ -69,7 +69,7 @@ debian_unpack() {
   (
     cd "$debian_dir/archives"
     if ! "${apt[@]}" download "$@" >"$log" 2>&1 </dev/null; then
-      # No package lists on this machine: keep some of our own.
+      # This machine has no package lists, so fetch our own.
       mkdir -p "$lists/lists/partial" "$lists/cache/archives/partial"
       apt+=(-o "Dir::State::lists=$lists/lists" -o "Dir::Cache=$lists/cache" -o Debug::NoLocking=1)
       "${apt[@]}" update >>"$log" 2>&1 </dev/null && "${apt[@]}" download "$@" >>"$log" 2>&1 </dev/null
@@ -94,7 +94,7 @@ need_header() {
   has_header "$header" || die "$what is missing and could not be fetched. Install it (on Debian: apt-get install $*) and try again."
 }
 
-# What was unpacked earlier, or will be, is found without further ado.
+# Lets compilers find unpacked packages.
 use_unpacked() {
   export CPLUS_INCLUDE_PATH="$debian_dir/usr/include${CPLUS_INCLUDE_PATH:+:$CPLUS_INCLUDE_PATH}"
   export CMAKE_PREFIX_PATH="$debian_dir/usr${CMAKE_PREFIX_PATH:+:$CMAKE_PREFIX_PATH}"
@@ -108,8 +108,7 @@ use_unpacked() {
 
 has_pip() { [ -x "$venv/bin/python" ] && "$venv/bin/python" -m pip --version >/dev/null 2>&1; }
 
-# Makes the virtual environment and puts it first on PATH. Debian's python3 comes without ensurepip, so there are several ways, from
-# the plainest on.
+# Makes the virtual environment and puts it first on PATH. Debian's python3 lacks ensurepip, so this tries several ways, the simplest first.
 need_venv() {
   if ! has_pip; then
     local python="${PYTHON:-python3}" version wheel
@@ -140,7 +139,7 @@ need_venv() {
   unset PYTHONHOME
 }
 
-# pip_once REQUIREMENT...: installs into the environment, and does not ask the index again for what it has installed once.
+# pip_once REQUIREMENT...: installs into the environment. Skips requirements that it has installed before, without asking the index.
 pip_once() {
   local stamp="$venv/.paceline-requirements"
   touch "$stamp"
@@ -150,7 +149,7 @@ pip_once() {
   printf '%s\n' "$*" >>"$stamp"
 }
 
-# requirements LIST...: what these lists of pyproject.toml ask for, one a line. (Python 3.10 has no tomllib.)
+# requirements LIST...: prints the requirements in these lists of pyproject.toml, one per line. (Python 3.10 has no tomllib.)
 requirements() {
   "$venv/bin/python" - "$root/pyproject.toml" "$@" <<'PYTHON'
 import ast, pathlib, re, sys
@@ -161,7 +160,7 @@ for name in sys.argv[2:]:
 PYTHON
 }
 
-# CMake, Ninja and what the build needs from PyPI.
+# CMake, Ninja and the build requirements from PyPI.
 have_build_tools=no
 need_build_tools() {
   [ "$have_build_tools" = no ] || return 0
@@ -171,12 +170,11 @@ need_build_tools() {
   need_venv
   local needed
   mapfile -t needed < <(requirements requires)
-  pip_once "pip>=23.1" # older ones know no --config-settings
+  pip_once "pip>=23.1" # older versions do not know --config-settings
   pip_once "${needed[@]}" "cmake>=3.28" "ninja>=1.11"
 }
 
-# configure_dev: the CMake build of the tests, the binding and the package that is installed for tests, so that all of them share the
-# library's objects.
+# configure_dev: configures one CMake build for the tests, the binding and the package under test, so that they share the library's objects.
 dev_dir="$build_dir/dev"
 configure_dev() {
   need_build_tools
@@ -186,8 +184,8 @@ configure_dev() {
     -DPython_EXECUTABLE="$venv/bin/python" ${CMAKE_ARGS:-} "$@"
 }
 
-# build_package FOLDER VERB...: pip's VERB for this checkout, in the CMake build in FOLDER. pip's isolation is off: it would put the build
-# tools into a new folder each time, so that everything would be compiled anew.
+# build_package FOLDER VERB...: runs pip's VERB for this checkout, in the CMake build in FOLDER. Without pip's isolation, which would put
+# the build tools into a new folder each time and so recompile everything.
 build_package() {
   local folder="$1"
   shift
@@ -195,7 +193,7 @@ build_package() {
     --config-settings=build-dir="$folder" --config-settings=build.targets=_core
 }
 
-# install_paceline [EXTRA,...]: installs the package, built again only where something changed, with its extras.
+# install_paceline [EXTRA,...]: installs the package with its extras. Rebuilds only what has changed.
 install_paceline() {
   configure_dev >/dev/null
   note "pip install .${1:+[$1]}"
@@ -212,13 +210,13 @@ need_python_headers() {
     [ -e "$include/Python.h" ] || [ -e "$debian_dir/usr/include/$version/Python.h" ] ||
       die "Python.h is missing and could not be fetched. Install it (on Debian: apt-get install python3-dev) and try again."
   fi
-  # Unpacked ones lie where nobody looks; FindPython takes the folder as given.
+  # Unpacked headers lie in an unusual folder, which FindPython accepts as given.
   if [ ! -e "$include/Python.h" ]; then
     export CMAKE_ARGS="${CMAKE_ARGS:+$CMAKE_ARGS }-DPython_INCLUDE_DIR=$debian_dir/usr/include/$version"
   fi
 }
 
-# The checkers, pinned: a newer one may judge differently.
+# The checkers, with fixed versions, because newer versions may report other things.
 need_checkers() {
   need_build_tools
   pip_once "ruff==0.17.5" "mypy==2.4.1" "clang-format==23.1.5" "pybind11-stubgen==3.0.0"

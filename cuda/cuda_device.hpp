@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/async_device.hpp>
 
 namespace paceline::cuda {
 

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/async_device.hpp>
 
 #include "comm/clique.hpp"
 #include "nccl_library.hpp"

@@ -23,8 +23,8 @@ struct ReductionArguments {
   std::int64_t divisor;  ///< of a mean
 };
 
-// DeviceReduction (paceline/runtime/async.hpp), one kernel for each type of elements. They are no templates: nvcc gives
-// kernel templates no name that another translation unit could refer to.
+// DeviceReduction (paceline/runtime/async_device.hpp), one kernel for each type of elements. They are no templates:
+// nvcc gives kernel templates no name that another translation unit could refer to.
 __global__ void paceline_reduce_float32(ReductionArguments arguments);
 __global__ void paceline_reduce_float64(ReductionArguments arguments);
 __global__ void paceline_reduce_float16(ReductionArguments arguments);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The all-reduce of two host devices beside its roofline: the same two threads read both buffers and write both, and do
-// nothing else. The two take turns, so that both meet the same machine; the time is that of the all-reduce, and
-// `of_roofline` the median over all turns of the roofline's time divided by it.
+// The all-reduce of two host devices beside its roofline, in which the same two threads only read and write both
+// buffers. The two take turns, so that both have the same conditions. The time is that of the all-reduce. `of_roofline`
+// is the median over all turns of the roofline's time divided by the all-reduce's time.
 //   benchmark_all_reduce --benchmark_repetitions=9 --benchmark_report_aggregates_only=true
 #include <benchmark/benchmark.h>
 
@@ -24,7 +24,7 @@ namespace {
 
 constexpr std::array<const char*, 2> kDevices{"host:0", "host:1"};
 
-/// One whole cache line at a time.
+/// One cache line.
 struct Line {
   std::array<char, 64> bytes;
 };
@@ -40,7 +40,8 @@ void exchange(Line* __restrict first, Line* __restrict second, std::size_t lines
   }
 }
 
-/// The workers exchange the two buffers, part after part: each takes the next one, or a busy core would hold up all.
+/// The workers exchange the two buffers in parts. Each worker takes the next part, so that a busy core does not delay
+/// the rest.
 class ExchangeTask final : public GroupTask {
  public:
   ExchangeTask(float* first, float* second, std::size_t count)
@@ -92,7 +93,7 @@ void all_reduce(benchmark::State& state) {
   std::vector<double> times;
   bool reduces_first = false;
   for ([[maybe_unused]] auto _ : state) {
-    // In either order: each finds in the caches what the other has left there.
+    // Alternate the order, because each finds in the caches what the other has left there.
     reduces_first = !reduces_first;
     double reduced = reduces_first ? seconds(reduce) : 0.0;
     const double exchanged = seconds(exchange);

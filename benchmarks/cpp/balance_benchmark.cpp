@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a decision costs: after every step the balancer takes the step's timings in and plans the next one.
+// The cost of a decision: after every step the balancer records the step's timings and plans the next step.
 //   benchmark_balance --benchmark_repetitions=9 --benchmark_report_aggregates_only=true
 #include <benchmark/benchmark.h>
 
@@ -23,7 +23,7 @@ Balancer balancer(std::int64_t devices) {
   return Balancer(options);
 }
 
-/// One step as the engine hands it over: a large micro-batch and `corrections` small ones on every device.
+/// One step as the engine reports it: a large micro-batch and `corrections` small ones on every device.
 StepTimings timings(const StepPlan& plan, std::int64_t corrections, double slowdown, sim::Random& random) {
   StepTimings result;
   for (std::size_t i = 0; i < plan.shares.size(); ++i) {
@@ -40,8 +40,8 @@ StepTimings timings(const StepPlan& plan, std::int64_t corrections, double slowd
   return result;
 }
 
-/// Seconds of `record` and `next_plan` together, step after step; device 0 turns `slowdown` times slower and back
-/// every 100 steps.
+/// Measures `record` and `next_plan` together, step after step. Every 100 steps device 0 becomes `slowdown` times
+/// slower, or as fast as before.
 void decide(benchmark::State& state, double slowdown) {
   Balancer subject = balancer(state.range(0));
   sim::Random random(1, 0, 0);

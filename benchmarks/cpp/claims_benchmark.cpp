@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a claim costs while other devices claim, too: each thread is a device that does nothing but claim, which is the
-// worst that can be. "claim" is how long a thread waits for one claim.
+// The cost of a claim while other devices claim, too. Each thread is a device that only claims, which is the worst
+// case. "claim" is the time that a thread waits for one claim.
 //   benchmark_claims --benchmark_repetitions=9 --benchmark_report_aggregates_only=true
 #include <benchmark/benchmark.h>
 
@@ -16,15 +16,15 @@
 namespace paceline::engine {
 namespace {
 
-std::unique_ptr<Claims> shared_claims;  // of the benchmark that runs: its threads have nothing else in common
+std::unique_ptr<Claims> shared_claims;  // of the running benchmark, whose threads share nothing else
 
-/// As many claims as the loop wants: `make` gives the devices more than they can take.
+/// Claims as often as the loop wants. `make` gives the devices more work than they can claim.
 template <class Make>
 void claim_all(benchmark::State& state, Make make) {
   if (state.thread_index() == 0) shared_claims = make(static_cast<std::size_t>(state.threads()));
   const auto device = static_cast<std::size_t>(state.thread_index());
   double now = 0.0;
-  // The loop begins with a barrier, so that every thread finds what the first one has made.
+  // The loop begins with a barrier, so every thread sees what the first one has made.
   for ([[maybe_unused]] auto _ : state) {
     const std::optional<MicroBatch> next = shared_claims->claim(device, now += 1e-3);
     if (!next) {
@@ -33,7 +33,7 @@ void claim_all(benchmark::State& state, Make make) {
     }
     benchmark::DoNotOptimize(next->begin);
   }
-  if (state.thread_index() == 0) shared_claims.reset();  // the loop ends with a barrier, too
+  if (state.thread_index() == 0) shared_claims.reset();  // the loop also ends with a barrier
 }
 
 constexpr std::int64_t kEndless = std::int64_t{1} << 40;
@@ -53,7 +53,7 @@ void claim_own(benchmark::State& state) {
   });
 }
 
-/// The first device has all but one item of the others: they take over what it has not begun.
+/// The first device has nearly all items, and the other devices take over what it has not begun.
 void claim_of_others(benchmark::State& state) {
   claim_all(state, [](std::size_t devices) {
     StepOptions options;

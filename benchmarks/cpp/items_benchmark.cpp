@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What it costs to split items of unequal cost, and how far from the lower bound the split is (counter gap_percent):
-// made every step, so it must be small beside the shortest step (a millisecond). Lengths are lognormal as in text.
+// The cost of splitting items of unequal cost, and the distance of the split from the lower bound (counter
+// gap_percent). A split is made every step, so it must be short beside the shortest step (a millisecond). Lengths are
+// lognormal, like those of texts.
 //   benchmark_items --benchmark_repetitions=9 --benchmark_report_aggregates_only=true
 #include <benchmark/benchmark.h>
 
@@ -37,7 +38,7 @@ std::vector<double> any_cost(std::int64_t items) {
 
 std::vector<LoadModel> equal_box(std::int64_t devices) { return std::vector<LoadModel>(devices); }
 
-// No two alike, the slowest some 3.5 times slower than the fastest.
+// All devices differ; the slowest is about 3.5 times slower than the fastest.
 std::vector<LoadModel> unequal_box(std::int64_t devices) {
   std::vector<LoadModel> models;
   for (std::int64_t i = 0; i < devices; ++i) {
@@ -78,7 +79,7 @@ BENCHMARK(split_without_tolerance)
     ->Args({64, 8})
     ->Args({1024, 8});
 
-// Longest processing time alone: a tolerance that nothing exceeds.
+// Longest processing time alone: with this tolerance the search ends at once.
 void split_without_search(benchmark::State& state) {
   run(state, lengths(state.range(0)), equal_box(state.range(1)), 1e9);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a plan costs: it is made every step, so it must be small beside the shortest step (a millisecond).
+// The cost of a plan. It is made every step, so it must be short beside the shortest step (a millisecond).
 //   benchmark_plan --benchmark_repetitions=9 --benchmark_report_aggregates_only=true
 #include <benchmark/benchmark.h>
 
@@ -13,7 +13,7 @@
 namespace paceline::plan {
 namespace {
 
-// A box of unequal devices: milliseconds of fixed cost, tenths of a millisecond an item, no two alike.
+// Unequal devices: milliseconds of fixed cost and tenths of a millisecond per item, all different.
 std::vector<CostModel> affine_box(std::int64_t devices) {
   std::vector<CostModel> models;
   for (std::int64_t i = 0; i < devices; ++i) {
@@ -70,7 +70,7 @@ void split_with_reduction(benchmark::State& state) {
 }
 BENCHMARK(split_with_reduction)->ArgName("devices")->Arg(2)->Arg(8)->Arg(64);
 
-// Every device either idle or with at least 400 items: at most ten of them can work, and subsets are searched.
+// Every device is idle or has at least 400 items. So at most ten devices can work, and subsets are searched.
 void split_with_minimums(benchmark::State& state) {
   SplitOptions options;
   options.limits.assign(static_cast<std::size_t>(state.range(0)), {.minimum = 400});

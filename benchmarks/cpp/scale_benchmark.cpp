@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Time of a decision, and regret of 300 steps, for 2 to 256 simulated devices.
+// The time of a decision, and the regret of 300 steps, for 2 to 256 simulated devices.
 #include <benchmark/benchmark.h>
 
 #include <chrono>
@@ -19,7 +19,7 @@ constexpr std::int64_t kItemsPerDevice = 64;
 constexpr std::int64_t kSteps = 300;
 constexpr std::int64_t kSettled = 60;
 
-/// Every second device half as fast, 2 % noise; device 0 turns 2x slower for the last third of the steps.
+/// Every second device is half as fast, with 2 % noise. Device 0 is 2x slower in the last third of the steps.
 sim::BoxOptions box_of(std::size_t devices) {
   sim::BoxOptions box;
   for (std::size_t i = 0; i < devices; ++i) {
@@ -34,7 +34,7 @@ sim::BoxOptions box_of(std::size_t devices) {
   return box;
 }
 
-/// The balancer on a box, step by step.
+/// The balancer on simulated devices, step by step.
 class Run {
  public:
   explicit Run(std::size_t devices)
@@ -43,7 +43,7 @@ class Run {
         batch_(kItemsPerDevice * static_cast<std::int64_t>(devices)),
         plan_(balancer_.next_plan(batch_)) {}
 
-  /// What it takes to take note of a step and to plan the next one, in seconds.
+  /// Runs a step. Returns the seconds for recording it and planning the next one.
   double step() {
     if (step_ >= kSettled && step_ < kSteps) {
       ideal_ += box_.ideal(step_, batch_);
@@ -56,7 +56,7 @@ class Run {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   }
 
-  /// What the steps up to now took longer than ideal ones, from kSettled on.
+  /// How much longer than ideal the steps from kSettled on have taken.
   [[nodiscard]] double regret() const { return used_ / ideal_ - 1.0; }
 
  private:

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a step costs beside its work: handing it to the workers, claims, the reduction, waking the caller, planning. The
-// body is empty. All times are per device and step, in two states: spinning, where steps follow each other at once, and
-// parked, where the workers have gone to sleep in a pause before each step, which is not counted.
+// The cost of a step beside its work: handing it to the workers, claims, the reduction, waking the caller, planning.
+// The body is empty. All times are per device and step, in two states. Spinning: steps follow each other at once.
+// Parked: a pause before each step, which is not counted, lets the workers go to sleep.
 //   benchmark_step --benchmark_repetitions=9 --benchmark_report_aggregates_only=true
 #include <benchmark/benchmark.h>
 
@@ -22,7 +22,7 @@
 namespace paceline {
 namespace {
 
-constexpr std::chrono::milliseconds kPause{2};  // long enough that every worker has parked
+constexpr std::chrono::milliseconds kPause{2};  // long enough for every worker to go to sleep
 constexpr std::int64_t kItemsPerDevice = 64;
 
 DeviceGroup hosts(std::int64_t count) {
@@ -31,13 +31,13 @@ DeviceGroup hosts(std::int64_t count) {
   return DeviceGroup(names);
 }
 
-/// Times `step`, with a pause before each call where the workers shall be parked.
+/// Times `step`, with a pause before each call if the workers should be parked.
 template <class Step>
 void measure(benchmark::State& state, Step step) {
   const auto devices = static_cast<double>(state.range(0));
   const bool parked = state.range(1) != 0;
   std::vector<double> times;
-  for (int i = 0; i < 100; ++i) step();  // what the first steps allocate and measure is another question
+  for (int i = 0; i < 100; ++i) step();  // skip the allocations and measurements of the first steps
   for ([[maybe_unused]] auto _ : state) {
     if (parked) std::this_thread::sleep_for(kPause);
     const auto start = std::chrono::steady_clock::now();
@@ -48,7 +48,7 @@ void measure(benchmark::State& state, Step step) {
   }
   const auto middle = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2);
   std::nth_element(times.begin(), middle, times.end());
-  state.counters["median_us"] = 1e6 * *middle;  // the mean has the system's own work in it, too
+  state.counters["median_us"] = 1e6 * *middle;  // the mean would include the system's own work
 }
 
 class EmptyTask final : public GroupTask {
@@ -56,7 +56,7 @@ class EmptyTask final : public GroupTask {
   void run(std::size_t) noexcept override {}
 };
 
-/// The least that any step needs: every worker is woken, and then the caller.
+/// The minimum for any step: wake every worker, then the caller.
 void round_trip(benchmark::State& state) {
   DeviceGroup group = hosts(state.range(0));
   measure(state, [&] { group.run(std::make_shared<EmptyTask>()); });
@@ -67,7 +67,7 @@ class EmptyProgram final : public StepProgram {
   bool run(const MicroBatch&) override { return false; }
 };
 
-/// A step with given shares: claims, and their record.
+/// A step with given shares: claims and their record.
 void engine_step(benchmark::State& state) {
   const DeviceGroup group = hosts(state.range(0));
   const auto program = std::make_shared<EmptyProgram>();
@@ -76,7 +76,7 @@ void engine_step(benchmark::State& state) {
   measure(state, [&] { run_step(group, program, options); });
 }
 
-/// What users call: planned, measured, reduced (one parameter) and committed.
+/// A user's whole step: planned, measured, reduced (one parameter) and committed.
 void trainer(benchmark::State& state, const char* balance) {
   DataParallel trainer{hosts(state.range(0)), {.parameter_count = 1, .balance = balance}};
   const std::int64_t batch = kItemsPerDevice * state.range(0);
@@ -85,7 +85,7 @@ void trainer(benchmark::State& state, const char* balance) {
 }
 void trainer_step(benchmark::State& state) { trainer(state, "even"); }
 
-/// Balanced, too. Nothing is gained by a second device where there is nothing to do, so that it may be left out.
+/// With automatic balance, which may leave the second device out, because there is nothing to do.
 void trainer_step_auto(benchmark::State& state) { trainer(state, "auto"); }
 
 void spinning(benchmark::internal::Benchmark* benchmark) {
@@ -94,7 +94,8 @@ void spinning(benchmark::internal::Benchmark* benchmark) {
       ->Unit(benchmark::kMicrosecond)
       ->ArgsProduct({{1, 2}, {0}});
 }
-// A fixed number: the pauses, not counted, would take minutes until the time that is counted is long enough.
+// A fixed number of iterations. Otherwise the pauses, which do not count, would take minutes until enough time has
+// counted.
 void parked(benchmark::internal::Benchmark* benchmark) {
   benchmark->ArgNames({"devices", "parked"})
       ->UseManualTime()

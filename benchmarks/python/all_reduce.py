@@ -1,14 +1,14 @@
 """The all-reduce of two host devices against that of two processes over gloo, by size.
 
-    python all_reduce.py                nobody else on the machine, which must be true
+    python all_reduce.py                run it alone on the machine
 
-gloo: two processes, each pinned to a core, one thread each (OMP_NUM_THREADS=1), over the loopback (GLOO_SOCKET_IFNAME=lo unless it is set),
-`torch.distributed.all_reduce` of a tensor. paceline: one process, the workers of two devices on the same cores,
-`paceline.Communicator.all_reduce` of two tensors. Both sum float32 in place. Rounds in fresh processes, in turns. A size's figure is the
-median over rounds of the median over calls (with gloo of the later rank), ± half of the rounds' range.
+gloo: two processes, each pinned to a core with one thread (OMP_NUM_THREADS=1), over the loopback (GLOO_SOCKET_IFNAME=lo unless it is set),
+with `torch.distributed.all_reduce` of a tensor. paceline: one process, with the workers of two devices on the same cores, and
+`paceline.Communicator.all_reduce` of two tensors. Both sum float32 in place. Rounds run in fresh processes, in turns. A size's figure is the
+median over rounds of the median over calls (for gloo, of the slower rank), ± half of the rounds' range.
 
-Beside the ratio stands what paceline moves: each of the two buffers is read once and written once. What the same threads could move is in
-benchmarks/cpp/all_reduce_benchmark.cpp, side by side in one run.
+Beside the ratio stands the amount of data that paceline moves: each of the two buffers is read once and written once.
+benchmarks/cpp/all_reduce_benchmark.cpp compares it with what the same threads can move at most.
 """
 
 from __future__ import annotations

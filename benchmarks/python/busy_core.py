@@ -1,10 +1,10 @@
-"""A core that others hold: automatic shares leave it out, where that is faster.
+"""A core that other programs hold: automatic shares leave it out if that is faster.
 
-    python busy_core.py --json              nobody else on the machine, which must be true
+    python busy_core.py --json              run it alone on the machine
 
-Several busy loops hold the core of the last device, so that its worker comes late to short steps. Three trainers take turns in blocks of steps:
-automatic shares, even shares, and one device with a core of its own. Says what a step takes with each (medians), in how many of the last half
-of its steps automatic shares left the held core out, and when, after the loops have ended, it had work again.
+Several busy loops hold the core of the last device, so that its worker comes late to short steps. Three trainers take turns in blocks of
+steps: automatic shares, even shares, and one device alone on a free core. Prints the median time of a step with each, in how many steps of
+its last half the trainer with automatic shares left the held core out, and when that core got work again after the loops had ended.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from paceline.torch import DataParallel
 from race import data, host, model
 from race.processes import busy_loop
 
-BLOCK = 20  # steps of one trainer until it is the next one's turn
-WITH_WORK = 0.25  # of an even share, or more
+BLOCK = 20  # steps of one trainer before the next one's turn
+WITH_WORK = 0.25  # of an even share; a device with less counts as left out
 
 
 def measure(args: argparse.Namespace, devices: list[paceline.Device]) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def measure(args: argparse.Namespace, devices: list[paceline.Device]) -> dict[st
     held = names[-1]
     even_share = args.batch / len(names)
     seconds: dict[str, list[float]] = {"auto": [], "even": [], "alone": []}
-    ran: list[int] = []  # items of the held device, of each step with automatic shares
+    ran: list[int] = []  # the held device's items in each step with automatic shares
     with tempfile.TemporaryDirectory(prefix="busy_core") as folder, contextlib.ExitStack() as stack:
         data.save(Path(folder))
         batches = itertools.cycle(model.batches(folder, args.batch))
@@ -87,10 +87,10 @@ def main() -> int:
         print("busy_core: two cores are needed", file=sys.stderr)
         return 1
     result = measure(args, devices)
-    told = ", ".join(f"{name} {value} ms" for name, value in result["milliseconds"].items())
+    figures_text = ", ".join(f"{name} {value} ms" for name, value in result["milliseconds"].items())
     back = result["steps_until_back"]
     print(
-        f"{args.loops} busy loops on the core of {devices[-1].name}, batch {args.batch}: {told}\n"
+        f"{args.loops} busy loops on the core of {devices[-1].name}, batch {args.batch}: {figures_text}\n"
         f"automatic shares left it out in {result['left_out']:.0%} of the last steps (mean share {result['mean_share']}); "
         f"when the loops had ended it had work again {f'after {back} steps' if back is not None else f'in none of {args.patience} steps'}"
     )

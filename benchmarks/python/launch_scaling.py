@@ -1,16 +1,16 @@
-"""How small a step may be before Python's lock limits a box of many fast GPUs.
+"""How short a step may be before Python's lock limits a machine with many fast GPUs.
 
-    python launch_scaling.py --json                        on the first GPU
-    python launch_scaling.py --devices host:0 --json       CPU tensors; only an indication
+    python launch_scaling.py --devices host:0 --json       CPU tensors; only a rough indication
+    python launch_scaling.py --json                        on the first GPU, alone on the machine
 
-1, 2, 4 and 8 threads, as many as a box has GPUs, each run operators that do next to nothing: what is measured is the time
-that Python and PyTorch need to start one, and how much of it threads can share. Python code runs one thread at a time, so
-that the operators a second of all threads together hardly grow. A micro-batch of N operators on each of n devices cannot be
-shorter than n x N over that rate, however fast the GPUs are: the last columns say what that is. Backward's operators are
-started by C++ without the lock, so `forward and backward` scales further than `operators`.
+1, 2, 4 and 8 threads, one per GPU of a machine, each run operators that do next to nothing. This measures the time that
+Python and PyTorch need to start an operator, and how much of it threads can share. Python code runs one thread at a time,
+so more threads hardly start more operators per second. With N operators per micro-batch on each of n devices, a
+micro-batch takes at least n x N divided by that rate, however fast the GPUs are. The last columns show this time. C++
+starts backward's operators without the lock, so `forward and backward` scales further than `operators`.
 
-The cure is a CUDA graph: one launch for all operators of a micro-batch. On a GPU the same operators are captured once for
-each thread and replayed, in the rows `CUDA graph`. A machine on which anybody else computes gives no figures to publish.
+A CUDA graph helps: it launches all operators of a micro-batch at once. On a GPU each thread captures the same operators
+once and replays them, in the rows `CUDA graph`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from race import host
 from race.figures import spread
 
 THREADS = (1, 2, 4, 8)
-OPERATORS = 50  # of one call
-EXAMPLES = (100, 500, 2000)  # operators of a small, a middle and a large network's micro-batch
+OPERATORS = 50  # per call
+EXAMPLES = (100, 500, 2000)  # operators in a micro-batch of a small, a medium and a large network
 MEASURED = ("operators", "forward and backward", "CUDA graph")
 
 
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def rate(make: Callable[[str], tuple[Callable[[], None], int]], kind: str, threads: int, seconds: float) -> float:
-    """Operators per second that all threads together start."""
+    """The operators per second that all threads together start."""
     counts = [0] * threads
     barrier = threading.Barrier(threads + 1)
     stop = threading.Event()
@@ -77,7 +77,7 @@ def rate(make: Callable[[str], tuple[Callable[[], None], int]], kind: str, threa
         try:
             stream = torch.cuda.Stream() if kind == "cuda" else None
             with torch.cuda.stream(stream), torch.autograd.set_multithreading_enabled(False):
-                with CAPTURE:  # PyTorch captures one graph at a time in a process
+                with CAPTURE:  # PyTorch captures one graph at a time per process
                     call, operators = make(kind)
                 for _ in range(3):
                     call()
@@ -87,7 +87,7 @@ def rate(make: Callable[[str], tuple[Callable[[], None], int]], kind: str, threa
                     call()
                     done += operators
                     if stream is not None and done % (20 * operators) == 0:
-                        stream.synchronize()  # the queue is finite: beyond it a launch waits for the GPU
+                        stream.synchronize()  # the queue is finite; with a full queue a launch waits for the GPU
                 counts[index] = done
         except BaseException as error:
             errors.append(error)
@@ -124,7 +124,7 @@ def operators(kind: str) -> tuple[Callable[[], None], int]:
 
 
 def forward_and_backward(kind: str) -> tuple[Callable[[], None], int]:
-    """A tiny network: modules called from Python, and their backward, which C++ runs."""
+    """A tiny network: modules that Python calls, and their backward, which C++ runs."""
     layers = 10
     module = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(layers)]).to(kind)
     x = torch.zeros(4, 8, device=kind)
@@ -133,12 +133,12 @@ def forward_and_backward(kind: str) -> tuple[Callable[[], None], int]:
     def call() -> None:
         torch.autograd.grad(module(x).sum(), parameters)
 
-    # Forward: a product with its bias and a ReLU for each layer. Backward: two products, a sum and a ReLU.
+    # Forward: per layer, a product with bias and a ReLU. Backward: two products, a sum and a ReLU.
     return call, 6 * layers + 2
 
 
 def graph(kind: str) -> tuple[Callable[[], None], int]:
-    """The operators of `operators`, captured once: one launch for all."""
+    """The same operators as in `operators`, captured once: one launch for all."""
     x = torch.zeros(16, device=kind)
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
@@ -161,13 +161,13 @@ def row(what: str, threads: int, rates: list[float]) -> dict[str, Any]:
         "threads": threads,
         "operators_per_second": round(median),
         "spread": round(spread(rates), 4),
-        "microseconds_per_operator": round(1e6 * threads / median, 2),  # as each thread sees it
+        "microseconds_per_operator": round(1e6 * threads / median, 2),  # as seen by each thread
         "shortest_milliseconds": {str(count): round(1e3 * threads * count / median, 3) for count in EXAMPLES},
     }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown."""
+    """The tables as Markdown."""
     examples = " | ".join(f"{count} operators" for count in EXAMPLES)
     lines = [
         f"| | threads | operators/s, all | spread | µs each | shortest micro-batch of {examples} |",

@@ -1,10 +1,10 @@
 """An optimizer's step on all workers against the same step on the calling thread, for models of several sizes.
 
-    python optimizer.py             two host devices; nobody else on the machine
+    python optimizer.py             two host devices, alone on the machine
 
-Modules of square linear layers; AdamW, fused and as the loop over parameters that PyTorch takes by default on the host. Steps of both
-kinds in turns in one process, each after a step of the trainer, as in training; medians in milliseconds. Both are measured where
-``DataParallel.optimizer`` would not divide the work, too: that is where its thresholds come from.
+Models are square linear layers. The optimizer is AdamW, fused and as PyTorch's default loop over parameters on the host. Both kinds of
+step take turns in one process, each after a step of the trainer, as in training. Figures are medians in milliseconds. Sizes that
+``DataParallel.optimizer`` would not divide are measured, too, because its thresholds come from here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.torch._trainer import optimizer as _optimizer
 from race import host
 
 SIZES = ((8, 256), (8, 512), (32, 256), (8, 1024), (32, 512), (32, 1024))  # layers, width
-BLOCK = 6  # steps of one kind until it is the other's turn
+BLOCK = 6  # steps of one kind before the other's turn
 WARM_UP_STEPS = 12
 
 
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def measured(names: list[str], layers: int, width: int, fused: bool, steps: int) -> dict[str, Any]:
-    """One size and kind."""
+    """Measure one size and kind."""
     module = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
     batch = torch.randn(32, width)
 

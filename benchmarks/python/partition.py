@@ -1,14 +1,14 @@
-"""How evenly `paceline.plan.split_items` deals items of unequal length out over equal devices, beside Karmarkar and Karp's differencing.
+"""How evenly `paceline.plan.split_items` splits items of unequal length over equal devices, compared with Karmarkar and Karp's differencing.
 
-    python partition.py                 the second is PyPI's numberpartitioning (pip install numberpartitioning), which it does without, and says so
+    python partition.py                 uses PyPI's numberpartitioning, if installed, for the differencing (pip install numberpartitioning)
 
-Lengths are lognormal, whole tokens (median 148, a sigma of 1: text has a few pieces that are ten times as long as most). Both get the same
-ones; a device's load is the sum of its lengths, and the longest load is the makespan. Beside it stands the lower bound: the mean load or
-the longest item, whichever is more. The ratio is paceline's makespan over the other's, for each batch; the goal is never above 1. It is
-given twice: as users call `split_items`, which stops searching within 0.01 % of its bound, and with `tolerance=0`, which does not stop there.
+Lengths are lognormal whole tokens (median 148, sigma 1: in text, a few pieces are ten times as long as most). Both methods get the same
+lengths. A device's load is the sum of its lengths, and the largest load is the makespan. The lower bound is the larger of the mean load and
+the longest item. The ratio is paceline's makespan divided by the other's, per batch; the goal is at most 1 in every batch. The ratio is
+given twice: for a plain call of `split_items`, which stops searching within 0.01 % of its bound, and with `tolerance=0`, which searches on.
 
-The same seeds give the same figures on every machine, but for the times of a call, which are a side remark: one of the two is pure Python,
-the other compiled.
+The same seeds give the same figures on every machine, except the times of a call. Those compare little: one method is pure Python, the other
+is compiled.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Parts = Sequence[Sequence[int]]  # per device, the indices of its items
 Method = Callable[[list[int], int], Parts]
 
 SIZES = tuple((items, devices) for items in (64, 256, 1024) for devices in (2, 4, 8))
-GOAL = 1.0  # the most of paceline's makespan over the other's, for any batch
+GOAL = 1.0  # the largest allowed ratio of paceline's makespan to the other's, in any batch
 MU, SIGMA = 5.0, 1.0  # of the logarithm of a length
 NO_RIVAL = "numberpartitioning is not installed (pip install numberpartitioning)"
 HEAD = [
@@ -56,7 +56,7 @@ def ours_exact(lengths: list[int], devices: int) -> Parts:
 
 
 def rival() -> Method | None:
-    """Karmarkar and Karp's largest differencing method for any number of parts; None where it is not installed."""
+    """Karmarkar and Karp's largest differencing method for any number of parts; None if it is not installed."""
     try:
         from numberpartitioning import karmarkar_karp
     except ImportError:
@@ -70,7 +70,7 @@ def rival() -> Method | None:
 
 
 def lengths_of(items: int, seed: int) -> list[int]:
-    """Tokens of each item, one or more."""
+    """The number of tokens of each item, at least one."""
     source = random.Random(seed)
     return [max(1, round(source.lognormvariate(MU, SIGMA))) for _ in range(items)]
 
@@ -80,7 +80,7 @@ def lower_bound(lengths: Sequence[int], devices: int) -> float:
 
 
 def makespan(lengths: Sequence[int], parts: Parts) -> int:
-    """The largest load; whole numbers, so equal splits compare equal.
+    """The largest load. Loads are whole numbers, so equal splits compare equal.
 
     Raises
     ------
@@ -93,7 +93,8 @@ def makespan(lengths: Sequence[int], parts: Parts) -> int:
 
 
 def compared(methods: Mapping[str, Method], items: int, devices: int, seeds: Iterable[int]) -> dict[str, Any]:
-    """One size: of each method the makespan over the bound, over the last method's, and the milliseconds of a call."""
+    """Measure one size. Returns per method the makespan over the bound, paceline's makespan over the other's, and the milliseconds of a
+    call."""
     over_bound: dict[str, list[float]] = defaultdict(list)
     over_last: dict[str, list[float]] = defaultdict(list)
     milliseconds: dict[str, list[float]] = defaultdict(list)
@@ -124,7 +125,7 @@ def median_and_worst(values: Sequence[float]) -> dict[str, float]:
 
 
 def row(size: Mapping[str, Any]) -> list[str]:
-    """The cells below HEAD."""
+    """The cells of a row below HEAD."""
     pairs = [*size["over_bound"].values(), *size["over_karmarkar_karp"].values()]
     cells = [f"{pair['median']:.6f}, {pair['worst']:.6f}" for pair in pairs]
     times = ", ".join(f"{value:.3f}" for value in size["milliseconds"].values())
@@ -132,7 +133,7 @@ def row(size: Mapping[str, Any]) -> list[str]:
 
 
 def goals(sizes: Sequence[Mapping[str, Any]], seeds: int) -> list[dict[str, Any]]:
-    """Of each way to call paceline the worst ratio of all batches, beside the goal."""
+    """For each way to call paceline, the worst ratio of all batches and the goal."""
     found = []
     for name in sizes[0]["over_karmarkar_karp"]:
         worst = max(size["over_karmarkar_karp"][name]["worst"] for size in sizes)

@@ -1,11 +1,11 @@
-"""What balancing costs where there is nothing to balance: automatic against even shares on a quiet machine.
+"""The cost of balancing if there is nothing to balance: automatic against even shares on a quiet machine.
 
-    python quiet.py --json              nobody else on the machine, which must be true
+    python quiet.py --json              run it alone on the machine
 
-Two trainers of the same network on the same devices in one process, one with automatic and one with even shares, take turns in blocks of
-steps, A B, B A, and so on, until the 95 % interval of the median ratio of neighbouring blocks is within --tolerance of its middle, or the time
-is up. Above 1 automatic shares are faster. The interval must hold 1 or lie above it, and automatic shares must move no more than once in
-100 steps. A virtual machine also says how much of its cores' time the host gave to others.
+Two trainers of the same network run on the same devices in one process, one with automatic and one with even shares. They take turns in
+blocks of steps (A B, B A, ...) until the time is up, or until the 95 % interval of the median ratio of neighbouring blocks is within
+--tolerance of its middle. A ratio above 1 means that automatic shares are faster. The goals: the interval holds 1 or lies above it, and
+automatic shares move at most once in 100 steps. On a virtual machine it also prints how much of the cores' time the host gave to others.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from race import data, host, model
 from race.figures import median_interval, ratio_summary
 
 WARM_UP_STEPS = 40
-MOST_MOVES = 1.0  # in 100 steps
+MOST_MOVES = 1.0  # per 100 steps
 
 
 class Trainer:
-    """One of the two."""
+    """One of the two trainers."""
 
     def __init__(self, trainer: DataParallel, batches: Sequence[model.Pair]) -> None:
         self._trainer = trainer
@@ -55,7 +55,7 @@ class Trainer:
         return self._trainer.shares
 
     def run(self, steps: int) -> float:
-        """Seconds."""
+        """Run a block and return its seconds."""
         start = time.perf_counter()
         for batch in itertools.islice(self._batches, steps):
             self._trainer.step(model.loss_fn, batch)
@@ -65,7 +65,7 @@ class Trainer:
 
 
 def compare(args: argparse.Namespace, names: list[str], batches: Sequence[model.Pair]) -> dict[str, Any]:
-    """Blocks in turns, until it is known well enough."""
+    """Run blocks in turns until the ratio is known well enough."""
     with contextlib.ExitStack() as stack:
         even, auto = (
             Trainer(stack.enter_context(DataParallel(model.network(), names, balance=balance)), batches)
@@ -75,7 +75,7 @@ def compare(args: argparse.Namespace, names: list[str], batches: Sequence[model.
             trainer.run(WARM_UP_STEPS)
         steps_before, moves_before = auto.steps, auto.moves
         ratios: list[float] = []
-        blocks: list[float] = []  # seconds of auto's blocks
+        blocks: list[float] = []  # seconds of the blocks with automatic shares
         tight = False
         begin = time.monotonic()
         while not ratios or (not tight and time.monotonic() - begin < args.seconds):

@@ -1,27 +1,27 @@
-"""Races paceline against DistributedDataParallel, JAX, and one process with many threads.
+"""Race paceline against DistributedDataParallel, JAX, and one process with many threads.
 
-    python race_ddp.py                                    nobody else on the machine, which must be true
+    python race_ddp.py                                    run it alone on the machine
     python race_ddp.py --busy                             with a busy loop on the last core
     python race_ddp.py --network transformer --batch 64,512,4096
 
-All train the same network from the same weights on the same data with the same global batch and optimizer, each in processes of its own,
-while nobody else runs, and must have the same loss after some steps. DDP: one process per core, pinned, one thread each, over gloo. One
-process with a thread per core. JAX, where it is installed (pip install 'jax[cpu]'): one process, a device per core, the batch sharded over
-them. paceline: even and balanced shares, in turns in one process. Rounds go in turns, each in another order; in a round each rival runs all
-batch sizes, smallest first, with fewer steps where batches are larger than 512.
+All rivals train the same network from the same weights on the same data, with the same global batch and optimizer. Each runs in its own
+processes while the others wait, and after some steps all must have the same loss. DDP: one pinned process with one thread per core, over
+gloo. Threads: one process with a thread per core. JAX, if installed (pip install 'jax[cpu]'): one process with a device per core and the
+batch sharded over them. paceline: even and balanced shares, in turns in one process. Each round runs the rivals in another order. In a
+round each rival runs all batch sizes, the smallest first, with fewer steps for batches above 512.
 
-The ideal is the sum of what each core does alone under the same load, one core after the other. Two more figures say what it is made of:
-the same sum in micro-batches, which fit caches better (of a device's part, its half and its quarter each core takes what it is fastest
-with), and the sum while all cores compute at the same time, in processes that share nothing: less than the ideal where cores share caches,
-memory or a core of the host. Figures are medians over rounds, ± half of their range. A virtual machine also says how much of its cores' time
-the host gave to others meanwhile (steal in /proc/stat): above a few percent rivals did not meet the same machine.
+The ideal is the sum of what each core does alone under the same load, one core after the other. Two more sums explain it. The first sums
+the cores alone with micro-batches, which fit caches better: each core takes the fastest of a device's part, its half and its quarter. The
+second sums all cores computing at the same time in separate processes. It is less than the ideal if cores share caches, memory or a
+physical core. Figures are medians over rounds, ± half of their range. A virtual machine also reports how much of its cores' time the host
+gave to others (steal in /proc/stat). Above a few percent, the rivals did not have equal conditions.
 
-With several sizes it says below which step one should not split: where balanced shares do not beat the fastest core alone.
+With several sizes it prints from which step length on splitting pays: where balanced shares beat the fastest core alone.
 
-Environment: OMP_NUM_THREADS and all that places threads is taken away, then OMP_NUM_THREADS is 1 for DDP and for a core alone, and the
-number of cores for the process with threads. DDP gets GLOO_SOCKET_IFNAME=lo unless it is set. --malloc sets MALLOC_MMAP_THRESHOLD_,
-MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_ for every rival, so that glibc keeps freed memory instead of returning it and taking page faults at
-every step.
+Environment: OMP_NUM_THREADS and everything else that places threads is removed. Then OMP_NUM_THREADS is set to 1 for DDP and for a core
+alone, and to the number of cores for the process with threads. DDP gets GLOO_SOCKET_IFNAME=lo unless it is set. --malloc sets
+MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_ for every rival, so that glibc keeps freed memory. Otherwise glibc
+returns it, and each step pays for page faults.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from race.job import CHECKED_STEPS, Job, Network, steps_for
 from race.pinned import Answers, Pinned
 from race.results import HEAD, Blocks, Results
 
-# The largest threshold that glibc takes on 64-bit machines is 32 MiB.
+# glibc accepts thresholds up to 32 MiB on 64-bit machines.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-SEARCHED_STEPS = 48  # by when paceline has searched for the size of micro-batches
+SEARCHED_STEPS = 48  # paceline has chosen the size of micro-batches by then
 NO_JAX = "JAX is not installed (pip install 'jax[cpu]')"
 
 
@@ -105,7 +105,7 @@ class Race:
 
     def together(self) -> None:
         jobs = self._short(rival="together")
-        # Half of the time for a slow core's warm-up, half to measure.
+        # Half of the time is for a slow core's warm-up, half for measuring.
         jobs = [dataclasses.replace(job, seconds=2.0 + 0.1 * job.steps + 1e-3 * job.batch) for job in jobs]
         processes = self._pinned.together([jobs] * self._parts)
         checked = [self._checked(jobs, answers) for answers in processes]
@@ -113,7 +113,7 @@ class Race:
             self.results[batch].add_together(blocks)
 
     def ratio(self, seconds: float, tolerance: float) -> None:
-        """Only auto against even, for longer, with the batch in the middle."""
+        """Measure only auto against even, for longer, with the middle batch size."""
         middle = self._jobs[len(self._jobs) // 2]
         job = dataclasses.replace(middle, rival="ratio", seconds=seconds, tolerance=tolerance, warm_up=SEARCHED_STEPS)
         for batch, blocks in self._checked([job], self._pinned.one([job])):
@@ -123,7 +123,7 @@ class Race:
         return [dataclasses.replace(job, **changes) for job in self._jobs]
 
     def _short(self, **changes: Any) -> list[Job]:
-        """Of one core by itself, which has nothing to learn: more of its steps would take time from those who race."""
+        """One core alone has nothing to learn, so it runs fewer steps and leaves time to the others."""
         return [
             dataclasses.replace(job, steps=-(-job.steps // 2), warm_up=CHECKED_STEPS, **changes) for job in self._jobs
         ]
@@ -133,7 +133,7 @@ class Race:
             self.results[batch].add(blocks)
 
     def _checked(self, jobs: Sequence[Job], answers: Answers) -> list[tuple[int, Blocks]]:
-        """The blocks of each batch size, of a process that did the same work as all before it."""
+        """Record the blocks of each batch size, and check that the process computed the same losses as all before it."""
         for job, answer in zip(jobs, answers, strict=True):
             for loss in answer["losses"]:
                 expected = self._losses.setdefault(job.batch, loss)

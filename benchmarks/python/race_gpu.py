@@ -1,18 +1,19 @@
-"""Races on a GPU: what paceline costs on one device, and what it makes of several.
+"""Races on a GPU: the cost of paceline on one device, and its gain on several devices.
 
     python race_gpu.py --json                               the first GPU, whole and in parts
     python race_gpu.py --json --devices host:0,host:1       on these devices; only to try the program
 
-(a) One device: plain PyTorch against paceline. (b) Two and three unequal partitions: auto and even shares, against the sum of
-what the partitions do alone *while the others run the same work*, since they share memory, caches and the clock; forward and
-backward only, for paceline has one update of the parameters where the partitions alone would have several. (c) A
-partition that has other work for the middle third: steps until the step is as fast as it then can be. (d) The sum over
-buffers of one GPU against its copy. (e) With several GPUs, nn.DataParallel and DistributedDataParallel beside paceline.
+(a) One device: plain PyTorch against paceline. (b) Two and three unequal partitions: auto and even shares, against the
+sum of the partitions running the same work alone but *at the same time*, because they share memory, caches and the
+clock. Forward and backward only, because paceline updates the parameters once and the partitions alone would do it
+several times. (c) A partition with other work in the middle third: how many steps until steps are as fast as possible
+again. (d) The sum over buffers of one GPU against copying them. (e) With several GPUs: nn.DataParallel and
+DistributedDataParallel beside paceline.
 
-One network is bound by arithmetic (bfloat16 matrix products), one by memory (norms and element-wise work). Blocks of all
-rivals take turns; figures are medians of rounds with their spread. Python's launch time is measured: a run in which a
-micro-batch keeps the GPU busy for less than 3 x devices x launch time is marked launch-bound and does not count, because it
-races Python's lock. The cure for such a network is a CUDA graph.
+One network is limited by arithmetic (bfloat16 matrix products), the other by memory (norms and element-wise work). Blocks
+of all rivals take turns; figures are medians of rounds with their spread. Python's launch time is measured, too. If a
+micro-batch keeps the GPU busy for less than 3 x devices x launch time, the run is marked launch-bound and does not count,
+because it measures Python's lock. A CUDA graph helps such a network.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def main() -> int:
         start = time.monotonic()
         try:
             figures = run(*what, length)
-        except Exception as error:  # one race must not take the others' figures with it
+        except Exception as error:  # a failed race must not lose the figures of the others
             figures = {"failed": f"{type(error).__name__}: {error}"}
         races.append(
             {"part": part, "network": network, **verdict(figures), "seconds": round(time.monotonic() - start, 1)}
@@ -74,7 +75,7 @@ def main() -> int:
 
     home = torch.device("cuda:0" if named is None else "cpu")
     if named is not None:
-        torch.set_num_threads(1)  # as a worker has it
+        torch.set_num_threads(1)  # like a worker
     first = paceline.find_device("cuda:0" if named is None else named[0])
     gpus = [device.name for device in paceline.devices() if device.kind == "cuda"]
     for name, make in MAKERS.items():
@@ -128,7 +129,7 @@ def line(entry: dict[str, Any]) -> str:
 
 
 def launches(races: list[dict[str, Any]]) -> dict[str, Any]:
-    """Python's time to enqueue a micro-batch's forward, backward and update, by network."""
+    """By network, Python's time to enqueue a micro-batch's forward, backward and update."""
     found = {entry["network"]: entry["launch_milliseconds"] for entry in races if "launch_milliseconds" in entry}
     return {"milliseconds": found}
 

@@ -1,17 +1,16 @@
-"""Races paceline with costs against DistributedDataParallel on text of variable length.
+"""Race paceline with costs against DistributedDataParallel on text of variable length.
 
-    python race_text.py                 nobody else on the machine, which must be true
+    python race_text.py                 run it alone on the machine
     python race_text.py --busy          with a busy loop on the last core
 
-All train the transformer of examples/python/text.py on the same pieces of text, an epoch each a round, in processes of their own while
-nobody else runs: DDP as one pinned process per core over gloo, with random batches, with batches of similar length (a length-grouped
-sampler) and with paceline's BalancedBatchSampler(padded=True); and paceline with `cost=` on random batches. Every rival trims what it
-runs at once to its longest piece. Rounds go in turns, each in another order. Figures: milliseconds a step, the mean over an epoch (so
-that every rival has run the same pieces), medians over rounds, ± half of their range.
+All rivals train the transformer of examples/python/text.py on the same pieces of text, one epoch per round, each in its own processes
+while the others wait. DDP runs one pinned process per core over gloo: with random batches, with batches of similar length (a
+length-grouped sampler), and with paceline's BalancedBatchSampler(padded=True). paceline runs with `cost=` on random batches. Every rival
+trims what it runs at once to its longest piece. Each round runs the rivals in another order. Figures are milliseconds per step, as the mean
+over an epoch (so that every rival has run the same pieces), then the median over rounds, ± half of their range.
 
-Two fractions of an ideal stand beside paceline: the split's, which is the time that devices were busy over the time that they had,
-from the first start to the last finish of each step; and the whole step's, against the sum of what paceline does on each core alone under
-the same load.
+Two fractions of an ideal are shown for paceline. For the split: the time that devices were busy, divided by the time from the first start
+to the last finish of each step. For the whole step: its rate divided by the sum of paceline's rates on each core alone under the same load.
 """
 
 from __future__ import annotations
@@ -69,9 +68,9 @@ class TextRace:
             self.milliseconds[device.name].append(1e3 * statistics.mean(blocks["text-alone"][0]))
 
     def _checked(self, rival: Rival, processes: list[Answers]) -> dict[str, list[list[float]]]:
-        """What the first process measured, if all have learnt."""
+        """Record the first process's measurements, if all processes have learnt."""
         for (answer,) in processes:
-            if not all(0.0 < loss < 6.0 for loss in answer["losses"]):  # 5.5 is what knowing nothing of bytes costs
+            if not all(0.0 < loss < 6.0 for loss in answer["losses"]):  # an untrained network has a loss of 5.5
                 raise RuntimeError(f"{rival} does not learn: its last loss is {answer['losses']}")
         blocks: dict[str, list[list[float]]] = processes[0][0]["blocks"]
         return blocks

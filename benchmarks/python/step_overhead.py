@@ -1,15 +1,15 @@
-"""What a step costs beside the work, from Python: the library's own part, per device and step.
+"""The cost of a step beside its work, from Python: the library's own time per device and step.
 
-    python step_overhead.py             nobody else on the machine, which must be true
+    python step_overhead.py             run it alone on the machine
 
-Two levels. `engine` is the lowest that Python has: the compiled stepper plans, hands out, waits and takes note, and calls empty Python
-functions on the workers; all of its time is the library's. `trainer` is `paceline.torch.DataParallel.step` on a network of one parameter
-and one item per device; what plain PyTorch needs for the same forward and backward on the calling thread, once per device (Python runs
-one thread at a time), is measured in turns with it and taken away.
+Two levels. `engine` is the lowest level that Python has: the compiled stepper plans, hands out work, waits and records, and calls empty
+Python functions on the workers. All of its time is the library's. `trainer` is `paceline.torch.DataParallel.step` on a network of one
+parameter with one item per device. In turns with it, plain PyTorch runs the same forward and backward on the calling thread, once per
+device, because Python runs one thread at a time. Its time is subtracted.
 
-On one device and on two, each in two states: spinning, where steps follow each other at once, and parked, where the workers have gone to
-sleep in a pause before each step, which is not counted. Shares are even: where there is nothing to do, balanced ones leave a device out.
-Figures: microseconds per device and step, medians over all steps.
+Each level runs on one device and on two, in two states. Spinning: steps follow each other at once. Parked: a pause before each step, which
+is not counted, lets the workers go to sleep. Shares are even, because balanced shares would leave a device without work out. Figures are
+microseconds per device and step, medians over all steps.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from paceline._core.engine import Stepper
 from paceline.torch import DataParallel
 from race import host
 
-PAUSE_SECONDS = 0.002  # long enough that every worker has parked
-BLOCK = 20  # steps of one variant until it is the other's turn
+PAUSE_SECONDS = 0.002  # long enough for every worker to go to sleep
+BLOCK = 20  # steps of one variant before the next one's turn
 WARM_UP_STEPS = 200
 
 Step = Callable[[], object]
@@ -80,7 +80,7 @@ def engine(names: list[str], pause: float, steps: int) -> dict[str, float]:
 
 
 def trainer(names: list[str], pause: float, steps: int) -> dict[str, float]:
-    """`DataParallel.step`, and plain PyTorch with as many forwards and backwards."""
+    """`DataParallel.step`, and plain PyTorch with as many forward and backward passes."""
 
     def loss_fn(module: nn.Module, items: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = module(items).sum()
@@ -101,7 +101,7 @@ def trainer(names: list[str], pause: float, steps: int) -> dict[str, float]:
 
 
 def in_turns(variants: list[Step], pause: float, steps: int) -> list[list[float]]:
-    """The seconds of each variant's steps, in blocks A B, B A, ...: what changes slowly meets both alike."""
+    """The seconds of each variant's steps, in blocks A B, B A, ..., so that slow changes affect both alike."""
     seconds: list[list[float]] = [[] for _ in variants]
     for variant in variants:
         for _ in range(WARM_UP_STEPS):

@@ -1,24 +1,24 @@
 """Where the time of a step goes, beside the work itself.
 
-    python step_profile.py --json                          nobody else on the machine, which must be true
+    python step_profile.py --json                          run it alone on the machine
     python step_profile.py --network transformer --batch 64
     python step_profile.py --busy                          with a busy loop on the last core
 
-Trains the network of the races on two devices or more, in turns with plain PyTorch on one thread, and takes each step apart by what the trainer
-says of it:
+Trains the network of the races on two devices or more, in turns with plain PyTorch on one thread. Divides each step into parts, by the
+trainer's reports:
 
-    work        what one core alone needs for the batch, divided by the number of devices
-    crowding    how much longer the devices compute than that: caches, memory and page faults that they share, micro-batches, Python's lock
-    waiting     of devices for the one that computes longest
-    hand-over   from the call to the first micro-batch, and from the last to the reduction
+    work        the time of one core alone for the batch, divided by the number of devices
+    crowding    how much longer the devices compute: shared caches, memory and page faults, micro-batches, Python's lock
+    waiting     for the device that computes longest
+    hand-over   from the call to the first micro-batch, and from the last one to the reduction
     reduction   of the gradients
-    python      of the call, before the workers have the step and after they are done
+    python      in the call, before the workers have the step and after they are done
     optimizer
 
-With --busy work is what the devices need for the step if all end together, at the speeds that they have in that very step; crowding is in it.
+With --busy, work is the step's time if all devices finished together at the speeds that they had in that step. It includes crowding.
 
-Figures are medians over steps, in milliseconds and as a part of the whole. Page faults are the process's own; hardware counters (`perf stat -e
-cache-misses`) are the better witness where a machine has them.
+Figures are medians over steps, in milliseconds and as fractions of the whole. Page faults are those of the process. If the machine has
+hardware counters, they are more reliable (`perf stat -e cache-misses`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from race import data, host, model, recovery
 from race.processes import busy_loop
 
 WARM_UP_STEPS = 40
-BLOCK = 5  # steps until it is the other's turn
+BLOCK = 5  # steps of one variant before the other's turn
 PARTS = ("work", "crowding", "waiting", "hand_over", "reduction", "python", "optimizer")
 BUSY_PARTS = tuple(name for name in PARTS if name != "crowding")
 
@@ -112,11 +112,11 @@ def profile(args: argparse.Namespace, names: list[str], batches: list[model.Pair
     else:
         alone_seconds = statistics.median(plain) / len(names)
         parts |= {"work": [alone_seconds], "crowding": [each["busy"] - alone_seconds for each in seconds]}
-    told = BUSY_PARTS if args.busy else PARTS
-    medians = {name: statistics.median(parts[name]) for name in (*told, "step")}
+    shown = BUSY_PARTS if args.busy else PARTS
+    medians = {name: statistics.median(parts[name]) for name in (*shown, "step")}
     return {
         "ms": {name: round(1e3 * value, 3) for name, value in medians.items()},
-        "part_of_step": {name: round(medians[name] / medians["step"], 4) for name in told},
+        "part_of_step": {name: round(medians[name] / medians["step"], 4) for name in shown},
         "page_faults": statistics.median(faults),
         "micro_batches": statistics.median(claims),
     }

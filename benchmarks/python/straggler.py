@@ -1,13 +1,13 @@
-"""A straggler that comes and goes: shares and step times, automatic beside even ones.
+"""A straggler that comes and goes: shares and step times with automatic and with even shares.
 
     python straggler.py --plot straggler.svg --json
 
 Trains the network of the races on two host devices or more, first with automatic, then with even shares. In the middle third a busy loop
-holds the last core. Says how long a step took before, during and after; draws both. A step is forward, backward and the optimizer.
+holds the last core. Prints the time of a step before, during and after, and draws both runs. A step is forward, backward and the optimizer.
 
-Then lets the busy loop come and go several times (--onsets) and says, of each time that it came: how many steps automatic shares needed to be
-within five percent of as fast as they then stay, and how far behind the ideal the very step ended that was hit, in the longest of its
-micro-batches. The ideal of that step: all devices end together, at the speeds that they had in it.
+Then the busy loop comes and goes several times (--onsets). For each time that it comes, this prints how many steps automatic shares needed
+until they were within five percent of their later speed. It also prints how long after the ideal the first slow step ended, in units of its
+longest micro-batch. In the ideal all devices finish together, at the speeds that they had in that step.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from race.processes import busy_loop
 
 WARM_UP_STEPS = 15
 POLICIES = ("auto", "even")
-ONSET_STEPS = 12  # calm, and then slow, of each further time that the straggler comes
-_WINDOW = 5  # steps that the line of step times is the median of
+ONSET_STEPS = 12  # number of calm steps and then of slow steps, per onset
+_WINDOW = 5  # the plotted step time is the median of so many steps
 
 
 @dataclass
 class Run:
-    """What one way to split did."""
+    """The measurements of one way to split."""
 
     shares: list[dict[str, int]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     onsets: list[int] = field(default_factory=list)  # the steps in which the busy loop came
-    hits: list[recovery.Hit] = field(default_factory=list)  # those steps
+    hits: list[recovery.Hit] = field(default_factory=list)  # these steps' details
 
     def summary(self, slow: range) -> dict[str, Any]:
-        """Medians over the second half of each third, by when whoever adapts has done so."""
+        """Medians over the second half of each third, when shares have had time to adapt."""
         thirds = (range(slow.start), slow, range(slow.stop, len(self.seconds)))
         before, during, after = (self.seconds[(third.start + third.stop) // 2 : third.stop] for third in thirds)
         ends = ((slow.start, slow.stop), (slow.stop, len(self.seconds)))
@@ -63,7 +63,7 @@ class Run:
 
 
 def train(policy: Any, names: list[str], batches: list[model.Pair], phases: list[int], cores: list[int]) -> Run:
-    """Steps of each phase, calm and with the busy loop by turns, after the warm-up."""
+    """Steps per phase after the warm-up, alternately calm and with the busy loop."""
     run = Run()
     network = model.network()
     with DataParallel(network, names, balance=policy) as trainer:
@@ -95,14 +95,14 @@ def train(policy: Any, names: list[str], batches: list[model.Pair], phases: list
 
 
 def recoveries(names: list[str], batches: list[model.Pair], onsets: int, cores: list[int]) -> dict[str, Any]:
-    """What comes of a straggler that comes several times, with automatic shares."""
+    """Measure automatic shares with a straggler that comes several times."""
     run = train("auto", names, batches, [ONSET_STEPS, ONSET_STEPS] * onsets, cores)
     steps = [steps_to_recover(run.seconds, onset, onset + ONSET_STEPS) for onset in run.onsets]
     return recovery.summary(steps, run.hits)
 
 
 def draw(runs: dict[str, Run], slow: range, straggler: str, path: Path) -> None:
-    """Small and the same every time: text stays text, and no date is written."""
+    """Write a small file that is the same every time: text stays text, and there is no date."""
     import matplotlib
 
     matplotlib.rcParams["svg.fonttype"] = "none"
@@ -124,7 +124,7 @@ def draw(runs: dict[str, Run], slow: range, straggler: str, path: Path) -> None:
         calm = [1e3 * seconds for seconds in running_median(runs[policy].seconds)]
         highest = max(highest, *calm)
         below.plot(range(1, count + 1), calm, color=color, lw=1.5, label=policy)
-    # Of auto each step, too: the line, a median, would hide the one that is hit.
+    # Also draw each step of auto, because the line is a median and would hide the slow step.
     each = [1e3 * seconds for seconds in runs["auto"].seconds]
     below.plot(range(1, count + 1), each, "o", color="black", ms=2.5, alpha=0.4, mew=0, label="auto, each step")
     below.set(ylabel="time of a step (ms)", xlabel="step", ylim=(0, 1.2 * highest), xlim=(0.5, count + 0.5))

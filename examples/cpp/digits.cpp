@@ -4,8 +4,8 @@
 //
 //   digits [digits.csv [epochs]]
 //
-// What is of paceline: a group of devices, a trainer that owns the flat parameters, and a body that adds the gradient
-// of some items of the batch on one device. The rest is the network (mlp.hpp) and the optimizer, which are yours.
+// paceline provides a group of devices and a trainer that owns the flat parameters. The body adds the gradient of some
+// items of the batch on one device. The network (mlp.hpp) and the optimizer are yours.
 #include <algorithm>
 #include <charconv>
 #include <chrono>
@@ -31,11 +31,11 @@ constexpr std::size_t kTestImages = 450;
 constexpr std::size_t kBatch = 512;
 constexpr int kEpochs = 60;
 constexpr int kEpochsPerRow = 10;
-constexpr double kGoal = 0.95;  // of the test set; the network reaches 97 to 98 %
+constexpr double kGoal = 0.95;  // on the test set; the network reaches 97 to 98 %
 constexpr float kLearningRate = 0.1F;
 constexpr float kMomentum = 0.9F;
 
-/// Who ran how much since the last row.
+/// Prints how many items each device has run since the last row.
 class Table {
  public:
   explicit Table(const paceline::DeviceGroup& group)
@@ -85,7 +85,7 @@ int train(const std::string& path, int epochs) {
   const Digits digits = read_digits(path);
   if (digits.size() <= kTestImages) throw std::runtime_error(path + " has too few images to test with 450 of them");
 
-  // A fixed seed: the same images are held out in every run.
+  // A fixed seed, so that every run holds out the same images.
   std::mt19937 random(0);  // NOLINT(cert-msc51-cpp)
   std::vector<std::size_t> order(digits.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
@@ -104,7 +104,7 @@ int train(const std::string& path, int epochs) {
     for (std::size_t begin = 0; begin < order.size(); begin += kBatch) {
       const std::size_t size = std::min(kBatch, order.size() - begin);
 
-      // Called on the devices' threads, each with its own items and its own gradients; the parameters are shared.
+      // Called on the devices' threads, each with its own items and its own gradients. The parameters are shared.
       const auto body = [&](const paceline::MicroBatch& micro_batch, paceline::Replica& replica) {
         double loss = 0.0;
         for (std::int64_t item = micro_batch.begin; item < micro_batch.end; ++item) {
@@ -115,7 +115,7 @@ int train(const std::string& path, int epochs) {
       };
       const double loss = trainer.step(static_cast<std::int64_t>(size), body);
 
-      // gradients() is the mean over the whole batch, whoever computed how much of it.
+      // gradients() is the mean over the whole batch, for any split.
       trainer.update([&](std::size_t first, std::size_t last) {
         for (std::size_t i = first; i < last; ++i) {
           velocity[i] = kMomentum * velocity[i] + trainer.gradients()[i];

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The network of digits.cpp, trained on GPUs, without PyTorch: every GPU of the machine, or the devices that are named.
+// Trains the network of digits.cpp on GPUs, without PyTorch: on every GPU of the machine, or on the named devices.
 //
 //   digits_cuda [cuda:0 cuda:1 host:0 ...]
 //
-// The kernels and the optimizer are yours. Of paceline: who computes which items, on which stream, and that the
-// gradients of all are one. Nothing here waits for a GPU but the printed loss.
+// The kernels and the optimizer are yours. paceline decides which device computes which items on which stream, and
+// combines the gradients. Only printing the loss waits for a GPU.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -45,7 +45,7 @@ void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-/// Forward and backward of one image by one block, a thread for each hidden unit.
+/// Forward and backward of one image by one block, with a thread per hidden unit.
 __global__ void backward_kernel(const float* parameters, float* gradients, double* loss_sum, const float* pixels,
                                 const int* labels, const int* items) {
   __shared__ float image[kInputs];
@@ -94,7 +94,7 @@ __global__ void update_kernel(float* parameters, float* velocity, const float* g
   parameters[i] -= kLearningRate * velocity[i];
 }
 
-/// Memory of the current device.
+/// Memory on the current device.
 template <class T>
 class OnGpu {
  public:
@@ -111,7 +111,7 @@ class OnGpu {
   T* data_ = nullptr;
 };
 
-/// The images, and the order in which an epoch takes them, on one GPU.
+/// The images and their order in an epoch, on one GPU.
 struct Data {
   Data(const Digits& digits, const std::vector<int>& order)
       : pixels(digits.pixels), labels(digits.labels), items(order) {}
@@ -143,7 +143,7 @@ int train(const paceline::DeviceGroup& group) {
   if (data.empty()) throw std::runtime_error("name a GPU at least; host devices alone are for the example digits");
   for (const paceline::Device& device : group.devices()) {
     if (device.kind != paceline::DeviceKind::cuda) continue;
-    check(cudaSetDevice(device.index), "cudaSetDevice");  // parameters live on the group's first GPU
+    check(cudaSetDevice(device.index), "cudaSetDevice");  // the parameters live on the group's first GPU
     break;
   }
 
@@ -161,7 +161,7 @@ int train(const paceline::DeviceGroup& group) {
       const std::size_t size = std::min(kBatch, order.size() - begin);
       const auto body = [&](const paceline::MicroBatch& mb, paceline::Replica& replica) {
         const std::size_t first = begin + static_cast<std::size_t>(mb.begin);
-        if (replica.stream == nullptr) {  // a host device in the mix
+        if (replica.stream == nullptr) {  // a host device
           double sum = 0.0;
           for (std::size_t k = first; k < first + static_cast<std::size_t>(mb.size()); ++k) {
             const auto item = static_cast<std::size_t>(order[k]);

@@ -8,7 +8,8 @@
 
 namespace {
 
-// Takes "number" and the comma behind it off the front of `rest`; -1 if there is no number from 0 to `highest`.
+// Removes "number" and the following comma from the front of `rest`. Returns -1 if there is no number from 0 to
+// `highest`.
 int take_number(std::string_view& rest, int highest) {
   int value = -1;
   const auto [end, error] = std::from_chars(rest.data(), rest.data() + rest.size(), value);

@@ -9,7 +9,7 @@
 struct Digits {
   static constexpr std::size_t kPixels = 64;
 
-  std::vector<float> pixels;  ///< kPixels for each image, from 0 to 1
+  std::vector<float> pixels;  ///< kPixels per image, from 0 to 1
   std::vector<int> labels;    ///< 0 to 9
 
   [[nodiscard]] std::size_t size() const noexcept { return labels.size(); }

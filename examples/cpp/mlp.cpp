@@ -12,8 +12,8 @@ constexpr std::size_t kBiases1 = kWeights1 + Mlp::kInputs * Mlp::kHidden;
 constexpr std::size_t kWeights2 = kBiases1 + Mlp::kHidden;
 constexpr std::size_t kBiases2 = kWeights2 + Mlp::kHidden * Mlp::kClasses;
 
-// Weights lie by inputs: all those of the first input, then all of the second. So every inner loop below runs over
-// neighbouring elements, which is what compilers vectorise.
+// Weights are ordered by input: all weights of the first input, then all of the second. So every inner loop below runs
+// over neighbouring elements, which compilers vectorise.
 struct Activations {
   std::array<float, Mlp::kHidden> hidden;
   std::array<float, Mlp::kClasses> scores;
@@ -54,7 +54,7 @@ int Mlp::classify(std::span<const float> parameters, const float* image) {
 double Mlp::backward(std::span<const float> parameters, std::span<float> gradients, const float* image, int label) {
   const Activations activations = forward(parameters, image);
 
-  // Softmax; the highest score is taken off first, so that no exponential overflows.
+  // Softmax. Subtracting the highest score first prevents overflow.
   const float highest = *std::max_element(activations.scores.begin(), activations.scores.end());
   std::array<float, kClasses> error;
   float sum = 0.0F;

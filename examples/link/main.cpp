@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Fits y = a x + b by gradient descent over all host devices of this machine.
+// Fits y = a x + b by gradient descent on all host devices of this machine.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -26,7 +26,7 @@ int main() {
     paceline::DeviceGroup group = paceline::DeviceGroup::all(paceline::DeviceKind::host);
     paceline::BasicDataParallel<double> trainer{group, {.parameter_count = 2}};
 
-    // Runs on the workers: adds the gradient of the sum over some items, and returns the sum of their losses.
+    // Runs on the workers. Adds the gradient of the sum over some items, and returns the sum of their losses.
     const auto body = [](const paceline::MicroBatch& items, paceline::BasicReplica<double>& replica) {
       double loss = 0.0;
       for (std::int64_t item = items.begin; item < items.end; ++item) {

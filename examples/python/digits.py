@@ -1,13 +1,13 @@
-"""Trains a small convolutional network on scikit-learn's handwritten digits, over all devices of this machine.
+"""Train a small convolutional network on scikit-learn's handwritten digits, on all devices of this machine.
 
     python digits.py                                     all devices; about 20 seconds on two cores
     python digits.py --slow host:1                       a busy loop takes half of host:1 away for a while
-    python digits.py --slow host:1 --balance even        the same with equal shares: everybody waits for host:1
-    python digits.py --slow host:1 --plot shares.png     and draws it
+    python digits.py --slow host:1 --balance even        the same with equal shares: all devices wait for host:1
+    python digits.py --slow host:1 --plot shares.png     also draws the run
     python digits.py --devices cuda:0,cuda:1             on GPUs; cuda:0,host:0 mixes (the host seldom gets a share beside a GPU)
     python digits.py --devices cuda:0 --partition 0.75,0.25     on two unequal parts of one GPU
 
-The lines that a plain training script would not have are marked with (*).
+Lines that differ from a plain training script are marked with (*).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline import Device, find_device, partition
 from paceline.torch import DataParallel
 
 STEPS = 300
-GOAL = 0.97  # of the test set; this network reaches 98 to 99 %
+GOAL = 0.97  # on the test set; this network reaches 98 to 99 %
 ROWS = 12  # of the table; a multiple of three, so that the busy loop comes and goes between two rows
 
 
@@ -49,7 +49,7 @@ def network() -> nn.Sequential:
 
 
 def load(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """1347 images to train on and 450 to test with, 1 x 8 x 8 pixels from 0 to 1, and their labels."""
+    """1347 images for training and 450 for testing, 1 x 8 x 8 pixels from 0 to 1, with their labels."""
     digits = load_digits()
     parts = train_test_split(digits.images, digits.target, test_size=450, random_state=seed, stratify=digits.target)
     train_images, test_images = (torch.tensor(part, dtype=torch.float32).div(16).unsqueeze(1) for part in parts[:2])
@@ -58,7 +58,7 @@ def load(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 
 
 def batches(images: torch.Tensor, labels: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches of `size` without end, one shuffled epoch after the other."""
+    """An endless series of batches of `size`, one shuffled epoch after the other."""
     order = torch.empty(0, dtype=torch.int64)
     while True:
         while len(order) < size:
@@ -110,7 +110,7 @@ def main() -> int:
 
 
 def chosen(args: argparse.Namespace) -> str | list[Device]:
-    """The devices that were asked for, as the trainer takes them."""
+    """The requested devices, as arguments for the trainer."""
     if args.devices == "auto":
         return (
             "auto"
@@ -127,15 +127,15 @@ def chosen(args: argparse.Namespace) -> str | list[Device]:
 
 
 def home(devices: str | list[Device]) -> torch.device:
-    """Where the parameters live: on the first GPU, or on the host where there is none."""
+    """The `torch.device` of the parameters: the first GPU, or the CPU if there is no GPU."""
     gpus = [device.index for device in devices if isinstance(device, Device) and device.kind == "cuda"]
     return torch.device("cuda", gpus[0]) if gpus else torch.device("cpu")
 
 
 class BusyLoop:
-    """Somebody else's program: a process for each core of `device` that computes nothing, as fast as it can."""
+    """A stand-in for another program: a process per core of `device` that runs a busy loop."""
 
-    # It ends by itself when its parent is gone, however that came about.
+    # It ends by itself when its parent is gone for any reason.
     CODE = """
 import os, sys
 parent = os.getppid()
@@ -172,12 +172,12 @@ while os.getppid() == parent:
 
 
 class Table:
-    """Who did how much, and how the shares move."""
+    """Print how many items each device ran, and how the shares move."""
 
     HEAD = f"{'steps':>9}  {'loss':>6}  {'ms/step':>7}   {'device':<8}{'share':>5}  {'':<24}{'items/s':>8}  {'busy':>5}"
 
     def __init__(self, trainer: DataParallel, steps: int, neighbour: BusyLoop) -> None:
-        self._seconds: list[float] = []  # of the steps since the last row
+        self._seconds: list[float] = []  # for the steps since the last row
         self._trainer = trainer
         self._steps = steps
         self._neighbour = neighbour

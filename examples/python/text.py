@@ -1,14 +1,14 @@
-"""Trains a small transformer on pieces of text whose lengths differ, over all devices of this machine.
+"""Train a small transformer on pieces of text of different lengths, on all devices of this machine.
 
     python text.py                              all devices; about half a minute on two cores
     python text.py --devices host:0,host:1 --steps 50
 
 Bytes are the tokens. The text, alice.txt, is the beginning of Lewis Carroll's "Alice's Adventures in Wonderland" (1865), which is in the
-public domain. Pieces of it have lognormal lengths, as sentences and documents have: most are short, some are long. `cost=` tells the
-trainer how long each is, so that devices get equal work instead of equally many pieces, and so that long pieces share micro-batches with
-long ones: what stands behind a piece's end is padding, which costs time and brings nothing.
+public domain. The lengths of its pieces are lognormal, like those of sentences and documents: most are short, some are long. `cost=` tells
+the trainer each length. So devices get equal work instead of equal numbers of pieces, and long pieces share micro-batches with other long
+pieces. That saves padding, which costs time and adds nothing.
 
-The lines that a plain training script would not have are marked with (*).
+Lines that differ from a plain training script are marked with (*).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch import nn
 from paceline.torch import DataParallel
 
 TEXT = Path(__file__).with_name("alice.txt")
-LONGEST = 256  # tokens of a piece
+LONGEST = 256  # tokens per piece, at most
 Batch = dict[str, torch.Tensor]
 
 
 class Transformer(nn.Module):
-    """Predicts the next byte of each position."""
+    """Predicts the next byte at each position."""
 
     def __init__(self, width: int = 64, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -48,7 +48,8 @@ class Transformer(nn.Module):
 
 
 def pieces(count: int, seed: int = 0) -> Batch:
-    """`count` pieces of the text: ``tokens`` (count, LONGEST + 1), zeros behind the end, and ``length``, without the first byte."""
+    """`count` pieces of the text: ``tokens`` (count, LONGEST + 1), padded with zeros, and ``length``, which does not count the first
+    byte."""
     text = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.empty(count).log_normal_(4.0, 0.7, generator=generator).long().clamp(4, LONGEST)
@@ -59,7 +60,7 @@ def pieces(count: int, seed: int = 0) -> Batch:
 
 
 def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The mean over the slice's tokens. What stands behind the longest piece of the slice is not computed."""
+    """The mean over the slice's tokens. Trims the slice to its longest piece."""
     length = batch["length"]
     longest = int(length.max())
     tokens = batch["tokens"][:, : longest + 1]

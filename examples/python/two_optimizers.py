@@ -1,11 +1,11 @@
-"""Trains two networks against each other on scikit-learn's handwritten digits, over all devices of this machine.
+"""Train two networks against each other on scikit-learn's handwritten digits, on all devices of this machine.
 
-A generator learns to draw digits, a critic to tell them from real ones (a GAN). Each has an optimizer of its own, and each step
-runs the batch twice: once for the critic, once for the generator. `DataParallel.step` knows one loss and one backward; here
-`DataParallel.batch` leaves both to the functions below, and keeps the split, the weights and the reduction.
+A generator learns to draw digits, and a critic learns to tell them from real ones (a GAN). Each network has its own optimizer. Each step
+runs the batch twice, once for the critic and once for the generator. `DataParallel.step` supports one loss and one backward. Here
+`DataParallel.batch` leaves loss and backward to the functions below, and does the split, the weights and the reduction.
 
     python two_optimizers.py                          all devices; about 10 seconds on two cores
-    python two_optimizers.py --plot digits.png        and draws what the generator has learnt
+    python two_optimizers.py --plot digits.png        also draws what the generator has learnt
     python two_optimizers.py --steps 20 --verify      compares the first gradients with those of one device
 """
 
@@ -25,14 +25,14 @@ from torch import nn
 from paceline.torch import DataParallel, MicroBatch
 
 STEPS = 300
-NOISE = 16  # numbers that the generator makes a digit from
-SLOPE = 1.0  # weight of the penalty on steep slopes (R1), without which such a pair does not settle
-GOAL = 0.8  # so much of the way from an untrained generator's mean pixels to the real ones; this one goes 90 %
+NOISE = 16  # the number of random inputs for a digit
+SLOPE = 1.0  # weight of the penalty on steep slopes (R1); without it such a pair does not converge
+GOAL = 0.8  # fraction of the way from an untrained generator's mean pixels to the real ones; this generator goes 90 %
 F = nn.functional
 
 
 def networks() -> nn.ModuleDict:
-    """Both, as parts of one module: what runs on a device is a copy of it."""
+    """Both networks as parts of one module, because each device runs a copy of one module."""
     generator = nn.Sequential(
         nn.Linear(NOISE, 128), nn.ReLU(), nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 64), nn.Sigmoid()
     )
@@ -43,26 +43,26 @@ def networks() -> nn.ModuleDict:
 
 
 def criticise(networks: Any, micro_batch: MicroBatch) -> None:
-    """The critic's part: real digits are to get a high score, drawn ones a low score, and the score no steep slope at real ones."""
+    """The critic's step: real digits should score high and drawn digits low, with a flat score around real digits."""
     real, noise = micro_batch.data
     with torch.no_grad():
         drawn = networks["generator"](noise)
     real = real.detach().requires_grad_()
     score = networks["critic"](real)
     (slope,) = torch.autograd.grad(score.sum(), real, create_graph=True)
-    # One loss for each item (a mean over them would do as well), and two backward passes: the sum of both losses counts.
+    # One loss per item (their mean works as well) and two backward passes: the sum of both losses counts.
     micro_batch.backward(F.softplus(-score).squeeze(1) + SLOPE * slope.square().sum(1))
     micro_batch.backward(F.softplus(networks["critic"](drawn)).mean())
 
 
 def draw(networks: Any, micro_batch: MicroBatch) -> None:
-    """The generator's part: what it draws is to get a high score."""
+    """The generator's step: its digits should score high."""
     _, noise = micro_batch.data
     micro_batch.backward(F.softplus(-networks["critic"](networks["generator"](noise))).mean())
 
 
 def batches(images: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Real digits and noise. The noise is drawn here, so that every split sees the same."""
+    """Real digits and noise. The noise is drawn here, so that it is the same for every split."""
     while True:
         yield images[torch.randint(len(images), (size,))], torch.randn(size, NOISE)
 
@@ -106,7 +106,7 @@ def main() -> int:
 
 
 def verified(trainer: DataParallel, both: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> bool:
-    """Whether the gradients of the critic are those of one device, which plain PyTorch computes here."""
+    """Whether the critic's gradients equal those of one device, computed here by plain PyTorch."""
     alone = copy.deepcopy(both)
     real, noise = batch
     drawn = alone["generator"](noise).detach()  # type: ignore[index]
@@ -126,7 +126,7 @@ def verified(trainer: DataParallel, both: nn.Module, batch: tuple[torch.Tensor, 
 
 
 def distance(generator: nn.Module, images: torch.Tensor) -> float:
-    """How far the mean of what is drawn lies from the mean of the real images, pixel by pixel."""
+    """The distance between the mean of the drawn images and the mean of the real images, pixel by pixel."""
     with torch.no_grad():
         drawn = generator(torch.randn(512, NOISE, generator=torch.Generator().manual_seed(1)))
     return float((drawn.mean(0) - images.mean(0)).norm())

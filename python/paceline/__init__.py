@@ -1,7 +1,7 @@
-"""All the devices of one machine as one: batches split by measured speed, gradients exactly those of one device.
+"""Use all devices of one machine as one: batches split by measured speed, with exactly the gradients of one device.
 
-`paceline.torch.DataParallel` trains a PyTorch module. `paceline.plan` holds the planners alone, `Communicator` the collectives,
-`paceline.sim` the simulator. Importing this package loads neither PyTorch nor NumPy and starts no thread.
+`paceline.torch.DataParallel` trains a PyTorch module. `paceline.plan` has the planners, `Communicator` the collectives, and `paceline.sim`
+the simulator. Importing this package loads neither PyTorch nor NumPy and starts no thread.
 """
 
 from paceline._core import Cancelled, DeviceLost, Error, InvalidArgument, OutOfMemory, Timeout, Unavailable
@@ -34,17 +34,17 @@ _SUBMODULES = ("balance", "comm", "info", "plan", "sim", "torch")
 
 
 def __getattr__(name: str) -> object:
-    if name in _SUBMODULES:  # loaded by those who use them: paceline.torch takes as long as PyTorch does
+    if name in _SUBMODULES:  # on first use, because paceline.torch imports PyTorch, which takes long
         from importlib import import_module
 
         return import_module(f"paceline.{name}")
-    # importlib.metadata takes half of the import's time, so it is loaded by those who ask.
+    # On first use, because importlib.metadata takes half of the import's time.
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
 
         try:
             return version("paceline")
-        except PackageNotFoundError:  # used from a build tree, without being installed
+        except PackageNotFoundError:  # used from a build tree without installation
             return "0+unknown"
     if name == "DataParallel":
         raise AttributeError("DataParallel is in paceline.torch: from paceline.torch import DataParallel")

@@ -1,4 +1,4 @@
-"""``python -m paceline``: the same as the command `paceline`."""
+"""``python -m paceline`` runs the command `paceline`."""
 
 import sys
 

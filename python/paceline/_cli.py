@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     arguments
-        The words after the program's name; default those of this process.
+        The command line without the program's name. Default: that of this process.
     """
     from paceline import Error
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader (`| head`) has gone. What is left in the buffer must not fail again when the interpreter ends.
+        # The reader (`| head`) has closed the pipe. Redirect the buffered rest, which would fail again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return status

@@ -7,19 +7,19 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline._words import counted
+from paceline._words import plural
 
 if TYPE_CHECKING:
     from paceline._ledger import Ledger, Stretch
     from paceline.balance import ReplayResult
 
-_MOST_SHARES = 16  # that fit into a line
+_MOST_SHARES = 16  # in one line
 _MOST_MISMATCHES = 10
 _BY_COST = "Items are dealt by cost: batch and shares below are work, of which the first batch had 1000000."
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the subcommand to what `argparse.ArgumentParser.add_subparsers` returned."""
+    """Add the subcommand to the result of `argparse.ArgumentParser.add_subparsers`."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "replay",
         help="whether the decisions in a ledger are reproduced, and what they were",
@@ -33,9 +33,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay and print; returns the exit status: 0, 1 if a decision was not reproduced (bad files exit with 2)."""
+    """Replay and print. Returns the exit status: 0, or 1 if a decision was not reproduced; bad files exit with 2."""
     try:
-        # By the file's lines: splitlines() would also split at separators that a device's name may hold.
+        # By the file's own lines, because splitlines() also splits at separators that a device's name may contain.
         with args.file.open(encoding="utf-8") as file:
             lines = list(file)
     except (OSError, UnicodeDecodeError) as error:
@@ -101,7 +101,7 @@ def _text(file: Path, result: ReplayResult, ledgers: list[Ledger]) -> str:
     names = ", ".join(ledger.devices) if len(ledger.devices) <= _MOST_SHARES else f"{len(ledger.devices)} devices"
     lines = [
         f"{file}: balance {ledger.policy} on {names}",
-        f"{counted(result.plans, 'decision')}, {counted(result.records, 'recorded step')}, {counted(result.moves, 'move')}. {verdict}",
+        f"{plural(result.plans, 'decision')}, {plural(result.records, 'recorded step')}, {plural(result.moves, 'move')}. {verdict}",
         *(f"  line {entry.line}, step {entry.step}: {entry.what}" for entry in result.mismatches[:_MOST_MISMATCHES]),
     ]
     if len(result.mismatches) > _MOST_MISMATCHES:

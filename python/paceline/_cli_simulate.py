@@ -7,13 +7,13 @@ import json
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from paceline._words import counted
+from paceline._words import plural
 
 if TYPE_CHECKING:
     from paceline.sim import ScenarioResult, SimulationResult
 
 POLICIES = ("auto", "even", "weighted")
-# What --json says of a scenario, by the names of `ScenarioResult`.
+# The attributes of `ScenarioResult` that --json prints.
 _RESULTS = (
     *("name", "loss", "worst_loss", "even_loss", "optimum_loss", "optimum_source", "regret"),
     *("moves_per_100_steps", "steps_to_recover", "missed"),
@@ -21,7 +21,7 @@ _RESULTS = (
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the subcommand to what `argparse.ArgumentParser.add_subparsers` returned."""
+    """Add the subcommand to the result of `argparse.ArgumentParser.add_subparsers`."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "simulate",
         help="how even, weighted and automatic splits would do on given devices",
@@ -82,7 +82,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate all policies and print; returns the exit status (bad arguments exit with 2)."""
+    """Simulate all policies and print. Returns the exit status; bad arguments exit with 2."""
     if args.suite:
         return _run_suite(args)
     if args.plot is not None and find_spec("matplotlib") is None:
@@ -217,7 +217,7 @@ def _summary(args: argparse.Namespace, results: dict[str, SimulationResult]) -> 
 def _table(args: argparse.Namespace, results: dict[str, SimulationResult]) -> str:
     any_result = results[POLICIES[0]]
     lines = [
-        f"{counted(len(args.speeds), 'device')}, batch {args.batch}, {counted(args.steps, 'step')}, noise {args.noise:.1%}, "
+        f"{plural(len(args.speeds), 'device')}, batch {args.batch}, {plural(args.steps, 'step')}, noise {args.noise:.1%}, "
         f"seed {args.seed}; ideal {any_result.ideal_seconds * 1e3 / args.steps:.2f} ms a step",
         "",
         f"{'policy':<10}{'loss to ideal':>15}{'time / ideal':>14}{'moves per 100':>15}  {'steps to recover':<18}"
@@ -237,11 +237,12 @@ def _table(args: argparse.Namespace, results: dict[str, SimulationResult]) -> st
     return "\n".join(lines)
 
 
-# What an option's text says. argparse names a ValueError by option and function; whether a value makes sense, `simulate` says.
+# Parsers of option values. argparse turns a ValueError into a message with the option and the function's name. `simulate` checks the
+# values' meaning.
 
 
 def count(text: str) -> int:
-    """A whole number that C++ can hold."""
+    """A whole number that fits into C++'s int64."""
     value = int(text)
     if not 0 <= value < 2**62:
         raise ValueError
@@ -249,12 +250,12 @@ def count(text: str) -> int:
 
 
 def numbers(text: str) -> list[float]:
-    """Such as ``1,1,0.5``."""
+    """Parse text like ``1,1,0.5``."""
     return [float(part) for part in text.split(",")]
 
 
 def noise(text: str) -> tuple[float, float, bool]:
-    """Such as ``0.05:40`` or ``0.05:40:common``."""
+    """Parse text like ``0.05:40`` or ``0.05:40:common``."""
     deviation, steps, *scope = text.split(":")
     if scope not in ([], ["common"]):
         raise ValueError
@@ -262,7 +263,7 @@ def noise(text: str) -> tuple[float, float, bool]:
 
 
 def throttle(text: str) -> tuple[int, float, int, int]:
-    """Such as ``0:2.0@100-300``."""
+    """Parse text like ``0:2.0@100-300``."""
     device, rest = text.split(":")
     factor, steps = rest.split("@")
     first, last = steps.split("-")
@@ -270,12 +271,12 @@ def throttle(text: str) -> tuple[int, float, int, int]:
 
 
 def failure(text: str) -> tuple[int, int]:
-    """Such as ``2@150``."""
+    """Parse text like ``2@150``."""
     device, step = text.split("@")
     return count(device), count(step)
 
 
 def spikes(text: str) -> tuple[float, float]:
-    """Such as ``0.005:1.5``."""
+    """Parse text like ``0.005:1.5``."""
     probability, factor = text.split(":")
     return float(probability), float(factor)

@@ -21,12 +21,12 @@ def plot(args: argparse.Namespace, results: Mapping[str, SimulationResult]) -> N
     ledgers = {policy: read(result.ledger.splitlines())[0] for policy, result in results.items()}
     try:
         save(draw(args, ledgers), args.plot)
-    except (OSError, ValueError) as error:  # the folder, or an ending that matplotlib does not know
+    except (OSError, ValueError) as error:  # no such folder, or a file ending that matplotlib does not support
         args.parser.error(f"argument --plot: {args.plot} cannot be written: {error}")
 
 
 def draw(args: argparse.Namespace, ledgers: Mapping[str, Ledger]) -> Figure:
-    """Automatic shares over the steps, and below what each policy and the ideal take."""
+    """Draw the automatic shares over the steps and, below, the step times of each policy and of the ideal."""
     figure, (shares, times) = panels(2)
     edges = [step + 0.5 for step in range(args.steps + 1)]
     steps = range(1, args.steps + 1)
@@ -51,7 +51,7 @@ def draw(args: argparse.Namespace, ledgers: Mapping[str, Ledger]) -> Figure:
 
 
 def ideal_seconds(args: argparse.Namespace) -> list[float]:
-    """Of each step the time of the exact split by the true speeds, without noise."""
+    """Per step, the noise-free time of the exact split by the true speeds."""
     known: dict[tuple[float, ...], float] = {}
     ideal = []
     for step in range(args.steps):

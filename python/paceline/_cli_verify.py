@@ -9,11 +9,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from paceline._cli_simulate import numbers
-from paceline._words import counted
+from paceline._words import plural
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the subcommand to what `argparse.ArgumentParser.add_subparsers` returned."""
+    """Add the subcommand to the result of `argparse.ArgumentParser.add_subparsers`."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "verify",
         help="whether the devices of this machine compute what they should, and how fast together; under a minute",
@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Verify and print; returns the exit status: 0, 1 if a check failed (bad arguments exit with 2)."""
+    """Verify and print. Returns the exit status: 0, or 1 if a check failed; bad arguments exit with 2."""
     if not 0 <= args.seconds <= 3600:
         args.parser.error(f"--seconds is {args.seconds:g}; it must be from 0 to 3600")
     if find_spec("torch") is None:
@@ -71,8 +71,10 @@ def render(report: Mapping[str, Any]) -> str:
         status: [part for part in ("exactness", "collectives", "race") if report[part]["status"] == status]
         for status in ("failed", "passed", "skipped", "measured")
     }
-    told = [f"{' and '.join(parts)} {_SHOWN.get(status, status)}" for status, parts in by_status.items() if parts]
-    lines.append(f"\n{'; '.join(told)}; {report['seconds']:.0f} s")
+    parts_by_status = [
+        f"{' and '.join(parts)} {_SHOWN.get(status, status)}" for status, parts in by_status.items() if parts
+    ]
+    lines.append(f"\n{'; '.join(parts_by_status)}; {report['seconds']:.0f} s")
     return "\n".join(lines)
 
 
@@ -101,5 +103,5 @@ def _line(part: str, found: Mapping[str, Any]) -> str:
     return (
         f"{status}, against no bound: items/s with auto shares {found['auto_over_alone']:.3f} and with even ones "
         f"{found['even_over_alone']:.3f} of the sum of the devices alone; auto / even {found['auto_over_even']:.3f} "
-        f"(medians of {counted(found['blocks'], 'block')} each, steps of {found['step_milliseconds']:.0f} ms)"
+        f"(medians of {plural(found['blocks'], 'block')} each, steps of {found['step_milliseconds']:.0f} ms)"
     )

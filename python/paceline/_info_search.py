@@ -1,4 +1,4 @@
-"""Which packages and shared libraries this installation would find, without importing or opening any of them."""
+"""Find the packages and shared libraries that this installation would use, without importing or opening any of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Package(NamedTuple):
 class SharedLibrary(NamedTuple):
     name: str
     soname: str
-    wheels: tuple[str, ...]  # distributions that bring it
+    wheels: tuple[str, ...]  # distributions that contain it
     why: str
     how: str
 
@@ -51,7 +51,7 @@ LIBRARIES = (
     ),
     SharedLibrary("NVML", "libnvidia-ml.so.1", (), "tells why a GPU is slow: clocks, heat, power", _DRIVER),
 )
-# Where libraries lie that the dynamic linker's cache does not list: containers and WSL mount the driver there.
+# Directories that the dynamic linker's cache does not list. Containers and WSL mount the driver there.
 _LIBRARY_DIRECTORIES = (
     "/usr/lib/x86_64-linux-gnu",
     "/usr/lib/aarch64-linux-gnu",
@@ -73,10 +73,10 @@ def _version_of(distribution: str) -> str | None:
 def find_package(package: Package) -> dict[str, Any]:
     absent = {"found": False, "version": None, "path": None, "source": None}
     try:
-        spec = find_spec(package.module)  # of a top-level module: found, not imported
+        spec = find_spec(package.module)  # finds a top-level module without importing it
     except (ImportError, ValueError):  # a broken or half-imported package
         return absent
-    # A folder without __init__ is a namespace package to Python: somebody's directory of that name is not the library.
+    # Without __init__ it is a namespace package: a directory that happens to have the library's name.
     if spec is None or spec.origin is None:
         return absent
     return {
@@ -94,7 +94,7 @@ def find_shared_library(library: SharedLibrary) -> dict[str, Any]:
 
 
 def _library_candidates(library: SharedLibrary) -> Iterator[tuple[str, str | None, Path]]:
-    """Places of a library in the order in which the loader would come upon them."""
+    """Places of a library, in the order in which the loader searches them."""
     for path in _loaded_files():
         if path.name.startswith(library.soname):
             yield "loaded", None, path

@@ -1,4 +1,4 @@
-"""What `paceline.info` collects, as text for people."""
+"""Text for people from the result of `paceline.info.collect`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def render(facts: Mapping[str, Any]) -> str:
-    """The result of `collect` as text for people, without a trailing newline."""
+    """Format the result of `collect` as text, without a trailing newline."""
     cpu = facts["cpu"]
     limit = cpu["cgroup_limit"]
     python = facts["python"]
@@ -106,7 +106,7 @@ _UNITS = {
 
 
 def _quantity(key: str, value: Any) -> tuple[str, str]:
-    """``("memory_bytes", 85899345920)`` as ``("memory", "80.0 GiB")``; text is empty where nothing is known."""
+    """Turn ``("memory_bytes", 85899345920)`` into ``("memory", "80.0 GiB")``; the text is empty for an unknown value."""
     label = key.replace("_", " ")
     if value is None or value == "":
         return label, ""
@@ -135,7 +135,7 @@ def _library_text(entry: Mapping[str, Any]) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """``[0, 1, 2, 5]`` as ``0-2,5``."""
+    """Turn ``[0, 1, 2, 5]`` into ``0-2,5``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:

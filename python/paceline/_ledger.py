@@ -1,4 +1,4 @@
-"""Reads ledgers for people; whether they replay, `paceline.balance.replay` says."""
+"""Read ledgers in order to show them. `paceline.balance.replay` checks whether they replay."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 @dataclass
 class Decision:
-    """One plan, and what the step by it took."""
+    """One plan and the measured time of its step."""
 
-    line: int  # of the ledger, from 1
+    line: int  # in the ledger, from 1
     step: int
     batch_size: int
     shares: list[int]
     moved: bool
-    predicted_seconds: float  # 0: nothing was known yet
+    predicted_seconds: float  # 0: no estimate yet
     reason: str
     measured_seconds: float | None = None  # None: the step was not recorded
-    retired: list[str] = field(default_factory=list)  # devices that left since the decision before
-    restored: list[str] = field(default_factory=list)  # and those that came back
+    retired: list[str] = field(default_factory=list)  # devices retired since the previous decision
+    restored: list[str] = field(default_factory=list)  # devices restored since the previous decision
 
 
 @dataclass
 class Ledger:
-    """What a balancer was, and all that it decided."""
+    """The settings of a balancer and all its decisions."""
 
     policy: str
     devices: list[str]
@@ -71,19 +71,21 @@ def read(lines: Iterable[str]) -> list[Ledger]:
 
 @dataclass
 class Stretch:
-    """The steps that ran by one split of one batch size, until it was changed."""
+    """The consecutive steps with one split of one batch size."""
 
     first: Decision
     last_step: int
     steps: int
-    predicted_seconds: float  # by the models of the last of its steps
+    predicted_seconds: float  # by the models of its last step
     measured_seconds: float | None  # mean
 
 
 def stretches(ledger: Ledger) -> list[Stretch]:
-    """Decisions that stay as they were, put together; in the order of their first steps."""
+    """Join equal consecutive decisions, in the order of their first steps."""
     found: list[Stretch] = []
-    latest: dict[int, tuple[Stretch, list[float]]] = {}  # by batch size: the last batch of an epoch often has its own
+    latest: dict[
+        int, tuple[Stretch, list[float]]
+    ] = {}  # by batch size, because the last batch of an epoch often has its own
     for decision in ledger.decisions:
         known = latest.get(decision.batch_size)
         if (
@@ -107,7 +109,7 @@ def stretches(ledger: Ledger) -> list[Stretch]:
 
 
 def _seconds(record: dict[str, Any]) -> float:
-    """From the first start to the last finish; where nobody said, the busiest device's own time."""
+    """Time from the first start to the last finish. If it was not recorded, the busiest device's own time."""
     if record["step_seconds"] > 0:
         return float(record["step_seconds"])
     return float(max(sum(run[1] for run in device) for device in record["devices"]))

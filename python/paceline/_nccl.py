@@ -1,4 +1,4 @@
-"""NCCL as pip installs it: in a package of its own, where the system's loader does not look."""
+"""Find NCCL where pip installs it: in a package of its own, outside the system loader's directories."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["find_installed_nccl", "nccl_info"]
 
 
 def find_installed_nccl() -> None:
-    """Name the NCCL of the package `nvidia-nccl-cu*`, if it is installed, as one to look at."""
+    """Add the NCCL of an installed package `nvidia-nccl-cu*` to the places to look for NCCL."""
     import importlib.util
     from pathlib import Path
 
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
-    except ModuleNotFoundError:  # not even `nvidia`
+    except ModuleNotFoundError:  # not even the package `nvidia` exists
         return
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         library = Path(folder) / "lib" / "libnccl.so.2"
@@ -24,6 +24,6 @@ def find_installed_nccl() -> None:
 
 
 def nccl_info() -> dict[str, str]:
-    """NCCL's ``version`` and ``path``, or ``why_none``; the rest is empty. Loads it; needs no GPU."""
+    """NCCL's ``version`` and ``path``, or ``why_none`` if there is no NCCL. Loads NCCL; needs no GPU."""
     find_installed_nccl()
     return _comm.nccl_info()

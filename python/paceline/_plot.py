@@ -1,6 +1,6 @@
-"""Pictures of runs, drawn with matplotlib where it is installed.
+"""Draw pictures of runs with matplotlib, if it is installed.
 
-Figures are made without pyplot: no window, no global state, no backend chosen for the caller, and any thread may draw.
+The figures do not use pyplot: no window, no global state, no choice of backend. Any thread may draw.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MOST_IN_A_LEGEND = 16
-_MEDIAN_ROWS = 9  # wide enough to calm single steps, narrow enough to keep a change sharp
+_MEDIAN_ROWS = 9  # wide enough to smooth single steps, narrow enough to keep a change sharp
 
 
 def draw_run(history: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
-    """Shares, speeds and step times over the steps of a run; where all steps had costs, by cost instead of items.
+    """Draw shares, speeds and step times over the steps of a run. If all steps had costs, cost replaces items.
 
     Parameters
     ----------
     history
-        Rows of consecutive steps added up, as `paceline.torch.DataParallel.history` gives them.
+        Consecutive rows from `paceline.torch.DataParallel.history`.
     title
-        Stands above the picture.
+        The title above the picture.
 
     Raises
     ------
     InvalidArgument
         If `history` is empty.
     ImportError
-        If matplotlib is not installed; names the extra that brings it.
+        If matplotlib is not installed. The message names the extra that installs it.
     """
     if not history:
         raise InvalidArgument("plot: no step has run yet, so there is nothing to draw.")
@@ -56,12 +56,12 @@ def draw_run(history: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     if moves:
         count = sum(number for _, number in moves)
         label = f"{count} move{'s' if count > 1 else ''}"
-        bottom = shares.get_xaxis_transform()  # steps across, 0 to 1 upwards
+        bottom = shares.get_xaxis_transform()  # x is the step, y goes from 0 to 1
         shares.plot([x for x, _ in moves], [0.03] * len(moves), "k^", ms=4, transform=bottom, label=label)
     share = "items of a step" if fixed else "% of a step's cost" if by_cost else "% of a step's items"
     shares.set(ylabel=f"share ({share})", title=title)
     whole = sizes[0] if fixed else 100
-    shares.set_ylim(-0.02 * whole, 1.02 * whole)  # shares of nothing and of all are lines, too
+    shares.set_ylim(-0.02 * whole, 1.02 * whole)  # so that shares of 0 and of everything stay visible
     speeds.set(ylabel=f"speed while busy ({'cost' if by_cost else 'items'}/s)")
     speeds.set_ylim(bottom=0)
     _step_times(times, edges, history)
@@ -69,14 +69,14 @@ def draw_run(history: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
 
 
 def save(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
-    """`figure`, written to `path` if there is one: the ending of its name says in which form."""
+    """Write `figure` to `path`, if given, and return it. The ending of the name sets the format."""
     if path is not None:
         figure.savefig(os.fspath(path), dpi=150)
     return figure
 
 
 def finish(figure: Figure, edges: Sequence[float]) -> Figure:
-    """What all panels have in common: the grid, the legend, and the steps from one end to the other."""
+    """Set what all panels share: the grid, the legend, and the range of steps."""
     for axes in figure.axes:
         axes.set_xlim(edges[0], edges[-1])
         axes.grid(alpha=0.3)
@@ -88,7 +88,7 @@ def finish(figure: Figure, edges: Sequence[float]) -> Figure:
 
 
 def show_range(axes: Axes, values: Sequence[float]) -> None:
-    """Let `axes` end above all but the highest values: a first step makes threads and allocates, and would flatten the rest."""
+    """End `axes` above all but the highest values. The first step starts threads and allocates, and would flatten the rest."""
     axes.set_ylim(0, 1.15 * sorted(values)[int(0.99 * (len(values) - 1))])
 
 
@@ -107,13 +107,13 @@ def _step_times(axes: Axes, edges: Sequence[float], history: Sequence[Mapping[st
 
 
 def panels(count: int) -> tuple[Figure, Sequence[Axes]]:
-    """A figure with `count` axes, one below the other, with common steps."""
+    """A figure with `count` axes below each other that share the axis of steps."""
     figure = figure_class()(figsize=(9, 2.6 * count), layout="constrained")
     return figure, figure.subplots(count, 1, sharex=True)
 
 
 def figure_class() -> Callable[..., Figure]:
-    """`matplotlib.figure.Figure`, which is imported only here."""
+    """`matplotlib.figure.Figure`, imported on first use."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -128,7 +128,7 @@ def _middles(edges: Sequence[float]) -> list[float]:
 
 
 def _running_median(values: Sequence[float]) -> list[float]:
-    """Of the `_MEDIAN_ROWS` values around each; nan where most of them are, as with a device that had no work."""
+    """The median of the `_MEDIAN_ROWS` values around each value; NaN if most of them are NaN, as for a device without work."""
     half = _MEDIAN_ROWS // 2
     medians = []
     for i in range(len(values)):

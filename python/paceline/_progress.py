@@ -1,4 +1,4 @@
-"""Progress of a training loop: redrawn in place on a terminal where rich is installed, plain lines everywhere else."""
+"""Show the progress of a training loop: redrawn in place on a terminal if rich is installed, otherwise as plain lines."""
 
 from __future__ import annotations
 
@@ -15,42 +15,43 @@ from paceline import InvalidArgument
 
 _T = TypeVar("_T")
 
-REDRAW_SECONDS = 0.25  # reading the figures waits for GPUs: often enough to look alive, seldom enough to cost nothing
-_WINDOW_SECONDS = 2.0  # what a redrawn figure is a mean over, at least: single steps would flicker
+# Reading the figures waits for GPUs, so seldom enough to cost nothing, and often enough to look alive.
+REDRAW_SECONDS = 0.25
+_WINDOW_SECONDS = 2.0  # a redrawn figure is a mean over at least this time, because single steps would flicker
 _MOST_DEVICES_IN_A_LINE = 8
 
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """What one device did in the steps since the figures before."""
+    """What one device did in the steps since the previous figures."""
 
     name: str
-    amount: float  # mean of a step: items, or what they cost
-    busy: float  # fraction of the time of the steps
+    amount: float  # mean per step, in items or cost
+    busy: float  # busy fraction of the steps' time
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Where a loop stands."""
+    """The state of a loop."""
 
     done: int  # batches
     total: int | None
-    steps: int  # of the trainer, since the loop began
+    steps: int  # the trainer's steps since the loop began
     loss: float | None
-    step_seconds: float | None  # mean; None: no step since the figures before
+    step_seconds: float | None  # mean; None: no step since the previous figures
     devices: tuple[DeviceFigures, ...]
     imbalance: float
     moves: int
-    by_cost: bool = False  # what the devices' amounts are
+    by_cost: bool = False  # whether the devices' amounts are costs
 
     @property
     def count(self) -> str:
-        """Batches that are done, and of how many."""
+        """The number of finished batches and, if known, the total."""
         return f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
 
     @property
     def parts(self) -> list[str]:
-        """What is not of one device, each with its name."""
+        """The figures that belong to no single device, each with its name."""
         return [
             f"step {self.steps}",
             *([] if self.loss is None else [f"loss {self.loss:.4g}"]),
@@ -64,24 +65,24 @@ Show: TypeAlias = Callable[[Figures], None]
 
 
 class Progress(Generic[_T]):
-    """Yields `batches` and shows how far they are. Draws between two batches, in the caller's thread; it starts none.
+    """Yield `batches` and show progress. Draws between two batches in the caller's thread; starts no thread.
 
     Parameters
     ----------
     batches
-        What the loop is over.
+        The batches to loop over.
     report
-        Returns what `paceline.torch.DataParallel.report` does.
+        A function that returns what `paceline.torch.DataParallel.report` returns.
     loss
-        Returns the last loss, None before the first.
+        A function that returns the last loss, or None before the first one.
     total
-        How many batches there are; None: ``len(batches)``, where it has one.
+        The number of batches. None: ``len(batches)``, if it has a length.
     every
         Seconds between two plain lines.
     file
-        Where to; None: ``sys.stderr`` of the moment when the loop begins.
+        The output. None: ``sys.stderr`` at the time when the loop begins.
     watched
-        Makes of the batches what is looped over.
+        A function that turns the batches into the iterable to loop over.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Progress(Generic[_T]):
         return self._total
 
     def __iter__(self) -> Iterator[_T]:
-        # A generator: leaving the loop, by whatever way, ends it at once, and so restores the terminal before a traceback is printed.
+        # A generator, so that leaving the loop in any way ends it at once and restores the terminal before a traceback is printed.
         file = sys.stderr if self._file is None else self._file
         display = _live(file)
         pause, window = (self._every, 0.0) if display is None else (REDRAW_SECONDS, _WINDOW_SECONDS)
@@ -130,7 +131,7 @@ class Progress(Generic[_T]):
 
 
 class _FiguresSince:
-    """Makes figures of what the trainer did since the last ones, or since `window` seconds ago where that is longer."""
+    """Compute figures over the steps since the previous figures, or over the last `window` seconds if that is longer."""
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ class _FiguresSince:
         since = self._since
         steps = now["steps"] - since["steps"]
         seconds = now["step_seconds"] - since["step_seconds"]
-        # Of steps with costs and steps without, together, only items can be told.
+        # If only some of the steps had costs, amounts are in items.
         by_cost = steps > 0 and _steps_with_costs(now) - _steps_with_costs(since) == steps
         kind = "cost" if by_cost else "items"
         devices = []
@@ -161,7 +162,7 @@ class _FiguresSince:
             amount = entry[kind] - before.get(kind, 0)
             devices.append(DeviceFigures(name, amount / max(steps, 1), busy / seconds if seconds > 0 else 0.0))
         if time.monotonic() - self._next_time >= self._window:
-            # One window back, so that the next figures are of one to two windows; without a window, of what comes from here on.
+            # Keep one window back, so that the next figures cover one to two windows. Without a window, the next figures start here.
             self._since = self._next if self._window > 0 else now
             self._next, self._next_time = now, time.monotonic()
         return Figures(
@@ -178,7 +179,7 @@ class _FiguresSince:
 
 
 def _print_line(file: TextIO, figures: Figures) -> None:
-    """For files, pipes, notebooks, and terminals without rich."""
+    """Format a line for files, pipes, notebooks, and terminals without rich."""
     cost = "cost " if figures.by_cost else ""
     devices = [f"{entry.name} {cost}{entry.amount:.4g} ({entry.busy:.0%} busy)" for entry in figures.devices]
     if len(devices) > _MOST_DEVICES_IN_A_LINE:
@@ -190,7 +191,7 @@ def _print_line(file: TextIO, figures: Figures) -> None:
 
 
 def _live(file: TextIO) -> AbstractContextManager[Show] | None:
-    """The display that redraws itself, None where it has no place."""
+    """The display that redraws itself, or None if it cannot be used here."""
     if not _is_terminal(file) or _logs_to_a_terminal():
         return None
     try:
@@ -201,14 +202,14 @@ def _live(file: TextIO) -> AbstractContextManager[Show] | None:
 
 
 def _logs_to_a_terminal() -> bool:
-    """Whether log lines would be written into what is redrawn: handlers keep the stream that they were made with."""
+    """Whether a log handler writes to a terminal, into the redrawn lines. Handlers keep the stream that they were created with."""
     return any(_is_terminal(getattr(handler, "stream", None)) for handler in logging.getLogger().handlers)
 
 
 def _is_terminal(stream: Any) -> bool:
     try:
         return bool(stream.isatty())
-    except (AttributeError, ValueError):  # none, something else, or closed: whoever writes there finds out
+    except (AttributeError, ValueError):  # None, another object, or closed: a later write reports it
         return False
 
 

@@ -1,4 +1,4 @@
-"""Progress that is redrawn in place, by rich."""
+"""Redraw progress in place with rich."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _BAR_COLUMNS = 24
 
 
 def live(file: TextIO) -> AbstractContextManager[Show] | None:
-    """What draws each time in place of the time before; None if the terminal cannot move its cursor."""
+    """A function that redraws in place; None if the terminal cannot move its cursor."""
     console = Console(file=file)
     return _drawing(console) if console.is_terminal and not console.is_dumb_terminal else None
 
 
 @contextmanager
 def _drawing(console: Console) -> Iterator[Show]:
-    # Drawn when figures are shown and never else: without a thread of rich's, nothing is between Ctrl-C and the loop.
+    # Draws only when figures are shown. So rich starts no thread, and nothing stands between Ctrl-C and the loop.
     with Live(
         console=console,
         auto_refresh=False,
-        # What is printed meanwhile appears above. Only what goes to a terminal anyway: the rest is for a file or a pipe.
+        # Printed text appears above. Only redirect terminals, so that files and pipes get their text unchanged.
         redirect_stdout=sys.stdout.isatty(),
         redirect_stderr=sys.stderr.isatty(),
     ) as display:

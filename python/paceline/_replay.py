@@ -1,4 +1,4 @@
-"""Replays of ledgers: their lines are checked here, and what is decided again is decided by the C++ balancer."""
+"""Replay ledgers: this module checks their lines, and the C++ balancer repeats the decisions."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class LedgerMismatch:
     Attributes
     ----------
     line
-        Of the ledger, from 1.
+        The line in the ledger, from 1.
     step
         The step of the plan.
     what
-        What the ledger says and what was replayed.
+        The decision in the ledger and the replayed one.
     """
 
     line: int
@@ -37,16 +37,16 @@ class LedgerMismatch:
 
 @dataclass
 class ReplayResult:
-    """What a replay found.
+    """The result of a replay.
 
     Attributes
     ----------
     plans, records
-        How many were replayed.
+        The numbers of replayed plans and records.
     moves
         Changes of shares in the replay.
     mismatches
-        Decisions that came out differently; empty: all were reproduced.
+        Decisions that came out differently. Empty if all were reproduced.
     """
 
     plans: int = 0
@@ -63,7 +63,7 @@ def replay(ledger: str | os.PathLike[str] | Iterable[str]) -> ReplayResult:
     Parameters
     ----------
     ledger
-        The path of a file of JSON lines as `Balancer.ledger` gives them, or the lines themselves.
+        The path of a file with the JSON lines of `Balancer.ledger`, or the lines themselves.
 
     Returns
     -------
@@ -73,7 +73,7 @@ def replay(ledger: str | os.PathLike[str] | Iterable[str]) -> ReplayResult:
     Raises
     ------
     InvalidArgument
-        Naming the line that is not what a ledger holds, or holds a call that a balancer refuses.
+        If a line is malformed, or holds a call that a balancer refuses. The message names the line.
     OSError
         If the file cannot be read.
     """
@@ -94,7 +94,7 @@ def replay(ledger: str | os.PathLike[str] | Iterable[str]) -> ReplayResult:
                 raise InvalidArgument(f"balancer {balancer} has written no header")
         except json.JSONDecodeError as error:
             raise InvalidArgument(f"line {number} of the ledger: column {error.colno}: {error.msg}") from None
-        # The last three: numbers beyond every type, and arrays in arrays without end.
+        # TypeError and OverflowError: numbers too large for their type. RecursionError: endlessly nested arrays.
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise InvalidArgument(f"line {number} of the ledger: {error}") from error
     if not replays:
@@ -126,7 +126,7 @@ class _Replay:
                 self.balancer.restore(_as(int, _get(restore, "device")))
             case {"least_items": items}:
                 self.balancer.set_least_items(_as(int, items))
-            case {"claims": _}:  # what ran, not what was decided
+            case {"claims": _}:  # the micro-batches that ran; no decision to compare
                 pass
             case _:
                 raise InvalidArgument(
@@ -217,7 +217,7 @@ _KINDS: dict[type, str] = {
 
 
 def _as(kind: type[_T], value: Any) -> _T:
-    """`value`, if it is of this kind; a whole number serves as a float, and a boolean is no number."""
+    """Return `value` if it has this type. A whole number counts as a float; a boolean counts as no number."""
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is float and (kind is int or not math.isfinite(value)):
@@ -236,7 +236,7 @@ def _unless_null(kind: type[_T], value: Any) -> _T | None:
 
 
 def _get(entry: Any, name: str) -> Any:
-    """The member of an object."""
+    """Return the member of an object."""
     if name not in _as(dict, entry):
         raise InvalidArgument(f'"{name}" is missing')
     return entry[name]

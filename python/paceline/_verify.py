@@ -1,4 +1,4 @@
-"""What `paceline verify` does: runs the checks on the given devices and makes one report of them that can be passed on."""
+"""Run the checks of `paceline verify` and combine them into one report that can be shared."""
 
 from __future__ import annotations
 
@@ -21,24 +21,23 @@ __all__ = ["anonymous", "verify"]
 
 
 def verify(devices: Sequence[Device | str] | None = None, *, seconds: float = 20.0, seed: int = 0) -> dict[str, Any]:
-    """Check on `devices` what the library promises: exact gradients, right collectives; and race them for a moment.
+    """Check the library's promises on `devices`, exact gradients and correct collectives, and run a short race.
 
     Parameters
     ----------
     devices
-        Default: all GPUs, or where there is none all host devices.
+        Default: all GPUs, or all host devices if there is no GPU.
     seconds
-        For the race; the checks take a few more.
+        Time for the race; the checks take a few seconds more.
     seed
-        Of the networks, the batches and the splits.
+        The seed of the networks, the batches and the splits.
 
     Returns
     -------
     dict
-        ``passed``; ``versions``, ``machine``, ``devices``; ``exactness``, ``collectives`` and ``race`` with ``status`` each, which is
-        ``passed``, ``failed`` or ``skipped`` (then ``why`` says the reason), or of a race that ran ``measured``: its figures are held
-        against no bound. ``passed`` is whether no part failed. Plain values that `json` can write, with no name of the host or the user
-        in them.
+        Plain values that `json` can write, without the name of the host or the user: ``passed``, ``versions``, ``machine``, ``devices``,
+        ``exactness``, ``collectives`` and ``race``. Each of the last three has a ``status``: ``passed``, ``failed``, ``skipped`` (``why``
+        gives the reason) or, for a race that ran, ``measured``, because it has no bound to meet. ``passed`` is True if no part failed.
 
     Raises
     ------
@@ -47,7 +46,7 @@ def verify(devices: Sequence[Device | str] | None = None, *, seconds: float = 20
     """
     found = _devices(devices)
     begin = time.monotonic()
-    # TensorFloat-32 keeps ten bits of a factor: no measure of whether anything is exact.
+    # TensorFloat-32 keeps only ten bits of a factor, too few to check exactness.
     tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:
@@ -83,17 +82,17 @@ def _devices(devices: Sequence[Device | str] | None) -> list[Device]:
 
 
 def _guarded(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """One part's failure must not hide what the others found."""
+    """Run one part. Its failure must not hide the results of the others."""
     try:
         return part()
     except Unavailable as error:
         return {"status": "skipped", "why": str(error)}
-    except Exception as error:  # a report of what broke is what this is for
+    except Exception as error:  # the report says what broke
         return {"status": "failed", "why": f"{type(error).__name__}: {error}"}
 
 
 def _everywhere(found: Any, change: Callable[[str], str]) -> Any:
-    """A copy with every text changed but the keys, which are the report's own words and devices."""
+    """Copy the report and change every text except the keys, which hold no private names."""
     if isinstance(found, str):
         return change(found)
     if isinstance(found, dict):
@@ -104,11 +103,11 @@ def _everywhere(found: Any, change: Callable[[str], str]) -> Any:
 
 
 def anonymous(text: str) -> str:
-    """`text` without the names of this host and this user, and without folders of theirs."""
+    """Remove the names of this host and this user, and the user's folders, from `text`."""
     names = {os.environ.get("USER", ""), os.environ.get("LOGNAME", ""), Path.home().name}
     hidden = [(str(Path.home()), "~"), (socket.gethostname(), "<host>"), *((name, "<user>") for name in names)]
     for secret, mark in hidden:
-        # Whole words, of which "root", "/" and "" say nothing.
+        # Whole words only. "root", "/" and "" are not secret.
         if len(secret) > 1 and secret not in ("root", "/root"):
             text = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", mark, text)
     return text
@@ -126,7 +125,7 @@ def _versions() -> dict[str, Any]:
 
 
 def _driver_version() -> str | None:
-    """Of NVIDIA's kernel module: "580.159.04"."""
+    """The version of NVIDIA's kernel module: "580.159.04"."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""The checks of `paceline verify` that have a right answer: gradients against one device, collectives against integers."""
+"""The checks of `paceline verify` that have a right answer: gradients against one device, and collectives of integers."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from paceline import Communicator, Device, DeviceGroup
 from paceline.comm import ReduceOp
 from paceline.torch import DataParallel
 
-# Between sums in different orders, relative to a tensor's norm. float32 is wide because GPUs choose other algorithms for other batch
-# sizes; a wrong weight is off by a hundredth or more.
+# Allowed differences between sums in different orders, relative to a tensor's norm. The bound for float32 is wide because GPUs choose other
+# algorithms for other batch sizes. A wrong weight is off by a hundredth or more.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4}
 _SPLITS_PER_NETWORK = 4
 _COLLECTIVE_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
-_COLLECTIVE_OPS: tuple[ReduceOp, ...] = ("sum", "min", "max")  # exact; a mean is a sum that is divided
-_COLLECTIVE_COUNTS = (1, 1003, 1 << 20)  # one element, nothing that 16 bytes divide, many blocks
+_COLLECTIVE_OPS: tuple[ReduceOp, ...] = ("sum", "min", "max")  # exact; a mean would divide
+_COLLECTIVE_COUNTS = (1, 1003, 1 << 20)  # one element, a size that 16 bytes do not divide, many blocks
 
 
 def torch_device(device: Device) -> torch.device:
-    """Where a device's tensors lie, in PyTorch's words."""
+    """The `torch.device` of a device's tensors."""
     return torch.device("cpu" if device.kind == "host" else device.memory_space)
 
 
 def home_of(devices: Sequence[Device]) -> torch.device:
-    """Where the module of a group lives: on its first GPU."""
+    """The `torch.device` of a group's module: its first GPU, or the CPU."""
     return next((torch_device(device) for device in devices if device.kind != "host"), torch.device("cpu"))
 
 
 def exactness(devices: Sequence[Device], seed: int) -> dict[str, Any]:
-    """Several networks under random splits: two accumulated steps against plain PyTorch where the module lies, without paceline.
+    """Compare several networks under random splits with plain PyTorch: two accumulated steps each, on the module's device.
 
-    The difference is `worst_difference`, the bound `TOLERANCES`.
+    `worst_difference` measures the difference, and `TOLERANCES` bounds it.
     """
     cases = []
     rng = random.Random(seed)
@@ -92,9 +92,10 @@ def _exactness_case(devices: Sequence[Device], network: str, dtype: torch.dtype,
 
 
 def worst_difference(got: Sequence[torch.Tensor | None], wanted: Sequence[torch.Tensor | None]) -> float:
-    """The largest norm of a difference, relative to the tensor's norm or a thousandth of the norm of all.
+    """The largest norm of a difference, relative to the tensor's norm or to a thousandth of the norm of all tensors.
 
-    The second is for gradients that are zero in exact arithmetic. A gradient on one side only, and a NaN, are as far off as can be.
+    The second bound is for gradients that are zero in exact arithmetic. A gradient on one side only, and a NaN, count as the largest
+    difference.
     """
     total = sum(float(tensor.double().norm()) ** 2 for tensor in wanted if tensor is not None) ** 0.5
     worst = 0.0 if total > 0 else float("inf")
@@ -115,9 +116,9 @@ def _reduced(values: torch.Tensor, op: ReduceOp) -> torch.Tensor:
 
 
 def collectives(devices: Sequence[Device], seed: int) -> dict[str, Any]:
-    """Reductions of small integers, whose sum every type holds: equal to the bit, whatever the order of the additions.
+    """Check reductions of small integers, whose sums every type can hold: they must be equal to the bit for any order of additions.
 
-    Each at once, by `all_reduce`, and in two halves, by `reduce_scatter` and `all_gather`.
+    Each runs once as `all_reduce` and once as `reduce_scatter` plus `all_gather`.
     """
     if len(devices) == 1:
         return {"status": "skipped", "why": "one device has nobody to reduce with"}
@@ -148,7 +149,7 @@ def collectives(devices: Sequence[Device], seed: int) -> dict[str, Any]:
         transport = communicator.description
     return {
         "status": "failed" if failures else "passed",
-        "transport": transport,  # with NCCL its version and path
+        "transport": transport,  # NCCL with its version and path, for example
         "cases": 2 * len(cases),
         "failures": failures,
     }

@@ -1,4 +1,4 @@
-"""The race of `paceline verify`: auto against even shares, and against what the devices do one by one."""
+"""The race of `paceline verify`: automatic shares against even shares and against each device alone."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from paceline.torch import DataParallel
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 _STEPS_OF_A_BLOCK = 4
-_LEAST_BLOCKS = 3  # of each racer, however little time there is
-_WARM_UP_STEPS = 12  # by then the balancer has learnt what it needs
-_STEP_SECONDS = 0.05  # what a step shall take: long against what Python needs to start it
+_LEAST_BLOCKS = 3  # per racer, even if time is short
+_WARM_UP_STEPS = 12  # enough for the balancer to learn the speeds
+_STEP_SECONDS = 0.05  # the wanted time of a step: long compared with the time that Python needs to start it
 _MOST_ITEMS = 1 << 16
-_MEMORY_PART = 0.02  # of a GPU's memory, for one batch of images
+_MEMORY_PART = 0.02  # fraction of a GPU's memory for one batch of images
 
 
 class Racer:
-    """A trainer, its optimizer and its batch, and the blocks that it has run."""
+    """A trainer with its optimizer, its batch, and the times of its blocks."""
 
     def __init__(self, devices: Sequence[Device], balance: Literal["auto", "even"], items: int, seed: int) -> None:
         self._home = home_of(devices)
@@ -37,13 +37,13 @@ class Racer:
         self.rates: list[float] = []
 
     def steps(self, count: int) -> float:
-        """Seconds for so many steps, to the end of the last one's work on every device."""
+        """Run so many steps and return the seconds until every device has finished the last one."""
         begin = time.perf_counter()
         for _ in range(count):
             loss = self.trainer.step(_loss, self._batch)
             self._optimizer.step()
             self._optimizer.zero_grad()
-        # Only the last is waited for: a wait in every step would take from GPUs what Python could have started ahead.
+        # Wait for the last step only. A wait in every step would keep Python from running ahead of GPUs.
         float(loss)
         if self._home.type == "cuda":
             torch.cuda.synchronize(self._home)
@@ -54,7 +54,7 @@ class Racer:
 
 
 def race(devices: Sequence[Device], seconds: float, seed: int) -> dict[str, Any]:
-    """Interleaved blocks of all racers until the time is up; medians of their rates in items per second."""
+    """Run interleaved blocks of all racers until the time is up. Returns medians of their rates in items per second."""
     if len(devices) == 1:
         return {"status": "skipped", "why": "one device has nobody to share with"}
     deadline = time.monotonic() + seconds
@@ -76,7 +76,7 @@ def race(devices: Sequence[Device], seconds: float, seed: int) -> dict[str, Any]
         while len(order[0].rates) < _LEAST_BLOCKS or time.monotonic() < deadline:
             for racer in order:
                 racer.block()
-            order.reverse()  # what changes slowly on the machine meets all alike
+            order.reverse()  # so that slow changes of the machine affect all racers alike
         explanation = racers["auto"].trainer.explain()
         shares = racers["auto"].trainer.shares
     return _summary(racers, devices, items) | {"shares": shares, "explain": explanation}
@@ -87,7 +87,7 @@ def _summary(racers: dict[str, Racer], devices: Sequence[Device], items: int) ->
     alone = {device.name: medians[device.name] for device in devices}
     ratios = [auto / even for auto, even in zip(racers["auto"].rates, racers["even"].rates, strict=True)]
     return {
-        "status": "measured",  # nothing to pass: how fast a machine is, is no promise
+        "status": "measured",  # a race has no bound to pass
         "auto_over_alone": round(medians["auto"] / sum(alone.values()), 4),
         "even_over_alone": round(medians["even"] / sum(alone.values()), 4),
         "auto_over_even": round(statistics.median(ratios), 4),
@@ -101,7 +101,7 @@ def _summary(racers: dict[str, Racer], devices: Sequence[Device], items: int) ->
 
 
 def _items(devices: Sequence[Device], seed: int) -> int:
-    """A batch that keeps the devices busy long enough, found by doubling."""
+    """Find a batch that keeps the devices busy long enough, by doubling."""
     items = 16 * len(devices)
     most = _MOST_ITEMS
     home = home_of(devices)
@@ -118,7 +118,7 @@ def _items(devices: Sequence[Device], seed: int) -> int:
     return items
 
 
-_SIDE = 32  # of an image
+_SIDE = 32  # pixels per side of an image
 
 
 def _network(seed: int) -> nn.Module:

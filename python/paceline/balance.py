@@ -1,6 +1,6 @@
-"""The closed loop that decides how a batch is split: timings in, plans out, every decision reproducible.
+"""The closed loop that decides how to split a batch: timings in, plans out, every decision reproducible.
 
-`Balancer` is what trainers use inside; alone it serves whoever runs the work themselves. `replay` verifies a ledger.
+Trainers use `Balancer`; you can also use it alone if you run the work yourself. `replay` verifies a ledger.
 """
 
 from paceline._core.balance import Balancer, StepPlan, WhatIfAnswer

@@ -10,68 +10,68 @@ from paceline._core.runtime import DeviceGroup
 
 __all__ = ["Array", "Communicator", "ReduceOp", "SupportsDLPack", "Transport"]
 
-# What is done to the elements, and what moves data between GPUs; `Communicator` says how.
+# The operations on elements, and the ways to move data between GPUs; see `Communicator`.
 ReduceOp: TypeAlias = Literal["sum", "mean", "min", "max"]
 Transport: TypeAlias = Literal["auto", "nccl", "copies"]
 
 
 class SupportsDLPack(Protocol):
-    """An array that lends its memory by DLPack: `torch.Tensor`, `numpy.ndarray`, `jax.Array`, ..."""
+    """An array that shares its memory through DLPack: `torch.Tensor`, `numpy.ndarray`, `jax.Array`, ..."""
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         """Return a capsule that describes the array's memory."""
 
 
-# The buffer protocol has no type before Python 3.12; these are what the standard library has of it.
+# The buffer protocol has no type before Python 3.12. These are the standard library's classes with it.
 Array: TypeAlias = "SupportsDLPack | memoryview | bytearray | Any"
 
 
 class Communicator:
     """Reduce and move arrays over all devices of a group.
 
-    Every method takes a list (or tuple) with one array for each device, in the order of the group and in that device's
-    memory. An array is anything that lends its memory by DLPack (torch, CuPy, NumPy, ...) or, on the host, the buffer
-    protocol (`array.array`, `memoryview`): contiguous, of float32, float64, float16, bfloat16 (by DLPack only), int32
-    or int64. Of its shape only the number of elements matters. Results are written into the arrays that are passed;
-    torch's version counters do not see that.
+    Every method takes a list (or tuple) with one array per device, in the order of the group. Each array lies in the memory
+    of its device. An array is anything that shares its memory through DLPack (torch, CuPy, NumPy, ...) or, on the host,
+    through the buffer protocol (`array.array`, `memoryview`). It must be contiguous, of float32, float64, float16, bfloat16
+    (DLPack only), int32 or int64. Only its number of elements matters, not its shape. Results are written into the given
+    arrays; torch's version counters do not notice.
 
     Host devices: nothing is copied. Sums run in the order of the devices (half types in float32, rounded once), so the
     result is the same to the bit in every run. Integer sums wrap; an integer mean is truncated towards zero. A NaN
-    gives NaN, in min and max too. The call returns when the result is there.
+    gives NaN, also for min and max. The call returns when the result is there.
 
-    GPUs, parts of one GPU, and both beside host devices: what shares memory is reduced first, then the memories, by
-    NCCL or by copies. Every operation means what it means on the host; parts of one GPU give the same bits. Between
-    memories a floating-point result is rounded after each of these stages, and ``"min"`` and ``"max"`` of
-    floating-point elements go by copies even where there is NCCL, whose own drop NaNs. The work is enqueued in the order of each array's current stream, as an operator of torch would be: what you enqueue
-    next finds the result, and the call does not wait for the GPUs. It does wait where the group has host devices, and
-    for arrays whose library does not tell its stream (no DLPack C exchange API).
-    Errors that show later are raised by `wait` or the next call, which then does nothing; the call after it makes new
+    GPUs, parts of one GPU, and mixed groups: devices that share memory are reduced first, then the memories, by NCCL or by
+    copies. The operations mean the same as on the host; parts of one GPU give the same bits. Between memories a
+    floating-point result is rounded after each of these stages. ``"min"`` and ``"max"`` of floating-point elements always
+    go by copies, because NCCL drops NaNs. The call enqueues the work in the order of each array's current stream, like an
+    operator of torch: work that you enqueue next finds the result, and the call does not wait for the GPUs. It waits only if
+    the group has host devices, or if an array's library does not tell its stream (no DLPack C exchange API).
+    Errors that appear later are raised by `wait` or by the next call, which then does nothing. The call after it makes new
     connections.
 
-    The GIL is released meanwhile. One call at a time per group.
+    Calls release the GIL. One call at a time per group.
 
     Parameters
     ----------
     group
         The devices.
     transport
-        What moves data between GPUs: ``"nccl"``; ``"copies"`` through the first GPU's memory; or ``"auto"``, NCCL where
-        it is found. `description` says which, and why.
+        What moves data between GPUs: ``"nccl"``; ``"copies"`` through the first GPU's memory; or ``"auto"``: NCCL if it is found, otherwise
+        copies. `description` says which one is used, and why.
     timeout
-        Seconds that NCCL may take: for a collective, from the moment when every GPU has come to it; for making the
-        connections; for a call to return. `wait`, and a call that waits, may take twice as long: once for what the
-        arrays' streams were given before, once for the collectives.
+        The limit in seconds for NCCL: for a collective, counted from the moment when every GPU has reached it; for making the connections;
+        and for a call to return. `wait`, and a call that waits, may take twice as long: once for the earlier work of the arrays' streams,
+        and once for the collectives.
 
     Raises
     ------
     InvalidArgument
-        By every method, before anything is written, if an array is missing, too many, of another size or type than
-        the others, not contiguous, read-only, on another device, requires grad, or overlaps another. The message says
-        which one, why, and what to do. Also a `ValueError`.
+        Every method raises it, before anything is written, if an array is missing or surplus, differs from the others in size or type, is
+        not contiguous, is read-only, is on another device, requires grad, or overlaps another array. The message says which one, why, and
+        what to do. Also a `ValueError`.
     Unavailable
-        If the group or the communicator is closed, or what is asked for cannot be had here: why.
+        If the group or the communicator is closed, or if the request is impossible here. The message says why.
     Timeout, Error
-        If NCCL hangs or fails: on which device, and what to try. `Timeout` is also a `TimeoutError`.
+        If NCCL hangs or fails. The message names the device and what to try. `Timeout` is also a `TimeoutError`.
 
     Examples
     --------
@@ -108,66 +108,66 @@ class Communicator:
         Parameters
         ----------
         buffers
-            One array per device; each holds its device's values before and the result after.
+            One array per device, which holds the device's values before the call and the result after it.
         op
             ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``.
         """
         self._core.all_reduce(buffers, op)
 
     def reduce_scatter(self, inputs: Sequence[Array], outputs: Sequence[Array], op: ReduceOp = "sum") -> None:
-        """Give each device its part of the reduced arrays.
+        """Reduce the arrays and give each device its part of the result.
 
         Parameters
         ----------
         inputs
-            One array per device, each of ``len(group)`` equal parts; only read.
+            One array per device, made of ``len(group)`` equal parts. Only read.
         outputs
-            One array per device of the size of a part: the d-th gets the d-th part. It may be that part of an input.
+            One array per device, with the size of one part. The d-th array gets the d-th part. It may be that part of an input.
         op
             ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``.
         """
         self._core.reduce_scatter(inputs, outputs, op)
 
     def all_gather(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
-        """Give every device all arrays, one after the other.
+        """Give every device all arrays, concatenated.
 
         Parameters
         ----------
         inputs
-            One array per device; only read.
+            One array per device. Only read.
         outputs
-            One array per device, ``len(group)`` times as large. An input may be its own part of an output.
+            One array per device, ``len(group)`` times as large as an input. An input may be its own part of an output.
         """
         self._core.all_gather(inputs, outputs)
 
     def broadcast(self, buffers: Sequence[Array], root: int = 0) -> None:
-        """Make every array equal to that of one device.
+        """Copy one device's array to all devices.
 
         Parameters
         ----------
         buffers
             One array per device.
         root
-            Index in the group of the device whose array is copied.
+            The index of the device whose array is copied.
         """
         self._core.broadcast(buffers, root)
 
     def wait(self) -> None:
-        """Wait until all that was enqueued so far is done, and raise what has failed.
+        """Wait until all work enqueued so far is done, and raise errors that occurred.
 
         Raises
         ------
         Timeout
-            If it takes longer than twice the `timeout` of this communicator: which device is late. NCCL's connections
-            are then given up, so that the other GPUs go on, and the next call makes new ones.
+            If it takes longer than twice this communicator's `timeout`. The message names the late device. The call then drops NCCL's
+            connections, so that the other GPUs go on, and the next call makes new ones.
         """
         self._core.wait()
 
     def close(self) -> None:
-        """Give back streams, memory and connections; also done when the object goes. Every later call is refused."""
+        """Free streams, memory and connections, as the end of the object does. Later calls raise `Unavailable`."""
         self._core.close()
 
     @property
     def description(self) -> str:
-        """How data gets from one memory to another: ``"NCCL 2.30.7 (/usr/lib/libnccl.so.2)"``."""
+        """How data gets from one memory to another, such as ``"NCCL 2.30.7 (/usr/lib/libnccl.so.2)"``."""
         return self._core.description()

@@ -20,21 +20,21 @@ from paceline._core.runtime import (
 from paceline._info_search import LIBRARIES, PACKAGES, find_package, find_shared_library
 from paceline._info_text import render
 from paceline._nccl import nccl_info
-from paceline._words import counted
+from paceline._words import plural
 
 __all__ = ["collect", "render"]
 
 
 def collect() -> dict[str, Any]:
-    """Everything `paceline info` tells, as plain values that `json` can write.
+    """Collect everything that `paceline info` shows, as plain values that `json` can write.
 
-    Imports none of the packages it looks for: what is loaded already is found in the process, the rest in package
-    metadata, the linker's cache and the usual directories. GPUs are asked how they are, for which NVML is opened.
+    Imports none of the packages it looks for. It searches the loaded libraries of this process, package metadata, the linker's cache and
+    the usual directories. It opens NVML to read the health of GPUs.
 
     Returns
     -------
     dict
-        ``version``, ``devices``, ``memory_spaces``, ``gpus`` (what is known of each, its ``health`` now), ``gpu_libraries``,
+        ``version``, ``devices``, ``memory_spaces``, ``gpus`` (facts about each GPU and its present ``health``), ``gpu_libraries``,
         ``cpu``, ``backends``, ``libraries``, ``missing``, ``build``, ``python``, ``platform``.
     """
     build = build_facts()
@@ -95,7 +95,7 @@ def _gpus(found: list[Device]) -> list[dict[str, Any]]:
 
 
 def _gpu_libraries() -> dict[str, dict[str, Any]]:
-    """The library that GPUs reduce through, as it was opened: version and path, or why there is none."""
+    """The library that moves data between GPUs: version and path, or why there is none."""
     return {"NCCL": dict(nccl_info())} if "cuda" in why_no_devices() else {}
 
 
@@ -103,7 +103,7 @@ def _backend(kind: str, found: list[Device]) -> dict[str, Any]:
     why_none = why_no_devices().get(kind)
     if why_none is None:
         return {"built": False, "detail": "not built; host devices only"}
-    return {"built": True, "detail": f"no devices: {why_none}" if why_none else counted(len(found), "device")}
+    return {"built": True, "detail": f"no devices: {why_none}" if why_none else plural(len(found), "device")}
 
 
 def _missing(libraries: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, str]]:

@@ -1,6 +1,6 @@
-"""Pure decisions: what a share costs a device, how a batch is split, which device gets which items.
+"""Pure decisions: the cost of a share on a device, the split of a batch, the device of each item.
 
-Nothing here needs a device, keeps state or looks at a clock.
+Nothing here needs a device, keeps state or reads a clock.
 """
 
 from paceline._core.plan import (

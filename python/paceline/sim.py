@@ -1,4 +1,4 @@
-"""Devices with a virtual clock, and the product's own balancer on them: try settings without the hardware."""
+"""Simulated devices with a virtual clock and the library's own balancer: try settings without the hardware."""
 
 from paceline._core.sim import Event, Scenario, ScenarioResult, SimulationResult, run_suite, scenarios, simulate
 

@@ -29,9 +29,9 @@ using namespace balance;
 
 using Run = std::variant<std::pair<std::int64_t, double>, std::tuple<std::int64_t, double, bool>>;
 
-/// A balancer whose ledger, if it is kept, lies in memory.
+/// A balancer and, if it keeps a ledger, the ledger's text in memory.
 struct RecordedBalancer {
-  std::unique_ptr<std::ostringstream> text;  // at a fixed place: the writer points to it
+  std::unique_ptr<std::ostringstream> text;  // on the heap, because the ledger's writer points to it
   Balancer balancer;
 };
 
@@ -130,36 +130,36 @@ WhatIfAnswer what_if(const RecordedBalancer& self, const WhatIfSpeeds& speeds, c
 }
 
 void bind_what_if(py::module_& module) {
-  py::class_<WhatIfAnswer>(module, "WhatIfAnswer", "The split that would be best then, and how long a step would take.")
-      .def_readonly("names", &WhatIfAnswer::names, "The present devices, then those added.")
-      .def_readonly("shares", &WhatIfAnswer::shares, "Items per name; 0 for those removed.")
-      .def_readonly("seconds", &WhatIfAnswer::seconds, "Of a step with these shares, by the estimates.")
+  py::class_<WhatIfAnswer>(module, "WhatIfAnswer",
+                           "The best split for the devices asked about, and the time of a step.")
+      .def_readonly("names", &WhatIfAnswer::names, "Names of the present devices, then of the added ones.")
+      .def_readonly("shares", &WhatIfAnswer::shares, "Items per name; 0 for removed devices.")
+      .def_readonly("seconds", &WhatIfAnswer::seconds, "Estimated time of a step with these shares.")
       .def_readonly("present_seconds", &WhatIfAnswer::present_seconds,
-                    "Of a step with the shares now in force and the devices as they are.")
+                    "Estimated time of a step with the present shares and devices.")
       .def_readonly("best_seconds", &WhatIfAnswer::best_seconds,
-                    "Of a step with the best shares for the devices as they are.")
+                    "Estimated time of a step with the best shares for the present devices.")
       .def_readonly("error", &WhatIfAnswer::error, "Relative standard error of `seconds`.")
-      .def_readonly("text", &WhatIfAnswer::text, "In a sentence.")
+      .def_readonly("text", &WhatIfAnswer::text, "The answer as a sentence.")
       .def("__repr__", [](const WhatIfAnswer& self) { return fmt::format("WhatIfAnswer({})", self.text); });
 }
 
 void bind_balancer(py::module_& module) {
-  py::class_<StepPlan>(module, "StepPlan", "What to run next, and the numbers behind it.")
+  py::class_<StepPlan>(module, "StepPlan", "What each device runs in the next step, and the estimates behind it.")
       .def_readonly("step", &StepPlan::step, "Steps recorded before this one.")
       .def_readonly("batch_size", &StepPlan::batch_size, "Items of the whole batch.")
       .def_readonly("shares", &StepPlan::shares, "Items per device; they sum to the batch.")
       .def_readonly("models", &StepPlan::models,
-                    "The present estimates, `plan.CostModel` each; empty before the first timing.")
-      .def_readonly("noise", &StepPlan::noise, "Relative standard deviation of a device's time, per device.")
+                    "The present estimate per device, a `plan.CostModel`; empty before the first timing.")
+      .def_readonly("noise", &StepPlan::noise, "Per device, the relative standard deviation of its time.")
       .def_readonly("moved", &StepPlan::moved,
                     "Whether the shares differ from the last plan's for the same batch size.")
       .def_readonly("predicted_seconds", &StepPlan::predicted_seconds,
-                    "Makespan by the models; 0 before the first timing.")
-      .def_readonly("reason", &StepPlan::reason, "Why, in a sentence.")
+                    "The makespan that the models predict; 0 before the first timing.")
+      .def_readonly("reason", &StepPlan::reason, "The reason for the plan, as a sentence.")
       .def("__repr__", [](const StepPlan& plan) {
         return fmt::format("StepPlan(step={}, batch_size={}, shares={}, moved={}, reason={})", plan.step,
-                           plan.batch_size, std::string(py::repr(py::cast(plan.shares))), plan.moved ? "True" : "False",
-                           std::string(py::repr(py::cast(plan.reason))));
+                           plan.batch_size, repr_of(plan.shares), plan.moved ? "True" : "False", repr_of(plan.reason));
       });
   py::class_<RecordedBalancer>(module, "Balancer", R"(The closed loop: timings in, plans out.
 
@@ -168,34 +168,34 @@ Every plan is a pure function of the arguments and of the calls made so far. Not
 Parameters
 ----------
 devices
-    Their names.
+    Names of the devices.
 policy
     "auto", "even" or "weighted".
 device_classes
-    For all devices or one per device; devices of one class share the shape of their cost and are equal until measured otherwise. Default: all one class.
+    One class for all devices or one per device. Devices of one class share the shape of their cost and count as equally fast until measured. Default: one class.
 weights
-    For "weighted": one per device, zeros allowed.
+    For "weighted": one weight per device, zeros allowed.
 granularity
-    Shares are multiples of it.
+    Shares are multiples of this number.
 minimum, maximum
-    The smallest share that is not zero, and the largest; for all devices or one per device, None for no limit.
+    The smallest nonzero share and the largest share, for all devices or one per device. None: no limit.
 may_be_zero
-    Whether a device may be left without work (the default), for all devices or one per device.
+    Whether a device may get no work (default: True), for all devices or one per device.
 startup_seconds
-    What a device pays once a step if it has work, for all devices or one per device; until `record` is told what it measured.
+    Seconds that a device with work spends once per step, for all devices or one per device. Measurements that `record` gets replace them.
 reduction_seconds
-    Seconds that a step ends later when k devices have work, at index k, from 0 to the number of devices; until `record` is told.
+    At index k, the seconds that a step takes longer when k devices have work; k from 0 to the number of devices. Measurements that `record` gets replace them.
 calibrate
-    "auto" only: run the first two steps off the even split, to tell fixed from per-item time.
+    "auto" only: run the first two steps off the even split, to separate fixed time from time per item.
 proportional
-    A device's time is in proportion to its share: no fixed part is looked for.
+    Assume that a device's time is proportional to its share, without a fixed part.
 ledger
-    Keep a ledger of all calls, for `ledger()`.
+    Keep a ledger of all calls, which `ledger()` returns.
 
 Raises
 ------
 InvalidArgument
-    For arguments that make no sense.)")
+    For invalid arguments.)")
       .def(py::init(&make_balancer), py::arg("devices"), py::arg("policy") = "auto", py::kw_only(),
            py::arg("device_classes") = py::none(), py::arg("weights") = py::none(), py::arg("granularity") = 1,
            py::arg("minimum") = py::none(), py::arg("maximum") = py::none(), py::arg("may_be_zero") = py::none(),
@@ -205,76 +205,75 @@ InvalidArgument
           "next_plan",
           [](RecordedBalancer& self, std::int64_t batch_size) { return self.balancer.next_plan(batch_size); },
           py::arg("batch_size"),
-          "The plan of the next step. Asked again without a record in between, it is the same plan.")
+          "The plan of the next step. Without a `record` in between, a second call returns the same plan.")
       .def("record", &record, py::arg("devices"), py::arg("step_seconds") = 0.0, py::kw_only(),
            py::arg("reduction_seconds") = 0.0, py::arg("startup_seconds") = std::vector<std::optional<double>>{},
-           R"(The timings of the plan that `next_plan` last returned.
+           R"(Record the timings of the plan that `next_plan` returned last.
 
 Parameters
 ----------
 devices
-    Per device a list of micro-batches (items, seconds) or (items, seconds, excluded); excluded ones are work but no evidence.
+    Per device a list of micro-batches (items, seconds) or (items, seconds, excluded). Excluded micro-batches count as work but not as evidence.
 step_seconds
-    From the first start to the last finish; 0: the largest sum of a device's seconds.
+    Time from the first start to the last finish. 0: the largest sum of a device's seconds.
 reduction_seconds
-    From then to the end of the step; 0: unknown.
+    Time from the last finish to the end of the step. 0: unknown.
 startup_seconds
-    Per device from the step's first start to its own, None without work; of a device that came when nothing was left to
-    do the whole `step_seconds`. Empty: unknown.)")
+    Per device, the time from the step's first start to its own start; None without work. For a device that came too late to
+    get work, the whole `step_seconds`. Empty: unknown.)")
       .def(
           "retire", [](RecordedBalancer& self, std::size_t device) { self.balancer.retire(device); }, py::arg("device"),
-          "The device with this index gets no further work.")
+          "Give the device with this index no further work.")
       .def(
           "restore", [](RecordedBalancer& self, std::size_t device) { self.balancer.restore(device); },
-          py::arg("device"), "A device that was retired gets work again.")
+          py::arg("device"), "Give a retired device work again.")
       .def(
           "set_least_items", [](RecordedBalancer& self, std::int64_t items) { self.balancer.set_least_items(items); },
           py::arg("items"),
-          "From the next plan on no share has fewer items, unless it is zero or the batch itself has fewer. 1: any "
-          "share will do.")
+          "From the next plan on, every nonzero share has at least so many items, unless the batch has fewer. 1: no "
+          "minimum.")
       .def(
           "explain", [](const RecordedBalancer& self) { return self.balancer.explain(); },
-          "In words: what was seen, what was decided and why, what a move would gain, what is not known.")
+          "Text: what was measured, what was decided and why, what a move would gain, and what is unknown.")
       .def("report", &report_of, R"(What `explain` says, as numbers.
 
 Returns
 -------
 dict
-    ``policy``; ``steps`` (recorded); ``moves`` (changes of shares, as `move_count`); ``taken_back`` (moves that measured worse than the
-    shares before and were undone); ``possible_gain`` (the part of a step's time that the best split would save by the estimates, for the batch size
-    of the last plan) and ``required_gain`` (what a move must promise at present; 0 unless "auto"); ``last_reason`` (of the last plan, in a
-    sentence).
+    ``policy``; ``steps`` (recorded steps); ``moves`` (changes of shares, as `move_count`); ``taken_back`` (moves that were undone because they
+    measured worse); ``possible_gain`` (the fraction of a step's time that the best split would save, by the estimates and for the batch size of the
+    last plan); ``required_gain`` (the gain that a move must promise now; 0 unless "auto"); ``last_reason`` (the reason of the last plan).
 
-    ``devices``: one dictionary each, in order. ``name``, ``device_class``; ``retired``; ``share`` (items of the last plan); ``startup_seconds`` (how much
-    later than the first device it starts a step); ``measured`` (False: it never ran anything that counts as evidence, and what follows is 0): ``speed``
-    (relative to the fastest of its class), ``error`` (the relative standard error of that), ``noise`` (the relative standard deviation of one step's time);
-    ``fixed_seconds`` and ``per_item_seconds`` (the estimate: n items take fixed + n * per item); ``equals`` (devices of its class that it cannot be told
-    from, itself included); ``samples`` (steps of evidence since its speed last changed) and ``since_step`` (when that was); ``change_points`` and
-    ``drifts`` (how often it changed suddenly, and slowly); ``slowdown`` (its time over that before the last change: 2 is twice as slow, 0 no change;
-    no more than that of a device that it cannot be told from, so 1 where it is level with one that has not slowed down) and ``regain`` (the part of a
-    step's time that would be saved if it were as fast as before; 0 if it is not slower).
+    ``devices``: one dictionary per device, in order. ``name``; ``device_class``; ``retired``; ``share`` (items of the last plan); ``startup_seconds``
+    (how much later than the first device it starts a step); ``measured`` (whether there is evidence; if not, all of the following are 0); ``speed``
+    (relative to the fastest of its class); ``error`` (relative standard error of the speed); ``noise`` (relative standard deviation of one step's time);
+    ``fixed_seconds`` and ``per_item_seconds`` (the estimate: n items take fixed + n * per item); ``equals`` (the number of devices of its class that
+    measure the same, itself included); ``samples`` (steps of evidence since its speed last changed); ``since_step`` (the step of that change);
+    ``change_points`` and ``drifts`` (how often the speed changed suddenly, and slowly); ``slowdown`` (its time divided by its time before the last
+    change: 2 is twice as slow, 0 means no change. Of devices that measure the same, the smallest counts, so it is 1 if one of them has not slowed
+    down); ``regain`` (the fraction of a step's time that its earlier speed would save; 0 if it is not slower).
 
-    ``recent_moves``: the last 16 changes of shares that promised a gain, oldest first. ``step`` (how many were recorded before), ``batch_size``, the shares
-    ``from`` and ``to``; ``promised_gain`` and ``measured_gain`` (the part of a step's time that was to be saved, and by the clock was);
-    ``resolution`` (differences below it are noise); ``outcome``: "kept" or "taken back" (it measured worse) once 8 steps have run by it, before
-    "pending", else "overtaken" by another move or a change of speed, or "unjudged" where nothing comparable ran before. The measured gain and
-    the resolution are 0 unless it was judged.)")
+    ``recent_moves``: the last 16 changes of shares that promised a gain, oldest first. ``step`` (the number of steps recorded before it);
+    ``batch_size``; the shares ``from`` and ``to``; ``promised_gain`` and ``measured_gain`` (fractions of a step's time, expected and measured);
+    ``resolution`` (smaller differences are noise); ``outcome``: "pending" until 8 steps have run with the new shares, then "kept" or "taken back"
+    (it measured worse); or "overtaken" by another move or a change of speed; or "unjudged" if nothing comparable ran before. The measured gain
+    and the resolution are 0 unless the move was judged.)")
       .def("what_if", &what_if, py::kw_only(), py::arg("speeds") = py::none(), py::arg("add") = py::none(),
            py::arg("remove") = py::none(), py::arg("batch_size") = py::none(),
-           R"(What would the best split be, and how long a step, if devices had other speeds, came or left?
+           R"(Predict the best split and the time of a step for other devices: other speeds, more devices or fewer.
 
-By the present estimates; changes nothing.
+Uses the present estimates and changes nothing.
 
 Parameters
 ----------
 speeds
-    Device names and factors on their present speed: {"cuda:1": 2.0} is twice as fast.
+    Factors on the present speed, by device name: {"cuda:1": 2.0} is twice as fast.
 add
-    (like, speed) each: one device more like the named one, so many times as fast.
+    Pairs (like, speed): one more device like the named one, at `speed` times its speed.
 remove
     Names of devices that would get no work.
 batch_size
-    Default: that of the last plan.
+    Default: the batch size of the last plan.
 
 Returns
 -------
@@ -283,11 +282,11 @@ WhatIfAnswer
 Raises
 ------
 InvalidArgument
-    Before the first timing, for what is no such argument, a name that is not there, or a speed that is not above zero.)")
+    Before the first timing, for arguments of another type, for an unknown name, and for a speed that is not positive.)")
       .def("ledger", &ledger_of, "The calls so far as JSON lines, for `replay`.")
       .def_property_readonly(
           "move_count", [](const RecordedBalancer& self) { return self.balancer.move_count(); },
-          "Changes of shares so far, for unchanged batch sizes.")
+          "Changes of shares so far, not counting changes of the batch size.")
       .def("__repr__", [](const RecordedBalancer& self) {
         const BalanceReport report = self.balancer.report();
         return fmt::format("Balancer(policy='{}', devices={}, steps={}, moves={})", report.policy,

@@ -10,29 +10,38 @@
 
 namespace paceline::python {
 
-// One function per room; each lives in <room>_py.cpp and fills the submodule of the same name.
+// Each bind_<room> lives in <room>_py.cpp and fills the submodule of the same name.
 void bind_errors(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_plan_items(pybind11::module_& module);
 void bind_balance(pybind11::module_& module);
 void bind_sim(pybind11::module_& module);
 void bind_runtime(pybind11::module_& module);
-// The part of `runtime` that finds devices; called by bind_runtime.
+// Finding devices; called by bind_runtime.
 void bind_device(pybind11::module_& module);
-// The part of `runtime` that asks devices how they are.
+// The health of devices, in the submodule `runtime`.
 void bind_health(pybind11::module_& module);
-// What there is of GPUs: their facts and their parts; called by bind_device.
+// Facts and parts of GPUs; called by bind_device.
 void bind_gpu(pybind11::module_& module);
 void bind_comm(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
-// The part of `engine` for devices that work after the call; called by bind_engine.
+// The parts of `engine` for asynchronous devices; called by bind_engine.
 void bind_queues(pybind11::module_& module);
 
-/// "auto", "nccl" or "copies". `call` is for the message. @throws InvalidArgument for others.
+/// Parses "auto", "nccl" or "copies". `call` names the caller in the message. @throws InvalidArgument for others.
 Transport transport_of(const char* call, const std::string& name);
 
-/// Seconds as Python gives them, inf included. `call` is for the message.
-/// @throws InvalidArgument if they are negative or no number.
+/// Formats the value as Python does: 1.0 stays a float.
+template <class Value>
+std::string repr_of(const Value& value) {
+  return std::string(pybind11::repr(pybind11::cast(value)));
+}
+
+/// At most a century, because nanoseconds hold three.
+std::chrono::nanoseconds nanoseconds_of(double seconds);
+
+/// Converts Python's seconds, inf included. `call` names the caller in the message.
+/// @throws InvalidArgument for negative seconds and NaN.
 std::chrono::nanoseconds timeout_of(const char* call, double seconds);
 
 }  // namespace paceline::python

@@ -34,7 +34,8 @@ std::string type_name(py::handle object) { return py::str(py::type::handle_of(ob
                      type_name(object)));
 }
 
-// Calls into somebody's code; an exception becomes ours, with its text. What is no ordinary error passes unchanged.
+// Calls foreign code. An exception becomes an InvalidArgument with its text; KeyboardInterrupt and the like pass
+// unchanged.
 template <class Call>
 auto translated(const std::string& label, py::handle object, const char* what, Call call) {
   try {
@@ -72,8 +73,8 @@ std::string describe(const dlpack::DataType& type) {
   return fmt::format("{}{}{}", name, type.bits, type.lanes == 1 ? "" : fmt::format("x{}", type.lanes));
 }
 
-// The buffer protocol's type letters are those of the struct module. Sizes differ by platform for some ('l'), so they
-// are asked of the buffer.
+// The buffer protocol uses the type letters of the struct module. The size of some types ('l') differs by platform, so
+// it comes from the buffer.
 std::optional<DType> known_type(std::string_view format, Py_ssize_t item_bytes) {
   if (!format.empty() && (format.front() == '@' || format.front() == '=' ||
                           (format.front() == '<' && PY_LITTLE_ENDIAN) || (format.front() == '>' && PY_BIG_ENDIAN))) {
@@ -109,7 +110,7 @@ bool is_contiguous(const dlpack::Tensor& tensor, std::int64_t count) {
 }
 
 // Asks for memory that is not a copy, and for the read-only flag, which only versioned capsules carry. Older producers
-// know neither keyword. On a GPU the producer is told to order its work before the legacy default stream.
+// know neither keyword. On a GPU, asks the producer to order its work before the legacy default stream.
 py::object call_dlpack(py::handle object, const Device& device) {
   constexpr int legacy_default_stream = 1;
   py::dict stream;
@@ -123,7 +124,7 @@ py::object call_dlpack(py::handle object, const Device& device) {
   return method(**stream);
 }
 
-// The table of the object's type in the version that this build knows, or null.
+// The exchange table of the object's type, in the version that this build knows, or null.
 const dlpack::ExchangeApi* exchange_api_of(py::handle object) {
   const py::handle type = py::type::handle_of(object);
   for (const char* const name : dlpack::kExchangeApiAttributes) {
@@ -133,7 +134,7 @@ const dlpack::ExchangeApi* exchange_api_of(py::handle object) {
       found = PyCapsule_GetPointer(attribute.ptr(), dlpack::kExchangeApiCapsule);
     } else if (PyLong_Check(attribute.ptr()) != 0) {
       found = PyLong_AsVoidPtr(attribute.ptr());
-      if (PyErr_Occurred() != nullptr) PyErr_Clear();  // no address
+      if (PyErr_Occurred() != nullptr) PyErr_Clear();  // the attribute is not an address
     }
     const auto* header = static_cast<const dlpack::ExchangeApiHeader*>(found);
     while (header != nullptr && header->version.major != dlpack::kMajorVersion) header = header->previous;
@@ -156,7 +157,7 @@ void check_place(py::handle object, const std::string& label, const dlpack::Devi
                      type_name(object), place.type, place.id));
 }
 
-// JAX lends its arrays, which nobody may write to, without saying so where the capsule is of the old kind.
+// JAX arrays are immutable, but their unversioned capsules do not say so.
 bool is_immutable(py::handle object) {
   const py::object module = py::getattr(py::type::handle_of(object), "__module__", py::str());
   return py::isinstance<py::str>(module) && std::string_view(module.cast<std::string>()).starts_with("jax");
@@ -178,7 +179,7 @@ BorrowedArray::BorrowedArray(py::handle object, const std::string& label, Access
                         type_name(object)));
     }
   } catch (...) {
-    release();  // the destructor of a half-made object does not run
+    release();  // the destructor does not run when the constructor throws
     throw;
   }
 }
@@ -191,7 +192,7 @@ BorrowedArray::BorrowedArray(BorrowedArray&& other) noexcept
       buffer_(std::exchange(other.buffer_, Py_buffer{})) {}
 
 void BorrowedArray::release() noexcept {
-  // A deleter may run Python code, and must not see, nor lose, an exception that is on its way.
+  // A deleter may run Python code, which must neither see nor lose a pending exception.
   const py::error_scope keep_pending_error;
   if (auto* managed = std::exchange(managed_, nullptr); managed != nullptr && managed->deleter != nullptr) {
     managed->deleter(managed);
@@ -202,7 +203,7 @@ void BorrowedArray::release() noexcept {
   if (buffer_.obj != nullptr) PyBuffer_Release(&buffer_);
 }
 
-/// Null, and nothing taken, where the type has no such table.
+/// Returns null, and takes nothing, if the type has no such table.
 const dlpack::ExchangeApi* BorrowedArray::take_from_exchange_api(py::handle object, const std::string& label) {
   const dlpack::ExchangeApi* const api = exchange_api_of(object);
   if (api == nullptr) return nullptr;
@@ -234,7 +235,7 @@ void BorrowedArray::take_capsule(py::handle object, const std::string& label, co
 }
 
 void BorrowedArray::take_dlpack(py::handle object, const std::string& label, Access access, const Device& device) {
-  // torch says so too, but only on some of its versions' paths, and without naming the argument.
+  // torch also checks this, but only on some paths of some versions, and without naming the argument.
   if (py::bool_(py::getattr(object, "requires_grad", py::bool_(false)))) {
     refuse(
         label,
@@ -245,7 +246,7 @@ void BorrowedArray::take_dlpack(py::handle object, const std::string& label, Acc
   if (api == nullptr) take_capsule(object, label, device);
 
   if (versioned_ != nullptr) {
-    if (versioned_->version.major != dlpack::kMajorVersion) {  // another layout: only the deleter may be used
+    if (versioned_->version.major != dlpack::kMajorVersion) {  // unknown layout: only the deleter may be used
       refuse(label, fmt::format("({}) speaks DLPack {}.{}; this build knows version {}", type_name(object),
                                 versioned_->version.major, versioned_->version.minor, dlpack::kMajorVersion));
     }

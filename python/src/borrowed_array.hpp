@@ -16,22 +16,22 @@ enum class Access { read, write };
 
 /// The memory of a Python array, borrowed without copying for as long as this object lives.
 ///
-/// Takes anything that speaks DLPack, by the C exchange API where its type has it, else by `__dlpack__`; for host
-/// devices else anything with the buffer protocol. Make and destroy it while holding the GIL; view() may be used
-/// without.
+/// Accepts anything that speaks DLPack, through the C exchange API or `__dlpack__`. For host devices it also accepts
+/// the buffer protocol. Construct and destroy it with the GIL held; view() needs no GIL.
 class BorrowedArray {
  public:
-  /// `label` is what messages call the argument: "all_reduce: buffers[1]". `device` is whose memory it has to be.
-  /// @throws InvalidArgument if it is no array, not contiguous, read-only (for Access::write), of a type that
-  /// collectives do not know, on another device, or part of an autograd graph.
+  /// `label` names the argument in messages: "all_reduce: buffers[1]". `device` must own the memory.
+  /// @throws InvalidArgument if `object` is not an array, not contiguous, read-only (for Access::write), of a type that
+  /// collectives do not support, on another device, or part of an autograd graph.
   BorrowedArray(pybind11::handle object, const std::string& label, Access access, const Device& device);
   ~BorrowedArray() { release(); }
   BorrowedArray(BorrowedArray&& other) noexcept;
   BorrowedArray& operator=(BorrowedArray&&) = delete;
 
-  /// On a GPU with the producer's current stream, where that is known.
+  /// On a GPU, includes the producer's current stream if it is known.
   [[nodiscard]] const BufferView& view() const noexcept { return view_; }
-  /// The producer's stream is not known: it was made to wait for nothing, so the result has to be waited for.
+  /// True if the producer's stream is unknown. The stream then waits for nothing, so the caller must wait for the
+  /// result.
   [[nodiscard]] bool stream_unknown() const noexcept { return stream_unknown_; }
 
  private:
@@ -43,10 +43,10 @@ class BorrowedArray {
 
   BufferView view_;
   bool stream_unknown_ = false;
-  // Exactly one of these lends the memory.
+  // Exactly one of these three owns the memory.
   dlpack::ManagedTensor* managed_ = nullptr;
   dlpack::ManagedTensorVersioned* versioned_ = nullptr;
-  Py_buffer buffer_{};  // buffer_.obj is null when not in use
+  Py_buffer buffer_{};  // unused if buffer_.obj is null
 };
 
 }  // namespace paceline::python

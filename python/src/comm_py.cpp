@@ -3,7 +3,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <chrono>
 #include <map>
 #include <memory>
 #include <string>
@@ -23,7 +22,7 @@ namespace py = pybind11;
 namespace paceline::python {
 namespace {
 
-// One argument of a collective: a list or tuple with an array for each device.
+// One argument of a collective: a list or tuple with one array per device.
 class ArrayList {
  public:
   ArrayList(py::handle given, const char* call, const char* name, Access access, const DeviceGroup& group) {
@@ -31,12 +30,12 @@ class ArrayList {
       throw InvalidArgument(fmt::format("{}: {} is a {}; pass a list with one array per device", call, name,
                                         std::string(py::str(py::type::handle_of(given).attr("__name__")))));
     }
-    // A copy: __dlpack__ is foreign code, which could change a list under our feet.
+    // A copy, because __dlpack__ is foreign code that could change the list during the loop.
     const py::tuple arrays(py::reinterpret_borrow<py::object>(given));
     const std::vector<Device>& devices = group.devices();
     arrays_.reserve(arrays.size());
     for (std::size_t i = 0; i < arrays.size(); ++i) {
-      // That there are too many is said later, with their number.
+      // the collective reports surplus arrays with their number
       const Device& device = i < devices.size() ? devices[i] : devices.back();
       arrays_.emplace_back(arrays[i], fmt::format("{}: {}[{}]", call, name, i), access, device);
       views_.push_back(arrays_.back().view());
@@ -61,18 +60,16 @@ ReduceOp parse_op(const char* call, const std::string& name) {
 
 std::unique_ptr<Communicator> make(const DeviceGroup& group, const std::string& transport, double timeout) {
   CommunicatorOptions options{.transport = transport_of("Communicator", transport)};
-  constexpr double longest = 1e9;  // of what nanoseconds can count
   if (!(timeout > 0.0)) {
     throw InvalidArgument(fmt::format("Communicator: timeout is {}; use a positive number of seconds", timeout));
   }
-  options.timeout = std::chrono::duration_cast<std::chrono::nanoseconds>(
-      std::chrono::duration<double>(timeout < longest ? timeout : longest));
+  options.timeout = nanoseconds_of(timeout);
   const BlockingRegion region;
   return std::make_unique<Communicator>(group, options);
 }
 
-/// The call without the GIL, which Ctrl-C does not leave: the arrays are in use until it is back. Where a producer
-/// cannot be made to wait on its stream, the caller does.
+/// Makes the call without the GIL. Ctrl-C does not interrupt it, because the arrays are in use until it returns. If a
+/// producer's stream is unknown, the caller waits for the result.
 template <class Call>
 void run(Communicator& communicator, bool stream_unknown, Call call) {
   const py::gil_scoped_release without_gil;
@@ -133,10 +130,10 @@ void bind_comm(py::module_& module) {
       .def("close", &Communicator::close, py::call_guard<BlockingRegion>())
       .def("description", &Communicator::description);
   module.def("nccl_info", &library_info,
-             "NCCL's ``version`` and ``path``, or ``why_none``; the rest is empty. Loads it if it is not loaded yet; "
+             "NCCL's ``version`` and ``path``, or ``why_none`` if there is no NCCL. Loads NCCL if needed; "
              "needs no GPU.");
   module.def("set_nccl_path", &set_nccl_path, py::arg("path"),
-             "Where an NCCL is installed; without effect once one is loaded.");
+             "Set where NCCL is installed. No effect once NCCL is loaded.");
   module.def("reduce_isa", &reduce_isa, "The instruction set that the reduction kernels use on this processor.");
 }
 

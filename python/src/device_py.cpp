@@ -72,7 +72,7 @@ Facts build_facts() {
   return facts;
 }
 
-/// Of each kind of device that this build knows, why there is none; empty where there is one.
+/// Why this build or machine has no devices, by kind; empty for a kind that has devices.
 std::map<std::string, std::string> why_no_devices() {
   std::map<std::string, std::string> reasons;
   for (const Backend* backend : backends()) reasons[std::string(backend->prefix())] = backend->why_none();
@@ -86,8 +86,7 @@ void bind_device(py::module_& module) {
       module, "Device",
       R"(A place of execution: ``host:1``, a worker pinned to cores of its own; ``cuda:0``, a GPU; ``cuda:0/1``, a part of one.
 
-A value that names the place and says what was found out about it; it owns nothing. `devices`, `find_device` and `partition` make
-them.)")
+A plain value: the name and the properties of the place. `devices`, `find_device` and `partition` make them.)")
       .def_property_readonly(
           "name", [](const Device& device) { return device.name; }, "``host:1``; names are unique.")
       .def_property_readonly(
@@ -96,41 +95,41 @@ them.)")
           "index", [](const Device& device) { return device.index; }, "The number after the colon of the name.")
       .def_property_readonly(
           "part", [](const Device& device) { return device.part < 0 ? std::nullopt : std::optional(device.part); },
-          "Of ``cuda:0/1`` the 1; None for a whole device.")
+          "The 1 of ``cuda:0/1``; None for a whole device.")
       .def_property_readonly(
           "memory_space", [](const Device& device) { return device.memory_space; },
           "Devices of one memory space share memory without copying: all parts of ``cuda:0`` are in ``cuda:0``.")
       .def_property_readonly(
           "sm_count",
           [](const Device& device) { return device.sm_count == 0 ? std::nullopt : std::optional(device.sm_count); },
-          "The streaming multiprocessors of the GPU that it computes on; None on the host.")
+          "The number of streaming multiprocessors that it computes on; None on the host.")
       .def_property_readonly(
           "fraction", [](const Device& device) { return device.fraction; },
           "The fraction of the GPU that `partition` was asked for; 1.0 for a whole device.")
       .def_property_readonly(
           "cores", [](const Device& device) { return py::typing::Tuple<int, py::ellipsis>(py::cast(device.cores)); },
-          "The cores that the worker is pinned to; empty where pinning is impossible.")
+          "The cores that the worker is pinned to; empty if pinning is impossible.")
       .def_property_readonly(
           "numa_node",
           [](const Device& device) { return device.numa_node < 0 ? std::nullopt : std::optional(device.numa_node); },
-          "The NUMA node of the cores; None when unknown or several.")
+          "The NUMA node of the cores; None if unknown or if there are several.")
       .def("__repr__", &repr)
       .def("__str__", [](const Device& device) { return device.name; })
       .def("__hash__", [](const Device& device) { return std::hash<std::string>{}(device.name); })
       .def("__eq__", [](const Device& self, const py::object& other) {
         return py::isinstance<Device>(other) && self == other.cast<const Device&>();
       });
-  // Both look at the splits of GPUs, and wait while one is ended.
-  module.def("devices", &devices, py::call_guard<py::gil_scoped_release>(),
-             R"(Every device that this process can use now, in order: GPUs first, whole, then the host's.
+  // Both read the splits of GPUs, and may wait while a split is ended.
+  module.def(
+      "devices", &devices, py::call_guard<py::gil_scoped_release>(),
+      R"(Every device that this process can use now, in order: GPUs, then host devices. Parts of GPUs are not listed.
 
-Host devices: one per core of the process's affinity mask, no more than its cgroup's CPU limit allows. Under such a limit
-a device is pinned to several cores, since all the cores of the mask are dealt out.)");
+There is one host device per core of the process's affinity mask, limited by its cgroup's CPU quota. With a quota, a device is pinned
+to several cores, because every core of the mask is given to a device.)");
   module.def("find_device", &find_device, py::arg("name"), py::call_guard<py::gil_scoped_release>(),
              R"(The device called `name`, such as ``host:1``.
 
-More host devices than cores may be named; they share cores. Parts of a GPU, such as ``cuda:0/1``, are there once `partition` has made
-them.
+More host devices than cores are allowed; they share cores. Parts of a GPU, such as ``cuda:0/1``, exist once `partition` has made them.
 
 Raises
 ------
@@ -138,9 +137,9 @@ InvalidArgument
     If the name is malformed or there is no such device; the message lists those that exist.)");
   bind_gpu(module);
   module.def("host_facts", &host_facts,
-             "What the operating system says about the processor and this process's part of it.");
+             "What the operating system says about the processor, and how much of it this process may use.");
   module.def("why_no_devices", &why_no_devices,
-             "Of each kind of device that this build knows, why there is none; empty where there is one.");
+             "For each kind of device that this build supports: why there is no device; empty if there is one.");
   module.def("build_facts", &build_facts, "How the compiled part was built.");
 }
 

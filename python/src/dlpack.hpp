@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The binary interface of DLPack, declared by ourselves: what a `__dlpack__` capsule points to. The layout is that of
-// DLPack 1.x (a change of layout changes the major version) and, for the unversioned struct, of everything before.
+// DLPack's binary interface: the layout that a `__dlpack__` capsule points to. It matches DLPack 1.x, where a new
+// layout needs a new major version. The unversioned struct matches all earlier versions.
 
 #include <cstddef>
 #include <cstdint>
@@ -18,9 +18,9 @@ struct Version {
   std::uint32_t minor;
 };
 
-inline constexpr std::int32_t kCuda = 2;  // memory of a GPU, by the runtime's number of it
+inline constexpr std::int32_t kCuda = 2;  // GPU memory; the id is the CUDA runtime's number of the GPU
 
-// Device types whose memory the processor reads and writes directly, without waiting for anybody.
+// Device types whose memory the processor can access directly and at once.
 inline constexpr std::int32_t kCpu = 1;
 inline constexpr std::int32_t kCudaHost = 3;   // pinned
 inline constexpr std::int32_t kRocmHost = 11;  // pinned
@@ -44,7 +44,7 @@ struct Tensor {
   std::int32_t dimension_count;
   DataType dtype;
   std::int64_t* shape;
-  std::int64_t* strides;  // in elements; null: contiguous (allowed before 1.2)
+  std::int64_t* strides;  // in elements; null means contiguous (allowed before 1.2)
   std::uint64_t byte_offset;
 };
 
@@ -57,7 +57,7 @@ struct ManagedTensor {
 struct ManagedTensorVersioned {
   Version version;
   void* context;
-  void (*deleter)(ManagedTensorVersioned* self);  // may be null; to be called whatever the version
+  void (*deleter)(ManagedTensorVersioned* self);  // may be null; must be called for every version
   std::uint64_t flags;
   Tensor tensor;
 };
@@ -66,8 +66,8 @@ static_assert(sizeof(void*) != 8 ||
               (sizeof(Tensor) == 48 && offsetof(Tensor, shape) == 24 && sizeof(ManagedTensor) == 64 &&
                offsetof(ManagedTensorVersioned, flags) == 24 && offsetof(ManagedTensorVersioned, tensor) == 32));
 
-// The C exchange API: a table of functions that a type of arrays offers beside `__dlpack__`. No synchronisation with
-// streams: the consumer works on the producer's current one.
+// The C exchange API: functions that an array type offers beside `__dlpack__`. They do not synchronise streams: the
+// consumer works on the producer's current stream.
 struct ExchangeApiHeader {
   Version version;
   const ExchangeApiHeader* previous;  // an older table, or null
@@ -76,19 +76,20 @@ struct ExchangeApiHeader {
 struct ExchangeApi {
   ExchangeApiHeader header;
   void* managed_tensor_allocator;
-  int (*managed_tensor_from_object)(void* object, ManagedTensorVersioned** tensor);  // not 0: a Python exception is set
+  int (*managed_tensor_from_object)(void* object,
+                                    ManagedTensorVersioned** tensor);  // nonzero: a Python exception is set
   void* managed_tensor_to_object;
   void* tensor_from_object;
-  int (*current_work_stream)(std::int32_t device_type, std::int32_t device_id, void** stream);  // as above
+  int (*current_work_stream)(std::int32_t device_type, std::int32_t device_id, void** stream);  // result as above
 };
 
 static_assert(sizeof(void*) != 8 || (sizeof(ExchangeApi) == 56 && offsetof(ExchangeApi, current_work_stream) == 48));
 
-// The attribute of the type, a capsule or (at first) an address: today's name and PyTorch's first one.
+// The type's attribute, today's name and PyTorch's first one. It holds a capsule or, in early versions, an address.
 inline constexpr const char* kExchangeApiAttributes[] = {"__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"};
 inline constexpr const char* kExchangeApiCapsule = "dlpack_exchange_api";
 
-// Names of the capsules. A consumer renames what it takes, so that the capsule's own destructor leaves it alone.
+// Capsule names. A consumer renames the capsule that it takes, so that the capsule's destructor does nothing.
 inline constexpr const char* kCapsule = "dltensor";
 inline constexpr const char* kUsedCapsule = "used_dltensor";
 inline constexpr const char* kVersionedCapsule = "dltensor_versioned";

@@ -10,8 +10,8 @@ namespace py = pybind11;
 namespace paceline::python {
 namespace {
 
-// Python types of the library's errors, each also the built-in that a user would catch. Kept for the life of the
-// process: the translator may run while modules are being torn down.
+// Python types of the library's errors. Each also derives from the built-in that a user would catch. Never freed,
+// because the translator may run during interpreter shutdown.
 struct ErrorTypes {
   PyObject* error = nullptr;
   PyObject* invalid_argument = nullptr;

@@ -11,7 +11,7 @@ namespace paceline::python {
 
 namespace {
 
-std::size_t inside = 0;  // workers
+std::size_t inside = 0;  // number of workers in user code
 bool was_enabled = false;
 
 }  // namespace
@@ -21,14 +21,15 @@ void pause_collection() {
 }
 
 void resume_collection() {
-  collect_if_due();  // still counted: a collection lets go of the interpreter, and others come and leave meanwhile
+  collect_if_due();  // before the count goes down: a collection may release the GIL, and other workers then enter and
+                     // leave
   if (--inside == 0 && was_enabled) PyGC_Enable();
 }
 
 void collect_if_due() {
   if (inside == 0 || !was_enabled) return;
   PyGC_Enable();
-  Py_XDECREF(PySet_New(nullptr));  // Python looks whether it is time when an object is made
+  Py_XDECREF(PySet_New(nullptr));  // creating an object lets Python collect if a collection is due
   PyGC_Disable();
 }
 

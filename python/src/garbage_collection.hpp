@@ -3,21 +3,21 @@
 
 namespace paceline::python {
 
-// Python's garbage collector while workers run user code. All with the interpreter held.
+// Pauses Python's garbage collector while workers run user code. Call these functions with the GIL held.
 //
-// torch.Generator.get_state makes a Python object while it holds the generator's mutex. Up to Python 3.11 that may
-// collect garbage then and there; a tensor that is freed lets go of the interpreter, and the next worker to ask the
-// same generator waits for the mutex without letting go of it: a deadlock. A step asks so, and activation checkpointing
-// does. So nothing is collected while a worker is inside, but where none of them holds anything. Later Pythons collect
-// between bytecodes only, and there these do nothing.
+// This avoids a deadlock up to Python 3.11. torch.Generator.get_state creates a Python object while it holds the
+// generator's mutex, which may start a collection. Freeing a tensor there releases the GIL. The next worker that asks
+// the same generator then waits for the mutex while it holds the GIL. Steps and activation checkpointing make such
+// calls. So collections run only between pieces of work. Later Pythons collect between bytecodes only, and there these
+// functions do nothing.
 
-/// A worker enters user code. Of several that are inside the first one counts.
+/// A worker enters user code. The first one inside pauses the collector.
 void pause_collection();
 
-/// It has left, normally. The last one puts the collector back to how the first one found it.
+/// A worker leaves user code. The last one restores the collector's earlier state.
 void resume_collection();
 
-/// Collects what Python would have collected since the last time, if it is paused: between two pieces of work.
+/// Runs a collection that is due, if the collector is paused. Call it between two pieces of work.
 void collect_if_due();
 
 }  // namespace paceline::python

@@ -4,7 +4,6 @@
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
 
-#include <chrono>
 #include <optional>
 #include <string>
 #include <variant>
@@ -59,14 +58,14 @@ std::vector<Facts> all_gpu_facts() {
 
 void bind_gpu(py::module_& module) {
   module.def("gpu_facts", &all_gpu_facts,
-             R"(What the CUDA runtime and the driver tell of each GPU; an empty list where there is none.
+             R"(What the CUDA runtime and the driver say about each GPU; an empty list without a GPU.
 
 Returns
 -------
 list of dict
     ``device``, ``model``, ``pci_bus_id``, ``numa_node``, ``compute_capability``, ``sm_count``, ``peak_clock_mhz``, ``memory_bytes``,
-    ``copy_engine_count``, ``peers`` (the GPUs whose memory it reaches without the host), ``partition_sm_count`` (of the smallest part),
-    ``most_partitions``, ``why_no_partitions`` (empty where there can be some), ``driver`` and ``runtime`` (CUDA versions).)");
+    ``copy_engine_count``, ``peers`` (the GPUs whose memory it can access directly), ``partition_sm_count`` (SMs of the smallest part),
+    ``most_partitions``, ``why_no_partitions`` (empty if it can be partitioned), ``driver`` and ``runtime`` (CUDA versions).)");
   module.def(
       "partition",
       [](const Name& device, const std::vector<double>& fractions) { return partition(name_of(device), fractions); },

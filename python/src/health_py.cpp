@@ -71,7 +71,7 @@ Facts facts_of(const DeviceHealth& health) {
 Facts device_health(const std::string& name) {
   DeviceHealth health;
   {
-    const BlockingRegion region;  // a library opens, and a GPU may take its time
+    const BlockingRegion region;  // loads a library, and a GPU may answer slowly
     health = health_of(find_device(name));
   }
   return facts_of(health);
@@ -83,7 +83,7 @@ void bind_health(py::module_& module) {
   module.def("device_health", &device_health, py::arg("name"),
              R"(What a device's own sensors and counters say now: clocks, limits, temperature, power, other processes.
 
-Holds what is known, and as ``why_no_health`` why nothing is.
+Unknown values are left out. If nothing is known, ``why_no_health`` says why.
 
 Raises
 ------

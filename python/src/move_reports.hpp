@@ -9,7 +9,7 @@
 
 namespace paceline::python {
 
-/// What became of changes of shares, as Python has it: one dictionary each.
+/// The outcome of each change of shares, as a dictionary.
 pybind11::list move_dicts(const std::vector<balance::MoveReport>& moves);
 
 }  // namespace paceline::python

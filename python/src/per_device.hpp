@@ -35,7 +35,7 @@ void for_each_device(const PerDevice<Value>& given, std::size_t device_count, co
   for (std::size_t i = 0; i < device_count; ++i) set(i, static_cast<Value>(each[i]));
 }
 
-/// What the arguments of these names say of each device's share.
+/// Combines these arguments into the limits of each device's share.
 inline std::vector<plan::ShareLimits> share_limits(std::size_t device_count,
                                                    const PerDevice<std::optional<std::int64_t>>& minimum,
                                                    const PerDevice<std::optional<std::int64_t>>& maximum,

@@ -86,19 +86,16 @@ std::vector<std::pair<double, double>> models_of(const ItemCostFit& fit) {
   return models;
 }
 
-template <class Value>
-std::string repr_of(const Value& value) {
-  return std::string(py::repr(py::cast(value)));
-}
-
 void bind_split(py::module_& module) {
-  py::class_<ItemSplit>(module, "ItemSplit", "Which device gets which items, and when the last one will be done.")
+  py::class_<ItemSplit>(module, "ItemSplit",
+                        "The items of each device, and when the models expect the last device to finish.")
       .def_readonly("items", &ItemSplit::items, "Per device, the indices of its items, ascending.")
       .def_readonly("loads", &ItemSplit::loads,
-                    "Per device, the sum of its items' costs; of `split_padded` their count times the largest cost.")
-      .def_readonly("makespan_seconds", &ItemSplit::makespan_seconds, "When the last device finishes, by the models.")
+                    "Per device, the sum of its items' costs; for `split_padded`, their count times the largest cost.")
+      .def_readonly("makespan_seconds", &ItemSplit::makespan_seconds,
+                    "When the models expect the last device to finish.")
       .def_readonly("lower_bound_seconds", &ItemSplit::lower_bound_seconds,
-                    "No split has a smaller makespan; equal to it when the split is proven best.")
+                    "No split has a smaller makespan. Equal to the makespan if the split is proven best.")
       .def_property_readonly("gap", &ItemSplit::gap, "(makespan - lower bound) / lower bound.")
       .def("__repr__", [](const ItemSplit& split) {
         return fmt::format("ItemSplit(items={}, makespan_seconds={}, gap={:.3g})", repr_of(split.items),
@@ -107,31 +104,31 @@ void bind_split(py::module_& module) {
 
   module.def("split_items", &split_items, py::arg("costs"), py::arg("models"), py::kw_only(),
              py::arg("tolerance") = plan::kItemTolerance,
-             R"(Split items that do not cost the same, so that the last device finishes as early as possible.
+             R"(Split items of unequal cost so that the last device finishes as early as possible.
 
 Parameters
 ----------
 costs
-    What each item costs, not negative: tokens, squared tokens, `ItemCostFit.item_seconds`, anything that adds up.
+    The cost of each item, 0 or more, in any unit that adds up: tokens, squared tokens, `ItemCostFit.item_seconds`.
 models
-    One per device: a pair (fixed_seconds, seconds_per_cost), or a `CostModel`. A device without items costs nothing.
+    One per device: a pair (fixed_seconds, seconds_per_cost), or a `CostModel`. A device without items takes no time.
 tolerance
-    The search ends once the makespan is within this part of the lower bound.
+    The search ends once the makespan is within this fraction of the lower bound.
 
 Returns
 -------
 ItemSplit
-    Every item on exactly one device; deterministic, ties go to the lower index.
+    Every item on exactly one device. Deterministic; ties go to the lower index.
 
 Raises
 ------
 InvalidArgument
-    For arguments that make no sense.
+    For invalid arguments.
 
 Notes
 -----
 Longest processing time on unequal speeds (Gonzalez, Ibarra & Sahni 1977), then exchanges between the latest device and
-others. Up to 16 items a bounded depth-first search follows (Korf 1998), which mostly finds the optimum.
+others. Up to 16 items, a bounded depth-first search follows (Korf 1998), which usually finds the optimum.
 
 Examples
 --------
@@ -143,34 +140,34 @@ Examples
 void bind_padded(py::module_& module) {
   module.def(
       "split_padded", &split_padded, py::arg("costs"), py::arg("models"),
-      R"(Split items over devices that pad theirs to the longest of them, so that the last device finishes as early as possible.
+      R"(Split items over devices that pad their items to the longest, so that the last device finishes as early as possible.
 
-A device that gets n items, the costliest of cost c, takes fixed_seconds + seconds_per_cost * n * c: all its items in one
-batch, padded. Where nothing is padded, and costs add up, use `split_items`.
+A device runs all its items in one padded batch. With n items, the costliest of cost c, it takes
+fixed_seconds + seconds_per_cost * n * c. Without padding, where costs add up, use `split_items`.
 
 Parameters
 ----------
 costs
-    What each item costs, not negative: what one item padded to its length takes, e.g. tokens.
+    The cost of each item, 0 or more, when padded to its own length; for example its tokens.
 models
-    One per device: a pair (fixed_seconds, seconds_per_cost), or a `CostModel`; for a speed, (0, 1 / speed).
+    One per device: a pair (fixed_seconds, seconds_per_cost), or a `CostModel`. For a known speed, use (0, 1 / speed).
 
 Returns
 -------
 ItemSplit
-    Every item on exactly one device, and at least one on each if there are enough; `loads` are n * c. A device's items are
-    neighbours in order of cost. Deterministic; among equal devices the lower index gets the longer items.
+    Every item on exactly one device, and at least one item on each device if there are enough. `loads` are n * c. A device's
+    items are neighbours in order of cost. Deterministic; among equal devices the lower index gets the longer items.
 
 Raises
 ------
 InvalidArgument
-    For arguments that make no sense.
+    For invalid arguments.
 
 Notes
 -----
-The exact minimum of all splits that give every device an item, by dynamic programming over the order of the devices: up to 12
-devices, and beyond while there are at most 4096 ways to choose how many of each model. For more, devices that differ least
-count as alike, and `gap` shows what is not proven.
+Dynamic programming over the order of the devices finds the exact minimum of all splits that give every device an item. It is exact
+up to 12 devices, and beyond as long as there are at most 4096 ways to choose how many devices of each model come first. Beyond
+that, the devices that differ least count as equal, and `gap` shows how far the result may be from the best.
 
 Examples
 --------
@@ -180,8 +177,9 @@ Examples
 }
 
 void bind_fit(py::module_& module) {
-  py::class_<ItemCostFit>(module, "ItemCostFit",
-                          R"(What an item costs, learned from timings: a shape shared by all devices, a scale for each.
+  py::class_<ItemCostFit>(
+      module, "ItemCostFit",
+      R"(The cost of an item, learned from timings: one shape shared by all devices, and a scale per device.
 
 The coefficients are those of the fastest device: a micro-batch takes fixed_seconds + per_token_seconds * tokens +
 per_squared_token_seconds * (sum of squared lengths).)")
@@ -190,20 +188,20 @@ per_squared_token_seconds * (sum of squared lengths).)")
           "Seconds of a micro-batch that do not depend on its tokens.")
       .def_property_readonly(
           "per_token_seconds", [](const ItemCostFit& fit) { return fit.shape.per_token_seconds; },
-          "Seconds each further token costs.")
+          "Seconds that each further token costs.")
       .def_property_readonly(
           "per_squared_token_seconds", [](const ItemCostFit& fit) { return fit.shape.per_squared_token_seconds; },
-          "Seconds by the sum of squared lengths: attention.")
+          "Seconds per unit of the sum of squared lengths (attention).")
       .def_readonly("scales", &ItemCostFit::scales,
-                    "Per device, how many times slower than the fastest; 0 for a device without samples.")
+                    "Per device, its time relative to the fastest device; 0 for a device without samples.")
       .def_readonly("relative_rms", &ItemCostFit::relative_rms,
                     "Root mean square of (predicted - measured) / measured over the samples.")
       .def_property_readonly("models", &models_of,
-                             "Per device the pair (fixed_seconds, seconds_per_cost) for `split_items`.")
+                             "Per device, the pair (fixed_seconds, seconds_per_cost) for `split_items`.")
       .def(
           "item_seconds", [](const ItemCostFit& fit, double tokens) { return fit.shape.item_seconds(tokens); },
           py::arg("tokens"),
-          "What one more item of this length adds on the fastest device: its cost for `split_items`.")
+          "Seconds that one more item of this length adds on the fastest device: its cost for `split_items`.")
       .def("__repr__", [](const ItemCostFit& fit) {
         return fmt::format(
             "ItemCostFit(fixed_seconds={:.6g}, per_token_seconds={:.6g}, per_squared_token_seconds={:.6g}, scales={}, "
@@ -214,18 +212,18 @@ per_squared_token_seconds * (sum of squared lengths).)")
 
   module.def("fit_item_cost", &fit_item_cost, py::arg("tokens"), py::arg("seconds"), py::kw_only(),
              py::arg("devices") = py::none(), py::arg("squared_tokens") = py::none(),
-             R"(Learn what an item costs from timed micro-batches, by nonnegative least squares of the relative error.
+             R"(Learn the cost of an item from timed micro-batches, by nonnegative least squares of the relative error.
 
 Parameters
 ----------
 tokens
-    Tokens of each micro-batch, in all its items.
+    Tokens of each micro-batch, summed over its items.
 seconds
-    What each took, above 0.
+    Seconds of each micro-batch, above 0.
 devices
-    The device each ran on, from 0; None: all on one.
+    The index of the device that ran each micro-batch, from 0. None: one device ran all.
 squared_tokens
-    For each the sum of the squared lengths of its items; None: each was a single item.
+    For each micro-batch, the sum of its items' squared lengths. None: each micro-batch was a single item.
 
 Returns
 -------
@@ -235,11 +233,11 @@ ItemCostFit
 Raises
 ------
 InvalidArgument
-    Without samples, and for numbers that were not measured.
+    Without samples, and for numbers that cannot be measurements.
 
 Notes
 -----
-What the samples do not tell apart is not known: with one length only, everything is fixed seconds.
+The samples must vary to separate the terms: if all have one length, the whole time counts as fixed seconds.
 
 Examples
 --------

@@ -54,12 +54,6 @@ Split split_batch(std::int64_t batch_size, const std::vector<Model>& given,
   return plan::split_batch(batch_size, models, options);
 }
 
-// As Python writes it: 1.0 stays a float.
-template <class Value>
-std::string repr_of(const Value& value) {
-  return std::string(py::repr(py::cast(value)));
-}
-
 std::string repr(const CostModel& model) {
   return fmt::format("CostModel.affine(fixed_seconds={}, per_item_seconds={})", repr_of(model.fixed_seconds()),
                      repr_of(model.per_item_seconds()));
@@ -71,9 +65,9 @@ double seconds_of(const CostModel& model, std::int64_t items) {
 }
 
 void bind_cost_model(py::module_& module) {
-  py::class_<CostModel>(module, "CostModel", R"(Seconds a device needs for a share of n items; nondecreasing in n.
+  py::class_<CostModel>(module, "CostModel", R"(Seconds that a device needs for a share of n items; nondecreasing in n.
 
-Make one with `affine`; `CostModel()` is the free device. Immutable.)")
+Make one with `affine`. `CostModel()` costs nothing. Immutable.)")
       .def(py::init<>())
       .def_static("affine", &CostModel::affine, py::arg("fixed_seconds"), py::arg("per_item_seconds"),
                   R"(`fixed_seconds + per_item_seconds * n`.
@@ -87,7 +81,7 @@ InvalidArgument
            "The largest n in [0, limit] with seconds(n) <= budget_seconds; -1 if even n = 0 does not fit.")
       .def("scaled", &CostModel::scaled, py::arg("factor"), "The same shape on a device `factor` times slower.")
       .def_property_readonly("fixed_seconds", &CostModel::fixed_seconds, "Seconds that do not depend on the size.")
-      .def_property_readonly("per_item_seconds", &CostModel::per_item_seconds, "Seconds each further item costs.")
+      .def_property_readonly("per_item_seconds", &CostModel::per_item_seconds, "Seconds that each further item costs.")
       .def(
           "__eq__", [](const CostModel& a, const CostModel& b) { return a == b; }, py::arg("other"), py::is_operator())
       .def("__hash__", [](const CostModel& model) { return py::hash(py::str(repr(model))); })
@@ -95,9 +89,9 @@ InvalidArgument
 }
 
 void bind_splits(py::module_& module) {
-  py::class_<Split>(module, "Split", "The shares of one step, and when the last device will be done by the models.")
+  py::class_<Split>(module, "Split", "The shares of one step, and when the models expect the last device to finish.")
       .def_readonly("shares", &Split::shares, "Items per device; they sum to the batch.")
-      .def_readonly("makespan_seconds", &Split::makespan_seconds, "When the last device finishes, by the models.")
+      .def_readonly("makespan_seconds", &Split::makespan_seconds, "When the models expect the last device to finish.")
       .def("__repr__", [](const Split& split) {
         return fmt::format("Split(shares={}, makespan_seconds={})", repr_of(split.shares),
                            repr_of(split.makespan_seconds));
@@ -116,17 +110,17 @@ batch_size
 models
     One per device: a `CostModel`, or a pair (fixed_seconds, per_item_seconds).
 minimum, maximum
-    The smallest share that is not zero and the largest share, for all devices or one per device; None: no limit.
+    The smallest nonzero share and the largest share, for all devices or one per device. None: no limit.
 granularity
-    Shares are multiples of it; if the batch is not, exactly one share has the remainder.
+    Shares are multiples of this number. If the batch is not a multiple, exactly one share has the remainder.
 may_be_zero
-    Whether a device may be left without work (the default), for all devices or one per device.
+    Whether a device may get no work (default: True), for all devices or one per device.
 startup_seconds
-    What a device pays once if it has work, for all devices or one per device.
+    Seconds that a device with work spends once, for all devices or one per device.
 reduction_seconds
-    Seconds the step ends later when k devices have work, at index k, from 0 to the number of devices.
+    At index k, the seconds that the step takes longer when k devices have work; k from 0 to the number of devices.
 previous
-    The shares now in force: among optimal splits the one that changes the fewest devices wins, then lower-numbered devices do.
+    The present shares. Among optimal splits, the one that changes the fewest devices wins; after that, lower-numbered devices win.
 
 Returns
 -------
@@ -136,12 +130,12 @@ Split
 Raises
 ------
 InvalidArgument
-    For arguments that make no sense, and for limits that no split respects, naming the constraint.
+    For invalid arguments, and for limits that no split can respect. The message names the constraint.
 
 Notes
 -----
 Each grain goes to the device that would finish it first, which is optimal for nondecreasing costs (Ibaraki & Katoh, Resource
-Allocation Problems, MIT Press 1988). With minimums above zero subsets of devices are searched: all of them up to 8 devices, a part beyond.
+Allocation Problems, MIT Press 1988). With minimums above zero, subsets of devices are searched: all subsets up to 8 devices, some of them beyond.
 
 Examples
 --------
@@ -155,12 +149,12 @@ Examples
         return plan::split_weighted(batch_size, weights);
       },
       py::arg("batch_size"), py::arg("weights"),
-      R"(Shares in the ratio of `weights`, by largest remainder, on a tie the lower index; a weight of zero gets nothing.
+      R"(Shares in the ratio of `weights`, rounded by largest remainder; the lower index wins ties. A weight of zero gets nothing.
 
 Raises
 ------
 InvalidArgument
-    If a weight is negative or not finite, or none is above zero.)");
+    If a weight is negative or not finite, or if all are zero.)");
   module.def("split_even", &plan::split_even, py::arg("batch_size"), py::arg("device_count"),
              "Shares that differ by at most one item, the larger ones first.");
 }
@@ -169,7 +163,8 @@ void bind_corrections(py::module_& module) {
   module.def(
       "correction_floor", &plan::correction_floor, py::arg("model"), py::arg("overhead") = plan::kCorrectionOverhead,
       py::arg("granularity") = 1,
-      "The smallest micro-batch whose fixed cost is at most `overhead` of its time, rounded up to `granularity`.");
+      "The smallest micro-batch whose fixed cost is at most the fraction `overhead` of its time, rounded up to a "
+      "multiple of `granularity`.");
 }
 
 }  // namespace

@@ -16,9 +16,8 @@ namespace py = pybind11;
 namespace paceline::python {
 namespace {
 
-// Runs `call` with the interpreter held. CPython up to 3.13 ends a thread that comes back while the interpreter goes
-// down by unwinding its stack, which no C++ frame may swallow or stop: such a thread sleeps here until the process is
-// gone.
+// Runs `call` with the GIL held. CPython up to 3.13 ends a thread that asks for the GIL during shutdown by unwinding
+// its stack. No C++ frame may swallow or stop the unwinding, so such a thread sleeps here until the process ends.
 template <class Call>
 auto with_interpreter(Call call) {
   try {
@@ -42,7 +41,7 @@ BufferView view_of(PyObject* entry) {
           .dtype = static_cast<DType>(fields[2].cast<int>())};
 }
 
-/// Of a list that a callable returned; it is taken over.
+/// Converts the list that a callable returned, and takes ownership of it.
 std::vector<BufferView> views_of(PyObject* result) {
   if (result == nullptr) fail();
   const py::object owned = py::reinterpret_steal<py::object>(result);
@@ -61,15 +60,9 @@ PythonProgram::PythonProgram(py::object run, py::object finish, std::size_t devi
     : run_(std::move(run)), finish_(std::move(finish)), gradients_(device_count), memory_bytes_(device_count, 0) {}
 
 PythonProgram::~PythonProgram() {
-  if (!run_ && !finish_) return;
-  // Only an abandoned step comes here with its callables, on whatever thread was last.
-  if (interpreter_is_ending()) {
-    run_.release();
-    finish_.release();
-    return;
-  }
-  const py::gil_scoped_acquire gil;
-  release();
+  // Only an abandoned step still has its callables here, on any thread.
+  drop(run_);
+  drop(finish_);
 }
 
 void PythonProgram::release() {
@@ -79,7 +72,8 @@ void PythonProgram::release() {
 
 bool PythonProgram::run(const MicroBatch& micro_batch) {
   return with_interpreter([&] {
-    // Plain pointers: should the interpreter end inside of the call, the unwinding must not touch reference counts.
+    // Plain pointers, because the interpreter may end inside the call, and the unwinding must not touch reference
+    // counts.
     PyObject* arguments[] = {PyLong_FromSize_t(micro_batch.device_index), PyLong_FromLongLong(micro_batch.begin),
                              PyLong_FromLongLong(micro_batch.end),
                              PyLong_FromLong((micro_batch.continues ? 1 : 0) | (micro_batch.measure ? 2 : 0))};
@@ -132,7 +126,7 @@ std::unique_ptr<BlockReduction> PythonProgram::reduction() {
       segment.dtype = views[p].dtype;
       segment.inputs.push_back(views[p].data);
     }
-    if (segment.inputs.size() < 2) continue;  // nothing to add: the one device's gradient is the gradient
+    if (segment.inputs.size() < 2) continue;  // a single gradient is the sum
     segment.output = const_cast<void*>(segment.inputs.front());
     segments.push_back(std::move(segment));
   }

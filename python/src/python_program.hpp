@@ -14,7 +14,7 @@
 
 namespace paceline::python {
 
-/// The Python body said that it failed; it keeps the exception itself, with its traceback.
+/// The Python body reported a failure. The body keeps the exception with its traceback.
 class BodyFailed : public std::exception {
  public:
   [[nodiscard]] const char* what() const noexcept override { return "the Python body failed"; }
@@ -38,12 +38,12 @@ class PythonProgram final : public StepProgram {
   void finish(std::size_t device_index) override;
   std::unique_ptr<BlockReduction> reduction() override;
 
-  /// What finish() gave for a device.
+  /// What finish() returned for a device.
   [[nodiscard]] const std::vector<BufferView>& delivered(std::size_t device_index) const {
     return gradients_[device_index];
   }
 
-  /// Lets go of the callables. With the interpreter held, when no worker runs them any more.
+  /// Drops the callables. Call it with the GIL held, when no worker runs them any more.
   void release();
 
  private:
@@ -53,7 +53,7 @@ class PythonProgram final : public StepProgram {
   std::vector<std::int64_t> memory_bytes_;
 };
 
-/// What a callable of no arguments returns, called on a worker: a list as finish() gives it. @throws BodyFailed
+/// Calls `callable`, without arguments, on a worker. It returns a list like finish(). @throws BodyFailed
 std::vector<BufferView> views_from(const pybind11::object& callable);
 
 }  // namespace paceline::python

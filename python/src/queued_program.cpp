@@ -17,20 +17,12 @@ QueuedProgram::QueuedProgram(std::shared_ptr<PythonProgram> body, py::object out
       times_(shared_->queues.begin_step(shared_->copies)),
       ran_(shared_->queues.device_count()) {}
 
-QueuedProgram::~QueuedProgram() {
-  if (!outputs_) return;
-  if (interpreter_is_ending()) {
-    outputs_.release();
-    return;
-  }
-  const py::gil_scoped_acquire gil;
-  outputs_ = py::object();
-}
+QueuedProgram::~QueuedProgram() { drop(outputs_); }
 
 void QueuedProgram::release() {
   body_->release();
   outputs_ = py::object();
-  shared_.reset();  // a step may be remembered for longer than its trainer lives
+  shared_.reset();  // a step may outlive its trainer
 }
 
 const Event* QueuedProgram::slot(std::size_t d) { return shared_->queues.slot(d); }

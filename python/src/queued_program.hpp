@@ -13,18 +13,18 @@
 
 namespace paceline::python {
 
-/// What a trainer's steps share: the queues of its devices, and the parameters that other memory spaces get each step.
+/// What the steps of a trainer share: its device queues, and the parameters to copy to other memory spaces each step.
 struct TrainerQueues {
   TrainerQueues(const DeviceGroup& group, const DeviceQueueOptions& options) : queues(group, options) {}
   DeviceQueues queues;
   std::vector<SpaceCopy> copies;
 };
 
-/// A PythonProgram on devices that work after the call. Its run() enqueues; finish() gives what to sum, of the same
-/// sizes for every device; outputs() is called once, when all have given theirs, and says where the sums go.
+/// A PythonProgram for asynchronous devices. run() enqueues work. finish() returns the buffers to sum, of equal sizes
+/// on every device. outputs() is called once, after every device's finish(), and returns where the sums go.
 class QueuedProgram final : public StepProgram {
  public:
-  /// Begins the step: what the caller enqueues from now on is not seen by the devices.
+  /// Begins the step. The devices do not see what the caller enqueues from now on.
   QueuedProgram(std::shared_ptr<PythonProgram> body, pybind11::object outputs, std::shared_ptr<TrainerQueues> shared);
   ~QueuedProgram() override;
 
@@ -40,7 +40,7 @@ class QueuedProgram final : public StepProgram {
   [[nodiscard]] bool settled() const override { return times_->settled(); }
   void settle() const override { times_->wait(); }
 
-  /// As PythonProgram::release().
+  /// See PythonProgram::release().
   void release();
 
  private:
@@ -48,7 +48,7 @@ class QueuedProgram final : public StepProgram {
   pybind11::object outputs_;
   std::shared_ptr<TrainerQueues> shared_;
   std::shared_ptr<const StepTimes> times_;
-  std::vector<char> ran_;  // each entry is its worker's
+  std::vector<char> ran_;  // each worker writes only its own entry
 };
 
 }  // namespace paceline::python

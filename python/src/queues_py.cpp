@@ -35,12 +35,10 @@ void* native(const Handle& handle) { return reinterpret_cast<void*>(handle.value
 std::shared_ptr<TrainerQueues> make(const DeviceGroup& group, const Handle& stream, std::int64_t run_ahead,
                                     double timeout, const std::string& transport) {
   if (!(timeout > 0.0)) throw InvalidArgument(fmt::format("timeout is {} s; it must be positive.", timeout));
-  constexpr double longest = 3e9;  // a century; nanoseconds hold three
-  const auto limit =
-      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(std::min(timeout, longest)));
+  const std::chrono::nanoseconds limit = nanoseconds_of(timeout);
   DeviceQueueOptions options{.stream = native(stream), .run_ahead = run_ahead, .timeout = limit};
   options.collectives.transport = transport_of("DataParallel", transport);
-  // A collective that hangs shall be known as one before it is taken for a device that does.
+  // Half the limit, so that a hanging collective is reported before its device counts as hanging.
   options.collectives.timeout = std::min(options.collectives.timeout, limit / 2);
   const BlockingRegion region;
   return std::make_shared<TrainerQueues>(group, options);
@@ -65,32 +63,32 @@ void set_copies(TrainerQueues& shared,
 
 void bind_queues(py::module_& module) {
   py::class_<TrainerQueues, std::shared_ptr<TrainerQueues>>(
-      module, "DeviceQueues", "The queues of a group's devices during steps, and who waits for whom.")
+      module, "DeviceQueues", "The queues of a group's devices during steps, and the waits between them.")
       .def(py::init(&make), py::arg("group"), py::kw_only(), py::arg("stream") = py::none(), py::arg("run_ahead") = 1,
            py::arg("timeout") = 600.0, py::arg("transport") = "auto")
       .def_property_readonly(
           "transport", [](const TrainerQueues& shared) { return shared.queues.transport(); },
-          "How data gets from one GPU to another, and why so; empty with one GPU.")
+          "How data gets from one GPU to another, with the reason; empty with one GPU.")
       .def_property_readonly("home_space", [](const TrainerQueues& shared) { return shared.queues.home_space(); })
       .def_property_readonly(
           "spaces",
           [](const TrainerQueues& shared) {
             return of_each_device(shared.queues, [&](std::size_t d) { return shared.queues.space_of(d); });
           },
-          "Of each device, the number of its memory space.")
+          "Per device, the number of its memory space.")
       .def_property_readonly(
           "streams",
           [](const TrainerQueues& shared) {
             return of_each_device(shared.queues, [&](std::size_t d) { return handle_of(shared.queues.stream(d)); });
           },
-          "Of each device, the stream it computes on; None on the host.")
+          "Per device, the stream that it computes on; None on the host.")
       .def_property_readonly(
           "sources",
           [](const TrainerQueues& shared) {
             return of_each_device(shared.queues,
                                   [&](std::size_t d) { return handle_of(shared.queues.source_stream(d)); });
           },
-          "Of each device, the stream of the home GPU that reads on its behalf; None for home's own.")
+          "Per device, the stream of the home GPU that reads for it; None for devices of the home GPU.")
       .def_property_readonly(
           "readers",
           [](const TrainerQueues& shared) {
@@ -99,7 +97,7 @@ void bind_queues(py::module_& module) {
               return handle_of(copies != nullptr ? copies : &shared.queues.home_stream());
             });
           },
-          "Of each device, the stream that reads what it delivers.")
+          "Per device, the stream that reads what it delivers.")
       .def_property_readonly(
           "pool_peaks",
           [](const TrainerQueues& shared) {
@@ -109,18 +107,18 @@ void bind_queues(py::module_& module) {
               return shared.queues.maker(space).peak_bytes();
             });
           },
-          "Of each device, the most bytes that its GPU's pool had given out at once; None on the host.")
+          "Per device, the most bytes that its GPU's pool has given out at once; None on the host.")
       .def_property_readonly("home_stream",
                              [](const TrainerQueues& shared) { return handle_of(&shared.queues.home_stream()); })
       .def(
           "set_stream", [](TrainerQueues& shared, const Handle& stream) { shared.queues.set_stream(native(stream)); },
-          py::arg("stream"), "Order steps on this stream of the caller's from now on.")
+          py::arg("stream"), "From now on, order steps on this stream of the caller.")
       .def("set_copies", &set_copies, py::arg("copies"),
-           "(space, to, from, bytes) of what other memory spaces get at the start of each step.")
+           "Set the copies to other memory spaces at the start of each step: (space, to, from, bytes).")
       .def(
           "restart_run", [](TrainerQueues& shared, std::size_t device) { shared.queues.restart_run(device); },
-          py::arg("device"), "Inside of a run: what the device has waited for until here is not its own time.")
-      .def("drain", [](TrainerQueues& shared) { shared.queues.drain(); }, "Return when nothing is enqueued any more.");
+          py::arg("device"), "Restart the timing of the current run: the device has only waited so far.")
+      .def("drain", [](TrainerQueues& shared) { shared.queues.drain(); }, "Return when all enqueued work is done.");
 }
 
 }  // namespace paceline::python

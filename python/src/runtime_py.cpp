@@ -24,17 +24,17 @@ namespace py = pybind11;
 namespace paceline::python {
 namespace {
 
-// Every wait of the library lets go of the interpreter, whoever started it: a worker may need it to come to an end,
-// also when the wait is in a destructor that the garbage collector runs.
-void* let_go() {
+// Every wait of the library releases the GIL, because a worker may need it to finish. This includes waits in
+// destructors that the garbage collector runs.
+void* release_gil() {
   if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) return nullptr;
   return PyEval_SaveThread();
 }
 
-// CPython up to 3.13 ends a thread that comes back while the interpreter goes down by unwinding its stack, which cannot
-// pass the destructor that calls this: such a thread (a daemon that waits for a step) sleeps here until the process is
-// gone.
-void take_back(void* token) {
+// CPython up to 3.13 ends a thread that asks for the GIL during shutdown by unwinding its stack. The unwinding cannot
+// pass the destructor that calls this function. So such a thread (a daemon that waits for a step) sleeps here until the
+// process ends.
+void acquire_gil(void* token) {
   if (token == nullptr) return;
   try {
     PyEval_RestoreThread(static_cast<PyThreadState*>(token));
@@ -43,14 +43,14 @@ void take_back(void* token) {
   }
 }
 
-// A signal's exception leaves the wait with the interpreter held; without one it is let go again.
-void look_for_signals(void* token) {
-  take_back(token);
+// An exception from a signal handler leaves the wait with the GIL held. Otherwise the GIL is released again.
+void check_signals(void* token) {
+  acquire_gil(token);
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-  PyEval_SaveThread();  // gives the same token
+  PyEval_SaveThread();  // returns the same token
 }
 
-// Looks for signals while it waits, as every wait on the main thread does.
+// Waits and handles signals, like every wait on the main thread.
 void close(DeviceGroup& group, double timeout) {
   bool signalled = false;
   const auto no_signal = [&signalled] {
@@ -65,20 +65,21 @@ void close(DeviceGroup& group, double timeout) {
   if (signalled) throw py::error_already_set();
 }
 
-// The end of a `with` block. Left by an exception while the workers are still at it (a second Ctrl-C), nobody is waited
-// for.
+// The end of a `with` block. If an exception leaves the block while workers still run (a second Ctrl-C), it does not
+// wait.
 void leave(DeviceGroup& group, const py::object& kind, const py::args&) {
   if (kind.is_none() || !group.busy()) return close(group, 10.0);
   try {
     group.close(std::chrono::nanoseconds(0));
   } catch (const Timeout&) {
-    // As wanted: the exception that is on its way is the one to go on.
+    // The pending exception takes precedence.
   }
 }
 
 DeviceGroup make_group(const std::variant<std::string, std::vector<std::variant<std::string, Device>>>& devices) {
   if (const auto* name = std::get_if<std::string>(&devices)) {
-    if (*name == "auto") return DeviceGroup::all(DeviceKind::host);  // what the Python side computes on so far
+    if (*name == "auto")
+      return DeviceGroup::all(DeviceKind::host);  // the Python side computes on host devices by default
     return DeviceGroup(std::vector<Device>{find_device(*name)});
   }
   std::vector<Device> found;
@@ -97,27 +98,31 @@ std::string repr(const DeviceGroup& group) {
 
 }  // namespace
 
+std::chrono::nanoseconds nanoseconds_of(double seconds) {
+  constexpr double century = 3e9;
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+      std::chrono::duration<double>(std::min(seconds, century)));
+}
+
 std::chrono::nanoseconds timeout_of(const char* call, double seconds) {
-  constexpr double longest = 3e9;  // a century; nanoseconds hold three
   if (std::isnan(seconds) || seconds < 0.0) {
     throw InvalidArgument(
         fmt::format("{}: timeout is {}; it must be 0 or more seconds, inf to wait for ever", call, seconds));
   }
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-      std::chrono::duration<double>(std::min(seconds, longest)));
+  return nanoseconds_of(seconds);
 }
 
 void bind_runtime(py::module_& module) {
-  set_blocking_hooks({.enter = let_go, .leave = take_back, .poll = look_for_signals});
+  set_blocking_hooks({.enter = release_gil, .leave = acquire_gil, .poll = check_signals});
   bind_device(module);
-  // Before the interpreter goes down: workers hold a thread state, and some may wait for the interpreter.
+  // Close groups before interpreter shutdown: workers hold a thread state, and some may wait for the GIL.
   py::module_::import("atexit").attr("register")(py::cpp_function([] { DeviceGroup::close_all(); }));
 
   py::class_<DeviceGroup>(module, "DeviceGroup",
                           R"(An ordered set of devices and one worker thread per device.
 
 The workers live until `close()`, the end of a ``with`` block, or the last reference. They are pinned to their device's cores and
-park when there is nothing to do. After ``fork`` (a DataLoader worker) the child has none: there every call raises `Unavailable`.
+sleep without work. After ``fork`` (a DataLoader worker) the child process has no workers: there every call raises `Unavailable`.
 
 Parameters
 ----------
@@ -127,22 +132,22 @@ devices
 Raises
 ------
 InvalidArgument
-    If a device does not exist, is named twice, or none is given.)")
+    If a device does not exist or is named twice, or if the list is empty.)")
       .def(py::init(&make_group), py::arg("devices") = "auto")
       .def_property_readonly("devices", &DeviceGroup::devices, "The devices, in order.")
       .def_property_readonly("closed", &DeviceGroup::closed, "True once the workers have been ended.")
-      .def_property_readonly("busy", &DeviceGroup::busy, "True while the workers are at a task.")
+      .def_property_readonly("busy", &DeviceGroup::busy, "True while the workers run a task.")
       .def("__len__", &DeviceGroup::size)
       .def("__repr__", &repr)
       .def("close", &close, py::arg("timeout") = 10.0,
-           R"(End and join the workers; idempotent.
+           R"(End and join the workers. A second call does nothing.
 
 Raises
 ------
 Timeout
-    If a worker is inside user code that does not return within `timeout` seconds; it is left behind and the error names it.
+    If a worker's user code does not return within `timeout` seconds. That worker is left behind, and the error names it.
 InvalidArgument
-    If `timeout` is negative or no number.)")
+    If `timeout` is negative or NaN.)")
       .def("__enter__", [](py::object self) { return self; })
       .def("__exit__", &leave);
 }

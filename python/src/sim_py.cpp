@@ -87,7 +87,7 @@ Result simulate_py(const std::vector<double>& speeds, std::int64_t batch_size, s
   return result;
 }
 
-/// The scenarios with these names, in the library's order; all where none are named.
+/// The scenarios with these names, in the library's order. No names means all scenarios.
 std::vector<Scenario> named(const std::vector<std::string>& names) {
   std::vector<Scenario> all = scenarios();
   for (const std::string& name : names) {
@@ -113,33 +113,34 @@ std::vector<ScenarioResult> run_suite(const std::vector<std::string>& names, std
 }
 
 void bind_suite(py::module_& module) {
-  py::class_<Scenario>(module, "Scenario",
-                       "A way in which training machines misbehave, and what is asked of the balancer there.")
-      .def_readonly("name", &Scenario::name, "How results name it.")
-      .def_readonly("about", &Scenario::about, "What happens, and where such a thing was observed or published.")
+  py::class_<Scenario>(module, "Scenario", "A way in which training machines misbehave, with bounds for the balancer.")
+      .def_readonly("name", &Scenario::name, "The name that results use.")
+      .def_readonly("about", &Scenario::about, "What happens, and where it was observed or published.")
       .def_property_readonly(
-          "steps", [](const Scenario& self) { return self.options.steps; }, "Steps simulated.")
+          "steps", [](const Scenario& self) { return self.options.steps; }, "The number of simulated steps.")
       .def_readonly("most_regret", &Scenario::most_regret, "The bound on `ScenarioResult.regret`.")
       .def_readonly("most_moves_per_100_steps", &Scenario::most_moves_per_100_steps,
                     "The bound on `ScenarioResult.moves_per_100_steps`.")
-      .def_readonly("most_steps_to_recover", &Scenario::most_steps_to_recover, "0: not asked.")
+      .def_readonly("most_steps_to_recover", &Scenario::most_steps_to_recover,
+                    "The bound on `ScenarioResult.steps_to_recover`; 0: no bound.")
       .def("__repr__", [](const Scenario& self) { return fmt::format("Scenario('{}')", self.name); });
-  py::class_<ScenarioResult>(module, "ScenarioResult", "What came out of one scenario, over its seeds.")
-      .def_readonly("name", &ScenarioResult::name, "Of the scenario.")
+  py::class_<ScenarioResult>(module, "ScenarioResult", "The results of one scenario over its seeds.")
+      .def_readonly("name", &ScenarioResult::name, "The name of the scenario.")
       .def_readonly("loss", &ScenarioResult::loss, "`SimulationResult.loss_to_ideal`, mean over the seeds.")
-      .def_readonly("worst_loss", &ScenarioResult::worst_loss, "Of one seed.")
-      .def_readonly("even_loss", &ScenarioResult::even_loss, "Of the even split.")
+      .def_readonly("worst_loss", &ScenarioResult::worst_loss, "The largest loss of one seed.")
+      .def_readonly("even_loss", &ScenarioResult::even_loss, "The loss of the even split.")
       .def_property_readonly(
           "optimum_loss", [](const ScenarioResult& self) { return self.optimum.loss; },
-          "The least that a rule without a crystal ball can lose.")
+          "The smallest loss of a rule that cannot see the future.")
       .def_property_readonly(
-          "optimum_source", [](const ScenarioResult& self) { return self.optimum.source; }, "Where that is from.")
-      .def_readonly("regret", &ScenarioResult::regret, "Loss beyond the optimum's.")
+          "optimum_source", [](const ScenarioResult& self) { return self.optimum.source; },
+          "The source of `optimum_loss`.")
+      .def_readonly("regret", &ScenarioResult::regret, "The loss minus `optimum_loss`.")
       .def_readonly("moves_per_100_steps", &ScenarioResult::moves_per_100_steps,
                     "Changes of shares, mean over the seeds.")
       .def_readonly("steps_to_recover", &ScenarioResult::steps_to_recover,
-                    "Of the event that took longest, the median over the seeds; None without events, or if never.")
-      .def_readonly("missed", &ScenarioResult::missed, "Bounds that were not kept, in words.")
+                    "For the slowest event, the median over the seeds; None without events, or if it never recovered.")
+      .def_readonly("missed", &ScenarioResult::missed, "The bounds that were missed, as sentences.")
       .def("__repr__", [](const ScenarioResult& self) {
         return fmt::format("ScenarioResult('{}', regret={:.6f}, missed={})", self.name, self.regret,
                            self.missed.size());
@@ -147,14 +148,14 @@ void bind_suite(py::module_& module) {
   module.def("scenarios", &scenarios, "All scenarios of the suite.");
   module.def("run_suite", &run_suite, py::arg("names") = std::vector<std::string>{}, py::kw_only(),
              py::arg("seeds") = 5,
-             R"(Run the balancer through scenarios and hold each outcome against its bounds.
+             R"(Run the balancer through scenarios and check each result against its bounds.
 
 Parameters
 ----------
 names
-    Of the scenarios to run; none: all.
+    The scenarios to run; an empty list means all.
 seeds
-    Each scenario meets the noise of the seeds 1 to `seeds`.
+    Each scenario runs once for each seed from 1 to `seeds`.
 
 Returns
 -------
@@ -163,41 +164,42 @@ list of ScenarioResult
 Raises
 ------
 InvalidArgument
-    For a name that no scenario has, or less than one seed.)");
+    For an unknown scenario, or fewer than one seed.)");
 }
 
 }  // namespace
 
 void bind_sim(py::module_& module) {
   bind_suite(module);
-  py::class_<sim::Event>(module, "Event", "A change of the box that the split should follow.")
-      .def_readonly("step", &sim::Event::step, "The first step that it concerns.")
+  py::class_<sim::Event>(module, "Event", "A change of the simulated machine that the split should follow.")
+      .def_readonly("step", &sim::Event::step, "The first step with the change.")
       .def_readonly("device", &sim::Event::device, "Index of the device.")
       .def_readonly("kind", &sim::Event::kind, "\"throttle\", \"release\" or \"failure\".")
       .def("__repr__", [](const sim::Event& event) {
         return fmt::format("Event(step={}, device={}, kind='{}')", event.step, event.device, event.kind);
       });
   const auto get = [](auto member) { return [member](const Result& self) { return self.simulated.*member; }; };
-  py::class_<Result>(module, "SimulationResult", "How a policy did on a simulated box.")
+  py::class_<Result>(module, "SimulationResult", "How a policy performed on a simulated machine.")
       .def_property_readonly(
           "loss_to_ideal", get(&SimulationResult::loss_to_ideal),
-          "Mean over steps of the noise-free makespan of the shares used over the oracle's, minus 1.")
-      .def_property_readonly(
-          "time_over_ideal", get(&SimulationResult::time_over_ideal),
-          "All the time that passed, noise and lost steps included, over the oracle's noise-free time.")
+          "Mean over steps of (noise-free makespan of the shares used / that of the oracle's shares) - 1.")
+      .def_property_readonly("time_over_ideal", get(&SimulationResult::time_over_ideal),
+                             "The total time, noise and lost steps included, divided by the oracle's noise-free time.")
       .def_property_readonly("ideal_seconds", get(&SimulationResult::ideal_seconds), "The oracle's time for all steps.")
-      .def_property_readonly("elapsed_seconds", get(&SimulationResult::elapsed_seconds), "On the virtual clock.")
+      .def_property_readonly("elapsed_seconds", get(&SimulationResult::elapsed_seconds),
+                             "The time that passed on the virtual clock.")
       .def_property_readonly("moves", get(&SimulationResult::moves), "Changes of shares.")
       .def_property_readonly("moves_per_100_steps", get(&SimulationResult::moves_per_100_steps),
                              "Changes of shares, per 100 steps.")
       .def_property_readonly("lost_steps", get(&SimulationResult::lost_steps),
                              "Steps repeated because a device failed.")
-      .def_property_readonly("events", get(&SimulationResult::events), "In order of steps.")
+      .def_property_readonly("events", get(&SimulationResult::events), "The events, in order of steps.")
       .def_property_readonly("steps_to_recover", get(&SimulationResult::steps_to_recover),
-                             "Per event, steps until within 5 % of the new ideal; None if not before the next event.")
+                             "Per event, steps until within 5 % of the new ideal; None if the next event came first.")
       .def_property_readonly("final_shares", get(&SimulationResult::final_shares), "Items per device in the last step.")
-      .def_property_readonly("explanation", get(&SimulationResult::explanation), "`Balancer.explain()` at the end.")
-      .def_readonly("ledger", &Result::ledger, "JSON lines, empty unless asked for.")
+      .def_property_readonly("explanation", get(&SimulationResult::explanation),
+                             "The text of `Balancer.explain()` after the last step.")
+      .def_readonly("ledger", &Result::ledger, "The ledger as JSON lines; empty unless requested.")
       .def("__repr__", [](const Result& self) {
         return fmt::format("SimulationResult(loss_to_ideal={:.6f}, moves={})", self.simulated.loss_to_ideal,
                            self.simulated.moves);
@@ -219,40 +221,40 @@ only the times. Deterministic: equal arguments give equal results, and policies 
 Parameters
 ----------
 speeds
-    One per device.
+    One speed per device.
 batch_size, steps
-    Items per step; steps that must succeed.
+    Items per step; the number of steps that must succeed.
 policy
     "auto", "even" or "weighted" (by `speeds`).
 noise
     Times are multiplied by exp(noise * Z), Z standard normal.
 throttles
-    (device, factor, from, to): that device takes `factor` times as long in steps [from, to).
+    (device, factor, from, to): the device takes `factor` times as long in steps [from, to).
 failures
-    (device, step): the device stops in that step, which is lost and repeated by the others.
+    (device, step): the device stops in that step. The step is lost, and the other devices repeat it.
 spike_probability, spike_factor
-    So often a device's step takes `spike_factor` times as long.
+    With this probability a device's step takes `spike_factor` times as long.
 seed
-    Of the noise.
+    The seed of the noise.
 fixed_seconds, per_item_seconds
-    The cost of a device of speed 1.
+    The cost on a device of speed 1.
 device_classes
-    One name per device; default: all of one class.
+    One class per device. Default: one class for all.
 ledger
-    Keep the balancer's calls, for `paceline.balance.replay`.
+    Keep a ledger of the balancer's calls, for `paceline.balance.replay`.
 drifts
-    (device, first, last, from, to): that device takes `first` times as long up to step `from`, `last` times from step `to` on, and
-    what lies between in between.
+    (device, first, last, from, to): the device takes `first` times as long up to step `from` and `last` times as long from step `to`
+    on. In between, the factor changes gradually.
 pauses
-    (device, seconds, first, every): that device stands still so long in step `first` and every `every` steps after it (0: once).
-    No split avoids it, so it is not in the ideal.
+    (device, seconds, first, every): the device pauses for `seconds` in step `first` and every `every` steps after it (0: once).
+    No split can avoid pauses, so the ideal does not contain them.
 reduction_seconds
-    Seconds that each step ends later when k devices have work, at index k from 0; default: none.
+    At index k, the seconds that each step takes longer when k devices have work; k from 0. Default: none.
 first_run_seconds
-    Added when a device runs a size for the first time; such times are marked as no evidence.
+    Added when a device runs a size for the first time. Such times do not count as evidence.
 lasting_noise
-    (deviation, steps, common): more noise on log times, whose correlation n steps apart is exp(-n / steps); common: all devices
-    meet the same one, otherwise each has its own.
+    (deviation, steps, common): additional noise on the logarithms of times. Its correlation over n steps is exp(-n / steps). If
+    `common`, all devices have the same noise; otherwise each device has its own.
 
 Returns
 -------
@@ -261,7 +263,7 @@ SimulationResult
 Raises
 ------
 InvalidArgument
-    For arguments that make no sense, naming the device or event.)");
+    For invalid arguments. The message names the device or event.)");
 }
 
 }  // namespace paceline::python

@@ -19,8 +19,8 @@ std::string shown(py::handle value) { return py::repr(value).cast<std::string>()
   throw InvalidArgument(fmt::format("what_if: {} is {}; give {}", name, shown(value), wanted));
 }
 
-/// The entries of anything that can be iterated over but a string, whose entries would be letters; none of anything
-/// else.
+/// The entries of an iterable. Nothing for a string, whose entries would be letters, and for anything that is not
+/// iterable.
 std::optional<std::vector<py::object>> entries_of(py::handle value) {
   if (py::isinstance<py::str>(value) || py::isinstance<py::bytes>(value)) return std::nullopt;
   if (!py::isinstance<py::iterable>(value)) return std::nullopt;
@@ -29,12 +29,12 @@ std::optional<std::vector<py::object>> entries_of(py::handle value) {
   return entries;
 }
 
-/// A number of Python's, NumPy's or torch's; None of anything else, bool included.
+/// The value of a number from Python, NumPy or torch. Nothing for other objects, bool included.
 std::optional<double> number_of(py::handle value) {
   if (py::isinstance<py::bool_>(value) || PyNumber_Check(value.ptr()) == 0) return std::nullopt;
   const double number = PyFloat_AsDouble(value.ptr());
   if (number != -1.0 || PyErr_Occurred() == nullptr) return number;
-  PyErr_Clear();  // such as an array of several numbers
+  PyErr_Clear();  // e.g. for an array of several numbers
   return std::nullopt;
 }
 
@@ -88,7 +88,7 @@ std::int64_t batch_size_of(py::handle value) {
   const py::object whole = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
   int overflow = 0;
   const long long items = whole ? PyLong_AsLongLongAndOverflow(whole.ptr(), &overflow) : 0;
-  PyErr_Clear();  // such as of an array of several numbers
+  PyErr_Clear();  // e.g. for an array of several numbers
   if (overflow != 0 || items < 1) refuse("batch_size", value, kWanted);
   return items;
 }

@@ -15,14 +15,15 @@
 
 namespace paceline::python {
 
-// Any object, with the type that it should have as its annotation: what pybind11 says of a wrong one lists signatures.
+// These accept any object and show the wanted type as annotation. pybind11's own message for a wrong type lists
+// signatures.
 using WhatIfSpeeds = pybind11::typing::Optional<std::map<std::string, double>>;               // name -> factor
 using WhatIfAdded = pybind11::typing::Optional<std::vector<std::pair<std::string, double>>>;  // (like, factor)
 using WhatIfRemoved = pybind11::typing::Optional<std::vector<std::string>>;
 using WhatIfBatchSize = pybind11::typing::Optional<std::int64_t>;
 
-/// What Python asked a balancer, with names as indices. None, of any of them: as it is now.
-/// @throws InvalidArgument for what has another type, and for a name that no device has, saying which there are.
+/// Converts the arguments of a what-if question, replacing names by indices. None means unchanged.
+/// @throws InvalidArgument for a wrong type, and for a name that no device has, listing the names that exist.
 balance::WhatIfOptions what_if_options(const balance::Balancer& balancer, const WhatIfSpeeds& speeds,
                                        const WhatIfAdded& add, const WhatIfRemoved& remove,
                                        const WhatIfBatchSize& batch_size);

@@ -37,10 +37,19 @@ bool interpreter_is_ending() noexcept {
 #endif
 }
 
+void drop(pybind11::object& object) {
+  if (!object) return;
+  if (interpreter_is_ending()) {
+    object.release();
+    return;
+  }
+  const pybind11::gil_scoped_acquire gil;
+  object = pybind11::object();
+}
+
 WorkerGil::WorkerGil() { this_thread().enter(); }
 WorkerGil::~WorkerGil() {
-  // Nobody but the main thread holds the interpreter once it is ending: this is the unwinding of a thread that CPython
-  // ends.
+  // Once the interpreter is ending, only the main thread holds the GIL. This thread is then being unwound by CPython.
   if (!interpreter_is_ending()) PyEval_SaveThread();
 }
 

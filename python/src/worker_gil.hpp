@@ -5,10 +5,10 @@
 
 namespace paceline::python {
 
-/// Holds the interpreter on a worker thread.
+/// Holds the GIL on a worker thread.
 ///
-/// A worker keeps one PyThreadState for its whole life: making one per call costs five times the call itself and would
-/// lose what user code keeps in threading.local. It is given back when the thread ends.
+/// A worker keeps one PyThreadState for its whole life. Making one per call costs five times the call itself, and would
+/// lose what user code keeps in threading.local. The state is freed when the thread ends.
 class WorkerGil {
  public:
   WorkerGil();
@@ -17,7 +17,10 @@ class WorkerGil {
   WorkerGil& operator=(const WorkerGil&) = delete;
 };
 
-/// True from the moment on when no thread but the main one may enter Python any more.
+/// True once only the main thread may enter Python.
 bool interpreter_is_ending() noexcept;
+
+/// Drops a reference on any thread, with or without the GIL. Leaks it if the interpreter is ending.
+void drop(pybind11::object& object);
 
 }  // namespace paceline::python

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include <paceline/error.hpp>
-#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/backend.hpp>
 #include <paceline/runtime/device.hpp>
 

@@ -17,7 +17,7 @@
 
 #include <paceline/engine/device_queues.hpp>
 #include <paceline/engine/stepper.hpp>
-#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/device_group.hpp>
 
 #include "fake_cuda.hpp"

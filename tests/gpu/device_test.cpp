@@ -11,7 +11,7 @@
 #include <thread>
 
 #include <paceline/error.hpp>
-#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/async_device.hpp>
 
 #include "pool.hpp"
 #include "support/boxes.hpp"

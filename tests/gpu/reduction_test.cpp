@@ -12,7 +12,7 @@
 #include <random>
 #include <vector>
 
-#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/backend.hpp>
 
 #include "../support/reduction_twin.hpp"

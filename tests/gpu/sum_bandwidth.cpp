@@ -12,7 +12,7 @@
 #include <memory>
 #include <vector>
 
-#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/device.hpp>
 
 #include "cuda_backend.hpp"

@@ -1,4 +1,4 @@
-"""What every test of the package starts from."""
+"""Setup for all tests of the package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Say which copies are tested, the usual question when a test fails elsewhere; without importing them."""
+    """Print which copies of the packages are tested, without importing them, because that is the first question about a failure."""
     del config
     lines = []
     for package in ("paceline", "torch"):

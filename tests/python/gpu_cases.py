@@ -1,4 +1,4 @@
-"""What the tests on GPUs that are not there share: sets of devices, a module with its batch, and plain PyTorch to compare with."""
+"""Shared by the tests of GPUs on fakes: sets of devices, a module with its batch, and plain PyTorch as the reference."""
 
 from __future__ import annotations
 

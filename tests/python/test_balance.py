@@ -1,4 +1,4 @@
-"""`paceline.balance`: the closed loop from Python, and what it answers."""
+"""`paceline.balance`: the closed loop from Python, and its answers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_importing_it_loads_neither_numpy_nor_torch() -> None:
 
 
 def measured() -> Balancer:
-    """Of two devices, the second half as fast as the first."""
+    """A balancer with measured devices, the second half as fast as the first."""
     balancer = Balancer(["a", "b"], ledger=True)
     run_steps(balancer, [1.0, 0.5], 100, 10)
     return balancer

@@ -1,4 +1,4 @@
-"""The comparison with Karmarkar and Karp: that it counts right, and says so where there is nothing to compare with."""
+"""The comparison with Karmarkar and Karp: it counts right, and it says so if numberpartitioning is missing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_both_are_held_against_the_bound_and_each_other(monkeypatch: pytest.Monk
     batches = {1: [4, 3, 2, 1], 2: [6, 2, 2, 2]}
     monkeypatch.setattr(partition, "lengths_of", lambda items, seed: batches[seed])
     methods: dict[str, partition.Method] = {
-        "halves": lambda lengths, devices: [[0, 1], [2, 3]],  # 7 and 8; the bounds are 5 and 6
+        "halves": lambda lengths, devices: [[0, 1], [2, 3]],  # loads of 7 and 8; the lower bounds are 5 and 6
         "best": lambda lengths, devices: [[0, 3], [1, 2]] if lengths[0] == 4 else [[0], [1, 2, 3]],
     }
     size = partition.compared(methods, 4, 2, (1, 2))
@@ -43,7 +43,7 @@ def test_both_are_held_against_the_bound_and_each_other(monkeypatch: pytest.Monk
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
-    """The script's JSON."""
+    """Run the script and return its JSON."""
     monkeypatch.setattr(sys, "argv", ["partition.py", *options, "--json"])
     assert partition.main() == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -53,7 +53,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *op
 def test_without_the_other_it_says_so_and_ends_well(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "numberpartitioning", None)  # an import of it fails
+    monkeypatch.setitem(sys.modules, "numberpartitioning", None)  # makes its import fail
     result = run(monkeypatch, capsys)
     assert result["available"] is False
     assert "pip install numberpartitioning" in result["why"]
@@ -71,7 +71,7 @@ def test_a_table_has_a_row_for_each_size(monkeypatch: pytest.MonkeyPatch, capsys
     ((head, *rows),) = result["tables"].values()
     assert [row[0] for row in rows] == [f"{items} × {devices}" for items, devices in partition.SIZES]
     assert all(len(row) == len(head) for row in rows)
-    assert all(goal["met"] for goal in result["goals"])  # items dealt out in turns, whatever their length, are worse
+    assert all(goal["met"] for goal in result["goals"])  # dealing items out in turn, whatever their length, is worse
     assert {goal["of_batches"] for goal in result["goals"]} == {2 * len(partition.SIZES)}
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/run: that it runs everything, says what failed, and writes it down. How fast is no question here."""
+"""benchmarks/run: it runs everything, reports failures, and writes the results down. Speeds are not tested."""
 
 from __future__ import annotations
 

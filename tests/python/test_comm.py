@@ -1,4 +1,4 @@
-"""Collectives from Python: which arrays they take, what they write, and what they say about mistakes."""
+"""Collectives from Python: the arrays they accept, the results they write, and their messages about mistakes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline import Communicator, DeviceGroup, InvalidArgument, Timeout, Unavai
 
 torch = pytest.importorskip("torch", reason="torch's tensors are the arrays that matter most")
 
-SMALL, LARGE = 5, 200_000  # done by the calling thread; by all workers
+SMALL, LARGE = 5, 200_000  # reduced by the calling thread; reduced by all workers
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def communicator(group: DeviceGroup) -> Communicator:
     return Communicator(group)
 
 
-# --- what is written ---------------------------------------------------------------------------------------------
+# --- results ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, SMALL, LARGE])
@@ -139,7 +139,7 @@ def test_gradients_of_parameters_can_be_reduced(communicator: Communicator) -> N
 
 
 def test_strides_of_dimensions_of_one_do_not_matter(communicator: Communicator) -> None:
-    column = torch.arange(6.0).reshape(6, 1).t()  # (1, 6): contiguous, whatever its first stride is
+    column = torch.arange(6.0).reshape(6, 1).t()  # (1, 6): contiguous for any value of its first stride
     communicator.all_reduce([column, torch.zeros(6)])
 
 
@@ -235,7 +235,7 @@ def test_a_closed_group_is_unavailable() -> None:
 
 
 class Producer:
-    """An array of another library: records how it is asked, and can answer as an old or odd one would."""
+    """An array of an unknown library. Records its calls, and can answer like an old or odd library."""
 
     def __init__(self, source: Any, *, knows_version: bool = True, device: tuple[int, int] = (1, 0)) -> None:
         self.source = source
@@ -296,7 +296,7 @@ def test_an_array_that_nobody_else_holds_is_alive_during_the_call_and_freed_afte
 def test_buffers_are_locked_only_during_the_call(communicator: Communicator) -> None:
     raw = bytearray(8)
     communicator.all_reduce([memoryview(raw).cast("f"), array("f", [1.0, 2.0])])
-    raw.extend(b"more")  # a BufferError while anybody still holds the memory
+    raw.extend(b"more")  # raises BufferError while the memory is still borrowed
     assert len(raw) == 12
 
 
@@ -329,7 +329,7 @@ def test_what_a_producer_raises_is_part_of_the_message_and_an_interrupt_is_passe
 
 
 def test_the_interpreter_runs_other_threads_meanwhile(group: DeviceGroup) -> None:
-    """Two threads with a group each: with the GIL held, the workers' caller would keep the other from starting."""
+    """Two threads with a group each. If a call held the GIL, one caller would keep the other from starting."""
     failures: list[str] = []
     barrier = threading.Barrier(2)
 

@@ -1,4 +1,4 @@
-"""What `Communicator` needs for GPUs, as far as it shows without one: the DLPack C exchange API, NCCL's lookup, options."""
+"""The GPU part of `Communicator`, as far as a machine without a GPU shows it: the DLPack C exchange API, the lookup of NCCL, options."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Table(ctypes.Structure):
 
 
 def take_pointer(capsule: Any) -> int:
-    """What a versioned capsule points to; the capsule is left as consumers leave it."""
+    """Return the content of a versioned capsule, and rename the capsule as consumers do."""
     api = ctypes.pythonapi
     api.PyCapsule_GetPointer.restype, api.PyCapsule_GetPointer.argtypes = (
         ctypes.c_void_p,
@@ -67,7 +67,7 @@ from_object = FromObject(lend)
 
 
 class Lender:
-    """An array whose type has a table of functions; `__dlpack__` is for those that know none of its versions."""
+    """An array whose type has an exchange table. `__dlpack__` serves consumers that know none of the table's versions."""
 
     def __init__(self, source: Any) -> None:
         self.source = source
@@ -77,7 +77,7 @@ class Lender:
         return self.source.__dlpack__(**keywords)
 
 
-KEPT: list[Any] = []  # tables live as long as the process
+KEPT: list[Any] = []  # the tables must live as long as the process
 
 
 def lender_type(attribute: str, majors: list[int], as_capsule: bool) -> type[Lender]:
@@ -136,7 +136,7 @@ def test_torch_is_not_asked_by_its_slow_method(communicator: Communicator) -> No
 def test_arrays_of_jax_are_refused_whatever_their_capsule_says(communicator: Communicator) -> None:
     class Array:
         def __dlpack__(self) -> Any:
-            return np.zeros(4, np.float32).__dlpack__()  # of the old kind, which has no flags
+            return np.zeros(4, np.float32).__dlpack__()  # an unversioned capsule, which has no flags
 
     Array.__module__ = "jaxlib.xla_extension"
     with pytest.raises(InvalidArgument, match=r"buffers\[0\] \(Array\) is read-only.*pass a writable array"):
@@ -175,7 +175,7 @@ def test_nccl_is_named_or_it_is_said_why_there_is_none() -> None:
 
 
 def test_a_package_of_pip_with_nccl_is_looked_at(tmp_path: Any) -> None:
-    """Not a library at all, so that the loader's answer shows which file was tried."""
+    """A file that is no library, so that the loader's message shows which file was tried."""
     library = tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
     library.parent.mkdir(parents=True)
     library.write_text("nothing")

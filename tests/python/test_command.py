@@ -1,4 +1,4 @@
-"""The command `paceline`: what it prints and how it ends."""
+"""The command `paceline`: its output and its exit status."""
 
 from __future__ import annotations
 

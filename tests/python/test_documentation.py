@@ -1,4 +1,4 @@
-"""Everything public has a docstring, also what is written in C++. Links between documents lead somewhere, and the README's program runs."""
+"""Everything public has a docstring, C++ bindings included. Links between documents lead somewhere, and the README's program runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Not what a build puts into the checkout: environments bring documents of their own.
+# The checkout's documents, without those that environments bring into the build folder.
 DOCUMENTS = [
     *ROOT.glob("*.md"),
     *(path for room in ("python", "cpp", "cuda", "benchmarks", "examples") for path in (ROOT / room).rglob("*.md")),
@@ -26,7 +26,7 @@ if find_spec("torch") is not None:
 
 
 def text_of(what: object) -> str:
-    """Its docstring without the signature that pybind11 puts first."""
+    """The docstring without the signature that pybind11 puts in front."""
     return re.sub(r"^\w+\(.*\)( -> .*)?\n*", "", inspect.getdoc(what) or "").strip()
 
 
@@ -63,7 +63,7 @@ def prose_of(text: str) -> str:
 
 
 def anchors_of(text: str) -> set[str]:
-    """What a link to a heading of the document says after the #, as GitHub makes it."""
+    """The anchors of the document's headings, as GitHub generates them."""
     headings = re.findall(r"^#+ (.+)$", prose_of(text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

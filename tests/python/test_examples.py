@@ -1,4 +1,4 @@
-"""The examples and the race: that they run, and print what they promise. How fast is no question here."""
+"""The examples and the race: they run and print what they promise. Speeds are not tested."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def load(name: str, path: Path) -> ModuleType:
 
 
 def shares(output: str) -> list[dict[str, int]]:
-    """The rows of the table: what each device had."""
+    """The rows of the table: the items of each device."""
     rows: list[dict[str, int]] = []
     for line in output.splitlines():
         found = re.match(r"(.{26})   (host:\d+) +(\d+)  #* +(\d+|-)  +\d+%", line)
@@ -132,7 +132,7 @@ def test_the_interval_of_a_median_holds_it_as_often_as_it_says() -> None:
     import random
 
     figures = load("race_figures", RACE.parent / "race" / "figures.py")
-    # Binomial tables: of 6 values the first from either end (96.9 %), of 10 the second (97.9 %), of 20 the sixth.
+    # From binomial tables: the first of 6 values from either end (96.9 %), the second of 10 (97.9 %), the sixth of 20.
     assert figures.median_interval([1, 2, 3, 4, 5]) is None
     assert figures.median_interval([3, 1, 2, 4, 5, 6]) == (1, 6)
     assert figures.median_interval(list(range(1, 11))) == (2, 9)
@@ -142,7 +142,7 @@ def test_the_interval_of_a_median_holds_it_as_often_as_it_says() -> None:
     for _ in range(1000):
         low, high = figures.median_interval([generator.expovariate(1.0) for _ in range(15)])
         held += low <= 0.6931 <= high
-    assert 945 <= held <= 985  # 96.5 % in theory
+    assert 945 <= held <= 985  # the theory says 96.5 %
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What runs and records the stages of tests/gpu/run: time-outs, failures, counts, and a record that is always whole."""
+"""The runner of tests/gpu/run: time-outs, failures, counts, and a record that is complete at every moment."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ run.stage(Stage("endless", ["sleep", "20"], 100))
     while record.get("state") != "running endless" and time.monotonic() < deadline:
         time.sleep(0.01)
         if (tmp_path / "gpu.json").exists():
-            record = json.loads((tmp_path / "gpu.json").read_text())  # whole at every moment
+            record = json.loads((tmp_path / "gpu.json").read_text())  # complete at every moment
     process.kill()
     process.wait()
     assert record["state"] == "running endless"
@@ -119,7 +119,7 @@ SUMMARY = "========= ERROR SUMMARY: {} errors"
         (f"[  PASSED  ] 1 test.\n{SUMMARY.format(0)}", 0, "passed", ""),
         (f"========= Invalid __global__ write of size 4 bytes\n{SUMMARY.format(1)}", 9, "failed", ""),
         ("========= Internal Sanitizer Error: no memory\n========= Invalid __global__ read", 9, "failed", ""),
-        # The program itself ends badly.
+        # The program itself fails.
         (f"========= Error: process didn't terminate successfully\n{SUMMARY.format(0)}", 1, "failed", ""),
         (
             "========= Error: Target application terminated before first instrumented API call",
@@ -152,7 +152,7 @@ def test_without_the_sanitizer_or_its_programs_its_stages_say_what_is_missing(
     run = Run(Record(tmp_path), ENVIRONMENT, time.monotonic() + 1000)
     run.done({"stage": "build", "status": "passed", "seconds": 0.0})
     stages = {stage.name: stage for stage in plan.after_build(tmp_path, "", gpu=True)}
-    run.stage(stages["cpp_reduction"])  # no such program
+    run.stage(stages["cpp_reduction"])  # a program that does not exist
     monkeypatch.setenv("PATH", str(tmp_path))
     run.stage(sanitizer.stages(tmp_path, gpu=True)[0])
     monkeypatch.setenv("PATH", str(fake_sanitizer(tmp_path, "", 0)))

@@ -1,4 +1,4 @@
-"""The guides below examples/: that they work as they say."""
+"""The guides below examples/: they work as they say."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_the_converted_script_prints_the_same_losses() -> None:
     for package in ("torch", "sklearn"):
         pytest.importorskip(package, reason=f"the guide needs {package}")
     before, after = numbers(CONVERT / "before.py"), numbers(CONVERT / "after.py")
-    assert len(before) == 5  # four epochs and the accuracy
+    assert len(before) == 5  # the losses of four epochs, and the accuracy
     assert before[3] < before[0] / 2
-    # The sums of a gradient have another order, and training carries that on.
+    # The sums of a gradient have another order, and training amplifies the difference.
     assert after[:4] == pytest.approx(before[:4], rel=0.02)
     assert after[4] == pytest.approx(before[4], abs=2.0)

@@ -1,4 +1,4 @@
-"""Devices as Python sees them, and what `paceline.info` collects and shows."""
+"""Devices as Python sees them, and the facts that `paceline.info` collects and shows."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_devices_follow_the_affinity_mask_of_the_process() -> None:
     assert f"host:0 core {core}" in done.stdout
 
 
-# --- what is found -----------------------------------------------------------------------------------------------
+# --- search results -----------------------------------------------------------------------------------------------
 
 
 def test_collect_agrees_with_the_library_and_can_be_written_as_json() -> None:
@@ -109,7 +109,7 @@ def test_why_there_is_no_gpu_is_said(
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, health: dict[str, Any]) -> None:
-    """One GPU, as a machine with a driver shows it."""
+    """One GPU, as on a machine with a driver."""
     gpu = types.SimpleNamespace(
         name="cuda:0", kind="cuda", index=0, memory_space="cuda:0", cores=(0, 1), numa_node=0, device_class="GPU"
     )

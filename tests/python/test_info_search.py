@@ -1,4 +1,4 @@
-"""Where packages and shared libraries are looked for."""
+"""The places where packages and shared libraries are searched."""
 
 from __future__ import annotations
 

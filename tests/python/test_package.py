@@ -1,4 +1,4 @@
-"""The package as installed: what importing it does and does not do, and what the wheel holds."""
+"""The installed package: what importing it does and does not do, and the wheel's contents."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TORCH_LAYERS = ["_batch", "_devices", "_replicas", "_run", "_check", "_trainer"]
 
 
 def run_fresh(program: str) -> str:
-    """Run `program` in a new interpreter, since this one has imported everything already."""
+    """Run `program` in a new interpreter, because this one has already imported everything."""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -1,4 +1,4 @@
-"""Parts of a GPU as devices. What happens on one is tested in tests/cuda; here, what Python makes of it."""
+"""Parts of a GPU as devices, from Python. tests/cuda tests what happens on them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_timeouts_that_make_no_sense_are_refused(timeout: float) -> None:
 
 @without_gpu
 def test_without_a_gpu_the_error_says_why() -> None:
-    # Of a build without CUDA there is no reason to give but that.
+    # A build without CUDA gives no reason, so use this one.
     why = why_no_devices().get("cuda", "this build has no CUDA backend")
     for call in (lambda: paceline.partition("cuda:0", [0.5, 0.5]), lambda: paceline.find_device("cuda:0/1")):
         with pytest.raises(paceline.InvalidArgument, match=why):

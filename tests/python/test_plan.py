@@ -1,4 +1,4 @@
-"""The planners from Python: the same answers as in C++, and arguments a Python user would pass."""
+"""The planners from Python: the same answers as in C++, for arguments that a Python user would pass."""
 
 from __future__ import annotations
 

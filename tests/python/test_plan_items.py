@@ -1,4 +1,4 @@
-"""Items of unequal cost from Python: the same answers as in C++, and arguments a Python user would pass."""
+"""Items of unequal cost from Python: the same answers as in C++, for arguments that a Python user would pass."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_samples_that_do_not_fit_together_are_refused() -> None:
 
 
 def least_padded(costs: list[float], models: list[tuple[float, float]]) -> float:
-    """Over all cuts of the sorted items and all orders of the devices; every device has at least one item."""
+    """The smallest makespan over all cuts of the sorted items and all orders of the devices; every device gets at least one item."""
     descending = sorted(costs, reverse=True)
     cuts = itertools.combinations(range(1, len(costs)), len(models) - 1)
     return min(

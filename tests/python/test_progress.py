@@ -1,4 +1,4 @@
-"""Progress of a loop: what the lines say, and that the terminal is left as it was."""
+"""Progress of a loop: the content of the lines, and the state of the terminal afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = ("host:0", "host:1")
 
 
 class FakeTrainer:
-    """Counts steps as a trainer's report does; each takes 10 ms, of which host:1 is busy for half."""
+    """Counts steps like a trainer's report. Each step takes 10 ms; host:1 is busy for half of them."""
 
     def __init__(self, devices: tuple[str, ...] = NAMES) -> None:
         self.steps = 0
@@ -101,7 +101,7 @@ def test_many_devices_are_told_together() -> None:
 
 
 class CostingTrainer(FakeTrainer):
-    """Has costs of 10 and 20 in every step but the third."""
+    """Has costs of 10 and 20 in every step except the third."""
 
     def report(self) -> dict[str, Any]:
         report = super().report()
@@ -164,7 +164,7 @@ def test_nothing_is_printed_unless_asked_for(capfd: pytest.CaptureFixture[str]) 
     assert re.search(r"  host:0 \d+ \(\d+% busy\)  host:1 \d+ \(\d+% busy\)$", output.err)
 
 
-# In a process of its own, on a terminal of its own.
+# Runs in a process of its own, on a terminal of its own.
 PROGRAM = """
 import sys, time
 sys.path[:0] = {path!r}
@@ -180,7 +180,7 @@ HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 
 
 def on_a_terminal(batches: int, body: str, *, setup: str = "", interrupt_at: str = "", term: str = "xterm") -> str:
-    """What a loop writes to a terminal; where it has written `interrupt_at`, it gets a Ctrl-C."""
+    """Return what a loop writes to a terminal. Send a Ctrl-C when it has written `interrupt_at`."""
     master, slave = os.openpty()
     program = PROGRAM.format(path=sys.path, setup=setup, batches=batches, body=body)
     environment = {**os.environ, "TERM": term, "COLUMNS": "150"}
@@ -189,7 +189,7 @@ def on_a_terminal(batches: int, body: str, *, setup: str = "", interrupt_at: str
     )
     os.close(slave)
     output, deadline = "", time.monotonic() + 60
-    with contextlib.suppress(OSError):  # how Linux says that nobody has the terminal open any more
+    with contextlib.suppress(OSError):  # Linux raises this when no process has the terminal open any more
         while time.monotonic() < deadline:
             if not select.select([master], [], [], 1.0)[0]:
                 continue
@@ -221,7 +221,7 @@ def test_a_terminal_is_redrawn_and_left_as_it_was() -> None:
 def test_what_is_printed_in_the_loop_stays_readable() -> None:
     output = on_a_terminal(3, "print('said', number); time.sleep(0.3)")
     assert all(re.search(rf"said {number}\s*\r?\n", output) for number in range(3)), output
-    assert not re.search(r"busy *(\x1b\[\d*m)*said", output), output  # on the line that is redrawn
+    assert not re.search(r"busy *(\x1b\[\d*m)*said", output), output  # not on the redrawn line
 
 
 @needs_rich

@@ -1,4 +1,4 @@
-"""What the races make of their measurements."""
+"""The figures that the races compute from their measurements."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def test_recovery_is_counted_from_the_change_to_the_first_step_that_is_fast_agai
     assert steps_to_recover(quiet + [3.0, 2.5] + [1.5] * 8, 10, 20) == 2
     assert steps_to_recover(quiet + [3.0] * 4 + [1.5] * 6, 10, 20) == 4
     assert steps_to_recover(quiet + [1.5] * 10, 10, 20) == 0
-    assert steps_to_recover(quiet + [3.0, 1.5, 3.0, 3.0, 3.0] + [1.5] * 5, 10, 20) == 5  # one lucky step is no recovery
-    assert steps_to_recover(quiet + [3.0, 1.5, 3.0] + [1.5] * 7, 10, 20) == 1  # nor one unlucky step a relapse
+    assert steps_to_recover(quiet + [3.0, 1.5, 3.0, 3.0, 3.0] + [1.5] * 5, 10, 20) == 5  # one fast step is no recovery
+    assert steps_to_recover(quiet + [3.0, 1.5, 3.0] + [1.5] * 7, 10, 20) == 1  # one slow step is no relapse
 
 
 def test_what_is_never_fast_enough_never_recovers() -> None:
@@ -79,7 +79,7 @@ def micro_batch(device: str, items: tuple[int, int], start: float, duration: flo
 
 def test_a_step_is_late_by_what_its_devices_would_have_shared() -> None:
     events = [
-        micro_batch("a", (0, 90), 1.0, 9.0, step=6),  # of an earlier step
+        micro_batch("a", (0, 90), 1.0, 9.0, step=6),  # belongs to an earlier step
         {"kind": "step", "step": 7},
         micro_batch("a", (0, 40), 10.0, 4.0),
         micro_batch("b", (40, 80), 10.0, 8.0),

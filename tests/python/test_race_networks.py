@@ -24,7 +24,7 @@ def test_a_network_gives_a_loss_for_its_data(network: Network, tmp_path: Path) -
     assert all(len(part) == 8 for part in first)
     loss = model.loss_fn(model.network(network), first)
     labels = 10 if network == "convolution" else 256
-    assert float(loss.detach()) == pytest.approx(float(torch.tensor(labels).log()), rel=0.1)  # it knows nothing yet
+    assert float(loss.detach()) == pytest.approx(float(torch.tensor(labels).log()), rel=0.1)  # the network is untrained
 
 
 @pytest.mark.parametrize("network", get_args(Network))

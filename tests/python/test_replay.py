@@ -1,4 +1,4 @@
-"""`paceline.balance.replay`: every decision in a ledger is taken again, and what is no ledger is refused by line."""
+"""`paceline.balance.replay`: it repeats every decision in a ledger, and refuses malformed ledgers by line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_policy_decides_the_same_again(policy: str) -> None:
     run = simulated(policy)
     result = replay(run.ledger.splitlines())
     assert (run.lost_steps, run.final_shares[2]) == (1, 0)
-    assert (result.plans, result.records) == (301, 300)  # the step that failed was planned twice
+    assert (result.plans, result.records) == (301, 300)  # the failed step was planned twice
     assert result.mismatches == []
     assert result.moves == run.moves
     assert result.moves > (2 if policy == "auto" else -1)
@@ -94,7 +94,7 @@ def test_a_changed_plan_is_told_with_its_line() -> None:
     plan = json.loads(lines[number - 1])["plan"]
     changed = plan | {"step": 151, "shares": [512, 0, 0, 0], "moved": not plan["moved"], "predicted_seconds": 1}
     lines[number - 1] = json.dumps({"plan": changed})
-    # The step is told of first, and a record of step 150 follows.
+    # The step of the change is reported first; a record of step 150 follows.
     assert replay(lines).mismatches == [
         LedgerMismatch(number, 151, "step: the ledger says 151, replayed 150"),
         LedgerMismatch(number, 151, f"shares: the ledger says [512, 0, 0, 0], replayed {plan['shares']}"),
@@ -109,7 +109,7 @@ def test_a_changed_timing_is_noticed() -> None:
     lines = eventful()
     number = next(n for n, line in enumerate(lines) if '"record"' in line)
     entry = json.loads(lines[number])
-    entry["record"]["devices"][0][0][1] *= 1.01  # what was learned from it changes every prediction after it
+    entry["record"]["devices"][0][0][1] *= 1.01  # the change affects every later prediction
     lines[number] = json.dumps(entry)
     assert replay(lines).mismatches
 

@@ -1,4 +1,4 @@
-"""The command `paceline replay`, and the reading of ledgers."""
+"""The command `paceline replay`, and parsing of ledgers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.sim import simulate
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Path:
-    """Four devices: one is twice as slow for a while, and another stops."""
+    """A ledger of four devices: one is twice as slow for a while, and another one stops."""
     result = simulate(
         [1, 1, 1, 0.5], noise=0.03, throttles=[(0, 2.0, 100, 300)], failures=[(2, 350)], seed=1, ledger=True
     )
@@ -27,7 +27,7 @@ def ledger(tmp_path: Path) -> Path:
 
 
 def changed(ledger: Path, number: int, **plan: Any) -> Path:
-    """The same ledger with something else in the plan on line `number`."""
+    """The same ledger with a changed plan on line `number`."""
     lines = ledger.read_text().splitlines()
     entry = json.loads(lines[number - 1])
     entry["plan"].update(plan)

@@ -1,4 +1,4 @@
-"""The scripts of the checkout: one that is called wrongly says so, with its usage, before it fetches or builds anything."""
+"""The scripts of the checkout: called with wrong arguments, they say so and print their usage before they fetch or build anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline verify`: what it checks passes here, what is wrong is noticed, and the report can be passed on."""
+"""`paceline verify`: its checks pass here, it notices errors, and its report can be shared."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def first(devices: list[str]) -> list[paceline.Device]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One split per network, and steps of a hundredth of a second: the race's figures are not what is tested."""
+    """One split per network and steps of a hundredth of a second, because the race's figures are not tested."""
     monkeypatch.setattr(_verify_checks, "_SPLITS_PER_NETWORK", 1)
     monkeypatch.setattr(_verify_race, "_STEP_SECONDS", 0.01)
     monkeypatch.setattr(_verify_race, "_WARM_UP_STEPS", 2)
@@ -74,7 +74,7 @@ def test_missing_and_undefined_gradients_are_as_wrong_as_can_be() -> None:
     assert _verify_checks.worst_difference([one, None], [one, one]) == float("inf")
     assert _verify_checks.worst_difference([one * float("nan")], [one]) == float("inf")
     assert _verify_checks.worst_difference([one], [one]) == 0.0
-    assert _verify_checks.worst_difference([one * 0], [one * 0]) == float("inf")  # nothing was compared
+    assert _verify_checks.worst_difference([one * 0], [one * 0]) == float("inf")  # no gradient could be compared
 
 
 def test_a_sum_that_is_wrong_on_one_device_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_what_cannot_run_is_told_apart_from_what_breaks(
     assert report["race"]["status"] == status
     assert str(error) in report["race"]["why"]
     assert report["passed"] == (status == "skipped")
-    assert report["exactness"]["status"] == "passed"  # one part does not stop the others
+    assert report["exactness"]["status"] == "passed"  # one failed part does not stop the others
 
 
 @pytest.mark.usefixtures("quick")
@@ -186,7 +186,7 @@ def test_the_command_prints_and_says_by_its_status_whether_all_passed(
 def test_wrong_arguments_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         status = _cli.main(["verify", *arguments])
-    except SystemExit as end:  # argparse's own
+    except SystemExit as end:  # raised by argparse
         status = int(end.code or 0)
     assert status == 2
     assert message in capsys.readouterr().err

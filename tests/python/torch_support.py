@@ -1,4 +1,4 @@
-"""What the tests of `paceline.torch` share: names of devices, plain PyTorch's gradients, comparisons, fresh interpreters."""
+"""Shared by the tests of `paceline.torch`: device names, gradients of plain PyTorch, comparisons, fresh interpreters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 def hosts(count: int) -> list[str]:
-    """Names of `count` host devices; beyond the number of cores they share cores, which is legal."""
+    """Names of `count` host devices. Devices beyond the number of cores share cores."""
     return [f"host:{index}" for index in range(count)]
 
 
@@ -31,7 +31,7 @@ def classify(module: Any, batch: Any) -> Any:
 def classifier(
     items: int = 16, *, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:
-    """A small module and a batch for it, which `classify` brings together."""
+    """A small module and a batch for it, for use with `classify`."""
     generator = torch.Generator().manual_seed(seed)
     module = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).to(dtype)
     with torch.no_grad():
@@ -44,7 +44,7 @@ def classifier(
 
 
 def noting(note: Callable[[Any, Any], Any]) -> LossFunction:
-    """`classify`, with `note(module, slice)` called before."""
+    """Call `note(module, slice)`, then `classify`."""
 
     def loss_fn(module: Any, part: Any) -> Any:
         note(module, part)
@@ -54,7 +54,7 @@ def noting(note: Callable[[Any, Any], Any]) -> LossFunction:
 
 
 class Words(nn.Module):
-    """Means of embeddings: what stands behind an item's length must not count."""
+    """Means of embeddings. Positions behind an item's length must not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,12 +84,12 @@ def loss_of_words(module: Any, batch: dict[str, torch.Tensor]) -> Any:
 
 
 def gradients(module: nn.Module) -> Gradients:
-    """Copies of the gradients as they are now."""
+    """Copies of the present gradients."""
     return [None if parameter.grad is None else parameter.grad.clone() for parameter in module.parameters()]
 
 
 def plain(module: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[torch.Tensor, Gradients]:
-    """Loss and gradients by PyTorch alone, on a copy of `module`, starting from no gradients."""
+    """Loss and gradients of PyTorch alone, on a copy of `module` without gradients."""
     reference = copy.deepcopy(module)
     reference.zero_grad(set_to_none=True)
     loss = loss_fn(reference, batch)
@@ -98,9 +98,9 @@ def plain(module: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[torch.T
 
 
 def worst_difference(got: Sequence[torch.Tensor | None], wanted: Sequence[torch.Tensor | None]) -> float:
-    """The largest norm of a difference, relative to the tensor's norm or a thousandth of the norm of all.
+    """The largest norm of a difference, relative to the tensor's norm or to a thousandth of the norm of all tensors.
 
-    The second is for gradients that are zero in exact arithmetic (the key bias of attention): their relative error means nothing.
+    The second bound is for gradients that are zero in exact arithmetic (the key bias of attention), whose relative error means nothing. A
     None on one side only is an infinite difference.
     """
     total = sum(float(tensor.double().norm()) ** 2 for tensor in wanted if tensor is not None) ** 0.5
@@ -112,7 +112,7 @@ def worst_difference(got: Sequence[torch.Tensor | None], wanted: Sequence[torch.
             continue
         difference = float((mine.double() - theirs.double()).norm())
         relative = difference / max(float(theirs.double().norm()), 1e-3 * total, 1e-300)
-        worst = max(worst, relative if relative == relative else float("inf"))  # NaN: as far off as can be
+        worst = max(worst, relative if relative == relative else float("inf"))  # NaN counts as infinite
     return worst
 
 
@@ -124,7 +124,7 @@ def assert_same_gradients(
 
 
 def run_script(program: str, *, timeout: float = 60, preamble: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run `program` in a fresh interpreter, which says where it hangs if it is still there shortly before the timeout."""
+    """Run `program` in a fresh interpreter. Shortly before the timeout, a running program prints where it hangs."""
     source = _PREAMBLE.format(seconds=max(1.0, timeout - 5)) if preamble else ""
     return subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", source + textwrap.dedent(program)],
@@ -136,7 +136,7 @@ def run_script(program: str, *, timeout: float = 60, preamble: bool = True) -> s
 
 
 def output_of(program: str, *, timeout: float = 60) -> str:
-    """What `program` printed; it must end by itself, with status 0 and without a word on stderr."""
+    """Return the output of `program`, which must exit with status 0 and print nothing to stderr."""
     done = run_script(program, timeout=timeout)
     assert done.returncode == 0, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert done.stderr == ""

@@ -9,7 +9,7 @@
 
 namespace paceline {
 
-/// `count` host devices, more than the machine has cores if need be (they then share cores).
+/// A group of `count` host devices. Devices beyond the machine's cores share cores.
 inline DeviceGroup host_group(std::size_t count) {
   std::vector<std::string> names;
   for (std::size_t i = 0; i < count; ++i) names.push_back("host:" + std::to_string(i));

@@ -5,8 +5,8 @@
 
 namespace paceline {
 
-/// In how many orders the fake of the CUDA runtime runs a scenario. The plain build looks at the order; sanitizers look
-/// at memory and at the host's threads, and make each order take five to ten times as long.
+/// The number of orders in which the fake of the CUDA runtime runs a scenario. Sanitizers get fewer: they check memory
+/// and host threads, and make each order five to ten times slower.
 #if defined(__SANITIZE_THREAD__)
 inline constexpr std::uint64_t kOrders = 100;
 #elif defined(__SANITIZE_ADDRESS__)

@@ -15,8 +15,8 @@
 
 namespace paceline::cuda {
 
-/// What the kernels do to a sum once it is there, which reduce_block cannot: a scale, or a mean of more values than
-/// there are inputs.
+/// The kernels' last operation on a finished sum that reduce_block cannot do: a scale, or a mean of another number of
+/// values than the inputs.
 template <class Value>
 Value finished(Value sum, const ReductionArguments& arguments) {
   if (arguments.op == ReduceOp::mean) return sum / static_cast<Value>(arguments.divisor);
@@ -24,8 +24,8 @@ Value finished(Value sum, const ReductionArguments& arguments) {
   return sum;
 }
 
-/// The kernels of reduce.hpp on the host: what runs in their place on the fake runtime, and what a GPU's result is
-/// compared with, to the bit.
+/// The kernels of reduce.hpp as host functions. They run in the kernels' place on the fake runtime, and a GPU's result
+/// must equal theirs to the bit.
 inline void reduction_twin(const ReductionArguments& arguments, DType dtype) {
   const std::span<const void* const> inputs(arguments.inputs, static_cast<std::size_t>(arguments.input_count));
   const bool sums = arguments.op == ReduceOp::sum;

@@ -1,5 +1,5 @@
 """The parts of the races.
 
-What every rival trains (data, model), how each trains (rivals, jax_rival, text_rivals), in which process (job, processes, pinned, worker),
-what comes of it (figures, results, findings), and what the scripts share (command, host).
+The modules: what every rival trains (data, model), how each rival trains (rivals, jax_rival, text_rivals), the processes (job, processes,
+pinned, worker), the evaluation (figures, results, findings), and parts that the scripts share (command, host).
 """

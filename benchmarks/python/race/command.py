@@ -1,4 +1,4 @@
-"""What the scripts that race on the cores of this machine share: options, the look at the machine, rounds, and the end of the JSON."""
+"""Shared by the scripts that race on this machine's cores: options, a look at the machine, rounds, and the end of the JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from race import host
 
 
 class Command:
-    """One run of a script, from its start."""
+    """One run of a script."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -31,7 +31,7 @@ class Command:
             )
 
     def rounds(self, run: Callable[[int], None], *, reserved_seconds: float = 0.0) -> None:
-        """As many as were asked for, or as the time limit lets in, less what is kept for later; always one."""
+        """Count rounds up to the wanted number, as far as the time limit allows, minus the reserved time. At least one round."""
         longest = 0.0
         for number in range(self.args.rounds):
             left = self.args.time_limit - reserved_seconds - (time.monotonic() - self._begin)
@@ -44,12 +44,12 @@ class Command:
             print(f"round {number + 1} of {self.args.rounds}: {time.monotonic() - start:.0f} s", file=sys.stderr)
 
     def place(self) -> str:
-        """The devices, and who else is there."""
+        """Describe the devices and other programs on the machine."""
         names = ", ".join(device.name for device in self.devices)
         return f"{names}, {f'a busy loop on {self.devices[-1].name}' if self.args.busy else 'quiet'}"
 
     def record(self, versions: Mapping[str, str]) -> dict[str, Any]:
-        """What every result says of its run."""
+        """The facts about the run that every result contains."""
         return {
             "busy": self.args.busy,
             "steps": self.args.steps,
@@ -61,14 +61,14 @@ class Command:
 
 
 def in_turn(rivals: Sequence[Callable[[], None]], number: int) -> None:
-    """All of them, each round beginning with another."""
+    """All rivals, in an order that begins with another rival in each round."""
     first = number % len(rivals)
     for rival in (*rivals[first:], *rivals[:first]):
         rival()
 
 
 def parser(description: str | None, *, steps: tuple[int, str], time_limit: float) -> argparse.ArgumentParser:
-    """With the options that all have; `steps`: the default, and what is said of it."""
+    """A parser with the common options. `steps` is that option's default and help text."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument(
         "--busy", action="store_true", help="hold a busy loop on the last core while anything is measured"
@@ -87,7 +87,7 @@ def parser(description: str | None, *, steps: tuple[int, str], time_limit: float
 
 
 def finish(name: str, main: Callable[[], int]) -> None:
-    """Run a script; what goes wrong in a race is one line, without a traceback."""
+    """Run a script. An error in a race prints one line instead of a traceback."""
     try:
         sys.exit(main())
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""What is trained on, written once by the parent: each process is spared the second that scikit-learn takes."""
+"""The training data. The parent writes it once, because loading scikit-learn in each process would take a second."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from race import example
 from race.job import Network
 
 _PIECES = 8192
-# Tokens of a piece: a transformer of the example's size then computes about as much for an item as the convolutional network.
+# Tokens per piece. With this length a transformer of the example's size computes about as much per item as the convolutional network.
 _PIECE_LENGTH = 12
 
 
 def save(folder: Path, network: Network = "convolution") -> None:
-    """inputs.npy and labels.npy: scikit-learn's digits, or pieces of the example's text, all equally long, and their next bytes."""
+    """Write inputs.npy and labels.npy: scikit-learn's digits, or pieces of the example's text, of equal length, with their next bytes."""
     inputs, labels = _digits() if network == "convolution" else _text()
     np.save(folder / "inputs.npy", inputs)
     np.save(folder / "labels.npy", labels)

@@ -1,4 +1,4 @@
-"""The example that trains a transformer on text, so that races train what people read there."""
+"""Load the example that trains a transformer on text, so that the races train the documented network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TEXT = _FOLDER / "alice.txt"
 
 
 def load() -> Any:
-    """examples/python/text.py as a module."""
+    """Import examples/python/text.py as a module."""
     spec = importlib.util.spec_from_file_location("text_example", _FOLDER / "text.py")
     assert spec is not None
     assert spec.loader is not None

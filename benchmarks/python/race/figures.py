@@ -1,4 +1,4 @@
-"""Medians, their intervals, and what the ratios are."""
+"""Medians, their intervals, and ratios."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from collections.abc import Sequence
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """An interval that holds the true median with at least this probability, whatever the distribution.
+    """An interval that holds the true median with at least this probability, for any distribution.
 
-    The k-th smallest and k-th largest value: the number of values below the median is binomial (the sign test turned
-    round; see Conover, *Practical Nonparametric Statistics*, 3.2). None where there are too few values: six are needed
-    for 95 %.
+    It is the k-th smallest and k-th largest value, because the number of values below the median is binomial (the inverted sign test; see
+    Conover, *Practical Nonparametric Statistics*, 3.2). None if there are too few values: 95 % needs six.
     """
     ordered = sorted(values)
     count = len(ordered)
-    outside = 0.0  # twice the probability that at most k of the values lie below the median
+    outside = 0.0  # twice the probability that at most k values lie below the median
     k = 0
     while k < count:
         outside += 2 * math.comb(count, k) * 0.5**count
@@ -29,7 +28,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
 
 
 def rate(batch: int, blocks: Sequence[Sequence[float]]) -> float:
-    """Items a second over all steps of all blocks."""
+    """Items per second over all steps of all blocks."""
     return batch * sum(map(len, blocks)) / sum(map(sum, blocks))
 
 
@@ -39,7 +38,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def ratio_summary(ratios: Sequence[float]) -> dict[str, object]:
-    """The median of ratios of neighbouring blocks, the interval that holds the true one with 95 %, and their spread."""
+    """The median of the ratios of neighbouring blocks, the 95 % interval of the true median, and the spread."""
     interval = median_interval(ratios)
     return {
         "median": round(statistics.median(ratios), 4),
@@ -50,7 +49,8 @@ def ratio_summary(ratios: Sequence[float]) -> dict[str, object]:
 
 
 def steps_to_recover(seconds: Sequence[float], change: int, end: int, tolerance: float = 0.05) -> int | None:
-    """Steps from a change to the first that is as fast as those before `end`, as is most of it and the next two; None: never."""
+    """Steps from a change to the first step that is as fast as those before `end`. Of the step and the next two, most must be that fast.
+    None: never."""
     fast = statistics.median(seconds[(change + end) // 2 : end]) * (1 + tolerance)
     for step in range(change, end - 2):
         if seconds[step] <= fast and statistics.median(seconds[step : step + 3]) <= fast:

@@ -1,4 +1,4 @@
-"""What the summaries of all batch sizes say together: from which step on splitting pays, and whether the goals are met."""
+"""Findings over all batch sizes: from which step length on splitting pays, and whether the goals are met."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from race.job import Network
 
-PAYS = 1.05  # times the fastest core alone: less is within the spread of a quiet machine
-GOAL_MILLISECONDS = 40.0  # goals are for steps of this length and more
-# The least auto / DDP, by network and by whether a core is busy; and the least auto / each ideal.
+PAYS = 1.05  # times the rate of the fastest core alone; less is within the spread of a quiet machine
+GOAL_MILLISECONDS = 40.0  # goals apply to steps of at least this length
+# The smallest allowed auto / DDP, by network and by whether a core is busy, and the smallest allowed auto / ideal, for each ideal.
 _OVER_DDP: dict[Network, dict[bool, float]] = {
     "convolution": {False: 1.05, True: 1.5},
     "transformer": {False: 1.02, True: 1.47},
@@ -19,7 +19,7 @@ _OF_IDEAL_IN_MICRO_BATCHES_BUSY = 0.93
 
 
 def splitting(summaries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """The smallest batch from which on, at every size measured, auto beats the fastest core alone; None where it never does."""
+    """The smallest batch from which on auto beats the fastest core alone at every measured size; None if there is none."""
     ratios = {batch: summaries[batch]["auto_over_best_alone"] for batch in sorted(summaries)}
     pays_from = None
     for batch in reversed(ratios):
@@ -46,7 +46,7 @@ def splitting_text(found: Mapping[str, Any], smallest: int) -> str:
 
 
 def goals(network: Network, busy: bool, summaries: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each goal with what was found; of steps that are long enough."""
+    """Each goal with the measured value, for steps that are long enough."""
     found = []
     for batch in sorted(summaries):
         summary = summaries[batch]

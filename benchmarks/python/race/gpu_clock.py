@@ -1,4 +1,4 @@
-"""Time on a GPU and on the host: of blocks of steps, of single steps, and of Python's part in them."""
+"""Times on GPUs and hosts: of blocks of steps, of single steps, and of Python's part in a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Step = Callable[[], object]
 
 
 class Clock:
-    """Of the devices whose tensors lie on `device`."""
+    """A clock for devices whose tensors lie on `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -24,7 +24,7 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
     def block(self, step: Step, count: int) -> float:
-        """Seconds for so many steps, which may be enqueued ahead, up to the end of the last one's work."""
+        """Run so many steps and return the seconds until the last one's work is done. Steps may be enqueued ahead."""
         self.wait()
         begin = time.perf_counter()
         for _ in range(count):
@@ -33,10 +33,10 @@ class Clock:
         return time.perf_counter() - begin
 
     def each(self, step: Callable[[int], object], count: int) -> list[float]:
-        """Seconds of every single step, on a GPU by events of the caller's stream.
+        """The seconds of each single step. On a GPU, events on the caller's stream measure them.
 
-        There two steps are under way at most: a loop that looks at its loss now and then is not further ahead either, and what is
-        balanced can only be what has been measured.
+        On a GPU at most two steps are in flight. A loop that reads its loss now and then is no further ahead either, and the balancer can
+        only use steps that were measured.
         """
         if not self._cuda:
             times = []
@@ -56,10 +56,10 @@ class Clock:
         return [1e-3 * begin.elapsed_time(end) for begin, end in itertools.pairwise(events)]
 
     def launch_and_work(self, step: Step, repeats: int = 7) -> tuple[float, float]:
-        """Medians of the seconds that Python takes to enqueue a step, and that the device then works at it.
+        """The median seconds that Python takes to enqueue a step, and the median seconds that the device works on it.
 
-        The step is enqueued behind a delay, so that the device never waits for Python while it works. On the host both are the same work:
-        there the first is zero.
+        The step is enqueued behind a delay, so that the device does not wait for Python while it works. On the host both are the same work,
+        and the first value is zero.
         """
         if not self._cuda:
             return 0.0, statistics.median(self.block(step, 1) for _ in range(repeats))
@@ -74,7 +74,7 @@ class Clock:
             start = time.perf_counter()
             step()
             launch = time.perf_counter() - start
-            if begin.query():  # the delay was over too soon: the device has waited for Python
+            if begin.query():  # the delay ended too soon, so the device has waited for Python
                 cycles *= 2
                 if cycles > 1 << 32:
                     raise RuntimeError(

@@ -1,4 +1,4 @@
-"""The devices of a race, what runs on them, and how large its batches are."""
+"""The devices of a race, the programs that run on them, and the size of the batches."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from race import gpu_networks as networks
 from race.gpu_clock import Clock
 from race.gpu_networks import Network, Pair
 
-LAUNCH_FACTOR = 3.0  # GPU time of a micro-batch over devices x launch time, below which a run is bound by launches
-_MOST_MEMORY = 0.2  # of a GPU's, for what one batch keeps
+# A run is launch-bound if a micro-batch takes less GPU time than this factor times devices times launch time.
+LAUNCH_FACTOR = 3.0
+_MOST_MEMORY = 0.2  # fraction of a GPU's memory that a batch may keep
 
 
 class Plain:
-    """PyTorch alone: forward, backward and, with `update`, the optimizer on the current stream."""
+    """Plain PyTorch: forward, backward and, with `update`, the optimizer, on the current stream."""
 
     def __init__(self, network: Network, items: int, *, update: bool = True) -> None:
         self.items = items
@@ -41,7 +42,7 @@ class Plain:
 
 
 class Paced:
-    """The same through paceline."""
+    """The same training through paceline."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class Paced:
 
 
 class Lanes:
-    """Which worker, and on a GPU which stream, belongs to which device of a trainer; learnt in one step with even shares."""
+    """Find out which worker and, on a GPU, which stream belongs to which device of a trainer, in one step with even shares."""
 
     def __init__(self, network: Network, devices: Sequence[Device]) -> None:
         self.streams: list[Any] = [None] * len(devices)
@@ -81,7 +82,7 @@ class Lanes:
         items = share * len(devices)
 
         def note(module: nn.Module, part: Pair) -> torch.Tensor:
-            # A slice is a view into the batch: where it begins says whose it is.
+            # A slice is a view into the batch, so its offset tells whose share it is.
             device = part[0].storage_offset() // part[0].stride(0) // share
             self.streams[device] = torch.cuda.current_stream() if part[0].is_cuda else None
             return networks.loss_fn(module, part)
@@ -94,7 +95,7 @@ class Lanes:
 
 
 def together(network: Network, devices: Sequence[Device], lanes: Lanes, items: Sequence[int], seconds: float) -> float:
-    """Items per second that the devices reach in all, each running forward and backward on a batch of its own while the others do."""
+    """Items per second that all devices reach together when each runs forward and backward on its own batch at the same time."""
     counts = [0.0] * len(devices)
     errors: list[BaseException] = []
     ready = threading.Barrier(len(devices) + 1)
@@ -104,8 +105,8 @@ def together(network: Network, devices: Sequence[Device], lanes: Lanes, items: S
         try:
             stream = lanes.streams[index]
             if stream is None and devices[index].cores:
-                os.sched_setaffinity(0, devices[index].cores)  # of this thread
-                torch.get_num_threads()  # before it is set: the first question re-reads the global
+                os.sched_setaffinity(0, devices[index].cores)  # for this thread
+                torch.get_num_threads()  # call it before setting the number, because the first call reads the global setting
                 torch.set_num_threads(1)
             with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
                 with torch.autograd.set_multithreading_enabled(False):
@@ -118,7 +119,8 @@ def together(network: Network, devices: Sequence[Device], lanes: Lanes, items: S
                     while not stop.is_set():
                         plain()
                         steps += 1
-                        if steps % 2 == 0:  # two steps ahead at most, or the queue would outlast the measurement
+                        # At most two steps ahead, because a longer queue would outlast the measurement.
+                        if steps % 2 == 0:
                             _drain(stream)
                     _drain(stream)
                     counts[index] = items[index] * steps / (time.perf_counter() - begin)
@@ -146,7 +148,7 @@ def _drain(stream: Any) -> None:
 
 
 def batch_size(network: Network, clock: Clock, devices: int, seconds: float) -> tuple[int, dict[str, Any]]:
-    """A batch whose share is no launch-bound micro-batch and takes `seconds` or more, as far as memory goes; and the figures behind."""
+    """A batch size, as far as memory allows, whose shares are not launch-bound and take at least `seconds`; and the figures behind it."""
     items = 64 * devices
     most = 1 << 15
     if clock.device.type == "cuda":
@@ -169,10 +171,10 @@ def batch_size(network: Network, clock: Clock, devices: int, seconds: float) -> 
 
 
 def partition(ratios: Sequence[float]) -> list[Device]:
-    """Parts of the first GPU in these ratios, in place of those of the race before."""
+    """Split the first GPU in these ratios, in place of the parts of the previous race."""
     gc.collect()
     torch.cuda.synchronize()
-    # What PyTorch keeps for the old parts' streams goes before they do.
+    # Drop what PyTorch keeps for the old parts' streams before the streams are destroyed.
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     paceline.release_partitions("cuda:0")

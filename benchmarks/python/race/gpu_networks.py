@@ -1,4 +1,4 @@
-"""The two networks of race_gpu.py: one bound by arithmetic, one by memory."""
+"""The two networks of race_gpu.py: one limited by arithmetic, one by memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Residual(nn.Module):
-    """Element-wise work on much data: hardly any arithmetic for each byte."""
+    """Element-wise work on much data, with little arithmetic per byte."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def memory_bound(width: int, layers: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Network:
-    """A network of a size that suits the kind of device, and batches for it."""
+    """A network of a size that fits the kind of device, and its batches."""
 
     name: str
     make: Callable[[int, int], nn.Module]
@@ -51,11 +51,11 @@ class Network:
 
     @property
     def bytes_of_an_item(self) -> int:
-        """About what forward keeps of one item for backward."""
+        """About the memory that forward keeps per item for backward."""
         return 6 * LAYERS * self._width * self._dtype.itemsize
 
     def module(self) -> nn.Module:
-        """The same weights each time."""
+        """Build the network with the same weights each time."""
         torch.manual_seed(0)
         return self.make(self._width, LAYERS).to(self.device, self._dtype)
 
@@ -74,5 +74,5 @@ def loss_fn(module: nn.Module, batch: Pair) -> torch.Tensor:
 
 
 def optimizer(module: nn.Module) -> torch.optim.Optimizer:
-    """Fused, and with a rate at which nothing runs away over thousands of steps."""
+    """Fused AdamW, with a learning rate so small that nothing diverges over thousands of steps."""
     return torch.optim.AdamW(module.parameters(), lr=1e-6, fused=True)

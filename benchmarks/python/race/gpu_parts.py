@@ -19,7 +19,7 @@ from race.gpu_clock import Clock
 from race.gpu_field import Lanes, Paced, Plain, batch_size, together
 from race.gpu_networks import Network, Pair
 
-STEP_SECONDS = 0.01  # of a share, at least
+STEP_SECONDS = 0.01  # the shortest time of a share
 WARM_UP_STEPS = 15
 
 
@@ -28,12 +28,12 @@ class Length:
     """How long to measure."""
 
     rounds: int
-    steps: int  # of a block
-    seconds: float  # of the devices by themselves, in each round
+    steps: int  # per block
+    seconds: float  # in each round, for the devices alone
 
 
 def overhead(network: Network, device: Device, length: Length) -> dict[str, Any]:
-    """(a) One device: plain PyTorch against paceline, in turns."""
+    """(a) One device: plain PyTorch and paceline in turns."""
     clock = Clock(network.device)
     items, size = batch_size(network, clock, 1, STEP_SECONDS)
     with Paced(network, [device], items, "even") as paced:
@@ -49,9 +49,9 @@ def overhead(network: Network, device: Device, length: Length) -> dict[str, Any]
 
 
 def partitions(network: Network, devices: Sequence[Device], weights: Sequence[float], length: Length) -> dict[str, Any]:
-    """(b) Several devices of unequal speed: auto and even against what each does alone while the others do the same.
+    """(b) Several devices of unequal speed: auto and even shares, against the devices running alone at the same time.
 
-    Without an update of the parameters on either side: paceline has one, by the whole GPU, and each device alone would have its own.
+    Neither side updates the parameters: paceline has one update on the whole GPU, while each device alone would need its own.
     """
     clock = Clock(network.device)
     items, size = batch_size(network, clock, len(devices), STEP_SECONDS)
@@ -92,7 +92,7 @@ def partitions(network: Network, devices: Sequence[Device], weights: Sequence[fl
 
 
 def disturbed(network: Network, devices: Sequence[Device], length: Length) -> dict[str, Any]:
-    """(c) The first device has other work in its queue for the middle third: how soon is the step as fast as it then can be?"""
+    """(c) The first device has other work in its queue during the middle third: how soon are steps as fast as possible again?"""
     clock = Clock(network.device)
     items, size = batch_size(network, clock, len(devices), STEP_SECONDS)
     third = 4 * length.steps
@@ -108,7 +108,7 @@ def disturbed(network: Network, devices: Sequence[Device], length: Length) -> di
 
         seconds = clock.each(step, 3 * third)
     quiet, busy = statistics.median(seconds[:third]), statistics.median(seconds[third + third // 2 : 2 * third])
-    # Of two equal devices one at a third of its speed: two thirds of the speed of both.
+    # Two equal devices, one of them slowed to a third: two thirds of the full speed remain.
     slowest = len(devices) / (len(devices) - 1 + 1 / (1 + Victim.EXTRA))
     return {
         "fraction_of_ideal": quiet * slowest / busy,
@@ -125,14 +125,16 @@ def disturbed(network: Network, devices: Sequence[Device], length: Length) -> di
 
 
 class Victim:
-    """A loss whose first device does other work first: the forward pass of its items, as often as makes it a third as fast."""
+    """A loss whose first device does other work first: extra forward passes over its items, so many that it runs at a third of its
+    speed."""
 
-    EXTRA = 2  # passes of other work for each of its own
+    EXTRA = 2  # extra passes per pass of its own
 
     def __init__(self, items: int, devices: int) -> None:
         self.disturbed = False
         self._share = -(-items // devices)
-        self._thread: int | None = None  # of the first device's worker, learnt in the first step, whose shares are even
+        # The first device's worker thread, found in the first step, whose shares are even.
+        self._thread: int | None = None
 
     def loss_fn(self, module: nn.Module, part: Pair) -> torch.Tensor:
         if self._thread is None and part[0].storage_offset() == 0:
@@ -140,14 +142,14 @@ class Victim:
         if self.disturbed and threading.get_ident() == self._thread:
             x, target = part[0].detach(), part[1]
             for _ in range(self.EXTRA):
-                # As much work as the step's own, whose result nobody takes.
+                # As much work as the step's own; nobody uses the result.
                 loss = networks.loss_fn(module, (x, target))
                 torch.autograd.grad(loss, [p for p in module.parameters() if p.requires_grad])
         return networks.loss_fn(module, part)
 
 
 def reduction(devices: Sequence[Device], device: torch.device, length: Length) -> dict[str, Any]:
-    """(d) The sum over buffers in one memory, bytes that it reads and writes per second, against those of a copy."""
+    """(d) The sum over buffers in one memory, in bytes read and written per second, against copying them."""
     clock = Clock(device)
     bytes_each = (256 << 20) if device.type == "cuda" else (8 << 20)
     tensors = [torch.zeros(bytes_each // 4, device=device) for _ in devices]
@@ -166,7 +168,7 @@ def reduction(devices: Sequence[Device], device: torch.device, length: Length) -
         "fraction_of_ideal": statistics.median(ratios),
         "goal": 0.85,
         "of_copy": ratio_summary(ratios),
-        "of_copy_if_each_buffer_were_moved_twice": ratio_summary(least),  # the least that any all-reduce could do
+        "of_copy_if_each_buffer_were_moved_twice": ratio_summary(least),  # the least that any all-reduce can move
         "copy_gigabytes_per_second": round(2e-9 * bytes_each * length.steps / statistics.median(seconds["copy"]), 1),
         "megabytes": bytes_each >> 20,
         "buffers": len(devices),
@@ -174,16 +176,16 @@ def reduction(devices: Sequence[Device], device: torch.device, length: Length) -
 
 
 def buffers_moved(count: int, device: torch.device) -> int:
-    """How many buffers an all-reduce over `count` reads and writes.
+    """The number of buffers that an all-reduce over `count` buffers reads and writes.
 
-    On a GPU one kernel reads all and writes one, which is then copied to each of the others; on the host each is read and written
-    once. A copy reads one and writes one.
+    On a GPU one kernel reads all buffers and writes one, which is then copied to each of the others. On the host each buffer is read and
+    written once. A copy reads one and writes one.
     """
     return (count + 1) + 2 * (count - 1) if device.type == "cuda" else 2 * count
 
 
 def _turns(clock: Clock, rivals: dict[str, Any], length: Length) -> dict[str, list[float]]:
-    """Blocks in the order A B, B A, ...: what changes slowly meets all alike."""
+    """Blocks in the order A B, B A, ..., so that slow changes affect all rivals alike."""
     for rival in rivals.values():
         clock.block(rival, WARM_UP_STEPS)
     seconds: dict[str, list[float]] = {name: [] for name in rivals}

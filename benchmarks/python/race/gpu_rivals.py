@@ -1,4 +1,4 @@
-"""(e) Where there are several GPUs: nn.DataParallel and DistributedDataParallel beside paceline over all of them."""
+"""(e) With several GPUs: nn.DataParallel and DistributedDataParallel beside paceline on all of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from race.gpu_parts import STEP_SECONDS, WARM_UP_STEPS, Length
 
 
 def several_gpus(network: Network, devices: Sequence[Device], length: Length) -> dict[str, Any]:
-    """Items per second of each rival with the same global batch, one after the other, round by round."""
+    """Items per second of each rival with the same global batch, in turns, round by round."""
     clock = Clock(network.device)
     items, size = batch_size(network, clock, len(devices), STEP_SECONDS)
     rates: dict[str, list[float]] = {"auto": [], "even": [], "ddp": []}
@@ -40,7 +40,7 @@ def several_gpus(network: Network, devices: Sequence[Device], length: Length) ->
         rates["ddp"].append(_ddp(network, len(devices), items, length))
     medians = {name: round(statistics.median(values), 1) for name, values in rates.items()}
     return {
-        "fraction_of_ideal": None,  # of a mixed box DDP is no ideal
+        "fraction_of_ideal": None,  # on unequal GPUs DDP is no ideal
         "auto_over": {name: round(medians["auto"] / rate, 4) for name, rate in medians.items()},
         "items_per_second": medians,
         "spread": {name: round(spread(values), 4) for name, values in rates.items()},
@@ -68,7 +68,7 @@ def _step(module: nn.Module, network: Network, items: int) -> Any:
 
 
 def _ddp(network: Network, ranks: int, items: int, length: Length) -> float:
-    """A process for each device, an even part of the batch for each process."""
+    """DDP with one process per device and an even part of the batch per process."""
     with tempfile.TemporaryDirectory(prefix="ddp") as folder:
         arguments = (ranks, network.name, network.device.type, items, length, folder)
         spawn(_rank, arguments, nprocs=ranks)
@@ -107,7 +107,7 @@ def _rank(rank: int, ranks: int, name: str, kind: str, items: int, length: Lengt
 
 
 class _Group:
-    """The process group, to be closed whatever happens."""
+    """The process group, which closes in every case."""
 
     def close(self) -> None:
         distributed.destroy_process_group()

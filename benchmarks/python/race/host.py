@@ -1,4 +1,4 @@
-"""The machine under the race: what it is, and how much of it the host of a virtual machine took away."""
+"""The machine of the race: its hardware, and the time that the host of a virtual machine gave to others."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import paceline
 
 
 class CoreSeconds(NamedTuple):
-    """Summed over cores, since the machine started."""
+    """Sums over cores since the machine started."""
 
     passed: float
     stolen: float
 
 
 def core_seconds(cores: Sequence[int]) -> CoreSeconds | None:
-    """What /proc/stat says of these cores; None where it says nothing."""
+    """The values of /proc/stat for these cores; None if they are missing."""
     names = {f"cpu{core}" for core in cores}
     try:
         lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
     except OSError:
         return None
-    # user nice system idle iowait irq softirq steal, and times of guests that are in user and nice already
+    # user nice system idle iowait irq softirq steal; guests' times follow, and are already part of user and nice
     ticks = [list(map(int, line[1:9])) for line in lines if line and line[0] in names]
     if len(ticks) != len(names) or any(len(core) < 8 for core in ticks):
         return None

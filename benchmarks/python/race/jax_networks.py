@@ -1,4 +1,4 @@
-"""The networks of the race in JAX: from the weights of the torch modules, with the same figures in and out."""
+"""The networks of the race in JAX, with the weights of the torch modules and the same results."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy as np
 from race.job import Network
 
 Weights = dict[str, Any]
-Forward = Callable[[Weights, Any], Any]  # weights, inputs -> logits over the last axis
+Forward = Callable[[Weights, Any], Any]  # (weights, inputs) -> logits over the last axis
 
 
 def weights_of(network: Network, state: Mapping[str, np.ndarray]) -> Weights:
-    """A torch module's state with axes in the order that `FORWARDS` wants: with channels last XLA takes two thirds of the time on CPUs."""
+    """A torch module's state with its axes in the order of `FORWARDS`: with channels last, XLA on CPUs takes two thirds of the time."""
     weights = {name: np.array(array) for name, array in state.items()}
     if network == "convolution":
         for name in ("0.weight", "2.weight"):
             weights[name] = weights[name].transpose(2, 3, 1, 0)
-        # Behind Flatten: columns go by channel, row, column there, and by row, column, channel here.
+        # After Flatten, torch's columns go by channel, row, column. Here they go by row, column, channel.
         flat = weights["6.weight"]
         weights["6.weight"] = flat.reshape(len(flat), 64, 4, 4).transpose(0, 2, 3, 1).reshape(flat.shape)
     return weights
@@ -32,7 +32,7 @@ def inputs_of(network: Network, inputs: np.ndarray) -> np.ndarray:
 
 
 def loss(forward: Forward, weights: Weights, inputs: Any, labels: Any) -> Any:
-    """Cross entropy, the mean over labels."""
+    """The mean cross entropy over the labels."""
     logits = jax.nn.log_softmax(forward(weights, inputs))
     return -jnp.take_along_axis(logits, labels[..., None], axis=-1).mean()
 
@@ -44,13 +44,13 @@ def convolution(weights: Weights, x: Any) -> Any:
         )
         x = jax.nn.relu(x + weights[f"{layer}.bias"])
     count, height, width, channels = x.shape
-    # With reduce_window, whose gradient is slow on CPUs, the whole step takes nearly twice as long. Ties are zeros: ReLU drops their gradient.
+    # The gradient of reduce_window is slow on CPUs and would nearly double the time of a step. Ties are zeros, whose gradient ReLU drops.
     x = x.reshape(count, height // 2, 2, width // 2, 2, channels).max(axis=(2, 4)).reshape(count, -1)
     return _linear(weights, "8", jax.nn.relu(_linear(weights, "6", x)))
 
 
 def transformer(weights: Weights, tokens: Any) -> Any:
-    """That of examples/python/text.py: normalized first, causal, four heads."""
+    """The transformer of examples/python/text.py: normalized first, causal, four heads."""
     x = weights["tokens.weight"][tokens] + weights["positions.weight"][: tokens.shape[1]]
     layers = 1 + max(int(name.split(".")[2]) for name in weights if name.startswith("layers.layers."))
     for layer in range(layers):

@@ -1,6 +1,6 @@
-"""JAX: one compiled program over as many devices of the host as there are cores, the batch sharded over them, the weights replicated.
+"""JAX: one compiled program over one host device per core, with the batch sharded over them and the weights replicated.
 
-The parent sets XLA_FLAGS=--xla_force_host_platform_device_count, which is read when JAX is loaded.
+The parent sets XLA_FLAGS=--xla_force_host_platform_device_count, which JAX reads when it is loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VERSION = str(jax.__version__)
 
 
 class Trainer:
-    """Weights and AdamW's state on all devices, and the step that changes both."""
+    """Weights and AdamW's state on all devices, and the step that updates both."""
 
     def __init__(self, job: Job) -> None:
         devices = jax.devices("cpu")
@@ -46,7 +46,7 @@ class Trainer:
         )
 
     def prepare(self, batch: model.Pair) -> tuple[Any, Any]:
-        """A batch where it is trained on, as other rivals have it in their memory."""
+        """Put a batch onto the devices before the race, as the other rivals have theirs in memory."""
         inputs = jax_networks.inputs_of(self._network, batch[0].numpy())
         placed: tuple[Any, Any] = jax.device_put((inputs, batch[1].numpy().astype(np.int32)), self._sharded)
         return placed
@@ -57,7 +57,7 @@ class Trainer:
 
 
 def _adamw_step(forward: jax_networks.Forward, state: Any, inputs: Any, labels: Any, *, options: dict[str, Any]) -> Any:
-    """One step of torch.optim.AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), with its defaults."""
+    """One step of torch.optim.AdamW with its defaults (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019)."""
     weights, first, second, count = state
     beta1, beta2 = options["betas"]
     rate, decay = options["lr"], options["weight_decay"]

@@ -1,4 +1,4 @@
-"""What a process of the race is told to do. Imports nothing heavy: the parent, which only waits, uses it too."""
+"""The task of one process of the race. Imports nothing heavy, because the waiting parent uses it, too."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Rival = Literal[
     "all-reduce-paceline",
 ]
 
-# After this many steps all rivals must have the same loss. Not later, since their sums differ in order and drift apart.
+# After this many steps all rivals must have the same loss. Later their losses drift apart, because they add in different orders.
 CHECKED_STEPS = 3
-WARM_UP_STEPS = 15  # of every rival, and of each variant in it; by then the balancer has learnt what it needs
-_LEAST_STEPS = 5  # of a large batch, to warm up and to measure: enough for the balancer, too
+WARM_UP_STEPS = 15  # of every rival and of each variant; enough for the balancer to learn the speeds
+_LEAST_STEPS = 5  # minimum for large batches, for warm-up and for measuring; enough for the balancer
 _FULL_BATCH = 512
 
 
@@ -37,19 +37,19 @@ class Job:
     """What one process measures."""
 
     rival: Rival
-    folder: str  # with inputs.npy and labels.npy; of this job alone where processes meet (DDP)
+    folder: str  # contains inputs.npy and labels.npy; belongs to this job alone if processes meet (DDP)
     batch: int
-    steps: int  # measured; of an all-reduce, calls of a small size
+    steps: int  # measured steps; for an all-reduce, calls per small size
     network: Network = "convolution"
     warm_up: int = WARM_UP_STEPS
-    cores: Sequence[int] = ()  # that the process may run on
-    devices: Sequence[str] = ()  # of paceline
-    parts: int = 1  # devices, ranks: the parts that a batch is made for
-    rank: int = 0  # DDP
-    rendezvous: str = ""  # DDP: a file
-    tolerance: float = 0.0  # ratio: how tight its interval shall be
-    seconds: float = 0.0  # ratio: how long to try; together: how long from the start, warm-up included
-    sizes: list[int] = dataclasses.field(default_factory=list)  # all-reduce: bytes of a buffer
+    cores: Sequence[int] = ()  # the cores that the process may use
+    devices: Sequence[str] = ()  # paceline's devices
+    parts: int = 1  # devices or ranks that share a batch
+    rank: int = 0  # for DDP
+    rendezvous: str = ""  # for DDP, a file
+    tolerance: float = 0.0  # ratio: the wanted width of the interval
+    seconds: float = 0.0  # ratio: the time limit; together: the time from the start, with warm-up
+    sizes: list[int] = dataclasses.field(default_factory=list)  # all-reduce: bytes per buffer
 
 
 def to_text(jobs: Sequence[Job]) -> str:
@@ -61,10 +61,10 @@ def from_text(text: str) -> list[Job]:
 
 
 def steps_for(batch: int, steps: int) -> int:
-    """Fewer where batches are large: about as many items, and so as much time, as in steps of 512."""
+    """Fewer steps for large batches: about as many items, and so as much time, as in steps of 512."""
     return min(steps, max(_LEAST_STEPS, steps * _FULL_BATCH // batch))
 
 
 def block_length(steps: int) -> int:
-    """Steps of a block where two variants take turns: the first, with cold caches, is one of many."""
+    """The number of steps in a block when two variants take turns. Long enough that the first step, with cold caches, counts little."""
     return max(1, min(10, steps // 2))

@@ -1,4 +1,4 @@
-"""The same for every rival: the networks of the examples, the data in memory, the optimizer."""
+"""The same for every rival: the examples' networks, the data in memory, the optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def network(name: Network = "convolution") -> nn.Module:
-    """The same weights in every process."""
+    """Build a network with the same weights in every process."""
     torch.manual_seed(0)
     if name == "transformer":
         transformer: nn.Module = example.load().Transformer()
@@ -34,7 +34,7 @@ def network(name: Network = "convolution") -> nn.Module:
 
 
 def batches(folder: str, size: int) -> list[Pair]:
-    """Four batches, ready in memory, that the steps go round: loading data is no part of this race."""
+    """Cycle through four batches in memory, because loading data is not part of this race."""
     inputs = torch.from_numpy(np.load(Path(folder) / "inputs.npy"))
     labels = torch.from_numpy(np.load(Path(folder) / "labels.npy"))
     epochs = -(-4 * size // len(inputs))
@@ -46,10 +46,10 @@ def batches(folder: str, size: int) -> list[Pair]:
 
 
 def loss_fn(model: nn.Module, batch: Pair) -> torch.Tensor:
-    """The mean over a batch's labels: one for each digit, one for each byte of text."""
+    """The mean over a batch's labels: one per digit, or one per byte of text."""
     return nn.functional.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
 
 
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Fused: a third of the time of the default, for everybody."""
+    """Fused AdamW for every rival, because it takes a third of the default's time."""
     return torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)

@@ -1,4 +1,4 @@
-"""Runs one rival at a time on the cores of some devices, in processes that are pinned to them."""
+"""Run one rival at a time on the cores of some devices, in pinned processes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import paceline
 from race import host, processes
 from race.job import Job
 
-_PROCESS_SECONDS = 300.0  # after which a process counts as hung
+_PROCESS_SECONDS = 300.0  # longer means that a process hangs
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-Answers = list[Any]  # of a process, one for each of its jobs
+Answers = list[Any]  # of a process, one per job
 
 
 class Pinned:
-    """The devices of a race, the environment that its processes share, and what the host took away meanwhile."""
+    """The devices of a race, the environment of its processes, and the time that the host gave to others."""
 
     def __init__(
         self, devices: Sequence[paceline.Device], folder: Path, *, busy: bool, environment: Mapping[str, str]
@@ -41,7 +41,7 @@ class Pinned:
         return self._run([placed], environment or {})[0]
 
     def ranks(self, jobs: Sequence[Job]) -> list[Answers]:
-        """One process of one thread per device, each a rank of DDP; they meet once."""
+        """One process with one thread per device, each a rank of DDP. They meet once."""
         self._meetings += 1
         meeting = str(self._folder / f"rendezvous-{self._meetings}")
         places = [
@@ -51,16 +51,16 @@ class Pinned:
         return self.together(places)
 
     def together(self, jobs: Sequence[Sequence[Job]]) -> list[Answers]:
-        """One process of one thread per device, each with jobs of its own, all at the same time."""
+        """One process with one thread per device, each with its own jobs, all at the same time."""
         placed = [self._at(device, mine) for device, mine in zip(self.devices, jobs, strict=True)]
         return self._run(placed, _ONE_THREAD)
 
     def alone(self, device: paceline.Device, jobs: Sequence[Job]) -> Answers:
-        """One process of one thread on a device, while the others have nothing to do."""
+        """One process with one thread on a device, while the other devices are idle."""
         return self._run([self._at(device, jobs)], _ONE_THREAD)[0]
 
     def stolen(self) -> dict[str, float]:
-        """The part of the cores' time that the host gave to others, by rival; empty where it is not known."""
+        """By rival, the fraction of the cores' time that the host gave to others; empty if unknown."""
         return {rival: self._stolen[rival] / passed for rival, passed in self._passed.items() if passed > 0}
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Runs the processes of the race, one rival at a time, and the busy loop beside them."""
+"""Run the processes of the race, one rival at a time, and the busy loop beside them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 from race.job import Job, to_text
 from race.worker import MARK
 
-FOLDER = Path(__file__).resolve().parents[1]  # where `race` lies
+FOLDER = Path(__file__).resolve().parents[1]  # contains the package `race`
 
-# Pinned to one core, never sleeps; ends by itself when its parent is gone, however that came about.
+# Pinned to one core, never sleeps. Ends when its parent is gone for any reason.
 BUSY_LOOP = """
 import os, sys
 parent = os.getppid()
@@ -32,7 +32,7 @@ while os.getppid() == parent:
 
 @contextlib.contextmanager
 def busy_loop(cores: list[int]) -> Iterator[None]:
-    """One busy loop on each of `cores`, for the length of the ``with`` block."""
+    """Run one busy loop on each of `cores` during the ``with`` block."""
     with contextlib.ExitStack() as stack:
         for core in cores:
             process = subprocess.Popen([sys.executable, "-c", BUSY_LOOP, str(core)], stdout=subprocess.PIPE, text=True)
@@ -67,7 +67,7 @@ class Worker:
         )
 
     def answer(self) -> Any:
-        """What the process says next."""
+        """Read the next answer of the process."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(MARK):
@@ -80,7 +80,7 @@ class Worker:
 
     def go(self) -> None:
         assert self._process.stdin is not None
-        # A process that is gone is noticed by answer(), which knows what it said last.
+        # answer() notices a process that has ended, and reports its last output.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
@@ -97,14 +97,14 @@ class Worker:
 def run(
     processes: Sequence[Sequence[Job]], environment: dict[str, str], busy_cores: list[int], deadline_seconds: float
 ) -> tuple[list[list[Any]], dict[str, str]]:
-    """Run processes that belong together: start all, wait until all are ready, hold the busy loop while they measure.
+    """Run processes that belong together: start all, wait until all are ready, and run the busy loop while they measure.
 
     Returns
     -------
     tuple
-        For each process its answers, one for each of its jobs; and the versions of what they ran on.
+        Per process, its answers, one per job; and the versions of the software.
     """
-    # Only what the race itself sets decides about threads and their places.
+    # Remove variables that affect threads or their placement. Only the race sets them.
     unset = (
         "OMP_NUM_THREADS",
         "MKL_NUM_THREADS",

@@ -12,7 +12,7 @@ _kept: list[nn.Module] = []
 
 
 def meet(job: Job) -> None:
-    """Once. The ranks stay together until their processes are ended, which the parent does."""
+    """Join the process group, once. The ranks stay together until the parent ends their processes."""
     if not distributed.is_initialized():
         distributed.init_process_group(
             "gloo",
@@ -26,10 +26,10 @@ def meet(job: Job) -> None:
 def replicate(module: nn.Module, job: Job) -> nn.Module:
     """This rank's replica.
 
-    Nothing is freed before the process ends: when a reducer frees its process group, ~ProcessGroupGloo waits with Python's lock held
-    for a thread of gloo that may wait for that lock (seen with PyTorch 2.13).
+    The replica is never freed. Freeing a reducer frees its process group, and ~ProcessGroupGloo then waits, holding the GIL, for a thread
+    of gloo that may wait for the GIL (seen with PyTorch 2.13).
     """
     meet(job)
-    # Gradients as views of the buckets saves a copy.
+    # Gradients that are views of the buckets save a copy.
     _kept.append(nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True))
     return _kept[-1]

@@ -1,4 +1,4 @@
-"""How fast a trainer gets over a device that has become slow: in the step that is hit, and in those that follow."""
+"""How fast a trainer recovers when a device becomes slow: in the step of the change, and in the steps after it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ GOAL_MICRO_BATCHES = 1.0
 
 
 class Hit(NamedTuple):
-    """One step, beside the ideal: all devices end at the same moment, at the speeds that they had in it."""
+    """One step compared with the ideal, in which all devices finish together at the speeds that they had in that step."""
 
     seconds: float
     ideal_seconds: float
     longest_micro_batch_seconds: float
-    largest_micro_batch: int  # items; a whole share, where the trainer had seen no reason to keep any back
+    largest_micro_batch: int  # items; a whole share if the trainer had no reason to hold any back
 
     @property
     def late_micro_batches(self) -> float:
-        """How far behind the ideal it ended, in the longest of its micro-batches."""
+        """How long after the ideal the step ended, in units of its longest micro-batch."""
         return (self.seconds - self.ideal_seconds) / self.longest_micro_batch_seconds
 
 
 def last_step(events: Sequence[Mapping[str, Any]]) -> Hit:
-    """Of what `DataParallel.events` tells: the forward and backward passes of the last step, without the reduction."""
+    """Read `DataParallel.events`: the forward and backward passes of the last step, without the reduction."""
     last = max(event["step"] for event in events if event["kind"] == "step")
     pieces = [event for event in events if event["kind"] == "micro_batch" and event["step"] == last]
     items: dict[str, int] = defaultdict(int)
@@ -45,7 +45,7 @@ def last_step(events: Sequence[Mapping[str, Any]]) -> Hit:
 
 
 def summary(steps: Sequence[int | None], hits: Sequence[Hit]) -> dict[str, Any]:
-    """Both figures, each with its goal, over several times that a device became slow."""
+    """Both figures with their goals, over several times that a device became slow."""
     typical = statistics.median(math.inf if count is None else count for count in steps)
     late = [hit.late_micro_batches for hit in hits]
     return {
@@ -70,7 +70,7 @@ def summary(steps: Sequence[int | None], hits: Sequence[Hit]) -> dict[str, Any]:
 
 
 def text(found: Mapping[str, Any]) -> str:
-    """Two lines."""
+    """The figures as two lines."""
     steps, hit = found["steps"], found["step_that_is_hit"]
     typical = "never" if steps["median"] is None else f"{steps['median']:g} steps"
     return (

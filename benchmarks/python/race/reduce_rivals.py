@@ -1,7 +1,7 @@
-"""All-reduces of two processes over gloo, and of one process's two devices. Each function measures one process.
+"""All-reduces of two processes over gloo, and of two devices in one process. Each function measures one process.
 
-Both sum float32 zeros in place, over and over: sums of anything else would grow, and zeros cost the same. What the sum is, is checked
-first. The seconds of a call are by the name of its size in bytes.
+Both sum float32 zeros in place, over and over. Other values would grow, and zeros cost the same. The result of a sum is checked first. The
+times of calls are stored by the size in bytes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ WARM_UP_CALLS = 3
 
 
 def calls_of(size: int, steps: int) -> int:
-    """How many calls of a size are measured: `steps` of small ones, of large ones as many as move 512 MiB, three at least."""
+    """The number of measured calls of a size: `steps` for small sizes, as many as move 512 MiB for large sizes, at least three."""
     return max(3, min(steps, (512 << 20) // size))
 
 
 def measured(job: Job, fill: Callable[[int], list[torch.Tensor]], reduce: Callable[[], None]) -> Blocks:
-    """The seconds of every size's calls; `fill` makes this process's buffers of a size, which `reduce` reduces."""
+    """The seconds of the calls of every size. `fill` makes this process's buffers of a size, and `reduce` reduces them."""
     blocks: Blocks = {}
     for size in job.sizes:
         buffers = fill(size)
@@ -60,7 +60,7 @@ def gloo(job: Job) -> tuple[Blocks, list[float]]:
 
 
 def paceline(job: Job) -> tuple[Blocks, list[float]]:
-    """Both devices, in the one process."""
+    """Both devices, in one process."""
     from paceline import Communicator, DeviceGroup
 
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""What the rounds measured with batches of one size, as a table and as JSON."""
+"""The measurements of all rounds with one batch size, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Results:
     def __init__(self, batch: int) -> None:
         self._batch = batch
         self._rates: dict[str, list[float]] = defaultdict(list)
-        # Of each device, of "whole" and of each size of micro-batches.
+        # By device, then by "whole" or the size of micro-batches.
         self._alone: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         self._together: list[float] = []
         self._ratios: list[float] = []
 
     def add(self, blocks: Blocks) -> None:
-        """One round of one or two rivals."""
+        """Add a round of one or two rivals."""
         for name, seconds in blocks.items():
             self._rates[name].append(rate(self._batch, seconds))
         if "auto" in blocks:
@@ -44,11 +44,11 @@ class Results:
         self._together.append(sum(rate(self._batch, blocks["together"]) for blocks in processes))
 
     def replace_ratios(self, blocks: Blocks) -> None:
-        """Ratios of auto to even from a longer measurement, instead of those of the rounds."""
+        """Replace the rounds' ratios of auto to even by those of a longer measurement."""
         self._ratios = block_ratios(blocks)
 
     def summary(self) -> dict[str, Any]:
-        """Rates in samples per second, by rival; a rival that did not run is not in it."""
+        """Rates in samples per second, by rival. Rivals that did not run are missing."""
         names = [name for name in LABELS if self._rates[name]]
         medians = {name: statistics.median(self._rates[name]) for name in names}
         alone = {
@@ -80,7 +80,7 @@ class Results:
         }
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The table below `HEAD`."""
+        """The rows of the table below `HEAD`."""
         summary = self.summary()
 
         def row(label: str, value: float, spread_text: str = "") -> tuple[str, ...]:
@@ -122,5 +122,5 @@ def _fastest(ways: dict[str, float]) -> str:
 
 
 def block_ratios(blocks: Blocks) -> list[float]:
-    """How much faster auto was, for each pair of neighbouring blocks."""
+    """Auto's speed relative to even's, per pair of neighbouring blocks."""
     return [sum(even) / sum(auto) for even, auto in zip(blocks["even"], blocks["auto"], strict=True)]

@@ -1,4 +1,4 @@
-"""How each rival trains. Each function measures one process and returns seconds: of steps, in blocks, by variant."""
+"""How each rival trains. Each function measures one process and returns the seconds of steps, in blocks, by variant."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from race import model, ranks
 from race.figures import median_interval
 from race.job import CHECKED_STEPS, Job, block_length
 
-if TYPE_CHECKING:  # at run time only its own process loads it
+if TYPE_CHECKING:  # only the rival's own process imports it
     from paceline.torch import DataParallel
 
 Blocks = dict[str, list[list[float]]]
-Answer = tuple[Blocks, list[float]]  # and the losses that all rivals must agree on
+Answer = tuple[Blocks, list[float]]  # blocks, and the losses that all rivals must agree on
 Step = Callable[[Any], float]
 
 
 class Variant:
-    """Something that trains, step by step, on batches that never end."""
+    """A training loop, step by step, on an endless series of batches."""
 
     def __init__(self, step: Step, job: Job, prepare: Callable[[model.Pair], Any] = lambda batch: batch) -> None:
         self._step = step
@@ -43,7 +43,7 @@ class Variant:
 
 
 def plain_step(module: nn.Module, part: Callable[[model.Pair], list[model.Pair]]) -> Step:
-    """Forward and backward over the parts of a batch that this process runs, and the optimizer."""
+    """Forward, backward and optimizer over the parts of a batch that this process runs."""
     optimizer = model.optimizer(module)
 
     def step(batch: model.Pair) -> float:
@@ -66,7 +66,7 @@ def cut(batch: model.Pair, parts: int) -> list[model.Pair]:
 
 
 def ddp(job: Job) -> Answer:
-    """DistributedDataParallel over gloo: this process is one rank and runs its part of each batch on one thread."""
+    """DistributedDataParallel over gloo: this process is one rank, and runs its part of each batch on one thread."""
     torch.set_num_threads(1)
     module = ranks.replicate(model.network(job.network), job)
     variant = Variant(plain_step(module, lambda batch: [cut(batch, job.parts)[job.rank]]), job)
@@ -79,14 +79,14 @@ def ddp(job: Job) -> Answer:
 
 
 def threads(job: Job) -> Answer:
-    """One process, PyTorch's own threads: as many as cores, not pinned."""
+    """One process with PyTorch's own threads: as many as cores, not pinned."""
     torch.set_num_threads(job.parts)
     variant = Variant(plain_step(model.network(job.network), lambda batch: [batch]), job)
     return {"threads": [variant.run(job.steps)]}, [variant.checked_loss]
 
 
 def alone(job: Job) -> Answer:
-    """One core by itself: the batch at once, and in micro-batches of several sizes, which cost less per item."""
+    """One core alone: the batch in one piece, and in micro-batches of several sizes, which cost less per item."""
     torch.set_num_threads(1)
 
     def in_pieces(count: int) -> Variant:
@@ -98,7 +98,7 @@ def alone(job: Job) -> Answer:
 
 
 def together(job: Job) -> Answer:
-    """One core by itself while the others do the same, until a time that is the same for all."""
+    """One core with a batch of its own while the other cores do the same, until a common time."""
     end = time.monotonic() + job.seconds
     torch.set_num_threads(1)
     variant = Variant(plain_step(model.network(job.network), lambda batch: [batch]), job)
@@ -109,7 +109,7 @@ def together(job: Job) -> Answer:
 
 
 def paceline(job: Job) -> Answer:
-    """Two trainers in one process, one with even and one with balanced shares, in turns."""
+    """Two trainers in one process, with even and with balanced shares, in turns."""
     from paceline.torch import DataParallel
 
     with contextlib.ExitStack() as stack:
@@ -135,7 +135,7 @@ def paceline_step(trainer: DataParallel) -> Step:
 
 
 def take_turns(variants: dict[str, Variant], steps: int) -> Blocks:
-    """Blocks in the order A B, B A, A B, ...: what changes slowly on the machine meets both alike."""
+    """Blocks in the order A B, B A, A B, ..., so that slow changes of the machine affect both alike."""
     length = block_length(steps)
     blocks: Blocks = {name: [] for name in variants}
     names = list(variants)
@@ -147,7 +147,7 @@ def take_turns(variants: dict[str, Variant], steps: int) -> Blocks:
 
 
 def take_until_tight(variants: dict[str, Variant], job: Job) -> Blocks:
-    """The same, until the ratio of the two is known well enough or the time is up."""
+    """Like `take_turns`, until the ratio of the two is known well enough or the time is up."""
     begin = time.monotonic()
     length = block_length(job.steps)
     blocks: Blocks = {name: [] for name in variants}

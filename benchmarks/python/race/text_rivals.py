@@ -1,8 +1,8 @@
-"""Training on text of variable length: how each rival deals pieces to its devices. Each function measures one process.
+"""Training on text of variable length: how each rival splits pieces over its devices. Each function measures one process.
 
-All train the transformer of examples/python/text.py on the same pieces: an epoch of steps goes once over all of them, so that seconds
-per step compare although batches are drawn differently. All take the mean over a global batch's tokens, and all trim what they run at
-once to its longest piece.
+All train the transformer of examples/python/text.py on the same pieces. An epoch covers every piece once, so seconds per step compare
+although batches are drawn differently. All take the mean over a global batch's tokens, and all trim what they run at once to its longest
+piece.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from race import example
 from race.job import Job
 from race.ranks import replicate
 
-MEGABATCH = 50  # batches that are sorted together: what length-grouped samplers take
+MEGABATCH = 50  # number of batches that are sorted together, as length-grouped samplers do
 Batch = dict[str, torch.Tensor]
-Ranks = list[torch.Tensor]  # the indices of each rank's pieces, of one global batch
+Ranks = list[torch.Tensor]  # per rank, the indices of its pieces in one global batch
 Answer = tuple[dict[str, list[list[float]]], list[float]]
 
 
 class Setting:
-    """The same pieces, weights and optimizer for everybody."""
+    """The same pieces, weights and optimizer for every rival."""
 
     def __init__(self, job: Job) -> None:
         self.example = example.load()
@@ -43,26 +43,26 @@ class Setting:
 
 
 def random_ranks(setting: Setting, job: Job, epoch: int) -> list[Ranks]:
-    """What a DistributedSampler gives."""
+    """The batches of a DistributedSampler."""
     return [list(batch.tensor_split(job.parts)) for batch in setting.random_batches(epoch, job.batch)]
 
 
 def grouped_ranks(setting: Setting, job: Job, epoch: int) -> list[Ranks]:
-    """Batches of pieces of similar length: random megabatches, each sorted by length, cut into batches that come in random order.
+    """Batches of pieces of similar length: random megabatches, each sorted by length and cut into batches, in random order.
 
-    Less padding, but batches are no longer random, and steps differ in length.
+    They need less padding, but the batches are no longer random, and steps differ in length.
     """
     lengths = setting.data["length"]
     batches: list[torch.Tensor] = []
     for mega in setting.random_batches(epoch, job.batch * MEGABATCH):
         batches += mega[lengths[mega].argsort(descending=True)].split(job.batch)
     order = torch.randperm(len(batches), generator=torch.Generator().manual_seed(epoch)).tolist()
-    # Neighbours to different ranks: the way that is best for it.
+    # Neighbours go to different ranks, which is the best order for this method.
     return [[batches[k][rank :: job.parts] for rank in range(job.parts)] for k in order]
 
 
 def padded_ranks(setting: Setting, job: Job, epoch: int) -> list[Ranks]:
-    """What paceline's sampler for DDP gives: random batches, ranks that take equally long with their padding."""
+    """The batches of paceline's sampler for DDP: random, with ranks that take equally long with their padding."""
     from paceline.torch import BalancedBatchSampler
 
     samplers = [
@@ -88,7 +88,7 @@ def ddp(job: Job) -> Answer:
     def step(ranks: Ranks) -> float:
         mine = ranks[job.rank]
         total = sum(int(lengths[part].sum()) for part in ranks)
-        # DDP takes the mean over ranks of the mean over the rank's tokens.
+        # DDP averages the ranks' means over their tokens.
         factor = job.parts * int(lengths[mine].sum()) / total
         loss = setting.example.loss_fn(module, setting.take(mine)) * factor
         loss.backward()
@@ -127,7 +127,8 @@ def paceline(job: Job) -> Answer:
 
 
 def split_figures(before: dict[str, Any], after: dict[str, Any]) -> list[float]:
-    """Of the steps in between: busy time of all devices over what they had, padded and contiguous cost over the items' own, error."""
+    """For the steps in between: the devices' busy time over the time they had, padded and contiguous cost over the items' own cost, and the
+    error."""
     busy = sum(
         after["devices"][name]["busy_seconds"] - entry["busy_seconds"] for name, entry in before["devices"].items()
     )

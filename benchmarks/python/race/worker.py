@@ -1,4 +1,4 @@
-"""One process of the race (``python -m race.worker JOBS``): gets ready, waits for the word, measures one job after the other, answers."""
+"""One process of the race (``python -m race.worker JOBS``): gets ready, waits for the signal, measures one job after the other, answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from race.job import Job, Rival, from_text
 
-MARK = "race:"  # libraries print to standard output too
+MARK = "race:"  # marks answers, because libraries print to standard output, too
 Measure = Callable[[Job], tuple[dict[str, list[list[float]]], list[float]]]
 
 
@@ -20,7 +20,7 @@ def say(what: object) -> None:
 
 def main() -> None:
     jobs = from_text(sys.argv[1])
-    os.sched_setaffinity(0, jobs[0].cores)  # before libraries are there: they count cores when they are loaded
+    os.sched_setaffinity(0, jobs[0].cores)  # before libraries are loaded, because they count cores then
     measure, versions = load(jobs[0].rival)
     say(versions)
     sys.stdin.readline()
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def load(rival: Rival) -> tuple[Measure, dict[str, Any]]:
-    """What measures a rival, and the versions of what it runs on; everything it needs is imported before anything is measured."""
+    """The function that measures a rival, and the versions of its software. Everything it needs is imported before the measurement."""
     import torch
 
     versions = {"torch": torch.__version__}

@@ -1,1 +1,1 @@
-"""Runs all benchmarks, one after the other, and writes down what they said."""
+"""Run all benchmarks, one after the other, and write down their results."""

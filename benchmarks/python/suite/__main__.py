@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def shareable(text: str) -> str:
-    """Without the name of this host, and with paths from the checkout on."""
+    """Remove this host's name, and make paths relative to the checkout."""
     return text.replace(f"{ROOT}/", "").replace(json.dumps(platform.node()), '""')
 
 
@@ -38,7 +38,7 @@ def main() -> int:
     planned = stages(args.programs, picture, quick=args.quick, gpu=torch.cuda.is_available())
     record: dict[str, Any] = {
         "date": date,
-        "command": shlex.join(["benchmarks/run", *sys.argv[3:]]),  # without --programs, which that script adds
+        "command": shlex.join(["benchmarks/run", *sys.argv[3:]]),  # without --programs, which the script adds
         "quick": args.quick,
         "machine": machine(),
         "versions": {
@@ -63,7 +63,7 @@ def main() -> int:
             if picture.exists() and stage.name == "straggler":
                 record["picture"] = picture.name
             log.write(f"\n######## {stage.name}: {entry['status']}, {entry['seconds']} s\n{output}")
-            # After each stage: a run that is interrupted leaves what it has.
+            # Write after each stage, so that an interrupted run keeps its results.
             record["stages"] = [entries[each.name] for each in planned if each.name in entries]
             (args.folder / f"{name}.json").write_text(shareable(json.dumps(record, indent=1)) + "\n")
             (args.folder / f"{name}.md").write_text(markdown(record))
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def earlier(path: Path, record: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """By name, what stages measured that day on the same machine and with the same versions; `record` is told the picture and the commands."""
+    """By name, the stages measured on that day on the same machine with the same versions. Adds their picture and commands to `record`."""
     if not path.exists():
         return {}
     before = json.loads(path.read_text())
@@ -95,7 +95,7 @@ def _hardware(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def revision() -> str | None:
-    """Of the checkout, as git names it; None where it is none."""
+    """The checkout's version according to git; None outside of a git checkout."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_MOST_FIGURES = 60  # of a stage, in no table of its own; more of them nobody reads
-_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # as Google Benchmark writes them
-# What Google Benchmark says of every benchmark; whatever else there is the benchmark itself has counted.
+_MOST_FIGURES = 60  # per stage, outside of tables; readers would not read more
+_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # the names that Google Benchmark writes
+# Google Benchmark's own columns. All others are the benchmark's own counters.
 _GOOGLE = {
     "name",
     "family_index",
@@ -27,7 +27,7 @@ _GOOGLE = {
     "time_unit",
     "label",
 }
-# Of a script's result: what the head says already, and what is too much to read; all of it is in the JSON.
+# Left out of a script's result: what the head has already, and what is too long. The JSON has everything.
 _LEFT_OUT = {"hardware", "versions", "rates", "environment", "tables", "batches"}
 
 
@@ -81,7 +81,7 @@ def _section(entry: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:
 
 
 def _of_script(result: Mapping[str, Any], file: str) -> list[str]:
-    """Its tables whole; of the figures that are in none as many as somebody may read, and where the others are."""
+    """All of its tables. Of the other figures, as many as people may read, and where to find the rest."""
     lines = []
     for title, (head, *body) in tables(result).items():
         lines += [f"{title}:", "", *_table(head, body), ""]
@@ -94,7 +94,7 @@ def _of_script(result: Mapping[str, Any], file: str) -> list[str]:
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, list[Sequence[str]]]:
-    """Those that a result gives, and its lists of records: by title the head and the rows."""
+    """The tables of a result, and its lists of records as tables: title, head and rows."""
     found: dict[str, list[Sequence[str]]] = dict(result.get("tables", {}))
     for key, value in result.items():
         if key not in _LEFT_OUT and _are_records(value):
@@ -105,7 +105,7 @@ def tables(result: Mapping[str, Any]) -> dict[str, list[Sequence[str]]]:
 
 
 def _are_records(value: object) -> bool:
-    """Whether these are mappings with the same names and nothing nested in them, as the rows of a table are."""
+    """Whether these are mappings with the same keys and without nesting, like the rows of a table."""
     if not isinstance(value, list) or not value or not all(isinstance(each, Mapping) for each in value):
         return False
     nested = any(isinstance(cell, (Mapping, list)) for each in value for cell in each.values())
@@ -113,21 +113,21 @@ def _are_records(value: object) -> bool:
 
 
 def google_rows(benchmarks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """Of each benchmark the median of its repetitions and their spread; where there was one, that."""
+    """Per benchmark, the median and spread of its repetitions, or the value if there is only one."""
     spreads = {each["run_name"]: each["real_time"] for each in benchmarks if each.get("aggregate_name") == "cv"}
     for each in benchmarks:
         if each.get("error_occurred"):
             yield each["run_name"], f"failed: {each.get('error_message', '')}", "", ""
         elif each.get("aggregate_name") == "median" or each.get("run_type") == "iteration":
             spread = f"{spreads[each['run_name']]:.1%}" if each["run_name"] in spreads else ""
-            told = [each["label"]] if each.get("label") else []
-            told += [f"{key} {value:.3g}" for key, value in each.items() if key not in _GOOGLE]
-            name = f"{each['run_name']} ({', '.join(told)})" if told else each["run_name"]
+            details = [each["label"]] if each.get("label") else []
+            details += [f"{key} {value:.3g}" for key, value in each.items() if key not in _GOOGLE]
+            name = f"{each['run_name']} ({', '.join(details)})" if details else each["run_name"]
             yield name, _time(each, "real_time"), _time(each, "cpu_time"), spread
 
 
 def figures(result: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """A result's numbers that are in no table, each with the names that lead to it."""
+    """A result's numbers outside of tables, each with the keys that lead to it."""
     for key, value in result.items():
         name = f"{above}{key}".replace("_", " ")
         if key in _LEFT_OUT or value is None or (not above and _are_records(value)):
@@ -166,5 +166,5 @@ def _cell(text: str) -> str:
 
 
 def _short(command: Sequence[str]) -> list[str]:
-    """Without the folders of the machine it ran on."""
+    """Remove the folders of the measuring machine."""
     return [Path(word).name if word.startswith("/") else word for word in command]

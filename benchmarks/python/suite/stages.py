@@ -1,4 +1,4 @@
-"""Which benchmarks there are, in their order, and how long each may take."""
+"""The benchmarks in their order, and their time limits."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from runner.stage import Stage
 
 PYTHON = Path(__file__).resolve().parents[1]
 
-# Five repetitions, so that medians and their spread can be told.
+# Five repetitions give a median and a spread.
 _MEASURE = ("--benchmark_repetitions=5", "--benchmark_min_time=0.05", "--benchmark_report_aggregates_only=true")
-# Sizes from where nobody should split to where every rival is at its best; three rounds of them take about six minutes.
+# Sizes from too small to split to best for every rival. Three rounds of them take about six minutes.
 _RACE = ("--batch", "16,64,512,4096", "--steps", "24", "--rounds", "3", "--time-limit", "450", "--ratio-seconds", "30")
 _TRY = ("--benchmark_min_time=0.001",)
 
 
 def stages(programs: Path, picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
-    """The programs of benchmarks/cpp in `programs`, then the scripts of benchmarks/python; `quick`: only that they work."""
+    """The programs of benchmarks/cpp in `programs`, then the scripts of benchmarks/python. `quick` only shows that they work."""
     return [
         *(_program(path, quick=quick) for path in sorted(programs.glob("benchmark_*")) if os.access(path, os.X_OK)),
         *_scripts(picture, quick=quick, gpu=gpu),
@@ -70,6 +70,6 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
 
 
 def _script(name: str, *options: str, limit: float, why_not: str = "") -> Stage:
-    told = [option for option in options if option in ("transformer", "--busy", "--malloc")]
+    variants = [option for option in options if option in ("transformer", "--busy", "--malloc")]
     command = [sys.executable, str(PYTHON / f"{name}.py"), *options, "--json"]
-    return Stage(" ".join([name, *told]), command, limit, why_not=why_not, json_result=True)
+    return Stage(" ".join([name, *variants]), command, limit, why_not=why_not, json_result=True)

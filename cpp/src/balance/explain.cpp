@@ -8,7 +8,7 @@
 #include <string>
 
 #include "balance/balancer_state.hpp"
-#include "counted.hpp"
+#include "plural.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -44,12 +44,12 @@ std::string device_line(const DeviceReport& device) {
                        device.share, late);
   }
   const std::string equal =
-      device.equals > 1 ? fmt::format(", not told from {}", counted(device.equals - 1, "other")) : "";
+      device.equals > 1 ? fmt::format(", not told from {}", plural(device.equals - 1, "other")) : "";
   const std::string idle = device.share == 0 ? "; without work it is not measured, only probed now and then" : "";
   const std::int64_t seen = device.change_points + device.drifts;
   std::string changes =
       seen == 0 ? "no change of speed seen"
-                : fmt::format("its speed changed {}, last at step {}", counted(seen, "time"), device.since_step);
+                : fmt::format("its speed changed {}, last at step {}", plural(seen, "time"), device.since_step);
   if (device.slowdown > 1.0 + kNotable) {
     changes += fmt::format(": {:.2f} times slower than before it", device.slowdown);
     if (device.regain > 0.0)
@@ -60,7 +60,7 @@ std::string device_line(const DeviceReport& device) {
   return fmt::format(
       "  {}: share {}, speed {:.2f} of the fastest {} (+-{:.1f} %{}), noise {:.1f} %, {} of evidence, {}{}{}\n",
       device.name, device.share, device.speed, device.device_class, 100.0 * device.error, equal, 100.0 * device.noise,
-      counted(device.samples, "step"), changes, late, idle);
+      plural(device.samples, "step"), changes, late, idle);
 }
 
 /// What the timings say about the fixed part of each class.
@@ -74,7 +74,7 @@ std::string shapes(const BalanceReport& report) {
     const double whole = device->fixed_seconds + device->per_item_seconds * device->reference_items;
     out += fmt::format("  {}: {:.0f} % +-{:.0f} % of the time of {} does not depend on the number of items{}\n", name,
                        100.0 * device->fixed_seconds / whole, 100.0 * device->fixed_error,
-                       counted(std::llround(device->reference_items), "item"),
+                       plural(std::llround(device->reference_items), "item"),
                        device->fixed_error > 0.1 ? " (little known: hardly more than one size was seen)" : "");
   }
   return out;
@@ -83,8 +83,8 @@ std::string shapes(const BalanceReport& report) {
 }  // namespace
 
 std::string describe(const BalanceReport& report, std::int64_t batch_size, std::span<const std::string> causes) {
-  std::string out = fmt::format("{} balance, {} measured, {}", report.policy, counted(report.steps, "step"),
-                                counted(report.moves, "move"));
+  std::string out = fmt::format("{} balance, {} measured, {}", report.policy, plural(report.steps, "step"),
+                                plural(report.moves, "move"));
   if (report.taken_back > 0) out += fmt::format(", {} taken back", report.taken_back);
   out +=
       batch_size > 0 ? fmt::format("; shares of a batch of {}, as planned\n", batch_size) : "; nothing planned yet\n";

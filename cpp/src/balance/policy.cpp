@@ -10,7 +10,7 @@
 #include <paceline/error.hpp>
 
 #include "balance/auto_policy.hpp"
-#include "counted.hpp"
+#include "plural.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -49,8 +49,8 @@ std::unique_ptr<Policy> make_policy(const BalancerOptions& options) {
         fmt::format("unknown policy \"{}\": the policies are \"auto\", \"even\" and \"weighted\"", options.policy));
   }
   if (options.weights.size() != count) {
-    throw InvalidArgument(fmt::format("{} for {}: give one per device", counted(options.weights.size(), "weight"),
-                                      counted(count, "device")));
+    throw InvalidArgument(fmt::format("{} for {}: give one per device", plural(options.weights.size(), "weight"),
+                                      plural(count, "device")));
   }
   double sum = 0.0;
   for (std::size_t i = 0; i < count; ++i) {

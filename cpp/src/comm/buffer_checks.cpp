@@ -8,7 +8,7 @@
 
 #include <paceline/error.hpp>
 
-#include "counted.hpp"
+#include "plural.hpp"
 
 namespace paceline::internal {
 namespace {
@@ -39,8 +39,8 @@ void check_one_per_device(const Argument& argument, const DeviceGroup& group) {
   throw InvalidArgument(
       fmt::format("{}: {} has {} for a group of {} ({} to {}); pass one per device, in the "
                   "order of the group",
-                  argument.call, argument.name, counted(argument.views.size(), "buffer"),
-                  counted(group.size(), "device"), group.devices().front().name, group.devices().back().name));
+                  argument.call, argument.name, plural(argument.views.size(), "buffer"), plural(group.size(), "device"),
+                  group.devices().front().name, group.devices().back().name));
 }
 
 void check_alike(const Argument& argument) {
@@ -58,13 +58,13 @@ void check_alike(const Argument& argument) {
     }
     if (view.count != first.count) {
       throw InvalidArgument(fmt::format("{}: {} has {}, but {} has {}; all must be of one size", argument.call,
-                                        label(argument, i), counted(view.count, "element"), label(argument, 0),
+                                        label(argument, i), plural(view.count, "element"), label(argument, 0),
                                         first.count));
     }
     if (view.count == 0) continue;
     if (view.data == nullptr) {
       throw InvalidArgument(fmt::format("{}: {} has {} but no memory (null)", argument.call, label(argument, i),
-                                        counted(view.count, "element")));
+                                        plural(view.count, "element")));
     }
     const std::uintptr_t room = UINTPTR_MAX - reinterpret_cast<std::uintptr_t>(view.data);
     if (view.count > room / size_of(view.dtype)) {
@@ -85,8 +85,8 @@ void check_parts(const Argument& whole, const Argument& parts, std::size_t part_
     throw InvalidArgument(
         fmt::format("{}: {} have {} each and {} have {}; with {} the first must be "
                     "{} times the second",
-                    whole.call, whole.name, counted(total.count, "element"), parts.name, part.count,
-                    counted(part_count, "device"), part_count));
+                    whole.call, whole.name, plural(total.count, "element"), parts.name, part.count,
+                    plural(part_count, "device"), part_count));
   }
 }
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include <paceline/comm/communicator.hpp>
-#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/device.hpp>
 
 namespace paceline::internal {

@@ -10,7 +10,7 @@
 
 #include "comm/buffer_checks.hpp"
 #include "comm/collectives.hpp"
-#include "counted.hpp"
+#include "plural.hpp"
 
 namespace paceline {
 namespace internal {
@@ -89,7 +89,7 @@ void Communicator::broadcast(std::span<const BufferView> buffers, std::size_t ro
   internal::check_one_per_device(argument, group_);
   if (root >= group_.size()) {
     throw InvalidArgument(fmt::format("broadcast: root is {}, but the group has {}; use 0 to {}", root,
-                                      counted(group_.size(), "device"), group_.size() - 1));
+                                      plural(group_.size(), "device"), group_.size() - 1));
   }
   internal::check_alike(argument);
   internal::check_disjoint(argument);

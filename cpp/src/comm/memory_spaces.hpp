@@ -9,7 +9,7 @@
 #include <vector>
 
 #include <paceline/comm/buffer_view.hpp>
-#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/device_group.hpp>
 
 #include "comm/clique.hpp"

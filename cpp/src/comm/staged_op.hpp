@@ -6,7 +6,7 @@
 
 #include <paceline/comm/buffer_view.hpp>
 #include <paceline/comm/reduce.hpp>
-#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/async_device.hpp>
 
 namespace paceline::internal {
 

@@ -15,7 +15,7 @@
 #include <paceline/engine/block_reduction.hpp>
 #include <paceline/engine/device_queues.hpp>
 #include <paceline/error.hpp>
-#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/async_device.hpp>
 
 #include "engine/trainer_memory.hpp"
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include <paceline/engine/device_queues.hpp>
-#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/backend.hpp>
 
 #include "engine/gpu_collectives.hpp"

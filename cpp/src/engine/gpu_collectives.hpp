@@ -12,7 +12,7 @@
 #include <vector>
 
 #include <paceline/engine/device_queues.hpp>
-#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/async_device.hpp>
 
 #include "comm/clique.hpp"
 

@@ -9,7 +9,7 @@
 #include <paceline/error.hpp>
 #include <paceline/plan/corrections.hpp>
 
-#include "counted.hpp"
+#include "plural.hpp"
 
 namespace paceline::engine {
 namespace {
@@ -56,7 +56,7 @@ MemoryCaps::MemoryCaps(const DeviceGroup& group, std::vector<std::int64_t> limit
   if (limits_.empty()) limits_.assign(names_.size(), 0);
   if (limits_.size() != names_.size()) {
     throw InvalidArgument(fmt::format("memory limits: {} for {}; give one for each, 0 for none, or leave them out.",
-                                      limits_.size(), counted(names_.size(), "device")));
+                                      limits_.size(), plural(names_.size(), "device")));
   }
   for (std::size_t d = 0; d < limits_.size(); ++d) {
     if (limits_[d] >= 0) continue;
@@ -193,8 +193,8 @@ std::string MemoryCaps::explain() const {
       if (least != nullptr) {
         text += fmt::format(
             "{}: at most {} at once, since {} with {:.0f}{}.\n", name,
-            counted(static_cast<std::int64_t>(least->most()), "item"), least->why, least->size,
-            others > 0 ? fmt::format("; items of {} have caps of their own", counted(others, "other shape")) : "");
+            plural(static_cast<std::int64_t>(least->most()), "item"), least->why, least->size,
+            others > 0 ? fmt::format("; items of {} have caps of their own", plural(others, "other shape")) : "");
       }
       if (const Cap* const known = find(caps, Key())) {
         text +=
@@ -207,7 +207,7 @@ std::string MemoryCaps::explain() const {
     if (device.items && device.items->largest_micro_batch) {
       text += fmt::format(
           "{}: at most {} at once in {} bytes: a micro-batch takes {:.0f} bytes and {:.0f} for each item.\n",
-          device.device, counted(*device.items->largest_micro_batch, "item"), device.limit_bytes,
+          device.device, plural(*device.items->largest_micro_batch, "item"), device.limit_bytes,
           device.items->fixed_bytes, device.items->bytes_per_item);
     }
     if (device.costs && device.costs->largest_padded_cost) {

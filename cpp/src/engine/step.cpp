@@ -12,9 +12,9 @@
 
 #include <paceline/error.hpp>
 
-#include "counted.hpp"
 #include "engine/step_pieces.hpp"
 #include "engine/step_source.hpp"
+#include "plural.hpp"
 
 namespace paceline {
 
@@ -36,7 +36,7 @@ namespace {
 void check_script(const StepOptions& options) {
   if (options.script.size() != options.shares.size()) {
     throw InvalidArgument(fmt::format("step: a script for {} in a group of {}; one list for each is needed.",
-                                      counted(options.script.size(), "device"), options.shares.size()));
+                                      plural(options.script.size(), "device"), options.shares.size()));
   }
   std::vector<std::pair<std::int64_t, std::int64_t>> spans;
   for (const auto& lane : options.script) {
@@ -54,7 +54,7 @@ void check_script(const StepOptions& options) {
   }
   const std::int64_t batch = std::accumulate(options.shares.begin(), options.shares.end(), std::int64_t{0});
   if (covered != batch) {
-    throw InvalidArgument(fmt::format("step: the script has {} for a batch of {}.", counted(covered, "item"), batch));
+    throw InvalidArgument(fmt::format("step: the script has {} for a batch of {}.", plural(covered, "item"), batch));
   }
 }
 
@@ -62,7 +62,7 @@ void check(const DeviceGroup& group, const StepOptions& options) {
   const std::size_t count = group.size();
   if (options.shares.size() != count) {
     throw InvalidArgument(fmt::format("step: {} for a group of {}; one share per device is needed.",
-                                      counted(options.shares.size(), "share"), counted(count, "device")));
+                                      plural(options.shares.size(), "share"), plural(count, "device")));
   }
   if (std::any_of(options.shares.begin(), options.shares.end(), [](std::int64_t share) { return share < 0; })) {
     throw InvalidArgument("step: a share is negative. Shares are item counts, zero or more.");

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include <paceline/engine/device_queues.hpp>
-#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/async_device.hpp>
 
 namespace paceline::internal {
 

@@ -15,12 +15,12 @@
 #include <paceline/error.hpp>
 
 #include "balance/size_search.hpp"
-#include "counted.hpp"
 #include "engine/health_log.hpp"
 #include "engine/memory_caps.hpp"
 #include "engine/planner.hpp"
 #include "engine/step_pieces.hpp"
 #include "engine/stepper_options.hpp"
+#include "plural.hpp"
 
 namespace paceline {
 namespace {
@@ -306,7 +306,7 @@ std::string Stepper::explain() const {
     text += fmt::format(
         "Micro-batches of about {}: measured to be {:.2f} times as fast as the size before that. micro_batch= sets "
         "it.\n",
-        counted(*search->size(), "item"), search->gain());
+        plural(*search->size(), "item"), search->gain());
   }
   return text;
 }

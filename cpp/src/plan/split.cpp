@@ -7,7 +7,7 @@
 #include <paceline/error.hpp>
 #include <paceline/plan/split.hpp>
 
-#include "counted.hpp"
+#include "plural.hpp"
 #include "split_solver.hpp"
 
 namespace paceline::plan {
@@ -23,8 +23,8 @@ constexpr std::int64_t kLargestBatch = std::int64_t{1} << 50;
 
 void require_size(std::size_t size, std::size_t wanted, const char* what, const char* unit) {
   if (size == 0 || size == wanted) return;
-  throw InvalidArgument(fmt::format("{} has {} where {} are needed ({}), or none", what,
-                                    counted(size, "entry", "entries"), wanted, unit));
+  throw InvalidArgument(
+      fmt::format("{} has {} where {} are needed ({}), or none", what, plural(size, "entry", "entries"), wanted, unit));
 }
 
 void require_seconds(double seconds, const char* what, std::size_t i) {
@@ -84,7 +84,7 @@ SplitProblem problem_of(std::int64_t batch_size, std::span<const CostModel> mode
     const std::int64_t maximum = std::min(limits.maximum, batch_size);
     if (!std::isfinite(models[i].seconds(maximum) + limits.startup_seconds)) {
       throw InvalidArgument(
-          fmt::format("the cost model of device {} overflows at {}; check its units", i, counted(maximum, "item")));
+          fmt::format("the cost model of device {} overflows at {}; check its units", i, plural(maximum, "item")));
     }
     Candidate& candidate = problem.candidates[i];
     candidate.may_idle = limits.may_be_zero;
@@ -128,20 +128,20 @@ std::int64_t saturating_add(std::int64_t a, std::int64_t b) {
     throw InvalidArgument(fmt::format(
         "a batch of {} does not fit: the maximums of the {} add up to {}; raise a maximum, add a device or make "
         "the batch smaller",
-        counted(batch_size, "item"), counted(device_count, "device"), most));
+        plural(batch_size, "item"), plural(device_count, "device"), most));
   }
   if (least > batch_size) {
     throw InvalidArgument(
         fmt::format("a batch of {} is too small: the minimums of the devices that must take part (may_be_zero is "
                     "false) add up to {}; lower a minimum or let a device be zero",
-                    counted(batch_size, "item"), least));
+                    plural(batch_size, "item"), least));
   }
   if (saturating_add(most_in_grains, batch_size % options.granularity) < batch_size) {
     throw InvalidArgument(
         fmt::format("a batch of {} does not fit in shares that are multiples of the granularity {}: below their "
                     "maximums the {} can take {}, and one share the remainder of {}; lower the granularity or "
                     "make the maximums multiples of it",
-                    counted(batch_size, "item"), options.granularity, counted(device_count, "device"), most_in_grains,
+                    plural(batch_size, "item"), options.granularity, plural(device_count, "device"), most_in_grains,
                     batch_size % options.granularity));
   }
   const char* searched = device_count > detail::kExactDevices && gaps > 0
@@ -151,8 +151,8 @@ std::int64_t saturating_add(std::int64_t a, std::int64_t b) {
       fmt::format("no shares add up to a batch of {}: {} a minimum above one item, shares are multiples "
                   "of {} except one with the remainder of {}, and devices that must take part need at least {}{}; "
                   "lower the minimums or the granularity, or raise the maximums",
-                  counted(batch_size, "item"), counted(gaps, "device has", "devices have"), options.granularity,
-                  batch_size % options.granularity, counted(least, "item"), searched));
+                  plural(batch_size, "item"), plural(gaps, "device has", "devices have"), options.granularity,
+                  batch_size % options.granularity, plural(least, "item"), searched));
 }
 
 }  // namespace

@@ -6,7 +6,7 @@
 
 namespace paceline {
 namespace {
-// Plain atomics instead of a locked struct: set once at import, read around every wait.
+// Plain atomics are enough: the hooks are set once, at import, and read around every wait.
 std::atomic<void* (*)()> enter_hook{nullptr};
 std::atomic<void (*)(void*)> leave_hook{nullptr};
 std::atomic<void (*)(void*)> poll_hook{nullptr};

@@ -79,7 +79,7 @@ Device find_device(std::string_view name) {
                        name)
                  : fmt::format("'{}' is not the name of a device: host devices are called host:0, host:1, ...", name);
   } catch (const InvalidArgument& error) {
-    reason = error.what();  // a backend knows its own names; the list is of all
+    reason = error.what();  // a backend lists its own devices; the message below lists all
   }
   throw InvalidArgument(fmt::format("{}; name some of the devices of this machine: {}", reason, join_names(devices())));
 }

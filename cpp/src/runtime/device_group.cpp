@@ -39,7 +39,7 @@ std::vector<Device> found(std::span<const std::string> names) {
   return devices;
 }
 
-// The open groups, for close_all(). Weak: being listed keeps no worker alive.
+// The open groups, for close_all(). Weak pointers, so that the list keeps no worker alive.
 struct Registry {
   std::mutex mutex;
   std::vector<std::weak_ptr<GroupWorkers>> groups;
@@ -60,13 +60,13 @@ std::shared_ptr<GroupWorkers> start(std::vector<Device> devices) {
   return workers;
 }
 
-// How long a wait may go without letting the caller look for signals.
+// The longest time that a wait goes without calling `between`.
 constexpr std::chrono::milliseconds kBetweenInterval{50};
 
 }  // namespace
 
 DeviceGroup DeviceGroup::all() {
-  // Sorted by worth: a core beside a GPU would get next to nothing to do, and cost the GPU's own worker its core.
+  // GPUs first. Host devices beside GPUs would get next to nothing to do, and would take a core from a GPU's worker.
   for (const Backend* backend : backends()) {
     if (std::vector<Device> devices = backend->devices(); !devices.empty()) return DeviceGroup(std::move(devices));
   }
@@ -136,10 +136,10 @@ void DeviceGroup::close_all(std::chrono::nanoseconds timeout) noexcept {
     try {
       workers->close(timeout);
     } catch (const Error&) {
-      // Left behind, as documented: at the end of a process there is nobody to tell.
+      // the workers were left behind, as documented
     }
   }
-  // Those that an earlier close() left behind may be on their way out by now.
+  // Workers that an earlier close() left behind may be about to end.
   GroupWorkers::await_left_behind(timeout);
 }
 

@@ -13,12 +13,12 @@ namespace {
 
 using std::chrono::nanoseconds;
 
-// Under these nothing is told: every busy machine shows that much.
+// Smaller fractions of time under a limit are not reported: every busy machine has them.
 constexpr double kLeastLimited = 0.01;
 constexpr double kLeastOther = 0.05;
 constexpr double kLeastStolen = 0.02;
 constexpr double kNearMaximum = 0.97;      // clocks move in steps of 15 MHz
-constexpr double kLowWithoutReason = 0.7;  // all cores busy never reach the clock of one alone
+constexpr double kLowWithoutReason = 0.7;  // with all cores busy, the clock stays below that of a single busy core
 
 std::string text_of(nanoseconds time) {
   const double seconds = 1e-9 * static_cast<double>(time.count());
@@ -28,7 +28,7 @@ std::string text_of(nanoseconds time) {
   return fmt::format("{:.0f} h", seconds / 3600.0);
 }
 
-/// Two samples of one device, and the time between them.
+/// Two samples of one device and the time between them.
 struct Window {
   const DeviceHealth& before;
   const DeviceHealth& after;
@@ -59,26 +59,26 @@ std::string limit_text(ClockLimit limit, const DeviceHealth& health) {
   return text;
 }
 
-std::vector<std::string> limits_told(const Window& window) {
-  std::vector<std::string> told;
-  const bool named =
-      window.now(ClockLimit::hardware_thermal) || window.now(ClockLimit::power_brake);  // both also set the general one
+std::vector<std::string> describe_limits(const Window& window) {
+  std::vector<std::string> texts;
+  const bool named = window.now(ClockLimit::hardware_thermal) ||
+                     window.now(ClockLimit::power_brake);  // both also set hardware_slowdown
   for (std::size_t i = 0; i < kClockLimitCount; ++i) {
     const auto limit = static_cast<ClockLimit>(i);
     if (limit == ClockLimit::idle || (limit == ClockLimit::hardware_slowdown && named)) continue;
     const double fraction = window.limited(limit);
     if (fraction >= kLeastLimited) {
-      told.push_back(
+      texts.push_back(
           fmt::format("{} ({:.0f} % of {})", limit_text(limit, window.after), 100.0 * fraction, window.last()));
     } else if (window.now(limit)) {
-      told.push_back(limit_text(limit, window.after));
+      texts.push_back(limit_text(limit, window.after));
     }
   }
-  return told;
+  return texts;
 }
 
-void tell_clock(const Window& window, std::vector<std::string>& causes) {
-  const std::vector<std::string> limits = limits_told(window);
+void describe_clock(const Window& window, std::vector<std::string>& causes) {
+  const std::vector<std::string> limits = describe_limits(window);
   const DeviceHealth& after = window.after;
   double level = 1.0;
   if (after.clock_hz && after.max_clock_hz && *after.max_clock_hz > 0.0 && !window.now(ClockLimit::idle)) {
@@ -96,7 +96,7 @@ void tell_clock(const Window& window, std::vector<std::string>& causes) {
   causes.push_back(std::move(text));
 }
 
-void tell_processes(const Window& window, std::vector<std::string>& causes) {
+void describe_processes(const Window& window, std::vector<std::string>& causes) {
   const auto& others = window.after.other_processes;
   if (!others || others->count < 1) return;
   std::string text =
@@ -107,7 +107,7 @@ void tell_processes(const Window& window, std::vector<std::string>& causes) {
   causes.push_back(std::move(text));
 }
 
-void tell_cores(const Window& window, std::vector<std::string>& causes) {
+void describe_cores(const Window& window, std::vector<std::string>& causes) {
   const auto& from = window.before.cores;
   const auto& to = window.after.cores;
   if (!from || !to || to->core_count < 1) return;
@@ -125,7 +125,7 @@ void tell_cores(const Window& window, std::vector<std::string>& causes) {
   }
 }
 
-void tell_quota(const Window& window, std::vector<std::string>& causes) {
+void describe_quota(const Window& window, std::vector<std::string>& causes) {
   const auto& from = window.before.quota;
   const auto& to = window.after.quota;
   if (!from || !to || to->total <= from->total || to->throttled <= from->throttled) return;
@@ -184,10 +184,10 @@ std::vector<DeviceHealth> health_of(std::span<const Device> devices) {
 std::vector<std::string> causes_of(const DeviceHealth& before, const DeviceHealth& after) {
   const Window window{before, after};
   std::vector<std::string> causes;
-  tell_clock(window, causes);
-  tell_processes(window, causes);
-  tell_cores(window, causes);
-  tell_quota(window, causes);
+  describe_clock(window, causes);
+  describe_processes(window, causes);
+  describe_cores(window, causes);
+  describe_quota(window, causes);
   return causes;
 }
 

@@ -19,9 +19,9 @@
 namespace paceline {
 
 struct GroupWorkers::Threads {
-  std::mutex mutex;                                    // one open or close at a time
-  std::weak_ptr<WorkSource> step;                      // the workers'; gone means complete
-  std::vector<std::weak_ptr<WorkSource>> in_the_gaps;  // of lower priority
+  std::mutex mutex;                                    // taken by open() and close()
+  std::weak_ptr<WorkSource> step;                      // owned by its workers; expired means complete
+  std::vector<std::weak_ptr<WorkSource>> gap_sources;  // sources of priority below 0
   std::vector<std::shared_ptr<detail::Worker>> workers;
 
   [[nodiscard]] bool busy() const {
@@ -35,14 +35,14 @@ namespace {
 constexpr std::chrono::seconds kStartTimeout{10};
 constexpr std::chrono::milliseconds kBetweenInterval{50};
 
-/// Threads that nobody can join any more.
+/// Workers whose threads were detached.
 struct LeftBehind {
   std::mutex mutex;
   pid_t owner = 0;  // a forked child has none of its parent's threads
   std::vector<std::shared_ptr<detail::Worker>> workers;
 };
 
-// Leaked on purpose: the end of the program asks for them.
+// Leaked on purpose: the end of the program uses it.
 LeftBehind& left_behind() {
   static auto* instance = new LeftBehind;
   return *instance;
@@ -61,7 +61,7 @@ bool runs_on(const Device& device, int core) {
   return std::find(device.cores.begin(), device.cores.end(), core) != device.cores.end();
 }
 
-/// Whether it is pinned, and where no other device's worker is.
+/// Whether the device is pinned to cores that no other device's worker may run on.
 bool has_own_cores(const std::vector<Device>& devices, const Device& device) {
   return !device.cores.empty() && std::all_of(devices.begin(), devices.end(), [&](const Device& other) {
     return &other == &device || (!other.cores.empty() && std::none_of(device.cores.begin(), device.cores.end(),
@@ -99,7 +99,7 @@ GroupWorkers::GroupWorkers(std::vector<Device> devices)
   }
 }
 
-// Our own handshake, so it has a deadline: a worker that cannot even start is a machine in trouble, and is named.
+// A worker that does not start within the timeout means a machine in trouble.
 void GroupWorkers::await_ready() {
   const auto deadline = std::chrono::steady_clock::now() + kStartTimeout;
   for (const auto& worker : threads_->workers) {
@@ -121,11 +121,11 @@ void GroupWorkers::await_ready() {
 bool GroupWorkers::forked() const noexcept { return getpid() != owner_; }
 
 GroupWorkers::~GroupWorkers() {
-  if (forked()) return;  // the threads exist only in the parent: joining, or even locking, could hang
+  if (forked()) return;  // the threads exist only in the parent: joining them, or even locking, could hang
   try {
     close(std::chrono::seconds(10));
   } catch (const Error&) {
-    // Stuck workers were left behind; a destructor has nobody to tell.
+    // stuck workers were left behind
   }
   delete threads_;
 }
@@ -159,13 +159,14 @@ void GroupWorkers::open(const std::shared_ptr<WorkSource>& source, int priority,
   if (priority >= 0) {
     threads_->step = source;
   } else {
-    std::erase_if(threads_->in_the_gaps, [](const auto& one) { return one.expired(); });
-    threads_->in_the_gaps.push_back(source);
+    std::erase_if(threads_->gap_sources, [](const auto& one) { return one.expired(); });
+    threads_->gap_sources.push_back(source);
   }
   const auto is_asked = [&](std::size_t d) {
     return devices.empty() || std::find(devices.begin(), devices.end(), d) != devices.end();
   };
-  // Whom the system lets run in the caller's place comes last, or the others would wait for its work to end.
+  // The worker of this core comes last. The system may run it in place of this thread, and the other workers would then
+  // wait.
   const int core = sched_getcpu();
   for (const bool here : {false, true}) {
     for (std::size_t i = 0; i < devices_.size(); ++i) {
@@ -188,19 +189,19 @@ bool GroupWorkers::busy() const noexcept {
 
 void GroupWorkers::close(std::chrono::nanoseconds timeout, const std::function<bool()>& between) {
   if (forked()) return;
-  std::vector<std::shared_ptr<WorkSource>> in_the_gaps;
+  std::vector<std::shared_ptr<WorkSource>> gap_sources;
   {
-    // Not while a source is being opened: some workers would have it, and others never come to it.
+    // Under the lock, because a source that is being opened would reach only some of the workers.
     const std::lock_guard lock(threads_->mutex);
     if (closed_.exchange(true)) return;
-    for (const auto& one : threads_->in_the_gaps) {
-      if (auto source = one.lock()) in_the_gaps.push_back(std::move(source));
+    for (const auto& one : threads_->gap_sources) {
+      if (auto source = one.lock()) gap_sources.push_back(std::move(source));
     }
   }
-  for (const auto& source : in_the_gaps) {
+  for (const auto& source : gap_sources) {
     source->cancel(std::make_exception_ptr(Cancelled("the device group was closed")));
   }
-  in_the_gaps.clear();
+  gap_sources.clear();
   for (const auto& worker : threads_->workers) worker->stop();
   const auto begin = std::chrono::steady_clock::now();
   const auto waited = [&] { return std::chrono::steady_clock::now() - begin; };
@@ -208,7 +209,7 @@ void GroupWorkers::close(std::chrono::nanoseconds timeout, const std::function<b
   std::vector<std::string> stuck;
   for (const auto& worker : threads_->workers) {
     std::thread& thread = worker->thread();
-    if (thread.get_id() == std::this_thread::get_id()) {  // the last handle was dropped by a worker itself
+    if (thread.get_id() == std::this_thread::get_id()) {  // a worker destroyed the last handle
       thread.detach();
       continue;
     }
@@ -223,7 +224,7 @@ void GroupWorkers::close(std::chrono::nanoseconds timeout, const std::function<b
       patient = !between || between();
     }
     if (worker->exited()) {
-      const BlockingRegion region;  // what the thread cleans up as it ends may need the interpreter
+      const BlockingRegion region;  // the ending thread may need the interpreter for its clean-up
       thread.join();
     } else {
       thread.detach();

@@ -28,10 +28,10 @@ class GroupWorkers {
   GroupWorkers& operator=(const GroupWorkers&) = delete;
 
   [[nodiscard]] const std::vector<Device>& devices() const noexcept { return devices_; }
-  /// As DeviceGroup::open().
+  /// See DeviceGroup::open().
   void open(const std::shared_ptr<WorkSource>& source, int priority, std::span<const std::size_t> devices);
   [[nodiscard]] bool busy() const noexcept;
-  /// As DeviceGroup::wait(), but once: `sleep` is asked if it is not soon done.
+  /// One wait of DeviceGroup::wait(): spins for a moment, then calls `sleep`.
   template <class Done, class Sleep>
   bool await(Done done, Sleep sleep) {
     return callers_wait_.until(!on_a_workers_core(), done, sleep);
@@ -39,11 +39,11 @@ class GroupWorkers {
   void close(std::chrono::nanoseconds timeout, const std::function<bool()>& between = {});
   [[nodiscard]] bool closed() const noexcept { return closed_.load(); }
 
-  /// Waits until every worker that some close() left behind has come to its end, at most until the time is over.
+  /// Waits until every worker that a close() left behind has ended, or the time is over.
   static void await_left_behind(std::chrono::nanoseconds timeout);
 
  private:
-  struct Threads;  // everything a forked child must not touch
+  struct Threads;  // state that a forked child must not touch
 
   void await_ready();
   [[nodiscard]] bool on_a_workers_core() const noexcept;

@@ -24,7 +24,7 @@ std::vector<Device> HostBackend::devices() const {
 }
 
 Device HostBackend::find(std::string_view name) const {
-  // More workers than cores is legal, but a name beyond this is a typing mistake: each costs a thread.
+  // More workers than cores are allowed, but each costs a thread. A larger index is most likely a typing mistake.
   constexpr std::int32_t max_index = 4095;
   const std::string_view digits = name.substr(prefix().size() + 1);
   std::int32_t index = 0;

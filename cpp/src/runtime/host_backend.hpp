@@ -5,7 +5,7 @@
 
 namespace paceline {
 
-/// CPU cores as devices: one pinned worker each, all in one memory space, synchronous.
+/// CPU cores as synchronous devices in one memory space, with one pinned worker each.
 class HostBackend final : public Backend {
  public:
   [[nodiscard]] DeviceKind kind() const noexcept override { return DeviceKind::host; }

@@ -33,7 +33,7 @@ std::optional<double> read_clock(const fs::path& directory, const char* file) {
   return 1e3 * static_cast<double>(*kilohertz);
 }
 
-/// Means over the cores; unknown if one of them does not tell.
+/// Sets the mean clocks of the cores, if every core's clock is known.
 void read_clocks(const fs::path& root, const std::vector<int>& cores, DeviceHealth& health) {
   double now = 0.0;
   double most = 0.0;
@@ -50,7 +50,7 @@ void read_clocks(const fs::path& root, const std::vector<int>& cores, DeviceHeal
   health.max_clock_hz = most / static_cast<double>(cores.size());
 }
 
-/// The cores that a thread may run on by its `status` file; none if it does not tell.
+/// The cores that a thread may run on, from its `status` file; nothing if the file does not tell.
 std::optional<std::vector<int>> allowed_cores(std::string_view thread_status) {
   constexpr std::string_view key = "Cpus_allowed_list:";
   for (const std::string_view line : split(thread_status, '\n')) {
@@ -65,7 +65,7 @@ std::map<int, CoreTicks> parse_core_ticks(std::string_view proc_stat) {
   std::map<int, CoreTicks> cores;
   for (const std::string_view line : split(proc_stat, '\n')) {
     const auto fields = split(line, ' ');
-    // cpu0 user nice system idle iowait irq softirq steal ...; guests' time is also in user and nice
+    // the fields: cpu0 user nice system idle iowait irq softirq steal ...; user and nice include guests' time
     if (fields.size() < 9 || !fields[0].starts_with("cpu")) continue;
     const auto core = parse_integer<int>(fields[0].substr(3));
     std::optional<std::int64_t> ticks[8];
@@ -77,7 +77,7 @@ std::map<int, CoreTicks> parse_core_ticks(std::string_view proc_stat) {
 }
 
 std::optional<std::int64_t> parse_task_ticks(std::string_view stat) {
-  // The name in parentheses may hold anything, parentheses and spaces too; utime is the 12th field behind it.
+  // The name in parentheses may itself hold spaces and parentheses. utime is the 12th field after it.
   const std::size_t name_end = stat.rfind(')');
   if (name_end == std::string_view::npos) return std::nullopt;
   const auto fields = split(stat.substr(name_end + 1), ' ');
@@ -107,7 +107,7 @@ HostCounters::HostCounters(const fs::path& root, std::int64_t ticks_per_second)
   const auto process = read_text_file(root / "proc/self/stat");
   own_ticks_ = process ? parse_task_ticks(*process) : std::nullopt;
   std::error_code error;
-  // Threads come and go meanwhile.
+  // Threads may end while this reads, so files may be missing.
   for (fs::directory_iterator thread(root / "proc/self/task", error), end; own_ticks_ && !error && thread != end;
        thread.increment(error)) {
     const auto status = read_text_file(thread->path() / "status");
@@ -122,8 +122,8 @@ HostCounters::HostCounters(const fs::path& root, std::int64_t ticks_per_second)
   }
 }
 
-/// What this process may have spent on `cores`: all of its time, threads that have ended included, less that of the
-/// threads that are pinned elsewhere. Too much rather than too little, so that nobody else is blamed for our own work.
+/// The most CPU time that this process may have spent on `cores`: all its time, ended threads included, minus that of
+/// threads pinned elsewhere. An upper bound, so that our own work is never blamed on others.
 std::int64_t HostCounters::own_ticks(const std::vector<int>& cores) const {
   std::int64_t ticks = own_ticks_.value_or(0);
   for (const Thread& thread : threads_) {

@@ -14,24 +14,24 @@
 
 namespace paceline {
 
-/// CPU time in the kernel's ticks.
+/// CPU time of a core in kernel ticks.
 struct CoreTicks {
   std::int64_t busy = 0;
   std::int64_t stolen = 0;
   friend bool operator==(const CoreTicks&, const CoreTicks&) = default;
 };
 
-/// The cores of /proc/stat by number. Lines that make no sense are left out.
+/// The cores in /proc/stat, by number. Skips malformed lines.
 [[nodiscard]] PACELINE_API std::map<int, CoreTicks> parse_core_ticks(std::string_view proc_stat);
 
-/// User and system time of a process or thread, in ticks, from its `stat` file.
+/// User plus system time of a process or thread, in ticks, from its `stat` file.
 [[nodiscard]] PACELINE_API std::optional<std::int64_t> parse_task_ticks(std::string_view stat);
 
-/// nr_periods and nr_throttled of a cgroup's cpu.stat, which both versions of cgroups have.
+/// nr_periods and nr_throttled from a cgroup's cpu.stat (v1 and v2).
 [[nodiscard]] PACELINE_API std::optional<QuotaPeriods> parse_quota_periods(std::string_view cpu_stat);
 
-/// What the /proc and /sys below `root` say of this process, its cgroup and the machine's cores at one moment. Made
-/// once for all devices that are asked about: it reads two files of every thread.
+/// What the /proc and /sys below `root` say about this process, its cgroup and the machine's cores at one moment.
+/// Construction reads two files per thread, so one object serves all devices.
 class PACELINE_API HostCounters {
  public:
   explicit HostCounters(const std::filesystem::path& root, std::int64_t ticks_per_second = 100);

@@ -24,7 +24,7 @@ using internal::split;
 using internal::trim;
 namespace fs = std::filesystem;
 
-// A mask of a million cores is a malformed file, not a machine.
+// A larger index means a malformed file.
 constexpr int kMaxCoreIndex = 1 << 20;
 
 template <class Integer>
@@ -39,7 +39,7 @@ std::optional<Integer> parse_integer(std::string_view text) {
 
 struct CgroupMount {
   bool is_v2 = false;
-  std::string root;  // the part of the hierarchy that is mounted here
+  std::string root;  // the part of the hierarchy that is mounted at mount_point
   std::string mount_point;
 };
 
@@ -63,7 +63,7 @@ bool lists(std::string_view comma_separated, std::string_view word) {
   return std::find(words.begin(), words.end(), word) != words.end();
 }
 
-// Where the v2 hierarchy and v1's cpu controller are mounted.
+// The mount points of the v2 hierarchy and of v1's cpu controller.
 std::vector<CgroupMount> read_cgroup_mounts(const fs::path& root) {
   std::vector<CgroupMount> mounts;
   const auto text = read_text_file(root / "proc/self/mountinfo");
@@ -80,14 +80,14 @@ std::vector<CgroupMount> read_cgroup_mounts(const fs::path& root) {
   return mounts;
 }
 
-// The path of our group in the v2 hierarchy, or in the one of v1's cpu controller.
+// The path of our group in the v2 hierarchy, or in that of v1's cpu controller.
 std::optional<std::string> read_cgroup_path(const fs::path& root, bool v2) {
   const auto text = read_text_file(root / "proc/self/cgroup");
   if (!text) return std::nullopt;
   for (const std::string_view line : split(*text, '\n')) {
     const std::size_t first = line.find(':');
     if (first == std::string_view::npos) continue;
-    const std::size_t second = line.find(':', first + 1);  // the path itself may hold colons
+    const std::size_t second = line.find(':', first + 1);  // the path may hold further colons
     if (second == std::string_view::npos) continue;
     const std::string_view controllers = line.substr(first + 1, second - first - 1);
     const bool matches = v2 ? line.substr(0, first) == "0" && controllers.empty() : lists(controllers, "cpu");
@@ -96,8 +96,8 @@ std::optional<std::string> read_cgroup_path(const fs::path& root, bool v2) {
   return std::nullopt;
 }
 
-// Our group's path below the mount point. What a container shows is often only its own subtree, while the path in
-// /proc still names the host's hierarchy: then the mount point itself is our group.
+// Our group's path below the mount point. In a container, the mount often shows only the container's own subtree while
+// /proc names a path of the host. Then the mount point itself is our group.
 fs::path below_mount(const std::string& group, const std::string& mounted) {
   std::string_view rest = group;
   if (mounted != "/") {
@@ -107,7 +107,7 @@ fs::path below_mount(const std::string& group, const std::string& mounted) {
   }
   fs::path path;
   for (const std::string_view part : split(rest, '/')) {
-    if (part == "..") return {};  // outside of our cgroup namespace: not visible here
+    if (part == "..") return {};  // outside our cgroup namespace, so not visible here
     path /= part;
   }
   return path;
@@ -128,7 +128,7 @@ std::optional<CpuLimit> read_group_limit(const fs::path& directory, bool v2) {
     return checked_limit(parse_integer<std::int64_t>(words[0]), parse_integer<std::int64_t>(words[1]),
                          directory / "cpu.max");
   }
-  const auto quota = read_text_file(directory / "cpu.cfs_quota_us");  // -1: none
+  const auto quota = read_text_file(directory / "cpu.cfs_quota_us");  // -1 means no quota
   const auto period = read_text_file(directory / "cpu.cfs_period_us");
   if (!quota || !period) return std::nullopt;
   return checked_limit(parse_integer<std::int64_t>(trim(*quota)), parse_integer<std::int64_t>(trim(*period)),
@@ -206,7 +206,7 @@ std::optional<std::vector<int>> parse_cpu_list(std::string_view text) {
 std::vector<int> affinity_mask() {
   std::vector<int> cores;
 #if defined(__linux__)
-  // The kernel refuses a set smaller than its own (EINVAL), and cpu_set_t ends at 1024: grow until it fits.
+  // The kernel refuses a set smaller than its own (EINVAL), and cpu_set_t ends at 1024. So grow the set until it fits.
   for (int capacity = 1024; capacity <= kMaxCoreIndex; capacity *= 2) {
     cpu_set_t* set = CPU_ALLOC(static_cast<std::size_t>(capacity));
     if (set == nullptr) break;

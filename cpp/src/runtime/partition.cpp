@@ -12,7 +12,7 @@ namespace paceline {
 namespace {
 
 void require_fractions(const Device& device, std::span<const double> fractions) {
-  constexpr double rounding = 1e-9;  // of the sum of what a program computed, such as ten times 0.1
+  constexpr double rounding = 1e-9;  // allows for rounding in computed fractions, such as ten times 0.1
   if (fractions.empty()) {
     throw InvalidArgument(
         fmt::format("partition: no fractions of {} are given. Name one for each part, e.g. {{0.75, 0.25}}.",

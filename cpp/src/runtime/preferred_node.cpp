@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <limits>
 
-// By system call: libnuma, which has functions for them, would be one more library to install for two lines.
+// Direct system calls, because libnuma would be one more library to install for two lines.
 
 namespace paceline {
 namespace {
@@ -36,7 +36,7 @@ PreferredNode::PreferredNode(int node) noexcept {
 
 PreferredNode::~PreferredNode() {
   if (!set_) return;
-  // The default takes no nodes, and some kernels insist on that.
+  // MPOL_DEFAULT takes no nodes, and some kernels insist on that.
   const bool none = mode_before_ == MPOL_DEFAULT;
   syscall(SYS_set_mempolicy, mode_before_, none ? nullptr : nodes_before_.data(), none ? 0UL : bits_of(nodes_before_));
 }

@@ -5,8 +5,9 @@
 
 namespace paceline {
 
-/// While it lives, new pages that the calling thread touches, or that a driver pins on its behalf, come from this NUMA
-/// node where it has some left. Best effort: a node below 0 and a system that refuses (sandboxes do) change nothing.
+/// While this object lives, new pages that the calling thread touches, or that a driver pins for it, come from this
+/// NUMA node if it has free pages. Best effort: it does nothing for a node below 0 or where the system refuses
+/// (sandboxes do).
 class PreferredNode {
  public:
   explicit PreferredNode(int node) noexcept;
@@ -14,11 +15,11 @@ class PreferredNode {
   PreferredNode(const PreferredNode&) = delete;
   PreferredNode& operator=(const PreferredNode&) = delete;
 
-  /// The node that the calling thread's pages come from by preference; -1 where there is none.
+  /// The calling thread's preferred node; -1 if it has none.
   [[nodiscard]] static int current() noexcept;
 
  private:
-  // As the kernel has it: one bit per node, and more of them than any kernel is built for.
+  // The kernel's format: one bit per node. Large enough for every kernel.
   using Nodes = std::array<unsigned long, 16>;
   static bool read(int& mode, Nodes& nodes) noexcept;
 

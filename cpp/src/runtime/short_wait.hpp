@@ -15,24 +15,24 @@ inline void relax() noexcept {
 #endif
 }
 
-/// Spins before it sleeps, if the last wait was short.
+/// Waits for a condition: spins before it sleeps, if the last wait was short.
 ///
-/// Spinning for as long as a wake-up takes costs at most twice what the better of spinning and sleeping would have
-/// (ski rental). After a long wait nothing spins at all: steps of milliseconds leave their cores to whoever else wants
-/// them, and only steps that follow each other at once find their workers awake. Never yields: a thread that yields its
-/// core to another program may get it back only after that program's slice, milliseconds later.
+/// Spinning for as long as a wake-up takes costs at most twice the better of spinning and sleeping (ski rental). After
+/// a long wait nothing spins. So steps of milliseconds leave their cores to other programs, and workers stay awake only
+/// for steps that follow each other at once. Never yields: a thread that yields its core to another program may get it
+/// back only after that program's time slice, milliseconds later.
 ///
-/// Threads: several may wait; they share what is known of the last wait.
+/// Threads: several may wait at once. They share what is known about the last wait.
 template <class Clock>
 class BasicShortWait {
  public:
-  /// What it takes until a thread that sleeps runs again: 5 to 50 us, most of it to wake a core that sleeps, too.
+  /// The wake-up time of a sleeping thread: 5 to 50 us, most of it for waking the core.
   static constexpr std::chrono::microseconds kSpin{50};
-  /// A wait that would have ended within kSpin, with the wake-up if it was slept through.
+  /// A wait that would have ended within kSpin, plus the wake-up time if the thread slept.
   static constexpr std::chrono::microseconds kShort{100};
 
-  /// Returns true once `done()`, else what `sleep()` returns, which sleeps until then or until its own time is over.
-  /// `may_spin`: nobody who is waited for needs this core.
+  /// Returns true once `done()`. Otherwise returns what `sleep()` returns, which sleeps until done or until its own
+  /// time is over. `may_spin`: no thread that is waited for needs this core.
   template <class Done, class Sleep>
   bool until(bool may_spin, Done done, Sleep sleep) {
     const auto begin = Clock::now();

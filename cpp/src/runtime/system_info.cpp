@@ -20,7 +20,7 @@ std::string compiler_name() {
 #endif
 }
 
-// Read off the predefined macros rather than the build system's variables: true however the library was built.
+// From the predefined macros, because they are right for every build system.
 std::string code_flags() {
   std::string flags;
   const auto add = [&flags](std::string_view flag) {

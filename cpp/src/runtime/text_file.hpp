@@ -11,12 +11,12 @@
 
 namespace paceline::internal {
 
-/// The whole of a small text file, or nothing if it cannot be read. Files of /proc and /sys have no size: read to the
-/// end.
+/// The content of a small text file; nothing if it cannot be read. Files of /proc and /sys report no size, so this
+/// reads to the end.
 [[nodiscard]] inline std::optional<std::string> read_text_file(const std::filesystem::path& path) {
   std::ifstream stream(path, std::ios::binary);
   if (!stream) return std::nullopt;
-  // Not by iterators over the buffer: they throw where a read fails, as for a thread that ended since it was opened.
+  // Stream buffer iterators throw if a read fails, as for a thread that ended after the file was opened.
   std::string text;
   char piece[4096];
   while (stream.read(piece, sizeof piece) || stream.gcount() > 0) {

@@ -5,8 +5,8 @@
 
 namespace paceline {
 
-/// Lets the calling thread run on these cores only; on any if there are none. Best effort: a mask that the system
-/// refuses (cores taken away since discovery) leaves the thread where it was.
+/// Pins the calling thread to these cores; an empty list means no change. Best effort: if the system refuses the mask,
+/// because cores were taken away since discovery, the thread stays where it was.
 void pin_this_thread(const std::vector<int>& cores) noexcept;
 
 }  // namespace paceline

@@ -11,7 +11,7 @@ bool Turn::lend(TurnLoan& loan) const {
   if (loan.closed_) return false;
   loan.offered_ = this;
   loan.changed_.notify_all();
-  // A borrower that has the turn is waited for although the loan was closed: two threads never use one device.
+  // Waits for a borrower that has the turn even if the loan is closed, because two threads must never use one device.
   loan.changed_.wait(lock, [&] { return loan.offered_ != this || (loan.closed_ && !loan.borrowed_); });
   const bool given_back = loan.offered_ != this;
   if (!given_back) loan.offered_ = nullptr;

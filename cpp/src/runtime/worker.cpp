@@ -15,14 +15,14 @@
 namespace paceline::detail {
 namespace {
 
-constexpr int kLooks = 100;  // some microseconds: between devices that are done at the same time
+constexpr int kSpins = 100;  // a few microseconds: devices often finish that close together
 constexpr std::chrono::microseconds kShortestPause{5};
 constexpr std::chrono::microseconds kLongestPause{100};
 
 }  // namespace
 
 void TaskSignal::wake() noexcept {
-  // Taking the lock orders the wake-up after a waiter that has just seen "not done" and is about to sleep.
+  // Taking the lock orders this wake-up behind a waiter that has just seen "not done" and is about to sleep.
   {
     const std::lock_guard lock(mutex_);
   }
@@ -123,7 +123,7 @@ void Worker::perform(WorkSource& source, std::int64_t number) {
   source.done(index_, number, timing);
 }
 
-/// An event that throws counts as done: its source will look at it, too, and get the error.
+/// An event that throws counts as done: its source checks it too, and gets the error.
 bool Worker::Awaited::due() const noexcept {
   const auto is_done = [](const Event* event) {
     try {
@@ -147,7 +147,7 @@ void Worker::sleep(std::uint64_t seen) {
     });
     return;
   }
-  for (int i = 0; i < kLooks && !called(); ++i) relax();
+  for (int i = 0; i < kSpins && !called(); ++i) relax();
   if (awaited_.events.empty()) {
     std::unique_lock lock(mutex_);
     if (awaited_.until == Clock::time_point::max()) {
@@ -157,7 +157,8 @@ void Worker::sleep(std::uint64_t seen) {
     }
     return;
   }
-  // Nobody calls when an event is done. One that is due within microseconds shall not wait for a thread that sleeps.
+  // Polls, because an event wakes nobody. Spins at first, because a sleeping thread would be late for an event that is
+  // due within microseconds.
   const Clock::time_point begin = Clock::now();
   while (Clock::now() - begin < ShortWait::kSpin) {
     if (called() || awaited_.due()) return;

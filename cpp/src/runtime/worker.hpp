@@ -18,11 +18,11 @@
 
 namespace paceline::detail {
 
-/// Where the caller of a source sleeps. Shared by the source and the group, so that a late worker may still knock.
+/// Where the caller of a source sleeps. Shared by the source and the group, so that a late worker can still use it.
 class TaskSignal {
  public:
   void wake() noexcept;
-  /// Sleeps until `done()` or the time is over; the value of done().
+  /// Sleeps until `done()` or until the time is over. Returns the value of done().
   template <class Done>
   bool wait_for(std::chrono::nanoseconds timeout, Done done) {
     std::unique_lock lock(mutex_);
@@ -34,20 +34,21 @@ class TaskSignal {
   std::condition_variable changed_;
 };
 
-/// The worker of one device: its thread, and how others reach it. Owned jointly by the group and the thread, so that a
-/// thread that is left behind still finds it.
+/// The worker of one device: its thread and the ways to reach it. The group and the thread own it jointly, so that it
+/// outlives the group if the thread is left behind.
 class Worker : public std::enable_shared_from_this<Worker> {
  public:
-  /// `own_cores`: no other worker of the group needs the cores that it runs on.
+  /// `own_cores`: no other worker of the group uses its cores.
   Worker(Device device, std::size_t index, bool own_cores);
 
-  /// @throws std::system_error if there can be no thread.
+  /// @throws std::system_error if the thread cannot be started.
   void start();
-  /// A source to ask, those of higher priority first and of equals the older one. By a caller that runs on this core.
+  /// Adds a source to ask: by priority, and the older one first at equal priority. `callers_core` is the core that the
+  /// caller runs on.
   void open(std::shared_ptr<WorkSource> source, int priority, int callers_core);
-  /// Makes it ask its sources again, if it sleeps.
+  /// Makes the worker ask its sources again, if it sleeps.
   void wake() noexcept;
-  /// No further source comes. The thread ends when it has let go of those that are open.
+  /// Accepts no further source. The thread ends when it has let go of all open sources.
   void stop();
 
   [[nodiscard]] const Device& device() const noexcept { return device_; }
@@ -61,7 +62,7 @@ class Worker : public std::enable_shared_from_this<Worker> {
     std::shared_ptr<WorkSource> source;
     int priority = 0;
   };
-  /// What may end a wait beside a call.
+  /// What may end a wait, beside wake().
   struct Awaited {
     std::vector<const Event*> events;
     Clock::time_point until = Clock::time_point::max();
@@ -69,7 +70,7 @@ class Worker : public std::enable_shared_from_this<Worker> {
   };
 
   void work();
-  /// Asks from the top; true if it ran something.
+  /// Asks the sources once, from the highest priority. True if it ran something.
   bool ask();
   void perform(WorkSource& source, std::int64_t number);
   [[nodiscard]] bool take_arrivals();
@@ -87,12 +88,12 @@ class Worker : public std::enable_shared_from_this<Worker> {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<Open> arrived_;  // under the mutex
-  bool stopped_ = false;       // as is this
+  std::vector<Open> arrived_;  // guarded by the mutex
+  bool stopped_ = false;       // guarded by the mutex
   std::atomic<std::uint64_t> calls_{0};
   std::atomic<int> callers_core_{-1};
 
-  // Of the thread alone.
+  // Used by the thread alone.
   std::vector<Open> open_;  // by priority
   Awaited awaited_;
   ShortWait idle_wait_;

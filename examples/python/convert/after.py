@@ -1,4 +1,4 @@
-"""Trains a small network on handwritten digits: over all devices of this machine."""
+"""Train a small network on handwritten digits, on all devices of this machine."""
 
 import torch
 from sklearn.datasets import load_digits

@@ -1,4 +1,4 @@
-"""Trains a small network on handwritten digits: plain PyTorch."""
+"""Train a small network on handwritten digits, with plain PyTorch."""
 
 import torch
 from sklearn.datasets import load_digits

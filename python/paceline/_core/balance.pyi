@@ -9,13 +9,13 @@ __all__: list[str] = ["Balancer", "LEDGER_VERSION", "StepPlan", "WhatIfAnswer"]
 
 class WhatIfAnswer:
     """
-    The split that would be best then, and how long a step would take.
+    The best split for the devices asked about, and the time of a step.
     """
     def __repr__(self) -> str: ...
     @property
     def best_seconds(self) -> float:
         """
-        Of a step with the best shares for the devices as they are.
+        Estimated time of a step with the best shares for the present devices.
         """
     @property
     def error(self) -> float:
@@ -25,32 +25,32 @@ class WhatIfAnswer:
     @property
     def names(self) -> list[str]:
         """
-        The present devices, then those added.
+        Names of the present devices, then of the added ones.
         """
     @property
     def present_seconds(self) -> float:
         """
-        Of a step with the shares now in force and the devices as they are.
+        Estimated time of a step with the present shares and devices.
         """
     @property
     def seconds(self) -> float:
         """
-        Of a step with these shares, by the estimates.
+        Estimated time of a step with these shares.
         """
     @property
     def shares(self) -> list[int]:
         """
-        Items per name; 0 for those removed.
+        Items per name; 0 for removed devices.
         """
     @property
     def text(self) -> str:
         """
-        In a sentence.
+        The answer as a sentence.
         """
 
 class StepPlan:
     """
-    What to run next, and the numbers behind it.
+    What each device runs in the next step, and the estimates behind it.
     """
     def __repr__(self) -> str: ...
     @property
@@ -61,7 +61,7 @@ class StepPlan:
     @property
     def models(self) -> list[paceline._core.plan.CostModel]:
         """
-        The present estimates, `plan.CostModel` each; empty before the first timing.
+        The present estimate per device, a `plan.CostModel`; empty before the first timing.
         """
     @property
     def moved(self) -> bool:
@@ -71,17 +71,17 @@ class StepPlan:
     @property
     def noise(self) -> list[float]:
         """
-        Relative standard deviation of a device's time, per device.
+        Per device, the relative standard deviation of its time.
         """
     @property
     def predicted_seconds(self) -> float:
         """
-        Makespan by the models; 0 before the first timing.
+        The makespan that the models predict; 0 before the first timing.
         """
     @property
     def reason(self) -> str:
         """
-        Why, in a sentence.
+        The reason for the plan, as a sentence.
         """
     @property
     def shares(self) -> list[int]:
@@ -103,34 +103,34 @@ class Balancer:
     Parameters
     ----------
     devices
-        Their names.
+        Names of the devices.
     policy
         "auto", "even" or "weighted".
     device_classes
-        For all devices or one per device; devices of one class share the shape of their cost and are equal until measured otherwise. Default: all one class.
+        One class for all devices or one per device. Devices of one class share the shape of their cost and count as equally fast until measured. Default: one class.
     weights
-        For "weighted": one per device, zeros allowed.
+        For "weighted": one weight per device, zeros allowed.
     granularity
-        Shares are multiples of it.
+        Shares are multiples of this number.
     minimum, maximum
-        The smallest share that is not zero, and the largest; for all devices or one per device, None for no limit.
+        The smallest nonzero share and the largest share, for all devices or one per device. None: no limit.
     may_be_zero
-        Whether a device may be left without work (the default), for all devices or one per device.
+        Whether a device may get no work (default: True), for all devices or one per device.
     startup_seconds
-        What a device pays once a step if it has work, for all devices or one per device; until `record` is told what it measured.
+        Seconds that a device with work spends once per step, for all devices or one per device. Measurements that `record` gets replace them.
     reduction_seconds
-        Seconds that a step ends later when k devices have work, at index k, from 0 to the number of devices; until `record` is told.
+        At index k, the seconds that a step takes longer when k devices have work; k from 0 to the number of devices. Measurements that `record` gets replace them.
     calibrate
-        "auto" only: run the first two steps off the even split, to tell fixed from per-item time.
+        "auto" only: run the first two steps off the even split, to separate fixed time from time per item.
     proportional
-        A device's time is in proportion to its share: no fixed part is looked for.
+        Assume that a device's time is proportional to its share, without a fixed part.
     ledger
-        Keep a ledger of all calls, for `ledger()`.
+        Keep a ledger of all calls, which `ledger()` returns.
 
     Raises
     ------
     InvalidArgument
-        For arguments that make no sense.
+        For invalid arguments.
     """
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Balancer:
     def __repr__(self) -> str: ...
     def explain(self) -> str:
         """
-        In words: what was seen, what was decided and why, what a move would gain, what is not known.
+        Text: what was measured, what was decided and why, what a move would gain, and what is unknown.
         """
     def ledger(self) -> str:
         """
@@ -171,7 +171,7 @@ class Balancer:
         """
     def next_plan(self, batch_size: typing.SupportsInt | typing.SupportsIndex) -> StepPlan:
         """
-        The plan of the next step. Asked again without a record in between, it is the same plan.
+        The plan of the next step. Without a `record` in between, a second call returns the same plan.
         """
     def record(
         self,
@@ -187,19 +187,19 @@ class Balancer:
         startup_seconds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex | None] = [],
     ) -> None:
         """
-        The timings of the plan that `next_plan` last returned.
+        Record the timings of the plan that `next_plan` returned last.
 
         Parameters
         ----------
         devices
-            Per device a list of micro-batches (items, seconds) or (items, seconds, excluded); excluded ones are work but no evidence.
+            Per device a list of micro-batches (items, seconds) or (items, seconds, excluded). Excluded micro-batches count as work but not as evidence.
         step_seconds
-            From the first start to the last finish; 0: the largest sum of a device's seconds.
+            Time from the first start to the last finish. 0: the largest sum of a device's seconds.
         reduction_seconds
-            From then to the end of the step; 0: unknown.
+            Time from the last finish to the end of the step. 0: unknown.
         startup_seconds
-            Per device from the step's first start to its own, None without work; of a device that came when nothing was left to
-            do the whole `step_seconds`. Empty: unknown.
+            Per device, the time from the step's first start to its own start; None without work. For a device that came too late to
+            get work, the whole `step_seconds`. Empty: unknown.
         """
     def report(self) -> dict[str, typing.Any]:
         """
@@ -208,37 +208,36 @@ class Balancer:
         Returns
         -------
         dict
-            ``policy``; ``steps`` (recorded); ``moves`` (changes of shares, as `move_count`); ``taken_back`` (moves that measured worse than the
-            shares before and were undone); ``possible_gain`` (the part of a step's time that the best split would save by the estimates, for the batch size
-            of the last plan) and ``required_gain`` (what a move must promise at present; 0 unless "auto"); ``last_reason`` (of the last plan, in a
-            sentence).
+            ``policy``; ``steps`` (recorded steps); ``moves`` (changes of shares, as `move_count`); ``taken_back`` (moves that were undone because they
+            measured worse); ``possible_gain`` (the fraction of a step's time that the best split would save, by the estimates and for the batch size of the
+            last plan); ``required_gain`` (the gain that a move must promise now; 0 unless "auto"); ``last_reason`` (the reason of the last plan).
 
-            ``devices``: one dictionary each, in order. ``name``, ``device_class``; ``retired``; ``share`` (items of the last plan); ``startup_seconds`` (how much
-            later than the first device it starts a step); ``measured`` (False: it never ran anything that counts as evidence, and what follows is 0): ``speed``
-            (relative to the fastest of its class), ``error`` (the relative standard error of that), ``noise`` (the relative standard deviation of one step's time);
-            ``fixed_seconds`` and ``per_item_seconds`` (the estimate: n items take fixed + n * per item); ``equals`` (devices of its class that it cannot be told
-            from, itself included); ``samples`` (steps of evidence since its speed last changed) and ``since_step`` (when that was); ``change_points`` and
-            ``drifts`` (how often it changed suddenly, and slowly); ``slowdown`` (its time over that before the last change: 2 is twice as slow, 0 no change;
-            no more than that of a device that it cannot be told from, so 1 where it is level with one that has not slowed down) and ``regain`` (the part of a
-            step's time that would be saved if it were as fast as before; 0 if it is not slower).
+            ``devices``: one dictionary per device, in order. ``name``; ``device_class``; ``retired``; ``share`` (items of the last plan); ``startup_seconds``
+            (how much later than the first device it starts a step); ``measured`` (whether there is evidence; if not, all of the following are 0); ``speed``
+            (relative to the fastest of its class); ``error`` (relative standard error of the speed); ``noise`` (relative standard deviation of one step's time);
+            ``fixed_seconds`` and ``per_item_seconds`` (the estimate: n items take fixed + n * per item); ``equals`` (the number of devices of its class that
+            measure the same, itself included); ``samples`` (steps of evidence since its speed last changed); ``since_step`` (the step of that change);
+            ``change_points`` and ``drifts`` (how often the speed changed suddenly, and slowly); ``slowdown`` (its time divided by its time before the last
+            change: 2 is twice as slow, 0 means no change. Of devices that measure the same, the smallest counts, so it is 1 if one of them has not slowed
+            down); ``regain`` (the fraction of a step's time that its earlier speed would save; 0 if it is not slower).
 
-            ``recent_moves``: the last 16 changes of shares that promised a gain, oldest first. ``step`` (how many were recorded before), ``batch_size``, the shares
-            ``from`` and ``to``; ``promised_gain`` and ``measured_gain`` (the part of a step's time that was to be saved, and by the clock was);
-            ``resolution`` (differences below it are noise); ``outcome``: "kept" or "taken back" (it measured worse) once 8 steps have run by it, before
-            "pending", else "overtaken" by another move or a change of speed, or "unjudged" where nothing comparable ran before. The measured gain and
-            the resolution are 0 unless it was judged.
+            ``recent_moves``: the last 16 changes of shares that promised a gain, oldest first. ``step`` (the number of steps recorded before it);
+            ``batch_size``; the shares ``from`` and ``to``; ``promised_gain`` and ``measured_gain`` (fractions of a step's time, expected and measured);
+            ``resolution`` (smaller differences are noise); ``outcome``: "pending" until 8 steps have run with the new shares, then "kept" or "taken back"
+            (it measured worse); or "overtaken" by another move or a change of speed; or "unjudged" if nothing comparable ran before. The measured gain
+            and the resolution are 0 unless the move was judged.
         """
     def restore(self, device: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
-        A device that was retired gets work again.
+        Give a retired device work again.
         """
     def retire(self, device: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
-        The device with this index gets no further work.
+        Give the device with this index no further work.
         """
     def set_least_items(self, items: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
-        From the next plan on no share has fewer items, unless it is zero or the batch itself has fewer. 1: any share will do.
+        From the next plan on, every nonzero share has at least so many items, unless the batch has fewer. 1: no minimum.
         """
     def what_if(
         self,
@@ -249,20 +248,20 @@ class Balancer:
         batch_size: typing.SupportsInt | typing.SupportsIndex | None = None,
     ) -> WhatIfAnswer:
         """
-        What would the best split be, and how long a step, if devices had other speeds, came or left?
+        Predict the best split and the time of a step for other devices: other speeds, more devices or fewer.
 
-        By the present estimates; changes nothing.
+        Uses the present estimates and changes nothing.
 
         Parameters
         ----------
         speeds
-            Device names and factors on their present speed: {"cuda:1": 2.0} is twice as fast.
+            Factors on the present speed, by device name: {"cuda:1": 2.0} is twice as fast.
         add
-            (like, speed) each: one device more like the named one, so many times as fast.
+            Pairs (like, speed): one more device like the named one, at `speed` times its speed.
         remove
             Names of devices that would get no work.
         batch_size
-            Default: that of the last plan.
+            Default: the batch size of the last plan.
 
         Returns
         -------
@@ -271,12 +270,12 @@ class Balancer:
         Raises
         ------
         InvalidArgument
-            Before the first timing, for what is no such argument, a name that is not there, or a speed that is not above zero.
+            Before the first timing, for arguments of another type, for an unknown name, and for a speed that is not positive.
         """
     @property
     def move_count(self) -> int:
         """
-        Changes of shares so far, for unchanged batch sizes.
+        Changes of shares so far, not counting changes of the batch size.
         """
 
 LEDGER_VERSION: int = 6

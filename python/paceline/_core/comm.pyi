@@ -26,7 +26,7 @@ class Communicator:
 
 def nccl_info() -> dict[str, str]:
     """
-    NCCL's ``version`` and ``path``, or ``why_none``; the rest is empty. Loads it if it is not loaded yet; needs no GPU.
+    NCCL's ``version`` and ``path``, or ``why_none`` if there is no NCCL. Loads NCCL if needed; needs no GPU.
     """
 
 def reduce_isa() -> str:
@@ -36,5 +36,5 @@ def reduce_isa() -> str:
 
 def set_nccl_path(path: str) -> None:
     """
-    Where an NCCL is installed; without effect once one is loaded.
+    Set where NCCL is installed. No effect once NCCL is loaded.
     """

@@ -50,7 +50,7 @@ class StepOutcome:
 
 class DeviceQueues:
     """
-    The queues of a group's devices during steps, and who waits for whom.
+    The queues of a group's devices during steps, and the waits between them.
     """
     def __init__(
         self,
@@ -63,11 +63,11 @@ class DeviceQueues:
     ) -> None: ...
     def drain(self) -> None:
         """
-        Return when nothing is enqueued any more.
+        Return when all enqueued work is done.
         """
     def restart_run(self, device: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
-        Inside of a run: what the device has waited for until here is not its own time.
+        Restart the timing of the current run: the device has only waited so far.
         """
     def set_copies(
         self,
@@ -81,11 +81,11 @@ class DeviceQueues:
         ],
     ) -> None:
         """
-        (space, to, from, bytes) of what other memory spaces get at the start of each step.
+        Set the copies to other memory spaces at the start of each step: (space, to, from, bytes).
         """
     def set_stream(self, stream: typing.SupportsInt | typing.SupportsIndex | None) -> None:
         """
-        Order steps on this stream of the caller's from now on.
+        From now on, order steps on this stream of the caller.
         """
     @property
     def home_space(self) -> int: ...
@@ -94,32 +94,32 @@ class DeviceQueues:
     @property
     def pool_peaks(self) -> list[int | None]:
         """
-        Of each device, the most bytes that its GPU's pool had given out at once; None on the host.
+        Per device, the most bytes that its GPU's pool has given out at once; None on the host.
         """
     @property
     def readers(self) -> list[int | None]:
         """
-        Of each device, the stream that reads what it delivers.
+        Per device, the stream that reads what it delivers.
         """
     @property
     def sources(self) -> list[int | None]:
         """
-        Of each device, the stream of the home GPU that reads on its behalf; None for home's own.
+        Per device, the stream of the home GPU that reads for it; None for devices of the home GPU.
         """
     @property
     def spaces(self) -> list[int]:
         """
-        Of each device, the number of its memory space.
+        Per device, the number of its memory space.
         """
     @property
     def streams(self) -> list[int | None]:
         """
-        Of each device, the stream it computes on; None on the host.
+        Per device, the stream that it computes on; None on the host.
         """
     @property
     def transport(self) -> str:
         """
-        How data gets from one GPU to another, and why so; empty with one GPU.
+        How data gets from one GPU to another, with the reason; empty with one GPU.
         """
 
 class BatchPlan:

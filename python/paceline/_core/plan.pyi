@@ -23,9 +23,9 @@ __all__: list[str] = [
 
 class CostModel:
     """
-    Seconds a device needs for a share of n items; nondecreasing in n.
+    Seconds that a device needs for a share of n items; nondecreasing in n.
 
-    Make one with `affine`; `CostModel()` is the free device. Immutable.
+    Make one with `affine`. `CostModel()` costs nothing. Immutable.
     """
     @staticmethod
     def affine(
@@ -68,18 +68,18 @@ class CostModel:
     @property
     def per_item_seconds(self) -> float:
         """
-        Seconds each further item costs.
+        Seconds that each further item costs.
         """
 
 class Split:
     """
-    The shares of one step, and when the last device will be done by the models.
+    The shares of one step, and when the models expect the last device to finish.
     """
     def __repr__(self) -> str: ...
     @property
     def makespan_seconds(self) -> float:
         """
-        When the last device finishes, by the models.
+        When the models expect the last device to finish.
         """
     @property
     def shares(self) -> list[int]:
@@ -89,7 +89,7 @@ class Split:
 
 class ItemSplit:
     """
-    Which device gets which items, and when the last one will be done.
+    The items of each device, and when the models expect the last device to finish.
     """
     def __repr__(self) -> str: ...
     @property
@@ -105,22 +105,22 @@ class ItemSplit:
     @property
     def loads(self) -> list[float]:
         """
-        Per device, the sum of its items' costs; of `split_padded` their count times the largest cost.
+        Per device, the sum of its items' costs; for `split_padded`, their count times the largest cost.
         """
     @property
     def lower_bound_seconds(self) -> float:
         """
-        No split has a smaller makespan; equal to it when the split is proven best.
+        No split has a smaller makespan. Equal to the makespan if the split is proven best.
         """
     @property
     def makespan_seconds(self) -> float:
         """
-        When the last device finishes, by the models.
+        When the models expect the last device to finish.
         """
 
 class ItemCostFit:
     """
-    What an item costs, learned from timings: a shape shared by all devices, a scale for each.
+    The cost of an item, learned from timings: one shape shared by all devices, and a scale per device.
 
     The coefficients are those of the fastest device: a micro-batch takes fixed_seconds + per_token_seconds * tokens +
     per_squared_token_seconds * (sum of squared lengths).
@@ -128,7 +128,7 @@ class ItemCostFit:
     def __repr__(self) -> str: ...
     def item_seconds(self, tokens: typing.SupportsFloat | typing.SupportsIndex) -> float:
         """
-        What one more item of this length adds on the fastest device: its cost for `split_items`.
+        Seconds that one more item of this length adds on the fastest device: its cost for `split_items`.
         """
     @property
     def fixed_seconds(self) -> float:
@@ -138,17 +138,17 @@ class ItemCostFit:
     @property
     def models(self) -> list[tuple[float, float]]:
         """
-        Per device the pair (fixed_seconds, seconds_per_cost) for `split_items`.
+        Per device, the pair (fixed_seconds, seconds_per_cost) for `split_items`.
         """
     @property
     def per_squared_token_seconds(self) -> float:
         """
-        Seconds by the sum of squared lengths: attention.
+        Seconds per unit of the sum of squared lengths (attention).
         """
     @property
     def per_token_seconds(self) -> float:
         """
-        Seconds each further token costs.
+        Seconds that each further token costs.
         """
     @property
     def relative_rms(self) -> float:
@@ -158,7 +158,7 @@ class ItemCostFit:
     @property
     def scales(self) -> list[float]:
         """
-        Per device, how many times slower than the fastest; 0 for a device without samples.
+        Per device, its time relative to the fastest device; 0 for a device without samples.
         """
 
 def correction_floor(
@@ -167,7 +167,7 @@ def correction_floor(
     granularity: typing.SupportsInt | typing.SupportsIndex = 1,
 ) -> int:
     """
-    The smallest micro-batch whose fixed cost is at most `overhead` of its time, rounded up to `granularity`.
+    The smallest micro-batch whose fixed cost is at most the fraction `overhead` of its time, rounded up to a multiple of `granularity`.
     """
 
 def fit_item_cost(
@@ -178,18 +178,18 @@ def fit_item_cost(
     squared_tokens: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | None = None,
 ) -> ItemCostFit:
     """
-    Learn what an item costs from timed micro-batches, by nonnegative least squares of the relative error.
+    Learn the cost of an item from timed micro-batches, by nonnegative least squares of the relative error.
 
     Parameters
     ----------
     tokens
-        Tokens of each micro-batch, in all its items.
+        Tokens of each micro-batch, summed over its items.
     seconds
-        What each took, above 0.
+        Seconds of each micro-batch, above 0.
     devices
-        The device each ran on, from 0; None: all on one.
+        The index of the device that ran each micro-batch, from 0. None: one device ran all.
     squared_tokens
-        For each the sum of the squared lengths of its items; None: each was a single item.
+        For each micro-batch, the sum of its items' squared lengths. None: each micro-batch was a single item.
 
     Returns
     -------
@@ -199,11 +199,11 @@ def fit_item_cost(
     Raises
     ------
     InvalidArgument
-        Without samples, and for numbers that were not measured.
+        Without samples, and for numbers that cannot be measurements.
 
     Notes
     -----
-    What the samples do not tell apart is not known: with one length only, everything is fixed seconds.
+    The samples must vary to separate the terms: if all have one length, the whole time counts as fixed seconds.
 
     Examples
     --------
@@ -248,17 +248,17 @@ def split_batch(
     models
         One per device: a `CostModel`, or a pair (fixed_seconds, per_item_seconds).
     minimum, maximum
-        The smallest share that is not zero and the largest share, for all devices or one per device; None: no limit.
+        The smallest nonzero share and the largest share, for all devices or one per device. None: no limit.
     granularity
-        Shares are multiples of it; if the batch is not, exactly one share has the remainder.
+        Shares are multiples of this number. If the batch is not a multiple, exactly one share has the remainder.
     may_be_zero
-        Whether a device may be left without work (the default), for all devices or one per device.
+        Whether a device may get no work (default: True), for all devices or one per device.
     startup_seconds
-        What a device pays once if it has work, for all devices or one per device.
+        Seconds that a device with work spends once, for all devices or one per device.
     reduction_seconds
-        Seconds the step ends later when k devices have work, at index k, from 0 to the number of devices.
+        At index k, the seconds that the step takes longer when k devices have work; k from 0 to the number of devices.
     previous
-        The shares now in force: among optimal splits the one that changes the fewest devices wins, then lower-numbered devices do.
+        The present shares. Among optimal splits, the one that changes the fewest devices wins; after that, lower-numbered devices win.
 
     Returns
     -------
@@ -268,12 +268,12 @@ def split_batch(
     Raises
     ------
     InvalidArgument
-        For arguments that make no sense, and for limits that no split respects, naming the constraint.
+        For invalid arguments, and for limits that no split can respect. The message names the constraint.
 
     Notes
     -----
     Each grain goes to the device that would finish it first, which is optimal for nondecreasing costs (Ibaraki & Katoh, Resource
-    Allocation Problems, MIT Press 1988). With minimums above zero subsets of devices are searched: all of them up to 8 devices, a part beyond.
+    Allocation Problems, MIT Press 1988). With minimums above zero, subsets of devices are searched: all subsets up to 8 devices, some of them beyond.
 
     Examples
     --------
@@ -298,31 +298,31 @@ def split_items(
     tolerance: typing.SupportsFloat | typing.SupportsIndex = 0.0001,
 ) -> ItemSplit:
     """
-    Split items that do not cost the same, so that the last device finishes as early as possible.
+    Split items of unequal cost so that the last device finishes as early as possible.
 
     Parameters
     ----------
     costs
-        What each item costs, not negative: tokens, squared tokens, `ItemCostFit.item_seconds`, anything that adds up.
+        The cost of each item, 0 or more, in any unit that adds up: tokens, squared tokens, `ItemCostFit.item_seconds`.
     models
-        One per device: a pair (fixed_seconds, seconds_per_cost), or a `CostModel`. A device without items costs nothing.
+        One per device: a pair (fixed_seconds, seconds_per_cost), or a `CostModel`. A device without items takes no time.
     tolerance
-        The search ends once the makespan is within this part of the lower bound.
+        The search ends once the makespan is within this fraction of the lower bound.
 
     Returns
     -------
     ItemSplit
-        Every item on exactly one device; deterministic, ties go to the lower index.
+        Every item on exactly one device. Deterministic; ties go to the lower index.
 
     Raises
     ------
     InvalidArgument
-        For arguments that make no sense.
+        For invalid arguments.
 
     Notes
     -----
     Longest processing time on unequal speeds (Gonzalez, Ibarra & Sahni 1977), then exchanges between the latest device and
-    others. Up to 16 items a bounded depth-first search follows (Korf 1998), which mostly finds the optimum.
+    others. Up to 16 items, a bounded depth-first search follows (Korf 1998), which usually finds the optimum.
 
     Examples
     --------
@@ -338,34 +338,34 @@ def split_padded(
     ],
 ) -> ItemSplit:
     """
-    Split items over devices that pad theirs to the longest of them, so that the last device finishes as early as possible.
+    Split items over devices that pad their items to the longest, so that the last device finishes as early as possible.
 
-    A device that gets n items, the costliest of cost c, takes fixed_seconds + seconds_per_cost * n * c: all its items in one
-    batch, padded. Where nothing is padded, and costs add up, use `split_items`.
+    A device runs all its items in one padded batch. With n items, the costliest of cost c, it takes
+    fixed_seconds + seconds_per_cost * n * c. Without padding, where costs add up, use `split_items`.
 
     Parameters
     ----------
     costs
-        What each item costs, not negative: what one item padded to its length takes, e.g. tokens.
+        The cost of each item, 0 or more, when padded to its own length; for example its tokens.
     models
-        One per device: a pair (fixed_seconds, seconds_per_cost), or a `CostModel`; for a speed, (0, 1 / speed).
+        One per device: a pair (fixed_seconds, seconds_per_cost), or a `CostModel`. For a known speed, use (0, 1 / speed).
 
     Returns
     -------
     ItemSplit
-        Every item on exactly one device, and at least one on each if there are enough; `loads` are n * c. A device's items are
-        neighbours in order of cost. Deterministic; among equal devices the lower index gets the longer items.
+        Every item on exactly one device, and at least one item on each device if there are enough. `loads` are n * c. A device's
+        items are neighbours in order of cost. Deterministic; among equal devices the lower index gets the longer items.
 
     Raises
     ------
     InvalidArgument
-        For arguments that make no sense.
+        For invalid arguments.
 
     Notes
     -----
-    The exact minimum of all splits that give every device an item, by dynamic programming over the order of the devices: up to 12
-    devices, and beyond while there are at most 4096 ways to choose how many of each model. For more, devices that differ least
-    count as alike, and `gap` shows what is not proven.
+    Dynamic programming over the order of the devices finds the exact minimum of all splits that give every device an item. It is exact
+    up to 12 devices, and beyond as long as there are at most 4096 ways to choose how many devices of each model come first. Beyond
+    that, the devices that differ least count as equal, and `gap` shows how far the result may be from the best.
 
     Examples
     --------
@@ -379,10 +379,10 @@ def split_weighted(
     weights: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
 ) -> list[int]:
     """
-    Shares in the ratio of `weights`, by largest remainder, on a tie the lower index; a weight of zero gets nothing.
+    Shares in the ratio of `weights`, rounded by largest remainder; the lower index wins ties. A weight of zero gets nothing.
 
     Raises
     ------
     InvalidArgument
-        If a weight is negative or not finite, or none is above zero.
+        If a weight is negative or not finite, or if all are zero.
     """

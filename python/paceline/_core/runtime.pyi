@@ -21,8 +21,7 @@ class Device:
     """
     A place of execution: ``host:1``, a worker pinned to cores of its own; ``cuda:0``, a GPU; ``cuda:0/1``, a part of one.
 
-    A value that names the place and says what was found out about it; it owns nothing. `devices`, `find_device` and `partition` make
-    them.
+    A plain value: the name and the properties of the place. `devices`, `find_device` and `partition` make them.
     """
     def __eq__(self, arg0: object) -> bool: ...
     def __hash__(self) -> int: ...
@@ -31,7 +30,7 @@ class Device:
     @property
     def cores(self) -> tuple[int, ...]:
         """
-        The cores that the worker is pinned to; empty where pinning is impossible.
+        The cores that the worker is pinned to; empty if pinning is impossible.
         """
     @property
     def fraction(self) -> float:
@@ -61,17 +60,17 @@ class Device:
     @property
     def numa_node(self) -> int | None:
         """
-        The NUMA node of the cores; None when unknown or several.
+        The NUMA node of the cores; None if unknown or if there are several.
         """
     @property
     def part(self) -> int | None:
         """
-        Of ``cuda:0/1`` the 1; None for a whole device.
+        The 1 of ``cuda:0/1``; None for a whole device.
         """
     @property
     def sm_count(self) -> int | None:
         """
-        The streaming multiprocessors of the GPU that it computes on; None on the host.
+        The number of streaming multiprocessors that it computes on; None on the host.
         """
 
 class DeviceGroup:
@@ -79,7 +78,7 @@ class DeviceGroup:
     An ordered set of devices and one worker thread per device.
 
     The workers live until `close()`, the end of a ``with`` block, or the last reference. They are pinned to their device's cores and
-    park when there is nothing to do. After ``fork`` (a DataLoader worker) the child has none: there every call raises `Unavailable`.
+    sleep without work. After ``fork`` (a DataLoader worker) the child process has no workers: there every call raises `Unavailable`.
 
     Parameters
     ----------
@@ -89,7 +88,7 @@ class DeviceGroup:
     Raises
     ------
     InvalidArgument
-        If a device does not exist, is named twice, or none is given.
+        If a device does not exist or is named twice, or if the list is empty.
     """
     def __enter__(self) -> typing.Any: ...
     def __exit__(self, arg0: typing.Any, *args: object) -> None: ...
@@ -98,19 +97,19 @@ class DeviceGroup:
     def __repr__(self) -> str: ...
     def close(self, timeout: typing.SupportsFloat | typing.SupportsIndex = 10.0) -> None:
         """
-        End and join the workers; idempotent.
+        End and join the workers. A second call does nothing.
 
         Raises
         ------
         Timeout
-            If a worker is inside user code that does not return within `timeout` seconds; it is left behind and the error names it.
+            If a worker's user code does not return within `timeout` seconds. That worker is left behind, and the error names it.
         InvalidArgument
-            If `timeout` is negative or no number.
+            If `timeout` is negative or NaN.
         """
     @property
     def busy(self) -> bool:
         """
-        True while the workers are at a task.
+        True while the workers run a task.
         """
     @property
     def closed(self) -> bool:
@@ -132,7 +131,7 @@ def device_health(name: str) -> dict[str, typing.Any]:
     """
     What a device's own sensors and counters say now: clocks, limits, temperature, power, other processes.
 
-    Holds what is known, and as ``why_no_health`` why nothing is.
+    Unknown values are left out. If nothing is known, ``why_no_health`` says why.
 
     Raises
     ------
@@ -142,18 +141,17 @@ def device_health(name: str) -> dict[str, typing.Any]:
 
 def devices() -> list[Device]:
     """
-    Every device that this process can use now, in order: GPUs first, whole, then the host's.
+    Every device that this process can use now, in order: GPUs, then host devices. Parts of GPUs are not listed.
 
-    Host devices: one per core of the process's affinity mask, no more than its cgroup's CPU limit allows. Under such a limit
-    a device is pinned to several cores, since all the cores of the mask are dealt out.
+    There is one host device per core of the process's affinity mask, limited by its cgroup's CPU quota. With a quota, a device is pinned
+    to several cores, because every core of the mask is given to a device.
     """
 
 def find_device(name: str) -> Device:
     """
     The device called `name`, such as ``host:1``.
 
-    More host devices than cores may be named; they share cores. Parts of a GPU, such as ``cuda:0/1``, are there once `partition` has made
-    them.
+    More host devices than cores are allowed; they share cores. Parts of a GPU, such as ``cuda:0/1``, exist once `partition` has made them.
 
     Raises
     ------
@@ -163,19 +161,19 @@ def find_device(name: str) -> Device:
 
 def gpu_facts() -> list[dict[str, typing.Any]]:
     """
-    What the CUDA runtime and the driver tell of each GPU; an empty list where there is none.
+    What the CUDA runtime and the driver say about each GPU; an empty list without a GPU.
 
     Returns
     -------
     list of dict
         ``device``, ``model``, ``pci_bus_id``, ``numa_node``, ``compute_capability``, ``sm_count``, ``peak_clock_mhz``, ``memory_bytes``,
-        ``copy_engine_count``, ``peers`` (the GPUs whose memory it reaches without the host), ``partition_sm_count`` (of the smallest part),
-        ``most_partitions``, ``why_no_partitions`` (empty where there can be some), ``driver`` and ``runtime`` (CUDA versions).
+        ``copy_engine_count``, ``peers`` (the GPUs whose memory it can access directly), ``partition_sm_count`` (SMs of the smallest part),
+        ``most_partitions``, ``why_no_partitions`` (empty if it can be partitioned), ``driver`` and ``runtime`` (CUDA versions).
     """
 
 def host_facts() -> dict[str, typing.Any]:
     """
-    What the operating system says about the processor and this process's part of it.
+    What the operating system says about the processor, and how much of it this process may use.
     """
 
 def partition(
@@ -192,5 +190,5 @@ def release_partitions(device: str | Device, timeout: typing.SupportsFloat | typ
 
 def why_no_devices() -> dict[str, str]:
     """
-    Of each kind of device that this build knows, why there is none; empty where there is one.
+    For each kind of device that this build supports: why there is no device; empty if there is one.
     """

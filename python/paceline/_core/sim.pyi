@@ -7,13 +7,13 @@ __all__: list[str] = ["Event", "Scenario", "ScenarioResult", "SimulationResult",
 
 class Scenario:
     """
-    A way in which training machines misbehave, and what is asked of the balancer there.
+    A way in which training machines misbehave, with bounds for the balancer.
     """
     def __repr__(self) -> str: ...
     @property
     def about(self) -> str:
         """
-        What happens, and where such a thing was observed or published.
+        What happens, and where it was observed or published.
         """
     @property
     def most_moves_per_100_steps(self) -> float:
@@ -28,28 +28,28 @@ class Scenario:
     @property
     def most_steps_to_recover(self) -> int:
         """
-        0: not asked.
+        The bound on `ScenarioResult.steps_to_recover`; 0: no bound.
         """
     @property
     def name(self) -> str:
         """
-        How results name it.
+        The name that results use.
         """
     @property
     def steps(self) -> int:
         """
-        Steps simulated.
+        The number of simulated steps.
         """
 
 class ScenarioResult:
     """
-    What came out of one scenario, over its seeds.
+    The results of one scenario over its seeds.
     """
     def __repr__(self) -> str: ...
     @property
     def even_loss(self) -> float:
         """
-        Of the even split.
+        The loss of the even split.
         """
     @property
     def loss(self) -> float:
@@ -59,7 +59,7 @@ class ScenarioResult:
     @property
     def missed(self) -> list[str]:
         """
-        Bounds that were not kept, in words.
+        The bounds that were missed, as sentences.
         """
     @property
     def moves_per_100_steps(self) -> float:
@@ -69,37 +69,37 @@ class ScenarioResult:
     @property
     def name(self) -> str:
         """
-        Of the scenario.
+        The name of the scenario.
         """
     @property
     def optimum_loss(self) -> float:
         """
-        The least that a rule without a crystal ball can lose.
+        The smallest loss of a rule that cannot see the future.
         """
     @property
     def optimum_source(self) -> str:
         """
-        Where that is from.
+        The source of `optimum_loss`.
         """
     @property
     def regret(self) -> float:
         """
-        Loss beyond the optimum's.
+        The loss minus `optimum_loss`.
         """
     @property
     def steps_to_recover(self) -> int | None:
         """
-        Of the event that took longest, the median over the seeds; None without events, or if never.
+        For the slowest event, the median over the seeds; None without events, or if it never recovered.
         """
     @property
     def worst_loss(self) -> float:
         """
-        Of one seed.
+        The largest loss of one seed.
         """
 
 class Event:
     """
-    A change of the box that the split should follow.
+    A change of the simulated machine that the split should follow.
     """
     def __repr__(self) -> str: ...
     @property
@@ -115,28 +115,28 @@ class Event:
     @property
     def step(self) -> int:
         """
-        The first step that it concerns.
+        The first step with the change.
         """
 
 class SimulationResult:
     """
-    How a policy did on a simulated box.
+    How a policy performed on a simulated machine.
     """
     def __repr__(self) -> str: ...
     @property
     def elapsed_seconds(self) -> float:
         """
-        On the virtual clock.
+        The time that passed on the virtual clock.
         """
     @property
     def events(self) -> list[Event]:
         """
-        In order of steps.
+        The events, in order of steps.
         """
     @property
     def explanation(self) -> str:
         """
-        `Balancer.explain()` at the end.
+        The text of `Balancer.explain()` after the last step.
         """
     @property
     def final_shares(self) -> list[int]:
@@ -151,12 +151,12 @@ class SimulationResult:
     @property
     def ledger(self) -> str:
         """
-        JSON lines, empty unless asked for.
+        The ledger as JSON lines; empty unless requested.
         """
     @property
     def loss_to_ideal(self) -> float:
         """
-        Mean over steps of the noise-free makespan of the shares used over the oracle's, minus 1.
+        Mean over steps of (noise-free makespan of the shares used / that of the oracle's shares) - 1.
         """
     @property
     def lost_steps(self) -> int:
@@ -176,26 +176,26 @@ class SimulationResult:
     @property
     def steps_to_recover(self) -> list[int | None]:
         """
-        Per event, steps until within 5 % of the new ideal; None if not before the next event.
+        Per event, steps until within 5 % of the new ideal; None if the next event came first.
         """
     @property
     def time_over_ideal(self) -> float:
         """
-        All the time that passed, noise and lost steps included, over the oracle's noise-free time.
+        The total time, noise and lost steps included, divided by the oracle's noise-free time.
         """
 
 def run_suite(
     names: collections.abc.Sequence[str] = [], *, seeds: typing.SupportsInt | typing.SupportsIndex = 5
 ) -> list[ScenarioResult]:
     """
-    Run the balancer through scenarios and hold each outcome against its bounds.
+    Run the balancer through scenarios and check each result against its bounds.
 
     Parameters
     ----------
     names
-        Of the scenarios to run; none: all.
+        The scenarios to run; an empty list means all.
     seeds
-        Each scenario meets the noise of the seeds 1 to `seeds`.
+        Each scenario runs once for each seed from 1 to `seeds`.
 
     Returns
     -------
@@ -204,7 +204,7 @@ def run_suite(
     Raises
     ------
     InvalidArgument
-        For a name that no scenario has, or less than one seed.
+        For an unknown scenario, or fewer than one seed.
     """
 
 def scenarios() -> list[Scenario]:
@@ -269,40 +269,40 @@ def simulate(
     Parameters
     ----------
     speeds
-        One per device.
+        One speed per device.
     batch_size, steps
-        Items per step; steps that must succeed.
+        Items per step; the number of steps that must succeed.
     policy
         "auto", "even" or "weighted" (by `speeds`).
     noise
         Times are multiplied by exp(noise * Z), Z standard normal.
     throttles
-        (device, factor, from, to): that device takes `factor` times as long in steps [from, to).
+        (device, factor, from, to): the device takes `factor` times as long in steps [from, to).
     failures
-        (device, step): the device stops in that step, which is lost and repeated by the others.
+        (device, step): the device stops in that step. The step is lost, and the other devices repeat it.
     spike_probability, spike_factor
-        So often a device's step takes `spike_factor` times as long.
+        With this probability a device's step takes `spike_factor` times as long.
     seed
-        Of the noise.
+        The seed of the noise.
     fixed_seconds, per_item_seconds
-        The cost of a device of speed 1.
+        The cost on a device of speed 1.
     device_classes
-        One name per device; default: all of one class.
+        One class per device. Default: one class for all.
     ledger
-        Keep the balancer's calls, for `paceline.balance.replay`.
+        Keep a ledger of the balancer's calls, for `paceline.balance.replay`.
     drifts
-        (device, first, last, from, to): that device takes `first` times as long up to step `from`, `last` times from step `to` on, and
-        what lies between in between.
+        (device, first, last, from, to): the device takes `first` times as long up to step `from` and `last` times as long from step `to`
+        on. In between, the factor changes gradually.
     pauses
-        (device, seconds, first, every): that device stands still so long in step `first` and every `every` steps after it (0: once).
-        No split avoids it, so it is not in the ideal.
+        (device, seconds, first, every): the device pauses for `seconds` in step `first` and every `every` steps after it (0: once).
+        No split can avoid pauses, so the ideal does not contain them.
     reduction_seconds
-        Seconds that each step ends later when k devices have work, at index k from 0; default: none.
+        At index k, the seconds that each step takes longer when k devices have work; k from 0. Default: none.
     first_run_seconds
-        Added when a device runs a size for the first time; such times are marked as no evidence.
+        Added when a device runs a size for the first time. Such times do not count as evidence.
     lasting_noise
-        (deviation, steps, common): more noise on log times, whose correlation n steps apart is exp(-n / steps); common: all devices
-        meet the same one, otherwise each has its own.
+        (deviation, steps, common): additional noise on the logarithms of times. Its correlation over n steps is exp(-n / steps). If
+        `common`, all devices have the same noise; otherwise each device has its own.
 
     Returns
     -------
@@ -311,5 +311,5 @@ def simulate(
     Raises
     ------
     InvalidArgument
-        For arguments that make no sense, naming the device or event.
+        For invalid arguments. The message names the device or event.
     """

@@ -131,7 +131,7 @@ TEST(Balancer, StolenItemsAreEvidenceOfWhereTheyRan) {
   Balancer balancer(three());
   for (int k = 0; k < 6; ++k) {
     balancer.next_plan(300);
-    // The third device was slow, so the others took part of its share in small pieces.
+    // The third device was slow, so the others took over part of its share in small pieces.
     balancer.record(
         {.devices = {{{100, 0.100}, {20, 0.020}}, {{100, 0.100}, {20, 0.020}}, {{60, 0.120}}}, .step_seconds = 0.12});
   }
@@ -193,7 +193,7 @@ TEST(Balancer, ADeviceThatComesBackGetsWorkByWhatWasKnownOfIt) {
 TEST(Balancer, NoticesThatADeviceWithoutWorkRecovered) {
   BalancerOptions options = three();
   Balancer balancer(options);
-  // The third device has a fixed cost of more than the whole step while it is slow, so it gets nothing.
+  // While the third device is slow, its fixed cost exceeds the whole step, so it gets nothing.
   const auto seconds = [](std::int64_t items, bool slow) {
     return (0.010 + 0.0001 * static_cast<double>(items)) * (slow ? 8.0 : 1.0);
   };
@@ -217,11 +217,11 @@ TEST(Balancer, NoticesThatADeviceWithoutWorkRecovered) {
   EXPECT_EQ(shares, (Shares{100, 100, 100}));
 }
 
-/// Two equal devices that share the work of a step perfectly, but for the second one's start.
+/// Two equal devices that share a step's work perfectly, except that the second one starts late.
 StepTimings with_late_second(const Shares& shares, double start_seconds) {
   StepTimings timings{.devices = {{}, {}}, .startup_seconds = {0.0, std::nullopt}};
   const double all = 0.001 * static_cast<double>(shares[0] + shares[1]);
-  if (shares[1] > 0 && start_seconds >= all) {  // the first one ran the second one's share
+  if (shares[1] > 0 && start_seconds >= all) {  // the first one ran the second one's share, too
     timings.devices[0].push_back({shares[0] + shares[1], all});
     timings.startup_seconds[1] = all;
     timings.step_seconds = all;

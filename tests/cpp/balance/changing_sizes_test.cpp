@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Batch sizes that change from step to step: what is known of one size is not taken for another, nor lost by it.
+// Batch sizes that change from step to step: the balancer neither mixes up what it knows of different sizes nor loses
+// it.
 #include <gtest/gtest.h>
 
 #include <cstddef>
@@ -16,7 +17,7 @@ namespace {
 
 using Shares = std::vector<std::int64_t>;
 
-/// Devices of 4 ms and 0.1 ms an item, without noise.
+/// Devices that take 4 ms plus 0.1 ms per item, without noise.
 sim::BoxOptions box_of(const std::vector<double>& speeds, double first_run_seconds = 0.0) {
   sim::BoxOptions box;
   for (std::size_t i = 0; i < speeds.size(); ++i) {
@@ -29,7 +30,7 @@ sim::BoxOptions box_of(const std::vector<double>& speeds, double first_run_secon
   return box;
 }
 
-/// A balancer and the box that it plans for.
+/// A balancer and its simulated machine.
 struct Trainer {
   explicit Trainer(const sim::BoxOptions& options) : box(options), balancer(options_for(options)) {}
 
@@ -47,7 +48,7 @@ struct Trainer {
     return plan;
   }
 
-  /// By the present step's speeds: how much longer than the best split it takes.
+  /// How much longer these shares take than the best split, by the present step's speeds.
   [[nodiscard]] double lost(const Shares& shares, std::int64_t batch_size) const {
     return box.makespan(steps, shares) - box.ideal(steps, batch_size);
   }
@@ -59,7 +60,7 @@ struct Trainer {
 
 bool probes(const StepPlan& plan) { return plan.reason.starts_with("probe"); }
 
-/// Two devices at full speed, and one that a batch of some hundred items does not pay for until step `until`.
+/// Two devices at full speed, and a third that does not pay off for a batch of a few hundred items until step `until`.
 sim::BoxOptions with_a_slow_third(std::int64_t until) {
   sim::BoxOptions box = box_of({1, 1, 1});
   box.throttles = {{2, 10.0, 0, until}};
@@ -111,7 +112,7 @@ TEST(ChangingSizes, EachGoesBackToItsSplitAfterAProbe) {
   }
 }
 
-/// Two sizes in turn, from step `from` on, until `batch_size` moves: what that size had lost by then.
+/// Alternates two sizes from step `from` on until `batch_size` moves. Returns what that size had lost by then.
 double lost_until_moved(Trainer& trainer, std::int64_t batch_size, std::int64_t other_size) {
   const Shares in_force = trainer.step(batch_size).shares;
   double lost = 0.0;
@@ -144,7 +145,7 @@ TEST(ChangingSizes, WhatElseChangesForgetsNothingThatWasLost) {
   EXPECT_NEAR(lost_until_moved(trainer, 600, 0), 0.5, 0.15) << trainer.balancer.explain();
 }
 
-/// Device `device` becomes a fifth slower, and as fast as before again, both too slowly for a sudden change to be seen.
+/// Device `device` becomes a fifth slower and then as fast as before, both too slowly for a change point.
 void rise_and_fall(sim::BoxOptions& options, std::size_t device, std::int64_t from) {
   options.drifts.push_back({device, 1.0, 1.2, from, from + 200});
   options.drifts.push_back({device, 1.0, 1.0 / 1.2, from + 200, from + 400});

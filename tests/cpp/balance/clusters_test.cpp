@@ -54,12 +54,12 @@ TEST(ClusterEquals, PartitionsAndLeavesNoTwoGroupsThatAreEqual) {
     for (std::size_t i = 0; i < members.size(); ++i) ASSERT_EQ(members[i], i) << "seed " << seed;
     groups += clusters.size();
   }
-  EXPECT_GT(groups, 600U);  // else nothing was told apart
+  EXPECT_GT(groups, 600U);  // otherwise no devices were separated
 }
 
 TEST(ClusterEquals, JoinsTheClosestFirst) {
   const ShapeEstimator shape = known_shape();
-  // 1.00 and 1.02 are as good as equal at these errors, and so are 1.02 and 1.03; 1.00 and 1.03 are not.
+  // At these errors 1.00 and 1.02 count as equal, and so do 1.02 and 1.03, but not 1.00 and 1.03.
   const std::vector<Cluster> clusters =
       cluster_equals({{0, 1.0, 0.0055, 64.0}, {1, 1.02, 0.0055, 64.0}, {2, 1.03, 0.0055, 64.0}}, shape);
   ASSERT_EQ(clusters.size(), 2U);

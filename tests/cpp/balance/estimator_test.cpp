@@ -19,7 +19,7 @@ std::vector<DeviceProfile> profiles(std::size_t count) {
   return out;
 }
 
-/// Steps of equal devices (4 ms + 0.1 ms an item) with noise; `slow(step, device)` is what each time is multiplied by.
+/// Steps of equal devices (4 ms + 0.1 ms an item) with noise. `slow(step, device)` multiplies each time.
 struct Feed {
   Estimator estimator;
   double noise;
@@ -69,12 +69,12 @@ TEST(Estimator, TakesTwoOutliersOnOneSideAsALevelShift) {
   EXPECT_EQ(feed.estimator.devices()[1].change_points, 0);
 }
 
-/// One device is slower by `factor` in steps [from, to).
+/// Makes one device slower by `factor` in steps [from, to).
 std::function<double(std::int64_t, std::size_t)> slower(double factor, std::int64_t from, std::int64_t to) {
   return [=](std::int64_t step, std::size_t i) { return i == 0 && step >= from && step < to ? factor : 1.0; };
 }
 
-/// Has met an excursion of ten steps, by 50 steps in all.
+/// A feed of 50 steps with an excursion of ten steps.
 Feed after_an_excursion() {
   Feed feed{Estimator(profiles(2)), 0.01};
   feed.run(50, {64, 64}, slower(1.2, 20, 30));
@@ -84,7 +84,7 @@ Feed after_an_excursion() {
 TEST(Estimator, WaitsUntilAChangeHasOutlastedExcursionsOfItsSize) {
   Feed feed = after_an_excursion();
   const DeviceEstimate& device = feed.estimator.devices()[0];
-  EXPECT_EQ(device.change_points, 2);  // nothing was known of it: there and back
+  EXPECT_EQ(device.change_points, 2);  // two changes, there and back, because excursions were unknown before
   const double before = device.own_scale;
   feed.run(8, {64, 64}, slower(1.2, 0, 100));
   EXPECT_TRUE(feed.estimator.doubtful(0));
@@ -104,13 +104,13 @@ TEST(Estimator, TimeBetweenExcursionsIsNone) {
   Feed feed{Estimator(profiles(2)), 0.01};
   feed.run(40, {64, 64});
   const DeviceEstimate& device = feed.estimator.devices()[0];
-  for (int k = 0; k < 3; ++k) {  // a short one, a longer one that is believed and left again, and once more
+  for (int k = 0; k < 3; ++k) {  // a short excursion, then two longer ones that each count as a change and end again
     feed.run(8 + 4 * k, {64, 64}, slower(1.2, 0, 10000));
     feed.run(50, {64, 64});
   }
   EXPECT_EQ(device.change_points, 6);
   const std::int64_t before = feed.step;
-  feed.run(17, {64, 64}, slower(1.2, 0, 10000));  // longer than the 16 steps of the longest
+  feed.run(17, {64, 64}, slower(1.2, 0, 10000));  // longer than the longest excursion of 16 steps
   EXPECT_EQ(device.change_points, 7);
   EXPECT_EQ(device.since_step, before);
 }
@@ -207,8 +207,8 @@ TEST(Estimator, EqualDevicesShareOneScaleUntilTheyDiffer) {
       steps_apart += last > 0;
     }
   }
-  // 3 standard errors of a difference, 28 pairs, few independent looks: rare. Groups judged by their means' errors were
-  // apart in every third run.
+  // 3 standard errors of a difference, 28 pairs, few independent looks: separations are rare. Judging groups by the
+  // errors of their means separated them in every third run.
   EXPECT_LT(steps_apart, 30) << "of 3000";
 }
 
@@ -236,7 +236,7 @@ TEST(Estimator, IgnoresExcludedTimingsAndIdleDevices) {
   EXPECT_TRUE(estimator.has_evidence());
   EXPECT_EQ(estimator.devices()[0].samples, 1u);
   EXPECT_EQ(estimator.devices()[1].samples, 0u);
-  EXPECT_NEAR(estimator.model(1).seconds(64), 0.01, 1e-9);  // not measured: as its class
+  EXPECT_NEAR(estimator.model(1).seconds(64), 0.01, 1e-9);  // not measured, so as its class
 }
 
 TEST(Estimator, KnowsTheModelFromSeveralMicroBatchSizesPerStep) {
@@ -280,7 +280,8 @@ TEST(Estimator, ForgetsWhatWasBeforeADrift) {
 TEST(Estimator, ComparesDevicesUnderTheSameConditions) {
   Feed feed{Estimator(profiles(2)), 0.01};
   feed.run(100, {64, 64});
-  // One changes, and from then on a third program makes both slower: the other's long window is of the time before.
+  // One device changes. From then on a third program slows down both, so the other one's long window covers the time
+  // before.
   feed.run(20, {64, 64}, [](std::int64_t step, std::size_t i) { return i == 0 ? 2.0 : (step < 102 ? 1.0 : 1.06); });
   const auto ratio = [&] { return feed.estimator.devices()[0].own_scale / feed.estimator.devices()[1].own_scale; };
   EXPECT_NEAR(ratio(), 2.0 / 1.06, 0.1);
@@ -289,7 +290,7 @@ TEST(Estimator, ComparesDevicesUnderTheSameConditions) {
 }
 
 TEST(Estimator, KnowsHowWellItKnowsTheRatioWhateverTheNoiseIs) {
-  // Of two devices: noise of their own, independent or lasting, and lasting noise that both have.
+  // Two devices with noise of their own, independent or lasting, plus lasting noise in common.
   for (const bool lasting : {false, true}) {
     double squares = 0.0;
     constexpr int kSeeds = 200;
@@ -303,7 +304,7 @@ TEST(Estimator, KnowsHowWellItKnowsTheRatioWhateverTheNoiseIs) {
       Estimator estimator(profiles(2));
       for (std::int64_t step = 0; step < 100; ++step) estimator.record(step, box.run(step, {64, 64}).timings);
       const auto& devices = estimator.devices();
-      double variance = 0.0;  // of two devices that are told to be equal each has the error of both
+      double variance = 0.0;  // over two devices that count as equal: each has the error of both
       for (const DeviceEstimate& device : devices) {
         const double alone = devices[0].cluster == devices[1].cluster ? 2.0 : 1.0;
         variance += alone * device.error * device.error;
@@ -312,7 +313,7 @@ TEST(Estimator, KnowsHowWellItKnowsTheRatioWhateverTheNoiseIs) {
       squares += difference * difference / variance / kSeeds;
     }
     EXPECT_GE(std::sqrt(squares), 0.75) << lasting;
-    EXPECT_LE(std::sqrt(squares), 1.35) << lasting;  // 2 where noise that lasts is taken for independent
+    EXPECT_LE(std::sqrt(squares), 1.35) << lasting;  // 2 if lasting noise is taken for independent noise
   }
 }
 

@@ -16,7 +16,7 @@ namespace {
 
 using Shares = std::vector<std::int64_t>;
 
-// Each device is a class of its own: what two devices of one class would share hides how well each one is known.
+// Each device is a class of its own, because devices of one class share what is known about them.
 std::vector<DeviceProfile> profiles(std::size_t count) {
   std::vector<DeviceProfile> out;
   for (std::size_t i = 0; i < count; ++i) {
@@ -70,7 +70,8 @@ struct Known {
 };
 
 TEST(GainError, WeighsTheDeviceThatIsWaitedForAgainstTheAverageOfAll) {
-  // Rates 20, 20 and 10 items a millisecond: two, two and one fifths of the whole. The third one is waited for.
+  // Rates of 20, 20 and 10 items per millisecond: two, two and one fifths of the whole. The step waits for the third
+  // one.
   Known known(3);
   known.run(20, {100, 100, 100}, {5e-5, 5e-5, 1e-4}, 0.03, 1);
   const PolicyContext context = known.context();
@@ -80,7 +81,7 @@ TEST(GainError, WeighsTheDeviceThatIsWaitedForAgainstTheAverageOfAll) {
   const double by_hand =
       std::sqrt(std::pow(0.4 * error(0), 2) + std::pow(0.4 * error(1), 2) + std::pow(0.8 * error(2), 2));
   EXPECT_NEAR(gain_error(context, models, {100, 100, 100}, {120, 120, 60}), by_hand, 1e-12);
-  // Without the second one the rates are two thirds and one third.
+  // Without the second one, the rates are two thirds and one third of the whole.
   EXPECT_NEAR(
       gain_error(context, models, {150, 0, 150}, {200, 0, 100}),
       std::hypot(2.0 / 3.0 * known.estimator.error_at(0, 150.0), 2.0 / 3.0 * known.estimator.error_at(2, 150.0)),
@@ -91,7 +92,7 @@ TEST(GainError, CoversTheSpreadOfTheGainsThatIndependentNoisePromises) {
   constexpr int kRuns = 300;
   double sum = 0.0;
   double squares = 0.0;
-  double told = 0.0;
+  double reported = 0.0;
   for (int seed = 1; seed <= kRuns; ++seed) {
     Known known(2);
     known.run(25, {100, 100}, {5e-5, 1e-4}, 0.05, static_cast<std::uint64_t>(seed));
@@ -102,12 +103,13 @@ TEST(GainError, CoversTheSpreadOfTheGainsThatIndependentNoisePromises) {
     const double gain = std::log(now / ideal);
     sum += gain;
     squares += gain * gain;
-    told += gain_error(context, models, {100, 100}, {133, 67});
+    reported += gain_error(context, models, {100, 100}, {133, 67});
   }
   const double spread = std::sqrt(squares / kRuns - std::pow(sum / kRuns, 2));
-  // After 25 steps the estimator still half expects noise that lasts, so it tells more than independent noise spreads.
-  EXPECT_GT(told / kRuns / spread, 0.9) << "told " << told / kRuns << ", seen " << spread;
-  EXPECT_LT(told / kRuns / spread, 1.8) << "told " << told / kRuns << ", seen " << spread;
+  // After 25 steps the estimator still allows for lasting noise, so it reports more than the spread of independent
+  // noise.
+  EXPECT_GT(reported / kRuns / spread, 0.9) << "reported " << reported / kRuns << ", seen " << spread;
+  EXPECT_LT(reported / kRuns / spread, 1.8) << "reported " << reported / kRuns << ", seen " << spread;
 }
 
 TEST(GainError, KeepsNoiseFromMovingTheSharesOfEqualDevices) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Shares that are zero or large enough: every policy, every small batch, while speeds are learned and change.
+// Shares that are zero or large enough: for every policy and every small batch, while speeds are learned and change.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -28,7 +28,7 @@ BalancerOptions options_of(const std::string& policy, std::size_t devices, std::
   return options;
 }
 
-/// Plans and records one step on devices of these speeds.
+/// Plans and records one step on devices with these speeds.
 Shares step(Balancer& balancer, std::int64_t batch_size, const std::vector<double>& speeds, std::mt19937_64& random) {
   const Shares shares = balancer.next_plan(batch_size).shares;
   StepTimings timings;
@@ -102,7 +102,7 @@ TEST(LeastItems, LargeSharesAreThoseOfABalancerWithoutThem) {
   Balancer other(options_of("auto", 4));
   other.set_least_items(2);
   for (int k = 0; k < 200; ++k) {
-    // One device is to have more than twice an even share, which it grows to in two moves.
+    // One device should get more than twice an even share, which takes two moves.
     const std::vector<double> speeds{1.0, k < 100 ? 1.0 : 0.4, 9.0, 1.0};
     ASSERT_EQ(step(balancer, 512, speeds, random), step(other, 512, speeds, same)) << "step " << k;
   }

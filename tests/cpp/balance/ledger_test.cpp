@@ -12,7 +12,7 @@
 namespace paceline::balance {
 namespace {
 
-/// Takes so many bytes, then none.
+/// Accepts so many bytes, then refuses.
 class FullDisk final : public std::streambuf {
  public:
   explicit FullDisk(std::size_t space) : space_(space) {}
@@ -117,7 +117,7 @@ TEST(Ledger, SaysThatItCouldNotBeWrittenToItsEnd) {
   for (int k = 0; k < 10; ++k) step();
   EXPECT_TRUE(ledger->failed());
   EXPECT_NE(balancer.explain().find("The ledger could not be written to its end"), std::string::npos);
-  out.clear();  // space again: a line that is missing in the middle would not replay
+  out.clear();  // there is space again, but a ledger with a missing line would not replay
   step();
   EXPECT_EQ(disk.written().size(), 1000U);
 }

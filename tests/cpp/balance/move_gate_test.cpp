@@ -116,12 +116,12 @@ TEST(MoveGate, NoiseRaisesTheGate) {
 }
 
 TEST(MoveGate, AsksForTwoStandardErrorsOfTheGain) {
-  // Of two devices, each the median of 128 samples: the gain is half of their difference, whatever the noise is.
+  // Each device is the median of 128 samples. The gain is half of the difference of the two, whatever the noise is.
   for (const bool lasting : {false, true}) {
     double required = 0.0;
     for (std::uint64_t seed = 1; seed <= 20; ++seed) {
       sim::BoxOptions noisy = box_of({1.0, 1.0}, 0.1);
-      noisy.devices[1].device_class = "other";  // of one class they would be taken as equal
+      noisy.devices[1].device_class = "other";  // devices of one class would count as equal
       if (lasting) noisy.lasting_noise = {{0.1, 4.0, false}};
       noisy.seed = seed;
       sim::Box box(noisy);
@@ -167,8 +167,8 @@ TEST(MoveGate, CompletesAProvisionalMoveWithBetterNumbers) {
   EXPECT_GE(better, 8);
 }
 
-/// Steps of two devices, the second 5 % slower, on a bus that makes every uneven step 6 % longer than its devices' own
-/// times say.
+/// A step of two devices, the second 5 % slower, on a bus that makes every uneven step 6 % longer than the devices' own
+/// times.
 Shares step_on_shared_bus(Balancer& balancer) {
   const StepPlan plan = balancer.next_plan(400);
   StepTimings timings;
@@ -205,7 +205,7 @@ TEST(MoveGate, TakesBackAMoveThatMeasuresWorseAndBelievesLessAfterwards) {
     EXPECT_GE(early.recent_moves[i].step - early.recent_moves[i - 1].step, 32)
         << "a move while one was just taken back";
   }
-  // The required gain doubles each time, so it stops although the models promise the same as ever.
+  // The required gain doubles each time, so the moves stop although the models keep promising the same gain.
   for (int k = 0; k < 600; ++k) step_on_shared_bus(balancer);
   EXPECT_LE(balancer.report().taken_back, 2);
   EXPECT_EQ(step_on_shared_bus(balancer), (Shares{200, 200}));
@@ -219,8 +219,7 @@ TEST(MoveGate, DoesNotGoBackToSharesOfSpeedsThatAreGone) {
     ASSERT_LT(balancer.report().steps, 60);
     step_on_shared_bus(balancer);
   }
-  // The shares that the move is taken back to wait for the next step of this size. Meanwhile host:1 turns twice as
-  // fast.
+  // The earlier shares wait for the next step of this size. Meanwhile host:1 becomes twice as fast.
   for (int k = 0; k < 4; ++k) {
     const StepPlan plan = balancer.next_plan(200);
     StepTimings timings;
@@ -237,7 +236,7 @@ TEST(MoveGate, DoesNotGoBackToSharesOfSpeedsThatAreGone) {
 TEST(MoveGate, NeverAsksForMoreThanAllOfTheTime) {
   BalancerOptions options = options_for(box_of({1, 1}, 0.0));
   options.calibrate = false;
-  options.granularity = 200;  // half or all, nothing between
+  options.granularity = 200;  // all or half, nothing in between
   Balancer balancer(options);
   std::mt19937_64 random(1);
   std::normal_distribution<double> noise(0.0, 0.08);
@@ -259,7 +258,8 @@ TEST(MoveGate, NeverAsksForMoreThanAllOfTheTime) {
 }
 
 TEST(MoveGate, DoesNotTakeBackWhatOthersHadTakenOverBefore) {
-  // host:1 comes when host:0 has run its share, too. To leave it out promises a third, and the clock sees none of it.
+  // host:1 starts only when host:0 has run host:1's share, too. Leaving host:1 out promises a third, but the clock
+  // shows no gain.
   BalancerOptions options = options_for(box_of({1, 1}, 0.0));
   options.calibrate = false;
   Balancer balancer(options);
@@ -280,7 +280,7 @@ TEST(MoveGate, WaitsWithNewSizesUntilAsMuchIsLostAsTheyCost) {
   for (sim::SimDevice& device : options.devices) device.first_run_seconds = 0.5;
   sim::Box box(options);
   Balancer balancer(options_for(options));
-  run(balancer, box, 0, 20, 400);  // 24 ms a step; 36 ms throttled, 28.8 ms at best
+  run(balancer, box, 0, 20, 400);  // a step takes 24 ms; throttled 36 ms, at best 28.8 ms
   EXPECT_EQ(run(balancer, box, 20, 20, 400), (Shares{200, 200}));
   EXPECT_NE(balancer.explain().find("first runs of its sizes"), std::string::npos) << balancer.explain();
   std::int64_t step = 40;

@@ -10,7 +10,8 @@
 namespace paceline::balance {
 namespace {
 
-/// Feeds `steps` residuals of two devices: independent noise and, as large, noise that lasts `lasts` steps; 0: none.
+/// Feeds `steps` residuals of two devices: independent noise, and equally large noise that lasts `lasts` steps (0:
+/// none).
 void feed(NoiseMemory& memory, int steps, double lasts, std::uint64_t seed = 1, double slope = 0.0) {
   const double kept = lasts > 0.0 ? std::exp(-1.0 / lasts) : 0.0;
   double lasting[2] = {0.0, 0.0};
@@ -32,7 +33,7 @@ TEST(NoiseMemory, FindsIndependentNoiseIndependent) {
 }
 
 TEST(NoiseMemory, MeasuresHowMuchLessAMeanKnows) {
-  // Half of the variance with correlations phi^j: 1 + phi / (1 - phi), less what a finite sum lacks.
+  // Half of the variance has the correlations phi^j: 1 + phi / (1 - phi), minus the part beyond a finite sum.
   const double phi = std::exp(-1.0 / 4.0);
   double sum = 0.0;
   for (std::uint64_t seed = 1; seed <= 20; ++seed) {
@@ -64,15 +65,15 @@ TEST(NoiseMemory, ASlowDriftIsNoNoise) {
 }
 
 TEST(NoiseMemory, ForgetsAChangeOfSpeedWhereItIsTold) {
-  NoiseMemory told(1);
+  NoiseMemory restarted(1);
   NoiseMemory untold(1);
   for (int k = 0; k < 1000; ++k) {
-    if (k % 50 == 0) told.restart(0);
+    if (k % 50 == 0) restarted.restart(0);
     const double residual = 0.01 * sim::Random(1, static_cast<std::uint64_t>(k), 0).normal() + 0.05 * (k / 50 % 2);
-    told.add(0, residual);
+    restarted.add(0, residual);
     untold.add(0, residual);
   }
-  EXPECT_LE(told.variance_factor(100), 1.35);
+  EXPECT_LE(restarted.variance_factor(100), 1.35);
   EXPECT_GT(untold.variance_factor(100), 5.0);
 }
 

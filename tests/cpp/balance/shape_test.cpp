@@ -57,7 +57,7 @@ TEST(ShapeEstimator, ErrorCoversTheTruthOverManySeeds) {
     shape.fit(0.03);
     outside += std::abs(shape.shape().fixed_fraction - truth(64.0)) > 2.0 * shape.error();
   }
-  EXPECT_LT(outside, 24);  // 5 % expected, 10 with a spread of 3
+  EXPECT_LT(outside, 24);  // expected are 5 %, or 10 % with a spread of 3
 }
 
 TEST(ShapeEstimator, DoesNotReadAChangeOfSpeedAsAShape) {
@@ -93,7 +93,7 @@ TEST(ShapeEstimator, ContradictionsWidenTheError) {
     sim::Random random(5, 0, 0);
     shape->set_reference(64.0);
     for (int k = 0; k < 6; ++k) {
-      // The first two steps of a process may be three times slower on every device.
+      // In a new process the first two steps may be three times slower on every device.
       const double slow = shape == &contradicting && k < 2 ? 3.0 : 1.0;
       shape->add(0, k, k < 2 ? 16 : 64, slow * seconds(k < 2 ? 16 : 64, 0.01, random));
       shape->add(1, k, k < 2 ? 80 : 64, slow * seconds(k < 2 ? 80 : 64, 0.01, random));

@@ -19,7 +19,7 @@ StepTimings timings_of(const Shares& shares, bool excluded, double more_seconds 
   return timings;
 }
 
-/// One second an item.
+/// At one second per item.
 double makespan(const Shares& shares) { return static_cast<double>(*std::max_element(shares.begin(), shares.end())); }
 
 TEST(SizeHistory, KnowsWhatEachDeviceRan) {
@@ -41,7 +41,7 @@ TEST(SizeHistory, TakesTheLargestOfAClass) {
 TEST(SizeHistory, ChargesTheMedianOfWhatFirstRunsTookMore) {
   SizeHistory sizes({0, 0});
   EXPECT_EQ(sizes.first_run_seconds(makespan), 0.0);
-  sizes.record({5, 5}, timings_of({5, 5}, true, 60.0));  // the first of all
+  sizes.record({5, 5}, timings_of({5, 5}, true, 60.0));  // the first step of all
   sizes.record({3, 7}, timings_of({3, 7}, true, 10.0));
   sizes.record({7, 3}, timings_of({7, 3}, true, 12.0));
   EXPECT_DOUBLE_EQ(sizes.first_run_seconds(makespan), 12.0);

@@ -22,7 +22,7 @@ double median_by_sorting(std::vector<double> values) {
 TEST(Median, IsTheMiddleOfTheSortedValues) {
   sim::Random random(1, 0, 0);
   for (std::size_t size = 1; size <= 200; ++size) {
-    // From nearly all equal to nearly all different.
+    // From nearly all equal to nearly all different values.
     for (const double kinds : {1.0, 2.0, 5.0, 1000.0}) {
       std::vector<double> values(size);
       for (double& value : values) value = std::floor(kinds * random.uniform());

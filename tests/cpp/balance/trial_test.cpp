@@ -119,9 +119,9 @@ TEST(TrialLog, ForgetsStepsThatOthersTookOver) {
 
 TEST(TrialLog, ForgetsTheBatchSizeThatRanLongestAgo) {
   TrialLog log;
-  feed(log, 10, 1.0, 1000);  // the largest
+  feed(log, 10, 1.0, 1000);  // the largest size
   for (std::int64_t batch = 1; batch <= 20; ++batch) feed(log, 10, 1.0, batch);
-  feed(log, 10, 1.0, 1);  // the smallest, once more
+  feed(log, 10, 1.0, 1);  // the smallest size, once more
   for (std::int64_t batch = 21; batch <= 40; ++batch) feed(log, 10, 1.0, batch);
   log.started(1, 1, {1}, {1}, 0.05);
   EXPECT_EQ(log.moves().back().outcome, MoveOutcome::pending) << "times of the smallest size are known";

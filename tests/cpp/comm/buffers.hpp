@@ -21,7 +21,7 @@ inline DeviceGroup make_group(std::size_t size) {
   return DeviceGroup(std::span<const std::string>(names));
 }
 
-// Memory for one buffer per device, at an address that is aligned to nothing.
+// Memory for one buffer per device, at an unaligned address.
 class Buffers {
  public:
   Buffers(std::size_t device_count, std::size_t count, DType dtype, std::uint64_t seed)

@@ -14,7 +14,7 @@
 namespace paceline {
 namespace {
 
-// A mistake must be reported with these words, and must leave the memory as it was.
+// Expects that `call` reports a mistake with these words and leaves the memory unchanged.
 void expect_mistake(Buffers& memory, const std::vector<std::string>& words, const std::function<void()>& call) {
   const Buffers before = memory;
   try {
@@ -93,13 +93,13 @@ TEST(Mistakes, InPartsNameBothArgumentsAndWriteNothing) {
   std::vector<BufferView> twice{parts.view(0), parts.view(0)};
   expect_mistake(parts, {"outputs[0] and outputs[1] overlap"},
                  [&] { communicator.reduce_scatter(whole.views(), twice); });
-  // The other device's part of an input: it is still to be read.
+  // The other device's part of an input, which is still to be read.
   std::vector<BufferView> crossed = parts.views();
   crossed[1] = {whole.view(0).data, part, DType::float32};
   expect_mistake(whole, {"outputs[1] overlaps inputs[0]"},
                  [&] { communicator.reduce_scatter(whole.views(), crossed); });
   expect_mistake(whole, {"inputs[1] overlaps outputs[0]"}, [&] { communicator.all_gather(crossed, whole.views()); });
-  crossed[1] = {static_cast<char*>(whole.view(1).data) + part * 4 - 4, part, DType::float32};  // one element off
+  crossed[1] = {static_cast<char*>(whole.view(1).data) + part * 4 - 4, part, DType::float32};  // off by one element
   expect_mistake(whole, {"outputs[1] overlaps inputs[1]"},
                  [&] { communicator.reduce_scatter(whole.views(), crossed); });
 }

@@ -22,7 +22,7 @@ using reference::bits_of;
 using reference::kDTypes;
 using reference::kOps;
 
-// Which of several NaNs comes out may depend on where the blocks begin; all else is equal to the bit.
+// Equal to the bit, except that any NaN equals any other: which NaN comes out may depend on the bounds of the blocks.
 bool same(const void* a, const void* b, std::size_t count, DType dtype) {
   for (std::size_t i = 0; i < count; ++i) {
     if (!reference::same(bits_of(a, i, dtype), bits_of(b, i, dtype), dtype)) return false;
@@ -30,7 +30,7 @@ bool same(const void* a, const void* b, std::size_t count, DType dtype) {
   return true;
 }
 
-// From the calling thread's share to many blocks for each worker.
+// From counts that the calling thread reduces alone to many blocks per worker.
 constexpr std::size_t kCounts[] = {0, 1, 1000, 40001};
 
 TEST(AllReduce, GivesEveryDeviceTheReducedBuffer) {
@@ -73,7 +73,7 @@ TEST(AllReduce, GivesTheSameBitsInEveryRunWhateverTheWorkersDo) {
   const Buffers before = expected;
   Communicator(make_group(2)).all_reduce(expected.views());
   std::atomic<bool> stop{false};
-  std::thread disturbance([&] {  // takes a core away from one of the workers now and then
+  std::thread disturbance([&] {  // takes a core from one of the workers now and then
     while (!stop.load()) {
       for (int i = 0; i < 20000; ++i) std::atomic_signal_fence(std::memory_order_seq_cst);
       std::this_thread::yield();
@@ -244,7 +244,7 @@ TEST(Communicator, OfDifferentGroupsWorkAtTheSameTime) {
   EXPECT_EQ(wrong.load(), 0);
 }
 
-// Complete as soon as the first worker has been; the second stays until it is let go.
+// Complete once the first worker has left. The second worker stays until release().
 class HoldSecondWorker final : public GroupTask {
  public:
   void run(std::size_t device_index) noexcept override {
@@ -279,7 +279,7 @@ TEST(Communicator, DoesNotWaitForAWorkerThatHasNotComeIn) {
   Buffers buffers(2, 300000, DType::float32, 1);
   std::vector<char> expected(300000 * 4);
   reduce_block(buffers.pointers(), expected.data(), 300000, DType::float32, ReduceOp::sum);
-  Communicator(group).all_reduce(buffers.views());  // hangs here if all workers were needed
+  Communicator(group).all_reduce(buffers.views());  // would hang if it needed all workers
   holding->release();
   EXPECT_TRUE(same(buffers.view(1).data, expected.data(), 300000, DType::float32));
 }

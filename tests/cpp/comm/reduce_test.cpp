@@ -30,7 +30,7 @@ void reduce_with(const internal::ReduceKernels& kernels, DType dtype, ReduceOp o
                                                                                    &output, 1, count);
 }
 
-// One run of the kernels against the reference; the bytes around the output must stay as they were.
+// Compares one run of the kernels with the reference. The bytes around the output must not change.
 void expect_reference(const internal::ReduceKernels& kernels, DType dtype, ReduceOp op, std::size_t k,
                       std::size_t count, std::size_t misalignment, std::mt19937_64& random) {
   const std::size_t bytes = count * size_of(dtype);
@@ -126,7 +126,7 @@ TEST(ReduceBlock, KeepsEveryValueOfTheHalfTypes) {
 }
 
 TEST(ReduceBlock, RoundsHalfTypesOnceAtTheEnd) {
-  // 2048 + 1 is no float16; rounded after each addition the ones would all be lost.
+  // float16 cannot hold 2048 + 1, so rounding after each addition would lose all the ones.
   std::vector<std::uint16_t> values;
   for (const float number : {2048.0f, 1.0f, 1.0f, 1.0f}) values.push_back(reference::half_bits(number, 5, 10));
   std::vector<const void*> inputs;
@@ -149,7 +149,7 @@ TEST(ReduceBlock, AddsInTheOrderOfTheInputs) {
   const std::vector<const void*> inputs{&values[0], &values[1], &values[2], &values[3]};
   float output = 0;
   reduce_block(inputs, &output, 1, DType::float32, ReduceOp::sum);
-  EXPECT_EQ(output, 1.0f);  // ((1e8 + 1) - 1e8) + 1; any pairing that cancels first gives 2
+  EXPECT_EQ(output, 1.0f);  // ((1e8 + 1) - 1e8) + 1; any order that cancels first gives 2
 }
 
 TEST(ReduceBlock, TruncatesIntegerMeansTowardsZeroAndWrapsSums) {
@@ -226,7 +226,7 @@ TEST(Names, AreKnownForEveryTypeAndOperationAndForNothingElse) {
 
 TEST(ReduceBlock, WritesEveryOutputTheInputsAmongThem) {
   std::mt19937_64 random(7);
-  constexpr std::size_t count = 203;  // whole rounds of the widest registers, single ones, and a rest
+  constexpr std::size_t count = 203;  // whole rounds of the widest registers, single registers, and a rest
   for (const auto* kernels : internal::supported_reduce_kernels()) {
     for (const DType dtype : kDTypes) {
       for (const ReduceOp op : kOps) {
@@ -235,7 +235,7 @@ TEST(ReduceBlock, WritesEveryOutputTheInputsAmongThem) {
         std::vector<void*> outputs;
         for (auto& buffer : memory) {
           reference::fill(buffer.data(), count, dtype, random);
-          if (&buffer != &memory.back()) inputs.push_back(buffer.data());  // the last one is only written
+          if (&buffer != &memory.back()) inputs.push_back(buffer.data());  // the last buffer is only written
           outputs.push_back(buffer.data());
         }
         std::vector<std::uint64_t> expected;

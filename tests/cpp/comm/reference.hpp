@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Slow and plain: what the kernels must compute, written as directly as the definitions allow.
+// What the kernels must compute, written as directly as the definitions allow, without regard to speed.
 
 #include <algorithm>
 #include <bit>
@@ -34,7 +34,7 @@ inline float half_value(std::uint16_t bits, int exponent_bits, int mantissa_bits
   return sign * static_cast<float>(std::ldexp(mantissa + (1 << mantissa_bits), exponent - bias - mantissa_bits));
 }
 
-// The nearest representable value, ties to even: whole units of the last place, rounded by nearbyint.
+// The nearest representable value, ties to even: nearbyint rounds to whole units of the last place.
 inline std::uint16_t half_bits(float number, int exponent_bits, int mantissa_bits) {
   const int bias = (1 << (exponent_bits - 1)) - 1;
   const auto all_ones = static_cast<std::uint16_t>(((1 << exponent_bits) - 1) << mantissa_bits);
@@ -44,7 +44,7 @@ inline std::uint16_t half_bits(float number, int exponent_bits, int mantissa_bit
   if (std::isinf(magnitude)) return sign | all_ones;
   int exponent = magnitude == 0 ? 1 - bias : std::ilogb(magnitude);
   exponent = std::max(exponent, 1 - bias);
-  // In units of the last place; the implicit bit adds one to the exponent field by itself.
+  // In units of the last place. The implicit bit adds one to the exponent field.
   const auto units = static_cast<std::int64_t>(std::nearbyint(std::ldexp(magnitude, mantissa_bits - exponent)));
   const std::int64_t field = units + (static_cast<std::int64_t>(exponent - (1 - bias)) << mantissa_bits);
   return sign | static_cast<std::uint16_t>(std::min<std::int64_t>(field, all_ones));
@@ -79,7 +79,7 @@ Number element(const void* data, std::size_t index) {
   return number;
 }
 
-/// The bits of element `index` of the reduction, in the low end of the result.
+/// The bits of element `index` of the reduction, in the low bits of the result.
 inline std::uint64_t reduced_bits(const std::vector<const void*>& inputs, std::size_t index, DType dtype, ReduceOp op) {
   const auto gather = [&]<class Number>(Number) {
     std::vector<Number> values;
@@ -131,13 +131,13 @@ inline bool is_nan_bits(std::uint64_t bits, DType dtype) {
   }
 }
 
-/// Equal to the bit; NaNs are equal to each other.
+/// Equal to the bit, except that any NaN equals any other.
 inline bool same(std::uint64_t a, std::uint64_t b, DType dtype) {
   return a == b || (is_nan_bits(a, dtype) && is_nan_bits(b, dtype));
 }
 
-/// Bits of every kind: a third any pattern at all (infinities, NaNs, subnormals, huge), the rest numbers of one size,
-/// so that sums round and cancel.
+/// Fills with random bits: a third any pattern (infinities, NaNs, subnormals, huge numbers), the rest numbers of
+/// similar size, so that sums round and cancel.
 inline void fill(void* data, std::size_t count, DType dtype, std::mt19937_64& random) {
   for (std::size_t i = 0; i < count; ++i) {
     std::uint64_t bits = random();

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A device whose core others keep busy: the best that can be done is to do without it. What the system makes of such a
-// core (its worker comes when all is over, now and then in time) is played here, by events: how real neighbours share a
-// core out is chance, and differs from one system to the next.
+// A device on a core that other programs keep busy. The best is to leave the device out. The worker of such a core
+// usually comes when all work is done, and sometimes in time. This test plays that with events, because real programs
+// share a core by chance, and each system differently.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -18,11 +18,11 @@ namespace paceline {
 namespace {
 
 constexpr std::int64_t kBatch = 64;
-constexpr std::size_t kBusy = 1;           // the device on the busy core, of two
-constexpr std::int64_t kFew = kBatch / 8;  // a quarter of its even share: nearly nothing
-constexpr int kInTime = 8;                 // of so many steps its worker comes in time for one
+constexpr std::size_t kBusy = 1;           // the index of the device on the busy core
+constexpr std::int64_t kFew = kBatch / 8;  // a quarter of its even share
+constexpr int kInTime = 8;                 // its worker comes in time in one of so many steps
 
-/// Some 25 us on a core of 3 GHz.
+/// About 25 us on a core of 3 GHz.
 double compute_item(double x) {
   for (int i = 0; i < 20'000; ++i) x = x * 0.999999 + 1e-9;
   return x;
@@ -30,8 +30,8 @@ double compute_item(double x) {
 
 class Program final : public StepProgram {
  public:
-  /// Before the step starts: the busy device's worker comes when the other device has done what it would, or before
-  /// that one begins.
+  /// Call it before the step starts. The busy device's worker comes before the other device begins (`in_time`), or when
+  /// the other device has run everything.
   void come(bool in_time) {
     waits_for_end_ = !in_time;
     waited_for_ = in_time;
@@ -40,10 +40,10 @@ class Program final : public StepProgram {
   bool run(const MicroBatch& mb) override {
     double x = 1.0;
     for (std::int64_t k = mb.begin; k < mb.end; ++k) x = compute_item(x);
-    return x < 0.0;  // never, but the compiler does not know
+    return x < 0.0;  // always false, but the compiler does not know
   }
 
-  /// Blocks, as a worker does whose core others keep busy.
+  /// Blocks, like a worker on a busy core.
   const Event* slot(std::size_t device) override {
     if (device != kBusy) {
       if (waited_for_) came_.wait(false);
@@ -62,13 +62,13 @@ class Program final : public StepProgram {
   }
 
  private:
-  std::atomic<bool> over_{false};  // the other device has done what it would
+  std::atomic<bool> over_{false};  // the other device has run everything
   std::atomic<bool> came_{false};
   bool waits_for_end_ = false;
   bool waited_for_ = false;
 };
 
-/// What the busy device was planned to run or ran, whichever was more.
+/// The items that the busy device was planned to run or has run, whichever is more.
 std::int64_t given_to_busy(Stepper& stepper, bool in_time) {
   const auto program = std::make_shared<Program>();
   const auto step = stepper.prepare(stepper.plan(kBatch), program);

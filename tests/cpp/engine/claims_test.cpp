@@ -23,8 +23,8 @@ std::int64_t total(const std::vector<std::int64_t>& shares) {
   return sum;
 }
 
-// Plays a step on a virtual clock: device d needs truth[d] for what it runs, and asks for more when it has run_ahead[d]
-// micro-batches left to do.
+// Plays a step on a virtual clock. Device d needs truth[d] for its work, and asks for more when it has run_ahead[d]
+// micro-batches left.
 Played play(const StepOptions& options, const std::vector<plan::CostModel>& truth) {
   const std::unique_ptr<Claims> claims = Claims::of(options);
   Claims& state = *claims;
@@ -134,7 +134,7 @@ TEST(Claims, HandOutNoFewerThanTheLeastItemsUnderAnySpeeds) {
     Case c = random_case(rng);
     c.options.least_items = 1 + static_cast<std::int64_t>(rng() % 4);
     if (rng() % 2 == 0) {
-      for (std::int64_t& share : c.options.shares) share %= 12;  // where remainders are most of it
+      for (std::int64_t& share : c.options.shares) share %= 12;  // so small that most of it is remainders
     }
     for (std::int64_t& share : c.options.shares) share = share > 0 ? std::max(share, c.options.least_items) : 0;
     if (total(c.options.shares) == 0) c.options.shares[0] = c.options.least_items;
@@ -183,8 +183,8 @@ TEST(Claims, GiveADeviceWithAPlannedZeroNothing) {
 }
 
 TEST(Claims, MoveWorkFromADeviceThatTurnsSlowToTheOthers) {
-  // Planned evenly with known noise, then device 1 runs at half its speed: the corrections must take part of the loss
-  // back.
+  // Planned evenly with known noise. Then device 1 runs at half its speed, and the corrections must win back part of
+  // the loss.
   const plan::CostModel model = plan::CostModel::affine(5e-4, 1e-4);
   StepOptions options{.shares = {256, 256}, .models = {model, model}, .noise = {0.08, 0.08}};
   const std::vector<plan::CostModel> truth{model, model.scaled(2.0)};
@@ -195,8 +195,8 @@ TEST(Claims, MoveWorkFromADeviceThatTurnsSlowToTheOthers) {
 }
 
 TEST(Claims, MoveWorkThoughDevicesHoldSomeAhead) {
-  // A device that asks while its last piece begins must have kept that one small: asked when its whole chunk begins, it
-  // would know nothing.
+  // A device that asks while its last piece begins must have kept that piece small. If it asked when its whole chunk
+  // begins, it would know nothing yet.
   const plan::CostModel model = plan::CostModel::affine(5e-4, 1e-4);
   StepOptions options{.shares = {256, 256}, .models = {model, model}, .noise = {0.08, 0.08}, .run_ahead = {1, 1}};
   const std::vector<plan::CostModel> truth{model, model.scaled(2.0)};
@@ -210,12 +210,12 @@ TEST(Claims, MoveWorkThoughDevicesHoldSomeAhead) {
 }
 
 TEST(Claims, TakeOverAWholeMicroBatchOnlyWhenItIsDoneSooner) {
-  // Device 0 asks at 1, when its first micro-batch is done, and has one more to do: it would finish a third at 3, just
-  // as its owner does.
+  // Device 0 asks at 1, when its first micro-batch is done and one more is left. It would finish a third one at 3, just
+  // as its owner would.
   const plan::CostModel model = plan::CostModel::affine(0.0, 0.1);
   StepOptions options{.shares = {20, 30}, .models = {model, model}, .micro_batch = 10, .run_ahead = {1, 0}};
   EXPECT_EQ(play(options, options.models).ran[0].size(), 2U);
-  // An owner of half the speed would finish it at 6.
+  // An owner at half the speed would finish it at 6.
   options.models[1] = model.scaled(2.0);
   EXPECT_EQ(play(options, options.models).ran[0].size(), 3U);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A step while a source of lower priority fills its gaps with single jobs.
+// A step whose gaps a source of lower priority fills with single jobs.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -34,7 +34,7 @@ struct Span {
   Clock::time_point end;
 };
 
-/// A queue of jobs that any device takes from.
+/// A queue of jobs for all devices.
 class Queue final : public WorkSource {
  public:
   Queue(int jobs, std::size_t devices) : left_(jobs), unfinished_(jobs), ran(devices) {}
@@ -56,10 +56,10 @@ class Queue final : public WorkSource {
   std::atomic<int> unfinished_;
 
  public:
-  std::vector<std::vector<Span>> ran;  // each entry is its worker's
+  std::vector<std::vector<Span>> ran;  // each worker writes only its own entry
 };
 
-/// Sums that depend on the order in which a device adds them.
+/// Sums that depend on the order of the additions on a device.
 class Sums final : public StepProgram {
  public:
   explicit Sums(std::size_t devices) : ran(devices), sums_(devices) {}
@@ -84,7 +84,7 @@ class Sums final : public StepProgram {
 
 TEST(Gaps, AreFilledBetweenMicroBatchesAndTheStepIsTheSameToTheBit) {
   const DeviceGroup group = host_group(2);
-  // The second device is done early: until the first one is, it has nothing to do for the step.
+  // The second device finishes early, and then has nothing to do until the first one finishes.
   const StepOptions options{.shares = {60, 10}, .micro_batch = 5, .stealing = false};
   const auto alone = std::make_shared<Sums>(2);
   run_step(group, alone, options);

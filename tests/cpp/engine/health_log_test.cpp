@@ -25,7 +25,7 @@ balance::DeviceReport device(double speed, double error = 0.001, double slowdown
   return report;
 }
 
-/// Devices that are capped by their power for half of the time, and how often all of them were sampled.
+/// Devices whose power cap holds for half of the time; counts how often all of them were sampled.
 struct CappedDevices {
   int samples = 0;
   seconds now{100};

@@ -39,7 +39,7 @@ std::shared_ptr<BatchPlan> plan_of(std::mt19937_64& rng, std::size_t items, cons
 }
 
 struct Played {
-  std::vector<int> ran;        // per item, how often
+  std::vector<int> ran;        // how often each item ran
   std::vector<double> finish;  // per device
   std::vector<MicroBatch> claimed;
 };

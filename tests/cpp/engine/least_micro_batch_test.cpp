@@ -21,7 +21,7 @@
 namespace paceline {
 namespace {
 
-/// Counts how often each item runs. One device is slow by turns, so that work changes hands.
+/// Counts how often each item runs. The devices are slow in turn, so that work changes hands.
 class Counted final : public StepProgram {
  public:
   Counted(std::int64_t batch_size, std::size_t slow) : slow_(slow), times_(static_cast<std::size_t>(batch_size)) {}
@@ -102,7 +102,7 @@ TEST(LeastMicroBatch, MayChangeBetweenSteps) {
   stepper.set_corrections(std::nullopt);
 }
 
-/// Items take any time, so that devices are done at different times.
+/// Items take random times, so that devices finish at different times.
 class Unsteady final : public StepProgram {
  public:
   bool run(const MicroBatch& mb) override {

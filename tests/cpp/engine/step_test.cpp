@@ -22,7 +22,7 @@
 namespace paceline {
 namespace {
 
-/// Counts how often each item ran; sleeps and throws as a seed says.
+/// Counts how often each item ran. Sleeps and throws as its seed says.
 class CountingProgram final : public StepProgram {
  public:
   CountingProgram(std::int64_t batch, std::uint64_t seed, bool throws)
@@ -104,7 +104,8 @@ TEST(Step, RunsEveryItemOnceUnderStealingDelaysAndExceptions) {
   EXPECT_GT(failed, 50);
 }
 
-/// Complete at once for the caller, while one worker is held up in it, as by a system that gives its core to others.
+/// Complete at once for the caller, while one worker is delayed in it, as when the system gives its core to other
+/// programs.
 class HoldingUp final : public GroupTask {
  public:
   explicit HoldingUp(std::size_t device) : device_(device) {}
@@ -136,7 +137,7 @@ TEST(Step, DoesNotWaitForAWorkerThatHasNothingToDoAnyMore) {
     ASSERT_TRUE(group.wait(*holding));
     for (int repeat = 0; repeat < 20; ++repeat) {
       const auto program = std::make_shared<CountingProgram>(60, 1, false);
-      StepOptions options{.shares = {20, 20, 20}};  // the others take over what is planned for it
+      StepOptions options{.shares = {20, 20, 20}};  // the other devices take over its items
       if (left_out) options = {.shares = {30, 0, 30}, .stealing = false};
       const StepRecord record = run_step(group, program, options);
       for (const auto& times : program->times_) ASSERT_EQ(times.load(), 1);
@@ -151,8 +152,7 @@ TEST(Step, DoesNotWaitForAWorkerThatHasNothingToDoAnyMore) {
   }
 }
 
-/// One device comes when all is done, as from a core that others keep busy; the time of an item can be told from
-/// chance.
+/// One device comes only when all work is done, as from a busy core. The time of an item is long enough to measure.
 class LateProgram final : public StepProgram {
  public:
   LateProgram(std::int64_t batch, std::size_t late) : left_(batch), late_(late) {}
@@ -188,7 +188,7 @@ TEST(Stepper, GivesNoWorkToADeviceThatNeverComesInTime) {
   int given = 0;
   for (int k = 0; k < 20; ++k) given += step(1) > 0 ? 1 : 0;
   EXPECT_LE(given, 6) << "a probe now and then\n" << stepper.explain();
-  // Nobody is late: a probe notices.
+  // No device is late any more, and a probe notices it.
   std::int64_t share = 0;
   for (int k = 0; k < 1000 && share <= kBatch / 4; ++k) share = step(2);
   EXPECT_GT(share, kBatch / 4) << stepper.explain();
@@ -331,9 +331,9 @@ TEST(Step, RefusesAScriptThatDoesNotHaveEveryItemOnce) {
   const auto run = [&](std::vector<std::vector<MicroBatch>> script) {
     run_step(group, program, {.shares = {5, 5}, .script = std::move(script)});
   };
-  EXPECT_THROW(run({{{.begin = 0, .end = 10}}}), InvalidArgument);                            // one list is missing
-  EXPECT_THROW(run({{{.begin = 0, .end = 5}}, {{.begin = 5, .end = 9}}}), InvalidArgument);   // the last item is
-  EXPECT_THROW(run({{{.begin = 0, .end = 6}}, {{.begin = 5, .end = 10}}}), InvalidArgument);  // one is there twice
+  EXPECT_THROW(run({{{.begin = 0, .end = 10}}}), InvalidArgument);                           // one list is missing
+  EXPECT_THROW(run({{{.begin = 0, .end = 5}}, {{.begin = 5, .end = 9}}}), InvalidArgument);  // the last item is missing
+  EXPECT_THROW(run({{{.begin = 0, .end = 6}}, {{.begin = 5, .end = 10}}}), InvalidArgument);  // one item is there twice
   EXPECT_THROW(run({{{.begin = 0, .end = 4}}, {{.begin = 5, .end = 10}}}), InvalidArgument);  // a gap
   EXPECT_THROW(run({{{.begin = 0, .end = 10}, {.begin = 4, .end = 4}}, {}}), InvalidArgument);
   run({{}, {{.begin = 4, .end = 10}, {.begin = 0, .end = 4}}});

@@ -38,7 +38,7 @@ void step(Stepper& stepper, bool costs) {
   run(stepper, stepper.begin(costs ? stepper.plan(kCosts) : stepper.plan(8), program));
 }
 
-/// A stepper whose ledger lies in memory.
+/// A stepper with its ledger in memory.
 struct Recorded {
   std::ostringstream out;
   Stepper stepper{host_group(2), {}};

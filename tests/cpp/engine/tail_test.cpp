@@ -32,7 +32,7 @@ TEST(Tail, HoldsNothingBackWhereACorrectionCostsMoreThanItRecovers) {
   const std::vector<std::int64_t> shares{256, 256};
   const std::vector models(2, CostModel::affine(1e-3, 1e-4));  // shares of 26.6 ms
   const auto pool = [&](double noise) { return plan_tail(shares, models, std::vector(2, noise)).pool; };
-  // Two normal finishes with deviation s: the later one is s / sqrt(pi) behind their mean.
+  // Two normal finishes with deviation s: the later one is s / sqrt(pi) after their mean.
   const double even_odds = 1e-3 * std::sqrt(std::numbers::pi) / models[0].seconds(256);
   EXPECT_EQ(pool(0.99 * even_odds), 0);
   EXPECT_GT(pool(1.01 * even_odds), 0);

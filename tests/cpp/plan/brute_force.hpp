@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// split_batch's contract written down a second time, as slowly and plainly as possible: every split is tried and
-// compared by the documented order.
+// The contract of split_batch written a second time, as plainly as possible: try every split and compare by the
+// documented order.
 
 #include <algorithm>
 #include <cstdint>
@@ -55,7 +55,7 @@ inline double makespan_of(const Case& c, const std::vector<std::int64_t>& shares
   return c.options.reduction_seconds.empty() || working == 0 ? latest : latest + c.options.reduction_seconds[working];
 }
 
-// Smaller is better: the makespan and the three rules for ties in split.hpp.
+// Smaller is better: the makespan, then the three rules for ties in split.hpp.
 using Rank = std::tuple<double, std::int64_t, std::vector<int>, std::vector<double>, std::vector<std::int64_t>>;
 
 inline Rank rank_of(const Case& c, const std::vector<std::int64_t>& shares) {
@@ -107,7 +107,7 @@ inline std::string describe(const std::vector<std::int64_t>& shares) {
   return out.str();
 }
 
-// Everything that is needed to type the case again.
+// Everything needed to reproduce the case.
 inline std::string describe(const Case& c) {
   std::ostringstream out;
   out.precision(17);

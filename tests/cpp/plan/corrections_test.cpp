@@ -26,7 +26,8 @@ struct Outcome {
   std::set<std::int64_t> sizes;
 };
 
-// The tail of a step on a virtual clock: whoever is free first claims; a claim of 0 is its last word.
+// The tail of a step on a virtual clock. The device that is free first claims next. After a claim of 0 it does not
+// claim again.
 Outcome run_tail(std::vector<TailDevice> devices, std::int64_t remaining, const std::vector<double>& slowdown,
                  const Claim& claim) {
   Outcome outcome;
@@ -58,11 +59,11 @@ Outcome run_tail(std::vector<TailDevice> devices, std::int64_t remaining, const 
 
 struct Tail {
   std::vector<TailDevice> devices;
-  std::vector<double> slowdown;  // true time over the model's, unknown to the planner
+  std::vector<double> slowdown;  // true time / modelled time, unknown to the planner
   std::int64_t remaining = 0;
   std::int64_t floor = 1;
 
-  // The least makespan with one last chunk per device, by the true costs.
+  // The smallest makespan with one last chunk per device, by the true costs.
   [[nodiscard]] double ideal() const {
     std::vector<CostModel> models;
     SplitOptions options;
@@ -133,13 +134,13 @@ TEST(Corrections, FinishTogetherNearTheIdealWhenAllWorkIsClaimed) {
     loss += outcome.makespan / tail.ideal() - 1.0;
     worst = std::max(worst, outcome.makespan / tail.ideal() - 1.0);
   }
-  // The ideal knows the true speeds, 10 % beside the models, and pays each fixed cost once; here it is paid for each
-  // claim.
+  // The ideal knows the true speeds, which the models miss by 10 %, and pays each fixed cost once. Here each claim pays
+  // it.
   EXPECT_LT(loss / rounds, 0.20);
   EXPECT_LT(worst, 0.40);
 }
 
-// As a step runs: a planned chunk of most of the share by models that are wrong, then corrections.
+// Like a step: a planned chunk of most of the share, by wrong models, then corrections.
 TEST(Corrections, MakeGoodMostOfWhatAPlanLosesThatIsWrongAboutSpeeds) {
   std::mt19937_64 random(4);
   double planned_loss = 0.0;
@@ -147,7 +148,7 @@ TEST(Corrections, MakeGoodMostOfWhatAPlanLosesThatIsWrongAboutSpeeds) {
   constexpr int rounds = 1000;
   for (int round = 0; round < rounds; ++round) {
     Tail step = random_tail(random, 0.25);
-    step.remaining = 6000;  // a step of a few hundred milliseconds beside fixed costs of 0.5 to 4
+    step.remaining = 6000;  // a step of a few hundred milliseconds, with fixed costs of 0.5 to 4
     std::vector<CostModel> models;
     for (TailDevice& device : step.devices) {
       device.free_at_seconds = 0.0;
@@ -213,8 +214,8 @@ TEST(Corrections, CountOnlyDevicesThatMayClaim) {
 
 TEST(Corrections, TakeHalfOfTheirPartWhileThatIsLarge) {
   const std::vector<TailDevice> devices(2, {.model = CostModel::affine(0.0, 1.0)});
-  EXPECT_EQ(next_correction(100, devices, 0, 3), 24);  // part 50, half 25, largest 3 * 2^k below
-  EXPECT_EQ(next_correction(20, devices, 0, 3), 10);   // half of 10 is below two floors
+  EXPECT_EQ(next_correction(100, devices, 0, 3), 24);  // part 50, half 25, the largest 3 * 2^k below it is 24
+  EXPECT_EQ(next_correction(20, devices, 0, 3), 10);   // half of 10 is less than two floors
 }
 
 TEST(Corrections, DoNotDependOnWhereTheClockStarts) {

@@ -39,7 +39,7 @@ TEST(CostModel, RefusesNegativeAndInfiniteCosts) {
   EXPECT_THROW((void)CostModel::affine(1.0, 1.0).scaled(-2.0), InvalidArgument);
 }
 
-// Coefficients whose decimal fractions round at every step, and slopes far below the fixed cost.
+// Coefficients whose decimal fractions round at every step, and slopes far smaller than the fixed cost.
 TEST(CostModel, IsNondecreasingAndInvertedExactlyInItsOwnDoubles) {
   std::mt19937_64 random(1);
   std::uniform_real_distribution<double> exponent(-18.0, 2.0);

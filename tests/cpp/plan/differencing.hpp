@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What split_items is compared with on equal devices.
+// A reference for split_items on equal devices.
 
 #include <algorithm>
 #include <functional>
@@ -12,8 +12,9 @@
 namespace paceline::plan::testing {
 
 /// The largest load by the largest differencing method for k parts (Karmarkar & Karp, The differencing method of set
-/// partitioning, report UCB/CSD 82/113, Berkeley 1982): partial splits, each item at first alone in one, are joined,
-/// the two with the largest difference between their parts first, the largest part of one to the smallest of the other.
+/// partitioning, report UCB/CSD 82/113, Berkeley 1982). Each item starts as a partial split of its own. The two partial
+/// splits with the largest difference between their parts are joined first, the largest part of one with the smallest
+/// of the other.
 inline double largest_differencing_load(const std::vector<double>& costs, std::size_t parts) {
   using Loads = std::vector<double>;  // descending
   using Partial = std::pair<double, Loads>;

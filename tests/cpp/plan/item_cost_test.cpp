@@ -14,8 +14,8 @@ namespace {
 
 constexpr ItemCost kTruth{4e-3, 2e-6, 3e-9};
 
-// Micro-batches of one item, lengths 64 to 4096, alternating over devices `scales` times slower; noise is the relative
-// standard deviation.
+// Micro-batches of one item, of lengths 64 to 4096, in turn on devices that are `scales` times slower. `noise` is the
+// relative standard deviation.
 std::vector<ItemSample> measure(const ItemCost& truth, const std::vector<double>& scales, double noise,
                                 std::size_t count = 120) {
   std::mt19937_64 random(3);
@@ -68,7 +68,7 @@ TEST(ItemCostFit, TellsItsError) {
 }
 
 TEST(ItemCostFit, KeepsCoefficientsFromGoingNegative) {
-  // Saturating: a free fit would bend down with a negative square.
+  // Saturating: an unconstrained fit would bend down with a negative square.
   std::vector<ItemSample> samples;
   for (double tokens = 100; tokens <= 1000; tokens += 100)
     samples.push_back({.tokens = tokens, .seconds = std::sqrt(tokens)});

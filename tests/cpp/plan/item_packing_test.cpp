@@ -27,7 +27,7 @@ double total(const std::vector<double>& lengths, const ItemShape& shape, const s
   return sum;
 }
 
-/// Over all cuts.
+/// The smallest total over all cuts.
 double least_total(const std::vector<double>& lengths, const ItemShape& shape, std::size_t least, std::size_t most) {
   double best = std::numeric_limits<double>::infinity();
   for (std::uint32_t mask = 0; mask < (1U << (lengths.size() - 1)); ++mask) {
@@ -204,7 +204,7 @@ TEST(ItemArrangement, ItemsWithoutCostAreSpread) {
 TEST(ItemArrangement, RatiosAreOfTheCostsAlone) {
   std::vector<double> costs(64, 1.0);
   std::fill(costs.begin(), costs.begin() + 32, 3.0);
-  // A fixed cost that is most of the work.
+  // A fixed cost that makes up most of the work.
   const std::vector<ItemShape> shapes(2, {.cost = {1000.0, 1.0, 0.0}});
   const ItemArrangement made = arrange_items(costs, std::vector<double>{1.0, 3.0}, shapes, {.plain_costs = true});
   double first = 0.0;

@@ -37,7 +37,7 @@ double makespan_of(const ItemCase& c, const std::vector<std::size_t>& place) {
   return latest;
 }
 
-// Of every placement.
+// The smallest makespan of all placements.
 double best_of_all(const ItemCase& c) {
   std::vector<std::size_t> place(c.costs.size(), 0);
   double best = std::numeric_limits<double>::infinity();
@@ -49,7 +49,7 @@ double best_of_all(const ItemCase& c) {
   }
 }
 
-// Longest processing time, written down plainly.
+// Longest processing time first, written plainly.
 double longest_first(const ItemCase& c) {
   std::vector<std::size_t> order(c.costs.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
@@ -84,7 +84,7 @@ class Generator {
   bool chance(double p) { return std::bernoulli_distribution(p)(random_); }
   double length() { return std::ceil(std::lognormal_distribution<double>(5.5, 0.8)(random_)); }
 
-  // Few values, so that ties are common, or any double, so that rounding is met.
+  // Few different values, so that ties are common, or any double, so that rounding occurs.
   double cost(bool coarse) { return coarse ? static_cast<double>(integer(0, 6)) : real(0.0, 6.0); }
 
   ItemCase small() {
@@ -209,7 +209,7 @@ TEST(ItemSplitProperties, LognormalLengthsComeWithinTheToleranceOfTheBound) {
   }
 }
 
-// Differencing is closer on two and three devices, and farther off on eight.
+// Differencing is closer to even on two and three devices, and farther from it on eight.
 TEST(ItemSplitProperties, OnEqualDevicesItIsAboutAsEvenAsDifferencing) {
   Generator generator(7);
   double worst = 0.0;

@@ -29,7 +29,7 @@ std::string refusal(const std::vector<double>& costs, const std::vector<LoadMode
 }
 
 TEST(ItemSplit, FindsTheOptimumThatLongestFirstMisses) {
-  // Longest first: 5 3 3 against 5 4, hence 11.
+  // Longest first makes 5 3 3 and 5 4, hence 11.
   const ItemSplit split = split_items(std::vector<double>{5, 5, 4, 3, 3}, std::vector<LoadModel>(2));
   EXPECT_EQ(split.items, (Indices{{0, 1}, {2, 3, 4}}));
   EXPECT_EQ(split.loads, (std::vector<double>{10, 10}));
@@ -75,7 +75,7 @@ TEST(ItemSplit, BreaksTiesByIndex) {
 }
 
 TEST(ItemSplit, OrdersCostsThatDifferInTheirLastBitsOnly) {
-  // As many devices as items: the costliest goes to the first device, and so on.
+  // As many devices as items: the costliest item goes to the first device, and so on.
   std::vector<double> costs;
   for (int i = 0; i < 200; ++i) costs.push_back(1.0 + i * 0x1p-45);
   const ItemSplit split = split_items(costs, std::vector<LoadModel>(200));
@@ -85,7 +85,7 @@ TEST(ItemSplit, OrdersCostsThatDifferInTheirLastBitsOnly) {
 }
 
 TEST(ItemSplit, BoundsTheCostliestItemsByTheFastestDevices) {
-  // Seventeen items: nothing is proven by search. Two items lie on at most two devices, which do 1 + 1/3 a second.
+  // With seventeen items, search proves nothing. Two items lie on at most two devices, which do 1 + 1/3 per second.
   std::vector<double> costs(17, 0.0);
   costs[3] = 10.3;
   costs[7] = 5.1;

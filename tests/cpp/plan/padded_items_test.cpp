@@ -35,7 +35,7 @@ double seconds(const LoadModel& model, std::size_t items, double longest) {
   return items == 0 ? 0.0 : model.fixed_seconds + model.seconds_per_cost * (static_cast<double>(items) * longest);
 }
 
-// Over all orders of the devices and all cuts of the sorted items.
+// The smallest makespan over all orders of the devices and all cuts of the sorted items.
 double least_of_contiguous(std::vector<double> costs, const Models& models) {
   std::sort(costs.begin(), costs.end(), std::greater<>());
   const std::size_t least = costs.size() >= models.size() ? 1 : 0;
@@ -68,7 +68,7 @@ double makespan_of(const std::vector<double>& costs, const Models& models, const
   return latest;
 }
 
-// Over every way to deal the items, neighbours or not.
+// The smallest makespan over all placements of the items, also those that are not contiguous.
 double least_of_all(const std::vector<double>& costs, const Models& models) {
   std::vector<std::size_t> place(costs.size(), 0);
   double best = kNever;
@@ -88,7 +88,7 @@ void expect_sound(const std::vector<double>& costs, const Models& models, const 
   ASSERT_EQ(split.items.size(), models.size());
   ASSERT_EQ(split.loads.size(), models.size());
   std::vector<std::int64_t> seen;
-  std::vector<std::pair<double, double>> ranges;  // of costs
+  std::vector<std::pair<double, double>> ranges;  // of the items' costs
   for (std::size_t device = 0; device < models.size(); ++device) {
     const std::vector<std::int64_t>& mine = split.items[device];
     EXPECT_TRUE(std::is_sorted(mine.begin(), mine.end()));
@@ -130,7 +130,7 @@ class Generator {
     return lengths;
   }
 
-  // Few values, so that ties are common, or any double, so that rounding is met.
+  // Few different values, so that ties are common, or any double, so that rounding occurs.
   std::vector<double> costs(std::size_t items) {
     const bool coarse = chance(0.5);
     std::vector<double> costs(items);
@@ -180,8 +180,7 @@ TEST(PaddedSplit, NoOtherDealIsFaster) {
   }
 }
 
-// Whether the devices, in this order, cover everything within the time when each takes what fits; at least one item
-// each.
+// Whether the devices, in this order, can run all items within `time` if each takes as many as fit and at least one.
 bool covers(std::vector<double> costs, const Models& models, double time) {
   std::sort(costs.begin(), costs.end(), std::greater<>());
   std::size_t taken = 0;
@@ -196,7 +195,7 @@ bool covers(std::vector<double> costs, const Models& models, double time) {
   return taken == costs.size();
 }
 
-// The least of all doubles: what is covered within a time is covered within every longer one.
+// Whether `time` is the smallest double that suffices. If a time suffices, every longer time does, too.
 bool is_least(const std::vector<double>& costs, const Models& models, double time) {
   return covers(costs, models, time) && !covers(costs, models, std::nextafter(time, 0.0));
 }
@@ -237,7 +236,8 @@ TEST(PaddedSplit, ManyDevicesOfTwoSpeedsAreStillExact) {
 }
 
 TEST(PaddedSplit, TheOrderOfSpeedsIsFoundNotAssumed) {
-  // After 4 only if the middle one begins, with the longest item alone: the fastest would take three, the slowest none.
+  // 4 is possible only if the middle device begins, with the longest item alone. Then the fastest takes three and the
+  // slowest none.
   const std::vector<double> costs{4, 3, 3, 3, 3, 1, 1};
   const Models models = of_speeds({1.0, 3.0, 0.5});
   const ItemSplit split = split_padded(costs, models);

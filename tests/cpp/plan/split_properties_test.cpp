@@ -23,7 +23,7 @@ class Generator {
   }
   bool chance(double p) { return std::bernoulli_distribution(p)(random_); }
 
-  // Few values, so that ties are common, or any double, so that rounding is met.
+  // Few different values, so that ties are common, or any double, so that rounding occurs.
   double seconds(bool coarse, double scale) {
     return coarse ? scale * static_cast<double>(integer(0, 4)) / 4.0
                   : std::uniform_real_distribution<double>(0.0, scale)(random_);
@@ -60,7 +60,7 @@ class Generator {
     return c;
   }
 
-  // The split now in force, with a few items moved: what a previous plan really looks like.
+  // The present split with a few items moved, as a previous plan usually looks.
   void make_previous_near(Case& c, std::vector<std::int64_t> shares) {
     for (std::int64_t moves = integer(0, 2); moves > 0 && shares.size() > 1; --moves) {
       const auto from = static_cast<std::size_t>(integer(0, static_cast<std::int64_t>(shares.size()) - 1));
@@ -76,7 +76,7 @@ class Generator {
   std::mt19937_64 random_;
 };
 
-// Returns whether the case had a solution; fails with the case printed.
+// Returns whether the case has a solution. Fails with the case printed.
 bool agrees_with_brute_force(const Case& c) {
   const auto expected = testing::best_by_brute_force(c);
   if (!expected) {
@@ -114,7 +114,7 @@ TEST(BatchSplitProperty, EqualsBruteForceOnLargerBatches) { check_random_cases(2
 
 TEST(BatchSplitProperty, EqualsBruteForceOnEightDevices) { check_random_cases(3, 400, 8, 7, 200); }
 
-// Too large to enumerate: what can be said of any answer.
+// Too large to enumerate, so this tests what holds for every correct answer.
 TEST(BatchSplitProperty, SharesSumToTheBatchAndCannotBeImprovedByMovingAGrain) {
   Generator generator(4);
   for (int round = 0; round < 2000 && !HasFailure(); ++round) {
@@ -132,7 +132,7 @@ TEST(BatchSplitProperty, SharesSumToTheBatchAndCannotBeImprovedByMovingAGrain) {
     const Split split = split_batch(c.batch_size, c.models, c.options);
     ASSERT_TRUE(testing::allowed(c, split.shares)) << testing::describe(c);
     ASSERT_EQ(split.makespan_seconds, testing::makespan_of(c, split.shares)) << testing::describe(c);
-    // Optimal if and only if the items that all devices together could finish sooner are too few.
+    // The split is optimal if and only if all devices together could finish fewer items in a shorter time.
     std::int64_t sooner = 0;
     for (std::size_t i = 0; i < devices; ++i) {
       std::int64_t low = 0;

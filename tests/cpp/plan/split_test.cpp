@@ -103,7 +103,7 @@ TEST(BatchSplit, KeepsThePreviousSharesWhenTheyAreAsGood) {
   SplitOptions options;
   options.previous = {2, 3, 2, 3};
   EXPECT_EQ(split_batch(10, models, options).shares, options.previous);
-  options.previous = {1, 3, 3, 4};  // the last one is too many; taking it back changes two devices, no more
+  options.previous = {1, 3, 3, 4};  // the last share is too large; reducing it changes at most two devices
   EXPECT_EQ(split_batch(10, models, options).shares, (Shares{1, 3, 3, 3}));
 }
 

@@ -7,7 +7,7 @@
 #include <string>
 
 #include <paceline/error.hpp>
-#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/async_device.hpp>
 
 namespace paceline {
 namespace {

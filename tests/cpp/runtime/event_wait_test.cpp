@@ -8,12 +8,12 @@
 #include <limits>
 #include <thread>
 
-#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/async_device.hpp>
 
 namespace paceline {
 namespace {
 
-/// Done when it has been looked at so often.
+/// Done after so many queries.
 class Looked final : public Event {
  public:
   explicit Looked(int looks) : left_(looks) {}
@@ -49,7 +49,7 @@ TEST(WaitForAnEvent, KeepsItsCoreWhileTheEventIsDueAtOnce) {
   long fewest = std::numeric_limits<long>::max();
   std::jthread waiting([&] {
     pin_to(core);
-    // The system may take the core away in one of them, but hardly in all.
+    // The system may take the core away in one round, but hardly in all.
     for (int round = 0; round < 10; ++round) {
       const long before = switches();
       wait_for(Looked(20));

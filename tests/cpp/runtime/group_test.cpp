@@ -25,7 +25,7 @@ class CountTask final : public GroupTask {
   std::vector<std::atomic<int>> seen;
 };
 
-/// Holds the workers until it is told to let them go.
+/// Holds the workers until release().
 class HoldTask final : public GroupTask {
  public:
   void run(std::size_t) noexcept override {
@@ -46,7 +46,7 @@ TEST(DeviceGroup, RunsATaskOnceOnEachWorker) {
 }
 
 TEST(DeviceGroup, RunsTasksThatFollowAtOnceAndThoseThatFollowAPause) {
-  DeviceGroup group = host_group(2);  // with cores of their own, where there are two
+  DeviceGroup group = host_group(2);  // each with a core of its own, if there are two
   for (int round = 0; round < 3000; ++round) {
     if (round % 500 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     auto task = std::make_shared<CountTask>(group.size());
@@ -80,7 +80,7 @@ TEST(DeviceGroup, RefusesToWorkOnceClosed) {
 TEST(DeviceGroup, StaysWholeWhenItIsMovedFrom) {
   DeviceGroup group = host_group(2);
   const DeviceGroup other = std::move(group);
-  EXPECT_EQ(group.size(), 2U);  // NOLINT(bugprone-use-after-move): a handle stays one
+  EXPECT_EQ(group.size(), 2U);  // a moved-from handle still belongs to the group
   EXPECT_EQ(other.size(), 2U);
 }
 
@@ -144,7 +144,7 @@ TEST(DeviceGroup, RunsOrRefusesWhatIsSubmittedWhileItCloses) {
     });
     while (!submitting) std::this_thread::yield();
     group.close();
-    other.join();  // hangs if a worker never came to a task that was taken
+    other.join();  // hangs if a worker never gets an accepted task
   }
 }
 
@@ -182,7 +182,7 @@ TEST(DeviceGroup, ClosesEveryOpenGroupOnDemand) {
   EXPECT_TRUE(group.closed());
 }
 
-#if !defined(__SANITIZE_THREAD__)  // the thread sanitizer does not support threads of a forked child's parent
+#if !defined(__SANITIZE_THREAD__)  // the thread sanitizer does not support threads in a forked child
 TEST(DeviceGroup, IsOnlyDroppedInAForkedChild) {
   DeviceGroup group = host_group(2);
   EXPECT_TRUE(group.run(std::make_shared<CountTask>(2)));

@@ -46,7 +46,7 @@ TEST(Causes, NameTheClockItsLimitAndItsPartOfTheTime) {
   after.limited_for[at(ClockLimit::power_cap)] = seconds(40) + milliseconds(6100);
   EXPECT_EQ(causes_of(before, after),
             Causes{"its clock is at 1.20 of 1.98 GHz because of the power cap of 350 W (61 % of the last 10 s)"});
-  after.clock_hz = 1.965e9;  // it is well again
+  after.clock_hz = 1.965e9;  // back to its usual clock
   EXPECT_EQ(causes_of(before, after),
             Causes{"its clock was held down because of the power cap of 350 W (61 % of the last 10 s)"});
   after.limited_for[at(ClockLimit::power_cap)] = seconds(40) + milliseconds(50);
@@ -78,7 +78,7 @@ TEST(Causes, DoNotBlameTheLowClockOfADeviceThatHasNothingToDo) {
   after.limits->set(at(ClockLimit::idle));
   EXPECT_EQ(causes_of(before, after), Causes{});
   after.limits.reset();
-  after.clock_hz = 1.5e9;  // of a processor with all its cores busy
+  after.clock_hz = 1.5e9;  // normal for a processor with all cores busy
   EXPECT_EQ(causes_of(before, after), Causes{});
 }
 
@@ -104,7 +104,7 @@ TEST(Causes, NameWhatTookTheCoresOfAHostDevice) {
             (Causes{"the hypervisor gave 10 % of its cores' time to other machines in the last 10 s",
                     "other processes took 30 % of its cores' time in the last 10 s",
                     "the CPU quota of its cgroup was used up in 25 % of the quota's periods in the last 10 s"}));
-  after.cores->ours = seconds(90);  // more than there was: threads that may run anywhere
+  after.cores->ours = seconds(90);  // more than the total: threads that are not pinned count in full
   after.cores->stolen = before.cores->stolen;
   after.quota = before.quota;
   EXPECT_EQ(causes_of(before, after), Causes{});
@@ -140,7 +140,7 @@ TEST(HostHealth, ParsesThePeriodsOfAQuotaOfBothVersions) {
   EXPECT_FALSE(parse_quota_periods("usage_usec 90\nuser_usec 60\n").has_value());  // a group without a quota
 }
 
-/// A made-up /proc and /sys below a directory of its own.
+/// A made-up /proc and /sys in a temporary directory.
 class FakeSystem {
  public:
   FakeSystem() {
@@ -228,7 +228,7 @@ TEST(HostHealth, ReadsTheQuotaThatIsInForce) {
   EXPECT_EQ(quota->throttled, 20);
 }
 
-/// CPU time of this process: what counts on a machine that is busy with other things, too.
+/// CPU time of this process: unlike elapsed time, independent of other programs on the machine.
 nanoseconds cpu_time() {
   timespec time{};
   clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);

@@ -8,7 +8,7 @@
 namespace paceline::detail {
 namespace {
 
-/// Passes a microsecond each time somebody looks.
+/// Advances by a microsecond with each query.
 struct FakeClock {
   using duration = std::chrono::microseconds;
   using rep = duration::rep;
@@ -21,7 +21,7 @@ struct FakeClock {
 
 using Wait = BasicShortWait<FakeClock>;
 
-/// A wait that is over when it begins to sleep.
+/// A wait that ends as soon as it sleeps.
 void wait_shortly(Wait& wait) {
   EXPECT_TRUE(wait.until(true, [] { return false; }, [] { return true; }));
 }
@@ -31,7 +31,7 @@ struct Counts {
   int sleeps = 0;
 };
 
-/// Done at the given look, or once it sleeps.
+/// Done at the given query, or once it sleeps.
 Counts wait_until(Wait& wait, bool may_spin, int look, std::chrono::microseconds sleep = {}) {
   Counts counts;
   const auto done = [&] { return ++counts.looks == look; };

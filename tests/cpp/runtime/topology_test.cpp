@@ -21,7 +21,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// A made-up /proc and /sys below a directory of its own.
+// A made-up /proc and /sys in a temporary directory.
 class FakeSystem {
  public:
   FakeSystem() {
@@ -63,7 +63,7 @@ using Cores = std::vector<int>;
 
 TEST(TextFile, IsNothingWhereReadingFails) {
   EXPECT_EQ(internal::read_text_file("/proc/self/no_such_file"), std::nullopt);
-  // Opens, but cannot be read, as a file of /proc whose thread has ended.
+  // It opens but cannot be read, like a file of /proc whose thread has ended.
   EXPECT_EQ(internal::read_text_file("/proc/self"), std::nullopt);
 }
 
@@ -81,7 +81,7 @@ TEST(CpuList, ReadsRangesAndSingleCores) {
   EXPECT_EQ(parse_cpu_list("0-3,8,10-11\n"), (Cores{0, 1, 2, 3, 8, 10, 11}));
   EXPECT_EQ(parse_cpu_list("5"), Cores{5});
   EXPECT_EQ(parse_cpu_list("3,1-3"), (Cores{1, 2, 3}));
-  EXPECT_EQ(parse_cpu_list("\n"), Cores{});  // a node without cores
+  EXPECT_EQ(parse_cpu_list("\n"), Cores{});  // a NUMA node without cores
 }
 
 TEST(CpuList, RefusesWhatIsMalformedAsAWhole) {
@@ -219,7 +219,7 @@ TEST(HostTopology, ReadsNumaNodesAndSiblings) {
 }
 
 TEST(HostDevice, TakesFirstHyperthreadsFirstWhenThereIsACoreForEach) {
-  FakeSystem system;  // siblings are neighbours, as on many virtual machines
+  FakeSystem system;  // hyperthreads are neighbours, as on many virtual machines
   for (int core = 0; core < 4; ++core) {
     system.file("sys/devices/system/cpu/cpu" + std::to_string(core) + "/topology/thread_siblings_list",
                 core < 2 ? "0-1\n" : "2-3\n");
@@ -267,7 +267,7 @@ TEST(HostDevice, IsNotPinnedWhereThePlatformHasNoMask) {
   EXPECT_TRUE(host_device(topology, 0).cores.empty());
 }
 
-/// Those of this machine, which may have GPUs in front of them.
+/// The host devices of this machine, without its GPUs.
 std::vector<Device> host_devices() {
   std::vector<Device> found = devices();
   std::erase_if(found, [](const Device& device) { return device.kind != DeviceKind::host; });

@@ -27,7 +27,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// Calls in a list of its own for each device, one after the other; `ended` when all are done.
+/// A separate list of calls per device, run in order. `ended` is set when all are done.
 class Jobs final : public WorkSource {
  public:
   using Job = std::function<void(Turn&)>;
@@ -61,7 +61,7 @@ class Jobs final : public WorkSource {
   }
   [[nodiscard]] bool complete() const noexcept override { return left_ == 0 || cancelled_; }
 
-  std::vector<std::string> failures;  // of one device only, in these tests
+  std::vector<std::string> failures;  // on one device only, in these tests
 
  private:
   void end_one() noexcept {
@@ -70,12 +70,12 @@ class Jobs final : public WorkSource {
   }
 
   std::vector<std::vector<Job>> jobs_;
-  std::vector<std::size_t> next_;  // each entry is its worker's
+  std::vector<std::size_t> next_;  // each worker writes only its own entry
   std::atomic<int> left_{0};
   std::atomic<bool> cancelled_{false};
 };
 
-/// Waits until something happens, and is done then.
+/// Waits until an event is done, then answers done.
 class Waiting final : public WorkSource {
  public:
   explicit Waiting(NextWork wait) : wait_(wait) {}
@@ -163,7 +163,7 @@ TEST(WorkSource, FillsTheGapsOfThoseAboveIt) {
   group.open(background, -1);
   while (!begun) std::this_thread::yield();
   const auto middle = std::make_shared<Jobs>(std::vector<std::vector<Jobs::Job>>{{note("middle"), note("middle")}});
-  group.open(middle, -0x7);  // below the first: it waits for that
+  group.open(middle, -0x7);  // a lower priority than the first, so it waits for the first
   const auto step = std::make_shared<Jobs>(std::vector<std::vector<Jobs::Job>>{{note("step"), note("step")}});
   group.submit(step);
   flag.set = true;
@@ -199,7 +199,7 @@ TEST(WorkSource, IsCancelledWhenTheGroupCloses) {
   EXPECT_TRUE(waiting->complete());
 }
 
-/// What a thread may run on.
+/// The cores that this thread may run on.
 std::vector<int> cores_of_this_thread() {
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -212,7 +212,7 @@ std::vector<int> cores_of_this_thread() {
 }
 
 TEST(TurnLoan, TakesOneThreadFromDeviceToDevice) {
-  // Two micro-batches, each a thread with a stack of its own, pass through two stages, a device each.
+  // Two micro-batches, each on a thread with a stack of its own, pass through two stages on a device each.
   DeviceGroup group = host_group(2);
   constexpr int kRounds = 50;
   struct Traveller {

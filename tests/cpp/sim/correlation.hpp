@@ -6,7 +6,7 @@
 
 namespace paceline::sim {
 
-/// Mean product of a series' deviations from its mean and those `lag` steps later; lag 0: its variance.
+/// The mean product of a series' deviations from its mean with those `lag` steps later. Lag 0 gives the variance.
 inline double covariance(const std::vector<double>& series, std::size_t lag) {
   const auto count = static_cast<double>(series.size());
   double mean = 0.0;

@@ -29,7 +29,7 @@ struct Summary {
   double worst_loss = 0.0;
   double worst_moves = 0.0;
   std::vector<double> losses;
-  std::vector<std::int64_t> worst_recovery;  // per event; -1 where some seed never recovered
+  std::vector<std::int64_t> worst_recovery;  // per event; -1 if a seed never recovered
 };
 
 Summary over_seeds(SimulationOptions options, int seeds) {
@@ -67,8 +67,8 @@ TEST(Simulation, AThrottleIsFollowedInTwoStepsAndCostsLittle) {
   options.box.throttles = {{3, 2.0, 200, 600}};
   const Summary summary = over_seeds(options, 50);
   EXPECT_LE(summary.mean_loss, 0.004);
-  // Items are whole: in one run of twenty (18 of 400 unseen seeds) the split settles one item (0.9 %) beside the best,
-  // less than the gate asks for.
+  // Items are whole. In one run of twenty (18 of 400 unseen seeds) the split settles one item (0.9 %) off the best,
+  // which is less than the gate requires.
   EXPECT_GE(std::count_if(summary.losses.begin(), summary.losses.end(), [](double loss) { return loss <= 0.005; }), 45);
   EXPECT_LE(summary.worst_loss, 0.008);
   EXPECT_EQ(summary.worst_recovery, (std::vector<std::int64_t>{2, 2}));
@@ -94,7 +94,7 @@ TEST(Simulation, FlappingCostsLessThanDoingNothing) {
 TEST(Simulation, TwoDevicesOfWhichOneIsTwiceAsFast) {
   SimulationOptions options = box_of({1.0, 0.5});
   const Summary summary = over_seeds(options, 10);
-  EXPECT_LE(summary.mean_loss, 0.012);  // 0.4 % of it are the first three steps
+  EXPECT_LE(summary.mean_loss, 0.012);  // the first three steps make up 0.4 %
 }
 
 TEST(Simulation, CalmNoiseIsBalancedFiner) {
@@ -112,7 +112,7 @@ TEST(Simulation, ABusyNeighboursNoiseIsNotChased) {
 TEST(Simulation, NoiseThatLastsIsNotChasedEither) {
   SimulationOptions options = box_of({1.0, 1.0}, 0.069);
   options.steps = 800;
-  // As measured on two quiet cores; the "correlated" scenario says more.
+  // As measured on two quiet cores; see the scenario "correlated".
   options.box.lasting_noise = {{0.0655, 3.64, false}, {0.0465, 3, true}, {0.051, 40, true}, {0.062, 1000, true}};
   const Summary summary = over_seeds(options, 30);
   EXPECT_LE(summary.mean_loss, 0.003);
@@ -140,9 +140,9 @@ TEST(Simulation, SpikesMoveNothing) {
   EXPECT_LE(over_seeds(options, 10).worst_loss, 0.002);
 }
 
-/// Ski rental: what a disturbance costs, first runs of sizes included, against the best that could be done with its
-/// length known, which is to stay or to move at once. The mean of ten runs: in some a split is found in two moves, each
-/// of which costs first runs.
+/// Ski rental: the cost of a disturbance, including first runs of sizes, against the best choice with its length known:
+/// stay or move at once. The mean of ten runs, because some runs need two moves to find a split, and each costs first
+/// runs.
 TEST(Simulation, CostlyMovesCostAtMostALittleMoreThanTwiceWhatAnOracleWouldPay) {
   constexpr int kSeeds = 10;
   for (const std::int64_t length : {10, 30, 100, 300, 900}) {
@@ -162,7 +162,7 @@ TEST(Simulation, CostlyMovesCostAtMostALittleMoreThanTwiceWhatAnOracleWouldPay) 
         const std::int64_t half = options.batch_size / 2;
         const double lost = box.makespan(55, {half, half}) - box.ideal(60, options.batch_size);
         const double oracle = std::min(first_run, lost * static_cast<double>(length));
-        bound = 2.0 * oracle + 8.0 * lost;  // eight steps to see it, to be sure of it and to see that it is over
+        bound = 2.0 * oracle + 8.0 * lost;  // eight steps to see the change, to be sure of it, and to see its end
       }
       EXPECT_LE(extra, bound) << length << " steps, " << first_run << " s";
     }

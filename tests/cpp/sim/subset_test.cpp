@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How far from the best subset of the devices: random boxes in which leaving devices out often wins.
+// The loss against the best subset of the devices, on random machines where leaving devices out often wins.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -20,15 +20,15 @@ namespace {
 using Shares = std::vector<std::int64_t>;
 
 constexpr std::int64_t kSteps = 200;
-constexpr std::int64_t kSettled = 60;  // from this step on the split is held against the best one
+constexpr std::int64_t kSettled = 60;  // from this step on the split is compared with the best one
 
 struct RandomBox {
   BoxOptions options;
   std::int64_t batch_size = 0;
 };
 
-/// Two to six devices of one or two classes, up to 50 times slower than the fastest, with fixed, start-up and reduction
-/// costs from nothing to more than the step.
+/// Two to six devices of one or two classes, up to 50 times slower than the fastest one. Fixed, start-up and reduction
+/// costs range from nothing to more than the step.
 RandomBox random_box(std::uint64_t seed) {
   Random random(seed, 0, 0);
   const auto between = [&](double low, double high) { return low + (high - low) * random.uniform(); };
@@ -69,10 +69,10 @@ RandomBox random_box(std::uint64_t seed) {
 }
 
 struct Outcome {
-  double split_loss = 0.0;  ///< of the settled steps that are no probes, to the best split over any subset
+  double split_loss = 0.0;  ///< against the best split over any subset, in settled steps that are no probes
   double probe_loss =
       0.0;             ///< time that probes took beyond the split in force, as a fraction of all settled steps' time
-  double moves = 0.0;  ///< of the settled steps, probes aside
+  double moves = 0.0;  ///< in settled steps that are no probes
 };
 
 balance::BalancerOptions options_of(const RandomBox& random) {
@@ -114,14 +114,14 @@ Outcome run(const RandomBox& random) {
   return outcome;
 }
 
-// 10000 take half a minute; the address sanitizer, which makes them several times slower, gets fewer.
+// 10000 take half a minute. The address sanitizer makes them several times slower, so it gets fewer.
 #if defined(__SANITIZE_ADDRESS__)
 constexpr std::uint64_t kBoxes = 1000;
 #else
 constexpr std::uint64_t kBoxes = 10000;
 #endif
 
-/// What PACELINE_RANDOM_BOXES says, if it is set.
+/// The value of PACELINE_RANDOM_BOXES, if it is set.
 std::uint64_t box_count() {
   const char* wanted = std::getenv("PACELINE_RANDOM_BOXES");
   return wanted != nullptr ? std::stoull(wanted) : kBoxes;
@@ -168,26 +168,26 @@ TEST(Subset, FewRandomBoxesLoseToTheirBestSubset) {
   RecordProperty("moves", std::to_string(moves / count));
   EXPECT_GE(static_cast<double>(left_out), 0.4 * count) << "boxes in which everybody works say little";
   EXPECT_LE(mean, 0.002);
-  EXPECT_LE(quantile(0.95), 0.01);  // what a move must promise
+  EXPECT_LE(quantile(0.95), 0.01);  // the gain that a move must promise
   EXPECT_LE(quantile(0.99), 0.02);
   EXPECT_LE(above(0.05), 0.003 * count);  // 15 of 10000
   EXPECT_LE(above(0.15), 0.001 * count);  // 2 of 10000
-  EXPECT_LE(losses.back(), 0.25);         // of 10000 the worst loses 18 %
+  EXPECT_LE(losses.back(), 0.25);         // the worst of 10000 loses 18 %
   EXPECT_LE(probes / count, 0.006);
-  // Of 10000 boxes 8 lose more than 5 % to probes, the worst 6.3 %.
+  // Of 10000 boxes, 8 lose more than 5 % to probes, the worst 6.3 %.
   EXPECT_LE(static_cast<double>(dear_probes), 0.002 * count);
   EXPECT_LE(worst_probes, 0.08);
   EXPECT_LE(moves / count, 0.01 * static_cast<double>(kSteps - kSettled));
 }
 
-/// Two fast devices and one that pays or not, by its speed.
+/// Two fast devices and one that pays off or not, depending on its speed.
 RandomBox three(double speed) {
   RandomBox random;
   random.options.devices.resize(3);
   for (std::size_t i = 0; i < 3; ++i) random.options.devices[i].name = "sim:" + std::to_string(i);
   random.options.devices[2].speed = speed;
   random.options.noise = 0.02;
-  random.batch_size = 200;  // 14 ms with two; the third one's fixed time is 4 ms / speed
+  random.batch_size = 200;  // two devices take 14 ms; the third one's fixed time is 4 ms / speed
   return random;
 }
 
@@ -210,8 +210,8 @@ Shares after(const RandomBox& random, std::int64_t steps, double* per_100 = null
 }
 
 TEST(Subset, OneDeviceTakesTheWholeBatchWhereNoSmallerGrowthPays) {
-  // Boxes of 19, 72, 24 and 36 items, which lost 48, 35, 87 and 38 % for good. In the last two the class that is best
-  // was left out after it had run one size only.
+  // Boxes of 19, 72, 24 and 36 items, which had lost 48, 35, 87 and 38 % permanently. In the last two, the best class
+  // was left out after it had run only one size.
   for (const std::uint64_t seed : {5514u, 7974u, 8913u, 5930u}) {
     const RandomBox random = random_box(seed);
     Box box(random.options);

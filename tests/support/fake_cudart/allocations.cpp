@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The machine's memory: what is given out, and whether what touches it may.
+// The machine's memory: allocations, and checks of each access.
 #include <algorithm>
 #include <cstring>
 #include <iterator>
@@ -12,7 +12,7 @@ namespace fake {
 namespace {
 
 constexpr std::size_t kAlignment = 256;
-constexpr unsigned char kFresh = 0xFF;  // of floating-point types a NaN
+constexpr unsigned char kFresh = 0xFF;  // a NaN in every floating-point type
 constexpr unsigned char kFreed = 0xDB;
 
 }  // namespace
@@ -46,8 +46,7 @@ Allocation* Machine::find(const void* data) {
   return address < candidate.data + std::max<std::size_t>(candidate.bytes, 1) ? &candidate : nullptr;
 }
 
-/// The storage stays until the next boot, so that its address is not given out again and late accesses are known as
-/// such.
+/// Keeps the storage until the next boot, so that its address is not reused and late accesses are recognised.
 void Machine::free(Allocation* allocation) {
   allocation->freed = true;
   if (allocation->device >= 0) used_[allocation->device] -= allocation->bytes;
@@ -57,7 +56,7 @@ void Machine::free(Allocation* allocation) {
 }
 
 void Machine::access(const void* data, std::size_t bytes, bool write) {
-  // After an error that stays nothing runs on a device any more; here it does, but to no effect on others.
+  // After a sticky error CUDA runs nothing more on the device. Here work still runs, but its accesses do not count.
   if (bytes == 0 || sticky.contains(current_stream->device)) return;
   Allocation* const allocation = find(data);
   const char* const name = current->name;
@@ -78,7 +77,7 @@ void Machine::access(const void* data, std::size_t bytes, bool write) {
     complain(std::string(name) + (write ? " writes" : " reads") + " what " + earlier.name +
              (earlier.write ? " writes" : " reads") + " on another stream, and nothing orders the two");
   }
-  // What a write covers it stands for from now on: whoever comes after it comes after those.
+  // A write replaces the earlier accesses that it covers: later accesses must come after it, and it comes after them.
   if (write) {
     std::erase_if(accesses, [&](const Access& earlier) { return begin <= earlier.begin && earlier.end <= end; });
   } else {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The fake for Python tests, by ctypes. PyTorch's CPU tensors stand for the GPU's there: their memory is nobody's
-// allocation, and their operators run during the call, so whatever is enqueued runs at once, too.
+// Controls the fake from Python tests, through ctypes. There PyTorch's CPU tensors stand for the GPU's tensors. The
+// fake has not allocated their memory, and their operators run during the call. So all enqueued work runs at once, too.
 #include <string>
 #include <utility>
 
@@ -17,7 +17,7 @@ PACELINE_FAKE_API void paceline_fake_boot(int device_count) {
   fake::boot_nccl();
 }
 
-/// Orders for the fake NCCL; rank -1 is any.
+/// Faults of the fake NCCL; rank -1 means any rank.
 PACELINE_FAKE_API void paceline_fake_nccl_fail(const char* function, int rank, int result) {
   fake::the_nccl().fail(function, rank, static_cast<paceline::nccl::Result>(result));
 }
@@ -36,7 +36,7 @@ PACELINE_FAKE_API void paceline_fake_poison(int device, int error) {
 
 PACELINE_FAKE_API void paceline_fake_fail_allocation(int count) { fake::fail_allocation(count); }
 
-/// Streams, events, memory, pools and green contexts that were not given back.
+/// The number of streams, events, allocations, pools and green contexts that were not freed.
 PACELINE_FAKE_API int paceline_fake_leftovers() {
   const fake::Leftovers left = fake::leftovers();
   return static_cast<int>(left.device_allocations + left.host_allocations + left.pools + left.streams + left.events +

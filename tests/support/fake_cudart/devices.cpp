@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Entry points of the CUDA runtime about devices, errors, kernels and the driver.
+// Entry points of the CUDA runtime for devices, errors, kernels and the driver.
 #include <cuda_runtime_api.h>
 
 #include <cstdio>
@@ -96,7 +96,7 @@ cudaError_t cudaSetDevice(int device) {
 }
 
 cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
-  // Pairs of neighbours, as where two GPUs share a switch.
+  // Neighbours form pairs, as if each two GPUs shared a switch.
   *can = device / 2 == peer / 2 && device != peer ? 1 : 0;
   return cudaSuccess;
 }

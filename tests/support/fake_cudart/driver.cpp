@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The driver functions that paceline asks cudaGetDriverEntryPointByVersion for.
+// The driver functions that paceline looks up with cudaGetDriverEntryPointByVersion.
 #include "driver.hpp"
 
 #include <cuda.h>
@@ -17,7 +17,7 @@
 namespace fake {
 namespace {
 
-/// A primary context is its device's number plus one, so that none is null.
+/// A primary context is its device's number plus one, so that no context is null.
 CUcontext context_of(int device) { return reinterpret_cast<CUcontext>(static_cast<std::intptr_t>(device) + 1); }
 int device_of(CUcontext context) { return static_cast<int>(reinterpret_cast<std::intptr_t>(context)) - 1; }
 
@@ -97,7 +97,7 @@ void* driver_function(const char* name, unsigned int version) {
   const auto driver_version = static_cast<unsigned int>(settings.driver_version);
   for (const Entry& entry : kEntries) {
     if (std::strcmp(entry.name, name) != 0) continue;
-    // Asked for the interface of an older version than it came with, the driver has none either.
+    // The driver returns nothing for a CUDA version older than the function.
     return entry.since <= std::min(version, driver_version) ? entry.function : nullptr;
   }
   return nullptr;

@@ -9,13 +9,14 @@
 
 namespace fake {
 
-/// `error`, which is also what cudaGetLastError() tells this thread.
+/// Returns `error` and keeps it for cudaGetLastError() on this thread.
 cudaError_t fail(cudaError_t error);
 
-/// The stream behind a handle of the program's. One that is none, or that was not said in full, ends the program.
+/// The stream behind a handle. A destroyed stream ends the program, and so does null: the legacy default stream is
+/// cudaStreamLegacy.
 [[nodiscard]] Stream* as_stream(cudaStream_t stream);
 
-/// Work of a stream whose device is well.
+/// Enqueues work, or returns the device's sticky error.
 cudaError_t enqueue(cudaStream_t stream, const char* name, std::function<void()> body);
 
 }  // namespace fake

@@ -76,7 +76,7 @@ std::vector<int> sms_of(cudaStream_t stream) {
   return all;
 }
 
-// Called by twins, which run while an entry point holds the lock.
+// Twins call these while an entry point holds the lock.
 void reads(const void* data, std::size_t bytes) { machine().access(data, bytes, false); }
 void writes(const void* data, std::size_t bytes) { machine().access(data, bytes, true); }
 void takes(double seconds) { machine().current_cost = seconds; }

@@ -1,19 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// An executing fake of the CUDA runtime: the same entry points, but streams are queues in this process, kernels run as
-// functions on the host, and a seeded scheduler decides when. Linked in place of the static runtime, it lets the
-// product's own object files run on a machine without a GPU, and checks what a GPU would only get wrong now and then:
+// An executing fake of the CUDA runtime with the same entry points. Streams are queues in this process, kernels run as
+// functions on the host, and a seeded scheduler decides when they run. Linked in place of the static runtime, it runs
+// the library's own object files on a machine without a GPU. It finds errors that a GPU would show only now and then:
 //
-//   - Any order that CUDA allows is legal, so work runs as late as the seed likes. Nothing runs "at once".
-//   - Every access of a kernel or copy is compared with all earlier ones of the same bytes: two of which one writes
-//   must
-//     be ordered by streams, events or a host that saw the first one finished (vector clocks, as in data race
-//     detection). A missing wait is found whatever order the seed chose.
-//   - Memory is poisoned when it is given out and when it is taken back.
-//   - A call that would make GPU 0's context, because its thread has none, is reported (use_context).
-//   - Waiting for an event that was never recorded, which CUDA takes for a wait that is over, ends the program.
+//   - Work runs in any order that CUDA allows, as late as the seed wants.
+//   - Each access of a kernel or copy is compared with all earlier accesses of the same bytes. If one of two accesses
+//     writes, they must be ordered by streams, events or a host that saw the first one finish (vector clocks, as in
+//     data race detection). So a missing wait is found in every order that the seed may choose.
+//   - Memory is poisoned when it is allocated and when it is freed.
+//   - A call that would create GPU 0's context, because its thread has none, is reported (use_context).
+//   - Waiting for an event that was never recorded ends the program. CUDA would not wait at all.
 //
-// Only what the product calls is there; a new entry point fails at link time.
+// It has only what the library calls; a new entry point fails at link time.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -32,28 +31,28 @@ namespace fake {
 struct Settings {
   std::uint64_t seed = 0;
   int device_count = 1;
-  std::size_t memory_bytes = std::size_t{1} << 30;  ///< of each device
-  std::string model{};                              ///< of each device; empty: "Fake GPU" and its number
+  std::size_t memory_bytes = std::size_t{1} << 30;  ///< per device
+  std::string model{};                              ///< of all devices; empty: "Fake GPU" and the device's number
   int multiprocessors = 132;
-  int sm_granularity = 8;  ///< green contexts have a multiple of it
+  int sm_granularity = 8;  ///< green contexts have a multiple of this number of SMs
   int driver_version = 13000;
   bool driver_present = true;
-  bool eager = false;           ///< run everything as soon as it may, and time it by the host's clock
-  std::uint64_t lag = 0;        ///< an event looks undone until the program has asked about events so often
-  bool foreign_memory = false;  ///< memory that no device has is taken for somebody else's, and not checked
+  bool eager = false;           ///< run everything as soon as possible, and time it by the host's clock
+  std::uint64_t lag = 0;        ///< an event looks unfinished for so many queries
+  bool foreign_memory = false;  ///< accept memory that no device has allocated as foreign, without checks
 };
 
-/// A machine as after boot, and no context current to the calling thread. What the last one still held is forgotten.
+/// Starts a new machine, without a current context on the calling thread. Forgets everything of the previous machine.
 void boot(const Settings& settings);
-/// What makes the program give back what it keeps for later: called before leftovers are counted, and before a boot.
+/// Sets a function that frees what the program caches. It runs before leftovers are counted and before a boot.
 void set_release(void (*release)());
 
-/// What the program has not given back, and what it enqueued that has not run.
+/// What the program has not freed, and the work that it enqueued and that has not run.
 struct Leftovers {
   std::size_t device_allocations = 0;
   std::size_t host_allocations = 0;
   std::size_t pools = 0;
-  std::size_t streams = 0;  ///< those of green contexts included
+  std::size_t streams = 0;  ///< including streams of green contexts
   std::size_t events = 0;
   std::size_t green_contexts = 0;
   std::size_t queued = 0;
@@ -61,29 +60,30 @@ struct Leftovers {
 };
 [[nodiscard]] Leftovers leftovers();
 
-/// Sentences about accesses without an order, outside of an allocation, or of freed memory, and about calls of a thread
-/// that had no context. Empty: all was well.
+/// Sentences about accesses without an order, outside an allocation, or of freed memory, and about calls on threads
+/// without a context. Empty if there were none.
 [[nodiscard]] std::vector<std::string> problems();
 
-/// Calls that hold a host thread until the GPU is done: cudaFreeHost while work is under way. There is no
+/// The number of calls that blocked a host thread until the GPU was done: cudaFreeHost during work. There is no
 /// cuda*Synchronize to link to.
 [[nodiscard]] int synchronize_calls();
 
-/// The NUMA node that the thread which last took pinned memory had asked for; -1: none.
+/// The preferred NUMA node of the thread at the last allocation of pinned memory; -1 if it had none.
 [[nodiscard]] int node_of_pinned_memory();
 
-/// The allocation after `count` further ones fails for lack of memory, once. Making a green context is one.
+/// Makes one allocation fail for lack of memory, after `count` further ones. Making a green context counts as an
+/// allocation.
 void fail_allocation(int count);
-/// From now on every call that concerns `device` gives `error`, as after a kernel's illegal access.
+/// From now on every call for `device` returns `error`, as after a kernel's illegal access.
 void poison(int device, cudaError_t error);
-/// The stream runs nothing any more, until it is told to go on.
+/// Stops the stream until it is resumed.
 void hang(cudaStream_t stream);
 void go_on(cudaStream_t stream);
 
-/// The SMs that what is enqueued on the stream may use, ascending.
+/// The SMs that the stream's work may use, ascending.
 [[nodiscard]] std::vector<int> sms_of(cudaStream_t stream);
 
-/// For the twin of a kernel: what it touches, and how long it takes on the virtual clock of event timings.
+/// For a kernel's twin: the memory that it touches, and its time on the virtual clock of event timings.
 void reads(const void* data, std::size_t bytes);
 void writes(const void* data, std::size_t bytes);
 void takes(double seconds);
@@ -95,11 +95,11 @@ struct Launch {
   cudaStream_t stream = nullptr;
 };
 
-/// A launch whose arguments were taken, ready to run. From the addresses of the arguments.
+/// Copies a launch's arguments from their addresses and returns the function to run.
 using Bind = std::function<std::function<void()>(const Launch&, void** arguments)>;
 void set_twin(const void* kernel, Bind bind);
 
-/// What runs when `kernel` is launched. A kernel without a twin ends the program.
+/// Sets the function that runs when `kernel` is launched. A kernel without a twin ends the program.
 template <class... A>
 void twin(void (*kernel)(A...), std::type_identity_t<std::function<void(const Launch&, A...)>> body) {
   set_twin(reinterpret_cast<const void*>(kernel), [body](const Launch& launch, void** arguments) {

@@ -13,10 +13,10 @@
 namespace fake {
 namespace {
 
-/// What a resource is, hidden where the driver hides it.
+/// The content of a resource, stored where the driver hides its own.
 struct Sms {
   int device = 0;
-  unsigned int split = 0;  ///< which call made it; 0: none, it is the whole GPU
+  unsigned int split = 0;  ///< the number of the call that made it; 0: the whole GPU
   int first = 0;
   int count = 0;
 };
@@ -41,7 +41,7 @@ struct Description {
   std::vector<int> sms;
 };
 
-/// They cannot be given back in CUDA either.
+/// Kept for ever, because CUDA has no call to free them either.
 std::vector<std::unique_ptr<Description>>& descriptions() {
   static auto* const all = new std::vector<std::unique_ptr<Description>>;
   return *all;
@@ -72,7 +72,7 @@ CUresult split_by_count(CUdevResource* result, unsigned int* group_count, const 
   const Sms whole = sms_of(*input);
   const int granularity = machine().settings().sm_granularity;
   if (flags != 0) misuse("SMs were split with flags that the fake does not know");
-  if (whole.split != 0) return CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION;  // what came of a split is not split again
+  if (whole.split != 0) return CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION;  // a part is not split again
   if (least > static_cast<unsigned int>(whole.count)) return CUDA_ERROR_INVALID_VALUE;
   const int size = std::max(1, (static_cast<int>(least) + granularity - 1) / granularity) * granularity;
   unsigned int count = static_cast<unsigned int>(whole.count / size);

@@ -5,8 +5,9 @@
 
 namespace fake {
 
-// Green contexts as drivers have them since CUDA 12.4: SMs split into equal groups of Settings::sm_granularity or a
-// multiple. Two that share an SM end the program, and so does one that is destroyed before its streams or their work.
+// Green contexts like those of drivers since CUDA 12.4. SMs are split into equal groups of Settings::sm_granularity or
+// a multiple. Two contexts that share an SM end the program, and so does destroying a context before its streams or
+// their work.
 CUresult device_resource(CUdevice device, CUdevResource* resource, CUdevResourceType type);
 CUresult split_by_count(CUdevResource* result, unsigned int* group_count, const CUdevResource* input,
                         CUdevResource* remaining, unsigned int flags, unsigned int least);

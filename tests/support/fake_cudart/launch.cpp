@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What nvcc's host code calls to register and to launch kernels, and what launches them here: their host twins.
+// What nvcc's host code calls to register and launch kernels. Launches run the kernels' host twins.
 #include <cuda_runtime_api.h>
 
 #include <map>
@@ -14,12 +14,12 @@ namespace fake {
 namespace {
 
 struct Kernels {
-  std::map<const void*, std::string> names;  // by the address of the launching function
+  std::map<const void*, std::string> names;  // by the address of the kernel's host function
   std::map<const void*, Bind> twins;
 };
 
 Kernels& kernels() {
-  static Kernels* const all = new Kernels;  // static constructors register before main
+  static Kernels* const all = new Kernels;  // leaked, because static constructors register before main
   return *all;
 }
 
@@ -65,7 +65,7 @@ void __cudaRegisterFunction(void**, const char* host, char*, const char* name, i
   fake::kernels().names[host] = name;
 }
 
-// Of launches by <<<>>>, which there are none of.
+// For launches by <<<>>>, which paceline does not use.
 cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, std::size_t*, void*) {
   fake::misuse("a kernel was launched by <<<>>>");
 }

@@ -22,7 +22,7 @@ void misuse(const std::string& what) {
 }
 
 Machine& machine() {
-  static Machine* const the_one = new Machine;  // outlives every static object that may still give memory back
+  static Machine* const the_one = new Machine;  // leaked, so that it outlives static objects that free memory
   return *the_one;
 }
 
@@ -43,13 +43,14 @@ bool Clock::covers(std::size_t stream, std::uint64_t count) const {
 void Machine::boot(const Settings& settings) {
   settings_ = settings;
   random_.seed(settings.seed);
-  // What was held beyond the machine's end (by a thread that was left behind, say) shall not be taken for a new stream.
+  // Kept, so that a handle from an earlier machine (of a thread that was left behind, say) never equals that of a new
+  // stream.
   static auto* const gone = new std::vector<std::unique_ptr<Stream>>;
   for (auto& [key, stream] : streams_) {
     stream->queue.clear();
     gone->push_back(std::move(stream));
   }
-  // Nor freed while it is used on.
+  // Kept, because an earlier machine's pools may still be in use.
   static auto* const gone_pools = new std::vector<std::unique_ptr<Pool>>;
   for (auto& [key, pool] : pools) gone_pools->push_back(std::move(pool));
   streams_.clear();
@@ -74,7 +75,7 @@ cudaError_t Machine::health(int device) const {
   return found == sticky.end() ? cudaSuccess : found->second;
 }
 
-/// What the device has done is over for good, and so known to whoever learns of the error.
+/// All the device's work counts as finished, for whoever learns of the error.
 void Machine::break_down(int device, cudaError_t error) {
   sticky[device] = error;
   for (const auto& [key, stream] : streams_) {
@@ -107,8 +108,8 @@ Stream* Machine::resolve(cudaStream_t handle) {
 
 bool Machine::destroy(Stream* stream) {
   if (!known(stream)) return false;
-  // As in CUDA the call returns at once and the work goes on. Only a green context may not go before that is done;
-  // elsewhere it is simply done first, so that a test need not wait for it.
+  // In CUDA the call returns at once and the work goes on. Here the work is finished first, so that a test need not
+  // wait for it. With a green context it stays open, because the context must not be destroyed before the work is done.
   if (stream->green != nullptr && !stream->queue.empty()) {
     stream->dropped = true;
     return true;
@@ -161,7 +162,7 @@ void Machine::enqueue(Stream* stream, Operation operation) {
     while (current == nullptr && run_one()) {
     }
   } else {
-    drift();
+    run_a_few();
   }
 }
 
@@ -182,8 +183,8 @@ void Machine::wait(Stream* stream, const Event* event) {
 }
 
 bool Machine::query(const Recording& recording) {
-  drift();
-  if (!recording.done) run_one();  // a program that polls must get somewhere in the end
+  run_a_few();
+  if (!recording.done) run_one();  // so that a program that polls makes progress
   ++queries;
   const bool seen = recording.done && queries >= recording.visible;
   if (seen) host_.join(recording.clock);
@@ -191,7 +192,7 @@ bool Machine::query(const Recording& recording) {
 }
 
 bool Machine::query(Stream* stream) {
-  drift();
+  run_a_few();
   if (!stream->queue.empty()) run_one();
   if (stream->queue.empty()) host_.join(stream->clock);
   return stream->queue.empty();
@@ -204,13 +205,13 @@ bool Machine::run_until(const std::function<bool()>& done) {
   return true;
 }
 
-void Machine::drift() {
+void Machine::run_a_few() {
   if (current != nullptr) return;
   for (std::uint64_t left = random_() % 4; left > 1; --left) run_one();
 }
 
-/// Even seeds choose any stream that can go on, odd ones by a priority that now and then changes, which finds orders
-/// that need one stream to be far behind (Burckhardt et al., 2010).
+/// Even seeds choose any stream that can go on. Odd seeds choose by priorities that change now and then, which finds
+/// orders in which one stream is far behind (Burckhardt et al., 2010).
 bool Machine::run_one() {
   std::vector<Stream*> ready;
   for (const auto& [key, stream] : streams_) {
@@ -219,7 +220,7 @@ bool Machine::run_one() {
     if (awaited == nullptr || awaited->done) ready.push_back(stream.get());
   }
   if (ready.empty()) return false;
-  // The map is ordered by address, which is no function of the seed.
+  // By number, because the map's order by address does not depend on the seed.
   std::sort(ready.begin(), ready.end(), [](const Stream* a, const Stream* b) { return a->id < b->id; });
   Stream* next = ready[random_() % ready.size()];
   if (settings_.seed % 2 == 1) {

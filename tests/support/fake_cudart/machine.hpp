@@ -18,7 +18,7 @@
 
 namespace fake {
 
-/// How far each stream had come: what happened before an operation. Entry s is a count of operations of stream s.
+/// Progress of every stream: what happened before an operation. Entry s counts operations of stream s.
 class Clock {
  public:
   void join(const Clock& other);
@@ -29,18 +29,18 @@ class Clock {
   std::vector<std::uint64_t> counts_;
 };
 
-/// One recording of an event. Waiting refers to a recording, not to the event: it may be recorded again.
+/// One recording of an event. A wait refers to the recording, because the event may be recorded again.
 struct Recording {
   bool done = false;
-  std::uint64_t visible = 0;  ///< the count of queries from which on the host may know
+  std::uint64_t visible = 0;  ///< the number of queries after which the host may see it
   Clock clock;
   double seconds = 0.0;
 };
 
 struct Operation {
   std::function<void()> body;
-  Clock known;                          ///< what the host had seen finished when it enqueued this
-  std::shared_ptr<Recording> awaited;   ///< null: nothing
+  Clock known;                          ///< what the host had seen finish when it enqueued this
+  std::shared_ptr<Recording> awaited;   ///< null: waits for nothing
   std::shared_ptr<Recording> recorded;  ///< done when this has run
   const char* name = "";
 };
@@ -55,10 +55,10 @@ struct GreenContext {
 struct Stream {
   std::size_t id = 0;
   int device = 0;
-  const GreenContext* green = nullptr;  ///< null: all SMs
-  bool dropped = false;                 ///< destroyed, with work left to do
+  const GreenContext* green = nullptr;  ///< null: uses all SMs
+  bool dropped = false;                 ///< destroyed with work left
   bool hung = false;
-  std::uint64_t priority = 0;  ///< of the scheduler
+  std::uint64_t priority = 0;  ///< for the scheduler
   std::deque<Operation> queue;
   std::uint64_t count = 0;
   Clock clock;
@@ -90,14 +90,14 @@ struct Allocation {
   std::vector<std::byte> storage;
   std::byte* data = nullptr;
   std::size_t bytes = 0;
-  int device = 0;  ///< -1: pinned host memory
+  int device = 0;  ///< -1 for pinned host memory
   Pool* pool = nullptr;
-  bool given_back = false;  ///< its release was enqueued
+  bool given_back = false;  ///< its release is enqueued
   bool freed = false;
   std::vector<Access> accesses;
 };
 
-/// The fake's whole state. Every entry point locks `mutex` first; nothing here locks by itself.
+/// The whole state of the fake. Every entry point locks `mutex` first; the functions here do not lock.
 class Machine {
  public:
   void boot(const Settings& settings);
@@ -109,13 +109,13 @@ class Machine {
 
   Stream* make_stream(int device, const GreenContext* green = nullptr);
   bool destroy(Stream* stream);
-  /// The stream that a handle names: cudaStreamLegacy is each device's own. Null stays null.
+  /// The stream of a handle: cudaStreamLegacy is each device's own stream. Null stays null.
   [[nodiscard]] Stream* resolve(cudaStream_t handle);
   [[nodiscard]] bool known(const Stream* stream) const;
   Event* make_event(int device, bool timed);
   bool destroy(Event* event);
 
-  /// Null: no memory left.
+  /// Null if there is no memory left.
   GreenContext* make_green_context(int device, std::vector<int> sms);
   [[nodiscard]] bool known(const GreenContext* green) const;
   void destroy(GreenContext* green);
@@ -123,24 +123,24 @@ class Machine {
   void enqueue(Stream* stream, Operation operation);
   void record(Stream* stream, Event* event);
   void wait(Stream* stream, const Event* event);
-  /// Whether it is done, after letting some work run. The host knows of it from then on.
+  /// Whether it is done, after letting some work run. From then on the host knows.
   bool query(const Recording& recording);
   bool query(Stream* stream);
-  /// Runs work until `done` says so; false if nothing can run any more.
+  /// Runs work until `done` returns true. False if nothing more can run.
   bool run_until(const std::function<bool()>& done);
-  /// Lets some work run, as the seed likes.
-  void drift();
+  /// Lets some work run, as much as the seed wants.
+  void run_a_few();
 
-  /// Null: no memory left.
+  /// Null if there is no memory left.
   Allocation* allocate(int device, std::size_t bytes);
   [[nodiscard]] Allocation* find(const void* data);
   void free(Allocation* allocation);
   void access(const void* data, std::size_t bytes, bool write);
-  /// Notes what problems() tells.
+  /// Adds a sentence to problems().
   void complain(std::string problem);
 
   Leftovers leftovers() const;
-  /// Whether more is enqueued than memory on its way back.
+  /// Whether anything is enqueued except releases of memory.
   bool works() const;
 
   std::mutex mutex;
@@ -163,18 +163,18 @@ class Machine {
   Settings settings_;
   std::mt19937_64 random_;
   std::map<const Stream*, std::unique_ptr<Stream>> streams_;
-  std::map<int, Stream*> legacy_;  ///< by device; made when first used
+  std::map<int, Stream*> legacy_;  ///< by device; created at first use
   std::map<const Event*, std::unique_ptr<Event>> events_;
   std::map<const GreenContext*, std::unique_ptr<GreenContext>> green_contexts_;
   std::map<const std::byte*, std::unique_ptr<Allocation>> allocations_;
   std::map<int, std::size_t> used_;
   std::size_t next_stream_ = 1;
-  Clock host_;  ///< what some host thread has seen finished
+  Clock host_;  ///< what any host thread has seen finish
 };
 
 Machine& machine();
 
-/// Ends the program: a misuse that CUDA would let pass in silence.
+/// Ends the program: a misuse that CUDA would silently accept.
 [[noreturn]] void misuse(const std::string& what);
 
 }  // namespace fake

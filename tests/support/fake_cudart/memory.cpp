@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Entry points of the CUDA runtime about memory: pools, pinned memory, fills and copies.
+// Entry points of the CUDA runtime for memory: pools, pinned memory, fills and copies.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -80,7 +80,7 @@ cudaError_t cudaMallocFromPoolAsync(void** data, std::size_t bytes, cudaMemPool_
   from->used += bytes;
   from->used_high = std::max(from->used_high, from->used);
   *data = made->data;
-  // Whoever uses it must come after this operation.
+  // Uses of the memory must come after this operation.
   return enqueue(stream, "an allocation", [made] { fake::writes(made->data, made->bytes); });
 }
 
@@ -141,7 +141,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaM
       std::memcpy(to, from, bytes);
     });
   }
-  // From pageable memory: CUDA has taken the bytes when the call returns.
+  // For pageable memory, CUDA has read the bytes when the call returns.
   const auto* const begin = static_cast<const std::byte*>(from);
   return enqueue(stream, "a copy", [to, taken = std::vector<std::byte>(begin, begin + bytes)] {
     fake::writes(to, taken.size());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Entry points of the CUDA runtime about streams and events.
+// Entry points of the CUDA runtime for streams and events.
 #include <cuda_runtime_api.h>
 
 #include <functional>
@@ -66,7 +66,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   const std::lock_guard lock(machine().mutex);
   use_context(__func__);
-  if (!machine().known(machine().resolve(stream))) return cudaErrorInvalidResourceHandle;  // of an earlier machine
+  if (!machine().known(machine().resolve(stream))) return cudaErrorInvalidResourceHandle;  // from an earlier machine
   fake::Stream* const target = as_stream(stream);
   if (const cudaError_t error = machine().health(target->device); error != cudaSuccess) return fail(error);
   return machine().query(target) ? cudaSuccess : cudaErrorNotReady;

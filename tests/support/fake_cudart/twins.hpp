@@ -3,8 +3,8 @@
 
 namespace fake {
 
-/// Gives every kernel of paceline its host twin: the function that runs in its place here, and what a GPU's result is
-/// compared with there; and tells the fake how to get back what paceline keeps.
+/// Gives every kernel of paceline a host twin. The twin runs in the kernel's place on the fake, and on a GPU its result
+/// is the reference. Also tells the fake how to free what paceline caches.
 void set_twins();
 
 }  // namespace fake

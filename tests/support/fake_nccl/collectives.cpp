@@ -70,7 +70,7 @@ void Fake::launch(std::vector<Call> calls) {
     auto made = std::make_shared<Collective>();
     const int id = calls.front().comm->id;
     const auto count = static_cast<std::size_t>(calls.front().comm->count);
-    // The next call of every rank of that clique, in rank order.
+    // Take the next call of every rank of that clique, in rank order.
     for (std::size_t rank = 0; rank < count; ++rank) {
       const auto next = std::find_if(calls.begin(), calls.end(), [&](const Call& each) {
         return each.comm->id == id && each.comm->rank == static_cast<int>(rank);
@@ -106,7 +106,7 @@ void Fake::launch(const std::shared_ptr<Collective>& made, std::size_t rank) {
   const std::size_t given_bytes = mine.kind == Call::Kind::scatter ? bytes * ranks : bytes;
   const std::size_t gotten_bytes = mine.kind == Call::Kind::gather ? bytes * ranks : bytes;
   const bool gives = mine.giver < 0 || mine.giver == static_cast<int>(rank);
-  // Who gives to all in place has what it would take: NCCL writes nothing there.
+  // An in-place root already has its result: NCCL writes nothing there.
   const bool has_it = mine.giver == static_cast<int>(rank) && mine.send == mine.receive;
   const bool takes = !has_it && (mine.taker < 0 || mine.taker == static_cast<int>(rank));
   const NcclHost host = host_;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// NCCL's calls but the collectives: communicators, their memory, groups.
+// NCCL's calls except the collectives: communicators, their memory, groups.
 #include <algorithm>
 #include <cstring>
 #include <string>

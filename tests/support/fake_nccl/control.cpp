@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What tests order of the fake, and what it tells them.
+// What tests set on the fake and read from it.
 #include <utility>
 
 #include "fake.hpp"

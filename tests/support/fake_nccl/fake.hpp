@@ -20,7 +20,7 @@
 
 namespace paceline::nccl {
 
-/// One rank. Communicators of one id belong together.
+/// One rank. Communicators with the same id belong together.
 struct Communicator {
   int rank = 0;
   int count = 0;
@@ -42,20 +42,24 @@ struct Call {
   void* receive;
   std::size_t count;
   DataType type;
-  int giver;  // -1: all give
-  int taker;  // -1: all take
+  int giver;  // -1: all ranks give
+  int taker;  // -1: all ranks take
   Comm comm;
   cudaStream_t stream;
   ReductionOperation op = kSum;
-  enum class Kind { whole, scatter, gather } kind = Kind::whole;  // what a rank gives and gets beside `count` elements
+  enum class Kind {
+    whole,
+    scatter,
+    gather
+  } kind = Kind::whole;  // how the counts that a rank gives and takes follow from `count`
 };
 
-/// One collective over all its ranks. What the streams do to it happens under the fake CUDA's lock.
+/// One collective over all its ranks. The streams change it under the fake CUDA's lock.
 struct Collective {
   std::vector<Call> calls;  // by rank
   std::vector<std::vector<std::byte>> given;
   std::vector<Signal> arrived;
-  Signal end;  // of a hang
+  Signal end;  // ends a hang
   std::atomic<bool> aborted{false};
 };
 
@@ -71,11 +75,11 @@ struct Fault {
 struct Group {
   int depth = 0;
   Result error = kSuccess;
-  std::vector<std::pair<int, int>> inits;  // id, number of ranks
+  std::vector<std::pair<int, int>> inits;  // id and number of ranks
   std::vector<Call> calls;
 };
 
-/// NCCL of one process. Every entry point locks.
+/// The NCCL of one process. Every entry point locks.
 class Fake final : public Nccl {
  public:
   void reset(const NcclHost& host) override;
@@ -110,11 +114,11 @@ class Fake final : public Nccl {
   int calls(const std::string& function) const override;
   std::vector<std::string> problems() const override;
 
-  // What follows are NCCL's entry points.
+  // NCCL's entry points.
   Result get_version(int* version);
   Result get_unique_id(UniqueId* id);
   Result init(Comm* comm, int count, const UniqueId& id, int rank, const Config* config);
-  /// ncclCommDestroy and ncclCommAbort.
+  /// Both ncclCommDestroy and ncclCommAbort.
   Result end_of(Comm comm, const char* function);
   Result mem_alloc(void** data, std::size_t bytes);
   Result mem_free(void* data);
@@ -157,7 +161,7 @@ class Fake final : public Nccl {
   std::vector<std::shared_ptr<Collective>> under_way_;
   std::vector<std::string> problems_;
   bool hang_ = false;
-  std::string hanging_;  // the name of what hangs; empty: anything
+  std::string hanging_;  // the collective that hangs; empty: any
   bool released_ = false;
   int made_ = 0;
   int aborted_ = 0;
@@ -171,7 +175,7 @@ class Fake final : public Nccl {
 
 Fake& instance();
 
-/// The faults that were ordered, then the body, under the lock.
+/// Applies the faults that tests have set, then runs the body under the lock.
 template <class Body>
 Result Fake::call(const char* function, Comm comm, Body body) {
   std::unique_lock lock(mutex_);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// NCCL's entry points, as the library that is opened exports them.
+// NCCL's entry points, exported by the shared library.
 #include "fake_nccl.hpp"
 
 #include <cstddef>

@@ -5,10 +5,10 @@
 
 namespace fake {
 
-/// The fake NCCL, as if just loaded, on the machine that was booted last. The first call makes it the NCCL of the
-/// process, for good: before paceline looks for one.
+/// Resets the fake NCCL for the machine that was booted last. The first call makes it the NCCL of this process for
+/// good, so call it before paceline looks for NCCL.
 Nccl& boot_nccl();
-/// As it is. Requires: boot_nccl() before.
+/// Returns the fake NCCL without a reset. Requires: boot_nccl() before.
 Nccl& the_nccl();
 
 }  // namespace fake

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// FAKE_NVML_OLD: a driver before 535.
+// FAKE_NVML_OLD makes it a driver before 535.
 #include "fake_nvml.hpp"
 
 #include <cstddef>
@@ -24,7 +24,7 @@ fake_nvml::State& state() {
   return the_state;
 }
 
-/// One call: notices others beside it, takes its time, and does `body` unless it has been told what to answer.
+/// Runs one call: notices overlapping calls, waits for the delay, and runs `body` unless a status was set for it.
 template <class Body>
 int call(const char* name, Body body) {
   if (state().inside.fetch_add(1) != 0) state().overlapped = true;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A fake of NVIDIA's management library: a shared library with the entry points that paceline looks for. What its GPUs
-// say, what fails and how long a call takes is set through fake_nvml_state().
+// A fake of NVIDIA's management library: a shared library with the entry points that paceline looks up. Tests set the
+// state of its GPUs, its failures and the time of a call through fake_nvml_state().
 #pragma once
 
 #include <atomic>
@@ -28,7 +28,7 @@ struct Gpu {
   std::uint32_t clock_mhz = 1980;
   std::uint32_t max_clock_mhz = 1980;
   unsigned long long limits = 0;
-  std::map<std::uint32_t, Field> fields;  ///< by number; others are not supported
+  std::map<std::uint32_t, Field> fields;  ///< by number; other numbers are not supported
   std::uint32_t temperature = 40;
   std::uint32_t power_milliwatts = 100000;
   std::uint32_t power_limit_milliwatts = 700000;
@@ -38,11 +38,11 @@ struct Gpu {
 
 struct State {
   std::map<std::string, Gpu> gpus;     ///< by PCI bus id
-  std::map<std::string, int> status;   ///< what a function answers instead of doing its work
+  std::map<std::string, int> status;   ///< results that functions return instead of doing their work
   std::chrono::milliseconds delay{0};  ///< of every call
-  std::atomic<bool> hangs = false;     ///< no call comes back until it is false again
+  std::atomic<bool> hangs = false;     ///< calls return only when it is false
   std::atomic<int> inside = 0;
-  std::atomic<bool> overlapped = false;  ///< two threads were in the library at once
+  std::atomic<bool> overlapped = false;  ///< set if two threads were in the library at once
 };
 
 }  // namespace fake_nvml

@@ -13,7 +13,7 @@
 #include <paceline/comm/communicator.hpp>
 #include <paceline/engine/step.hpp>
 #include <paceline/export.hpp>
-#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/device_group.hpp>
 
 namespace paceline {

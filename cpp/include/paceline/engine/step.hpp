@@ -16,7 +16,7 @@
 #include <paceline/engine/micro_batch.hpp>
 #include <paceline/export.hpp>
 #include <paceline/plan/cost_model.hpp>
-#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/device_group.hpp>
 
 namespace paceline {

@@ -7,11 +7,12 @@
 
 namespace paceline {
 
-/// What a language runtime wants done around every wait of this library, e.g. letting go of an interpreter lock that
-/// the awaited worker needs. enter() returns a token for leave(); both run on the waiting thread and must not throw.
+/// Hooks that a language runtime sets around every wait of this library. Example: enter() releases an interpreter lock
+/// that the awaited worker needs, and leave() takes it again. enter() returns a token for leave(). Both run on the
+/// waiting thread and must not throw.
 ///
-/// Long waits call poll() with the token now and then, which looks whether somebody wants the thread (Ctrl-C). It may
-/// throw whatever shall leave the wait: then the wait is over, and leave() is not called for that token.
+/// Long waits call poll() with the token now and then, to see whether somebody interrupts the thread (Ctrl-C). If
+/// poll() throws, the exception ends the wait, and leave() is not called for that token.
 struct BlockingHooks {
   void* (*enter)() = nullptr;
   void (*leave)(void* token) = nullptr;
@@ -21,8 +22,8 @@ struct BlockingHooks {
 /// Sets the hooks of the process. Call once, before any group exists.
 PACELINE_API void set_blocking_hooks(BlockingHooks hooks) noexcept;
 
-/// Brackets a wait with the hooks. On the stack; inside of another one its polls are those of the outer one too, whose
-/// enter() has let go of what the hooks are about.
+/// Calls the hooks around a wait. Lives on the stack. In a nested region enter() returns null, because the outer region
+/// has released the lock already; poll() then polls for the outer region.
 class PACELINE_API BlockingRegion {
  public:
   BlockingRegion() noexcept;
@@ -30,7 +31,8 @@ class PACELINE_API BlockingRegion {
   BlockingRegion(const BlockingRegion&) = delete;
   BlockingRegion& operator=(const BlockingRegion&) = delete;
 
-  /// To be called in a wait that may be long, as often as one likes: asks the hook every 50 ms. @throws what that does
+  /// Call this in a wait that may be long, as often as you like. It calls the poll hook every 50 ms. @throws what the
+  /// hook throws
   void poll();
 
  private:

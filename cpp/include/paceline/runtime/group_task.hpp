@@ -10,10 +10,10 @@
 
 namespace paceline {
 
-/// A source of one piece of work for each device: run() is entered once on each device's worker thread, concurrently.
+/// A source with one piece of work per device: each device's worker thread calls run() once, at the same time.
 ///
-/// Requires: run() keeps its errors to itself. Guarantees: the workers hold the task only while they run it, and the
-/// caller is woken when complete() turns true. A task runs once.
+/// Requires: run() does not throw. Guarantees: a worker holds the task only while it runs the task, and the caller is
+/// woken when complete() turns true. A task runs once.
 class PACELINE_API GroupTask : public WorkSource {
  public:
   GroupTask();
@@ -21,8 +21,8 @@ class PACELINE_API GroupTask : public WorkSource {
 
   virtual void run(std::size_t device_index) noexcept = 0;
 
-  /// True when the caller may go on. By default when every worker has left; a task whose result is ready earlier
-  /// (a late worker finds nothing to do) says so by overriding this and calling wake_caller().
+  /// True when the caller may go on: by default when every worker has left. A task whose result is ready earlier
+  /// overrides this and calls wake_caller(); late workers then find nothing to do.
   [[nodiscard]] bool complete() const noexcept override { return all_left(); }
 
  protected:
@@ -38,7 +38,7 @@ class PACELINE_API GroupTask : public WorkSource {
   void failed(std::size_t device, std::int64_t work, std::exception_ptr error) noexcept final;
   void cancel(std::exception_ptr reason) noexcept final;
 
-  std::vector<char> taken_;  // each entry is its worker's
+  std::vector<char> taken_;  // each worker writes only its own entry
   std::atomic<std::size_t> left_{0};
 };
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline import InvalidArgument
-from paceline._words import counted
+from paceline._words import plural
 
 Move = Callable[[torch.Tensor], torch.Tensor]
 # The first function takes items out of a tensor, the second brings a tensor to where it is needed.
@@ -53,7 +53,7 @@ class Batch:
                 turns = size in self._item_shapes[0][0][:1] or self.size in shape[:1]
                 turn = f" If {time} is [time, batch], pass {time}.transpose(0, 1)." if turns else ""
                 raise InvalidArgument(
-                    f"batch: {path} has {counted(size, 'item')} along dimension 0, but {first_path} has {self.size}. All tensors of a batch need the "
+                    f"batch: {path} has {plural(size, 'item')} along dimension 0, but {first_path} has {self.size}. All tensors of a batch need the "
                     f"same length there; make what belongs to the whole batch 0-dimensional, or give it to loss_fn by a closure.{turn}"
                 )
         if self.size == 0:
@@ -240,7 +240,7 @@ def _join(pieces: list[tuple[int, Any]], path: str, move: Move, own: Move) -> An
         for items, piece in pieces:
             if piece.dim() == 0 or piece.shape[0] != items:
                 raise InvalidArgument(
-                    f"predict: {path} has shape {tuple(piece.shape)} for {counted(items, 'item')}. Return tensors whose dimension 0 is the item; "
+                    f"predict: {path} has shape {tuple(piece.shape)} for {plural(items, 'item')}. Return tensors whose dimension 0 is the item; "
                     "a value for the whole batch cannot be put together from slices."
                 )
             if piece.shape[1:] != first.shape[1:]:

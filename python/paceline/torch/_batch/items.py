@@ -9,7 +9,7 @@ import torch
 
 from paceline import InvalidArgument
 from paceline._core.engine import BatchPlan
-from paceline._words import counted
+from paceline._words import plural
 from paceline.torch._batch.batch import Batch, Move, same
 from paceline.torch._batch.objective import Check, Objective, Pin, accept
 
@@ -40,7 +40,7 @@ def costs_of(cost: Cost | None, batch: Any, size: int, check: Check = accept) ->
             else type(values).__name__
         )
         raise InvalidArgument(
-            f"cost: {got} for a batch of {counted(size, 'item')}; a 1-D tensor with one real cost per item is needed."
+            f"cost: {got} for a batch of {plural(size, 'item')}; a 1-D tensor with one real cost per item is needed."
         )
     check(values, "cost")
     values = values.detach().to("cpu", torch.float64)

@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from paceline import InvalidArgument
-from paceline._words import counted
+from paceline._words import plural
 
 Reduction = Literal["mean", "sum"]
 Weight = torch.Tensor | Callable[[Any], torch.Tensor]
@@ -77,7 +77,7 @@ class Objective:
         if not isinstance(values, torch.Tensor) or values.dim() != 1 or values.shape[0] != size:
             shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
             raise InvalidArgument(
-                f"weight: {shape} for a batch of {counted(size, 'item')}; a 1-D tensor with one weight per item is needed."
+                f"weight: {shape} for a batch of {plural(size, 'item')}; a 1-D tensor with one weight per item is needed."
             )
         if values.is_complex():
             raise InvalidArgument("weight: complex weights; real ones are needed.")
@@ -121,7 +121,7 @@ class Objective:
                 f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{type(loss).__name__}"
             )
             raise InvalidArgument(
-                f"loss_fn returned {got} for a slice of {counted(items, 'item')}; a 0-dim tensor or a 1-D tensor with one loss per item is needed."
+                f"loss_fn returned {got} for a slice of {plural(items, 'item')}; a 0-dim tensor or a 1-D tensor with one loss per item is needed."
                 f"{_cure(loss)}"
             )
         if loss.dtype in _HALF:

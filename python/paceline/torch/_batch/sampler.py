@@ -10,7 +10,7 @@ import torch.distributed
 from torch.utils.data import Sampler
 
 from paceline import InvalidArgument
-from paceline._words import counted
+from paceline._words import plural
 from paceline.plan import split_items, split_padded
 
 Cost = Callable[[float], float] | Sequence[float] | torch.Tensor | None
@@ -123,13 +123,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._weights: list[float] = []
         if batch_size < self.ranks:
             raise InvalidArgument(
-                f"batch_size is {batch_size} for {counted(self.ranks, 'rank')}; it counts the items of the global batch, of which every rank "
+                f"batch_size is {batch_size} for {plural(self.ranks, 'rank')}; it counts the items of the global batch, of which every rank "
                 f"needs one: pass at least {self.ranks}"
             )
         least = batch_size if drop_last else self.ranks
         if len(self._costs) < least:
             raise InvalidArgument(
-                f"the items are too few, {len(self._costs)}: {least} are needed for one batch of {counted(self.ranks, 'rank')}"
+                f"the items are too few, {len(self._costs)}: {least} are needed for one batch of {plural(self.ranks, 'rank')}"
                 + (" with drop_last" if drop_last else "")
             )
         self._sizes = _batch_sizes(len(self._costs), batch_size, self.ranks, drop_last)
@@ -237,7 +237,7 @@ def _costs(lengths: Sequence[float] | torch.Tensor, cost: Cost) -> list[float]:
         costs = _numbers(cost)
         if len(costs) != len(values):
             raise InvalidArgument(
-                f"cost has {counted(len(costs), 'entry', 'entries')} for {counted(len(values), 'length')}; pass one per item"
+                f"cost has {plural(len(costs), 'entry', 'entries')} for {plural(len(values), 'length')}; pass one per item"
             )
         values = costs
     for index, value in enumerate(values):

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple
 
-from paceline._words import counted
+from paceline._words import plural
 
 _FIRST_TRIAL = 32  # steps; by then shares have settled
 _NEXT_TRIAL = 4  # the next trial comes after this many times the steps of the last trial
@@ -109,7 +109,7 @@ class AloneTrials:
             f"One device would be faster: DataParallel(model, devices=['{names[device]}']). " if one_is_faster else ""
         )
         return (
-            f"Small steps: a batch of {counted(found.size, 'item')} takes {1e3 * found.together:.2f} ms as usual, and took "
+            f"Small steps: a batch of {plural(found.size, 'item')} takes {1e3 * found.together:.2f} ms as usual, and took "
             f"{1e3 * alone.step:.2f} ms on {names[device]} alone (medians). {cure}Plain PyTorch would be faster{' still' if cure else ''}: "
             f"{1e3 * (alone.step - alone.computing):.2f} ms of a step are the trainer's own work. Larger batches would make use of all devices.\n"
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from paceline import InvalidArgument
 from paceline._plot import figure_class, save
-from paceline._words import counted
+from paceline._words import plural
 from paceline.torch._run.memory import is_out_of_memory
 from paceline.torch._trainer.arguments import is_number, is_whole
 
@@ -109,7 +109,7 @@ def check_arguments(make_batch: object, weight: object, seconds: float) -> None:
 def check_size(got: int, wanted: int) -> None:
     """Raise if ``make_batch`` made a batch of another size than it was asked for."""
     if got != wanted:
-        raise InvalidArgument(f"find_batch_size: make_batch({wanted}) returned a batch of {counted(got, 'item')}.")
+        raise InvalidArgument(f"find_batch_size: make_batch({wanted}) returned a batch of {plural(got, 'item')}.")
 
 
 def search(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import InvalidArgument
-from paceline._words import counted
+from paceline._words import plural
 
 Span = tuple[int, int]
 
@@ -77,7 +77,7 @@ class ClaimScript:
             ) from error
         if len(devices) != len(names):
             raise InvalidArgument(
-                f"replay_claims: {self._path} is of {counted(len(devices), 'device')} ({', '.join(devices)}); this trainer has {len(names)}."
+                f"replay_claims: {self._path} is of {plural(len(devices), 'device')} ({', '.join(devices)}); this trainer has {len(names)}."
             )
         if not self._steps:
             raise InvalidArgument(f"replay_claims: {self._path} holds no step that ran to its end.")
@@ -89,12 +89,12 @@ class ClaimScript:
         """The claims of the next step. It stays the next one until `advance`, so that a step that fails can be repeated."""
         if self._next == len(self._steps):
             raise InvalidArgument(
-                f"{self._call}: {self._path} has run again to its end, {counted(len(self._steps), 'step')}. End the replay with {self._end}."
+                f"{self._call}: {self._path} has run again to its end, {plural(len(self._steps), 'step')}. End the replay with {self._end}."
             )
         claims = self._steps[self._next]
         if claims.batch_size != batch_size:
             raise InvalidArgument(
-                f"{self._call}: a batch of {counted(batch_size, 'item')} where step {self._next} of {self._path} had {claims.batch_size}. Replay with the "
+                f"{self._call}: a batch of {plural(batch_size, 'item')} where step {self._next} of {self._path} had {claims.batch_size}. Replay with the "
                 "same batches in the same order."
             )
         if by_cost and claims.order is None:

@@ -8,7 +8,7 @@
 namespace paceline {
 
 /// For messages: "1 item", "2 items", "0 items".
-[[nodiscard]] inline std::string counted(std::integral auto count, const char* noun, const char* nouns = nullptr) {
+[[nodiscard]] inline std::string plural(std::integral auto count, const char* noun, const char* nouns = nullptr) {
   const bool one = count == 1;
   return std::to_string(count) + " " + (one ? noun : nouns != nullptr ? nouns : std::string(noun) + "s");
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <paceline/runtime/async.hpp>
+#include <paceline/runtime/async_device.hpp>
 
 #include <fmt/format.h>
 
@@ -33,8 +33,8 @@ void wait_for(const Event& event, std::chrono::nanoseconds timeout) {
   using Clock = std::chrono::steady_clock;
   const Clock::time_point start = Clock::now();
   BlockingRegion region;
-  // A micro-batch that is due within microseconds shall not wait for a sleeping thread to be woken (50 us and more).
-  // Never yields: beside a busy program each yield costs a slice of its time, milliseconds.
+  // Spins at first, because waking a sleeping thread takes 50 us or more and a micro-batch may be due within
+  // microseconds. Never yields: beside a busy program each yield costs that program's time slice, milliseconds.
   while (Clock::now() - start < detail::ShortWait::kSpin) {
     detail::relax();
     if (event.done()) return;

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <string>
+
+#include <paceline/export.hpp>
+#include <paceline/runtime/dtype.hpp>
+#include <paceline/runtime/reduce_op.hpp>
+
+namespace paceline {
+
+/// A point in the work of a stream, set by Stream::record(). Waiting for an event that was never recorded is an error.
+class PACELINE_API Event {
+ public:
+  virtual ~Event();
+  /// Whether the device has reached this point. Never blocks.
+  /// @throws Error if the device has failed.
+  [[nodiscard]] virtual bool done() const = 0;
+  /// Seconds from `begin` to this event, by the device's clock. Both events are timed, recorded, done, and on one
+  /// device.
+  /// @throws Error if the device has failed, or if an event does not meet these conditions.
+  [[nodiscard]] virtual double seconds_since(const Event& begin) const = 0;
+  /// The name of the device whose stream recorded it.
+  [[nodiscard]] virtual std::string device() const = 0;
+};
+
+/// Memory that this object owns. Device memory returns in the order of the stream it was allocated for, so work
+/// enqueued before the destruction can still use it.
+class PACELINE_API Buffer {
+ public:
+  virtual ~Buffer();
+  [[nodiscard]] virtual void* data() const noexcept = 0;
+  [[nodiscard]] virtual std::size_t bytes() const noexcept = 0;
+};
+
+/// output[i] = op over k of inputs[k][i]. reduce_block (paceline/comm/reduce.hpp) defines the arithmetic: inputs in
+/// their order, half types in float32 with one rounding. All memory belongs to the stream's device; any alignment
+/// works. The output is one of the inputs or overlaps none of them.
+struct DeviceReduction {
+  std::span<const void* const> inputs;
+  void* output = nullptr;
+  std::size_t count = 0;  ///< in elements
+  DType dtype = DType::float32;
+  double scale = 1.0;  ///< factor for a sum of floating-point elements, applied before rounding
+  ReduceOp op = ReduceOp::sum;
+  std::size_t divisor = 0;  ///< for a mean: the number of values; 0 means the number of inputs
+};
+
+/// A queue of work that a device runs in order, after the calls have returned. The memory that the work uses must stay
+/// alive until the device has run it. For one thread at a time.
+///
+/// Every call but native() throws Error if the device refuses, or if it has failed, perhaps at earlier work.
+class PACELINE_API Stream {
+ public:
+  virtual ~Stream();
+  /// The handle of the device's own library (cudaStream_t).
+  [[nodiscard]] virtual void* native() const noexcept = 0;
+  /// Sets `event`, which belongs to this stream's device, behind all work enqueued so far.
+  virtual void record(Event& event) = 0;
+  /// Work enqueued from now on runs after `event`, which may belong to another device.
+  virtual void wait(const Event& event) = 0;
+  /// Zeroes memory of this stream's device.
+  virtual void zero(void* data, std::size_t bytes) = 0;
+  /// Copies between any two memories of the machine. Host memory must be pinned.
+  virtual void copy(void* to, const void* from, std::size_t bytes) = 0;
+  virtual void reduce(const DeviceReduction& reduction) = 0;
+};
+
+/// A device whose work runs after the call that enqueued it, with its streams, events and memory. Every call throws
+/// Error if the device refuses.
+class PACELINE_API AsyncDevice {
+ public:
+  virtual ~AsyncDevice();
+  [[nodiscard]] virtual std::unique_ptr<Stream> make_stream() = 0;
+  /// Wraps a stream that the caller keeps owning. Null means the device's legacy default stream.
+  [[nodiscard]] virtual std::unique_ptr<Stream> adopt_stream(void* native) = 0;
+  /// @param timed whether Event::seconds_since() will be called on it.
+  [[nodiscard]] virtual std::unique_ptr<Event> make_event(bool timed) = 0;
+  /// Uninitialised memory of the device, for use in the order of `stream`.
+  /// @throws OutOfMemory naming the device and the size.
+  [[nodiscard]] virtual std::unique_ptr<Buffer> allocate(std::size_t bytes, Stream& stream) = 0;
+  /// Host memory that every device can copy from and to.
+  [[nodiscard]] virtual std::unique_ptr<Buffer> allocate_pinned(std::size_t bytes) = 0;
+  /// The largest amount of this device's memory that allocate() has given out at once, since the device was first
+  /// opened.
+  [[nodiscard]] virtual std::size_t peak_bytes() const = 0;
+};
+
+/// Waits until the event is done. Polls without a pause for 50 us, then with growing pauses of at most 100 us. Calls
+/// the blocking hooks around the wait.
+/// @throws Timeout naming the device after `timeout`; Error if the device has failed; what the poll hook throws.
+PACELINE_API void wait_for(const Event& event, std::chrono::nanoseconds timeout = std::chrono::nanoseconds::max());
+/// Throws the Timeout of wait_for().
+[[noreturn]] PACELINE_API void throw_late(const Event& event, std::chrono::nanoseconds timeout);
+
+}  // namespace paceline
