@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections.abc import Callable
@@ -236,3 +237,11 @@ def test_what_if_answers_without_a_trace() -> None:
             InvalidArgument, match=r"no device to run the batch; the devices are host:0, host:1\. Leave one"
         ):
             trainer.what_if(remove=TWO)
+
+
+def test_methods_that_parts_carry_out_look_like_the_trainers_own() -> None:
+    for name in ("batch", "check", "close", "explain", "predict", "report", "what_if"):
+        method = getattr(DataParallel, name)
+        assert method.__qualname__ == f"DataParallel.{name}"
+        assert inspect.getdoc(method)
+    assert list(inspect.signature(DataParallel.what_if).parameters) == ["self", "speeds", "add", "remove", "batch_size"]
