@@ -63,7 +63,7 @@ def main() -> int:
 def engine(names: list[str], pause: float, steps: int) -> dict[str, float]:
     """The compiled stepper with empty functions."""
 
-    def body(device: int, begin: int, end: int, last: bool) -> int:
+    def body(device: int, begin: int, end: int, flags: int) -> int:
         return 0
 
     def finish(device: int) -> list[None]:

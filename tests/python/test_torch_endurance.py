@@ -41,7 +41,7 @@ def test_six_thousand_steps_grow_neither_memory_nor_threads(balance: str) -> Non
             trainer.events()
             module.load_state_dict({{name: value.clone() for name, value in module.state_dict().items()}}, assign=True)
             optimizer = trainer.optimizer(torch.optim.AdamW, lr=1e-4)
-        if step == 1_000:
+        if step == 2_000:
             before, threads = resident(), thread_count()
     print(resident() - before, thread_count() - threads)
     """

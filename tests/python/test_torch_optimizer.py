@@ -210,8 +210,11 @@ def test_an_update_is_done_whole_though_it_is_interrupted(monkeypatch: pytest.Mo
             def __init__(self, *_: Any, **__: Any) -> None:
                 pass
 
-            def run(self, count: int, body: Any, finish: Any) -> None:
-                assert body(0, 0, 1, False) == 0
+            def plan(self, count: int) -> int:
+                return count
+
+            def run(self, plan: int, body: Any, finish: Any) -> None:
+                assert body(0, 0, 1, 0) == 0
                 raise KeyboardInterrupt
 
         monkeypatch.setattr(_workers, "Stepper", Interrupted)

@@ -54,7 +54,7 @@ class HostWorkers:
         left = dict(enumerate(tasks))
         errors: list[BaseException] = []
 
-        def body(device: int, begin: int, end: int, last: bool) -> int:
+        def body(device: int, begin: int, end: int, flags: int) -> int:
             try:
                 places.prepare_worker(device)
                 for index in range(begin, end):
