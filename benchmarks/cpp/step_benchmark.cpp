@@ -77,16 +77,16 @@ void engine_step(benchmark::State& state) {
 }
 
 /// A user's whole step: planned, measured, reduced (one parameter) and committed.
-void trainer(benchmark::State& state, const char* balance) {
+void trainer(benchmark::State& state, Balance balance) {
   DataParallel trainer{hosts(state.range(0)), {.parameter_count = 1, .balance = balance}};
   const std::int64_t batch = kItemsPerDevice * state.range(0);
   const DataParallel::Body body = [](const MicroBatch&, Replica&) { return 0.0; };
   measure(state, [&] { trainer.step(batch, body); });
 }
-void trainer_step(benchmark::State& state) { trainer(state, "even"); }
+void trainer_step(benchmark::State& state) { trainer(state, Balance::even); }
 
 /// With automatic balance, which may leave the second device out, because there is nothing to do.
-void trainer_step_auto(benchmark::State& state) { trainer(state, "auto"); }
+void trainer_step_auto(benchmark::State& state) { trainer(state, Balance::automatic); }
 
 void spinning(benchmark::internal::Benchmark* benchmark) {
   benchmark->ArgNames({"devices", "parked"})

@@ -42,7 +42,7 @@ std::unique_ptr<RecordedBalancer> make_balancer(
     const PerDevice<bool>& may_be_zero, const PerDevice<double>& startup_seconds,
     const std::optional<std::vector<double>>& reduction_seconds, bool calibrate, bool proportional, bool ledger) {
   BalancerOptions options;
-  options.policy = policy;
+  options.policy = balance_named(policy);
   options.weights = weights.value_or(std::vector<double>{});
   options.granularity = granularity;
   options.reduction_seconds = reduction_seconds.value_or(std::vector<double>{});

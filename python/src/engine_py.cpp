@@ -207,7 +207,7 @@ void bind_engine(py::module_& module) {
                        std::int64_t granularity, std::optional<bool> corrections,
                        std::vector<std::int64_t> memory_limits, bool search_sizes) {
              StepperOptions options;
-             options.balance = std::move(balance);
+             options.balance = balance_named(balance);
              options.weights = std::move(weights);
              options.micro_batch = micro_batch;
              options.granularity = granularity;

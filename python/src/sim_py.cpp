@@ -52,7 +52,7 @@ Result simulate_py(const std::vector<double>& speeds, std::int64_t batch_size, s
   SimulationOptions options;
   options.batch_size = batch_size;
   options.steps = steps;
-  options.policy = policy;
+  options.policy = balance_named(policy);
   options.box.noise = noise;
   for (const auto& [deviation, lasts, common] : lasting_noise) {
     options.box.lasting_noise.push_back({deviation, lasts, common});

@@ -19,7 +19,7 @@ namespace {
 
 DataParallelOptions options_of(const Box& box, std::uint64_t seed) {
   return {.parameter_count = kWidth,
-          .balance = seed % 2 == 0 ? "auto" : "even",
+          .balance = seed % 2 == 0 ? Balance::automatic : Balance::even,
           .micro_batch = static_cast<std::int64_t>(seed % 3),
           .collectives = {.transport = box.transport, .warm_up_bytes = 64}};
 }

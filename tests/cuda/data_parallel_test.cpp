@@ -33,10 +33,10 @@ TEST_P(OnGpus, TrainsAsOneDeviceWhateverTheOrder) {
     {
       Reference reference;
       DataParallelOptions options{.parameter_count = kWidth};
-      options.balance = seed % 3 == 0 ? "auto" : "even";
+      options.balance = seed % 3 == 0 ? Balance::automatic : Balance::even;
       options.micro_batch = static_cast<std::int64_t>(seed % 4);
       options.run_ahead = static_cast<std::int64_t>(seed % 2);
-      if (options.balance == "auto" && options.micro_batch == 0) options.corrections = true;
+      if (options.balance == Balance::automatic && options.micro_batch == 0) options.corrections = true;
       options.collectives = {.transport = GetParam().transport, .warm_up_bytes = 64};
       Trainer trainer(group_of(GetParam()), options);
       for (int step = 0; step < 4; ++step) {
@@ -64,7 +64,7 @@ TEST_P(OnGpus, AFailedStepLeavesNothingRunningAndTheNextOneIsRight) {
     {
       Reference reference;
       Trainer trainer(group_of(GetParam()), {.parameter_count = kWidth,
-                                             .balance = "even",
+                                             .balance = Balance::even,
                                              .micro_batch = 2,
                                              .collectives = {.transport = GetParam().transport, .warm_up_bytes = 64}});
       EXPECT_THROW(trainer.step(kBatch,
@@ -220,7 +220,7 @@ TEST(CudaDataParallel, ReducesNoMoreThanItMust) {
       boot(seed, 1);
       const Reductions reductions;
       {
-        Trainer trainer(group_of(wanted.box), {.parameter_count = kWidth, .balance = "even", .micro_batch = 6});
+        Trainer trainer(group_of(wanted.box), {.parameter_count = kWidth, .balance = Balance::even, .micro_batch = 6});
         std::vector<double> parameters(kWidth, 0.0);
         for (int step = 0; step < 3; ++step) {
           std::vector<double> gradients(kWidth, 0.0);
@@ -246,7 +246,7 @@ TEST(CudaDataParallel, AFailedStepAlsoEndsWhatItBeganForDevicesWithoutWork) {
   for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     boot(seed, 2);
     Trainer trainer(group_of({"", 2, {"cuda:0", "cuda:1"}}), {.parameter_count = kWidth,
-                                                              .balance = "weighted",
+                                                              .balance = Balance::weighted,
                                                               .weights = {1.0, 0.0},
                                                               .collectives = {.warm_up_bytes = 64}});
     EXPECT_THROW(

@@ -33,7 +33,7 @@ TEST_P(Queued, StepsThatNobodyWaitsForAreExactAndTimedInTheEnd) {
     {
       const DeviceGroup group = group_of(GetParam());
       Stepper stepper(group,
-                      {.balance = seed % 2 == 0 ? "auto" : "even", .micro_batch = 1 + static_cast<int>(seed % 3)});
+                      {.balance = seed % 2 == 0 ? Balance::automatic : Balance::even, .micro_batch = 1 + static_cast<int>(seed % 3)});
       const std::unique_ptr<Buffer> outputs = [&] {
         Summing any(group);
         return any.queues.maker(any.queues.home_space()).allocate_pinned(6 * sizeof(double));
@@ -68,7 +68,7 @@ TEST_P(Queued, OneStepFollowsTheOtherInTheSameMemory) {
     boot(seed, 2);
     {
       const DeviceGroup group = group_of(GetParam());
-      Stepper stepper(group, {.balance = "even", .micro_batch = 2});
+      Stepper stepper(group, {.balance = Balance::even, .micro_batch = 2});
       auto program = std::make_shared<Summing>(group);
       const std::unique_ptr<Buffer> outputs =
           program->queues.maker(program->queues.home_space()).allocate_pinned(4 * sizeof(double));
@@ -246,7 +246,7 @@ TEST(DeviceQueues, ANewStreamComesAfterTheOldOne) {
       ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
     {
       const DeviceGroup group = group_of({"cuda:0/0", "cuda:0/1"});
-      Stepper stepper(group, {.balance = "even"});
+      Stepper stepper(group, {.balance = Balance::even});
       auto program = std::make_shared<Summing>(group);
       const std::unique_ptr<Buffer> outputs = program->queues.maker(0).allocate_pinned(4 * sizeof(double));
       auto* const sums = static_cast<double*>(outputs->data());
@@ -271,7 +271,7 @@ TEST(DeviceQueues, AStreamThatWasLeftMayBeDestroyed) {
     cudaStream_t stream = nullptr;
     {
       const DeviceGroup group = group_of({"cuda:0", "host:0"});
-      Stepper stepper(group, {.balance = "even"});
+      Stepper stepper(group, {.balance = Balance::even});
       auto program = std::make_shared<Summing>(group);
       const std::unique_ptr<Buffer> outputs = program->queues.maker(program->queues.home_space()).allocate_pinned(32);
       auto* const sums = static_cast<double*>(outputs->data());

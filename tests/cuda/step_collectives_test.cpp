@@ -28,7 +28,7 @@ constexpr milliseconds kPatience{1000};
 
 DataParallelOptions options_with(std::chrono::nanoseconds timeout) {
   return {.parameter_count = kWidth,
-          .balance = "even",
+          .balance = Balance::even,
           .timeout = 2 * timeout,
           .collectives = {.transport = Transport::nccl, .timeout = timeout, .warm_up_bytes = 64}};
 }

@@ -25,7 +25,7 @@ TEST(StepTimes, WhatADeviceWaitsForIsNoTimeOfItsOwn) {
     boot(seed, 2);
     {
       const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
-      Stepper stepper(group, {.balance = "even", .micro_batch = 3});
+      Stepper stepper(group, {.balance = Balance::even, .micro_batch = 3});
       auto program = std::make_shared<Summing>(group);
       const std::unique_ptr<Buffer> output = program->queues.maker(0).allocate_pinned(sizeof(double));
       program->begin(1.0, static_cast<double*>(output->data()));

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -174,8 +175,8 @@ TEST_P(OnAGpu, TrainsAsOneDeviceForRandomSplits) {
   std::mt19937_64 random(7);
   for (int round = 0; round < 40; ++round) {
     DataParallelOptions options{.parameter_count = kWidth};
-    options.balance = std::vector<std::string>{"auto", "even", "weighted"}[random() % 3];
-    if (options.balance == "weighted") {
+    options.balance = std::array{Balance::automatic, Balance::even, Balance::weighted}[random() % 3];
+    if (options.balance == Balance::weighted) {
       options.weights.resize(devices_.size());
       for (double& weight : options.weights) weight = static_cast<double>(random() % 4);
       options.weights[random() % devices_.size()] += 1.0;
@@ -194,10 +195,10 @@ TEST_P(OnAGpu, TrainsAsOneDeviceWithADelayInEveryPlace) {
     places.push_back({.after_backward = device});
   }
   for (std::size_t place = 0; place < places.size(); ++place) {
-    Trainer trainer(DeviceGroup(devices_), {.parameter_count = kWidth, .balance = "even", .micro_batch = 12});
+    Trainer trainer(DeviceGroup(devices_), {.parameter_count = kWidth, .balance = Balance::even, .micro_batch = 12});
     ASSERT_NO_FATAL_FAILURE(expect_equal_steps(trainer, places[place], 4)) << "place " << place;
   }
-  Trainer trainer(DeviceGroup(devices_), {.parameter_count = kWidth, .balance = "even", .micro_batch = 12});
+  Trainer trainer(DeviceGroup(devices_), {.parameter_count = kWidth, .balance = Balance::even, .micro_batch = 12});
   ASSERT_NO_FATAL_FAILURE(expect_equal_steps(trainer, {.reduction = trainer.stream()}, 4)) << "the reduction";
 }
 
@@ -217,7 +218,7 @@ TEST_P(OnAGpu, TakesNoMoreMemoryAfterAThousandSteps) {
 }
 
 TEST_P(OnAGpu, AFailedStepLeavesNothingBehindAndTheNextOneIsRight) {
-  Trainer trainer(DeviceGroup(devices_), {.parameter_count = kWidth, .balance = "even", .micro_batch = 8});
+  Trainer trainer(DeviceGroup(devices_), {.parameter_count = kWidth, .balance = Balance::even, .micro_batch = 8});
   ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
   const Trainer::Body body = body_with({.after_backward = 0});
   EXPECT_THROW(trainer.step(kBatch,

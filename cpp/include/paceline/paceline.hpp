@@ -2,6 +2,7 @@
 #pragma once
 
 // Everything a program that links paceline needs.
+#include <paceline/balance/balance.hpp>
 #include <paceline/balance/balancer.hpp>
 #include <paceline/comm/communicator.hpp>
 #include <paceline/comm/nccl_info.hpp>

@@ -298,7 +298,7 @@ double Balancer::State::slowdown_of(std::size_t device) const {
 BalanceReport Balancer::report() const {
   const State& state = *state_;
   BalanceReport report;
-  report.policy = state.options.policy;
+  report.policy = name_of(state.options.policy);
   report.steps = state.step;
   report.moves = state.moves;
   state.policy->describe(report);

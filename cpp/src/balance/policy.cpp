@@ -12,6 +12,23 @@
 #include "balance/auto_policy.hpp"
 #include "plural.hpp"
 
+namespace paceline {
+
+std::string name_of(Balance balance) {
+  if (balance == Balance::even) return "even";
+  return balance == Balance::weighted ? "weighted" : "auto";
+}
+
+Balance balance_named(std::string_view name) {
+  for (const Balance balance : {Balance::automatic, Balance::even, Balance::weighted}) {
+    if (name == name_of(balance)) return balance;
+  }
+  throw InvalidArgument(
+      fmt::format("unknown policy \"{}\": the policies are \"auto\", \"even\" and \"weighted\"", name));
+}
+
+}  // namespace paceline
+
 namespace paceline::balance {
 namespace {
 
@@ -39,15 +56,12 @@ bool unlimited(const PolicyContext& context) {
 
 std::unique_ptr<Policy> make_policy(const BalancerOptions& options) {
   const std::size_t count = options.devices.size();
-  if (options.policy != "weighted" && !options.weights.empty()) {
-    throw InvalidArgument(fmt::format("weights are for the policy \"weighted\", not for \"{}\"", options.policy));
-  }
-  if (options.policy == "auto") return std::make_unique<AutoPolicy>(options);
-  if (options.policy == "even") return std::make_unique<FixedPolicy>(std::vector<double>(count, 1.0), "even, as asked");
-  if (options.policy != "weighted") {
+  if (options.policy != Balance::weighted && !options.weights.empty()) {
     throw InvalidArgument(
-        fmt::format("unknown policy \"{}\": the policies are \"auto\", \"even\" and \"weighted\"", options.policy));
+        fmt::format("weights are for the policy \"weighted\", not for \"{}\"", name_of(options.policy)));
   }
+  if (options.policy == Balance::automatic) return std::make_unique<AutoPolicy>(options);
+  if (options.policy == Balance::even) return std::make_unique<FixedPolicy>(std::vector<double>(count, 1.0), "even, as asked");
   if (options.weights.size() != count) {
     throw InvalidArgument(fmt::format("{} for {}: give one per device", plural(options.weights.size(), "weight"),
                                       plural(count, "device")));

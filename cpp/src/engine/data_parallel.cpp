@@ -41,7 +41,7 @@ StepperOptions stepper_options(const DataParallelOptions& options) {
       .corrections = options.corrections,
       .run_ahead = options.run_ahead,
       .memory_limits = options.memory_limits,
-      .search_sizes = options.search_sizes.value_or(options.balance == "auto" && options.corrections.value_or(true))};
+      .search_sizes = options.search_sizes.value_or(options.balance == Balance::automatic && options.corrections.value_or(true))};
 }
 
 std::size_t index_of(const DeviceGroup& group, std::string_view name) {

@@ -37,7 +37,7 @@ std::vector<balance::LedgerClaim> ledger_claims(std::span<const MicroBatch> piec
 Planner::Planner(const DeviceGroup& group, const StepperOptions& options)
     : alike_{.balancer = make_balancer(group, options, false)},
       by_cost_{.balancer = make_balancer(group, options, true)},
-      work_(classes_of(group), options.micro_batch, options.balance != "auto") {}
+      work_(classes_of(group), options.micro_batch, options.balance != Balance::automatic) {}
 
 bool Planner::plans_again(std::int64_t batch_size, std::int64_t least_items) const {
   return alike_.latest.batch_size == batch_size && alike_.balancer.least_items() == least_items;

@@ -215,7 +215,7 @@ std::shared_ptr<Step> Stepper::prepare(std::shared_ptr<const BatchPlan> plan, st
   // planned.
   options.any_size = state.corrects();
   const bool in_pieces = plan->by_cost() || options.micro_batch > 0;
-  options.stealing = state.options.balance == "auto" && (in_pieces || options.any_size);
+  options.stealing = state.options.balance == Balance::automatic && (in_pieces || options.any_size);
   const std::shared_ptr<balance::SizeSearch> search = script.claims.empty() ? state.search_for(*plan) : nullptr;
   if (search != nullptr || !script.pieces.empty() || !state.caps->idle()) {
     options.pieces =

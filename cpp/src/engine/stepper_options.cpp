@@ -47,7 +47,7 @@ void check(const StepperOptions& options) {
   if (options.least_items < 1) {
     throw InvalidArgument(fmt::format("least_items is {}; a micro-batch has at least one.", options.least_items));
   }
-  if (options.corrections == true && (options.micro_batch > 0 || options.balance != "auto")) {
+  if (options.corrections == true && (options.micro_batch > 0 || options.balance != Balance::automatic)) {
     throw InvalidArgument(
         "corrections are pieces of planned shares, of sizes that follow the speeds: they need balance 'auto', and a "
         "micro_batch of 0. With a micro-batch of fixed size, devices that are done early take over whole ones anyway.");

@@ -19,7 +19,7 @@ balance::BalancerOptions balancer_options(const SimulationOptions& options) {
   out.granularity = options.granularity;
   for (const SimDevice& device : options.box.devices) {
     out.devices.push_back({device.name, device.device_class, device.limits});
-    if (options.policy == "weighted") out.weights.push_back(device.speed);
+    if (options.policy == Balance::weighted) out.weights.push_back(device.speed);
   }
   return out;
 }

@@ -58,7 +58,7 @@ ScenarioResult run_scenario(const Scenario& scenario, std::int64_t seeds) {
     recoveries.push_back(longest_recovery(run));
     events = events || !run.events.empty();
   }
-  options.policy = "even";
+  options.policy = Balance::even;
   result.even_loss = simulate(options).loss_to_ideal;  // shares do not depend on the noise
   result.regret = result.loss - result.optimum.loss;
   if (events) {

@@ -14,7 +14,7 @@ namespace {
 
 using Shares = std::vector<std::int64_t>;
 
-BalancerOptions three(const std::string& policy = "auto") {
+BalancerOptions three(Balance policy = Balance::automatic) {
   BalancerOptions options;
   options.policy = policy;
   for (int i = 0; i < 3; ++i) options.devices.push_back({"host:" + std::to_string(i), "host", {}});
@@ -32,13 +32,13 @@ StepTimings proportional(const Shares& shares, const std::vector<double>& speeds
 }
 
 TEST(Balancer, EvenGivesSharesThatDifferByAtMostOne) {
-  Balancer balancer(three("even"));
+  Balancer balancer(three(Balance::even));
   EXPECT_EQ(balancer.next_plan(100).shares, (Shares{34, 33, 33}));
   EXPECT_EQ(balancer.next_plan(2).shares, (Shares{1, 1, 0}));
 }
 
 TEST(Balancer, WeightedKeepsTheRatiosWhateverIsMeasured) {
-  BalancerOptions options = three("weighted");
+  BalancerOptions options = three(Balance::weighted);
   options.weights = {2.0, 1.0, 0.0};
   Balancer balancer(options);
   for (int k = 0; k < 20; ++k) {
@@ -51,7 +51,7 @@ TEST(Balancer, WeightedKeepsTheRatiosWhateverIsMeasured) {
 }
 
 TEST(Balancer, FixedPoliciesRespectCapsAndGranularity) {
-  BalancerOptions options = three("even");
+  BalancerOptions options = three(Balance::even);
   options.devices[0].limits.maximum = 16;
   options.granularity = 8;
   const Shares shares = Balancer(options).next_plan(96).shares;
@@ -62,7 +62,7 @@ TEST(Balancer, TellsTheEngineLittleFixedTimeUntilItIsKnown) {
   const auto timed = [](std::int64_t items) {
     return MicroBatchTiming{items, 0.004 + 0.0001 * static_cast<double>(items)};
   };
-  Balancer balancer(three("even"));
+  Balancer balancer(three(Balance::even));
   StepPlan plan = balancer.next_plan(96);
   for (int k = 0; k < 4; ++k) {
     balancer.record({.devices = {{timed(32)}, {timed(32)}, {timed(32)}}});
@@ -87,17 +87,22 @@ TEST(Balancer, RefusesWhatMakesNoSenseByName) {
     return {};
   };
   EXPECT_NE(message({}).find("at least one device"), std::string::npos);
-  EXPECT_NE(message(three("fastest")).find("\"fastest\""), std::string::npos);
-  EXPECT_NE(message(three("weighted")).find("0 weights for 3 devices"), std::string::npos);
-  BalancerOptions options = three("weighted");
+  try {
+    (void)balance_named("fastest");
+    ADD_FAILURE();
+  } catch (const InvalidArgument& error) {
+    EXPECT_NE(std::string(error.what()).find("\"fastest\""), std::string::npos);
+  }
+  EXPECT_NE(message(three(Balance::weighted)).find("0 weights for 3 devices"), std::string::npos);
+  BalancerOptions options = three(Balance::weighted);
   options.weights = {1.0, -1.0, 1.0};
   EXPECT_NE(message(options).find("host:1"), std::string::npos);
   options.weights = {0.0, 0.0, 0.0};
   EXPECT_NE(message(options).find("zero"), std::string::npos);
-  options = three("auto");
+  options = three(Balance::automatic);
   options.weights = {1.0, 1.0, 1.0};
   EXPECT_NE(message(options).find("weights are for"), std::string::npos);
-  options = three("auto");
+  options = three(Balance::automatic);
   options.granularity = 0;
   EXPECT_NE(message(options).find("granularity"), std::string::npos);
 }
@@ -151,22 +156,22 @@ TEST(Balancer, BatchSizesMayChangeFromStepToStep) {
 }
 
 TEST(Balancer, ARetiredDeviceGetsNothingAndTheLastOneStays) {
-  for (const char* policy : {"auto", "even", "weighted"}) {
+  for (const Balance policy : {Balance::automatic, Balance::even, Balance::weighted}) {
     BalancerOptions options = three(policy);
-    if (options.policy == "weighted") options.weights = {1.0, 1.0, 1.0};
+    if (options.policy == Balance::weighted) options.weights = {1.0, 1.0, 1.0};
     Balancer balancer(options);
     balancer.next_plan(90);
     balancer.retire(1);
-    EXPECT_EQ(balancer.next_plan(90).shares, (Shares{45, 0, 45})) << policy;
+    EXPECT_EQ(balancer.next_plan(90).shares, (Shares{45, 0, 45})) << name_of(policy);
     balancer.retire(0);
-    EXPECT_EQ(balancer.next_plan(90).shares, (Shares{0, 0, 90})) << policy;
+    EXPECT_EQ(balancer.next_plan(90).shares, (Shares{0, 0, 90})) << name_of(policy);
     EXPECT_THROW(balancer.retire(2), InvalidArgument);
     EXPECT_THROW(balancer.retire(3), InvalidArgument);
     balancer.restore(1);
-    EXPECT_EQ(balancer.next_plan(90).shares, (Shares{0, 45, 45})) << policy;
+    EXPECT_EQ(balancer.next_plan(90).shares, (Shares{0, 45, 45})) << name_of(policy);
     balancer.restore(0);
     balancer.restore(0);
-    EXPECT_EQ(balancer.next_plan(90).shares, (Shares{30, 30, 30})) << policy;
+    EXPECT_EQ(balancer.next_plan(90).shares, (Shares{30, 30, 30})) << name_of(policy);
     EXPECT_THROW(balancer.restore(3), InvalidArgument);
   }
 }

@@ -17,13 +17,13 @@ namespace {
 
 using Shares = std::vector<std::int64_t>;
 
-BalancerOptions options_of(const std::string& policy, std::size_t devices, std::int64_t granularity = 1) {
+BalancerOptions options_of(Balance policy, std::size_t devices, std::int64_t granularity = 1) {
   BalancerOptions options;
   options.policy = policy;
   options.granularity = granularity;
   for (std::size_t i = 0; i < devices; ++i) {
     options.devices.push_back({"host:" + std::to_string(i), "host", {}});
-    if (policy == "weighted") options.weights.push_back(static_cast<double>(1 + 3 * i));
+    if (policy == Balance::weighted) options.weights.push_back(static_cast<double>(1 + 3 * i));
   }
   return options;
 }
@@ -51,11 +51,11 @@ void expect_large_enough(const Shares& shares, std::int64_t batch_size, std::int
 
 TEST(LeastItems, NoShareIsSmallerWhateverTheBatchThePolicyAndTheSpeeds) {
   std::mt19937_64 random(1);
-  for (const std::string policy : {"even", "weighted", "auto"}) {
+  for (const Balance policy : {Balance::even, Balance::weighted, Balance::automatic}) {
     for (std::size_t devices = 1; devices <= 4; ++devices) {
       for (const std::int64_t granularity : {1, 2, 3}) {
         for (std::int64_t batch_size = 1; batch_size <= 40; ++batch_size) {
-          SCOPED_TRACE(testing::Message() << policy << " " << devices << " " << granularity << " " << batch_size);
+          SCOPED_TRACE(testing::Message() << name_of(policy) << " " << devices << " " << granularity << " " << batch_size);
           const std::int64_t least = 2 + batch_size % 2;
           Balancer balancer(options_of(policy, devices, granularity));
           balancer.set_least_items(least);
@@ -74,7 +74,7 @@ TEST(LeastItems, NoShareIsSmallerWhateverTheBatchThePolicyAndTheSpeeds) {
 }
 
 TEST(LeastItems, AnyShareWillDoOnceMore) {
-  Balancer balancer(options_of("even", 3));
+  Balancer balancer(options_of(Balance::even, 3));
   balancer.set_least_items(2);
   EXPECT_EQ(balancer.next_plan(3).shares, (Shares{3, 0, 0}));
   EXPECT_EQ(balancer.next_plan(5).shares, (Shares{3, 2, 0}));
@@ -87,7 +87,7 @@ TEST(LeastItems, AnyShareWillDoOnceMore) {
 
 TEST(LeastItems, SharesInForceThatBecomeTooSmallArePlannedAnew) {
   std::mt19937_64 random(2);
-  Balancer balancer(options_of("auto", 2));
+  Balancer balancer(options_of(Balance::automatic, 2));
   for (int k = 0; k < 40; ++k) step(balancer, 8, {5.0, 1.0}, random);
   const Shares before = step(balancer, 8, {5.0, 1.0}, random);
   ASSERT_EQ(*std::min_element(before.begin(), before.end()), 1) << "or the rest says nothing";
@@ -98,8 +98,8 @@ TEST(LeastItems, SharesInForceThatBecomeTooSmallArePlannedAnew) {
 TEST(LeastItems, LargeSharesAreThoseOfABalancerWithoutThem) {
   std::mt19937_64 random(3);
   std::mt19937_64 same(3);
-  Balancer balancer(options_of("auto", 4));
-  Balancer other(options_of("auto", 4));
+  Balancer balancer(options_of(Balance::automatic, 4));
+  Balancer other(options_of(Balance::automatic, 4));
   other.set_least_items(2);
   for (int k = 0; k < 200; ++k) {
     // One device should get more than twice an even share, which takes two moves.

@@ -34,7 +34,7 @@ TEST(Ledger, HasALineForEachCall) {
   std::ostringstream out;
   Balancer balancer({.devices = {{"a \"0\"\\\n\x1fé", "host", {.minimum = 2, .startup_seconds = 0.1}},
                                  {"b", "other", {.maximum = 6, .may_be_zero = false}}},
-                     .policy = "weighted",
+                     .policy = Balance::weighted,
                      .weights = {3, 1},
                      .granularity = 2,
                      .reduction_seconds = {0, 0, 1e-05},

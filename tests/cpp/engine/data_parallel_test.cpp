@@ -56,11 +56,11 @@ using Trainer = BasicDataParallel<double>;
 TEST(DataParallel, GivesTheGradientOfOneDeviceForAnySplit) {
   std::mt19937_64 rng(1);
   for (const std::size_t devices : {1U, 2U, 3U}) {
-    for (const char* balance : {"auto", "even", "weighted"}) {
+    for (const Balance balance : {Balance::automatic, Balance::even, Balance::weighted}) {
       for (const std::int64_t micro_batch : {0, 5}) {
         const Regression data(64, 9, rng());
         DataParallelOptions options{.parameter_count = 9, .balance = balance, .micro_batch = micro_batch};
-        if (options.balance == "weighted") {
+        if (options.balance == Balance::weighted) {
           options.weights.assign(devices, 1.0);
           options.weights[0] = 3.5;
         }
@@ -123,7 +123,7 @@ TEST(DataParallel, KeepsItsGradientsWhereTheyAre) {
 
 TEST(DataParallel, DoesWithoutADeviceThatIsRetired) {
   const Regression data(64, 9, 3);
-  Trainer trainer(host_group(2), {.parameter_count = 9, .balance = "even"});
+  Trainer trainer(host_group(2), {.parameter_count = 9, .balance = Balance::even});
   const auto step = [&] {
     double total = 0.0;
     for (const double weight : data.weights) total += weight;
@@ -158,8 +158,9 @@ TEST(DataParallel, KeepsTheTypeOfWhatABodyThrows) {
 
 TEST(DataParallel, RefusesWhatCannotBeTrained) {
   EXPECT_THROW(Trainer(host_group(2), {.parameter_count = 0}), InvalidArgument);
-  EXPECT_THROW(Trainer(host_group(2), {.parameter_count = 1, .balance = "fair"}), InvalidArgument);
-  EXPECT_THROW(Trainer(host_group(2), {.parameter_count = 1, .balance = "weighted", .weights = {1.0}}),
+  EXPECT_THROW((void)balance_named("fair"), InvalidArgument);
+  EXPECT_EQ(balance_named(name_of(Balance::weighted)), Balance::weighted);
+  EXPECT_THROW(Trainer(host_group(2), {.parameter_count = 1, .balance = Balance::weighted, .weights = {1.0}}),
                InvalidArgument);
   Trainer trainer(host_group(2), {.parameter_count = 1});
   const auto body = [](const MicroBatch&, Trainer::Replica&) { return 0.0; };
@@ -242,7 +243,7 @@ TEST(DataParallel, AnUpdateThatThrowsSaysSoAndTheTrainerGoesOn) {
 
 TEST(DataParallel, RunsAgainInSmallerPiecesWhereMemoryRunsOut) {
   const Regression data(64, 9, 3);
-  Trainer trainer(host_group(2), {.parameter_count = 9, .balance = "even"});
+  Trainer trainer(host_group(2), {.parameter_count = 9, .balance = Balance::even});
   const auto within = [&](std::int64_t most, auto error) {
     return [&data, most, error](const MicroBatch& mb, Trainer::Replica& replica) {
       const double sum = data.add(mb.begin, mb.end, replica.parameters, replica.gradients);
@@ -266,7 +267,7 @@ TEST(DataParallel, RunsAgainInSmallerPiecesWhereMemoryRunsOut) {
 
 TEST(DataParallel, KeepsToAMemoryLimit) {
   const Regression data(64, 9, 4);
-  Trainer trainer(host_group(2), {.parameter_count = 9, .balance = "even", .memory_limits = {1000, 0}});
+  Trainer trainer(host_group(2), {.parameter_count = 9, .balance = Balance::even, .memory_limits = {1000, 0}});
   std::atomic<std::int64_t> longest{0};
   for (int step = 0; step < 2; ++step) {
     longest = 0;

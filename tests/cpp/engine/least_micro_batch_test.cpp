@@ -64,18 +64,18 @@ void step(Stepper& stepper, std::int64_t batch_size, bool costs, std::int64_t le
 TEST(LeastMicroBatch, HoldsForEveryBatchAndPolicyWithCostsAndWithout) {
   for (std::size_t devices = 1; devices <= 4; ++devices) {
     const DeviceGroup group = host_group(devices);
-    for (const char* balance : {"auto", "even"}) {
+    for (const Balance balance : {Balance::automatic, Balance::even}) {
       const std::vector<std::pair<std::int64_t, std::int64_t>> sizes{{0, 1}, {0, 3}, {1, 1}, {2, 1}, {3, 3}, {4, 2}};
       for (const auto& [micro_batch, granularity] : sizes) {
         for (const bool costs : {false, true}) {
           StepperOptions options{
               .balance = balance, .micro_batch = micro_batch, .granularity = granularity, .least_items = 2};
-          if (micro_batch == 0 && options.balance == "auto") options.corrections = true;
+          if (micro_batch == 0 && options.balance == Balance::automatic) options.corrections = true;
           Stepper stepper(group, options);
           const std::int64_t least = micro_batch == 1 ? 1 : 2;
           for (std::int64_t batch_size = 1; batch_size <= 40; ++batch_size) {
             SCOPED_TRACE(testing::Message()
-                         << devices << " devices, " << balance << ", micro_batch " << micro_batch << ", granularity "
+                         << devices << " devices, " << name_of(balance) << ", micro_batch " << micro_batch << ", granularity "
                          << granularity << ", batch " << batch_size << (costs ? " by cost" : ""));
             for (int k = 0; k < 2; ++k) step(stepper, batch_size, costs, least);
           }
@@ -86,7 +86,7 @@ TEST(LeastMicroBatch, HoldsForEveryBatchAndPolicyWithCostsAndWithout) {
 }
 
 TEST(LeastMicroBatch, MayChangeBetweenSteps) {
-  Stepper stepper(host_group(3), {.balance = "even"});
+  Stepper stepper(host_group(3), {.balance = Balance::even});
   step(stepper, 3, false, 1);
   EXPECT_EQ(stepper.last_plan().shares, (std::vector<std::int64_t>{1, 1, 1}));
   stepper.set_least_items(2);

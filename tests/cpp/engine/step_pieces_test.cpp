@@ -92,7 +92,7 @@ std::int64_t sum(const std::vector<std::int64_t>& values) {
 
 TEST(MemoryLimit, RunsAsFewPiecesAsFitOnceTwoSizesAreMeasured) {
   constexpr std::int64_t kLimit = kFixed + 10 * kPerItem;
-  Stepper stepper(host_group(2), {.balance = "even", .memory_limits = {kLimit, 0}});
+  Stepper stepper(host_group(2), {.balance = Balance::even, .memory_limits = {kLimit, 0}});
   const auto program = std::make_shared<Program>(2);
   run(stepper, 64, program);
   std::vector<std::int64_t> sizes = program->sizes(0);
@@ -156,7 +156,7 @@ TEST(MemoryLimit, IsOfThePaddedCostWhereItemsHaveCosts) {
 }
 
 TEST(OutOfMemory, IsAnsweredBySmallerPiecesOnAllDevicesOfTheMemory) {
-  Stepper stepper(host_group(2), {.balance = "even"});
+  Stepper stepper(host_group(2), {.balance = Balance::even});
   const auto program = std::make_shared<Program>(2, 6);
   run(stepper, 64, program);
   for (std::size_t d = 0; d < 2; ++d) {
@@ -169,7 +169,7 @@ TEST(OutOfMemory, IsAnsweredBySmallerPiecesOnAllDevicesOfTheMemory) {
 }
 
 TEST(OutOfMemory, OfADevicesOwnLimitIsNoOtherDevices) {
-  Stepper stepper(host_group(2), {.balance = "even"});
+  Stepper stepper(host_group(2), {.balance = Balance::even});
   const auto program = std::make_shared<Program>(2, 16);
   const auto step = stepper.begin(stepper.plan(64), program);
   step->wait();
@@ -199,7 +199,7 @@ TEST(OutOfMemory, IsRememberedOfSixtyFourKindsOfBatches) {
 }
 
 TEST(OutOfMemory, OfOneItemStands) {
-  Stepper stepper(host_group(2), {.balance = "even"});
+  Stepper stepper(host_group(2), {.balance = Balance::even});
   const auto program = std::make_shared<Program>(2, 0);
   EXPECT_THROW(run(stepper, 8, program), OutOfMemory);
   EXPECT_EQ(stepper.metrics().steps, 0);

@@ -78,7 +78,7 @@ TEST(Simulation, AStaticMixIsFound) {
   SimulationOptions options = box_of({1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5});
   options.steps = 800;
   EXPECT_LE(over_seeds(options, 10).mean_loss, 0.004);
-  options.policy = "even";
+  options.policy = Balance::even;
   EXPECT_GE(over_seeds(options, 1).mean_loss, 0.4);
 }
 
@@ -87,7 +87,7 @@ TEST(Simulation, FlappingCostsLessThanDoingNothing) {
   options.steps = 800;
   for (std::int64_t k = 0; k < options.steps; k += 40) options.box.throttles.push_back({3, 1.5, k, k + 4});
   const double adaptive = over_seeds(options, 5).mean_loss;
-  options.policy = "even";
+  options.policy = Balance::even;
   EXPECT_LT(adaptive, 0.7 * over_seeds(options, 5).mean_loss);
 }
 
@@ -170,7 +170,7 @@ TEST(Simulation, CostlyMovesCostAtMostALittleMoreThanTwiceWhatAnOracleWouldPay) 
 }
 
 TEST(Simulation, GoesOnWithoutADeviceThatFails) {
-  for (const char* policy : {"auto", "even", "weighted"}) {
+  for (const Balance policy : {Balance::automatic, Balance::even, Balance::weighted}) {
     SimulationOptions options = eight_equal();
     options.policy = policy;
     options.box.failures = {{5, 200}};
@@ -208,14 +208,14 @@ TEST(Simulation, EqualOptionsGiveEqualResults) {
 
 TEST(Simulation, ARecoveryThatNeverComesIsNone) {
   SimulationOptions options = eight_equal(0.0);
-  options.policy = "even";
+  options.policy = Balance::even;
   options.box.throttles = {{3, 2.0, 100, 200}};
   EXPECT_EQ(simulate(options).steps_to_recover, (std::vector<std::optional<std::int64_t>>{std::nullopt, 0}));
 }
 
 TEST(Simulation, WeightedByTrueSpeedsLosesOnlyTheFixedPart) {
   SimulationOptions options = box_of({1.0, 0.5}, 0.0);
-  options.policy = "weighted";
+  options.policy = Balance::weighted;
   for (SimDevice& device : options.box.devices) device.fixed_seconds = 0.0;
   EXPECT_NEAR(simulate(options).loss_to_ideal, 0.0, 1e-9);
   EXPECT_EQ(simulate(options).moves, 0);

@@ -48,7 +48,7 @@ TEST(ScenarioResult, SaysWhichBoundsWereMissed) {
   scenario.most_moves_per_100_steps = 0.0;
   scenario.most_steps_to_recover = 1;
   EXPECT_EQ(run_scenario(scenario, 1).missed.size(), 3u);
-  scenario.options.policy = "even";
+  scenario.options.policy = Balance::even;
   scenario.most_regret = 1.0;
   const ScenarioResult even = run_scenario(scenario, 1);
   ASSERT_EQ(even.missed.size(), 1u);

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include <paceline/balance/balance.hpp>
 #include <paceline/balance/report.hpp>
 #include <paceline/balance/what_if.hpp>
 #include <paceline/export.hpp>
@@ -28,7 +29,7 @@ struct DeviceProfile {
 
 struct BalancerOptions {
   std::vector<DeviceProfile> devices;
-  std::string policy = "auto";  ///< "auto" | "even" | "weighted"
+  Balance policy = Balance::automatic;
   std::vector<double> weights;  ///< for "weighted": one per device
   std::int64_t granularity = 1;
   /// As in plan::SplitOptions, or empty. What steps measure (StepTimings::reduction_seconds) takes its place.

@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include <paceline/balance/balance.hpp>
 #include <paceline/comm/communicator.hpp>
 #include <paceline/engine/batch_plan.hpp>
 #include <paceline/engine/memory_report.hpp>
@@ -39,8 +40,8 @@ struct BasicReplica {
 
 struct DataParallelOptions {
   std::size_t parameter_count = 0;
-  std::string balance = "auto";   ///< "auto", "even", or "weighted" with `weights` (no stealing for the last two)
-  std::vector<double> weights{};  ///< for "weighted": the ratios, one per device
+  Balance balance = Balance::automatic;  ///< even and weighted: exactly the shares, nothing is taken over
+  std::vector<double> weights{};         ///< for weighted: the ratios, one per device
   std::int64_t micro_batch = 0;   ///< > 0: fixed size; 0: one planned chunk per device, then corrections
   std::int64_t granularity = 1;
   /// As StepperOptions::corrections: with micro_batch 0, by default on host devices only.

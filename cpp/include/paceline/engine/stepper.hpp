@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include <paceline/balance/balance.hpp>
 #include <paceline/balance/balancer.hpp>
 #include <paceline/engine/batch_plan.hpp>
 #include <paceline/engine/memory_report.hpp>
@@ -21,8 +22,8 @@
 namespace paceline {
 
 struct StepperOptions {
-  std::string balance = "auto";   ///< "auto", "even", or "weighted" with `weights` (no stealing for the last two)
-  std::vector<double> weights{};  ///< for "weighted": the ratios, one per device
+  Balance balance = Balance::automatic;  ///< even and weighted: exactly the shares, nothing is taken over
+  std::vector<double> weights{};         ///< for weighted: the ratios, one per device
   std::int64_t micro_batch = 0;   ///< > 0: fixed size; 0: one planned chunk per device, then corrections
   std::int64_t granularity = 1;
   /// With micro_batch 0 and "auto": whether devices hold back a part of their shares, of which those that are done

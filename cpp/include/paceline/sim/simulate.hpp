@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include <paceline/balance/balance.hpp>
 #include <paceline/export.hpp>
 #include <paceline/sim/box.hpp>
 
@@ -21,7 +22,7 @@ struct SimulationOptions {
   std::int64_t batch_size = 512;
   std::int64_t steps = 400;
   std::int64_t granularity = 1;
-  std::string policy = "auto";  ///< "weighted" takes the devices' speeds at the start as weights
+  Balance policy = Balance::automatic;  ///< weighted takes the devices' speeds at the start as weights
   /// Gets every call of the balancer; may be null.
   std::shared_ptr<balance::LedgerWriter> ledger;
 };
