@@ -23,6 +23,7 @@
 #include "gpu_facts.hpp"
 #include "nvml.hpp"
 #include "partitions.hpp"
+#include "runtime/gpu_backend.hpp"
 #include "runtime/thread_affinity.hpp"
 
 namespace paceline {
@@ -110,6 +111,11 @@ void require_whole(const Device& device, const char* call) {
 }
 
 }  // namespace
+
+const Backend* internal::gpu_backend() noexcept {
+  static const CudaBackend backend;
+  return &backend;
+}
 
 std::vector<Device> CudaBackend::devices() const {
   std::vector<Device> found;

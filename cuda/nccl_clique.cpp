@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "nccl_clique.hpp"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -12,6 +10,7 @@
 
 #include <paceline/error.hpp>
 
+#include "comm/clique.hpp"
 #include "driver.hpp"
 #include "issuing_thread.hpp"
 #include "nccl_communicators.hpp"
@@ -229,11 +228,15 @@ class NcclClique final : public internal::NativeClique {
 
 }  // namespace
 
-std::unique_ptr<internal::NativeClique> make_clique(const std::vector<internal::Rank>& ranks,
-                                                    const CommunicatorOptions& options, std::string& why_none) {
-  const Library* found = nullptr;
+}  // namespace paceline::nccl
+
+namespace paceline::internal {
+
+std::unique_ptr<NativeClique> make_native_clique(const std::vector<Rank>& ranks, const CommunicatorOptions& options,
+                                                 std::string& why_none) {
+  const nccl::Library* found = nullptr;
   try {
-    found = &library();
+    found = &nccl::library();
   } catch (const Unavailable& error) {
     why_none = error.what();
     return nullptr;
@@ -244,7 +247,7 @@ std::unique_ptr<internal::NativeClique> make_clique(const std::vector<internal::
         "kernel waits for those of the other GPUs, which are never launched. Unset it, use one GPU, or choose "
         "Transport::copies.");
   }
-  return std::make_unique<NcclClique>(*found, ranks, options);
+  return std::make_unique<nccl::NcclClique>(*found, ranks, options);
 }
 
-}  // namespace paceline::nccl
+}  // namespace paceline::internal

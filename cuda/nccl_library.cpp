@@ -9,6 +9,7 @@
 #include <mutex>
 #include <utility>
 
+#include <paceline/comm/nccl_info.hpp>
 #include <paceline/error.hpp>
 
 namespace paceline::nccl {
@@ -130,3 +131,18 @@ std::string version_text(int version) {
 }
 
 }  // namespace paceline::nccl
+
+namespace paceline {
+
+NcclInfo nccl_info() {
+  try {
+    const nccl::Library& library = nccl::library();
+    return {.version = nccl::version_text(library.version), .path = library.path, .why_none = {}};
+  } catch (const Unavailable& error) {
+    return {.version = {}, .path = {}, .why_none = error.what()};
+  }
+}
+
+void set_nccl_path(const std::string& path) { nccl::set_installed_path(path); }
+
+}  // namespace paceline

@@ -5,22 +5,7 @@
 
 #include <paceline/error.hpp>
 
-#ifdef PACELINE_WITH_CUDA
-#include "nccl_clique.hpp"
-#endif
-
 namespace paceline::internal {
-
-std::unique_ptr<NativeClique> make_native_clique([[maybe_unused]] const std::vector<Rank>& ranks,
-                                                 [[maybe_unused]] const CommunicatorOptions& options,
-                                                 std::string& why_none) {
-#ifdef PACELINE_WITH_CUDA
-  return nccl::make_clique(ranks, options, why_none);
-#else
-  why_none = "this build has no CUDA backend";
-  return nullptr;
-#endif
-}
 
 Clique::~Clique() = default;
 

@@ -63,7 +63,9 @@ class NativeClique : public Clique {
   [[nodiscard]] virtual bool lost() const noexcept = 0;
 };
 
-/// Null where the devices' own library is missing: why is then in `why_none`. @throws what nccl::make_clique() throws.
+/// The GPUs' own library, between GPUs with a memory space each. Null if there is none to use; `why_none` then says
+/// why. cuda/nccl_clique.cpp defines it, or host_only.cpp in a build without the CUDA backend.
+/// @throws Unavailable where the library would certainly hang; Error, Timeout if it cannot connect the GPUs.
 [[nodiscard]] std::unique_ptr<NativeClique> make_native_clique(const std::vector<Rank>& ranks,
                                                                const CommunicatorOptions& options,
                                                                std::string& why_none);
