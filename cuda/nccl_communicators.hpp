@@ -14,7 +14,7 @@
 
 #include <paceline/runtime/async_device.hpp>
 
-#include "comm/clique.hpp"
+#include "comm/link.hpp"
 #include "nccl_library.hpp"
 
 namespace paceline::nccl {
@@ -26,7 +26,7 @@ namespace paceline::nccl {
 /// Threads: one, the issuing thread; check() and position() any.
 class Communicators {
  public:
-  Communicators(const Library& library, std::vector<internal::Rank> ranks, std::chrono::nanoseconds timeout);
+  Communicators(const Library& library, std::vector<internal::Endpoint> endpoints, std::chrono::nanoseconds timeout);
 
   /// Connects the GPUs, and waits until messages up to `warm_up_bytes` have gone through.
   /// @throws Error, Timeout
@@ -102,7 +102,7 @@ class Communicators {
   [[nodiscard]] std::string name_of_rank(std::size_t rank) const;
 
   const Library& library_;
-  const std::vector<internal::Rank> ranks_;
+  const std::vector<internal::Endpoint> endpoints_;
   const std::chrono::nanoseconds timeout_;
   std::vector<Comm> comms_;
   std::deque<Operation> outstanding_;

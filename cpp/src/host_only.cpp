@@ -3,7 +3,7 @@
 // What a build without the CUDA backend has in its place.
 #include <paceline/comm/nccl_info.hpp>
 
-#include "comm/clique.hpp"
+#include "comm/link.hpp"
 #include "runtime/gpu_backend.hpp"
 
 namespace paceline {
@@ -15,9 +15,8 @@ constexpr const char* kNoBackend = "this build has no CUDA backend";
 
 const Backend* internal::gpu_backend() noexcept { return nullptr; }
 
-std::unique_ptr<internal::NativeClique> internal::make_native_clique(const std::vector<Rank>&,
-                                                                     const CommunicatorOptions&,
-                                                                     std::string& why_none) {
+std::unique_ptr<internal::NativeLink> internal::make_native_link(const std::vector<Endpoint>&,
+                                                                 const CommunicatorOptions&, std::string& why_none) {
   why_none = kNoBackend;
   return nullptr;
 }

@@ -14,7 +14,7 @@
 #include <paceline/engine/device_queues.hpp>
 #include <paceline/runtime/async_device.hpp>
 
-#include "comm/clique.hpp"
+#include "comm/link.hpp"
 
 namespace paceline::internal {
 
@@ -28,16 +28,16 @@ class GpuCollectives {
  public:
   /// `spaces[r]`: whose rank r is. At most `staging_bytes` of each GPU are for parameters on their way;
   /// `timeout` is for waits of the host, which only growing buffers need.
-  GpuCollectives(std::unique_ptr<NativeClique> clique, std::vector<Rank> ranks, std::vector<std::size_t> spaces,
+  GpuCollectives(std::unique_ptr<NativeLink> link, std::vector<Endpoint> endpoints, std::vector<std::size_t> spaces,
                  std::size_t home_space, std::size_t staging_bytes, std::chrono::nanoseconds timeout);
   /// Requires: nothing enqueued, unless lost() or told to keep its memory.
   ~GpuCollectives();
   GpuCollectives(const GpuCollectives&) = delete;
   GpuCollectives& operator=(const GpuCollectives&) = delete;
 
-  [[nodiscard]] std::string description() const { return clique_->description(); }
+  [[nodiscard]] std::string description() const { return link_->description(); }
   [[nodiscard]] std::span<const std::size_t> spaces() const noexcept { return spaces_; }
-  /// Memory of that space for use with the collectives; see NativeClique::allocate().
+  /// Memory of that space for use with the collectives; see NativeLink::allocate().
   [[nodiscard]] std::unique_ptr<Buffer> allocate(std::size_t space, std::size_t bytes, Stream& stream);
 
   /// Does the copies to the GPUs' memory spaces; those to others it leaves out.
@@ -49,10 +49,10 @@ class GpuCollectives {
   void reduce(std::size_t k, std::size_t count, DType dtype);
 
   /// Throws what has failed since the last call, once.
-  void check() { clique_->check(); }
-  /// See NativeClique::keep_memory().
-  void keep_memory(bool keep) noexcept { clique_->keep_memory(keep); }
-  [[nodiscard]] bool lost() const noexcept { return clique_->lost(); }
+  void check() { link_->check(); }
+  /// See NativeLink::keep_memory().
+  void keep_memory(bool keep) noexcept { link_->keep_memory(keep); }
+  [[nodiscard]] bool lost() const noexcept { return link_->lost(); }
 
  private:
   using Buffers = std::vector<std::unique_ptr<Buffer>>;  // one for each rank
@@ -80,8 +80,8 @@ class GpuCollectives {
   void send(std::span<const Section> sections, std::size_t bytes);
   void settle();
 
-  std::unique_ptr<NativeClique> clique_;
-  std::vector<Rank> ranks_;
+  std::unique_ptr<NativeLink> link_;
+  std::vector<Endpoint> endpoints_;
   std::vector<std::size_t> spaces_;
   std::size_t root_;
   std::size_t staging_bytes_;

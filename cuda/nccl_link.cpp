@@ -10,7 +10,7 @@
 
 #include <paceline/error.hpp>
 
-#include "comm/clique.hpp"
+#include "comm/link.hpp"
 #include "driver.hpp"
 #include "issuing_thread.hpp"
 #include "nccl_communicators.hpp"
@@ -57,19 +57,19 @@ class NcclBuffer final : public Buffer {
 
 using Interrupt = IssuingThread::Interrupt;
 
-class NcclClique final : public internal::NativeClique {
+class NcclLink final : public internal::NativeLink {
  public:
-  NcclClique(const Library& library, const std::vector<internal::Rank>& ranks, const CommunicatorOptions& options)
+  NcclLink(const Library& library, const std::vector<internal::Endpoint>& endpoints, const CommunicatorOptions& options)
       : library_(library),
-        ranks_(ranks),
+        endpoints_(endpoints),
         timeout_(internal::bounded(options.timeout)),
         warm_up_bytes_(options.warm_up_bytes),
-        copies_(internal::make_copy_clique(ranks, "beside NCCL")),
-        communicators_(std::make_shared<Communicators>(library, ranks, timeout_)),
+        copies_(internal::make_copy_link(endpoints, "beside NCCL")),
+        communicators_(std::make_shared<Communicators>(library, endpoints, timeout_)),
         thread_(
-            "pl nccl", ranks.front().device.index,
+            "pl nccl", endpoints.front().device.index,
             [communicators = communicators_] { return communicators->look_after(); }, interval_for(timeout_)) {
-    for (const internal::Rank& rank : ranks) names_.push_back(rank.device.name);
+    for (const internal::Endpoint& endpoint : endpoints) names_.push_back(endpoint.device.name);
     note_the_exit();
     try {
       open();
@@ -82,7 +82,7 @@ class NcclClique final : public internal::NativeClique {
     }
   }
 
-  ~NcclClique() override {
+  ~NcclLink() override {
     if (exiting) {
       static_cast<void>(new auto(std::move(communicators_)));
       static_cast<void>(copies_.release());
@@ -140,7 +140,7 @@ class NcclClique final : public internal::NativeClique {
     const auto data = std::make_shared<void*>(nullptr);
     run([communicators = communicators_, data, rank, bytes] { *data = communicators->allocate(rank, bytes); });
     // Refused. The pool's can be reached from every GPU too, but not be registered.
-    if (*data == nullptr) return ranks_[rank].opened->allocate(bytes, stream);
+    if (*data == nullptr) return endpoints_[rank].opened->allocate(bytes, stream);
     return std::make_unique<NcclBuffer>(*data, bytes, [this](void* memory) { release(memory); });
   }
 
@@ -215,13 +215,13 @@ class NcclClique final : public internal::NativeClique {
   }
 
   const Library& library_;
-  std::vector<internal::Rank> ranks_;
+  std::vector<internal::Endpoint> endpoints_;
   std::chrono::nanoseconds timeout_;
   std::size_t warm_up_bytes_;
   std::vector<std::string> names_;
   bool closed_ = false;
   bool keeps_memory_ = false;
-  std::unique_ptr<internal::Clique> copies_;
+  std::unique_ptr<internal::Link> copies_;
   std::shared_ptr<Communicators> communicators_;  // the thread's too, should it never come back
   IssuingThread thread_;
 };
@@ -232,8 +232,8 @@ class NcclClique final : public internal::NativeClique {
 
 namespace paceline::internal {
 
-std::unique_ptr<NativeClique> make_native_clique(const std::vector<Rank>& ranks, const CommunicatorOptions& options,
-                                                 std::string& why_none) {
+std::unique_ptr<NativeLink> make_native_link(const std::vector<Endpoint>& endpoints, const CommunicatorOptions& options,
+                                             std::string& why_none) {
   const nccl::Library* found = nullptr;
   try {
     found = &nccl::library();
@@ -247,7 +247,7 @@ std::unique_ptr<NativeClique> make_native_clique(const std::vector<Rank>& ranks,
         "kernel waits for those of the other GPUs, which are never launched. Unset it, use one GPU, or choose "
         "Transport::copies.");
   }
-  return std::make_unique<nccl::NcclClique>(*found, ranks, options);
+  return std::make_unique<nccl::NcclLink>(*found, endpoints, options);
 }
 
 }  // namespace paceline::internal
