@@ -55,7 +55,7 @@ void Communicators::open(std::size_t warm_up_bytes) {
   std::vector<Config> configs(endpoints_.size());
   group("ncclCommInitRankConfig", [&](std::size_t r) {
     const cuda::DeviceGuard guard(endpoints_[r].device.index);
-    configs[r].blocking = 1;  // others may return from a group before its kernels are enqueued
+    configs[r].blocking = 1;  // non-blocking ones may return from a group before its kernels are enqueued
     return library_.comm_init_rank_config(&comms_[r], static_cast<int>(endpoints_.size()), id, static_cast<int>(r),
                                           &configs[r]);
   });
@@ -64,8 +64,8 @@ void Communicators::open(std::size_t warm_up_bytes) {
   warm_up(warm_up_bytes);
 }
 
-/// The first message of a kind and size makes NCCL connect the GPUs for it and load kernels. Both can wait for a kernel
-/// that runs, and that one for them: not in the middle of work.
+/// With the first message of a kind and size NCCL connects the GPUs and loads kernels. Both can wait for a running
+/// kernel, which may wait for them. So this must not happen in the middle of work.
 void Communicators::warm_up(std::size_t bytes) {
   constexpr std::size_t small = 4096;
   if (bytes == 0) return;
@@ -151,7 +151,8 @@ void Communicators::release(void* data) {
   segments_.erase(segment);
 }
 
-/// So that kernels read it where it lies, and copy nothing through NCCL's own buffers. Refused, it works all the same.
+/// Lets kernels read the memory in place, without a copy through NCCL's own buffers. If NCCL refuses, the collectives
+/// still work.
 void Communicators::register_segment(Segment& segment) {
   const cuda::DeviceGuard guard(endpoints_[segment.rank].device.index);
   enter("ncclCommRegister", segment.rank);
@@ -170,8 +171,8 @@ void Communicators::deregister(Segment& segment) {
 
 template <class Call>
 void Communicators::enqueue(const char* function, Call call) {
-  if (!open_) {  // they were aborted just now
-    check();     // which tells why, unless somebody has been told already
+  if (!open_) {  // just aborted
+    check();     // throws the reason, unless it was thrown before
     throw Error(
         fmt::format("{}: {}: all connections were given up after an earlier failure. The next call makes new ones.",
                     name_of_rank(kEveryRank), function));
@@ -194,8 +195,8 @@ void Communicators::enqueue(const char* function, Call call) {
   outstanding_.push_back(std::move(operation));
 }
 
-/// Calls it for every rank between ncclGroupStart and ncclGroupEnd, which also has to follow an error. After one the
-/// communicators are of no use.
+/// Calls `call` for every rank between ncclGroupStart and ncclGroupEnd. ncclGroupEnd must follow an error, too. After
+/// an error the communicators are unusable.
 template <class Call>
 void Communicators::group(const char* function, Call call) {
   enter("ncclGroupStart", kEveryRank);
@@ -219,7 +220,7 @@ void Communicators::group(const char* function, Call call) {
     const Result end = library_.group_end();
     if (result == kSuccess && end != kSuccess) {
       result = end;
-      failed = function;  // which is what the end of a group does
+      failed = function;  // ncclGroupEnd runs the calls of the group
       rank = broken_rank();
     }
   }
@@ -289,7 +290,7 @@ void Communicators::close() {
   open_ = false;
 }
 
-/// kEveryRank: none that says so.
+/// The first rank whose communicator reports an error; kEveryRank if there is none.
 std::size_t Communicators::broken_rank() {
   for (std::size_t r = 0; r < comms_.size(); ++r) {
     if (comms_[r] == nullptr) continue;
@@ -333,8 +334,8 @@ std::exception_ptr Communicators::late(const Operation& operation) const {
       stuck_count == 1 ? stuck : ""));
 }
 
-/// The failure is known before the abort lets the streams go on: who sees an event behind it done, sees the failure.
-/// Whoever sees the failure also sees the connections closed, so the next call makes new ones.
+/// Records the failure before the abort lets the streams go on. So a thread that sees a later event done also sees the
+/// failure. A thread that sees the failure also sees the connections closed, so the next call makes new ones.
 void Communicators::fail(std::exception_ptr failure) {
   {
     const std::lock_guard lock(mutex_);
@@ -344,7 +345,7 @@ void Communicators::fail(std::exception_ptr failure) {
   abort();
 }
 
-/// All of them: what they share is freed with the last one.
+/// Aborts all communicators, because what they share is freed with the last one.
 void Communicators::abort() noexcept {
   open_ = false;
   enter("ncclCommAbort", kEveryRank);
@@ -355,7 +356,7 @@ void Communicators::abort() noexcept {
   static_cast<void>(library_.group_end());
   enter(nullptr, kEveryRank);
   outstanding_.clear();
-  for (Segment& segment : segments_) segment.handle = nullptr;  // went with its communicator
+  for (Segment& segment : segments_) segment.handle = nullptr;  // ended with its communicator
 }
 
 void Communicators::check() {

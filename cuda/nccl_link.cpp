@@ -21,26 +21,26 @@ namespace {
 
 std::atomic<bool> exiting{false};
 
-/// Once the program ends, NCCL and the driver may be gone before us: nothing is touched any more.
+/// At the end of the program NCCL and the driver may be gone first, so nothing calls them after this point.
 void note_the_exit() {
   static const int registered = std::atexit([] { exiting = true; });
   static_cast<void>(registered);
 }
 
-/// How often the issuing thread looks after what is under way: often enough for the deadline, seldom enough to cost
-/// nothing.
+/// How often the issuing thread looks after work under way: often enough for the deadline, and seldom enough to be
+/// cheap.
 std::chrono::nanoseconds interval_for(std::chrono::nanoseconds timeout) {
   return std::clamp<std::chrono::nanoseconds>(timeout / 8, std::chrono::milliseconds(1), std::chrono::milliseconds(10));
 }
 
-/// What NCCL's minima and maxima do: of a NaN and a number they give the number. Such reductions go by copies, and by
-/// our own kernel, which gives the NaN.
+/// Whether NCCL drops NaNs: its minimum or maximum of a NaN and a number is the number. Such reductions go by copies
+/// and our own kernel, which gives the NaN.
 bool drops_nans(DType dtype, ReduceOp op) {
   const bool integers = dtype == DType::int32 || dtype == DType::int64;
   return !integers && (op == ReduceOp::min || op == ReduceOp::max);
 }
 
-/// Memory of NCCL's. Its end is a call of NCCL's too: of the issuing thread.
+/// Memory that NCCL has allocated. The issuing thread also makes the call that frees it.
 class NcclBuffer final : public Buffer {
  public:
   NcclBuffer(void* data, std::size_t bytes, std::function<void(void*)> release)
@@ -90,7 +90,7 @@ class NcclLink final : public internal::NativeLink {
     }
     try {
       close();
-    } catch (...) {  // left behind, as close() says; a destructor has nobody to tell
+    } catch (...) {  // what hangs is left behind, as close() says; a destructor cannot report it
     }
   }
 
@@ -139,7 +139,7 @@ class NcclLink final : public internal::NativeLink {
   std::unique_ptr<Buffer> allocate(std::size_t rank, std::size_t bytes, Stream& stream) override {
     const auto data = std::make_shared<void*>(nullptr);
     run([communicators = communicators_, data, rank, bytes] { *data = communicators->allocate(rank, bytes); });
-    // Refused. The pool's can be reached from every GPU too, but not be registered.
+    // NCCL refused. Every GPU can also access memory of the pool, but that cannot be registered.
     if (*data == nullptr) return endpoints_[rank].opened->allocate(bytes, stream);
     return std::make_unique<NcclBuffer>(*data, bytes, [this](void* memory) { release(memory); });
   }
@@ -160,7 +160,7 @@ class NcclLink final : public internal::NativeLink {
   void close() override {
     if (exiting || std::exchange(closed_, true) || thread_.given_up()) return;
     try {
-      // Twice: for what is still under way, and for the end itself.
+      // Twice: for the work under way, and for the end itself.
       run([communicators = communicators_] { communicators->close(); }, 2 * timeout_, Interrupt::yes);
     } catch (const Error&) {
       throw;
@@ -179,12 +179,12 @@ class NcclLink final : public internal::NativeLink {
         Interrupt::yes);
   }
 
-  /// The connections end without anybody waiting for it.
+  /// Ends the connections. Nobody waits for that.
   void leave() noexcept {
     thread_.leave([communicators = communicators_] { communicators->close(); });
   }
 
-  /// Stays for good where NCCL does not come back, or the program ends.
+  /// Keeps the memory for good if NCCL does not return, or if the program ends.
   void release(void* memory) noexcept {
     if (exiting || closed_ || keeps_memory_ || thread_.given_up()) return;
     try {
@@ -222,7 +222,7 @@ class NcclLink final : public internal::NativeLink {
   bool closed_ = false;
   bool keeps_memory_ = false;
   std::unique_ptr<internal::Link> copies_;
-  std::shared_ptr<Communicators> communicators_;  // the thread's too, should it never come back
+  std::shared_ptr<Communicators> communicators_;  // shared with the thread, which may never return
   IssuingThread thread_;
 };
 
