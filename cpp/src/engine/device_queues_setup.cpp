@@ -51,7 +51,7 @@ void DeviceQueues::State::use(void* native) {
   std::unique_ptr<Stream> before =
       std::exchange(home_stream, native != nullptr ? device.adopt_stream(native) : device.make_stream());
   owns_home_stream = native == nullptr;
-  if (before != nullptr) {  // what was ordered on the old one stays before what comes
+  if (before != nullptr) {  // work on the old stream stays before work on the new one
     const std::unique_ptr<Event> moved = device.make_event(false);
     before->record(*moved);
     home_stream->wait(*moved);

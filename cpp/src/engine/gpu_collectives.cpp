@@ -12,7 +12,7 @@
 namespace paceline::internal {
 namespace {
 
-constexpr std::size_t kAlignment = 16;  // copies of less are slower
+constexpr std::size_t kAlignment = 16;  // copies with a smaller alignment are slower
 
 std::size_t aligned(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -31,7 +31,7 @@ GpuCollectives::GpuCollectives(std::unique_ptr<NativeLink> link, std::vector<End
 
 GpuCollectives::~GpuCollectives() {
   if (getpid() == owner_) return;
-  // CUDA and the link's thread do not survive fork(): nothing of them may be touched here.
+  // CUDA and the link's thread do not survive fork(), so a child must not touch them.
   for (Buffers& buffers : sums_) {
     for (std::unique_ptr<Buffer>& buffer : buffers) static_cast<void>(buffer.release());
   }
@@ -82,7 +82,7 @@ std::vector<GpuCollectives::Piece> GpuCollectives::pieces_of(std::span<const Spa
     const auto [entry, is_new] = known.emplace(std::pair{copy.from, copy.bytes}, pieces.size());
     if (is_new) {
       Piece piece{.from = copy.from, .bytes = copy.bytes, .to = std::vector<void*>(endpoints_.size(), nullptr)};
-      piece.to[root_] = const_cast<void*>(copy.from);  // as the link's calls want it; of the root it is only read
+      piece.to[root_] = const_cast<void*>(copy.from);  // the link takes void*, and only reads the root's
       pieces.push_back(std::move(piece));
     }
     pieces[entry->second].to[rank] = copy.to;
@@ -114,7 +114,7 @@ GpuCollectives::Buffers GpuCollectives::make(std::size_t bytes) {
   return buffers;
 }
 
-/// Packs what lies scattered, so that the number of collectives does not grow with that of the parameters.
+/// Packs scattered pieces, so that the number of collectives does not grow with the number of parameters.
 void GpuCollectives::stage(std::span<const Piece> pieces) {
   std::size_t total = 0;
   for (const Piece& piece : pieces) total += aligned(piece.bytes);
@@ -162,7 +162,7 @@ void GpuCollectives::send(std::span<const Section> sections, std::size_t bytes) 
   }
 }
 
-/// The link's memory does not go back in the order of a stream.
+/// Waits for all streams, because the link's memory does not return in the order of a stream.
 void GpuCollectives::settle() {
   for (const Endpoint& endpoint : endpoints_) {
     const std::unique_ptr<Event> idle = endpoint.opened->make_event(false);
