@@ -23,6 +23,7 @@
 #include "gpu_facts.hpp"
 #include "nvml.hpp"
 #include "partitions.hpp"
+#include "runtime/gpu_backend.hpp"
 #include "runtime/thread_affinity.hpp"
 
 namespace paceline {
@@ -55,7 +56,8 @@ Count count_devices() {
   return count;
 }
 
-/// All cores of the GPU's NUMA node that this process may use; all of them where none is near.
+/// The cores of the GPU's NUMA node that this process may use. Empty, which stands for all cores, if there are
+/// none.
 std::vector<int> near_cores(const HostTopology& topology, int node) {
   std::vector<int> near;
   for (const HostCore& core : topology.cores) {
@@ -79,7 +81,7 @@ Device describe(const HostTopology& topology, int ordinal) {
   return device;
 }
 
-/// A number as names have it: no sign, no leading zero.
+/// A number in a name: without sign and leading zeros.
 std::optional<std::int32_t> number_in(std::string_view digits) {
   std::int32_t number = 0;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number);
@@ -111,6 +113,11 @@ void require_whole(const Device& device, const char* call) {
 
 }  // namespace
 
+const Backend* internal::gpu_backend() noexcept {
+  static const CudaBackend backend;
+  return &backend;
+}
+
 std::vector<Device> CudaBackend::devices() const {
   std::vector<Device> found;
   const int count = count_devices().devices;
@@ -140,10 +147,10 @@ Device CudaBackend::find(std::string_view name) const {
   return slash == std::string_view::npos ? gpu : find_part(gpu, name, after_prefix.substr(slash + 1));
 }
 
-// Best effort: without it everything works, from further away.
+// Best effort: without it everything works, but from more distant cores.
 void CudaBackend::prepare_worker(const Device& device) const noexcept {
   pin_this_thread(device.cores);
-  // The thread is ours, and so is its current device. What CUDA refuses here it refuses again where it can be said.
+  // The thread is ours, so its current device may change. An error here comes again in a call that can report it.
   static_cast<void>(cudaSetDevice(device.index));
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));
@@ -163,7 +170,7 @@ std::vector<DeviceHealth> CudaBackend::health(std::span<const Device> devices) c
     char pci_bus_id[32] = {};
     if (cudaDeviceGetPCIBusId(pci_bus_id, sizeof(pci_bus_id), device.index) == cudaSuccess) {
       health.push_back(cuda::Nvml::of_process().read(pci_bus_id));
-    } else {  // a device that does not tell is no error
+    } else {  // a device without this answer is no error
       static_cast<void>(cudaGetLastError());
       health.push_back({.why_none = fmt::format("CUDA does not tell the PCI address of {}", device.name)});
     }

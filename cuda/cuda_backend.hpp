@@ -5,8 +5,8 @@
 
 namespace paceline {
 
-/// NVIDIA's GPUs: cuda:0, cuda:1, ... as CUDA_VISIBLE_DEVICES shows them, and by name their parts. Without a driver
-/// there are none.
+/// NVIDIA's GPUs: cuda:0, cuda:1, ... in the order of CUDA_VISIBLE_DEVICES. find() also knows their parts. Without a
+/// driver the list is empty.
 class CudaBackend final : public Backend {
  public:
   [[nodiscard]] DeviceKind kind() const noexcept override { return DeviceKind::cuda; }

@@ -23,8 +23,8 @@
 namespace paceline::cuda {
 namespace {
 
-/// A stream of ours, on all of the GPU or on a part of it, or one of the caller's that is only used. Shared with the
-/// memory that goes back in its order.
+/// A stream of ours, on the whole GPU or on a part of it, or a stream that the caller owns. It is shared with the
+/// memory that returns in its order.
 class StreamHandle {
  public:
   StreamHandle(int device, std::shared_ptr<GreenContext> part) : device_(device), owned_(true), part_(std::move(part)) {
@@ -69,13 +69,13 @@ class CudaEvent final : public Event {
     try {
       const DeviceGuard guard(device_);
       static_cast<void>(cudaEventDestroy(event_));
-    } catch (...) {  // the driver is going down, and takes the event with it
+    } catch (...) {  // the driver is shutting down, which frees the event
     }
   }
 
   [[nodiscard]] bool done() const override {
     require_recorded();
-    // Asking is among the calls that break another thread's capture, unless this thread has said otherwise.
+    // The query breaks another thread's capture unless this thread is in relaxed capture mode.
     const DeviceGuard guard(device_);
     const cudaError_t error = cudaEventQuery(event_);
     if (error == cudaErrorNotReady) {
@@ -102,7 +102,7 @@ class CudaEvent final : public Event {
     recorded_ = true;
   }
 
-  /// CUDA takes an event that was never recorded for one that is done.
+  /// CUDA reports an event that was never recorded as done.
   void require_recorded() const {
     if (!recorded_) throw Error(fmt::format("cuda:{}: an event that was never recorded was waited for", device_));
   }
@@ -126,7 +126,7 @@ class DeviceBuffer final : public Buffer {
     try {
       const DeviceGuard guard(device_);
       static_cast<void>(cudaFreeAsync(data_, stream_->get()));
-    } catch (...) {  // the driver is going down, and takes the memory with it
+    } catch (...) {  // the driver is shutting down, which frees the memory
     }
   }
   [[nodiscard]] void* data() const noexcept override { return data_; }
@@ -145,7 +145,7 @@ class PinnedBuffer final : public Buffer {
   PinnedBuffer(int device, std::size_t bytes) : device_(device), bytes_(bytes) {
     if (bytes == 0) return;
     const DeviceGuard guard(device);
-    // The caller's thread may be anywhere on the machine, and its pages would be where it is.
+    // Pages lie near the thread that touches them, and the caller's thread may run on any core.
     const PreferredNode near(attribute(cudaDevAttrHostNumaId, device, -1));
     const cudaError_t error = cudaHostAlloc(&data_, bytes, cudaHostAllocPortable);
     if (error == cudaErrorMemoryAllocation) {
@@ -160,10 +160,10 @@ class PinnedBuffer final : public Buffer {
   ~PinnedBuffer() override {
     if (data_ == nullptr) return;
     try {
-      // On a thread without a context the runtime would make one, of GPU 0.
+      // On a thread without a context the runtime would make one for GPU 0.
       const DeviceGuard guard(device_);
       static_cast<void>(cudaFreeHost(data_));
-    } catch (...) {  // the driver is going down, and takes the memory with it
+    } catch (...) {  // the driver is shutting down, which frees the memory
     }
   }
   [[nodiscard]] void* data() const noexcept override { return data_; }
@@ -175,7 +175,7 @@ class PinnedBuffer final : public Buffer {
   void* data_ = nullptr;
 };
 
-/// The GPU whose memory it is; -1 for the host's.
+/// The GPU that has this memory; -1 for host memory.
 int gpu_of(const void* data, int device) {
   cudaPointerAttributes attributes{};
   check(cudaPointerGetAttributes(&attributes, data), "asking whose memory it is", device);
@@ -209,7 +209,7 @@ class CudaStream final : public Stream {
     const DeviceGuard guard(device_);
     const int target = gpu_of(to, device_);
     const int source = gpu_of(from, device_);
-    // Where GPUs cannot reach each other only this call goes by the host, and for memory of pools too.
+    // If GPUs cannot access each other, only this call copies through the host, and it also does so for pool memory.
     const cudaError_t error = target >= 0 && source >= 0 && target != source
                                   ? cudaMemcpyPeerAsync(to, target, from, source, bytes, handle_->get())
                                   : cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, handle_->get());
@@ -256,7 +256,7 @@ void CudaStream::reduce(const DeviceReduction& reduction) {
   arguments.count = reduction.count;
   arguments.scale = reduction.scale;
   arguments.divisor = static_cast<std::int64_t>(reduction.divisor == 0 ? input_count : reduction.divisor);
-  // One thread for 16 bytes, up to what fills the largest GPU several times over; the kernel goes round with the rest.
+  // One thread per 16 bytes, up to a grid that fills the largest GPU several times. The kernel loops over the rest.
   constexpr unsigned int block = 256;
   constexpr std::size_t most_blocks = 4096;
   const std::size_t packs = reduction.count * size_of(reduction.dtype) / 16 + 1;
@@ -270,7 +270,7 @@ class CudaDevice final : public AsyncDevice {
  public:
   CudaDevice(int ordinal, std::shared_ptr<GreenContext> part)
       : ordinal_(ordinal), part_(std::move(part)), pool_(Pool::of(ordinal)) {
-    // Loaded now: loading a kernel at its first launch can wait for another that runs, and that one for us.
+    // Loads the kernel now. Loading at the first launch can wait for a running kernel, which may wait for us.
     const DeviceGuard guard(ordinal);
     for (const DType dtype :
          {DType::float32, DType::float64, DType::float16, DType::bfloat16, DType::int32, DType::int64}) {
@@ -283,7 +283,7 @@ class CudaDevice final : public AsyncDevice {
     return std::make_unique<CudaStream>(ordinal_, std::make_shared<StreamHandle>(ordinal_, part_));
   }
   std::unique_ptr<Stream> adopt_stream(void* native) override {
-    // Said in full: a null that means it is told from a stream that was forgotten.
+    // The explicit name, because null would look like a forgotten stream.
     cudaStream_t stream = native == nullptr ? cudaStreamLegacy : static_cast<cudaStream_t>(native);
     return std::make_unique<CudaStream>(ordinal_, std::make_shared<StreamHandle>(ordinal_, stream));
   }

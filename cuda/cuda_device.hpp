@@ -9,8 +9,8 @@ namespace paceline::cuda {
 
 class GreenContext;
 
-/// Streams, events and memory of the GPU with this ordinal; with a `part` its streams are of that part of the GPU, and
-/// all else stays the GPU's.
+/// Streams, events and memory of the GPU with this ordinal. With a `part`, the streams run on that part of the GPU, and
+/// all else belongs to the whole GPU.
 /// @throws Unavailable without a driver, Error if the device refuses.
 [[nodiscard]] std::unique_ptr<AsyncDevice> open_device(int ordinal, std::shared_ptr<GreenContext> part = nullptr);
 

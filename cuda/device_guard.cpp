@@ -15,7 +15,7 @@ namespace {
 
 CUcontext primary_context(int device) {
   static std::mutex mutex;
-  static auto* const contexts = new std::map<int, CUcontext>;  // no destructor: nothing of CUDA is touched at exit
+  static auto* const contexts = new std::map<int, CUcontext>;  // never destroyed: CUDA must not be used at exit
   const std::lock_guard lock(mutex);
   CUcontext& context = (*contexts)[device];
   if (context != nullptr) return context;
@@ -38,7 +38,7 @@ DeviceGuard::DeviceGuard(int device) {
     throw Error(fmt::format("cuda:{}: cannot be made current (driver error {})", device, static_cast<int>(result)),
                 fmt::format("cuda:{}", device));
   }
-  // With the context current, here and below: on a thread without one this call makes GPU 0's, and leaves it there.
+  // The context must be current, here and below. On a thread without a context this call would make and keep GPU 0's.
   if (cudaThreadExchangeStreamCaptureMode(&capture_before_) != cudaSuccess) static_cast<void>(cudaGetLastError());
 }
 

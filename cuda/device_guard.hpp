@@ -5,11 +5,11 @@
 
 namespace paceline::cuda {
 
-/// Makes a device current for the calling thread, and afterwards what was current before: no context if there was none.
-/// Meanwhile the thread's calls are harmless to a stream capture of another thread (cudaStreamCaptureModeRelaxed).
+/// Makes a device current for the calling thread. The destructor restores the state before, with or without a context.
+/// In between, the thread's calls do not break a stream capture of another thread (cudaStreamCaptureModeRelaxed).
 ///
-/// Pushes the device's primary context, the one that the runtime and PyTorch use. cudaSetDevice would replace the
-/// caller's own context for good. The primary context is retained for the rest of the process: others use it too.
+/// Pushes the device's primary context, which the runtime and PyTorch use. cudaSetDevice would replace the caller's own
+/// context for good. The primary context is kept for the rest of the process, because others use it too.
 class DeviceGuard {
  public:
   /// @throws Unavailable without a driver, Error if the device refuses.

@@ -14,7 +14,7 @@
 namespace paceline::cuda {
 namespace {
 
-// Which interface of a function is asked for: that of the CUDA version it came with; newer drivers keep it.
+// The version of the interface: the CUDA version that introduced the function. Newer drivers keep it.
 constexpr unsigned int kOldestAbi = 12000;
 constexpr unsigned int kGreenContexts = 12040;
 constexpr unsigned int kGreenStreams = 12050;

@@ -5,7 +5,7 @@
 
 namespace paceline::cuda {
 
-/// The driver's functions that the runtime has no name for, asked from the runtime: nothing links the driver.
+/// Functions of the driver that the runtime lacks. The pointers come from the runtime, so nothing links the driver.
 struct Driver {
   decltype(&cuDeviceGet) device_get = nullptr;
   decltype(&cuDevicePrimaryCtxRetain) primary_context_retain = nullptr;
@@ -13,11 +13,11 @@ struct Driver {
   decltype(&cuCtxPopCurrent) context_pop = nullptr;
 };
 
-/// @throws Unavailable if there is no driver, or one that lacks a function, naming it.
+/// @throws Unavailable if there is no driver, or if the driver lacks a function, which the message names.
 const Driver& driver();
 
-/// The driver's green contexts: streams on some of a GPU's SMs. A table of its own, so that drivers without them do all
-/// else.
+/// The driver's green contexts: streams on some of a GPU's SMs. They are a table of their own, because drivers without
+/// them support everything else.
 struct GreenDriver {
   decltype(&cuDeviceGetDevResource) device_resource = nullptr;
   decltype(&cuDevSmResourceSplitByCount) split_by_count = nullptr;
@@ -28,7 +28,7 @@ struct GreenDriver {
   decltype(&cuGreenCtxStreamCreate) make_stream = nullptr;
 };
 
-/// @throws Unavailable if the driver is older than CUDA 12.5, saying which one it is.
+/// @throws Unavailable with the version of the driver, if it is older than CUDA 12.5.
 const GreenDriver& green_driver();
 
 /// Whether CUDA_LAUNCH_BLOCKING makes every launch wait for its kernel.

@@ -8,7 +8,7 @@
 namespace paceline::cuda {
 namespace {
 
-// Toolkits before 13 know no names for these two, but their drivers may.
+// Toolkits before 13 lack names for these two, but newer drivers may return them.
 constexpr int kContained = 226;         // cudaErrorContained
 constexpr int kTensorMemoryLeak = 721;  // cudaErrorTensorMemoryLeak
 #if CUDART_VERSION >= 13000
@@ -16,11 +16,11 @@ static_assert(static_cast<int>(cudaErrorContained) == kContained &&
               static_cast<int>(cudaErrorTensorMemoryLeak) == kTensorMemoryLeak);
 #endif
 
-/// Errors after which CUDA asks for a new process: the device's context answers every further call with them.
+/// Errors after which CUDA needs a new process. The context returns them from every further call.
 bool is_sticky(cudaError_t error) noexcept {
   switch (error) {
-    // The runtime's header says of each that the process must be ended and started again; the last two are errors of
-    // the hardware, of which it says nothing better.
+    // The runtime's header says for each that the process must end and start again. The last two are hardware errors,
+    // for which the header says nothing better.
     case cudaErrorIllegalAddress:
     case cudaErrorLaunchTimeout:
     case cudaErrorAssert:

@@ -11,8 +11,8 @@ namespace paceline::cuda {
 /// "out of memory (cudaErrorMemoryAllocation)"
 [[nodiscard]] std::string text_of(cudaError_t error);
 
-/// Throws what a failed call means: OutOfMemory, DeviceLost for sticky errors, Error for all else. `doing` completes
-/// "cuda:0: ... failed". Clears the runtime's last error, so that nobody else's check finds it.
+/// Throws OutOfMemory, DeviceLost for sticky errors, or Error for other failures. `doing` completes "cuda:0: ...
+/// failed". Clears the runtime's last error, so that no other check finds it.
 void check(cudaError_t error, const char* doing, int device,
            std::source_location where = std::source_location::current());
 

@@ -30,7 +30,7 @@ void add_partitions(GpuFacts& facts, int ordinal) {
     facts.most_partitions = static_cast<int>(groups.size());
     if (!groups.empty()) facts.partition_sm_count = static_cast<int>(groups.front().sm.smCount);
     if (groups.empty()) facts.why_no_partitions = "CUDA makes no groups of its SMs";
-  } catch (const Error& error) {  // a fact about this GPU, no reason to tell nothing of it
+  } catch (const Error& error) {  // this too is a fact about the GPU; the others follow
     facts.why_no_partitions = error.what();
   }
 }
@@ -61,7 +61,7 @@ GpuFacts facts_of(int ordinal, int gpu_count) {
   facts.numa_node = attribute(cudaDevAttrHostNumaId, ordinal, -1);
   facts.compute_capability = {properties.major, properties.minor};
   facts.sm_count = properties.multiProcessorCount;
-  facts.peak_clock_khz = attribute(cudaDevAttrClockRate, ordinal, 0);  // CUDA 13 has it no longer in the properties
+  facts.peak_clock_khz = attribute(cudaDevAttrClockRate, ordinal, 0);  // CUDA 13 removed it from the properties
   facts.memory_bytes = properties.totalGlobalMem;
   facts.copy_engine_count = properties.asyncEngineCount;
   facts.peers = peers_of(ordinal, gpu_count);

@@ -7,10 +7,10 @@
 
 namespace paceline::cuda {
 
-/// What the driver says, or `otherwise` where it does not know the attribute.
+/// The value of the attribute, or `otherwise` if the driver does not know the attribute.
 [[nodiscard]] int attribute(cudaDeviceAttr which, int ordinal, int otherwise) noexcept;
 
-/// Of the GPU with this ordinal, of `gpu_count`.
+/// The facts of the GPU with this ordinal, out of `gpu_count`.
 [[nodiscard]] GpuFacts facts_of(int ordinal, int gpu_count);
 
 }  // namespace paceline::cuda

@@ -24,8 +24,8 @@ CUdevice handle_of(int device) {
 
 std::vector<CUdevResource> split_sms(int device) {
   const GreenDriver& green = green_driver();
-  // The driver rounds it up to the smallest group that the GPU allows. Merging such groups makes parts of any size, so
-  // that the newer cuDevSmResourceSplit, which takes several sizes, would add nothing but a newer driver.
+  // The driver rounds up to the smallest group that the GPU allows. Merged groups make parts of any size. The newer
+  // cuDevSmResourceSplit takes several sizes, but it would only add the need for a newer driver.
   constexpr unsigned int smallest = 1;
   CUdevResource whole{};
   check(green.device_resource(handle_of(device), &whole, CU_DEV_RESOURCE_TYPE_SM), "asking for its SMs", device);
@@ -40,7 +40,7 @@ std::vector<CUdevResource> split_sms(int device) {
 
 GreenContext::GreenContext(int device, std::span<CUdevResource> groups) : device_(device), shelf_(device) {
   const GreenDriver& green = green_driver();
-  // Pushes the primary context: without one, every green context would make and end it anew.
+  // Pushes the primary context. Otherwise every green context would create and destroy it again.
   const DeviceGuard guard(device);
   CUdevResourceDesc description = nullptr;
   check(green.describe(&description, groups.data(), static_cast<unsigned int>(groups.size())), "describing a part",
@@ -60,13 +60,13 @@ GreenContext::~GreenContext() {
   try {
     const DeviceGuard guard(device_);
     static_cast<void>(green_driver().destroy(context_));
-  } catch (...) {  // the driver is going down, and takes the context with it
+  } catch (...) {  // the driver is shutting down, which frees the context
   }
 }
 
 cudaStream_t GreenContext::make_stream() {
   if (cudaStream_t stream = shelf_.take()) return stream;
-  const std::lock_guard lock(mutex_);  // a green context has none of its own
+  const std::lock_guard lock(mutex_);  // a green context has no lock of its own
   const DeviceGuard guard(device_);
   CUstream stream = nullptr;
   check(green_driver().make_stream(&stream, context_, CU_STREAM_NON_BLOCKING, 0), "making a stream", device_);

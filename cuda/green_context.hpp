@@ -12,18 +12,18 @@
 
 namespace paceline::cuda {
 
-/// The GPU's SMs as the driver deals them out: groups of equal size, as many as there can be. Of one split, since only
-/// groups of one split can be put together. May be empty. Makes no context.
+/// The GPU's SMs in as many groups of equal size as the driver allows. They come from one split, because only groups of
+/// one split can be combined. May be empty. Makes no context.
 /// @throws Unavailable if the driver is too old, Error if it refuses.
 [[nodiscard]] std::vector<CUdevResource> split_sms(int device);
 
-/// Some of a GPU's SMs, for streams. It is never made current, neither here nor by others: NCCL and the runtime go on
-/// to see the GPU's primary context, and a green context may be current to one thread only.
+/// Some of a GPU's SMs, for streams. It never becomes current: NCCL and the runtime must see the GPU's primary context,
+/// and a green context may be current to one thread only.
 ///
-/// CUDA wants its streams to be destroyed before it: whoever holds a stream of it holds it too.
+/// CUDA requires that its streams are destroyed first. So an owner of such a stream also owns this context.
 class GreenContext {
  public:
-  /// Of these groups, which come from one split_sms().
+  /// Requires: groups of one split_sms().
   GreenContext(int device, std::span<CUdevResource> groups);
   ~GreenContext();
   GreenContext(const GreenContext&) = delete;
@@ -31,9 +31,9 @@ class GreenContext {
 
   [[nodiscard]] int sm_count() const noexcept { return sm_count_; }
   [[nodiscard]] cudaStream_t make_stream();
-  /// Keeps the stream for the next one who needs one; what it still has to do is done meanwhile, see idle().
+  /// Keeps the stream for the next user. Its remaining work still runs; see idle().
   void drop(cudaStream_t stream) noexcept { shelf_.put(stream); }
-  /// Whether everything that dropped streams had to do is done. Only then may this be destroyed.
+  /// Whether all work of dropped streams is done. Only then may this object be destroyed.
   [[nodiscard]] bool idle() { return shelf_.idle(); }
 
  private:

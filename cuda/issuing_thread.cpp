@@ -24,7 +24,7 @@ namespace paceline::nccl {
 
 using Clock = std::chrono::steady_clock;
 
-/// Owned by the thread too: one that was given up still finds it.
+/// The thread shares it, so a thread that was given up still finds it.
 struct IssuingThread::State {
   std::mutex mutex;
   std::condition_variable changed;
@@ -40,11 +40,11 @@ struct IssuingThread::State {
   pid_t owner = getpid();
 
   void work(int device, std::chrono::nanoseconds interval) {
-    // NCCL chooses devices by itself, and on a thread without a context its first call would make GPU 0's.
+    // NCCL switches devices itself. On a thread without a context its first call would make GPU 0's context.
     std::optional<cuda::DeviceGuard> guard;
     try {
       guard.emplace(device);
-    } catch (const Error&) {  // what refuses here refuses in the first job too, where it can be said
+    } catch (const Error&) {  // the first job meets the same error and can report it
     }
     bool busy = false;
     Clock::time_point next_look;
@@ -61,7 +61,7 @@ struct IssuingThread::State {
       } catch (...) {
         thrown = std::current_exception();
       }
-      // Not after every job: looking costs calls of the driver, and what runs well is only looked at to forget it.
+      // Not after every job: each look calls the driver, and healthy work needs no look.
       if (!busy) next_look = Clock::now() + interval;
       busy = true;
       if (Clock::now() >= next_look) {
@@ -75,7 +75,7 @@ struct IssuingThread::State {
       changed.notify_all();
     }
     job = nullptr;
-    look_after = nullptr;  // and what they own, here: the caller may be gone
+    look_after = nullptr;  // destroys here what it owns, because the caller may be gone
     exited = true;
     changed.notify_all();
   }
@@ -100,11 +100,11 @@ IssuingThread::IssuingThread(const std::string& name, int device, LookAfter look
 
 IssuingThread::~IssuingThread() {
   if (getpid() != state_->owner) {
-    static_cast<void>(new std::shared_ptr<State>(state_));  // of a thread that this process does not have
+    static_cast<void>(new std::shared_ptr<State>(state_));  // kept for good: this process does not have the thread
     return;
   }
   const std::lock_guard lock(state_->mutex);
-  if (!state_->thread.joinable()) return;  // has ended, or will by itself
+  if (!state_->thread.joinable()) return;  // it has ended, or will end by itself
   state_->given_up = true;
   state_->changed.notify_all();
   state_->thread.detach();
@@ -156,7 +156,7 @@ bool IssuingThread::close(std::chrono::nanoseconds timeout) {
 void IssuingThread::leave(Job last) noexcept {
   const std::lock_guard lock(state_->mutex);
   if (state_->given_up || !state_->thread.joinable()) return;
-  state_->job = std::move(last);  // in place of one that was not begun
+  state_->job = std::move(last);  // replaces a job that has not begun
   state_->stop = true;
   state_->changed.notify_all();
   state_->thread.detach();

@@ -8,22 +8,22 @@
 
 namespace paceline::nccl {
 
-/// One thread that does what it is given, in order, and in between looks after what it has begun.
+/// One thread that runs jobs in order, and in between looks after the work that they started.
 ///
-/// NCCL wants all its calls for one set of communicators from one thread at a time, in one order; and a call may never
-/// come back. A thread that does not is given up: it is not joined, and what its jobs refer to they must own.
-/// Callers: one at a time; none after fork(), whose child has no such thread.
+/// NCCL wants all calls for one set of communicators from one thread at a time, in one order. A call may never return.
+/// Then the thread is given up: nobody joins it, so its jobs must own everything that they use. One caller at a time,
+/// and none after fork(), because the child has no such thread.
 ///
-/// A wait hears the poll hook of waits (Ctrl-C) only where its job touches nothing but what it owns, as connecting and
-/// ending do: the job runs on after the caller has left. One that enqueues work on the caller's buffers, or hands
-/// memory to the caller, is waited for until it is back or given up: the caller would take back what it still uses.
+/// The poll hook of waits (Ctrl-C) can only end a wait for a job that uses nothing but its own data, such as connecting
+/// and closing: the job continues after the caller has left. A job that enqueues work on the caller's buffers, or gives
+/// memory to the caller, is waited for until it returns or is given up. Otherwise the caller might free what it uses.
 class IssuingThread {
  public:
   using Job = std::function<void()>;
   /// Called every `interval` while it returns true; again after each job.
   using LookAfter = std::function<bool()>;
 
-  /// @param device the GPU that is current to the thread: one that it works for.
+  /// @param device the current GPU of the thread, one of those that it works for
   IssuingThread(const std::string& name, int device, LookAfter look_after, std::chrono::nanoseconds interval);
   /// Gives the thread up if it has not ended yet.
   ~IssuingThread();
@@ -32,16 +32,17 @@ class IssuingThread {
 
   enum class Interrupt { no, yes };
 
-  /// Waits until the thread has run `job`, and rethrows what it threw. False: it is not back within `timeout`, and is
-  /// given up. What an interrupted call has left running comes first, and has what is left of its own time for that.
-  /// Requires: !given_up().
-  /// @throws with Interrupt::yes what the poll hook of waits does: then the job may still run, and the next one waits
+  /// Waits until the thread has run `job`, and rethrows its exception. False: the thread did not return within
+  /// `timeout`, and is given up. A job that an interrupted call has left runs first, for at most the rest of its own
+  /// timeout. Requires: !given_up().
+  /// @throws with Interrupt::yes, what the poll hook of waits throws; then the job may still run, and the next one
+  /// waits
   [[nodiscard]] bool run(Job job, std::chrono::nanoseconds timeout, Interrupt interrupt = Interrupt::no);
   [[nodiscard]] bool given_up() const noexcept;
-  /// Ends the thread. False: it does not come back within `timeout`, and is given up.
+  /// Ends the thread. False: it did not return within `timeout`, and is given up.
   [[nodiscard]] bool close(std::chrono::nanoseconds timeout);
-  /// For who was interrupted and does not come back: the thread runs `last` when it is back from what it is at, and
-  /// ends. Nobody waits for that.
+  /// For a caller that was interrupted and will not call again. The thread finishes its job, runs `last` and ends.
+  /// Nobody waits for it.
   void leave(Job last) noexcept;
 
  private:

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What paceline uses of NCCL's binary interface, declared by ourselves: a build without nccl.h has NCCL at run time all
-// the same. Where nccl.h is found, tests/cuda/nccl_header.cpp holds every line against it. Values and layouts are those
-// of NCCL 2.18, which later versions keep: they read only as much of a Config as its `size` says, and take their
-// defaults for what its `version` did not know.
+// Our own declarations of the part of NCCL's binary interface that paceline uses. So a build without nccl.h can use
+// NCCL at run time. If nccl.h is found, tests/cuda/nccl_header.cpp compares every line with it. Values and layouts are
+// those of NCCL 2.18. Later versions keep them: they read as much of a Config as its `size` says, and use defaults for
+// fields that its `version` did not know.
 
 #include <cuda_runtime_api.h>
 
@@ -13,7 +13,7 @@
 
 namespace paceline::nccl {
 
-struct Communicator;  // NCCL's own; only pointers to it are handed about
+struct Communicator;  // defined by NCCL; we only pass pointers to it
 using Comm = Communicator*;
 
 enum Result : int {
@@ -29,7 +29,7 @@ enum Result : int {
 
 enum DataType : int { kInt8 = 0, kInt32 = 2, kInt64 = 4, kFloat16 = 6, kFloat32 = 7, kFloat64 = 8, kBfloat16 = 9 };
 
-/// No averages: PreMulSum, into which NCCL turns those of floating-point numbers, never uses NVLink SHARP.
+/// No averages: NCCL implements floating-point averages as PreMulSum, which never uses NVLink SHARP.
 enum ReductionOperation : int { kSum = 0, kMax = 2, kMin = 3 };
 
 struct UniqueId {
@@ -48,7 +48,7 @@ struct Config {
   int max_ctas = kUndefined;
   const char* net_name = nullptr;
   int split_share = kUndefined;
-  int traffic_class = kUndefined;  // padding in 2.18, but read together with the rest by those that know it
+  int traffic_class = kUndefined;  // padding in 2.18; newer versions read it
 };
 static_assert(sizeof(void*) != 8 || sizeof(Config) == 48);
 

@@ -41,9 +41,9 @@ double seconds(std::chrono::nanoseconds time) { return std::chrono::duration<dou
 
 }  // namespace
 
-Communicators::Communicators(const Library& library, std::vector<internal::Rank> ranks,
+Communicators::Communicators(const Library& library, std::vector<internal::Endpoint> endpoints,
                              std::chrono::nanoseconds timeout)
-    : library_(library), ranks_(std::move(ranks)), timeout_(timeout), comms_(ranks_.size(), nullptr) {}
+    : library_(library), endpoints_(std::move(endpoints)), timeout_(timeout), comms_(endpoints_.size(), nullptr) {}
 
 void Communicators::open(std::size_t warm_up_bytes) {
   if (open_) return;
@@ -52,11 +52,11 @@ void Communicators::open(std::size_t warm_up_bytes) {
   const Result result = library_.get_unique_id(&id);
   enter(nullptr, kEveryRank);
   if (result != kSuccess) std::rethrow_exception(error_of(result, "ncclGetUniqueId", kEveryRank));
-  std::vector<Config> configs(ranks_.size());
+  std::vector<Config> configs(endpoints_.size());
   group("ncclCommInitRankConfig", [&](std::size_t r) {
-    const cuda::DeviceGuard guard(ranks_[r].device.index);
-    configs[r].blocking = 1;  // others may return from a group before its kernels are enqueued
-    return library_.comm_init_rank_config(&comms_[r], static_cast<int>(ranks_.size()), id, static_cast<int>(r),
+    const cuda::DeviceGuard guard(endpoints_[r].device.index);
+    configs[r].blocking = 1;  // non-blocking ones may return from a group before its kernels are enqueued
+    return library_.comm_init_rank_config(&comms_[r], static_cast<int>(endpoints_.size()), id, static_cast<int>(r),
                                           &configs[r]);
   });
   open_ = true;
@@ -64,24 +64,25 @@ void Communicators::open(std::size_t warm_up_bytes) {
   warm_up(warm_up_bytes);
 }
 
-/// The first message of a kind and size makes NCCL connect the GPUs for it and load kernels. Both can wait for a kernel
-/// that runs, and that one for them: not in the middle of work.
+/// With the first message of a kind and size NCCL connects the GPUs and loads kernels. Both can wait for a running
+/// kernel, which may wait for them. So this must not happen in the middle of work.
 void Communicators::warm_up(std::size_t bytes) {
   constexpr std::size_t small = 4096;
   if (bytes == 0) return;
   std::vector<std::unique_ptr<Buffer>> memory;
   std::vector<void*> buffers;
-  for (const internal::Rank& rank : ranks_) {
-    memory.push_back(rank.opened->allocate(bytes, *rank.stream));
+  for (const internal::Endpoint& endpoint : endpoints_) {
+    memory.push_back(endpoint.opened->allocate(bytes, *endpoint.stream));
     buffers.push_back(memory.back()->data());
-    rank.stream->zero(buffers.back(), bytes);
+    endpoint.stream->zero(buffers.back(), bytes);
   }
   for (const std::size_t size : {std::min(small, bytes), bytes}) {
     all_reduce(buffers, size / sizeof(float), DType::float32, ReduceOp::sum);
-    const std::size_t part_count = size / sizeof(float) / ranks_.size();
+    const std::size_t part_count = size / sizeof(float) / endpoints_.size();
     const std::size_t part_bytes = part_count * sizeof(float);
     std::vector<void*> parts;
-    for (std::size_t r = 0; r < ranks_.size(); ++r) parts.push_back(static_cast<char*>(buffers[r]) + r * part_bytes);
+    for (std::size_t r = 0; r < endpoints_.size(); ++r)
+      parts.push_back(static_cast<char*>(buffers[r]) + r * part_bytes);
     reduce_scatter({buffers.begin(), buffers.end()}, parts, part_count, DType::float32, ReduceOp::sum);
     all_gather(buffers, part_bytes);
     broadcast(buffers, size, 0);
@@ -127,7 +128,7 @@ void Communicators::reduce(const std::vector<void*>& buffers, std::size_t count,
 void* Communicators::allocate(std::size_t rank, std::size_t bytes) {
   Segment segment{.rank = rank, .bytes = bytes};
   {
-    const cuda::DeviceGuard guard(ranks_[rank].device.index);
+    const cuda::DeviceGuard guard(endpoints_[rank].device.index);
     enter("ncclMemAlloc", rank);
     const Result result = library_.mem_alloc(&segment.data, bytes);
     enter(nullptr, kEveryRank);
@@ -142,7 +143,7 @@ void Communicators::release(void* data) {
   const auto segment =
       std::find_if(segments_.begin(), segments_.end(), [&](const Segment& s) { return s.data == data; });
   if (segment == segments_.end()) return;
-  const cuda::DeviceGuard guard(ranks_[segment->rank].device.index);
+  const cuda::DeviceGuard guard(endpoints_[segment->rank].device.index);
   deregister(*segment);
   enter("ncclMemFree", segment->rank);
   static_cast<void>(library_.mem_free(data));
@@ -150,9 +151,10 @@ void Communicators::release(void* data) {
   segments_.erase(segment);
 }
 
-/// So that kernels read it where it lies, and copy nothing through NCCL's own buffers. Refused, it works all the same.
+/// Lets kernels read the memory in place, without a copy through NCCL's own buffers. If NCCL refuses, the collectives
+/// still work.
 void Communicators::register_segment(Segment& segment) {
-  const cuda::DeviceGuard guard(ranks_[segment.rank].device.index);
+  const cuda::DeviceGuard guard(endpoints_[segment.rank].device.index);
   enter("ncclCommRegister", segment.rank);
   const Result result = library_.comm_register(comms_[segment.rank], segment.data, segment.bytes, &segment.handle);
   enter(nullptr, kEveryRank);
@@ -169,8 +171,8 @@ void Communicators::deregister(Segment& segment) {
 
 template <class Call>
 void Communicators::enqueue(const char* function, Call call) {
-  if (!open_) {  // they were aborted just now
-    check();     // which tells why, unless somebody has been told already
+  if (!open_) {  // just aborted
+    check();     // throws the reason, unless it was thrown before
     throw Error(
         fmt::format("{}: {}: all connections were given up after an earlier failure. The next call makes new ones.",
                     name_of_rank(kEveryRank), function));
@@ -180,21 +182,21 @@ void Communicators::enqueue(const char* function, Call call) {
     operation = std::move(spare_.back());
     spare_.pop_back();
   } else {
-    for (const internal::Rank& rank : ranks_) {
-      operation.arrived.push_back(rank.opened->make_event(false));
-      operation.finished.push_back(rank.opened->make_event(false));
+    for (const internal::Endpoint& endpoint : endpoints_) {
+      operation.arrived.push_back(endpoint.opened->make_event(false));
+      operation.finished.push_back(endpoint.opened->make_event(false));
     }
   }
   operation.function = function;
   operation.started.reset();
-  for (std::size_t r = 0; r < ranks_.size(); ++r) ranks_[r].stream->record(*operation.arrived[r]);
-  group(function, [&](std::size_t r) { return call(r, static_cast<cudaStream_t>(ranks_[r].stream->native())); });
-  for (std::size_t r = 0; r < ranks_.size(); ++r) ranks_[r].stream->record(*operation.finished[r]);
+  for (std::size_t r = 0; r < endpoints_.size(); ++r) endpoints_[r].stream->record(*operation.arrived[r]);
+  group(function, [&](std::size_t r) { return call(r, static_cast<cudaStream_t>(endpoints_[r].stream->native())); });
+  for (std::size_t r = 0; r < endpoints_.size(); ++r) endpoints_[r].stream->record(*operation.finished[r]);
   outstanding_.push_back(std::move(operation));
 }
 
-/// Calls it for every rank between ncclGroupStart and ncclGroupEnd, which also has to follow an error. After one the
-/// communicators are of no use.
+/// Calls `call` for every rank between ncclGroupStart and ncclGroupEnd. ncclGroupEnd must follow an error, too. After
+/// an error the communicators are unusable.
 template <class Call>
 void Communicators::group(const char* function, Call call) {
   enter("ncclGroupStart", kEveryRank);
@@ -203,7 +205,7 @@ void Communicators::group(const char* function, Call call) {
   std::size_t rank = kEveryRank;
   std::exception_ptr error;
   if (result == kSuccess) {
-    for (std::size_t r = 0; r < ranks_.size() && result == kSuccess && error == nullptr; ++r) {
+    for (std::size_t r = 0; r < endpoints_.size() && result == kSuccess && error == nullptr; ++r) {
       enter(function, r);
       try {
         result = call(r);
@@ -218,7 +220,7 @@ void Communicators::group(const char* function, Call call) {
     const Result end = library_.group_end();
     if (result == kSuccess && end != kSuccess) {
       result = end;
-      failed = function;  // which is what the end of a group does
+      failed = function;  // ncclGroupEnd runs the calls of the group
       rank = broken_rank();
     }
   }
@@ -288,7 +290,7 @@ void Communicators::close() {
   open_ = false;
 }
 
-/// kEveryRank: none that says so.
+/// The first rank whose communicator reports an error; kEveryRank if there is none.
 std::size_t Communicators::broken_rank() {
   for (std::size_t r = 0; r < comms_.size(); ++r) {
     if (comms_[r] == nullptr) continue;
@@ -300,9 +302,9 @@ std::size_t Communicators::broken_rank() {
 }
 
 std::string Communicators::name_of_rank(std::size_t rank) const {
-  if (rank != kEveryRank) return ranks_[rank].device.name;
+  if (rank != kEveryRank) return endpoints_[rank].device.name;
   std::string names;
-  for (const internal::Rank& each : ranks_) names += (names.empty() ? "" : ", ") + each.device.name;
+  for (const internal::Endpoint& each : endpoints_) names += (names.empty() ? "" : ", ") + each.device.name;
   return names;
 }
 
@@ -319,9 +321,9 @@ std::exception_ptr Communicators::error_of(Result result, const char* function, 
 std::exception_ptr Communicators::late(const Operation& operation) const {
   std::size_t stuck_count = 0;
   std::string stuck;
-  for (std::size_t r = 0; r < ranks_.size(); ++r) {
+  for (std::size_t r = 0; r < endpoints_.size(); ++r) {
     if (operation.finished[r]->done()) continue;
-    stuck += (stuck_count++ == 0 ? "" : ", ") + ranks_[r].device.name;
+    stuck += (stuck_count++ == 0 ? "" : ", ") + endpoints_[r].device.name;
   }
   return std::make_exception_ptr(Timeout(
       fmt::format("{}: {} did not end within {:g} s, though every GPU had come to it. All connections were given "
@@ -332,8 +334,8 @@ std::exception_ptr Communicators::late(const Operation& operation) const {
       stuck_count == 1 ? stuck : ""));
 }
 
-/// The failure is known before the abort lets the streams go on: who sees an event behind it done, sees the failure.
-/// Whoever sees the failure also sees the connections closed, so the next call makes new ones.
+/// Records the failure before the abort lets the streams go on. So a thread that sees a later event done also sees the
+/// failure. A thread that sees the failure also sees the connections closed, so the next call makes new ones.
 void Communicators::fail(std::exception_ptr failure) {
   {
     const std::lock_guard lock(mutex_);
@@ -343,7 +345,7 @@ void Communicators::fail(std::exception_ptr failure) {
   abort();
 }
 
-/// All of them: what they share is freed with the last one.
+/// Aborts all communicators, because what they share is freed with the last one.
 void Communicators::abort() noexcept {
   open_ = false;
   enter("ncclCommAbort", kEveryRank);
@@ -354,7 +356,7 @@ void Communicators::abort() noexcept {
   static_cast<void>(library_.group_end());
   enter(nullptr, kEveryRank);
   outstanding_.clear();
-  for (Segment& segment : segments_) segment.handle = nullptr;  // went with its communicator
+  for (Segment& segment : segments_) segment.handle = nullptr;  // ended with its communicator
 }
 
 void Communicators::check() {

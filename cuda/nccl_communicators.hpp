@@ -14,26 +14,26 @@
 
 #include <paceline/runtime/async_device.hpp>
 
-#include "comm/clique.hpp"
+#include "comm/link.hpp"
 #include "nccl_library.hpp"
 
 namespace paceline::nccl {
 
-/// NCCL's communicators of several GPUs, blocking ones, made and ended together. Every collective is one group.
+/// NCCL's blocking communicators of several GPUs, made and ended together. Every collective is one group.
 ///
-/// NCCL has no time-outs of its own: what was enqueued is looked after by events. Where one collective or one
-/// communicator fails, all of them are aborted, which lets the GPUs go on; open() makes new ones.
-/// Threads: one, the issuing thread; check() and position() any.
+/// NCCL has no time-outs of its own, so events show whether enqueued work is late. If one collective or communicator
+/// fails, all communicators are aborted, which lets the GPUs go on. open() then makes new ones. Only the issuing thread
+/// calls these functions, except check() and position(), which any thread may call.
 class Communicators {
  public:
-  Communicators(const Library& library, std::vector<internal::Rank> ranks, std::chrono::nanoseconds timeout);
+  Communicators(const Library& library, std::vector<internal::Endpoint> endpoints, std::chrono::nanoseconds timeout);
 
-  /// Connects the GPUs, and waits until messages up to `warm_up_bytes` have gone through.
+  /// Connects the GPUs, and waits until messages of up to `warm_up_bytes` have arrived.
   /// @throws Error, Timeout
   void open(std::size_t warm_up_bytes);
   [[nodiscard]] bool is_open() const noexcept { return open_.load(); }
 
-  /// Sums, and minima and maxima of integers: NCCL drops NaNs from others.
+  /// For sums, and for minima and maxima of integers. NCCL's minima and maxima of floating-point numbers drop NaNs.
   void all_reduce(const std::vector<void*>& buffers, std::size_t count, DType dtype, ReduceOp op);
   void reduce_scatter(const std::vector<const void*>& wholes, const std::vector<void*>& parts, std::size_t part_count,
                       DType dtype, ReduceOp op);
@@ -41,23 +41,23 @@ class Communicators {
   void broadcast(const std::vector<void*>& buffers, std::size_t bytes, std::size_t root);
   void reduce(const std::vector<void*>& buffers, std::size_t count, DType dtype, std::size_t root);
 
-  /// Memory of that rank which NCCL's kernels on all GPUs may reach, registered with its communicator and with those
-  /// that come after it. Null where NCCL refuses.
+  /// Memory of a rank that NCCL's kernels on all GPUs can access. It is registered with the rank's communicator and
+  /// with the later ones. Null if NCCL refuses.
   [[nodiscard]] void* allocate(std::size_t rank, std::size_t bytes);
-  /// Requires: no work that uses it.
+  /// Requires: no enqueued work uses the memory.
   void release(void* data);
 
-  /// Looks whether what was enqueued is done, late or broken. False: there is nothing to look after.
+  /// Checks whether enqueued work is done, late or broken. False: there is nothing to look after.
   bool look_after();
-  /// Aborts them if the oldest of what was enqueued is still under way; why is then known to check(), if all GPUs had
-  /// come to it.
+  /// Aborts the communicators if the oldest collective is still under way. check() then throws the reason, if all GPUs
+  /// had reached that collective.
   void give_up();
-  /// Ends the communicators once they have nothing to do; aborts them if that takes too long.
+  /// Ends the communicators after their work. Aborts them if that takes too long.
   void close();
 
-  /// Throws what look_after() has found, once.
+  /// Throws the failure that look_after() has found, once.
   void check();
-  /// "ncclAllReduce" and the rank, while the issuing thread is inside NCCL; kEveryRank if it concerns all.
+  /// The function ("ncclAllReduce") and rank of the current NCCL call; kEveryRank if the call concerns all ranks.
   struct Position {
     const char* function = nullptr;
     std::size_t rank = kEveryRank;
@@ -68,20 +68,20 @@ class Communicators {
  private:
   using Clock = std::chrono::steady_clock;
 
-  /// A collective on its way.
+  /// A collective under way.
   struct Operation {
     const char* function = nullptr;
-    std::vector<std::unique_ptr<Event>> arrived;   // every rank's stream has come to it
-    std::vector<std::unique_ptr<Event>> finished;  // and is done with it
-    std::optional<Clock::time_point> started;      // when the last one was seen to have come
+    std::vector<std::unique_ptr<Event>> arrived;   // per rank: its stream has reached the collective
+    std::vector<std::unique_ptr<Event>> finished;  // per rank: its part is done
+    std::optional<Clock::time_point> started;      // when the last rank was seen to have arrived
   };
 
-  /// Memory of NCCL's.
+  /// Memory that NCCL has allocated.
   struct Segment {
     std::size_t rank = 0;
     void* data = nullptr;
     std::size_t bytes = 0;
-    void* handle = nullptr;  // of its registration; null: not registered
+    void* handle = nullptr;  // of the registration; null: not registered
   };
 
   void register_segment(Segment& segment);
@@ -102,11 +102,11 @@ class Communicators {
   [[nodiscard]] std::string name_of_rank(std::size_t rank) const;
 
   const Library& library_;
-  const std::vector<internal::Rank> ranks_;
+  const std::vector<internal::Endpoint> endpoints_;
   const std::chrono::nanoseconds timeout_;
   std::vector<Comm> comms_;
   std::deque<Operation> outstanding_;
-  std::vector<Operation> spare_;  // events are made once
+  std::vector<Operation> spare_;  // kept, so that their events are made once
   std::vector<Segment> segments_;
   std::atomic<bool> open_{false};
 

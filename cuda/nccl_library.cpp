@@ -9,6 +9,7 @@
 #include <mutex>
 #include <utility>
 
+#include <paceline/comm/nccl_info.hpp>
 #include <paceline/error.hpp>
 
 namespace paceline::nccl {
@@ -26,7 +27,7 @@ struct Known {
   std::unique_ptr<const Library> library;
 };
 
-// Leaked on purpose: communicators may outlive static objects.
+// Leaked on purpose, because communicators may outlive static objects.
 Known& known() {
   static auto* const instance = new Known;
   return *instance;
@@ -53,7 +54,7 @@ std::string file_of(void* function, const std::string& asked_for) {
   return info.dli_fname;
 }
 
-/// Keeps `handle` open for good: NCCL has threads of its own.
+/// Keeps `handle` open for good, because NCCL has threads of its own.
 Library take(void* handle, const std::string& asked_for) {
   GetVersion* get_version = nullptr;
   find(handle, asked_for, get_version, "ncclGetVersion");
@@ -93,7 +94,7 @@ Library take(void* handle, const std::string& asked_for) {
 
 Library look(const std::string& installed_path) {
   if (void* const loaded = dlopen(kSoname, RTLD_NOW | RTLD_NOLOAD)) return take(loaded, kSoname);
-  // What somebody named is meant: its failure is not covered up by another copy.
+  // The named file is used or fails. Another copy would hide its failure.
   if (const char* const named = std::getenv(kVariable); named != nullptr && *named != '\0') return open_library(named);
   std::string tried;
   if (!installed_path.empty()) {
@@ -130,3 +131,18 @@ std::string version_text(int version) {
 }
 
 }  // namespace paceline::nccl
+
+namespace paceline {
+
+NcclInfo nccl_info() {
+  try {
+    const nccl::Library& library = nccl::library();
+    return {.version = nccl::version_text(library.version), .path = library.path, .why_none = {}};
+  } catch (const Unavailable& error) {
+    return {.version = {}, .path = {}, .why_none = error.what()};
+  }
+}
+
+void set_nccl_path(const std::string& path) { nccl::set_installed_path(path); }
+
+}  // namespace paceline

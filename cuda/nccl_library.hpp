@@ -7,10 +7,10 @@
 
 namespace paceline::nccl {
 
-/// The oldest NCCL that this library works with: the first that gives memory.
+/// The oldest NCCL that paceline supports: the first with ncclMemAlloc.
 constexpr int kOldestVersion = 21900;
 
-/// NCCL, opened at run time: nothing links it. A plain value; the library behind it is never closed.
+/// NCCL, opened at run time and never linked. A plain value; the library behind it is never closed.
 struct Library {
   int version = 0;   ///< 23007: 2.30.7
   std::string path;  ///< the file it came from
@@ -35,16 +35,18 @@ struct Library {
   CommDeregister* comm_deregister = nullptr;
 };
 
-/// The NCCL of this process, looked for at the first call that finds one, in this order: a copy that is loaded already
-/// (PyTorch's: two copies would not know of each other's work), the file that PACELINE_NCCL_LIBRARY names, the one
-/// given to set_installed_path(), what the system finds as libnccl.so.2. Any thread.
-/// @throws Unavailable if there is none, or the first one found is too old or incomplete: which, and what to do.
+/// The NCCL of this process. Calls search in this order until one is found: the copy that is already loaded (PyTorch's;
+/// two copies would not know each other's work), the file in PACELINE_NCCL_LIBRARY, the file given to
+/// set_installed_path(), and libnccl.so.2 as the system finds it. Any thread.
+/// @throws Unavailable if there is none, or if the first one found is too old or incomplete. It names the file and says
+/// what to do.
 const Library& library();
 
-/// A file that was found installed, e.g. by Python's packages; it need not exist. Until library() has found one.
+/// Sets the path of an installed file, e.g. one of pip's. The file need not exist. No effect after library() has found
+/// one.
 void set_installed_path(std::string path);
 
-/// Opens this one file, whatever library() has. @throws Unavailable as library() does.
+/// Opens this file, independently of library(). @throws Unavailable like library().
 [[nodiscard]] Library open_library(const std::string& path);
 
 /// "2.30.7"

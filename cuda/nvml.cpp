@@ -24,7 +24,7 @@
 namespace paceline::cuda {
 namespace {
 
-// NVML's own types, as far as they are used: nvml.h is not needed to build. Values and layouts are those of its binary
+// The types of NVML that paceline uses, so that a build needs no nvml.h. Values and layouts are those of NVML's binary
 // interface, which only grows.
 using Gpu = struct NvmlDevice*;
 constexpr int kSuccess = 0;
@@ -39,7 +39,7 @@ struct FieldValue {
   std::int64_t latency;
   int type;
   int status;
-  std::uint64_t value;  // a union; of the fields asked here only this member is in use
+  std::uint64_t value;  // a union; the fields asked here only use this member
 };
 static_assert(sizeof(FieldValue) == 40);
 
@@ -51,8 +51,9 @@ struct Process {
 };
 static_assert(sizeof(Process) == 24);
 
-/// Times under a limit, in nanoseconds. These numbers mean the same to every driver from 535 on. Those of the
-/// hardware's own slowdowns changed with 575 and again on the way to 580.82, so these are told only while in force.
+/// Fields with the times under a limit, in nanoseconds. These numbers mean the same for every driver since 535. The
+/// numbers for the hardware's own slowdowns changed with 575 and again before 580.82, so those are only reported while
+/// in force.
 constexpr std::array<std::pair<std::uint32_t, ClockLimit>, 3> kTimes{
     {{74, ClockLimit::power_cap}, {75, ClockLimit::software_thermal}, {76, ClockLimit::sync_boost}}};
 
@@ -61,14 +62,14 @@ static_assert(static_cast<int>(ClockLimit::idle) == 0 && static_cast<int>(ClockL
               static_cast<int>(ClockLimit::software_thermal) == 5 &&
               static_cast<int>(ClockLimit::display_setting) == 8);
 
-/// Whether this process sees the system's own process numbers, and not those of a container.
+/// Whether this process sees the system's process numbers, not a container's.
 bool in_first_pid_namespace() {
-  constexpr ino_t first = 0xEFFFFFFC;  // of the kernel, since 3.8
+  constexpr ino_t first = 0xEFFFFFFC;  // the kernel's number, since 3.8
   struct stat entry{};
   return stat("/proc/self/ns/pid", &entry) == 0 && entry.st_ino == first;
 }
 
-/// The library, started. It is never closed, for the driver's sake.
+/// The library, initialised. It is never closed.
 class Library {
  public:
   explicit Library(const std::string& file) {
@@ -92,7 +93,7 @@ class Library {
     find(temperature_, "nvmlDeviceGetTemperature");
     find(power_, "nvmlDeviceGetPowerUsage");
     find(power_limit_, "nvmlDeviceGetEnforcedPowerLimit");
-    // Not _v3: some drivers of the 535 branch fill entries of another size under that name.
+    // Not _v3: some drivers of the 535 branch fill entries of a different size under that name.
     find(compute_processes_, "nvmlDeviceGetComputeRunningProcesses_v2");
     find(graphics_processes_, "nvmlDeviceGetGraphicsRunningProcesses_v2");
     if (!why_none_.empty()) return;
@@ -118,7 +119,7 @@ class Library {
     health.power_limit_watts = ask(1e-3, power_limit_, gpu);
     std::map<std::uint32_t, std::uint64_t> processes;
     if (append(compute_processes_, gpu, processes)) {
-      // A desktop that is drawn by this GPU; many GPUs for servers have no such list.
+      // A desktop on this GPU. Many server GPUs have no such list.
       static_cast<void>(append(graphics_processes_, gpu, processes));
       health.other_processes =
           others_among(std::move(processes), static_cast<std::uint32_t>(getpid()), in_first_pid_namespace());
@@ -148,7 +149,7 @@ class Library {
   }
 
   static bool append(List list, Gpu gpu, std::map<std::uint32_t, std::uint64_t>& processes) {
-    std::vector<Process> entries(256);  // a GPU has far fewer; where it has more their number is unknown
+    std::vector<Process> entries(256);  // far more than a GPU usually has; with more, the count is unknown
     auto count = static_cast<std::uint32_t>(entries.size());
     if (list(gpu, &count, entries.data()) != kSuccess) return false;
     for (std::uint32_t i = 0; i < count; ++i) processes.emplace(entries[i].number, entries[i].used_memory);
@@ -186,15 +187,15 @@ OtherProcesses others_among(std::map<std::uint32_t, std::uint64_t> processes, st
 struct Nvml::State {
   const std::string file;
   const std::chrono::nanoseconds limit;
-  std::optional<Library> library{};  // touched by the one thread that asks
+  std::optional<Library> library{};  // used by the asking thread only
   std::mutex mutex{};
   std::condition_variable changed{};
   bool asking = false;
-  bool hangs = false;  // somebody has waited in vain for the one who asks
+  bool hangs = false;  // a caller gave up waiting for the asking thread
 };
 
 Nvml& Nvml::of_process() {
-  static auto* const nvml = new Nvml();  // kept for ever, as the library is
+  static auto* const nvml = new Nvml();  // never destroyed, like the library
   return *nvml;
 }
 
@@ -218,7 +219,7 @@ DeviceHealth Nvml::read(const std::string& pci_bus_id) {
         try {
           if (!state->library) state->library.emplace(state->file);
           health = state->library->read(pci_bus_id);
-        } catch (const std::exception& error) {  // no memory left
+        } catch (const std::exception& error) {  // out of memory
           health.why_none = error.what();
         }
         const std::lock_guard back(state->mutex);

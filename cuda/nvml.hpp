@@ -11,36 +11,37 @@
 
 namespace paceline::cuda {
 
-/// NVIDIA's management library, which tells how a GPU is. Never linked: it is opened at the first question, and stays
-/// open. A copy that is in the process already (PyTorch's, NCCL's) is taken.
+/// NVIDIA's management library, which reports the state of a GPU. It is never linked. The first question opens it, and
+/// it stays open. A copy that is already in the process (PyTorch's, NCCL's) is used.
 ///
-/// NVML's calls have no deadline, and a driver that hangs, as when a GPU fell off the bus, keeps them for ever. So each
-/// question runs on a thread of its own. A thread that does not come back in time is left behind, and nothing else is
-/// asked until it is back: there is at most one such thread. Any thread may ask; questions run one after the other.
+/// NVML's calls have no deadline. A driver that hangs, for example after a GPU fell off the bus, never returns from
+/// them. So each question runs on a thread of its own. A thread that does not return in time is left behind. Nothing
+/// else is asked until it returns, so there is at most one such thread. Any thread may ask. Questions run one after the
+/// other.
 class Nvml {
  public:
-  /// The process's own.
+  /// The one of this process.
   [[nodiscard]] static Nvml& of_process();
 
-  /// @param limit Without persistence mode NVML takes seconds to start on a machine with many GPUs.
+  /// @param limit the deadline of a question. Without persistence mode NVML takes seconds to start with many GPUs.
   explicit Nvml(std::string file = "libnvidia-ml.so.1", std::chrono::nanoseconds limit = std::chrono::seconds(10));
   Nvml(const Nvml&) = delete;
   Nvml& operator=(const Nvml&) = delete;
 
-  /// How the GPU at this PCI address ("0000:41:00.0") is now. CUDA's and NVML's numbers of a GPU differ.
-  /// @throws what the poll hook of waits does (Ctrl-C)
+  /// The state of the GPU at this PCI address ("0000:41:00.0"). The address, because CUDA and NVML number GPUs
+  /// differently. @throws what the poll hook of waits throws (Ctrl-C)
   [[nodiscard]] DeviceHealth read(const std::string& pci_bus_id);
 
  private:
   struct State;
-  std::shared_ptr<State> state_;  // a thread that was left behind still finds it
+  std::shared_ptr<State> state_;  // shared with a thread that was left behind
 };
 
-inline constexpr std::uint64_t kUnknownMemory = ~std::uint64_t{0};  // as NVML says it
+inline constexpr std::uint64_t kUnknownMemory = ~std::uint64_t{0};  // NVML's value
 
-/// Which of the processes on a GPU, with their bytes by process number, are not this one. In a container the numbers
-/// are those of the host, where ours is not known (`numbers_are_ours` false): then one process is taken to be us, and
-/// the memory of the rest is unknown.
+/// The other processes on a GPU, out of a list of bytes by process number. In a container the list has the host's
+/// numbers, and ours is unknown (`numbers_are_ours` false). Then one process is assumed to be this one, and the memory
+/// of the others is unknown.
 [[nodiscard]] OtherProcesses others_among(std::map<std::uint32_t, std::uint64_t> processes, std::uint32_t own_number,
                                           bool numbers_are_ours);
 

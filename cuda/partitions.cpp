@@ -28,7 +28,7 @@ struct Part {
 };
 
 struct Split {
-  std::vector<int> groups;  ///< of SMs, in order: part k has the groups after those of the parts before it
+  std::vector<int> groups;  ///< number of SM groups per part; part k follows part k - 1
   std::vector<Part> parts;
 };
 
@@ -38,7 +38,7 @@ struct Splits {
 };
 
 Splits& splits() {
-  static auto* const all = new Splits;  // no destructor: nothing of CUDA is touched at exit
+  static auto* const all = new Splits;  // never destroyed: CUDA must not be used at exit
   return *all;
 }
 
@@ -86,7 +86,7 @@ void require_unused(const Device& gpu, const Split& split, const char* call) {
       used.front());
 }
 
-/// The name of a part whose dropped streams still have work; empty: the GPU is whole. The lock is held by the caller.
+/// The name of a part whose dropped streams still have work; empty: the GPU is whole. Requires: the lock is held.
 std::string end_if_idle(const Device& gpu, const char* call) {
   const auto found = splits().of_gpu.find(gpu.index);
   if (found == splits().of_gpu.end()) return {};
@@ -98,8 +98,8 @@ std::string end_if_idle(const Device& gpu, const char* call) {
   return {};
 }
 
-/// Does `attempt` under the lock until it names no part any more that has work. In between the lock is free: others go
-/// on with theirs, and nobody waits for an interpreter's lock with this one in hand.
+/// Repeats `attempt` under the lock until it names no part with work. The lock is free in between, so that other
+/// threads go on, and no thread waits for an interpreter's lock while it holds this one.
 template <class Attempt>
 void until_idle(std::chrono::nanoseconds timeout, const char* call, Attempt attempt) {
   const auto begin = std::chrono::steady_clock::now();

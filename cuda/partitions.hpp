@@ -12,14 +12,14 @@ namespace paceline::cuda {
 
 class GreenContext;
 
-// The splits of this process: at most one of each GPU. What they promise is said at paceline::partition().
+// The splits of this process, at most one per GPU. paceline::partition() has their contract.
 
-/// The parts of `gpu`, made now unless this split is there.
+/// The parts of `gpu`. Splits the GPU unless this split exists.
 [[nodiscard]] std::vector<Device> split(const Device& gpu, std::span<const double> fractions);
-/// The parts that `gpu` has now; none without a split.
+/// The current parts of `gpu`; empty without a split.
 [[nodiscard]] std::vector<Device> parts_of(const Device& gpu);
-/// The context behind a part. Who holds it keeps the split.
-/// @throws InvalidArgument if the split that the part is of is no more.
+/// The context of a part. Its owners keep the split alive.
+/// @throws InvalidArgument if the split of this part has ended.
 [[nodiscard]] std::shared_ptr<GreenContext> context_of(const Device& part);
 void end_split(const Device& gpu, std::chrono::nanoseconds timeout);
 

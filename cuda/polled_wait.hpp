@@ -10,8 +10,8 @@
 
 namespace paceline {
 
-/// Waits until `done`, or for `timeout`: then false. Lets go of the lock to ask the poll hook.
-/// @throws what that does: then without the lock
+/// Waits until `done`. False after `timeout`. Releases the lock for each call of the poll hook.
+/// @throws what the poll hook throws; the lock is then released
 template <class Done>
 bool wait_polled(BlockingRegion& region, std::condition_variable& changed, std::unique_lock<std::mutex>& lock,
                  std::chrono::nanoseconds timeout, Done done) {

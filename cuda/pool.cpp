@@ -13,8 +13,7 @@ namespace paceline::cuda {
 
 std::shared_ptr<Pool> Pool::of(int device) {
   static std::mutex mutex;
-  static auto* const pools =
-      new std::map<int, std::weak_ptr<Pool>>;  // no destructor: nothing of CUDA is touched at exit
+  static auto* const pools = new std::map<int, std::weak_ptr<Pool>>;  // never destroyed: CUDA must not be used at exit
   const std::lock_guard lock(mutex);
   std::weak_ptr<Pool>& known = (*pools)[device];
   if (std::shared_ptr<Pool> pool = known.lock()) return pool;
@@ -25,7 +24,7 @@ std::shared_ptr<Pool> Pool::of(int device) {
 
 namespace {
 
-/// Lets the GPUs that can reach this one do so: access to a GPU is no access to its pools.
+/// Gives access to the GPUs that can access this one. Access to a GPU does not include its pools.
 cudaError_t let_peers_in(cudaMemPool_t pool, int device) {
   int count = 0;
   cudaError_t error = cudaGetDeviceCount(&count);
@@ -52,7 +51,7 @@ Pool::Pool(int device) : device_(device) {
   properties.location.type = cudaMemLocationTypeDevice;
   properties.location.id = device;
   check(cudaMemPoolCreate(&pool_, &properties), "making a memory pool", device);
-  // Keep what was freed: by default every synchronisation of anybody gives it back to the system.
+  // Keeps freed memory. By default every synchronisation in the process returns it to the system.
   std::uint64_t threshold = std::numeric_limits<std::uint64_t>::max();
   int internal_dependencies = 0;
   cudaError_t error = cudaMemPoolSetAttribute(pool_, cudaMemPoolAttrReleaseThreshold, &threshold);
@@ -70,7 +69,7 @@ Pool::~Pool() {
   try {
     const DeviceGuard guard(device_);
     static_cast<void>(cudaMemPoolDestroy(pool_));
-  } catch (...) {  // the driver is going down, and takes the pool with it
+  } catch (...) {  // the driver is shutting down, which frees the pool
   }
 }
 

@@ -8,13 +8,13 @@
 
 namespace paceline::cuda {
 
-/// This library's memory of one GPU. Never the default pool, whose settings belong to others.
+/// This library's memory pool of one GPU. The default pool is not used, because its settings belong to others.
 ///
-/// Memory that was freed on one stream is given to another only once that free has run, not by making the second stream
-/// wait for the first: such waits, which nobody wrote, would serialise partitions.
+/// Memory freed on one stream goes to another stream only after the free has run. The pool does not make the second
+/// stream wait for the first, because such hidden waits would serialise partitions.
 class Pool {
  public:
-  /// The pool of the process for that device; it lives as long as somebody holds it.
+  /// The process's pool for a device. It lives as long as it has owners.
   [[nodiscard]] static std::shared_ptr<Pool> of(int device);
 
   explicit Pool(int device);
@@ -22,7 +22,7 @@ class Pool {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  /// In the order of `stream`. @throws OutOfMemory
+  /// Allocates in the order of `stream`. @throws OutOfMemory
   [[nodiscard]] void* allocate(std::size_t bytes, cudaStream_t stream);
   [[nodiscard]] std::size_t bytes_in_use() const;
   [[nodiscard]] std::size_t peak_bytes() const;

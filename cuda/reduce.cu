@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The reduction of the buffers of one GPU's partitions. Bound by memory: k inputs are read once, one output is written,
-// with loads of 16 bytes wherever the pointers allow it.
+// Reduces the buffers of one GPU's partitions. The kernels are bound by memory: they read k inputs once and write one
+// output, with loads of 16 bytes where the pointers allow it.
 #include "reduce.hpp"
 
 #include <cuda_bf16.h>
@@ -13,7 +13,7 @@
 namespace paceline::cuda {
 namespace {
 
-// --- the types: as they are stored, and what they are computed in ---
+// --- the types: as stored, and as computed ---
 
 template <class T>
 __device__ T widen(T value) {
@@ -42,13 +42,13 @@ struct Sum {
   template <class V>
   static __device__ V combine(V a, V b) {
     if constexpr (std::is_integral_v<V>) {
-      using Unsigned = std::make_unsigned_t<V>;  // signed overflow is undefined, wrapping is wanted
+      using Unsigned = std::make_unsigned_t<V>;  // wraps; signed overflow is undefined
       return static_cast<V>(static_cast<Unsigned>(a) + static_cast<Unsigned>(b));
     } else {
       return a + b;
     }
   }
-  /// Not fused with the last addition: the host sums first and scales or divides then.
+  /// Not fused with the last addition, because the host also scales or divides after the sum.
   static __device__ float finish(float sum, const ReductionArguments& arguments) {
     if (arguments.op == ReduceOp::mean) return __fdiv_rn(sum, static_cast<float>(arguments.divisor));
     return arguments.scale == 1.0 ? sum : __fmul_rn(sum, static_cast<float>(arguments.scale));
@@ -86,7 +86,7 @@ struct Max : Min {
 
 __device__ std::uintptr_t address(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
 
-/// Byte by byte where the element lies across the borders of its type.
+/// Copies byte by byte if an address is not aligned to the type.
 template <class T>
 __device__ void copy_element(void* to, const void* from) {
   if ((address(to) | address(from)) % alignof(T) == 0) {

@@ -12,19 +12,19 @@ namespace paceline::cuda {
 
 constexpr int kMaxReductionInputs = 128;  // a kernel's arguments are limited to 4 KiB
 
-/// What the kernels get, by value.
+/// The arguments of the kernels, by value.
 struct ReductionArguments {
   const void* inputs[kMaxReductionInputs];
   int input_count;
   ReduceOp op;
   void* output;
   std::size_t count;     ///< elements
-  double scale;          ///< of a sum of floating-point elements
-  std::int64_t divisor;  ///< of a mean
+  double scale;          ///< for a sum of floating-point elements
+  std::int64_t divisor;  ///< for a mean
 };
 
-// DeviceReduction (paceline/runtime/async_device.hpp), one kernel for each type of elements. They are no templates:
-// nvcc gives kernel templates no name that another translation unit could refer to.
+// One kernel per element type. DeviceReduction (paceline/runtime/async_device.hpp) has their contract. They are not
+// templates, because nvcc gives kernel templates no name that another translation unit can use.
 __global__ void paceline_reduce_float32(ReductionArguments arguments);
 __global__ void paceline_reduce_float64(ReductionArguments arguments);
 __global__ void paceline_reduce_float16(ReductionArguments arguments);

@@ -13,12 +13,12 @@
 namespace paceline::cuda {
 namespace {
 
-// A fraction that a program computed, such as 3 * 0.1, may miss a whole number of groups by a rounding error.
+// A computed fraction, such as 3 * 0.1, may miss a whole number of groups by a rounding error.
 constexpr double kRounding = 1e-6;
 
 void require_a_group(double fraction, int group_count, std::string_view gpu) {
   if (fraction * group_count >= 1.0 - kRounding) return;
-  const double smallest = std::ceil(1e4 / group_count) / 1e4;  // as printed it is accepted
+  const double smallest = std::ceil(1e4 / group_count) / 1e4;  // rounded up, so that the printed value is accepted
   throw InvalidArgument(
       fmt::format(
           "partition: {:.4g} of {} is less than the smallest group of SMs that CUDA makes there, of which it has "
@@ -45,7 +45,7 @@ std::vector<int> deal_groups(std::span<const double> fractions, int group_count,
   std::vector<std::size_t> order(fractions.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
   std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
-    return lost[a] != lost[b] ? lost[a] > lost[b] : fractions[a] > fractions[b];  // equal fractions side by side
+    return lost[a] != lost[b] ? lost[a] > lost[b] : fractions[a] > fractions[b];  // keeps equal fractions together
   });
   for (auto alike = order.begin(); alike != order.end();) {
     const auto end = std::find_if(alike, order.end(), [&](std::size_t i) { return fractions[i] != fractions[*alike]; });

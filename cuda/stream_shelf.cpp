@@ -16,7 +16,7 @@ struct Shelves {
 };
 
 Shelves& shelves() {
-  static auto* const all = new Shelves;  // no destructor: nothing of CUDA is touched at exit
+  static auto* const all = new Shelves;  // never destroyed: CUDA must not be used at exit
   return *all;
 }
 
@@ -56,7 +56,7 @@ void StreamShelf::put(cudaStream_t stream) noexcept {
   try {
     const std::lock_guard lock(mutex_);
     streams_.push_back(stream);
-  } catch (...) {  // no memory to remember it: it stays as it is
+  } catch (...) {  // no memory for the list: the stream is leaked
   }
 }
 
@@ -75,7 +75,7 @@ void StreamShelf::clear() noexcept {
     const DeviceGuard guard(device_);
     for (cudaStream_t stream : streams) static_cast<void>(cudaStreamDestroy(stream));
     static_cast<void>(cudaGetLastError());
-  } catch (...) {  // the driver is going down, and takes the streams with it
+  } catch (...) {  // the driver is shutting down, which frees the streams
   }
 }
 

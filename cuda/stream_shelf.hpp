@@ -8,13 +8,13 @@
 
 namespace paceline::cuda {
 
-/// Streams that were given back, for whoever needs one next. They are not destroyed, because others may know them for
-/// longer: PyTorch remembers with every tensor the streams that it was made and used on.
+/// Returned streams, for the next user. They are not destroyed, because others may still refer to them: PyTorch stores
+/// with each tensor the streams that made and used it.
 class StreamShelf {
  public:
-  /// The process's shelf for streams on the whole of a GPU.
+  /// The process's shelf for streams on a whole GPU.
   [[nodiscard]] static StreamShelf& of(int device);
-  /// Destroys what lies on those.
+  /// Destroys the streams on all of these shelves.
   static void clear_all() noexcept;
 
   explicit StreamShelf(int device) : device_(device) {}
@@ -22,11 +22,11 @@ class StreamShelf {
   StreamShelf(const StreamShelf&) = delete;
   StreamShelf& operator=(const StreamShelf&) = delete;
 
-  /// One that has nothing left to do, or null.
+  /// A stream without remaining work, or null.
   [[nodiscard]] cudaStream_t take();
-  /// May still have work to do.
+  /// The stream may still have work.
   void put(cudaStream_t stream) noexcept;
-  /// Whether all that lie here have done everything. On a lost device nothing runs any more.
+  /// Whether all streams here have done their work. True for a lost device, which runs nothing any more.
   [[nodiscard]] bool idle();
   void clear() noexcept;
 

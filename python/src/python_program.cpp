@@ -114,7 +114,7 @@ std::vector<BufferView> views_from(const py::object& callable) {
   return with_interpreter([&] { return views_of(PyObject_CallNoArgs(callable.ptr())); });
 }
 
-std::unique_ptr<BlockReduction> PythonProgram::reduction() {
+std::vector<ReductionSegment> PythonProgram::reduction() {
   std::vector<ReductionSegment> segments;
   std::size_t parameter_count = 0;
   for (const auto& views : gradients_) parameter_count = std::max(parameter_count, views.size());
@@ -130,8 +130,7 @@ std::unique_ptr<BlockReduction> PythonProgram::reduction() {
     segment.output = const_cast<void*>(segment.inputs.front());
     segments.push_back(std::move(segment));
   }
-  if (segments.empty()) return nullptr;
-  return std::make_unique<BlockReduction>(std::move(segments));
+  return segments;
 }
 
 }  // namespace paceline::python

@@ -36,7 +36,7 @@ class PythonProgram final : public StepProgram {
   bool run(const MicroBatch& micro_batch) override;
   std::optional<std::int64_t> memory_bytes(std::size_t device_index) override;
   void finish(std::size_t device_index) override;
-  std::unique_ptr<BlockReduction> reduction() override;
+  std::vector<ReductionSegment> reduction() override;
 
   /// What finish() returned for a device.
   [[nodiscard]] const std::vector<BufferView>& delivered(std::size_t device_index) const {

@@ -46,11 +46,11 @@ void QueuedProgram::finish(std::size_t d) {
   shared_->queues.deliver(d, body_->delivered(d));
 }
 
-std::unique_ptr<BlockReduction> QueuedProgram::reduction() {
+std::vector<ReductionSegment> QueuedProgram::reduction() {
   const std::vector<BufferView> outputs = outputs_.is_none() ? std::vector<BufferView>{} : views_from(outputs_);
   shared_->queues.reduce(outputs, 1.0);
   shared_->queues.end_step();
-  return nullptr;
+  return {};
 }
 
 }  // namespace paceline::python

@@ -35,7 +35,7 @@ class QueuedProgram final : public StepProgram {
   bool run(const MicroBatch& micro_batch) override;
   std::optional<std::int64_t> memory_bytes(std::size_t d) override { return body_->memory_bytes(d); }
   void finish(std::size_t device_index) override;
-  std::unique_ptr<BlockReduction> reduction() override;
+  std::vector<ReductionSegment> reduction() override;
   void stamp(std::vector<ClaimRecord>& claims) const override { times_->stamp(claims); }
   [[nodiscard]] bool settled() const override { return times_->settled(); }
   void settle() const override { times_->wait(); }

@@ -130,7 +130,7 @@ TEST(CudaCommunicatorFailures, LeavesTheBuffersToTheirOwnersAfterAFailure) {
       GpuArrays arrays(group, 4);
       const Words ones(4, 1.0F);
       for (std::size_t d = 0; d < 4; ++d) arrays.fill(d, ones);
-      fake::fail_allocation(static_cast<int>(seed % 3));  // of staging, of the landing, of the clique's
+      fake::fail_allocation(static_cast<int>(seed % 3));  // of staging, of the landing, of the link's
       EXPECT_THROW(communicator.all_reduce(arrays.views()), OutOfMemory);
       std::vector<Words> after(4);
       for (std::size_t d = 0; d < 4; ++d) {

@@ -63,7 +63,7 @@ struct Bench {
   std::vector<float> ones;
 };
 
-TEST(NcclClique, ConnectsAllGpusAtOnceAndEndsThemTogether) {
+TEST(NcclLink, ConnectsAllGpusAtOnceAndEndsThemTogether) {
   for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     fake::Nccl& nccl = boot(seed, 4);
     {
@@ -76,7 +76,7 @@ TEST(NcclClique, ConnectsAllGpusAtOnceAndEndsThemTogether) {
   }
 }
 
-TEST(NcclClique, OfTwoThreadsDoNotMix) {
+TEST(NcclLink, OfTwoThreadsDoNotMix) {
   for (std::uint64_t seed = 0; seed < kOrders / 10; ++seed) {
     fake::Nccl& nccl = boot(seed, 2);
     {
@@ -92,7 +92,7 @@ TEST(NcclClique, OfTwoThreadsDoNotMix) {
   }
 }
 
-TEST(NcclClique, RefusesBlockingLaunches) {
+TEST(NcclLink, RefusesBlockingLaunches) {
   boot(1, 2);
   setenv("CUDA_LAUNCH_BLOCKING", "1", 1);
   const auto error = thrown_by<Unavailable>([] { Bench bench(2); });
@@ -102,7 +102,7 @@ TEST(NcclClique, RefusesBlockingLaunches) {
   unsetenv("CUDA_LAUNCH_BLOCKING");
 }
 
-TEST(NcclClique, NamesTheDeviceAndTheCallThatFailed) {
+TEST(NcclLink, NamesTheDeviceAndTheCallThatFailed) {
   for (const char* const function : {"ncclAllReduce", "ncclGroupStart", "ncclGroupEnd"}) {
     for (std::uint64_t seed = 0; seed < 50; ++seed) {
       fake::Nccl& nccl = boot(seed, 3);
@@ -123,7 +123,7 @@ TEST(NcclClique, NamesTheDeviceAndTheCallThatFailed) {
   }
 }
 
-TEST(NcclClique, ScattersAndGathersAndNamesThoseCallsToo) {
+TEST(NcclLink, ScattersAndGathersAndNamesThoseCallsToo) {
   for (const char* const function : {"ncclReduceScatter", "ncclAllGather"}) {
     for (const bool hangs : {false, true}) {
       fake::Nccl& nccl = boot(1, 2);
@@ -155,7 +155,7 @@ TEST(NcclClique, ScattersAndGathersAndNamesThoseCallsToo) {
 }
 
 /// NCCL's drop NaNs. Integers have none.
-TEST(NcclClique, LeavesExtremaOfFloatingPointElementsToCopies) {
+TEST(NcclLink, LeavesExtremaOfFloatingPointElementsToCopies) {
   fake::Nccl& nccl = boot(1, 2);
   Bench bench(2);
   std::vector<BufferView> integers = bench.arrays.views();
@@ -168,7 +168,7 @@ TEST(NcclClique, LeavesExtremaOfFloatingPointElementsToCopies) {
   }
 }
 
-TEST(NcclClique, SaysThatItCannotConnect) {
+TEST(NcclLink, SaysThatItCannotConnect) {
   for (const char* const function : {"ncclGetUniqueId", "ncclCommInitRankConfig", "ncclGroupEnd"}) {
     fake::Nccl& nccl = boot(1, 2);
     const bool one = std::string(function) == "ncclCommInitRankConfig";
@@ -180,7 +180,7 @@ TEST(NcclClique, SaysThatItCannotConnect) {
   }
 }
 
-TEST(NcclClique, FindsAHangInItsWarmUp) {
+TEST(NcclLink, FindsAHangInItsWarmUp) {
   fake::Nccl& nccl = boot(1, 2);
   nccl.hang();
   const auto error = thrown_by<Timeout>([] { Bench bench(2, milliseconds(50), 64); });
@@ -190,7 +190,7 @@ TEST(NcclClique, FindsAHangInItsWarmUp) {
   ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, 1));
 }
 
-TEST(NcclClique, EndsACollectiveThatHangsAndGoesOnWithNewConnections) {
+TEST(NcclLink, EndsACollectiveThatHangsAndGoesOnWithNewConnections) {
   for (std::uint64_t seed = 0; seed < 20; ++seed) {
     fake::Nccl& nccl = boot(seed, 3);
     {
@@ -211,16 +211,16 @@ TEST(NcclCommunicators, RefuseWorkAfterAnAbortThatSomebodyHasHeardOf) {
   fake::Nccl& nccl = boot(1, 2);
   {
     const DeviceGroup group = gpus(2);
-    std::vector<internal::Rank> ranks;
+    std::vector<internal::Endpoint> endpoints;
     std::vector<std::unique_ptr<Buffer>> memory;
     std::vector<void*> buffers;
     for (const Device& device : group.devices()) {
       const std::shared_ptr<AsyncDevice> opened = backend_of(device).open(device);
-      ranks.push_back({device, opened, opened->make_stream()});
-      memory.push_back(opened->allocate(sizeof(float), *ranks.back().stream));
+      endpoints.push_back({device, opened, opened->make_stream()});
+      memory.push_back(opened->allocate(sizeof(float), *endpoints.back().stream));
       buffers.push_back(memory.back()->data());
     }
-    nccl::Communicators communicators(nccl::library(), ranks, milliseconds(30));
+    nccl::Communicators communicators(nccl::library(), endpoints, milliseconds(30));
     communicators.open(0);
     nccl.hang();
     communicators.all_reduce(buffers, 1, DType::float32, ReduceOp::sum);
@@ -233,7 +233,7 @@ TEST(NcclCommunicators, RefuseWorkAfterAnAbortThatSomebodyHasHeardOf) {
   ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, 1));
 }
 
-TEST(NcclClique, GivesTheHostNothingOfAnAbortedCollective) {
+TEST(NcclLink, GivesTheHostNothingOfAnAbortedCollective) {
   fake::Nccl& nccl = boot(1, 2);
   const DeviceGroup group = group_of({"cuda:0", "cuda:1", "host:0"});
   Communicator communicator(group, {.timeout = milliseconds(30), .warm_up_bytes = 0});
@@ -247,7 +247,7 @@ TEST(NcclClique, GivesTheHostNothingOfAnAbortedCollective) {
   EXPECT_EQ(host, ones);
 }
 
-TEST(NcclClique, WaitsForSlowProducersWithoutEnd) {
+TEST(NcclLink, WaitsForSlowProducersWithoutEnd) {
   fake::Nccl& nccl = boot(1, 2);
   Bench bench(2, milliseconds(30));
   const auto late = static_cast<cudaStream_t>(bench.arrays.views()[1].stream);
@@ -259,7 +259,7 @@ TEST(NcclClique, WaitsForSlowProducersWithoutEnd) {
   ASSERT_NO_FATAL_FAILURE(bench.expect_right());
 }
 
-TEST(NcclClique, TakesItsTimeWhereCallsAreSlow) {
+TEST(NcclLink, TakesItsTimeWhereCallsAreSlow) {
   fake::Nccl& nccl = boot(1, 2);
   Bench bench(2, seconds(10));
   nccl.delay("ncclAllReduce", 1, milliseconds(50));
@@ -268,7 +268,7 @@ TEST(NcclClique, TakesItsTimeWhereCallsAreSlow) {
   EXPECT_EQ(nccl.aborted(), 0);
 }
 
-TEST(NcclClique, ReportsWhatACommunicatorSaysLater) {
+TEST(NcclLink, ReportsWhatACommunicatorSaysLater) {
   for (std::uint64_t seed = 0; seed < 20; ++seed) {
     fake::Nccl& nccl = boot(seed, 3);
     {
@@ -299,7 +299,7 @@ void await_the_thread() {
   while (is_there()) std::this_thread::sleep_for(milliseconds(1));
 }
 
-TEST(NcclClique, LeavesAThreadBehindThatDoesNotComeBackAndNamesTheDevice) {
+TEST(NcclLink, LeavesAThreadBehindThatDoesNotComeBackAndNamesTheDevice) {
   fake::Nccl& nccl = boot(1, 2);
   {
     Bench bench(2, milliseconds(200));
@@ -317,7 +317,7 @@ TEST(NcclClique, LeavesAThreadBehindThatDoesNotComeBackAndNamesTheDevice) {
   EXPECT_EQ(fake::leftovers().streams, 0U);
 }
 
-TEST(NcclClique, IsNotWaitedForWhoIsInterruptedWhileItConnects) {
+TEST(NcclLink, IsNotWaitedForWhoIsInterruptedWhileItConnects) {
   fake::Nccl& nccl = boot(1, 2);
   nccl.hold("ncclCommInitRankConfig", 1);
   {
@@ -332,7 +332,7 @@ TEST(NcclClique, IsNotWaitedForWhoIsInterruptedWhileItConnects) {
   EXPECT_EQ(nccl.aborted(), 0);
 }
 
-TEST(NcclClique, UsesTheConnectionsOfACallThatWasInterrupted) {
+TEST(NcclLink, UsesTheConnectionsOfACallThatWasInterrupted) {
   fake::Nccl& nccl = boot(1, 2);
   {
     Bench bench(2, milliseconds(300));
@@ -351,7 +351,7 @@ TEST(NcclClique, UsesTheConnectionsOfACallThatWasInterrupted) {
   ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, 1));
 }
 
-TEST(NcclClique, IsNotWaitedForWhoIsInterruptedWhileItEnds) {
+TEST(NcclLink, IsNotWaitedForWhoIsInterruptedWhileItEnds) {
   fake::Nccl& nccl = boot(1, 2);
   {
     Bench bench(2);
@@ -367,7 +367,7 @@ TEST(NcclClique, IsNotWaitedForWhoIsInterruptedWhileItEnds) {
   EXPECT_EQ(nccl.problems(), std::vector<std::string>{});
 }
 
-TEST(NcclClique, NamesAllDevicesWhereTheEndOfAGroupHangs) {
+TEST(NcclLink, NamesAllDevicesWhereTheEndOfAGroupHangs) {
   fake::Nccl& nccl = boot(1, 2);
   {
     Bench bench(2, milliseconds(200));

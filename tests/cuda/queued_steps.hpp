@@ -147,11 +147,11 @@ class Summing final : public StepProgram {
     if (lanes_[d].ran) queues.deliver(d, {{lanes_[d].sum->data(), 1, DType::float64}});
   }
 
-  std::unique_ptr<BlockReduction> reduction() override {
+  std::vector<ReductionSegment> reduction() override {
     const BufferView outputs[] = {{output_, 1, DType::float64}};
     queues.reduce(outputs, 1.0);
     queues.end_step();
-    return nullptr;
+    return {};
   }
 
   void stamp(std::vector<ClaimRecord>& claims) const override { times_->stamp(claims); }

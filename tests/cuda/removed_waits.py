@@ -33,7 +33,7 @@ SOURCES = {
     ROOMS / "engine" / "async_memory.cpp": OF_STEPS,
     ROOMS / "engine" / "gpu_collectives.cpp": OF_STEPS,
     ROOMS / "comm" / "async_collectives.cpp": OF_COLLECTIVES,
-    ROOMS / "comm" / "copy_clique.cpp": OF_COLLECTIVES,
+    ROOMS / "comm" / "copy_link.cpp": OF_COLLECTIVES,
     ROOMS / "comm" / "memory_spaces.cpp": OF_COLLECTIVES,
 }
 # A statement that waits: a stream for an event, the host for an event, the host for all of a stream; or that calls those.

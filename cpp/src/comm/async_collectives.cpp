@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Collectives of devices that work after the call. Each memory space has one stream, on which everything for it is
-// enqueued: in program order, so NCCL sees the same order on every GPU. What crosses spaces is the clique's; what is
-// read and written here is of one space. What must come after what:
+// Collectives of devices that work after the call. Each memory space has one stream, and all its work is enqueued there
+// in program order, so NCCL sees the same order on every GPU. The link moves data between spaces; the code here works
+// inside one space. The order of the work:
 //
-//   1. The first use of a buffer after what its owner's stream was given: enter() makes the space's stream wait.
-//   2. What the owner enqueues next after the last use of the buffer: leave() makes the owner's stream wait for its
-//      space.
-//   3. The host's reading of a result, and its next use of pinned memory, after the devices' work: the caller waits.
+//   1. A buffer is first used after the work that its owner's stream has: enter() makes the space's stream wait.
+//   2. What the owner enqueues next runs after the last use of the buffer: leave() makes the owner's stream wait for
+//      its space.
+//   3. The host reads a result, or uses pinned memory again, after the devices' work: the caller waits.
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -21,11 +21,11 @@
 
 #include <paceline/error.hpp>
 
-#include "comm/clique.hpp"
+#include "comm/block_layout.hpp"
 #include "comm/collectives.hpp"
 #include "comm/host_side.hpp"
+#include "comm/link.hpp"
 #include "comm/memory_spaces.hpp"
-#include "comm/part_layout.hpp"
 #include "comm/staged_op.hpp"
 #include "runtime/deadline.hpp"
 
@@ -37,8 +37,8 @@ std::size_t bytes_of(const BufferView& view) { return view.count * size_of(view.
 /// NCCL loads whole elements.
 bool aligned(const BufferView& view) { return reinterpret_cast<std::uintptr_t>(view.data) % size_of(view.dtype) == 0; }
 
-/// What each space sends and receives for: its own devices, home for the host's too.
-PartLayout layout_of(MemorySpaces& memory, std::size_t device_count) {
+/// Each space holds the parts of its own devices; home also holds those of the host devices.
+BlockLayout layout_of(MemorySpaces& memory, std::size_t device_count) {
   std::vector<std::vector<std::size_t>> owned;
   for (const Space& space : memory.spaces()) owned.push_back(space.members);
   owned.front().insert(owned.front().end(), memory.host_devices().begin(), memory.host_devices().end());
@@ -55,21 +55,21 @@ class AsyncCollectives final : public Collectives {
         memory_(group_),
         host_(group_, memory_),
         layout_(layout_of(memory_, group_.size())) {
-    description_ = fmt::format("the memory of {}", memory_.home().rank.device.memory_space);
+    description_ = fmt::format("the memory of {}", memory_.home().endpoint.device.memory_space);
     if (memory_.spaces().size() == 1) return;
-    clique_ = make_clique(memory_.ranks(), options);
-    description_ = clique_->description();
+    link_ = make_link(memory_.endpoints(), options);
+    description_ = link_->description();
   }
 
   ~AsyncCollectives() override {
-    if (getpid() != owner_) {  // CUDA does not survive fork(): nothing of it may be touched here
-      static_cast<void>(clique_.release());
+    if (getpid() != owner_) {  // CUDA does not survive fork(), so a child must not touch it
+      static_cast<void>(link_.release());
       memory_.leak();
       return;
     }
     try {
       close();
-    } catch (...) {  // left behind, as close() says; a destructor has nobody to tell
+    } catch (...) {  // what hangs is left behind, as close() says; a destructor cannot report it
     }
   }
 
@@ -83,14 +83,14 @@ class AsyncCollectives final : public Collectives {
       std::vector<void*> results;
       for (Space& space : memory_.spaces()) {
         const BufferView& lead = buffers[space.lead()];
-        const bool in_place = clique_ == nullptr || aligned(lead);
+        const bool in_place = link_ == nullptr || aligned(lead);
         results.push_back(in_place ? lead.data : MemorySpaces::reserve(space, space.scratch, bytes_of(like)));
         reduce(space, stages, buffers, hosts, {results.back(), like.count, like.dtype});
       }
-      if (clique_ != nullptr) clique_->all_reduce(results, like.count, like.dtype, stages.between());
+      if (link_ != nullptr) link_->all_reduce(results, like.count, like.dtype, stages.between());
       for (std::size_t s = 0; s < results.size(); ++s) {
         const Space& space = memory_.spaces()[s];
-        stages.last(*space.rank.stream, results[s], {results[s], like.count, like.dtype});
+        stages.last(*space.endpoint.stream, results[s], {results[s], like.count, like.dtype});
         for (const std::size_t d : space.members) copy(space, buffers[d].data, results[s], bytes_of(like));
       }
       host_.take_out(results.front(), bytes_of(like), 0, bytes_of(like));
@@ -106,7 +106,7 @@ class AsyncCollectives final : public Collectives {
     memory_.enter(outputs);
     run({inputs, outputs}, [&] {
       const HostPart hosts = host_.bring_in(inputs, op);
-      if (clique_ == nullptr) {
+      if (link_ == nullptr) {
         scatter_inside(inputs, outputs, hosts, stages);
       } else {
         scatter_across(inputs, outputs, hosts, stages);
@@ -136,7 +136,7 @@ class AsyncCollectives final : public Collectives {
                                              : MemorySpaces::reserve(space, space.scratch, layout_.total() * part));
         for (const std::size_t d : layout_.owned(s)) copy(space, slot(gathered[s], d, part), sources[d], part);
       }
-      if (clique_ != nullptr) clique_->all_gather(gathered, layout_.block() * part);
+      if (link_ != nullptr) link_->all_gather(gathered, layout_.block() * part);
       for (std::size_t s = 0; s < gathered.size(); ++s) {
         const Space& space = memory_.spaces()[s];
         for (const std::size_t m : space.members) {
@@ -164,13 +164,13 @@ class AsyncCollectives final : public Collectives {
     memory_.enter(buffers);
     run({buffers}, [&] {
       if (from_host) copy(from, buffers[source].data, host_.stage(like, 0, bytes_of(like)), bytes_of(like));
-      std::vector<void*> first;  // of each space
-      std::size_t root_rank = 0;
+      std::vector<void*> first;  // the first buffer of each space
+      std::size_t root_endpoint = 0;
       for (Space& space : memory_.spaces()) {
-        if (&space == &from) root_rank = first.size();
+        if (&space == &from) root_endpoint = first.size();
         first.push_back(buffers[&space == &from ? source : space.lead()].data);
       }
-      if (clique_ != nullptr) clique_->broadcast(first, bytes_of(like), root_rank);
+      if (link_ != nullptr) link_->broadcast(first, bytes_of(like), root_endpoint);
       for (std::size_t s = 0; s < first.size(); ++s) {
         Space& space = memory_.spaces()[s];
         for (const std::size_t d : space.members) copy(space, buffers[d].data, first[s], bytes_of(like));
@@ -189,13 +189,13 @@ class AsyncCollectives final : public Collectives {
   void close() override {
     const std::lock_guard lock(mutex_);
     if (std::exchange(closed_, true)) return;
-    const std::unique_ptr<Clique> clique = std::move(clique_);
+    const std::unique_ptr<Link> link = std::move(link_);
     try {
-      if (clique != nullptr) clique->close();
+      if (link != nullptr) link->close();
     } catch (const Error&) {
       memory_.close(options_.timeout);
       throw;
-    } catch (...) {  // interrupted, and not to wait again
+    } catch (...) {  // interrupted: do not wait again
       memory_.leak();
       throw;
     }
@@ -206,7 +206,7 @@ class AsyncCollectives final : public Collectives {
 
  private:
   static void copy(const Space& space, void* to, const void* from, std::size_t bytes) {
-    if (to != from) space.rank.stream->copy(to, from, bytes);
+    if (to != from) space.endpoint.stream->copy(to, from, bytes);
   }
 
   [[nodiscard]] std::unique_lock<std::mutex> begin(const char* call) {
@@ -222,28 +222,26 @@ class AsyncCollectives final : public Collectives {
           fmt::format("{}: another thread is in a call of this communicator; one at a time, in one order", call));
     }
     if (closed_) throw Unavailable(fmt::format("{}: the communicator is closed. Make a new one.", call));
-    if (clique_ != nullptr) clique_->check();
+    if (link_ != nullptr) link_->check();
     return lock;
   }
 
-  /// Whatever happens: the owners of the buffers may only go on after what was enqueued for them.
+  /// Runs `body`. The owners of the buffers go on after the enqueued work, also if `body` throws.
   template <class Body>
   void run(std::initializer_list<std::span<const BufferView>> arguments, Body body) {
     try {
       body();
     } catch (...) {
-      // Perhaps in the middle of a collective, whose other ranks still read.
+      // Other endpoints may still read: the error may have come in the middle of a collective.
       for (const auto& buffers : arguments) memory_.leave(buffers, MemorySpaces::Until::every_space);
       throw;
     }
     for (const auto& buffers : arguments) memory_.leave(buffers, MemorySpaces::Until::own_space);
   }
 
-  [[nodiscard]] StagedOp staged(DType dtype, ReduceOp op) const {
-    return {op, dtype, group_.size(), clique_ != nullptr};
-  }
+  [[nodiscard]] StagedOp staged(DType dtype, ReduceOp op) const { return {op, dtype, group_.size(), link_ != nullptr}; }
 
-  /// result = the first stage over the elements from `begin` on of what a space has; home's has what the host's have.
+  /// result = the first stage over a space's data, from element `begin` on. Home's data includes the host devices'.
   void reduce(const Space& space, const StagedOp& op, std::span<const BufferView> inputs, const HostPart& hosts,
               const BufferView& result, std::size_t begin = 0) {
     const std::size_t offset = begin * size_of(result.dtype);
@@ -252,7 +250,7 @@ class AsyncCollectives final : public Collectives {
     if (&space == &memory_.home() && hosts.data != nullptr) {
       sources.insert(sources.end(), hosts.times, static_cast<const char*>(hosts.data) + offset);
     }
-    op.first(*space.rank.stream, sources, result);
+    op.first(*space.endpoint.stream, sources, result);
   }
 
   [[nodiscard]] char* slot(void* base, std::size_t device, std::size_t part_bytes) const {
@@ -275,7 +273,7 @@ class AsyncCollectives final : public Collectives {
                       const StagedOp& op) {
     const BufferView& like = outputs.front();
     const std::size_t part = bytes_of(like);
-    // One GPU a space, and nothing to do before its data crosses.
+    // One GPU per space, and nothing to do before its data crosses.
     const bool direct = layout_.natural() && layout_.block() == 1 && op.skips_first() &&
                         std::all_of(inputs.begin(), inputs.end(), aligned) &&
                         std::all_of(outputs.begin(), outputs.end(), aligned);
@@ -297,13 +295,13 @@ class AsyncCollectives final : public Collectives {
       wholes.push_back(whole);
       parts.push_back(static_cast<char*>(whole) + s * layout_.block() * part);
     }
-    clique_->reduce_scatter(wholes, parts, layout_.block() * like.count, like.dtype, op.between());
+    link_->reduce_scatter(wholes, parts, layout_.block() * like.count, like.dtype, op.between());
     for (std::size_t s = 0; s < parts.size(); ++s) {
       char* from = static_cast<char*>(parts[s]);
       for (const std::size_t d : layout_.owned(s)) {
         BufferView result = outputs[d];
         if (memory_.on_host(d)) result.data = from;
-        op.last(*memory_.spaces()[s].rank.stream, from, result);
+        op.last(*memory_.spaces()[s].endpoint.stream, from, result);
         if (memory_.on_host(d)) host_.take_out(result.data, part, d * part, bytes_of(inputs.front()));
         from += part;
       }
@@ -314,17 +312,18 @@ class AsyncCollectives final : public Collectives {
     if (!host_.empty()) await_devices();
   }
 
-  /// Twice the timeout: once for what comes before the collectives, once for them, of which NCCL keeps the time itself.
+  /// Waits twice the timeout: once for the work before the collectives, once for the collectives. NCCL's link has its
+  /// own deadline for those.
   void await_devices() {
     try {
       memory_.wait(2 * internal::bounded(options_.timeout));
     } catch (const Timeout&) {
-      if (clique_ == nullptr) throw;
-      clique_->give_up();
-      clique_->check();  // it may know more
+      if (link_ == nullptr) throw;
+      link_->give_up();
+      link_->check();  // throws instead if the link knows the cause
       throw;
     }
-    if (clique_ != nullptr) clique_->check();  // what an aborted collective has left is nobody's result
+    if (link_ != nullptr) link_->check();  // the result of an aborted collective is not defined
   }
 
   std::mutex mutex_;
@@ -334,8 +333,8 @@ class AsyncCollectives final : public Collectives {
   bool closed_ = false;
   MemorySpaces memory_;
   HostSide host_;
-  PartLayout layout_;
-  std::unique_ptr<Clique> clique_;
+  BlockLayout layout_;
+  std::unique_ptr<Link> link_;
   std::string description_;
 };
 

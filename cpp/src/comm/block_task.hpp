@@ -10,10 +10,10 @@
 
 namespace paceline::internal {
 
-/// Runs work(i) once for every block i < block_count, on whichever worker comes first.
+/// Runs work(i) once for every block i < block_count. The worker that comes first takes the next block.
 ///
-/// Complete when the last block is done: a worker that was never given its core finds nothing left and is not
-/// waited for. What work() writes is visible to the caller of DeviceGroup::run(). work() must not throw.
+/// Complete when the last block is done. A worker that comes later finds nothing left, and nobody waits for it. What
+/// work() writes is visible to the caller of DeviceGroup::run(). work() must not throw.
 template <class Work>
 class BlockTask final : public GroupTask {
  public:
@@ -35,7 +35,7 @@ class BlockTask final : public GroupTask {
  private:
   const std::size_t block_count_;
   const Work work_;
-  // A cache line each: they are all that the workers write in common.
+  // One cache line each: only these are written by all workers.
   alignas(64) std::atomic<std::size_t> next_{0};
   alignas(64) std::atomic<std::size_t> done_{0};
 };

@@ -10,7 +10,7 @@
 
 namespace paceline::internal {
 
-/// What a Communicator does once the arguments are checked.
+/// The work of a Communicator, after it has checked the arguments.
 class Collectives {
  public:
   virtual ~Collectives();
@@ -23,15 +23,15 @@ class Collectives {
   [[nodiscard]] virtual std::string description() const = 0;
 };
 
-/// For host devices alone.
+/// For groups of host devices only.
 [[nodiscard]] std::unique_ptr<Collectives> make_host_collectives(const DeviceGroup& group);
 /// For groups with at least one asynchronous device.
 [[nodiscard]] std::unique_ptr<Collectives> make_async_collectives(const DeviceGroup& group,
                                                                   const CommunicatorOptions& options);
 
-/// output = op over the inputs, all in the host's memory, by the workers of the group or, if small, the caller.
+/// output = op over the inputs, all in host memory. The group's workers compute it, or the caller if it is small.
 void reduce_on_host(DeviceGroup& group, std::span<const BufferView> inputs, const BufferView& output, ReduceOp op);
-/// Every target = source, in the same way.
+/// Every target = source, computed likewise.
 void copy_on_host(DeviceGroup& group, const BufferView& source, std::span<const BufferView> targets);
 
 }  // namespace paceline::internal

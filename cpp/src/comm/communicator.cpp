@@ -23,7 +23,7 @@ namespace {
 
 using internal::Argument;
 
-// Small messages never reach the group, which would say so itself.
+// Small messages never reach the group, so the group cannot report this itself.
 void check_open(const char* call, const DeviceGroup& group) {
   if (group.closed()) throw Unavailable(fmt::format("{}: the device group is closed. Make a new one.", call));
 }
@@ -48,7 +48,7 @@ void Communicator::all_reduce(std::span<const BufferView> buffers, ReduceOp op) 
   internal::check_disjoint(argument);
   check_open("all_reduce", group_);
 
-  if (buffers.size() == 1 || buffers.front().count == 0) return;  // every operation over one value is that value
+  if (buffers.size() == 1 || buffers.front().count == 0) return;  // an operation over one value gives that value
   collectives_->all_reduce(buffers, op);
 }
 

@@ -15,30 +15,30 @@
 namespace paceline::internal {
 namespace {
 
-// Bytes of one block, over all buffers: the smallest second-level cache in use (256 KiB). Only copies to several
-// buffers read anything twice, and that is then still there.
+// Bytes of one block over all buffers: the smallest second-level cache in use (256 KiB). Only copies to several buffers
+// read anything twice, and the cache still holds it then.
 constexpr std::size_t kBlockTraffic = 256 * 1024;
-// Per buffer at least a page, so that hardware prefetching gets going and a claim (well under 1 us) is cheap against
-// its block; at most 64 KiB, so that the last block is short and nobody waits long for the worker that has it. (Half of
-// that costs 5 to 10 %: the hardware's prefetching begins anew with each block.)
+// A block has at least a page of each buffer, so that hardware prefetching starts and a claim (well under 1 us) is
+// cheap compared with its block. It has at most 64 KiB, so that the last block is short and the others do not wait long
+// for its worker. (With 32 KiB it is 5 to 10 % slower, because prefetching starts anew with each block.)
 constexpr std::size_t kMinBlockBytes = 4 * 1024;
 constexpr std::size_t kMaxBlockBytes = 64 * 1024;
-// Up to this traffic the caller does the work: waking a parked worker takes some 10 to 50 us until it runs, in which
-// one core moves a few hundred KiB.
+// Up to this traffic the caller does the work. A parked worker needs 10 to 50 us to wake, and one core moves a few
+// hundred KiB in that time.
 constexpr std::size_t kInlineTraffic = 256 * 1024;
 
 char* at(const BufferView& view, std::size_t element) {
   return static_cast<char*>(view.data) + element * size_of(view.dtype);
 }
 
-// [0, count) of every buffer cut into blocks of one size (the last may be shorter), the whole `repeats` times.
+// Cuts [0, count) of every buffer into blocks of one size (the last may be shorter). The whole is done `repeats` times.
 struct Blocks {
   std::size_t count;
   std::size_t block_elements;
   std::size_t blocks_per_repeat;
   std::size_t block_count;
 
-  // `streams`: how many buffers a block touches.
+  // streams: the number of buffers that a block touches.
   Blocks(std::size_t element_count, std::size_t element_bytes, std::size_t streams, std::size_t repeats)
       : count(element_count),
         block_elements(std::clamp(kBlockTraffic / streams, kMinBlockBytes, kMaxBlockBytes) / element_bytes),
@@ -67,7 +67,7 @@ void run(DeviceGroup& group, const Blocks& blocks, std::size_t traffic_bytes, Wo
   }
 }
 
-// Inputs or outputs as reduce_block wants them, without an allocation for up to 64.
+// Inputs or outputs in the form that reduce_block takes, without an allocation for up to 64.
 template <class T>
 class Pointers {
  public:
@@ -146,7 +146,7 @@ class HostCollectives final : public Collectives {
     copy_on_host(group_, buffers[root], buffers);
   }
 
-  void wait() override {}  // every call has waited
+  void wait() override {}  // every call waits for its own work
   void close() override {}
   [[nodiscard]] std::string description() const override { return "the host's memory"; }
 

@@ -9,7 +9,7 @@
 namespace paceline::internal {
 namespace {
 
-constexpr std::size_t kMostRepeats = 64;  // a kernel's inputs are limited
+constexpr std::size_t kMostRepeats = 64;  // a kernel takes a limited number of inputs
 
 }  // namespace
 
@@ -25,7 +25,7 @@ HostPart HostSide::bring_in(std::span<const BufferView> inputs, ReduceOp op) {
   reduce_on_host(group_, views, staged, op == ReduceOp::mean && !as_mean ? ReduceOp::sum : op);
   Space& home = memory_.home();
   void* const landed = MemorySpaces::reserve(home, home.landing, bytes);
-  home.rank.stream->copy(landed, staged.data, bytes);
+  home.endpoint.stream->copy(landed, staged.data, bytes);
   return {landed, as_mean ? views.size() : 1};
 }
 
@@ -36,7 +36,8 @@ const void* HostSide::stage(const BufferView& input, std::size_t bytes_before, s
 
 void HostSide::take_out(const void* from, std::size_t bytes, std::size_t bytes_before, std::size_t all_bytes) {
   if (empty()) return;
-  memory_.home().rank.stream->copy(static_cast<char*>(memory_.staging(kOut, all_bytes)) + bytes_before, from, bytes);
+  memory_.home().endpoint.stream->copy(static_cast<char*>(memory_.staging(kOut, all_bytes)) + bytes_before, from,
+                                       bytes);
 }
 
 void HostSide::give(const BufferView& whole, std::size_t begin, const BufferView& target) {

@@ -20,8 +20,8 @@
 namespace paceline::internal {
 namespace {
 
-/// The device whose streams may use all of the memory space's processors: a GPU's space is named after the GPU, and the
-/// group may have only a part of it.
+/// The device whose streams may use all processors of the memory space. A GPU's space has the name of the GPU, of which
+/// the group may have only a part.
 Device whole(const Device& device) {
   if (device.name == device.memory_space) return device;
   try {
@@ -31,14 +31,14 @@ Device whole(const Device& device) {
   }
 }
 
-/// Whether the spaces' work has come to its end by then. @throws what the poll hook of waits does
+/// Whether the spaces' work ends within `timeout`. @throws what the poll hook of waits throws
 bool end_within(std::chrono::nanoseconds timeout, std::span<const Space> spaces) {
   const auto start = std::chrono::steady_clock::now();
   const auto is_done = [](const Space& space) {
     try {
       return space.done->done();
     } catch (const Error&) {
-      return true;  // a lost device does nothing any more
+      return true;  // a lost device runs nothing any more
     }
   };
   BlockingRegion region;
@@ -68,18 +68,18 @@ MemorySpaces::MemorySpaces(const DeviceGroup& group) : lanes_(group.size()), sta
     lane.space = entry->second;
     if (is_new) {
       Space& space = spaces_.emplace_back();
-      space.rank.device = whole(device);
-      space.rank.opened = backend_of(device).open(space.rank.device);
-      space.rank.stream = space.rank.opened->make_stream();
-      space.done = space.rank.opened->make_event(false);
+      space.endpoint.device = whole(device);
+      space.endpoint.opened = backend_of(device).open(space.endpoint.device);
+      space.endpoint.stream = space.endpoint.opened->make_stream();
+      space.done = space.endpoint.opened->make_event(false);
     }
     spaces_[lane.space].members.push_back(d);
   }
 }
 
-std::vector<Rank> MemorySpaces::ranks() const {
-  std::vector<Rank> all;
-  for (const Space& space : spaces_) all.push_back(space.rank);
+std::vector<Endpoint> MemorySpaces::endpoints() const {
+  std::vector<Endpoint> all;
+  for (const Space& space : spaces_) all.push_back(space.endpoint);
   return all;
 }
 
@@ -88,12 +88,12 @@ void MemorySpaces::enter(std::span<const BufferView> buffers) {
     Lane& lane = lanes_[d];
     if (lane.device == nullptr) continue;
     lane.device->adopt_stream(buffers[d].stream)->record(*lane.ready);
-    spaces_[lane.space].rank.stream->wait(*lane.ready);
+    spaces_[lane.space].endpoint.stream->wait(*lane.ready);
   }
 }
 
 void MemorySpaces::leave(std::span<const BufferView> buffers, Until until) {
-  for (Space& space : spaces_) space.rank.stream->record(*space.done);
+  for (Space& space : spaces_) space.endpoint.stream->record(*space.done);
   used_ = true;
   for (std::size_t d = 0; d < lanes_.size(); ++d) {
     if (lanes_[d].device == nullptr) continue;
@@ -108,15 +108,15 @@ void* MemorySpaces::staging(std::size_t which, std::size_t bytes) {
   std::vector<std::unique_ptr<Buffer>>& buffers = staging_[which];
   if (buffers.empty() || buffers.back()->bytes() < bytes) {
     const std::size_t doubled = buffers.empty() ? 0 : 2 * buffers.back()->bytes();
-    buffers.push_back(home().rank.opened->allocate_pinned(std::max(bytes, doubled)));
+    buffers.push_back(home().endpoint.opened->allocate_pinned(std::max(bytes, doubled)));
   }
   return buffers.back()->data();
 }
 
 void* MemorySpaces::reserve(const Space& space, std::unique_ptr<Buffer>& buffer, std::size_t bytes) {
   if (buffer == nullptr || buffer->bytes() < bytes) {
-    buffer.reset();  // goes back in the order of the stream, so that the old one makes room for the new one
-    buffer = space.rank.opened->allocate(bytes, *space.rank.stream);
+    buffer.reset();  // returns in the order of the stream, so the old memory makes room for the new
+    buffer = space.endpoint.opened->allocate(bytes, *space.endpoint.stream);
   }
   return buffer->data();
 }
@@ -134,7 +134,7 @@ void MemorySpaces::wait(std::chrono::nanoseconds timeout) const {
   }
 }
 
-/// Spaces wait for each other: the one at fault is the one whose buffer's own stream has not come to the call.
+/// Spaces wait for each other. The late device is the one whose buffer's own stream has not reached the call.
 void MemorySpaces::throw_late(std::chrono::nanoseconds timeout) const {
   const double seconds = std::chrono::duration<double>(timeout).count();
   for (const Lane& lane : lanes_) {
@@ -147,7 +147,7 @@ void MemorySpaces::throw_late(std::chrono::nanoseconds timeout) const {
   }
   for (const Space& space : spaces_) {
     if (space.done->done()) continue;
-    const std::string& name = space.rank.device.name;
+    const std::string& name = space.endpoint.device.name;
     throw Timeout(fmt::format("{}: a collective has not ended within {:g} s, though all that it waits for has. The "
                               "device hangs, or does other work; or timeout is too short for this one.",
                               name, seconds),
@@ -163,7 +163,7 @@ void MemorySpaces::close(std::chrono::nanoseconds timeout) {
     leak();
     throw;
   }
-  // Pinned memory first, while nothing of ours runs: giving it back waits for all that does.
+  // Pinned memory first, while none of our work runs: releasing it waits for all work.
   staging_.clear();
   spaces_.clear();
   lanes_.clear();
@@ -173,10 +173,10 @@ void MemorySpaces::leak() noexcept {
   using Kept = std::tuple<decltype(staging_), decltype(spaces_), decltype(lanes_)>;
   try {
     static std::mutex mutex;
-    static auto* const kept = new std::deque<Kept>;  // no destructor: it may be in use until the process ends
+    static auto* const kept = new std::deque<Kept>;  // never destroyed: it may be in use until the process ends
     const std::lock_guard lock(mutex);
     kept->emplace_back(std::move(staging_), std::move(spaces_), std::move(lanes_));
-  } catch (...) {  // no memory to remember it by
+  } catch (...) {  // no memory for the list
   }
   staging_.clear();
   spaces_.clear();

@@ -13,8 +13,8 @@ struct SupportedKernels {
   std::array<const ReduceKernels*, 3> list{};
   std::size_t count = 0;
 
-  // Asked of the processor once, at first use. Not by ifunc or target_clones: their resolvers run before the
-  // sanitizers' runtimes are ready.
+  // Asks the processor once, at first use. ifunc and target_clones were rejected, because their resolvers run before
+  // the sanitizers' runtimes are ready.
   SupportedKernels() noexcept {
 #if defined(PACELINE_X86_KERNELS)
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");

@@ -25,11 +25,11 @@ extern const ReduceKernels reduce_kernels_baseline;
 extern const ReduceKernels reduce_kernels_avx2;
 extern const ReduceKernels reduce_kernels_avx512;
 
-/// As reduce_block(), with the result in every output: written from registers, each costs one store and nothing else.
+/// Like reduce_block(), but writes the result to every output. Each output costs one store from registers.
 void reduce_block_to_all(std::span<const void* const> inputs, std::span<void* const> outputs, std::size_t count,
                          DType dtype, ReduceOp op) noexcept;
 
-/// Those that this processor can run, best first. Exported so that tests can hold them against each other.
+/// The compilations that this processor can run, best first. Exported so that tests can compare them.
 [[nodiscard]] PACELINE_API std::span<const ReduceKernels* const> supported_reduce_kernels() noexcept;
 
 }  // namespace paceline::internal

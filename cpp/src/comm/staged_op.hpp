@@ -10,21 +10,21 @@
 
 namespace paceline::internal {
 
-/// A reduction over all devices, taken apart: first inside each memory space, then between spaces, then what is left.
+/// A reduction over all devices in three stages: inside each memory space, between spaces, and what remains.
 ///
-/// Only a mean has more than one way: floating-point elements are divided inside, which costs no pass of its own and
-/// keeps half types from overflowing on their way; integers once the sum is whole, as they must be.
+/// Only a mean has a choice of stage. Floating-point elements are divided in the first stage: that costs no extra pass
+/// and keeps half types from overflowing. Integers are divided in the last stage, because the sum must be complete.
 class StagedOp {
  public:
-  /// `crosses`: there is a second stage.
+  /// @param crosses whether there is a second stage
   StagedOp(ReduceOp op, DType dtype, std::size_t device_count, bool crosses);
 
-  /// result = the first stage of these, on that stream.
+  /// result = the first stage over `sources`, on that stream.
   void first(Stream& stream, std::span<const void* const> sources, const BufferView& result) const;
-  /// Whether the first stage of a single source is that source.
+  /// Whether the first stage leaves a single source unchanged.
   [[nodiscard]] bool skips_first() const noexcept { return first_ != ReduceOp::mean; }
   [[nodiscard]] ReduceOp between() const noexcept { return op_ == ReduceOp::mean ? ReduceOp::sum : op_; }
-  /// result = what the second stage has left at `from`, which may be the same place.
+  /// result = the last stage over what the second stage left at `from`. Both may be the same memory.
   void last(Stream& stream, const void* from, const BufferView& result) const;
 
  private:

@@ -12,7 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include <paceline/engine/block_reduction.hpp>
 #include <paceline/engine/device_queues.hpp>
 #include <paceline/error.hpp>
 #include <paceline/runtime/async_device.hpp>
@@ -266,7 +265,7 @@ class AsyncStep final : public TrainerStep {
                      {{sums.gradients->data(), memory_->count(), kDTypeOf<T>}, {sums.loss->data(), 1, DType::float64}});
   }
 
-  std::unique_ptr<BlockReduction> reduction() override {
+  std::vector<ReductionSegment> reduction() override {
     Stream& stream = queues().home_stream();
     T* const mean = memory_->gradients().data();
     const double scale = 1.0 / total_weight_;
@@ -282,7 +281,7 @@ class AsyncStep final : public TrainerStep {
       stream.copy(outcome_->loss(), memory_->loss(), sizeof(double));
     }
     queues().end_step();
-    return nullptr;
+    return {};
   }
 
   Objective complete() override {

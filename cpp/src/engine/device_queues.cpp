@@ -29,7 +29,7 @@ DeviceQueues::DeviceQueues(const DeviceGroup& group, const DeviceQueueOptions& o
 DeviceQueues::~DeviceQueues() {
   try {
     drain();
-  } catch (...) {  // somebody does not want to wait: everything goes back in the order of the streams
+  } catch (...) {  // interrupted: everything returns in the order of the streams
   }
 }
 
@@ -56,7 +56,7 @@ Stream* DeviceQueues::source_stream(std::size_t device) const noexcept { return 
 
 void DeviceQueues::set_stream(void* native) {
   if (native == nullptr ? state_->owns_home_stream : native == state_->home_stream->native()) return;
-  // What landed at home for the old stream's reductions goes back in its order.
+  // The buffers at home for the old stream's reductions return in its order.
   for (State::Space& space : state_->spaces) space.landed.clear();
   state_->use(native);
 }
@@ -160,7 +160,7 @@ void DeviceQueues::end_step() { state_->home_stream->record(state_->step->over()
 void DeviceQueues::drain() {
   State& state = *state_;
   state.left = true;
-  // NCCL's memory does not go back in the order of a stream: not before this has come to its end.
+  // NCCL's memory does not return in the order of a stream, so it is kept until the drain ends.
   if (state.collectives != nullptr) {
     if (state.collectives->lost()) state.hung = true;
     state.collectives->keep_memory(true);

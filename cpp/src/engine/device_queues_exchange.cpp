@@ -11,7 +11,7 @@ namespace {
 
 std::size_t bytes_of(const BufferView& part) { return part.count * size_of(part.dtype); }
 
-/// The k-th buffer of a list, at least so large. What was there goes back in the order of the stream it was made for.
+/// The k-th buffer of a list, with at least this size. An old buffer returns in the order of its stream.
 void* reserve(std::vector<std::unique_ptr<Buffer>>& buffers, std::size_t k, std::size_t bytes, AsyncDevice& device,
               Stream& stream) {
   if (buffers.size() <= k) buffers.resize(k + 1);
@@ -39,7 +39,7 @@ void DeviceQueues::State::distribute(std::span<const SpaceCopy> copies) {
   }
 }
 
-/// The space's stream comes after what its devices have delivered.
+/// Makes the space's stream wait for what its devices have delivered.
 std::vector<const DeviceQueues::State::Lane*> DeviceQueues::State::gather(Space& space, std::size_t index) {
   std::vector<const Lane*> here;
   for (const Lane& lane : lanes) {
@@ -52,7 +52,7 @@ std::vector<const DeviceQueues::State::Lane*> DeviceQueues::State::gather(Space&
 }
 
 void DeviceQueues::State::collect(std::span<const BufferView> outputs, std::vector<std::vector<const void*>>& inputs) {
-  collectives->check();  // of the parameters, say: then there is nothing to sum
+  collectives->check();  // after a failed broadcast, for example, there is nothing to sum
   std::vector<std::size_t> sizes;
   for (const BufferView& output : outputs) sizes.push_back(bytes_of(output));
   collectives->reserve(sizes);
@@ -86,7 +86,7 @@ void DeviceQueues::State::collect(std::span<const BufferView> outputs, std::vect
 void DeviceQueues::State::bring_home(Space& space, std::size_t index, std::vector<std::vector<const void*>>& inputs) {
   const std::vector<const Lane*> here = gather(space, index);
   if (here.empty()) return;
-  if (inputs.empty()) {  // nothing to sum, but what they have done is for the caller
+  if (inputs.empty()) {  // nothing to sum, but the caller's work comes after theirs
     space.copies->record(*space.summed);
     home_stream->wait(*space.summed);
     return;

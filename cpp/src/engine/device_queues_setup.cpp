@@ -7,7 +7,7 @@
 
 #include <paceline/error.hpp>
 
-#include "comm/clique.hpp"
+#include "comm/link.hpp"
 #include "engine/device_queues_state.hpp"
 
 namespace paceline {
@@ -51,7 +51,7 @@ void DeviceQueues::State::use(void* native) {
   std::unique_ptr<Stream> before =
       std::exchange(home_stream, native != nullptr ? device.adopt_stream(native) : device.make_stream());
   owns_home_stream = native == nullptr;
-  if (before != nullptr) {  // what was ordered on the old one stays before what comes
+  if (before != nullptr) {  // work on the old stream stays before work on the new one
     const std::unique_ptr<Event> moved = device.make_event(false);
     before->record(*moved);
     home_stream->wait(*moved);
@@ -84,12 +84,12 @@ void DeviceQueues::State::connect() {
   std::string why_none = "as asked for";
   if (options.collectives.transport != Transport::copies) {
     open(spaces[home]);
-    std::vector<internal::Rank> ranks;
-    for (const std::size_t s : members) ranks.push_back({gpus[s], spaces[s].device, spaces[s].copies});
-    auto clique = internal::make_native_clique(ranks, options.collectives, why_none);
-    if (clique != nullptr) {
-      collectives = std::make_shared<internal::GpuCollectives>(std::move(clique), std::move(ranks), std::move(members),
-                                                               home, options.staging_bytes, options.timeout);
+    std::vector<internal::Endpoint> endpoints;
+    for (const std::size_t s : members) endpoints.push_back({gpus[s], spaces[s].device, spaces[s].copies});
+    auto link = internal::make_native_link(endpoints, options.collectives, why_none);
+    if (link != nullptr) {
+      collectives = std::make_shared<internal::GpuCollectives>(
+          std::move(link), std::move(endpoints), std::move(members), home, options.staging_bytes, options.timeout);
       transport = collectives->description();
       return;
     }

@@ -12,17 +12,17 @@
 namespace paceline::internal {
 namespace {
 
-constexpr std::size_t kAlignment = 16;  // copies of less are slower
+constexpr std::size_t kAlignment = 16;  // copies with a smaller alignment are slower
 
 std::size_t aligned(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 }  // namespace
 
-GpuCollectives::GpuCollectives(std::unique_ptr<NativeClique> clique, std::vector<Rank> ranks,
+GpuCollectives::GpuCollectives(std::unique_ptr<NativeLink> link, std::vector<Endpoint> endpoints,
                                std::vector<std::size_t> spaces, std::size_t home_space, std::size_t staging_bytes,
                                std::chrono::nanoseconds timeout)
-    : clique_(std::move(clique)),
-      ranks_(std::move(ranks)),
+    : link_(std::move(link)),
+      endpoints_(std::move(endpoints)),
       spaces_(std::move(spaces)),
       root_(rank_of(home_space)),
       staging_bytes_(aligned(std::max(staging_bytes, std::size_t{1}))),
@@ -31,16 +31,16 @@ GpuCollectives::GpuCollectives(std::unique_ptr<NativeClique> clique, std::vector
 
 GpuCollectives::~GpuCollectives() {
   if (getpid() == owner_) return;
-  // CUDA and the clique's thread do not survive fork(): nothing of them may be touched here.
+  // CUDA and the link's thread do not survive fork(), so a child must not touch them.
   for (Buffers& buffers : sums_) {
     for (std::unique_ptr<Buffer>& buffer : buffers) static_cast<void>(buffer.release());
   }
   for (std::unique_ptr<Buffer>& buffer : staging_) static_cast<void>(buffer.release());
-  static_cast<void>(clique_.release());
+  static_cast<void>(link_.release());
 }
 
 std::unique_ptr<Buffer> GpuCollectives::allocate(std::size_t space, std::size_t bytes, Stream& stream) {
-  std::unique_ptr<Buffer> buffer = clique_->allocate(rank_of(space), bytes, stream);
+  std::unique_ptr<Buffer> buffer = link_->allocate(rank_of(space), bytes, stream);
   own_.emplace_back(static_cast<const char*>(buffer->data()), bytes);
   return buffer;
 }
@@ -49,7 +49,7 @@ void GpuCollectives::broadcast(std::span<const SpaceCopy> copies) {
   std::vector<Piece> staged;
   for (Piece& piece : pieces_of(copies)) {
     if (is_own(piece)) {
-      clique_->broadcast(piece.to, piece.bytes, root_);
+      link_->broadcast(piece.to, piece.bytes, root_);
     } else {
       staged.push_back(std::move(piece));
     }
@@ -69,8 +69,8 @@ void GpuCollectives::reserve(std::span<const std::size_t> bytes) {
 
 void GpuCollectives::reduce(std::size_t k, std::size_t count, DType dtype) {
   std::vector<void*> buffers;
-  for (std::size_t r = 0; r < ranks_.size(); ++r) buffers.push_back(sum(r, k));
-  clique_->reduce(buffers, count, dtype, root_);
+  for (std::size_t r = 0; r < endpoints_.size(); ++r) buffers.push_back(sum(r, k));
+  link_->reduce(buffers, count, dtype, root_);
 }
 
 std::vector<GpuCollectives::Piece> GpuCollectives::pieces_of(std::span<const SpaceCopy> copies) const {
@@ -78,11 +78,11 @@ std::vector<GpuCollectives::Piece> GpuCollectives::pieces_of(std::span<const Spa
   std::map<std::pair<const void*, std::size_t>, std::size_t> known;
   for (const SpaceCopy& copy : copies) {
     const std::size_t rank = rank_of(copy.space);
-    if (rank == ranks_.size() || copy.bytes == 0) continue;
+    if (rank == endpoints_.size() || copy.bytes == 0) continue;
     const auto [entry, is_new] = known.emplace(std::pair{copy.from, copy.bytes}, pieces.size());
     if (is_new) {
-      Piece piece{.from = copy.from, .bytes = copy.bytes, .to = std::vector<void*>(ranks_.size(), nullptr)};
-      piece.to[root_] = const_cast<void*>(copy.from);  // as the clique's calls want it; of the root it is only read
+      Piece piece{.from = copy.from, .bytes = copy.bytes, .to = std::vector<void*>(endpoints_.size(), nullptr)};
+      piece.to[root_] = const_cast<void*>(copy.from);  // the link takes void*, and only reads the root's
       pieces.push_back(std::move(piece));
     }
     pieces[entry->second].to[rank] = copy.to;
@@ -109,11 +109,12 @@ bool GpuCollectives::is_own(const Piece& piece) const {
 
 GpuCollectives::Buffers GpuCollectives::make(std::size_t bytes) {
   Buffers buffers;
-  for (std::size_t r = 0; r < ranks_.size(); ++r) buffers.push_back(clique_->allocate(r, bytes, *ranks_[r].stream));
+  for (std::size_t r = 0; r < endpoints_.size(); ++r)
+    buffers.push_back(link_->allocate(r, bytes, *endpoints_[r].stream));
   return buffers;
 }
 
-/// Packs what lies scattered, so that the number of collectives does not grow with that of the parameters.
+/// Packs scattered pieces, so that the number of collectives does not grow with the number of parameters.
 void GpuCollectives::stage(std::span<const Piece> pieces) {
   std::size_t total = 0;
   for (const Piece& piece : pieces) total += aligned(piece.bytes);
@@ -148,24 +149,24 @@ void GpuCollectives::send(std::span<const Section> sections, std::size_t bytes) 
   };
   for (const Section& section : sections) {
     const auto* const from = static_cast<const char*>(section.piece->from) + section.begin;
-    ranks_[root_].stream->copy(staged(root_, section), from, section.bytes);
+    endpoints_[root_].stream->copy(staged(root_, section), from, section.bytes);
   }
-  clique_->broadcast(buffers, bytes, root_);
-  for (std::size_t r = 0; r < ranks_.size(); ++r) {
+  link_->broadcast(buffers, bytes, root_);
+  for (std::size_t r = 0; r < endpoints_.size(); ++r) {
     if (r == root_) continue;
     for (const Section& section : sections) {
       if (section.piece->to[r] == nullptr) continue;
-      ranks_[r].stream->copy(static_cast<char*>(section.piece->to[r]) + section.begin, staged(r, section),
-                             section.bytes);
+      endpoints_[r].stream->copy(static_cast<char*>(section.piece->to[r]) + section.begin, staged(r, section),
+                                 section.bytes);
     }
   }
 }
 
-/// The clique's memory does not go back in the order of a stream.
+/// Waits for all streams, because the link's memory does not return in the order of a stream.
 void GpuCollectives::settle() {
-  for (const Rank& rank : ranks_) {
-    const std::unique_ptr<Event> idle = rank.opened->make_event(false);
-    rank.stream->record(*idle);
+  for (const Endpoint& endpoint : endpoints_) {
+    const std::unique_ptr<Event> idle = endpoint.opened->make_event(false);
+    endpoint.stream->record(*idle);
     wait_for(*idle, timeout_);
   }
 }

@@ -14,56 +14,56 @@
 #include <paceline/engine/device_queues.hpp>
 #include <paceline/runtime/async_device.hpp>
 
-#include "comm/clique.hpp"
+#include "comm/link.hpp"
 
 namespace paceline::internal {
 
-/// What a step moves between the memory spaces of several GPUs by their own library: home's parameters to every other
-/// one, and the sums of all to home. Each has one stream, its rank's, on which all of it is enqueued.
+/// Moves a step's data between the memory spaces of several GPUs by their own library: home's parameters to every other
+/// space, and all sums to home. A rank is the index of an endpoint. All work of a rank is enqueued on its stream.
 ///
-/// The library's kernels reach into the memory of other GPUs, so they are given nothing but memory that it has
-/// allocated: what came from allocate() is used where it lies; parameters that somebody else holds, as PyTorch does, go
-/// through a stretch of bounded size on either side.
+/// The library's kernels access the memory of other GPUs, so they only get memory that the library has allocated.
+/// Memory from allocate() is used in place. Parameters in other memory, such as PyTorch's, travel through staging
+/// memory of bounded size on both sides.
 class GpuCollectives {
  public:
-  /// `spaces[r]`: whose rank r is. At most `staging_bytes` of each GPU are for parameters on their way;
-  /// `timeout` is for waits of the host, which only growing buffers need.
-  GpuCollectives(std::unique_ptr<NativeClique> clique, std::vector<Rank> ranks, std::vector<std::size_t> spaces,
+  /// `spaces[r]` is the space of rank r. At most `staging_bytes` of each GPU are for parameters under way. `timeout` is
+  /// for waits on the host, which only happen when buffers grow.
+  GpuCollectives(std::unique_ptr<NativeLink> link, std::vector<Endpoint> endpoints, std::vector<std::size_t> spaces,
                  std::size_t home_space, std::size_t staging_bytes, std::chrono::nanoseconds timeout);
-  /// Requires: nothing enqueued, unless lost() or told to keep its memory.
+  /// Requires: nothing enqueued, unless lost() or keep_memory(true).
   ~GpuCollectives();
   GpuCollectives(const GpuCollectives&) = delete;
   GpuCollectives& operator=(const GpuCollectives&) = delete;
 
-  [[nodiscard]] std::string description() const { return clique_->description(); }
+  [[nodiscard]] std::string description() const { return link_->description(); }
   [[nodiscard]] std::span<const std::size_t> spaces() const noexcept { return spaces_; }
-  /// Memory of that space for use with the collectives; see NativeClique::allocate().
+  /// Memory of a space for the collectives; see NativeLink::allocate().
   [[nodiscard]] std::unique_ptr<Buffer> allocate(std::size_t space, std::size_t bytes, Stream& stream);
 
-  /// Does the copies to the GPUs' memory spaces; those to others it leaves out.
+  /// Does the copies to memory spaces of GPUs, and skips the others.
   void broadcast(std::span<const SpaceCopy> copies);
-  /// Makes room for as many sums as there are sizes. Waits for the GPUs where a sum grows, which is seldom.
+  /// Makes room for sums of these sizes. Waits for the GPUs if a sum grows, which is rare.
   void reserve(std::span<const std::size_t> bytes);
-  /// The k-th sum of a rank: its own before reduce(), at home everyone's afterwards.
+  /// The k-th sum of a rank. After reduce() home's holds the sum of all ranks.
   [[nodiscard]] void* sum(std::size_t rank, std::size_t k) const { return sums_[k][rank]->data(); }
   void reduce(std::size_t k, std::size_t count, DType dtype);
 
   /// Throws what has failed since the last call, once.
-  void check() { clique_->check(); }
-  /// See NativeClique::keep_memory().
-  void keep_memory(bool keep) noexcept { clique_->keep_memory(keep); }
-  [[nodiscard]] bool lost() const noexcept { return clique_->lost(); }
+  void check() { link_->check(); }
+  /// See NativeLink::keep_memory().
+  void keep_memory(bool keep) noexcept { link_->keep_memory(keep); }
+  [[nodiscard]] bool lost() const noexcept { return link_->lost(); }
 
  private:
   using Buffers = std::vector<std::unique_ptr<Buffer>>;  // one for each rank
 
-  /// Something of home's, and where every rank wants it; null where it does not.
+  /// A piece of home's memory, and its target on every rank; null where a rank does not need it.
   struct Piece {
     const void* from = nullptr;
     std::size_t bytes = 0;
     std::vector<void*> to;
   };
-  /// A part of one, and where in the staging memory it travels.
+  /// A part of a piece, and its offset in the staging memory.
   struct Section {
     const Piece* piece = nullptr;
     std::size_t begin = 0;
@@ -72,7 +72,7 @@ class GpuCollectives {
   };
 
   [[nodiscard]] std::vector<Piece> pieces_of(std::span<const SpaceCopy> copies) const;
-  [[nodiscard]] std::size_t rank_of(std::size_t space) const;  // how many there are: none
+  [[nodiscard]] std::size_t rank_of(std::size_t space) const;  // the number of ranks if the space has none
   [[nodiscard]] bool is_own(const void* data, std::size_t bytes) const;
   [[nodiscard]] bool is_own(const Piece& piece) const;
   [[nodiscard]] Buffers make(std::size_t bytes);
@@ -80,8 +80,8 @@ class GpuCollectives {
   void send(std::span<const Section> sections, std::size_t bytes);
   void settle();
 
-  std::unique_ptr<NativeClique> clique_;
-  std::vector<Rank> ranks_;
+  std::unique_ptr<NativeLink> link_;
+  std::vector<Endpoint> endpoints_;
   std::vector<std::size_t> spaces_;
   std::size_t root_;
   std::size_t staging_bytes_;

@@ -5,8 +5,6 @@
 #include <utility>
 #include <vector>
 
-#include <paceline/engine/block_reduction.hpp>
-
 #include "engine/trainer_memory.hpp"
 
 namespace paceline {
@@ -57,7 +55,7 @@ class HostStep final : public TrainerStep {
     return std::exchange(ran_[d], char{1}) == 0 && std::exchange(memory_->warm[d], char{1}) == 0;
   }
 
-  std::unique_ptr<BlockReduction> reduction() override {
+  std::vector<ReductionSegment> reduction() override {
     ReductionSegment segment{.output = memory_->mean.data(),
                              .count = memory_->mean.size(),
                              .dtype = kDTypeOf<T>,
@@ -65,7 +63,7 @@ class HostStep final : public TrainerStep {
     for (std::size_t d = 0; d < ran_.size(); ++d) {
       if (ran_[d] != 0) segment.inputs.push_back(memory_->sums[d].data());
     }
-    return std::make_unique<BlockReduction>(std::vector<ReductionSegment>{std::move(segment)});
+    return {std::move(segment)};
   }
 
   Objective complete() override {

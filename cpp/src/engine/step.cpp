@@ -28,7 +28,7 @@ void StepProgram::finish(std::size_t) {}
 void StepProgram::stamp(std::vector<ClaimRecord>&) const {}
 bool StepProgram::settled() const { return true; }
 void StepProgram::settle() const {}
-std::unique_ptr<BlockReduction> StepProgram::reduction() { return nullptr; }
+std::vector<ReductionSegment> StepProgram::reduction() { return {}; }
 
 namespace {
 

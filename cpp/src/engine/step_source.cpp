@@ -168,7 +168,8 @@ void StepSource::leave(std::size_t device) noexcept {
 void StepSource::open_reduction() noexcept {
   if (!has_failed()) {
     try {
-      reduction_ = program_->reduction();
+      std::vector<ReductionSegment> segments = program_->reduction();
+      if (!segments.empty()) reduction_ = std::make_unique<internal::BlockReduction>(std::move(segments));
     } catch (...) {
       fail(std::current_exception(), std::nullopt);
     }

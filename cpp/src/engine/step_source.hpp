@@ -10,11 +10,11 @@
 #include <optional>
 #include <vector>
 
-#include <paceline/engine/block_reduction.hpp>
 #include <paceline/engine/step.hpp>
 #include <paceline/runtime/device_group.hpp>
 #include <paceline/runtime/work_source.hpp>
 
+#include "comm/block_reduction.hpp"
 #include "engine/claims.hpp"
 #include "engine/step_pieces.hpp"
 
@@ -73,7 +73,7 @@ class StepSource final : public WorkSource {
   [[nodiscard]] std::vector<std::optional<double>> startups(double first, double compute_seconds) const;
 
   std::shared_ptr<StepProgram> program_;
-  std::unique_ptr<BlockReduction> reduction_;
+  std::unique_ptr<internal::BlockReduction> reduction_;
   std::shared_ptr<StepPieces> pieces_;  // null: each claim runs whole
   std::unique_ptr<Claims> claims_;
   std::vector<DeviceState> devices_;

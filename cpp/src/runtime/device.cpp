@@ -3,16 +3,14 @@
 
 #include <fmt/format.h>
 
-#include <array>
 #include <utility>
+#include <vector>
 
 #include <paceline/error.hpp>
 #include <paceline/runtime/backend.hpp>
 
+#include "runtime/gpu_backend.hpp"
 #include "runtime/host_backend.hpp"
-#ifdef PACELINE_WITH_CUDA
-#include "cuda_backend.hpp"
-#endif
 
 namespace paceline {
 namespace {
@@ -35,13 +33,8 @@ std::vector<DeviceHealth> Backend::health(std::span<const Device> devices) const
 
 std::span<const Backend* const> backends() noexcept {
   static const HostBackend host;
-#ifdef PACELINE_WITH_CUDA
-  static const CudaBackend cuda;
-  static const std::array<const Backend*, 2> all{&cuda, &host};
-#else
-  static const std::array<const Backend*, 1> all{&host};
-#endif
-  return all;
+  static const Backend* const all[] = {internal::gpu_backend(), &host};
+  return std::span(all).subspan(all[0] == nullptr ? 1 : 0);
 }
 
 const Backend& backend_of(const Device& device) {

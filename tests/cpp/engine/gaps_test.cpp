@@ -70,10 +70,10 @@ class Sums final : public StepProgram {
     ran[mb.device_index].push_back({begin, Clock::now()});
     return false;
   }
-  std::unique_ptr<BlockReduction> reduction() override {
+  std::vector<ReductionSegment> reduction() override {
     ReductionSegment segment{.output = &total, .count = 1, .dtype = DType::float64};
     for (const double& sum : sums_) segment.inputs.push_back(&sum);
-    return std::make_unique<BlockReduction>(std::vector<ReductionSegment>{segment});
+    return {segment};
   }
   double total = 0.0;
   std::vector<std::vector<Span>> ran;

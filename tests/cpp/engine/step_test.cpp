@@ -39,10 +39,10 @@ class CountingProgram final : public StepProgram {
 
   void finish(std::size_t d) override { finished_[d].fetch_add(1); }
 
-  std::unique_ptr<BlockReduction> reduction() override {
+  std::vector<ReductionSegment> reduction() override {
     ReductionSegment segment{.output = &total_, .count = 1, .dtype = DType::float64};
     for (const double& sum : sums_) segment.inputs.push_back(&sum);
-    return std::make_unique<BlockReduction>(std::vector<ReductionSegment>{segment});
+    return {segment};
   }
 
   std::vector<std::atomic<int>> times_;
@@ -235,7 +235,7 @@ class Failing final : public StepProgram {
     if (!in_reduction_ && mb.device_index == 1) throw thrown_;
     return false;
   }
-  std::unique_ptr<BlockReduction> reduction() override { throw thrown_; }
+  std::vector<ReductionSegment> reduction() override { throw thrown_; }
 
  private:
   Thrown thrown_;
@@ -277,9 +277,8 @@ TEST(Step, IsNotCancelledOnceTheReductionHasBegun) {
   class Cancelling final : public StepProgram {
    public:
     bool run(const MicroBatch&) override { return false; }
-    std::unique_ptr<BlockReduction> reduction() override {
-      return std::make_unique<BlockReduction>(
-          std::vector<ReductionSegment>{{.inputs = {input.data()}, .output = output.data(), .count = input.size()}});
+    std::vector<ReductionSegment> reduction() override {
+      return {{.inputs = {input.data()}, .output = output.data(), .count = input.size()}};
     }
     std::vector<float> input = std::vector<float>(1 << 20, 1.0F);
     std::vector<float> output = std::vector<float>(1 << 20);

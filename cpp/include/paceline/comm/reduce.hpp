@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <span>
+#include <vector>
 
 #include <paceline/comm/buffer_view.hpp>
 #include <paceline/export.hpp>
@@ -10,17 +11,22 @@
 
 namespace paceline {
 
-/// output[i] = op over k of inputs[k][i], i < count, in one pass. All elements are of type `dtype`.
+/// output[i] = op over k of inputs[k][i], i < count, in one pass. All elements are of type `dtype`. ReduceOp defines
+/// the arithmetic.
 ///
-/// sum, mean: added in the order of `inputs`, float16 and bfloat16 in float32 and rounded once at the end, to nearest
-///   even. Integer sums wrap around. mean is that sum divided by the number of inputs; for integers truncated towards
-///   zero (and of the wrapped sum, where it overflowed).
-/// min, max: a NaN among the inputs of an element makes it NaN. Of equal values (0 and -0) the first is kept.
-///
-/// The result is the same whoever reduces which block, and on every processor, to the bit (for NaNs: that it is one).
-/// `output` may be one of the inputs (whole), else it must not overlap any. No alignment is needed. Any thread.
+/// The bits of the result are the same on every processor and for every division into blocks. Only the bits of a NaN
+/// may differ. `output` is one of the inputs (whole) or overlaps none of them. No alignment is needed. Any thread.
 PACELINE_API void reduce_block(std::span<const void* const> inputs, void* output, std::size_t count, DType dtype,
                                ReduceOp op) noexcept;
+
+/// output[i] = scale * sum over k of inputs[k][i], i < count. The output is one of the inputs or overlaps none of them.
+struct ReductionSegment {
+  std::vector<const void*> inputs{};
+  void* output = nullptr;
+  std::size_t count = 0;  ///< elements
+  DType dtype = DType::float32;
+  double scale = 1.0;  ///< other than 1 for float32 and float64 only
+};
 
 /// The instruction set that reduce_block uses on this processor: "avx512", "avx2" or "baseline".
 [[nodiscard]] PACELINE_API const char* reduce_isa() noexcept;

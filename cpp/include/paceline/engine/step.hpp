@@ -11,8 +11,8 @@
 #include <vector>
 
 #include <paceline/balance/balancer.hpp>
+#include <paceline/comm/reduce.hpp>
 #include <paceline/engine/batch_plan.hpp>
-#include <paceline/engine/block_reduction.hpp>
 #include <paceline/engine/micro_batch.hpp>
 #include <paceline/export.hpp>
 #include <paceline/plan/cost_model.hpp>
@@ -66,8 +66,8 @@ class PACELINE_API StepProgram {
   /// Whether stamp() can tell already; settle() returns when it can. @throws Error if a device has failed.
   [[nodiscard]] virtual bool settled() const;
   virtual void settle() const;
-  /// What to sum, or null. It belongs to the step from then on, because a worker that wakes late still looks at it.
-  virtual std::unique_ptr<BlockReduction> reduction();
+  /// What to sum, in memory that stays valid until the step is over. Empty: nothing.
+  virtual std::vector<ReductionSegment> reduction();
 };
 
 struct StepOptions {

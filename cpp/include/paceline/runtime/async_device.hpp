@@ -37,9 +37,9 @@ class PACELINE_API Buffer {
   [[nodiscard]] virtual std::size_t bytes() const noexcept = 0;
 };
 
-/// output[i] = op over k of inputs[k][i]. reduce_block (paceline/comm/reduce.hpp) defines the arithmetic: inputs in
-/// their order, half types in float32 with one rounding. All memory belongs to the stream's device; any alignment
-/// works. The output is one of the inputs or overlaps none of them.
+/// output[i] = op over k of inputs[k][i], i < count. ReduceOp defines the arithmetic, and the result has the bits of
+/// the host's (only the bits of a NaN may differ). All memory belongs to the stream's device; any alignment works. The
+/// output is one of the inputs or overlaps none of them.
 struct DeviceReduction {
   std::span<const void* const> inputs;
   void* output = nullptr;

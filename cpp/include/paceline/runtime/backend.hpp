@@ -19,8 +19,7 @@ namespace paceline {
 /// One kind of device, as groups and engines see it. Any thread may call every method. State, such as which devices are
 /// split, belongs to the process and not to the object.
 ///
-/// To add a kind of device, add an implementation to the list that backends() returns. Code above this interface names
-/// no kind.
+/// To add a kind of device, implement this class, and have backends() list it. Code above this interface names no kind.
 class PACELINE_API Backend {
  public:
   virtual ~Backend();

@@ -6,21 +6,22 @@
 
 namespace paceline::internal {
 
-/// Where the parts of all devices lie while they are between memory spaces: one block per space, in their order, all of
-/// one size (collectives know no others), each with the parts of its devices.
-class PartLayout {
+/// Where the parts of all devices lie while they travel between memory spaces. Each space has one block, which holds
+/// the parts of its devices. The blocks stand in the order of the spaces. All blocks have one size, because collectives
+/// support no others.
+class BlockLayout {
  public:
-  /// owned[s]: the devices of space s, in ascending order; every one of `device_count` in exactly one space.
-  PartLayout(std::vector<std::vector<std::size_t>> owned, std::size_t device_count);
+  /// owned[s] lists the devices of space s in ascending order. Each of the `device_count` devices is in one space.
+  BlockLayout(std::vector<std::vector<std::size_t>> owned, std::size_t device_count);
 
-  /// Of space s.
+  /// The devices of a space.
   [[nodiscard]] const std::vector<std::size_t>& owned(std::size_t space) const { return owned_[space]; }
-  /// Parts in a block: as many as the space with the most devices needs.
+  /// The number of parts in a block: that of the space with the most devices.
   [[nodiscard]] std::size_t block() const noexcept { return block_; }
-  /// Parts in all blocks.
+  /// The number of parts in all blocks.
   [[nodiscard]] std::size_t total() const noexcept { return block_ * owned_.size(); }
   [[nodiscard]] std::size_t slot(std::size_t device) const { return slots_[device]; }
-  /// Whether every part lies where it lies in the whole, with nothing between.
+  /// Whether the blocks are the whole: the parts of all devices in order, without gaps.
   [[nodiscard]] bool natural() const noexcept { return natural_; }
 
  private:

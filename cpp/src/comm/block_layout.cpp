@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "comm/part_layout.hpp"
+#include "comm/block_layout.hpp"
 
 #include <algorithm>
 #include <utility>
 
 namespace paceline::internal {
 
-PartLayout::PartLayout(std::vector<std::vector<std::size_t>> owned, std::size_t device_count)
+BlockLayout::BlockLayout(std::vector<std::vector<std::size_t>> owned, std::size_t device_count)
     : owned_(std::move(owned)), slots_(device_count) {
   for (const std::vector<std::size_t>& devices : owned_) block_ = std::max(block_, devices.size());
   for (std::size_t space = 0; space < owned_.size(); ++space) {

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "nccl_clique.hpp"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -12,6 +10,7 @@
 
 #include <paceline/error.hpp>
 
+#include "comm/link.hpp"
 #include "driver.hpp"
 #include "issuing_thread.hpp"
 #include "nccl_communicators.hpp"
@@ -22,26 +21,26 @@ namespace {
 
 std::atomic<bool> exiting{false};
 
-/// Once the program ends, NCCL and the driver may be gone before us: nothing is touched any more.
+/// At the end of the program NCCL and the driver may be gone first, so nothing calls them after this point.
 void note_the_exit() {
   static const int registered = std::atexit([] { exiting = true; });
   static_cast<void>(registered);
 }
 
-/// How often the issuing thread looks after what is under way: often enough for the deadline, seldom enough to cost
-/// nothing.
+/// How often the issuing thread looks after work under way: often enough for the deadline, and seldom enough to be
+/// cheap.
 std::chrono::nanoseconds interval_for(std::chrono::nanoseconds timeout) {
   return std::clamp<std::chrono::nanoseconds>(timeout / 8, std::chrono::milliseconds(1), std::chrono::milliseconds(10));
 }
 
-/// What NCCL's minima and maxima do: of a NaN and a number they give the number. Such reductions go by copies, and by
-/// our own kernel, which gives the NaN.
+/// Whether NCCL drops NaNs: its minimum or maximum of a NaN and a number is the number. Such reductions go by copies
+/// and our own kernel, which gives the NaN.
 bool drops_nans(DType dtype, ReduceOp op) {
   const bool integers = dtype == DType::int32 || dtype == DType::int64;
   return !integers && (op == ReduceOp::min || op == ReduceOp::max);
 }
 
-/// Memory of NCCL's. Its end is a call of NCCL's too: of the issuing thread.
+/// Memory that NCCL has allocated. The issuing thread also makes the call that frees it.
 class NcclBuffer final : public Buffer {
  public:
   NcclBuffer(void* data, std::size_t bytes, std::function<void(void*)> release)
@@ -58,19 +57,19 @@ class NcclBuffer final : public Buffer {
 
 using Interrupt = IssuingThread::Interrupt;
 
-class NcclClique final : public internal::NativeClique {
+class NcclLink final : public internal::NativeLink {
  public:
-  NcclClique(const Library& library, const std::vector<internal::Rank>& ranks, const CommunicatorOptions& options)
+  NcclLink(const Library& library, const std::vector<internal::Endpoint>& endpoints, const CommunicatorOptions& options)
       : library_(library),
-        ranks_(ranks),
+        endpoints_(endpoints),
         timeout_(internal::bounded(options.timeout)),
         warm_up_bytes_(options.warm_up_bytes),
-        copies_(internal::make_copy_clique(ranks, "beside NCCL")),
-        communicators_(std::make_shared<Communicators>(library, ranks, timeout_)),
+        copies_(internal::make_copy_link(endpoints, "beside NCCL")),
+        communicators_(std::make_shared<Communicators>(library, endpoints, timeout_)),
         thread_(
-            "pl nccl", ranks.front().device.index,
+            "pl nccl", endpoints.front().device.index,
             [communicators = communicators_] { return communicators->look_after(); }, interval_for(timeout_)) {
-    for (const internal::Rank& rank : ranks) names_.push_back(rank.device.name);
+    for (const internal::Endpoint& endpoint : endpoints) names_.push_back(endpoint.device.name);
     note_the_exit();
     try {
       open();
@@ -83,7 +82,7 @@ class NcclClique final : public internal::NativeClique {
     }
   }
 
-  ~NcclClique() override {
+  ~NcclLink() override {
     if (exiting) {
       static_cast<void>(new auto(std::move(communicators_)));
       static_cast<void>(copies_.release());
@@ -91,7 +90,7 @@ class NcclClique final : public internal::NativeClique {
     }
     try {
       close();
-    } catch (...) {  // left behind, as close() says; a destructor has nobody to tell
+    } catch (...) {  // what hangs is left behind, as close() says; a destructor cannot report it
     }
   }
 
@@ -140,8 +139,8 @@ class NcclClique final : public internal::NativeClique {
   std::unique_ptr<Buffer> allocate(std::size_t rank, std::size_t bytes, Stream& stream) override {
     const auto data = std::make_shared<void*>(nullptr);
     run([communicators = communicators_, data, rank, bytes] { *data = communicators->allocate(rank, bytes); });
-    // Refused. The pool's can be reached from every GPU too, but not be registered.
-    if (*data == nullptr) return ranks_[rank].opened->allocate(bytes, stream);
+    // NCCL refused. Every GPU can also access memory of the pool, but that cannot be registered.
+    if (*data == nullptr) return endpoints_[rank].opened->allocate(bytes, stream);
     return std::make_unique<NcclBuffer>(*data, bytes, [this](void* memory) { release(memory); });
   }
 
@@ -161,7 +160,7 @@ class NcclClique final : public internal::NativeClique {
   void close() override {
     if (exiting || std::exchange(closed_, true) || thread_.given_up()) return;
     try {
-      // Twice: for what is still under way, and for the end itself.
+      // Twice: for the work under way, and for the end itself.
       run([communicators = communicators_] { communicators->close(); }, 2 * timeout_, Interrupt::yes);
     } catch (const Error&) {
       throw;
@@ -180,12 +179,12 @@ class NcclClique final : public internal::NativeClique {
         Interrupt::yes);
   }
 
-  /// The connections end without anybody waiting for it.
+  /// Ends the connections. Nobody waits for that.
   void leave() noexcept {
     thread_.leave([communicators = communicators_] { communicators->close(); });
   }
 
-  /// Stays for good where NCCL does not come back, or the program ends.
+  /// Keeps the memory for good if NCCL does not return, or if the program ends.
   void release(void* memory) noexcept {
     if (exiting || closed_ || keeps_memory_ || thread_.given_up()) return;
     try {
@@ -216,24 +215,28 @@ class NcclClique final : public internal::NativeClique {
   }
 
   const Library& library_;
-  std::vector<internal::Rank> ranks_;
+  std::vector<internal::Endpoint> endpoints_;
   std::chrono::nanoseconds timeout_;
   std::size_t warm_up_bytes_;
   std::vector<std::string> names_;
   bool closed_ = false;
   bool keeps_memory_ = false;
-  std::unique_ptr<internal::Clique> copies_;
-  std::shared_ptr<Communicators> communicators_;  // the thread's too, should it never come back
+  std::unique_ptr<internal::Link> copies_;
+  std::shared_ptr<Communicators> communicators_;  // shared with the thread, which may never return
   IssuingThread thread_;
 };
 
 }  // namespace
 
-std::unique_ptr<internal::NativeClique> make_clique(const std::vector<internal::Rank>& ranks,
-                                                    const CommunicatorOptions& options, std::string& why_none) {
-  const Library* found = nullptr;
+}  // namespace paceline::nccl
+
+namespace paceline::internal {
+
+std::unique_ptr<NativeLink> make_native_link(const std::vector<Endpoint>& endpoints, const CommunicatorOptions& options,
+                                             std::string& why_none) {
+  const nccl::Library* found = nullptr;
   try {
-    found = &library();
+    found = &nccl::library();
   } catch (const Unavailable& error) {
     why_none = error.what();
     return nullptr;
@@ -244,7 +247,7 @@ std::unique_ptr<internal::NativeClique> make_clique(const std::vector<internal::
         "kernel waits for those of the other GPUs, which are never launched. Unset it, use one GPU, or choose "
         "Transport::copies.");
   }
-  return std::make_unique<NcclClique>(*found, ranks, options);
+  return std::make_unique<nccl::NcclLink>(*found, endpoints, options);
 }
 
-}  // namespace paceline::nccl
+}  // namespace paceline::internal

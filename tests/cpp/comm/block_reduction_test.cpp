@@ -5,10 +5,11 @@
 #include <thread>
 #include <vector>
 
-#include <paceline/engine/block_reduction.hpp>
 #include <paceline/error.hpp>
 
-namespace paceline {
+#include "comm/block_reduction.hpp"
+
+namespace paceline::internal {
 namespace {
 
 TEST(BlockReduction, GivesTheSameBitsWhoeverDoesTheWork) {
@@ -67,4 +68,4 @@ TEST(BlockReduction, RefusesToScaleWhatItCannotScale) {
 TEST(BlockReduction, IsDoneAtOnceWithNothingToSum) { EXPECT_TRUE(BlockReduction({}).work()); }
 
 }  // namespace
-}  // namespace paceline
+}  // namespace paceline::internal

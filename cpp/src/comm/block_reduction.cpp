@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <paceline/engine/block_reduction.hpp>
+#include "comm/block_reduction.hpp"
 
 #include <algorithm>
 #include <span>
@@ -7,10 +7,9 @@
 
 #include <fmt/format.h>
 
-#include <paceline/comm/reduce.hpp>
 #include <paceline/error.hpp>
 
-namespace paceline {
+namespace paceline::internal {
 namespace {
 
 // One block's inputs and output together stay in a private L2 (1 MiB and more on current cores) for up to eight inputs.
@@ -72,4 +71,4 @@ bool BlockReduction::work() noexcept {
   return done_.load(std::memory_order_acquire) == total;
 }
 
-}  // namespace paceline
+}  // namespace paceline::internal

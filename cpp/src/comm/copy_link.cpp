@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Moves data between memory spaces by copies, which only need the devices themselves. Each endpoint copies what it
+// needs out of the others' memory; an all_reduce goes through the first endpoint's memory. The order of the work:
+//
+//   1. A copy out of an endpoint's memory runs after the earlier work of that endpoint's stream: the copying stream
+//      waits for the endpoint's `ready`.
+//   2. An endpoint's stream goes on after the last copy out of its memory. Where the endpoint is only read, its stream
+//      waits for every `fetched`. In an all_reduce the copy of the result into its memory waits for the first
+//      endpoint's `ready`, which is recorded after all copies out.
+#include <fmt/format.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/link.hpp"
+
+namespace paceline::internal {
+namespace {
+
+class CopyLink final : public Link {
+ public:
+  CopyLink(std::vector<Endpoint> endpoints, std::string why)
+      : endpoints_(std::move(endpoints)), why_(std::move(why)), landing_(endpoints_.size()) {
+    for (const Endpoint& endpoint : endpoints_) {
+      ready_.push_back(endpoint.opened->make_event(false));
+      fetched_.push_back(endpoint.opened->make_event(false));
+    }
+  }
+
+  [[nodiscard]] std::string description() const override {
+    return fmt::format("copies through {} ({})", home().device.name, why_);
+  }
+
+  void all_reduce(std::span<void* const> buffers, std::size_t count, DType dtype, ReduceOp op) override {
+    for (std::size_t r = 1; r < endpoints_.size(); ++r) endpoints_[r].stream->record(*ready_[r]);
+    reduce_at(0, buffers, buffers[0], count, dtype, op);
+    fetch(buffers, count * size_of(dtype), 0);
+  }
+
+  void reduce_scatter(std::span<const void* const> wholes, std::span<void* const> parts, std::size_t part_count,
+                      DType dtype, ReduceOp op) override {
+    for (std::size_t r = 0; r < endpoints_.size(); ++r) endpoints_[r].stream->record(*ready_[r]);
+    for (std::size_t r = 0; r < endpoints_.size(); ++r) {
+      std::vector<const void*> sources;
+      for (const void* whole : wholes) {
+        sources.push_back(static_cast<const char*>(whole) + r * part_count * size_of(dtype));
+      }
+      reduce_at(r, sources, parts[r], part_count, dtype, op);
+    }
+    part_as_readers();
+  }
+
+  void all_gather(std::span<void* const> buffers, std::size_t part_bytes) override {
+    for (std::size_t r = 0; r < endpoints_.size(); ++r) endpoints_[r].stream->record(*ready_[r]);
+    for (std::size_t r = 0; r < endpoints_.size(); ++r) {
+      Stream& stream = *endpoints_[r].stream;
+      for (std::size_t from = 0; from < endpoints_.size(); ++from) {
+        if (from == r) continue;
+        stream.wait(*ready_[from]);
+        const std::size_t offset = from * part_bytes;
+        stream.copy(static_cast<char*>(buffers[r]) + offset, static_cast<char*>(buffers[from]) + offset, part_bytes);
+      }
+      stream.record(*fetched_[r]);
+    }
+    part_as_readers();
+  }
+
+  void broadcast(std::span<void* const> buffers, std::size_t bytes, std::size_t root) override {
+    fetch(buffers, bytes, root);
+  }
+
+  void check() override {}
+  void give_up() override {}  // only streams wait here, for streams
+  void close() override {}
+
+ private:
+  [[nodiscard]] const Endpoint& home() const { return endpoints_.front(); }
+
+  /// Every other endpoint copies the buffer of `root`.
+  void fetch(std::span<void* const> buffers, std::size_t bytes, std::size_t root) {
+    endpoints_[root].stream->record(*ready_[root]);
+    for (std::size_t r = 0; r < endpoints_.size(); ++r) {
+      if (r == root) continue;
+      endpoints_[r].stream->wait(*ready_[root]);
+      endpoints_[r].stream->copy(buffers[r], buffers[root], bytes);
+      endpoints_[r].stream->record(*fetched_[r]);
+    }
+    for (std::size_t r = 0; r < endpoints_.size(); ++r) {
+      if (r != root) endpoints_[root].stream->wait(*fetched_[r]);
+    }
+  }
+
+  /// output = op over all sources, on the stream of `endpoint` and in its memory. Requires: the others' `ready` is
+  /// recorded. Records its `fetched`.
+  template <class Sources>
+  void reduce_at(std::size_t endpoint, const Sources& sources, void* output, std::size_t count, DType dtype,
+                 ReduceOp op) {
+    const std::size_t bytes = count * size_of(dtype);
+    // The kernel loads 16 bytes at a time if all its buffers have the same alignment.
+    const std::size_t stride = (bytes + 15) / 16 * 16;
+    const std::size_t offset = reinterpret_cast<std::uintptr_t>(sources[endpoint]) % 16;
+    char* landed = reserve(endpoint, stride * (endpoints_.size() - 1) + offset) + offset;
+    Stream& stream = *endpoints_[endpoint].stream;
+    std::vector<const void*> inputs;
+    for (std::size_t r = 0; r < endpoints_.size(); ++r) {
+      if (r == endpoint) {
+        inputs.push_back(sources[r]);
+        continue;
+      }
+      stream.wait(*ready_[r]);
+      stream.copy(landed, sources[r], bytes);
+      inputs.push_back(landed);
+      landed += stride;
+    }
+    stream.record(*fetched_[endpoint]);
+    stream.reduce({inputs, output, count, dtype, 1.0, op});
+  }
+
+  /// Every endpoint goes on after all others have copied what they need out of its memory.
+  void part_as_readers() {
+    for (const Endpoint& endpoint : endpoints_) {
+      for (std::size_t r = 0; r < endpoints_.size(); ++r) {
+        if (&endpoints_[r] != &endpoint) endpoint.stream->wait(*fetched_[r]);
+      }
+    }
+  }
+
+  [[nodiscard]] char* reserve(std::size_t endpoint, std::size_t bytes) {
+    std::unique_ptr<Buffer>& landing = landing_[endpoint];
+    if (landing == nullptr || landing->bytes() < bytes) {
+      landing.reset();  // returns in the order of the stream, so the old memory makes room for the new
+      landing = endpoints_[endpoint].opened->allocate(bytes, *endpoints_[endpoint].stream);
+    }
+    return static_cast<char*>(landing->data());
+  }
+
+  std::vector<Endpoint> endpoints_;
+  std::string why_;
+  std::vector<std::unique_ptr<Event>> ready_;
+  std::vector<std::unique_ptr<Event>> fetched_;
+  std::vector<std::unique_ptr<Buffer>> landing_;  // by endpoint
+};
+
+}  // namespace
+
+std::unique_ptr<Link> make_copy_link(std::vector<Endpoint> endpoints, std::string why) {
+  return std::make_unique<CopyLink>(std::move(endpoints), std::move(why));
+}
+
+}  // namespace paceline::internal

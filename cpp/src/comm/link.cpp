@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "comm/link.hpp"
+
+#include <utility>
+
+#include <paceline/error.hpp>
+
+namespace paceline::internal {
+
+Link::~Link() = default;
+
+std::unique_ptr<Link> make_link(std::vector<Endpoint> endpoints, const CommunicatorOptions& options) {
+  if (options.transport == Transport::copies) return make_copy_link(std::move(endpoints), "as asked for");
+  std::string why_none;
+  std::unique_ptr<Link> native = make_native_link(endpoints, options, why_none);
+  if (native != nullptr) return native;
+  if (options.transport == Transport::nccl) throw Unavailable("Communicator: " + why_none);
+  return make_copy_link(std::move(endpoints), std::move(why_none));
+}
+
+}  // namespace paceline::internal
