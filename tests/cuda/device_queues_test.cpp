@@ -32,8 +32,8 @@ TEST_P(Queued, StepsThatNobodyWaitsForAreExactAndTimedInTheEnd) {
     boot(seed, 2);
     {
       const DeviceGroup group = group_of(GetParam());
-      Stepper stepper(group,
-                      {.balance = seed % 2 == 0 ? Balance::automatic : Balance::even, .micro_batch = 1 + static_cast<int>(seed % 3)});
+      Stepper stepper(group, {.balance = seed % 2 == 0 ? Balance::automatic : Balance::even,
+                              .micro_batch = 1 + static_cast<int>(seed % 3)});
       const std::unique_ptr<Buffer> outputs = [&] {
         Summing any(group);
         return any.queues.maker(any.queues.home_space()).allocate_pinned(6 * sizeof(double));

@@ -51,9 +51,9 @@ void LedgerWriter::header(const BalancerOptions& options) {
   }
   line(fmt::format(R"("paceline_ledger": {}, "options": {{"policy": {}, "weights": [{}], "granularity": {}, )"
                    R"("reduction_seconds": [{}], "calibrate": {}, "proportional": {}, "devices": [{}]}})",
-                   kLedgerVersion, json_quoted(name_of(options.policy)), fmt::join(options.weights, ", "), options.granularity,
-                   fmt::join(options.reduction_seconds, ", "), options.calibrate, options.proportional,
-                   fmt::join(devices, ", ")));
+                   kLedgerVersion, json_quoted(name_of(options.policy)), fmt::join(options.weights, ", "),
+                   options.granularity, fmt::join(options.reduction_seconds, ", "), options.calibrate,
+                   options.proportional, fmt::join(devices, ", ")));
 }
 
 void LedgerWriter::plan(const StepPlan& plan) {

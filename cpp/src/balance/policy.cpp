@@ -61,7 +61,8 @@ std::unique_ptr<Policy> make_policy(const BalancerOptions& options) {
         fmt::format("weights are for the policy \"weighted\", not for \"{}\"", name_of(options.policy)));
   }
   if (options.policy == Balance::automatic) return std::make_unique<AutoPolicy>(options);
-  if (options.policy == Balance::even) return std::make_unique<FixedPolicy>(std::vector<double>(count, 1.0), "even, as asked");
+  if (options.policy == Balance::even)
+    return std::make_unique<FixedPolicy>(std::vector<double>(count, 1.0), "even, as asked");
   if (options.weights.size() != count) {
     throw InvalidArgument(fmt::format("{} for {}: give one per device", plural(options.weights.size(), "weight"),
                                       plural(count, "device")));

@@ -33,15 +33,15 @@ std::shared_ptr<TrainerMemory<T>> make_memory(const DeviceGroup& group, const Da
 }
 
 StepperOptions stepper_options(const DataParallelOptions& options) {
-  return {
-      .balance = options.balance,
-      .weights = options.weights,
-      .micro_batch = options.micro_batch,
-      .granularity = options.granularity,
-      .corrections = options.corrections,
-      .run_ahead = options.run_ahead,
-      .memory_limits = options.memory_limits,
-      .search_sizes = options.search_sizes.value_or(options.balance == Balance::automatic && options.corrections.value_or(true))};
+  return {.balance = options.balance,
+          .weights = options.weights,
+          .micro_batch = options.micro_batch,
+          .granularity = options.granularity,
+          .corrections = options.corrections,
+          .run_ahead = options.run_ahead,
+          .memory_limits = options.memory_limits,
+          .search_sizes = options.search_sizes.value_or(options.balance == Balance::automatic &&
+                                                        options.corrections.value_or(true))};
 }
 
 std::size_t index_of(const DeviceGroup& group, std::string_view name) {

@@ -26,7 +26,8 @@ class PACELINE_API ItemClaims final : public Claims {
   ItemClaims(std::shared_ptr<const BatchPlan> plan, bool stealing, bool any_size, std::int64_t least = 1);
 
  private:
-  struct Lane {
+  /// Items planned for a device that are not handed out yet.
+  struct Part {
     std::size_t next = 0;  // micro-batches not handed out: [next, end) of `bounds`
     std::size_t end = 0;
     std::int64_t last_end = 0;  // where the last of them ends: part of it may be gone
@@ -37,10 +38,10 @@ class PACELINE_API ItemClaims final : public Claims {
   std::optional<MicroBatch> own(std::size_t device) override;
   std::optional<MicroBatch> take_over(std::size_t device, double now) override;
   void hand_out(MicroBatch& next, double now) override;
-  [[nodiscard]] bool has_own(std::size_t device) const override { return !lanes_[device].empty(); }
+  [[nodiscard]] bool has_own(std::size_t device) const override { return !parts_[device].empty(); }
   [[nodiscard]] bool nothing_left() const override;
 
-  [[nodiscard]] std::int64_t end_of(const Lane& lane, std::size_t k) const;
+  [[nodiscard]] std::int64_t end_of(const Part& part, std::size_t k) const;
   [[nodiscard]] double seconds(std::size_t device, std::int64_t begin, std::int64_t end) const;
   /// When a device will have run what is planned for it.
   [[nodiscard]] double finish_of(std::size_t device, double now) const;
@@ -49,7 +50,7 @@ class PACELINE_API ItemClaims final : public Claims {
   bool any_size_;
   std::int64_t least_;
   bool measured_;
-  std::vector<Lane> lanes_;
+  std::vector<Part> parts_;
 };
 
 }  // namespace paceline::engine

@@ -20,7 +20,7 @@ std::int64_t round_up(std::int64_t items, std::int64_t granularity) {
 }  // namespace
 
 PlannedClaims::PlannedClaims(StepOptions options)
-    : Claims(options.shares, options.stealing), options_(std::move(options)), lanes_(options_.shares.size()) {
+    : Claims(options.shares, options.stealing), options_(std::move(options)), parts_(options_.shares.size()) {
   grain_ = round_up(options_.least_items, options_.granularity);
   plan::TailPlan tail{.first_chunks = options_.shares};
   if (options_.stealing && options_.micro_batch == 0) {
@@ -28,9 +28,9 @@ PlannedClaims::PlannedClaims(StepOptions options)
   }
   floor_ = tail.floor;
   std::int64_t offset = 0;
-  for (std::size_t d = 0; d < lanes_.size(); ++d) {
-    lanes_[d].begin = offset;
-    lanes_[d].end = offset += tail.first_chunks[d];
+  for (std::size_t d = 0; d < parts_.size(); ++d) {
+    parts_[d].begin = offset;
+    parts_[d].end = offset += tail.first_chunks[d];
   }
   pool_begin_ = offset;
   pool_end_ = offset + tail.pool;
@@ -38,10 +38,10 @@ PlannedClaims::PlannedClaims(StepOptions options)
 
 std::optional<MicroBatch> PlannedClaims::own(std::size_t device) {
   if (!has_own(device)) return std::nullopt;
-  Lane& lane = lanes_[device];
-  const std::int64_t begin = lane.begin;
-  lane.begin += own_piece(device);
-  return MicroBatch{.begin = begin, .end = lane.begin};
+  Part& part = parts_[device];
+  const std::int64_t begin = part.begin;
+  part.begin += own_piece(device);
+  return MicroBatch{.begin = begin, .end = part.begin};
 }
 
 std::optional<MicroBatch> PlannedClaims::take_over(std::size_t device, double now) {
@@ -49,7 +49,7 @@ std::optional<MicroBatch> PlannedClaims::take_over(std::size_t device, double no
 }
 
 bool PlannedClaims::came_early(std::size_t device) const {
-  return !lanes_[device].held.empty() && options_.micro_batch == 0 && pool_begin_ < pool_end_;
+  return !parts_[device].held.empty() && options_.micro_batch == 0 && pool_begin_ < pool_end_;
 }
 
 std::int64_t PlannedClaims::run_ahead(std::size_t device) const {
@@ -57,7 +57,7 @@ std::int64_t PlannedClaims::run_ahead(std::size_t device) const {
 }
 
 std::int64_t PlannedClaims::own_piece(std::size_t device) const {
-  const std::int64_t left = lanes_[device].end - lanes_[device].begin;
+  const std::int64_t left = parts_[device].end - parts_[device].begin;
   if (options_.micro_batch > 0) return plan::fitting_piece(options_.micro_batch, left, options_.least_items);
   if (pool_begin_ == pool_end_) return left;
   const std::int64_t later = std::min(run_ahead(device), left / floor_ - 1);  // pieces that are left for the end
@@ -67,22 +67,22 @@ std::int64_t PlannedClaims::own_piece(std::size_t device) const {
 void PlannedClaims::hand_out(MicroBatch& next, double now) {
   if (options_.models.empty()) return;
   const std::size_t device = next.device_index;
-  Lane& lane = lanes_[device];
+  Part& part = parts_[device];
   const double seconds = options_.models[device].seconds(next.size());
-  lane.free_at = now + held_seconds(device) + seconds;
-  lane.held.push_back(seconds);
-  if (std::ssize(lane.held) > run_ahead(device)) lane.held.erase(lane.held.begin());
+  part.free_at = now + held_seconds(device) + seconds;
+  part.held.push_back(seconds);
+  if (std::ssize(part.held) > run_ahead(device)) part.held.erase(part.held.begin());
 }
 
 double PlannedClaims::held_seconds(std::size_t device) const {
-  const std::vector<double>& held = lanes_[device].held;
+  const std::vector<double>& held = parts_[device].held;
   return std::accumulate(held.begin(), held.end(), 0.0);
 }
 
 std::optional<MicroBatch> PlannedClaims::take_correction(std::size_t device, double now) {
-  std::vector<plan::TailDevice> devices(lanes_.size());
+  std::vector<plan::TailDevice> devices(parts_.size());
   bool alone = true;  // nobody else will come for the rest
-  for (std::size_t d = 0; d < lanes_.size(); ++d) {
+  for (std::size_t d = 0; d < parts_.size(); ++d) {
     // A device that still has to run its own chunk comes to the pool only after it.
     devices[d] = {.model = options_.models[d],
                   .free_at_seconds = d == device ? now + held_seconds(d) : finish_of(d, now),
@@ -100,8 +100,8 @@ std::optional<MicroBatch> PlannedClaims::take_correction(std::size_t device, dou
 }
 
 double PlannedClaims::own_seconds(std::size_t device) const {
-  const Lane& lane = lanes_[device];
-  const std::int64_t items = lane.end - lane.begin;
+  const Part& part = parts_[device];
+  const std::int64_t items = part.end - part.begin;
   if (items == 0 || options_.models.empty()) return 0.0;
   const plan::CostModel& model = options_.models[device];
   if (options_.micro_batch == 0) return model.seconds(items);
@@ -111,22 +111,22 @@ double PlannedClaims::own_seconds(std::size_t device) const {
 }
 
 double PlannedClaims::finish_of(std::size_t device, double now) const {
-  return free_at(lanes_[device].free_at, now) + own_seconds(device);
+  return free_at(parts_[device].free_at, now) + own_seconds(device);
 }
 
 std::optional<MicroBatch> PlannedClaims::steal(std::size_t device, double now) {
-  const auto victim = find_victim(lanes_.size(), device, [&](std::size_t d) -> std::optional<double> {
-    const std::int64_t waiting = lanes_[d].end - lanes_[d].begin;
+  const auto victim = find_victim(parts_.size(), device, [&](std::size_t d) -> std::optional<double> {
+    const std::int64_t waiting = parts_[d].end - parts_[d].begin;
     if (waiting == 0) return std::nullopt;
     // Without models the device with most items left is the one to help.
     return options_.models.empty() ? static_cast<double>(waiting) : finish_of(d, now);
   });
   if (!victim) return std::nullopt;
-  Lane& lane = lanes_[victim->device];
-  const std::int64_t left = lane.end - lane.begin;
+  Part& part = parts_[victim->device];
+  const std::int64_t left = part.end - part.begin;
   std::int64_t size = 0;
   if (options_.micro_batch > 0) {
-    // The last micro-batch of a lane may be short; stealing takes that one first, so sizes stay the planned ones.
+    // The last micro-batch of a part may be short; stealing takes that one first, so sizes stay the planned ones.
     const std::int64_t rest = left % options_.micro_batch;
     size = rest > 0 ? rest : options_.micro_batch;
   } else {
@@ -137,13 +137,13 @@ std::optional<MicroBatch> PlannedClaims::steal(std::size_t device, double now) {
       now + held_seconds(device) + options_.models[device].seconds(size) >= victim->finish) {
     return std::nullopt;
   }
-  lane.end -= size;
-  return MicroBatch{.begin = lane.end, .end = lane.end + size, .correction = true};
+  part.end -= size;
+  return MicroBatch{.begin = part.end, .end = part.end + size, .correction = true};
 }
 
 bool PlannedClaims::nothing_left() const {
   return pool_begin_ == pool_end_ &&
-         std::all_of(lanes_.begin(), lanes_.end(), [](const Lane& lane) { return lane.begin == lane.end; });
+         std::all_of(parts_.begin(), parts_.end(), [](const Part& part) { return part.begin == part.end; });
 }
 
 }  // namespace paceline::engine

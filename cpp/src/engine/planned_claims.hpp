@@ -26,7 +26,8 @@ class PACELINE_API PlannedClaims final : public Claims {
   explicit PlannedClaims(StepOptions options);
 
  private:
-  struct Lane {
+  /// Items planned for a device that are not handed out yet.
+  struct Part {
     std::int64_t begin = 0;  // own items not handed out: [begin, end)
     std::int64_t end = 0;
     double free_at = 0.0;        // predicted end of what it holds
@@ -36,10 +37,10 @@ class PACELINE_API PlannedClaims final : public Claims {
   std::optional<MicroBatch> own(std::size_t device) override;
   std::optional<MicroBatch> take_over(std::size_t device, double now) override;
   void hand_out(MicroBatch& next, double now) override;
-  [[nodiscard]] bool has_own(std::size_t device) const override { return lanes_[device].begin < lanes_[device].end; }
+  [[nodiscard]] bool has_own(std::size_t device) const override { return parts_[device].begin < parts_[device].end; }
   [[nodiscard]] bool nothing_left() const override;
   [[nodiscard]] bool came_early(std::size_t device) const override;
-  void runs_dry(std::size_t device) override { lanes_[device].held.clear(); }
+  void runs_dry(std::size_t device) override { parts_[device].held.clear(); }
 
   std::optional<MicroBatch> take_correction(std::size_t device, double now);
   std::optional<MicroBatch> steal(std::size_t device, double now);
@@ -51,7 +52,7 @@ class PACELINE_API PlannedClaims final : public Claims {
   [[nodiscard]] std::int64_t own_piece(std::size_t device) const;
 
   StepOptions options_;
-  std::vector<Lane> lanes_;
+  std::vector<Part> parts_;
   std::int64_t pool_begin_ = 0;
   std::int64_t pool_end_ = 0;
   std::int64_t grain_ = 1;  // of what is held back and taken over: the granularity, at least the least items

@@ -75,8 +75,8 @@ TEST(LeastMicroBatch, HoldsForEveryBatchAndPolicyWithCostsAndWithout) {
           const std::int64_t least = micro_batch == 1 ? 1 : 2;
           for (std::int64_t batch_size = 1; batch_size <= 40; ++batch_size) {
             SCOPED_TRACE(testing::Message()
-                         << devices << " devices, " << name_of(balance) << ", micro_batch " << micro_batch << ", granularity "
-                         << granularity << ", batch " << batch_size << (costs ? " by cost" : ""));
+                         << devices << " devices, " << name_of(balance) << ", micro_batch " << micro_batch
+                         << ", granularity " << granularity << ", batch " << batch_size << (costs ? " by cost" : ""));
             for (int k = 0; k < 2; ++k) step(stepper, batch_size, costs, least);
           }
         }

@@ -42,7 +42,7 @@ struct DataParallelOptions {
   std::size_t parameter_count = 0;
   Balance balance = Balance::automatic;  ///< even and weighted: exactly the shares, nothing is taken over
   std::vector<double> weights{};         ///< for weighted: the ratios, one per device
-  std::int64_t micro_batch = 0;   ///< > 0: fixed size; 0: one planned chunk per device, then corrections
+  std::int64_t micro_batch = 0;          ///< > 0: fixed size; 0: one planned chunk per device, then corrections
   std::int64_t granularity = 1;
   /// As StepperOptions::corrections: with micro_batch 0, by default on host devices only.
   std::optional<bool> corrections{};

@@ -24,7 +24,7 @@ namespace paceline {
 struct StepperOptions {
   Balance balance = Balance::automatic;  ///< even and weighted: exactly the shares, nothing is taken over
   std::vector<double> weights{};         ///< for weighted: the ratios, one per device
-  std::int64_t micro_batch = 0;   ///< > 0: fixed size; 0: one planned chunk per device, then corrections
+  std::int64_t micro_batch = 0;          ///< > 0: fixed size; 0: one planned chunk per device, then corrections
   std::int64_t granularity = 1;
   /// With micro_batch 0 and "auto": whether devices hold back a part of their shares, of which those that are done
   /// early take ever smaller corrections (plan::plan_tail). By default host devices do; devices that work after the
