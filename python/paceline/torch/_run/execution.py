@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
 
@@ -39,6 +40,8 @@ from paceline.torch._run.seen import Seen
 _T = TypeVar("_T")
 Gradients = list[torch.Tensor | None]
 
+_MOST_KINDS = 256  # of batches that have a number; the engine remembers fewer
+
 
 class Workload:
     """One kind of work: its times, the sizes that have run and the memory that it needs say nothing of another kind."""
@@ -61,11 +64,18 @@ class Workload:
         self.told: tuple[int, bool | None] | None = None  # what the stepper was told of least items and corrections
         self.normalises = False  # over a micro-batch, by other means than modules that are known for it
         self.alone: AloneTrials | None = None  # where one device may be faster than all
-        self._kinds: dict[Hashable, int] = {}
+        self._kinds: dict[Hashable, int] = {}  # the one used last is the last
+        self._numbers = itertools.count()
 
     def kind(self, key: Hashable) -> int:
-        """The number by which the engine knows batches that have this in common."""
-        return self._kinds.setdefault(key, len(self._kinds))
+        """The number by which the engine knows batches that have this in common. Of many the one used longest ago is forgotten."""
+        number = self._kinds.pop(key, None)
+        if number is None:
+            number = next(self._numbers)
+        if len(self._kinds) >= _MOST_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        self._kinds[key] = number
+        return number
 
 
 class Execution:
