@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "worker_gil.hpp"
 
+#include <cxxabi.h>
+#include <unistd.h>
+
 namespace paceline::python {
 namespace {
 
@@ -39,12 +42,20 @@ bool interpreter_is_ending() noexcept {
 
 void drop(pybind11::object& object) {
   if (!object) return;
-  if (interpreter_is_ending()) {
-    object.release();
-    return;
+  PyObject* const dropped = object.release().ptr();
+  if (interpreter_is_ending()) return;
+  // It may begin to end from here on, and a thread that then asks for the GIL is unwound: see with_interpreter(). The
+  // unwinding must leave neither a destructor nor the scope that holds the GIL.
+  try {
+    const pybind11::gil_scoped_acquire gil;
+    try {
+      Py_DECREF(dropped);
+    } catch (abi::__forced_unwind&) {
+      for (;;) pause();
+    }
+  } catch (abi::__forced_unwind&) {
+    for (;;) pause();
   }
-  const pybind11::gil_scoped_acquire gil;
-  object = pybind11::object();
 }
 
 WorkerGil::WorkerGil() { this_thread().enter(); }

@@ -91,4 +91,4 @@ def test_garbage_of_a_long_step_is_collected_on_the_way(enabled: bool) -> None:
         finally:
             gc.enable()
     assert len(alive) == 10_000
-    assert (most < 2_000) == enabled  # who switched it off has what it kept
+    assert (most < 5_000) == enabled  # who switched it off has what it kept
