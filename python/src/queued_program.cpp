@@ -33,7 +33,7 @@ void QueuedProgram::give_up(const Event& event) { shared_->queues.give_up(event)
 bool QueuedProgram::run(const MicroBatch& micro_batch) {
   const std::size_t d = micro_batch.device_index;
   shared_->queues.enter(d);
-  const bool dry = shared_->queues.begin_run(d);
+  const bool dry = shared_->queues.begin_run(d, micro_batch.continues);
   const bool first = body_->run(micro_batch);
   shared_->queues.end_run(d);
   ran_[d] = 1;

@@ -128,9 +128,9 @@ class Summing final : public StepProgram {
     const bool entered = queues.enter(mb.device_index);
     if (entered && stream != nullptr) stream->zero(lane.sum->data(), sizeof(double));
     if (entered && stream == nullptr) *static_cast<double*>(lane.sum->data()) = 0.0;
-    queues.begin_run(mb.device_index);
+    queues.begin_run(mb.device_index, mb.continues);
     if (entered && lane.batch != nullptr) bring(lane, mb.device_index, stream);
-    queues.restart_run(mb.device_index);
+    if (!mb.continues) queues.restart_run(mb.device_index);
     const Buffer& batch = lane.batch != nullptr ? *lane.batch : *batch_;
     const Add add{static_cast<const double*>(batch.data()), mb.begin, mb.end, static_cast<double*>(lane.sum->data())};
     if (stream != nullptr) {

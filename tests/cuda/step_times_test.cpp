@@ -44,6 +44,40 @@ TEST(StepTimes, WhatADeviceWaitsForIsNoTimeOfItsOwn) {
   bring_seconds = 0.0;
 }
 
+TEST(StepTimes, OfAClaimInPiecesIsTheSumOfItsPieces) {
+  boot(1, 1);
+  const DeviceGroup group = group_of({"cuda:0"});
+  Stepper stepper(group, {.micro_batch = 6});
+  auto program = std::make_shared<Summing>(group);
+  const std::unique_ptr<Buffer> output = program->queues.maker(0).allocate_pinned(sizeof(double));
+  for (const bool in_pieces : {false, true}) {
+    program->begin(1.0, static_cast<double*>(output->data()));
+    const auto plan = stepper.plan(kBatch);
+    StepScript script;
+    auto& claims = script.claims.emplace_back();
+    auto& pieces = script.pieces.emplace_back();
+    for (std::int64_t k = 0; k < kBatch; k += 6) {
+      claims.push_back({.begin = k, .end = std::min<std::int64_t>(k + 6, kBatch)});
+      for (std::int64_t i = k; i < claims.back().end; ++i) pieces.push_back({.begin = i, .end = i + 1});
+    }
+    if (!in_pieces) script.pieces.clear();
+    const std::shared_ptr<Step> step = stepper.prepare(plan, program, script);
+    step->start();
+    step->wait();
+    ASSERT_EQ(step->failure(), nullptr);
+    EXPECT_EQ(step->micro_batches(), in_pieces ? kBatch : std::ssize(claims));
+    stepper.commit(step);
+    stepper.settle();
+    ASSERT_EQ(std::ssize(stepper.last_step().claims), std::ssize(claims));
+    for (const ClaimRecord& claim : stepper.last_step().claims) {
+      EXPECT_NEAR(claim.finish_seconds - claim.start_seconds, 1e-3 * static_cast<double>(claim.micro_batch.size()),
+                  1e-4);
+    }
+    EXPECT_EQ(*static_cast<double*>(output->data()), static_cast<double>(kBatch));
+  }
+  program->queues.drain();
+}
+
 TEST(StepTimes, TheCallerIsTwoStepsAheadAtMost) {
   boot(1, 1);
   const DeviceGroup group = group_of({"cuda:0"});

@@ -127,8 +127,10 @@ def test_what_exceeds_the_limit_while_it_is_measured_is_run_again_smaller_and_no
         assert trainer.report()["steps"] == 1
 
 
-def test_one_item_that_does_not_fit_is_an_error_that_leaves_everything_as_it_was() -> None:
+@pytest.mark.parametrize("items", [64, 1])
+def test_one_item_that_does_not_fit_is_an_error_that_leaves_everything_as_it_was(items: int) -> None:
     module, batch = wide(64)
+    batch = batch[:items]
     with DataParallel(module, TWO, memory=1000) as trainer:
         with pytest.raises(OutOfMemory, match="memory= allows"):
             trainer.step(loss_of, batch)

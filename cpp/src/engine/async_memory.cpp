@@ -242,7 +242,7 @@ class AsyncStep final : public TrainerStep {
     Stream* const stream = queues().stream(d);
     if (queues().enter(d)) clear(sums, stream);
     const bool cold = !std::exchange(sums.warm, true);
-    const bool dry = queues().begin_run(d);
+    const bool dry = queues().begin_run(d, micro_batch.continues);
     BasicReplica<T> replica{.device_index = d,
                             .parameters = memory_->parameters_in(queues().space_of(d)),
                             .gradients = std::span<T>(as<T>(sums.gradients), memory_->count())};

@@ -111,9 +111,9 @@ void DeviceQueues::give_up(const Event& event) {
   throw_late(event, state_->options.timeout);
 }
 
-bool DeviceQueues::begin_run(std::size_t device) {
+bool DeviceQueues::begin_run(std::size_t device, bool continues) {
   State::Lane& lane = state_->lanes[device];
-  return lane.stream != nullptr && state_->step->begin_run(device, *lane.device, *lane.stream);
+  return lane.stream != nullptr && state_->step->begin_run(device, *lane.device, *lane.stream, continues);
 }
 
 void DeviceQueues::restart_run(std::size_t device) {

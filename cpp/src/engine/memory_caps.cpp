@@ -80,14 +80,20 @@ double MemoryCaps::cap(std::size_t device, Key key) const {
   return most;
 }
 
+bool MemoryCaps::wants_more(std::size_t device, const BatchPlan& plan) const {
+  if (limits_[device] == 0) return false;
+  const std::lock_guard lock(mutex_);
+  const balance::MemoryModel* const known = model(device, key_of(plan));
+  return known == nullptr || known->wants_more();
+}
+
 /// Small at first. Then twice that, or where that is not certain to fit one item more: a failure costs one repetition.
 std::optional<std::int64_t> MemoryCaps::end_to_measure(std::size_t device, const BatchPlan& plan, std::int64_t begin,
                                                        std::int64_t end, std::int64_t least) {
-  if (limits_[device] == 0 || end - begin < 2 * least) return std::nullopt;
+  if (end - begin < 2 * least || !wants_more(device, plan)) return std::nullopt;
   const std::lock_guard lock(mutex_);
   const Key key = key_of(plan);
   const balance::MemoryModel* const known = model(device, key);
-  if (known != nullptr && !known->wants_more()) return std::nullopt;
   const std::optional<double> largest = known != nullptr ? known->largest() : std::nullopt;
   std::int64_t middle = 0;
   if (!largest) {

@@ -36,7 +36,9 @@ class MemoryCaps {
   /// The end of a piece from `begin` on that is to be measured. None: enough is known.
   [[nodiscard]] std::optional<std::int64_t> end_to_measure(std::size_t device, const BatchPlan& plan,
                                                            std::int64_t begin, std::int64_t end, std::int64_t least);
-  /// The piece took so many bytes at most. True: the model has changed.
+  /// Whether any piece is worth measuring: the device has a limit, and fewer than two sizes are known.
+  [[nodiscard]] bool wants_more(std::size_t device, const BatchPlan& plan) const;
+  /// The piece took so many bytes at most. True: a size was measured that the model did not know.
   bool measured(std::size_t device, const BatchPlan& plan, std::int64_t begin, std::int64_t end, std::int64_t bytes);
   /// Items [begin, end) in as few pieces as fit, of sizes that differ by one item at most where these fit, too. None
   /// has fewer than `least` items, even if that is what fits, unless there are fewer.

@@ -5,6 +5,10 @@
 #include <chrono>
 #include <optional>
 
+#include <paceline/error.hpp>
+
+#include "engine/claims.hpp"
+
 namespace paceline::engine {
 
 StepPieces::StepPieces(std::shared_ptr<const BatchPlan> plan, std::shared_ptr<MemoryCaps> caps,
@@ -29,42 +33,54 @@ std::vector<StepPieces::Span> StepPieces::spans(const MicroBatch& claim) const {
   return {{claim.begin, claim.end}};
 }
 
-bool StepPieces::run(const MicroBatch& claim, StepProgram& program, MicroBatch& current) {
+bool StepPieces::run(const MicroBatch& claim, StepProgram& program, const Claims& claims, MicroBatch& current) {
   using Clock = std::chrono::steady_clock;
   DeviceState& state = devices_[claim.device_index];
   bool excluded = search_ != nullptr && search_->on_trial();
   std::vector<balance::TimedPiece> timed;
   for (const Span& span : spans(claim)) {
     const Clock::time_point start = Clock::now();
-    excluded |= run_span(claim, span, program, current);
+    excluded |= run_span(claim, span, program, claims, current);
     timed.push_back({span.second - span.first, std::chrono::duration<double>(Clock::now() - start).count()});
   }
   state.timed.push_back(std::move(timed));
   return excluded;
 }
 
-bool StepPieces::run_span(const MicroBatch& claim, Span span, StepProgram& program, MicroBatch& current) {
+bool StepPieces::run_span(const MicroBatch& claim, Span span, StepProgram& program, const Claims& claims,
+                          MicroBatch& current) {
   const std::size_t d = claim.device_index;
+  const auto run_one = [&](Span piece) { return run_piece(claim, piece, program, claims, current); };
+  if (caps_->idle() || !script_.empty()) return run_one(span);
   bool excluded = false;
-  if (caps_->idle() || !script_.empty()) return run_piece(claim, span, program, current);
-  auto [begin, end] = span;
-  while (const auto middle = caps_->end_to_measure(d, *plan_, begin, end, least_items_)) {
+  bool learned = false;
+  const auto measure = [&](Span piece) {
     current.measure = true;
-    excluded |= run_piece(claim, {begin, *middle}, program, current);
+    excluded |= run_one(piece);
     current.measure = false;
     const std::optional<std::int64_t> bytes = program.memory_bytes(d);
-    const bool learned = bytes && caps_->measured(d, *plan_, begin, *middle, *bytes);
+    learned = !bytes || caps_->measured(d, *plan_, piece.first, piece.second, *bytes);
+  };
+  auto [begin, end] = span;
+  while (const auto middle = caps_->end_to_measure(d, *plan_, begin, end, least_items_)) {
+    measure({begin, *middle});
     begin = *middle;
-    if (bytes && !learned) break;  // nothing was seen, or the same again
+    if (!learned) break;  // nothing was seen, or the same again
   }
   if (begin == end) return excluded;
   for (const Span& piece : caps_->pieces(d, *plan_, begin, end, least_items_)) {
-    excluded |= run_piece(claim, piece, program, current);
+    if (caps_->wants_more(d, *plan_)) {
+      measure(piece);
+    } else {
+      excluded |= run_one(piece);
+    }
   }
   return excluded;
 }
 
-bool StepPieces::run_piece(const MicroBatch& claim, Span piece, StepProgram& program, MicroBatch& current) {
+bool StepPieces::run_piece(const MicroBatch& claim, Span piece, StepProgram& program, const Claims& claims,
+                           MicroBatch& current) {
+  if (claims.cancelled() && piece.first > claim.begin) throw Cancelled("the step was cancelled");
   current.begin = piece.first;
   current.end = piece.second;
   current.continues = piece.first > claim.begin;

@@ -16,6 +16,8 @@
 
 namespace paceline::engine {
 
+class Claims;
+
 /// The pieces in which the devices of one step work off their claims: micro-batches of the size that was found to be
 /// fast, or is on trial, cut further where memory asks for it. Each device touches only what is its own.
 class StepPieces {
@@ -27,8 +29,8 @@ class StepPieces {
              std::vector<std::vector<MicroBatch>> script);
 
   /// Runs a claim. `current` is the piece that runs. Returns what StepProgram::run() does: true if no piece's time is
-  /// evidence.
-  bool run(const MicroBatch& claim, StepProgram& program, MicroBatch& current);
+  /// evidence. @throws Cancelled between two pieces once `claims` are cancelled.
+  bool run(const MicroBatch& claim, StepProgram& program, const Claims& claims, MicroBatch& current);
 
   // When the step is over.
   /// What ran, by device in the order it ran; empty if all claims ran whole.
@@ -43,14 +45,14 @@ class StepPieces {
 
  private:
   using Span = std::pair<std::int64_t, std::int64_t>;
-  struct DeviceState {
+  struct alignas(64) DeviceState {  // padded, so that neighbours do not share a cache line
     std::vector<MicroBatch> ran;
     balance::TimedClaims timed;
   };
 
   [[nodiscard]] std::vector<Span> spans(const MicroBatch& claim) const;
-  bool run_span(const MicroBatch& claim, Span span, StepProgram& program, MicroBatch& current);
-  bool run_piece(const MicroBatch& claim, Span piece, StepProgram& program, MicroBatch& current);
+  bool run_span(const MicroBatch& claim, Span span, StepProgram& program, const Claims& claims, MicroBatch& current);
+  bool run_piece(const MicroBatch& claim, Span piece, StepProgram& program, const Claims& claims, MicroBatch& current);
 
   std::shared_ptr<const BatchPlan> plan_;
   std::shared_ptr<MemoryCaps> caps_;

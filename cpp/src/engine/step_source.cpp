@@ -56,7 +56,7 @@ void StepSource::perform(std::size_t device, std::int64_t work, Turn&) {
   if (work == kMicroBatch) {
     MicroBatch claim = state.current;
     const bool excluded =
-        pieces_ != nullptr ? pieces_->run(claim, *program_, state.current) : program_->run(state.current);
+        pieces_ != nullptr ? pieces_->run(claim, *program_, *claims_, state.current) : program_->run(state.current);
     claim.items = {};  // they end with the step, the record does not
     state.claims.push_back({.micro_batch = claim, .excluded = excluded});
   }

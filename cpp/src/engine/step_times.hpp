@@ -81,8 +81,8 @@ class RecordedTimes final : public StepTimes {
   void wait() const override;
   void stamp(std::vector<ClaimRecord>& claims) const override;
 
-  /// True if the device had run dry: that time is not its own.
-  bool begin_run(std::size_t d, AsyncDevice& maker, Stream& stream);
+  /// True if the device had run dry: that time is not its own. `continues`: the run before goes on.
+  bool begin_run(std::size_t d, AsyncDevice& maker, Stream& stream, bool continues);
   void restart_run(std::size_t d, Stream& stream);
   void end_run(std::size_t d, Stream& stream);
   /// The end of the run that is `back` runs before the device's last one; null where it had not so many.

@@ -35,6 +35,35 @@ constexpr std::size_t kMostPending = 2;  // steps that the caller may be ahead o
 
 constexpr std::size_t kMostSearches = 8;  // kinds of batches
 
+// The pieces of each device are its claims, cut. An item that is in none would silently not run.
+void check_pieces(const StepScript& script) {
+  if (script.pieces.empty()) return;
+  if (script.pieces.size() != script.claims.size()) {
+    throw InvalidArgument(
+        fmt::format("step: pieces for {} with claims for {}; give both, one list of each for each device.",
+                    plural(script.pieces.size(), "device"), script.claims.size()));
+  }
+  for (std::size_t d = 0; d < script.pieces.size(); ++d) {
+    auto piece = script.pieces[d].begin();
+    const auto last = script.pieces[d].end();
+    for (const MicroBatch& claim : script.claims[d]) {
+      std::int64_t covered = claim.begin;
+      for (; covered < claim.end && piece != last && piece->begin == covered && piece->end > covered; ++piece) {
+        covered = piece->end;
+      }
+      if (covered == claim.end) continue;
+      throw InvalidArgument(
+          fmt::format("step: the pieces of device {} do not make up its claim [{}, {}) from item {} on; they must "
+                      "follow one another and end where it ends.",
+                      d, claim.begin, claim.end, covered));
+    }
+    if (piece != last) {
+      throw InvalidArgument(
+          fmt::format("step: the piece [{}, {}) of device {} is beyond its claims.", piece->begin, piece->end, d));
+    }
+  }
+}
+
 }  // namespace
 
 struct Stepper::State {
@@ -67,7 +96,7 @@ struct Stepper::State {
   /// The search for batches of this plan's kind; null: their claims run as they are.
   std::shared_ptr<balance::SizeSearch> search_for(const BatchPlan& batch) {
     const bool may = options.search_sizes && options.micro_batch == 0 && options.granularity == 1 && !asynchronous &&
-                     !batch.by_cost() && batch.kind.any_size;
+                     least_items() == 1 && !batch.by_cost() && batch.kind.any_size;
     if (!may) return nullptr;
     const auto key = std::pair(batch.size, batch.kind.speed);
     const auto known =
@@ -203,6 +232,7 @@ std::shared_ptr<Step> Stepper::prepare(std::shared_ptr<const BatchPlan> plan, st
   if (plan == nullptr || plan != state.plan) {
     throw InvalidArgument("step: this plan is not the last one that was made. Plan, then begin.");
   }
+  check_pieces(script);
   StepOptions options;
   options.shares = plan->shares;
   options.models = plan->balance.models;
@@ -231,6 +261,7 @@ std::shared_ptr<Step> Stepper::prepare(std::shared_ptr<const BatchPlan> plan, st
 
 bool Stepper::shrink(const Step& failed, bool limited) {
   const StepFailure* const failure = failed.failure();
+  if (failed.plan() == nullptr) throw InvalidArgument("step: shrink() is for steps that a Stepper has prepared.");
   if (failure == nullptr || !failure->micro_batch) return false;
   if (failed.pieces() != nullptr && failed.pieces()->scripted()) return false;  // smaller pieces would be another run
   const MicroBatch& micro_batch = *failure->micro_batch;
@@ -281,6 +312,9 @@ void Stepper::require_idle() const {
 }
 
 void Stepper::commit(std::shared_ptr<const Step> step) {
+  if (step == nullptr || step->plan() == nullptr) {
+    throw InvalidArgument("step: commit() is for steps that a Stepper has prepared.");
+  }
   if (step->pieces() != nullptr) step->pieces()->commit();
   state_->pending.push_back(std::move(step));
   state_->collect(kMostPending);

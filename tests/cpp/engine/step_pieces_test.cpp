@@ -118,6 +118,17 @@ TEST(MemoryLimit, RunsAsFewPiecesAsFitOnceTwoSizesAreMeasured) {
   EXPECT_NE(stepper.explain().find("host:0: at most 10 items at once"), std::string::npos) << stepper.explain();
 }
 
+TEST(MemoryLimit, HoldsClaimsThatAreTooSmallToBeCut) {
+  for (const std::int64_t least : {1, 2}) {
+    Stepper stepper(host_group(1), {.least_items = least, .memory_limits = {kFixed + 10 * kPerItem}});
+    const auto program = std::make_shared<Program>(1);
+    run(stepper, static_cast<int>(2 * least - 1), program);
+    ASSERT_EQ(program->ran[0].size(), 1U);
+    EXPECT_TRUE(program->ran[0][0].measure) << "least_items=" << least;
+    EXPECT_TRUE(stepper.memory_report()[0].items);
+  }
+}
+
 TEST(MemoryLimit, MeasuresEachKindOfBatchByItself) {
   Stepper stepper(host_group(1), {.memory_limits = {kFixed + 10 * kPerItem}});
   const auto program = std::make_shared<Program>(1);
@@ -240,9 +251,94 @@ TEST(MicroBatchSize, IsFoundWhileTrainingAndRunsAgainByTheLedger) {
   EXPECT_EQ(program->sizes(0), (std::vector<std::int64_t>{100, 200}));
 }
 
+TEST(Script, WhosePiecesAreNotItsClaimsIsRefused) {
+  using Spans = std::vector<std::vector<MicroBatch>>;
+  const std::shared_ptr<Program> program = std::make_shared<Program>(2);
+  Stepper stepper(host_group(2), {.balance = Balance::even});
+  const Spans claims = {{{.begin = 0, .end = 4}, {.begin = 4, .end = 6}}, {{.begin = 6, .end = 8}}};
+  const Spans whole = {{{.begin = 6, .end = 8}}};
+  const auto prepare = [&](const Spans& of_first, const Spans& of_others) {
+    Spans pieces = of_first;
+    pieces.insert(pieces.end(), of_others.begin(), of_others.end());
+    return stepper.prepare(stepper.plan(8), program, {claims, pieces});
+  };
+  EXPECT_THROW(static_cast<void>(stepper.prepare(stepper.plan(8), program, {{}, claims})), InvalidArgument);
+  EXPECT_THROW(prepare({{{.begin = 0, .end = 6}}}, {}), InvalidArgument) << "a list is missing";
+  EXPECT_THROW(prepare({{{.begin = 0, .end = 6}}}, whole), InvalidArgument) << "one piece of two claims";
+  EXPECT_THROW(prepare({{{.begin = 0, .end = 2}, {.begin = 3, .end = 4}, {.begin = 4, .end = 6}}}, whole),
+               InvalidArgument)
+      << "item 2 is missing";
+  EXPECT_THROW(prepare({{{.begin = 0, .end = 4}, {.begin = 4, .end = 6}, {.begin = 4, .end = 6}}}, whole),
+               InvalidArgument)
+      << "a piece twice";
+  const auto step = prepare({{{.begin = 0, .end = 2}, {.begin = 2, .end = 4}, {.begin = 4, .end = 6}}}, whole);
+  step->start();
+  step->wait();
+  ASSERT_EQ(step->failure(), nullptr);
+  EXPECT_EQ(program->sizes(0), (std::vector<std::int64_t>{2, 2, 2}));
+}
+
+TEST(Stepper, TakesOnlyStepsThatItHasPrepared) {
+  const DeviceGroup group = host_group(1);
+  Stepper stepper(group, {});
+  const auto step = std::make_shared<Step>(group, std::make_shared<Program>(1), StepOptions{.shares = {4}});
+  EXPECT_THROW(stepper.commit(step), InvalidArgument);
+  EXPECT_THROW(stepper.commit(nullptr), InvalidArgument);
+  EXPECT_THROW(static_cast<void>(stepper.shrink(*step)), InvalidArgument);
+}
+
+TEST(StepPieces, StopWhereTheStepIsCancelled) {
+  class Cancelling final : public StepProgram {
+   public:
+    bool run(const MicroBatch& mb) override {
+      if (mb.size() > 4) throw OutOfMemory("as planned");
+      ++pieces;
+      if (stepper != nullptr) stepper->cancel();
+      return false;
+    }
+    int pieces = 0;
+    Stepper* stepper = nullptr;
+  };
+  Stepper stepper(host_group(1), {});
+  const auto program = std::make_shared<Cancelling>();
+  for (;;) {
+    const auto step = stepper.begin(stepper.plan(16), program);
+    step->wait();
+    if (step->failure() == nullptr) break;
+    ASSERT_TRUE(stepper.shrink(*step));
+  }
+  ASSERT_EQ(program->pieces, 4);
+  program->pieces = 0;
+  program->stepper = &stepper;
+  const auto step = stepper.begin(stepper.plan(16), program);
+  step->wait();
+  EXPECT_EQ(program->pieces, 1);
+  EXPECT_THROW(step->rethrow_failure(), Cancelled);
+}
+
+TEST(MicroBatchSize, IsFoundForEachSizeOfBatchAndKindOfSpeed) {
+  Stepper stepper(host_group(1), {.search_sizes = true});
+  const auto program = std::make_shared<Program>(1);
+  program->seconds_per_item = falling_out_of_a_cache;
+  const auto steps = [&](int count, std::uint64_t speed) {
+    for (int step = 0; step < count; ++step) run(stepper, 300, program, {.speed = speed});
+    return program->ran[0].size();
+  };
+  EXPECT_EQ(steps(16, 1), 4U);
+  EXPECT_EQ(stepper.explain().find("Micro-batches of about 75") != std::string::npos, true);
+  EXPECT_EQ(steps(1, 2), 1U) << "nothing is known of another kind";
+  EXPECT_EQ(stepper.explain().find("Micro-batches of about"), std::string::npos) << "explain() is of the last kind";
+  EXPECT_EQ(steps(1, 1), 4U);
+  for (std::uint64_t speed = 3; speed < 9; ++speed) steps(1, speed);
+  EXPECT_EQ(steps(1, 1), 4U) << "eight kinds are remembered";
+  for (std::uint64_t speed = 9; speed < 17; ++speed) steps(1, speed);
+  EXPECT_EQ(steps(1, 1), 1U) << "the kind that was used longest ago is forgotten";
+}
+
 TEST(MicroBatchSize, IsLeftAloneWhereItIsGivenOrNotAskedFor) {
   for (const StepperOptions& options : {StepperOptions{.micro_batch = 300, .search_sizes = true},
-                                        StepperOptions{.granularity = 2, .search_sizes = true}, StepperOptions{}}) {
+                                        StepperOptions{.granularity = 2, .search_sizes = true},
+                                        StepperOptions{.least_items = 2, .search_sizes = true}, StepperOptions{}}) {
     Stepper stepper(host_group(1), options);
     const auto program = std::make_shared<Program>(1);
     program->seconds_per_item = falling_out_of_a_cache;

@@ -144,8 +144,9 @@ class PACELINE_API DeviceQueues {
   [[nodiscard]] std::chrono::nanoseconds patience() const noexcept;
   /// Marks the device as hung. @throws Timeout always
   void give_up(const Event& event);
-  /// True if the device had run out of work, so that the time of this run is no evidence.
-  bool begin_run(std::size_t device);
+  /// True if the device had run out of work, so that the time of this run is no evidence. `continues`: this is another
+  /// piece of the run before (MicroBatch::continues); both together have one time and count once.
+  bool begin_run(std::size_t device, bool continues = false);
   /// Call it inside a run, when its items are on their way. The device's time until here was waiting and does not
   /// count.
   void restart_run(std::size_t device);

@@ -86,6 +86,7 @@ class PACELINE_API Stepper {
                                             std::shared_ptr<StepProgram> program);
   /// begin() without its end, for callers that let go of something before the workers start: Step::start() hands the
   /// step to them. With a `script` the step runs as that says, whatever the plan.
+  /// @throws InvalidArgument for a script that does not run each item once.
   [[nodiscard]] std::shared_ptr<Step> prepare(std::shared_ptr<const BatchPlan> plan,
                                               std::shared_ptr<StepProgram> program, StepScript script = {});
   /// After a step of the last plan that failed because memory ran out: from now on at most half of the micro-batch that
@@ -115,8 +116,9 @@ class PACELINE_API Stepper {
   /// @throws InvalidArgument while the workers are still at an earlier step.
   void require_idle() const;
 
-  /// Takes note of a step that succeeded and whose result the caller has committed. Its times may come later: begin()
-  /// and settle() look for them.
+  /// Takes note of a step that succeeded and whose result the caller has committed. Its times may come later: the next
+  /// plan(), commit() and settle() look for them.
+  /// @throws InvalidArgument for a step that has no plan: a Stepper has not prepared it.
   void commit(std::shared_ptr<const Step> step);
   /// Returns when the times of all steps are known that were committed. @throws Error if a device has failed.
   void settle();

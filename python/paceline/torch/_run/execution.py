@@ -276,7 +276,7 @@ class Execution:
             plan = run.items.plan if run.items is not None else None
             if plan is None:
                 shapes = run.batch.item_shapes
-                speed = work.kind((shapes, run.seen.mode, self.replicas.generation))
+                speed = work.kind((shapes, run.seen.mode, self.replicas.generation)) if run.searches else 0
                 plan = stepper.plan(run.batch.size, work.kind(shapes), speed, run.searches)
             outcome = stepper.run(plan, *calls, run.claims, run.pieces)
         if run.draws.must_run_again() and (self.places.hosts_share or (work.fixed and run.searches)):

@@ -122,6 +122,7 @@ class Run:
 
     def _micro_batch(self, device: int, begin: int, end: int, flags: int) -> int | tuple[int, int]:
         self._fresh[device] = not flags & CONTINUES
+        self.replicas[device].forget_cached()
         with self.places.enter(device):
             if not flags & MEASURE:
                 _, code = self._timed(device, begin, end)
@@ -132,7 +133,6 @@ class Run:
             return code, meter.used if ran else -1
 
     def _timed(self, device: int, begin: int, end: int) -> tuple[bool, int]:
-        self.replicas[device].forget_cached()
         ran, code = self._compute(device, begin, end)
         if ran:
             self.launched(device, time.perf_counter() - self._brought[device])
