@@ -11,7 +11,8 @@
 namespace paceline::balance {
 namespace {
 
-constexpr std::size_t kTimesKept = 16;
+constexpr std::size_t kStepsKept = 32;
+constexpr std::size_t kTimesKept = 16;   // of these steps
 constexpr std::size_t kBatchSizes = 32;  // a data loader with lengths has many; beyond, old ones are forgotten
 constexpr std::size_t kStepsToJudge = 8;
 constexpr std::size_t kMovesKept = 16;
@@ -40,15 +41,37 @@ void TrialLog::started(std::int64_t step, std::int64_t batch_size, std::vector<s
   overtake(MoveOutcome::overtaken);
   moves_.push_back({step, batch_size, std::move(from), std::move(to), promised_gain, 0.0, 0.0, MoveOutcome::pending});
   if (moves_.size() > kMovesKept) moves_.pop_front();
-  const auto& [times, skipped, last_used] = times_[batch_size];
-  pending_ = Pending{batch_size, {times.begin(), times.end()}};
-  if (times.empty() || times.size() < skipped) overtake(MoveOutcome::unjudged);
+  const Times& times = times_[batch_size];
+  pending_ = Pending{batch_size, times.seconds()};
+  if (pending_->before.empty() || !times.tell()) overtake(MoveOutcome::unjudged);
   reset(batch_size);
 }
 
 void TrialLog::skip(std::int64_t batch_size) {
   Times& times = times_of(batch_size);
-  times.skipped = std::min(times.skipped + 1, kTimesKept);
+  times.add(std::nullopt);
+  if (pending_ && pending_->batch_size == batch_size && times.steps.size() == kStepsKept && !times.tell()) {
+    overtake(MoveOutcome::unjudged);
+  }
+}
+
+void TrialLog::Times::add(std::optional<double> seconds) {
+  steps.push_back(seconds);
+  if (steps.size() > kStepsKept) steps.pop_front();
+}
+
+std::vector<double> TrialLog::Times::seconds() const {
+  std::vector<double> seconds;
+  for (auto step = steps.rbegin(); step != steps.rend() && seconds.size() < kTimesKept; ++step) {
+    if (*step) seconds.push_back(**step);
+  }
+  std::reverse(seconds.begin(), seconds.end());
+  return seconds;
+}
+
+bool TrialLog::Times::tell() const {
+  const std::ptrdiff_t skipped = std::count(steps.begin(), steps.end(), std::nullopt);
+  return 2 * skipped <= std::ssize(steps);
 }
 
 TrialLog::Times& TrialLog::times_of(std::int64_t batch_size) {
@@ -74,19 +97,17 @@ std::optional<TrialLog::Verdict> TrialLog::observe(std::int64_t batch_size, doub
   }
   if (makespan_seconds <= 0.0) return std::nullopt;
   Times& here = times_of(batch_size);
-  std::deque<double>& times = here.seconds;
-  times.push_back(makespan_seconds);
-  if (times.size() > kTimesKept) {
-    times.pop_front();
-    if (here.skipped > 0) --here.skipped;
-  }
+  here.add(makespan_seconds);
+  std::vector<double> times = here.seconds();
   if (times.size() == kTimesKept && ++calm_steps_ % kStepsToJudge == 0) measure_calm(times);
-  if (!pending_ || pending_->batch_size != batch_size || times.size() < kStepsToJudge) return std::nullopt;
-  return judge(noise);
+  if (!pending_ || pending_->batch_size != batch_size || times.size() < kStepsToJudge || !here.tell()) {
+    return std::nullopt;
+  }
+  return judge(std::move(times), noise);
 }
 
 /// Compares the older half of the times with the newer one, both under the same shares.
-void TrialLog::measure_calm(const std::deque<double>& times) {
+void TrialLog::measure_calm(const std::vector<double>& times) {
   const auto middle = times.begin() + static_cast<std::ptrdiff_t>(kStepsToJudge);
   std::vector<double> before(times.begin(), middle);
   std::vector<double> after(middle, times.end());
@@ -98,9 +119,7 @@ void TrialLog::measure_calm(const std::deque<double>& times) {
   calm_count_ *= 0.5;
 }
 
-std::optional<TrialLog::Verdict> TrialLog::judge(double noise) {
-  const std::deque<double>& times = times_[pending_->batch_size].seconds;
-  std::vector<double> after(times.begin(), times.end());
+std::optional<TrialLog::Verdict> TrialLog::judge(std::vector<double> after, double noise) {
   std::vector<double> before = std::move(pending_->before);
   const double median_before = median(before);
   const double median_after = median(after);

@@ -34,8 +34,8 @@ class TrialLog {
   std::optional<Verdict> observe(std::int64_t batch_size, double makespan_seconds, bool changed, double noise);
 
   /// A step that did not run as planned, since others took work over: its time says nothing of the shares in force.
-  /// Where most steps are like that, the others are exceptions and no yardstick, and a move from these shares is not
-  /// judged.
+  /// Where most of the last steps are like that, the others are exceptions and no yardstick: a move from these shares,
+  /// or to them, is not judged.
   void skip(std::int64_t batch_size);
 
   /// Shares changed for another reason (a device left, a move taken back): earlier times say nothing any more.
@@ -52,15 +52,21 @@ class TrialLog {
     std::int64_t batch_size = 0;
     std::vector<double> before;
   };
+  /// The last steps under the present shares.
   struct Times {
-    std::deque<double> seconds;  // under the present shares
-    std::size_t skipped = 0;     // of the last steps, in which others took work over
+    std::deque<std::optional<double>> steps;  // none: others took work over
     std::int64_t last_used = 0;
+
+    void add(std::optional<double> seconds);
+    /// Of the last steps that ran as planned, oldest first.
+    [[nodiscard]] std::vector<double> seconds() const;
+    /// Whether most steps did.
+    [[nodiscard]] bool tell() const;
   };
   Times& times_of(std::int64_t batch_size);
   void overtake(MoveOutcome outcome);
-  void measure_calm(const std::deque<double>& times);
-  std::optional<Verdict> judge(double noise);
+  void measure_calm(const std::vector<double>& times);
+  std::optional<Verdict> judge(std::vector<double> after, double noise);
 
   std::map<std::int64_t, Times> times_;  // per batch size
   std::int64_t observed_ = 0;            // steps

@@ -109,6 +109,28 @@ TEST(TrialLog, DoesNotJudgeAMoveByTheFewStepsThatRanAsPlanned) {
   }
 }
 
+TEST(TrialLog, DoesNotJudgeAMoveByTheFewStepsThatRanAsPlannedInALongRun) {
+  TrialLog log;
+  for (int step = 0; step < 40; ++step) {
+    feed(log, 1, 1.0);
+    for (int k = 0; k < 9; ++k) log.skip(100);
+  }
+  log.started(400, 100, {50, 50}, {100, 0}, 0.3);
+  EXPECT_FALSE(feed(log, 20, 2.0));
+  EXPECT_EQ(log.moves().back().outcome, MoveOutcome::unjudged);
+}
+
+TEST(TrialLog, DoesNotJudgeAMoveAfterWhichFewStepsRanAsPlanned) {
+  TrialLog log;
+  feed(log, 20, 1.0);
+  log.started(20, 100, {50, 50}, {60, 40}, 0.05);
+  for (int step = 0; step < 100; ++step) {
+    EXPECT_FALSE(feed(log, 1, 2.0)) << step;
+    for (int k = 0; k < 2; ++k) log.skip(100);
+  }
+  EXPECT_EQ(log.moves().back().outcome, MoveOutcome::unjudged);
+}
+
 TEST(TrialLog, ForgetsStepsThatOthersTookOver) {
   TrialLog log;
   for (int step = 0; step < 100; ++step) log.skip(100);
