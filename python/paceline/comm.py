@@ -29,7 +29,7 @@ Array: TypeAlias = "SupportsDLPack | memoryview | bytearray | Any"
 class Communicator:
     """Reduce and move arrays over all devices of a group.
 
-    Every method takes a list (or tuple) with one array per device, in the order of the group. Each array lies in the memory
+    Every method but `send` takes a list (or tuple) with one array per device, in the order of the group. Each array lies in the memory
     of its device. An array is anything that shares its memory through DLPack (torch, CuPy, NumPy, ...) or, on the host,
     through the buffer protocol (`array.array`, `memoryview`). It must be contiguous, of float32, float64, float16, bfloat16
     (DLPack only), int32 or int64. Only its number of elements matters, not its shape. Results are written into the given
@@ -151,6 +151,22 @@ class Communicator:
             The index of the device whose array is copied.
         """
         self._core.broadcast(buffers, root)
+
+    def send(self, input: Array, output: Array, *, source: int, target: int) -> None:
+        """Copy an array of one device to an array of another. The other devices have no part in it.
+
+        GPUs copy, whatever the transport. The call waits for the result only if one of the two devices is on the host.
+
+        Parameters
+        ----------
+        input
+            An array in the memory of device `source`. Only read.
+        output
+            An array in the memory of device `target`, of the same size and type.
+        source, target
+            The indices of the devices in the group.
+        """
+        self._core.send(input, output, source, target)
 
     def wait(self) -> None:
         """Wait until all work enqueued so far is done, and raise errors that occurred.

@@ -105,6 +105,22 @@ void broadcast(Communicator& communicator, py::handle buffers, std::int64_t root
       [&] { communicator.broadcast(arrays.views(), static_cast<std::size_t>(root)); });
 }
 
+void send(Communicator& communicator, py::handle input, py::handle output, std::int64_t source, std::int64_t target) {
+  const std::vector<Device>& devices = communicator.group().devices();
+  const auto device_at = [&devices](const char* name, std::int64_t index) -> const Device& {
+    if (index >= 0 && index < std::ssize(devices)) return devices[static_cast<std::size_t>(index)];
+    throw InvalidArgument(
+        fmt::format("send: {} is {}; use the index of a device, from 0 to {}", name, index, std::ssize(devices) - 1));
+  };
+  const Device& reader = device_at("source", source);
+  const Device& writer = device_at("target", target);
+  const BorrowedArray from(input, "send: input", Access::read, reader);
+  const BorrowedArray to(output, "send: output", Access::write, writer);
+  run(communicator, from.stream_unknown() || to.stream_unknown(), [&] {
+    communicator.send(from.view(), to.view(), static_cast<std::size_t>(source), static_cast<std::size_t>(target));
+  });
+}
+
 std::map<std::string, std::string> library_info() {
   const NcclInfo info = nccl_info();
   return {{"version", info.version}, {"path", info.path}, {"why_none", info.why_none}};
@@ -126,6 +142,7 @@ void bind_comm(py::module_& module) {
       .def("reduce_scatter", &reduce_scatter, py::arg("inputs"), py::arg("outputs"), py::arg("op"))
       .def("all_gather", &all_gather, py::arg("inputs"), py::arg("outputs"))
       .def("broadcast", &broadcast, py::arg("buffers"), py::arg("root"))
+      .def("send", &send, py::arg("input"), py::arg("output"), py::arg("source"), py::arg("target"))
       .def("wait", &Communicator::wait, py::call_guard<BlockingRegion>())
       .def("close", &Communicator::close, py::call_guard<BlockingRegion>())
       .def("description", &Communicator::description);

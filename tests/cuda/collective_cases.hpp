@@ -77,14 +77,15 @@ inline Words some_elements(std::size_t count, DType dtype, std::mt19937_64& rand
 /// One call, drawn at random, and what it has to write.
 class Call {
  public:
-  enum class Kind { all_reduce, reduce_scatter, all_gather, broadcast };
+  enum class Kind { all_reduce, reduce_scatter, all_gather, broadcast, send };
 
   Call(std::size_t devices, std::mt19937_64& random)
-      : kind(static_cast<Kind>(random() % 4)),
+      : kind(static_cast<Kind>(random() % 5)),
         op(reference::kOps[random() % std::size(reference::kOps)]),
         dtype(reference::kDTypes[random() % std::size(reference::kDTypes)]),
         part(1 + random() % 9),
         root(random() % devices),
+        target(random() % devices),
         in_count(kind == Kind::reduce_scatter ? part * devices : part),
         out_count(kind == Kind::all_gather ? part * devices : part) {}
 
@@ -100,6 +101,7 @@ class Call {
     if (kind == Kind::reduce_scatter) communicator.reduce_scatter(in, out, op);
     if (kind == Kind::all_gather) communicator.all_gather(in, out);
     if (kind == Kind::broadcast) communicator.broadcast(in, root);
+    if (kind == Kind::send) communicator.send(in[root], out[target], root, target);
   }
 
   /// Whether element i of a device's result is right, by the plain definition. A mean may be rounded in every stage.
@@ -108,7 +110,8 @@ class Call {
     for (const Words& one : in) inputs.push_back(one.data());
     const std::uint64_t bits = reference::bits_of(result.data(), i, dtype);
     if (kind == Kind::all_gather) return bits == reference::bits_of(inputs[i / part], i % part, dtype);
-    if (kind == Kind::broadcast) return bits == reference::bits_of(inputs[root], i, dtype);
+    if (kind == Kind::send && device != target) return true;  // it has no part in it
+    if (kind == Kind::broadcast || kind == Kind::send) return bits == reference::bits_of(inputs[root], i, dtype);
     const std::size_t element = kind == Kind::reduce_scatter ? device * part + i : i;
     const std::uint64_t expected = reference::reduced_bits(inputs, element, dtype, op);
     if (reference::same(bits, expected, dtype)) return true;
@@ -118,7 +121,7 @@ class Call {
   }
 
   [[nodiscard]] std::string name() const {
-    static const char* const kinds[] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast"};
+    static const char* const kinds[] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "send"};
     return std::string(kinds[static_cast<std::size_t>(kind)]) + ", " + name_of(op) + " of " + name_of(dtype);
   }
 
@@ -127,6 +130,7 @@ class Call {
   const DType dtype;
   const std::size_t part;
   const std::size_t root;
+  const std::size_t target;
   const std::size_t in_count;
   const std::size_t out_count;
 };

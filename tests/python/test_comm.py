@@ -108,6 +108,8 @@ def test_reduce_scatter_all_gather_and_broadcast_compose(communicator: Communica
     assert torch.equal(wholes[1], expected)
     communicator.broadcast([wholes[0], inputs[1]], root=1)
     assert torch.equal(wholes[0], inputs[1])
+    communicator.send(parts[0], parts[1], source=0, target=1)
+    assert torch.equal(parts[1], expected[:part])
 
 
 def test_inputs_that_are_only_read_may_be_read_only(communicator: Communicator) -> None:
@@ -197,6 +199,9 @@ def test_mistakes_in_the_call_are_named(communicator: Communicator) -> None:
         (lambda a: communicator.all_reduce(a, "prod"), arrays, "no operation 'prod'; use 'sum', 'mean'"),  # type: ignore[arg-type]
         (lambda a: communicator.broadcast(a, root=2), arrays, "root is 2"),
         (lambda a: communicator.broadcast(a, root=-1), arrays, "root is -1"),
+        (lambda a: communicator.send(*a, source=-1, target=1), arrays, "send: source is -1; use the index of a device"),
+        (lambda a: communicator.send(*a, source=0, target=2), arrays, "send: target is 2; use the index of a device"),
+        (lambda a: communicator.send(a[0], a[1][:1], source=0, target=1), arrays, r"send: buffers\[1\] has 1 element"),
         (lambda a: communicator.reduce_scatter(a, a), arrays, "2 times"),
         (lambda a: communicator.all_gather(a, [1, 2]), arrays, r"all_gather: outputs\[0\] is a int"),
     ]

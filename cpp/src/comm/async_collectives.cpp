@@ -181,6 +181,25 @@ class AsyncCollectives final : public Collectives {
     host_.give_all(like, buffers, root);
   }
 
+  void send(const BufferView& input, const BufferView& output, std::size_t source, std::size_t target) override {
+    const auto lock = begin("send");
+    const bool from_host = memory_.on_host(source);
+    const bool to_host = memory_.on_host(target);
+    if (from_host && to_host) return copy_on_host(group_, input, {&output, 1});
+    Space& space = memory_.space_of(to_host ? source : target);
+    memory_.enter(source, input, space);
+    memory_.enter(target, output, space);
+    if (to_host) {
+      host_.take_out(space, input);
+    } else {
+      copy(space, output.data, from_host ? host_.stage(input, 0, bytes_of(input)) : input.data, bytes_of(input));
+    }
+    memory_.leave(source, input, space);
+    memory_.leave(target, output, space);
+    if (from_host || to_host) await_devices();
+    if (to_host) host_.give(input, 0, output);
+  }
+
   void wait() override {
     const auto lock = begin("wait");
     await_devices();

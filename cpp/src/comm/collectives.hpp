@@ -18,6 +18,7 @@ class Collectives {
   virtual void reduce_scatter(std::span<const BufferView> inputs, std::span<const BufferView> outputs, ReduceOp op) = 0;
   virtual void all_gather(std::span<const BufferView> inputs, std::span<const BufferView> outputs) = 0;
   virtual void broadcast(std::span<const BufferView> buffers, std::size_t root) = 0;
+  virtual void send(const BufferView& input, const BufferView& output, std::size_t source, std::size_t target) = 0;
   virtual void wait() = 0;
   virtual void close() = 0;
   [[nodiscard]] virtual std::string description() const = 0;

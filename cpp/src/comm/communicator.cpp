@@ -28,6 +28,12 @@ void check_open(const char* call, const DeviceGroup& group) {
   if (group.closed()) throw Unavailable(fmt::format("{}: the device group is closed. Make a new one.", call));
 }
 
+void check_index(const char* call, const char* name, std::size_t index, const DeviceGroup& group) {
+  if (index < group.size()) return;
+  throw InvalidArgument(fmt::format("{}: {} is {}, but the group has {}; use 0 to {}", call, name, index,
+                                    plural(group.size(), "device"), group.size() - 1));
+}
+
 std::shared_ptr<internal::Collectives> make(const DeviceGroup& group, const CommunicatorOptions& options) {
   const auto on_host = [](const Device& device) { return device.kind == DeviceKind::host; };
   const std::vector<Device>& devices = group.devices();
@@ -87,16 +93,25 @@ void Communicator::all_gather(std::span<const BufferView> inputs, std::span<cons
 void Communicator::broadcast(std::span<const BufferView> buffers, std::size_t root) {
   const Argument argument{"broadcast", "buffers", buffers};
   internal::check_one_per_device(argument, group_);
-  if (root >= group_.size()) {
-    throw InvalidArgument(fmt::format("broadcast: root is {}, but the group has {}; use 0 to {}", root,
-                                      plural(group_.size(), "device"), group_.size() - 1));
-  }
+  check_index("broadcast", "root", root, group_);
   internal::check_alike(argument);
   internal::check_disjoint(argument);
   check_open("broadcast", group_);
 
   if (buffers.size() == 1 || buffers.front().count == 0) return;
   collectives_->broadcast(buffers, root);
+}
+
+void Communicator::send(const BufferView& input, const BufferView& output, std::size_t source, std::size_t target) {
+  const BufferView both[] = {input, output};
+  const Argument argument{"send", "buffers", both};
+  check_index("send", "source", source, group_);
+  check_index("send", "target", target, group_);
+  internal::check_alike(argument);
+  internal::check_disjoint(argument);
+  check_open("send", group_);
+
+  if (input.count > 0) collectives_->send(input, output, source, target);
 }
 
 void Communicator::wait() { collectives_->wait(); }

@@ -40,6 +40,11 @@ void HostSide::take_out(const void* from, std::size_t bytes, std::size_t bytes_b
                                        bytes);
 }
 
+void HostSide::take_out(const Space& space, const BufferView& from) {
+  const std::size_t bytes = from.count * size_of(from.dtype);
+  space.endpoint.stream->copy(memory_.staging(kOut, bytes), from.data, bytes);
+}
+
 void HostSide::give(const BufferView& whole, std::size_t begin, const BufferView& target) {
   const std::size_t size = size_of(whole.dtype);
   char* const result = static_cast<char*>(memory_.staging(kOut, whole.count * size));

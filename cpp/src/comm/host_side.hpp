@@ -34,6 +34,8 @@ class HostSide {
   [[nodiscard]] const void* stage(const BufferView& input, std::size_t bytes_before, std::size_t all_bytes);
   /// Copies from home's memory to pinned memory, at the same place as stage().
   void take_out(const void* from, std::size_t bytes, std::size_t bytes_before, std::size_t all_bytes);
+  /// Copies from a space's memory to pinned memory.
+  void take_out(const Space& space, const BufferView& from);
 
   /// Copies what take_out() has put at element `begin` of the whole to a host buffer. Requires: the caller has waited.
   void give(const BufferView& whole, std::size_t begin, const BufferView& target);

@@ -36,7 +36,7 @@ bool end_within(std::chrono::nanoseconds timeout, std::span<const Space> spaces)
   const auto start = std::chrono::steady_clock::now();
   const auto is_done = [](const Space& space) {
     try {
-      return space.done->done();
+      return space.done == nullptr || space.done->done();
     } catch (const Error&) {
       return true;  // a lost device runs nothing any more
     }
@@ -63,7 +63,6 @@ MemorySpaces::MemorySpaces(const DeviceGroup& group) : lanes_(group.size()), sta
       host_.push_back(d);
       continue;
     }
-    lane.ready = lane.device->make_event(false);
     const auto [entry, is_new] = known.emplace(device.memory_space, spaces_.size());
     lane.space = entry->second;
     if (is_new) {
@@ -71,7 +70,6 @@ MemorySpaces::MemorySpaces(const DeviceGroup& group) : lanes_(group.size()), sta
       space.endpoint.device = whole(device);
       space.endpoint.opened = backend_of(device).open(space.endpoint.device);
       space.endpoint.stream = space.endpoint.opened->make_stream();
-      space.done = space.endpoint.opened->make_event(false);
     }
     spaces_[lane.space].members.push_back(d);
   }
@@ -84,17 +82,19 @@ std::vector<Endpoint> MemorySpaces::endpoints() const {
 }
 
 void MemorySpaces::enter(std::span<const BufferView> buffers) {
-  for (std::size_t d = 0; d < lanes_.size(); ++d) {
-    Lane& lane = lanes_[d];
-    if (lane.device == nullptr) continue;
-    lane.device->adopt_stream(buffers[d].stream)->record(*lane.ready);
-    spaces_[lane.space].endpoint.stream->wait(*lane.ready);
-  }
+  for (std::size_t d = 0; d < lanes_.size(); ++d) enter(d, buffers[d], spaces_[lanes_[d].space]);
+}
+
+void MemorySpaces::enter(std::size_t device, const BufferView& buffer, const Space& space) {
+  Lane& lane = lanes_[device];
+  if (lane.device == nullptr) return;
+  if (lane.ready == nullptr) lane.ready = lane.device->make_event(false);
+  lane.device->adopt_stream(buffer.stream)->record(*lane.ready);
+  space.endpoint.stream->wait(*lane.ready);
 }
 
 void MemorySpaces::leave(std::span<const BufferView> buffers, Until until) {
-  for (Space& space : spaces_) space.endpoint.stream->record(*space.done);
-  used_ = true;
+  for (Space& space : spaces_) record_done(space);
   for (std::size_t d = 0; d < lanes_.size(); ++d) {
     if (lanes_[d].device == nullptr) continue;
     const std::unique_ptr<Stream> stream = lanes_[d].device->adopt_stream(buffers[d].stream);
@@ -102,6 +102,17 @@ void MemorySpaces::leave(std::span<const BufferView> buffers, Until until) {
       if (until == Until::every_space || &space == &spaces_[lanes_[d].space]) stream->wait(*space.done);
     }
   }
+}
+
+void MemorySpaces::record_done(Space& space) {
+  if (space.done == nullptr) space.done = space.endpoint.opened->make_event(false);
+  space.endpoint.stream->record(*space.done);
+}
+
+void MemorySpaces::leave(std::size_t device, const BufferView& buffer, Space& space) {
+  record_done(space);
+  const Lane& lane = lanes_[device];
+  if (lane.device != nullptr) lane.device->adopt_stream(buffer.stream)->wait(*space.done);
 }
 
 void* MemorySpaces::staging(std::size_t which, std::size_t bytes) {
@@ -122,10 +133,10 @@ void* MemorySpaces::reserve(const Space& space, std::unique_ptr<Buffer>& buffer,
 }
 
 void MemorySpaces::wait(std::chrono::nanoseconds timeout) const {
-  if (!used_) return;
   const auto start = std::chrono::steady_clock::now();
   try {
     for (const Space& space : spaces_) {
+      if (space.done == nullptr) continue;
       const auto left = timeout - (std::chrono::steady_clock::now() - start);
       wait_for(*space.done, left);
     }
@@ -138,7 +149,7 @@ void MemorySpaces::wait(std::chrono::nanoseconds timeout) const {
 void MemorySpaces::throw_late(std::chrono::nanoseconds timeout) const {
   const double seconds = std::chrono::duration<double>(timeout).count();
   for (const Lane& lane : lanes_) {
-    if (lane.device == nullptr || lane.ready->done()) continue;
+    if (lane.ready == nullptr || lane.ready->done()) continue;
     throw Timeout(fmt::format("{}: what its buffer's stream was given before the collective has not ended within {:g} "
                               "s. A kernel hangs, or waits for something that does not come; or timeout is too short "
                               "for this work.",
@@ -146,7 +157,7 @@ void MemorySpaces::throw_late(std::chrono::nanoseconds timeout) const {
                   lane.name);
   }
   for (const Space& space : spaces_) {
-    if (space.done->done()) continue;
+    if (space.done == nullptr || space.done->done()) continue;
     const std::string& name = space.endpoint.device.name;
     throw Timeout(fmt::format("{}: a collective has not ended within {:g} s, though all that it waits for has. The "
                               "device hangs, or does other work; or timeout is too short for this one.",
@@ -158,7 +169,7 @@ void MemorySpaces::throw_late(std::chrono::nanoseconds timeout) const {
 
 void MemorySpaces::close(std::chrono::nanoseconds timeout) {
   try {
-    if (used_ && !end_within(timeout, spaces_)) return leak();
+    if (!end_within(timeout, spaces_)) return leak();
   } catch (...) {
     leak();
     throw;

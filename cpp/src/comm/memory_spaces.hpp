@@ -20,7 +20,7 @@ namespace paceline::internal {
 struct Space {
   std::vector<std::size_t> members;  ///< indices in the group
   Endpoint endpoint;
-  std::unique_ptr<Event> done;  ///< behind all work enqueued so far
+  std::unique_ptr<Event> done;  ///< behind all work enqueued so far; null: none was
   std::unique_ptr<Buffer> scratch;
   std::unique_ptr<Buffer> landing;  ///< for data from the host
   [[nodiscard]] std::size_t lead() const { return members.front(); }
@@ -42,10 +42,14 @@ class MemorySpaces {
 
   /// Work enqueued on the spaces' streams from now on runs after the work that the buffers' streams already have.
   void enter(std::span<const BufferView> buffers);
+  /// The same for a buffer of one device and the stream of any space.
+  void enter(std::size_t device, const BufferView& buffer, const Space& space);
   /// Work enqueued on the buffers' streams from now on runs after the work of their own space's stream, or of every
   /// space's.
   enum class Until { own_space, every_space };
   void leave(std::span<const BufferView> buffers, Until until);
+  /// Work enqueued on the buffer's stream from now on runs after the work of the space's stream.
+  void leave(std::size_t device, const BufferView& buffer, Space& space);
 
   /// Pinned memory, by number. It grows, and is kept until the end, because releasing it waits for all work of the GPU.
   [[nodiscard]] void* staging(std::size_t which, std::size_t bytes);
@@ -66,16 +70,16 @@ class MemorySpaces {
     std::size_t space = 0;
     std::string name;
     std::unique_ptr<AsyncDevice> device;  // null for host devices
-    std::unique_ptr<Event> ready;         // behind the work of its buffer's stream
+    std::unique_ptr<Event> ready;         // behind the work of its buffer's stream; null: it never had a part
   };
 
+  static void record_done(Space& space);
   [[noreturn]] void throw_late(std::chrono::nanoseconds timeout) const;
 
   std::vector<Lane> lanes_;
   std::vector<Space> spaces_;
   std::vector<std::size_t> host_;
   std::vector<std::vector<std::unique_ptr<Buffer>>> staging_;
-  bool used_ = false;
 };
 
 }  // namespace paceline::internal

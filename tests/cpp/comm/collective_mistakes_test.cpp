@@ -70,6 +70,10 @@ TEST(Mistakes, NameTheBufferAndWriteNothing) {
     views = memory.views();
 
     expect_mistake(memory, {"root is 2", "0 to 1"}, [&] { communicator.broadcast(views, 2); });
+    expect_mistake(memory, {"send: source is 2", "0 to 1"}, [&] { communicator.send(views[0], views[1], 2, 1); });
+    expect_mistake(memory, {"send: target is 2", "0 to 1"}, [&] { communicator.send(views[0], views[1], 0, 2); });
+    expect_mistake(memory, {"send: buffers[0] and buffers[1] overlap"},
+                   [&] { communicator.send(views[0], views[0], 0, 1); });
     expect_mistake(memory, {"unknown operation (9)"},
                    [&] { communicator.all_reduce(views, static_cast<ReduceOp>(9)); });
   }

@@ -99,6 +99,23 @@ TEST(AllReduce, AddsInTheOrderOfTheDevicesAlsoInLargeMessages) {
   for (const auto& buffer : values) EXPECT_EQ(buffer, std::vector<float>(count, 1.0f));
 }
 
+TEST(Send, CopiesOneDevicesBufferToAnother) {
+  Communicator communicator(make_group(3));
+  for (const std::size_t count : kCounts) {
+    Buffers from(3, count, DType::bfloat16, count);
+    Buffers to(3, count, DType::bfloat16, count + 1);
+    const Buffers before = to;
+    const Buffers kept = from;
+    communicator.send(from.view(2), to.view(1), 2, 1);
+    EXPECT_TRUE(from == kept) << "the source is only read";
+    EXPECT_TRUE(same(to.view(1).data, from.view(2).data, count, DType::bfloat16)) << count;
+    Buffers others = before;
+    for (const std::size_t d : {0, 2}) {
+      EXPECT_TRUE(same(to.view(d).data, others.view(d).data, count, DType::bfloat16)) << "device " << d;
+    }
+  }
+}
+
 TEST(ReduceScatter, GivesEachDeviceItsPartOfTheReducedInputs) {
   for (const std::size_t devices : {1, 2, 3}) {
     Communicator communicator(make_group(devices));

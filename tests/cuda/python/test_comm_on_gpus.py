@@ -100,12 +100,16 @@ def test_arrays_of_gpus_are_reduced_in_place_on_their_own_streams(fake: Any) -> 
             assert values.tolist() == [111, 222, 333]
         communicator.broadcast([Array([1, 2], 0), second := Array([5, 6], 1), np.zeros(2, np.float32)])
         assert second.values.tolist() == [1, 2]
+        host = np.zeros(3, np.float32)
+        communicator.send(arrays[0], sent := Array([0, 0, 0], 1), source=0, target=1)
+        communicator.send(sent, host, source=1, target=2)
+        assert host.tolist() == [111, 222, 333]
         assert communicator.description == "copies through cuda:0 (as asked for)"
         communicator.wait()
         communicator.close()
         with pytest.raises(Unavailable, match="closed"):
             communicator.wait()
-    assert Array.streams_told == [0, 1, 0, 1]
+    assert Array.streams_told == [0, 1, 0, 1, 0, 1, 1]
     assert all(not lender.asked for lender in arrays[:2])
     assert fake.leftovers == 0
 

@@ -34,7 +34,7 @@ struct CommunicatorOptions {
   std::size_t warm_up_bytes = std::size_t{4} << 20;
 };
 
-/// Collectives over one buffer per device of a group, in place.
+/// Collectives over one buffer per device of a group, in place, and sends from one device to another.
 ///
 /// Every call checks everything first and throws InvalidArgument, naming the buffer, before anything is written:
 /// one buffer per device in the order of the group; one element type and one size; memory that is there; and no
@@ -82,6 +82,11 @@ class PACELINE_API Communicator {
 
   /// buffers[d] = buffers[root], for every d. @throws InvalidArgument also if there is no such device.
   void broadcast(std::span<const BufferView> buffers, std::size_t root = 0);
+
+  /// output = input: `input` lies in the memory of the device with the index `source`, `output` in that of `target`.
+  /// The other devices have no part in it. GPUs copy, whatever the transport. Only a send from or to a host device
+  /// waits for the result. @throws InvalidArgument also if there is no such device, or the buffers overlap.
+  void send(const BufferView& input, const BufferView& output, std::size_t source, std::size_t target);
 
   /// Waits until all that was enqueued so far is done; of host devices nothing is.
   /// @throws what has failed since the last call; Timeout, naming the device that is late (see CommunicatorOptions).
