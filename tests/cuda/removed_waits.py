@@ -31,7 +31,7 @@ SOURCES = {
     ROOMS / "engine" / "device_queues_exchange.cpp": OF_STEPS,
     ROOMS / "engine" / "step_times.cpp": OF_STEPS,
     ROOMS / "engine" / "async_memory.cpp": OF_STEPS,
-    ROOMS / "engine" / "gpu_collectives.cpp": OF_STEPS,
+    ROOMS / "comm" / "space_collectives.cpp": OF_STEPS,
     ROOMS / "comm" / "async_collectives.cpp": OF_COLLECTIVES,
     ROOMS / "comm" / "copy_link.cpp": OF_COLLECTIVES,
     ROOMS / "comm" / "memory_spaces.cpp": OF_COLLECTIVES,

@@ -102,8 +102,10 @@ class CopyLink final : public Link {
     // The kernel loads 16 bytes at a time if all its buffers have the same alignment.
     const std::size_t stride = (bytes + 15) / 16 * 16;
     const std::size_t offset = reinterpret_cast<std::uintptr_t>(sources[endpoint]) % 16;
-    char* landed = reserve(endpoint, stride * (endpoints_.size() - 1) + offset) + offset;
-    Stream& stream = *endpoints_[endpoint].stream;
+    const Endpoint& here = endpoints_[endpoint];
+    Stream& stream = *here.stream;
+    const std::size_t room = stride * (endpoints_.size() - 1) + offset;
+    char* landed = static_cast<char*>(reserve(landing_[endpoint], room, *here.opened, stream)) + offset;
     std::vector<const void*> inputs;
     for (std::size_t r = 0; r < endpoints_.size(); ++r) {
       if (r == endpoint) {
@@ -126,15 +128,6 @@ class CopyLink final : public Link {
         if (&endpoints_[r] != &endpoint) endpoint.stream->wait(*fetched_[r]);
       }
     }
-  }
-
-  [[nodiscard]] char* reserve(std::size_t endpoint, std::size_t bytes) {
-    std::unique_ptr<Buffer>& landing = landing_[endpoint];
-    if (landing == nullptr || landing->bytes() < bytes) {
-      landing.reset();  // returns in the order of the stream, so the old memory makes room for the new
-      landing = endpoints_[endpoint].opened->allocate(bytes, *endpoints_[endpoint].stream);
-    }
-    return static_cast<char*>(landing->data());
   }
 
   std::vector<Endpoint> endpoints_;

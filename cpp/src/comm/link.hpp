@@ -21,6 +21,9 @@ struct Endpoint {
   std::shared_ptr<Stream> stream;  ///< the link enqueues all its work on this device here
 };
 
+/// Memory of at least this size, for use on that stream.
+[[nodiscard]] void* reserve(std::unique_ptr<Buffer>& buffer, std::size_t bytes, AsyncDevice& device, Stream& stream);
+
 /// Moves data between two or more memory spaces, by NCCL or by copies.
 ///
 /// The calls enqueue work on the endpoints' streams and return without waiting for a device. check() and the next call

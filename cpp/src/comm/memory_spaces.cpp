@@ -124,14 +124,6 @@ void* MemorySpaces::staging(std::size_t which, std::size_t bytes) {
   return buffers.back()->data();
 }
 
-void* MemorySpaces::reserve(const Space& space, std::unique_ptr<Buffer>& buffer, std::size_t bytes) {
-  if (buffer == nullptr || buffer->bytes() < bytes) {
-    buffer.reset();  // returns in the order of the stream, so the old memory makes room for the new
-    buffer = space.endpoint.opened->allocate(bytes, *space.endpoint.stream);
-  }
-  return buffer->data();
-}
-
 void MemorySpaces::wait(std::chrono::nanoseconds timeout) const {
   const auto start = std::chrono::steady_clock::now();
   try {

@@ -16,7 +16,7 @@
 
 namespace paceline::internal {
 
-/// Devices that share memory, and the stream that a communicator uses for them.
+/// Devices that share memory, and the stream that data enters and leaves it on.
 struct Space {
   std::vector<std::size_t> members;  ///< indices in the group
   Endpoint endpoint;
@@ -26,8 +26,9 @@ struct Space {
   [[nodiscard]] std::size_t lead() const { return members.front(); }
 };
 
-/// The asynchronous devices of a group by memory space. Orders the spaces' streams with the streams of the buffers'
-/// owners. Host devices are only listed.
+/// The asynchronous devices of a group by memory space, under communicators and trainers. Host devices are only listed:
+/// in place of a space's index theirs is the number of spaces. For communicators it orders the spaces' streams with the
+/// streams of the buffers' owners.
 class MemorySpaces {
  public:
   explicit MemorySpaces(const DeviceGroup& group);
@@ -37,6 +38,11 @@ class MemorySpaces {
   [[nodiscard]] Space& home() noexcept { return spaces_.front(); }
   [[nodiscard]] const std::vector<std::size_t>& host_devices() const noexcept { return host_; }
   [[nodiscard]] bool on_host(std::size_t device) const { return lanes_[device].device == nullptr; }
+  /// Null for host devices.
+  [[nodiscard]] AsyncDevice* device(std::size_t device) const { return lanes_[device].device.get(); }
+  [[nodiscard]] std::size_t index_of_space(std::size_t device) const {
+    return on_host(device) ? spaces_.size() : lanes_[device].space;
+  }
   [[nodiscard]] Space& space_of(std::size_t device) { return spaces_[lanes_[device].space]; }
   [[nodiscard]] std::vector<Endpoint> endpoints() const;
 
@@ -54,7 +60,9 @@ class MemorySpaces {
   /// Pinned memory, by number. It grows, and is kept until the end, because releasing it waits for all work of the GPU.
   [[nodiscard]] void* staging(std::size_t which, std::size_t bytes);
   /// Memory of the space, for use on its stream.
-  [[nodiscard]] static void* reserve(const Space& space, std::unique_ptr<Buffer>& buffer, std::size_t bytes);
+  [[nodiscard]] static void* reserve(const Space& space, std::unique_ptr<Buffer>& buffer, std::size_t bytes) {
+    return internal::reserve(buffer, bytes, *space.endpoint.opened, *space.endpoint.stream);
+  }
 
   /// Waits until all work enqueued before the last leave() is done.
   /// @throws Timeout naming the device, Error if a device has failed

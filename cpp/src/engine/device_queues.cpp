@@ -12,7 +12,7 @@
 namespace paceline {
 
 DeviceQueues::DeviceQueues(const DeviceGroup& group, const DeviceQueueOptions& options)
-    : state_(std::make_unique<State>()) {
+    : state_(std::make_unique<State>(group)) {
   State& state = *state_;
   state.options = options;
   state.run_ahead = static_cast<std::size_t>(std::max<std::int64_t>(options.run_ahead, 0));
@@ -21,7 +21,9 @@ DeviceQueues::DeviceQueues(const DeviceGroup& group, const DeviceQueueOptions& o
   state.ready = state.home_device().make_event(false);
   for (State::Lane& lane : state.lanes) state.open(lane);
   for (std::size_t s = 0; s < state.spaces.size(); ++s) {
-    if (s != state.home) state.open(state.spaces[s]);
+    if (s == State::kHome) continue;
+    if (state.on_host(s)) state.host_copies = state.home_device().make_stream();
+    state.open(state.spaces[s], state.on_host(s) ? *state.host_copies : *state.memory.spaces()[s].endpoint.stream);
   }
   state.connect();
 }
@@ -35,9 +37,9 @@ DeviceQueues::~DeviceQueues() {
 
 std::size_t DeviceQueues::device_count() const noexcept { return state_->lanes.size(); }
 std::size_t DeviceQueues::space_count() const noexcept { return state_->spaces.size(); }
-std::size_t DeviceQueues::home_space() const noexcept { return state_->home; }
+std::size_t DeviceQueues::home_space() const noexcept { return State::kHome; }
 std::size_t DeviceQueues::space_of(std::size_t device) const noexcept { return state_->lanes[device].space; }
-bool DeviceQueues::on_host(std::size_t space) const noexcept { return state_->on_host(state_->spaces[space]); }
+bool DeviceQueues::on_host(std::size_t space) const noexcept { return state_->on_host(space); }
 std::string DeviceQueues::transport() const { return state_->transport; }
 
 std::unique_ptr<Buffer> DeviceQueues::allocate(std::size_t space, std::size_t bytes, Stream* stream) const {
@@ -48,9 +50,9 @@ std::unique_ptr<Buffer> DeviceQueues::allocate(std::size_t space, std::size_t by
                                       : device.allocate(bytes, *stream);
 }
 
-AsyncDevice& DeviceQueues::maker(std::size_t space) const noexcept { return state_->maker(state_->spaces[space]); }
+AsyncDevice& DeviceQueues::maker(std::size_t space) const noexcept { return *state_->spaces[space].maker; }
 Stream& DeviceQueues::home_stream() const noexcept { return *state_->home_stream; }
-Stream* DeviceQueues::copy_stream(std::size_t space) const noexcept { return state_->spaces[space].copies.get(); }
+Stream* DeviceQueues::copy_stream(std::size_t space) const noexcept { return state_->spaces[space].copies; }
 Stream* DeviceQueues::stream(std::size_t device) const noexcept { return state_->lanes[device].stream; }
 Stream* DeviceQueues::source_stream(std::size_t device) const noexcept { return state_->lanes[device].source.get(); }
 
@@ -139,12 +141,12 @@ void DeviceQueues::reduce(std::span<const BufferView> outputs, double scale) {
   const bool collects = state.collectives != nullptr && !outputs.empty();
   if (collects) state.collect(outputs, inputs);
   for (std::size_t s = 0; s < state.spaces.size(); ++s) {
-    if (collects ? state.on_host(state.spaces[s]) : state.spaces[s].copies != nullptr) {
+    if (collects ? state.on_host(s) : state.spaces[s].copies != nullptr) {
       state.bring_home(state.spaces[s], s, inputs);
     }
   }
   for (State::Lane& lane : state.lanes) {
-    if (collects || !lane.has_delivered || lane.space != state.home) continue;
+    if (collects || !lane.has_delivered || lane.space != State::kHome) continue;
     if (lane.own_stream != nullptr) state.home_stream->wait(*lane.delivered);
     for (std::size_t k = 0; k < outputs.size(); ++k) inputs[k].push_back(lane.parts[k].data);
   }
@@ -165,9 +167,9 @@ void DeviceQueues::drain() {
     if (state.collectives->lost()) state.hung = true;
     state.collectives->keep_memory(true);
   }
-  for (State::Lane& lane : state.lanes) state.drain(lane.device.get(), lane.stream);
+  for (State::Lane& lane : state.lanes) state.drain(lane.device, lane.stream);
   for (State::Lane& lane : state.lanes) state.drain(&state.home_device(), lane.source.get());
-  for (State::Space& space : state.spaces) state.drain(&state.maker(space), space.copies.get());
+  for (State::Space& space : state.spaces) state.drain(space.maker, space.copies);
   state.drain(&state.home_device(), state.home_stream.get());
   if (state.collectives != nullptr) state.collectives->keep_memory(state.hung);
   state.left = false;

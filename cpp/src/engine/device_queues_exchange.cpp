@@ -11,15 +11,11 @@ namespace {
 
 std::size_t bytes_of(const BufferView& part) { return part.count * size_of(part.dtype); }
 
-/// The k-th buffer of a list, with at least this size. An old buffer returns in the order of its stream.
+/// The k-th buffer of a list, with at least this size.
 void* reserve(std::vector<std::unique_ptr<Buffer>>& buffers, std::size_t k, std::size_t bytes, AsyncDevice& device,
               Stream& stream) {
   if (buffers.size() <= k) buffers.resize(k + 1);
-  if (buffers[k] == nullptr || buffers[k]->bytes() < bytes) {
-    buffers[k].reset();
-    buffers[k] = device.allocate(bytes, stream);
-  }
-  return buffers[k]->data();
+  return internal::reserve(buffers[k], bytes, device, stream);
 }
 
 }  // namespace
@@ -32,7 +28,7 @@ void DeviceQueues::State::distribute(std::span<const SpaceCopy> copies) {
   if (collectives != nullptr) collectives->broadcast(copies);
   for (const SpaceCopy& copy : copies) {
     Space& space = spaces[copy.space];
-    if (collectives == nullptr || on_host(space)) space.copies->copy(copy.to, copy.from, copy.bytes);
+    if (collectives == nullptr || on_host(copy.space)) space.copies->copy(copy.to, copy.from, copy.bytes);
   }
   for (Space& space : spaces) {
     if (space.copies != nullptr) space.copies->record(*space.arrived);
@@ -56,12 +52,11 @@ void DeviceQueues::State::collect(std::span<const BufferView> outputs, std::vect
   std::vector<std::size_t> sizes;
   for (const BufferView& output : outputs) sizes.push_back(bytes_of(output));
   collectives->reserve(sizes);
-  const std::span<const std::size_t> members = collectives->spaces();
-  for (std::size_t r = 0; r < members.size(); ++r) {
-    Space& space = spaces[members[r]];
-    const std::vector<const Lane*> here = gather(space, members[r]);
+  for (std::size_t s = 0; s < gpu_spaces(); ++s) {
+    Space& space = spaces[s];
+    const std::vector<const Lane*> here = gather(space, s);
     for (std::size_t k = 0; k < outputs.size(); ++k) {
-      void* const sum = collectives->sum(r, k);
+      void* const sum = collectives->sum(s, k);
       std::vector<const void*> addends;
       for (const Lane* lane : here) addends.push_back(lane->parts[k].data);
       if (addends.empty()) {
@@ -74,13 +69,11 @@ void DeviceQueues::State::collect(std::span<const BufferView> outputs, std::vect
   for (std::size_t k = 0; k < outputs.size(); ++k) {
     if (outputs[k].count > 0) collectives->reduce(k, outputs[k].count, outputs[k].dtype);
   }
-  for (std::size_t r = 0; r < members.size(); ++r) {
-    Space& space = spaces[members[r]];
-    space.copies->record(*space.summed);
-    home_stream->wait(*space.summed);
-    if (members[r] != home) continue;
-    for (std::size_t k = 0; k < outputs.size(); ++k) inputs[k].push_back(collectives->sum(r, k));
+  for (std::size_t s = 0; s < gpu_spaces(); ++s) {
+    spaces[s].copies->record(*spaces[s].summed);
+    home_stream->wait(*spaces[s].summed);
   }
+  for (std::size_t k = 0; k < outputs.size(); ++k) inputs[k].push_back(collectives->sum(kHome, k));
 }
 
 void DeviceQueues::State::bring_home(Space& space, std::size_t index, std::vector<std::vector<const void*>>& inputs) {
@@ -96,10 +89,10 @@ void DeviceQueues::State::bring_home(Space& space, std::size_t index, std::vecto
   for (std::size_t k = 0; k < part_count; ++k) {
     for (const Lane* lane : here) coming[k].push_back(lane->parts[k]);
   }
-  if (!on_host(space)) {
+  if (!on_host(index)) {
     for (std::size_t k = 0; k < part_count; ++k) {
       BufferView sum = coming[k].front();
-      sum.data = reserve(space.sums, k, bytes_of(sum), maker(space), *space.copies);
+      sum.data = reserve(space.sums, k, bytes_of(sum), *space.maker, *space.copies);
       std::vector<const void*> addends;
       for (const BufferView& part : coming[k]) addends.push_back(part.data);
       space.copies->reduce({addends, sum.data, sum.count, sum.dtype, 1.0});

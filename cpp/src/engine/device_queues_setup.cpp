@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fmt/format.h>
 
-#include <map>
 #include <string>
 #include <utility>
 
@@ -13,37 +12,24 @@
 namespace paceline {
 
 void DeviceQueues::State::find_spaces(const DeviceGroup& group) {
-  std::map<std::string, std::size_t> known;
-  lanes.resize(group.size());
-  home = group.size();
+  if (gpu_spaces() == 0) {
+    throw InvalidArgument("DeviceQueues: every device of the group works during the call; there is nothing to queue");
+  }
   for (std::size_t d = 0; d < group.size(); ++d) {
     const Device& device = group.devices()[d];
-    const auto [entry, is_new] = known.emplace(device.memory_space, spaces.size());
-    const Backend& backend = backend_of(device);
-    lanes[d].space = entry->second;
-    lanes[d].device = backend.open(device);
-    if (const std::string why = group.size() > 1 ? backend.why_in_turns() : ""; !why.empty()) {
+    if (const std::string why = group.size() > 1 ? backend_of(device).why_in_turns() : ""; !why.empty()) {
       throw Unavailable(
           fmt::format("DataParallel: {}: several devices would take turns, and collectives hang. Unset it, or use one "
                       "device.",
                       why));
     }
-    if (is_new) {
-      spaces.emplace_back();
-      gpus.emplace_back();
-    }
-    if (lanes[d].device == nullptr) continue;
-    if (is_new) {
-      gpus.back() = backend.find(device.memory_space);
-      spaces.back().device = backend.open(gpus.back());
-    }
-    if (home != group.size()) continue;
-    home = entry->second;
+    Lane& lane = lanes.emplace_back();
+    lane.space = memory.index_of_space(d);
+    lane.device = memory.device(d);
     one_whole_gpu = group.size() == 1 && device.name == device.memory_space;
   }
-  if (home == group.size()) {
-    throw InvalidArgument("DeviceQueues: every device of the group works during the call; there is nothing to queue");
-  }
+  for (const internal::Space& space : memory.spaces()) spaces.emplace_back().maker = space.endpoint.opened.get();
+  if (!memory.host_devices().empty()) spaces.emplace_back().maker = spaces[kHome].maker;
 }
 
 void DeviceQueues::State::use(void* native) {
@@ -60,7 +46,7 @@ void DeviceQueues::State::use(void* native) {
 }
 
 void DeviceQueues::State::open(Lane& lane) {
-  if (lane.space != home) lane.source = home_device().make_stream();
+  if (lane.space != kHome) lane.source = home_device().make_stream();
   if (lane.device == nullptr) return;
   lane.delivered = lane.device->make_event(false);
   if (lane.stream != nullptr) return;
@@ -68,35 +54,28 @@ void DeviceQueues::State::open(Lane& lane) {
   lane.stream = lane.own_stream.get();
 }
 
-void DeviceQueues::State::open(Space& space) {
-  AsyncDevice& device = maker(space);
-  space.copies = device.make_stream();
-  space.arrived = device.make_event(false);
-  space.summed = device.make_event(false);
+void DeviceQueues::State::open(Space& space, Stream& copies) {
+  space.copies = &copies;
+  space.arrived = space.maker->make_event(false);
+  space.summed = space.maker->make_event(false);
 }
 
 void DeviceQueues::State::connect() {
-  std::vector<std::size_t> members;
-  for (std::size_t s = 0; s < spaces.size(); ++s) {
-    if (!on_host(spaces[s])) members.push_back(s);
-  }
-  if (members.size() < 2) return;
+  if (gpu_spaces() < 2) return;
   std::string why_none = "as asked for";
+  std::vector<internal::Endpoint> endpoints = memory.endpoints();
   if (options.collectives.transport != Transport::copies) {
-    open(spaces[home]);
-    std::vector<internal::Endpoint> endpoints;
-    for (const std::size_t s : members) endpoints.push_back({gpus[s], spaces[s].device, spaces[s].copies});
     auto link = internal::make_native_link(endpoints, options.collectives, why_none);
     if (link != nullptr) {
-      collectives = std::make_shared<internal::GpuCollectives>(
-          std::move(link), std::move(endpoints), std::move(members), home, options.staging_bytes, options.timeout);
+      open(spaces[kHome], *endpoints[kHome].stream);
+      collectives = std::make_shared<internal::SpaceCollectives>(std::move(link), std::move(endpoints),
+                                                                 options.staging_bytes, options.timeout);
       transport = collectives->description();
       return;
     }
     if (options.collectives.transport == Transport::nccl) throw Unavailable("DataParallel: " + why_none);
-    spaces[home].copies.reset();
   }
-  transport = fmt::format("copies through {} ({})", gpus[home].name, why_none);
+  transport = fmt::format("copies through {} ({})", endpoints[kHome].device.name, why_none);
 }
 
 }  // namespace paceline

@@ -12,17 +12,20 @@
 #include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/backend.hpp>
 
-#include "engine/gpu_collectives.hpp"
+#include "comm/memory_spaces.hpp"
+#include "comm/space_collectives.hpp"
 #include "engine/step_times.hpp"
 
 namespace paceline {
 
 /// The streams of a group by device (lanes) and by memory space, and what a step enqueues on them.
 struct DeviceQueues::State {
+  static constexpr std::size_t kHome = 0;
+
   struct Lane {
     std::size_t space = 0;
-    std::unique_ptr<AsyncDevice> device;  // null on the host
-    Stream* stream = nullptr;             // the home stream if there is only one device
+    AsyncDevice* device = nullptr;  // null on the host
+    Stream* stream = nullptr;       // null on the host; the home stream if there is only one device
     std::unique_ptr<Stream> own_stream;
     std::unique_ptr<Stream> source;
     std::unique_ptr<Event> delivered;
@@ -32,10 +35,10 @@ struct DeviceQueues::State {
   };
 
   struct Space {
-    // The whole GPU, even if its devices are parts, because work for all of them must not run on one part only. Null on
-    // the host.
-    std::shared_ptr<AsyncDevice> device;
-    std::shared_ptr<Stream> copies;  // null at home without collectives
+    // The whole GPU, even if its devices are parts, because work for all of them must not run on one part only. Home's
+    // for the host.
+    AsyncDevice* maker = nullptr;
+    Stream* copies = nullptr;        // null at home without collectives
     std::unique_ptr<Event> arrived;  // the parameters
     std::unique_ptr<Event> summed;
     std::vector<std::unique_ptr<Buffer>> sums;    // one for each part that its lanes deliver; none on the host
@@ -44,13 +47,13 @@ struct DeviceQueues::State {
 
   DeviceQueueOptions options;
   std::size_t run_ahead = 1;
+  internal::MemorySpaces memory;
   bool one_whole_gpu = false;  // the only device, which computes on the home stream
-  std::size_t home = 0;
   std::vector<Lane> lanes;
-  std::vector<Space> spaces;
-  std::vector<Device> gpus;  // the GPU of each space; not used for the host
+  std::vector<Space> spaces;  // home's first, the host's last
+  std::unique_ptr<Stream> host_copies;
   std::string transport;
-  std::shared_ptr<internal::GpuCollectives> collectives;  // null: copies are used
+  std::shared_ptr<internal::SpaceCollectives> collectives;  // null: copies are used
   std::unique_ptr<Stream> home_stream;
   bool owns_home_stream = false;
   std::unique_ptr<Event> ready;
@@ -59,11 +62,12 @@ struct DeviceQueues::State {
   std::atomic<bool> hung{false};
   bool left = false;  // a drain did not end
 
-  [[nodiscard]] AsyncDevice& home_device() const { return *spaces[home].device; }
-  [[nodiscard]] AsyncDevice& maker(const Space& space) const { return space.device ? *space.device : home_device(); }
-  [[nodiscard]] bool on_host(const Space& space) const { return space.device == nullptr; }
+  explicit State(const DeviceGroup& group) : memory(group) {}
+  [[nodiscard]] std::size_t gpu_spaces() { return memory.spaces().size(); }
+  [[nodiscard]] bool on_host(std::size_t space) { return space == gpu_spaces(); }
+  [[nodiscard]] AsyncDevice& home_device() const { return *spaces[kHome].maker; }
   [[nodiscard]] const Event& arrival(const Lane& lane) const {
-    return lane.space == home ? *ready : *spaces[lane.space].arrived;
+    return lane.space == kHome ? *ready : *spaces[lane.space].arrived;
   }
 
   // Called once, in this order.
@@ -71,7 +75,7 @@ struct DeviceQueues::State {
   /// Orders steps on this stream of the caller from now on; null: on one of our own.
   void use(void* native);
   void open(Lane& lane);
-  void open(Space& space);
+  void open(Space& space, Stream& copies);
   /// Connects several GPUs. Requires: the streams of their spaces.
   void connect();
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/gpu_collectives.hpp"
+#include "comm/space_collectives.hpp"
 
 namespace paceline {
 
@@ -49,7 +49,7 @@ void SpanShelf::put(std::unique_ptr<SpanLists> lists) noexcept {
 }
 
 RecordedTimes::RecordedTimes(const Shared& shared, std::size_t device_count, AsyncDevice& home,
-                             std::chrono::nanoseconds timeout, std::weak_ptr<GpuCollectives> collectives)
+                             std::chrono::nanoseconds timeout, std::weak_ptr<SpaceCollectives> collectives)
     : lists_(shared.shelf->take()), shared_(shared), timeout_(timeout), collectives_(std::move(collectives)) {
   if (lists_ == nullptr) {
     lists_ = std::make_unique<SpanLists>();

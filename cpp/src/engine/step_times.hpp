@@ -12,7 +12,7 @@
 
 namespace paceline::internal {
 
-class GpuCollectives;
+class SpaceCollectives;
 
 /// A micro-batch on its way: recorded before and after it.
 struct Span {
@@ -74,7 +74,7 @@ class RecordedTimes final : public StepTimes {
 
   /// `home` makes the event that ends the step; `timeout` is for wait().
   RecordedTimes(const Shared& shared, std::size_t device_count, AsyncDevice& home, std::chrono::nanoseconds timeout,
-                std::weak_ptr<GpuCollectives> collectives);
+                std::weak_ptr<SpaceCollectives> collectives);
   ~RecordedTimes() override;
 
   [[nodiscard]] bool settled() const override { return lists_->over->done(); }
@@ -96,7 +96,7 @@ class RecordedTimes final : public StepTimes {
   std::unique_ptr<SpanLists> lists_;
   Shared shared_;
   std::chrono::nanoseconds timeout_;
-  std::weak_ptr<GpuCollectives> collectives_;
+  std::weak_ptr<SpaceCollectives> collectives_;
   mutable std::mutex mutex_;
   mutable std::vector<char> strict_;  // what Evidence::judge() said; empty: not asked yet
 };

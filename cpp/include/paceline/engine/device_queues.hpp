@@ -11,6 +11,7 @@
 
 #include <paceline/comm/buffer_view.hpp>
 #include <paceline/comm/communicator.hpp>
+#include <paceline/comm/space_copy.hpp>
 #include <paceline/engine/step.hpp>
 #include <paceline/export.hpp>
 #include <paceline/runtime/async_device.hpp>
@@ -30,14 +31,6 @@ struct DeviceQueueOptions {
   CommunicatorOptions collectives{};
   /// With NCCL: the most memory on each GPU for parameters under way, if they lie in the caller's memory.
   std::size_t staging_bytes = std::size_t{32} << 20;
-};
-
-/// A copy out of home's memory that a memory space needs before its devices begin: parameters.
-struct SpaceCopy {
-  std::size_t space = 0;
-  void* to = nullptr;
-  const void* from = nullptr;
-  std::size_t bytes = 0;
 };
 
 /// When a step's micro-batches ran, by the devices' own clocks. It may be used after later steps have begun.

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include <paceline/engine/device_queues.hpp>
+#include <paceline/comm/space_copy.hpp>
 #include <paceline/runtime/async_device.hpp>
 
 #include "comm/link.hpp"
@@ -19,33 +19,33 @@
 namespace paceline::internal {
 
 /// Moves a step's data between the memory spaces of several GPUs by their own library: home's parameters to every other
-/// space, and all sums to home. A rank is the index of an endpoint. All work of a rank is enqueued on its stream.
+/// space, and all sums to home. There is an endpoint for each space, home's first. All work of a space is enqueued on
+/// its endpoint's stream.
 ///
 /// The library's kernels access the memory of other GPUs, so they only get memory that the library has allocated.
 /// Memory from allocate() is used in place. Parameters in other memory, such as PyTorch's, travel through staging
 /// memory of bounded size on both sides.
-class GpuCollectives {
+class SpaceCollectives {
  public:
-  /// `spaces[r]` is the space of rank r. At most `staging_bytes` of each GPU are for parameters under way. `timeout` is
-  /// for waits on the host, which only happen when buffers grow.
-  GpuCollectives(std::unique_ptr<NativeLink> link, std::vector<Endpoint> endpoints, std::vector<std::size_t> spaces,
-                 std::size_t home_space, std::size_t staging_bytes, std::chrono::nanoseconds timeout);
+  /// At most `staging_bytes` of each GPU are for parameters under way. `timeout` is for waits on the host, which only
+  /// happen when buffers grow.
+  SpaceCollectives(std::unique_ptr<NativeLink> link, std::vector<Endpoint> endpoints, std::size_t staging_bytes,
+                   std::chrono::nanoseconds timeout);
   /// Requires: nothing enqueued, unless lost() or keep_memory(true).
-  ~GpuCollectives();
-  GpuCollectives(const GpuCollectives&) = delete;
-  GpuCollectives& operator=(const GpuCollectives&) = delete;
+  ~SpaceCollectives();
+  SpaceCollectives(const SpaceCollectives&) = delete;
+  SpaceCollectives& operator=(const SpaceCollectives&) = delete;
 
   [[nodiscard]] std::string description() const { return link_->description(); }
-  [[nodiscard]] std::span<const std::size_t> spaces() const noexcept { return spaces_; }
   /// Memory of a space for the collectives; see NativeLink::allocate().
   [[nodiscard]] std::unique_ptr<Buffer> allocate(std::size_t space, std::size_t bytes, Stream& stream);
 
-  /// Does the copies to memory spaces of GPUs, and skips the others.
+  /// Does the copies to the spaces that have an endpoint, and skips the others.
   void broadcast(std::span<const SpaceCopy> copies);
   /// Makes room for sums of these sizes. Waits for the GPUs if a sum grows, which is rare.
   void reserve(std::span<const std::size_t> bytes);
-  /// The k-th sum of a rank. After reduce() home's holds the sum of all ranks.
-  [[nodiscard]] void* sum(std::size_t rank, std::size_t k) const { return sums_[k][rank]->data(); }
+  /// The k-th sum of a space. After reduce() home's holds the sum of all spaces.
+  [[nodiscard]] void* sum(std::size_t space, std::size_t k) const { return sums_[k][space]->data(); }
   void reduce(std::size_t k, std::size_t count, DType dtype);
 
   /// Throws what has failed since the last call, once.
@@ -55,9 +55,9 @@ class GpuCollectives {
   [[nodiscard]] bool lost() const noexcept { return link_->lost(); }
 
  private:
-  using Buffers = std::vector<std::unique_ptr<Buffer>>;  // one for each rank
+  using Buffers = std::vector<std::unique_ptr<Buffer>>;  // one for each space
 
-  /// A piece of home's memory, and its target on every rank; null where a rank does not need it.
+  /// A piece of home's memory, and its target in every space; null where a space does not need it.
   struct Piece {
     const void* from = nullptr;
     std::size_t bytes = 0;
@@ -72,7 +72,6 @@ class GpuCollectives {
   };
 
   [[nodiscard]] std::vector<Piece> pieces_of(std::span<const SpaceCopy> copies) const;
-  [[nodiscard]] std::size_t rank_of(std::size_t space) const;  // the number of ranks if the space has none
   [[nodiscard]] bool is_own(const void* data, std::size_t bytes) const;
   [[nodiscard]] bool is_own(const Piece& piece) const;
   [[nodiscard]] Buffers make(std::size_t bytes);
@@ -82,8 +81,6 @@ class GpuCollectives {
 
   std::unique_ptr<NativeLink> link_;
   std::vector<Endpoint> endpoints_;
-  std::vector<std::size_t> spaces_;
-  std::size_t root_;
   std::size_t staging_bytes_;
   std::chrono::nanoseconds timeout_;
   pid_t owner_;

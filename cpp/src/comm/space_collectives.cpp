@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/gpu_collectives.hpp"
+#include "comm/space_collectives.hpp"
 
 #include <unistd.h>
 
@@ -12,24 +12,22 @@
 namespace paceline::internal {
 namespace {
 
+constexpr std::size_t kHome = 0;
 constexpr std::size_t kAlignment = 16;  // copies with a smaller alignment are slower
 
 std::size_t aligned(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 }  // namespace
 
-GpuCollectives::GpuCollectives(std::unique_ptr<NativeLink> link, std::vector<Endpoint> endpoints,
-                               std::vector<std::size_t> spaces, std::size_t home_space, std::size_t staging_bytes,
-                               std::chrono::nanoseconds timeout)
+SpaceCollectives::SpaceCollectives(std::unique_ptr<NativeLink> link, std::vector<Endpoint> endpoints,
+                                   std::size_t staging_bytes, std::chrono::nanoseconds timeout)
     : link_(std::move(link)),
       endpoints_(std::move(endpoints)),
-      spaces_(std::move(spaces)),
-      root_(rank_of(home_space)),
       staging_bytes_(aligned(std::max(staging_bytes, std::size_t{1}))),
       timeout_(timeout),
       owner_(getpid()) {}
 
-GpuCollectives::~GpuCollectives() {
+SpaceCollectives::~SpaceCollectives() {
   if (getpid() == owner_) return;
   // CUDA and the link's thread do not survive fork(), so a child must not touch them.
   for (Buffers& buffers : sums_) {
@@ -39,17 +37,17 @@ GpuCollectives::~GpuCollectives() {
   static_cast<void>(link_.release());
 }
 
-std::unique_ptr<Buffer> GpuCollectives::allocate(std::size_t space, std::size_t bytes, Stream& stream) {
-  std::unique_ptr<Buffer> buffer = link_->allocate(rank_of(space), bytes, stream);
+std::unique_ptr<Buffer> SpaceCollectives::allocate(std::size_t space, std::size_t bytes, Stream& stream) {
+  std::unique_ptr<Buffer> buffer = link_->allocate(space, bytes, stream);
   own_.emplace_back(static_cast<const char*>(buffer->data()), bytes);
   return buffer;
 }
 
-void GpuCollectives::broadcast(std::span<const SpaceCopy> copies) {
+void SpaceCollectives::broadcast(std::span<const SpaceCopy> copies) {
   std::vector<Piece> staged;
   for (Piece& piece : pieces_of(copies)) {
     if (is_own(piece)) {
-      link_->broadcast(piece.to, piece.bytes, root_);
+      link_->broadcast(piece.to, piece.bytes, kHome);
     } else {
       staged.push_back(std::move(piece));
     }
@@ -57,7 +55,7 @@ void GpuCollectives::broadcast(std::span<const SpaceCopy> copies) {
   if (!staged.empty()) stage(staged);
 }
 
-void GpuCollectives::reserve(std::span<const std::size_t> bytes) {
+void SpaceCollectives::reserve(std::span<const std::size_t> bytes) {
   for (std::size_t k = 0; k < bytes.size(); ++k) {
     if (k == sums_.size()) sums_.emplace_back();
     if (!sums_[k].empty() && sums_[k].front()->bytes() >= bytes[k]) continue;
@@ -67,34 +65,29 @@ void GpuCollectives::reserve(std::span<const std::size_t> bytes) {
   }
 }
 
-void GpuCollectives::reduce(std::size_t k, std::size_t count, DType dtype) {
+void SpaceCollectives::reduce(std::size_t k, std::size_t count, DType dtype) {
   std::vector<void*> buffers;
   for (std::size_t r = 0; r < endpoints_.size(); ++r) buffers.push_back(sum(r, k));
-  link_->reduce(buffers, count, dtype, root_);
+  link_->reduce(buffers, count, dtype, kHome);
 }
 
-std::vector<GpuCollectives::Piece> GpuCollectives::pieces_of(std::span<const SpaceCopy> copies) const {
+std::vector<SpaceCollectives::Piece> SpaceCollectives::pieces_of(std::span<const SpaceCopy> copies) const {
   std::vector<Piece> pieces;
   std::map<std::pair<const void*, std::size_t>, std::size_t> known;
   for (const SpaceCopy& copy : copies) {
-    const std::size_t rank = rank_of(copy.space);
-    if (rank == endpoints_.size() || copy.bytes == 0) continue;
+    if (copy.space >= endpoints_.size() || copy.bytes == 0) continue;
     const auto [entry, is_new] = known.emplace(std::pair{copy.from, copy.bytes}, pieces.size());
     if (is_new) {
       Piece piece{.from = copy.from, .bytes = copy.bytes, .to = std::vector<void*>(endpoints_.size(), nullptr)};
-      piece.to[root_] = const_cast<void*>(copy.from);  // the link takes void*, and only reads the root's
+      piece.to[kHome] = const_cast<void*>(copy.from);  // the link takes void*, and only reads home's
       pieces.push_back(std::move(piece));
     }
-    pieces[entry->second].to[rank] = copy.to;
+    pieces[entry->second].to[copy.space] = copy.to;
   }
   return pieces;
 }
 
-std::size_t GpuCollectives::rank_of(std::size_t space) const {
-  return static_cast<std::size_t>(std::find(spaces_.begin(), spaces_.end(), space) - spaces_.begin());
-}
-
-bool GpuCollectives::is_own(const void* data, std::size_t bytes) const {
+bool SpaceCollectives::is_own(const void* data, std::size_t bytes) const {
   const auto* const begin = static_cast<const char*>(data);
   const std::less_equal<> not_after;
   return std::any_of(own_.begin(), own_.end(), [&](const auto& memory) {
@@ -102,12 +95,12 @@ bool GpuCollectives::is_own(const void* data, std::size_t bytes) const {
   });
 }
 
-bool GpuCollectives::is_own(const Piece& piece) const {
+bool SpaceCollectives::is_own(const Piece& piece) const {
   return std::all_of(piece.to.begin(), piece.to.end(),
                      [&](const void* to) { return to != nullptr && is_own(to, piece.bytes); });
 }
 
-GpuCollectives::Buffers GpuCollectives::make(std::size_t bytes) {
+SpaceCollectives::Buffers SpaceCollectives::make(std::size_t bytes) {
   Buffers buffers;
   for (std::size_t r = 0; r < endpoints_.size(); ++r)
     buffers.push_back(link_->allocate(r, bytes, *endpoints_[r].stream));
@@ -115,7 +108,7 @@ GpuCollectives::Buffers GpuCollectives::make(std::size_t bytes) {
 }
 
 /// Packs scattered pieces, so that the number of collectives does not grow with the number of parameters.
-void GpuCollectives::stage(std::span<const Piece> pieces) {
+void SpaceCollectives::stage(std::span<const Piece> pieces) {
   std::size_t total = 0;
   for (const Piece& piece : pieces) total += aligned(piece.bytes);
   const std::size_t room = std::min(total, staging_bytes_);
@@ -141,19 +134,19 @@ void GpuCollectives::stage(std::span<const Piece> pieces) {
   if (used > 0) send(sections, used);
 }
 
-void GpuCollectives::send(std::span<const Section> sections, std::size_t bytes) {
+void SpaceCollectives::send(std::span<const Section> sections, std::size_t bytes) {
   std::vector<void*> buffers;
   for (const std::unique_ptr<Buffer>& buffer : staging_) buffers.push_back(buffer->data());
-  const auto staged = [&](std::size_t rank, const Section& section) {
-    return static_cast<char*>(buffers[rank]) + section.offset;
+  const auto staged = [&](std::size_t space, const Section& section) {
+    return static_cast<char*>(buffers[space]) + section.offset;
   };
   for (const Section& section : sections) {
     const auto* const from = static_cast<const char*>(section.piece->from) + section.begin;
-    endpoints_[root_].stream->copy(staged(root_, section), from, section.bytes);
+    endpoints_[kHome].stream->copy(staged(kHome, section), from, section.bytes);
   }
-  link_->broadcast(buffers, bytes, root_);
+  link_->broadcast(buffers, bytes, kHome);
   for (std::size_t r = 0; r < endpoints_.size(); ++r) {
-    if (r == root_) continue;
+    if (r == kHome) continue;
     for (const Section& section : sections) {
       if (section.piece->to[r] == nullptr) continue;
       endpoints_[r].stream->copy(static_cast<char*>(section.piece->to[r]) + section.begin, staged(r, section),
@@ -163,7 +156,7 @@ void GpuCollectives::send(std::span<const Section> sections, std::size_t bytes) 
 }
 
 /// Waits for all streams, because the link's memory does not return in the order of a stream.
-void GpuCollectives::settle() {
+void SpaceCollectives::settle() {
   for (const Endpoint& endpoint : endpoints_) {
     const std::unique_ptr<Event> idle = endpoint.opened->make_event(false);
     endpoint.stream->record(*idle);
