@@ -11,7 +11,7 @@
 #include <numeric>
 #include <vector>
 
-#include "engine/planned_claims.hpp"
+#include "engine/step/planned_claims.hpp"
 
 namespace paceline::engine {
 namespace {

@@ -2,7 +2,7 @@
 
     python step_overhead.py             run it alone on the machine
 
-Two levels. `engine` is the lowest level that Python has: the compiled stepper plans, hands out work, waits and records, and calls empty
+Two levels. `engine` is the lowest level that Python has: the compiled step_loop plans, hands out work, waits and records, and calls empty
 Python functions on the workers. All of its time is the library's. `trainer` is `paceline.torch.DataParallel.step` on a network of one
 parameter with one item per device. In turns with it, plain PyTorch runs the same forward and backward on the calling thread, once per
 device, because Python runs one thread at a time. Its time is subtracted.
@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline._core.engine import Stepper
+from paceline._core.engine import StepLoop
 from paceline.torch import DataParallel
 from race import host
 
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def engine(names: list[str], pause: float, steps: int) -> dict[str, float]:
-    """The compiled stepper with empty functions."""
+    """The compiled step_loop with empty functions."""
 
     def body(device: int, begin: int, end: int, flags: int) -> int:
         return 0
@@ -70,10 +70,10 @@ def engine(names: list[str], pause: float, steps: int) -> dict[str, float]:
         return []
 
     with paceline.DeviceGroup(names) as group:
-        stepper = Stepper(group, balance="even")
+        step_loop = StepLoop(group, balance="even")
 
         def step() -> None:
-            stepper.commit(stepper.run(stepper.plan(len(names)), body, finish))
+            step_loop.commit(step_loop.run(step_loop.plan(len(names)), body, finish))
 
         (seconds,) = in_turns([step], pause, steps)
     return {"engine_us": round(1e6 * statistics.median(seconds) / len(names), 1)}

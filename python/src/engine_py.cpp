@@ -14,7 +14,7 @@
 #include <vector>
 
 #include <paceline/balance/ledger.hpp>
-#include <paceline/engine/stepper.hpp>
+#include <paceline/engine/step_loop.hpp>
 #include <paceline/error.hpp>
 #include <paceline/runtime/blocking.hpp>
 
@@ -22,7 +22,7 @@
 #include "garbage_collection.hpp"
 #include "python_program.hpp"
 #include "queued_program.hpp"
-#include "stepper_reports.hpp"
+#include "step_loop_reports.hpp"
 #include "what_if_arguments.hpp"
 
 namespace py = pybind11;
@@ -36,13 +36,13 @@ using Span = std::pair<std::int64_t, std::int64_t>;
 using Script = std::vector<std::vector<Span>>;
 
 std::vector<std::vector<MicroBatch>> micro_batches_of(const std::optional<Script>& script) {
-  std::vector<std::vector<MicroBatch>> lanes;
-  if (!script) return lanes;
+  std::vector<std::vector<MicroBatch>> lists;
+  if (!script) return lists;
   for (const std::vector<Span>& spans : *script) {
-    auto& lane = lanes.emplace_back();
-    for (const auto& [begin, end] : spans) lane.push_back({.begin = begin, .end = end});
+    auto& list = lists.emplace_back();
+    for (const auto& [begin, end] : spans) list.push_back({.begin = begin, .end = end});
   }
-  return lanes;
+  return lists;
 }
 
 /// How a step ended. Keeps what commit() needs.
@@ -77,15 +77,15 @@ struct FileLedger {
   balance::LedgerWriter writer;
 };
 
-void write_ledger(Stepper& stepper, const std::string& path) {
+void write_ledger(StepLoop& step_loop, const std::string& path) {
   // Before the file is opened, which empties it: it may be the ledger of this very trainer.
-  if (stepper.has_planned()) {
+  if (step_loop.has_planned()) {
     throw InvalidArgument(fmt::format(
         "write_ledger: called after {} step{}, and a ledger that lacks steps cannot be replayed. Call it right "
         "after making the trainer. Nothing was written.",
-        stepper.metrics().steps, stepper.metrics().steps == 1 ? "" : "s"));
+        step_loop.metrics().steps, step_loop.metrics().steps == 1 ? "" : "s"));
   }
-  if (stepper.writes_ledger()) {
+  if (step_loop.writes_ledger()) {
     throw InvalidArgument("write_ledger: this trainer writes a ledger already. Nothing was written.");
   }
   auto ledger = std::make_shared<FileLedger>(path);
@@ -97,7 +97,7 @@ void write_ledger(Stepper& stepper, const std::string& path) {
   if (!(ledger->file << ' ' << std::flush)) {
     throw InvalidArgument(fmt::format("write_ledger: {} cannot be written to; is the disk full?", path));
   }
-  stepper.write_to(std::shared_ptr<balance::LedgerWriter>(ledger, &ledger->writer));
+  step_loop.write_to(std::shared_ptr<balance::LedgerWriter>(ledger, &ledger->writer));
 }
 
 // Hands a step to the workers with the interpreter let go, or they would wake up only to wait for it. True if the step
@@ -113,18 +113,18 @@ bool start(Step& step) {
 // one leaves at once.
 //
 // With `queues` the devices work after the call: they are waited for only if the step fails.
-Outcome run(Stepper& stepper, const std::shared_ptr<BatchPlan>& plan, py::object body, py::object finish,
+Outcome run(StepLoop& step_loop, const std::shared_ptr<BatchPlan>& plan, py::object body, py::object finish,
             const std::optional<std::shared_ptr<TrainerQueues>>& shared, py::object outputs,
             const std::optional<Script>& claims, const std::optional<Script>& pieces) {
   const std::shared_ptr<TrainerQueues> queues = shared.value_or(nullptr);
-  const std::size_t device_count = stepper.group().size();
-  stepper.require_idle();
+  const std::size_t device_count = step_loop.group().size();
+  step_loop.require_idle();
   auto called = std::make_shared<PythonProgram>(std::move(body), std::move(finish), device_count);
   std::shared_ptr<StepProgram> program = called;
   std::shared_ptr<QueuedProgram> queued;
   if (queues != nullptr) program = queued = std::make_shared<QueuedProgram>(called, std::move(outputs), queues);
   const auto release = [&] { queued != nullptr ? queued->release() : called->release(); };
-  Outcome outcome{stepper.prepare(plan, program, {micro_batches_of(claims), micro_batches_of(pieces)}), device_count};
+  Outcome outcome{step_loop.prepare(plan, program, {micro_batches_of(claims), micro_batches_of(pieces)}), device_count};
   // Not what wait() returns: the step may come to its end while the signal's handler runs.
   bool signalled = false;
   const auto no_signal = [&signalled] {
@@ -202,11 +202,11 @@ void bind_engine(py::module_& module) {
           "targets", [](const BatchPlan& plan) { return plan.balance.shares; },
           "What the balancer wants each device to have, of the items, or of the work where items have costs.");
 
-  py::class_<Stepper>(module, "Stepper", "One balanced step after another on one group: plan, run, commit.")
+  py::class_<StepLoop>(module, "StepLoop", "One balanced step after another on one group: plan, run, commit.")
       .def(py::init([](DeviceGroup group, std::string balance, std::vector<double> weights, std::int64_t micro_batch,
                        std::int64_t granularity, std::optional<bool> corrections,
                        std::vector<std::int64_t> memory_limits, bool search_sizes) {
-             StepperOptions options;
+             StepLoopOptions options;
              options.balance = balance_named(balance);
              options.weights = std::move(weights);
              options.micro_batch = micro_batch;
@@ -214,23 +214,23 @@ void bind_engine(py::module_& module) {
              options.corrections = corrections;
              options.memory_limits = std::move(memory_limits);
              options.search_sizes = search_sizes;
-             return std::make_unique<Stepper>(std::move(group), std::move(options));
+             return std::make_unique<StepLoop>(std::move(group), std::move(options));
            }),
            py::arg("group"), py::kw_only(), py::arg("balance") = "auto", py::arg("weights") = std::vector<double>{},
            py::arg("micro_batch") = 0, py::arg("granularity") = 1, py::arg("corrections") = py::none(),
            py::arg("memory_limits") = std::vector<std::int64_t>{}, py::arg("search_sizes") = false)
-      .def("set_corrections", &Stepper::set_corrections, py::arg("corrections"),
+      .def("set_corrections", &StepLoop::set_corrections, py::arg("corrections"),
            "From the next plan on. None: on host devices.")
-      .def("retire", &Stepper::retire, py::arg("device"),
+      .def("retire", &StepLoop::retire, py::arg("device"),
            "The device with this index gets no work from the next step on, and no step waits for it.")
-      .def("restore", &Stepper::restore, py::arg("device"), "It gets work again.")
-      .def("set_least_items", &Stepper::set_least_items, py::arg("items"),
+      .def("restore", &StepLoop::restore, py::arg("device"), "It gets work again.")
+      .def("set_least_items", &StepLoop::set_least_items, py::arg("items"),
            "Of a micro-batch from the next plan on, unless the batch has fewer.")
       .def(
           "plan",
-          [](Stepper& stepper, std::int64_t batch_size, std::uint64_t memory, std::uint64_t speed, bool any_size) {
+          [](StepLoop& step_loop, std::int64_t batch_size, std::uint64_t memory, std::uint64_t speed, bool any_size) {
             // Read-only in Python too.
-            return std::const_pointer_cast<BatchPlan>(stepper.plan(batch_size, {memory, speed, any_size}));
+            return std::const_pointer_cast<BatchPlan>(step_loop.plan(batch_size, {memory, speed, any_size}));
           },
           py::arg("batch_size"), py::arg("memory") = 0, py::arg("speed") = 0, py::arg("any_size") = true,
           "Plan a batch of so many items. memory, speed: numbers of its kind. any_size: whether it may run in "
@@ -238,8 +238,8 @@ void bind_engine(py::module_& module) {
           "of sizes that are searched.")
       .def(
           "plan",
-          [](Stepper& stepper, const std::vector<double>& costs) {
-            return std::const_pointer_cast<BatchPlan>(stepper.plan(costs));
+          [](StepLoop& step_loop, const std::vector<double>& costs) {
+            return std::const_pointer_cast<BatchPlan>(step_loop.plan(costs));
           },
           py::arg("costs"), "Plan a batch with one cost per item.")
       .def_property_readonly("items", &items_dict,
@@ -254,17 +254,19 @@ void bind_engine(py::module_& module) {
           "queued_program.hpp for devices with queues.")
       .def(
           "shrink",
-          [](Stepper& stepper, const Outcome& outcome, bool limited) { return stepper.shrink(*outcome.step, limited); },
+          [](StepLoop& step_loop, const Outcome& outcome, bool limited) {
+            return step_loop.shrink(*outcome.step, limited);
+          },
           py::arg("outcome"), py::arg("limited"),
           "After a step whose body ran out of memory: at most half of that runs at once from now on, on all devices of "
           "the "
           "memory, or where its own limit was reached on this device. False if there is nothing smaller.")
       .def_property_readonly("memory", &memory_dict, "By device with a limit: the limit, and what is known of memory.")
-      .def("settle", &Stepper::settle, "Return when the times of all committed steps are known.")
-      .def("cancel", &Stepper::cancel, "End the step that runs, if any, once every worker has left its micro-batch.")
+      .def("settle", &StepLoop::settle, "Return when the times of all committed steps are known.")
+      .def("cancel", &StepLoop::cancel, "End the step that runs, if any, once every worker has left its micro-batch.")
       .def(
-          "commit", [](Stepper& stepper, const Outcome& outcome) { stepper.commit(outcome.step); }, py::arg("outcome"),
-          "Tell the balancer and the metrics about a step that succeeded.")
+          "commit", [](StepLoop& step_loop, const Outcome& outcome) { step_loop.commit(outcome.step); },
+          py::arg("outcome"), "Tell the balancer and the metrics about a step that succeeded.")
       .def_property_readonly(
           "metrics", &metrics_dict,
           "One snapshot: per device share, items, busy and idle seconds, rate; totals; the last moves.")
@@ -275,12 +277,12 @@ void bind_engine(py::module_& module) {
            "Write every call of the balancer to a file of JSON lines, from before the first step on.")
       .def(
           "what_if",
-          [](Stepper& stepper, const WhatIfSpeeds& speeds, const WhatIfAdded& add, const WhatIfRemoved& remove,
+          [](StepLoop& step_loop, const WhatIfSpeeds& speeds, const WhatIfAdded& add, const WhatIfRemoved& remove,
              const WhatIfBatchSize& batch_size, std::optional<double> alone, double overhead_seconds) {
-            stepper.settle();
-            const balance::Balancer& balancer = stepper.balancer();
+            step_loop.settle();
+            const balance::Balancer& balancer = step_loop.balancer();
             balance::WhatIfOptions options = what_if_options(balancer, speeds, add, remove, batch_size);
-            if (stepper.by_cost()) options.unit = "units of work";
+            if (step_loop.by_cost()) options.unit = "units of work";
             options.alone = alone;
             options.overhead_seconds = overhead_seconds;
             return balancer.what_if(options);
@@ -289,9 +291,9 @@ void bind_engine(py::module_& module) {
           py::arg("batch_size") = py::none(), py::arg("alone") = py::none(), py::arg("overhead_seconds") = 0.0,
           "See `paceline.balance.Balancer.what_if`. alone: what a device's time is multiplied by when it works alone, "
           "if that was measured; overhead_seconds: of a step, outside of the devices' work.")
-      .def("explain", [](Stepper& stepper) {
-        stepper.settle();
-        return stepper.explain();
+      .def("explain", [](StepLoop& step_loop) {
+        step_loop.settle();
+        return step_loop.explain();
       });
 
   module.def(

@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include <paceline/engine/stepper.hpp>
+#include <paceline/engine/step_loop.hpp>
 #include <paceline/error.hpp>
 #include <paceline/runtime/device_group.hpp>
 
@@ -32,8 +32,8 @@ TEST_P(Queued, StepsThatNobodyWaitsForAreExactAndTimedInTheEnd) {
     boot(seed, 2);
     {
       const DeviceGroup group = group_of(GetParam());
-      Stepper stepper(group, {.balance = seed % 2 == 0 ? Balance::automatic : Balance::even,
-                              .micro_batch = 1 + static_cast<int>(seed % 3)});
+      StepLoop step_loop(group, {.balance = seed % 2 == 0 ? Balance::automatic : Balance::even,
+                                 .micro_batch = 1 + static_cast<int>(seed % 3)});
       const std::unique_ptr<Buffer> outputs = [&] {
         Summing any(group);
         return any.queues.maker(any.queues.home_space()).allocate_pinned(6 * sizeof(double));
@@ -43,15 +43,15 @@ TEST_P(Queued, StepsThatNobodyWaitsForAreExactAndTimedInTheEnd) {
         // A program of its own for each step, as the PyTorch trainer has: each may still be on its way.
         auto program = std::make_shared<Summing>(group, static_cast<std::int64_t>(seed % 2));
         program->begin(1.0 + k, sums + k);
-        const std::shared_ptr<Step> step = stepper.begin(stepper.plan(kBatch), program);
+        const std::shared_ptr<Step> step = step_loop.begin(step_loop.plan(kBatch), program);
         step->wait();
         ASSERT_EQ(step->failure(), nullptr);
-        stepper.commit(step);
+        step_loop.commit(step);
       }
-      stepper.settle();
+      step_loop.settle();
       // A worker that comes late lets go of the program late, and what that has enqueued to come to its end is work.
       while (Counted::alive > 0) std::this_thread::yield();
-      ASSERT_EQ(stepper.metrics().steps, 6);
+      ASSERT_EQ(step_loop.metrics().steps, 6);
       for (int k = 0; k < 6; ++k) ASSERT_EQ(sums[k], (1.0 + k) * kBatch) << "seed " << seed << ", step " << k;
     }
     ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
@@ -68,14 +68,14 @@ TEST_P(Queued, OneStepFollowsTheOtherInTheSameMemory) {
     boot(seed, 2);
     {
       const DeviceGroup group = group_of(GetParam());
-      Stepper stepper(group, {.balance = Balance::even, .micro_batch = 2});
+      StepLoop step_loop(group, {.balance = Balance::even, .micro_batch = 2});
       auto program = std::make_shared<Summing>(group);
       const std::unique_ptr<Buffer> outputs =
           program->queues.maker(program->queues.home_space()).allocate_pinned(4 * sizeof(double));
       auto* const sums = static_cast<double*>(outputs->data());
       for (int k = 0; k < 4; ++k) {
         program->begin(1.0 + k, sums + k);
-        const std::shared_ptr<Step> step = stepper.begin(stepper.plan(kBatch), program);
+        const std::shared_ptr<Step> step = step_loop.begin(step_loop.plan(kBatch), program);
         step->wait();
         ASSERT_EQ(step->failure(), nullptr);
       }
@@ -246,7 +246,7 @@ TEST(DeviceQueues, ANewStreamComesAfterTheOldOne) {
       ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
     {
       const DeviceGroup group = group_of({"cuda:0/0", "cuda:0/1"});
-      Stepper stepper(group, {.balance = Balance::even});
+      StepLoop step_loop(group, {.balance = Balance::even});
       auto program = std::make_shared<Summing>(group);
       const std::unique_ptr<Buffer> outputs = program->queues.maker(0).allocate_pinned(4 * sizeof(double));
       auto* const sums = static_cast<double*>(outputs->data());
@@ -254,7 +254,7 @@ TEST(DeviceQueues, ANewStreamComesAfterTheOldOne) {
         program->queues.set_stream(streams[k % 2]);
         ASSERT_EQ(program->queues.home_stream().native(), streams[k % 2]);
         program->begin(1.0 + k, sums + k);
-        stepper.begin(stepper.plan(kBatch), program)->wait();
+        step_loop.begin(step_loop.plan(kBatch), program)->wait();
       }
       program->queues.drain();
       for (int k = 0; k < 4; ++k) ASSERT_EQ(sums[k], (1.0 + k) * kBatch) << "seed " << seed;
@@ -271,7 +271,7 @@ TEST(DeviceQueues, AStreamThatWasLeftMayBeDestroyed) {
     cudaStream_t stream = nullptr;
     {
       const DeviceGroup group = group_of({"cuda:0", "host:0"});
-      Stepper stepper(group, {.balance = Balance::even});
+      StepLoop step_loop(group, {.balance = Balance::even});
       auto program = std::make_shared<Summing>(group);
       const std::unique_ptr<Buffer> outputs = program->queues.maker(program->queues.home_space()).allocate_pinned(32);
       auto* const sums = static_cast<double*>(outputs->data());
@@ -283,7 +283,7 @@ TEST(DeviceQueues, AStreamThatWasLeftMayBeDestroyed) {
           ASSERT_EQ(cudaStreamDestroy(left), cudaSuccess);
         }
         program->begin(1.0 + k, sums + k);
-        stepper.begin(stepper.plan(kBatch), program)->wait();
+        step_loop.begin(step_loop.plan(kBatch), program)->wait();
       }
       program->queues.drain();
       for (int k = 0; k < 4; ++k) ASSERT_EQ(sums[k], (1.0 + k) * kBatch) << "seed " << seed;

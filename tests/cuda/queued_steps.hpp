@@ -16,7 +16,7 @@
 #include <vector>
 
 #include <paceline/engine/device_queues.hpp>
-#include <paceline/engine/stepper.hpp>
+#include <paceline/engine/step_loop.hpp>
 #include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/device_group.hpp>
 
@@ -86,16 +86,16 @@ class Summing final : public StepProgram {
     AsyncDevice& home = queues.maker(queues.home_space());
     batch_ = home.allocate(kBatch * sizeof(double), queues.home_stream());
     for (std::size_t d = 0; d < queues.device_count(); ++d) {
-      Lane& lane = lanes_.emplace_back();
+      Part& part = parts_.emplace_back();
       const std::size_t space = queues.space_of(d);
       AsyncDevice& maker = queues.maker(space);
       const auto make = [&](std::size_t bytes) {
         return queues.on_host(space) ? maker.allocate_pinned(bytes) : maker.allocate(bytes, *queues.stream(d));
       };
-      lane.sum = make(sizeof(double));
+      part.sum = make(sizeof(double));
       if (space == queues.home_space()) continue;
-      lane.batch = make(kBatch * sizeof(double));
-      lane.brought = home.make_event(false);
+      part.batch = make(kBatch * sizeof(double));
+      part.brought = home.make_event(false);
       if (queues.on_host(space)) continue;
       const std::unique_ptr<Event> there = maker.make_event(false);
       queues.stream(d)->record(*there);
@@ -104,8 +104,8 @@ class Summing final : public StepProgram {
   }
   ~Summing() override {
     queues.drain();
-    for (std::size_t d = 0; d < lanes_.size(); ++d) {
-      if (queues.stream(d) == nullptr) lanes_[d] = {};
+    for (std::size_t d = 0; d < parts_.size(); ++d) {
+      if (queues.stream(d) == nullptr) parts_[d] = {};
     }
   }
 
@@ -115,7 +115,7 @@ class Summing final : public StepProgram {
     launch(&fill_kernel, queues.home_stream(), static_cast<double*>(batch_->data()), value);
     output_ = output;
     times_ = queues.begin_step({});
-    for (Lane& lane : lanes_) lane.ran = false;
+    for (Part& part : parts_) part.ran = false;
   }
 
   const Event* slot(std::size_t d) override { return queues.slot(d); }
@@ -123,28 +123,28 @@ class Summing final : public StepProgram {
   void give_up(const Event& event) override { queues.give_up(event); }
 
   bool run(const MicroBatch& mb) override {
-    Lane& lane = lanes_[mb.device_index];
+    Part& part = parts_[mb.device_index];
     Stream* const stream = queues.stream(mb.device_index);
     const bool entered = queues.enter(mb.device_index);
-    if (entered && stream != nullptr) stream->zero(lane.sum->data(), sizeof(double));
-    if (entered && stream == nullptr) *static_cast<double*>(lane.sum->data()) = 0.0;
+    if (entered && stream != nullptr) stream->zero(part.sum->data(), sizeof(double));
+    if (entered && stream == nullptr) *static_cast<double*>(part.sum->data()) = 0.0;
     queues.begin_run(mb.device_index, mb.continues);
-    if (entered && lane.batch != nullptr) bring(lane, mb.device_index, stream);
+    if (entered && part.batch != nullptr) bring(part, mb.device_index, stream);
     if (!mb.continues) queues.restart_run(mb.device_index);
-    const Buffer& batch = lane.batch != nullptr ? *lane.batch : *batch_;
-    const Add add{static_cast<const double*>(batch.data()), mb.begin, mb.end, static_cast<double*>(lane.sum->data())};
+    const Buffer& batch = part.batch != nullptr ? *part.batch : *batch_;
+    const Add add{static_cast<const double*>(batch.data()), mb.begin, mb.end, static_cast<double*>(part.sum->data())};
     if (stream != nullptr) {
       launch(&add_kernel, *stream, add);
     } else {
       for (std::int64_t k = add.begin; k < add.end; ++k) *add.sum += add.batch[k];
     }
     queues.end_run(mb.device_index);
-    lane.ran = true;
+    part.ran = true;
     return false;
   }
 
   void finish(std::size_t d) override {
-    if (lanes_[d].ran) queues.deliver(d, {{lanes_[d].sum->data(), 1, DType::float64}});
+    if (parts_[d].ran) queues.deliver(d, {{parts_[d].sum->data(), 1, DType::float64}});
   }
 
   std::vector<ReductionSegment> reduction() override {
@@ -162,14 +162,14 @@ class Summing final : public StepProgram {
   DeviceQueues queues;
 
  private:
-  struct Lane {
+  struct Part {
     std::unique_ptr<Buffer> sum;
     std::unique_ptr<Buffer> batch;  // where home's is out of reach
     std::unique_ptr<Event> brought;
     bool ran = false;
   };
 
-  void bring(Lane& lane, std::size_t device, Stream* stream) {
+  void bring(Part& part, std::size_t device, Stream* stream) {
     Stream& source = *queues.source_stream(device);
     if (bring_seconds > 0.0) {
       int own = 0;
@@ -178,17 +178,17 @@ class Summing final : public StepProgram {
       launch(&slow_kernel, source, 0);
       ASSERT_EQ(cudaSetDevice(own), cudaSuccess);
     }
-    source.copy(lane.batch->data(), batch_->data(), kBatch * sizeof(double));
-    source.record(*lane.brought);
+    source.copy(part.batch->data(), batch_->data(), kBatch * sizeof(double));
+    source.record(*part.brought);
     if (stream != nullptr) {
-      stream->wait(*lane.brought);
+      stream->wait(*part.brought);
     } else {
-      wait_for(*lane.brought);
+      wait_for(*part.brought);
     }
   }
 
   int home_index_ = 0;
-  std::vector<Lane> lanes_;
+  std::vector<Part> parts_;
   std::unique_ptr<Buffer> batch_;
   double* output_ = nullptr;
   std::shared_ptr<const StepTimes> times_;

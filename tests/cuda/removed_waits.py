@@ -26,11 +26,11 @@ OF_STEPS = ["data_parallel", "device_queues", "step_times"]
 OF_COLLECTIVES = ["communicator", "communicator_failures"]
 # Each source, and the tests that run it.
 SOURCES = {
-    ROOMS / "engine" / "device_queues.cpp": OF_STEPS,
-    ROOMS / "engine" / "device_queues_setup.cpp": OF_STEPS,
-    ROOMS / "engine" / "device_queues_exchange.cpp": OF_STEPS,
-    ROOMS / "engine" / "step_times.cpp": OF_STEPS,
-    ROOMS / "engine" / "async_memory.cpp": OF_STEPS,
+    ROOMS / "engine" / "queues" / "device_queues.cpp": OF_STEPS,
+    ROOMS / "engine" / "queues" / "device_queues_setup.cpp": OF_STEPS,
+    ROOMS / "engine" / "queues" / "device_queues_exchange.cpp": OF_STEPS,
+    ROOMS / "engine" / "queues" / "step_times.cpp": OF_STEPS,
+    ROOMS / "engine" / "data_parallel" / "async_memory.cpp": OF_STEPS,
     ROOMS / "comm" / "space_collectives.cpp": OF_STEPS,
     ROOMS / "comm" / "async_collectives.cpp": OF_COLLECTIVES,
     ROOMS / "comm" / "copy_link.cpp": OF_COLLECTIVES,

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include <paceline/engine/device_queues.hpp>
-#include <paceline/engine/stepper.hpp>
+#include <paceline/engine/step_loop.hpp>
 
 #include "orders.hpp"
 #include "queued_steps.hpp"
@@ -25,17 +25,18 @@ TEST(StepTimes, WhatADeviceWaitsForIsNoTimeOfItsOwn) {
     boot(seed, 2);
     {
       const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
-      Stepper stepper(group, {.balance = Balance::even, .micro_batch = 3});
+      StepLoop step_loop(group, {.balance = Balance::even, .micro_batch = 3});
       auto program = std::make_shared<Summing>(group);
       const std::unique_ptr<Buffer> output = program->queues.maker(0).allocate_pinned(sizeof(double));
       program->begin(1.0, static_cast<double*>(output->data()));
-      const std::shared_ptr<Step> step = stepper.begin(stepper.plan(kBatch), program);
+      const std::shared_ptr<Step> step = step_loop.begin(step_loop.plan(kBatch), program);
       step->wait();
       ASSERT_EQ(step->failure(), nullptr);
-      stepper.commit(step);
-      stepper.settle();
+      step_loop.commit(step);
+      step_loop.settle();
       double seconds = 0.0;
-      for (const ClaimRecord& claim : stepper.last_step().claims) seconds += claim.finish_seconds - claim.start_seconds;
+      for (const ClaimRecord& claim : step_loop.last_step().claims)
+        seconds += claim.finish_seconds - claim.start_seconds;
       ASSERT_NEAR(seconds, 1e-3 * kBatch, 1e-4) << "seed " << seed;
       program->queues.drain();
     }
@@ -47,12 +48,12 @@ TEST(StepTimes, WhatADeviceWaitsForIsNoTimeOfItsOwn) {
 TEST(StepTimes, OfAClaimInPiecesIsTheSumOfItsPieces) {
   boot(1, 1);
   const DeviceGroup group = group_of({"cuda:0"});
-  Stepper stepper(group, {.micro_batch = 6});
+  StepLoop step_loop(group, {.micro_batch = 6});
   auto program = std::make_shared<Summing>(group);
   const std::unique_ptr<Buffer> output = program->queues.maker(0).allocate_pinned(sizeof(double));
   for (const bool in_pieces : {false, true}) {
     program->begin(1.0, static_cast<double*>(output->data()));
-    const auto plan = stepper.plan(kBatch);
+    const auto plan = step_loop.plan(kBatch);
     StepScript script;
     auto& claims = script.claims.emplace_back();
     auto& pieces = script.pieces.emplace_back();
@@ -61,15 +62,15 @@ TEST(StepTimes, OfAClaimInPiecesIsTheSumOfItsPieces) {
       for (std::int64_t i = k; i < claims.back().end; ++i) pieces.push_back({.begin = i, .end = i + 1});
     }
     if (!in_pieces) script.pieces.clear();
-    const std::shared_ptr<Step> step = stepper.prepare(plan, program, script);
+    const std::shared_ptr<Step> step = step_loop.prepare(plan, program, script);
     step->start();
     step->wait();
     ASSERT_EQ(step->failure(), nullptr);
     EXPECT_EQ(step->micro_batches(), in_pieces ? kBatch : std::ssize(claims));
-    stepper.commit(step);
-    stepper.settle();
-    ASSERT_EQ(std::ssize(stepper.last_step().claims), std::ssize(claims));
-    for (const ClaimRecord& claim : stepper.last_step().claims) {
+    step_loop.commit(step);
+    step_loop.settle();
+    ASSERT_EQ(std::ssize(step_loop.last_step().claims), std::ssize(claims));
+    for (const ClaimRecord& claim : step_loop.last_step().claims) {
       EXPECT_NEAR(claim.finish_seconds - claim.start_seconds, 1e-3 * static_cast<double>(claim.micro_batch.size()),
                   1e-4);
     }
@@ -81,23 +82,23 @@ TEST(StepTimes, OfAClaimInPiecesIsTheSumOfItsPieces) {
 TEST(StepTimes, TheCallerIsTwoStepsAheadAtMost) {
   boot(1, 1);
   const DeviceGroup group = group_of({"cuda:0"});
-  Stepper stepper(group, {});
+  StepLoop step_loop(group, {});
   Summing any(group);
   const std::unique_ptr<Buffer> output = any.queues.maker(0).allocate_pinned(sizeof(double));
   for (int k = 0; k < 5; ++k) {
     auto program = std::make_shared<Summing>(group);
     program->begin(1.0, static_cast<double*>(output->data()));
-    const std::shared_ptr<Step> step = stepper.begin(stepper.plan(kBatch), program);
+    const std::shared_ptr<Step> step = step_loop.begin(step_loop.plan(kBatch), program);
     step->wait();
-    stepper.commit(step);
-    ASSERT_GE(stepper.metrics().steps, k - 1);
+    step_loop.commit(step);
+    ASSERT_GE(step_loop.metrics().steps, k - 1);
   }
 }
 
 TEST(StepTimes, CostsThatAlternateAreEvidenceForTheBalancerToo) {
   boot(1, 2);
   const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
-  Stepper stepper(group, {});
+  StepLoop step_loop(group, {});
   Summing any(group);
   const std::unique_ptr<Buffer> output = any.queues.maker(0).allocate_pinned(sizeof(double));
   constexpr int kSteps = 8;
@@ -105,13 +106,13 @@ TEST(StepTimes, CostsThatAlternateAreEvidenceForTheBalancerToo) {
     auto program = std::make_shared<Summing>(group);
     program->begin(1.0, static_cast<double*>(output->data()));
     const std::vector<double> costs(kBatch, k % 2 == 0 ? 1.0 : 3.0);
-    const std::shared_ptr<Step> step = stepper.begin(stepper.plan(costs), program);
+    const std::shared_ptr<Step> step = step_loop.begin(step_loop.plan(costs), program);
     step->wait();
     ASSERT_EQ(step->failure(), nullptr);
-    stepper.commit(step);
+    step_loop.commit(step);
   }
-  stepper.settle();
-  EXPECT_EQ(stepper.balancer().report().steps, kSteps);
+  step_loop.settle();
+  EXPECT_EQ(step_loop.balancer().report().steps, kSteps);
 }
 
 /// One run of 1 ms by the device's clock. `slowly`: its launch takes 10 ms of the host, and the device is there at

@@ -217,7 +217,7 @@ def test_an_update_is_done_whole_though_it_is_interrupted(monkeypatch: pytest.Mo
                 assert body(0, 0, 1, 0) == 0
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(_workers, "Stepper", Interrupted)
+        monkeypatch.setattr(_workers, "StepLoop", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     for old, new in zip(before, module.parameters(), strict=True):

@@ -9,7 +9,7 @@
 #include <paceline/engine/batch_plan.hpp>
 #include <paceline/engine/data_parallel.hpp>
 #include <paceline/engine/step.hpp>
-#include <paceline/engine/stepper.hpp>
+#include <paceline/engine/step_loop.hpp>
 #include <paceline/error.hpp>
 #include <paceline/observe/event_ring.hpp>
 #include <paceline/observe/history.hpp>

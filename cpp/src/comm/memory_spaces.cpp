@@ -52,26 +52,26 @@ bool end_within(std::chrono::nanoseconds timeout, std::span<const Space> spaces)
 
 }  // namespace
 
-MemorySpaces::MemorySpaces(const DeviceGroup& group) : lanes_(group.size()), staging_(2) {
+MemorySpaces::MemorySpaces(const DeviceGroup& group) : devices_(group.size()), staging_(2) {
   std::map<std::string, std::size_t> known;
   for (std::size_t d = 0; d < group.size(); ++d) {
     const Device& device = group.devices()[d];
-    Lane& lane = lanes_[d];
-    lane.name = device.name;
-    lane.device = backend_of(device).open(device);
-    if (lane.device == nullptr) {
+    Entry& entry = devices_[d];
+    entry.name = device.name;
+    entry.device = backend_of(device).open(device);
+    if (entry.device == nullptr) {
       host_.push_back(d);
       continue;
     }
-    const auto [entry, is_new] = known.emplace(device.memory_space, spaces_.size());
-    lane.space = entry->second;
+    const auto [found, is_new] = known.emplace(device.memory_space, spaces_.size());
+    entry.space = found->second;
     if (is_new) {
       Space& space = spaces_.emplace_back();
       space.endpoint.device = whole(device);
       space.endpoint.opened = backend_of(device).open(space.endpoint.device);
       space.endpoint.stream = space.endpoint.opened->make_stream();
     }
-    spaces_[lane.space].members.push_back(d);
+    spaces_[entry.space].members.push_back(d);
   }
 }
 
@@ -82,24 +82,24 @@ std::vector<Endpoint> MemorySpaces::endpoints() const {
 }
 
 void MemorySpaces::enter(std::span<const BufferView> buffers) {
-  for (std::size_t d = 0; d < lanes_.size(); ++d) enter(d, buffers[d], spaces_[lanes_[d].space]);
+  for (std::size_t d = 0; d < devices_.size(); ++d) enter(d, buffers[d], spaces_[devices_[d].space]);
 }
 
 void MemorySpaces::enter(std::size_t device, const BufferView& buffer, const Space& space) {
-  Lane& lane = lanes_[device];
-  if (lane.device == nullptr) return;
-  if (lane.ready == nullptr) lane.ready = lane.device->make_event(false);
-  lane.device->adopt_stream(buffer.stream)->record(*lane.ready);
-  space.endpoint.stream->wait(*lane.ready);
+  Entry& entry = devices_[device];
+  if (entry.device == nullptr) return;
+  if (entry.ready == nullptr) entry.ready = entry.device->make_event(false);
+  entry.device->adopt_stream(buffer.stream)->record(*entry.ready);
+  space.endpoint.stream->wait(*entry.ready);
 }
 
 void MemorySpaces::leave(std::span<const BufferView> buffers, Until until) {
   for (Space& space : spaces_) record_done(space);
-  for (std::size_t d = 0; d < lanes_.size(); ++d) {
-    if (lanes_[d].device == nullptr) continue;
-    const std::unique_ptr<Stream> stream = lanes_[d].device->adopt_stream(buffers[d].stream);
+  for (std::size_t d = 0; d < devices_.size(); ++d) {
+    if (devices_[d].device == nullptr) continue;
+    const std::unique_ptr<Stream> stream = devices_[d].device->adopt_stream(buffers[d].stream);
     for (const Space& space : spaces_) {
-      if (until == Until::every_space || &space == &spaces_[lanes_[d].space]) stream->wait(*space.done);
+      if (until == Until::every_space || &space == &spaces_[devices_[d].space]) stream->wait(*space.done);
     }
   }
 }
@@ -111,8 +111,8 @@ void MemorySpaces::record_done(Space& space) {
 
 void MemorySpaces::leave(std::size_t device, const BufferView& buffer, Space& space) {
   record_done(space);
-  const Lane& lane = lanes_[device];
-  if (lane.device != nullptr) lane.device->adopt_stream(buffer.stream)->wait(*space.done);
+  const Entry& entry = devices_[device];
+  if (entry.device != nullptr) entry.device->adopt_stream(buffer.stream)->wait(*space.done);
 }
 
 void* MemorySpaces::staging(std::size_t which, std::size_t bytes) {
@@ -140,13 +140,13 @@ void MemorySpaces::wait(std::chrono::nanoseconds timeout) const {
 /// Spaces wait for each other. The late device is the one whose buffer's own stream has not reached the call.
 void MemorySpaces::throw_late(std::chrono::nanoseconds timeout) const {
   const double seconds = std::chrono::duration<double>(timeout).count();
-  for (const Lane& lane : lanes_) {
-    if (lane.ready == nullptr || lane.ready->done()) continue;
+  for (const Entry& entry : devices_) {
+    if (entry.ready == nullptr || entry.ready->done()) continue;
     throw Timeout(fmt::format("{}: what its buffer's stream was given before the collective has not ended within {:g} "
                               "s. A kernel hangs, or waits for something that does not come; or timeout is too short "
                               "for this work.",
-                              lane.name, seconds),
-                  lane.name);
+                              entry.name, seconds),
+                  entry.name);
   }
   for (const Space& space : spaces_) {
     if (space.done == nullptr || space.done->done()) continue;
@@ -169,21 +169,21 @@ void MemorySpaces::close(std::chrono::nanoseconds timeout) {
   // Pinned memory first, while none of our work runs: releasing it waits for all work.
   staging_.clear();
   spaces_.clear();
-  lanes_.clear();
+  devices_.clear();
 }
 
 void MemorySpaces::leak() noexcept {
-  using Kept = std::tuple<decltype(staging_), decltype(spaces_), decltype(lanes_)>;
+  using Kept = std::tuple<decltype(staging_), decltype(spaces_), decltype(devices_)>;
   try {
     static std::mutex mutex;
     static auto* const kept = new std::deque<Kept>;  // never destroyed: it may be in use until the process ends
     const std::lock_guard lock(mutex);
-    kept->emplace_back(std::move(staging_), std::move(spaces_), std::move(lanes_));
+    kept->emplace_back(std::move(staging_), std::move(spaces_), std::move(devices_));
   } catch (...) {  // no memory for the list
   }
   staging_.clear();
   spaces_.clear();
-  lanes_.clear();
+  devices_.clear();
 }
 
 }  // namespace paceline::internal

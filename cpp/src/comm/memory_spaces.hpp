@@ -37,13 +37,13 @@ class MemorySpaces {
   /// The first GPU's space. Data of host devices enters here.
   [[nodiscard]] Space& home() noexcept { return spaces_.front(); }
   [[nodiscard]] const std::vector<std::size_t>& host_devices() const noexcept { return host_; }
-  [[nodiscard]] bool on_host(std::size_t device) const { return lanes_[device].device == nullptr; }
+  [[nodiscard]] bool on_host(std::size_t device) const { return devices_[device].device == nullptr; }
   /// Null for host devices.
-  [[nodiscard]] AsyncDevice* device(std::size_t device) const { return lanes_[device].device.get(); }
+  [[nodiscard]] AsyncDevice* device(std::size_t device) const { return devices_[device].device.get(); }
   [[nodiscard]] std::size_t index_of_space(std::size_t device) const {
-    return on_host(device) ? spaces_.size() : lanes_[device].space;
+    return on_host(device) ? spaces_.size() : devices_[device].space;
   }
-  [[nodiscard]] Space& space_of(std::size_t device) { return spaces_[lanes_[device].space]; }
+  [[nodiscard]] Space& space_of(std::size_t device) { return spaces_[devices_[device].space]; }
   [[nodiscard]] std::vector<Endpoint> endpoints() const;
 
   /// Work enqueued on the spaces' streams from now on runs after the work that the buffers' streams already have.
@@ -74,7 +74,7 @@ class MemorySpaces {
   void leak() noexcept;
 
  private:
-  struct Lane {
+  struct Entry {
     std::size_t space = 0;
     std::string name;
     std::unique_ptr<AsyncDevice> device;  // null for host devices
@@ -84,7 +84,7 @@ class MemorySpaces {
   static void record_done(Space& space);
   [[noreturn]] void throw_late(std::chrono::nanoseconds timeout) const;
 
-  std::vector<Lane> lanes_;
+  std::vector<Entry> devices_;
   std::vector<Space> spaces_;
   std::vector<std::size_t> host_;
   std::vector<std::vector<std::unique_ptr<Buffer>>> staging_;

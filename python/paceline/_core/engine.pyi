@@ -6,7 +6,7 @@ import typing
 import paceline._core.balance
 import paceline._core.runtime
 
-__all__: list[str] = ["BatchPlan", "DeviceQueues", "StepOutcome", "Stepper", "collect_garbage_if_due"]
+__all__: list[str] = ["BatchPlan", "DeviceQueues", "StepLoop", "StepOutcome", "collect_garbage_if_due"]
 
 class StepOutcome:
     """
@@ -157,7 +157,7 @@ class BatchPlan:
         Of each device, in the balancer's units.
         """
 
-class Stepper:
+class StepLoop:
     """
     One balanced step after another on one group: plan, run, commit.
     """

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <memory>
 
-#include <paceline/engine/stepper.hpp>
+#include <paceline/engine/step_loop.hpp>
 
 #include "host_group.hpp"
 
@@ -69,32 +69,32 @@ class Program final : public StepProgram {
 };
 
 /// The items that the busy device was planned to run or has run, whichever is more.
-std::int64_t given_to_busy(Stepper& stepper, bool in_time) {
+std::int64_t given_to_busy(StepLoop& step_loop, bool in_time) {
   const auto program = std::make_shared<Program>();
-  const auto step = stepper.prepare(stepper.plan(kBatch), program);
-  const auto& shares = stepper.last_plan().shares;
+  const auto step = step_loop.prepare(step_loop.plan(kBatch), program);
+  const auto& shares = step_loop.last_plan().shares;
   if (std::min(shares[0], shares[1]) > 0) program->come(in_time);  // else there is nobody to wait for
   step->start();
   step->wait();
   step->rethrow_failure();
-  stepper.commit(step);
-  return std::max(stepper.last_plan().shares[kBusy], step->items()[kBusy]);
+  step_loop.commit(step);
+  return std::max(step_loop.last_plan().shares[kBusy], step->items()[kBusy]);
 }
 
 TEST(BusyCore, IsDoneWithoutThoughItsWorkerComesInTimeNowAndThen) {
-  Stepper stepper(host_group(2), {});
+  StepLoop step_loop(host_group(2), {});
   int steps = 0;
   // Probes ask it now and then whether its core is free again.
   for (int k = 0; k < 400; ++k) {
-    const std::int64_t given = given_to_busy(stepper, k % kInTime == kInTime - 1);
+    const std::int64_t given = given_to_busy(step_loop, k % kInTime == kInTime - 1);
     if (k >= 200 && given > kFew) ++steps;
   }
   RecordProperty("steps_with_work", steps);
-  EXPECT_LE(steps, 100) << "of 200\n" << stepper.explain();
+  EXPECT_LE(steps, 100) << "of 200\n" << step_loop.explain();
   // Its core is free again: a probe notices.
   std::int64_t given = 0;
-  for (int k = 0; k < 1000 && given <= kBatch / 4; ++k) given = given_to_busy(stepper, true);
-  EXPECT_GT(given, kBatch / 4) << stepper.explain();
+  for (int k = 0; k < 1000 && given <= kBatch / 4; ++k) given = given_to_busy(step_loop, true);
+  EXPECT_GT(given, kBatch / 4) << step_loop.explain();
 }
 
 }  // namespace

@@ -7,7 +7,7 @@
 #include <random>
 #include <vector>
 
-#include "engine/planned_claims.hpp"
+#include "engine/step/planned_claims.hpp"
 
 namespace paceline::engine {
 namespace {

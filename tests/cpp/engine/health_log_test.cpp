@@ -5,9 +5,9 @@
 
 #include <gtest/gtest.h>
 
-#include <paceline/engine/stepper.hpp>
+#include <paceline/engine/step_loop.hpp>
 
-#include "engine/health_log.hpp"
+#include "engine/loop/health_log.hpp"
 #include "host_group.hpp"
 
 namespace paceline {
@@ -93,9 +93,9 @@ TEST(HealthLog, LooksBackToTheLastTimeItWasAskedAndIgnoresIdleTime) {
   EXPECT_EQ(window(150, 6), "of the last 20 s)");
 }
 
-TEST(HealthLog, IsPartOfWhatAStepperExplains) {
-  const Stepper stepper(host_group(2), {});
-  EXPECT_EQ(stepper.explain(), stepper.balancer().explain()) << "nothing is slow before the first step";
+TEST(HealthLog, IsPartOfWhatAStepLoopExplains) {
+  const StepLoop step_loop(host_group(2), {});
+  EXPECT_EQ(step_loop.explain(), step_loop.balancer().explain()) << "nothing is slow before the first step";
 }
 
 TEST(HealthLog, LivesWithDevicesThatDoNotTell) {

@@ -11,11 +11,11 @@
 #include <vector>
 
 #include <paceline/engine/data_parallel.hpp>
-#include <paceline/engine/stepper.hpp>
+#include <paceline/engine/step_loop.hpp>
 #include <paceline/error.hpp>
 
-#include "engine/item_claims.hpp"
-#include "engine/item_shapes.hpp"
+#include "engine/loop/item_shapes.hpp"
+#include "engine/step/item_claims.hpp"
 #include "host_group.hpp"
 
 namespace paceline {
@@ -223,10 +223,10 @@ TEST(StepsWithCosts, TheGradientIsThatOfEveryItemOnce) {
 
 TEST(StepsWithCosts, OnlyTheLastPlanRuns) {
   const DeviceGroup group = host_group(1);
-  Stepper stepper(group, {});
-  const auto old = stepper.plan(std::vector<double>{1.0, 2.0});
-  const auto fresh = stepper.plan(std::vector<double>{1.0, 2.0});
-  EXPECT_THROW((void)stepper.begin(old, nullptr), InvalidArgument);
+  StepLoop step_loop(group, {});
+  const auto old = step_loop.plan(std::vector<double>{1.0, 2.0});
+  const auto fresh = step_loop.plan(std::vector<double>{1.0, 2.0});
+  EXPECT_THROW((void)step_loop.begin(old, nullptr), InvalidArgument);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/item_work.hpp"
+#include "engine/loop/item_work.hpp"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// StepperOptions::least_items on real workers: every item runs once, in micro-batches that are large enough.
+// StepLoopOptions::least_items on real workers: every item runs once, in micro-batches that are large enough.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include <paceline/engine/stepper.hpp>
+#include <paceline/engine/step_loop.hpp>
 #include <paceline/error.hpp>
 
 #include "host_group.hpp"
@@ -41,20 +41,20 @@ class Counted final : public StepProgram {
   std::vector<std::atomic<int>> times_;
 };
 
-void step(Stepper& stepper, std::int64_t batch_size, bool costs, std::int64_t least) {
+void step(StepLoop& step_loop, std::int64_t batch_size, bool costs, std::int64_t least) {
   const auto program =
-      std::make_shared<Counted>(batch_size, static_cast<std::size_t>(batch_size) % stepper.group().size());
+      std::make_shared<Counted>(batch_size, static_cast<std::size_t>(batch_size) % step_loop.group().size());
   std::shared_ptr<Step> step;
   if (costs) {
     std::vector<double> lengths(static_cast<std::size_t>(batch_size));
     std::iota(lengths.begin(), lengths.end(), 1.0);
-    step = stepper.begin(stepper.plan(lengths), program);
+    step = step_loop.begin(step_loop.plan(lengths), program);
   } else {
-    step = stepper.begin(stepper.plan(batch_size), program);
+    step = step_loop.begin(step_loop.plan(batch_size), program);
   }
   step->wait();
   step->rethrow_failure();
-  stepper.commit(step);
+  step_loop.commit(step);
   EXPECT_TRUE(program->all_once());
   for (const ClaimRecord& claim : step->record().claims) {
     EXPECT_GE(claim.micro_batch.size(), std::min(least, batch_size));
@@ -68,16 +68,16 @@ TEST(LeastMicroBatch, HoldsForEveryBatchAndPolicyWithCostsAndWithout) {
       const std::vector<std::pair<std::int64_t, std::int64_t>> sizes{{0, 1}, {0, 3}, {1, 1}, {2, 1}, {3, 3}, {4, 2}};
       for (const auto& [micro_batch, granularity] : sizes) {
         for (const bool costs : {false, true}) {
-          StepperOptions options{
+          StepLoopOptions options{
               .balance = balance, .micro_batch = micro_batch, .granularity = granularity, .least_items = 2};
           if (micro_batch == 0 && options.balance == Balance::automatic) options.corrections = true;
-          Stepper stepper(group, options);
+          StepLoop step_loop(group, options);
           const std::int64_t least = micro_batch == 1 ? 1 : 2;
           for (std::int64_t batch_size = 1; batch_size <= 40; ++batch_size) {
             SCOPED_TRACE(testing::Message()
                          << devices << " devices, " << name_of(balance) << ", micro_batch " << micro_batch
                          << ", granularity " << granularity << ", batch " << batch_size << (costs ? " by cost" : ""));
-            for (int k = 0; k < 2; ++k) step(stepper, batch_size, costs, least);
+            for (int k = 0; k < 2; ++k) step(step_loop, batch_size, costs, least);
           }
         }
       }
@@ -86,20 +86,20 @@ TEST(LeastMicroBatch, HoldsForEveryBatchAndPolicyWithCostsAndWithout) {
 }
 
 TEST(LeastMicroBatch, MayChangeBetweenSteps) {
-  Stepper stepper(host_group(3), {.balance = Balance::even});
-  step(stepper, 3, false, 1);
-  EXPECT_EQ(stepper.last_plan().shares, (std::vector<std::int64_t>{1, 1, 1}));
-  stepper.set_least_items(2);
-  step(stepper, 3, false, 2);
-  EXPECT_EQ(stepper.last_plan().shares, (std::vector<std::int64_t>{3, 0, 0}));
-  step(stepper, 5, true, 2);
-  stepper.set_least_items(1);
-  step(stepper, 3, false, 1);
-  EXPECT_EQ(stepper.last_plan().shares, (std::vector<std::int64_t>{1, 1, 1}));
-  EXPECT_THROW(stepper.set_least_items(0), InvalidArgument);
-  EXPECT_THROW(stepper.set_corrections(true), InvalidArgument) << "they need balance 'auto'";
-  stepper.set_corrections(false);
-  stepper.set_corrections(std::nullopt);
+  StepLoop step_loop(host_group(3), {.balance = Balance::even});
+  step(step_loop, 3, false, 1);
+  EXPECT_EQ(step_loop.last_plan().shares, (std::vector<std::int64_t>{1, 1, 1}));
+  step_loop.set_least_items(2);
+  step(step_loop, 3, false, 2);
+  EXPECT_EQ(step_loop.last_plan().shares, (std::vector<std::int64_t>{3, 0, 0}));
+  step(step_loop, 5, true, 2);
+  step_loop.set_least_items(1);
+  step(step_loop, 3, false, 1);
+  EXPECT_EQ(step_loop.last_plan().shares, (std::vector<std::int64_t>{1, 1, 1}));
+  EXPECT_THROW(step_loop.set_least_items(0), InvalidArgument);
+  EXPECT_THROW(step_loop.set_corrections(true), InvalidArgument) << "they need balance 'auto'";
+  step_loop.set_corrections(false);
+  step_loop.set_corrections(std::nullopt);
 }
 
 /// Items take random times, so that devices finish at different times.
@@ -116,23 +116,23 @@ class Unsteady final : public StepProgram {
 };
 
 TEST(LeastMicroBatch, CorrectionsComeAndGo) {
-  Stepper stepper(host_group(2), {});
+  StepLoop step_loop(host_group(2), {});
   const auto program = std::make_shared<Unsteady>();
   const auto most_claims = [&](int steps, std::size_t enough) {
     std::size_t most = 0;
     for (int k = 0; k < steps && most < enough; ++k) {
-      const std::shared_ptr<Step> step = stepper.begin(stepper.plan(40), program);
+      const std::shared_ptr<Step> step = step_loop.begin(step_loop.plan(40), program);
       step->wait();
       step->rethrow_failure();
-      stepper.commit(step);
-      most = std::max(most, stepper.last_step().claims.size());
+      step_loop.commit(step);
+      most = std::max(most, step_loop.last_step().claims.size());
     }
     return most;
   };
   EXPECT_GT(most_claims(200, 3), 2U);
-  stepper.set_corrections(false);
+  step_loop.set_corrections(false);
   EXPECT_LE(most_claims(20, 3), 2U) << "one micro-batch for each device";
-  stepper.set_corrections(std::nullopt);
+  step_loop.set_corrections(std::nullopt);
   EXPECT_GT(most_claims(200, 3), 2U);
 }
 

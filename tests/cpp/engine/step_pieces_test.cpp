@@ -16,7 +16,7 @@
 #include <vector>
 
 #include <paceline/balance/ledger.hpp>
-#include <paceline/engine/stepper.hpp>
+#include <paceline/engine/step_loop.hpp>
 #include <paceline/error.hpp>
 
 #include "host_group.hpp"
@@ -68,20 +68,20 @@ class Program final : public StepProgram {
 };
 
 template <class Batch>
-void run(Stepper& stepper, const Batch& batch, const std::shared_ptr<Program>& program, const BatchKind& kind = {}) {
+void run(StepLoop& step_loop, const Batch& batch, const std::shared_ptr<Program>& program, const BatchKind& kind = {}) {
   for (;;) {
     std::shared_ptr<const BatchPlan> plan;
     if constexpr (std::is_same_v<Batch, int>) {
-      plan = stepper.plan(batch, kind);
+      plan = step_loop.plan(batch, kind);
     } else {
-      plan = stepper.plan(batch);
+      plan = step_loop.plan(batch);
     }
-    for (auto& lane : program->ran) lane.clear();
-    const auto step = stepper.begin(plan, program);
+    for (auto& list : program->ran) list.clear();
+    const auto step = step_loop.begin(plan, program);
     step->wait();
-    if (step->failure() != nullptr && stepper.shrink(*step)) continue;
+    if (step->failure() != nullptr && step_loop.shrink(*step)) continue;
     step->rethrow_failure();
-    stepper.commit(step);
+    step_loop.commit(step);
     return;
   }
 }
@@ -92,9 +92,9 @@ std::int64_t sum(const std::vector<std::int64_t>& values) {
 
 TEST(MemoryLimit, RunsAsFewPiecesAsFitOnceTwoSizesAreMeasured) {
   constexpr std::int64_t kLimit = kFixed + 10 * kPerItem;
-  Stepper stepper(host_group(2), {.balance = Balance::even, .memory_limits = {kLimit, 0}});
+  StepLoop step_loop(host_group(2), {.balance = Balance::even, .memory_limits = {kLimit, 0}});
   const auto program = std::make_shared<Program>(2);
-  run(stepper, 64, program);
+  run(step_loop, 64, program);
   std::vector<std::int64_t> sizes = program->sizes(0);
   EXPECT_EQ(sizes[0], 2);
   EXPECT_EQ(sizes[1], 4);
@@ -104,122 +104,123 @@ TEST(MemoryLimit, RunsAsFewPiecesAsFitOnceTwoSizesAreMeasured) {
   EXPECT_FALSE(program->ran[0][0].continues);
   EXPECT_TRUE(program->ran[0][1].continues);
   EXPECT_EQ(program->sizes(1), (std::vector<std::int64_t>{32})) << "the other device has no limit";
-  run(stepper, 64, program);
+  run(step_loop, 64, program);
   EXPECT_EQ(program->sizes(0), (std::vector<std::int64_t>{8, 8, 8, 8}));
   EXPECT_FALSE(program->ran[0][0].measure);
   EXPECT_TRUE(program->ran[0][3].last);
-  const std::vector<MemoryReport> report = stepper.memory_report();
+  const std::vector<MemoryReport> report = step_loop.memory_report();
   ASSERT_EQ(report.size(), 1U);
   ASSERT_TRUE(report[0].items);
   EXPECT_EQ(report[0].device, "host:0");
   EXPECT_EQ(report[0].items->fixed_bytes, kFixed);
   EXPECT_EQ(report[0].items->bytes_per_item, kPerItem);
   EXPECT_EQ(report[0].items->largest_micro_batch, 10);
-  EXPECT_NE(stepper.explain().find("host:0: at most 10 items at once"), std::string::npos) << stepper.explain();
+  EXPECT_NE(step_loop.explain().find("host:0: at most 10 items at once"), std::string::npos) << step_loop.explain();
 }
 
 TEST(MemoryLimit, HoldsClaimsThatAreTooSmallToBeCut) {
   for (const std::int64_t least : {1, 2}) {
-    Stepper stepper(host_group(1), {.least_items = least, .memory_limits = {kFixed + 10 * kPerItem}});
+    StepLoop step_loop(host_group(1), {.least_items = least, .memory_limits = {kFixed + 10 * kPerItem}});
     const auto program = std::make_shared<Program>(1);
-    run(stepper, static_cast<int>(2 * least - 1), program);
+    run(step_loop, static_cast<int>(2 * least - 1), program);
     ASSERT_EQ(program->ran[0].size(), 1U);
     EXPECT_TRUE(program->ran[0][0].measure) << "least_items=" << least;
-    EXPECT_TRUE(stepper.memory_report()[0].items);
+    EXPECT_TRUE(step_loop.memory_report()[0].items);
   }
 }
 
 TEST(MemoryLimit, MeasuresEachKindOfBatchByItself) {
-  Stepper stepper(host_group(1), {.memory_limits = {kFixed + 10 * kPerItem}});
+  StepLoop step_loop(host_group(1), {.memory_limits = {kFixed + 10 * kPerItem}});
   const auto program = std::make_shared<Program>(1);
   for (const std::uint64_t kind : {7, 8}) {
-    run(stepper, 64, program, {.memory = kind});
+    run(step_loop, 64, program, {.memory = kind});
     EXPECT_EQ(program->sizes(0)[0], 4) << kind;
-    run(stepper, 64, program, {.memory = kind});
+    run(step_loop, 64, program, {.memory = kind});
     EXPECT_EQ(program->sizes(0).size(), 7U) << kind;
   }
 }
 
 TEST(MemoryLimit, LooksAtTheNextItemsWhereThereWasNothingToDo) {
-  Stepper stepper(host_group(1), {.memory_limits = {kFixed + 10 * kPerItem}});
+  StepLoop step_loop(host_group(1), {.memory_limits = {kFixed + 10 * kPerItem}});
   const auto program = std::make_shared<Program>(1);
   program->nothing_to_do = true;
-  run(stepper, 64, program);
+  run(step_loop, 64, program);
   EXPECT_TRUE(std::all_of(program->ran[0].begin(), program->ran[0].end() - 1, [](auto& mb) { return mb.measure; }));
-  EXPECT_FALSE(stepper.memory_report()[0].items);
+  EXPECT_FALSE(step_loop.memory_report()[0].items);
 }
 
 TEST(MemoryLimit, IsOfThePaddedCostWhereItemsHaveCosts) {
-  Stepper stepper(host_group(1), {.memory_limits = {kFixed + 10 * kPerItem}});
+  StepLoop step_loop(host_group(1), {.memory_limits = {kFixed + 10 * kPerItem}});
   const auto program = std::make_shared<Program>(1);
   std::vector<double> costs;
   for (int k = 0; k < 60; ++k) costs.push_back(k % 4 + 1);
   for (int step = 0; step < 2; ++step) {
     program->items.clear();
-    run(stepper, costs, program);
+    run(step_loop, costs, program);
     ASSERT_EQ(program->items.size(), costs.size());
     for (const auto& [item, times] : program->items) EXPECT_EQ(times, 1) << item;
   }
   EXPECT_GT(program->ran[0].size(), 1U);
   EXPECT_EQ(program->ran[0][1].items.size(), static_cast<std::size_t>(program->ran[0][1].size()));
-  ASSERT_TRUE(stepper.memory_report()[0].costs);
-  EXPECT_FALSE(stepper.memory_report()[0].items);
+  ASSERT_TRUE(step_loop.memory_report()[0].costs);
+  EXPECT_FALSE(step_loop.memory_report()[0].items);
 }
 
 TEST(OutOfMemory, IsAnsweredBySmallerPiecesOnAllDevicesOfTheMemory) {
-  Stepper stepper(host_group(2), {.balance = Balance::even});
+  StepLoop step_loop(host_group(2), {.balance = Balance::even});
   const auto program = std::make_shared<Program>(2, 6);
-  run(stepper, 64, program);
+  run(step_loop, 64, program);
   for (std::size_t d = 0; d < 2; ++d) {
     EXPECT_EQ(program->sizes(d), (std::vector<std::int64_t>{4, 4, 4, 4, 4, 4, 4, 4})) << d;
   }
-  EXPECT_EQ(stepper.metrics().steps, 1);
-  const std::string told = stepper.explain();
+  EXPECT_EQ(step_loop.metrics().steps, 1);
+  const std::string told = step_loop.explain();
   EXPECT_NE(told.find("host: at most 4 items at once, since host:"), std::string::npos) << told;
   EXPECT_NE(told.find(" ran out of memory with 8."), std::string::npos) << told;
 }
 
 TEST(OutOfMemory, OfADevicesOwnLimitIsNoOtherDevices) {
-  Stepper stepper(host_group(2), {.balance = Balance::even});
+  StepLoop step_loop(host_group(2), {.balance = Balance::even});
   const auto program = std::make_shared<Program>(2, 16);
-  const auto step = stepper.begin(stepper.plan(64), program);
+  const auto step = step_loop.begin(step_loop.plan(64), program);
   step->wait();
   const std::size_t failed = step->failure()->micro_batch->device_index;
-  EXPECT_TRUE(stepper.shrink(*step, true));
-  const auto again = stepper.begin(stepper.plan(64), std::make_shared<Program>(2));
+  EXPECT_TRUE(step_loop.shrink(*step, true));
+  const auto again = step_loop.begin(step_loop.plan(64), std::make_shared<Program>(2));
   again->wait();
   EXPECT_EQ(again->pieces() != nullptr, true);
   EXPECT_EQ(again->micro_batches(), 3) << "two on the device that has reached its limit";
   EXPECT_FALSE(again->divided()) << "memory asked for it";
-  EXPECT_NE(stepper.explain().find("host:" + std::to_string(failed) + ": at most 16 items at once, since it reached"),
+  EXPECT_NE(step_loop.explain().find("host:" + std::to_string(failed) + ": at most 16 items at once, since it reached"),
             std::string::npos);
 }
 
 TEST(OutOfMemory, IsRememberedOfSixtyFourKindsOfBatches) {
-  Stepper stepper(host_group(1), {});
-  for (std::uint64_t kind = 0; kind <= 64; ++kind) run(stepper, 16, std::make_shared<Program>(1, 4), {.memory = kind});
+  StepLoop step_loop(host_group(1), {});
+  for (std::uint64_t kind = 0; kind <= 64; ++kind)
+    run(step_loop, 16, std::make_shared<Program>(1, 4), {.memory = kind});
   const auto ran = [&](std::uint64_t kind) {
     const auto program = std::make_shared<Program>(1);
-    run(stepper, 16, program, {.memory = kind});
+    run(step_loop, 16, program, {.memory = kind});
     return program->ran[0].size();
   };
   EXPECT_EQ(ran(0), 1U) << "the first one is forgotten";
   EXPECT_EQ(ran(1), 4U);
   EXPECT_EQ(ran(64), 4U);
-  EXPECT_NE(stepper.explain().find("items of 63 other shapes have caps of their own"), std::string::npos);
+  EXPECT_NE(step_loop.explain().find("items of 63 other shapes have caps of their own"), std::string::npos);
 }
 
 TEST(OutOfMemory, OfOneItemStands) {
-  Stepper stepper(host_group(2), {.balance = Balance::even});
+  StepLoop step_loop(host_group(2), {.balance = Balance::even});
   const auto program = std::make_shared<Program>(2, 0);
-  EXPECT_THROW(run(stepper, 8, program), OutOfMemory);
-  EXPECT_EQ(stepper.metrics().steps, 0);
+  EXPECT_THROW(run(step_loop, 8, program), OutOfMemory);
+  EXPECT_EQ(step_loop.metrics().steps, 0);
 }
 
 TEST(OutOfMemory, LeavesNoPieceWithFewerItemsThanTheLeast) {
-  Stepper stepper(host_group(1), {.least_items = 3});
+  StepLoop step_loop(host_group(1), {.least_items = 3});
   const auto program = std::make_shared<Program>(1, 5);
-  run(stepper, 17, program);
+  run(step_loop, 17, program);
   const std::vector<std::int64_t> sizes = program->sizes(0);
   EXPECT_EQ(sum(sizes), 17);
   EXPECT_GE(*std::min_element(sizes.begin(), sizes.end()), 3);
@@ -229,23 +230,23 @@ double falling_out_of_a_cache(std::int64_t items) { return items > 128 ? 1e-4 : 
 
 TEST(MicroBatchSize, IsFoundWhileTrainingAndRunsAgainByTheLedger) {
   std::ostringstream out;
-  Stepper stepper(host_group(1), {.search_sizes = true});
-  stepper.write_to(std::make_shared<balance::LedgerWriter>(out));
+  StepLoop step_loop(host_group(1), {.search_sizes = true});
+  step_loop.write_to(std::make_shared<balance::LedgerWriter>(out));
   const auto program = std::make_shared<Program>(1);
   program->seconds_per_item = falling_out_of_a_cache;
   for (int step = 0; step < 16; ++step) {
-    run(stepper, 300, program);
+    run(step_loop, 300, program);
     EXPECT_EQ(sum(program->sizes(0)), 300);
   }
   EXPECT_EQ(program->sizes(0), (std::vector<std::int64_t>{75, 75, 75, 75}));
-  EXPECT_NE(stepper.explain().find("Micro-batches of about 75 items: measured to be "), std::string::npos);
+  EXPECT_NE(step_loop.explain().find("Micro-batches of about 75 items: measured to be "), std::string::npos);
   EXPECT_NE(out.str().find(R"("pieces": [[0, 0, 75], [0, 75, 150], [0, 150, 225], [0, 225, 300]])"), std::string::npos);
   EXPECT_NE(out.str().find(R"(, true]]])"), std::string::npos) << "steps on trial are no evidence";
   StepScript script;
   script.claims = {{{.begin = 0, .end = 300}}};
   script.pieces = {{{.begin = 0, .end = 100}, {.begin = 100, .end = 300}}};
-  for (auto& lane : program->ran) lane.clear();
-  const auto step = stepper.prepare(stepper.plan(300), program, script);
+  for (auto& list : program->ran) list.clear();
+  const auto step = step_loop.prepare(step_loop.plan(300), program, script);
   step->start();
   step->wait();
   EXPECT_EQ(program->sizes(0), (std::vector<std::int64_t>{100, 200}));
@@ -254,15 +255,15 @@ TEST(MicroBatchSize, IsFoundWhileTrainingAndRunsAgainByTheLedger) {
 TEST(Script, WhosePiecesAreNotItsClaimsIsRefused) {
   using Spans = std::vector<std::vector<MicroBatch>>;
   const std::shared_ptr<Program> program = std::make_shared<Program>(2);
-  Stepper stepper(host_group(2), {.balance = Balance::even});
+  StepLoop step_loop(host_group(2), {.balance = Balance::even});
   const Spans claims = {{{.begin = 0, .end = 4}, {.begin = 4, .end = 6}}, {{.begin = 6, .end = 8}}};
   const Spans whole = {{{.begin = 6, .end = 8}}};
   const auto prepare = [&](const Spans& of_first, const Spans& of_others) {
     Spans pieces = of_first;
     pieces.insert(pieces.end(), of_others.begin(), of_others.end());
-    return stepper.prepare(stepper.plan(8), program, {claims, pieces});
+    return step_loop.prepare(step_loop.plan(8), program, {claims, pieces});
   };
-  EXPECT_THROW(static_cast<void>(stepper.prepare(stepper.plan(8), program, {{}, claims})), InvalidArgument);
+  EXPECT_THROW(static_cast<void>(step_loop.prepare(step_loop.plan(8), program, {{}, claims})), InvalidArgument);
   EXPECT_THROW(prepare({{{.begin = 0, .end = 6}}}, {}), InvalidArgument) << "a list is missing";
   EXPECT_THROW(prepare({{{.begin = 0, .end = 6}}}, whole), InvalidArgument) << "one piece of two claims";
   EXPECT_THROW(prepare({{{.begin = 0, .end = 2}, {.begin = 3, .end = 4}, {.begin = 4, .end = 6}}}, whole),
@@ -278,13 +279,13 @@ TEST(Script, WhosePiecesAreNotItsClaimsIsRefused) {
   EXPECT_EQ(program->sizes(0), (std::vector<std::int64_t>{2, 2, 2}));
 }
 
-TEST(Stepper, TakesOnlyStepsThatItHasPrepared) {
+TEST(StepLoop, TakesOnlyStepsThatItHasPrepared) {
   const DeviceGroup group = host_group(1);
-  Stepper stepper(group, {});
+  StepLoop step_loop(group, {});
   const auto step = std::make_shared<Step>(group, std::make_shared<Program>(1), StepOptions{.shares = {4}});
-  EXPECT_THROW(stepper.commit(step), InvalidArgument);
-  EXPECT_THROW(stepper.commit(nullptr), InvalidArgument);
-  EXPECT_THROW(static_cast<void>(stepper.shrink(*step)), InvalidArgument);
+  EXPECT_THROW(step_loop.commit(step), InvalidArgument);
+  EXPECT_THROW(step_loop.commit(nullptr), InvalidArgument);
+  EXPECT_THROW(static_cast<void>(step_loop.shrink(*step)), InvalidArgument);
 }
 
 TEST(StepPieces, StopWhereTheStepIsCancelled) {
@@ -293,41 +294,41 @@ TEST(StepPieces, StopWhereTheStepIsCancelled) {
     bool run(const MicroBatch& mb) override {
       if (mb.size() > 4) throw OutOfMemory("as planned");
       ++pieces;
-      if (stepper != nullptr) stepper->cancel();
+      if (step_loop != nullptr) step_loop->cancel();
       return false;
     }
     int pieces = 0;
-    Stepper* stepper = nullptr;
+    StepLoop* step_loop = nullptr;
   };
-  Stepper stepper(host_group(1), {});
+  StepLoop step_loop(host_group(1), {});
   const auto program = std::make_shared<Cancelling>();
   for (;;) {
-    const auto step = stepper.begin(stepper.plan(16), program);
+    const auto step = step_loop.begin(step_loop.plan(16), program);
     step->wait();
     if (step->failure() == nullptr) break;
-    ASSERT_TRUE(stepper.shrink(*step));
+    ASSERT_TRUE(step_loop.shrink(*step));
   }
   ASSERT_EQ(program->pieces, 4);
   program->pieces = 0;
-  program->stepper = &stepper;
-  const auto step = stepper.begin(stepper.plan(16), program);
+  program->step_loop = &step_loop;
+  const auto step = step_loop.begin(step_loop.plan(16), program);
   step->wait();
   EXPECT_EQ(program->pieces, 1);
   EXPECT_THROW(step->rethrow_failure(), Cancelled);
 }
 
 TEST(MicroBatchSize, IsFoundForEachSizeOfBatchAndKindOfSpeed) {
-  Stepper stepper(host_group(1), {.search_sizes = true});
+  StepLoop step_loop(host_group(1), {.search_sizes = true});
   const auto program = std::make_shared<Program>(1);
   program->seconds_per_item = falling_out_of_a_cache;
   const auto steps = [&](int count, std::uint64_t speed) {
-    for (int step = 0; step < count; ++step) run(stepper, 300, program, {.speed = speed});
+    for (int step = 0; step < count; ++step) run(step_loop, 300, program, {.speed = speed});
     return program->ran[0].size();
   };
   EXPECT_EQ(steps(16, 1), 4U);
-  EXPECT_EQ(stepper.explain().find("Micro-batches of about 75") != std::string::npos, true);
+  EXPECT_EQ(step_loop.explain().find("Micro-batches of about 75") != std::string::npos, true);
   EXPECT_EQ(steps(1, 2), 1U) << "nothing is known of another kind";
-  EXPECT_EQ(stepper.explain().find("Micro-batches of about"), std::string::npos) << "explain() is of the last kind";
+  EXPECT_EQ(step_loop.explain().find("Micro-batches of about"), std::string::npos) << "explain() is of the last kind";
   EXPECT_EQ(steps(1, 1), 4U);
   for (std::uint64_t speed = 3; speed < 9; ++speed) steps(1, speed);
   EXPECT_EQ(steps(1, 1), 4U) << "eight kinds are remembered";
@@ -336,19 +337,19 @@ TEST(MicroBatchSize, IsFoundForEachSizeOfBatchAndKindOfSpeed) {
 }
 
 TEST(MicroBatchSize, IsLeftAloneWhereItIsGivenOrNotAskedFor) {
-  for (const StepperOptions& options : {StepperOptions{.micro_batch = 300, .search_sizes = true},
-                                        StepperOptions{.granularity = 2, .search_sizes = true},
-                                        StepperOptions{.least_items = 2, .search_sizes = true}, StepperOptions{}}) {
-    Stepper stepper(host_group(1), options);
+  for (const StepLoopOptions& options : {StepLoopOptions{.micro_batch = 300, .search_sizes = true},
+                                         StepLoopOptions{.granularity = 2, .search_sizes = true},
+                                         StepLoopOptions{.least_items = 2, .search_sizes = true}, StepLoopOptions{}}) {
+    StepLoop step_loop(host_group(1), options);
     const auto program = std::make_shared<Program>(1);
     program->seconds_per_item = falling_out_of_a_cache;
-    for (int step = 0; step < 14; ++step) run(stepper, 300, program);
+    for (int step = 0; step < 14; ++step) run(step_loop, 300, program);
     EXPECT_EQ(program->sizes(0), (std::vector<std::int64_t>{300}));
   }
-  Stepper stepper(host_group(1), {.search_sizes = true});
+  StepLoop step_loop(host_group(1), {.search_sizes = true});
   const auto program = std::make_shared<Program>(1);
   program->seconds_per_item = falling_out_of_a_cache;
-  for (int step = 0; step < 14; ++step) run(stepper, 300, program, {.any_size = false});
+  for (int step = 0; step < 14; ++step) run(step_loop, 300, program, {.any_size = false});
   EXPECT_EQ(program->sizes(0), (std::vector<std::int64_t>{300}));
 }
 

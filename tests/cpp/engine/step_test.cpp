@@ -14,7 +14,7 @@
 #include <vector>
 
 #include <paceline/engine/step.hpp>
-#include <paceline/engine/stepper.hpp>
+#include <paceline/engine/step_loop.hpp>
 #include <paceline/error.hpp>
 
 #include "host_group.hpp"
@@ -174,24 +174,24 @@ class LateProgram final : public StepProgram {
   std::size_t late_;
 };
 
-TEST(Stepper, GivesNoWorkToADeviceThatNeverComesInTime) {
+TEST(StepLoop, GivesNoWorkToADeviceThatNeverComesInTime) {
   constexpr std::int64_t kBatch = 32;
-  Stepper stepper(host_group(2), {});
+  StepLoop step_loop(host_group(2), {});
   const auto step = [&](std::size_t late) {
-    const auto running = stepper.begin(stepper.plan(kBatch), std::make_shared<LateProgram>(kBatch, late));
+    const auto running = step_loop.begin(step_loop.plan(kBatch), std::make_shared<LateProgram>(kBatch, late));
     running->wait();
     running->rethrow_failure();
-    stepper.commit(running);
-    return stepper.last_plan().shares[1];
+    step_loop.commit(running);
+    return step_loop.last_plan().shares[1];
   };
   for (int k = 0; k < 24; ++k) step(1);
   int given = 0;
   for (int k = 0; k < 20; ++k) given += step(1) > 0 ? 1 : 0;
-  EXPECT_LE(given, 6) << "a probe now and then\n" << stepper.explain();
+  EXPECT_LE(given, 6) << "a probe now and then\n" << step_loop.explain();
   // No device is late any more, and a probe notices it.
   std::int64_t share = 0;
   for (int k = 0; k < 1000 && share <= kBatch / 4; ++k) share = step(2);
-  EXPECT_GT(share, kBatch / 4) << stepper.explain();
+  EXPECT_GT(share, kBatch / 4) << step_loop.explain();
 }
 
 TEST(Step, WaitsForAWorkerThatHasItsOwnPart) {

@@ -18,11 +18,11 @@ struct StepRecord;
 struct BatchKind {
   std::uint64_t memory = 0;  ///< of batches with equal numbers each item takes the same memory
   std::uint64_t speed = 0;   ///< batches with equal numbers and as many items take the same time
-  /// Whether the step may run in micro-batches of a size that the stepper tries, or has found to be faster.
+  /// Whether the step may run in micro-batches of a size that the step_loop tries, or has found to be faster.
   bool any_size = true;
 };
 
-/// What one step runs of a batch, and by which decision. Stepper::plan makes it, and the step carries it.
+/// What one step runs of a batch, and by which decision. StepLoop::plan makes it, and the step carries it.
 ///
 /// Where all items cost the same, the devices' items lie in the batch's own order, and the arrangement is empty.
 ///

@@ -44,7 +44,7 @@ struct DataParallelOptions {
   std::vector<double> weights{};         ///< for weighted: the ratios, one per device
   std::int64_t micro_batch = 0;          ///< > 0: fixed size; 0: one planned chunk per device, then corrections
   std::int64_t granularity = 1;
-  /// As StepperOptions::corrections: with micro_batch 0, by default on host devices only.
+  /// As StepLoopOptions::corrections: with micro_batch 0, by default on host devices only.
   std::optional<bool> corrections{};
   /// How many bytes a micro-batch may take on each device, 0 for any; empty: any on all. Two sizes are measured
   /// (BasicReplica::memory_bytes), and what would take more runs in pieces. A body that throws OutOfMemory or
@@ -111,7 +111,7 @@ class PACELINE_API BasicDataParallel {
 
   /// One step over items that do not cost the same: one cost per item, in any unit (tokens), none negative. Devices get
   /// work in proportion to their speed, in micro-batches of items of similar cost, longest first; what an item costs in
-  /// time is learned (Stepper::plan). The body finds its items in MicroBatch::items, indices into `costs`; its
+  /// time is learned (StepLoop::plan). The body finds its items in MicroBatch::items, indices into `costs`; its
   /// begin and end are positions in the step's own order.
   ///
   ///   trainer.step(lengths, [&](const paceline::MicroBatch& mb, paceline::Replica& replica) {

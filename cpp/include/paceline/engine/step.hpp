@@ -86,11 +86,11 @@ struct StepOptions {
   /// Not empty: exactly these micro-batches, for each device in this order, instead of `shares`, `micro_batch` and
   /// `stealing`. So a step runs again as it once ran.
   std::vector<std::vector<MicroBatch>> script{};
-  /// What the step follows, and carries to Stepper::commit. With costs the step claims the plan's own micro-batches,
+  /// What the step follows, and carries to StepLoop::commit. With costs the step claims the plan's own micro-batches,
   /// and `models`, `noise`, `micro_batch` and `granularity` count for nothing. Null: the other options say it all.
   std::shared_ptr<const BatchPlan> plan{};
   bool any_size = true;  ///< with costs: whether a part of a planned micro-batch may be taken over
-  /// In which pieces claims are worked off. Only a Stepper makes them; null: each claim runs whole.
+  /// In which pieces claims are worked off. Only a StepLoop makes them; null: each claim runs whole.
   std::shared_ptr<engine::StepPieces> pieces{};
 };
 

@@ -17,7 +17,7 @@ enum class EventKind : std::uint8_t {
   move,         ///< the shares changed before this step
 };
 
-/// Something that happened. Seconds are of a steady clock from a moment that the writer chose; a Stepper's is its own
+/// Something that happened. Seconds are of a steady clock from a moment that the writer chose; a StepLoop's is its own
 /// creation.
 struct Event {
   EventKind kind = EventKind::step;

@@ -70,7 +70,7 @@ def check(
     by_cost = None
     if costs is not None:
         execution.follow_modules(work)
-        plan = work.stepper.plan(costs)
+        plan = work.step_loop.plan(costs)
         items = Items(list(plan.order), batch, places.pin, costs)
         spans = [span for span in pairwise(plan.bounds) if span[0] < span[1]]
         by_cost = probe.over(items.batch, items.objective(objective)), spans

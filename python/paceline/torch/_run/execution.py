@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline import DeviceGroup, Error, OutOfMemory
-from paceline._core.engine import Stepper
+from paceline._core.engine import StepLoop
 from paceline.torch._batch.batch import Batch, concatenate
 from paceline.torch._batch.edits import Edits
 from paceline.torch._batch.items import Items
@@ -49,7 +49,9 @@ class Workload:
     def __init__(
         self, group: DeviceGroup, places: Places, limits: list[int | None], *, searches: bool = False, **options: Any
     ) -> None:
-        self.stepper = Stepper(group, memory_limits=[limit or 0 for limit in limits], search_sizes=searches, **options)
+        self.step_loop = StepLoop(
+            group, memory_limits=[limit or 0 for limit in limits], search_sizes=searches, **options
+        )
         self.limits = limits
         self.searches = searches  # for the size of micro-batches
         self.fixed = options.get("balance") != "auto"  # shares that no time changes
@@ -61,7 +63,7 @@ class Workload:
         # Whether the forward writes buffers: how often it runs then makes a difference. None: no step has shown it yet.
         self.writes_buffers: bool | None = None
         self.mode: Any = None  # in which that was looked at last
-        self.told: tuple[int, bool | None] | None = None  # what the stepper was told of least items and corrections
+        self.told: tuple[int, bool | None] | None = None  # what the step_loop was told of least items and corrections
         self.normalises = False  # over a micro-batch, by other means than modules that are known for it
         self.alone: AloneTrials | None = None  # where one device may be faster than all
         self._kinds: dict[Hashable, int] = {}  # the one used last is the last
@@ -115,7 +117,7 @@ class Execution:
         if order is not None:
             items = Items(order, whole, self.places.pin, costs)
         elif costs is not None:
-            plan = work.stepper.plan(costs)
+            plan = work.step_loop.plan(costs)
             items = Items(list(plan.order), whole, self.places.pin, costs, plan)
         state = CallerState(self.places.types, len(self._names))
         work.seen.follow(self.replicas, self.module, fn, state)
@@ -149,9 +151,9 @@ class Execution:
             writes = self.replicas.any_buffers if work.writes_buffers is None else work.writes_buffers
             corrections = False if writes or least > 1 else None
         if work.told != (least, corrections):
-            work.stepper.set_least_items(least)
+            work.step_loop.set_least_items(least)
             if work.corrects:
-                work.stepper.set_corrections(corrections)
+                work.step_loop.set_corrections(corrections)
             work.told = (least, corrections)
         return least
 
@@ -244,7 +246,7 @@ class Execution:
         """What `fn` returned, for the whole batch."""
         outcome = self._execute(work, run)
         self._end_draws(run)
-        work.stepper.commit(outcome)
+        work.step_loop.commit(outcome)
         with torch.no_grad():
             self._commit_attributes(outcome)
             if self.module.training:  # as in plain PyTorch, running statistics follow
@@ -265,7 +267,7 @@ class Execution:
 
     def _execute(self, work: Workload, run: Run) -> Any:
         self.running = run
-        stepper = work.stepper
+        step_loop = work.step_loop
         marks = self._buffer_marks() if run.divides and run.claims is None else None
         # Versions, which are cheap, do not count what batch_norm writes: in the first run of a mode values are compared.
         first = marks is not None and work.mode != run.seen.mode
@@ -277,8 +279,8 @@ class Execution:
             if plan is None:
                 shapes = run.batch.item_shapes
                 speed = work.kind((shapes, run.seen.mode, self.replicas.generation)) if run.searches else 0
-                plan = stepper.plan(run.batch.size, work.kind(shapes), speed, run.searches)
-            outcome = stepper.run(plan, *calls, run.claims, run.pieces)
+                plan = step_loop.plan(run.batch.size, work.kind(shapes), speed, run.searches)
+            outcome = step_loop.run(plan, *calls, run.claims, run.pieces)
         if run.draws.must_run_again() and (self.places.hosts_share or (work.fixed and run.searches)):
             complete = not run.failures
             run.failures.clear()
@@ -297,7 +299,7 @@ class Execution:
                 if (
                     device is not None
                     and is_out_of_memory(error)
-                    and stepper.shrink(outcome, isinstance(error, OutOfMemory))
+                    and step_loop.shrink(outcome, isinstance(error, OutOfMemory))
                 ):
                     raise _TryAgainError from error
                 if fails_over_one_item(error) and run.least == 1 < run.batch.size:
@@ -357,7 +359,7 @@ class Execution:
         self._commit_buffers(outcome)
         self._commit_attributes(outcome)
         if self.committed is not outcome:
-            work.stepper.commit(outcome)
+            work.step_loop.commit(outcome)
             work.launches.add(run.launches)
             self.committed = outcome
             self.items = outcome.items

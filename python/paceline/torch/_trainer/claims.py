@@ -26,15 +26,15 @@ class StepClaims:
         self.order: list[int] | None = entry.get("order")  # the order of the items, if they were dealt out by cost
         if self.order is not None and sorted(self.order) != list(range(self.batch_size)):
             raise ValueError(f"the order of step {number} does not have every item once")
-        self.lanes: list[list[Span]] = [[] for _ in range(devices)]
+        self.micro_batches: list[list[Span]] = [[] for _ in range(devices)]
         for device, begin, end, *_ in entry["ran"]:
-            self.lanes[device].append((begin, end))
-        self.pieces = self.lanes
+            self.micro_batches[device].append((begin, end))
+        self.pieces = self.micro_batches
         if "pieces" in entry:
             self.pieces = [[] for _ in range(devices)]
             for device, begin, end in entry["pieces"]:
                 self.pieces[device].append((begin, end))
-            if not all(map(_same_items, self.lanes, self.pieces)):
+            if not all(map(_same_items, self.micro_batches, self.pieces)):
                 raise ValueError(f"the pieces of step {number} are not what its devices ran")
 
 

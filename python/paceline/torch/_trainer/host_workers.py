@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
-from paceline._core.engine import Stepper
+from paceline._core.engine import StepLoop
 from paceline.torch._run.run import DONE, FAILED
 from paceline.torch._trainer.lifetime import Lifetime
 
@@ -17,7 +17,7 @@ class HostWorkers:
 
     def __init__(self, lifetime: Lifetime) -> None:
         self._lifetime = weakref.ref(lifetime)
-        self._stepper: Stepper | None = None
+        self._step_loop: StepLoop | None = None
         self._without: set[int] = set()  # devices that it gives no work
 
     def part_count(self) -> int:
@@ -42,13 +42,13 @@ class HostWorkers:
             return idle
 
     def _run(self, lifetime: Lifetime, tasks: Sequence[Callable[[], None]]) -> None:
-        if self._stepper is None:
-            self._stepper = Stepper(lifetime.group, micro_batch=1)  # no times are recorded, so shares stay even
+        if self._step_loop is None:
+            self._step_loop = StepLoop(lifetime.group, micro_batch=1)  # no times are recorded, so shares stay even
         retired = lifetime.works.retired
         for index in retired - self._without:
-            self._stepper.retire(index)
+            self._step_loop.retire(index)
         for index in self._without - retired:
-            self._stepper.restore(index)
+            self._step_loop.restore(index)
         self._without = set(retired)
         places = lifetime.places
         left = dict(enumerate(tasks))
@@ -67,7 +67,7 @@ class HostWorkers:
             return DONE
 
         try:
-            self._stepper.run(self._stepper.plan(len(tasks)), body, _nothing)
+            self._step_loop.run(self._step_loop.plan(len(tasks)), body, _nothing)
         finally:
             _finish(left, errors)
         if errors:

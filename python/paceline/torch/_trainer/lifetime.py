@@ -135,7 +135,7 @@ class Lifetime:
         """Release everything that the devices hold for this trainer. Its figures stay."""
         with contextlib.suppress(Error):  # a lost device, which an earlier call has reported
             for work in self.works.all():
-                work.stepper.settle()
+                work.step_loop.settle()
         self.places.drain()  # a late device may still write to memory that is about to be released
         self._execution.release()
         self._execution.replicas.release()
@@ -143,7 +143,7 @@ class Lifetime:
 
     def _cancel(self) -> None:
         for work in self.works.all():
-            work.stepper.cancel()
+            work.step_loop.cancel()
 
 
 _open: weakref.WeakSet[Lifetime] = weakref.WeakSet()

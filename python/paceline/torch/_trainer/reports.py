@@ -89,7 +89,7 @@ class Reports:
 
     def _memory(self) -> dict[str, dict[str, float]]:
         """What steps know of each device with a limit, and of each GPU the peak of the pool."""
-        result = self._works.steps.stepper.memory
+        result = self._works.steps.step_loop.memory
         for space, peak in self._execution.places.pool_peaks().items():
             result.setdefault(space, {})["pool_peak_bytes"] = peak
         return result
@@ -144,7 +144,7 @@ class Reports:
             ``start_seconds``, since the trainer was made; ``duration_seconds``. A step that failed leaves no event. With GPUs a
             ``"reduction"`` lasts 0 seconds, since it is not timed, and a ``"step"`` lasts as `report` says.
         """
-        return list(self._works.steps.stepper.events)
+        return list(self._works.steps.step_loop.events)
 
     def history(self) -> list[dict[str, Any]]:
         """The whole run in at most 1024 rows, oldest first. A row is one step, or in a longer run the sum of equally many steps.
@@ -156,7 +156,7 @@ class Reports:
             ``items``; None unless all of these steps had costs), ``step_seconds`` (sum, with the reduction; with GPUs as in `report`),
             ``longest_step_seconds`` (of one step), ``moves``. Reading it waits for GPUs, as `report` does.
         """
-        return list(self._works.steps.stepper.history)
+        return list(self._works.steps.step_loop.history)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Draw the run so far: shares with their moves, speeds, and step times, by cost if all steps had `cost`. Works after `close`, too.
@@ -196,9 +196,9 @@ class Reports:
         texts = [
             f"run {name}: {_explained(work)}"
             for name, work in self._works.runs().items()
-            if work.stepper.metrics["steps"]
+            if work.step_loop.metrics["steps"]
         ]
-        if self._works.steps.stepper.metrics["steps"] or not texts:
+        if self._works.steps.step_loop.metrics["steps"] or not texts:
             texts.insert(0, _explained(self._works.steps))
         texts[0] += self._execution.places.explain() + self._execution.explain()
         if not any(self._execution.places.on_gpu):
@@ -240,13 +240,13 @@ class Reports:
         asked: dict[str, Any] = {
             name: tuple(value) if isinstance(value, Iterator) else value for name, value in given.items()
         }
-        answer = self._works.steps.stepper.what_if(**asked)
+        answer = self._works.steps.step_loop.what_if(**asked)
         measured = None if self._works.steps.alone is None else self._works.steps.alone.measured
         # After steps with costs the estimates may be of work instead of items.
-        if measured is None or self._works.steps.stepper.items is not None:
+        if measured is None or self._works.steps.step_loop.items is not None:
             return answer
         working = [device for device, share in enumerate(answer.shares) if share > 0]
-        return self._works.steps.stepper.what_if(**asked, **self._relief(measured, working))
+        return self._works.steps.step_loop.what_if(**asked, **self._relief(measured, working))
 
     def _relief(self, measured: Measured, working: list[int]) -> dict[str, Any]:
         """What estimates from devices side by side do not know: how much faster one is alone, and the trainer's own part of a step."""
@@ -254,7 +254,7 @@ class Reports:
         overhead = 0.0
         for device, alone in measured.alone.items():
             others = [name for index, name in enumerate(self._works.names) if index != device]
-            estimated = self._works.steps.stepper.what_if(remove=others, batch_size=measured.size)
+            estimated = self._works.steps.step_loop.what_if(remove=others, batch_size=measured.size)
             overhead = max(0.0, measured.together - estimated.present_seconds)
             factors[device] = max(0.05 * alone.step, alone.step - overhead) / estimated.seconds
         known = [factors[device] for device in working if device in factors] if len(working) == 1 else []
@@ -280,17 +280,17 @@ class Reports:
             be written.
         """
         with self._lifetime.exclusive("write_ledger"):
-            self._works.of(kind_of(run)).stepper.write_ledger(os.fspath(path))
+            self._works.of(kind_of(run)).step_loop.write_ledger(os.fspath(path))
 
 
 def _explained(work: Workload) -> str:
     """What was seen and decided for one kind of work, and what limits it."""
-    busy = [entry["busy_seconds"] for entry in work.stepper.metrics["devices"].values()]
-    alone = "" if work.alone is None else work.alone.explain(list(work.stepper.metrics["devices"]))
-    return work.stepper.explain() + work.launches.explain(busy) + alone
+    busy = [entry["busy_seconds"] for entry in work.step_loop.metrics["devices"].values()]
+    alone = "" if work.alone is None else work.alone.explain(list(work.step_loop.metrics["devices"]))
+    return work.step_loop.explain() + work.launches.explain(busy) + alone
 
 
 def _metrics_of(work: Workload) -> dict[str, Any]:
     """The metrics of one kind of work, with the costs of its items if some had costs."""
-    items = work.stepper.items
-    return work.stepper.metrics if items is None else {**work.stepper.metrics, "items": items}
+    items = work.step_loop.items
+    return work.step_loop.metrics if items is None else {**work.step_loop.metrics, "items": items}

@@ -37,7 +37,7 @@ class StepTimer:
         while len(times) < _WARM_UP + _LEAST or spent < at_least:
             began = time.perf_counter()
             self._execution.repeated(lambda: self._step(work, batch, objective))
-            work.stepper.settle()
+            work.step_loop.settle()
             times.append(time.perf_counter() - began)
             spent += times[-1] if len(times) > _WARM_UP else 0.0
             random.restore()
@@ -48,4 +48,4 @@ class StepTimer:
         names = self._execution.replicas.names
         run = TrainRun(frame, loss_fn=self._loss_fn, objective=objective, scale=None, names=names)
         outcome: Any = self._execution.train(work, run, keep=False)[2]
-        work.stepper.commit(outcome)
+        work.step_loop.commit(outcome)

@@ -170,7 +170,7 @@ class Training:
             frame = self._execution.frame(work, whole, fn, costs, claims.order if claims is not None else None)
             run = run_of(frame, objective if frame.items is None else frame.items.objective(objective))
             if claims is not None:
-                run.claims, run.pieces = claims.lanes, claims.pieces
+                run.claims, run.pieces = claims.micro_batches, claims.pieces
             # One device alone runs the whole batch as one micro-batch, so norms and buffers do what they do on one device. It does not
             # run alone where a new size may be compiled.
             trials = work.alone if claims is None and run.items is None and not run.seen.tunes else None

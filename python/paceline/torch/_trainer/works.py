@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paceline import Device, DeviceGroup, InvalidArgument
-from paceline._core.engine import Stepper
+from paceline._core.engine import StepLoop
 from paceline.torch._devices.places import Places
 from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.execution import Workload
@@ -21,7 +21,7 @@ def kind_of(run: str | None) -> str:
 
 
 class Works:
-    """A `Workload` for each kind of work, which has its own times and shares. `options` are those of every Stepper.
+    """A `Workload` for each kind of work, which has its own times and shares. `options` are those of every StepLoop.
 
     `searches`: whether steps search for the size of micro-batches.
     """
@@ -75,20 +75,20 @@ class Works:
 
     def retire(self, device: str | Device) -> None:
         """Give a device no work from now on."""
-        self._change(device, Stepper.retire, self.retired.add)
+        self._change(device, StepLoop.retire, self.retired.add)
 
     def restore(self, device: str | Device) -> None:
         """Give a device work again."""
-        self._change(device, Stepper.restore, self.retired.discard)
+        self._change(device, StepLoop.restore, self.retired.discard)
 
     def _new(self, options: dict[str, Any]) -> Workload:
         work = Workload(self._group, self._places, self._limits, **options)
         for index in self.retired:
-            work.stepper.retire(index)
+            work.step_loop.retire(index)
         return work
 
     def _change(
-        self, device: str | Device, change: Callable[[Stepper, int], None], note: Callable[[int], None]
+        self, device: str | Device, change: Callable[[StepLoop, int], None], note: Callable[[int], None]
     ) -> None:
         name = device if isinstance(device, str) else device.name
         if name not in self.names:
@@ -97,7 +97,7 @@ class Works:
             )
         index = self.names.index(name)
         for work in self.all():
-            change(work.stepper, index)
+            change(work.step_loop, index)
         note(index)
         for work in self.all():
             if work.alone is not None:

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/loop/item_work.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <numbers>
+#include <numeric>
+#include <utility>
+
+#include <paceline/error.hpp>
+
+namespace paceline::engine {
+namespace {
+
+constexpr double kUnits = 1e6;          // of the first batch: a device's share is known to a thousandth and better
+constexpr double kLeastUnits = 1e3;     // of any batch: a share is known to a percent and better
+constexpr double kMostUnits = 1e15;     // doubles count further, but not much
+constexpr double kFixedAtFirst = 0.02;  // of a device's time, before anything was measured
+constexpr std::int64_t kFitEvery = 64;  // steps, in the end; at first whenever the evidence has doubled
+
+bool all_free(std::span<const double> costs) {
+  return std::all_of(costs.begin(), costs.end(), [](double cost) { return cost == 0.0; });
+}
+
+/// Of items that all cost nothing: they are still items.
+double total_of(std::span<const double> costs) {
+  if (all_free(costs)) return static_cast<double>(costs.size());
+  return std::accumulate(costs.begin(), costs.end(), 0.0);
+}
+
+double longest_of(const std::vector<double>& costs, std::int64_t begin, std::int64_t end) {
+  return *std::max_element(costs.begin() + begin, costs.begin() + end);
+}
+
+const char* described(plan::ItemMeasure measure) {
+  switch (measure) {
+    case plan::ItemMeasure::padded:
+      return "the longest item of the micro-batch, times its items";
+    case plan::ItemMeasure::sum:
+      return "the sum over the items, without padding";
+    case plan::ItemMeasure::count:
+      return "the number of items alone, whatever they cost: is a slice trimmed to its longest item?";
+  }
+  return "";
+}
+
+}  // namespace
+
+void check_costs(std::span<const double> costs) {
+  if (costs.empty()) throw InvalidArgument("step: a batch without items; at least one is needed.");
+  for (std::size_t k = 0; k < costs.size(); ++k) {
+    if (std::isfinite(costs[k]) && costs[k] >= 0.0) continue;
+    throw InvalidArgument(
+        fmt::format("cost: the cost of item {} is {}; costs must be finite and not negative.", k, costs[k]));
+  }
+}
+
+ItemWork::ItemWork(const std::vector<std::string>& device_classes, std::int64_t micro_batch, bool plain_costs)
+    : shapes_(device_classes.size()), micro_batch_(micro_batch), plain_costs_(plain_costs) {
+  std::map<std::string, std::size_t> numbers;
+  for (const std::string& name : device_classes) {
+    const auto [entry, is_new] = numbers.emplace(name, numbers.size());
+    class_of_.push_back(entry->second);
+    if (is_new) class_names_.push_back(name);
+  }
+  classes_.assign(numbers.size(), ItemShapes(device_classes.size()));
+}
+
+std::int64_t ItemWork::batch_units(std::span<const double> costs) const {
+  if (batch_size_ == 0) return static_cast<std::int64_t>(kUnits);
+  return units_of(total_of(costs));
+}
+
+std::int64_t ItemWork::units_of(double cost) const {
+  const double work = std::clamp(unit_ * cost, kLeastUnits, kMostUnits);
+  const auto factor_to = [&](std::int64_t size) {
+    const auto units = static_cast<double>(size);
+    return std::max(work / units, units / work);
+  };
+  if (factor_to(batch_size_) <= std::numbers::sqrt2) return batch_size_;
+  const auto nearest = std::min_element(batch_sizes_.begin(), batch_sizes_.end(),
+                                        [&](auto a, auto b) { return factor_to(a) < factor_to(b); });
+  return factor_to(*nearest) <= std::numbers::sqrt2 ? *nearest : std::llround(work);
+}
+
+std::int64_t ItemWork::begin(std::span<const double> costs) {
+  const std::int64_t units = batch_units(costs);
+  if (batch_size_ == 0) {
+    unit_ = kUnits / total_of(costs);
+    const double fixed = kFixedAtFirst * kUnits / static_cast<double>(shapes_.size());
+    std::fill(shapes_.begin(), shapes_.end(), plan::ItemShape{.cost = {fixed, unit_, 0.0}});
+  }
+  batch_size_ = units;
+  batch_sizes_.insert(units);
+  return units;
+}
+
+std::shared_ptr<BatchPlan> ItemWork::arrange(std::span<const double> costs, balance::StepPlan decided,
+                                             std::int64_t least_items) const {
+  auto made = std::make_shared<BatchPlan>();
+  made->size = std::ssize(costs);
+  made->balance = std::move(decided);
+  made->costs.assign(costs.begin(), costs.end());
+  if (all_free(costs)) std::fill(made->costs.begin(), made->costs.end(), 1.0);
+  double least = std::numeric_limits<double>::infinity();
+  for (const double cost : made->costs) {
+    if (cost > 0.0) least = std::min(least, cost);
+  }
+  made->least_cost = least;  // all_free() costs are 1
+  made->shapes = shapes_;
+  std::vector<double> targets;
+  for (const std::int64_t share : made->balance.shares) targets.push_back(static_cast<double>(share));
+  const std::int64_t most = micro_batch_ > 0 ? micro_batch_ : std::numeric_limits<std::int64_t>::max();
+  made->arrangement = plan::arrange_items(made->costs, targets, shapes_,
+                                          {.max_items = most, .min_items = least_items, .plain_costs = plain_costs_});
+  for (const std::int64_t item : made->arrangement.order) {
+    made->ordered_costs.push_back(made->costs[static_cast<std::size_t>(item)]);
+  }
+  const auto& [order, bounds, first, work] = made->arrangement;
+  for (std::size_t d = 0; d < shapes_.size(); ++d) {
+    made->shares.push_back(bounds[first[d + 1]] - bounds[first[d]]);
+    if (made->balance.models.empty()) continue;
+    const std::int64_t share = std::max<std::int64_t>(1, made->balance.shares[d]);
+    made->seconds_per_work.push_back(made->balance.models[d].seconds(share) / static_cast<double>(share));
+  }
+  return made;
+}
+
+void ItemWork::record(const BatchPlan& plan, const StepRecord& record, const balance::Balancer& balancer) {
+  for (const ClaimRecord& claim : record.claims) {
+    const auto [begin, end] = std::pair(claim.micro_batch.begin, claim.micro_batch.end);
+    const auto count = static_cast<double>(end - begin);
+    for (std::int64_t k = begin; k < end; ++k) padding_.own += plan.ordered_costs[static_cast<std::size_t>(k)];
+    padding_.padded += count * longest_of(plan.ordered_costs, begin, end);
+    padding_.contiguous += count * longest_of(plan.costs, begin, end);
+  }
+  learn(plan, record);
+  if (++steps_ < next_fit_) return;
+  next_fit_ = steps_ + std::min(steps_, kFitEvery);
+  refit(balancer);
+}
+
+void ItemWork::learn(const BatchPlan& plan, const StepRecord& record) {
+  for (const ClaimRecord& claim : record.claims) {
+    const double seconds = claim.finish_seconds - claim.start_seconds;
+    if (claim.excluded || !(seconds > 0.0)) continue;
+    const MicroBatch& mb = claim.micro_batch;
+    ItemTiming timing{.device = mb.device_index, .step = plan.balance.step, .seconds = seconds};
+    timing.count = static_cast<double>(mb.size());
+    timing.longest = longest_of(plan.ordered_costs, mb.begin, mb.end);
+    for (std::int64_t k = mb.begin; k < mb.end; ++k) {
+      const double cost = plan.ordered_costs[static_cast<std::size_t>(k)];
+      timing.sum += cost;
+      timing.squares += cost * cost;
+    }
+    if (timing.longest > 0.0) classes_[class_of_[mb.device_index]].add(timing);
+  }
+}
+
+void ItemWork::refit(const balance::Balancer& balancer) {
+  std::vector<std::int64_t> since;
+  for (const balance::DeviceReport& device : balancer.report().devices) {
+    since.push_back(device.change_points + device.drifts > 0 ? device.since_step : 0);
+  }
+  // The sum of the work in all windows, by the shapes that it was planned with so far: it stays.
+  std::vector<double> before(classes_.size(), 0.0);
+  double all = 0.0;
+  for (const ItemShapes& one : classes_) {
+    for (const ItemTiming& timing : one.timings()) all += work_of(shapes_[timing.device], timing);
+  }
+  std::vector<bool> fitted;
+  for (ItemShapes& one : classes_) fitted.push_back(one.fit(since));
+  for (std::size_t d = 0; d < shapes_.size(); ++d) {
+    if (!fitted[class_of_[d]]) continue;
+    plan::ItemShape shape = classes_[class_of_[d]].shape();
+    double seconds = 0.0;
+    for (const ItemShapes& one : classes_) {
+      for (const ItemTiming& timing : one.timings()) seconds += work_of(shape, timing);
+    }
+    const double units = all / seconds;
+    shape.cost.fixed_seconds *= units;
+    shape.cost.per_token_seconds *= units;
+    shape.cost.per_squared_token_seconds *= units;
+    shapes_[d] = shape;
+  }
+}
+
+ItemReport ItemWork::report() const {
+  ItemReport report;
+  report.steps = steps_;
+  report.padding = padding_;
+  const auto most = std::max_element(classes_.begin(), classes_.end(), [](const ItemShapes& a, const ItemShapes& b) {
+    return a.samples() < b.samples();
+  });
+  report.fitted = most->fitted();
+  if (!report.fitted) return report;
+  report.device_class = class_names_[static_cast<std::size_t>(most - classes_.begin())];
+  report.shape = most->shape();
+  report.error = most->error();
+  report.samples = most->samples();
+  return report;
+}
+
+std::string ItemWork::describe(std::size_t device_class) const {
+  const ItemShapes& here = classes_[device_class];
+  const plan::ItemShape shape = here.shape();
+  const std::string on = classes_.size() > 1 ? fmt::format("on {}, ", class_names_[device_class]) : "";
+  const std::string square = shape.cost.per_squared_token_seconds > 0.0
+                                 ? fmt::format(", {:.3g} ns for its square", 1e9 * shape.cost.per_squared_token_seconds)
+                                 : "";
+  return fmt::format(
+      "  {}times follow {}\n"
+      "  {}a micro-batch takes {:.3g} ms and {:.3g} us for each unit of cost{}, within {:.1f} % (of {})\n",
+      on, described(shape.measure), on, 1e3 * shape.cost.fixed_seconds, 1e6 * shape.cost.per_token_seconds, square,
+      100.0 * here.error(), here.samples());
+}
+
+std::string ItemWork::explain() const {
+  std::string out;
+  for (std::size_t k = 0; k < classes_.size(); ++k) {
+    if (classes_[k].fitted()) out += describe(k);
+  }
+  if (out.empty()) {
+    out = "  what an item costs in time is not measured yet: the given costs are taken as they are\n";
+  }
+  if (padding_.own > 0.0) {
+    out += fmt::format(
+        "  padded to the longest of each micro-batch, items cost {:.2f} times their own; in slices of the batch as it "
+        "came {:.2f} times: {:.0f} % of the padding saved\n",
+        padding_.padded / padding_.own, padding_.contiguous / padding_.own, 100.0 * padding_.saved());
+  }
+  return out;
+}
+
+}  // namespace paceline::engine

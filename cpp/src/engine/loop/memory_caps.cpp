@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/loop/memory_caps.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+
+#include <paceline/error.hpp>
+#include <paceline/plan/corrections.hpp>
+
+#include "plural.hpp"
+
+namespace paceline::engine {
+namespace {
+
+constexpr std::size_t kMostKinds = 64;     // for each device; the length of a sequence makes a kind
+constexpr double kFirstPart = 1.0 / 16.0;  // of a claim is the first size that is measured
+constexpr double kAny = std::numeric_limits<double>::infinity();
+
+std::optional<std::uint64_t> key_of(const BatchPlan& plan) {
+  return plan.by_cost() ? std::nullopt : std::optional(plan.kind.memory);
+}
+
+/// Up to where the items from `begin` on are no larger than `most`, or the nearest place that leaves `least` items on
+/// both sides.
+std::int64_t end_of(const BatchPlan& plan, std::int64_t begin, std::int64_t end, double most, std::int64_t least = 1) {
+  std::int64_t fits = 0;
+  std::int64_t too_many = end - begin + 1;
+  while (too_many - fits > 1) {
+    const std::int64_t middle = fits + (too_many - fits) / 2;
+    (plan.memory_size(begin, begin + middle) <= most ? fits : too_many) = middle;
+  }
+  return begin + plan::fitting_piece(fits, end - begin, least);
+}
+
+template <class Kinds, class Key>
+auto* find(Kinds& kinds, const Key& key) {
+  const auto found = std::find_if(kinds.begin(), kinds.end(), [&](const auto& entry) { return entry.first == key; });
+  return found == kinds.end() ? nullptr : &found->second;
+}
+
+template <class Kinds>
+void make_room(Kinds& kinds) {
+  if (kinds.size() >= kMostKinds) kinds.erase(kinds.begin());
+}
+
+}  // namespace
+
+MemoryCaps::MemoryCaps(const DeviceGroup& group, std::vector<std::int64_t> limits)
+    : limits_(std::move(limits)), models_(group.size()) {
+  for (const Device& device : group.devices()) {
+    names_.push_back(device.name);
+    spaces_.push_back(device.memory_space);
+  }
+  if (limits_.empty()) limits_.assign(names_.size(), 0);
+  if (limits_.size() != names_.size()) {
+    throw InvalidArgument(fmt::format("memory limits: {} for {}; give one for each, 0 for none, or leave them out.",
+                                      limits_.size(), plural(names_.size(), "device")));
+  }
+  for (std::size_t d = 0; d < limits_.size(); ++d) {
+    if (limits_[d] >= 0) continue;
+    throw InvalidArgument(
+        fmt::format("memory limits: {} bytes for {}; give more than 0, or 0 for none.", limits_[d], names_[d]),
+        names_[d]);
+  }
+  any_limit_ = std::any_of(limits_.begin(), limits_.end(), [](std::int64_t limit) { return limit > 0; });
+}
+
+const balance::MemoryModel* MemoryCaps::model(std::size_t device, Key key) const { return find(models_[device], key); }
+
+/// What batches of that kind count at most, after memory ran out.
+double MemoryCaps::cap(std::size_t device, Key key) const {
+  double most = kAny;
+  for (const std::string& name : {spaces_[device], names_[device]}) {
+    const auto caps = caps_.find(name);
+    if (caps == caps_.end()) continue;
+    if (const Cap* const known = find(caps->second, key)) most = std::min(most, known->most());
+  }
+  return most;
+}
+
+bool MemoryCaps::wants_more(std::size_t device, const BatchPlan& plan) const {
+  if (limits_[device] == 0) return false;
+  const std::lock_guard lock(mutex_);
+  const balance::MemoryModel* const known = model(device, key_of(plan));
+  return known == nullptr || known->wants_more();
+}
+
+/// Small at first. Then twice that, or where that is not certain to fit one item more: a failure costs one repetition.
+std::optional<std::int64_t> MemoryCaps::end_to_measure(std::size_t device, const BatchPlan& plan, std::int64_t begin,
+                                                       std::int64_t end, std::int64_t least) {
+  if (end - begin < 2 * least || !wants_more(device, plan)) return std::nullopt;
+  const std::lock_guard lock(mutex_);
+  const Key key = key_of(plan);
+  const balance::MemoryModel* const known = model(device, key);
+  const std::optional<double> largest = known != nullptr ? known->largest() : std::nullopt;
+  std::int64_t middle = 0;
+  if (!largest) {
+    middle = end_of(plan, begin, end, kFirstPart * plan.memory_size(begin, end));
+  } else if (known->most(limits_[device]).value_or(kAny) >= 2.0 * *largest) {
+    middle = end_of(plan, begin, end, 2.0 * *largest);
+  } else {
+    middle = std::min(end, end_of(plan, begin, end, *largest) + 1);
+  }
+  middle = end_of(plan, begin, middle, cap(device, key));
+  return begin + plan::fitting_piece(middle - begin, end - begin, least);
+}
+
+bool MemoryCaps::measured(std::size_t device, const BatchPlan& plan, std::int64_t begin, std::int64_t end,
+                          std::int64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  const Key key = key_of(plan);
+  Kinds<balance::MemoryModel>& models = models_[device];
+  if (find(models, key) == nullptr) {
+    make_room(models);
+    models.emplace_back(key, balance::MemoryModel());
+  }
+  balance::MemoryModel& known = *find(models, key);
+  const auto before = std::pair(known.sizes(), known.largest());
+  known.add(plan.memory_size(begin, end), bytes);
+  return before != std::pair(known.sizes(), known.largest());
+}
+
+std::vector<std::pair<std::int64_t, std::int64_t>> MemoryCaps::pieces(std::size_t device, const BatchPlan& plan,
+                                                                      std::int64_t begin, std::int64_t end,
+                                                                      std::int64_t least) const {
+  double most = kAny;
+  {
+    const std::lock_guard lock(mutex_);
+    const balance::MemoryModel* const known = model(device, key_of(plan));
+    if (limits_[device] > 0 && known != nullptr) most = known->most(limits_[device]).value_or(kAny);
+    most = std::min(most, cap(device, key_of(plan)));
+  }
+  std::vector<std::pair<std::int64_t, std::int64_t>> pieces;
+  for (std::int64_t at = begin; at < end;) {
+    const std::int64_t next = most < kAny ? end_of(plan, at, end, most, least) : end;
+    pieces.emplace_back(at, next);
+    at = next;
+  }
+  std::vector<std::pair<std::int64_t, std::int64_t>> even;
+  const std::int64_t count = std::ssize(pieces);
+  for (std::int64_t k = 0; k < count; ++k) {
+    even.emplace_back(begin + (end - begin) * k / count, begin + (end - begin) * (k + 1) / count);
+    if (plan.memory_size(even.back().first, even.back().second) > most) return pieces;
+  }
+  return even;
+}
+
+bool MemoryCaps::shrink(std::size_t device, const BatchPlan& plan, std::int64_t begin, std::int64_t end,
+                        std::int64_t least, bool limited) {
+  const std::lock_guard lock(mutex_);
+  const Key key = key_of(plan);
+  const double size = plan.memory_size(begin, end);
+  // Pieces that are beyond the cap are the least there are.
+  if (end - begin <= least || size > cap(device, key)) return false;
+  Kinds<Cap>& caps = caps_[limited ? names_[device] : spaces_[device]];
+  std::erase_if(caps, [&](const auto& entry) { return entry.first == key; });
+  make_room(caps);
+  caps.emplace_back(key, Cap{size, limited ? "it reached its limit" : names_[device] + " ran out of memory"});
+  any_cap_ = true;
+  return true;
+}
+
+std::vector<MemoryReport> MemoryCaps::report() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<MemoryReport> reports;
+  for (std::size_t d = 0; d < names_.size(); ++d) {
+    if (limits_[d] == 0) continue;
+    MemoryReport& report = reports.emplace_back(MemoryReport{.device = names_[d], .limit_bytes = limits_[d]});
+    for (const auto& [key, known] : models_[d]) {
+      if (known.sizes() == 0) continue;
+      const std::optional<double> fits = known.most(limits_[d]);
+      const double most = std::min(fits.value_or(kAny), cap(d, key));
+      if (!key) {
+        report.costs = {.fixed_bytes = known.fixed_bytes(), .bytes_per_cost = known.bytes_per_size()};
+        if (fits) report.costs->largest_padded_cost = most;
+      } else if (!report.items || known.bytes_per_size() > report.items->bytes_per_item) {
+        report.items = {.fixed_bytes = known.fixed_bytes(), .bytes_per_item = known.bytes_per_size()};
+        if (fits) report.items->largest_micro_batch = std::max<std::int64_t>(1, static_cast<std::int64_t>(most));
+      }
+    }
+  }
+  return reports;
+}
+
+std::string MemoryCaps::explain() const {
+  std::string text;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [name, caps] : caps_) {
+      const Cap* least = nullptr;
+      std::ptrdiff_t others = -1;
+      for (const auto& [key, known] : caps) {
+        if (!key) continue;
+        ++others;
+        if (least == nullptr || known.size < least->size) least = &known;
+      }
+      if (least != nullptr) {
+        text += fmt::format(
+            "{}: at most {} at once, since {} with {:.0f}{}.\n", name,
+            plural(static_cast<std::int64_t>(least->most()), "item"), least->why, least->size,
+            others > 0 ? fmt::format("; items of {} have caps of their own", plural(others, "other shape")) : "");
+      }
+      if (const Cap* const known = find(caps, Key())) {
+        text +=
+            fmt::format("{}: a cost of at most {:.6g} at once, items counted as the longest, since {} with {:.6g}.\n",
+                        name, known->most(), known->why, known->size);
+      }
+    }
+  }
+  for (const MemoryReport& device : report()) {
+    if (device.items && device.items->largest_micro_batch) {
+      text += fmt::format(
+          "{}: at most {} at once in {} bytes: a micro-batch takes {:.0f} bytes and {:.0f} for each item.\n",
+          device.device, plural(*device.items->largest_micro_batch, "item"), device.limit_bytes,
+          device.items->fixed_bytes, device.items->bytes_per_item);
+    }
+    if (device.costs && device.costs->largest_padded_cost) {
+      text += fmt::format(
+          "{}: a cost of at most {:.6g} at once, items counted as the longest, in {} bytes: a micro-batch "
+          "takes {:.0f} bytes and {:.4g} for each unit.\n",
+          device.device, *device.costs->largest_padded_cost, device.limit_bytes, device.costs->fixed_bytes,
+          device.costs->bytes_per_cost);
+    }
+  }
+  return text;
+}
+
+}  // namespace paceline::engine

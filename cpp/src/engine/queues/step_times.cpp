@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/queues/step_times.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "comm/space_collectives.hpp"
+
+namespace paceline {
+
+StepTimes::~StepTimes() = default;
+
+}  // namespace paceline
+
+namespace paceline::internal {
+namespace {
+
+constexpr int kPatience = 8;  // steps that better evidence counts for
+
+}  // namespace
+
+std::vector<char> Evidence::classify(const std::vector<std::size_t>& used, const std::vector<char>& clean) {
+  const std::lock_guard lock(mutex_);
+  steps_without_.resize(clean.size(), kPatience);
+  std::vector<char> strict(clean.size());
+  for (std::size_t d = 0; d < clean.size(); ++d) {
+    int& without = steps_without_[d];
+    if (clean[d] != 0) without = 0;
+    if (clean[d] == 0 && used[d] > 0) without = std::min(without + 1, kPatience + 1);
+    strict[d] = static_cast<char>(without <= kPatience);
+  }
+  return strict;
+}
+
+std::unique_ptr<SpanLists> SpanShelf::take() {
+  const std::lock_guard lock(mutex_);
+  if (free_.empty()) return nullptr;
+  std::unique_ptr<SpanLists> lists = std::move(free_.back());
+  free_.pop_back();
+  return lists;
+}
+
+void SpanShelf::put(std::unique_ptr<SpanLists> lists) noexcept {
+  try {
+    const std::lock_guard lock(mutex_);
+    free_.push_back(std::move(lists));
+  } catch (...) {  // no memory to keep it: it goes
+  }
+}
+
+RecordedTimes::RecordedTimes(const Shared& shared, std::size_t device_count, AsyncDevice& home,
+                             std::chrono::nanoseconds timeout, std::weak_ptr<SpaceCollectives> collectives)
+    : lists_(shared.shelf->take()), shared_(shared), timeout_(timeout), collectives_(std::move(collectives)) {
+  if (lists_ == nullptr) {
+    lists_ = std::make_unique<SpanLists>();
+    lists_->spans.resize(device_count);
+    lists_->over = home.make_event(false);
+  }
+  lists_->used.assign(device_count, 0);
+}
+
+RecordedTimes::~RecordedTimes() { shared_.shelf->put(std::move(lists_)); }
+
+void RecordedTimes::wait() const {
+  wait_for(*lists_->over, timeout_);
+  // A collective that was given up lets its stream go on, and that is known by then.
+  if (const auto collectives = collectives_.lock()) collectives->check();
+}
+
+void RecordedTimes::stamp(std::vector<ClaimRecord>& claims) const {
+  const std::size_t device_count = lists_->spans.size();
+  std::vector<std::size_t> next(device_count, 0);
+  std::vector<double> origin(device_count, 0.0);
+  std::vector<char> held_up(claims.size(), 0);
+  std::vector<char> clean(device_count, 0);
+  for (std::size_t i = 0; i < claims.size(); ++i) {
+    ClaimRecord& claim = claims[i];
+    const std::size_t d = claim.micro_batch.device_index;
+    const std::vector<Span>& spans = lists_->spans[d];
+    if (lists_->used[d] == 0) continue;
+    const std::size_t k = next[d]++;
+    if (k == 0) origin[d] = claim.start_seconds;
+    claim.start_seconds = origin[d] + spans[k].start->seconds_since(*spans[0].start);
+    const double seconds = spans[k].end->seconds_since(*spans[k].start);
+    claim.finish_seconds = claim.start_seconds + seconds;
+    held_up[i] = static_cast<char>(spans[k].held_up(seconds));
+    if (held_up[i] == 0 && !claim.excluded) clean[d] = 1;
+  }
+  {
+    const std::lock_guard lock(mutex_);  // one step is judged once, however often it is asked for its times
+    if (strict_.empty()) strict_ = shared_.evidence->classify(lists_->used, clean);
+  }
+  for (std::size_t i = 0; i < claims.size(); ++i) {
+    if (held_up[i] != 0 && strict_[claims[i].micro_batch.device_index] != 0) claims[i].excluded = true;
+  }
+}
+
+bool RecordedTimes::begin_run(std::size_t d, AsyncDevice& maker, Stream& stream, bool continues) {
+  std::vector<Span>& spans = lists_->spans[d];
+  std::size_t& used = lists_->used[d];
+  // A device that has nothing to do when it is given more has waited for the host: that time is not its own.
+  const bool dry = used > 0 && spans[used - 1].end->done();
+  if (continues) return dry;
+  if (used == spans.size()) spans.push_back({maker.make_event(true), maker.make_event(true), {}});
+  ++used;
+  restart_run(d, stream);
+  return dry;
+}
+
+void RecordedTimes::restart_run(std::size_t d, Stream& stream) {
+  Span& span = last(d);
+  stream.record(*span.start);
+  span.opened = std::chrono::steady_clock::now();
+}
+
+void RecordedTimes::end_run(std::size_t d, Stream& stream) {
+  Span& span = last(d);
+  stream.record(*span.end);
+  span.launch_seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - span.opened).count();
+  span.overtaken = span.start->done();
+}
+
+const Event* RecordedTimes::end_of_run(std::size_t d, std::size_t back) const {
+  const std::size_t used = lists_->used[d];
+  return used > back ? lists_->spans[d][used - 1 - back].end.get() : nullptr;
+}
+
+}  // namespace paceline::internal

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include <paceline/engine/batch_plan.hpp>
+#include <paceline/engine/step.hpp>
+#include <paceline/export.hpp>
+
+#include "engine/step/claims.hpp"
+
+namespace paceline::engine {
+
+/// Claims of a step whose items have costs: each device runs its packed micro-batches, longest items first, then takes
+/// from the back of what another device would finish later than it would.
+///
+/// What is taken over is a whole micro-batch, or, where the device would not finish that in time, its shorter half, or
+/// half of that. Its items are the cheapest of those that wait, so that the finish is evened out in small steps. Where
+/// `any_size` is false only whole micro-batches change hands: other sizes would be new shapes on devices that compile
+/// or choose algorithms by them. No part has fewer than `least` items.
+class PACELINE_API ItemClaims final : public Claims {
+ public:
+  ItemClaims(std::shared_ptr<const BatchPlan> plan, bool stealing, bool any_size, std::int64_t least = 1);
+
+ private:
+  /// Items planned for a device that are not handed out yet.
+  struct Part {
+    std::size_t next = 0;  // micro-batches not handed out: [next, end) of `bounds`
+    std::size_t end = 0;
+    std::int64_t last_end = 0;  // where the last of them ends: part of it may be gone
+    double free_at = 0.0;
+    [[nodiscard]] bool empty() const { return next == end; }
+  };
+
+  std::optional<MicroBatch> own(std::size_t device) override;
+  std::optional<MicroBatch> take_over(std::size_t device, double now) override;
+  void hand_out(MicroBatch& next, double now) override;
+  [[nodiscard]] bool has_own(std::size_t device) const override { return !parts_[device].empty(); }
+  [[nodiscard]] bool nothing_left() const override;
+
+  [[nodiscard]] std::int64_t end_of(const Part& part, std::size_t k) const;
+  [[nodiscard]] double seconds(std::size_t device, std::int64_t begin, std::int64_t end) const;
+  /// When a device will have run what is planned for it.
+  [[nodiscard]] double finish_of(std::size_t device, double now) const;
+
+  std::shared_ptr<const BatchPlan> plan_;
+  bool any_size_;
+  std::int64_t least_;
+  bool measured_;
+  std::vector<Part> parts_;
+};
+
+}  // namespace paceline::engine

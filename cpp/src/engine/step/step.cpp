@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/engine/step.hpp>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <new>
+#include <numeric>
+#include <optional>
+#include <utility>
+
+#include <paceline/error.hpp>
+
+#include "engine/step/step_pieces.hpp"
+#include "engine/step/step_source.hpp"
+#include "plural.hpp"
+
+namespace paceline {
+
+StepProgram::~StepProgram() = default;
+std::optional<std::int64_t> StepProgram::memory_bytes(std::size_t) { return 0; }
+const Event* StepProgram::slot(std::size_t) { return nullptr; }
+const Event* StepProgram::idle(std::size_t) { return nullptr; }
+std::chrono::nanoseconds StepProgram::patience() const { return std::chrono::nanoseconds::max(); }
+void StepProgram::give_up(const Event&) {}
+void StepProgram::finish(std::size_t) {}
+void StepProgram::stamp(std::vector<ClaimRecord>&) const {}
+bool StepProgram::settled() const { return true; }
+void StepProgram::settle() const {}
+std::vector<ReductionSegment> StepProgram::reduction() { return {}; }
+
+namespace {
+
+// Every item once, or gradients would be silently wrong.
+void check_script(const StepOptions& options) {
+  if (options.script.size() != options.shares.size()) {
+    throw InvalidArgument(fmt::format("step: a script for {} in a group of {}; one list for each is needed.",
+                                      plural(options.script.size(), "device"), options.shares.size()));
+  }
+  std::vector<std::pair<std::int64_t, std::int64_t>> spans;
+  for (const auto& list : options.script) {
+    for (const MicroBatch& micro_batch : list) spans.emplace_back(micro_batch.begin, micro_batch.end);
+  }
+  std::sort(spans.begin(), spans.end());
+  std::int64_t covered = 0;
+  for (const auto& [begin, end] : spans) {
+    if (begin != covered || end <= begin) {
+      throw InvalidArgument(
+          fmt::format("step: the script has items [{}, {}) where item {} is the next; each item must be there once.",
+                      begin, end, covered));
+    }
+    covered = end;
+  }
+  const std::int64_t batch = std::accumulate(options.shares.begin(), options.shares.end(), std::int64_t{0});
+  if (covered != batch) {
+    throw InvalidArgument(fmt::format("step: the script has {} for a batch of {}.", plural(covered, "item"), batch));
+  }
+}
+
+void check(const DeviceGroup& group, const StepOptions& options) {
+  const std::size_t count = group.size();
+  if (options.shares.size() != count) {
+    throw InvalidArgument(fmt::format("step: {} for a group of {}; one share per device is needed.",
+                                      plural(options.shares.size(), "share"), plural(count, "device")));
+  }
+  if (std::any_of(options.shares.begin(), options.shares.end(), [](std::int64_t share) { return share < 0; })) {
+    throw InvalidArgument("step: a share is negative. Shares are item counts, zero or more.");
+  }
+  if (std::all_of(options.shares.begin(), options.shares.end(), [](std::int64_t share) { return share == 0; })) {
+    throw InvalidArgument("step: the batch is empty. Skip the step instead.");
+  }
+  if ((!options.models.empty() && options.models.size() != count) ||
+      (!options.noise.empty() && options.noise.size() != count)) {
+    throw InvalidArgument(
+        fmt::format("step: models and noise need one entry for each of the {} devices, or none.", count));
+  }
+  if (!options.run_ahead.empty() && options.run_ahead.size() != count) {
+    throw InvalidArgument(fmt::format("step: run_ahead needs one entry for each of the {} devices, or none.", count));
+  }
+  if (!options.script.empty()) check_script(options);
+  if (options.plan != nullptr && options.plan->shares != options.shares) {
+    throw InvalidArgument("step: the shares are not those of the plan; pass its own.");
+  }
+  if (options.micro_batch < 0 || options.granularity < 1 || options.least_items < 1) {
+    throw InvalidArgument("step: micro_batch must be 0 (planned) or more, granularity and least_items 1 or more.");
+  }
+}
+
+}  // namespace
+
+Step::Step(DeviceGroup group, std::shared_ptr<StepProgram> program, StepOptions options) : group_(std::move(group)) {
+  check(group_, options);
+  plan_ = options.plan;
+  pieces_ = options.pieces;
+  source_ = std::make_shared<engine::StepSource>(group_, std::move(program), std::move(options));
+}
+
+Step::~Step() = default;
+
+void Step::start() {
+  source_->start_clock();
+  group_.submit(source_);
+}
+
+bool Step::wait(const DeviceGroup::Between& between) { return group_.wait(*source_, between); }
+
+void Step::cancel() { canceller()(); }
+
+std::function<void()> Step::canceller() const {
+  return [source = std::weak_ptr<engine::StepSource>(source_)] {
+    if (const std::shared_ptr<engine::StepSource> alive = source.lock()) {
+      alive->cancel(std::make_exception_ptr(Cancelled("step: cancelled before it was done; nothing was committed.")));
+    }
+  };
+}
+
+const StepFailure* Step::failure() const noexcept { return source_->failure(); }
+std::vector<std::int64_t> Step::items() const { return source_->items(); }
+
+std::int64_t Step::micro_batches() const {
+  if (pieces_ != nullptr) return pieces_->count();
+  const std::vector<std::int64_t> claims = source_->claim_counts();
+  return std::accumulate(claims.begin(), claims.end(), std::int64_t{0});
+}
+
+bool Step::divided() const {
+  if (pieces_ != nullptr) return pieces_->divided();
+  const std::vector<std::int64_t> claims = source_->claim_counts();
+  return std::any_of(claims.begin(), claims.end(), [](std::int64_t count) { return count > 1; });
+}
+
+bool Step::settled() const { return source_->program().settled(); }
+void Step::settle() const { source_->program().settle(); }
+StepRecord Step::record() const { return source_->record(); }
+
+balance::StepTimings StepRecord::timings(std::size_t device_count) const {
+  balance::StepTimings timings{.devices = std::vector<std::vector<balance::MicroBatchTiming>>(device_count),
+                               .step_seconds = compute_seconds,
+                               .reduction_seconds = reduce_seconds,
+                               .startup_seconds = startup_seconds};
+  for (const ClaimRecord& claim : claims) {
+    timings.devices[claim.micro_batch.device_index].push_back(
+        {claim.micro_batch.size(), claim.finish_seconds - claim.start_seconds, claim.excluded});
+  }
+  return timings;
+}
+
+std::vector<std::int64_t> StepRecord::items(std::size_t device_count) const {
+  std::vector<std::int64_t> items(device_count, 0);
+  for (const ClaimRecord& claim : claims) items[claim.micro_batch.device_index] += claim.micro_batch.size();
+  return items;
+}
+
+namespace {
+
+/// Throws an error of the type of the exception that is being handled, and nests that in it.
+[[noreturn]] void throw_of_this_type(const std::string& message, const std::string& device) {
+  try {
+    throw;
+  } catch (const InvalidArgument&) {
+    std::throw_with_nested(InvalidArgument(message, device));
+  } catch (const Unavailable&) {
+    std::throw_with_nested(Unavailable(message, device));
+  } catch (const Timeout&) {
+    std::throw_with_nested(Timeout(message, device));
+  } catch (const OutOfMemory&) {
+    std::throw_with_nested(OutOfMemory(message, device));
+  } catch (const std::bad_alloc&) {
+    std::throw_with_nested(OutOfMemory(message, device));
+  } catch (const DeviceLost&) {
+    std::throw_with_nested(DeviceLost(message, device));
+  } catch (...) {
+    std::throw_with_nested(Error(message, device));
+  }
+}
+
+}  // namespace
+
+void Step::rethrow_failure() const {
+  const StepFailure* failure = source_->failure();
+  if (failure == nullptr) return;
+  const std::optional<MicroBatch>& at = failure->micro_batch;
+  const std::string device = at ? group_.devices()[at->device_index].name : "";
+  const bool at_items = at && at->size() > 0;
+  const auto message = [&](const char* what) {
+    const std::string where = at_items ? fmt::format("{} failed at items [{}, {})", device, at->begin, at->end)
+                                       : fmt::format("{} failed", at ? device : "the reduction");
+    return fmt::format("step: {}: {}. Nothing was committed.", where, what);
+  };
+  try {
+    std::rethrow_exception(failure->error);
+  } catch (const Cancelled&) {
+    throw;
+  } catch (const Error& error) {
+    // It may be another device's, which this one waited for.
+    const std::string& named = error.device().empty() ? device : error.device();
+    throw_of_this_type(at_items || error.device().empty()
+                           ? message(error.what())
+                           : fmt::format("step: {}. Nothing was committed.", error.what()),
+                       named);
+  } catch (const std::exception& error) {
+    throw_of_this_type(message(error.what()), device);
+  } catch (...) {
+    throw_of_this_type(message("an exception that is no std::exception"), device);
+  }
+}
+
+StepRecord run_step(const DeviceGroup& group, const std::shared_ptr<StepProgram>& program, StepOptions options,
+                    const DeviceGroup::Between& between) {
+  Step step(group, program, std::move(options));
+  step.start();
+  if (!step.wait(between)) {
+    step.cancel();
+    step.wait();
+  }
+  step.rethrow_failure();
+  step.settle();
+  return step.record();
+}
+
+}  // namespace paceline

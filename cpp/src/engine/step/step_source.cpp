@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/step/step_source.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "runtime/deadline.hpp"
+
+namespace paceline::engine {
+namespace {
+
+// The kinds of work.
+constexpr std::int64_t kMicroBatch = 0;
+constexpr std::int64_t kFinish = 1;
+constexpr std::int64_t kReduce = 2;
+
+// The phases of a step.
+constexpr int kComputing = 0;
+constexpr int kReducing = 1;
+constexpr int kFailed = 2;
+
+constexpr std::uint32_t kClosed = std::uint32_t{1} << 31;  // of inside_: nobody enters any more
+
+}  // namespace
+
+StepSource::StepSource(const DeviceGroup& group, std::shared_ptr<StepProgram> program, StepOptions options)
+    : program_(std::move(program)),
+      pieces_(options.pieces),
+      devices_(group.size()),
+      asynchronous_(group.asynchronous()),
+      scripted_(!options.script.empty()),
+      phase_(kComputing) {
+  for (std::size_t d = 0; d < devices_.size(); ++d) {
+    devices_[d].takes_part = options.script.empty() ? options.shares[d] > 0 : !options.script[d].empty();
+  }
+  claims_ = Claims::of(std::move(options));
+}
+
+NextWork StepSource::next(std::size_t device, Clock::time_point now) noexcept {
+  DeviceState& state = devices_[device];
+  if (state.stage == Stage::outside) state.stage = state.takes_part && enter() ? Stage::computing : Stage::waiting;
+  if (state.stage == Stage::computing) return next_micro_batch(device, now);
+  if (state.stage == Stage::over) return NextWork::done();
+  const int phase = phase_.load(std::memory_order_acquire);
+  if (phase == kComputing) return NextWork::wait();
+  state.stage = Stage::over;
+  if (phase == kFailed) return NextWork::done();
+  if (reduction_ != nullptr) return NextWork::take(kReduce);
+  settle_once();
+  return NextWork::done();
+}
+
+void StepSource::perform(std::size_t device, std::int64_t work, Turn&) {
+  DeviceState& state = devices_[device];
+  if (work == kMicroBatch) {
+    MicroBatch claim = state.current;
+    const bool excluded =
+        pieces_ != nullptr ? pieces_->run(claim, *program_, *claims_, state.current) : program_->run(state.current);
+    claim.items = {};  // they end with the step, the record does not
+    state.claims.push_back({.micro_batch = claim, .excluded = excluded});
+  }
+  if (work == kFinish) program_->finish(device);
+  if (work == kReduce && reduction_->work()) settle_once();
+}
+
+void StepSource::done(std::size_t device, std::int64_t work, const WorkTiming& timing) noexcept {
+  DeviceState& state = devices_[device];
+  if (work == kMicroBatch) {
+    state.claims.back().start_seconds = seconds_at(timing.start);
+    state.claims.back().finish_seconds = seconds_at(timing.finish);
+    state.current = MicroBatch{.device_index = device};
+  } else if (work == kFinish) {
+    leave(device);
+  }
+}
+
+void StepSource::failed(std::size_t device, std::int64_t /*work*/, std::exception_ptr error) noexcept {
+  fail(std::move(error), devices_[device].current);
+  leave(device);
+}
+
+void StepSource::cancel(std::exception_ptr reason) noexcept { fail(std::move(reason), std::nullopt); }
+
+StepRecord StepSource::record() const {
+  StepRecord record;
+  double first = reduced_at_;
+  double last = 0.0;
+  for (const DeviceState& state : devices_)
+    record.claims.insert(record.claims.end(), state.claims.begin(), state.claims.end());
+  program_->stamp(record.claims);
+  for (const ClaimRecord& claim : record.claims) {
+    first = std::min(first, claim.start_seconds);
+    last = std::max(last, claim.finish_seconds);
+  }
+  record.compute_seconds = std::max(0.0, last - first);
+  if (!asynchronous_) {
+    record.reduce_seconds = std::max(0.0, reduced_at_ - last);
+    if (!scripted_) record.startup_seconds = startups(first, record.compute_seconds);
+  }
+  // Devices that work after the call may be at it when the host is done.
+  record.step_seconds = std::max(reduced_at_, record.compute_seconds);
+  return record;
+}
+
+std::vector<std::int64_t> StepSource::items() const {
+  std::vector<std::int64_t> items(devices_.size(), 0);
+  for (std::size_t d = 0; d < devices_.size(); ++d) {
+    for (const ClaimRecord& claim : devices_[d].claims) items[d] += claim.micro_batch.size();
+  }
+  return items;
+}
+
+std::vector<std::int64_t> StepSource::claim_counts() const {
+  std::vector<std::int64_t> counts;
+  for (const DeviceState& state : devices_) counts.push_back(std::ssize(state.claims));
+  return counts;
+}
+
+NextWork StepSource::next_micro_batch(std::size_t device, Clock::time_point now) noexcept {
+  DeviceState& state = devices_[device];
+  state.current = MicroBatch{.device_index = device};
+  try {
+    for (;;) {
+      const Event* const event = state.asks_again ? program_->idle(device) : program_->slot(device);
+      if (event != nullptr && !claims_->cancelled() && !event->done()) return wait_for(state, *event, now);
+      state.waits_since.reset();
+      state.asks_again = false;
+      if (const auto claimed = claims_->claim(device, seconds_at(Clock::now()))) {
+        state.current = *claimed;
+        return NextWork::take(kMicroBatch);
+      }
+      if (!claims_->asks_again(device)) return NextWork::take(kFinish);
+      state.asks_again = true;
+    }
+  } catch (...) {
+    fail(std::current_exception(), state.current);
+    leave(device);
+    return NextWork::wait();  // the worker is woken when the last one has left
+  }
+}
+
+NextWork StepSource::wait_for(DeviceState& state, const Event& event, Clock::time_point now) {
+  if (!state.waits_since) state.waits_since = now;
+  const auto patience = internal::bounded(program_->patience());
+  if (now - *state.waits_since > patience) program_->give_up(event);
+  return NextWork::wait(&event, *state.waits_since + patience);
+}
+
+/// False: all is done, or others are at the last of it. A worker that the system wakes late holds nobody up.
+bool StepSource::enter() noexcept {
+  std::uint32_t inside = inside_.load(std::memory_order_relaxed);
+  do {
+    if ((inside & kClosed) != 0) return false;
+  } while (!inside_.compare_exchange_weak(inside, inside + 1, std::memory_order_acq_rel));
+  return true;
+}
+
+/// Whoever leaves last when nothing is left to claim opens the reduction. If something is left, it is for a worker
+/// that has yet to enter.
+void StepSource::leave(std::size_t device) noexcept {
+  devices_[device].stage = Stage::waiting;
+  if (inside_.fetch_sub(1, std::memory_order_acq_rel) != 1 || !claims_->exhausted()) return;
+  std::uint32_t nobody = 0;
+  if (inside_.compare_exchange_strong(nobody, kClosed, std::memory_order_acq_rel)) open_reduction();
+}
+
+void StepSource::open_reduction() noexcept {
+  if (!has_failed()) {
+    try {
+      std::vector<ReductionSegment> segments = program_->reduction();
+      if (!segments.empty()) reduction_ = std::make_unique<internal::BlockReduction>(std::move(segments));
+    } catch (...) {
+      fail(std::current_exception(), std::nullopt);
+    }
+  }
+  int phase = kReducing;
+  {
+    const std::lock_guard lock(failure_mutex_);
+    decided_ = true;
+    if (failure_) phase = kFailed;
+  }
+  phase_.store(phase, std::memory_order_release);
+  wake_all();
+  if (phase == kFailed) settle_once();
+}
+
+void StepSource::settle_once() noexcept {
+  if (over_.exchange(true, std::memory_order_acq_rel)) return;
+  reduced_at_ = seconds_at(Clock::now());
+  settled_.store(true, std::memory_order_release);
+  wake_caller();
+}
+
+void StepSource::fail(std::exception_ptr error, const std::optional<MicroBatch>& micro_batch) noexcept {
+  {
+    const std::lock_guard lock(failure_mutex_);
+    if (decided_) return;  // too late: the results are being written
+    if (!failure_) failure_ = StepFailure{std::move(error), micro_batch};
+  }
+  claims_->cancel();
+  wake_all();
+}
+
+bool StepSource::has_failed() noexcept {
+  const std::lock_guard lock(failure_mutex_);
+  return failure_.has_value();
+}
+
+double StepSource::seconds_at(Clock::time_point time) const {
+  return std::chrono::duration<double>(time - start_).count();
+}
+
+std::vector<std::optional<double>> StepSource::startups(double first, double compute_seconds) const {
+  std::vector<std::optional<double>> seconds;
+  for (const DeviceState& state : devices_) {
+    if (!state.claims.empty()) {
+      seconds.emplace_back(state.claims.front().start_seconds - first);
+    } else {
+      seconds.push_back(state.takes_part ? std::optional(compute_seconds) : std::nullopt);
+    }
+  }
+  return seconds;
+}
+
+}  // namespace paceline::engine

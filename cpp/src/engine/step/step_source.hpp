@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include <paceline/engine/step.hpp>
+#include <paceline/runtime/device_group.hpp>
+#include <paceline/runtime/work_source.hpp>
+
+#include "comm/block_reduction.hpp"
+#include "engine/step/claims.hpp"
+#include "engine/step/step_pieces.hpp"
+
+namespace paceline::engine {
+
+/// A step as the workers see it: a source of micro-batches, and at the end of the reduction. Each worker holds it until
+/// that worker has left, so a worker that wakes late still finds its state.
+///
+/// Each device goes through four stages: outside, until its worker asks for the first time; computing; waiting for the
+/// others; over. A worker that comes when all is done, or that has no share, goes on to waiting at once. The device
+/// that leaves computing last opens the reduction, and all workers take part in that.
+class StepSource final : public WorkSource {
+ public:
+  /// Requires: options that fit the group.
+  StepSource(const DeviceGroup& group, std::shared_ptr<StepProgram> program, StepOptions options);
+
+  /// Right before it is opened: the step's clock is 0 now.
+  void start_clock() { start_ = Clock::now(); }
+
+  [[nodiscard]] NextWork next(std::size_t device, Clock::time_point now) noexcept override;
+  void perform(std::size_t device, std::int64_t work, Turn& turn) override;
+  void done(std::size_t device, std::int64_t work, const WorkTiming& timing) noexcept override;
+  void failed(std::size_t device, std::int64_t work, std::exception_ptr error) noexcept override;
+  void cancel(std::exception_ptr reason) noexcept override;
+  [[nodiscard]] bool complete() const noexcept override { return settled_.load(std::memory_order_acquire); }
+
+  // The rest once it is complete.
+  [[nodiscard]] const StepFailure* failure() const noexcept { return failure_ ? &*failure_ : nullptr; }
+  [[nodiscard]] StepRecord record() const;
+  [[nodiscard]] std::vector<std::int64_t> items() const;
+  [[nodiscard]] std::vector<std::int64_t> claim_counts() const;  ///< of each device
+  [[nodiscard]] const StepProgram& program() const noexcept { return *program_; }
+
+ private:
+  enum class Stage : std::uint8_t { outside, computing, waiting, over };
+  // A worker writes only the state of its own device; the reduction's opening publishes it. Padded, so that neighbours
+  // do not share a cache line.
+  struct alignas(64) DeviceState {
+    std::vector<ClaimRecord> claims;
+    MicroBatch current;
+    Stage stage = Stage::outside;
+    bool takes_part = true;
+    bool asks_again = false;  // when it has done all that it was given
+    std::optional<Clock::time_point> waits_since;
+  };
+
+  [[nodiscard]] NextWork next_micro_batch(std::size_t device, Clock::time_point now) noexcept;
+  [[nodiscard]] NextWork wait_for(DeviceState& state, const Event& event, Clock::time_point now);
+  [[nodiscard]] bool enter() noexcept;
+  void leave(std::size_t device) noexcept;
+  void open_reduction() noexcept;
+  void settle_once() noexcept;
+  void fail(std::exception_ptr error, const std::optional<MicroBatch>& micro_batch) noexcept;
+  [[nodiscard]] bool has_failed() noexcept;
+  [[nodiscard]] double seconds_at(Clock::time_point time) const;
+  [[nodiscard]] std::vector<std::optional<double>> startups(double first, double compute_seconds) const;
+
+  std::shared_ptr<StepProgram> program_;
+  std::unique_ptr<internal::BlockReduction> reduction_;
+  std::shared_ptr<StepPieces> pieces_;  // null: each claim runs whole
+  std::unique_ptr<Claims> claims_;
+  std::vector<DeviceState> devices_;
+  bool asynchronous_;
+  bool scripted_;
+  Clock::time_point start_{};
+  std::atomic<std::uint32_t> inside_{0};  // workers that compute, and whether any more may enter
+  std::atomic<int> phase_;
+  std::atomic<bool> over_{false};
+  std::atomic<bool> settled_{false};
+  double reduced_at_ = 0.0;  // published by settled_
+  std::mutex failure_mutex_;
+  bool decided_ = false;  // whether it failed; under the lock
+  std::optional<StepFailure> failure_;
+};
+
+}  // namespace paceline::engine

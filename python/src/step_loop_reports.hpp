@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <paceline/engine/step_loop.hpp>
+
+namespace paceline::python {
+
+// What a step_loop knows, as Python has it. The first four wait until the times of all committed steps are known.
+pybind11::dict metrics_dict(StepLoop& step_loop);
+/// None before the first plan with costs.
+pybind11::object items_dict(StepLoop& step_loop);
+pybind11::list events_list(StepLoop& step_loop);
+pybind11::list history_list(StepLoop& step_loop);
+/// By the name of the device; those without a limit are left out.
+pybind11::dict memory_dict(const StepLoop& step_loop);
+
+}  // namespace paceline::python
