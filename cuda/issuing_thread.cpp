@@ -39,6 +39,11 @@ struct IssuingThread::State {
   bool given_up = false;
   pid_t owner = getpid();
 
+  [[nodiscard]] bool left_behind() {
+    const std::lock_guard lock(mutex);
+    return given_up;
+  }
+
   void work(int device, std::chrono::nanoseconds interval) {
     // NCCL switches devices itself. On a thread without a context its first call would make GPU 0's context.
     std::optional<cuda::DeviceGuard> guard;
@@ -64,7 +69,7 @@ struct IssuingThread::State {
       // Not after every job: each look calls the driver, and healthy work needs no look.
       if (!busy) next_look = Clock::now() + interval;
       busy = true;
-      if (Clock::now() >= next_look) {
+      if (Clock::now() >= next_look && !left_behind()) {
         busy = look_after();
         next_look = Clock::now() + interval;
       }

@@ -194,6 +194,18 @@ struct Nvml::State {
   bool hangs = false;  // a caller gave up waiting for the asking thread
 };
 
+namespace {
+
+/// A thread that is left behind unless somebody has joined it.
+struct Asking {
+  std::thread thread;
+  ~Asking() {
+    if (thread.joinable()) thread.detach();
+  }
+};
+
+}  // namespace
+
 Nvml& Nvml::of_process() {
   static auto* const nvml = new Nvml();  // never destroyed, like the library
   return *nvml;
@@ -213,8 +225,9 @@ DeviceHealth Nvml::read(const std::string& pci_bus_id) {
   };
   if (in_time([&] { return !state.asking; })) {
     const auto answer = std::make_shared<std::optional<DeviceHealth>>();
+    Asking asking;
     try {
-      std::thread([state = state_, answer, pci_bus_id] {
+      asking.thread = std::thread([state = state_, answer, pci_bus_id] {
         DeviceHealth health;
         try {
           if (!state->library) state->library.emplace(state->file);
@@ -226,12 +239,16 @@ DeviceHealth Nvml::read(const std::string& pci_bus_id) {
         *answer = std::move(health);
         state->asking = state->hangs = false;
         state->changed.notify_all();
-      }).detach();
+      });
     } catch (const std::system_error& error) {
       return {.why_none = fmt::format("no thread could be started to ask NVML ({})", error.what())};
     }
     state.asking = true;
-    if (in_time([&] { return answer->has_value(); })) return **answer;
+    if (in_time([&] { return answer->has_value(); })) {
+      lock.unlock();
+      asking.thread.join();
+      return **answer;
+    }
   }
   return {.why_none = fmt::format("NVML has not answered within {:g} s: the driver may hang; nvidia-smi would tell",
                                   std::chrono::duration<double>(state.limit).count())};

@@ -5,8 +5,12 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <paceline/error.hpp>
@@ -37,6 +41,19 @@ inline DeviceGroup group_of(const std::vector<std::string>& names) {
     devices.back().name = name;
   }
   return DeviceGroup(devices);
+}
+
+/// Returns when a thread that was left to itself has ended.
+inline void await_the_thread() {
+  const auto is_there = [] {
+    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+      std::string name;
+      std::getline(std::ifstream(task.path() / "comm") >> std::ws, name);
+      if (name == "pl nccl") return true;
+    }
+    return false;
+  };
+  while (is_there()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 }  // namespace paceline

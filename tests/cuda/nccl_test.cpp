@@ -6,8 +6,6 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
-#include <filesystem>
-#include <fstream>
 #include <functional>
 #include <memory>
 #include <string>
@@ -284,19 +282,6 @@ TEST(NcclLink, ReportsWhatACommunicatorSaysLater) {
     }
     ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, seed));
   }
-}
-
-/// Returns when a thread that was left to itself has ended.
-void await_the_thread() {
-  const auto is_there = [] {
-    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
-      std::string name;
-      std::getline(std::ifstream(task.path() / "comm") >> std::ws, name);
-      if (name == "pl nccl") return true;
-    }
-    return false;
-  };
-  while (is_there()) std::this_thread::sleep_for(milliseconds(1));
 }
 
 TEST(NcclLink, LeavesAThreadBehindThatDoesNotComeBackAndNamesTheDevice) {
