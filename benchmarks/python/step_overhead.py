@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def engine(names: list[str], pause: float, steps: int) -> dict[str, float]:
-    """The compiled step_loop with empty functions."""
+    """The compiled StepLoop with empty functions."""
 
     def body(device: int, begin: int, end: int, flags: int) -> int:
         return 0

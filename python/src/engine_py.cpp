@@ -78,7 +78,7 @@ struct FileLedger {
 };
 
 void write_ledger(StepLoop& step_loop, const std::string& path) {
-  // Before the file is opened, which empties it: it may be the ledger of this very trainer.
+  // Checked before the file is opened, because opening empties it, and it may be the ledger of this very trainer.
   if (step_loop.has_planned()) {
     throw InvalidArgument(fmt::format(
         "write_ledger: called after {} step{}, and a ledger that lacks steps cannot be replayed. Call it right "
@@ -100,19 +100,19 @@ void write_ledger(StepLoop& step_loop, const std::string& path) {
   step_loop.write_to(std::shared_ptr<balance::LedgerWriter>(ledger, &ledger->writer));
 }
 
-// Hands a step to the workers with the interpreter let go, or they would wake up only to wait for it. True if the step
-// is over by when signals are to be looked for.
+// Hands a step to the workers without the GIL; with it they would wake up only to wait for it. Returns true if the step
+// is over before it is time to look for signals.
 bool start(Step& step) {
   const BlockingRegion region;
   step.start();
   return step.wait([] { return false; });
 }
 
-// Waits with the interpreter let go and looks for signals at least every 50 ms. On the first one no further micro-batch
-// starts and those that run come to their end, so that nothing writes gradients after the exception has left; a second
-// one leaves at once.
+// Waits without the GIL, and looks for signals at least every 50 ms. After the first signal no further micro-batch
+// starts, and those that run come to their end, so that nothing writes gradients after the exception has been thrown. A
+// second signal ends the wait at once.
 //
-// With `queues` the devices work after the call: they are waited for only if the step fails.
+// With `queues` the devices work after the call, and are waited for only if the step fails.
 Outcome run(StepLoop& step_loop, const std::shared_ptr<BatchPlan>& plan, py::object body, py::object finish,
             const std::optional<std::shared_ptr<TrainerQueues>>& shared, py::object outputs,
             const std::optional<Script>& claims, const std::optional<Script>& pieces) {
@@ -125,7 +125,7 @@ Outcome run(StepLoop& step_loop, const std::shared_ptr<BatchPlan>& plan, py::obj
   if (queues != nullptr) program = queued = std::make_shared<QueuedProgram>(called, std::move(outputs), queues);
   const auto release = [&] { queued != nullptr ? queued->release() : called->release(); };
   Outcome outcome{step_loop.prepare(plan, program, {micro_batches_of(claims), micro_batches_of(pieces)}), device_count};
-  // Not what wait() returns: the step may come to its end while the signal's handler runs.
+  // A flag, because wait() returns true if the step ends while the signal's handler runs.
   bool signalled = false;
   const auto no_signal = [&signalled] {
     signalled = PyErr_CheckSignals() != 0;

@@ -85,14 +85,14 @@ bool PythonProgram::run(const MicroBatch& micro_batch) {
     }
     for (PyObject* const argument : arguments) Py_XDECREF(argument);
     if (result == nullptr) fail();
-    PyObject* told = result;
+    PyObject* code_object = result;
     std::int64_t& bytes = memory_bytes_[micro_batch.device_index];
     bytes = 0;
     if (PyTuple_Check(result) != 0 && PyTuple_GET_SIZE(result) == 2) {
-      told = PyTuple_GET_ITEM(result, 0);
+      code_object = PyTuple_GET_ITEM(result, 0);
       bytes = PyLong_AsLongLong(PyTuple_GET_ITEM(result, 1));
     }
-    const long code = PyLong_AsLong(told);
+    const long code = PyLong_AsLong(code_object);
     Py_DECREF(result);
     if (code < 0 || PyErr_Occurred() != nullptr) fail();
     return code == 1;

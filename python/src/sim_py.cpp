@@ -171,11 +171,11 @@ InvalidArgument
 
 void bind_sim(py::module_& module) {
   bind_suite(module);
-  py::class_<sim::Event>(module, "Event", "A change of the simulated machine that the split should follow.")
-      .def_readonly("step", &sim::Event::step, "The first step with the change.")
-      .def_readonly("device", &sim::Event::device, "Index of the device.")
-      .def_readonly("kind", &sim::Event::kind, "\"throttle\", \"release\" or \"failure\".")
-      .def("__repr__", [](const sim::Event& event) {
+  py::class_<sim::BoxEvent>(module, "Event", "A change of the simulated machine that the split should follow.")
+      .def_readonly("step", &sim::BoxEvent::step, "The first step with the change.")
+      .def_readonly("device", &sim::BoxEvent::device, "Index of the device.")
+      .def_readonly("kind", &sim::BoxEvent::kind, "\"throttle\", \"release\" or \"failure\".")
+      .def("__repr__", [](const sim::BoxEvent& event) {
         return fmt::format("Event(step={}, device={}, kind='{}')", event.step, event.device, event.kind);
       });
   const auto get = [](auto member) { return [member](const Result& self) { return self.simulated.*member; }; };

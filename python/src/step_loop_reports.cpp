@@ -86,7 +86,7 @@ py::object items_dict(StepLoop& step_loop) {
 py::list events_list(StepLoop& step_loop) {
   step_loop.settle();
   py::list events;
-  for (const observe::Event& event : step_loop.events().snapshot()) {
+  for (const observe::TraceEvent& event : step_loop.events().snapshot()) {
     py::dict entry;
     entry["kind"] = observe::name_of(event.kind);
     entry["device"] =

@@ -7,7 +7,8 @@
 
 namespace paceline::python {
 
-// What a step_loop knows, as Python has it. The first four wait until the times of all committed steps are known.
+// The reports of a StepLoop as Python objects. The first four functions wait until the times of all committed steps are
+// known.
 pybind11::dict metrics_dict(StepLoop& step_loop);
 /// None before the first plan with costs.
 pybind11::object items_dict(StepLoop& step_loop);

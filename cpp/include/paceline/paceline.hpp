@@ -16,13 +16,13 @@
 #include <paceline/observe/metrics.hpp>
 #include <paceline/plan/corrections.hpp>
 #include <paceline/plan/cost_model.hpp>
+#include <paceline/plan/hold_back.hpp>
 #include <paceline/plan/item_arrangement.hpp>
 #include <paceline/plan/item_cost.hpp>
 #include <paceline/plan/item_packing.hpp>
 #include <paceline/plan/items.hpp>
 #include <paceline/plan/padded_items.hpp>
 #include <paceline/plan/split.hpp>
-#include <paceline/plan/tail.hpp>
 #include <paceline/runtime/backend.hpp>
 #include <paceline/runtime/device.hpp>
 #include <paceline/runtime/device_group.hpp>

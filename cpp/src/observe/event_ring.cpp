@@ -9,7 +9,7 @@ EventRing::EventRing(std::size_t capacity) : capacity_(std::max<std::size_t>(cap
   events_.reserve(capacity_);
 }
 
-void EventRing::push(const Event& event) {
+void EventRing::push(const TraceEvent& event) {
   const std::lock_guard lock(mutex_);
   if (events_.size() < capacity_) {
     events_.push_back(event);
@@ -19,9 +19,9 @@ void EventRing::push(const Event& event) {
   ++pushed_;
 }
 
-std::vector<Event> EventRing::snapshot() const {
+std::vector<TraceEvent> EventRing::snapshot() const {
   const std::lock_guard lock(mutex_);
-  std::vector<Event> ordered = events_;
+  std::vector<TraceEvent> ordered = events_;
   if (pushed_ > capacity_) {
     std::rotate(ordered.begin(), ordered.begin() + static_cast<std::ptrdiff_t>(pushed_ % capacity_), ordered.end());
   }

@@ -24,20 +24,20 @@ balance::BalancerOptions balancer_options(const SimulationOptions& options) {
   return out;
 }
 
-std::vector<Event> events_of(const SimulationOptions& options) {
-  std::vector<Event> events;
+std::vector<BoxEvent> events_of(const SimulationOptions& options) {
+  std::vector<BoxEvent> events;
   for (const Throttle& throttle : options.box.throttles) {
     events.push_back({throttle.from, throttle.device, "throttle"});
     events.push_back({throttle.to, throttle.device, "release"});
   }
   for (const Failure& failure : options.box.failures) events.push_back({failure.step, failure.device, "failure"});
-  std::erase_if(events, [&](const Event& event) { return event.step >= options.steps; });
-  std::stable_sort(events.begin(), events.end(), [](const Event& a, const Event& b) { return a.step < b.step; });
+  std::erase_if(events, [&](const BoxEvent& event) { return event.step >= options.steps; });
+  std::stable_sort(events.begin(), events.end(), [](const BoxEvent& a, const BoxEvent& b) { return a.step < b.step; });
   return events;
 }
 
 /// Per event, the steps from it to the first step with a small loss, before the next event at a later step.
-std::vector<std::optional<std::int64_t>> recoveries(const std::vector<Event>& events,
+std::vector<std::optional<std::int64_t>> recoveries(const std::vector<BoxEvent>& events,
                                                     const std::vector<double>& losses) {
   std::vector<std::optional<std::int64_t>> out;
   for (std::size_t e = 0; e < events.size(); ++e) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A step_loop and its ledger, where steps with costs and steps without take turns.
+// A StepLoop and its ledger, where steps with costs and steps without take turns.
 #include <paceline/engine/step_loop.hpp>
 
 #include <gtest/gtest.h>
@@ -38,7 +38,7 @@ void step(StepLoop& step_loop, bool costs) {
   run(step_loop, step_loop.begin(costs ? step_loop.plan(kCosts) : step_loop.plan(8), program));
 }
 
-/// A step_loop with its ledger in memory.
+/// A StepLoop with its ledger in memory.
 struct Recorded {
   std::ostringstream out;
   StepLoop step_loop{host_group(2), {}};

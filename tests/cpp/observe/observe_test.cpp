@@ -14,7 +14,7 @@ namespace {
 TEST(EventRing, KeepsTheLastEventsInOrder) {
   EventRing ring(4);
   for (std::int64_t step = 0; step < 10; ++step) ring.push({.kind = EventKind::step, .step = step});
-  const std::vector<Event> events = ring.snapshot();
+  const std::vector<TraceEvent> events = ring.snapshot();
   ASSERT_EQ(events.size(), 4u);
   for (std::size_t i = 0; i < 4; ++i) EXPECT_EQ(events[i].step, static_cast<std::int64_t>(6 + i));
   EXPECT_EQ(ring.pushed(), 10u);

@@ -14,19 +14,21 @@ namespace paceline {
 
 struct StepRecord;
 
-/// Which batches are alike, beside the number of their items. Of more than a few kinds the oldest are forgotten.
+/// The kind of a batch: what it has in common with earlier batches, apart from the number of its items. A StepLoop
+/// remembers a limited number of kinds.
 struct BatchKind {
-  std::uint64_t memory = 0;  ///< of batches with equal numbers each item takes the same memory
-  std::uint64_t speed = 0;   ///< batches with equal numbers and as many items take the same time
-  /// Whether the step may run in micro-batches of a size that the step_loop tries, or has found to be faster.
+  std::uint64_t memory = 0;  ///< an item takes the same memory in all batches with this number
+  std::uint64_t speed = 0;   ///< batches with this number and the same size take the same time
+  /// Whether the StepLoop may choose the size of the micro-batches, to find a faster one.
   bool any_size = true;
 };
 
-/// What one step runs of a batch, and by which decision. StepLoop::plan makes it, and the step carries it.
+/// Which device runs which items of a batch, and the balancer's decision behind that. StepLoop::plan makes the plan,
+/// and the step carries it.
 ///
-/// Where all items cost the same, the devices' items lie in the batch's own order, and the arrangement is empty.
+/// Without costs the devices' items follow each other in the batch's own order, and the arrangement is empty.
 ///
-/// Where each item has a cost, positions are those of arrangement.order: a micro-batch [begin, end) is the items
+/// With costs, positions are those of arrangement.order: a micro-batch [begin, end) is the items
 /// order[begin] to order[end - 1] of the caller's batch. Each micro-batch holds items of one device only. The items of
 /// a device descend in cost, so the first item of a micro-batch is its longest.
 struct PACELINE_API BatchPlan {
@@ -44,22 +46,24 @@ struct PACELINE_API BatchPlan {
   std::vector<double> seconds_per_work;  ///< per device; empty before the first timing
 
   [[nodiscard]] bool by_cost() const noexcept { return !costs.empty(); }
-  /// Work of the micro-batch [begin, end) on this device, by its shape. With costs only.
+  /// The work of the micro-batch [begin, end) on this device, by the device's shape. With costs only.
   [[nodiscard]] double work(std::size_t device, std::int64_t begin, std::int64_t end) const noexcept;
-  /// What the memory for the micro-batch [begin, end) grows with: its items, or with costs these times the longest.
+  /// The size that the memory for the micro-batch [begin, end) grows with: the number of its items; with costs this
+  /// number times the longest item's cost.
   [[nodiscard]] double memory_size(std::int64_t begin, std::int64_t end) const noexcept;
-  /// What each device's items of this step cost; empty without costs.
+  /// The cost of the items that each device ran in this step. Empty without costs.
   [[nodiscard]] std::vector<double> costs_of(const StepRecord& record) const;
-  /// What the balancer is told of a step that ran by this plan. With costs: each device's work and time, without
-  /// micro-batches whose times are no evidence; and the step's time as it would be for a batch of balance.batch_size.
+  /// The times that the balancer gets of a step that ran by this plan. With costs these are each device's work and
+  /// time, without the micro-batches whose times are no evidence, and the step's time scaled to a batch of
+  /// balance.batch_size.
   [[nodiscard]] balance::StepTimings timings(const StepRecord& record) const;
 };
 
-/// Costs of what ran: each micro-batch's count times its longest item.
+/// The padding of micro-batches whose items are padded to the longest. All numbers are costs.
 struct ItemPadding {
-  double own = 0.0;         ///< the items' costs themselves, nothing padded
-  double padded = 0.0;      ///< of the micro-batches that ran
-  double contiguous = 0.0;  ///< of as many micro-batches of the same sizes, cut from the batch in the caller's order
+  double own = 0.0;         ///< the sum of the items' own costs
+  double padded = 0.0;      ///< of the micro-batches that ran: number of items times the longest item's cost
+  double contiguous = 0.0;  ///< the same for micro-batches of the same sizes, cut from the batch in the caller's order
 
   /// The part of the padding of contiguous slices that sorting has saved; 0 where there was none.
   [[nodiscard]] double saved() const noexcept {
@@ -67,14 +71,14 @@ struct ItemPadding {
   }
 };
 
-/// What was learned of what items cost, and what packing them by length has brought.
+/// What items cost in time, as learned from the steps so far, and the padding that packing by length has saved.
 struct ItemReport {
-  std::int64_t steps = 0;    ///< recorded, with costs
-  bool fitted = false;       ///< false: the costs are taken as they were given; `shape` and `error` are then 0
-  std::string device_class;  ///< the one that ran most of what was fitted; empty before
+  std::int64_t steps = 0;    ///< recorded steps with costs
+  bool fitted = false;       ///< false: the given costs are used as they are, and `shape` and `error` are 0
+  std::string device_class;  ///< the class that ran most of the fitted micro-batches; empty before the first fit
   plan::ItemShape shape;     ///< in seconds, on the fastest device of that class
   double error = 0.0;        ///< relative root mean square of predicted against measured micro-batches
-  std::int64_t samples = 0;  ///< micro-batches that it was fitted to
+  std::int64_t samples = 0;  ///< fitted micro-batches
   ItemPadding padding;       ///< totals of all steps
 };
 

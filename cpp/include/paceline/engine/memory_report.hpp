@@ -7,13 +7,13 @@
 
 namespace paceline {
 
-/// A device's limit, and what was learned under it: a micro-batch takes `fixed_bytes`, and `bytes_per_item` for each
-/// item.
+/// A device's memory limit, and what its micro-batches were measured to take: `fixed_bytes`, plus `bytes_per_item` for
+/// each item.
 struct MemoryReport {
   std::string device;
   std::int64_t limit_bytes = 0;
 
-  /// Of the kind of batch whose items take most memory; none before one was measured.
+  /// For batches without costs, of the kind whose items take most memory. None before the first measurement.
   struct Items {
     double fixed_bytes = 0.0;
     double bytes_per_item = 0.0;
@@ -21,7 +21,8 @@ struct MemoryReport {
   };
   std::optional<Items> items{};
 
-  /// Of batches with costs. The size of a micro-batch is its cost if all of its items cost as much as the longest.
+  /// For batches with costs. The size of a micro-batch is its padded cost: the number of its items times the longest
+  /// item's cost.
   struct Costs {
     double fixed_bytes = 0.0;
     double bytes_per_cost = 0.0;

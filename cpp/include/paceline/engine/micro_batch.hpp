@@ -12,15 +12,15 @@ struct MicroBatch {
   std::int64_t begin = 0;
   std::int64_t end = 0;
   std::size_t device_index = 0;  ///< position in the group
-  /// True only if this device gets no further micro-batch in this step. False does not mean that there is one: a device
-  /// that still hoped for a correction may find that there is none.
+  /// True only if this device gets no further micro-batch in this step. False does not promise another one: the device
+  /// may ask for a correction and find none.
   bool last = false;
-  bool correction = false;  ///< from the common pool, or planned for another device
-  bool continues = false;   ///< another part of what the device claimed has just run
-  bool measure = false;     ///< its memory is asked for afterwards, see StepProgram::memory_bytes
+  bool correction = false;  ///< it comes from the common pool, or was planned for another device
+  bool continues = false;   ///< it is a piece of a claim, and an earlier piece of this claim has just run
+  bool measure = false;     ///< StepProgram::memory_bytes will be asked for its memory
 
-  /// Where items have costs, and positions [begin, end) are those of the step's BatchPlan: the indices of its items in
-  /// the caller's batch, longest first. Valid while the micro-batch runs. Empty: the items are [begin, end) themselves.
+  /// With costs, the indices of its items in the caller's batch, longest first; begin and end are then positions in the
+  /// step's BatchPlan. Valid while the micro-batch runs. Empty without costs: the items are [begin, end).
   std::span<const std::int64_t> items{};
 
   [[nodiscard]] std::int64_t size() const noexcept { return end - begin; }

@@ -15,13 +15,12 @@ class PACELINE_API Objective {
  public:
   /// The number is known already.
   explicit Objective(double value);
-  /// `read` is called when somebody reads the objective for the first time. The number that it returns is kept. Where
-  /// it throws, the next reader calls it again.
+  /// The first reader calls `read`, and the number that it returns is kept. If `read` throws, the next reader calls it
+  /// again.
   explicit Objective(std::function<double()> read);
 
   /// Waits for the devices.
-  /// @throws Timeout, DeviceLost, Error if one of them, or NCCL, failed at the step: its gradients are not defined
-  /// then.
+  /// @throws Timeout, DeviceLost, Error if a device or NCCL failed in this step. Its gradients are then undefined.
   [[nodiscard]] double value() const;
   operator double() const { return value(); }  // NOLINT(google-explicit-constructor): a step returns a number
 

@@ -34,39 +34,39 @@ struct ClaimRecord {
   bool excluded = false;
 };
 
-/// What the workers do in one step. Called on the worker threads, concurrently for different devices.
+/// The work of one step. The worker threads call it, concurrently for different devices.
 ///
-/// Lifecycle on each worker: slot(), and run() for the micro-batch that it then claims, until there is none; finish().
-/// When every item has run and every device that took part has finished without an error, reduction() is asked once, on
-/// the worker that finished last, and all workers work it off together. A device without a share takes no part, and one
-/// whose worker wakes when others have run its share is not waited for: nothing is called for it. Each of them may
-/// throw: the step then stops at the next claims, nothing is reduced, and the step reports it.
+/// Lifecycle on each worker: slot(), claim a micro-batch, run() it, and so on until there is no micro-batch left; then
+/// finish(). When every item has run and every participating device has finished without an error, the worker that
+/// finished last calls reduction() once, and all workers carry out the reduction together. Nothing is called for a
+/// device without a share, or for a device whose worker wakes after others have run its share. Each call may throw. The
+/// step then hands out no more micro-batches, reduces nothing, and reports the error.
 class PACELINE_API StepProgram {
  public:
   virtual ~StepProgram();
   /// Forward and backward of one micro-batch. True: its time is no evidence (compilation, a first run).
   virtual bool run(const MicroBatch& micro_batch) = 0;
-  /// After a run() with MicroBatch::measure: the most bytes that it took beyond what was in use before, 0 where that
-  /// cannot be seen. None: there was nothing to do.
+  /// Asked after a run() with MicroBatch::measure. Returns the peak of the bytes that the run took in addition to what
+  /// was in use before it; 0 if that cannot be measured; none if the run had nothing to do.
   [[nodiscard]] virtual std::optional<std::int64_t> memory_bytes(std::size_t device_index);
-  /// The event that must be done before the device claims its next micro-batch; null: none. A device that claims no
-  /// earlier than it must leaves more for others to take over.
+  /// The event that must be done before the device claims its next micro-batch; null: none. Claiming late leaves more
+  /// for other devices to take over.
   [[nodiscard]] virtual const Event* slot(std::size_t device_index);
-  /// The event that must be done before the device claims once more, after a claim came back empty while it was at
-  /// work: the end of all that it was given. Null: none.
+  /// The event that is done when the device has run everything that it was given; null: nothing. The device waits for
+  /// it, and claims once more, when a claim came back empty while it was still at work.
   [[nodiscard]] virtual const Event* idle(std::size_t device_index);
-  /// How long the device waits for either event at most.
+  /// The longest wait for either event.
   [[nodiscard]] virtual std::chrono::nanoseconds patience() const;
   /// Called when an event has taken longer. Throws the error that the step then fails with.
   virtual void give_up(const Event& event);
   virtual void finish(std::size_t device_index);
-  /// After the step, before its times are used: puts right those that the host's clock cannot know. The host saw when
-  /// work was enqueued; devices that do it later have clocks of their own.
+  /// After the step, before its times are used: replaces the times that the host's clock cannot know. The host only saw
+  /// when work was enqueued; devices that work later have clocks of their own.
   virtual void stamp(std::vector<ClaimRecord>& claims) const;
-  /// Whether stamp() can tell already; settle() returns when it can. @throws Error if a device has failed.
+  /// Whether the times for stamp() are known; settle() waits until they are. @throws Error if a device has failed.
   [[nodiscard]] virtual bool settled() const;
   virtual void settle() const;
-  /// What to sum, in memory that stays valid until the step is over. Empty: nothing.
+  /// The sums to compute, in memory that stays valid until the step is over. Empty: none.
   virtual std::vector<ReductionSegment> reduction();
 };
 
@@ -76,30 +76,30 @@ struct StepOptions {
   std::vector<double> noise{};            ///< per device, or empty
   std::int64_t micro_batch = 0;           ///< > 0: fixed size; 0: one planned chunk, then corrections
   std::int64_t granularity = 1;
-  /// No micro-batch has fewer items, where no share has. More than half of `micro_batch`: then up to
-  /// 2 * least_items - 1 are allowed.
+  /// The fewest items of a micro-batch, if no share has fewer. If it is more than half of `micro_batch`, micro-batches
+  /// may have up to 2 * least_items - 1 items.
   std::int64_t least_items = 1;
   bool stealing = true;  ///< false: exactly the shares
-  /// Per device, or empty: how many micro-batches it still has to do, the first of them just begun, when it claims one
-  /// more. None where the work is done when the call returns.
+  /// Per device: how many micro-batches it still has to do when it claims the next one. The first of them has just
+  /// begun. Empty: 0 for all, since their work is done when the call returns.
   std::vector<std::int64_t> run_ahead{};
-  /// Not empty: exactly these micro-batches, for each device in this order, instead of `shares`, `micro_batch` and
-  /// `stealing`. So a step runs again as it once ran.
+  /// If not empty, each device runs exactly these micro-batches in this order, whatever `shares`, `micro_batch` and
+  /// `stealing` say. This repeats a recorded step.
   std::vector<std::vector<MicroBatch>> script{};
-  /// What the step follows, and carries to StepLoop::commit. With costs the step claims the plan's own micro-batches,
-  /// and `models`, `noise`, `micro_batch` and `granularity` count for nothing. Null: the other options say it all.
+  /// The plan that the step follows, for StepLoop::commit. With costs the step claims the plan's own micro-batches and
+  /// ignores `models`, `noise`, `micro_batch` and `granularity`. Null: the other options suffice.
   std::shared_ptr<const BatchPlan> plan{};
   bool any_size = true;  ///< with costs: whether a part of a planned micro-batch may be taken over
-  /// In which pieces claims are worked off. Only a StepLoop makes them; null: each claim runs whole.
+  /// The pieces that claims are cut into. Only a StepLoop makes them. Null: each claim runs whole.
   std::shared_ptr<engine::StepPieces> pieces{};
 };
 
 struct PACELINE_API StepRecord {
   std::vector<ClaimRecord> claims;  ///< by device, in the order they ran
   double compute_seconds = 0.0;     ///< from the first start to the last finish of a micro-batch: the makespan
-  double reduce_seconds = 0.0;  ///< from there to the end of the reduction; 0, not measured, with asynchronous devices
+  double reduce_seconds = 0.0;  ///< from there to the end of the reduction; 0 (not measured) with asynchronous devices
   double step_seconds = 0.0;    ///< from handing the step to the workers to the end of the reduction
-  /// As balance::StepTimings::startup_seconds; empty, not measured, with asynchronous devices and scripts.
+  /// See balance::StepTimings::startup_seconds. Empty (not measured) with asynchronous devices and scripts.
   std::vector<std::optional<double>> startup_seconds{};
 
   [[nodiscard]] balance::StepTimings timings(std::size_t device_count) const;
@@ -107,16 +107,16 @@ struct PACELINE_API StepRecord {
   [[nodiscard]] std::vector<std::int64_t> items(std::size_t device_count) const;
 };
 
-/// The first error of a step, with what is needed to say where it happened.
+/// The first error of a step, and where it happened.
 struct StepFailure {
   std::exception_ptr error;
-  /// The micro-batch that was running, empty (begin == end) in finish(). None where no single device is to blame: in
+  /// The micro-batch that was running; empty (begin == end) in finish(). None if no single device is to blame: in
   /// reduction(), and after cancel().
   std::optional<MicroBatch> micro_batch;
 };
 
-/// One step of a group: hands out the shares as micro-batches and runs the program. cancel() may be called from any
-/// thread. Destroying it while workers are still inside the program is legal: they keep what they use.
+/// One step of a group: hands out the shares as micro-batches and runs the program. Any thread may call cancel(). It
+/// may be destroyed while workers are still inside the program; they keep what they use.
 class PACELINE_API Step {
  public:
   /// @throws InvalidArgument if the options do not fit the group.
@@ -126,33 +126,34 @@ class PACELINE_API Step {
   Step& operator=(const Step&) = delete;
 
   void start();
-  /// Waits as DeviceGroup::wait. True: the step is over, one way or the other.
+  /// Waits like DeviceGroup::wait. Returns true when the step has succeeded or failed.
   bool wait(const DeviceGroup::Between& between = {});
-  /// No further micro-batch starts; those that run come to their end. Then failure() holds Cancelled. Without effect
+  /// Lets no further micro-batch start. Those that run come to their end, then failure() holds Cancelled. Has no effect
   /// once the reduction has begun.
   void cancel();
-  /// A function that does so, for as long as the step exists; calling it later is harmless. Any thread.
+  /// A function that calls cancel(). It does nothing after the step is destroyed. Any thread may call it.
   [[nodiscard]] std::function<void()> canceller() const;
   /// StepOptions::plan.
   [[nodiscard]] const std::shared_ptr<const BatchPlan>& plan() const noexcept { return plan_; }
   /// StepOptions::pieces.
   [[nodiscard]] const std::shared_ptr<engine::StepPieces>& pieces() const noexcept { return pieces_; }
-  /// How many micro-batches ran, and whether a device ran several, not counting those that memory asked for. After
-  /// wait().
+  /// After wait(): how many micro-batches ran, and whether a device ran several, not counting the cuts because of
+  /// memory.
   [[nodiscard]] std::int64_t micro_batches() const;
   [[nodiscard]] bool divided() const;
   /// After wait(): what went wrong, or null.
   [[nodiscard]] const StepFailure* failure() const noexcept;
-  /// After wait(): throws if there was a failure. An error of the type that the program threw (Timeout, OutOfMemory,
-  /// DeviceLost, ...; OutOfMemory for std::bad_alloc, Error for what is not of this library), which names the device
-  /// and the items, with the program's own exception nested in it (std::rethrow_if_nested); Cancelled as it is.
+  /// After wait(): throws if there was a failure. The error has the type that the program threw (Timeout, OutOfMemory,
+  /// DeviceLost, ...), OutOfMemory for std::bad_alloc, or Error for types that are not of this library. It names the
+  /// device and the items, and holds the program's own exception (std::rethrow_if_nested). Cancelled is thrown as it
+  /// is.
   void rethrow_failure() const;
   /// Items that each device ran. After wait() without a failure.
   [[nodiscard]] std::vector<std::int64_t> items() const;
-  /// Whether the devices' own times are known; settle() returns when they are. After wait() without a failure.
+  /// After wait() without a failure: whether the devices' own times are known. settle() waits until they are.
   [[nodiscard]] bool settled() const;
   void settle() const;
-  /// After that.
+  /// After settle().
   [[nodiscard]] StepRecord record() const;
 
  private:
@@ -162,7 +163,7 @@ class PACELINE_API Step {
   std::shared_ptr<engine::StepSource> source_;
 };
 
-/// start(), wait(), rethrow_failure() and record(). When `between` ends the wait the step is cancelled.
+/// Calls start(), wait(), rethrow_failure() and record(). If `between` ends the wait, the step is cancelled.
 PACELINE_API StepRecord run_step(const DeviceGroup& group, const std::shared_ptr<StepProgram>& program,
                                  StepOptions options, const DeviceGroup::Between& between = {});
 

@@ -26,42 +26,41 @@ struct StepLoopOptions {
   std::vector<double> weights{};         ///< for weighted: the ratios, one per device
   std::int64_t micro_batch = 0;          ///< > 0: fixed size; 0: one planned chunk per device, then corrections
   std::int64_t granularity = 1;
-  /// With micro_batch 0 and "auto": whether devices hold back a part of their shares, of which those that are done
-  /// early take ever smaller corrections (plan::plan_tail). By default host devices do; devices that work after the
-  /// call do not, for each new size may make them compile, capture or choose algorithms anew. `granularity` bounds the
-  /// sizes.
+  /// With micro_batch 0 and Balance::automatic: whether devices hold back a part of their shares. Devices that finish
+  /// early then take smaller and smaller corrections from that part (plan::plan_hold_back). The default is true for
+  /// host devices. It is false for devices that work after the call, because a new size may make them compile, capture
+  /// or choose algorithms again. Corrections are multiples of `granularity`.
   std::optional<bool> corrections{};
-  /// No micro-batch has fewer items, unless the batch has, or `micro_batch` is less: fewer devices then run a small
-  /// batch, and of a short last micro-batch the one before takes part. For programs that normalise over their
-  /// micro-batch, and cannot over one item.
+  /// The fewest items of a micro-batch. A smaller batch is one micro-batch, and `micro_batch` may be less. Fewer
+  /// devices run a small batch, and the micro-batch before a short last one gives up items to it. This is for programs
+  /// that normalise over their micro-batch, which one item does not allow.
   std::int64_t least_items = 1;
-  /// Of devices that work after the call, as DeviceQueueOptions has it.
+  /// For devices that work after the call: DeviceQueueOptions::run_ahead.
   std::int64_t run_ahead = 1;
-  /// How many bytes a micro-batch may take on each device, 0 for any; empty: any on all. Claims that take more run in
-  /// pieces, as StepProgram::memory_bytes tells. Whatever the limits: see StepLoop::shrink.
+  /// The most bytes that a micro-batch may take on each device. 0 or an empty list: no limit. A claim that would take
+  /// more runs in pieces; StepProgram::memory_bytes says what a piece took. See also StepLoop::shrink.
   std::vector<std::int64_t> memory_limits{};
-  /// Whether the size of micro-batches is searched for while training: a few steps of a hundred try smaller ones. Only
-  /// with a micro_batch of 0 and a granularity of 1, and where no device works after the call.
+  /// Whether to search for a faster size of micro-batches during training: a few steps in a hundred try smaller ones.
+  /// This has an effect only with micro_batch 0, granularity 1 and least_items 1, and on host devices only.
   bool search_sizes = false;
 };
 
-/// Steps that run as they once ran.
+/// Exactly what a step runs, for example to repeat a recorded step.
 struct StepScript {
   std::vector<std::vector<MicroBatch>> claims{};  ///< as StepOptions::script
-  std::vector<std::vector<MicroBatch>> pieces{};  ///< of each device, in which its claims were worked off; empty: whole
+  std::vector<std::vector<MicroBatch>> pieces{};  ///< per device, its claims cut into pieces; empty: claims run whole
 };
 
-/// One balanced step after another on one group: plan, run, commit. What trainers in any language are made of.
+/// Runs one balanced step after another on one group: plan, run, commit. Trainers in C++ and Python are built on it.
 ///
 ///   auto step = step_loop.begin(step_loop.plan(batch_size), program);
 ///   step->wait();
 ///   if (step->failure() == nullptr) step_loop.commit(step);   // only now do the balancer and the metrics learn of it
 ///
-/// Devices that work after the call may be two steps behind: the caller is held up by the third. Until their times are
-/// known the plan stays as it is.
+/// Devices that work after the call may be two steps behind: the third step waits for them. The plan stays the same
+/// until their times are known.
 ///
-/// One step at a time; not thread-safe, but metrics(), events() and history() may be read from any thread, and cancel()
-/// called.
+/// One step at a time. Not thread-safe, except that any thread may call metrics(), events(), history() and cancel().
 class PACELINE_API StepLoop {
  public:
   /// @throws InvalidArgument if balance and weights do not fit the group.
@@ -70,84 +69,84 @@ class PACELINE_API StepLoop {
   StepLoop(const StepLoop&) = delete;
   StepLoop& operator=(const StepLoop&) = delete;
 
-  /// Plans a batch of so many items, at least one.
+  /// Plans a batch of `batch_size` items, at least one, that all cost the same.
   [[nodiscard]] std::shared_ptr<const BatchPlan> plan(std::int64_t batch_size, const BatchKind& kind = {});
-  /// Plans a batch whose items do not cost the same: one cost per item, in any unit (tokens). The devices' work is
-  /// balanced, not their items, by what the balancer decides (`balance` holds as it is); each device's items are sorted
-  /// and packed into micro-batches of similar length, of at most StepLoopOptions::micro_batch items. What an item costs
-  /// in time is learned. Steps with costs and steps without are measured apart, each kind by a balancer of its own;
-  /// metrics(), events() and history() have both.
-  /// @throws InvalidArgument without items, and for a cost that is negative or not finite.
+  /// Plans a batch whose items do not cost the same. `costs` has one cost per item, in any unit (tokens). The balancer
+  /// then splits work instead of items. Each device's items are sorted and packed into micro-batches of similar length,
+  /// of at most StepLoopOptions::micro_batch items. The time that an item of a certain cost takes is learned. Steps
+  /// with costs and steps without have a balancer each; metrics(), events() and history() cover both.
+  /// @throws InvalidArgument if there is no item, or a cost is negative or not finite.
   [[nodiscard]] std::shared_ptr<const BatchPlan> plan(std::span<const double> costs);
 
-  /// Hands a plan to the workers; program->run() gets its micro-batches. Nothing waits.
+  /// Hands a plan to the workers, which call program->run() for its micro-batches. Returns at once.
   /// @throws InvalidArgument if it is not the last plan that was made.
   [[nodiscard]] std::shared_ptr<Step> begin(std::shared_ptr<const BatchPlan> plan,
                                             std::shared_ptr<StepProgram> program);
-  /// begin() without its end, for callers that let go of something before the workers start: Step::start() hands the
-  /// step to them. With a `script` the step runs as that says, whatever the plan.
+  /// As begin(), but the workers start only when the caller calls Step::start(). Python releases its lock in between. A
+  /// `script` says exactly what to run, in place of the plan.
   /// @throws InvalidArgument for a script that does not run each item once.
   [[nodiscard]] std::shared_ptr<Step> prepare(std::shared_ptr<const BatchPlan> plan,
                                               std::shared_ptr<StepProgram> program, StepScript script = {});
-  /// After a step of the last plan that failed because memory ran out: from now on at most half of the micro-batch that
-  /// failed runs at once, in batches of its kind, on all devices that share the memory. `limited`: on this device
-  /// alone, since its limit was reached. False: there is nothing smaller, so the failure stands. True: plan and run it
-  /// again.
+  /// Call it when a step of the last plan has failed because memory ran out. From now on, in batches of this kind, a
+  /// device runs at most half of the failed micro-batch at once. This holds for all devices that share the memory, or
+  /// with `limited` for the failed device alone, because it has reached its own limit. Returns true if the step can be
+  /// planned and run again, false if there is nothing smaller to run.
   [[nodiscard]] bool shrink(const Step& failed, bool limited = false);
-  /// Of each device with a limit.
+  /// For each device with a limit, what is known of its memory.
   [[nodiscard]] std::vector<MemoryReport> memory_report() const;
-  /// What items cost, as far as that is known; none before the first plan with costs.
+  /// What items cost in time. None before the first plan with costs.
   [[nodiscard]] std::optional<ItemReport> item_report() const;
 
-  /// StepLoopOptions::corrections and least_items, from the next plan on.
-  /// @throws InvalidArgument as the constructor.
+  /// Change StepLoopOptions::corrections and least_items from the next plan on.
+  /// @throws InvalidArgument like the constructor.
   void set_corrections(std::optional<bool> corrections);
   void set_least_items(std::int64_t items);
 
   /// The device gets no work from the next step on, with costs or without, and no step waits for it. It stays in the
   /// group, and restore() brings it back.
-  /// @throws InvalidArgument for an index that there is none of, for the last device that works, and while a step runs.
+  /// @throws InvalidArgument if there is no such device, if it is the last one that works, or while a step runs.
   void retire(std::size_t device);
   void restore(std::size_t device);
   [[nodiscard]] bool retired(std::size_t device) const;
 
-  /// Cancels the step that runs, if any (see Step::cancel). Any thread, also while another is in begin() or commit().
+  /// Cancels the running step, if any (see Step::cancel). Any thread may call it, also while another thread is in
+  /// begin() or commit().
   void cancel();
-  /// @throws InvalidArgument while the workers are still at an earlier step.
+  /// @throws InvalidArgument while the workers still run an earlier step.
   void require_idle() const;
 
   /// Takes note of a step that succeeded and whose result the caller has committed. Its times may come later: the next
   /// plan(), commit() and settle() look for them.
   /// @throws InvalidArgument for a step that has no plan: a StepLoop has not prepared it.
   void commit(std::shared_ptr<const Step> step);
-  /// Returns when the times of all steps are known that were committed. @throws Error if a device has failed.
+  /// Waits until the times of all committed steps are known. @throws Error if a device has failed.
   void settle();
-  /// Drops the committed steps whose times are not known yet, after one of them has failed. The balancer and the
-  /// metrics never learn of them.
+  /// Drops the committed steps whose times are not known yet, because one of them has failed. The balancer and the
+  /// metrics do not get them.
   void forget_unsettled() noexcept;
 
-  /// From now on every call of the balancers goes to `ledger`, and what really ran in each step. As
-  /// Balancer::write_to(): attach before the first step. Steps with costs and steps without are decided by a balancer
-  /// each, and the ledger has the calls of both.
-  /// @throws InvalidArgument once a step was planned, with costs or without.
+  /// From now on the ledger gets every call of the balancers, and what really ran in each step. Attach it before the
+  /// first step (see Balancer::write_to()). The ledger has the calls of both balancers: the one of steps with costs and
+  /// the one of steps without.
+  /// @throws InvalidArgument after the first plan.
   void write_to(std::shared_ptr<balance::LedgerWriter> ledger);
   [[nodiscard]] bool writes_ledger() const noexcept;
   /// Whether a step was ever planned, with costs or without.
   [[nodiscard]] bool has_planned() const noexcept;
 
-  /// The balancer's explanation, with what its devices' sensors and counters say about those that are slow, what memory
-  /// limits, and the size of micro-batches that was found.
+  /// The balancer's explanation; why devices are slow, from their sensors and counters; what limits memory; and the
+  /// size of micro-batches that was found.
   [[nodiscard]] std::string explain() const;
 
   /// The balancer's part of the last plan.
   [[nodiscard]] const balance::StepPlan& last_plan() const noexcept;
-  /// Whether the last plan was of items with costs: what its shares, and balancer()'s, count is then work.
+  /// Whether the last plan had costs. Its shares, and those of balancer(), then count work instead of items.
   [[nodiscard]] bool by_cost() const noexcept;
   [[nodiscard]] const StepRecord& last_step() const noexcept;
   [[nodiscard]] observe::Metrics metrics() const;
   [[nodiscard]] const observe::EventRing& events() const noexcept;
   [[nodiscard]] const observe::History& history() const noexcept;
-  /// Of the kind of steps, with costs or without, that was planned last.
+  /// The balancer of the last plan: the one for steps with costs, or the one for steps without.
   [[nodiscard]] balance::Balancer& balancer() noexcept;
   [[nodiscard]] const balance::Balancer& balancer() const noexcept;
   [[nodiscard]] const DeviceGroup& group() const noexcept;

@@ -17,13 +17,13 @@ enum class EventKind : std::uint8_t {
   move,         ///< the shares changed before this step
 };
 
-/// Something that happened. Seconds are of a steady clock from a moment that the writer chose; a StepLoop's is its own
-/// creation.
-struct Event {
+/// Something that happened. Seconds count on a steady clock from a moment that the writer chooses; a StepLoop's clock
+/// starts when the StepLoop is made.
+struct TraceEvent {
   EventKind kind = EventKind::step;
   std::int32_t device_index = -1;  ///< -1: the group as a whole
-  std::int64_t step = 0;           ///< steps that had succeeded before it
-  std::int64_t begin = 0;          ///< items of the batch, [begin, end); both 0 where it is about none
+  std::int64_t step = 0;           ///< the number of steps that had succeeded before it
+  std::int64_t begin = 0;          ///< items of the batch, [begin, end); both 0 if the event is not about items
   std::int64_t end = 0;
   double start_seconds = 0.0;
   double duration_seconds = 0.0;
@@ -36,14 +36,14 @@ class PACELINE_API EventRing {
   explicit EventRing(std::size_t capacity = 4096);
 
   /// Constant time; allocates nothing.
-  void push(const Event& event);
-  [[nodiscard]] std::vector<Event> snapshot() const;
-  /// Events ever pushed; those beyond the capacity are gone.
+  void push(const TraceEvent& event);
+  [[nodiscard]] std::vector<TraceEvent> snapshot() const;
+  /// The number of events that were ever pushed. The ring keeps only the last of them.
   [[nodiscard]] std::uint64_t pushed() const;
 
  private:
   mutable std::mutex mutex_;
-  std::vector<Event> events_;
+  std::vector<TraceEvent> events_;
   std::size_t capacity_;
   std::uint64_t pushed_ = 0;
 };

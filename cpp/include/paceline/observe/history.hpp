@@ -11,8 +11,8 @@
 
 namespace paceline::observe {
 
-/// Consecutive steps, added up. Vectors have one entry per device, in the order of the group; see StepSample for what
-/// the figures are.
+/// The sums over some consecutive steps. Vectors have one entry per device, in the order of the group. StepSample
+/// explains the figures.
 struct HistoryRow {
   std::int64_t first_step = 0;  ///< counted from 0 over the steps that succeeded
   std::int64_t steps = 0;
@@ -24,9 +24,9 @@ struct HistoryRow {
   std::int64_t moves = 0;
 };
 
-/// A whole run in bounded memory, for a picture of it. Rows are single steps at first. When `capacity` of them are
-/// full, neighbours are merged and each row holds twice as many steps from then on, so that early and late parts of a
-/// run are told alike: a ring would forget the beginning. Sums stay exact however often rows are merged.
+/// A whole run in bounded memory, for a picture of it. At first each row is one step. When `capacity` rows are full,
+/// neighbours are merged, and from then on each row holds twice as many steps. So early and late parts of a run have
+/// the same resolution, while a ring would forget the beginning. The sums stay exact.
 ///
 /// Adding takes constant time on average. Thread-safe.
 class PACELINE_API History {
@@ -39,7 +39,8 @@ class PACELINE_API History {
 
   /// Requires as many entries in the sample's vectors each time.
   void add(const StepSample& sample);
-  /// Oldest first, at most `capacity`. All but the last hold equally many steps, a power of two; the last at most that.
+  /// Oldest first, at most `capacity` rows. Each row holds the same number of steps, a power of two; the last row may
+  /// hold fewer.
   [[nodiscard]] std::vector<HistoryRow> snapshot() const;
 
  private:

@@ -11,7 +11,7 @@
 
 namespace paceline::observe {
 
-/// One successful step, as its engine saw it. Vectors have one entry per device, in the order of the group.
+/// The measurements of one successful step. Vectors have one entry per device, in the order of the group.
 struct StepSample {
   std::vector<std::int64_t> items{};
   std::vector<double> busy_seconds{};  ///< computing, by the device's own clock
@@ -33,10 +33,10 @@ struct DeviceMetrics {
   double cost_per_second = 0.0;   ///< as items_per_second; 0 unless all of those steps had costs
 };
 
-/// Everything there is to read about a trainer, at one moment.
+/// All figures of a trainer at one moment.
 struct Metrics {
   std::vector<DeviceMetrics> devices;
-  std::int64_t steps = 0;  ///< that succeeded; the totals below are over these
+  std::int64_t steps = 0;  ///< successful steps; the totals below are over these
   std::int64_t moves = 0;
   double compute_seconds = 0.0;  ///< of makespans
   double step_seconds = 0.0;     ///< with reductions
@@ -47,11 +47,11 @@ struct Metrics {
 /// Collects samples; thread-safe.
 class PACELINE_API MetricsRecorder {
  public:
-  /// Rates and imbalance look at this many last steps: long enough to calm noise, short enough to show a change.
+  /// Rates and imbalance cover this many last steps: enough to calm noise, and few enough to show a change.
   static constexpr std::size_t kWindow = 16;
 
   explicit MetricsRecorder(std::vector<std::string> device_names);
-  /// Requires one entry per device in the sample's vectors. Constant time but for the number of devices.
+  /// Requires: one entry per device in the sample's vectors. O(devices).
   void add(const StepSample& sample);
   /// Totals, and rates over the last steps. Time grows with kWindow and the number of devices.
   [[nodiscard]] Metrics snapshot() const;

@@ -19,34 +19,34 @@ inline constexpr double kCorrectionOverhead = 0.25;
 PACELINE_API std::int64_t correction_floor(const CostModel& model, double overhead = kCorrectionOverhead,
                                            std::int64_t granularity = 1);
 
-/// How many of `left` items a piece takes that should have `wanted`: the nearest number for which neither it nor what
-/// it leaves is smaller than `least`, of two the smaller one. All of them where there is none: then fewer than `least`
-/// are left, or fewer than twice that.
+/// How many of `left` items a piece should take if it wants `wanted` items and no piece may have fewer than `least`.
+/// Returns the number nearest to `wanted` for which neither the piece nor the rest is smaller than `least`; between two
+/// equally near numbers, the smaller one. Returns `left` if there is no such number.
 [[nodiscard]] constexpr std::int64_t fitting_piece(std::int64_t wanted, std::int64_t left, std::int64_t least) {
   if (wanted >= left) return left;
   if (left < 2 * least) return left;
   return wanted < least ? least : wanted < left - least ? wanted : left - least;
 }
 
-/// What is known about a device when somebody claims in the tail of a step.
+/// What is known about a device when a device asks for a correction.
 struct TailDevice {
   CostModel model = {};
-  double free_at_seconds = 0.0;  ///< when it will have finished what it holds, on the step's clock
-  bool may_claim = true;         ///< it has not been told that its micro-batch is its last
+  double free_at_seconds = 0.0;  ///< when it will have finished everything it holds, on the step's clock
+  bool may_claim = true;         ///< false once it has got its last micro-batch
 };
 
 /// How many of `remaining` unclaimed items the device `claimer`, free at its free_at_seconds, should take now.
 ///
-/// Aims all devices that may claim at one common finish: T solves sum_i n_i(T) = remaining with n_i(T) the items that
-/// device i can finish by T, its fixed cost included: a device that could not finish a grain by then has no part. The
-/// claimer takes half of its part (factoring: Hummel, Schonberg & Flynn, Communications of the ACM 35(8), 1992) while
-/// that is at least twice the larger of `floor` and its own correction_floor, rounded down to unit * 2^k with unit the
-/// floor rounded up to the granularity, else all of its part. 0: others will finish the rest sooner, or it may not
-/// claim.
+/// All devices that may claim aim at one common finish T. T solves sum_i n_i(T) = remaining, where n_i(T) is the number
+/// of items that device i can finish by T, its fixed cost included. A device that could not finish one grain by T has
+/// no part. The claimer takes half of its part (factoring: Hummel, Schonberg & Flynn, Communications of the ACM 35(8),
+/// 1992) if this half is at least twice the larger of `floor` and its own correction_floor. The half is rounded down to
+/// unit * 2^k, where the unit is the floor rounded up to the granularity. Otherwise the claimer takes all of its part.
+/// The result is 0 if others will finish the rest sooner, or if the claimer may not claim.
 ///
-/// While devices that may claim ask whenever they are free, everything is handed out: the last one left is never told
-/// 0. Sizes are unit * 2^k, or a device's last, below four times the larger floor. Pure; no allocation up to 16
-/// devices.
+/// If the devices that may claim ask whenever they are free, everything is handed out: the last of them never gets 0.
+/// Sizes are unit * 2^k; only a device's last correction has another size, below four times the larger floor. Pure; no
+/// allocation up to 16 devices.
 PACELINE_API std::int64_t next_correction(std::int64_t remaining, std::span<const TailDevice> devices,
                                           std::int64_t claimer, std::int64_t floor, std::int64_t granularity = 1);
 

@@ -7,11 +7,11 @@
 
 namespace paceline::plan {
 
-/// Seconds a device needs for a share of n items: fixed + per_item * n. Non-decreasing in n, also after rounding, which
-/// is all that split_batch needs to be exact. A value type; safe to share between threads.
+/// The seconds that a device needs for a share of n items: fixed + per_item * n. It never decreases with n, even after
+/// rounding; split_batch needs no more than that to be exact. A value type; safe to share between threads.
 class PACELINE_API CostModel {
  public:
-  /// The free device: zero seconds for any share.
+  /// A device that takes no time for any share.
   CostModel() = default;
 
   /// @throws InvalidArgument if a coefficient is negative or not finite.

@@ -22,23 +22,24 @@ struct ItemArrangement {
 
 struct ArrangeOptions {
   std::int64_t max_items = std::numeric_limits<std::int64_t>::max();  ///< of one micro-batch
-  std::int64_t min_items = 1;  ///< of one, as in PackOptions; a device that has fewer items gets none
-  /// Deal by the costs alone, as somebody who asks for ratios means them: the shapes then only decide on micro-batches.
+  std::int64_t min_items = 1;  ///< of one micro-batch, see PackOptions; a device that would have fewer items gets none
+  /// Deal by the costs alone, for users who give ratios. The shapes then only decide on the micro-batches.
   bool plain_costs = false;
 };
 
-/// Deals items that do not cost the same to devices, so that each one's work, padding and fixed costs of its
-/// micro-batches included, is in proportion to its target; and packs what a device gets.
+/// Deals items that do not cost the same to devices, and packs each device's items into micro-batches. Each device's
+/// work, with padding and the fixed costs of its micro-batches, comes out in proportion to its target.
 ///
-/// What an item adds depends on the micro-batch it comes to lie in. So the whole batch is packed first, which tells
-/// what an item of each length costs with its padding; split_items deals by that; each device's items are packed
-/// anew; and where that has made some devices later than others, items change hands one by one until nothing is gained.
-/// What is uneven still corrects the speeds of a second round; the better of the two is taken. Devices of target 0 get
-/// nothing; any other gets at least min_items, if there are enough. Items that all cost nothing count alike.
-/// Deterministic. Pure.
+/// The work that an item adds depends on its micro-batch. So the function first packs the whole batch, to find what an
+/// item of each length costs with its padding. split_items deals by these costs, and each device's items are packed
+/// again. If some devices are then later than others, items change hands one by one as long as that helps. What is
+/// still uneven corrects the speeds of a second round, and the better of the two rounds is taken.
 ///
-/// @throws InvalidArgument for costs or targets that are negative or not finite, targets that are all 0, another
-/// number of shapes than targets, and max_items or min_items below 1.
+/// A device of target 0 gets nothing. Any other gets at least min_items, if there are enough items. If all costs are 0,
+/// all items count the same. Deterministic. Pure.
+///
+/// @throws InvalidArgument if a cost or target is negative or not finite, all targets are 0, there is not one shape per
+/// target, or max_items or min_items is below 1.
 PACELINE_API ItemArrangement arrange_items(std::span<const double> costs, std::span<const double> targets,
                                            std::span<const ItemShape> shapes, const ArrangeOptions& options = {});
 

@@ -50,19 +50,19 @@ struct ItemCostFit {
   }
 };
 
-/// What an item costs, from timings: the shape shared by a class of devices, and a scale for each device of it.
+/// Fits the cost of an item to timings: one shape for a class of devices, and a scale for each of its devices.
 ///
-/// Least squares of the relative error, since timings vary in proportion to what they measure, with coefficients that
-/// are not negative: of the seven sets of columns that may be above zero the one with the least error, each solved by
-/// orthogonalisation, which for three columns is the exact solution of the problem (Lawson & Hanson, Solving Least
-/// Squares Problems, 1974, chapter 23, search the same sets one by one). Shape and scales are fitted in turn, each with
-/// the other fixed, until the error stands still.
+/// The fit minimises the squares of the relative errors, because timings vary in proportion to what they measure.
+/// Coefficients are not negative: each of the seven sets of columns that may be above zero is solved by
+/// orthogonalisation, and the set with the least error wins. For three columns this is the exact solution of the
+/// problem (Lawson & Hanson, Solving Least Squares Problems, 1974, chapter 23, search the same sets one by one). Shape
+/// and scales are fitted in turn, each with the other fixed, until the error no longer falls.
 ///
-/// What the samples do not tell apart is not known: with one length only, the cost is put into the columns that fit as
-/// well with the fewest of them, fixed seconds first; devices that never ran lengths in common may have shape and scale
-/// confused. Deterministic. Pure. O(samples) a round, at most 200 rounds.
+/// The samples may leave the shape open. With one length only, the cost goes into as few columns as possible, fixed
+/// seconds first. If devices have no lengths in common, the fit may mix up shape and scale. Deterministic. Pure.
+/// O(samples) per round, at most 200 rounds.
 ///
-/// @throws InvalidArgument without samples, and for a sample whose numbers are not finite, negative, or, in seconds, 0.
+/// @throws InvalidArgument if there is no sample, or a sample's number is not finite, negative, or (seconds) 0.
 PACELINE_API ItemCostFit fit_item_cost(std::span<const ItemSample> samples);
 
 }  // namespace paceline::plan

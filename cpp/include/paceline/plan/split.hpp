@@ -10,12 +10,12 @@
 
 namespace paceline::plan {
 
-/// What one device's share must respect. A share is zero (where it may be), or at least 1 and in [minimum, maximum].
+/// The limits of one device's share. A share is zero (if it may be), or at least 1 and in [minimum, maximum].
 struct ShareLimits {
   std::int64_t minimum = 0;           ///< smallest share that is not zero
   std::int64_t maximum = kUnlimited;  ///< e.g. what fits in its memory
   bool may_be_zero = true;            ///< false: the device takes part whatever it costs
-  double startup_seconds = 0.0;       ///< paid once a step, only when the share is not zero
+  double startup_seconds = 0.0;       ///< paid once per step if the share is not zero
 
   static constexpr std::int64_t kUnlimited = INT64_MAX;
 };
@@ -26,10 +26,10 @@ struct SplitOptions {
   std::vector<ShareLimits> limits = {};
   /// Shares are multiples of it. When the batch is not, exactly one share carries the remainder.
   std::int64_t granularity = 1;
-  /// Seconds the step ends later when k devices have work, at index k (index 0 unused): the reduction.
-  /// Empty: free. Nondecreasing is usual but not required.
+  /// The seconds of the reduction if k devices have work, at index k (index 0 is not used). They are added to the
+  /// makespan. Empty: 0. Nondecreasing is usual but not required.
   std::vector<double> reduction_seconds = {};
-  /// The shares now in force, or empty: among optimal splits the one that changes fewest devices wins.
+  /// The present shares, or empty. Among optimal splits the one that changes the fewest devices wins.
   std::vector<std::int64_t> previous = {};
 };
 
@@ -40,26 +40,26 @@ struct Split {
 
 /// The exact integer minimum makespan of `batch_size` items over `models.size()` devices.
 ///
-/// A device with a share n > 0 takes `models[i].seconds(n) + startup_seconds`, one without takes none; the makespan is
-/// the longest of these plus `reduction_seconds[number of devices with work]`. No split that respects the limits has a
-/// smaller one: these doubles are compared as they are, no tolerance anywhere. Fixed and start-up costs are inside: a
-/// device whose first item costs more than it brings gets nothing, so more devices never lose to the best subset of
-/// them (a minimum or may_be_zero = false aside, which say otherwise).
+/// A device with a share n > 0 takes `models[i].seconds(n) + startup_seconds`; a device without a share takes 0. The
+/// makespan is the longest of these plus `reduction_seconds[number of devices with work]`. No split that respects the
+/// limits has a smaller makespan. The doubles are compared as they are, without tolerance. Fixed and start-up costs are
+/// included: a device whose first item costs more than it gains gets nothing. So all devices never lose to a subset of
+/// them, unless a minimum or may_be_zero = false forces it.
 ///
 /// Among splits of equal makespan the winner is, in this order:
-///  1. the one that changes the fewest devices from `previous`, where given;
-///  2. at the lowest-numbered device where two differ in what it does: having the remainder, before other work, before
-///  idling,
-///     before keeping its previous share (so that lower-numbered devices work, and are the ones that change);
-///  3. the one that hands out the grains left after the minimums one by one, each to the device that would finish it
-///     first, on a tie to the lower-numbered one: no device works longer than it must.
+///  1. the one that changes the fewest devices from `previous`, if given;
+///  2. the one with the preferred role at the lowest-numbered device where two splits differ: the share with the
+///     remainder, then other work, then no work, then its previous share (so lower-numbered devices work and change);
+///  3. the one that hands out the grains beyond the minimums one by one, each to the device that would finish it first,
+///     on a tie to the lower-numbered one: no device works longer than necessary.
 ///
-/// Exact for any number of devices where each may take any size from zero or its minimum (if it must take part) to its
-/// maximum, in whole grains. A minimum above one grain on a device that may be zero leaves a gap: then subsets of
-/// devices are searched, all of them up to 8 devices. Beyond 8 the search gives up a candidate makespan after 65,536
-/// steps: the split is feasible and no worse than the first one found, which starts as many devices as their minimums
-/// allow, lowest first; and infeasible may then mean not found. Beyond 8 devices rule 1 and 2 are cut off likewise;
-/// beyond 16 with reduction_seconds `previous` counts only when it is optimal as a whole.
+/// The result is exact for any number of devices if each may take any number of grains from zero, or from its minimum
+/// if it must take part, to its maximum. A device that may be zero, with a minimum above one grain, has a gap. Then
+/// subsets of the devices are searched. Up to 8 devices all subsets are. Beyond 8 the search gives up a candidate
+/// makespan after 65,536 steps. The split is then feasible, and no worse than the first one found, which starts as many
+/// devices as their minimums allow, lowest first; "infeasible" may mean "not found". Rules 1 and 2 are cut off in the
+/// same way beyond 8 devices. Beyond 16 devices with reduction_seconds, `previous` counts only if it is optimal as a
+/// whole.
 ///
 /// A batch of 0 gives zeros and 0 seconds, unless a device must take part. Pure; O(devices) without
 /// gaps, remainder, reductions or `previous`, about a microsecond for 8 devices.
@@ -71,7 +71,7 @@ struct Split {
 PACELINE_API Split split_batch(std::int64_t batch_size, std::span<const CostModel> models,
                                const SplitOptions& options = {});
 
-/// The user's own ratios: shares proportional to `weights` (>= 0, not all zero), by largest remainder, on a tie the
+/// Shares proportional to the user's `weights` (>= 0, not all zero), rounded by largest remainder, on a tie to the
 /// lower index. A device of weight zero gets nothing.
 PACELINE_API std::vector<std::int64_t> split_weighted(std::int64_t batch_size, std::span<const double> weights);
 

@@ -14,15 +14,15 @@
 
 namespace paceline::sim {
 
-/// A simulated device: (fixed + per_item * n) / speed seconds for n > 0 items, nothing for none. Its limits' start-up
-/// seconds come on top, outside of what it times.
+/// A simulated device. It takes (fixed + per_item * n) / speed seconds for n > 0 items, and 0 for none. The start-up
+/// seconds of its limits are added, outside of the time that it reports.
 struct SimDevice {
   std::string name;
   std::string device_class = "sim";
   double speed = 1.0;
   double fixed_seconds = 0.004;
   double per_item_seconds = 0.0001;
-  plan::ShareLimits limits = {};  ///< e.g. its memory: told to planner and balancer, and to the oracle
+  plan::ShareLimits limits = {};  ///< e.g. its memory; planner, balancer and oracle know them
   /// Added to the first run of each size (compilation, autotuning, graph capture); such a run is reported as excluded.
   double first_run_seconds = 0.0;
 };
@@ -35,8 +35,8 @@ struct Throttle {
   std::int64_t to = 0;
 };
 
-/// The device takes `first_factor` times as long up to step `from`, `last_factor` times from step `to` on, and what
-/// lies on the line between the two in between: warming up, heating up.
+/// The device takes `first_factor` times as long up to step `from`, and `last_factor` times as long from step `to` on.
+/// In between the factor changes linearly. Examples: warming up, heating up.
 struct Drift {
   std::size_t device = 0;
   double first_factor = 1.0;
@@ -45,8 +45,8 @@ struct Drift {
   std::int64_t to = 0;
 };
 
-/// The device stands still for `seconds` in step `first`, and every `every` steps after it; 0: once. No split avoids
-/// it, so the oracle does not count it: compilation in the first step, garbage collection, one bad sample.
+/// The device stands still for `seconds` in step `first`, and again every `every` steps (0: only once). Examples:
+/// compilation in the first step, garbage collection, one bad sample. No split avoids it, so the oracle ignores it.
 struct Pause {
   std::size_t device = 0;
   double seconds = 0.0;
@@ -58,7 +58,7 @@ struct Pause {
 struct LastingNoise {
   double deviation = 0.0;  ///< standard deviation of log times
   double steps = 10.0;
-  bool common = false;  ///< all devices meet the same one (clocks, memory); otherwise each has its own
+  bool common = false;  ///< true: all devices have the same noise (clocks, memory); false: each has its own
 };
 
 /// The device stops for good in step `step`.
@@ -82,33 +82,34 @@ struct BoxOptions {
   std::uint64_t seed = 0;
 };
 
-/// What a step did. A step with a failed device is lost: `timings` are those of nobody.
+/// The outcome of a step. A step with a failed device is lost and has no `timings`.
 struct StepOutcome {
   balance::StepTimings timings;
   double seconds = 0.0;
   std::optional<std::size_t> failed_device;
 };
 
-/// The devices of one machine on a virtual clock: what runs takes the time the options say, and no time at all.
+/// The devices of one machine on a virtual clock. A step advances the clock by the time that the options say, and takes
+/// no real time.
 ///
-/// Deterministic: the time of a device in a step depends on the seed, the step, the device and its share only, and on
-/// the sizes it ran before where first runs cost. Not thread-safe.
+/// Deterministic: the time of a device in a step depends only on the seed, the step, the device and its share, and, if
+/// first runs cost, on the sizes that it ran before. Not thread-safe.
 class PACELINE_API Box {
  public:
-  /// @throws InvalidArgument naming the device or event that makes no sense.
+  /// @throws InvalidArgument if a device or an event is not valid; the message names it.
   explicit Box(BoxOptions options);
 
-  /// Runs one step and advances the clock by its makespan. Where a device with a share fails in this step, the time of
-  /// the others is lost and the outcome names it; failed devices must not get a share again.
+  /// Runs one step and advances the clock by its makespan. If a device with a share fails in this step, the step is
+  /// lost and the outcome names the device. A failed device must not get a share again.
   StepOutcome run(std::int64_t step, const std::vector<std::int64_t>& shares);
 
   /// Seconds since the box was made.
   [[nodiscard]] double now() const noexcept { return now_seconds_; }
 
-  /// True models at a step, throttles included, noise not.
+  /// The true models at a step, with throttles and without noise.
   [[nodiscard]] std::vector<plan::CostModel> models(std::int64_t step) const;
   [[nodiscard]] bool alive(std::size_t device, std::int64_t step) const;
-  /// Noise-free seconds of a step with `shares`: start-up and reduction included, pauses and first runs not.
+  /// The seconds of a step with `shares`, with start-up and reduction, without noise, pauses and first runs.
   [[nodiscard]] double makespan(std::int64_t step, const std::vector<std::int64_t>& shares) const;
   /// The split with the least makespan at a step, by the true models over the devices alive.
   [[nodiscard]] std::vector<std::int64_t> best_split(std::int64_t step, std::int64_t batch_size) const;

@@ -7,10 +7,10 @@
 
 namespace paceline::sim {
 
-/// Random numbers that are a function of a key, not of how many were drawn before.
+/// Random numbers that depend only on a key, and not on the number of earlier draws.
 ///
-/// SplitMix64 (Steele, Lea & Flood, 2014) from a state hashed from (seed, step, device): two policies simulated with
-/// one seed meet the same noise on the same device at the same step, whatever shares they chose.
+/// SplitMix64 (Steele, Lea & Flood, 2014) starts from a hash of (seed, step, device). So two policies that are
+/// simulated with one seed meet the same noise on the same device at the same step, whatever shares they choose.
 /// std::normal_distribution is not used because its output differs between standard libraries. A value type.
 class PACELINE_API Random {
  public:

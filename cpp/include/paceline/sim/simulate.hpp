@@ -27,34 +27,34 @@ struct SimulationOptions {
   std::shared_ptr<balance::LedgerWriter> ledger;
 };
 
-/// A change of the box that the split should follow.
-struct Event {
+/// A change of the box to which the split should adapt.
+struct BoxEvent {
   std::int64_t step = 0;
   std::size_t device = 0;
   std::string kind;  ///< "throttle", "release", "failure"
 };
 
 struct SimulationResult {
-  /// Mean over steps of (noise-free makespan of the shares used) / (oracle's makespan) - 1. Steps lost to a failure are
-  /// not in it.
+  /// The mean over steps of (noise-free makespan of the shares) / (oracle's makespan) - 1, without steps that were lost
+  /// to a failure.
   double loss_to_ideal = 0.0;
-  /// All the time that passed, noise and lost steps included, over the oracle's noise-free time.
+  /// The whole time, with noise and lost steps, divided by the oracle's noise-free time.
   double time_over_ideal = 0.0;
   double ideal_seconds = 0.0;    ///< the oracle's time for all steps
   double elapsed_seconds = 0.0;  ///< on the virtual clock
   std::int64_t moves = 0;
   double moves_per_100_steps = 0.0;
-  std::int64_t lost_steps = 0;  ///< steps repeated because a device failed in them
-  std::vector<Event> events;    ///< in order of steps
-  /// Per event: steps from it until the noise-free makespan is within 5 % of the new ideal; none if it never is before
-  /// the next event at a later step, or the end.
+  std::int64_t lost_steps = 0;   ///< steps repeated because a device failed in them
+  std::vector<BoxEvent> events;  ///< in order of steps
+  /// Per event: the number of steps until the noise-free makespan is within 5 % of the new ideal. None if it is not
+  /// before the next event at a later step, or before the end.
   std::vector<std::optional<std::int64_t>> steps_to_recover;
   std::vector<std::int64_t> final_shares;
   std::string explanation;  ///< Balancer::explain() at the end
 };
 
 /// Runs one balancer over one box.
-/// @throws InvalidArgument for options that make no sense; Error if every device has failed.
+/// @throws InvalidArgument if an option is not valid; Error if every device has failed.
 PACELINE_API SimulationResult simulate(const SimulationOptions& options);
 
 }  // namespace paceline::sim

@@ -21,7 +21,7 @@
 namespace paceline {
 namespace {
 
-/// Of one device, in its memory; pinned on the host.
+/// The sums of one device, in its memory; pinned memory for a host device.
 struct Sums {
   std::unique_ptr<Buffer> gradients;
   std::unique_ptr<Buffer> loss;
@@ -33,15 +33,16 @@ T* as(const std::unique_ptr<Buffer>& buffer) {
   return static_cast<T*>(buffer->data());
 }
 
-/// The objective of one step while it is on its way. The caller may read it when the trainer is gone. Any thread.
+/// The objective of one step, which the devices may still be computing. It may outlive the trainer. Any thread.
 class Outcome {
  public:
-  /// `loss`: pinned memory that the step's loss comes to. `failure_was_read` is set when read() finds a failure.
+  /// `loss`: pinned memory that the devices write the step's loss to. read() sets `failure_was_read` if it finds a
+  /// failure.
   Outcome(std::shared_ptr<const StepTimes> times, std::shared_ptr<Buffer> loss,
           std::shared_ptr<std::atomic<bool>> failure_was_read)
       : times_(std::move(times)), loss_(std::move(loss)), failure_was_read_(std::move(failure_was_read)) {}
 
-  /// The objective is the loss over `divisor`, plus `known`. To be called before anybody reads it.
+  /// The objective is the loss divided by `divisor`, plus `known`. Call it before anybody reads the objective.
   void set(double divisor, double known) {
     divisor_ = divisor;
     known_ = known;
@@ -56,7 +57,7 @@ class Outcome {
     const std::lock_guard lock(mutex_);
     if (!value_ && failure_ == nullptr) failure_ = error;
   }
-  /// The devices are done, and their memory may go.
+  /// Reads the number and lets go of the memory. Requires: the devices are done.
   void settle() {
     const std::lock_guard lock(mutex_);
     try {
@@ -93,7 +94,7 @@ class Outcome {
   std::exception_ptr failure_;
 };
 
-/// The memory of a trainer on devices that work after the call. Who waits for whom is DeviceQueues'.
+/// The memory of a trainer on devices that work after the call. DeviceQueues decides who waits for whom.
 template <class T>
 class AsyncMemory final : public TrainerMemory<T>, public std::enable_shared_from_this<AsyncMemory<T>> {
  public:
@@ -128,12 +129,13 @@ class AsyncMemory final : public TrainerMemory<T>, public std::enable_shared_fro
   ~AsyncMemory() override {
     try {
       queues_.drain();
-    } catch (...) {  // somebody does not want to wait; giving pinned memory back still does
+    } catch (...) {  // interrupted; releasing pinned memory waits in any case
     }
     for (const std::weak_ptr<Outcome>& outcome : outcomes_) {
       if (const auto unread = outcome.lock()) unread->settle();
     }
-    // Pinned memory first, while nothing runs: giving it back waits for all that does, be it the release of the rest.
+    // Pinned memory first, while nothing runs: its release waits for all running work, even for the release of the
+    // rest.
     losses_.clear();
     for (std::size_t d = 0; d < sums_.size(); ++d) {
       if (queues_.on_host(queues_.space_of(d))) sums_[d] = {};
@@ -167,13 +169,13 @@ class AsyncMemory final : public TrainerMemory<T>, public std::enable_shared_fro
   [[nodiscard]] std::span<const SpaceCopy> copies() const noexcept { return copies_; }
   [[nodiscard]] std::size_t count() const noexcept { return count_; }
   [[nodiscard]] std::size_t bytes() const noexcept { return count_ * sizeof(T); }
-  /// Whether there is one device only: then its sums are all there is to sum.
+  /// Whether there is only one device, so that there is nothing to add up.
   [[nodiscard]] bool alone() const noexcept { return sums_.size() == 1; }
   /// The parameters of that memory space.
   [[nodiscard]] std::span<const T> parameters_in(std::size_t space) const noexcept {
     return {as<T>(space == queues_.home_space() ? parameters_ : foreign_[space]), count_};
   }
-  /// What all devices' losses are summed up in, where there are several.
+  /// The memory for the sum of all devices' losses, if there are several devices.
   [[nodiscard]] void* loss() const noexcept { return loss_->data(); }
 
   [[nodiscard]] std::shared_ptr<Outcome> new_outcome(std::shared_ptr<const StepTimes> times) {

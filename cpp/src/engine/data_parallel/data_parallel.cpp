@@ -53,8 +53,8 @@ std::size_t index_of(const DeviceGroup& group, std::string_view name) {
   throw InvalidArgument(fmt::format("the group has no device {}; it has {}", name, fmt::join(names, ", ")));
 }
 
-constexpr std::size_t kUpdateBlock = 1024;                // elements; parts of whole ones share no cache line
-constexpr std::int64_t kUpdatePartsPerDevice = 2;         // so that a device which comes late is not waited for
+constexpr std::size_t kUpdateBlock = 1024;                // elements; parts made of whole blocks share no cache line
+constexpr std::int64_t kUpdatePartsPerDevice = 2;         // so that nobody waits for a device that starts late
 constexpr std::int64_t kLeastUpdateBlocksPerDevice = 64;  // waking a worker takes as long as many thousand elements
 
 bool ran_out_of_memory(const StepFailure& failure) {
@@ -129,8 +129,8 @@ struct BasicDataParallel<T>::State {
     return objective;
   }
 
-  /// A call that may find out that an earlier step has failed on its device: that is said once, here, and to whoever
-  /// reads an objective that nobody has read.
+  /// Makes a call that may find that an earlier step has failed on its device. The error is thrown once, here, and to
+  /// whoever reads an objective that nobody has read yet.
   template <class Call>
   void noting_failures(const Call& call) {
     try {

@@ -28,13 +28,13 @@ class TrainerStep : public StepProgram {
 
   [[nodiscard]] std::optional<std::int64_t> memory_bytes(std::size_t device) final { return memory_bytes_[device]; }
   virtual void begin() = 0;
-  /// The objective; the trainer's gradients() are this step's from now on.
+  /// Returns the objective. From now on the trainer's gradients() are this step's.
   virtual Objective complete() = 0;
-  /// Returns when no device works for the failed step any more.
+  /// Waits until no device works for the failed step any more.
   virtual void abandon() = 0;
 
  protected:
-  /// Runs the body, and keeps what it says of its memory.
+  /// Runs the body, and keeps the memory that it reports.
   template <class Body, class Replica>
   double call(const Body& body, const MicroBatch& micro_batch, Replica& replica) {
     const double loss = body(micro_batch, replica);
@@ -46,26 +46,27 @@ class TrainerStep : public StepProgram {
   std::vector<std::int64_t> memory_bytes_;  // each entry is its worker's
 };
 
-/// The memory that a trainer works in. One kind for host devices, one for those whose work runs after the call.
+/// The memory of a trainer. One kind is for host devices only, the other for groups with devices that work after the
+/// call.
 template <class T>
 class TrainerMemory {
  public:
   using Body = typename BasicDataParallel<T>::Body;
 
   virtual ~TrainerMemory() = default;
-  /// `body` is the caller's until the step has ended. Nothing happens before TrainerStep::begin().
+  /// `body` must live until the step has ended. Nothing happens before TrainerStep::begin().
   [[nodiscard]] virtual std::shared_ptr<TrainerStep> make_step(const Body& body, double total_weight) = 0;
   [[nodiscard]] virtual std::span<T> parameters() noexcept = 0;
   [[nodiscard]] virtual std::span<T> gradients() noexcept = 0;
   [[nodiscard]] virtual void* stream() const noexcept { return nullptr; }
-  /// How data gets from one GPU to another; empty where there are no two.
+  /// How data gets from one GPU to another. Empty if there is only one GPU.
   [[nodiscard]] virtual std::string transport() const { return {}; }
-  /// Reads each objective that nobody has read, so that what fails later does not change it. Requires: no device is at
-  /// work.
+  /// Reads each objective that nobody has read, so that later failures do not change it. Requires: no device is
+  /// working.
   virtual void settle_objectives() {}
-  /// After something enqueued has failed: each objective that nobody has read throws `error` from now on.
+  /// After a failure of enqueued work: each objective that nobody has read throws `error` from now on.
   virtual void fail_objectives(const std::exception_ptr& /*error*/) {}
-  /// Whether somebody has read an objective and got such an error, since the last call of this.
+  /// Whether reading an objective has thrown such an error since the last call of this function.
   [[nodiscard]] virtual bool failure_was_read() { return false; }
 };
 

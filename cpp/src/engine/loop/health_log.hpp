@@ -13,10 +13,11 @@
 
 namespace paceline {
 
-/// Whether a device runs slower than the rest of its class, or than it did: only then somebody asks why.
+/// Whether a device runs slower than the rest of its class, or slower than before. Only then explain() asks for causes.
 [[nodiscard]] PACELINE_API bool needs_causes(const balance::DeviceReport& device) noexcept;
 
-/// Samples of a group's devices: one when it is made, one whenever somebody asks why a device is slow. Not thread-safe.
+/// Health samples of a group's devices. It takes one when it is made, and one whenever causes() is asked about a slow
+/// device. Not thread-safe.
 class PACELINE_API HealthLog {
  public:
   using Samples = std::vector<DeviceHealth>;
@@ -26,9 +27,9 @@ class PACELINE_API HealthLog {
   /// @param sampler null: health_of().
   explicit HealthLog(std::vector<Device> devices, Sampler sampler = {});
 
-  /// Per device of the report, what may have slowed it down since the last time that was asked, or since the beginning;
-  /// empty where it is not slow or nothing was noticed. Asked again without a step in between, it says the same: idle
-  /// devices would only dilute it.
+  /// Per device of the report: what may have slowed it down since the last call, or since the beginning. Empty if the
+  /// device is not slow, or nothing was noticed. A second call without a step in between returns the same, because idle
+  /// devices would dilute the figures.
   [[nodiscard]] std::vector<std::string> causes(const balance::BalanceReport& report);
 
  private:
@@ -36,7 +37,7 @@ class PACELINE_API HealthLog {
   Sampler sampler_;
   Samples before_;
   Samples after_;
-  std::int64_t steps_ = 0;  // that had run when after_ was taken
+  std::int64_t steps_ = 0;  // how many had run when after_ was taken
 };
 
 }  // namespace paceline

@@ -23,17 +23,17 @@ struct ItemTiming {
 
 /// What items cost on one class of devices, learned from the times of micro-batches: a shape common to the class.
 ///
-/// Fits of all three measures compete: whether loss_fn trims a slice to its longest item, packs items without padding,
-/// or pads all of them to one length, only the times can tell. Another measure must be better by a tenth of the error
-/// to take over, so that chance does not change it. A device whose speed changed counts as another one for what it ran
-/// before, since shape and scale would be confused.
+/// Three measures of a micro-batch compete, because only the times can tell whether loss_fn trims a slice to its
+/// longest item, packs items without padding, or pads all of them to one length. To replace the present measure another
+/// one must reduce the error by a tenth, so that chance does not switch between them. After a change of its speed a
+/// device counts as a new device; otherwise the fit would mix up shape and scale.
 class ItemShapes {
  public:
   explicit ItemShapes(std::size_t device_count) : device_count_(device_count) {}
 
   void add(const ItemTiming& timing);
-  /// Fits what is in the window. `since_step`: per device, the step from which on its speed is the present one.
-  /// False: too little, or nothing that depends on the items; then everything stays as it is.
+  /// Fits the micro-batches in the window. `since_step`: per device, the first step at its present speed. Returns
+  /// false, and changes nothing, if there are too few micro-batches or their times do not depend on the items.
   bool fit(const std::vector<std::int64_t>& since_step);
 
   [[nodiscard]] bool fitted() const { return fitted_; }
@@ -51,7 +51,7 @@ class ItemShapes {
   bool fitted_ = false;
 };
 
-/// The work of a micro-batch of which only this is known.
+/// The work of the micro-batch that was timed.
 [[nodiscard]] double work_of(const plan::ItemShape& shape, const ItemTiming& timing);
 
 }  // namespace paceline::engine

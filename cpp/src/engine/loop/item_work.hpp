@@ -20,20 +20,20 @@ namespace paceline::engine {
 /// @throws InvalidArgument without costs, and for one that is negative or not finite.
 void check_costs(std::span<const double> costs);
 
-/// What batches whose items have costs are to a balancer: work.
+/// Translates batches with costs into units of work for a balancer.
 ///
-/// The balancer splits units of work instead of items: the first batch is a million units, however many items it has.
-/// Each batch is then arranged so that the devices' work is in proportion to the balancer's shares. How much work a
-/// micro-batch is gets learned here (ItemShapes). The units are normalised so that the micro-batches in the window keep
-/// their sum: a better shape does not look like devices that changed their speed.
+/// The balancer splits units of work instead of items. The first batch is a million units, however many items it has.
+/// The items of each batch are then dealt out so that the devices' work is in proportion to the balancer's shares. This
+/// class learns how much work a micro-batch is (ItemShapes). It scales the units so that the micro-batches in the
+/// window keep their total work; otherwise a better shape would look like a change of the devices' speeds.
 ///
-/// A batch whose cost lies within a factor of the square root of two from that of an earlier batch size is of that size
-/// to the balancer: of the last one if it can be, else of the nearest. So no two sizes are nearer to each other than
-/// that, and whatever the order of costs, there are at most two sizes for each doubling.
+/// Batch sizes are rounded for the balancer. A batch whose cost is within a factor of sqrt(2) of an earlier batch size
+/// counts as that size: as the last one if possible, otherwise as the nearest. So any two sizes are further apart than
+/// that, and there are at most two sizes for each doubling of the cost.
 class ItemWork {
  public:
-  /// `device_classes`: one per device; those of one class share a shape. `micro_batch`: the most items of one; 0: any.
-  /// `plain_costs`: as plan::ArrangementOptions has it.
+  /// `device_classes`: one per device; devices of one class share a shape. `micro_batch`: the most items of a
+  /// micro-batch; 0: no limit. `plain_costs`: see plan::ArrangementOptions.
   ItemWork(const std::vector<std::string>& device_classes, std::int64_t micro_batch, bool plain_costs);
 
   /// The batch size that the balancer is asked for, in units of work.
@@ -41,15 +41,15 @@ class ItemWork {
   [[nodiscard]] std::int64_t batch_units(std::span<const double> costs) const;
   /// Notes that a batch has these costs. Returns batch_units().
   std::int64_t begin(std::span<const double> costs);
-  /// The batch of the last begin(), dealt out as the balancer decided. `least_items`: of a micro-batch, unless the
-  /// batch has fewer.
+  /// Deals out the batch of the last begin() as the balancer decided. `least_items`: the fewest items of a micro-batch,
+  /// unless the batch has fewer.
   [[nodiscard]] std::shared_ptr<BatchPlan> arrange(std::span<const double> costs, balance::StepPlan decided,
                                                    std::int64_t least_items) const;
-  /// A step that ran by `plan` and was committed; what the balancer knows by now.
+  /// Learns from a committed step that ran by `plan`. `balancer`: in its present state.
   void record(const BatchPlan& plan, const StepRecord& record, const balance::Balancer& balancer);
 
   [[nodiscard]] ItemReport report() const;
-  /// Some lines for explain(): of each device class what its items cost in time, and what padding was saved.
+  /// Lines for explain(): what items cost in time on each device class, and the padding that was saved.
   [[nodiscard]] std::string explain() const;
 
  private:
@@ -64,10 +64,10 @@ class ItemWork {
   std::vector<plan::ItemShape> shapes_;  // per device, in units of work
   std::int64_t micro_batch_;
   bool plain_costs_;
-  double unit_ = 0.0;            // units of work for one of cost, before anything was measured
-  std::int64_t batch_size_ = 0;  // what the balancer was asked for last
+  double unit_ = 0.0;            // units of work per unit of cost, before the first measurement
+  std::int64_t batch_size_ = 0;  // of the last begin()
   std::set<std::int64_t> batch_sizes_;
-  std::int64_t next_fit_ = 3;  // steps recorded until then
+  std::int64_t next_fit_ = 3;  // the number of recorded steps at which the next fit is due
   std::int64_t steps_ = 0;
   ItemPadding padding_;
 };

@@ -22,8 +22,8 @@ std::optional<std::uint64_t> key_of(const BatchPlan& plan) {
   return plan.by_cost() ? std::nullopt : std::optional(plan.kind.memory);
 }
 
-/// Up to where the items from `begin` on are no larger than `most`, or the nearest place that leaves `least` items on
-/// both sides.
+/// The end of the longest run of items from `begin` on whose size is at most `most`, moved to the nearest place that
+/// leaves `least` items on both sides.
 std::int64_t end_of(const BatchPlan& plan, std::int64_t begin, std::int64_t end, double most, std::int64_t least = 1) {
   std::int64_t fits = 0;
   std::int64_t too_many = end - begin + 1;
@@ -69,7 +69,7 @@ MemoryCaps::MemoryCaps(const DeviceGroup& group, std::vector<std::int64_t> limit
 
 const balance::MemoryModel* MemoryCaps::model(std::size_t device, Key key) const { return find(models_[device], key); }
 
-/// What batches of that kind count at most, after memory ran out.
+/// The largest size for batches of that kind since memory ran out.
 double MemoryCaps::cap(std::size_t device, Key key) const {
   double most = kAny;
   for (const std::string& name : {spaces_[device], names_[device]}) {
@@ -87,7 +87,8 @@ bool MemoryCaps::wants_more(std::size_t device, const BatchPlan& plan) const {
   return known == nullptr || known->wants_more();
 }
 
-/// Small at first. Then twice that, or where that is not certain to fit one item more: a failure costs one repetition.
+/// The first size is small. The next is twice that, or one item more if twice is not certain to fit, because a failure
+/// costs a repetition of the step.
 std::optional<std::int64_t> MemoryCaps::end_to_measure(std::size_t device, const BatchPlan& plan, std::int64_t begin,
                                                        std::int64_t end, std::int64_t least) {
   if (end - begin < 2 * least || !wants_more(device, plan)) return std::nullopt;
@@ -152,7 +153,7 @@ bool MemoryCaps::shrink(std::size_t device, const BatchPlan& plan, std::int64_t 
   const std::lock_guard lock(mutex_);
   const Key key = key_of(plan);
   const double size = plan.memory_size(begin, end);
-  // Pieces that are beyond the cap are the least there are.
+  // A piece that was larger than the cap is already the smallest possible one.
   if (end - begin <= least || size > cap(device, key)) return false;
   Kinds<Cap>& caps = caps_[limited ? names_[device] : spaces_[device]];
   std::erase_if(caps, [&](const auto& entry) { return entry.first == key; });

@@ -19,50 +19,52 @@
 
 namespace paceline::engine {
 
-/// The largest micro-batch of each device, for each kind of batch: by a limit that was set, and by memory that ran out.
+/// The largest micro-batch of each device, for each kind of batch. It follows from a limit that was set, and from
+/// memory that ran out.
 ///
-/// Under a limit a device's first micro-batches are small and of growing size, until two sizes have been measured; the
-/// model of these says what fits. Memory that ran out halves what runs at once from then on, on all devices that share
-/// the memory. Any thread may call this.
+/// Under a limit a device begins with small micro-batches of growing size until two sizes have been measured. A model
+/// of these two predicts what fits. When memory runs out, all devices that share it run at most half as much at once
+/// from then on. Any thread may call this.
 class MemoryCaps {
  public:
   /// `limits`: bytes per device, 0 for none; or empty.
   /// @throws InvalidArgument for limits that are negative or do not fit the group.
   MemoryCaps(const DeviceGroup& group, std::vector<std::int64_t> limits);
 
-  /// Whether every micro-batch runs whole, as long as memory does not run out.
+  /// True if there is no limit and memory has not run out: then every micro-batch runs whole.
   [[nodiscard]] bool idle() const noexcept { return !any_limit_ && !any_cap_.load(std::memory_order_relaxed); }
 
-  /// The end of a piece from `begin` on that is to be measured. None: enough is known.
+  /// The end of the next piece to measure, which begins at `begin`. None if enough is known, or there are too few items
+  /// to cut a piece off.
   [[nodiscard]] std::optional<std::int64_t> end_to_measure(std::size_t device, const BatchPlan& plan,
                                                            std::int64_t begin, std::int64_t end, std::int64_t least);
   /// Whether any piece is worth measuring: the device has a limit, and fewer than two sizes are known.
   [[nodiscard]] bool wants_more(std::size_t device, const BatchPlan& plan) const;
-  /// The piece took so many bytes at most. True: a size was measured that the model did not know.
+  /// Adds a measurement: the piece took at most this many bytes. Returns true if its size is new to the model.
   bool measured(std::size_t device, const BatchPlan& plan, std::int64_t begin, std::int64_t end, std::int64_t bytes);
-  /// Items [begin, end) in as few pieces as fit, of sizes that differ by one item at most where these fit, too. None
-  /// has fewer than `least` items, even if that is what fits, unless there are fewer.
+  /// Cuts [begin, end) into as few pieces as possible that each fit. If pieces of equal size (to one item) fit too, it
+  /// returns those. No piece has fewer than `least` items, even if only fewer would fit.
   [[nodiscard]] std::vector<std::pair<std::int64_t, std::int64_t>> pieces(std::size_t device, const BatchPlan& plan,
                                                                           std::int64_t begin, std::int64_t end,
                                                                           std::int64_t least) const;
-  /// Memory ran out with these items at once. `limited`: it was the device's limit, not the memory that it shares.
-  /// False: nothing smaller can be run.
+  /// Memory ran out when these items ran at once. `limited`: the device's own limit was reached, not the shared
+  /// memory's end. Returns false if nothing smaller can run.
   bool shrink(std::size_t device, const BatchPlan& plan, std::int64_t begin, std::int64_t end, std::int64_t least,
               bool limited);
 
   [[nodiscard]] std::vector<MemoryReport> report() const;
-  /// Lines for memory that ran out, and for each device that has a limit; empty if there are none.
+  /// One line for each memory that ran out and each device with a limit. Empty if there is neither.
   [[nodiscard]] std::string explain() const;
 
  private:
   using Key = std::optional<std::uint64_t>;  // BatchKind::memory; none: items have costs
-  /// Of several kinds of batches; the kind that was added first is forgotten where there are too many.
+  /// A value for each kind of batch. The oldest is dropped when there are too many.
   template <class Value>
   using Kinds = std::vector<std::pair<Key, Value>>;
   struct Cap {
     double size = 0.0;  // of the micro-batch that failed
     std::string why;
-    /// An item alone is always tried.
+    /// The largest size to run at once. A single item is always tried.
     [[nodiscard]] double most() const { return size / 2.0; }
   };
 

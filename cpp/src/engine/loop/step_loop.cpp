@@ -31,9 +31,8 @@ std::vector<std::string> names_of(const DeviceGroup& group) {
   return names;
 }
 
-constexpr std::size_t kMostPending = 2;  // steps that the caller may be ahead of the devices
-
-constexpr std::size_t kMostSearches = 8;  // kinds of batches
+constexpr std::size_t kMostPending = 2;   // how many steps the caller may be ahead of the devices
+constexpr std::size_t kMostSearches = 8;  // kinds of batches that have a search for sizes
 
 // The pieces of each device are its claims, cut. An item that is in none would silently not run.
 void check_pieces(const StepScript& script) {
@@ -93,7 +92,7 @@ struct StepLoop::State {
     return plan;
   }
 
-  /// The search for batches of this plan's kind; null: their claims run as they are.
+  /// The search for sizes that this plan's kind of batch has; null: claims are not cut to find a size.
   std::shared_ptr<balance::SizeSearch> search_for(const BatchPlan& batch) {
     const bool may = options.search_sizes && options.micro_batch == 0 && options.granularity == 1 && !asynchronous &&
                      least_items() == 1 && !batch.by_cost() && batch.kind.any_size;
@@ -135,7 +134,7 @@ struct StepLoop::State {
     note_events(ran_by, record);
   }
 
-  /// Takes note of the oldest steps until at most `most` are left, waiting for them, and of those that are done.
+  /// Notes the oldest steps, waiting for them, until at most `most` are left. Then notes those that are done.
   void collect(std::size_t most) {
     while (!pending.empty()) {
       const Step& oldest = *pending.front();
@@ -143,7 +142,7 @@ struct StepLoop::State {
         if (pending.size() <= most && !oldest.settled()) return;
         oldest.settle();
       } catch (const Error&) {
-        pending.clear();  // a device that has failed shall be reported once
+        pending.clear();  // so that a failed device is reported only once
         throw;
       }
       const std::shared_ptr<const Step> taken = std::move(pending.front());
@@ -184,7 +183,7 @@ struct StepLoop::State {
   engine::Planner planner;
   std::shared_ptr<const BatchPlan> plan;  // the last one; null where the devices have changed since
   std::shared_ptr<engine::MemoryCaps> caps;
-  // Of each kind of batch; the last one used is the last.
+  // By size and speed number of the batch, least recently used first.
   std::vector<std::pair<std::pair<std::int64_t, std::uint64_t>, std::shared_ptr<balance::SizeSearch>>> searches;
   std::shared_ptr<balance::SizeSearch> last_search;
   observe::MetricsRecorder metrics;
@@ -241,7 +240,7 @@ std::shared_ptr<Step> StepLoop::prepare(std::shared_ptr<const BatchPlan> plan, s
   options.granularity = state.options.granularity;
   options.least_items = state.least_items();
   options.run_ahead = state.run_ahead;
-  // Corrections of any size would be new shapes: asynchronous devices keep to sizes that the user chose, or that were
+  // Corrections of any size would be new sizes. Asynchronous devices keep to sizes that the user chose or that are
   // planned.
   options.any_size = state.corrects();
   const bool in_pieces = plan->by_cost() || options.micro_batch > 0;

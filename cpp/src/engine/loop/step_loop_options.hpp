@@ -10,18 +10,18 @@
 
 namespace paceline::engine {
 
-/// @throws InvalidArgument for numbers that are no sizes, and for corrections where there can be none.
+/// @throws InvalidArgument if a size is out of range, or corrections are asked for where they are impossible.
 void check(const StepLoopOptions& options);
 
-/// A balancer for the devices of the group. `proportional`: as balance::BalancerOptions has it.
+/// A balancer for the devices of the group. `proportional`: see balance::BalancerOptions.
 [[nodiscard]] balance::Balancer make_balancer(const DeviceGroup& group, const StepLoopOptions& options,
                                               bool proportional);
 
-/// Of each device; none where all are done when the call returns.
+/// StepOptions::run_ahead for the devices of the group.
 [[nodiscard]] std::vector<std::int64_t> run_ahead_of(const DeviceGroup& group, const StepLoopOptions& options);
 
-/// On devices that choose algorithms, compile or capture by size, moving shares shall bring no new sizes: with a fixed
-/// micro-batch every share is made of whole ones, but for what is left of the batch.
+/// Keeps the sizes of micro-batches the same when shares move, for devices that compile, capture or choose algorithms
+/// by size: with a fixed micro-batch, every share is a multiple of it, except for the rest of the batch.
 [[nodiscard]] StepLoopOptions with_stable_shapes(StepLoopOptions options, bool asynchronous);
 
 }  // namespace paceline::engine

@@ -14,28 +14,27 @@ namespace paceline::internal {
 
 class SpaceCollectives;
 
-/// A micro-batch on its way: recorded before and after it.
+/// The events before and after one claim on a device's stream.
 struct Span {
   std::unique_ptr<Event> start;
   std::unique_ptr<Event> end;
   std::chrono::steady_clock::time_point opened;
-  double launch_seconds = 0.0;  ///< of the host
-  bool overtaken = false;       ///< the device was at it before all of it was launched
+  double launch_seconds = 0.0;  ///< the host's time for launching it
+  bool overtaken = false;       ///< the device began with it before all of it was launched
 
-  /// Whether the device may have waited for launches for a notable part of the time. It cannot have where it came to
-  /// the run when all was launched; else for no longer than launching took, and where it then had as much work left,
-  /// it was launching that was ahead.
+  /// Whether the device may have spent a notable part of the time waiting for launches. It has not if everything was
+  /// launched when it began. Otherwise it has waited no longer than the launching took; if its time is twice that, the
+  /// launching was ahead of it.
   [[nodiscard]] bool held_up(double seconds) const { return overtaken && seconds < 2.0 * launch_seconds; }
 };
 
-/// How many steps ago each device was last measured without waiting for launches. A run that was held up says how long
-/// launching takes, and not how fast the device is; but where all are (small models, or a caller who reads every loss),
-/// it is the only evidence, and it is the time that such a step costs. So it is set aside only as long as there is
-/// better. Any thread.
+/// Decides whether times of runs that waited for launches count. Such a time says how long launching takes, not how
+/// fast the device is. It is still the only evidence where every run waits (small models, or a caller who reads every
+/// loss), and it is what such a step costs. So it is set aside only while there is recent better evidence. Any thread.
 class Evidence {
  public:
-  /// Of each device, whether what launching held up is to be set aside in this step. `used[d]`: how many runs it had;
-  /// `clean[d]`: whether one of them is good evidence.
+  /// For each device: whether to set aside the runs of this step that waited for launches. `used[d]`: how many runs it
+  /// had; `clean[d]`: whether one of them is good evidence.
   [[nodiscard]] std::vector<char> classify(const std::vector<std::size_t>& used, const std::vector<char>& clean);
 
  private:
@@ -43,14 +42,14 @@ class Evidence {
   std::vector<int> steps_without_;
 };
 
-/// What one step records, and what is known of it.
+/// The events of one step. Later steps use them again.
 struct SpanLists {
-  std::vector<std::vector<Span>> spans;  ///< of each device; events are made once
-  std::vector<std::size_t> used;         ///< how many of them this step has
+  std::vector<std::vector<Span>> spans;  ///< of each device
+  std::vector<std::size_t> used;         ///< how many of them this step has recorded
   std::unique_ptr<Event> over;
 };
 
-/// Keeps what steps no longer need for later ones. Any thread.
+/// Keeps the events of finished steps for later steps. Any thread.
 class SpanShelf {
  public:
   /// Null where it is empty.
@@ -62,8 +61,7 @@ class SpanShelf {
   std::vector<std::unique_ptr<SpanLists>> free_;
 };
 
-/// The times of one step. It may outlive the queues, as may what it shares with other steps. Each device's runs are
-/// recorded by its own worker.
+/// The times of one step. It may outlive the queues. Each device's worker records the runs of its device.
 class RecordedTimes final : public StepTimes {
  public:
   /// What the steps of one group have in common.
@@ -81,11 +79,12 @@ class RecordedTimes final : public StepTimes {
   void wait() const override;
   void stamp(std::vector<ClaimRecord>& claims) const override;
 
-  /// True if the device had run dry: that time is not its own. `continues`: the run before goes on.
+  /// Returns true if the device had run out of work: its time then includes a wait for the host. `continues`: this is
+  /// another piece of the last run.
   bool begin_run(std::size_t d, AsyncDevice& maker, Stream& stream, bool continues);
   void restart_run(std::size_t d, Stream& stream);
   void end_run(std::size_t d, Stream& stream);
-  /// The end of the run that is `back` runs before the device's last one; null where it had not so many.
+  /// The end of the run that is `back` runs before the device's last one; null if there were not that many.
   [[nodiscard]] const Event* end_of_run(std::size_t d, std::size_t back) const;
   /// Recorded when everything of the step is on its way.
   [[nodiscard]] Event& over() noexcept { return *lists_->over; }
@@ -98,7 +97,7 @@ class RecordedTimes final : public StepTimes {
   std::chrono::nanoseconds timeout_;
   std::weak_ptr<SpaceCollectives> collectives_;
   mutable std::mutex mutex_;
-  mutable std::vector<char> strict_;  // what Evidence::classify() said; empty: not asked yet
+  mutable std::vector<char> strict_;  // the answer of Evidence::classify(); empty: not asked yet
 };
 
 }  // namespace paceline::internal

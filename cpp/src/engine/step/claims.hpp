@@ -17,9 +17,9 @@ namespace paceline::engine {
 /// Who runs which items: the one queue through which every claim of a step goes. Thread-safe. Every item is handed out
 /// exactly once, unless cancelled.
 ///
-/// A claim is one short critical section (well under a microsecond against micro-batches of hundreds), which keeps "how
-/// much is left, who finishes when" consistent. What a device gets is for the strategy to say: PlannedClaims for items
-/// that all cost the same, ItemClaims for items with costs, and the micro-batches of a script.
+/// A claim is one short critical section, well under a microsecond, while a micro-batch takes hundreds. The lock keeps
+/// "how much is left, who finishes when" consistent. The strategy decides what a device gets: PlannedClaims for items
+/// that all cost the same, ItemClaims for items with costs, or a script.
 class PACELINE_API Claims {
  public:
   [[nodiscard]] static std::unique_ptr<Claims> of(StepOptions options);
@@ -27,39 +27,39 @@ class PACELINE_API Claims {
 
   /// The next micro-batch of `device`, which is free at `now_seconds` on the step's clock; none when it is done.
   std::optional<MicroBatch> claim(std::size_t device, double now_seconds);
-  /// After claim() came back empty: whether the device should claim once more when it has done all that it holds.
+  /// After an empty claim(): whether the device should claim once more when it has run everything that it holds.
   [[nodiscard]] bool asks_again(std::size_t device);
-  /// Whether nothing is left to hand out: a device that has not come for anything by now need not be waited for.
+  /// Whether nothing is left to hand out. The step need not wait for a device that has claimed nothing by then.
   [[nodiscard]] bool exhausted();
   /// From now on every claim comes back empty.
   void cancel();
   [[nodiscard]] bool cancelled() const noexcept { return cancelled_.load(std::memory_order_relaxed); }
 
  protected:
-  /// `shares`: the items of each device. Only with `stealing` a device takes over those of others, and never one whose
-  /// share is 0: a planned zero means that the device does not pay, and it does not come in by the back door.
+  /// `shares`: the items of each device. With `stealing`, a device may take over items of others. A device whose share
+  /// is 0 never does: the plan left it out because it does not pay.
   Claims(const std::vector<std::int64_t>& shares, bool stealing);
-  /// Whether the device may still come for what is not its own.
+  /// Whether the device may still claim what is not its own.
   [[nodiscard]] bool may_come(std::size_t device) const { return takes_over_[device] && !left_[device]; }
 
  private:
-  // Called under the lock. Device, time and whether it is the last are for the queue to say.
-  /// The next of the device's own; none when these are handed out.
+  // Called under the lock. The base class sets the device and MicroBatch::last.
+  /// The next of the device's own items; none when these are handed out.
   virtual std::optional<MicroBatch> own(std::size_t device) = 0;
   virtual std::optional<MicroBatch> take_over(std::size_t device, double now) = 0;
   /// The device gets this now.
   virtual void hand_out(MicroBatch& next, double now) = 0;
   [[nodiscard]] virtual bool has_own(std::size_t device) const = 0;
   [[nodiscard]] virtual bool nothing_left() const = 0;
-  /// A claim came back empty: whether it was too early to see if others are late.
+  /// After an empty claim: whether it was too early to see if others are late.
   [[nodiscard]] virtual bool came_early(std::size_t /*device*/) const { return false; }
-  /// The device is going to do all that it holds before it claims again.
+  /// The device will run everything that it holds before it claims again.
   virtual void runs_dry(std::size_t /*device*/) {}
 
   std::mutex mutex_;
   std::atomic<bool> cancelled_{false};
   std::vector<bool> takes_over_;
-  std::vector<bool> left_;  // has been told that there is nothing more for it
+  std::vector<bool> left_;  // its last claim was empty, and it will not claim again
 };
 
 }  // namespace paceline::engine

@@ -14,13 +14,13 @@
 
 namespace paceline::engine {
 
-/// Claims of a step whose items have costs: each device runs its packed micro-batches, longest items first, then takes
-/// from the back of what another device would finish later than it would.
+/// Claims of a step whose items have costs. Each device runs its packed micro-batches, longest items first. Then it
+/// takes over work from the back of another device's list that this device would finish later.
 ///
-/// What is taken over is a whole micro-batch, or, where the device would not finish that in time, its shorter half, or
-/// half of that. Its items are the cheapest of those that wait, so that the finish is evened out in small steps. Where
-/// `any_size` is false only whole micro-batches change hands: other sizes would be new shapes on devices that compile
-/// or choose algorithms by them. No part has fewer than `least` items.
+/// It takes over a whole micro-batch, or its shorter half, or half of that, if it would not finish the whole in time.
+/// The items at the back are the cheapest ones, so the devices' finishes are evened out in small steps. If `any_size`
+/// is false, only whole micro-batches change hands, because devices that compile or choose algorithms by size would
+/// meet new sizes. No part has fewer than `least` items.
 class PACELINE_API ItemClaims final : public Claims {
  public:
   ItemClaims(std::shared_ptr<const BatchPlan> plan, bool stealing, bool any_size, std::int64_t least = 1);
@@ -30,7 +30,7 @@ class PACELINE_API ItemClaims final : public Claims {
   struct Part {
     std::size_t next = 0;  // micro-batches not handed out: [next, end) of `bounds`
     std::size_t end = 0;
-    std::int64_t last_end = 0;  // where the last of them ends: part of it may be gone
+    std::int64_t last_end = 0;  // the end of the last one, of which a part may be taken over already
     double free_at = 0.0;
     [[nodiscard]] bool empty() const { return next == end; }
   };

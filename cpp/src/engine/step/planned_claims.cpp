@@ -6,7 +6,7 @@
 #include <utility>
 
 #include <paceline/plan/corrections.hpp>
-#include <paceline/plan/tail.hpp>
+#include <paceline/plan/hold_back.hpp>
 
 #include "engine/step/stealing.hpp"
 
@@ -22,18 +22,18 @@ std::int64_t round_up(std::int64_t items, std::int64_t granularity) {
 PlannedClaims::PlannedClaims(StepOptions options)
     : Claims(options.shares, options.stealing), options_(std::move(options)), parts_(options_.shares.size()) {
   grain_ = round_up(options_.least_items, options_.granularity);
-  plan::TailPlan tail{.first_chunks = options_.shares};
+  plan::HoldBackPlan held_back{.first_chunks = options_.shares};
   if (options_.stealing && options_.micro_batch == 0) {
-    tail = plan::plan_tail(options_.shares, options_.models, options_.noise, grain_);
+    held_back = plan::plan_hold_back(options_.shares, options_.models, options_.noise, grain_);
   }
-  floor_ = tail.floor;
+  floor_ = held_back.floor;
   std::int64_t offset = 0;
   for (std::size_t d = 0; d < parts_.size(); ++d) {
     parts_[d].begin = offset;
-    parts_[d].end = offset += tail.first_chunks[d];
+    parts_[d].end = offset += held_back.first_chunks[d];
   }
   pool_begin_ = offset;
-  pool_end_ = offset + tail.pool;
+  pool_end_ = offset + held_back.pool;
 }
 
 std::optional<MicroBatch> PlannedClaims::own(std::size_t device) {

@@ -16,11 +16,11 @@ namespace paceline::engine {
 
 /// Claims of a step whose items all cost the same.
 ///
-/// The batch lies as [device 0's chunk][device 1's chunk]...[pool]. A device first takes its own chunk (whole, or in
-/// micro-batches of the fixed size), then corrections from the pool, each sized so that all devices aim at one
-/// common finish (plan::next_correction), then steals from the back of what another device would finish later than it
-/// would. A device that holds micro-batches ahead gets the end of its chunk in pieces of the smallest correction, so
-/// that it asks for more when the last of them begins.
+/// The batch is divided as [device 0's chunk][device 1's chunk]...[pool]. A device first takes its own chunk, whole or
+/// in micro-batches of the fixed size. Then it takes corrections from the pool, sized so that all devices finish
+/// together (plan::next_correction). Then it steals from the back of another device's chunk what that device would
+/// finish later. A device that holds micro-batches ahead gets the end of its chunk in pieces of the smallest
+/// correction, so that it claims again when the last of these pieces begins.
 class PACELINE_API PlannedClaims final : public Claims {
  public:
   explicit PlannedClaims(StepOptions options);
@@ -30,8 +30,8 @@ class PACELINE_API PlannedClaims final : public Claims {
   struct Part {
     std::int64_t begin = 0;  // own items not handed out: [begin, end)
     std::int64_t end = 0;
-    double free_at = 0.0;        // predicted end of what it holds
-    std::vector<double> held{};  // predicted seconds of what it will still have to do when it claims next
+    double free_at = 0.0;        // predicted end of everything it holds
+    std::vector<double> held{};  // predicted seconds of the micro-batches that it will still hold at its next claim
   };
 
   std::optional<MicroBatch> own(std::size_t device) override;
@@ -55,7 +55,7 @@ class PACELINE_API PlannedClaims final : public Claims {
   std::vector<Part> parts_;
   std::int64_t pool_begin_ = 0;
   std::int64_t pool_end_ = 0;
-  std::int64_t grain_ = 1;  // of what is held back and taken over: the granularity, at least the least items
+  std::int64_t grain_ = 1;  // of corrections and steals: the granularity, but not less than the least items
   std::int64_t floor_ = 1;
 };
 

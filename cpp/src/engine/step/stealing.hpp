@@ -7,18 +7,18 @@
 
 namespace paceline::engine {
 
-/// When a device will be free that was expected to be by then. When it is overdue by x, expect it to need x more: the
-/// estimate stays right for any slowdown within a factor of two.
+/// When a device will be free that was expected to be free at `expected`. If it is late by x, assume that it needs x
+/// more. This is right within a factor of two for any slowdown.
 inline double free_at(double expected, double now) { return std::max(expected, 2.0 * now - expected); }
 
-/// The device from which another takes work, and when it would finish without that.
+/// The device from which another one takes work, and when it would finish if nothing were taken.
 struct Victim {
   std::size_t device = 0;
   double finish = 0.0;
 };
 
-/// The device that would finish last, of those but `thief` that have something left to hand out; none if none has.
-/// `finish_of(device)`: when it would, none if it has nothing left. Of equals the first.
+/// The device, other than `thief`, that would finish last and has something left to hand out; none if there is none.
+/// `finish_of(device)`: when it would finish; none if it has nothing left. Among equals the first device.
 template <class FinishOf>
 std::optional<Victim> find_victim(std::size_t device_count, std::size_t thief, const FinishOf& finish_of) {
   std::optional<Victim> victim;

@@ -18,28 +18,27 @@ namespace paceline::engine {
 
 class Claims;
 
-/// The pieces in which the devices of one step work off their claims: micro-batches of the size that was found to be
-/// fast, or is on trial, cut further where memory asks for it. Each device touches only what is its own.
+/// Runs the claims of one step in pieces. A piece is a micro-batch of the size that the search has found to be fast, or
+/// has on trial. Where memory is short it is cut further. Each device touches only its own state.
 class StepPieces {
  public:
-  /// `search`: null where claims are not cut to find a size. `script`: exactly these pieces, for each device; empty:
-  /// none.
+  /// `search`: null if no size is searched for. `script`: exactly these pieces for each device; may be empty.
   StepPieces(std::shared_ptr<const BatchPlan> plan, std::shared_ptr<MemoryCaps> caps,
              std::shared_ptr<balance::SizeSearch> search, std::int64_t least_items,
              std::vector<std::vector<MicroBatch>> script);
 
-  /// Runs a claim. `current` is the piece that runs. Returns what StepProgram::run() does: true if no piece's time is
-  /// evidence. @throws Cancelled between two pieces once `claims` are cancelled.
+  /// Runs a claim, and keeps the running piece in `current`. Like StepProgram::run() it returns true if the time is no
+  /// evidence. @throws Cancelled between two pieces if `claims` are cancelled.
   bool run(const MicroBatch& claim, StepProgram& program, const Claims& claims, MicroBatch& current);
 
   // When the step is over.
-  /// What ran, by device in the order it ran; empty if all claims ran whole.
+  /// The pieces that ran, by device and in their order. Empty if all claims ran whole.
   [[nodiscard]] std::vector<MicroBatch> ran() const;
   /// How many pieces ran.
   [[nodiscard]] std::int64_t count() const;
-  /// Whether a device ran several micro-batches, not counting those that memory asked for.
+  /// Whether a device ran several micro-batches, not counting the cuts because of memory.
   [[nodiscard]] bool divided() const;
-  /// Tells the search, if any, what it wants to know of a step that was committed.
+  /// Gives the times of a committed step to the search, if there is one.
   void commit() const;
   [[nodiscard]] bool scripted() const { return !script_.empty(); }
 

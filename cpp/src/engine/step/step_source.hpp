@@ -20,8 +20,8 @@
 
 namespace paceline::engine {
 
-/// A step as the workers see it: a source of micro-batches, and at the end of the reduction. Each worker holds it until
-/// that worker has left, so a worker that wakes late still finds its state.
+/// A step as the workers see it: a source of micro-batches and, at the end, of the reduction. Each worker keeps it
+/// alive until that worker has left, so a worker that wakes late still finds its state.
 ///
 /// Each device goes through four stages: outside, until its worker asks for the first time; computing; waiting for the
 /// others; over. A worker that comes when all is done, or that has no share, goes on to waiting at once. The device
@@ -31,7 +31,7 @@ class StepSource final : public WorkSource {
   /// Requires: options that fit the group.
   StepSource(const DeviceGroup& group, std::shared_ptr<StepProgram> program, StepOptions options);
 
-  /// Right before it is opened: the step's clock is 0 now.
+  /// Sets the step's clock to 0. Call it right before the workers get the step.
   void start_clock() { start_ = Clock::now(); }
 
   [[nodiscard]] NextWork next(std::size_t device, Clock::time_point now) noexcept override;
@@ -41,7 +41,7 @@ class StepSource final : public WorkSource {
   void cancel(std::exception_ptr reason) noexcept override;
   [[nodiscard]] bool complete() const noexcept override { return settled_.load(std::memory_order_acquire); }
 
-  // The rest once it is complete.
+  // Call the rest when it is complete.
   [[nodiscard]] const StepFailure* failure() const noexcept { return failure_ ? &*failure_ : nullptr; }
   [[nodiscard]] StepRecord record() const;
   [[nodiscard]] std::vector<std::int64_t> items() const;
@@ -57,7 +57,7 @@ class StepSource final : public WorkSource {
     MicroBatch current;
     Stage stage = Stage::outside;
     bool takes_part = true;
-    bool asks_again = false;  // when it has done all that it was given
+    bool asks_again = false;  // it claims once more when it has run everything that it was given
     std::optional<Clock::time_point> waits_since;
   };
 

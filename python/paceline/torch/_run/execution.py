@@ -1,4 +1,4 @@
-"""One call of a trainer, run on its devices: everything is committed, or nothing."""
+"""Runs one call of a trainer on its devices. It commits everything, or nothing."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from paceline.torch._run.seen import Seen
 _T = TypeVar("_T")
 Gradients = list[torch.Tensor | None]
 
-_MOST_KINDS = 256  # of batches that have a number; the engine remembers fewer
+_MOST_KINDS = 256  # kinds of batches that keep their number; the engine remembers fewer
 
 
 class Workload:
-    """One kind of work: its times, the sizes that have run and the memory that it needs say nothing of another kind."""
+    """One kind of work, with its own times, sizes and memory. These say nothing about another kind."""
 
     def __init__(
         self, group: DeviceGroup, places: Places, limits: list[int | None], *, searches: bool = False, **options: Any
@@ -53,24 +53,26 @@ class Workload:
             group, memory_limits=[limit or 0 for limit in limits], search_sizes=searches, **options
         )
         self.limits = limits
-        self.searches = searches  # for the size of micro-batches
-        self.fixed = options.get("balance") != "auto"  # shares that no time changes
+        self.searches = searches  # whether to search for the size of micro-batches
+        self.fixed = options.get("balance") != "auto"  # whether shares stay the same whatever the times
         self.seen = Seen(len(group))
         self.launches = LaunchClock(places.on_gpu)
-        # Whether corrections are on where nothing speaks against them.
+        # Whether corrections are on by default.
         self.corrects = len(group) > 1 and not any(places.on_gpu) and options.get("balance", "auto") == "auto"
         self.corrects &= not options.get("micro_batch") and options.get("corrections") is None
-        # Whether the forward writes buffers: how often it runs then makes a difference. None: no step has shown it yet.
+        # Whether the forward writes buffers. If it does, the number of forwards changes the result. None: not known yet.
         self.writes_buffers: bool | None = None
-        self.mode: Any = None  # in which that was looked at last
-        self.told: tuple[int, bool | None] | None = None  # what the step_loop was told of least items and corrections
-        self.normalises = False  # over a micro-batch, by other means than modules that are known for it
-        self.alone: AloneTrials | None = None  # where one device may be faster than all
-        self._kinds: dict[Hashable, int] = {}  # the one used last is the last
+        self.mode: Any = None  # the mode in which `writes_buffers` was found out
+        self.given: tuple[int, bool | None] | None = (
+            None  # the least items and the corrections that the StepLoop was given
+        )
+        self.normalises = False  # whether something else than the known modules normalises over a micro-batch
+        self.alone: AloneTrials | None = None  # set where one device may be faster than all
+        self._kinds: dict[Hashable, int] = {}  # least recently used first
         self._numbers = itertools.count()
 
     def kind(self, key: Hashable) -> int:
-        """The number by which the engine knows batches that have this in common. Of many the one used longest ago is forgotten."""
+        """A number for all batches with this key, for the engine. The least recently used of many keys is forgotten."""
         number = self._kinds.pop(key, None)
         if number is None:
             number = next(self._numbers)
@@ -81,23 +83,23 @@ class Workload:
 
 
 class Execution:
-    """Runs the work of one call at a time. The replicas' gradients are its own; the user's are written in the end."""
+    """Runs one call at a time. It uses the replicas' gradients freely, and writes the user's gradients at the end."""
 
     def __init__(self, group: DeviceGroup, module: nn.Module, places: Places, replicas: Replicas) -> None:
         self.running: Run | None = None
-        self.items = [0] * len(group)  # that each device ran in the last step that was committed
+        self.items = [0] * len(group)  # how many each device ran in the last committed step
         self.module = module
         self._names = places.names
         self.places = places
         self.replicas = replicas
-        self._warned = False  # of draws without a seed
+        self._warned = False  # about draws without a seed
         self._outside = OutsideGradients()
-        self._norms_told = False  # that they look at a part of the batch
-        self.committed: Any = None  # the last outcome that was
+        self._warned_of_norms = False  # that they normalise over a part of the batch
+        self.committed: Any = None  # the last committed outcome
         self._enqueued: Any = None  # the last outcome, committed or not
         self._edits = Edits()
-        self._random: RandomStates | None = None  # what the generators were like when the last attempt began
-        # What host devices have delivered to GPUs, until these have read it: PyTorch would hand it on.
+        self._random: RandomStates | None = None  # the generators' states when the last attempt began
+        # Pinned memory that host devices have delivered to GPUs. It is kept until the GPUs have read it; PyTorch would reuse it.
         self._delivered: list[tuple[Any, Any]] = []
 
     def frame(
@@ -108,7 +110,7 @@ class Execution:
         costs: list[float] | None = None,
         order: list[int] | None = None,
     ) -> Frame:
-        """What a run starts from, with the replicas as the module is now, and with `costs` the items as planned by them, or in an `order`."""
+        """What a run starts from. Brings the replicas up to date with the module. With `costs` the items are planned by them, or given in an `order`."""
         self._random = random = RandomStates(self.places)
         self._edits.begin(whole)
         self.replicas.refresh(fn)
@@ -140,30 +142,30 @@ class Execution:
         )
 
     def follow_modules(self, work: Workload) -> int:
-        """Before a plan: which micro-batches the modules can do with as they are now. Returns the least items of one.
+        """Before a plan: fit the micro-batches to the modules as they are now. Returns the least items of a micro-batch.
 
-        Batch normalisation in training fails over one item. It, and a forward that writes buffers, gives other results the more micro-batches
-        there are: each device has one.
+        Batch normalisation in training fails over one item. With it, or with a forward that writes buffers, the result depends on the number of
+        micro-batches, so each device gets only one.
         """
         least = 2 if work.normalises or using_batch_statistics(self.replicas.norms) else 1
         corrections = None
         if work.corrects:
             writes = self.replicas.any_buffers if work.writes_buffers is None else work.writes_buffers
             corrections = False if writes or least > 1 else None
-        if work.told != (least, corrections):
+        if work.given != (least, corrections):
             work.step_loop.set_least_items(least)
             if work.corrects:
                 work.step_loop.set_corrections(corrections)
-            work.told = (least, corrections)
+            work.given = (least, corrections)
         return least
 
     def explain(self) -> str:
-        """A line where modules look at a part of the batch instead of the batch, else nothing."""
-        norms = using_batch_statistics(self.replicas.norms) if self._norms_told else []
+        """A line about modules that normalise over a part of the batch instead of the whole; empty if there are none."""
+        norms = using_batch_statistics(self.replicas.norms) if self._warned_of_norms else []
         return f"{normalised_apart(norms)}\n" if norms else ""
 
     def _searches(self, work: Workload) -> bool:
-        """Not where other sizes cost compilation, or draw other numbers in a run of fixed shares."""
+        """Whether to search for sizes. Not if other sizes have to be compiled, or would draw other random numbers under fixed shares."""
         repeatable = work.fixed and self.places.any_host and work.seen.drawing.draws is not False
         return work.searches and not work.seen.tunes and not repeatable
 
@@ -171,7 +173,7 @@ class Execution:
         return [replica.buffer_marks() for replica in self.replicas.list]
 
     def repeated(self, attempt: Callable[[], _T]) -> _T:
-        """What `attempt` returns. Where memory ran out it is made again from where it began, in smaller pieces, and where pieces were wrong in larger ones."""
+        """What `attempt` returns. If memory runs out, or the run shows that the pieces were wrong, everything is put back and it is tried again."""
         self._random = cast("RandomStates | None", None)  # `frame`, which an attempt calls, sets it
         try:
             return self._repeated(attempt)
@@ -201,7 +203,7 @@ class Execution:
 
         With `keep` the user's ``.grad``, the buffers and the balancer have them too; without, all three are as before.
         """
-        # With one device the user's module itself runs, so its buffers are kept for the case that the step fails.
+        # With one device the user's module itself runs, so its buffers are saved in case the step fails.
         kept = None if self.replicas.shared else KeptBuffers(self.replicas.modules)
         user = UserGradients(self.replicas)
         try:
@@ -212,8 +214,8 @@ class Execution:
             user.check()
             run.check()
             self._end_draws(run)
-            if keep and run.least > 1 and outcome.micro_batches > 1 and not self._norms_told:
-                self._norms_told = True
+            if keep and run.least > 1 and outcome.micro_batches > 1 and not self._warned_of_norms:
+                self._warned_of_norms = True
                 warn_of_normalised_apart(using_batch_statistics(self.replicas.norms))
             with torch.no_grad():
                 loss = run.loss()
@@ -237,7 +239,7 @@ class Execution:
 
     def _put_back(self, user: UserGradients, kept: KeptBuffers | None) -> None:
         self._outside.restore()
-        user.restore()  # has the last word: what was outside may be a part of the module by now
+        user.restore()  # last, because a tensor that was outside may be a part of the module by now
         if kept is not None:
             with torch.no_grad():
                 kept.restore()
@@ -255,13 +257,13 @@ class Execution:
             return output if run.items is None else run.items.restored(output)
 
     def drop_gradients(self) -> None:
-        """Those of the replicas; the user's own stay."""
+        """Drop the replicas' gradients. The user's own stay."""
         if self.replicas.shared:
             for replica in self.replicas.list:
                 replica.clear_gradients()
 
     def release(self) -> None:
-        """Let go of what was kept for the devices to read; they have ended."""
+        """Drop what was kept for the devices to read. Requires: the devices have ended."""
         self.committed = self._enqueued = None
         self._delivered.clear()
 
@@ -269,7 +271,7 @@ class Execution:
         self.running = run
         step_loop = work.step_loop
         marks = self._buffer_marks() if run.divides and run.claims is None else None
-        # Versions, which are cheap, do not count what batch_norm writes: in the first run of a mode values are compared.
+        # Version counters are cheap, but batch_norm does not count its writes. So the first run of a mode compares values.
         first = marks is not None and work.mode != run.seen.mode
         values = KeptBuffers(part for replica in self.replicas.list for part in replica.modules) if first else None
         run.queues_empty = self._queues_are_empty()
@@ -305,10 +307,10 @@ class Execution:
                 if fails_over_one_item(error) and run.least == 1 < run.batch.size:
                     work.normalises = True
                     raise _TryAgainError from error
-                told = run.batch.described(begin, end) if end > begin else ""
-                raise_failure(error, where, told, run.kept)
+                items = run.batch.described(begin, end) if end > begin else ""
+                raise_failure(error, where, items, run.kept)
             finally:
-                del error  # which refers to this frame: a dropped trainer shall end without the garbage collector
+                del error  # it refers to this frame, and a dropped trainer must end without the garbage collector
         if outcome.failed:
             device = outcome.failed_device
             where = "the reduction" if device is None else self._names[device]
@@ -336,21 +338,21 @@ class Execution:
         return forward_ad.held(run.seen.forward_ad) if len(self._names) > 1 else contextlib.nullcontext()
 
     def _queues_are_empty(self) -> bool:
-        """Whether the devices have done what they were given last. After a failure they have: it was waited for."""
+        """Whether the devices have finished their last step. After a failure they have, because the failed step was waited for."""
         if self._enqueued is None:
             return True
-        with contextlib.suppress(Error):  # a device that was lost says so in the step
+        with contextlib.suppress(Error):  # the step reports a lost device
             if not self._enqueued.settled:
                 return False
         self._enqueued = None
         return True
 
     def _keep_delivered(self, outcome: Any, buckets: Buckets) -> None:
-        """Until the GPUs have read it. PyTorch keeps what lies on a GPU by itself."""
+        """Keep pinned memory until the GPUs have read it. Memory on a GPU is kept by PyTorch itself."""
         pinned = buckets.take_pinned()
         if pinned:
             self._delivered.append((outcome, pinned))
-        with contextlib.suppress(Error):  # a device that was lost says so at the next step
+        with contextlib.suppress(Error):  # the next step reports a lost device
             self._delivered = [entry for entry in self._delivered if not entry[0].settled]
 
     def _commit(self, work: Workload, run: TrainRun, user: UserGradients, totals: Gradients, outcome: Any) -> None:
@@ -379,10 +381,11 @@ class Execution:
 
 
 class _TryAgainError(Exception):
-    """Nothing was committed, and the step is to be run once more.
+    """Nothing was committed, and the step must run once more.
 
-    Memory ran out, and smaller pieces may fit; a device ran the forward several times, and it has turned out to write buffers; or the run drew
-    random numbers, or entered a dual level, before that was provided for; or something normalises over a micro-batch, which takes two items.
+    The reason is one of these: memory ran out, and smaller pieces may fit; a device ran the forward several times, and the forward turned out to
+    write buffers; the run drew random numbers, or entered a dual level, before that was prepared; something normalises over a micro-batch, which
+    takes two items.
     """
 
     def __init__(self, *, complete: bool = False) -> None:

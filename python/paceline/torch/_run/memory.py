@@ -1,4 +1,4 @@
-"""The memory that a micro-batch takes, and whether it has run out. What follows from that is the engine's."""
+"""Measures the memory that a micro-batch takes, and recognises errors that mean that memory ran out. The engine acts on both."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from paceline import OutOfMemory
 from paceline.torch._devices import cuda
 
-# What an error says where PyTorch has no type of its own for it: its allocator on the host, the driver (streams, events, pinned memory),
-# and the libraries, which take memory by themselves.
+# Words of errors for which PyTorch has no type: from its allocator on the host, from the driver (streams, events, pinned memory), and from
+# libraries that allocate memory by themselves.
 _OUT_OF_MEMORY = (
     "DefaultCPUAllocator",
     "CUDA error: out of memory",
@@ -28,18 +28,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Meter:
-    """The bytes that a micro-batch took, when it is over."""
+    """The bytes that a micro-batch took. Read it when the micro-batch is over."""
 
     used = 0
 
 
 @contextlib.contextmanager
 def metered(place: torch.device, limit: int | None, device: str) -> Iterator[Meter]:
-    """On a worker, around one micro-batch.
+    """Measure one micro-batch, on its worker.
 
-    On a GPU: the most that PyTorch's allocator had handed out meanwhile, beyond what it had before; work of other parts of the GPU
-    counts, too. The host's allocator tells nothing: there it is what autograd saves for the backward pass, which is most of what
-    grows with the batch, and more than the limit fails as an allocation would.
+    On a GPU this is the peak of PyTorch's allocator during the micro-batch, minus what was in use before. Work of other parts of the GPU
+    counts, too. The host's allocator has no such figures. There the meter counts what autograd saves for the backward pass, which is most of
+    what grows with the batch, and more than the limit fails like an allocation.
     """
     meter = Meter()
     if place.type == "cuda":
@@ -50,12 +50,12 @@ def metered(place: torch.device, limit: int | None, device: str) -> Iterator[Met
     known: set[int] = set()
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        # Leaves are parameters, which are there anyway.
+        # Leaves are parameters, which take their memory in any case.
         if not (tensor.is_leaf and tensor.requires_grad) and tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known:
                 known.add(storage.data_ptr())
-                # Of a view no more than it shows: a slice of the batch lies in the batch's memory.
+                # A view counts only what it shows, because a slice of the batch lies in the batch's memory.
                 meter.used += min(storage.nbytes(), tensor.numel() * tensor.element_size())
                 if limit is not None and meter.used > limit:
                     raise OutOfMemory(

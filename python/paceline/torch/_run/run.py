@@ -30,14 +30,14 @@ from paceline.torch._run.seen import Seen
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
-# Of one device. A compiler that meets so many has long turned to shapes that may vary, or given up (its own limit is 8).
+# Sizes per device. A compiler that meets so many has long switched to dynamic shapes, or given up (its own limit is 8).
 _MOST_SIZES = 64
 
-# What a body tells the engine (python_program.hpp).
+# What a body returns to the engine (python_program.hpp).
 DONE = 0
 DONE_BUT_NO_EVIDENCE = 1
 FAILED = -1
-# What the engine tells a body, as bits.
+# The bits of the flags that a body gets from the engine.
 CONTINUES = 1
 MEASURE = 2
 
@@ -49,17 +49,17 @@ class Frame(NamedTuple):
     replicas: list[Replica]
     seen: Seen
     state: CallerState
-    random: RandomStates  # what all generators are like
+    random: RandomStates  # the states of all generators
     places: Places
-    limits: list[int | None]  # of memory, of each device
-    items: Items | None = None  # the plan of a batch whose items do not cost the same
+    limits: list[int | None]  # of memory, per device
+    items: Items | None = None  # the plan of a batch with costs
     searches: bool = False  # whether sizes of micro-batches may be tried
-    least: int = 1  # items of a micro-batch
-    divides: bool = False  # whether a device may run its part in several micro-batches that nobody asked for
+    least: int = 1  # the fewest items of a micro-batch
+    divides: bool = False  # whether a device may run its part in several micro-batches without being asked to
 
 
 class Run:
-    """What all have in common: the caller's state around every slice, failures kept with their traceback."""
+    """What all runs have in common: the caller's state around every slice, and failures with their traceback."""
 
     def __init__(self, frame: Frame) -> None:
         self.batch, self.replicas, self.seen, self.state, _, self.places, self.limits, self.items, self.searches = (
@@ -67,14 +67,16 @@ class Run:
         )
         self.least, self.divides = frame[9:]
         places = self.places
-        self._fresh = [True] * len(places)  # of each device: whether what is in work is the first part of its claim
-        self._begun = [False] * len(places)  # whether it has run something
-        self._brought = [0.0] * len(places)  # when its items were there: from then on Python enqueues
-        self.queues_empty = True  # when this began
-        self.claims: list[list[tuple[int, int]]] | None = None  # of each device, instead of planned ones
-        self.pieces: list[list[tuple[int, int]]] | None = None  # in which these are worked off
-        self.alone = False  # whether one device runs all of it, as a trial
-        self.failures: list[tuple[int | None, int, int, BaseException]] = []  # None: in the reduction
+        self._fresh = [True] * len(places)  # per device: whether it runs the first piece of a claim
+        self._begun = [False] * len(places)  # per device: whether it has run something
+        self._brought = [0.0] * len(places)  # per device: when its items had arrived, and Python began to enqueue
+        self.queues_empty = True  # whether the devices' queues were empty when this run began
+        self.claims: list[list[tuple[int, int]]] | None = None  # per device, in place of planned claims
+        self.pieces: list[list[tuple[int, int]]] | None = None  # the pieces of these claims
+        self.alone = False  # whether one device runs everything, as a trial
+        self.failures: list[
+            tuple[int | None, int, int, BaseException]
+        ] = []  # device (None: the reduction), begin, end, error
         self._inside: dict[int, int] = {}
         self._interrupted = False
         self.draws = RunDraws(places, self.seen.drawing, self.seen.compiled, frame.random)
@@ -93,7 +95,7 @@ class Run:
             self._inside.pop(device, None)
 
     def run_alone(self, device: int) -> None:
-        """One device shall run the whole batch at once. That it is faster alone is no evidence of its speed beside the others."""
+        """Let one device run the whole batch. Its time alone is no evidence of its speed beside the others."""
         self.claims = [[(0, self.batch.size)] if index == device else [] for index in range(len(self.places))]
         self.alone, self.searches = True, False
 
@@ -105,7 +107,7 @@ class Run:
 
     @property
     def kept(self) -> str:
-        """What a failure leaves as it was."""
+        """What a failure does not change, in words."""
         return "gradients and buffers are as before the step"
 
     @property
@@ -149,9 +151,9 @@ class Run:
         return part
 
     def _compute(self, device: int, begin: int, end: int) -> tuple[bool, int]:
-        """Whether anything was to be done, and what the engine is told."""
+        """Run one micro-batch. Returns whether there was anything to do, and the code for the engine."""
         sizes = self.seen.sizes[device]
-        # Costs may be all different: they take up room only where they tell of something to tune.
+        # Costs may all differ, so they are kept only where something is tuned by size.
         padded_to = self.batch.padded_to(begin, end) if self.seen.tunes else None
         size = (end - begin, self.seen.mode, self.batch.item_shapes, padded_to)
         first = not sizes or (self.seen.tunes and size not in sizes and len(sizes) < _MOST_SIZES)
@@ -169,10 +171,10 @@ class Run:
         raise TypeError("Run.compute is for subclasses")
 
     def launched(self, device: int, seconds: float) -> None:
-        """A piece has brought its items, and then was enqueued, or on the host has run, in that time."""
+        """Called after each piece with the time from the arrival of its items until it was enqueued, or on the host had run."""
 
     def after(self, device: int) -> None:
-        """What follows a micro-batch outside of the caller's state: modes of the user do not see it."""
+        """Called after each micro-batch, outside of the caller's state: the user's modes do not see it."""
 
 
 class TrainRun(Run):
@@ -197,7 +199,7 @@ class TrainRun(Run):
         self.launches: list[Launch] = []
         self.buckets = Buckets(replicas, names, places) if places.queues is not None and len(replicas) > 1 else None
         self.left_out: dict[int, set[int]] = {}
-        self.outside: OutsideGradients | None = None  # where somebody puts them back after a failure
+        self.outside: OutsideGradients | None = None  # set if they are put back after a failure
         self._storages = [OwnStorages(replica.parameters) for replica in replicas]
         self.without_gradient = self.with_gradient = False
 
@@ -255,7 +257,7 @@ class TrainRun(Run):
         return term * scale
 
     def launched(self, device: int, seconds: float) -> None:
-        # Of a step's later pieces nothing tells whether the device is still at the one before.
+        # For later pieces of a step nothing tells whether the device is still busy with the piece before.
         room = self.queues_empty if not self._begun[device] else None
         self.launches.append(Launch(device, seconds, room))
 

@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include "item_problem.hpp"
+#include "plan/items/item_problem.hpp"
 
 namespace paceline::plan::detail {
 namespace {

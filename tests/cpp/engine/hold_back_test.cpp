@@ -7,7 +7,7 @@
 #include <random>
 #include <vector>
 
-#include <paceline/plan/tail.hpp>
+#include <paceline/plan/hold_back.hpp>
 
 namespace paceline::plan {
 namespace {
@@ -16,14 +16,14 @@ const CostModel kModel = CostModel::affine(1e-3, 1e-4);
 
 TEST(Tail, HoldsNothingBackOnAQuietMachine) {
   const std::vector<std::int64_t> shares{256, 256};
-  const TailPlan plan = plan_tail(shares, std::vector(2, kModel), std::vector(2, 0.005));
+  const HoldBackPlan plan = plan_hold_back(shares, std::vector(2, kModel), std::vector(2, 0.005));
   EXPECT_EQ(plan.first_chunks, shares);
   EXPECT_EQ(plan.pool, 0);
 }
 
 TEST(Tail, HoldsBackMoreTheMoreADeviceVaries) {
   const std::vector<std::int64_t> shares{340, 172};
-  const TailPlan plan = plan_tail(shares, std::vector{kModel, kModel.scaled(2.0)}, std::vector{0.02, 0.16});
+  const HoldBackPlan plan = plan_hold_back(shares, std::vector{kModel, kModel.scaled(2.0)}, std::vector{0.02, 0.16});
   EXPECT_GT(plan.pool, 0);
   EXPECT_GT(172 - plan.first_chunks[1], 2 * (340 - plan.first_chunks[0]));
 }
@@ -31,7 +31,7 @@ TEST(Tail, HoldsBackMoreTheMoreADeviceVaries) {
 TEST(Tail, HoldsNothingBackWhereACorrectionCostsMoreThanItRecovers) {
   const std::vector<std::int64_t> shares{256, 256};
   const std::vector models(2, CostModel::affine(1e-3, 1e-4));  // shares of 26.6 ms
-  const auto pool = [&](double noise) { return plan_tail(shares, models, std::vector(2, noise)).pool; };
+  const auto pool = [&](double noise) { return plan_hold_back(shares, models, std::vector(2, noise)).pool; };
   // Two normal finishes with deviation s: the later one is s / sqrt(pi) after their mean.
   const double even_odds = 1e-3 * std::sqrt(std::numbers::pi) / models[0].seconds(256);
   EXPECT_EQ(pool(0.99 * even_odds), 0);
@@ -40,12 +40,12 @@ TEST(Tail, HoldsNothingBackWhereACorrectionCostsMoreThanItRecovers) {
 
 TEST(Tail, HoldsNothingBackBeforeAnythingIsMeasured) {
   const std::vector<std::int64_t> shares{5, 0, 6};
-  EXPECT_EQ(plan_tail(shares, {}, {}).first_chunks, shares);
+  EXPECT_EQ(plan_hold_back(shares, {}, {}).first_chunks, shares);
 }
 
 TEST(Tail, HoldsNothingBackForASingleDevice) {
   const std::vector<std::int64_t> shares{0, 512};
-  EXPECT_EQ(plan_tail(shares, std::vector(2, kModel), std::vector(2, 0.3)).pool, 0);
+  EXPECT_EQ(plan_hold_back(shares, std::vector(2, kModel), std::vector(2, 0.3)).pool, 0);
 }
 
 TEST(Tail, KeepsEveryItemAndTheGranularityOfWhatIsHeldBack) {
@@ -61,7 +61,7 @@ TEST(Tail, KeepsEveryItemAndTheGranularityOfWhatIsHeldBack) {
       noise[d] = static_cast<double>(rng() % 300) / 1000.0;
       models.push_back(CostModel::affine(static_cast<double>(rng() % 100) * 1e-5, 1e-4));
     }
-    const TailPlan plan = plan_tail(shares, models, noise, granularity);
+    const HoldBackPlan plan = plan_hold_back(shares, models, noise, granularity);
     std::int64_t pool = 0;
     for (std::size_t d = 0; d < count; ++d) {
       const std::int64_t held = shares[d] - plan.first_chunks[d];

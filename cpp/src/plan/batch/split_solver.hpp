@@ -3,7 +3,7 @@
 
 #include <paceline/plan/split.hpp>
 
-#include "role_search.hpp"
+#include "plan/batch/role_search.hpp"
 
 namespace paceline::plan::detail {
 

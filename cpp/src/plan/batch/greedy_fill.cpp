@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "water_level.hpp"
+#include "plan/batch/greedy_fill.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -13,17 +13,17 @@ constexpr double kLargest = std::numeric_limits<double>::max();
 
 struct Level {
   double grains = 0.0;
-  double slope = 0.0;  // grains per second of those lanes that the level moves
+  double slope = 0.0;  // grains per second of those ranges that the level moves
   double free = 0.0;   // how many these are
 };
 
-Level level_at(std::span<const BoundedLane> lanes, double seconds) {
+Level level_at(std::span<const GrainRange> ranges, double seconds) {
   Level level;
-  for (const BoundedLane& bounded : lanes) {
+  for (const GrainRange& bounded : ranges) {
     const double low = static_cast<double>(bounded.low);
     const double high = static_cast<double>(bounded.high);
-    const double above = seconds - bounded.lane.intercept();
-    const double slope = bounded.lane.slope();
+    const double above = seconds - bounded.cost.intercept();
+    const double slope = bounded.cost.slope();
     if (slope <= 0.0) {
       level.grains += above >= 0.0 ? high : low;
       continue;
@@ -44,22 +44,22 @@ Level level_at(std::span<const BoundedLane> lanes, double seconds) {
 }
 
 // Where the real-valued relaxation puts the level. Only an estimate: the repair below is exact from anywhere.
-double affine_level(std::span<const BoundedLane> lanes, std::int64_t count) {
+double affine_level(std::span<const GrainRange> ranges, std::int64_t count) {
   double rates = 0.0;
   double offsets = 0.0;
-  for (const BoundedLane& bounded : lanes) {
-    if (bounded.lane.slope() <= 0.0 || bounded.high == bounded.low) continue;
-    const double rate = 1.0 / bounded.lane.slope();
+  for (const GrainRange& bounded : ranges) {
+    if (bounded.cost.slope() <= 0.0 || bounded.high == bounded.low) continue;
+    const double rate = 1.0 / bounded.cost.slope();
     rates += rate;
-    offsets += bounded.lane.intercept() * rate;
+    offsets += bounded.cost.intercept() * rate;
   }
   const double wanted = static_cast<double>(count);
   double seconds = rates > 0.0 ? (wanted + offsets) / rates : 0.0;
   double below = 0.0;
   double above = kInfinity;
   for (int i = 0; i < 40; ++i) {
-    const Level level = level_at(lanes, seconds);
-    // Rounding down will cost each moving lane half a grain on average: aim that much higher, and little is left to
+    const Level level = level_at(ranges, seconds);
+    // Rounding down will cost each moving range half a grain on average: aim that much higher, and little is left to
     // repair.
     const double missing = wanted + 0.5 * level.free - level.grains;
     if (std::abs(missing) <= 0.25) break;
@@ -72,10 +72,10 @@ double affine_level(std::span<const BoundedLane> lanes, std::int64_t count) {
   return seconds;
 }
 
-std::int64_t fill_up_to(std::span<const BoundedLane> lanes, double seconds, std::span<std::int64_t> grains) {
+std::int64_t fill_up_to(std::span<const GrainRange> ranges, double seconds, std::span<std::int64_t> grains) {
   std::int64_t sum = 0;
-  for (std::size_t i = 0; i < lanes.size(); ++i) {
-    grains[i] = std::max(lanes[i].low, lanes[i].lane.within(seconds, lanes[i].low, lanes[i].high));
+  for (std::size_t i = 0; i < ranges.size(); ++i) {
+    grains[i] = std::max(ranges[i].low, ranges[i].cost.within(seconds, ranges[i].low, ranges[i].high));
     sum += grains[i];
   }
   return sum;
@@ -83,14 +83,14 @@ std::int64_t fill_up_to(std::span<const BoundedLane> lanes, double seconds, std:
 
 // Narrows the level until few grains are left to repair, by exact counts: interpolation while it helps, else bisection,
 // to adjacent doubles if need be (a flat line holds many grains of one finish time; the repair moves them as one).
-std::int64_t search_level(std::span<const BoundedLane> lanes, std::int64_t count, std::span<std::int64_t> grains) {
-  const std::int64_t tolerance = 2 * static_cast<std::int64_t>(lanes.size());
+std::int64_t search_level(std::span<const GrainRange> ranges, std::int64_t count, std::span<std::int64_t> grains) {
+  const std::int64_t tolerance = 2 * static_cast<std::int64_t>(ranges.size());
   double below = 0.0;
   double above = 0.0;
   double below_sum = 0.0;
   double above_sum = 0.0;
-  for (const BoundedLane& bounded : lanes) {
-    above = std::max(above, bounded.lane.seconds(bounded.high));
+  for (const GrainRange& bounded : ranges) {
+    above = std::max(above, bounded.cost.seconds(bounded.high));
     below_sum += static_cast<double>(bounded.low);
     above_sum += static_cast<double>(bounded.high);
   }
@@ -102,48 +102,49 @@ std::int64_t search_level(std::span<const BoundedLane> lanes, std::int64_t count
     }
     if (!(middle > below && middle < above)) middle = below / 2 + above / 2;
     if (!(middle > below && middle < above)) break;
-    const std::int64_t sum = fill_up_to(lanes, middle, grains);
+    const std::int64_t sum = fill_up_to(ranges, middle, grains);
     if (std::abs(sum - count) <= tolerance) return sum;
     (sum < count ? below : above) = middle;
     (sum < count ? below_sum : above_sum) = static_cast<double>(sum);
   }
-  return fill_up_to(lanes, above, grains);
+  return fill_up_to(ranges, above, grains);
 }
 
-void give(std::span<const BoundedLane> lanes, std::int64_t missing, std::span<std::int64_t> grains) {
+void give(std::span<const GrainRange> ranges, std::int64_t missing, std::span<std::int64_t> grains) {
   while (missing > 0) {
-    std::size_t first = lanes.size();
+    std::size_t first = ranges.size();
     double earliest = kInfinity;
-    for (std::size_t i = 0; i < lanes.size(); ++i) {
-      if (grains[i] == lanes[i].high) continue;
-      const double finish = lanes[i].lane.seconds(grains[i] + 1);
-      if (first == lanes.size() || finish < earliest) {
+    for (std::size_t i = 0; i < ranges.size(); ++i) {
+      if (grains[i] == ranges[i].high) continue;
+      const double finish = ranges[i].cost.seconds(grains[i] + 1);
+      if (first == ranges.size() || finish < earliest) {
         first = i;
         earliest = finish;
       }
     }
-    const std::int64_t last = lanes[first].lane.within(earliest, grains[first] + 1, lanes[first].high);
+    const std::int64_t last = ranges[first].cost.within(earliest, grains[first] + 1, ranges[first].high);
     const std::int64_t given = std::min(missing, last - grains[first]);
     grains[first] += given;
     missing -= given;
   }
 }
 
-void take(std::span<const BoundedLane> lanes, std::int64_t surplus, std::span<std::int64_t> grains) {
+void take(std::span<const GrainRange> ranges, std::int64_t surplus, std::span<std::int64_t> grains) {
   while (surplus > 0) {
-    std::size_t last = lanes.size();
+    std::size_t last = ranges.size();
     double latest = 0.0;
-    for (std::size_t i = 0; i < lanes.size(); ++i) {
-      if (grains[i] == lanes[i].low) continue;
-      const double finish = lanes[i].lane.seconds(grains[i]);
-      if (last == lanes.size() || finish >= latest) {
+    for (std::size_t i = 0; i < ranges.size(); ++i) {
+      if (grains[i] == ranges[i].low) continue;
+      const double finish = ranges[i].cost.seconds(grains[i]);
+      if (last == ranges.size() || finish >= latest) {
         last = i;
         latest = finish;
       }
     }
     // Not below low: the search starts there, and low - 1 says that all above low finish at the latest time.
     const double before = std::nextafter(latest, -kInfinity);
-    const std::int64_t kept = std::max(lanes[last].low, lanes[last].lane.within(before, lanes[last].low, grains[last]));
+    const std::int64_t kept =
+        std::max(ranges[last].low, ranges[last].cost.within(before, ranges[last].low, grains[last]));
     const std::int64_t taken = std::min(surplus, grains[last] - kept);
     grains[last] -= taken;
     surplus -= taken;
@@ -152,13 +153,13 @@ void take(std::span<const BoundedLane> lanes, std::int64_t surplus, std::span<st
 
 }  // namespace
 
-void fill_to_level(std::span<const BoundedLane> lanes, std::int64_t count, std::span<std::int64_t> grains) {
-  const std::int64_t tolerance = 2 * static_cast<std::int64_t>(lanes.size());
-  std::int64_t sum = fill_up_to(lanes, affine_level(lanes, count), grains);
+void fill_greedily(std::span<const GrainRange> ranges, std::int64_t count, std::span<std::int64_t> grains) {
+  const std::int64_t tolerance = 2 * static_cast<std::int64_t>(ranges.size());
+  std::int64_t sum = fill_up_to(ranges, affine_level(ranges, count), grains);
   // Lines that the estimate could not handle: flat ones, or slopes lost in rounding.
-  if (std::abs(sum - count) > tolerance) sum = search_level(lanes, count, grains);
-  if (sum < count) give(lanes, count - sum, grains);
-  if (sum > count) take(lanes, sum - count, grains);
+  if (std::abs(sum - count) > tolerance) sum = search_level(ranges, count, grains);
+  if (sum < count) give(ranges, count - sum, grains);
+  if (sum > count) take(ranges, sum - count, grains);
 }
 
 }  // namespace paceline::plan::detail

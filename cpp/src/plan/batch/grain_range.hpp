@@ -5,7 +5,7 @@
 
 #include <paceline/plan/cost_model.hpp>
 
-#include "monotone.hpp"
+#include "plan/batch/monotone.hpp"
 
 namespace paceline::plan::detail {
 
@@ -13,10 +13,10 @@ namespace paceline::plan::detail {
 ///
 /// The doubles are exactly `model.seconds(items) + startup_seconds`; everything that decides compares these, so that a
 /// brute-force search over the models agrees to the last bit.
-class Lane {
+class GrainCost {
  public:
-  Lane() = default;
-  Lane(const CostModel& model, double startup_seconds, std::int64_t grain, std::int64_t offset)
+  GrainCost() = default;
+  GrainCost(const CostModel& model, double startup_seconds, std::int64_t grain, std::int64_t offset)
       : fixed_(model.fixed_seconds()),
         per_item_(model.per_item_seconds()),
         startup_(startup_seconds),
@@ -47,9 +47,9 @@ class Lane {
   std::int64_t offset_ = 0;
 };
 
-/// A lane and the grains that it may be given.
-struct BoundedLane {
-  Lane lane;
+/// The grains that a device may be given, and what they cost.
+struct GrainRange {
+  GrainCost cost;
   std::int64_t low = 0;
   std::int64_t high = 0;
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "item_levelling.hpp"
+#include "plan/items/item_levelling.hpp"
 
 #include <algorithm>
 #include <cstddef>

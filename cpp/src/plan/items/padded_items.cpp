@@ -13,8 +13,8 @@
 
 #include <paceline/error.hpp>
 
-#include "item_problem.hpp"
-#include "monotone.hpp"
+#include "plan/batch/monotone.hpp"
+#include "plan/items/item_problem.hpp"
 
 namespace paceline::plan {
 namespace {

@@ -7,15 +7,15 @@
 #include <paceline/error.hpp>
 #include <paceline/plan/split.hpp>
 
+#include "plan/batch/split_solver.hpp"
 #include "plural.hpp"
-#include "split_solver.hpp"
 
 namespace paceline::plan {
 namespace {
 
-using detail::BoundedLane;
 using detail::Candidate;
-using detail::Lane;
+using detail::GrainCost;
+using detail::GrainRange;
 using detail::SplitProblem;
 
 // Sums over thousands of devices stay far from overflow and every count is exact as a double.
@@ -63,11 +63,11 @@ void validate(std::int64_t batch_size, std::span<const CostModel> models, const 
 }
 
 // The range of grains whose items, grains * granularity + offset, lie in [minimum, maximum].
-BoundedLane range_of(const Lane& lane, std::int64_t minimum, std::int64_t maximum, std::int64_t granularity,
-                     std::int64_t offset) {
+GrainRange range_of(const GrainCost& cost, std::int64_t minimum, std::int64_t maximum, std::int64_t granularity,
+                    std::int64_t offset) {
   const std::int64_t above = std::max<std::int64_t>(minimum - offset, 0);
   const std::int64_t low = above / granularity + (above % granularity != 0 ? 1 : 0);
-  return {lane, low, maximum >= offset ? (maximum - offset) / granularity : -1};
+  return {cost, low, maximum >= offset ? (maximum - offset) / granularity : -1};
 }
 
 SplitProblem problem_of(std::int64_t batch_size, std::span<const CostModel> models, const SplitOptions& options) {

@@ -6,7 +6,7 @@
 #include <paceline/error.hpp>
 #include <paceline/plan/cost_model.hpp>
 
-#include "monotone.hpp"
+#include "plan/batch/monotone.hpp"
 
 namespace paceline::plan {
 namespace {

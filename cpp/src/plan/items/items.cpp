@@ -13,7 +13,7 @@
 
 #include <paceline/error.hpp>
 
-#include "item_problem.hpp"
+#include "plan/items/item_problem.hpp"
 
 namespace paceline::plan {
 namespace {

@@ -5,7 +5,7 @@
 #include <limits>
 #include <vector>
 
-#include "item_problem.hpp"
+#include "plan/items/item_problem.hpp"
 
 namespace paceline::plan::detail {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "role_search.hpp"
+#include "plan/batch/role_search.hpp"
 
 #include <algorithm>
 #include <array>
@@ -15,7 +15,7 @@ struct Option {
   bool works = false;
   bool carries = false;
   bool changes = false;
-  BoundedLane lane;
+  GrainRange range;
 };
 
 struct Options {
@@ -29,23 +29,23 @@ struct Sums {
   std::int64_t high = -1;
 };
 
-// The lane cut at the budget; false if nothing is left of it.
-bool cut(const BoundedLane& bounded, double budget, BoundedLane& result) {
+// The range cut at the budget; false if nothing is left of it.
+bool cut(const GrainRange& bounded, double budget, GrainRange& result) {
   if (bounded.low > bounded.high) return false;
   result = bounded;
-  result.high = bounded.lane.within(budget, bounded.low, bounded.high);
+  result.high = bounded.cost.within(budget, bounded.low, bounded.high);
   return result.low <= result.high;
 }
 
 bool keep_option(const SplitProblem& problem, const Candidate& candidate, double budget, Option& option) {
   const std::int64_t grains = candidate.previous / problem.granularity;
   const std::int64_t rest = candidate.previous % problem.granularity;
-  option = {.role = Role::keep, .works = candidate.previous > 0, .carries = rest > 0, .changes = false, .lane = {}};
+  option = {.role = Role::keep, .works = candidate.previous > 0, .carries = rest > 0, .changes = false, .range = {}};
   if (candidate.previous == 0) return candidate.may_idle;
   if (rest != 0 && rest != problem.remainder) return false;
-  const BoundedLane& range = rest == 0 ? candidate.work : candidate.carry;
-  if (grains < range.low || grains > range.high || !(range.lane.seconds(grains) <= budget)) return false;
-  option.lane = {range.lane, grains, grains};
+  const GrainRange& range = rest == 0 ? candidate.work : candidate.carry;
+  if (grains < range.low || grains > range.high || !(range.cost.seconds(grains) <= budget)) return false;
+  option.range = {range.cost, grains, grains};
   return true;
 }
 
@@ -53,11 +53,11 @@ Options options_of(const SplitProblem& problem, const Candidate& candidate, cons
   Options options;
   Option option;
   const bool counted = query.prefer_previous;
-  BoundedLane lane;
-  if (problem.remainder > 0 && cut(candidate.carry, query.budget_seconds, lane)) {
-    options.add({Role::carry, true, true, counted, lane});
+  GrainRange range;
+  if (problem.remainder > 0 && cut(candidate.carry, query.budget_seconds, range)) {
+    options.add({Role::carry, true, true, counted, range});
   }
-  if (cut(candidate.work, query.budget_seconds, lane)) options.add({Role::work, true, false, counted, lane});
+  if (cut(candidate.work, query.budget_seconds, range)) options.add({Role::work, true, false, counted, range});
   if (candidate.may_idle) options.add({Role::idle, false, false, counted, {}});
   if (counted && keep_option(problem, candidate, query.budget_seconds, option)) options.add(option);
   return options;
@@ -83,10 +83,10 @@ class Search {
       if (!descend(0, changes, worker_limit_, carriers_, 0, 0)) continue;
       plan.changes = changes;
       plan.roles.resize(size_);
-      plan.lanes.resize(size_);
+      plan.ranges.resize(size_);
       for (std::size_t i = 0; i < size_; ++i) {
         plan.roles[i] = chosen_[i]->role;
-        plan.lanes[i] = chosen_[i]->lane;
+        plan.ranges[i] = chosen_[i]->range;
       }
       return true;
     }
@@ -137,8 +137,8 @@ class Search {
       if (!spend(option, c, w, r)) continue;
       const Sums& rest = sums_[index(device + 1, c, w, r)];
       if (rest.low > rest.high) continue;
-      result.low = std::min(result.low, option.lane.low + rest.low);
-      result.high = std::max(result.high, option.lane.high + rest.high);
+      result.low = std::min(result.low, option.range.low + rest.low);
+      result.high = std::max(result.high, option.range.high + rest.high);
     }
     return result;
   }
@@ -157,7 +157,7 @@ class Search {
       std::int64_t r = carriers;
       if (!spend(option, c, w, r)) continue;
       chosen_[device] = &option;
-      if (descend(device + 1, c, w, r, low + option.lane.low, high + option.lane.high)) return true;
+      if (descend(device + 1, c, w, r, low + option.range.low, high + option.range.high)) return true;
     }
     return false;
   }

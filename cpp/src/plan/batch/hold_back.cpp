@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <paceline/plan/tail.hpp>
+#include <paceline/plan/hold_back.hpp>
 
 #include <algorithm>
 #include <cmath>
@@ -22,14 +22,15 @@ std::int64_t round_up(double items, std::int64_t granularity) {
 
 }  // namespace
 
-TailPlan plan_tail(std::span<const std::int64_t> shares, std::span<const CostModel> models,
-                   std::span<const double> noise, std::int64_t granularity, double margin) {
-  TailPlan plan;
+HoldBackPlan plan_hold_back(std::span<const std::int64_t> shares, std::span<const CostModel> models,
+                            std::span<const double> noise, std::int64_t granularity, double margin) {
+  HoldBackPlan plan;
   plan.first_chunks.assign(shares.begin(), shares.end());
   plan.floor = std::max<std::int64_t>(granularity, 1);
   if (models.empty() || noise.empty()) return plan;
   if (models.size() != shares.size() || noise.size() != shares.size() || granularity < 1) {
-    throw InvalidArgument("plan_tail: shares, models and noise need one entry per device, and granularity at least 1.");
+    throw InvalidArgument(
+        "plan_hold_back: shares, models and noise need one entry per device, and granularity at least 1.");
   }
 
   double largest = 0.0;  // standard deviations of the two noisiest finishes, in seconds

@@ -11,7 +11,7 @@
 #include <paceline/error.hpp>
 #include <paceline/plan/corrections.hpp>
 
-#include "water_level.hpp"
+#include "plan/batch/greedy_fill.hpp"
 
 namespace paceline::plan {
 namespace {
@@ -72,23 +72,23 @@ std::int64_t next_correction(std::int64_t remaining, std::span<const TailDevice>
   }
   const std::int64_t grains = remaining / granularity + (remaining % granularity != 0 ? 1 : 0);
   // Asked for on every claim in the tail: boxes of usual size need no heap.
-  std::array<detail::BoundedLane, 16> near_lanes;
+  std::array<detail::GrainRange, 16> near_ranges;
   std::array<std::int64_t, 16> near_parts{};
-  std::vector<detail::BoundedLane> far_lanes;
+  std::vector<detail::GrainRange> far_ranges;
   std::vector<std::int64_t> far_parts;
-  std::span<detail::BoundedLane> lanes(near_lanes.data(), std::min(devices.size(), near_lanes.size()));
-  std::span<std::int64_t> parts(near_parts.data(), lanes.size());
-  if (devices.size() > near_lanes.size()) {
-    far_lanes.resize(devices.size());
+  std::span<detail::GrainRange> ranges(near_ranges.data(), std::min(devices.size(), near_ranges.size()));
+  std::span<std::int64_t> parts(near_parts.data(), ranges.size());
+  if (devices.size() > near_ranges.size()) {
+    far_ranges.resize(devices.size());
     far_parts.resize(devices.size());
-    lanes = far_lanes;
+    ranges = far_ranges;
     parts = far_parts;
   }
   for (std::size_t i = 0; i < devices.size(); ++i) {
     const TailDevice& device = devices[i];
-    lanes[i] = {{device.model, device.free_at_seconds - start, granularity, 0}, 0, device.may_claim ? grains : 0};
+    ranges[i] = {{device.model, device.free_at_seconds - start, granularity, 0}, 0, device.may_claim ? grains : 0};
   }
-  detail::fill_to_level(lanes, grains, parts);
+  detail::fill_greedily(ranges, grains, parts);
   const std::int64_t part = std::min(parts[static_cast<std::size_t>(claimer)] * granularity, remaining);
   const std::int64_t unit = unit_of(floor, granularity);
   // One floor serves a whole box; a device whose fixed cost is higher would lose more to smaller pieces than they can

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "item_problem.hpp"
+#include "plan/items/item_problem.hpp"
 
 namespace paceline::plan::detail {
 namespace {

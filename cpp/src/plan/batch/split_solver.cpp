@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "split_solver.hpp"
+#include "plan/batch/split_solver.hpp"
 
 #include <algorithm>
 #include <bit>
 #include <cmath>
 #include <limits>
 
-#include "water_level.hpp"
+#include "plan/batch/greedy_fill.hpp"
 
 namespace paceline::plan::detail {
 namespace {
@@ -65,22 +65,22 @@ class Solver {
   }
 
   bool fill_plain() {
-    lanes_.clear();
+    ranges_.clear();
     std::int64_t low = 0;
     std::int64_t high = 0;
     for (const Candidate& candidate : problem_.candidates) {
-      BoundedLane lane = candidate.work;
+      GrainRange range = candidate.work;
       if (candidate.may_idle) {
-        lane.low = 0;
-        lane.high = std::max<std::int64_t>(lane.high, 0);
+        range.low = 0;
+        range.high = std::max<std::int64_t>(range.high, 0);
       }
-      if (lane.low > lane.high) return false;
-      low += lane.low;
-      high += lane.high;
-      lanes_.push_back(lane);
+      if (range.low > range.high) return false;
+      low += range.low;
+      high += range.high;
+      ranges_.push_back(range);
     }
     if (low > problem_.grains || high < problem_.grains) return false;
-    fill_to_level(lanes_, problem_.grains, grains_);
+    fill_greedily(ranges_, problem_.grains, grains_);
     return true;
   }
 
@@ -93,7 +93,7 @@ class Solver {
   [[nodiscard]] double finish_seconds() const {
     double finish = 0.0;
     for (std::size_t i = 0; i < grains_.size(); ++i) {
-      if (grains_[i] > 0 || carries(i)) finish = std::max(finish, lanes_[i].lane.seconds(grains_[i]));
+      if (grains_[i] > 0 || carries(i)) finish = std::max(finish, ranges_[i].cost.seconds(grains_[i]));
     }
     return finish;
   }
@@ -101,15 +101,15 @@ class Solver {
   // A device left idle that could have started on a tie: the order of preference wants it to work.
   [[nodiscard]] bool has_tied_idle(double makespan) const {
     for (std::size_t i = 0; i < grains_.size(); ++i) {
-      if (grains_[i] == 0 && lanes_[i].high > 0 && lanes_[i].lane.seconds(1) <= makespan) return true;
+      if (grains_[i] == 0 && ranges_[i].high > 0 && ranges_[i].cost.seconds(1) <= makespan) return true;
     }
     return false;
   }
 
   // Fills the devices of a plan of roles and returns when the last one finishes.
   double fill_plan() {
-    lanes_ = plan_.lanes;
-    fill_to_level(lanes_, problem_.grains, grains_);
+    ranges_ = plan_.ranges;
+    fill_greedily(ranges_, problem_.grains, grains_);
     return finish_seconds();
   }
 
@@ -122,15 +122,15 @@ class Solver {
 
   // A bound from below that gaps, the remainder and reductions cannot beat: the whole grains alone, spread freely.
   double relaxed_makespan() {
-    lanes_.clear();
+    ranges_.clear();
     std::int64_t high = 0;
     for (const Candidate& candidate : problem_.candidates) {
-      lanes_.push_back({candidate.work.lane, 0, std::max<std::int64_t>(candidate.work.high, 0)});
-      high += lanes_.back().high;
+      ranges_.push_back({candidate.work.cost, 0, std::max<std::int64_t>(candidate.work.high, 0)});
+      high += ranges_.back().high;
     }
     if (high < problem_.grains) return 0.0;  // the carrier's last grain is needed as well
     plan_.roles.clear();
-    fill_to_level(lanes_, problem_.grains, grains_);
+    fill_greedily(ranges_, problem_.grains, grains_);
     return finish_seconds();
   }
 
@@ -159,31 +159,31 @@ class Solver {
   // guess, and a hint which numbers of workers to look at first.
   double guess_finish(std::int64_t workers) {
     double finish = kInfinity;
-    std::vector<BoundedLane> all;
+    std::vector<GrainRange> all;
     for (const Candidate& candidate : problem_.candidates) {
-      if (candidate.work.high > 0) all.push_back({candidate.work.lane, 0, candidate.work.high});
+      if (candidate.work.high > 0) all.push_back({candidate.work.cost, 0, candidate.work.high});
     }
     const auto count = static_cast<std::size_t>(workers);
     if (all.size() < count) return finish;
     double level = 0.0;  // judged first by an even share, then by what each could finish by the level found
     for (int round = 0; round < 2; ++round) {
-      const auto rank = [&](const BoundedLane& bounded) {
-        if (round == 0) return -bounded.lane.seconds(std::min(bounded.high, problem_.grains / workers + 1));
-        return static_cast<double>(bounded.lane.within(level, 0, bounded.high));
+      const auto rank = [&](const GrainRange& bounded) {
+        if (round == 0) return -bounded.cost.seconds(std::min(bounded.high, problem_.grains / workers + 1));
+        return static_cast<double>(bounded.cost.within(level, 0, bounded.high));
       };
       std::stable_sort(all.begin(), all.end(),
-                       [&](const BoundedLane& a, const BoundedLane& b) { return rank(a) > rank(b); });
-      std::vector<BoundedLane> chosen(all.begin(), all.begin() + workers);
+                       [&](const GrainRange& a, const GrainRange& b) { return rank(a) > rank(b); });
+      std::vector<GrainRange> chosen(all.begin(), all.begin() + workers);
       std::int64_t high = 0;
-      for (BoundedLane& bounded : chosen) {
+      for (GrainRange& bounded : chosen) {
         bounded.low = 1;
         high += bounded.high;
       }
       if (workers > problem_.grains || high < problem_.grains) return finish;
       std::vector<std::int64_t> grains(count);
-      fill_to_level(chosen, problem_.grains, grains);
+      fill_greedily(chosen, problem_.grains, grains);
       level = 0.0;
-      for (std::size_t i = 0; i < count; ++i) level = std::max(level, chosen[i].lane.seconds(grains[i]));
+      for (std::size_t i = 0; i < count; ++i) level = std::max(level, chosen[i].cost.seconds(grains[i]));
       finish = std::min(finish, level);
     }
     return finish;
@@ -234,11 +234,11 @@ class Solver {
       const std::int64_t grains = candidate.previous / problem_.granularity;
       const std::int64_t rest = candidate.previous % problem_.granularity;
       if (rest != 0 && rest != problem_.remainder) return false;
-      const BoundedLane& range = rest == 0 ? candidate.work : candidate.carry;
+      const GrainRange& range = rest == 0 ? candidate.work : candidate.carry;
       if (grains < range.low || grains > range.high) return false;
       carriers += rest != 0 ? 1 : 0;
       workers += 1;
-      finish = std::max(finish, range.lane.seconds(grains));
+      finish = std::max(finish, range.cost.seconds(grains));
     }
     if (sum != problem_.batch() || carriers != (problem_.remainder > 0 ? 1 : 0)) return false;
     if (!problem_.reduction_seconds.empty()) finish += problem_.reduction_seconds[workers];
@@ -268,7 +268,7 @@ class Solver {
 
   const SplitProblem& problem_;
   std::vector<std::int64_t> grains_;
-  std::vector<BoundedLane> lanes_;
+  std::vector<GrainRange> ranges_;
   RolePlan plan_;
 };
 

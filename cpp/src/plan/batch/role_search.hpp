@@ -5,11 +5,11 @@
 #include <span>
 #include <vector>
 
-#include "lane.hpp"
+#include "plan/batch/grain_range.hpp"
 
 namespace paceline::plan::detail {
 
-/// What one device does in a split, in order of preference between splits that are equal otherwise.
+/// What one device does in a split. The order is the order of preference between otherwise equal splits.
 enum class Role : std::uint8_t {
   carry,  ///< has work that is not a multiple of the granularity: the one share with the remainder
   work,   ///< has a multiple of the granularity, not zero
@@ -17,17 +17,17 @@ enum class Role : std::uint8_t {
   keep,   ///< has what it had before, whatever that is
 };
 
-/// One device of a problem in grains. A range with low > high: the device cannot take that role.
+/// One device of a problem in grains. It cannot take a role whose range has low > high.
 struct Candidate {
-  BoundedLane work;   ///< grains * granularity items; low >= 1
-  BoundedLane carry;  ///< grains * granularity + remainder items
+  GrainRange work;   ///< grains * granularity items; low >= 1
+  GrainRange carry;  ///< grains * granularity + remainder items
   bool may_idle = true;
   std::int64_t previous = 0;  ///< items, whatever they were
-  /// Between idle and its smallest share lie sizes that it may not have: feasible sets are no longer intervals.
+  /// Whether it may have no work, or a share above some minimum, but nothing in between.
   [[nodiscard]] bool has_gap() const { return may_idle && work.low > 1; }
 };
 
-/// split_batch's problem after validation: integers in grains, costs as lanes.
+/// split_batch's problem after validation: integers in grains.
 struct SplitProblem {
   std::vector<Candidate> candidates;
   std::int64_t grains = 0;     ///< batch / granularity
@@ -39,11 +39,11 @@ struct SplitProblem {
   [[nodiscard]] std::int64_t batch() const { return grains * granularity + remainder; }
 };
 
-/// A role for each device and the ranges that go with them; the batch fits in.
+/// A role for each device, and the ranges of these roles. The batch fits into the ranges.
 struct RolePlan {
   std::int64_t changes = 0;
   std::vector<Role> roles;
-  std::vector<BoundedLane> lanes;  ///< per device; low == high where nothing is left to choose
+  std::vector<GrainRange> ranges;  ///< per device; low == high if there is nothing to choose
 
   /// Fewer changes first, then the preferred role on the lowest-numbered device where two plans differ.
   [[nodiscard]] bool better_than(const RolePlan& other) const {
@@ -52,23 +52,25 @@ struct RolePlan {
   }
 };
 
-/// What the search is asked.
+/// What find_roles() searches for.
 struct RoleQuery {
   double budget_seconds = 0.0;        ///< every device finishes by then, reduction not counted
   std::int64_t working_devices = -1;  ///< exactly so many have work; -1: any number
   bool prefer_previous = false;       ///< fewest changes from the previous shares
 };
 
-/// The best plan of roles under the query, or false if none fits. Depth first over the devices in order of preference,
-/// pruned by the least and most grains that the devices still open can take for each number of changes, workers and
-/// carriers: where no device has a gap these sums have no holes and the search does not go back; with gaps it
-/// enumerates subsets, all of them up to kExactDevices devices and kStepLimit steps beyond.
+/// Finds the best plan of roles under the query. Returns false if none fits.
+///
+/// The search goes depth first over the devices, in order of preference. For each number of changes, workers and
+/// carriers it knows the least and the most grains that the remaining devices can take, and prunes by these sums. If no
+/// device has a gap, the sums have no holes and the search never goes back. With gaps it enumerates subsets: all of
+/// them up to kExactDevices devices, and kStepLimit steps beyond.
 [[nodiscard]] bool find_roles(const SplitProblem& problem, const RoleQuery& query, RolePlan& plan);
 
 inline constexpr std::size_t kExactDevices = 8;
 inline constexpr std::int64_t kStepLimit = 1 << 16;
-/// Above, the table of changes * workers would cost more than the split is worth: with reduction costs the previous
-/// shares are then kept as a whole or not considered.
+/// With more devices the table of changes * workers would cost more than the split is worth. With reduction costs the
+/// previous shares are then kept as a whole or not considered.
 inline constexpr std::size_t kChangeTableDevices = 16;
 
 }  // namespace paceline::plan::detail

@@ -10,7 +10,7 @@
 #include <paceline/error.hpp>
 #include <paceline/plan/items.hpp>
 
-#include "item_levelling.hpp"
+#include "plan/items/item_levelling.hpp"
 
 namespace paceline::plan {
 namespace {
