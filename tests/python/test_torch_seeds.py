@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import threading
 import time
 import warnings
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy.random
 import pytest
 import torch
 from torch import nn
@@ -276,59 +274,6 @@ def test_backward_by_hand_recomputes_with_the_same_masks(reentrant: bool) -> Non
     assert worst_difference(found[1], found[0]) < 1e-12
 
 
-class Recurrent(nn.Module):
-    def __init__(self, dropout: float = 0.5) -> None:
-        super().__init__()
-        self.body = nn.LSTM(6, 5, 2, batch_first=True, dropout=dropout).double()
-        self.head = nn.Linear(5, 3).double()
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.head(self.body(x[:, None].expand(-1, 4, -1))[0][:, -1])
-
-
-def test_what_no_seed_reaches_is_said_once_and_by_name() -> None:
-    module, (_, batch) = Recurrent(), classifier(32)
-    with DataParallel(module, TWO, balance="even") as trainer:
-        with pytest.warns(UnseededDrawsWarning, match=r"the dropout of nn\.LSTM"):
-            trainer.step(classify, batch)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UnseededDrawsWarning)
-            trainer.step(classify, batch)
-            trainer.predict(batch[0])
-
-
-OWN = torch.Generator()
-DRAWN_BY: dict[str, Callable[[], float]] = {
-    "calls with generator=": lambda: torch.rand((), generator=OWN).item(),
-    "numpy.random": numpy.random.random,
-    "Python's random": random.random,
-}
-
-
-@pytest.mark.parametrize("name", DRAWN_BY)
-def test_generators_of_a_loss_that_all_devices_share_are_named_where_the_caller_is(name: str) -> None:
-    module, batch = classifier(32)
-
-    def loss_fn(replica: Any, part: Any) -> Any:
-        return classify(replica, part) * DRAWN_BY[name]()
-
-    with DataParallel(module, TWO, balance="even") as trainer:
-        with pytest.warns(UnseededDrawsWarning, match=f"drawn by {name} come") as told:
-            trainer.step(loss_fn, batch)
-        assert [one.filename for one in told] == [__file__]
-
-
-def test_a_generator_that_a_loss_makes_for_each_micro_batch_is_not_warned_of() -> None:
-    module, batch = classifier(32)
-
-    def loss_fn(replica: Any, part: Any) -> Any:
-        return classify(replica, part) * torch.rand((), generator=torch.Generator().manual_seed(3)).item()
-
-    with DataParallel(module, TWO, balance="even") as trainer, warnings.catch_warnings():
-        warnings.simplefilter("error", UnseededDrawsWarning)
-        trainer.step(loss_fn, batch)
-
-
 @pytest.mark.parametrize("late", [False, True], ids=["drawing", "drawing late"])
 def test_fixed_shares_that_draw_are_not_cut_by_times_on_one_device(late: bool) -> None:
     """A loss that takes longer for more items lets a search cut the batch."""
@@ -348,15 +293,6 @@ def test_fixed_shares_that_draw_are_not_cut_by_times_on_one_device(late: bool) -
         draws[0] = True
         trainer.step(loss_fn, batch)
         assert sizes[-1] == 512
-
-
-@pytest.mark.parametrize("module", [dropping(), Recurrent(0.0)], ids=["dropout", "no dropout in nn.LSTM"])
-def test_what_a_seed_reaches_is_not_warned_of(module: nn.Module) -> None:
-    _, batch = classifier(32)
-    with DataParallel(module, TWO) as trainer, warnings.catch_warnings():
-        warnings.simplefilter("error", UnseededDrawsWarning)
-        for _ in range(3):
-            trainer.step(classify, batch)
 
 
 def test_one_device_draws_as_pytorch_does() -> None:

@@ -160,3 +160,7 @@ def thread_count():
 module = nn.Linear(4, 2).double()
 batch = torch.ones(8, 4, dtype=torch.double)
 """
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs).double()

@@ -43,14 +43,15 @@ void TrialLog::started(std::int64_t step, std::int64_t batch_size, std::vector<s
   if (moves_.size() > kMovesKept) moves_.pop_front();
   const Times& times = times_[batch_size];
   pending_ = Pending{batch_size, times.seconds()};
-  if (pending_->before.empty() || !times.tell()) overtake(MoveOutcome::unjudged);
+  if (pending_->before.empty() || !times.mostly_as_planned()) overtake(MoveOutcome::unjudged);
   reset(batch_size);
 }
 
 void TrialLog::skip(std::int64_t batch_size) {
   Times& times = times_of(batch_size);
   times.add(std::nullopt);
-  if (pending_ && pending_->batch_size == batch_size && times.steps.size() == kStepsKept && !times.tell()) {
+  if (pending_ && pending_->batch_size == batch_size && times.steps.size() == kStepsKept &&
+      !times.mostly_as_planned()) {
     overtake(MoveOutcome::unjudged);
   }
 }
@@ -69,7 +70,7 @@ std::vector<double> TrialLog::Times::seconds() const {
   return seconds;
 }
 
-bool TrialLog::Times::tell() const {
+bool TrialLog::Times::mostly_as_planned() const {
   const std::ptrdiff_t skipped = std::count(steps.begin(), steps.end(), std::nullopt);
   return 2 * skipped <= std::ssize(steps);
 }
@@ -100,7 +101,7 @@ std::optional<TrialLog::Verdict> TrialLog::observe(std::int64_t batch_size, doub
   here.add(makespan_seconds);
   std::vector<double> times = here.seconds();
   if (times.size() == kTimesKept && ++calm_steps_ % kStepsToJudge == 0) measure_calm(times);
-  if (!pending_ || pending_->batch_size != batch_size || times.size() < kStepsToJudge || !here.tell()) {
+  if (!pending_ || pending_->batch_size != batch_size || times.size() < kStepsToJudge || !here.mostly_as_planned()) {
     return std::nullopt;
   }
   return judge(std::move(times), noise);

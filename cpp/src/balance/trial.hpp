@@ -54,14 +54,14 @@ class TrialLog {
   };
   /// The last steps under the present shares.
   struct Times {
-    std::deque<std::optional<double>> steps;  // none: others took work over
+    std::deque<std::optional<double>> steps;  // seconds; none for a step in which others took work over
     std::int64_t last_used = 0;
 
     void add(std::optional<double> seconds);
-    /// Of the last steps that ran as planned, oldest first.
+    /// The times of the last steps that ran as planned, oldest first.
     [[nodiscard]] std::vector<double> seconds() const;
-    /// Whether most steps did.
-    [[nodiscard]] bool tell() const;
+    /// Whether at least half of the steps ran as planned.
+    [[nodiscard]] bool mostly_as_planned() const;
   };
   Times& times_of(std::int64_t batch_size);
   void overtake(MoveOutcome outcome);

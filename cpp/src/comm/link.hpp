@@ -21,7 +21,7 @@ struct Endpoint {
   std::shared_ptr<Stream> stream;  ///< the link enqueues all its work on this device here
 };
 
-/// Memory of at least this size, for use on that stream.
+/// Grows the buffer to at least this size, if it is smaller, and returns its memory, for use on that stream.
 [[nodiscard]] void* reserve(std::unique_ptr<Buffer>& buffer, std::size_t bytes, AsyncDevice& device, Stream& stream);
 
 /// Moves data between two or more memory spaces, by NCCL or by copies.

@@ -20,15 +20,15 @@ namespace paceline::internal {
 struct Space {
   std::vector<std::size_t> members;  ///< indices in the group
   Endpoint endpoint;
-  std::unique_ptr<Event> done;  ///< behind all work enqueued so far; null: none was
+  std::unique_ptr<Event> done;  ///< behind all work enqueued so far; null before the first work
   std::unique_ptr<Buffer> scratch;
   std::unique_ptr<Buffer> landing;  ///< for data from the host
   [[nodiscard]] std::size_t lead() const { return members.front(); }
 };
 
-/// The asynchronous devices of a group by memory space, under communicators and trainers. Host devices are only listed:
-/// in place of a space's index theirs is the number of spaces. For communicators it orders the spaces' streams with the
-/// streams of the buffers' owners.
+/// The asynchronous devices of a group by memory space. Communicators and trainers are built on it. Host devices have
+/// no space here; they are only listed. For communicators the class orders the spaces' streams with the streams of the
+/// buffers' owners.
 class MemorySpaces {
  public:
   explicit MemorySpaces(const DeviceGroup& group);
@@ -40,6 +40,7 @@ class MemorySpaces {
   [[nodiscard]] bool on_host(std::size_t device) const { return devices_[device].device == nullptr; }
   /// Null for host devices.
   [[nodiscard]] AsyncDevice* device(std::size_t device) const { return devices_[device].device.get(); }
+  /// The index of a device's space. For host devices it is the number of spaces.
   [[nodiscard]] std::size_t index_of_space(std::size_t device) const {
     return on_host(device) ? spaces_.size() : devices_[device].space;
   }
@@ -78,7 +79,7 @@ class MemorySpaces {
     std::size_t space = 0;
     std::string name;
     std::unique_ptr<AsyncDevice> device;  // null for host devices
-    std::unique_ptr<Event> ready;         // behind the work of its buffer's stream; null: it never had a part
+    std::unique_ptr<Event> ready;         // behind the work of its buffer's stream; null before its first call
   };
 
   static void record_done(Space& space);

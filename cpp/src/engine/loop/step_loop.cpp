@@ -34,7 +34,7 @@ std::vector<std::string> names_of(const DeviceGroup& group) {
 constexpr std::size_t kMostPending = 2;   // how many steps the caller may be ahead of the devices
 constexpr std::size_t kMostSearches = 8;  // kinds of batches that have a search for sizes
 
-// The pieces of each device are its claims, cut. An item that is in none would silently not run.
+// Each device's claims must be cut into its pieces without a gap, because an item outside of all pieces would not run.
 void check_pieces(const StepScript& script) {
   if (script.pieces.empty()) return;
   if (script.pieces.size() != script.claims.size()) {

@@ -65,7 +65,7 @@ bool StepPieces::run_span(const MicroBatch& claim, Span span, StepProgram& progr
   while (const auto middle = caps_->end_to_measure(d, *plan_, begin, end, least_items_)) {
     measure({begin, *middle});
     begin = *middle;
-    if (!learned) break;  // nothing was seen, or the same again
+    if (!learned) break;  // nothing could be measured, or only a known size
   }
   if (begin == end) return excluded;
   for (const Span& piece : caps_->pieces(d, *plan_, begin, end, least_items_)) {

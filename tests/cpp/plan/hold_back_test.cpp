@@ -14,21 +14,21 @@ namespace {
 
 const CostModel kModel = CostModel::affine(1e-3, 1e-4);
 
-TEST(Tail, HoldsNothingBackOnAQuietMachine) {
+TEST(HoldBack, HoldsNothingBackOnAQuietMachine) {
   const std::vector<std::int64_t> shares{256, 256};
   const HoldBackPlan plan = plan_hold_back(shares, std::vector(2, kModel), std::vector(2, 0.005));
   EXPECT_EQ(plan.first_chunks, shares);
   EXPECT_EQ(plan.pool, 0);
 }
 
-TEST(Tail, HoldsBackMoreTheMoreADeviceVaries) {
+TEST(HoldBack, HoldsBackMoreTheMoreADeviceVaries) {
   const std::vector<std::int64_t> shares{340, 172};
   const HoldBackPlan plan = plan_hold_back(shares, std::vector{kModel, kModel.scaled(2.0)}, std::vector{0.02, 0.16});
   EXPECT_GT(plan.pool, 0);
   EXPECT_GT(172 - plan.first_chunks[1], 2 * (340 - plan.first_chunks[0]));
 }
 
-TEST(Tail, HoldsNothingBackWhereACorrectionCostsMoreThanItRecovers) {
+TEST(HoldBack, HoldsNothingBackWhereACorrectionCostsMoreThanItRecovers) {
   const std::vector<std::int64_t> shares{256, 256};
   const std::vector models(2, CostModel::affine(1e-3, 1e-4));  // shares of 26.6 ms
   const auto pool = [&](double noise) { return plan_hold_back(shares, models, std::vector(2, noise)).pool; };
@@ -38,17 +38,17 @@ TEST(Tail, HoldsNothingBackWhereACorrectionCostsMoreThanItRecovers) {
   EXPECT_GT(pool(1.01 * even_odds), 0);
 }
 
-TEST(Tail, HoldsNothingBackBeforeAnythingIsMeasured) {
+TEST(HoldBack, HoldsNothingBackBeforeAnythingIsMeasured) {
   const std::vector<std::int64_t> shares{5, 0, 6};
   EXPECT_EQ(plan_hold_back(shares, {}, {}).first_chunks, shares);
 }
 
-TEST(Tail, HoldsNothingBackForASingleDevice) {
+TEST(HoldBack, HoldsNothingBackForASingleDevice) {
   const std::vector<std::int64_t> shares{0, 512};
   EXPECT_EQ(plan_hold_back(shares, std::vector(2, kModel), std::vector(2, 0.3)).pool, 0);
 }
 
-TEST(Tail, KeepsEveryItemAndTheGranularityOfWhatIsHeldBack) {
+TEST(HoldBack, KeepsEveryItemAndTheGranularityOfWhatIsHeldBack) {
   std::mt19937_64 rng(3);
   for (int round = 0; round < 2000; ++round) {
     const std::size_t count = 1 + rng() % 6;

@@ -1,0 +1,312 @@
+"""Attributes, hooks and states of the user's module that change after the trainer was made are followed."""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from paceline import InvalidArgument
+from paceline.torch import DataParallel
+from torch_support import assert_same_gradients, classifier, classify, hosts, noting, plain
+
+DEVICES = pytest.mark.parametrize("devices", [1, 2, 3])
+
+
+class Settings:
+    """A configuration, as several modules share one."""
+
+    def __init__(self) -> None:
+        self.power, self.inner = 1.0, None
+
+
+class Tunable(nn.Module):
+    """Computes by everything that an attribute may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings: Any = Settings()
+        self.layer: Any = nn.Linear(6, 3)
+        vars(self.layer)["settings"] = self.settings
+        self.temperature = 1.0
+        self.factors, self.table = [1.0, 2.0, 3.0], {"a": [1.0]}
+        self.activation: Any = torch.tanh
+        self.mask = torch.ones(3, dtype=torch.double)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.activation(self.layer(x)) / self.temperature
+        x = x * x.new_tensor(self.factors) * self.mask + self.table["a"][0]
+        return torch.sign(x) * x.abs() ** self.layer.settings.power * getattr(self, "late", 1.0)
+
+
+def shift(module: Any, inputs: Any, output: torch.Tensor) -> Any:
+    return output + 0.5 * inputs[0].sum(1, keepdim=True) ** 2
+
+
+def double_keywords(module: Any, inputs: Any, keywords: Any) -> Any:
+    return tuple(2 * one for one in inputs), keywords
+
+
+def set_in_place(module: Any) -> None:
+    module.factors[1], module.table["a"][0] = 5.0, 2.0
+    module.mask[0] = 0.25
+
+
+def share_new_settings(module: Any) -> None:
+    module.settings = module.layer.settings = Settings()
+    module.settings.power = 1.5
+
+
+def change_class(module: Any) -> None:
+    module.layer.__class__ = type("Doubled", (nn.Linear,), {"forward": lambda self, x: 2 * nn.Linear.forward(self, x)})
+
+
+TUNINGS: dict[str, Callable[[Any], Any]] = {
+    "number": lambda m: setattr(m, "temperature", 2.5),
+    "function": lambda m: setattr(m, "activation", torch.sigmoid),
+    "builtin function": lambda m: setattr(m, "activation", nn.functional.gelu),
+    "list": lambda m: setattr(m, "factors", [3.0, 3.0, 1.0]),
+    "in place": set_in_place,
+    "tensor": lambda m: setattr(m, "mask", torch.full((3,), 0.5, dtype=torch.double)),
+    "tensor through data": lambda m: setattr(m, "mask", m.mask * 3),
+    "attribute of an object": lambda m: setattr(m.settings, "power", 2.0),
+    "new object": share_new_settings,
+    "the new object again": lambda m: setattr(m.layer.settings, "power", 2.5),
+    "new attribute": lambda m: setattr(m, "late", 3.0),
+    "deleted attribute": lambda m: delattr(m, "late"),
+    "patched forward": lambda m: setattr(
+        m.layer, "forward", types.MethodType(lambda s, x: -s.weight.sum() + x[:, :3], m.layer)
+    ),
+    "patch taken back": lambda m: delattr(m.layer, "forward"),
+    "class": change_class,
+    "forward hook": lambda m: setattr(m, "handle", m.layer.register_forward_hook(shift)),
+    "removed hook": lambda m: m.handle.remove(),
+    "hook with keywords": lambda m: m.layer.register_forward_pre_hook(double_keywords, with_kwargs=True),
+    "all hooks cleared": lambda m: m.layer._forward_pre_hooks.clear(),
+    "a submodule's attribute": lambda m: setattr(m.layer, "late", 0),
+}
+
+
+@DEVICES
+def test_attributes_and_hooks_changed_between_steps_are_followed(devices: int) -> None:
+    torch.manual_seed(0)
+    module, (_, batch) = Tunable().double(), classifier()
+    with DataParallel(module, hosts(devices), balance="even") as trainer:
+        for tuning in (None, *TUNINGS.values()):
+            if tuning is not None:
+                before = plain(module, classify, batch)[0]
+                tuning(module)
+                assert tuning is TUNINGS["a submodule's attribute"] or plain(module, classify, batch)[0] != before
+            for _ in range(2):
+                module.zero_grad()
+                loss, wanted = plain(module, classify, batch)
+                assert trainer.step(classify, batch).item() == pytest.approx(loss.item(), rel=1e-12)
+                assert_same_gradients(module, wanted)
+
+
+class ByName(dict[str, Any]):
+    """A dictionary whose entries are attributes, as libraries of configurations have it."""
+
+    __setattr__ = dict.__setitem__
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
+class Labelled(dict[str, Any]):
+    """A dictionary with attributes beside its entries."""
+
+    label = 0.0
+
+
+class Slotted:
+    """An object without ``__dict__``."""
+
+    __slots__ = ("p",)
+
+    def __init__(self, p: Any) -> None:
+        self.p = p
+
+
+def holding(**attributes: Any) -> Any:
+    settings = Settings()
+    vars(settings).update(attributes)
+    return settings
+
+
+CONFIGURATIONS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "dictionary by name": (lambda: ByName(p=1.0), lambda c: c.p, lambda c: setattr(c, "p", 2.0)),
+    "one in an object": (lambda: holding(a=ByName(p=1.0)), lambda c: c.a.p, lambda c: setattr(c.a, "p", 2.0)),
+    "one with attributes": (lambda: Labelled(p=1.0), lambda c: c["p"] + c.label, lambda c: setattr(c, "label", 1.0)),
+    "slots": (lambda: Slotted(1.0), lambda c: c.p, lambda c: setattr(c, "p", 2.0)),
+    "an object in slots": (lambda: Slotted(holding(p=1.0)), lambda c: c.p.p, lambda c: setattr(c.p, "p", 2.0)),
+    "list of objects": (lambda: [holding(p=1.0)], lambda c: c[0].p, lambda c: setattr(c[0], "p", 2.0)),
+    "dictionary of objects": (lambda: {"a": holding(p=1.0)}, lambda c: c["a"].p, lambda c: setattr(c["a"], "p", 2.0)),
+    "three levels": (
+        lambda: holding(a=holding(b=holding(p=1.0))),
+        lambda c: c.a.b.p,
+        lambda c: setattr(c.a.b, "p", 2.0),
+    ),
+    "array": (lambda: np.ones(1), lambda c: float(c[0]), lambda c: c.fill(2.0)),
+}
+
+
+class Configured(nn.Module):
+    """Multiplies by what it reads of its configuration."""
+
+    def __init__(self, configuration: Any, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layer, self.configuration, self.read = nn.Linear(6, 3), configuration, read
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x) * self.read(self.configuration)
+
+
+@pytest.mark.parametrize("kind", CONFIGURATIONS)
+def test_what_changes_inside_of_a_configuration_is_followed(kind: str) -> None:
+    make, read, change = CONFIGURATIONS[kind]
+    module, (_, batch) = Configured(make(), read).double(), classifier()
+    with DataParallel(module, hosts(2), balance="even") as trainer:
+        once = trainer.step(lambda m, b: m(b[0]).mean(), batch).item()
+        change(module.configuration)
+        for _ in range(2):
+            assert trainer.step(lambda m, b: m(b[0]).mean(), batch).item() == pytest.approx(2 * once, rel=1e-12)
+
+
+def test_a_scheduled_dropout_is_followed() -> None:
+    module: Any = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.0)).double()
+    _, batch = classifier()
+    seen: list[float] = []
+    with DataParallel(module, hosts(2), balance="even") as trainer:
+        for p in (0.3, 0.1, 0.5):
+            module[1].p = p
+            trainer.step(noting(lambda replica, _: seen.append(replica[1].p)), batch)
+    assert seen == [0.3, 0.3, 0.1, 0.1, 0.5, 0.5]
+
+
+class Counting(nn.Module):
+    """Counts its calls, and keeps its last output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls, self.name = nn.Linear(6, 3), 0, "a"
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        self.last = self.layer(x)
+        return self.last
+
+
+def test_what_replicas_write_to_themselves_stays_unless_the_users_module_changed_there() -> None:
+    module, (_, batch) = Counting().double(), classifier()
+    seen: set[tuple[int, str]] = set()
+
+    def loss_fn(replica: Any, part: Any) -> Any:
+        loss = classify(replica, part)
+        seen.add((replica.calls, replica.name))
+        return loss
+
+    with DataParallel(module, hosts(2), balance="even", micro_batch=8) as trainer:
+        for name in ("a", "b", "b"):
+            module.name = name
+            trainer.step(loss_fn, batch)
+        assert seen == {(1, "a"), (2, "b"), (3, "b")}
+        assert module.calls == 3
+        module(batch[0])  # leaves an activation behind, which no copy can be made of and no forward reads
+        seen.clear()
+        trainer.step(loss_fn, batch)
+        assert seen == {(5, "b")}
+
+
+class Recurrent(nn.Module):
+    """Goes on from the state that its last forward has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.hidden: Any = None
+        self.steps: Any = (0, None)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.layer(x)
+        if self.hidden is not None:
+            h = h + self.hidden
+        self.hidden = h.mean(0).detach()
+        self.steps = (self.steps[0] + 1, self.hidden)
+        return h
+
+
+@DEVICES
+def test_a_state_that_forwards_write_is_on_the_users_module_and_can_be_reset(devices: int) -> None:
+    torch.manual_seed(3)
+    module, (_, batch) = Recurrent().double(), classifier()
+    batch = (batch[0][:1].expand(16, -1).contiguous(), batch[1][:1].expand(16).contiguous())
+    with DataParallel(module, hosts(devices), balance="even", micro_batch=16) as trainer:
+        first, second = (trainer.step(classify, batch).item() for _ in range(2))
+        assert first != second
+        torch.testing.assert_close(module.hidden, 2 * module.layer(batch[0][0]).detach())
+        assert module.steps[0] == 2
+        for _ in range(3):
+            module.hidden = None
+            assert trainer.step(classify, batch).item() == pytest.approx(first, rel=1e-12)
+        module.hidden.zero_()
+        assert trainer.step(classify, batch).item() == pytest.approx(first, rel=1e-12)
+        assert trainer.step(classify, batch).item() == pytest.approx(second, rel=1e-12)
+
+
+def test_followed_attributes_keep_what_is_known_of_the_replicas() -> None:
+    module, batch = classifier()
+    seen: list[int] = []
+    with DataParallel(module, hosts(2), balance="even") as trainer:
+        for step in range(3):
+            module[1].late = step
+            module[0].register_forward_hook(shift)
+            trainer.step(noting(lambda replica, _: seen.append(id(replica))), batch)
+    assert len(set(seen)) == 2
+
+
+def test_an_attribute_that_cannot_be_copied_is_refused_when_it_is_set() -> None:
+    module, batch = classifier()
+    with DataParallel(module, hosts(2)) as trainer:
+        trainer.step(classify, batch)
+        module[1].guard = threading.Lock()
+        for _ in range(2):
+            with pytest.raises(InvalidArgument, match=r"attribute 'guard' \(lock\) was set after.*replicate="):
+                trainer.step(classify, batch)
+        del module[1].guard
+        trainer.step(classify, batch)
+
+
+def test_a_bias_that_was_none_is_followed_once_it_is_set() -> None:
+    module, batch = nn.Linear(4, 2, bias=False).double(), torch.ones(8, 4, dtype=torch.double)
+    with DataParallel(module, hosts(2)) as trainer:
+        trainer.step(lambda m, b: m(b).square().mean(), batch)
+        module.zero_grad()
+        module.bias = nn.Parameter(torch.full((2,), 100.0, dtype=torch.double))
+        _, wanted = plain(module, lambda m, b: m(b).square().mean(), batch)
+        trainer.step(lambda m, b: m(b).square().mean(), batch)
+    assert_same_gradients(module, wanted)
+
+
+def test_replicas_that_could_not_be_made_anew_are_not_used() -> None:
+    module, batch = classifier()
+    with DataParallel(module, hosts(2)) as trainer:
+        trainer.step(classify, batch)
+        module.zero_grad()
+        module[0].weight = nn.Parameter(torch.zeros_like(module[0].weight))
+        module.stored = module[0](batch[0])  # an activation cannot be copied
+        for _ in range(2):
+            with pytest.raises(InvalidArgument, match="'stored'"):
+                trainer.step(classify, batch)
+        del module.stored
+        _, wanted = plain(module, classify, batch)
+        trainer.step(classify, batch)
+    assert_same_gradients(module, wanted)
