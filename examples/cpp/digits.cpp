@@ -46,7 +46,7 @@ class Table {
 
   void add(const paceline::StepRecord& step, double loss) {
     for (const paceline::ClaimRecord& claim : step.claims) {
-      const std::size_t d = claim.micro_batch.device_index;
+      const std::size_t d = claim.micro_batch.device;
       items_[d] += static_cast<double>(claim.micro_batch.size());
       busy_seconds_[d] += claim.finish_seconds - claim.start_seconds;
     }

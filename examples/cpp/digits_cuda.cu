@@ -169,7 +169,7 @@ int train(const paceline::DeviceGroup& group) {
           }
           return sum;
         }
-        const Data& here = *data.at(group.devices()[replica.device_index].memory_space);
+        const Data& here = *data.at(group.devices()[replica.device].memory_space);
         backward_kernel<<<static_cast<unsigned int>(mb.size()), kHidden, 0,
                           static_cast<cudaStream_t>(replica.stream)>>>(
             replica.parameters.data(), replica.gradients.data(), replica.loss_sum, here.pixels.get(), here.labels.get(),

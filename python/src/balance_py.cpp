@@ -222,11 +222,11 @@ startup_seconds
     Per device, the time from the step's first start to its own start; None without work. For a device that came too late to
     get work, the whole `step_seconds`. Empty: unknown.)")
       .def(
-          "retire", [](RecordedBalancer& self, std::size_t device) { self.balancer.retire(device); }, py::arg("device"),
+          "retire", [](RecordedBalancer& self, DeviceId device) { self.balancer.retire(device); }, py::arg("device"),
           "Give the device with this index no further work.")
       .def(
-          "restore", [](RecordedBalancer& self, std::size_t device) { self.balancer.restore(device); },
-          py::arg("device"), "Give a retired device work again.")
+          "restore", [](RecordedBalancer& self, DeviceId device) { self.balancer.restore(device); }, py::arg("device"),
+          "Give a retired device work again.")
       .def(
           "set_least_items", [](RecordedBalancer& self, std::int64_t items) { self.balancer.set_least_items(items); },
           py::arg("items"),

@@ -55,7 +55,7 @@ struct Outcome {
   [[nodiscard]] std::optional<std::size_t> failed_device() const {
     const StepFailure* failure = step->failure();
     if (failure == nullptr || !failure->micro_batch) return std::nullopt;
-    return failure->micro_batch->device_index;
+    return failure->micro_batch->device;
   }
 
   [[nodiscard]] std::vector<Claim> claims() const {
@@ -63,7 +63,7 @@ struct Outcome {
     std::vector<Claim> claims;
     for (const ClaimRecord& claim : step->record().claims) {
       const MicroBatch& mb = claim.micro_batch;
-      claims.emplace_back(mb.device_index, mb.begin, mb.end, claim.start_seconds, claim.finish_seconds, claim.excluded,
+      claims.emplace_back(mb.device, mb.begin, mb.end, claim.start_seconds, claim.finish_seconds, claim.excluded,
                           mb.correction);
     }
     return claims;

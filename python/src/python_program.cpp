@@ -57,7 +57,7 @@ std::vector<BufferView> views_of(PyObject* result) {
 }  // namespace
 
 PythonProgram::PythonProgram(py::object run, py::object finish, std::size_t device_count)
-    : run_(std::move(run)), finish_(std::move(finish)), gradients_(device_count), memory_bytes_(device_count, 0) {}
+    : run_(std::move(run)), finish_(std::move(finish)), devices_(device_count) {}
 
 PythonProgram::~PythonProgram() {
   // Only an abandoned step still has its callables here, on any thread.
@@ -74,7 +74,7 @@ bool PythonProgram::run(const MicroBatch& micro_batch) {
   return with_interpreter([&] {
     // Plain pointers, because the interpreter may end inside the call, and the unwinding must not touch reference
     // counts.
-    PyObject* arguments[] = {PyLong_FromSize_t(micro_batch.device_index), PyLong_FromLongLong(micro_batch.begin),
+    PyObject* arguments[] = {PyLong_FromSize_t(micro_batch.device), PyLong_FromLongLong(micro_batch.begin),
                              PyLong_FromLongLong(micro_batch.end),
                              PyLong_FromLong((micro_batch.continues ? 1 : 0) | (micro_batch.measure ? 2 : 0))};
     PyObject* result = nullptr;
@@ -86,7 +86,7 @@ bool PythonProgram::run(const MicroBatch& micro_batch) {
     for (PyObject* const argument : arguments) Py_XDECREF(argument);
     if (result == nullptr) fail();
     PyObject* code_object = result;
-    std::int64_t& bytes = memory_bytes_[micro_batch.device_index];
+    std::int64_t& bytes = devices_[micro_batch.device].memory_bytes;
     bytes = 0;
     if (PyTuple_Check(result) != 0 && PyTuple_GET_SIZE(result) == 2) {
       code_object = PyTuple_GET_ITEM(result, 0);
@@ -99,15 +99,15 @@ bool PythonProgram::run(const MicroBatch& micro_batch) {
   });
 }
 
-std::optional<std::int64_t> PythonProgram::memory_bytes(std::size_t device_index) {
-  const std::int64_t bytes = memory_bytes_[device_index];
+std::optional<std::int64_t> PythonProgram::memory_bytes(DeviceId device) {
+  const std::int64_t bytes = devices_[device].memory_bytes;
   return bytes < 0 ? std::nullopt : std::optional(bytes);
 }
 
-void PythonProgram::finish(std::size_t device_index) {
+void PythonProgram::finish(DeviceId device) {
   with_interpreter([&] {
-    PyObject* result = PyObject_CallFunction(finish_.ptr(), "n", static_cast<Py_ssize_t>(device_index));
-    gradients_[device_index] = views_of(result);
+    PyObject* result = PyObject_CallFunction(finish_.ptr(), "n", static_cast<Py_ssize_t>(device));
+    devices_[device].gradients = views_of(result);
     return 0;
   });
 }
@@ -119,10 +119,10 @@ std::vector<BufferView> views_from(const py::object& callable) {
 std::vector<ReductionSegment> PythonProgram::reduction() {
   std::vector<ReductionSegment> segments;
   std::size_t parameter_count = 0;
-  for (const auto& views : gradients_) parameter_count = std::max(parameter_count, views.size());
+  for (const DeviceState& one : devices_) parameter_count = std::max(parameter_count, one.gradients.size());
   for (std::size_t p = 0; p < parameter_count; ++p) {
     ReductionSegment segment;
-    for (const auto& views : gradients_) {
+    for (const auto& [views, bytes] : devices_) {
       if (p >= views.size() || views[p].data == nullptr) continue;
       segment.count = views[p].count;
       segment.dtype = views[p].dtype;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <paceline/comm/buffer_view.hpp>
+#include <paceline/device_id.hpp>
 #include <paceline/engine/step.hpp>
 
 namespace paceline::python {
@@ -34,14 +35,12 @@ class PythonProgram final : public StepProgram {
   ~PythonProgram() override;
 
   bool run(const MicroBatch& micro_batch) override;
-  std::optional<std::int64_t> memory_bytes(std::size_t device_index) override;
-  void finish(std::size_t device_index) override;
+  std::optional<std::int64_t> memory_bytes(DeviceId device) override;
+  void finish(DeviceId device) override;
   std::vector<ReductionSegment> reduction() override;
 
   /// What finish() returned for a device.
-  [[nodiscard]] const std::vector<BufferView>& delivered(std::size_t device_index) const {
-    return gradients_[device_index];
-  }
+  [[nodiscard]] const std::vector<BufferView>& delivered(DeviceId device) const { return devices_[device].gradients; }
 
   /// Drops the callables. Call it with the GIL held, when no worker runs them any more.
   void release();
@@ -49,8 +48,11 @@ class PythonProgram final : public StepProgram {
  private:
   pybind11::object run_;
   pybind11::object finish_;
-  std::vector<std::vector<BufferView>> gradients_;
-  std::vector<std::int64_t> memory_bytes_;
+  struct DeviceState {
+    std::vector<BufferView> gradients;  // what finish() returned
+    std::int64_t memory_bytes = 0;      // of the last micro-batch that was measured; negative: not known
+  };
+  std::vector<DeviceState> devices_;
 };
 
 /// Calls `callable`, without arguments, on a worker. It returns a list like finish(). @throws BodyFailed

@@ -25,13 +25,13 @@ void QueuedProgram::release() {
   shared_.reset();  // a step may outlive its trainer
 }
 
-const Event* QueuedProgram::slot(std::size_t d) { return shared_->queues.slot(d); }
-const Event* QueuedProgram::idle(std::size_t d) { return shared_->queues.idle(d); }
+const Event* QueuedProgram::slot(DeviceId d) { return shared_->queues.slot(d); }
+const Event* QueuedProgram::idle(DeviceId d) { return shared_->queues.idle(d); }
 std::chrono::nanoseconds QueuedProgram::patience() const { return shared_->queues.patience(); }
 void QueuedProgram::give_up(const Event& event) { shared_->queues.give_up(event); }
 
 bool QueuedProgram::run(const MicroBatch& micro_batch) {
-  const std::size_t d = micro_batch.device_index;
+  const DeviceId d = micro_batch.device;
   shared_->queues.enter(d);
   const bool dry = shared_->queues.begin_run(d, micro_batch.continues);
   const bool first = body_->run(micro_batch);
@@ -40,7 +40,7 @@ bool QueuedProgram::run(const MicroBatch& micro_batch) {
   return first || dry;
 }
 
-void QueuedProgram::finish(std::size_t d) {
+void QueuedProgram::finish(DeviceId d) {
   if (ran_[d] == 0) return;
   body_->finish(d);
   shared_->queues.deliver(d, body_->delivered(d));

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include <paceline/device_id.hpp>
 #include <paceline/engine/device_queues.hpp>
 #include <paceline/engine/step.hpp>
 
@@ -28,13 +29,13 @@ class QueuedProgram final : public StepProgram {
   QueuedProgram(std::shared_ptr<PythonProgram> body, pybind11::object outputs, std::shared_ptr<TrainerQueues> shared);
   ~QueuedProgram() override;
 
-  [[nodiscard]] const Event* slot(std::size_t device_index) override;
-  [[nodiscard]] const Event* idle(std::size_t device_index) override;
+  [[nodiscard]] const Event* slot(DeviceId device) override;
+  [[nodiscard]] const Event* idle(DeviceId device) override;
   [[nodiscard]] std::chrono::nanoseconds patience() const override;
   void give_up(const Event& event) override;
   bool run(const MicroBatch& micro_batch) override;
-  std::optional<std::int64_t> memory_bytes(std::size_t d) override { return body_->memory_bytes(d); }
-  void finish(std::size_t device_index) override;
+  std::optional<std::int64_t> memory_bytes(DeviceId d) override { return body_->memory_bytes(d); }
+  void finish(DeviceId device) override;
   std::vector<ReductionSegment> reduction() override;
   void stamp(std::vector<ClaimRecord>& claims) const override { times_->stamp(claims); }
   [[nodiscard]] bool settled() const override { return times_->settled(); }

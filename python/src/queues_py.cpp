@@ -73,26 +73,25 @@ void bind_queues(py::module_& module) {
       .def_property_readonly(
           "spaces",
           [](const TrainerQueues& shared) {
-            return of_each_device(shared.queues, [&](std::size_t d) { return shared.queues.space_of(d); });
+            return of_each_device(shared.queues, [&](DeviceId d) { return shared.queues.space_of(d); });
           },
           "Per device, the number of its memory space.")
       .def_property_readonly(
           "streams",
           [](const TrainerQueues& shared) {
-            return of_each_device(shared.queues, [&](std::size_t d) { return handle_of(shared.queues.stream(d)); });
+            return of_each_device(shared.queues, [&](DeviceId d) { return handle_of(shared.queues.stream(d)); });
           },
           "Per device, the stream that it computes on; None on the host.")
       .def_property_readonly(
           "sources",
           [](const TrainerQueues& shared) {
-            return of_each_device(shared.queues,
-                                  [&](std::size_t d) { return handle_of(shared.queues.source_stream(d)); });
+            return of_each_device(shared.queues, [&](DeviceId d) { return handle_of(shared.queues.source_stream(d)); });
           },
           "Per device, the stream of the home GPU that reads for it; None for devices of the home GPU.")
       .def_property_readonly(
           "readers",
           [](const TrainerQueues& shared) {
-            return of_each_device(shared.queues, [&](std::size_t d) {
+            return of_each_device(shared.queues, [&](DeviceId d) {
               const Stream* const copies = shared.queues.copy_stream(shared.queues.space_of(d));
               return handle_of(copies != nullptr ? copies : &shared.queues.home_stream());
             });
@@ -101,7 +100,7 @@ void bind_queues(py::module_& module) {
       .def_property_readonly(
           "pool_peaks",
           [](const TrainerQueues& shared) {
-            return of_each_device(shared.queues, [&](std::size_t d) -> std::optional<std::size_t> {
+            return of_each_device(shared.queues, [&](DeviceId d) -> std::optional<std::size_t> {
               const std::size_t space = shared.queues.space_of(d);
               if (shared.queues.on_host(space)) return std::nullopt;
               return shared.queues.maker(space).peak_bytes();
@@ -116,7 +115,7 @@ void bind_queues(py::module_& module) {
       .def("set_copies", &set_copies, py::arg("copies"),
            "Set the copies to other memory spaces at the start of each step: (space, to, from, bytes).")
       .def(
-          "restart_run", [](TrainerQueues& shared, std::size_t device) { shared.queues.restart_run(device); },
+          "restart_run", [](TrainerQueues& shared, DeviceId device) { shared.queues.restart_run(device); },
           py::arg("device"), "Restart the timing of the current run: the device has only waited so far.")
       .def("drain", [](TrainerQueues& shared) { shared.queues.drain(); }, "Return when all enqueued work is done.");
 }

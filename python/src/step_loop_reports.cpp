@@ -89,10 +89,7 @@ py::list events_list(StepLoop& step_loop) {
   for (const observe::TraceEvent& event : step_loop.events().snapshot()) {
     py::dict entry;
     entry["kind"] = observe::name_of(event.kind);
-    entry["device"] =
-        event.device_index < 0
-            ? py::object(py::none())
-            : py::object(py::str(step_loop.group().devices()[static_cast<std::size_t>(event.device_index)].name));
+    entry["device"] = event.device ? py::object(py::str(step_loop.group().devices()[*event.device].name)) : py::none();
     entry["step"] = event.step;
     entry["begin"] = event.begin;
     entry["end"] = event.end;

@@ -88,7 +88,7 @@ inline double body(const MicroBatch& mb, Trainer::Replica& replica) {
   if (replica.stream == nullptr) {
     return add_gradients(mb.begin, mb.end, replica.parameters.data(), replica.gradients.data());
   }
-  const double speed = replica.device_index == 0 ? 1.0 : 0.5;
+  const double speed = replica.device == 0 ? 1.0 : 0.5;
   Work work{mb.begin,
             mb.end,
             replica.parameters.data(),

@@ -208,7 +208,7 @@ TEST(GpuHealth, IsPartOfWhatATrainerExplains) {
   for (int step = 0; step < 20; ++step) {
     trainer.step(96, [](const MicroBatch& mb, Trainer::Replica& replica) {
       double* gradients = replica.gradients.data();
-      double seconds = 1e-3 * static_cast<double>(mb.size()) * (replica.device_index == 0 ? 1.0 : 2.0);
+      double seconds = 1e-3 * static_cast<double>(mb.size()) * (replica.device == 0 ? 1.0 : 2.0);
       void* arguments[] = {&gradients, &seconds};
       EXPECT_EQ(cudaLaunchKernel(reinterpret_cast<const void*>(&backward_kernel), dim3(1), dim3(1), arguments, 0,
                                  static_cast<cudaStream_t>(replica.stream)),

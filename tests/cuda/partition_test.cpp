@@ -311,9 +311,7 @@ TEST_F(Partition, GpusAreSplitIndependently) {
 TEST_F(Partition, WorkersHaveTheirGpuCurrent) {
   class AskTask final : public GroupTask {
    public:
-    void run(std::size_t device_index) noexcept override {
-      EXPECT_EQ(cudaGetDevice(&current[device_index]), cudaSuccess);
-    }
+    void run(std::size_t device) noexcept override { EXPECT_EQ(cudaGetDevice(&current[device]), cudaSuccess); }
     int current[2] = {-1, -1};
   };
   boot({.device_count = 2});

@@ -123,14 +123,14 @@ class Summing final : public StepProgram {
   void give_up(const Event& event) override { queues.give_up(event); }
 
   bool run(const MicroBatch& mb) override {
-    Part& part = parts_[mb.device_index];
-    Stream* const stream = queues.stream(mb.device_index);
-    const bool entered = queues.enter(mb.device_index);
+    Part& part = parts_[mb.device];
+    Stream* const stream = queues.stream(mb.device);
+    const bool entered = queues.enter(mb.device);
     if (entered && stream != nullptr) stream->zero(part.sum->data(), sizeof(double));
     if (entered && stream == nullptr) *static_cast<double*>(part.sum->data()) = 0.0;
-    queues.begin_run(mb.device_index, mb.continues);
-    if (entered && part.batch != nullptr) bring(part, mb.device_index, stream);
-    if (!mb.continues) queues.restart_run(mb.device_index);
+    queues.begin_run(mb.device, mb.continues);
+    if (entered && part.batch != nullptr) bring(part, mb.device, stream);
+    if (!mb.continues) queues.restart_run(mb.device);
     const Buffer& batch = part.batch != nullptr ? *part.batch : *batch_;
     const Add add{static_cast<const double*>(batch.data()), mb.begin, mb.end, static_cast<double*>(part.sum->data())};
     if (stream != nullptr) {
@@ -138,7 +138,7 @@ class Summing final : public StepProgram {
     } else {
       for (std::int64_t k = add.begin; k < add.end; ++k) *add.sum += add.batch[k];
     }
-    queues.end_run(mb.device_index);
+    queues.end_run(mb.device);
     part.ran = true;
     return false;
   }

@@ -73,7 +73,7 @@ struct Delays {
 Trainer::Body body_with(const Delays& delays) {
   return [delays](const MicroBatch& mb, Trainer::Replica& replica) {
     const auto late = [&](int device) {
-      if (device != static_cast<int>(replica.device_index)) return;
+      if (device != static_cast<int>(replica.device)) return;
       if (replica.stream == nullptr) std::this_thread::sleep_for(std::chrono::nanoseconds(kDelayNanoseconds));
       if (replica.stream != nullptr) delay(replica.stream);
     };
@@ -92,7 +92,7 @@ Trainer::Body body_with(const Delays& delays) {
         gpu_test::launch(&gpu_test::paceline_test_backward, static_cast<cudaStream_t>(replica.stream), kWidth, work),
         cudaSuccess);
     late(delays.after_backward);
-    if (delays.reduction != nullptr && replica.device_index == 0) delay(delays.reduction);
+    if (delays.reduction != nullptr && replica.device == 0) delay(delays.reduction);
     return 0.0;
   };
 }

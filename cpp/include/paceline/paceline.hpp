@@ -6,6 +6,7 @@
 #include <paceline/balance/balancer.hpp>
 #include <paceline/comm/communicator.hpp>
 #include <paceline/comm/nccl_info.hpp>
+#include <paceline/device_id.hpp>
 #include <paceline/engine/batch_plan.hpp>
 #include <paceline/engine/data_parallel.hpp>
 #include <paceline/engine/step.hpp>

@@ -219,7 +219,7 @@ void Balancer::record(const StepTimings& timings) {
   ++state.step;
 }
 
-void Balancer::retire(std::size_t device) {
+void Balancer::retire(DeviceId device) {
   State& state = *state_;
   if (retired(device)) return;
   if (std::count(state.retired.begin(), state.retired.end(), false) == 1) {
@@ -232,7 +232,7 @@ void Balancer::retire(std::size_t device) {
   state.devices_changed();
 }
 
-void Balancer::restore(std::size_t device) {
+void Balancer::restore(DeviceId device) {
   State& state = *state_;
   if (!retired(device)) return;
   if (state.ledger) state.ledger->restore(device);
@@ -242,7 +242,7 @@ void Balancer::restore(std::size_t device) {
   state.devices_changed();
 }
 
-bool Balancer::retired(std::size_t device) const {
+bool Balancer::retired(DeviceId device) const {
   const State& state = *state_;
   if (device >= state.limits.size()) {
     throw InvalidArgument(fmt::format("there is no device {}: there are {}", device, state.limits.size()));
@@ -280,7 +280,7 @@ bool Balancer::writes_ledger() const noexcept { return state_->ledger != nullptr
 bool Balancer::called() const noexcept { return state_->called; }
 
 /// DeviceReport::slowdown of a device that was measured.
-double Balancer::State::slowdown_of(std::size_t device) const {
+double Balancer::State::slowdown_of(DeviceId device) const {
   const std::vector<DeviceEstimate>& estimates = estimator.devices();
   const auto change = [](const DeviceEstimate& estimate) {
     return estimate.scale_before > 0.0 ? estimate.own_scale / estimate.scale_before : 0.0;

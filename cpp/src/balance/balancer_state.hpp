@@ -11,6 +11,7 @@
 
 #include <paceline/balance/balancer.hpp>
 #include <paceline/balance/ledger.hpp>
+#include <paceline/device_id.hpp>
 
 #include "balance/estimator.hpp"
 #include "balance/policy.hpp"
@@ -38,7 +39,7 @@ struct Balancer::State {
   void devices_changed();
   void remember(std::int64_t batch_size, Incumbent incumbent);
   [[nodiscard]] double possible_gain() const;
-  [[nodiscard]] double slowdown_of(std::size_t device) const;
+  [[nodiscard]] double slowdown_of(DeviceId device) const;
 
   BalancerOptions options;
   std::vector<plan::ShareLimits> limits;  // the options' own with the measured start-up, maximum 0 once retired

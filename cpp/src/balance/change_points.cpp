@@ -114,7 +114,7 @@ void Estimator::change(std::size_t index, double allowed) {
   device.change_size = back ? 0.0 : size;
   estimate.scale_before = estimate.own_scale;
   device.window.clear();
-  shapes_[class_of_[index]].restart(index_in_class_[index]);
+  shapes_[devices_[index].device_class].restart(devices_[index].member);
   memory_.restart(index);
   ++estimate.change_points;
   estimate.since_step = begin->step;
@@ -156,7 +156,7 @@ void Estimator::note_common_change(std::int64_t step, const std::vector<Evidence
     ++estimates_[i].change_points;
     devices_[i].change_size = 0.0;
     if (devices_[i].grouped) devices_[i].grouped->since_step = common_run_.first;
-    shapes_[class_of_[i]].restart(index_in_class_[i]);
+    shapes_[devices_[i].device_class].restart(devices_[i].member);
   }
 }
 

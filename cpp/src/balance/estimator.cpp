@@ -38,14 +38,15 @@ double shrunk(double deviation, double count, double prior, double weight = kPri
 }  // namespace
 
 Estimator::Estimator(const std::vector<DeviceProfile>& profiles, bool proportional)
-    : devices_(profiles.size()), estimates_(profiles.size()), memory_(profiles.size()), pooled_noise_(kPriorNoise) {
+    : estimates_(profiles.size()), memory_(profiles.size()), pooled_noise_(kPriorNoise) {
   std::map<std::string, std::size_t> classes;
   std::vector<std::size_t> sizes;
   for (const DeviceProfile& profile : profiles) {
     const std::size_t number = classes.emplace(profile.device_class, classes.size()).first->second;
     if (number == sizes.size()) sizes.push_back(0);
-    class_of_.push_back(number);
-    index_in_class_.push_back(sizes[number]++);
+    Device& device = devices_.emplace_back();
+    device.device_class = number;
+    device.member = sizes[number]++;
   }
   for (const std::size_t size : sizes) shapes_.emplace_back(size, proportional);
   for (DeviceEstimate& estimate : estimates_) {
@@ -74,7 +75,7 @@ void Estimator::set_references(const std::vector<Evidence>& evidence) {
     double sum = 0.0;
     double count = 0.0;
     for (std::size_t i = 0; i < evidence.size(); ++i) {
-      if (class_of_[i] != c || evidence[i].parts.empty()) continue;
+      if (devices_[i].device_class != c || evidence[i].parts.empty()) continue;
       std::int64_t most = 0;
       for (const MicroBatchTiming& part : evidence[i].parts) most = std::max(most, part.items);
       sum += static_cast<double>(most);
@@ -101,7 +102,7 @@ void Estimator::record(std::int64_t step, const StepTimings& timings) {
   pool_equals();
 }
 
-double Estimator::ratio(std::size_t device, const Sample& sample) const {
+double Estimator::ratio(DeviceId device, const Sample& sample) const {
   return sample.seconds / shape_of(device).shape().sum(sample.count, sample.items);
 }
 
@@ -157,11 +158,11 @@ void Estimator::separate_common_noise(std::vector<Evidence>& evidence) {
   log_factors_.push_back(log_factor);
 }
 
-void Estimator::accept(std::size_t device, const Evidence& evidence) {
+void Estimator::accept(DeviceId device, const Evidence& evidence) {
   devices_[device].last_step = evidence.step;
   for (const MicroBatchTiming& part : evidence.parts) {
     if (evidence.together) break;  // not at the speed that the shape's other samples were taken at
-    shapes_[class_of_[device]].add(index_in_class_[device], evidence.step, part.items, part.seconds);
+    shapes_[devices_[device].device_class].add(devices_[device].member, evidence.step, part.items, part.seconds);
   }
   std::vector<Sample>& window = devices_[device].window;
   // Its own yardstick, while others are in doubt: that tells nothing.
@@ -200,7 +201,7 @@ void Estimator::follow_drift(std::size_t index, std::int64_t step) {
   if (drift * window.back().to_own <= kDrift || drift <= kDriftErrors * error) return;
   estimates_[index].scale_before = estimates_[index].own_scale;
   window.erase(window.begin(), first);
-  shapes_[class_of_[index]].restart(index_in_class_[index]);
+  shapes_[devices_[index].device_class].restart(devices_[index].member);
   memory_.restart(index);
   ++estimates_[index].drifts;
   devices_[index].change_size = 0.0;
@@ -270,7 +271,7 @@ void Estimator::pool_equals() {
     std::vector<Measured> members;
     for (std::size_t i = 0; i < devices_.size(); ++i) {
       const DeviceEstimate& estimate = estimates_[i];
-      if (class_of_[i] != c || estimate.samples == 0) continue;
+      if (devices_[i].device_class != c || estimate.samples == 0) continue;
       const double error = error_of(estimate.noise, estimate.samples);
       const std::optional<Grouped>& grouped = devices_[i].grouped;
       const bool same_speed = grouped && grouped->since_step == estimate.since_step;
@@ -290,7 +291,7 @@ void Estimator::pool_equals() {
   }
 }
 
-plan::CostModel Estimator::model(std::size_t device) const {
+plan::CostModel Estimator::model(DeviceId device) const {
   const auto affine = [&](std::size_t like) {
     const Shape& shape = shape_of(like).shape();
     const double scale = estimates_[like].scale;
@@ -304,7 +305,7 @@ plan::CostModel Estimator::model(std::size_t device) const {
   bool best_in_class = false;
   for (std::size_t i = 0; i < devices_.size(); ++i) {
     if (estimates_[i].scale <= 0.0) continue;
-    const bool in_class = class_of_[i] == class_of_[device];
+    const bool in_class = devices_[i].device_class == devices_[device].device_class;
     const bool better = best == devices_.size() || (in_class && !best_in_class) ||
                         (in_class == best_in_class && affine(i).seconds(1) < affine(best).seconds(1));
     if (!better) continue;
@@ -314,7 +315,7 @@ plan::CostModel Estimator::model(std::size_t device) const {
   return affine(best);
 }
 
-double Estimator::error_at(std::size_t device, double items) const {
+double Estimator::error_at(DeviceId device, double items) const {
   const DeviceEstimate& estimate = estimates_[device];
   if (estimate.scale <= 0.0) return kUnmeasuredError;
   return std::hypot(estimate.error, shape_of(device).ratio_error(estimate.pooled_centre_items, items));

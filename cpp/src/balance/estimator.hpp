@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <paceline/balance/balancer.hpp>
+#include <paceline/device_id.hpp>
 #include <paceline/plan/cost_model.hpp>
 
 #include "balance/noise_memory.hpp"
@@ -65,16 +66,16 @@ class Estimator {
 
   [[nodiscard]] bool has_evidence() const { return has_evidence_; }
   [[nodiscard]] const std::vector<DeviceEstimate>& devices() const { return estimates_; }
-  [[nodiscard]] const ShapeEstimator& shape_of(std::size_t device) const { return shapes_[class_of_[device]]; }
-  [[nodiscard]] std::size_t class_of(std::size_t device) const { return class_of_[device]; }
+  [[nodiscard]] const ShapeEstimator& shape_of(DeviceId device) const { return shapes_[devices_[device].device_class]; }
+  [[nodiscard]] std::size_t class_of(DeviceId device) const { return devices_[device].device_class; }
   [[nodiscard]] std::size_t class_count() const { return shapes_.size(); }
 
   /// Seconds for n items. Requires has_evidence().
-  [[nodiscard]] plan::CostModel model(std::size_t device) const;
+  [[nodiscard]] plan::CostModel model(DeviceId device) const;
   /// Relative standard error of model(device) at `items` items.
-  [[nodiscard]] double error_at(std::size_t device, double items) const;
+  [[nodiscard]] double error_at(DeviceId device, double items) const;
   /// True when the device's last time was an outlier: so far, a level shift if enough of the next ones agree.
-  [[nodiscard]] bool doubtful(std::size_t device) const { return !devices_[device].outliers.empty(); }
+  [[nodiscard]] bool doubtful(DeviceId device) const { return !devices_[device].outliers.empty(); }
   /// Whether the last step's times are of conditions that may be gone at once: outliers, or a change of all devices.
   [[nodiscard]] bool unsettled() const;
   /// Relative standard deviation of one step's time, over all devices.
@@ -111,6 +112,8 @@ class Estimator {
     std::int64_t steps = 0;
   };
   struct Device {
+    std::size_t device_class = 0;    // of shapes_
+    std::size_t member = 0;          // its number in that shape
     std::vector<Sample> window;      // oldest first
     double relative_scale = 0.0;     // the scale at a common factor of 1
     std::vector<Evidence> outliers;  // in a row, on one side
@@ -124,26 +127,24 @@ class Estimator {
   [[nodiscard]] bool changed_together(const std::vector<std::size_t>& devices,
                                       const std::vector<Evidence>& evidence) const;
   void separate_common_noise(std::vector<Evidence>& evidence);
-  [[nodiscard]] double shape_error(std::size_t device, const Sample& sample) const;
-  [[nodiscard]] double tolerance(std::size_t device, const Sample& sample) const;
-  [[nodiscard]] double deviation(std::size_t device, const Sample& sample) const;
-  void take(std::size_t device, Evidence evidence);
-  [[nodiscard]] bool is_back(std::size_t device, double allowed) const;
-  void change(std::size_t device, double allowed);
+  [[nodiscard]] double shape_error(DeviceId device, const Sample& sample) const;
+  [[nodiscard]] double tolerance(DeviceId device, const Sample& sample) const;
+  [[nodiscard]] double deviation(DeviceId device, const Sample& sample) const;
+  void take(DeviceId device, Evidence evidence);
+  [[nodiscard]] bool is_back(DeviceId device, double allowed) const;
+  void change(DeviceId device, double allowed);
   void undone(double size, std::int64_t steps);
-  [[nodiscard]] double run_size(std::size_t device) const;
+  [[nodiscard]] double run_size(DeviceId device) const;
   [[nodiscard]] std::int64_t steps_to_believe(double size) const;
-  void follow_drift(std::size_t device, std::int64_t step);
+  void follow_drift(DeviceId device, std::int64_t step);
   void note_common_change(std::int64_t step, const std::vector<Evidence>& evidence);
-  void accept(std::size_t device, const Evidence& evidence);
-  [[nodiscard]] double ratio(std::size_t device, const Sample& sample) const;
+  void accept(DeviceId device, const Evidence& evidence);
+  [[nodiscard]] double ratio(DeviceId device, const Sample& sample) const;
   [[nodiscard]] double error_of(double noise, std::size_t samples) const;
   void measure_common_noise();
   void measure_scales();
   void pool_equals();
 
-  std::vector<std::size_t> class_of_;
-  std::vector<std::size_t> index_in_class_;
   std::vector<ShapeEstimator> shapes_;
   std::vector<Device> devices_;
   std::vector<DeviceEstimate> estimates_;

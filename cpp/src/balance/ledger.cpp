@@ -103,7 +103,7 @@ void LedgerWriter::claims(std::int64_t step, std::int64_t batch_size, std::span<
 
 void LedgerWriter::least_items(std::int64_t items) { line(fmt::format(R"("least_items": {})", items)); }
 
-void LedgerWriter::retire(std::size_t device) { line(fmt::format(R"("retire": {{"device": {}}})", device)); }
-void LedgerWriter::restore(std::size_t device) { line(fmt::format(R"("restore": {{"device": {}}})", device)); }
+void LedgerWriter::retire(DeviceId device) { line(fmt::format(R"("retire": {{"device": {}}})", device)); }
+void LedgerWriter::restore(DeviceId device) { line(fmt::format(R"("restore": {{"device": {}}})", device)); }
 
 }  // namespace paceline::balance

@@ -6,6 +6,8 @@
 #include <optional>
 #include <vector>
 
+#include <paceline/device_id.hpp>
+
 namespace paceline::balance {
 
 /// How much later than the first device each one starts a step: a core that others keep busy lets its worker in late.
@@ -22,14 +24,14 @@ class StartupCost {
   /// One step: per device the seconds from the first start to its own, or none without work.
   void record(const std::vector<std::optional<double>>& seconds, double compute_seconds);
 
-  [[nodiscard]] double seconds(std::size_t device) const { return devices_[device].seconds; }
+  [[nodiscard]] double seconds(DeviceId device) const { return devices_[device].seconds; }
   /// Starts that `seconds` rests on.
-  [[nodiscard]] std::size_t samples(std::size_t device) const { return devices_[device].samples.size(); }
+  [[nodiscard]] std::size_t samples(DeviceId device) const { return devices_[device].samples.size(); }
   /// What was told, as if nothing was measured.
-  [[nodiscard]] double told(std::size_t device) const { return devices_[device].told; }
+  [[nodiscard]] double told(DeviceId device) const { return devices_[device].told; }
   /// True when the device's last start was much earlier than usual: alone so far, a new beginning if the next one
   /// agrees.
-  [[nodiscard]] bool doubtful(std::size_t device) const { return devices_[device].early; }
+  [[nodiscard]] bool doubtful(DeviceId device) const { return devices_[device].early; }
 
  private:
   struct Device {

@@ -5,6 +5,8 @@
 #include <optional>
 #include <vector>
 
+#include <paceline/device_id.hpp>
+
 #include "balance/policy.hpp"
 
 namespace paceline::balance {
@@ -36,9 +38,9 @@ struct Growth {
 [[nodiscard]] Growth growth(const PolicyContext& context, const std::vector<plan::CostModel>& models);
 
 /// Whether next to nothing is known of what sizes cost that were not run.
-[[nodiscard]] bool is_little_known(const Estimator& estimator, std::size_t device);
+[[nodiscard]] bool is_little_known(const Estimator& estimator, DeviceId device);
 /// The device's model, with so many standard errors more of its time fixed. Where it was measured it stays as long.
-[[nodiscard]] plan::CostModel with_fixed_part(const Estimator& estimator, std::size_t device, double errors);
+[[nodiscard]] plan::CostModel with_fixed_part(const Estimator& estimator, DeviceId device, double errors);
 
 /// Models in which the time of a class that has no work, and whose fixed part is not known, is as fixed as it may be
 /// (2 standard errors). None where there is no such class.

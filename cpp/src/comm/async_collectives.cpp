@@ -91,7 +91,7 @@ class AsyncCollectives final : public Collectives {
       for (std::size_t s = 0; s < results.size(); ++s) {
         const Space& space = memory_.spaces()[s];
         stages.last(*space.endpoint.stream, results[s], {results[s], like.count, like.dtype});
-        for (const std::size_t d : space.members) copy(space, buffers[d].data, results[s], bytes_of(like));
+        for (const DeviceId d : space.members) copy(space, buffers[d].data, results[s], bytes_of(like));
       }
       host_.take_out(results.front(), bytes_of(like), 0, bytes_of(like));
     });
@@ -113,7 +113,7 @@ class AsyncCollectives final : public Collectives {
       }
     });
     finish_on_host();
-    for (const std::size_t d : memory_.host_devices()) {
+    for (const DeviceId d : memory_.host_devices()) {
       host_.give(inputs.front(), d * outputs[d].count, outputs[d]);
     }
   }
@@ -134,7 +134,7 @@ class AsyncCollectives final : public Collectives {
         Space& space = memory_.spaces()[s];
         gathered.push_back(layout_.natural() ? outputs[space.lead()].data
                                              : MemorySpaces::reserve(space, space.scratch, layout_.total() * part));
-        for (const std::size_t d : layout_.owned(s)) copy(space, slot(gathered[s], d, part), sources[d], part);
+        for (const DeviceId d : layout_.owned(s)) copy(space, slot(gathered[s], d, part), sources[d], part);
       }
       if (link_ != nullptr) link_->all_gather(gathered, layout_.block() * part);
       for (std::size_t s = 0; s < gathered.size(); ++s) {
@@ -173,7 +173,7 @@ class AsyncCollectives final : public Collectives {
       if (link_ != nullptr) link_->broadcast(first, bytes_of(like), root_endpoint);
       for (std::size_t s = 0; s < first.size(); ++s) {
         Space& space = memory_.spaces()[s];
-        for (const std::size_t d : space.members) copy(space, buffers[d].data, first[s], bytes_of(like));
+        for (const DeviceId d : space.members) copy(space, buffers[d].data, first[s], bytes_of(like));
       }
       host_.take_out(buffers[memory_.home().lead()].data, bytes_of(like), 0, bytes_of(like));
     });
@@ -265,14 +265,14 @@ class AsyncCollectives final : public Collectives {
               const BufferView& result, std::size_t begin = 0) {
     const std::size_t offset = begin * size_of(result.dtype);
     std::vector<const void*> sources;
-    for (const std::size_t d : space.members) sources.push_back(static_cast<const char*>(inputs[d].data) + offset);
+    for (const DeviceId d : space.members) sources.push_back(static_cast<const char*>(inputs[d].data) + offset);
     if (&space == &memory_.home() && hosts.data != nullptr) {
       sources.insert(sources.end(), hosts.times, static_cast<const char*>(hosts.data) + offset);
     }
     op.first(*space.endpoint.stream, sources, result);
   }
 
-  [[nodiscard]] char* slot(void* base, std::size_t device, std::size_t part_bytes) const {
+  [[nodiscard]] char* slot(void* base, DeviceId device, std::size_t part_bytes) const {
     return static_cast<char*>(base) + layout_.slot(device) * part_bytes;
   }
 
@@ -317,7 +317,7 @@ class AsyncCollectives final : public Collectives {
     link_->reduce_scatter(wholes, parts, layout_.block() * like.count, like.dtype, op.between());
     for (std::size_t s = 0; s < parts.size(); ++s) {
       char* from = static_cast<char*>(parts[s]);
-      for (const std::size_t d : layout_.owned(s)) {
+      for (const DeviceId d : layout_.owned(s)) {
         BufferView result = outputs[d];
         if (memory_.on_host(d)) result.data = from;
         op.last(*memory_.spaces()[s].endpoint.stream, from, result);

@@ -11,7 +11,7 @@ BlockLayout::BlockLayout(std::vector<std::vector<std::size_t>> owned, std::size_
   for (const std::vector<std::size_t>& devices : owned_) block_ = std::max(block_, devices.size());
   for (std::size_t space = 0; space < owned_.size(); ++space) {
     for (std::size_t i = 0; i < owned_[space].size(); ++i) {
-      const std::size_t device = owned_[space][i];
+      const DeviceId device = owned_[space][i];
       slots_[device] = space * block_ + i;
       natural_ = natural_ && slots_[device] == device;
     }

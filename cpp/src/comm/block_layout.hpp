@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <vector>
 
+#include <paceline/device_id.hpp>
+
 namespace paceline::internal {
 
 /// Where the parts of all devices lie while they travel between memory spaces. Each space has one block, which holds
@@ -20,7 +22,7 @@ class BlockLayout {
   [[nodiscard]] std::size_t block() const noexcept { return block_; }
   /// The number of parts in all blocks.
   [[nodiscard]] std::size_t total() const noexcept { return block_ * owned_.size(); }
-  [[nodiscard]] std::size_t slot(std::size_t device) const { return slots_[device]; }
+  [[nodiscard]] std::size_t slot(DeviceId device) const { return slots_[device]; }
   /// Whether the blocks are the whole: the parts of all devices in order, without gaps.
   [[nodiscard]] bool natural() const noexcept { return natural_; }
 

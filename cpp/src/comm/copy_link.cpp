@@ -22,11 +22,9 @@ namespace {
 
 class CopyLink final : public Link {
  public:
-  CopyLink(std::vector<Endpoint> endpoints, std::string why)
-      : endpoints_(std::move(endpoints)), why_(std::move(why)), landing_(endpoints_.size()) {
-    for (const Endpoint& endpoint : endpoints_) {
-      ready_.push_back(endpoint.opened->make_event(false));
-      fetched_.push_back(endpoint.opened->make_event(false));
+  CopyLink(const std::vector<Endpoint>& endpoints, std::string why) : why_(std::move(why)) {
+    for (const Endpoint& endpoint : endpoints) {
+      nodes_.push_back({endpoint, endpoint.opened->make_event(false), endpoint.opened->make_event(false), nullptr});
     }
   }
 
@@ -35,15 +33,15 @@ class CopyLink final : public Link {
   }
 
   void all_reduce(std::span<void* const> buffers, std::size_t count, DType dtype, ReduceOp op) override {
-    for (std::size_t r = 1; r < endpoints_.size(); ++r) endpoints_[r].stream->record(*ready_[r]);
+    for (std::size_t r = 1; r < nodes_.size(); ++r) nodes_[r].stream->record(*nodes_[r].ready);
     reduce_at(0, buffers, buffers[0], count, dtype, op);
     fetch(buffers, count * size_of(dtype), 0);
   }
 
   void reduce_scatter(std::span<const void* const> wholes, std::span<void* const> parts, std::size_t part_count,
                       DType dtype, ReduceOp op) override {
-    for (std::size_t r = 0; r < endpoints_.size(); ++r) endpoints_[r].stream->record(*ready_[r]);
-    for (std::size_t r = 0; r < endpoints_.size(); ++r) {
+    for (const Node& node : nodes_) node.stream->record(*node.ready);
+    for (std::size_t r = 0; r < nodes_.size(); ++r) {
       std::vector<const void*> sources;
       for (const void* whole : wholes) {
         sources.push_back(static_cast<const char*>(whole) + r * part_count * size_of(dtype));
@@ -54,16 +52,16 @@ class CopyLink final : public Link {
   }
 
   void all_gather(std::span<void* const> buffers, std::size_t part_bytes) override {
-    for (std::size_t r = 0; r < endpoints_.size(); ++r) endpoints_[r].stream->record(*ready_[r]);
-    for (std::size_t r = 0; r < endpoints_.size(); ++r) {
-      Stream& stream = *endpoints_[r].stream;
-      for (std::size_t from = 0; from < endpoints_.size(); ++from) {
+    for (const Node& node : nodes_) node.stream->record(*node.ready);
+    for (std::size_t r = 0; r < nodes_.size(); ++r) {
+      Stream& stream = *nodes_[r].stream;
+      for (std::size_t from = 0; from < nodes_.size(); ++from) {
         if (from == r) continue;
-        stream.wait(*ready_[from]);
+        stream.wait(*nodes_[from].ready);
         const std::size_t offset = from * part_bytes;
         stream.copy(static_cast<char*>(buffers[r]) + offset, static_cast<char*>(buffers[from]) + offset, part_bytes);
       }
-      stream.record(*fetched_[r]);
+      stream.record(*nodes_[r].fetched);
     }
     part_as_readers();
   }
@@ -77,19 +75,25 @@ class CopyLink final : public Link {
   void close() override {}
 
  private:
-  [[nodiscard]] const Endpoint& home() const { return endpoints_.front(); }
+  struct Node : Endpoint {
+    std::unique_ptr<Event> ready;
+    std::unique_ptr<Event> fetched;
+    std::unique_ptr<Buffer> landing;
+  };
+
+  [[nodiscard]] const Node& home() const { return nodes_.front(); }
 
   /// Every other endpoint copies the buffer of `root`.
   void fetch(std::span<void* const> buffers, std::size_t bytes, std::size_t root) {
-    endpoints_[root].stream->record(*ready_[root]);
-    for (std::size_t r = 0; r < endpoints_.size(); ++r) {
+    nodes_[root].stream->record(*nodes_[root].ready);
+    for (std::size_t r = 0; r < nodes_.size(); ++r) {
       if (r == root) continue;
-      endpoints_[r].stream->wait(*ready_[root]);
-      endpoints_[r].stream->copy(buffers[r], buffers[root], bytes);
-      endpoints_[r].stream->record(*fetched_[r]);
+      nodes_[r].stream->wait(*nodes_[root].ready);
+      nodes_[r].stream->copy(buffers[r], buffers[root], bytes);
+      nodes_[r].stream->record(*nodes_[r].fetched);
     }
-    for (std::size_t r = 0; r < endpoints_.size(); ++r) {
-      if (r != root) endpoints_[root].stream->wait(*fetched_[r]);
+    for (std::size_t r = 0; r < nodes_.size(); ++r) {
+      if (r != root) nodes_[root].stream->wait(*nodes_[r].fetched);
     }
   }
 
@@ -102,45 +106,42 @@ class CopyLink final : public Link {
     // The kernel loads 16 bytes at a time if all its buffers have the same alignment.
     const std::size_t stride = (bytes + 15) / 16 * 16;
     const std::size_t offset = reinterpret_cast<std::uintptr_t>(sources[endpoint]) % 16;
-    const Endpoint& here = endpoints_[endpoint];
+    Node& here = nodes_[endpoint];
     Stream& stream = *here.stream;
-    const std::size_t room = stride * (endpoints_.size() - 1) + offset;
-    char* landed = static_cast<char*>(reserve(landing_[endpoint], room, *here.opened, stream)) + offset;
+    const std::size_t room = stride * (nodes_.size() - 1) + offset;
+    char* landed = static_cast<char*>(reserve(here.landing, room, *here.opened, stream)) + offset;
     std::vector<const void*> inputs;
-    for (std::size_t r = 0; r < endpoints_.size(); ++r) {
+    for (std::size_t r = 0; r < nodes_.size(); ++r) {
       if (r == endpoint) {
         inputs.push_back(sources[r]);
         continue;
       }
-      stream.wait(*ready_[r]);
+      stream.wait(*nodes_[r].ready);
       stream.copy(landed, sources[r], bytes);
       inputs.push_back(landed);
       landed += stride;
     }
-    stream.record(*fetched_[endpoint]);
+    stream.record(*here.fetched);
     stream.reduce({inputs, output, count, dtype, 1.0, op});
   }
 
   /// Every endpoint goes on after all others have copied what they need out of its memory.
   void part_as_readers() {
-    for (const Endpoint& endpoint : endpoints_) {
-      for (std::size_t r = 0; r < endpoints_.size(); ++r) {
-        if (&endpoints_[r] != &endpoint) endpoint.stream->wait(*fetched_[r]);
+    for (const Node& reader : nodes_) {
+      for (const Node& other : nodes_) {
+        if (&other != &reader) reader.stream->wait(*other.fetched);
       }
     }
   }
 
-  std::vector<Endpoint> endpoints_;
+  std::vector<Node> nodes_;
   std::string why_;
-  std::vector<std::unique_ptr<Event>> ready_;
-  std::vector<std::unique_ptr<Event>> fetched_;
-  std::vector<std::unique_ptr<Buffer>> landing_;  // by endpoint
 };
 
 }  // namespace
 
-std::unique_ptr<Link> make_copy_link(std::vector<Endpoint> endpoints, std::string why) {
-  return std::make_unique<CopyLink>(std::move(endpoints), std::move(why));
+std::unique_ptr<Link> make_copy_link(const std::vector<Endpoint>& endpoints, std::string why) {
+  return std::make_unique<CopyLink>(endpoints, std::move(why));
 }
 
 }  // namespace paceline::internal

@@ -18,12 +18,12 @@ void* reserve(std::unique_ptr<Buffer>& buffer, std::size_t bytes, AsyncDevice& d
 }
 
 std::unique_ptr<Link> make_link(std::vector<Endpoint> endpoints, const CommunicatorOptions& options) {
-  if (options.transport == Transport::copies) return make_copy_link(std::move(endpoints), "as asked for");
+  if (options.transport == Transport::copies) return make_copy_link(endpoints, "as asked for");
   std::string why_none;
   std::unique_ptr<Link> native = make_native_link(endpoints, options, why_none);
   if (native != nullptr) return native;
   if (options.transport == Transport::nccl) throw Unavailable("Communicator: " + why_none);
-  return make_copy_link(std::move(endpoints), std::move(why_none));
+  return make_copy_link(endpoints, std::move(why_none));
 }
 
 }  // namespace paceline::internal

@@ -78,6 +78,6 @@ class NativeLink : public Link {
 [[nodiscard]] std::unique_ptr<Link> make_link(std::vector<Endpoint> endpoints, const CommunicatorOptions& options);
 
 /// A link by copies. It always works. An all_reduce goes through the first endpoint's memory.
-[[nodiscard]] std::unique_ptr<Link> make_copy_link(std::vector<Endpoint> endpoints, std::string why);
+[[nodiscard]] std::unique_ptr<Link> make_copy_link(const std::vector<Endpoint>& endpoints, std::string why);
 
 }  // namespace paceline::internal

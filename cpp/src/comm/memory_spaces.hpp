@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <paceline/comm/buffer_view.hpp>
+#include <paceline/device_id.hpp>
 #include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/device_group.hpp>
 
@@ -37,26 +38,26 @@ class MemorySpaces {
   /// The first GPU's space. Data of host devices enters here.
   [[nodiscard]] Space& home() noexcept { return spaces_.front(); }
   [[nodiscard]] const std::vector<std::size_t>& host_devices() const noexcept { return host_; }
-  [[nodiscard]] bool on_host(std::size_t device) const { return devices_[device].device == nullptr; }
+  [[nodiscard]] bool on_host(DeviceId device) const { return devices_[device].device == nullptr; }
   /// Null for host devices.
-  [[nodiscard]] AsyncDevice* device(std::size_t device) const { return devices_[device].device.get(); }
+  [[nodiscard]] AsyncDevice* device(DeviceId device) const { return devices_[device].device.get(); }
   /// The index of a device's space. For host devices it is the number of spaces.
-  [[nodiscard]] std::size_t index_of_space(std::size_t device) const {
+  [[nodiscard]] std::size_t index_of_space(DeviceId device) const {
     return on_host(device) ? spaces_.size() : devices_[device].space;
   }
-  [[nodiscard]] Space& space_of(std::size_t device) { return spaces_[devices_[device].space]; }
+  [[nodiscard]] Space& space_of(DeviceId device) { return spaces_[devices_[device].space]; }
   [[nodiscard]] std::vector<Endpoint> endpoints() const;
 
   /// Work enqueued on the spaces' streams from now on runs after the work that the buffers' streams already have.
   void enter(std::span<const BufferView> buffers);
   /// The same for a buffer of one device and the stream of any space.
-  void enter(std::size_t device, const BufferView& buffer, const Space& space);
+  void enter(DeviceId device, const BufferView& buffer, const Space& space);
   /// Work enqueued on the buffers' streams from now on runs after the work of their own space's stream, or of every
   /// space's.
   enum class Until { own_space, every_space };
   void leave(std::span<const BufferView> buffers, Until until);
   /// Work enqueued on the buffer's stream from now on runs after the work of the space's stream.
-  void leave(std::size_t device, const BufferView& buffer, Space& space);
+  void leave(DeviceId device, const BufferView& buffer, Space& space);
 
   /// Pinned memory, by number. It grows, and is kept until the end, because releasing it waits for all work of the GPU.
   [[nodiscard]] void* staging(std::size_t which, std::size_t bytes);

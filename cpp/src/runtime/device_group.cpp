@@ -96,7 +96,7 @@ bool DeviceGroup::asynchronous() const {
                      [](const Device& device) { return backend_of(device).asynchronous(); });
 }
 
-void DeviceGroup::open(const std::shared_ptr<WorkSource>& source, int priority, std::span<const std::size_t> devices) {
+void DeviceGroup::open(const std::shared_ptr<WorkSource>& source, int priority, std::span<const DeviceId> devices) {
   workers_->open(source, priority, devices);
 }
 

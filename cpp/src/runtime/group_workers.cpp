@@ -139,11 +139,11 @@ void GroupWorkers::require_alive(const char* call) const {
   }
 }
 
-void GroupWorkers::open(const std::shared_ptr<WorkSource>& source, int priority, std::span<const std::size_t> devices) {
+void GroupWorkers::open(const std::shared_ptr<WorkSource>& source, int priority, std::span<const DeviceId> devices) {
   require_alive("open");
   const std::lock_guard lock(threads_->mutex);
   if (closed_) throw Unavailable("open: the device group is closed. Make a new one.");
-  for (const std::size_t d : devices) {
+  for (const DeviceId d : devices) {
     if (d < devices_.size()) continue;
     throw InvalidArgument(fmt::format("open: there is no device {} in a group of {}.", d, devices_.size()));
   }
@@ -162,7 +162,7 @@ void GroupWorkers::open(const std::shared_ptr<WorkSource>& source, int priority,
     std::erase_if(threads_->gap_sources, [](const auto& one) { return one.expired(); });
     threads_->gap_sources.push_back(source);
   }
-  const auto is_asked = [&](std::size_t d) {
+  const auto is_asked = [&](DeviceId d) {
     return devices.empty() || std::find(devices.begin(), devices.end(), d) != devices.end();
   };
   // The worker of this core comes last. The system may run it in place of this thread, and the other workers would then

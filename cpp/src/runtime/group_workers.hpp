@@ -11,6 +11,7 @@
 #include <span>
 #include <vector>
 
+#include <paceline/device_id.hpp>
 #include <paceline/runtime/device.hpp>
 #include <paceline/runtime/work_source.hpp>
 
@@ -29,7 +30,7 @@ class GroupWorkers {
 
   [[nodiscard]] const std::vector<Device>& devices() const noexcept { return devices_; }
   /// See DeviceGroup::open().
-  void open(const std::shared_ptr<WorkSource>& source, int priority, std::span<const std::size_t> devices);
+  void open(const std::shared_ptr<WorkSource>& source, int priority, std::span<const DeviceId> devices);
   [[nodiscard]] bool busy() const noexcept;
   /// One wait of DeviceGroup::wait(): spins for a moment, then calls `sleep`.
   template <class Done, class Sleep>

@@ -21,7 +21,7 @@ void WorkSource::attach(std::vector<std::weak_ptr<detail::Worker>> workers) {
   workers_ = std::move(workers);
 }
 
-void WorkSource::wake(std::size_t device) noexcept {
+void WorkSource::wake(DeviceId device) noexcept {
   const std::lock_guard lock(mutex_);
   if (device >= workers_.size()) return;
   if (const auto worker = workers_[device].lock()) worker->wake();
@@ -41,19 +41,19 @@ GroupTask::~GroupTask() = default;
 
 void GroupTask::opened(std::size_t device_count) { taken_.assign(device_count, 0); }
 
-NextWork GroupTask::next(std::size_t device, Clock::time_point) noexcept {
+NextWork GroupTask::next(DeviceId device, Clock::time_point) noexcept {
   if (taken_[device] != 0) return NextWork::done();
   taken_[device] = 1;
   return NextWork::take(0);
 }
 
-void GroupTask::perform(std::size_t device, std::int64_t, Turn&) { run(device); }
+void GroupTask::perform(DeviceId device, std::int64_t, Turn&) { run(device); }
 
 void GroupTask::done(std::size_t, std::int64_t, const WorkTiming&) noexcept {
   if (left_.fetch_add(1, std::memory_order_acq_rel) + 1 == taken_.size()) wake_caller();
 }
 
-void GroupTask::failed(std::size_t device, std::int64_t work, std::exception_ptr) noexcept { done(device, work, {}); }
+void GroupTask::failed(DeviceId device, std::int64_t work, std::exception_ptr) noexcept { done(device, work, {}); }
 
 void GroupTask::cancel(std::exception_ptr) noexcept {}
 

@@ -73,7 +73,7 @@ SimulationResult simulate(const SimulationOptions& options) {
     const balance::StepPlan plan = balancer.next_plan(options.batch_size);
     const StepOutcome outcome = box.run(step, plan.shares);
     if (outcome.failed_device) {
-      const std::size_t device = *outcome.failed_device;
+      const DeviceId device = *outcome.failed_device;
       const std::vector<std::int64_t>& shares = plan.shares;
       bool any_left = false;
       for (std::size_t i = 0; i < shares.size(); ++i) any_left = any_left || box.alive(i, step);

@@ -113,7 +113,7 @@ TEST(Claims, FollowAScriptWhateverTheSharesAndTheClock) {
   ASSERT_EQ(played.ran[1].size(), 2U);
   EXPECT_EQ(played.ran[1][0].begin, 60);
   EXPECT_EQ(played.ran[1][1].begin, 30);
-  EXPECT_EQ(played.ran[1][1].device_index, 1U);
+  EXPECT_EQ(played.ran[1][1].device, 1U);
   EXPECT_TRUE(played.ran[0][0].last);
   EXPECT_FALSE(played.ran[1][0].last);
   EXPECT_TRUE(played.ran[1][1].last);

@@ -272,7 +272,7 @@ TEST(DataParallel, KeepsToAMemoryLimit) {
   for (int step = 0; step < 2; ++step) {
     longest = 0;
     trainer.step(64, [&](const MicroBatch& mb, Trainer::Replica& replica) {
-      if (mb.device_index == 0) {
+      if (mb.device == 0) {
         EXPECT_EQ(mb.measure, step == 0 && longest < 4);
         longest = std::max(longest.load(), mb.size());
         replica.memory_bytes = 100 * mb.size();

@@ -65,9 +65,9 @@ class Sums final : public StepProgram {
   explicit Sums(std::size_t devices) : ran(devices), sums_(devices) {}
   bool run(const MicroBatch& mb) override {
     const auto begin = Clock::now();
-    for (std::int64_t k = mb.begin; k < mb.end; ++k) sums_[mb.device_index] += std::sin(static_cast<double>(k));
+    for (std::int64_t k = mb.begin; k < mb.end; ++k) sums_[mb.device] += std::sin(static_cast<double>(k));
     spin(std::chrono::microseconds(20) * mb.size());
-    ran[mb.device_index].push_back({begin, Clock::now()});
+    ran[mb.device].push_back({begin, Clock::now()});
     return false;
   }
   std::vector<ReductionSegment> reduction() override {

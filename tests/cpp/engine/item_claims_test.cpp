@@ -123,7 +123,7 @@ TEST(ItemClaims, KeepsToTheSharesWithoutStealing) {
   const auto plan = plan_of(rng, 64, {1.0, 2.0}, {1e-6, 1e-6});
   const Played played = play(plan, {9e-6, 1e-6}, false, true);
   std::vector<std::int64_t> items(2, 0);
-  for (const MicroBatch& mb : played.claimed) items[mb.device_index] += mb.size();
+  for (const MicroBatch& mb : played.claimed) items[mb.device] += mb.size();
   EXPECT_EQ(items, plan->shares);
   EXPECT_TRUE(std::none_of(played.claimed.begin(), played.claimed.end(), [](const auto& mb) { return mb.correction; }));
 }

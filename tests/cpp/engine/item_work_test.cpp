@@ -57,7 +57,7 @@ TEST(ItemWork, TellsTheBalancerOneTimeForOneShareAndThatNothingOfItIsFixed) {
     StepRecord record;
     for (std::size_t d = 0; d < 2; ++d) {
       const std::int64_t begin = d == 0 ? 0 : plan->shares[0];
-      record.claims.push_back({{.begin = begin, .end = begin + plan->shares[d], .device_index = d}, 0.0, 1.0});
+      record.claims.push_back({{.begin = begin, .end = begin + plan->shares[d], .device = d}, 0.0, 1.0});
     }
     record.compute_seconds = 1.0;
     for (const auto& device : plan->timings(record).devices) EXPECT_EQ(device.size(), 1U);
@@ -134,7 +134,7 @@ TEST(ItemWork, TellsEachDeviceClassByItsName) {
         const double longest = plan->ordered_costs[static_cast<std::size_t>(bounds[k])];
         const auto count = static_cast<double>(bounds[k + 1] - bounds[k]);
         ClaimRecord claim;
-        claim.micro_batch = {.begin = bounds[k], .end = bounds[k + 1], .device_index = device};
+        claim.micro_batch = {.begin = bounds[k], .end = bounds[k + 1], .device = device};
         claim.finish_seconds = 1e-3 * static_cast<double>(device + 1) * longest * count;
         record.claims.push_back(claim);
       }

@@ -27,7 +27,7 @@ class Counted final : public StepProgram {
   Counted(std::int64_t batch_size, std::size_t slow) : slow_(slow), times_(static_cast<std::size_t>(batch_size)) {}
   bool run(const MicroBatch& mb) override {
     for (std::int64_t k = mb.begin; k < mb.end; ++k) ++times_[static_cast<std::size_t>(k)];
-    const int spins = mb.device_index == slow_ ? 20000 : 1000;
+    const int spins = mb.device == slow_ ? 20000 : 1000;
     for (std::atomic<int> spun = 0; spun < spins; ++spun) {
     }
     return false;

@@ -38,7 +38,7 @@ class Program final : public StepProgram {
       const double seconds = static_cast<double>(mb.size()) * seconds_per_item(mb.size());
       std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
     }
-    ran[mb.device_index].push_back(mb);
+    ran[mb.device].push_back(mb);
     for (const std::int64_t item : mb.items) {
       const std::lock_guard lock(mutex_);
       ++items[item];
@@ -184,7 +184,7 @@ TEST(OutOfMemory, OfADevicesOwnLimitIsNoOtherDevices) {
   const auto program = std::make_shared<Program>(2, 16);
   const auto step = step_loop.begin(step_loop.plan(64), program);
   step->wait();
-  const std::size_t failed = step->failure()->micro_batch->device_index;
+  const std::size_t failed = step->failure()->micro_batch->device;
   EXPECT_TRUE(step_loop.shrink(*step, true));
   const auto again = step_loop.begin(step_loop.plan(64), std::make_shared<Program>(2));
   again->wait();

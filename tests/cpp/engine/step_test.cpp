@@ -33,7 +33,7 @@ class CountingProgram final : public StepProgram {
     if (rng() % 3 == 0) std::this_thread::sleep_for(std::chrono::microseconds(rng() % 60));
     if (throws_ && rng() % 5 == 0) throw std::runtime_error("thrown by the body");
     for (std::int64_t i = mb.begin; i < mb.end; ++i) times_[static_cast<std::size_t>(i)].fetch_add(1);
-    sums_[mb.device_index] += static_cast<double>(mb.size());
+    sums_[mb.device] += static_cast<double>(mb.size());
     return false;
   }
 
@@ -213,7 +213,7 @@ TEST(Step, NestsTheBodysOwnExceptionInTheError) {
   const DeviceGroup group = host_group(2);
   class Throwing final : public StepProgram {
     bool run(const MicroBatch& mb) override {
-      if (mb.device_index == 1) throw std::out_of_range("no such row");
+      if (mb.device == 1) throw std::out_of_range("no such row");
       return false;
     }
   };
@@ -232,7 +232,7 @@ class Failing final : public StepProgram {
  public:
   Failing(Thrown thrown, bool in_reduction) : thrown_(std::move(thrown)), in_reduction_(in_reduction) {}
   bool run(const MicroBatch& mb) override {
-    if (!in_reduction_ && mb.device_index == 1) throw thrown_;
+    if (!in_reduction_ && mb.device == 1) throw thrown_;
     return false;
   }
   std::vector<ReductionSegment> reduction() override { throw thrown_; }

@@ -21,7 +21,7 @@ namespace {
 class CountTask final : public GroupTask {
  public:
   explicit CountTask(std::size_t count) : seen(count) {}
-  void run(std::size_t device_index) noexcept override { seen[device_index].fetch_add(1); }
+  void run(std::size_t device) noexcept override { seen[device].fetch_add(1); }
   std::vector<std::atomic<int>> seen;
 };
 
@@ -152,8 +152,8 @@ TEST(DeviceGroup, CanBeDroppedByItsOwnWorker) {
   class DropTask final : public GroupTask {
    public:
     explicit DropTask(DeviceGroup group) : group_(std::make_unique<DeviceGroup>(std::move(group))) {}
-    void run(std::size_t device_index) noexcept override {
-      if (device_index == 0) group_.reset();
+    void run(std::size_t device) noexcept override {
+      if (device == 0) group_.reset();
       done.fetch_add(1);
     }
     std::unique_ptr<DeviceGroup> group_;

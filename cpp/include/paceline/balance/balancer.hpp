@@ -12,6 +12,7 @@
 #include <paceline/balance/balance.hpp>
 #include <paceline/balance/report.hpp>
 #include <paceline/balance/what_if.hpp>
+#include <paceline/device_id.hpp>
 #include <paceline/export.hpp>
 #include <paceline/plan/cost_model.hpp>
 #include <paceline/plan/split.hpp>
@@ -106,11 +107,11 @@ class PACELINE_API Balancer {
 
   /// The device gets no further work: it failed or left. The plans that follow share its part among the others.
   /// @throws InvalidArgument if there is no such device or it is the last one.
-  void retire(std::size_t device);
+  void retire(DeviceId device);
   /// A device that was retired gets work again, from the next plan on, by what is known of it from before.
   /// @throws InvalidArgument if there is no such device.
-  void restore(std::size_t device);
-  [[nodiscard]] bool retired(std::size_t device) const;
+  void restore(DeviceId device);
+  [[nodiscard]] bool retired(DeviceId device) const;
 
   /// From the next plan on no share has fewer items, unless it is zero or the batch itself has fewer: fewer devices
   /// then run a small batch. Shares in force that are too small are planned anew. 1, as at first: any share will do.

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <paceline/balance/balancer.hpp>
+#include <paceline/device_id.hpp>
 #include <paceline/export.hpp>
 
 namespace paceline::balance {
@@ -20,7 +21,7 @@ constexpr std::int64_t kLedgerVersion = 6;
 /// What a device ran: items [begin, end) of the batch, or positions in the step's order, with its times on the step's
 /// clock.
 struct LedgerClaim {
-  std::size_t device = 0;
+  DeviceId device = 0;
   std::int64_t begin = 0;
   std::int64_t end = 0;
   double start_seconds = 0.0;
@@ -63,8 +64,8 @@ class PACELINE_API LedgerWriter {
   void header(const BalancerOptions& options);
   void plan(const StepPlan& plan);
   void record(std::int64_t step, const StepTimings& timings);
-  void retire(std::size_t device);
-  void restore(std::size_t device);
+  void retire(DeviceId device);
+  void restore(DeviceId device);
   void least_items(std::int64_t items);
   void claims(std::int64_t step, std::int64_t batch_size, std::span<const LedgerClaim> ran,
               std::span<const LedgerClaim> pieces, std::span<const std::int64_t> order = {});

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <paceline/balance/balancer.hpp>
+#include <paceline/device_id.hpp>
 #include <paceline/export.hpp>
 #include <paceline/plan/item_arrangement.hpp>
 
@@ -47,7 +48,7 @@ struct PACELINE_API BatchPlan {
 
   [[nodiscard]] bool by_cost() const noexcept { return !costs.empty(); }
   /// The work of the micro-batch [begin, end) on this device, by the device's shape. With costs only.
-  [[nodiscard]] double work(std::size_t device, std::int64_t begin, std::int64_t end) const noexcept;
+  [[nodiscard]] double work(DeviceId device, std::int64_t begin, std::int64_t end) const noexcept;
   /// The size that the memory for the micro-batch [begin, end) grows with: the number of its items; with costs this
   /// number times the longest item's cost.
   [[nodiscard]] double memory_size(std::int64_t begin, std::int64_t end) const noexcept;

@@ -14,6 +14,7 @@
 
 #include <paceline/balance/balance.hpp>
 #include <paceline/comm/communicator.hpp>
+#include <paceline/device_id.hpp>
 #include <paceline/engine/batch_plan.hpp>
 #include <paceline/engine/memory_report.hpp>
 #include <paceline/engine/micro_batch.hpp>
@@ -28,7 +29,7 @@ namespace paceline {
 /// its own. For a GPU both lie in the GPU's memory.
 template <class T>
 struct BasicReplica {
-  std::size_t device_index = 0;
+  DeviceId device = 0;
   std::span<const T> parameters;
   std::span<T> gradients;  ///< zero when the device's first micro-batch of a step begins; the body adds to it
   void* stream = nullptr;  ///< on a GPU the cudaStream_t to enqueue everything on; null on the host

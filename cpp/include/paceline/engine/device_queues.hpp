@@ -12,6 +12,7 @@
 #include <paceline/comm/buffer_view.hpp>
 #include <paceline/comm/communicator.hpp>
 #include <paceline/comm/space_copy.hpp>
+#include <paceline/device_id.hpp>
 #include <paceline/engine/step.hpp>
 #include <paceline/export.hpp>
 #include <paceline/runtime/async_device.hpp>
@@ -98,7 +99,7 @@ class PACELINE_API DeviceQueues {
   [[nodiscard]] std::size_t device_count() const noexcept;
   [[nodiscard]] std::size_t space_count() const noexcept;
   [[nodiscard]] std::size_t home_space() const noexcept;
-  [[nodiscard]] std::size_t space_of(std::size_t device) const noexcept;
+  [[nodiscard]] std::size_t space_of(DeviceId device) const noexcept;
   [[nodiscard]] bool on_host(std::size_t space) const noexcept;
 
   /// How parameters and sums move between GPUs, with the reason. Empty if the group has one GPU only.
@@ -115,9 +116,9 @@ class PACELINE_API DeviceQueues {
   /// NCCL's collectives; null without them.
   [[nodiscard]] Stream* copy_stream(std::size_t space) const noexcept;
   /// The stream that a device computes on; null for host devices.
-  [[nodiscard]] Stream* stream(std::size_t device) const noexcept;
+  [[nodiscard]] Stream* stream(DeviceId device) const noexcept;
   /// A stream on the home GPU that reads home's memory (a batch) for a device elsewhere; null for home's own devices.
-  [[nodiscard]] Stream* source_stream(std::size_t device) const noexcept;
+  [[nodiscard]] Stream* source_stream(DeviceId device) const noexcept;
 
   /// From now on steps are ordered on this stream of the caller; null: on one of our own. The old stream must still
   /// exist, and is not used after this call. The new stream must exist until the next call, or until the queues are
@@ -127,26 +128,26 @@ class PACELINE_API DeviceQueues {
   /// @throws DeviceLost after a hang; a failure of NCCL in an earlier step.
   [[nodiscard]] std::shared_ptr<const StepTimes> begin_step(std::span<const SpaceCopy> copies);
   /// The first call of a step makes the device's queue wait for the parameters, and returns true.
-  bool enter(std::size_t device);
+  bool enter(DeviceId device);
   /// The event after which the device has at most run_ahead micro-batches in addition to the one that it computes.
   /// Null: it has no more than that now.
-  [[nodiscard]] const Event* slot(std::size_t device) const;
+  [[nodiscard]] const Event* slot(DeviceId device) const;
   /// The event after which the device has no work left. Null: it was given none in this step.
-  [[nodiscard]] const Event* idle(std::size_t device) const;
+  [[nodiscard]] const Event* idle(DeviceId device) const;
   /// The longest wait for either event. Call give_up() with an event that takes longer.
   [[nodiscard]] std::chrono::nanoseconds patience() const noexcept;
   /// Marks the device as hung. @throws Timeout always
   void give_up(const Event& event);
   /// True if the device had run out of work, so that the time of this run is no evidence. `continues`: this is another
   /// piece of the run before (MicroBatch::continues); both together have one time and count once.
-  bool begin_run(std::size_t device, bool continues = false);
+  bool begin_run(DeviceId device, bool continues = false);
   /// Call it inside a run, when its items are on their way. The device's time until here was waiting and does not
   /// count.
-  void restart_run(std::size_t device);
-  void end_run(std::size_t device);
+  void restart_run(DeviceId device);
+  void end_run(DeviceId device);
   /// The buffers to sum of this device, written by the work on its stream so far. Every device gives the same list of
   /// sizes. Host memory must be pinned. Not called for devices without work.
-  void deliver(std::size_t device, std::vector<BufferView> parts);
+  void deliver(DeviceId device, std::vector<BufferView> parts);
   /// outputs[k] = scale * sum over the devices of their k-th part, in home's memory, on the home stream.
   void reduce(std::span<const BufferView> outputs, double scale);
   /// Marks the end of the step on the home stream.

@@ -5,13 +5,15 @@
 #include <cstdint>
 #include <span>
 
+#include <paceline/device_id.hpp>
+
 namespace paceline {
 
 /// What one forward and backward runs: items [begin, end) of the global batch, on one device.
 struct MicroBatch {
   std::int64_t begin = 0;
   std::int64_t end = 0;
-  std::size_t device_index = 0;  ///< position in the group
+  DeviceId device = 0;
   /// True only if this device gets no further micro-batch in this step. False does not promise another one: the device
   /// may ask for a correction and find none.
   bool last = false;

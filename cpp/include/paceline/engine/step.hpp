@@ -12,6 +12,7 @@
 
 #include <paceline/balance/balancer.hpp>
 #include <paceline/comm/reduce.hpp>
+#include <paceline/device_id.hpp>
 #include <paceline/engine/batch_plan.hpp>
 #include <paceline/engine/micro_batch.hpp>
 #include <paceline/export.hpp>
@@ -48,18 +49,18 @@ class PACELINE_API StepProgram {
   virtual bool run(const MicroBatch& micro_batch) = 0;
   /// Asked after a run() with MicroBatch::measure. Returns the peak of the bytes that the run took in addition to what
   /// was in use before it; 0 if that cannot be measured; none if the run had nothing to do.
-  [[nodiscard]] virtual std::optional<std::int64_t> memory_bytes(std::size_t device_index);
+  [[nodiscard]] virtual std::optional<std::int64_t> memory_bytes(DeviceId device);
   /// The event that must be done before the device claims its next micro-batch; null: none. Claiming late leaves more
   /// for other devices to take over.
-  [[nodiscard]] virtual const Event* slot(std::size_t device_index);
+  [[nodiscard]] virtual const Event* slot(DeviceId device);
   /// The event that is done when the device has run everything that it was given; null: nothing. The device waits for
   /// it, and claims once more, when a claim came back empty while it was still at work.
-  [[nodiscard]] virtual const Event* idle(std::size_t device_index);
+  [[nodiscard]] virtual const Event* idle(DeviceId device);
   /// The longest wait for either event.
   [[nodiscard]] virtual std::chrono::nanoseconds patience() const;
   /// Called when an event has taken longer. Throws the error that the step then fails with.
   virtual void give_up(const Event& event);
-  virtual void finish(std::size_t device_index);
+  virtual void finish(DeviceId device);
   /// After the step, before its times are used: replaces the times that the host's clock cannot know. The host only saw
   /// when work was enqueued; devices that work later have clocks of their own.
   virtual void stamp(std::vector<ClaimRecord>& claims) const;

@@ -10,6 +10,7 @@
 
 #include <paceline/balance/balance.hpp>
 #include <paceline/balance/balancer.hpp>
+#include <paceline/device_id.hpp>
 #include <paceline/engine/batch_plan.hpp>
 #include <paceline/engine/memory_report.hpp>
 #include <paceline/engine/step.hpp>
@@ -105,9 +106,9 @@ class PACELINE_API StepLoop {
   /// The device gets no work from the next step on, with costs or without, and no step waits for it. It stays in the
   /// group, and restore() brings it back.
   /// @throws InvalidArgument if there is no such device, if it is the last one that works, or while a step runs.
-  void retire(std::size_t device);
-  void restore(std::size_t device);
-  [[nodiscard]] bool retired(std::size_t device) const;
+  void retire(DeviceId device);
+  void restore(DeviceId device);
+  [[nodiscard]] bool retired(DeviceId device) const;
 
   /// Cancels the running step, if any (see Step::cancel). Any thread may call it, also while another thread is in
   /// begin() or commit().

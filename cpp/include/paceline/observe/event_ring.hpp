@@ -4,8 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <vector>
 
+#include <paceline/device_id.hpp>
 #include <paceline/export.hpp>
 
 namespace paceline::observe {
@@ -21,9 +23,9 @@ enum class EventKind : std::uint8_t {
 /// starts when the StepLoop is made.
 struct TraceEvent {
   EventKind kind = EventKind::step;
-  std::int32_t device_index = -1;  ///< -1: the group as a whole
-  std::int64_t step = 0;           ///< the number of steps that had succeeded before it
-  std::int64_t begin = 0;          ///< items of the batch, [begin, end); both 0 if the event is not about items
+  std::optional<DeviceId> device{};  ///< none: the group as a whole
+  std::int64_t step = 0;             ///< the number of steps that had succeeded before it
+  std::int64_t begin = 0;            ///< items of the batch, [begin, end); both 0 if the event is not about items
   std::int64_t end = 0;
   double start_seconds = 0.0;
   double duration_seconds = 0.0;

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include <paceline/device_id.hpp>
 #include <paceline/export.hpp>
 #include <paceline/runtime/device.hpp>
 #include <paceline/runtime/group_task.hpp>
@@ -58,7 +59,7 @@ class PACELINE_API DeviceGroup {
   /// (WorkSource), and close() cancels them. `devices` lists indices; an empty list means all devices.
   /// @throws InvalidArgument while another source of priority 0 or above is not complete, for a source that was opened
   /// before, and for an index out of range; Unavailable once closed or after fork().
-  void open(const std::shared_ptr<WorkSource>& source, int priority, std::span<const std::size_t> devices = {});
+  void open(const std::shared_ptr<WorkSource>& source, int priority, std::span<const DeviceId> devices = {});
   /// Opens the source at priority 0, on all devices.
   void submit(const std::shared_ptr<WorkSource>& source);
 

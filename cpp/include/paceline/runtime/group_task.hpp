@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <vector>
 
+#include <paceline/device_id.hpp>
 #include <paceline/export.hpp>
 #include <paceline/runtime/work_source.hpp>
 
@@ -19,7 +20,7 @@ class PACELINE_API GroupTask : public WorkSource {
   GroupTask();
   ~GroupTask() override;
 
-  virtual void run(std::size_t device_index) noexcept = 0;
+  virtual void run(DeviceId device) noexcept = 0;
 
   /// True when the caller may go on: by default when every worker has left. A task whose result is ready earlier
   /// overrides this and calls wake_caller(); late workers then find nothing to do.
@@ -32,10 +33,10 @@ class PACELINE_API GroupTask : public WorkSource {
 
  private:
   void opened(std::size_t device_count) final;
-  [[nodiscard]] NextWork next(std::size_t device, Clock::time_point now) noexcept final;
-  void perform(std::size_t device, std::int64_t work, Turn& turn) final;
-  void done(std::size_t device, std::int64_t work, const WorkTiming& timing) noexcept final;
-  void failed(std::size_t device, std::int64_t work, std::exception_ptr error) noexcept final;
+  [[nodiscard]] NextWork next(DeviceId device, Clock::time_point now) noexcept final;
+  void perform(DeviceId device, std::int64_t work, Turn& turn) final;
+  void done(DeviceId device, std::int64_t work, const WorkTiming& timing) noexcept final;
+  void failed(DeviceId device, std::int64_t work, std::exception_ptr error) noexcept final;
   void cancel(std::exception_ptr reason) noexcept final;
 
   std::vector<char> taken_;  // each worker writes only its own entry

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <vector>
 
+#include <paceline/device_id.hpp>
 #include <paceline/export.hpp>
 #include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/turn.hpp>
@@ -73,11 +74,11 @@ class PACELINE_API WorkSource {
   WorkSource& operator=(const WorkSource&) = delete;
 
   /// Must neither block nor throw. The source reports its own failures.
-  [[nodiscard]] virtual NextWork next(std::size_t device, Clock::time_point now) noexcept = 0;
+  [[nodiscard]] virtual NextWork next(DeviceId device, Clock::time_point now) noexcept = 0;
   /// Runs a piece of work on the device whose `turn` this thread has. May throw.
-  virtual void perform(std::size_t device, std::int64_t work, Turn& turn) = 0;
-  virtual void done(std::size_t device, std::int64_t work, const WorkTiming& timing) noexcept = 0;
-  virtual void failed(std::size_t device, std::int64_t work, std::exception_ptr error) noexcept = 0;
+  virtual void perform(DeviceId device, std::int64_t work, Turn& turn) = 0;
+  virtual void done(DeviceId device, std::int64_t work, const WorkTiming& timing) noexcept = 0;
+  virtual void failed(DeviceId device, std::int64_t work, std::exception_ptr error) noexcept = 0;
   /// Lets running work finish and starts nothing new; next() soon answers done. Any thread.
   virtual void cancel(std::exception_ptr reason) noexcept = 0;
   /// Whether the caller who waits for this source may go on. Turns true once and stays true. Any thread.
@@ -85,7 +86,7 @@ class PACELINE_API WorkSource {
 
  protected:
   /// Makes the device's worker ask again, if it waits. Any thread.
-  void wake(std::size_t device) noexcept;
+  void wake(DeviceId device) noexcept;
   /// Like wake(), for all devices.
   void wake_all() noexcept;
   /// Makes the waiting caller check complete() again. Any thread.

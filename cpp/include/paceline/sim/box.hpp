@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <paceline/balance/balancer.hpp>
+#include <paceline/device_id.hpp>
 #include <paceline/export.hpp>
 #include <paceline/plan/cost_model.hpp>
 
@@ -29,7 +30,7 @@ struct SimDevice {
 
 /// The device takes `factor` times as long in steps [from, to).
 struct Throttle {
-  std::size_t device = 0;
+  DeviceId device = 0;
   double factor = 2.0;
   std::int64_t from = 0;
   std::int64_t to = 0;
@@ -38,7 +39,7 @@ struct Throttle {
 /// The device takes `first_factor` times as long up to step `from`, and `last_factor` times as long from step `to` on.
 /// In between the factor changes linearly. Examples: warming up, heating up.
 struct Drift {
-  std::size_t device = 0;
+  DeviceId device = 0;
   double first_factor = 1.0;
   double last_factor = 1.5;
   std::int64_t from = 0;
@@ -48,7 +49,7 @@ struct Drift {
 /// The device stands still for `seconds` in step `first`, and again every `every` steps (0: only once). Examples:
 /// compilation in the first step, garbage collection, one bad sample. No split avoids it, so the oracle ignores it.
 struct Pause {
-  std::size_t device = 0;
+  DeviceId device = 0;
   double seconds = 0.0;
   std::int64_t first = 0;
   std::int64_t every = 0;
@@ -63,7 +64,7 @@ struct LastingNoise {
 
 /// The device stops for good in step `step`.
 struct Failure {
-  std::size_t device = 0;
+  DeviceId device = 0;
   std::int64_t step = 0;
 };
 
@@ -108,7 +109,7 @@ class PACELINE_API Box {
 
   /// The true models at a step, with throttles and without noise.
   [[nodiscard]] std::vector<plan::CostModel> models(std::int64_t step) const;
-  [[nodiscard]] bool alive(std::size_t device, std::int64_t step) const;
+  [[nodiscard]] bool alive(DeviceId device, std::int64_t step) const;
   /// The seconds of a step with `shares`, with start-up and reduction, without noise, pauses and first runs.
   [[nodiscard]] double makespan(std::int64_t step, const std::vector<std::int64_t>& shares) const;
   /// The split with the least makespan at a step, by the true models over the devices alive.
@@ -119,10 +120,10 @@ class PACELINE_API Box {
   [[nodiscard]] const BoxOptions& options() const noexcept { return options_; }
 
  private:
-  [[nodiscard]] double slowdown(std::size_t device, std::int64_t step) const;
-  [[nodiscard]] double pause(std::size_t device, std::int64_t step) const;
+  [[nodiscard]] double slowdown(DeviceId device, std::int64_t step) const;
+  [[nodiscard]] double pause(DeviceId device, std::int64_t step) const;
   [[nodiscard]] double reduction(const std::vector<std::int64_t>& shares) const;
-  [[nodiscard]] double lasting_noise(std::size_t device, std::int64_t step);
+  [[nodiscard]] double lasting_noise(DeviceId device, std::int64_t step);
   BoxOptions options_;
   std::vector<std::vector<double>> lasting_;        // the present value of each term, per device
   std::vector<std::vector<double>> lasting_noise_;  // their sums, per step that was asked for or before it, and device

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <paceline/balance/balance.hpp>
+#include <paceline/device_id.hpp>
 #include <paceline/export.hpp>
 #include <paceline/sim/box.hpp>
 
@@ -30,7 +31,7 @@ struct SimulationOptions {
 /// A change of the box to which the split should adapt.
 struct BoxEvent {
   std::int64_t step = 0;
-  std::size_t device = 0;
+  DeviceId device = 0;
   std::string kind;  ///< "throttle", "release", "failure"
 };
 

@@ -6,7 +6,6 @@
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <numeric>
 #include <optional>
 #include <string>
 #include <utility>
@@ -221,31 +220,26 @@ class AsyncStep final : public TrainerStep {
   using Body = typename TrainerMemory<T>::Body;
 
   AsyncStep(std::shared_ptr<AsyncMemory<T>> memory, const Body& body, double total_weight)
-      : TrainerStep(memory->sums().size()),
-        memory_(std::move(memory)),
-        body_(body),
-        total_weight_(total_weight),
-        ran_(memory_->sums().size()),
-        returned_(memory_->sums().size()) {}
+      : TrainerStep(memory->sums().size()), memory_(std::move(memory)), body_(body), total_weight_(total_weight) {}
 
   void begin() override {
     times_ = queues().begin_step(memory_->copies());
     outcome_ = memory_->new_outcome(times_);
   }
 
-  [[nodiscard]] const Event* slot(std::size_t d) override { return queues().slot(d); }
-  [[nodiscard]] const Event* idle(std::size_t d) override { return queues().idle(d); }
+  [[nodiscard]] const Event* slot(DeviceId d) override { return queues().slot(d); }
+  [[nodiscard]] const Event* idle(DeviceId d) override { return queues().idle(d); }
   [[nodiscard]] std::chrono::nanoseconds patience() const override { return queues().patience(); }
   void give_up(const Event& event) override { queues().give_up(event); }
 
   bool run(const MicroBatch& micro_batch) override {
-    const std::size_t d = micro_batch.device_index;
+    const DeviceId d = micro_batch.device;
     Sums& sums = memory_->sums()[d];
     Stream* const stream = queues().stream(d);
     if (queues().enter(d)) clear(sums, stream);
     const bool cold = !std::exchange(sums.warm, true);
     const bool dry = queues().begin_run(d, micro_batch.continues);
-    BasicReplica<T> replica{.device_index = d,
+    BasicReplica<T> replica{.device = d,
                             .parameters = memory_->parameters_in(queues().space_of(d)),
                             .gradients = std::span<T>(as<T>(sums.gradients), memory_->count())};
     if (stream == nullptr) {
@@ -253,15 +247,14 @@ class AsyncStep final : public TrainerStep {
     } else {
       replica.stream = stream->native();
       replica.loss_sum = as<double>(sums.loss);
-      returned_[d] += call(body_, micro_batch, replica);
+      add_loss(d, call(body_, micro_batch, replica));
     }
     queues().end_run(d);
-    ran_[d] = 1;
     return cold || dry;
   }
 
-  void finish(std::size_t d) override {
-    if (ran_[d] == 0) return;
+  void finish(DeviceId d) override {
+    if (!ran(d)) return;
     const Sums& sums = memory_->sums()[d];
     queues().deliver(d,
                      {{sums.gradients->data(), memory_->count(), kDTypeOf<T>}, {sums.loss->data(), 1, DType::float64}});
@@ -287,8 +280,7 @@ class AsyncStep final : public TrainerStep {
   }
 
   Objective complete() override {
-    const double returned = std::accumulate(returned_.begin(), returned_.end(), 0.0) / total_weight_;
-    outcome_->set(memory_->alone() ? total_weight_ : 1.0, returned);
+    outcome_->set(memory_->alone() ? total_weight_ : 1.0, loss() / total_weight_);
     return Objective([outcome = std::move(outcome_)] { return outcome->read(); });
   }
 
@@ -316,8 +308,6 @@ class AsyncStep final : public TrainerStep {
   std::shared_ptr<AsyncMemory<T>> memory_;
   const Body& body_;
   double total_weight_;
-  std::vector<char> ran_;         // each entry is its worker's, as those of returned_
-  std::vector<double> returned_;  // by bodies on GPUs
   std::shared_ptr<const StepTimes> times_;
   std::shared_ptr<Outcome> outcome_;
 };

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstddef>
-#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -10,24 +9,27 @@
 namespace paceline {
 namespace {
 
+/// The sums of one device.
+template <class T>
+struct Sums {
+  std::vector<T> gradients;
+  bool warm = false;  // whether it has run before
+};
+
 template <class T>
 struct HostMemory final : TrainerMemory<T>, std::enable_shared_from_this<HostMemory<T>> {
   using Body = typename TrainerMemory<T>::Body;
 
   HostMemory(std::size_t device_count, std::size_t parameter_count)
-      : parameters_(parameter_count),
-        mean(parameter_count),
-        sums(device_count, std::vector<T>(parameter_count)),
-        warm(device_count) {}
+      : parameters_(parameter_count), mean(parameter_count), sums(device_count, {std::vector<T>(parameter_count)}) {}
 
   [[nodiscard]] std::shared_ptr<TrainerStep> make_step(const Body& body, double total_weight) override;
   [[nodiscard]] std::span<T> parameters() noexcept override { return parameters_; }
   [[nodiscard]] std::span<T> gradients() noexcept override { return mean; }
 
   std::vector<T> parameters_;
-  std::vector<T> mean;  // written only when every device has succeeded: a reduction of host memory cannot fail
-  std::vector<std::vector<T>> sums;
-  std::vector<char> warm;  // each entry is its worker's
+  std::vector<T> mean;        // written only when every device has succeeded: a reduction of host memory cannot fail
+  std::vector<Sums<T>> sums;  // each entry is its worker's
 };
 
 template <class T>
@@ -36,23 +38,18 @@ class HostStep final : public TrainerStep {
   using Body = typename TrainerMemory<T>::Body;
 
   HostStep(std::shared_ptr<HostMemory<T>> memory, const Body& body, double total_weight)
-      : TrainerStep(memory->sums.size()),
-        memory_(std::move(memory)),
-        body_(body),
-        total_weight_(total_weight),
-        ran_(memory_->sums.size()),
-        losses_(memory_->sums.size()) {}
+      : TrainerStep(memory->sums.size()), memory_(std::move(memory)), body_(body), total_weight_(total_weight) {}
 
   void begin() override {}
 
   bool run(const MicroBatch& micro_batch) override {
-    const std::size_t d = micro_batch.device_index;
-    std::vector<T>& sum = memory_->sums[d];
+    const DeviceId d = micro_batch.device;
+    auto& [sum, warm] = memory_->sums[d];
     // Cleared by the device itself, on its own core, and only when it has work.
-    if (ran_[d] == 0) std::fill(sum.begin(), sum.end(), T{0});
-    BasicReplica<T> replica{.device_index = d, .parameters = memory_->parameters_, .gradients = sum};
-    losses_[d] += call(body_, micro_batch, replica);
-    return std::exchange(ran_[d], char{1}) == 0 && std::exchange(memory_->warm[d], char{1}) == 0;
+    if (!ran(d)) std::fill(sum.begin(), sum.end(), T{0});
+    BasicReplica<T> replica{.device = d, .parameters = memory_->parameters_, .gradients = sum};
+    add_loss(d, call(body_, micro_batch, replica));
+    return !std::exchange(warm, true);
   }
 
   std::vector<ReductionSegment> reduction() override {
@@ -60,15 +57,13 @@ class HostStep final : public TrainerStep {
                              .count = memory_->mean.size(),
                              .dtype = kDTypeOf<T>,
                              .scale = 1.0 / total_weight_};
-    for (std::size_t d = 0; d < ran_.size(); ++d) {
-      if (ran_[d] != 0) segment.inputs.push_back(memory_->sums[d].data());
+    for (std::size_t d = 0; d < memory_->sums.size(); ++d) {
+      if (ran(d)) segment.inputs.push_back(memory_->sums[d].gradients.data());
     }
     return {std::move(segment)};
   }
 
-  Objective complete() override {
-    return Objective(std::accumulate(losses_.begin(), losses_.end(), 0.0) / total_weight_);
-  }
+  Objective complete() override { return Objective(loss() / total_weight_); }
 
   void abandon() override {}
 
@@ -76,8 +71,6 @@ class HostStep final : public TrainerStep {
   std::shared_ptr<HostMemory<T>> memory_;
   const Body& body_;
   double total_weight_;
-  std::vector<char> ran_;  // each entry is its worker's, as those of losses_
-  std::vector<double> losses_;
 };
 
 template <class T>

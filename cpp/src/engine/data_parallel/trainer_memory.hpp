@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include <paceline/device_id.hpp>
 #include <paceline/engine/data_parallel.hpp>
 #include <paceline/engine/objective.hpp>
 #include <paceline/engine/step.hpp>
@@ -24,9 +25,11 @@ namespace paceline {
 /// complete() if every device succeeded, else abandon(). settled() and stamp() may be asked steps later.
 class TrainerStep : public StepProgram {
  public:
-  explicit TrainerStep(std::size_t device_count) : memory_bytes_(device_count, 0) {}
+  explicit TrainerStep(std::size_t device_count) : devices_(device_count) {}
 
-  [[nodiscard]] std::optional<std::int64_t> memory_bytes(std::size_t device) final { return memory_bytes_[device]; }
+  [[nodiscard]] std::optional<std::int64_t> memory_bytes(DeviceId device) final {
+    return devices_[device].memory_bytes;
+  }
   virtual void begin() = 0;
   /// Returns the objective. From now on the trainer's gradients() are this step's.
   virtual Objective complete() = 0;
@@ -38,12 +41,29 @@ class TrainerStep : public StepProgram {
   template <class Body, class Replica>
   double call(const Body& body, const MicroBatch& micro_batch, Replica& replica) {
     const double loss = body(micro_batch, replica);
-    memory_bytes_[micro_batch.device_index] = replica.memory_bytes;
+    DeviceState& device = devices_[micro_batch.device];
+    device.ran = true;
+    device.memory_bytes = replica.memory_bytes;
     return loss;
+  }
+  /// Whether the body has run on the device in this step.
+  [[nodiscard]] bool ran(DeviceId device) const { return devices_[device].ran; }
+  /// Adds to the sum of the losses that the body returned on the device.
+  void add_loss(DeviceId device, double loss) { devices_[device].loss += loss; }
+  /// The sum over all devices, in their order.
+  [[nodiscard]] double loss() const {
+    double sum = 0.0;
+    for (const DeviceState& device : devices_) sum += device.loss;
+    return sum;
   }
 
  private:
-  std::vector<std::int64_t> memory_bytes_;  // each entry is its worker's
+  struct alignas(64) DeviceState {  // its worker's; padded, so that neighbours do not share a cache line
+    bool ran = false;
+    double loss = 0.0;
+    std::int64_t memory_bytes = 0;
+  };
+  std::vector<DeviceState> devices_;
 };
 
 /// The memory of a trainer. One kind is for host devices only, the other for groups with devices that work after the

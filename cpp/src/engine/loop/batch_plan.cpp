@@ -9,7 +9,7 @@
 
 namespace paceline {
 
-double BatchPlan::work(std::size_t device, std::int64_t begin, std::int64_t end) const noexcept {
+double BatchPlan::work(DeviceId device, std::int64_t begin, std::int64_t end) const noexcept {
   if (begin >= end) return 0.0;
   const plan::ItemShape& shape = shapes[device];
   if (shape.measure == plan::ItemMeasure::sum) {
@@ -32,7 +32,7 @@ std::vector<double> BatchPlan::costs_of(const StepRecord& record) const {
   for (const ClaimRecord& claim : record.claims) {
     const MicroBatch& mb = claim.micro_batch;
     const double* const first = ordered_costs.data();
-    sums[mb.device_index] = std::accumulate(first + mb.begin, first + mb.end, sums[mb.device_index]);
+    sums[mb.device] = std::accumulate(first + mb.begin, first + mb.end, sums[mb.device]);
   }
   return sums;
 }
@@ -49,9 +49,9 @@ balance::StepTimings BatchPlan::timings(const StepRecord& record) const {
   for (const ClaimRecord& claim : record.claims) {
     const MicroBatch& mb = claim.micro_batch;
     // By the shape of the device that ran it, wherever it was planned.
-    const double done = work(mb.device_index, mb.begin, mb.end);
+    const double done = work(mb.device, mb.begin, mb.end);
     all += done;
-    Sum& sum = sums[mb.device_index];
+    Sum& sum = sums[mb.device];
     sum.any_excluded = sum.any_excluded || claim.excluded;
     if (claim.excluded) continue;
     sum.work += done;

@@ -6,13 +6,14 @@
 #include <deque>
 #include <vector>
 
+#include <paceline/device_id.hpp>
 #include <paceline/plan/item_packing.hpp>
 
 namespace paceline::engine {
 
 /// One timed micro-batch of items with costs.
 struct ItemTiming {
-  std::size_t device = 0;
+  DeviceId device = 0;
   std::int64_t step = 0;
   double count = 0.0;
   double longest = 0.0;

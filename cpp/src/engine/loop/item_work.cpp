@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <map>
 #include <numbers>
 #include <numeric>
 #include <utility>
@@ -60,14 +59,13 @@ void check_costs(std::span<const double> costs) {
 }
 
 ItemWork::ItemWork(const std::vector<std::string>& device_classes, std::int64_t micro_batch, bool plain_costs)
-    : shapes_(device_classes.size()), micro_batch_(micro_batch), plain_costs_(plain_costs) {
-  std::map<std::string, std::size_t> numbers;
+    : micro_batch_(micro_batch), plain_costs_(plain_costs) {
   for (const std::string& name : device_classes) {
-    const auto [entry, is_new] = numbers.emplace(name, numbers.size());
-    class_of_.push_back(entry->second);
-    if (is_new) class_names_.push_back(name);
+    const auto known =
+        std::find_if(classes_.begin(), classes_.end(), [&](const Class& one) { return one.name == name; });
+    devices_.push_back({static_cast<std::size_t>(known - classes_.begin())});
+    if (known == classes_.end()) classes_.push_back({name, ItemShapes(device_classes.size())});
   }
-  classes_.assign(numbers.size(), ItemShapes(device_classes.size()));
 }
 
 std::int64_t ItemWork::batch_units(std::span<const double> costs) const {
@@ -91,8 +89,8 @@ std::int64_t ItemWork::begin(std::span<const double> costs) {
   const std::int64_t units = batch_units(costs);
   if (batch_size_ == 0) {
     unit_ = kUnits / total_of(costs);
-    const double fixed = kFixedAtFirst * kUnits / static_cast<double>(shapes_.size());
-    std::fill(shapes_.begin(), shapes_.end(), plan::ItemShape{.cost = {fixed, unit_, 0.0}});
+    const double fixed = kFixedAtFirst * kUnits / static_cast<double>(devices_.size());
+    for (DeviceState& device : devices_) device.shape = {.cost = {fixed, unit_, 0.0}};
   }
   batch_size_ = units;
   batch_sizes_.insert(units);
@@ -111,17 +109,17 @@ std::shared_ptr<BatchPlan> ItemWork::arrange(std::span<const double> costs, bala
     if (cost > 0.0) least = std::min(least, cost);
   }
   made->least_cost = least;  // all_free() costs are 1
-  made->shapes = shapes_;
+  for (const DeviceState& device : devices_) made->shapes.push_back(device.shape);
   std::vector<double> targets;
   for (const std::int64_t share : made->balance.shares) targets.push_back(static_cast<double>(share));
   const std::int64_t most = micro_batch_ > 0 ? micro_batch_ : std::numeric_limits<std::int64_t>::max();
-  made->arrangement = plan::arrange_items(made->costs, targets, shapes_,
+  made->arrangement = plan::arrange_items(made->costs, targets, made->shapes,
                                           {.max_items = most, .min_items = least_items, .plain_costs = plain_costs_});
   for (const std::int64_t item : made->arrangement.order) {
     made->ordered_costs.push_back(made->costs[static_cast<std::size_t>(item)]);
   }
   const auto& [order, bounds, first, work] = made->arrangement;
-  for (std::size_t d = 0; d < shapes_.size(); ++d) {
+  for (std::size_t d = 0; d < devices_.size(); ++d) {
     made->shares.push_back(bounds[first[d + 1]] - bounds[first[d]]);
     if (made->balance.models.empty()) continue;
     const std::int64_t share = std::max<std::int64_t>(1, made->balance.shares[d]);
@@ -149,7 +147,7 @@ void ItemWork::learn(const BatchPlan& plan, const StepRecord& record) {
     const double seconds = claim.finish_seconds - claim.start_seconds;
     if (claim.excluded || !(seconds > 0.0)) continue;
     const MicroBatch& mb = claim.micro_batch;
-    ItemTiming timing{.device = mb.device_index, .step = plan.balance.step, .seconds = seconds};
+    ItemTiming timing{.device = mb.device, .step = plan.balance.step, .seconds = seconds};
     timing.count = static_cast<double>(mb.size());
     timing.longest = longest_of(plan.ordered_costs, mb.begin, mb.end);
     for (std::int64_t k = mb.begin; k < mb.end; ++k) {
@@ -157,7 +155,7 @@ void ItemWork::learn(const BatchPlan& plan, const StepRecord& record) {
       timing.sum += cost;
       timing.squares += cost * cost;
     }
-    if (timing.longest > 0.0) classes_[class_of_[mb.device_index]].add(timing);
+    if (timing.longest > 0.0) classes_[devices_[mb.device].device_class].shapes.add(timing);
   }
 }
 
@@ -169,23 +167,23 @@ void ItemWork::refit(const balance::Balancer& balancer) {
   // The sum of the work in all windows, by the shapes that it was planned with so far: it stays.
   std::vector<double> before(classes_.size(), 0.0);
   double all = 0.0;
-  for (const ItemShapes& one : classes_) {
-    for (const ItemTiming& timing : one.timings()) all += work_of(shapes_[timing.device], timing);
+  for (const Class& one : classes_) {
+    for (const ItemTiming& timing : one.shapes.timings()) all += work_of(devices_[timing.device].shape, timing);
   }
   std::vector<bool> fitted;
-  for (ItemShapes& one : classes_) fitted.push_back(one.fit(since));
-  for (std::size_t d = 0; d < shapes_.size(); ++d) {
-    if (!fitted[class_of_[d]]) continue;
-    plan::ItemShape shape = classes_[class_of_[d]].shape();
+  for (Class& one : classes_) fitted.push_back(one.shapes.fit(since));
+  for (DeviceState& device : devices_) {
+    if (!fitted[device.device_class]) continue;
+    plan::ItemShape shape = classes_[device.device_class].shapes.shape();
     double seconds = 0.0;
-    for (const ItemShapes& one : classes_) {
-      for (const ItemTiming& timing : one.timings()) seconds += work_of(shape, timing);
+    for (const Class& one : classes_) {
+      for (const ItemTiming& timing : one.shapes.timings()) seconds += work_of(shape, timing);
     }
     const double units = all / seconds;
     shape.cost.fixed_seconds *= units;
     shape.cost.per_token_seconds *= units;
     shape.cost.per_squared_token_seconds *= units;
-    shapes_[d] = shape;
+    device.shape = shape;
   }
 }
 
@@ -193,22 +191,23 @@ ItemReport ItemWork::report() const {
   ItemReport report;
   report.steps = steps_;
   report.padding = padding_;
-  const auto most = std::max_element(classes_.begin(), classes_.end(), [](const ItemShapes& a, const ItemShapes& b) {
-    return a.samples() < b.samples();
+  const auto most = std::max_element(classes_.begin(), classes_.end(), [](const Class& a, const Class& b) {
+    return a.shapes.samples() < b.shapes.samples();
   });
-  report.fitted = most->fitted();
+  report.fitted = most->shapes.fitted();
   if (!report.fitted) return report;
-  report.device_class = class_names_[static_cast<std::size_t>(most - classes_.begin())];
-  report.shape = most->shape();
-  report.error = most->error();
-  report.samples = most->samples();
+  report.device_class = most->name;
+  report.shape = most->shapes.shape();
+  report.error = most->shapes.error();
+  report.samples = most->shapes.samples();
   return report;
 }
 
-std::string ItemWork::describe(std::size_t device_class) const {
-  const ItemShapes& here = classes_[device_class];
+namespace {
+
+/// `on`: which devices, where there are others.
+std::string describe(const ItemShapes& here, const std::string& on) {
   const plan::ItemShape shape = here.shape();
-  const std::string on = classes_.size() > 1 ? fmt::format("on {}, ", class_names_[device_class]) : "";
   const std::string square = shape.cost.per_squared_token_seconds > 0.0
                                  ? fmt::format(", {:.3g} ns for its square", 1e9 * shape.cost.per_squared_token_seconds)
                                  : "";
@@ -219,10 +218,13 @@ std::string ItemWork::describe(std::size_t device_class) const {
       100.0 * here.error(), here.samples());
 }
 
+}  // namespace
+
 std::string ItemWork::explain() const {
   std::string out;
-  for (std::size_t k = 0; k < classes_.size(); ++k) {
-    if (classes_[k].fitted()) out += describe(k);
+  for (const Class& one : classes_) {
+    const std::string on = classes_.size() > 1 ? fmt::format("on {}, ", one.name) : "";
+    if (one.shapes.fitted()) out += describe(one.shapes, on);
   }
   if (out.empty()) {
     out = "  what an item costs in time is not measured yet: the given costs are taken as they are\n";

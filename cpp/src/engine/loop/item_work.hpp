@@ -56,12 +56,18 @@ class ItemWork {
   void learn(const BatchPlan& plan, const StepRecord& record);
   void refit(const balance::Balancer& balancer);
   [[nodiscard]] std::int64_t units_of(double cost) const;
-  [[nodiscard]] std::string describe(std::size_t device_class) const;
 
-  std::vector<std::size_t> class_of_;
-  std::vector<std::string> class_names_;
-  std::vector<ItemShapes> classes_;
-  std::vector<plan::ItemShape> shapes_;  // per device, in units of work
+  struct Class {
+    std::string name;
+    ItemShapes shapes;
+  };
+  struct DeviceState {
+    std::size_t device_class = 0;
+    plan::ItemShape shape{};  // in units of work
+  };
+
+  std::vector<Class> classes_;
+  std::vector<DeviceState> devices_;
   std::int64_t micro_batch_;
   bool plain_costs_;
   double unit_ = 0.0;            // units of work per unit of cost, before the first measurement

@@ -47,72 +47,69 @@ void make_room(Kinds& kinds) {
 
 }  // namespace
 
-MemoryCaps::MemoryCaps(const DeviceGroup& group, std::vector<std::int64_t> limits)
-    : limits_(std::move(limits)), models_(group.size()) {
-  for (const Device& device : group.devices()) {
-    names_.push_back(device.name);
-    spaces_.push_back(device.memory_space);
-  }
-  if (limits_.empty()) limits_.assign(names_.size(), 0);
-  if (limits_.size() != names_.size()) {
+MemoryCaps::MemoryCaps(const DeviceGroup& group, const std::vector<std::int64_t>& limits) {
+  if (!limits.empty() && limits.size() != group.size()) {
     throw InvalidArgument(fmt::format("memory limits: {} for {}; give one for each, 0 for none, or leave them out.",
-                                      limits_.size(), plural(names_.size(), "device")));
+                                      limits.size(), plural(group.size(), "device")));
   }
-  for (std::size_t d = 0; d < limits_.size(); ++d) {
-    if (limits_[d] >= 0) continue;
-    throw InvalidArgument(
-        fmt::format("memory limits: {} bytes for {}; give more than 0, or 0 for none.", limits_[d], names_[d]),
-        names_[d]);
+  for (const Device& device : group.devices()) {
+    const std::int64_t limit = limits.empty() ? 0 : limits[devices_.size()];
+    if (limit < 0) {
+      throw InvalidArgument(
+          fmt::format("memory limits: {} bytes for {}; give more than 0, or 0 for none.", limit, device.name),
+          device.name);
+    }
+    devices_.push_back({.name = device.name, .space = device.memory_space, .limit = limit, .models = {}});
   }
-  any_limit_ = std::any_of(limits_.begin(), limits_.end(), [](std::int64_t limit) { return limit > 0; });
+  any_limit_ = std::any_of(devices_.begin(), devices_.end(), [](const DeviceState& one) { return one.limit > 0; });
 }
 
-const balance::MemoryModel* MemoryCaps::model(std::size_t device, Key key) const { return find(models_[device], key); }
-
 /// The largest size for batches of that kind since memory ran out.
-double MemoryCaps::cap(std::size_t device, Key key) const {
+double MemoryCaps::cap(const DeviceState& device, Key key) const {
   double most = kAny;
-  for (const std::string& name : {spaces_[device], names_[device]}) {
-    const auto caps = caps_.find(name);
+  for (const std::string* const name : {&device.space, &device.name}) {
+    const auto caps = caps_.find(*name);
     if (caps == caps_.end()) continue;
     if (const Cap* const known = find(caps->second, key)) most = std::min(most, known->most());
   }
   return most;
 }
 
-bool MemoryCaps::wants_more(std::size_t device, const BatchPlan& plan) const {
-  if (limits_[device] == 0) return false;
+bool MemoryCaps::wants_more(DeviceId device, const BatchPlan& plan) const {
+  const DeviceState& here = devices_[device];
+  if (here.limit == 0) return false;
   const std::lock_guard lock(mutex_);
-  const balance::MemoryModel* const known = model(device, key_of(plan));
+  const balance::MemoryModel* const known = find(here.models, key_of(plan));
   return known == nullptr || known->wants_more();
 }
 
 /// The first size is small. The next is twice that, or one item more if twice is not certain to fit, because a failure
 /// costs a repetition of the step.
-std::optional<std::int64_t> MemoryCaps::end_to_measure(std::size_t device, const BatchPlan& plan, std::int64_t begin,
+std::optional<std::int64_t> MemoryCaps::end_to_measure(DeviceId device, const BatchPlan& plan, std::int64_t begin,
                                                        std::int64_t end, std::int64_t least) {
   if (end - begin < 2 * least || !wants_more(device, plan)) return std::nullopt;
   const std::lock_guard lock(mutex_);
+  const DeviceState& here = devices_[device];
   const Key key = key_of(plan);
-  const balance::MemoryModel* const known = model(device, key);
+  const balance::MemoryModel* const known = find(here.models, key);
   const std::optional<double> largest = known != nullptr ? known->largest() : std::nullopt;
   std::int64_t middle = 0;
   if (!largest) {
     middle = end_of(plan, begin, end, kFirstPart * plan.memory_size(begin, end));
-  } else if (known->most(limits_[device]).value_or(kAny) >= 2.0 * *largest) {
+  } else if (known->most(here.limit).value_or(kAny) >= 2.0 * *largest) {
     middle = end_of(plan, begin, end, 2.0 * *largest);
   } else {
     middle = std::min(end, end_of(plan, begin, end, *largest) + 1);
   }
-  middle = end_of(plan, begin, middle, cap(device, key));
+  middle = end_of(plan, begin, middle, cap(here, key));
   return begin + plan::fitting_piece(middle - begin, end - begin, least);
 }
 
-bool MemoryCaps::measured(std::size_t device, const BatchPlan& plan, std::int64_t begin, std::int64_t end,
+bool MemoryCaps::measured(DeviceId device, const BatchPlan& plan, std::int64_t begin, std::int64_t end,
                           std::int64_t bytes) {
   const std::lock_guard lock(mutex_);
   const Key key = key_of(plan);
-  Kinds<balance::MemoryModel>& models = models_[device];
+  Kinds<balance::MemoryModel>& models = devices_[device].models;
   if (find(models, key) == nullptr) {
     make_room(models);
     models.emplace_back(key, balance::MemoryModel());
@@ -123,15 +120,16 @@ bool MemoryCaps::measured(std::size_t device, const BatchPlan& plan, std::int64_
   return before != std::pair(known.sizes(), known.largest());
 }
 
-std::vector<std::pair<std::int64_t, std::int64_t>> MemoryCaps::pieces(std::size_t device, const BatchPlan& plan,
+std::vector<std::pair<std::int64_t, std::int64_t>> MemoryCaps::pieces(DeviceId device, const BatchPlan& plan,
                                                                       std::int64_t begin, std::int64_t end,
                                                                       std::int64_t least) const {
   double most = kAny;
   {
     const std::lock_guard lock(mutex_);
-    const balance::MemoryModel* const known = model(device, key_of(plan));
-    if (limits_[device] > 0 && known != nullptr) most = known->most(limits_[device]).value_or(kAny);
-    most = std::min(most, cap(device, key_of(plan)));
+    const DeviceState& here = devices_[device];
+    const balance::MemoryModel* const known = find(here.models, key_of(plan));
+    if (here.limit > 0 && known != nullptr) most = known->most(here.limit).value_or(kAny);
+    most = std::min(most, cap(here, key_of(plan)));
   }
   std::vector<std::pair<std::int64_t, std::int64_t>> pieces;
   for (std::int64_t at = begin; at < end;) {
@@ -148,17 +146,18 @@ std::vector<std::pair<std::int64_t, std::int64_t>> MemoryCaps::pieces(std::size_
   return even;
 }
 
-bool MemoryCaps::shrink(std::size_t device, const BatchPlan& plan, std::int64_t begin, std::int64_t end,
+bool MemoryCaps::shrink(DeviceId device, const BatchPlan& plan, std::int64_t begin, std::int64_t end,
                         std::int64_t least, bool limited) {
   const std::lock_guard lock(mutex_);
+  const DeviceState& here = devices_[device];
   const Key key = key_of(plan);
   const double size = plan.memory_size(begin, end);
   // A piece that was larger than the cap is already the smallest possible one.
-  if (end - begin <= least || size > cap(device, key)) return false;
-  Kinds<Cap>& caps = caps_[limited ? names_[device] : spaces_[device]];
+  if (end - begin <= least || size > cap(here, key)) return false;
+  Kinds<Cap>& caps = caps_[limited ? here.name : here.space];
   std::erase_if(caps, [&](const auto& entry) { return entry.first == key; });
   make_room(caps);
-  caps.emplace_back(key, Cap{size, limited ? "it reached its limit" : names_[device] + " ran out of memory"});
+  caps.emplace_back(key, Cap{size, limited ? "it reached its limit" : here.name + " ran out of memory"});
   any_cap_ = true;
   return true;
 }
@@ -166,13 +165,13 @@ bool MemoryCaps::shrink(std::size_t device, const BatchPlan& plan, std::int64_t 
 std::vector<MemoryReport> MemoryCaps::report() const {
   const std::lock_guard lock(mutex_);
   std::vector<MemoryReport> reports;
-  for (std::size_t d = 0; d < names_.size(); ++d) {
-    if (limits_[d] == 0) continue;
-    MemoryReport& report = reports.emplace_back(MemoryReport{.device = names_[d], .limit_bytes = limits_[d]});
-    for (const auto& [key, known] : models_[d]) {
+  for (const DeviceState& device : devices_) {
+    if (device.limit == 0) continue;
+    MemoryReport& report = reports.emplace_back(MemoryReport{.device = device.name, .limit_bytes = device.limit});
+    for (const auto& [key, known] : device.models) {
       if (known.sizes() == 0) continue;
-      const std::optional<double> fits = known.most(limits_[d]);
-      const double most = std::min(fits.value_or(kAny), cap(d, key));
+      const std::optional<double> fits = known.most(device.limit);
+      const double most = std::min(fits.value_or(kAny), cap(device, key));
       if (!key) {
         report.costs = {.fixed_bytes = known.fixed_bytes(), .bytes_per_cost = known.bytes_per_size()};
         if (fits) report.costs->largest_padded_cost = most;

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include <paceline/device_id.hpp>
 #include <paceline/engine/batch_plan.hpp>
 #include <paceline/engine/memory_report.hpp>
 #include <paceline/runtime/device_group.hpp>
@@ -29,27 +30,27 @@ class MemoryCaps {
  public:
   /// `limits`: bytes per device, 0 for none; or empty.
   /// @throws InvalidArgument for limits that are negative or do not fit the group.
-  MemoryCaps(const DeviceGroup& group, std::vector<std::int64_t> limits);
+  MemoryCaps(const DeviceGroup& group, const std::vector<std::int64_t>& limits);
 
   /// True if there is no limit and memory has not run out: then every micro-batch runs whole.
   [[nodiscard]] bool idle() const noexcept { return !any_limit_ && !any_cap_.load(std::memory_order_relaxed); }
 
   /// The end of the next piece to measure, which begins at `begin`. None if enough is known, or there are too few items
   /// to cut a piece off.
-  [[nodiscard]] std::optional<std::int64_t> end_to_measure(std::size_t device, const BatchPlan& plan,
-                                                           std::int64_t begin, std::int64_t end, std::int64_t least);
+  [[nodiscard]] std::optional<std::int64_t> end_to_measure(DeviceId device, const BatchPlan& plan, std::int64_t begin,
+                                                           std::int64_t end, std::int64_t least);
   /// Whether any piece is worth measuring: the device has a limit, and fewer than two sizes are known.
-  [[nodiscard]] bool wants_more(std::size_t device, const BatchPlan& plan) const;
+  [[nodiscard]] bool wants_more(DeviceId device, const BatchPlan& plan) const;
   /// Adds a measurement: the piece took at most this many bytes. Returns true if its size is new to the model.
-  bool measured(std::size_t device, const BatchPlan& plan, std::int64_t begin, std::int64_t end, std::int64_t bytes);
+  bool measured(DeviceId device, const BatchPlan& plan, std::int64_t begin, std::int64_t end, std::int64_t bytes);
   /// Cuts [begin, end) into as few pieces as possible that each fit. If pieces of equal size (to one item) fit too, it
   /// returns those. No piece has fewer than `least` items, even if only fewer would fit.
-  [[nodiscard]] std::vector<std::pair<std::int64_t, std::int64_t>> pieces(std::size_t device, const BatchPlan& plan,
+  [[nodiscard]] std::vector<std::pair<std::int64_t, std::int64_t>> pieces(DeviceId device, const BatchPlan& plan,
                                                                           std::int64_t begin, std::int64_t end,
                                                                           std::int64_t least) const;
   /// Memory ran out when these items ran at once. `limited`: the device's own limit was reached, not the shared
   /// memory's end. Returns false if nothing smaller can run.
-  bool shrink(std::size_t device, const BatchPlan& plan, std::int64_t begin, std::int64_t end, std::int64_t least,
+  bool shrink(DeviceId device, const BatchPlan& plan, std::int64_t begin, std::int64_t end, std::int64_t least,
               bool limited);
 
   [[nodiscard]] std::vector<MemoryReport> report() const;
@@ -68,17 +69,20 @@ class MemoryCaps {
     [[nodiscard]] double most() const { return size / 2.0; }
   };
 
-  [[nodiscard]] double cap(std::size_t device, Key key) const;
-  [[nodiscard]] const balance::MemoryModel* model(std::size_t device, Key key) const;
+  struct DeviceState {
+    std::string name;
+    std::string space;
+    std::int64_t limit = 0;              // bytes; 0: none
+    Kinds<balance::MemoryModel> models;  // under the lock
+  };
 
-  std::vector<std::string> names_;
-  std::vector<std::string> spaces_;
-  std::vector<std::int64_t> limits_;
+  [[nodiscard]] double cap(const DeviceState& device, Key key) const;
+
+  std::vector<DeviceState> devices_;
   bool any_limit_;
   std::atomic<bool> any_cap_{false};
   mutable std::mutex mutex_;
-  std::vector<Kinds<balance::MemoryModel>> models_;  // per device
-  std::map<std::string, Kinds<Cap>> caps_;           // of memory spaces, and of devices with a limit
+  std::map<std::string, Kinds<Cap>> caps_;  // of memory spaces, and of devices with a limit
 };
 
 }  // namespace paceline::engine

@@ -20,7 +20,7 @@ std::vector<balance::LedgerClaim> ledger_claims(const std::vector<ClaimRecord>& 
   out.reserve(claims.size());
   for (const ClaimRecord& claim : claims) {
     const MicroBatch& mb = claim.micro_batch;
-    out.push_back({mb.device_index, mb.begin, mb.end, claim.start_seconds, claim.finish_seconds});
+    out.push_back({mb.device, mb.begin, mb.end, claim.start_seconds, claim.finish_seconds});
   }
   return out;
 }
@@ -28,7 +28,7 @@ std::vector<balance::LedgerClaim> ledger_claims(const std::vector<ClaimRecord>& 
 std::vector<balance::LedgerClaim> ledger_claims(std::span<const MicroBatch> pieces) {
   std::vector<balance::LedgerClaim> out;
   out.reserve(pieces.size());
-  for (const MicroBatch& piece : pieces) out.push_back({piece.device_index, piece.begin, piece.end});
+  for (const MicroBatch& piece : pieces) out.push_back({piece.device, piece.begin, piece.end});
   return out;
 }
 

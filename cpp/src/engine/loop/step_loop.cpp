@@ -127,7 +127,7 @@ struct StepLoop::State {
     sample.moved = ran_by.balance.moved;
     sample.busy_seconds.assign(group.size(), 0.0);
     for (const ClaimRecord& claim : record.claims) {
-      sample.busy_seconds[claim.micro_batch.device_index] += claim.finish_seconds - claim.start_seconds;
+      sample.busy_seconds[claim.micro_batch.device] += claim.finish_seconds - claim.start_seconds;
     }
     metrics.add(sample);
     history.add(sample);
@@ -163,7 +163,7 @@ struct StepLoop::State {
                  .duration_seconds = done.step_seconds});
     for (const ClaimRecord& claim : done.claims) {
       events.push({.kind = observe::EventKind::micro_batch,
-                   .device_index = static_cast<std::int32_t>(claim.micro_batch.device_index),
+                   .device = claim.micro_batch.device,
                    .step = planned.step,
                    .begin = claim.micro_batch.begin,
                    .end = claim.micro_batch.end,
@@ -264,7 +264,7 @@ bool StepLoop::shrink(const Step& failed, bool limited) {
   if (failure == nullptr || !failure->micro_batch) return false;
   if (failed.pieces() != nullptr && failed.pieces()->scripted()) return false;  // smaller pieces would be another run
   const MicroBatch& micro_batch = *failure->micro_batch;
-  return state_->caps->shrink(micro_batch.device_index, *failed.plan(), micro_batch.begin, micro_batch.end,
+  return state_->caps->shrink(micro_batch.device, *failed.plan(), micro_batch.begin, micro_batch.end,
                               state_->least_items(), limited);
 }
 
@@ -286,17 +286,17 @@ void StepLoop::set_least_items(std::int64_t items) {
   state_->options = std::move(options);
 }
 
-void StepLoop::retire(std::size_t device) {
+void StepLoop::retire(DeviceId device) {
   require_idle();
   state_->change_devices([device](balance::Balancer& balancer) { balancer.retire(device); });
 }
 
-void StepLoop::restore(std::size_t device) {
+void StepLoop::restore(DeviceId device) {
   require_idle();
   state_->change_devices([device](balance::Balancer& balancer) { balancer.restore(device); });
 }
 
-bool StepLoop::retired(std::size_t device) const { return state_->planner.balancer().retired(device); }
+bool StepLoop::retired(DeviceId device) const { return state_->planner.balancer().retired(device); }
 
 void StepLoop::cancel() {
   const std::lock_guard lock(state_->cancel_mutex);

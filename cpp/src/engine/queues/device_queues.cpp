@@ -38,7 +38,7 @@ DeviceQueues::~DeviceQueues() {
 std::size_t DeviceQueues::device_count() const noexcept { return state_->queues.size(); }
 std::size_t DeviceQueues::space_count() const noexcept { return state_->spaces.size(); }
 std::size_t DeviceQueues::home_space() const noexcept { return State::kHome; }
-std::size_t DeviceQueues::space_of(std::size_t device) const noexcept { return state_->queues[device].space; }
+std::size_t DeviceQueues::space_of(DeviceId device) const noexcept { return state_->queues[device].space; }
 bool DeviceQueues::on_host(std::size_t space) const noexcept { return state_->on_host(space); }
 std::string DeviceQueues::transport() const { return state_->transport; }
 
@@ -53,8 +53,8 @@ std::unique_ptr<Buffer> DeviceQueues::allocate(std::size_t space, std::size_t by
 AsyncDevice& DeviceQueues::maker(std::size_t space) const noexcept { return *state_->spaces[space].maker; }
 Stream& DeviceQueues::home_stream() const noexcept { return *state_->home_stream; }
 Stream* DeviceQueues::copy_stream(std::size_t space) const noexcept { return state_->spaces[space].copies; }
-Stream* DeviceQueues::stream(std::size_t device) const noexcept { return state_->queues[device].stream; }
-Stream* DeviceQueues::source_stream(std::size_t device) const noexcept { return state_->queues[device].source.get(); }
+Stream* DeviceQueues::stream(DeviceId device) const noexcept { return state_->queues[device].stream; }
+Stream* DeviceQueues::source_stream(DeviceId device) const noexcept { return state_->queues[device].source.get(); }
 
 void DeviceQueues::set_stream(void* native) {
   if (native == nullptr ? state_->owns_home_stream : native == state_->home_stream->native()) return;
@@ -87,7 +87,7 @@ std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceC
   return state.step;
 }
 
-bool DeviceQueues::enter(std::size_t device) {
+bool DeviceQueues::enter(DeviceId device) {
   State& state = *state_;
   State::Queue& queue = state.queues[device];
   if (std::exchange(queue.entered, true)) return false;
@@ -100,11 +100,9 @@ bool DeviceQueues::enter(std::size_t device) {
   return true;
 }
 
-const Event* DeviceQueues::slot(std::size_t device) const {
-  return state_->step->end_of_run(device, state_->run_ahead);
-}
+const Event* DeviceQueues::slot(DeviceId device) const { return state_->step->end_of_run(device, state_->run_ahead); }
 
-const Event* DeviceQueues::idle(std::size_t device) const { return state_->step->end_of_run(device, 0); }
+const Event* DeviceQueues::idle(DeviceId device) const { return state_->step->end_of_run(device, 0); }
 
 std::chrono::nanoseconds DeviceQueues::patience() const noexcept { return state_->options.timeout; }
 
@@ -113,22 +111,22 @@ void DeviceQueues::give_up(const Event& event) {
   throw_late(event, state_->options.timeout);
 }
 
-bool DeviceQueues::begin_run(std::size_t device, bool continues) {
+bool DeviceQueues::begin_run(DeviceId device, bool continues) {
   State::Queue& queue = state_->queues[device];
   return queue.stream != nullptr && state_->step->begin_run(device, *queue.device, *queue.stream, continues);
 }
 
-void DeviceQueues::restart_run(std::size_t device) {
+void DeviceQueues::restart_run(DeviceId device) {
   State::Queue& queue = state_->queues[device];
   if (queue.stream != nullptr) state_->step->restart_run(device, *queue.stream);
 }
 
-void DeviceQueues::end_run(std::size_t device) {
+void DeviceQueues::end_run(DeviceId device) {
   State::Queue& queue = state_->queues[device];
   if (queue.stream != nullptr) state_->step->end_run(device, *queue.stream);
 }
 
-void DeviceQueues::deliver(std::size_t device, std::vector<BufferView> parts) {
+void DeviceQueues::deliver(DeviceId device, std::vector<BufferView> parts) {
   State::Queue& queue = state_->queues[device];
   queue.parts = std::move(parts);
   queue.has_delivered = true;

@@ -75,7 +75,7 @@ void RecordedTimes::stamp(std::vector<ClaimRecord>& claims) const {
   std::vector<char> clean(device_count, 0);
   for (std::size_t i = 0; i < claims.size(); ++i) {
     ClaimRecord& claim = claims[i];
-    const std::size_t d = claim.micro_batch.device_index;
+    const DeviceId d = claim.micro_batch.device;
     const std::vector<Span>& spans = lists_->spans[d];
     if (lists_->used[d] == 0) continue;
     const std::size_t k = next[d]++;
@@ -91,11 +91,11 @@ void RecordedTimes::stamp(std::vector<ClaimRecord>& claims) const {
     if (strict_.empty()) strict_ = shared_.evidence->classify(lists_->used, clean);
   }
   for (std::size_t i = 0; i < claims.size(); ++i) {
-    if (held_up[i] != 0 && strict_[claims[i].micro_batch.device_index] != 0) claims[i].excluded = true;
+    if (held_up[i] != 0 && strict_[claims[i].micro_batch.device] != 0) claims[i].excluded = true;
   }
 }
 
-bool RecordedTimes::begin_run(std::size_t d, AsyncDevice& maker, Stream& stream, bool continues) {
+bool RecordedTimes::begin_run(DeviceId d, AsyncDevice& maker, Stream& stream, bool continues) {
   std::vector<Span>& spans = lists_->spans[d];
   std::size_t& used = lists_->used[d];
   // A device that has nothing to do when it is given more has waited for the host: that time is not its own.
@@ -107,20 +107,20 @@ bool RecordedTimes::begin_run(std::size_t d, AsyncDevice& maker, Stream& stream,
   return dry;
 }
 
-void RecordedTimes::restart_run(std::size_t d, Stream& stream) {
+void RecordedTimes::restart_run(DeviceId d, Stream& stream) {
   Span& span = last(d);
   stream.record(*span.start);
   span.opened = std::chrono::steady_clock::now();
 }
 
-void RecordedTimes::end_run(std::size_t d, Stream& stream) {
+void RecordedTimes::end_run(DeviceId d, Stream& stream) {
   Span& span = last(d);
   stream.record(*span.end);
   span.launch_seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - span.opened).count();
   span.overtaken = span.start->done();
 }
 
-const Event* RecordedTimes::end_of_run(std::size_t d, std::size_t back) const {
+const Event* RecordedTimes::end_of_run(DeviceId d, std::size_t back) const {
   const std::size_t used = lists_->used[d];
   return used > back ? lists_->spans[d][used - 1 - back].end.get() : nullptr;
 }

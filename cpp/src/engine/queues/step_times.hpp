@@ -7,6 +7,7 @@
 #include <mutex>
 #include <vector>
 
+#include <paceline/device_id.hpp>
 #include <paceline/engine/device_queues.hpp>
 #include <paceline/runtime/async_device.hpp>
 
@@ -81,16 +82,16 @@ class RecordedTimes final : public StepTimes {
 
   /// Returns true if the device had run out of work: its time then includes a wait for the host. `continues`: this is
   /// another piece of the last run.
-  bool begin_run(std::size_t d, AsyncDevice& maker, Stream& stream, bool continues);
-  void restart_run(std::size_t d, Stream& stream);
-  void end_run(std::size_t d, Stream& stream);
+  bool begin_run(DeviceId d, AsyncDevice& maker, Stream& stream, bool continues);
+  void restart_run(DeviceId d, Stream& stream);
+  void end_run(DeviceId d, Stream& stream);
   /// The end of the run that is `back` runs before the device's last one; null if there were not that many.
-  [[nodiscard]] const Event* end_of_run(std::size_t d, std::size_t back) const;
+  [[nodiscard]] const Event* end_of_run(DeviceId d, std::size_t back) const;
   /// Recorded when everything of the step is on its way.
   [[nodiscard]] Event& over() noexcept { return *lists_->over; }
 
  private:
-  [[nodiscard]] Span& last(std::size_t d) { return lists_->spans[d][lists_->used[d] - 1]; }
+  [[nodiscard]] Span& last(DeviceId d) { return lists_->spans[d][lists_->used[d] - 1]; }
 
   std::unique_ptr<SpanLists> lists_;
   Shared shared_;

@@ -14,26 +14,32 @@ namespace {
 /// Exactly what a script says.
 class ScriptedClaims final : public Claims {
  public:
-  explicit ScriptedClaims(StepOptions options)
-      : Claims(options.shares, false), script_(std::move(options.script)), handed_out_(script_.size(), 0) {}
+  explicit ScriptedClaims(StepOptions options) : Claims(options.shares, false) {
+    for (std::vector<MicroBatch>& list : options.script) scripts_.push_back({std::move(list)});
+  }
 
  private:
-  std::optional<MicroBatch> own(std::size_t device) override {
+  std::optional<MicroBatch> own(DeviceId device) override {
     if (!has_own(device)) return std::nullopt;
-    return script_[device][handed_out_[device]++];
+    return scripts_[device].list[scripts_[device].next++];
   }
   std::optional<MicroBatch> take_over(std::size_t, double) override { return std::nullopt; }
   void hand_out(MicroBatch&, double) override {}
-  [[nodiscard]] bool has_own(std::size_t device) const override { return handed_out_[device] < script_[device].size(); }
+  [[nodiscard]] bool has_own(DeviceId device) const override {
+    return scripts_[device].next < scripts_[device].list.size();
+  }
   [[nodiscard]] bool nothing_left() const override {
-    for (std::size_t d = 0; d < script_.size(); ++d) {
+    for (std::size_t d = 0; d < scripts_.size(); ++d) {
       if (has_own(d)) return false;
     }
     return true;
   }
 
-  std::vector<std::vector<MicroBatch>> script_;
-  std::vector<std::size_t> handed_out_;
+  struct Script {  // of one device
+    std::vector<MicroBatch> list;
+    std::size_t next = 0;
+  };
+  std::vector<Script> scripts_;
 };
 
 }  // namespace
@@ -44,30 +50,30 @@ std::unique_ptr<Claims> Claims::of(StepOptions options) {
   return std::make_unique<ItemClaims>(options.plan, options.stealing, options.any_size, options.least_items);
 }
 
-Claims::Claims(const std::vector<std::int64_t>& shares, bool stealing) : left_(shares.size(), false) {
-  std::transform(shares.begin(), shares.end(), std::back_inserter(takes_over_),
-                 [stealing](std::int64_t share) { return stealing && share > 0; });
+Claims::Claims(const std::vector<std::int64_t>& shares, bool stealing) {
+  for (const std::int64_t share : shares) devices_.push_back({.takes_over = stealing && share > 0});
 }
 
-std::optional<MicroBatch> Claims::claim(std::size_t device, double now_seconds) {
+std::optional<MicroBatch> Claims::claim(DeviceId device, double now_seconds) {
   const std::lock_guard lock(mutex_);
-  if (cancelled_ || left_[device]) return std::nullopt;
+  DeviceState& here = devices_[device];
+  if (cancelled_ || here.left) return std::nullopt;
   std::optional<MicroBatch> next = own(device);
-  if (!next && takes_over_[device]) next = take_over(device, now_seconds);
+  if (!next && here.takes_over) next = take_over(device, now_seconds);
   if (!next) {
-    left_[device] = !takes_over_[device] || !came_early(device);
+    here.left = !here.takes_over || !came_early(device);
     return std::nullopt;
   }
-  next->device_index = device;
+  next->device = device;
   hand_out(*next, now_seconds);
-  next->last = !has_own(device) && (!takes_over_[device] || nothing_left());
+  next->last = !has_own(device) && (!here.takes_over || nothing_left());
   return next;
 }
 
-bool Claims::asks_again(std::size_t device) {
+bool Claims::asks_again(DeviceId device) {
   const std::lock_guard lock(mutex_);
   runs_dry(device);
-  return !cancelled_ && !left_[device];
+  return !cancelled_ && !devices_[device].left;
 }
 
 bool Claims::exhausted() {

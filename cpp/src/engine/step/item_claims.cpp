@@ -32,18 +32,18 @@ ItemClaims::ItemClaims(std::shared_ptr<const BatchPlan> plan, bool stealing, boo
 void ItemClaims::hand_out(MicroBatch& next, double now) {
   next.items = std::span(plan_->arrangement.order)
                    .subspan(static_cast<std::size_t>(next.begin), static_cast<std::size_t>(next.size()));
-  parts_[next.device_index].free_at = now + seconds(next.device_index, next.begin, next.end);
+  parts_[next.device].free_at = now + seconds(next.device, next.begin, next.end);
 }
 
 std::int64_t ItemClaims::end_of(const Part& part, std::size_t k) const {
   return k + 1 == part.end ? part.last_end : plan_->arrangement.bounds[k + 1];
 }
 
-double ItemClaims::seconds(std::size_t device, std::int64_t begin, std::int64_t end) const {
+double ItemClaims::seconds(DeviceId device, std::int64_t begin, std::int64_t end) const {
   return plan_->work(device, begin, end) * (measured_ ? plan_->seconds_per_work[device] : 0.0);
 }
 
-std::optional<MicroBatch> ItemClaims::own(std::size_t device) {
+std::optional<MicroBatch> ItemClaims::own(DeviceId device) {
   Part& part = parts_[device];
   if (part.empty()) return std::nullopt;
   const std::size_t k = part.next;
@@ -52,7 +52,7 @@ std::optional<MicroBatch> ItemClaims::own(std::size_t device) {
   return next;
 }
 
-double ItemClaims::finish_of(std::size_t device, double now) const {
+double ItemClaims::finish_of(DeviceId device, double now) const {
   const Part& part = parts_[device];
   double finish = free_at(part.free_at, now);
   for (std::size_t k = part.next; k < part.end; ++k) {
@@ -61,8 +61,8 @@ double ItemClaims::finish_of(std::size_t device, double now) const {
   return finish;
 }
 
-std::optional<MicroBatch> ItemClaims::take_over(std::size_t device, double now) {
-  const auto victim = find_victim(parts_.size(), device, [&](std::size_t d) -> std::optional<double> {
+std::optional<MicroBatch> ItemClaims::take_over(DeviceId device, double now) {
+  const auto victim = find_victim(parts_.size(), device, [&](DeviceId d) -> std::optional<double> {
     const Part& part = parts_[d];
     if (part.empty()) return std::nullopt;
     // Without measurements the device with most items left is the one to help.

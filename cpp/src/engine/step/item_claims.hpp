@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include <paceline/device_id.hpp>
 #include <paceline/engine/batch_plan.hpp>
 #include <paceline/engine/step.hpp>
 #include <paceline/export.hpp>
@@ -35,16 +36,16 @@ class PACELINE_API ItemClaims final : public Claims {
     [[nodiscard]] bool empty() const { return next == end; }
   };
 
-  std::optional<MicroBatch> own(std::size_t device) override;
-  std::optional<MicroBatch> take_over(std::size_t device, double now) override;
+  std::optional<MicroBatch> own(DeviceId device) override;
+  std::optional<MicroBatch> take_over(DeviceId device, double now) override;
   void hand_out(MicroBatch& next, double now) override;
-  [[nodiscard]] bool has_own(std::size_t device) const override { return !parts_[device].empty(); }
+  [[nodiscard]] bool has_own(DeviceId device) const override { return !parts_[device].empty(); }
   [[nodiscard]] bool nothing_left() const override;
 
   [[nodiscard]] std::int64_t end_of(const Part& part, std::size_t k) const;
-  [[nodiscard]] double seconds(std::size_t device, std::int64_t begin, std::int64_t end) const;
+  [[nodiscard]] double seconds(DeviceId device, std::int64_t begin, std::int64_t end) const;
   /// When a device will have run what is planned for it.
-  [[nodiscard]] double finish_of(std::size_t device, double now) const;
+  [[nodiscard]] double finish_of(DeviceId device, double now) const;
 
   std::shared_ptr<const BatchPlan> plan_;
   bool any_size_;

@@ -36,7 +36,7 @@ PlannedClaims::PlannedClaims(StepOptions options)
   pool_end_ = offset + held_back.pool;
 }
 
-std::optional<MicroBatch> PlannedClaims::own(std::size_t device) {
+std::optional<MicroBatch> PlannedClaims::own(DeviceId device) {
   if (!has_own(device)) return std::nullopt;
   Part& part = parts_[device];
   const std::int64_t begin = part.begin;
@@ -44,19 +44,19 @@ std::optional<MicroBatch> PlannedClaims::own(std::size_t device) {
   return MicroBatch{.begin = begin, .end = part.begin};
 }
 
-std::optional<MicroBatch> PlannedClaims::take_over(std::size_t device, double now) {
+std::optional<MicroBatch> PlannedClaims::take_over(DeviceId device, double now) {
   return pool_begin_ < pool_end_ ? take_correction(device, now) : steal(device, now);
 }
 
-bool PlannedClaims::came_early(std::size_t device) const {
+bool PlannedClaims::came_early(DeviceId device) const {
   return !parts_[device].held.empty() && options_.micro_batch == 0 && pool_begin_ < pool_end_;
 }
 
-std::int64_t PlannedClaims::run_ahead(std::size_t device) const {
+std::int64_t PlannedClaims::run_ahead(DeviceId device) const {
   return options_.run_ahead.empty() ? 0 : options_.run_ahead[device];
 }
 
-std::int64_t PlannedClaims::own_piece(std::size_t device) const {
+std::int64_t PlannedClaims::own_piece(DeviceId device) const {
   const std::int64_t left = parts_[device].end - parts_[device].begin;
   if (options_.micro_batch > 0) return plan::fitting_piece(options_.micro_batch, left, options_.least_items);
   if (pool_begin_ == pool_end_) return left;
@@ -66,7 +66,7 @@ std::int64_t PlannedClaims::own_piece(std::size_t device) const {
 
 void PlannedClaims::hand_out(MicroBatch& next, double now) {
   if (options_.models.empty()) return;
-  const std::size_t device = next.device_index;
+  const DeviceId device = next.device;
   Part& part = parts_[device];
   const double seconds = options_.models[device].seconds(next.size());
   part.free_at = now + held_seconds(device) + seconds;
@@ -74,12 +74,12 @@ void PlannedClaims::hand_out(MicroBatch& next, double now) {
   if (std::ssize(part.held) > run_ahead(device)) part.held.erase(part.held.begin());
 }
 
-double PlannedClaims::held_seconds(std::size_t device) const {
+double PlannedClaims::held_seconds(DeviceId device) const {
   const std::vector<double>& held = parts_[device].held;
   return std::accumulate(held.begin(), held.end(), 0.0);
 }
 
-std::optional<MicroBatch> PlannedClaims::take_correction(std::size_t device, double now) {
+std::optional<MicroBatch> PlannedClaims::take_correction(DeviceId device, double now) {
   std::vector<plan::TailDevice> devices(parts_.size());
   bool alone = true;  // nobody else will come for the rest
   for (std::size_t d = 0; d < parts_.size(); ++d) {
@@ -99,7 +99,7 @@ std::optional<MicroBatch> PlannedClaims::take_correction(std::size_t device, dou
   return next;
 }
 
-double PlannedClaims::own_seconds(std::size_t device) const {
+double PlannedClaims::own_seconds(DeviceId device) const {
   const Part& part = parts_[device];
   const std::int64_t items = part.end - part.begin;
   if (items == 0 || options_.models.empty()) return 0.0;
@@ -110,12 +110,12 @@ double PlannedClaims::own_seconds(std::size_t device) const {
   return static_cast<double>(full) * model.seconds(options_.micro_batch) + (rest > 0 ? model.seconds(rest) : 0.0);
 }
 
-double PlannedClaims::finish_of(std::size_t device, double now) const {
+double PlannedClaims::finish_of(DeviceId device, double now) const {
   return free_at(parts_[device].free_at, now) + own_seconds(device);
 }
 
-std::optional<MicroBatch> PlannedClaims::steal(std::size_t device, double now) {
-  const auto victim = find_victim(parts_.size(), device, [&](std::size_t d) -> std::optional<double> {
+std::optional<MicroBatch> PlannedClaims::steal(DeviceId device, double now) {
+  const auto victim = find_victim(parts_.size(), device, [&](DeviceId d) -> std::optional<double> {
     const std::int64_t waiting = parts_[d].end - parts_[d].begin;
     if (waiting == 0) return std::nullopt;
     // Without models the device with most items left is the one to help.

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include <paceline/device_id.hpp>
 #include <paceline/engine/micro_batch.hpp>
 #include <paceline/engine/step.hpp>
 #include <paceline/export.hpp>
@@ -34,22 +35,22 @@ class PACELINE_API PlannedClaims final : public Claims {
     std::vector<double> held{};  // predicted seconds of the micro-batches that it will still hold at its next claim
   };
 
-  std::optional<MicroBatch> own(std::size_t device) override;
-  std::optional<MicroBatch> take_over(std::size_t device, double now) override;
+  std::optional<MicroBatch> own(DeviceId device) override;
+  std::optional<MicroBatch> take_over(DeviceId device, double now) override;
   void hand_out(MicroBatch& next, double now) override;
-  [[nodiscard]] bool has_own(std::size_t device) const override { return parts_[device].begin < parts_[device].end; }
+  [[nodiscard]] bool has_own(DeviceId device) const override { return parts_[device].begin < parts_[device].end; }
   [[nodiscard]] bool nothing_left() const override;
-  [[nodiscard]] bool came_early(std::size_t device) const override;
-  void runs_dry(std::size_t device) override { parts_[device].held.clear(); }
+  [[nodiscard]] bool came_early(DeviceId device) const override;
+  void runs_dry(DeviceId device) override { parts_[device].held.clear(); }
 
-  std::optional<MicroBatch> take_correction(std::size_t device, double now);
-  std::optional<MicroBatch> steal(std::size_t device, double now);
+  std::optional<MicroBatch> take_correction(DeviceId device, double now);
+  std::optional<MicroBatch> steal(DeviceId device, double now);
   /// When a device will have run what is planned for it.
-  [[nodiscard]] double finish_of(std::size_t device, double now) const;
-  [[nodiscard]] double own_seconds(std::size_t device) const;
-  [[nodiscard]] double held_seconds(std::size_t device) const;
-  [[nodiscard]] std::int64_t run_ahead(std::size_t device) const;
-  [[nodiscard]] std::int64_t own_piece(std::size_t device) const;
+  [[nodiscard]] double finish_of(DeviceId device, double now) const;
+  [[nodiscard]] double own_seconds(DeviceId device) const;
+  [[nodiscard]] double held_seconds(DeviceId device) const;
+  [[nodiscard]] std::int64_t run_ahead(DeviceId device) const;
+  [[nodiscard]] std::int64_t own_piece(DeviceId device) const;
 
   StepOptions options_;
   std::vector<Part> parts_;

@@ -140,7 +140,7 @@ balance::StepTimings StepRecord::timings(std::size_t device_count) const {
                                .reduction_seconds = reduce_seconds,
                                .startup_seconds = startup_seconds};
   for (const ClaimRecord& claim : claims) {
-    timings.devices[claim.micro_batch.device_index].push_back(
+    timings.devices[claim.micro_batch.device].push_back(
         {claim.micro_batch.size(), claim.finish_seconds - claim.start_seconds, claim.excluded});
   }
   return timings;
@@ -148,7 +148,7 @@ balance::StepTimings StepRecord::timings(std::size_t device_count) const {
 
 std::vector<std::int64_t> StepRecord::items(std::size_t device_count) const {
   std::vector<std::int64_t> items(device_count, 0);
-  for (const ClaimRecord& claim : claims) items[claim.micro_batch.device_index] += claim.micro_batch.size();
+  for (const ClaimRecord& claim : claims) items[claim.micro_batch.device] += claim.micro_batch.size();
   return items;
 }
 
@@ -181,7 +181,7 @@ void Step::rethrow_failure() const {
   const StepFailure* failure = source_->failure();
   if (failure == nullptr) return;
   const std::optional<MicroBatch>& at = failure->micro_batch;
-  const std::string device = at ? group_.devices()[at->device_index].name : "";
+  const std::string device = at ? group_.devices()[at->device].name : "";
   const bool at_items = at && at->size() > 0;
   const auto message = [&](const char* what) {
     const std::string where = at_items ? fmt::format("{} failed at items [{}, {})", device, at->begin, at->end)

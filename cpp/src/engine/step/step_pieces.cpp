@@ -24,7 +24,7 @@ StepPieces::StepPieces(std::shared_ptr<const BatchPlan> plan, std::shared_ptr<Me
 std::vector<StepPieces::Span> StepPieces::spans(const MicroBatch& claim) const {
   std::vector<Span> spans;
   if (!script_.empty()) {
-    for (const MicroBatch& piece : script_[claim.device_index]) {
+    for (const MicroBatch& piece : script_[claim.device]) {
       if (claim.begin <= piece.begin && piece.end <= claim.end) spans.emplace_back(piece.begin, piece.end);
     }
     if (!spans.empty()) return spans;
@@ -35,7 +35,7 @@ std::vector<StepPieces::Span> StepPieces::spans(const MicroBatch& claim) const {
 
 bool StepPieces::run(const MicroBatch& claim, StepProgram& program, const Claims& claims, MicroBatch& current) {
   using Clock = std::chrono::steady_clock;
-  DeviceState& state = devices_[claim.device_index];
+  DeviceState& state = devices_[claim.device];
   bool excluded = search_ != nullptr && search_->on_trial();
   std::vector<balance::TimedPiece> timed;
   for (const Span& span : spans(claim)) {
@@ -49,7 +49,7 @@ bool StepPieces::run(const MicroBatch& claim, StepProgram& program, const Claims
 
 bool StepPieces::run_span(const MicroBatch& claim, Span span, StepProgram& program, const Claims& claims,
                           MicroBatch& current) {
-  const std::size_t d = claim.device_index;
+  const DeviceId d = claim.device;
   const auto run_one = [&](Span piece) { return run_piece(claim, piece, program, claims, current); };
   if (caps_->idle() || !script_.empty()) return run_one(span);
   bool excluded = false;
@@ -90,8 +90,7 @@ bool StepPieces::run_piece(const MicroBatch& claim, Span piece, StepProgram& pro
                                         static_cast<std::size_t>(piece.second - piece.first));
   }
   const bool excluded = program.run(current);
-  devices_[claim.device_index].ran.push_back(
-      {.begin = piece.first, .end = piece.second, .device_index = claim.device_index});
+  devices_[claim.device].ran.push_back({.begin = piece.first, .end = piece.second, .device = claim.device});
   return excluded;
 }
 

@@ -37,7 +37,7 @@ StepSource::StepSource(const DeviceGroup& group, std::shared_ptr<StepProgram> pr
   claims_ = Claims::of(std::move(options));
 }
 
-NextWork StepSource::next(std::size_t device, Clock::time_point now) noexcept {
+NextWork StepSource::next(DeviceId device, Clock::time_point now) noexcept {
   DeviceState& state = devices_[device];
   if (state.stage == Stage::outside) state.stage = state.takes_part && enter() ? Stage::computing : Stage::waiting;
   if (state.stage == Stage::computing) return next_micro_batch(device, now);
@@ -51,7 +51,7 @@ NextWork StepSource::next(std::size_t device, Clock::time_point now) noexcept {
   return NextWork::done();
 }
 
-void StepSource::perform(std::size_t device, std::int64_t work, Turn&) {
+void StepSource::perform(DeviceId device, std::int64_t work, Turn&) {
   DeviceState& state = devices_[device];
   if (work == kMicroBatch) {
     MicroBatch claim = state.current;
@@ -64,18 +64,18 @@ void StepSource::perform(std::size_t device, std::int64_t work, Turn&) {
   if (work == kReduce && reduction_->work()) settle_once();
 }
 
-void StepSource::done(std::size_t device, std::int64_t work, const WorkTiming& timing) noexcept {
+void StepSource::done(DeviceId device, std::int64_t work, const WorkTiming& timing) noexcept {
   DeviceState& state = devices_[device];
   if (work == kMicroBatch) {
     state.claims.back().start_seconds = seconds_at(timing.start);
     state.claims.back().finish_seconds = seconds_at(timing.finish);
-    state.current = MicroBatch{.device_index = device};
+    state.current = MicroBatch{.device = device};
   } else if (work == kFinish) {
     leave(device);
   }
 }
 
-void StepSource::failed(std::size_t device, std::int64_t /*work*/, std::exception_ptr error) noexcept {
+void StepSource::failed(DeviceId device, std::int64_t /*work*/, std::exception_ptr error) noexcept {
   fail(std::move(error), devices_[device].current);
   leave(device);
 }
@@ -117,9 +117,9 @@ std::vector<std::int64_t> StepSource::claim_counts() const {
   return counts;
 }
 
-NextWork StepSource::next_micro_batch(std::size_t device, Clock::time_point now) noexcept {
+NextWork StepSource::next_micro_batch(DeviceId device, Clock::time_point now) noexcept {
   DeviceState& state = devices_[device];
-  state.current = MicroBatch{.device_index = device};
+  state.current = MicroBatch{.device = device};
   try {
     for (;;) {
       const Event* const event = state.asks_again ? program_->idle(device) : program_->slot(device);
@@ -158,7 +158,7 @@ bool StepSource::enter() noexcept {
 
 /// Whoever leaves last when nothing is left to claim opens the reduction. If something is left, it is for a worker
 /// that has yet to enter.
-void StepSource::leave(std::size_t device) noexcept {
+void StepSource::leave(DeviceId device) noexcept {
   devices_[device].stage = Stage::waiting;
   if (inside_.fetch_sub(1, std::memory_order_acq_rel) != 1 || !claims_->exhausted()) return;
   std::uint32_t nobody = 0;

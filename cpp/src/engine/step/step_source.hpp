@@ -10,6 +10,7 @@
 #include <optional>
 #include <vector>
 
+#include <paceline/device_id.hpp>
 #include <paceline/engine/step.hpp>
 #include <paceline/runtime/device_group.hpp>
 #include <paceline/runtime/work_source.hpp>
@@ -34,10 +35,10 @@ class StepSource final : public WorkSource {
   /// Sets the step's clock to 0. Call it right before the workers get the step.
   void start_clock() { start_ = Clock::now(); }
 
-  [[nodiscard]] NextWork next(std::size_t device, Clock::time_point now) noexcept override;
-  void perform(std::size_t device, std::int64_t work, Turn& turn) override;
-  void done(std::size_t device, std::int64_t work, const WorkTiming& timing) noexcept override;
-  void failed(std::size_t device, std::int64_t work, std::exception_ptr error) noexcept override;
+  [[nodiscard]] NextWork next(DeviceId device, Clock::time_point now) noexcept override;
+  void perform(DeviceId device, std::int64_t work, Turn& turn) override;
+  void done(DeviceId device, std::int64_t work, const WorkTiming& timing) noexcept override;
+  void failed(DeviceId device, std::int64_t work, std::exception_ptr error) noexcept override;
   void cancel(std::exception_ptr reason) noexcept override;
   [[nodiscard]] bool complete() const noexcept override { return settled_.load(std::memory_order_acquire); }
 
@@ -61,10 +62,10 @@ class StepSource final : public WorkSource {
     std::optional<Clock::time_point> waits_since;
   };
 
-  [[nodiscard]] NextWork next_micro_batch(std::size_t device, Clock::time_point now) noexcept;
+  [[nodiscard]] NextWork next_micro_batch(DeviceId device, Clock::time_point now) noexcept;
   [[nodiscard]] NextWork wait_for(DeviceState& state, const Event& event, Clock::time_point now);
   [[nodiscard]] bool enter() noexcept;
-  void leave(std::size_t device) noexcept;
+  void leave(DeviceId device) noexcept;
   void open_reduction() noexcept;
   void settle_once() noexcept;
   void fail(std::exception_ptr error, const std::optional<MicroBatch>& micro_batch) noexcept;
