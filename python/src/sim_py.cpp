@@ -29,6 +29,7 @@ using namespace sim;
 
 using ThrottleTuple = std::tuple<std::size_t, double, std::int64_t, std::int64_t>;
 using DriftTuple = std::tuple<std::size_t, double, double, std::int64_t, std::int64_t>;
+using LateStartTuple = std::tuple<std::size_t, double, std::int64_t, std::int64_t>;
 using PauseTuple = std::tuple<std::size_t, double, std::int64_t, std::int64_t>;
 using LastingNoiseTuple = std::tuple<double, double, bool>;
 
@@ -44,7 +45,8 @@ Result simulate_py(const std::vector<double>& speeds, std::int64_t batch_size, s
                    const std::optional<std::vector<std::string>>& device_classes, bool ledger,
                    const std::vector<DriftTuple>& drifts, const std::vector<PauseTuple>& pauses,
                    const std::vector<double>& reduction_seconds, double first_run_seconds,
-                   const std::vector<LastingNoiseTuple>& lasting_noise) {
+                   const std::vector<LastingNoiseTuple>& lasting_noise,
+                   const std::vector<LateStartTuple>& late_starts) {
   if (device_classes && device_classes->size() != speeds.size()) {
     throw InvalidArgument(fmt::format("device_classes is of length {} instead of {}; pass one per device",
                                       device_classes->size(), speeds.size()));
@@ -76,6 +78,9 @@ Result simulate_py(const std::vector<double>& speeds, std::int64_t batch_size, s
   }
   for (const auto& [device, seconds, first, every] : pauses) {
     options.box.pauses.push_back({device, seconds, first, every});
+  }
+  for (const auto& [device, seconds, from, to] : late_starts) {
+    options.box.late_starts.push_back({device, seconds, from, to});
   }
   options.box.reduction_seconds = reduction_seconds;
   for (const auto& [device, step] : failures) options.box.failures.push_back({device, step});
@@ -174,7 +179,8 @@ void bind_sim(py::module_& module) {
   py::class_<sim::BoxEvent>(module, "Event", "A change of the simulated machine that the split should follow.")
       .def_readonly("step", &sim::BoxEvent::step, "The first step with the change.")
       .def_readonly("device", &sim::BoxEvent::device, "Index of the device.")
-      .def_readonly("kind", &sim::BoxEvent::kind, "\"throttle\", \"release\" or \"failure\".")
+      .def_readonly("kind", &sim::BoxEvent::kind,
+                    "\"throttle\", \"release\", \"late start\", \"on time\" or \"failure\".")
       .def("__repr__", [](const sim::BoxEvent& event) {
         return fmt::format("Event(step={}, device={}, kind='{}')", event.step, event.device, event.kind);
       });
@@ -213,6 +219,7 @@ void bind_sim(py::module_& module) {
       py::arg("drifts") = std::vector<DriftTuple>{}, py::arg("pauses") = std::vector<PauseTuple>{},
       py::arg("reduction_seconds") = std::vector<double>{}, py::arg("first_run_seconds") = 0.0,
       py::arg("lasting_noise") = std::vector<LastingNoiseTuple>{},
+      py::arg("late_starts") = std::vector<LateStartTuple>{},
       R"(Run the balancer on simulated devices with a virtual clock.
 
 A device takes `(fixed_seconds + per_item_seconds * n) / speed` for n > 0 items, times throttles and noise. The balancer sees
@@ -255,6 +262,8 @@ first_run_seconds
 lasting_noise
     (deviation, steps, common): additional noise on the logarithms of times. Its correlation over n steps is exp(-n / steps). If
     `common`, all devices have the same noise; otherwise each device has its own.
+late_starts
+    (device, seconds, from, to): the device begins steps [from, to) `seconds` later than the others.
 
 Returns
 -------

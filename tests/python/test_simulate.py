@@ -190,3 +190,7 @@ def test_drifts_pauses_and_reductions_reach_the_box() -> None:
     assert reduced.elapsed_seconds == pytest.approx(plain.elapsed_seconds + 0.02)
     first = simulate([1.0, 1.0], policy="even", steps=20, first_run_seconds=0.25)
     assert first.elapsed_seconds == pytest.approx(plain.elapsed_seconds + 0.25)
+    assert first.loss_to_ideal == pytest.approx(plain.loss_to_ideal + 0.25 / plain.ideal_seconds)
+    late = simulate([1.0, 1.0], policy="even", steps=20, late_starts=[(0, 0.01, 5, 9)])
+    assert late.elapsed_seconds == pytest.approx(plain.elapsed_seconds + 0.04)
+    assert [(event.step, event.kind) for event in late.events] == [(5, "late start"), (9, "on time")]

@@ -65,6 +65,12 @@ void check(const BoxOptions& options) {
     require(pause.first >= 0 && pause.every >= 0,
             fmt::format("a pause comes first at step {} and every {} steps", pause.first, pause.every));
   }
+  for (const LateStart& late : options.late_starts) {
+    require(late.device < count, fmt::format("a late start names device {}: there are {}", late.device, count));
+    require(not_negative(late.seconds), fmt::format("a start is {} s late", late.seconds));
+    require(late.from >= 0 && late.from < late.to,
+            fmt::format("starts are late from step {} to {}: they must end after they begin", late.from, late.to));
+  }
   require(options.reduction_seconds.empty() || options.reduction_seconds.size() == count + 1,
           fmt::format("reduction_seconds has {} entries for {} devices: one per number of devices, from 0",
                       options.reduction_seconds.size(), count));
@@ -123,12 +129,22 @@ std::vector<plan::CostModel> Box::models(std::int64_t step) const {
   return models;
 }
 
+std::vector<double> Box::late(std::int64_t step) const {
+  std::vector<double> seconds(options_.devices.size(), 0.0);
+  for (const LateStart& late : options_.late_starts) {
+    if (step >= late.from && step < late.to) seconds[late.device] += late.seconds;
+  }
+  return seconds;
+}
+
 double Box::makespan(std::int64_t step, const std::vector<std::int64_t>& shares) const {
   const std::vector<plan::CostModel> truth = models(step);
+  const std::vector<double> begin = late(step);
   double longest = 0.0;
   for (std::size_t i = 0; i < shares.size(); ++i) {
     if (shares[i] == 0) continue;
-    longest = std::max(longest, truth[i].seconds(shares[i]) + options_.devices[i].limits.startup_seconds);
+    const double startup = options_.devices[i].limits.startup_seconds + begin[i];
+    longest = std::max(longest, startup + truth[i].seconds(shares[i]));
   }
   return longest + reduction(shares);
 }
@@ -140,8 +156,10 @@ double Box::ideal(std::int64_t step, std::int64_t batch_size) const {
 std::vector<std::int64_t> Box::best_split(std::int64_t step, std::int64_t batch_size) const {
   plan::SplitOptions split;
   split.reduction_seconds = options_.reduction_seconds;
+  const std::vector<double> begin = late(step);
   for (std::size_t i = 0; i < options_.devices.size(); ++i) {
     split.limits.push_back(alive(i, step) ? options_.devices[i].limits : plan::ShareLimits{.minimum = 0, .maximum = 0});
+    split.limits.back().startup_seconds += begin[i];
   }
   return plan::split_batch(batch_size, models(step), split).shares;
 }
@@ -174,8 +192,10 @@ StepOutcome Box::run(std::int64_t step, const std::vector<std::int64_t>& shares)
   require(shares.size() == options_.devices.size(),
           fmt::format("{} shares for {} devices", shares.size(), options_.devices.size()));
   const std::vector<plan::CostModel> truth = models(step);
+  const std::vector<double> begin = late(step);
   StepOutcome outcome;
   outcome.timings.devices.resize(shares.size());
+  if (!options_.late_starts.empty()) outcome.timings.startup_seconds.resize(shares.size());
   for (std::size_t i = 0; i < shares.size(); ++i) {
     if (shares[i] == 0) continue;
     if (!alive(i, step)) {
@@ -189,9 +209,14 @@ StepOutcome Box::run(std::int64_t step, const std::vector<std::int64_t>& shares)
     seconds += pause(i, step);
     const SimDevice& device = options_.devices[i];
     const bool first_run = device.first_run_seconds > 0.0 && sizes_run_[i].insert(shares[i]).second;
-    if (first_run) seconds += device.first_run_seconds;
+    if (first_run) {
+      seconds += device.first_run_seconds;
+      outcome.first_run_seconds = std::max(outcome.first_run_seconds, device.first_run_seconds);
+    }
     outcome.timings.devices[i].push_back({shares[i], seconds, first_run});
-    outcome.seconds = std::max(outcome.seconds, device.limits.startup_seconds + seconds);
+    const double startup = device.limits.startup_seconds + begin[i];
+    if (!options_.late_starts.empty()) outcome.timings.startup_seconds[i] = startup;
+    outcome.seconds = std::max(outcome.seconds, startup + seconds);
   }
   outcome.timings.step_seconds = outcome.seconds;
   outcome.timings.reduction_seconds = reduction(shares);

@@ -30,19 +30,22 @@ Optimum optimum(const SimulationOptions& options) {
   Shares yesterday = plan::split_even(options.batch_size, static_cast<std::int64_t>(options.box.devices.size()));
   std::vector<plan::CostModel> known;
   std::vector<bool> alive;
+  std::vector<double> late_starts;
   Shares best;
   double ideal = 0.0;
   for (std::int64_t step = 0; step < options.steps; ++step) {
     std::vector<plan::CostModel> truth = box.models(step);
     std::vector<bool> here;
     for (std::size_t i = 0; i < truth.size(); ++i) here.push_back(box.alive(i, step));
-    if (truth != known || here != alive) {
+    std::vector<double> begin = box.late(step);
+    if (truth != known || here != alive || begin != late_starts) {
       best = box.best_split(step, options.batch_size);
       ideal = box.makespan(step, best);
       candidates.insert(best);
     }
     known = std::move(truth);
     alive = std::move(here);
+    late_starts = std::move(begin);
     ideals.push_back(ideal);
     // A device that fails takes its step with it; what counts is the repetition, and that one knows.
     if (all_alive(box, step, yesterday)) late += (box.makespan(step, yesterday) / ideal - 1.0) / steps;

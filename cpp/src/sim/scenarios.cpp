@@ -83,6 +83,29 @@ Scenario flapping() {
           0};
 }
 
+Scenario costly_moves() {
+  SimulationOptions options = throttled(eight(), 1.5, 4, 40);
+  for (SimDevice& device : options.box.devices) device.first_run_seconds = 0.1;
+  return {"costly moves",
+          "the same where a device's first run of a size takes 0.1 s (ten steps' time) more: compilation, a captured "
+          "graph",
+          std::move(options),
+          0.065,
+          0.5,
+          0};
+}
+
+Scenario late_start() {
+  SimulationOptions options = eight();
+  options.box.late_starts = {{kOdd, 0.008, 200, 600}};
+  return {"late start",
+          "one device begins 8 ms late (three quarters of a step) in 400 of 800 steps: other programs hold its core",
+          std::move(options),
+          0.035,
+          2.5,
+          0};
+}
+
 Scenario drift() {
   SimulationOptions options = eight();
   options.box.drifts = {{kOdd, 1.0, 1.5, 200, 600}};
@@ -249,6 +272,8 @@ std::vector<Scenario> scenarios() {
           static_mix(),
           lasting_throttle(),
           flapping(),
+          costly_moves(),
+          late_start(),
           drift(),
           periodic_neighbour(),
           warm_up(),

@@ -30,6 +30,10 @@ std::vector<BoxEvent> events_of(const SimulationOptions& options) {
     events.push_back({throttle.from, throttle.device, "throttle"});
     events.push_back({throttle.to, throttle.device, "release"});
   }
+  for (const LateStart& late : options.box.late_starts) {
+    events.push_back({late.from, late.device, "late start"});
+    events.push_back({late.to, late.device, "on time"});
+  }
   for (const Failure& failure : options.box.failures) events.push_back({failure.step, failure.device, "failure"});
   std::erase_if(events, [&](const BoxEvent& event) { return event.step >= options.steps; });
   std::stable_sort(events.begin(), events.end(), [](const BoxEvent& a, const BoxEvent& b) { return a.step < b.step; });
@@ -93,6 +97,7 @@ SimulationResult simulate(const SimulationOptions& options) {
     if (event_now || truth != known) ideal = box.ideal(step, options.batch_size);
     known = std::move(truth);
     losses.push_back(box.makespan(step, plan.shares) / ideal - 1.0);
+    result.loss_to_ideal += outcome.first_run_seconds / ideal / static_cast<double>(options.steps);
     result.ideal_seconds += ideal;
     result.final_shares = plan.shares;
     ++step;

@@ -110,7 +110,7 @@ class Event:
     @property
     def kind(self) -> str:
         """
-        "throttle", "release" or "failure".
+        "throttle", "release", "late start", "on time" or "failure".
         """
     @property
     def step(self) -> int:
@@ -259,6 +259,14 @@ def simulate(
     lasting_noise: collections.abc.Sequence[
         tuple[typing.SupportsFloat | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex, bool]
     ] = [],
+    late_starts: collections.abc.Sequence[
+        tuple[
+            typing.SupportsInt | typing.SupportsIndex,
+            typing.SupportsFloat | typing.SupportsIndex,
+            typing.SupportsInt | typing.SupportsIndex,
+            typing.SupportsInt | typing.SupportsIndex,
+        ]
+    ] = [],
 ) -> SimulationResult:
     """
     Run the balancer on simulated devices with a virtual clock.
@@ -303,6 +311,8 @@ def simulate(
     lasting_noise
         (deviation, steps, common): additional noise on the logarithms of times. Its correlation over n steps is exp(-n / steps). If
         `common`, all devices have the same noise; otherwise each device has its own.
+    late_starts
+        (device, seconds, from, to): the device begins steps [from, to) `seconds` later than the others.
 
     Returns
     -------

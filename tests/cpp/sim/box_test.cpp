@@ -238,6 +238,22 @@ TEST(Box, ChargesTheFirstRunOfEachSizeAndSaysSo) {
   EXPECT_FALSE(first(3, 60).excluded);
 }
 
+TEST(Box, ADeviceThatBeginsLateFinishesLateAndSaysHowLate) {
+  BoxOptions options = two_devices();
+  options.late_starts = {{1, 0.005, 1, 3}};
+  Box box(options);
+  const auto run = [&](std::int64_t step) { return box.run(step, {60, 20}); };
+  EXPECT_DOUBLE_EQ(run(0).seconds, 0.012);
+  const StepOutcome late = run(1);
+  EXPECT_DOUBLE_EQ(late.seconds, 0.017);
+  EXPECT_DOUBLE_EQ(late.timings.devices[1][0].seconds, 0.012);
+  EXPECT_EQ(late.timings.startup_seconds, (std::vector<std::optional<double>>{0.0, 0.005}));
+  EXPECT_EQ(box.run(2, {60, 0}).timings.startup_seconds, (std::vector<std::optional<double>>{0.0, std::nullopt}));
+  EXPECT_DOUBLE_EQ(run(3).seconds, 0.012);
+  EXPECT_DOUBLE_EQ(box.makespan(1, {60, 20}), 0.017);
+  EXPECT_LT(box.best_split(1, 80)[1], box.best_split(0, 80)[1]);
+}
+
 TEST(Box, NamesTheDriftAndThePauseThatMakeNoSense) {
   const auto refuses = [](auto change) {
     BoxOptions options = two_devices();
@@ -250,6 +266,9 @@ TEST(Box, NamesTheDriftAndThePauseThatMakeNoSense) {
   refuses([](BoxOptions& options) { options.pauses = {{2, 1.0, 0, 0}}; });
   refuses([](BoxOptions& options) { options.pauses = {{0, -1.0, 0, 0}}; });
   refuses([](BoxOptions& options) { options.pauses = {{0, 1.0, 0, -1}}; });
+  refuses([](BoxOptions& options) { options.late_starts = {{2, 1.0, 0, 1}}; });
+  refuses([](BoxOptions& options) { options.late_starts = {{0, -1.0, 0, 1}}; });
+  refuses([](BoxOptions& options) { options.late_starts = {{0, 1.0, 1, 1}}; });
   refuses([](BoxOptions& options) { options.reduction_seconds = {0.0, 0.0}; });
   refuses([](BoxOptions& options) { options.devices[0].first_run_seconds = -1.0; });
 }

@@ -55,6 +55,14 @@ struct Pause {
   std::int64_t every = 0;
 };
 
+/// The device begins steps [from, to) `seconds` later than the others. Example: other programs hold its core.
+struct LateStart {
+  DeviceId device = 0;
+  double seconds = 0.0;
+  std::int64_t from = 0;
+  std::int64_t to = 0;
+};
+
 /// Noise that outlasts a step: the correlation of log times `n` steps apart is exp(-n / steps).
 struct LastingNoise {
   double deviation = 0.0;  ///< standard deviation of log times
@@ -77,6 +85,7 @@ struct BoxOptions {
   std::vector<Throttle> throttles = {};
   std::vector<Drift> drifts = {};
   std::vector<Pause> pauses = {};
+  std::vector<LateStart> late_starts = {};
   std::vector<Failure> failures = {};
   /// Seconds each step ends later when k devices have work, at index k (index 0 unused), or empty: the reduction.
   std::vector<double> reduction_seconds = {};
@@ -87,7 +96,8 @@ struct BoxOptions {
 struct StepOutcome {
   balance::StepTimings timings;
   double seconds = 0.0;
-  std::optional<std::size_t> failed_device;
+  double first_run_seconds = 0.0;  ///< of `seconds`, at most: the longest first run of a size in this step
+  std::optional<DeviceId> failed_device;
 };
 
 /// The devices of one machine on a virtual clock. A step advances the clock by the time that the options say, and takes
@@ -109,6 +119,8 @@ class PACELINE_API Box {
 
   /// The true models at a step, with throttles and without noise.
   [[nodiscard]] std::vector<plan::CostModel> models(std::int64_t step) const;
+  /// Per device: how much later than the others it begins this step.
+  [[nodiscard]] std::vector<double> late(std::int64_t step) const;
   [[nodiscard]] bool alive(DeviceId device, std::int64_t step) const;
   /// The seconds of a step with `shares`, with start-up and reduction, without noise, pauses and first runs.
   [[nodiscard]] double makespan(std::int64_t step, const std::vector<std::int64_t>& shares) const;

@@ -32,12 +32,12 @@ struct SimulationOptions {
 struct BoxEvent {
   std::int64_t step = 0;
   DeviceId device = 0;
-  std::string kind;  ///< "throttle", "release", "failure"
+  std::string kind;  ///< "throttle", "release", "late start", "on time", "failure"
 };
 
 struct SimulationResult {
-  /// The mean over steps of (noise-free makespan of the shares) / (oracle's makespan) - 1, without steps that were lost
-  /// to a failure.
+  /// The mean over steps of (makespan of the shares) / (oracle's makespan) - 1, without noise and without steps that
+  /// were lost to a failure. First runs of a size count; the oracle has none.
   double loss_to_ideal = 0.0;
   /// The whole time, with noise and lost steps, divided by the oracle's noise-free time.
   double time_over_ideal = 0.0;
