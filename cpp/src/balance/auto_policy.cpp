@@ -19,14 +19,14 @@ constexpr std::size_t kLeastSamples = 2;      // one step alone may be a spike
 constexpr std::size_t kSettledSamples = 48;   // a standard error of 0.5 % at 3 % noise: half of what the gate asks
 constexpr std::size_t kProvisionalKept = 32;  // batch sizes; sequences with lengths have many
 constexpr std::size_t kRentsKept = 64;        // batch sizes: as many as have shares in force
-constexpr double kPromiseKept = 0.5;          // of what a move must promise: noise about that is no other promise
+constexpr double kPromiseKept = 0.5;          // of what a move must promise; below, it is another move
 constexpr std::int64_t kGrowEvery = 8;        // steps: rare enough to cost little, and few doublings are needed
-constexpr double kStepsPart = 0.5;  // of what a move must promise: it is one step, and tells whether the promise holds
-constexpr int kMostHopes = 8;       // doublings of a few classes; then noise is what keeps a shape unknown
+constexpr double kStepsPart = 0.5;  // of what a move must promise; it is only one step, which tests the promise
+constexpr int kMostHopes = 8;       // enough for doublings of a few classes; after them noise keeps the shape unknown
 constexpr std::int64_t kFirmSteps = 32;
 constexpr std::int64_t kMostSetbacks = 6;  // 2^6: by then only a gain of 47 % would be believed
 
-/// The fewest samples of a device that has work. Of one that never came in time for it the starts are all there is.
+/// The fewest samples of a device that has work. A device that always came too late has none; its starts count instead.
 std::size_t fewest_samples(const PolicyContext& context, const std::vector<std::int64_t>& present) {
   std::size_t fewest = kSettledSamples;
   for (std::size_t i = 0; i < present.size(); ++i) {
@@ -37,8 +37,8 @@ std::size_t fewest_samples(const PolicyContext& context, const std::vector<std::
   return fewest;
 }
 
-/// Whether every device ran at least half of its share. Where others took more of it over, the clock does not tell what
-/// the shares in force are worth.
+/// Whether every device ran at least half of its share. If other devices took over more, the step's time does not tell
+/// what the shares in force are worth.
 bool ran_as_planned(const std::vector<std::int64_t>& shares, const StepTimings& timings) {
   for (std::size_t i = 0; i < shares.size(); ++i) {
     std::int64_t ran = 0;
@@ -59,7 +59,7 @@ void AutoPolicy::judge(const PolicyContext& context, const std::vector<plan::Cos
   decision.saved_seconds = now - then;
   const double required =
       std::min(1.0, std::max(least_gain, kGainErrors * gain_error(context, models, present, decision.target)));
-  // As many gains one upon the other: never more than all of the time.
+  // The gain that as many successive gains of this size make together. It is never more than all of the time.
   decision.required = 1.0 - std::pow(1.0 - required, static_cast<double>(std::int64_t{1} << setbacks_));
 }
 
@@ -72,7 +72,7 @@ AutoPolicy::Decision AutoPolicy::decide(const PolicyContext& context, const std:
   return decision;
 }
 
-/// A step in which a device grows towards a split that gains; none where there is no such split, or it is not time.
+/// A step in which a device grows towards a split that gains. None if there is no such split, or if it is too early.
 std::optional<std::vector<std::int64_t>> AutoPolicy::grow(const PolicyContext& context,
                                                           const std::vector<std::int64_t>& present) {
   if (context.step % kGrowEvery != 0) return std::nullopt;
@@ -102,8 +102,8 @@ double AutoPolicy::cost_of(const PolicyContext& context, const std::vector<std::
   return context.sizes.first_run_seconds([&](const auto& those) { return makespan(context, models, those); });
 }
 
-/// The target of a move that waits follows the estimates, but from one step to the next it is the same move if the last
-/// step's target still gains.
+/// Forgets the rent of a move whose target no longer gains enough. The target follows the estimates, so it changes a
+/// little with each step and is still the same move.
 void AutoPolicy::forget_broken_promise(const PolicyContext& context, const std::vector<std::int64_t>& present,
                                        double required) {
   const auto rent = rents_.find(context.batch_size);
@@ -158,7 +158,7 @@ Proposal AutoPolicy::gate(const PolicyContext& context, const std::vector<std::i
     make_room(provisional_, context.batch_size, kProvisionalKept, [](std::int64_t step) { return step; });
     provisional_[context.batch_size] = context.step;
   }
-  trials_.started(context.step, context.batch_size, present, decision.target, decision.gain);
+  judge_.started(context.step, context.batch_size, present, decision.target, decision.gain);
   return {decision.target, fmt::format("{}: promises {:.2f} %, more than the {:.2f} % it must",
                                        completes ? "completed the last move" : "moved", gain, required)};
 }
@@ -166,7 +166,7 @@ Proposal AutoPolicy::gate(const PolicyContext& context, const std::vector<std::i
 Proposal AutoPolicy::propose(const PolicyContext& context) {
   planned_ = Planned::split;
   if (take_back_ && take_back_->batch_size == context.batch_size) {
-    const TrialLog::Verdict verdict = *std::exchange(take_back_, std::nullopt);
+    const MoveJudge::Verdict verdict = *std::exchange(take_back_, std::nullopt);
     provisional_.erase(context.batch_size);
     rents_.erase(context.batch_size);
     return {verdict.restore,
@@ -204,23 +204,23 @@ void AutoPolicy::observe(const PolicyContext& context, const StepTimings& timing
   probe_.observe(context, timings);
   if (planned_ == Planned::calibration) calibration_.observe(context);
   if (planned_ == Planned::hope) ++hopes_;
-  if (planned_ != Planned::split) return;  // a deliberately uneven step is no yardstick
+  if (planned_ != Planned::split) return;  // a step off the split says nothing about the split
   const bool as_planned = ran_as_planned(*context.incumbent, timings);
-  if (!as_planned) trials_.skip(context.batch_size);
+  if (!as_planned) judge_.skip(context.batch_size);
   const bool comparable = as_planned && !context.estimator.unsettled();
-  auto verdict = trials_.observe(context.batch_size, comparable ? makespan_seconds : 0.0, changed,
-                                 context.estimator.pooled_noise());
+  auto verdict = judge_.observe(context.batch_size, comparable ? makespan_seconds : 0.0, changed,
+                                context.estimator.pooled_noise());
   if (verdict) {
     take_back_ = std::move(verdict);
     firm_until_step_ = context.step + (kFirmSteps << setbacks_);
     setbacks_ = std::min(setbacks_ + 1, kMostSetbacks);
-  } else if (trials_.last_move_paid()) {
+  } else if (judge_.last_move_paid()) {
     setbacks_ = 0;
   }
 }
 
 void AutoPolicy::retired(const PolicyContext&) {
-  trials_.reset_all();
+  judge_.reset_all();
   take_back_.reset();
   provisional_.clear();
   rents_.clear();
@@ -229,10 +229,10 @@ void AutoPolicy::retired(const PolicyContext&) {
 }
 
 void AutoPolicy::describe(BalanceReport& report) const {
-  report.taken_back = trials_.taken_back();
+  report.taken_back = judge_.taken_back();
   report.required_gain = last_required_;
   report.firm_until_step = firm_until_step_;
-  report.recent_moves.assign(trials_.moves().begin(), trials_.moves().end());
+  report.recent_moves.assign(judge_.moves().begin(), judge_.moves().end());
 }
 
 }  // namespace paceline::balance

@@ -7,40 +7,44 @@
 #include <vector>
 
 #include "balance/calibration.hpp"
+#include "balance/move_judge.hpp"
 #include "balance/policy.hpp"
 #include "balance/probe.hpp"
-#include "balance/trial.hpp"
 
 namespace paceline::balance {
 
-/// Moves shares to where the measured speeds want them, but only for a gain that is not noise.
+/// Moves shares to what the measured speeds ask for, but only for a gain that is not noise.
 ///
-/// A proposal is, in this order: the shares of a move taken back; calibration shares; the even split while nothing is
-/// known; a probe of a device that has had no work for long, whether or not this batch size has shares yet, since sizes
-/// that keep changing never have; the target, where it has none; else the present shares, or the target if its promised
-/// gain exceeds max(1 %, 2 standard errors of that gain). Without the gate the smallest of many noisy candidates always
-/// promises something, and a quiet box loses 2 to 4 %.
+/// propose() returns the first of these that applies:
+/// 1. the old shares, if the last move is taken back;
+/// 2. calibration shares, in the first steps;
+/// 3. the even split, while nothing is measured;
+/// 4. a probe of a device that has had no work for long, also at a batch size without shares: sizes that change with
+///    each step would otherwise never probe;
+/// 5. the target, at a batch size without shares;
+/// 6. the target, if the gain that it promises exceeds max(1 %, 2 standard errors of that gain); otherwise the present
+///    shares. Without this gate a quiet box loses 2 to 4 %, because the best of many noisy candidates always promises
+///    something.
 ///
-/// A move decided while a device that matters has few samples is provisional: it passed the gate against the split that
-/// was settled, but its numbers are rough. Once 48 steps are in, the decision is completed, once: the target then
-/// counts from 2 standard errors on. Otherwise what the first rough numbers got wrong by less than 1 % would stay for
-/// good.
+/// The target is the exact split for the estimated times (best_split). Gains are judged by the medians.
 ///
-/// A move to shares that a device never ran costs what first runs cost (SizeHistory). Such a move waits until what was
-/// lost by not making it is as much: ski rental, at most twice what would be lost by one who knows how long the gain
-/// lasts (Karlin et al., Competitive snoopy caching, Algorithmica 3, 1988). So each batch size pays for its own moves,
-/// and what it lost counts, whatever else changes, while the move that it waits with still promises half of what it
-/// must; then it is forgotten, since what comes later is another move.
+/// A move that is decided while a device has few samples is provisional: it passed the gate, but its numbers are rough.
+/// The target is then the split for times at a higher quantile, so that no device is overloaded. Once each device has
+/// 48 samples the decision is completed, once: for this decision the gate asks for 2 standard errors only. Otherwise an
+/// error of less than 1 % in the first rough numbers would stay for good.
 ///
-/// The target is the exact split for the estimated times; of a provisional move for times at a higher quantile
-/// (best_split), so that rough numbers overload nobody. Gains are judged by the medians.
+/// A move to shares that a device never ran costs what first runs cost (SizeHistory). Such a move waits until waiting
+/// has lost as much. This is ski rental: it loses at most twice what a policy loses that knows how long the gain lasts
+/// (Karlin et al., Competitive snoopy caching, Algorithmica 3, 1988). Each batch size pays for its own moves. Its loss
+/// counts for as long as the waiting move promises at least half of what it must. After that the loss is forgotten,
+/// because a later move is another move.
 ///
-/// Where only a split that would let a device grow too much is better, that device grows in single steps off the split,
-/// at most twofold each, until its time at the larger size is measured. So does one of a class that was left out before
-/// it had run two sizes, eight times at most: how much of its time is fixed is a guess.
+/// Where only a split in which a device grows too much is better, that device grows in single steps off the split, at
+/// most twofold each, until its time at the larger size is measured. A device of a class that was left out before it
+/// had run two sizes does the same, eight times at most, because how much of its time is fixed is a guess.
 ///
-/// After a move was taken back the required gain doubles and no move is made for 32 steps, twice that the next time; a
-/// change point or a move that measurably paid ends this.
+/// After a move was taken back the required gain doubles, and no move is made for 32 steps. The next time both double
+/// again. A change point ends this, and so does a move that measurably paid.
 class AutoPolicy final : public Policy {
  public:
   explicit AutoPolicy(const BalancerOptions& options) : calibration_(options.calibrate && !options.proportional) {}
@@ -63,10 +67,10 @@ class AutoPolicy final : public Policy {
              const std::vector<std::int64_t>& present, double least_gain, Decision& decision) const;
   [[nodiscard]] Decision decide(const PolicyContext& context, const std::vector<std::int64_t>& present, bool settled,
                                 double least_gain) const;
-  /// Of a move that waits.
+  /// What waiting with a move has cost.
   struct Rent {
     double seconds = 0.0;    // lost so far
-    std::int64_t step = -1;  // of the last loss: counted once, however often a step is planned
+    std::int64_t step = -1;  // of the last loss; a step counts once, however often it is planned
     std::vector<std::int64_t> target;
   };
   [[nodiscard]] double cost_of(const PolicyContext& context, const std::vector<std::int64_t>& shares) const;
@@ -82,8 +86,8 @@ class AutoPolicy final : public Policy {
   std::map<std::int64_t, Rent> rents_;  // by batch size
   // Batch sizes whose split is yet to be completed, and the steps of their moves.
   std::map<std::int64_t, std::int64_t> provisional_;
-  TrialLog trials_;
-  std::optional<TrialLog::Verdict> take_back_;
+  MoveJudge judge_;
+  std::optional<MoveJudge::Verdict> take_back_;
   std::int64_t seen_change_points_ = 0;
   std::int64_t setbacks_ = 0;
   int hopes_ = 0;  // steps planned for what a class may turn out to be

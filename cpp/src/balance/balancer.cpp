@@ -55,7 +55,7 @@ void check(const StepTimings& timings, const BalancerOptions& options) {
   }
 }
 
-std::vector<double> told_startup(const BalancerOptions& options) {
+std::vector<double> given_startup(const BalancerOptions& options) {
   std::vector<double> seconds;
   for (const DeviceProfile& device : options.devices) seconds.push_back(device.limits.startup_seconds);
   return seconds;
@@ -87,7 +87,7 @@ Balancer::State::State(BalancerOptions given)
     : options(std::move(given)),
       estimator(options.devices, options.proportional),
       reduction(options.reduction_seconds, options.devices.size()),
-      startup(told_startup(options)),
+      startup(given_startup(options)),
       sizes(classes_of(estimator, options.devices.size())) {
   check(options);
   for (const DeviceProfile& device : options.devices) limits.push_back(device.limits);
@@ -127,7 +127,7 @@ StepPlan Balancer::State::make_plan(std::int64_t batch_size) {
   fit_limits(batch_size);
   Proposal proposal = policy->propose(context(batch_size));
   if (!respects_limits(proposal.shares) || !respects_limits(proposal.in_force)) {
-    // They are of the time before the least items were raised.
+    // These shares were planned before the least items were raised.
     incumbents.erase(batch_size);
     policy->retired(context(batch_size));
     proposal = policy->propose(context(batch_size));
@@ -144,7 +144,7 @@ StepPlan Balancer::State::make_plan(std::int64_t batch_size) {
     if (estimator.has_evidence()) made.models.push_back(estimator.model(i));
   }
   if (estimator.has_evidence()) made.predicted_seconds = makespan(context(batch_size), made.models, made.shares);
-  // What a correction costs is not known before one has run: where it may be little, one is tried.
+  // The cost of a correction is unknown before one has run. If it may be small, one is tried.
   for (std::size_t i = 0; i < made.models.size(); ++i) {
     if (is_little_known(estimator, i)) made.models[i] = with_fixed_part(estimator, i, -2.0);
   }
@@ -210,7 +210,7 @@ void Balancer::record(const StepTimings& timings) {
     state.startup.record(timings.startup_seconds, seconds);
     for (std::size_t i = 0; i < state.limits.size(); ++i) state.limits[i].startup_seconds = state.startup.seconds(i);
     state.reduction.record(working, timings.reduction_seconds, seconds);
-    // What a move saves in the reduction is part of what it brings.
+    // What a move saves in the reduction is part of its gain.
     const std::vector<double>& reductions = state.reduction.seconds();
     const double believed = working < reductions.size() ? reductions[working] : 0.0;
     seconds += timings.reduction_seconds > 0.0 ? timings.reduction_seconds : believed;

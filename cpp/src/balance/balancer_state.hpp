@@ -25,7 +25,7 @@ namespace paceline::balance {
 struct Balancer::State {
   struct Incumbent {
     std::vector<std::int64_t> shares;   // in force
-    std::vector<std::int64_t> planned;  // at last: other ones where that step was to teach something
+    std::vector<std::int64_t> planned;  // of the last step; others than `shares` if that step was planned to learn from
     std::int64_t last_used = 0;
   };
 
@@ -59,7 +59,7 @@ struct Balancer::State {
   std::shared_ptr<LedgerWriter> ledger;
 };
 
-/// The report in words, with the cause of a device's slowness behind its line, where one is given.
+/// The report in words. If a cause of a device's slowness is given, it follows the device's line.
 [[nodiscard]] std::string describe(const BalanceReport& report, std::int64_t batch_size,
                                    std::span<const std::string> causes);
 

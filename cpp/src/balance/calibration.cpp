@@ -14,20 +14,20 @@ namespace {
 constexpr double kLargestDrop = 0.75;
 constexpr double kLargestRise = 1.0 / 3.0;
 constexpr std::size_t kDevicesPerDrop = 4;
-constexpr double kSlow = 1.5;             // a difference that a first step's noise does not make
-constexpr std::int64_t kLeastGrains = 4;  // an even share of fewer grains has no quarter
+constexpr double kSlow = 1.5;             // times slower; the noise of a first step is less
+constexpr std::int64_t kLeastGrains = 4;  // of an even share; fewer have no quarter
 constexpr int kInformativeSteps = 2;
-constexpr int kSteps = 4;        // steps whose timings are all excluded are not waited for without end
-constexpr double kKnown = 0.03;  // an error of the fixed part that no longer matters at twice or half the size
+constexpr int kSteps = 4;        // at most, even if all their timings are excluded
+constexpr double kKnown = 0.03;  // a smaller error of the fixed part does not matter at twice or half the size
 
 /// Seconds of an even share by the first step's evidence; 0 where there is none.
 double even_seconds(const PolicyContext& context, const std::vector<std::int64_t>& even, std::size_t i) {
   return context.estimator.devices()[i].scale > 0.0 ? context.estimator.model(i).seconds(even[i]) : 0.0;
 }
 
-/// Which devices go down: one in four of each class, but at most half of all. Of a class the first ones; once there is
-/// evidence, the slow ones, since they are what the others wait for. Another class is served first in each step, so
-/// that where there are as many classes as half the devices none is left out twice.
+/// Which devices get less: one in four of each class, but at most half of all. They are the first ones of a class or,
+/// once there is evidence, the slow ones, because the others wait for these. Each step begins with another class, so
+/// that no class is left out twice if there are as many classes as half the devices.
 std::vector<bool> choose_drops(const PolicyContext& context, const std::vector<std::int64_t>& even,
                                const std::vector<std::size_t>& active, std::size_t steps) {
   std::vector<bool> drops(context.limits.size(), false);
@@ -79,7 +79,7 @@ std::optional<std::vector<std::int64_t>> Calibration::shares(const PolicyContext
     if (even[i] < kLeastGrains * grain) return std::nullopt;
     if (!drops[i]) continue;
     const double seconds = even_seconds(context, even, i);
-    const double fitting = seconds > 0.0 ? 1.0 - typical / seconds : 0.0;  // so that it would finish with the others
+    const double fitting = seconds > 0.0 ? 1.0 - typical / seconds : 0.0;  // then it finishes with the others
     const double drop = std::min(most, std::max(kLargestDrop, fitting));
     const std::int64_t all = even[i] / grain;
     const auto grains = std::min(all - 1, static_cast<std::int64_t>(std::floor(drop * static_cast<double>(all))));

@@ -9,15 +9,15 @@
 
 namespace paceline::balance {
 
-/// First steps with shares off the even split, so that the shape of t(n) can be learned.
+/// Plans the first steps with shares off the even split, so that the shape of t(n) can be learned.
 ///
-/// With one size seen, the constant part and the part per item cannot be told apart, and the first real move would
-/// extrapolate blindly. A contrast of D in the size of k of N devices costs about D k / (N - k) of one step (the
-/// others' surplus is what is waited for) and informs with N k D^2 / (N - k): per loss the information grows with D
-/// whatever k is. So few devices go far down, to a quarter, rather than many a little; the others go up by at most a
-/// third, since memory may be tight. Two steps, because the first one of a process is often odd. The counterpart is the
-/// even split afterwards. Not done where limits forbid it or the batch is too small, and ended as soon as timings tell
-/// the parts apart by themselves (several micro-batch sizes per step).
+/// With one size, the constant part of a time and the part per item cannot be told apart, and the first real move would
+/// be an extrapolation. If k of N devices get sizes that differ by D, this costs about D k / (N - k) of one step,
+/// because the others' surplus is waited for, and its information is N k D^2 / (N - k). So information per loss grows
+/// with D and does not depend on k. Therefore few devices get much less, a quarter of an even share, and the others get
+/// at most a third more, because memory may be tight. There are two such steps, since the first step of a process is
+/// often odd. The even split follows for comparison. There is no calibration if limits forbid it or the batch is too
+/// small. It ends early if several micro-batch sizes in a step tell the two parts apart.
 class Calibration {
  public:
   explicit Calibration(bool wanted) : done_(!wanted) {}

@@ -11,17 +11,17 @@
 namespace paceline::balance {
 namespace {
 
-constexpr std::size_t kFirstJudged = 3;  // a median of fewer says nothing about outliers, ...
-constexpr std::size_t kNextJudged = 2;   // ... but after a change point two agreed, and the noise is known
+constexpr std::size_t kFirstJudged = 3;  // samples; the median of fewer does not show outliers
+constexpr std::size_t kNextJudged = 2;   // after a change point, which two samples have agreed on
 constexpr double kJump = 0.08;           // smaller shifts reach the median in time
 constexpr double kJumpSigmas = 3.5;
 constexpr double kShapeSigmas = 3.0;
 constexpr std::size_t kLeastRun = 2;            // outliers: one alone may be a spike
-constexpr double kActedUponAtOnce = 0.336;      // a factor of 1.4: two devices lose a sixth of a step by it
-constexpr double kAlike = 1.5;                  // an excursion of two thirds of a change is one of its like
+constexpr double kActedUponAtOnce = 0.336;      // log of 1.4, by which two devices lose a sixth of a step
+constexpr double kAlike = 1.5;                  // an excursion counts for changes up to this many times its size
 constexpr std::size_t kExcursions = 32;         // remembered
-constexpr std::int64_t kLongestExcursion = 64;  // steps: moves follow what lasts longer
-constexpr std::size_t kLastingRun = 8;          // steps after which a common change is told
+constexpr std::int64_t kLongestExcursion = 64;  // steps; moves can follow what lasts longer
+constexpr std::size_t kLastingRun = 8;          // steps after which a common change is reported
 
 }  // namespace
 
@@ -31,8 +31,8 @@ double Estimator::tolerance(std::size_t index, const Sample& sample) const {
   return std::max({kJump, kJumpSigmas * noise, kShapeSigmas * shape_error(index, sample)});
 }
 
-/// How far it lies from the estimate, in logs, common noise included: without it nobody could say which of two devices
-/// changed.
+/// How far a sample lies from the estimate, in logs. Common noise is included: of two devices, only the absolute times
+/// tell which one changed.
 double Estimator::deviation(std::size_t index, const Sample& sample) const {
   return std::log(ratio(index, sample) * sample.common / estimates_[index].own_scale);
 }
@@ -44,7 +44,7 @@ void Estimator::take(std::size_t index, Evidence evidence) {
   if (device.window.empty()) estimate.since_step = evidence.step;
   if (device.window.size() < (estimate.change_points == 0 ? kFirstJudged : kNextJudged)) return accept(index, evidence);
   std::vector<Evidence>& outliers = device.outliers;
-  if (evidence.together) {  // says nothing about a change of its own
+  if (evidence.together) {  // no change of this device alone
     if (outliers.empty()) accept(index, evidence);
     return;
   }
@@ -62,8 +62,8 @@ void Estimator::take(std::size_t index, Evidence evidence) {
   if (is_back(index, allowed) || lasts >= steps_to_believe(run_size(index))) change(index, allowed);
 }
 
-/// Whether the outliers are at the speed that the device had before its last change. After a change that was such a
-/// return, no.
+/// Whether the outliers are at the speed that the device had before its last change. False if that change itself was
+/// such a return.
 bool Estimator::is_back(std::size_t index, double allowed) const {
   const Device& device = devices_[index];
   if (device.change_size <= 0.0) return false;
@@ -102,13 +102,13 @@ void Estimator::change(std::size_t index, double allowed) {
   const std::vector<Evidence> run = std::exchange(device.outliers, {});
   std::vector<double> ratios;
   for (const Evidence& one : run) ratios.push_back(ratio(index, one.sample));
-  // If the first disagrees with the last, by more than two noisy times may, the change fell into the first one's step:
-  // it is a mixture of both levels.
+  // If the first outlier differs from the last by more than noise explains, the change fell into the first one's step.
+  // That time is a mixture of both levels.
   const bool mixed = std::abs(std::log(ratios.front() / ratios.back())) > std::numbers::sqrt2 * allowed;
   const auto begin = run.begin() + (mixed ? 1 : 0);
   if (mixed) ratios.erase(ratios.begin());
-  device.relative_scale = median(ratios);  // what residuals are about from here on
-  // What was believed did not last. The way back is no excursion of its own.
+  device.relative_scale = median(ratios);  // residuals refer to this from now on
+  // On the way back, the change that ends now was an excursion. The way back itself is none.
   if (back) undone(device.change_size, run.front().step - estimate.since_step);
   const double size = std::abs(std::log(device.relative_scale * common_level_ / estimate.own_scale));
   device.change_size = back ? 0.0 : size;
@@ -121,7 +121,7 @@ void Estimator::change(std::size_t index, double allowed) {
   for (auto one = begin; one != run.end(); ++one) accept(index, *one);
 }
 
-/// Whether all that stand out do so by the same factor, as far as their own noise tells.
+/// Whether these devices stand out by the same factor, as far as their own noise allows to tell.
 bool Estimator::changed_together(const std::vector<std::size_t>& devices, const std::vector<Evidence>& evidence) const {
   if (devices.size() < 2) return false;
   double least = 0.0;
@@ -136,7 +136,7 @@ bool Estimator::changed_together(const std::vector<std::size_t>& devices, const 
   return most - least <= std::max(kJump, kJumpSigmas * noise);
 }
 
-/// A change of all devices together, once it lasts. What is known of their ratios stays.
+/// Notes a change of all devices together, once it has lasted for some steps. Their ratios stay known.
 void Estimator::note_common_change(std::int64_t step, const std::vector<Evidence>& evidence) {
   const auto ran = [](const Evidence& one) { return !one.parts.empty(); };
   if (std::none_of(evidence.begin(), evidence.end(), ran)) return;

@@ -8,15 +8,15 @@
 namespace paceline::balance {
 namespace {
 
-constexpr double kEqual = 0.01;       // a difference that is worth nothing in a split
+constexpr double kEqual = 0.01;       // a smaller difference is worth nothing in a split
 constexpr double kEqualErrors = 3.0;  // of eight equal devices some differ by 2 standard errors nearly always
 constexpr double kEqualAgainErrors = 2.0;
 
-/// Difference of two scales in units of what may be chance: below 1 they are equal.
+/// The difference of two scales in units of the largest difference that may be chance. Below 1 they count as equal.
 ///
-/// The error is that of one device of each, not of the groups' means: groups formed by nearness differ by much more
-/// than their means' errors even when all devices are equal (observed: eight equal ones fell into two groups on every
-/// third run).
+/// The error is that of one device of each group, not of the groups' means. Groups that were formed by nearness differ
+/// by much more than the errors of their means, even if all devices are equal (eight equal devices fell into two groups
+/// in every third run).
 double distance(const Cluster& a, const Cluster& b, const ShapeEstimator& shape) {
   const double unknown = shape.ratio_error(a.centre_items, b.centre_items);
   const double of_one = a.error * a.error * static_cast<double>(a.members.size()) +

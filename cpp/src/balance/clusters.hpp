@@ -30,13 +30,13 @@ struct Cluster {
   std::optional<std::size_t> before{};  ///< of all members, where it is the same
 };
 
-/// Groups devices of one class: two groups are one until their scales differ by 3 standard errors and 1 %. Those that
-/// were told apart stay so until it is 2 standard errors: where the difference is about what can be told, shares would
-/// change with every step (observed on a noisy host: 6 moves in 100 steps to and fro).
+/// Groups devices of one class. Two groups are one until their scales differ by 3 standard errors and 1 %. Groups that
+/// were apart stay apart until the difference is below 2 standard errors. Otherwise a difference near the bound would
+/// change shares with every step (on a noisy host there were 6 moves in 100 steps to and fro).
 ///
-/// Agglomerative, the closest pair in units of that bound first; the common scale weighs by inverse variance. Each
-/// group remembers its nearest one (Anderberg, 1973), so n devices take O(n^2) unless most groups share a nearest one,
-/// at most O(n^3). Deterministic: ties go to the pair of lower indices.
+/// The clustering is agglomerative, the closest pair first, in units of that bound. The common scale is a mean weighted
+/// by inverse variance. Each group remembers its nearest one (Anderberg, 1973), so n devices take O(n^2) time unless
+/// most groups share a nearest one, and at most O(n^3). Deterministic: among equals the pair of lower indices is taken.
 [[nodiscard]] std::vector<Cluster> cluster_equals(const std::vector<Measured>& devices, const ShapeEstimator& shape);
 
 }  // namespace paceline::balance

@@ -16,21 +16,21 @@ namespace {
 // Long enough that the standard error at 3 % noise (0.3 %) is well under the 1 % that matters, short enough
 // that a slow drift below the change-point threshold is half forgotten in 64 steps.
 constexpr std::size_t kWindow = 128;
-// A drift has no single step that stands out: the newest samples are held against all before them.
+// In a drift no single step stands out, so the newest samples are compared with all before them.
 constexpr std::size_t kRecent = 24;
 constexpr double kDrift = 0.015;
-constexpr double kDriftErrors = 4.0;        // at 3 eight equal devices would see one in most runs
-constexpr std::int64_t kDriftEvery = 8;     // steps: looking more often costs time and finds more that is none
+constexpr double kDriftErrors = 4.0;        // with 3, most runs of eight equal devices would find one
+constexpr std::int64_t kDriftEvery = 8;     // steps; looking more often costs time and finds more false ones
 constexpr double kPriorNoise = 0.04;        // between steady shapes (0.5 %) and variable lengths (5 %)
 constexpr double kPriorNoiseSamples = 8.0;  // what it weighs against measured samples
 constexpr std::size_t kPooledSamples = 32;  // of each device; more would only cost time
 constexpr double kLeastNoise = 0.002;       // clocks and schedulers allow no better
-constexpr std::size_t kKnownSamples = 16;   // a scale of fewer would put its own error into the common factor
-constexpr double kShapeInNoise = 0.5;       // nor would sizes of which the shape says too little
+constexpr std::size_t kKnownSamples = 16;   // with fewer, the error of the scale would go into the common factor
+constexpr double kShapeInNoise = 0.5;       // of the noise; a larger error of the shape would go there, too
 constexpr std::size_t kFactors = 32;        // steps: the usual common factor follows clocks and neighbours
-constexpr double kUnmeasuredError = 0.3;    // a device that never ran is its class or its neighbour, give or take this
+constexpr double kUnmeasuredError = 0.3;    // of a device that never ran, whose estimate is that of another one
 
-/// A standard deviation of `count` samples beside what is known of it without them, which weighs as `weight` samples.
+/// A standard deviation from `count` samples and a prior that weighs as much as `weight` samples.
 double shrunk(double deviation, double count, double prior, double weight = kPriorNoiseSamples) {
   return std::sqrt((count * deviation * deviation + weight * prior * prior) / (count + weight));
 }
@@ -106,7 +106,7 @@ double Estimator::ratio(DeviceId device, const Sample& sample) const {
   return sample.seconds / shape_of(device).shape().sum(sample.count, sample.items);
 }
 
-/// Relative error of what the shape says of a sample beside those that the estimate is from.
+/// The relative error that the shape adds when a sample is compared with the samples of the estimate.
 double Estimator::shape_error(std::size_t index, const Sample& sample) const {
   return shape_of(index).ratio_error(estimates_[index].centre_items, sample.items / sample.count);
 }
@@ -161,26 +161,26 @@ void Estimator::separate_common_noise(std::vector<Evidence>& evidence) {
 void Estimator::accept(DeviceId device, const Evidence& evidence) {
   devices_[device].last_step = evidence.step;
   for (const MicroBatchTiming& part : evidence.parts) {
-    if (evidence.together) break;  // not at the speed that the shape's other samples were taken at
+    if (evidence.together) break;  // the shape's other samples were taken at another speed
     shapes_[devices_[device].device_class].add(devices_[device].member, evidence.step, part.items, part.seconds);
   }
   std::vector<Sample>& window = devices_[device].window;
-  // Its own yardstick, while others are in doubt: that tells nothing.
+  // The common factor was taken from this device alone, so its residual is 0 and says nothing.
   if (evidence.sample.to_own <= 0.0 && window.size() >= kKnownSamples) return;
   if (window.size() == kWindow) window.erase(window.begin());
   window.push_back(evidence.sample);
-  // Samples before it is known that the speed did not change with them would make a change look like noise that lasts.
+  // The newest samples wait: if the speed changed with them, they would look like noise that lasts.
   if (window.size() <= kRecent) return;
   const Sample& old = window[window.size() - 1 - kRecent];
   if (old.to_own > 0.0) memory_.add(device, (ratio(device, old) / devices_[device].relative_scale - 1.0) * old.to_own);
 }
 
-/// Forgets the samples before a drift: where the newest ones differ from those before by more than chance.
+/// Forgets the samples before a drift, if the newest ones differ from them by more than chance.
 void Estimator::follow_drift(std::size_t index, std::int64_t step) {
   std::vector<Sample>& window = devices_[index].window;
   if (step % kDriftEvery != 0 || window.size() < 2 * kRecent) return;
   const auto first = window.end() - static_cast<std::ptrdiff_t>(kRecent);
-  std::vector<double> residuals;  // each about the median of its part: the noise without the drift
+  std::vector<double> residuals;  // about the median of each part, so without the drift
   std::vector<double> ratios;
   const auto centre = [&](auto begin, auto end) {
     ratios.clear();
@@ -196,7 +196,7 @@ void Estimator::follow_drift(std::size_t index, std::int64_t step) {
   const auto count = static_cast<double>(residuals.size());
   const double noise = std::max(kLeastNoise, shrunk(from_median_deviation(median(residuals)), count, pooled_noise_));
   const double error = std::hypot(error_of(noise, kRecent), error_of(noise, window.size() - kRecent));
-  // The common factor follows the drift by this device's part in it.
+  // This device is part of the common factor, which therefore follows some of the drift.
   const double drift = std::abs(recent / before - 1.0) * window.back().to_own;
   if (drift * window.back().to_own <= kDrift || drift <= kDriftErrors * error) return;
   estimates_[index].scale_before = estimates_[index].own_scale;
@@ -214,7 +214,7 @@ void Estimator::measure_common_noise() {
   common_level_ = std::exp(level);
   for (double& factor : factors) factor = std::abs(factor - level);
   const double deviation = from_median_deviation(median(factors));
-  // A mean over few devices has their own noise in it.
+  // The mean over few devices contains their own noise.
   common_noise_ = std::sqrt(std::max(0.0, deviation * deviation - pooled_noise_ * pooled_noise_ / known_devices_));
 }
 
@@ -241,11 +241,11 @@ void Estimator::measure_scales() {
     residuals = ratios;
     devices_[i].relative_scale = median(residuals);
     estimate.own_scale = devices_[i].relative_scale * common_level_;
-    // Residuals about a median of few samples, or of samples that are alike, are too small by this factor.
+    // Residuals about the median of few samples, or of correlated ones, are too small by this factor.
     const auto n = static_cast<double>(window.size());
     const double correction = n > 1.0 ? std::sqrt(n / (n - memory_.variance_factor(window.size()))) : 1.0;
     residuals.clear();
-    bool middle = false;  // the median itself is no evidence of calm
+    bool middle = false;  // the residual of the median itself is always 0 and does not count
     for (std::size_t j = 0; j < ratios.size(); ++j) {
       const double difference = std::abs(ratios[j] / devices_[i].relative_scale - 1.0);
       if (window[j].to_own <= 0.0 || (difference <= 0.0 && !std::exchange(middle, true))) continue;
@@ -257,7 +257,7 @@ void Estimator::measure_scales() {
     deviations[i] = from_median_deviation(median(residuals));
   }
   const auto total = static_cast<double>(all.size());
-  // A guess fades sooner than what was measured on other devices.
+  // A guess counts for less, the more was measured on other devices.
   const double weight = kPriorNoiseSamples / (1.0 + total / kPriorNoiseSamples);
   pooled_noise_ = std::max(kLeastNoise, shrunk(from_median_deviation(median(all)), total, kPriorNoise, weight));
   for (std::size_t i = 0; i < devices_.size(); ++i) {
@@ -299,8 +299,8 @@ plan::CostModel Estimator::model(DeviceId device) const {
                                    scale * (1.0 - shape.fixed_fraction) / shape.reference_items);
   };
   if (estimates_[device].scale > 0.0) return affine(device);
-  // Never measured: as fast as the fastest of its class, else as the fastest of all, so that it gets work and is
-  // measured.
+  // A device that was never measured counts as fast as the fastest of its class, or else of all devices. So it gets
+  // work and is measured.
   std::size_t best = devices_.size();
   bool best_in_class = false;
   for (std::size_t i = 0; i < devices_.size(); ++i) {

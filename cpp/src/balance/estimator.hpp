@@ -31,31 +31,29 @@ struct DeviceEstimate {
   std::size_t cluster = 0;           ///< equal devices have equal numbers; each class has its own
 };
 
-/// Times of devices from their timings: t_i(n) = scale_i * shape_class(n).
+/// Estimates the devices' times from their timings: t_i(n) = scale_i * shape_class(n).
 ///
-/// - scale: the median of all samples since the device's last change point, one sample per step (its summed seconds
-/// over the
-///   shape's sum). Raw samples are kept, so a better shape moves all of them together.
-/// - common noise: a split depends on ratios of devices only, so what all devices of a step are slower by together is
-///   taken out of its samples. It is the mean over the devices that are well known and no outliers, or over all where
-///   all stand out by the same factor. Otherwise windows of different lengths would compare devices under different
-///   conditions (observed on two quiet cores: half the
-///   variance of a step's time is common, and lasts for hundreds of steps). A lone device has none.
-/// - error: of the median of samples with the correlation that was measured (NoiseMemory).
-/// - change point: two samples running on the same side beyond max(8 %, 3.5 sigma); the window restarts from them. One
-///   alone is dropped. Where the size changed, the tolerance grows by what the shape does not know.
-/// - excursion: a change that was undone. While some are known, of any device, a change of that size or less is taken
-///   for one until it has outlasted them; changes beyond 1.4 times, and the way back,
-///   are never waited for. Observed on two quiet cores of
-///   a shared host: +-20 % for 5 to 20 steps, which no move can follow in time.
-/// - drift: where the newest 24 samples differ from those before by 4 standard errors and 1.5 %, those before are
-/// forgotten.
-/// - equality: devices of one class are clustered; two clusters are one until their scales differ by 3 standard errors
-/// and 1 %.
+/// - Scale: the median of all samples since the device's last change point. A sample is a step's summed seconds over
+///   the shape's sum. Raw samples are kept, so a better shape moves all of them together.
+/// - Common noise: a split depends only on the devices' ratios, so the factor by which all devices of a step are slower
+///   together is taken out of its samples. The factor is a mean over the devices that are well known and no outliers,
+///   or over all devices if all stand out by the same factor. Without this, windows of different lengths would compare
+///   devices under different conditions (on two quiet cores half of the variance of a step's time was common and lasted
+///   for hundreds of steps). A device that works alone has no common noise.
+/// - Error: the standard error of the median of samples that are correlated as measured (NoiseMemory).
+/// - Change point: two successive samples on the same side, beyond max(8 %, 3.5 sigma). The window restarts with them.
+///   A single such sample is dropped. If the size changed, the tolerance grows by the uncertainty of the shape.
+/// - Excursion: a change that was undone. While excursions of any device are remembered, a change of their size or less
+///   must first outlast them. Changes beyond 1.4 times, and the way back, are believed at once. On two quiet cores of a
+///   shared host times changed by 20 % for 5 to 20 steps, which no move can follow in time.
+/// - Drift: if the newest 24 samples differ from earlier ones by 4 standard errors and 1.5 %, the earlier ones are
+///   forgotten.
+/// - Equality: devices of one class form clusters. Two clusters are one until their scales differ by 3 standard errors
+///   and 1 %.
 ///
-/// Observed (simulation, 8 equal devices, 3 % noise): an exponential mean needs 13 to 26 steps to follow a throttle
-/// that this follows in 2, and without the clusters the split follows the noise. One device that slows down by half
-/// over 400 steps costs 1.7 % in them with the rule for drifts and 3.3 % without.
+/// In simulation (8 equal devices, 3 % noise) an exponential mean needs 13 to 26 steps to follow a throttle, and this
+/// estimator needs 2. Without the clusters the split follows the noise. One device that slows down by half over 400
+/// steps costs 1.7 % in them with the rule for drifts, and 3.3 % without.
 class Estimator {
  public:
   /// `proportional`: as BalancerOptions::proportional.
@@ -74,9 +72,9 @@ class Estimator {
   [[nodiscard]] plan::CostModel model(DeviceId device) const;
   /// Relative standard error of model(device) at `items` items.
   [[nodiscard]] double error_at(DeviceId device, double items) const;
-  /// True when the device's last time was an outlier: so far, a level shift if enough of the next ones agree.
+  /// Whether the device's last time was an outlier. It becomes a change point if the next times agree with it.
   [[nodiscard]] bool doubtful(DeviceId device) const { return !devices_[device].outliers.empty(); }
-  /// Whether the last step's times are of conditions that may be gone at once: outliers, or a change of all devices.
+  /// Whether the conditions of the last step may not last: some time was an outlier, or all devices changed together.
   [[nodiscard]] bool unsettled() const;
   /// Relative standard deviation of one step's time, over all devices.
   [[nodiscard]] double pooled_noise() const { return pooled_noise_; }
@@ -84,18 +82,18 @@ class Estimator {
   [[nodiscard]] std::int64_t change_points() const;
 
  private:
-  /// One device's evidence of one step, raw: what the shape makes of it may change.
+  /// One device's evidence of one step. It is raw, because the shape may change.
   struct Sample {
     double seconds = 0.0;  // without the common factor, once that is known
     double count = 0.0;
     double items = 0.0;
     double common = 1.0;  // the factor that is common to all devices of its step
-    double to_own = 1.0;  // times its residual: as large as the device's own noise; 0: it tells nothing of that
+    double to_own = 1.0;  // times the residual gives the device's own noise; 0: the residual says nothing about it
   };
   struct Evidence {
     Sample sample;
     std::int64_t step = 0;
-    bool together = false;  // all devices changed by the same factor, which is no change of theirs
+    bool together = false;  // all devices changed by the same factor, so their ratios stayed
     std::vector<MicroBatchTiming> parts;
   };
   struct CommonRun {  // of steps in a row that all devices changed together in

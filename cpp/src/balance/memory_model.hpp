@@ -9,8 +9,8 @@ namespace paceline::balance {
 /// How much memory a micro-batch takes: `fixed + per_size * size` bytes, through the smallest and the largest size that
 /// were measured. A size is a number of items, or a cost.
 ///
-/// After one size, all of its memory is taken to grow with the size. That predicts too much for larger sizes, never too
-/// little.
+/// With one size measured, all of its memory is assumed to grow with the size. For larger sizes that predicts too much,
+/// never too little.
 class MemoryModel {
  public:
   /// A micro-batch of this size, above zero, took so many bytes at most. Of one size the larger measurement counts.
@@ -19,7 +19,8 @@ class MemoryModel {
 
   /// How many sizes the model stands on: none, one or two.
   [[nodiscard]] int sizes() const { return !smallest_ ? 0 : smallest_ == largest_ ? 1 : 2; }
-  /// Whether another size is worth measuring. It is not where nothing is ever seen, as of a host that only predicts.
+  /// Whether another size is worth measuring. False if measurements keep showing nothing, as on a host that only
+  /// predicts.
   [[nodiscard]] bool wants_more() const { return sizes() < 2 && silent_ < 3; }
   /// The largest size that was measured; none before the first.
   [[nodiscard]] std::optional<double> largest() const;

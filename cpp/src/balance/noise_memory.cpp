@@ -6,12 +6,12 @@
 namespace paceline::balance {
 namespace {
 
-// Until the noise is measured it is taken to last as it does on two quiet cores, 0.36 and 0.27 at lags 1 and 2: else
-// the first steps, of which the noise is least known, are believed most.
+// Until the noise is measured, its correlations are those of two quiet cores, 0.36 and 0.27 at lags 1 and 2. Without
+// this prior the first steps would be believed most, although their noise is known least.
 constexpr double kPrior = 32.0;  // differences that this weighs against
 constexpr double kPriorFirst = 0.36;
 constexpr double kPriorDecay = 0.76;
-constexpr double kLeastPair = 0.1;  // two neighbours below are what a slow drift or chance makes
+constexpr double kLeastPair = 0.1;  // a sum of two neighbours below comes from a slow drift or from chance
 constexpr double kMemory = 4096.0;  // differences of each lag, all devices together: then old ones count half
 
 }  // namespace

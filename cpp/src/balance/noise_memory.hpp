@@ -9,23 +9,23 @@
 
 namespace paceline::balance {
 
-/// How long the noise of devices lasts, measured as they run.
+/// Measures how long the noise of devices lasts.
 ///
-/// Noise of real cores outlasts a step: a mean of n successive times is less certain than one of n independent times
-/// (observed on two quiet cores: correlations of 0.36, 0.27, 0.13 and 0.03 at lags 1, 2, 5 and 10 of the log ratio, so
-/// a mean of 20 to 200 steps had twice the standard error that independence promises).
+/// The noise of real cores outlasts a step, so the mean of n successive times is less certain than that of n
+/// independent times. On two quiet cores the log ratio had correlations of 0.36, 0.27, 0.13 and 0.03 at lags 1, 2, 5
+/// and 10, and a mean of 20 to 200 steps had twice the standard error of independent times.
 ///
-/// Correlations come from the variogram, half the mean square difference of residuals j steps apart over that of
-/// residuals far apart, pooled over devices: no location is needed, which a window of few samples does not know. Their
-/// sum ends where a pair of neighbours is not positive (Geyer's initial positive sequence, Statistical Science 7,
-/// 1992); otherwise the sum of what is only estimation error would grow with the number of lags. Not thread-safe.
+/// Correlations come from the variogram, pooled over devices: half the mean square difference of residuals j steps
+/// apart over that of residuals far apart. This needs no mean, which a window of few samples does not know. The sum of
+/// the correlations ends where a pair of neighbours is not positive (Geyer's initial positive sequence, Statistical
+/// Science 7, 1992). Otherwise the sum of estimation errors would grow with the number of lags. Not thread-safe.
 class NoiseMemory {
  public:
   explicit NoiseMemory(std::size_t devices) : recent_(devices) {}
 
   /// Takes a device's next residual, in units of a log time.
   void add(DeviceId device, double residual);
-  /// The device's speed changed: later residuals do not compare with earlier ones.
+  /// The device's speed has changed, so later residuals do not compare with earlier ones.
   void restart(DeviceId device) { recent_[device].clear(); }
 
   /// The variance of a mean of `samples` successive values over that of as many independent ones; at least 1.

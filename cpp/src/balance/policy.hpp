@@ -23,7 +23,7 @@ struct PolicyContext {
   const SizeHistory& sizes;
   const std::vector<plan::ShareLimits>&
       limits;  ///< the options' with measured start-ups, maximum 0 for retired devices
-  const std::vector<double>& reduction_seconds;  ///< as in plan::SplitOptions, measured or told
+  const std::vector<double>& reduction_seconds;  ///< as in plan::SplitOptions, measured or given
   std::int64_t step = 0;                         ///< number of the step being planned or observed
   std::int64_t batch_size = 0;
   const std::vector<std::int64_t>* incumbent = nullptr;  ///< the split in force for this batch size, or null
@@ -32,7 +32,7 @@ struct PolicyContext {
 struct Proposal {
   std::vector<std::int64_t> shares;
   std::string reason;
-  /// Where `shares` are for this step only, for what it teaches: the split that is in force all the same. Else empty.
+  /// If `shares` are for this step only, to learn from it: the split that stays in force. Otherwise empty.
   std::vector<std::int64_t> in_force = {};
 };
 

@@ -9,18 +9,18 @@ namespace paceline::balance {
 namespace {
 
 constexpr std::int64_t kFirstWait = 100;
-constexpr std::int64_t kFirstWaitOfLate = 8;  // asking costs nothing: if it is late again others do its part
+constexpr std::int64_t kFirstWaitOfLate = 8;  // costs nothing: if the device is late again, others run its part
 constexpr std::int64_t kLongestWait = 1600;
 constexpr int kQuickProbes = 4;
-constexpr double kLittleKnown = 0.04;  // an error that can hide a device worth taking back
-constexpr double kCheap = 0.02;        // what a quick probe may cost, of one step
-constexpr double kFirstBudget = 0.02;  // of the time since the device fell idle, what the first probe may cost
-constexpr double kBudget = 0.005;      // of all time, what probes may cost in the long run
+constexpr double kLittleKnown = 0.04;  // a relative error; a larger one can hide a device that is worth taking back
+constexpr double kCheap = 0.02;        // of one step: the most that a quick probe may cost
+constexpr double kFirstBudget = 0.02;  // of the time since the device lost its work: the most for the first probe
+constexpr double kBudget = 0.005;      // of all time: the most for probes in the long run
 constexpr double kWorthwhile = 0.01;   // what a move must promise
 constexpr double kLongestWaitOfAll = 1e6;
 
-/// Whether it starts later than was told.
-bool late(const PolicyContext& context, std::size_t i) { return context.startup.seconds(i) > context.startup.told(i); }
+/// Whether the device starts later than the options say.
+bool late(const PolicyContext& context, std::size_t i) { return context.startup.seconds(i) > context.startup.given(i); }
 
 PolicyContext with_limits(const PolicyContext& context, const std::vector<plan::ShareLimits>& limits) {
   return {.options = context.options,
@@ -36,14 +36,14 @@ PolicyContext with_limits(const PolicyContext& context, const std::vector<plan::
 
 }  // namespace
 
-/// The limits as if device `i` started when it was told to.
+/// The limits if device `i` started as the options say.
 std::vector<plan::ShareLimits> Probe::in_time(const PolicyContext& context, std::size_t i) {
   std::vector<plan::ShareLimits> limits = context.limits;
-  limits[i].startup_seconds = context.startup.told(i);
+  limits[i].startup_seconds = context.startup.given(i);
   return limits;
 }
 
-/// As many items as device `i` would have done when the others finish, by the estimates; at least its minimum.
+/// The number of items that device `i` can run before the others finish, by the estimates; at least its minimum.
 std::int64_t Probe::size(const PolicyContext& context, const plan::CostModel& model, std::size_t i,
                          double others_seconds) {
   const std::int64_t grain = context.options.granularity;
@@ -82,7 +82,7 @@ std::optional<std::vector<std::int64_t>> Probe::shares(const PolicyContext& cont
     if (!quick && context.step < entry.due_step) continue;  // the common case, decided without a split
     std::vector<std::int64_t> with = shares;
     if (!take(context, with, i, wanted)) continue;
-    // By what is believed now: a device whose fixed time alone is many steps long is asked rarely.
+    // A device whose fixed time alone is estimated to take many steps is probed rarely.
     const std::vector<plan::ShareLimits> limits = in_time(context, i);
     const double excess = now > 0.0 ? makespan(with_limits(context, limits), models, with) / now - 1.0 : 0.0;
     const double waited = static_cast<double>(context.step - entry.since_step);
@@ -107,8 +107,9 @@ std::optional<std::vector<std::int64_t>> Probe::shares(const PolicyContext& cont
   return shares;
 }
 
-/// Whether the split would gain if device `i` came in time and were as fast as the fastest of its class at work, or,
-/// where none of it is, as any device at work. What reductions or a small batch keep out stays out at any speed.
+/// Whether the split would gain if device `i` started in time and were as fast as the fastest working device of its
+/// class, or of any class if no other device of its class works. A device that is left out because of reductions or a
+/// small batch would stay out at any speed.
 bool Probe::could_pay(const PolicyContext& context, const std::vector<plan::CostModel>& models,
                       const std::vector<std::int64_t>& present, std::size_t i) {
   const Estimator& estimator = context.estimator;
@@ -130,7 +131,7 @@ bool Probe::could_pay(const PolicyContext& context, const std::vector<plan::Cost
          (1.0 - kWorthwhile) * makespan(hopeful, hoped, present);
 }
 
-/// Moves items from those with the most to device `i`: all that is wanted, or less, but no less than its minimum.
+/// Moves `wanted` items, or fewer but at least its minimum, from the device with the most items to device `i`.
 bool Probe::take(const PolicyContext& context, std::vector<std::int64_t>& shares, std::size_t i, std::int64_t wanted) {
   const std::int64_t grain = context.options.granularity;
   const auto giver = std::max_element(shares.begin(), shares.end());

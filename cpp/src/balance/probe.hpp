@@ -12,19 +12,19 @@
 
 namespace paceline::balance {
 
-/// Gives a device that has no work a little of it now and then, so that a recovery is noticed.
+/// Gives a device without work a little work now and then, to notice that the device has recovered.
 ///
-/// A device with a zero share is not measured; what was true when it lost its work would be believed for good (observed
-/// in simulation: two spikes running on a throttled device idled it for the rest of the run). The first probe comes 100
-/// steps after it fell idle, the waits double to 1600. A probe that comes out differently is repeated at once, since
-/// two outliers make a change point of a device that was not seen for longer than any excursion lasts.
+/// A device without work is not measured, so the last estimate would be believed for good (in simulation, two
+/// successive spikes on a throttled device left it without work for the rest of the run). The first probe comes 100
+/// steps after the device lost its work. Then the waits double, up to 1600 steps. A probe with an unexpected time is
+/// repeated at once: two outliers make a change point.
 ///
-/// A probe has as many items as the device would have done when the others finish: that costs nothing if the estimate
-/// is right, and it teaches the time of the size that a return would bring. Where not even the least share is done by
-/// then, it is the least share, and the dearer that is the rarer: at most 2 % of the time until the first one, 0.5 % in
-/// the long run. A device about which little is known at the size that costs nothing is probed at once, four times at
-/// most: one left out because of a wrong guess comes back within a few steps, not after hundreds. A device that would
-/// stay out at its class's best speed is not asked.
+/// A probe has as many items as the device can run before the others finish. That costs nothing if the estimate is
+/// right, and it measures the size that the device would get on its return. If the device cannot even run its least
+/// share by then, the probe is the least share. The more such a probe costs, the rarer it is: probes take at most 2 %
+/// of the time before the first one, and 0.5 % in the long run. A device about which little is known is probed at once,
+/// at the size that costs nothing, four times at most. So a device that was left out because of a wrong guess comes
+/// back within a few steps. A device that would stay out even at the best speed of its class is not probed.
 class Probe {
  public:
   /// `present` with a little work for the devices that are due, or none.

@@ -11,13 +11,13 @@ namespace {
 
 constexpr std::size_t kSamples = 16;
 constexpr std::size_t kLeastSamples = 2;  // the first reduction of a process allocates and connects
-// Below it the search over numbers of devices costs more than leaving one out brings.
+// Below it the search over numbers of devices costs more time than leaving a device out can save.
 constexpr double kNegligible = 0.002;
 
 }  // namespace
 
-ReductionCost::ReductionCost(std::vector<double> told, std::size_t devices)
-    : told_(std::move(told)), measured_(devices + 1), seconds_(told_) {}
+ReductionCost::ReductionCost(std::vector<double> given, std::size_t devices)
+    : given_(std::move(given)), measured_(devices + 1), seconds_(given_) {}
 
 void ReductionCost::record(std::size_t working, double seconds, double compute_seconds) {
   if (working == 0 || working >= measured_.size() || !(seconds > 0.0)) return;
@@ -37,8 +37,8 @@ void ReductionCost::estimate(double compute_seconds) {
     if (measured_[k].size() >= kLeastSamples) {
       std::vector<double> samples(measured_[k].begin(), measured_[k].end());
       known.push_back({k, median(samples)});
-    } else if (!told_.empty()) {
-      known.push_back({k, told_[k]});
+    } else if (!given_.empty()) {
+      known.push_back({k, given_[k]});
     } else if (k == 1) {
       known.push_back({k, 0.0});
     }
@@ -51,7 +51,7 @@ void ReductionCost::estimate(double compute_seconds) {
       continue;
     }
     const auto next = after != known.end() ? after : known.end() - 1;
-    if (next == known.begin()) {  // one number alone is known: what more devices cost is not
+    if (next == known.begin()) {  // only one number has worked, so what more devices cost is unknown
       seconds_[k] = next->seconds;
       continue;
     }
@@ -60,7 +60,7 @@ void ReductionCost::estimate(double compute_seconds) {
     seconds_[k] = std::max(0.0, from.seconds + slope * (static_cast<double>(k) - static_cast<double>(from.count)));
   }
   const double most = *std::max_element(seconds_.begin(), seconds_.end());
-  if (told_.empty() && most < kNegligible * compute_seconds) seconds_.clear();
+  if (given_.empty() && most < kNegligible * compute_seconds) seconds_.clear();
 }
 
 }  // namespace paceline::balance

@@ -11,13 +11,13 @@ namespace paceline::balance {
 namespace {
 
 constexpr std::size_t kSamplesPerCell =
-    16;  // beyond, a size in a group says nothing new: its error is a quarter of one sample's
+    16;  // the error of the mean is then a quarter of one sample's, and more samples add little
 constexpr std::size_t kCellsPerGroup = 6;  // sizes come from a small set: planned chunk, corrections of floor * 2^k
 constexpr std::size_t kClosedGroups = 4;
 constexpr std::int64_t kStepsPerGroup = 48;  // long against noise, short against heating up
 constexpr double kPriorFraction = 0.3;       // fixed parts of 0 to 60 % at an even share are what training shows
 constexpr double kPriorError = 0.3;
-constexpr double kLargestFraction = 0.98;  // a slope of zero would let one device take any number of items
+constexpr double kLargestFraction = 0.98;  // with a slope of zero a device could take any number of items
 constexpr double kHuber = 1.5;             // deviations beyond 1.5 sigma count less; 96 % efficient on normal noise
 constexpr int kIterations = 6;
 
@@ -91,7 +91,7 @@ ShapeEstimator::Sums ShapeEstimator::accumulate(Group& group, double noise, bool
       slope += cell.weights[j] * sensitivity;
     }
   }
-  // A wild sample must not set the level from which the weights are first judged.
+  // The first level is a median, so that a wild sample does not set it.
   level = first ? median(residuals) : level / weight;
   slope /= weight;
   Sums sums;
@@ -133,8 +133,8 @@ void ShapeEstimator::fit(double noise) {
     }
     const double step = total.gradient / total.information;
     shape_.fixed_fraction = std::clamp(shape_.fixed_fraction + step, 0.0, kLargestFraction);
-    // Where the samples contradict each other (a slow first step, a curve that is no line), the noise alone would
-    // claim to know the shape.
+    // Samples may contradict each other (a slow first step, a curve that is no line). An error from the noise alone
+    // would then be too small.
     const double spread = total.freedom > 0.0 ? std::sqrt(total.misfit / total.freedom) : noise;
     error_ = std::max(noise, spread) / std::sqrt(total.information);
     if (std::abs(step) < 1e-4) break;

@@ -9,7 +9,7 @@ namespace paceline::balance {
 
 /// The size dependence that all devices of a class share: f(n) = phi + (1 - phi) * n / reference, so f(reference) = 1.
 ///
-/// phi, the fixed part of the time at the reference size, is the only unknown; a device's time is its scale times f.
+/// The only unknown is phi, the fixed part of the time at the reference size. A device's time is its scale times f.
 struct Shape {
   double reference_items = 1.0;
   double fixed_fraction = 0.3;
@@ -27,17 +27,17 @@ struct Shape {
 
 /// Learns the shape of one class of devices from timings alone.
 ///
-/// Only contrasts count: sizes that one device ran close in time and at one speed. So samples are kept in groups, one
-/// group per device, regime (between two change points) and stretch of 48 steps; each group has its own unknown level,
-/// and the levels are profiled out. Comparing times that lie far apart would read slow heating as a shape. The fit is a
-/// Huber regression of log seconds (P. J. Huber, 1964) with a weak prior, so that with one size seen the prior
-/// decides, and its error says so. A non-negative constant and slope are ensured by 0 <= phi <= 0.98.
+/// It compares sizes that one device ran within few steps and at one speed. Samples are kept in groups: one for each
+/// device, regime (between two change points) and stretch of 48 steps. Each group has an unknown level of its own,
+/// which the fit eliminates. Over longer stretches slow heating would look like a shape. The fit is a Huber regression
+/// of log seconds (P. J. Huber, 1964) with a weak prior. With one size seen, the prior decides, and error() says so. 0
+/// <= phi <= 0.98 keeps constant and slope from being negative.
 ///
-/// Memory is bounded: at most 5 groups of 6 sizes of 16 samples per device. fit() costs a few microseconds and does
-/// nothing when no informative sample came since the last one. Not thread-safe.
+/// Memory is bounded: at most 5 groups of 6 sizes of 16 samples per device. fit() takes a few microseconds, and nothing
+/// without a new informative sample. Not thread-safe.
 class ShapeEstimator {
  public:
-  /// `proportional`: it is known that nothing of the time is fixed, so there is nothing to learn.
+  /// `proportional`: no part of the time is fixed, so there is nothing to learn.
   explicit ShapeEstimator(std::size_t members, bool proportional = false)
       : members_(members), proportional_(proportional) {
     if (proportional) shape_.fixed_fraction = error_ = 0.0;
@@ -48,7 +48,7 @@ class ShapeEstimator {
   [[nodiscard]] bool has_reference() const { return has_reference_; }
 
   void add(std::size_t member, std::int64_t step, std::int64_t items, double seconds);
-  /// The member's speed changed: what comes is not comparable in level with what was.
+  /// The member's speed has changed, so later samples have another level.
   void restart(std::size_t member);
   /// `noise`: relative standard deviation of one sample.
   void fit(double noise);
@@ -56,7 +56,7 @@ class ShapeEstimator {
   [[nodiscard]] const Shape& shape() const { return shape_; }
   /// Standard error of the fixed fraction.
   [[nodiscard]] double error() const { return error_; }
-  /// Relative standard error of f(to) / f(from) that comes from not knowing the shape.
+  /// The relative standard error of f(to) / f(from) because of error().
   [[nodiscard]] double ratio_error(double from, double to) const;
 
  private:

@@ -13,12 +13,12 @@
 
 namespace paceline::balance {
 
-/// Which shares each device has run, and what it cost to run one for the first time: compilation, a search for the best
+/// Which shares each device has run, and what the first run of a share costs: compilation, a search for the best
 /// algorithm, a captured graph, a layer that moves.
 ///
-/// The cost is measured: by how much a step whose timings say so (MicroBatchTiming::excluded) took longer than the
-/// models tell; the median of the last such steps, since the first of all does much that no other will. Where a new
-/// share is no new size for the device (fixed micro-batches, shapes that may vary) nothing is excluded, and it is free.
+/// The cost is how much longer a step took than the models say, for steps whose timings are marked as first runs
+/// (MicroBatchTiming::excluded). It is the median of the last such steps, because the very first one does much that
+/// later ones do not. Where nothing is marked (fixed micro-batches, shapes that may vary) a first run is free.
 class SizeHistory {
  public:
   explicit SizeHistory(std::vector<std::size_t> class_of);
@@ -28,7 +28,7 @@ class SizeHistory {
 
   /// Whether a device would run a share that it never ran.
   [[nodiscard]] bool is_new(const std::vector<std::int64_t>& shares) const;
-  /// Seconds that such a step takes longer than its makespan, which `makespan` tells of shares.
+  /// Seconds that such a step takes longer than its makespan. `makespan` returns the makespan of shares by the models.
   [[nodiscard]] double first_run_seconds(
       const std::function<double(const std::vector<std::int64_t>& shares)>& makespan) const;
   /// The largest share that the device or another one of its class ever ran; 0: none.

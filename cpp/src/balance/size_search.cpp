@@ -11,20 +11,21 @@
 namespace paceline::balance {
 namespace {
 
-constexpr std::int64_t kFirstSearch = 5;   // steps: the first ones compile and allocate
-constexpr std::int64_t kNextSearch = 500;  // steps: what was best may not be any more
-constexpr std::int64_t kPairs = 3;         // comparisons at least: each of a step on trial with the steps around it
-constexpr std::int64_t kMostPairs = 20;    // comparisons at most: where times vary much, few of them do not tell
-constexpr double kGain = 0.95;             // of the time of an item, or less: a size that is that much faster is taken
-constexpr double kErrors = 2.5;  // standard errors that end the search; above 2: the ratio is the least of several
-constexpr double kAlike = 1.03;  // times the best: of sizes as good as that the largest is taken
-constexpr double kLeastSeconds = 5e-3;  // of a micro-batch: smaller ones pay for more calls than they can gain
+constexpr std::int64_t kFirstSearch = 5;   // steps; the first ones compile and allocate
+constexpr std::int64_t kNextSearch = 500;  // steps, after which another size may be the best
+constexpr std::int64_t kPairs = 3;         // comparisons at least, each of a trial with the steps around it
+constexpr std::int64_t kMostPairs = 20;    // comparisons at most, where times vary much
+constexpr double kGain = 0.95;             // a size is taken if an item takes at most this part of the time
+constexpr double kErrors =
+    2.5;  // standard errors that end the search; more than 2, as the ratio is the least of several
+constexpr double kAlike = 1.03;         // the largest size is taken whose time is at most this many times the best
+constexpr double kLeastSeconds = 5e-3;  // of a micro-batch; smaller ones cost more in calls than they gain
 constexpr std::size_t kMostSizes = 6;   // in one search
 constexpr double kWhole = std::numeric_limits<double>::infinity();  // as a size: a claim in one piece
 
 double median_of(std::vector<double> values) { return median(values); }
 
-/// A median deviation of few values is too small half of the time: hence the term for few.
+/// The median deviation of few values is often too small, so a term for few values is added.
 double variance_of_median(const std::vector<double>& values) {
   const double middle = median_of(values);
   std::vector<double> deviations;
@@ -69,7 +70,7 @@ SizeSearch::SizeSearch() : rest_(kFirstSearch) {}
 
 void SizeSearch::Compared::add(std::span<const double> sizes, const std::vector<TimedPiece>& claim, double usual) {
   if (largest == 0.0) largest = sizes.front();
-  if (sizes.front() != largest) return;  // corrections, which tell nothing of whole claims
+  if (sizes.front() != largest) return;  // a correction, which says nothing about whole claims
   items += items_of(claim);
   const auto time = [&](std::size_t k) { return claim[k].seconds / static_cast<double>(claim[k].items); };
   first.push_back(std::log(time(0) / usual));
@@ -151,7 +152,7 @@ void SizeSearch::compare(const Usual& usual) {
       const std::int64_t items = items_of(claim);
       const std::vector<std::int64_t> cut = cuts(items);
       std::vector<double> sizes(cut.begin(), cut.end());
-      // Claims that would not be cut anyway are corrections, too small to speak for whole ones.
+      // Claims that are too small to be cut are corrections. They say nothing about whole claims.
       if (trials_.front().empty() && in_pieces(0, items, *size_).size() > 1) sizes = {kWhole};
       const bool timed =
           std::all_of(claim.begin(), claim.end(), [](const TimedPiece& piece) { return piece.seconds > 0.0; });
@@ -179,7 +180,7 @@ std::map<double, SizeSearch::Ratio> SizeSearch::result() const {
   return sums;
 }
 
-/// Of the size that is the fastest so far: whether it is fast enough.
+/// Whether it is certain that the fastest size so far is fast enough, or that it is not.
 bool SizeSearch::is_certain() const {
   Ratio best{0.0, 0.0};
   const std::map<double, Ratio> known = result();

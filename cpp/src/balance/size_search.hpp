@@ -24,14 +24,13 @@ using TimedClaims = std::vector<std::vector<TimedPiece>>;
 [[nodiscard]] std::vector<std::pair<std::int64_t, std::int64_t>> in_pieces(std::int64_t begin, std::int64_t end,
                                                                            std::int64_t size);
 
-/// Whether claims of one kind of batch run faster in smaller micro-batches: because these fit a cache, or memory that
-/// is at hand.
+/// Finds out whether claims of one kind of batch run faster in smaller micro-batches, because these fit into a cache.
 ///
-/// Now and then a few steps cut each claim into one piece of each size, halves of halves. These trials take turns with
-/// steps as usual. Sizes are compared within a claim, where all of them meet the same machine. The largest of them is
-/// compared with claims as usual of the same device, in the step before and the step after. That takes eight steps, and
-/// up to 42 where times vary. Where a size is in use, as many more steps compare whole claims with it. All devices try
-/// the same sizes in a step, since shares follow from their speeds beside each other.
+/// Now and then a few steps cut each claim into one piece of each size, each half as large as the one before. These
+/// trials alternate with ordinary steps. Sizes are compared within a claim, where the conditions are the same. The
+/// largest size is compared with the same device's ordinary claims, in the step before and the step after. That takes
+/// eight steps, and up to 42 where times vary. If a size is in use, as many more steps compare whole claims with it. In
+/// a step all devices try the same sizes, because shares follow from the ratios of their speeds.
 class SizeSearch {
  public:
   SizeSearch();
@@ -48,7 +47,7 @@ class SizeSearch {
   void add(const std::vector<TimedClaims>& devices);
 
  private:
-  /// What a trial has found of one device so far, in logs of ratios of the time of an item.
+  /// What a trial has measured on one device so far: logs of ratios of the time per item.
   struct Compared {
     std::int64_t items = 0;                          // that it ran
     double largest = 0.0;                            // the size of the first piece of its first claim
@@ -71,7 +70,8 @@ class SizeSearch {
   std::optional<std::int64_t> size_;
   double gain_ = 1.0;
   std::int64_t rest_;  // steps until the next search
-  // To go, each the sizes that a claim is cut into, from large to small. None: the claim is whole.
+  // The trials to come. Each is a list of the sizes that a claim is cut into, from large to small; empty: it stays
+  // whole.
   std::vector<std::vector<std::int64_t>> trials_;
   std::int64_t turn_ = 0;           // of the first of them
   Usual before_;                    // the step as usual before

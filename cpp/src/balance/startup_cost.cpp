@@ -6,17 +6,17 @@
 namespace paceline::balance {
 namespace {
 
-// Of a device that comes late others take the work over: not to believe it costs little, to believe it wrongly a
-// device.
+// Other devices take over the work of a device that is late. So believing too late that it is late costs little, and
+// believing it wrongly costs a device.
 constexpr std::size_t kSamples = 33;
 constexpr std::size_t kLeastSamples = 9;
-constexpr double kNegligible = 0.005;  // of the compute time; threads never wake at the very same time
+constexpr double kNegligible = 0.005;  // of the compute time, since threads never wake at the very same time
 constexpr double kEarly = 0.5;         // of the median
 
 }  // namespace
 
-StartupCost::StartupCost(std::vector<double> told) {
-  for (const double seconds : told) devices_.push_back({.told = seconds, .seconds = seconds});
+StartupCost::StartupCost(std::vector<double> given) {
+  for (const double seconds : given) devices_.push_back({.given = seconds, .seconds = seconds});
 }
 
 void StartupCost::record(const std::vector<std::optional<double>>& seconds, double compute_seconds) {
@@ -32,7 +32,7 @@ void StartupCost::record(const std::vector<std::optional<double>>& seconds, doub
     }
     device.samples.push_back(*seconds[i]);
     if (device.samples.size() > kSamples) device.samples.pop_front();
-    device.seconds = device.told;
+    device.seconds = device.given;
     if (device.samples.size() < kLeastSamples) continue;
     std::vector<double> samples(device.samples.begin(), device.samples.end());
     const double typical = median(samples);

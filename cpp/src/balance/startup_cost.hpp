@@ -10,16 +10,18 @@
 
 namespace paceline::balance {
 
-/// How much later than the first device each one starts a step: a core that others keep busy lets its worker in late.
+/// How much later than the first device each device starts a step. A core that other programs keep busy lets its worker
+/// in late.
 ///
-/// Measured: the median of the last steps that a device had work in, once there are enough, in place of what was told.
-/// A device that came too late for anything counts as starting when the others finished: no earlier, which is all that
-/// is known, and enough to leave it out. Slow to believe that a device is late, quick to believe that it no longer is:
-/// two starts in a row in less than half of the median make a new beginning.
+/// The start is the median of the last steps in which the device had work. Until there are enough of them it is what
+/// the options say. A device that came too late for any work counts as starting when the others finished: it started no
+/// earlier, and that is enough to leave it out. The class is slow to believe that a device is late, and quick to
+/// believe that it no longer is: after two successive starts in less than half of the median, earlier starts are
+/// forgotten.
 class StartupCost {
  public:
-  /// `told`: seconds per device, until measured.
-  explicit StartupCost(std::vector<double> told);
+  /// `given`: seconds per device, until measured.
+  explicit StartupCost(std::vector<double> given);
 
   /// One step: per device the seconds from the first start to its own, or none without work.
   void record(const std::vector<std::optional<double>>& seconds, double compute_seconds);
@@ -27,18 +29,18 @@ class StartupCost {
   [[nodiscard]] double seconds(DeviceId device) const { return devices_[device].seconds; }
   /// Starts that `seconds` rests on.
   [[nodiscard]] std::size_t samples(DeviceId device) const { return devices_[device].samples.size(); }
-  /// What was told, as if nothing was measured.
-  [[nodiscard]] double told(DeviceId device) const { return devices_[device].told; }
-  /// True when the device's last start was much earlier than usual: alone so far, a new beginning if the next one
-  /// agrees.
+  /// What the options say.
+  [[nodiscard]] double given(DeviceId device) const { return devices_[device].given; }
+  /// Whether the device's last start was much earlier than usual. If the next one is, too, the device is no longer
+  /// late.
   [[nodiscard]] bool doubtful(DeviceId device) const { return devices_[device].early; }
 
  private:
   struct Device {
-    double told = 0.0;
+    double given = 0.0;
     double seconds = 0.0;
     std::deque<double> samples{};  // oldest first
-    bool early = false;            // the last sample, against those before
+    bool early = false;            // whether the last sample was much earlier than those before
   };
 
   std::vector<Device> devices_;

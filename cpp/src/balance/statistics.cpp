@@ -9,9 +9,9 @@
 namespace paceline::balance {
 namespace {
 
-/// As std::nth_element: quickselect (Hoare's FIND), but its partition has no branch that depends on the values. On
-/// noise each such branch is a coin toss, and medians are most of what a decision costs: this takes a third of the
-/// time.
+/// Like std::nth_element: quickselect (Hoare's FIND), with a partition that has no branch on the values. On noise each
+/// such branch is mispredicted half of the time, and a decision spends most of its time on medians. This takes a third
+/// of the time.
 void select(std::vector<double>& values, std::size_t nth) {
   std::size_t begin = 0;
   std::size_t end = values.size();

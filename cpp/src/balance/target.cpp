@@ -11,16 +11,16 @@ namespace paceline::balance {
 namespace {
 
 constexpr std::int64_t kMostGrowth = 2;
-constexpr double kUnknownShape = 0.1;  // beyond, twice the size may take anything from as long to nearly twice as long
+constexpr double kUnknownShape = 0.1;  // with a larger error, twice the size takes between 1 and 2 times as long
 constexpr double kLeastSlope = 0.02;   // as the shape's own
 
 double error_with(const PolicyContext& context, DeviceId device, std::int64_t items) {
   return context.estimator.error_at(device, static_cast<double>(std::max<std::int64_t>(items, 1)));
 }
 
-/// No device shall grow beyond twice what it or one of its class was measured with, or twice an even share where that
-/// is more: further out neither its time nor its memory is known. It may grow again from there. Where the batch would
-/// not fit then, or minimums leave gaps that it might fall into, nothing is held back.
+/// Limits each device to twice the largest size that was measured on its class, or twice an even share if that is more.
+/// Beyond that neither its time nor its memory is known. It may grow again from there. There is no such limit if the
+/// batch would not fit then, or might fall into a gap that minimums leave.
 void hold_growth(const PolicyContext& context, plan::SplitOptions& options) {
   const std::int64_t grain = options.granularity;
   const auto working = std::count_if(options.limits.begin(), options.limits.end(),
@@ -137,7 +137,7 @@ double gain_error(const PolicyContext& context, const std::vector<plan::CostMode
     const double weight = i == slowest ? 1.0 - part : part;
     const std::int64_t items = present[i] > 0 ? present[i] : target[i];
     const double seconds = models[i].seconds(items);
-    // What it waits before it starts is not in doubt with its speed.
+    // The error of its speed does not apply to the time before it starts.
     const double startup = context.limits[i].startup_seconds;
     const double error = error_with(context, i, items) * (startup > 0.0 ? seconds / (seconds + startup) : 1.0);
     variance += weight * weight * error * error;

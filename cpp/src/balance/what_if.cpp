@@ -25,7 +25,7 @@ void require_device(DeviceId device, std::size_t count, const char* what) {
   throw InvalidArgument(fmt::format("what_if: {} names device {}: there are {}", what, device, count));
 }
 
-/// For one device more than was ever there the reduction goes on as it did from the last but one to the last.
+/// For one device more than there ever were, the reduction grows as it did from the last but one device to the last.
 void extend(std::vector<double>& reduction_seconds, std::size_t devices) {
   if (reduction_seconds.empty()) return;
   while (reduction_seconds.size() < devices + 1) {
@@ -40,7 +40,7 @@ std::size_t working(const std::vector<plan::ShareLimits>& limits) {
       std::count_if(limits.begin(), limits.end(), [](const plan::ShareLimits& limit) { return limit.maximum > 0; }));
 }
 
-/// What the times of `left` of `present` devices are multiplied by, since fewer of them hinder each other.
+/// The factor for the times of the `left` devices of `present`, since fewer devices slow each other down less.
 double relief_of(const WhatIfOptions& asked, std::size_t present, std::size_t left) {
   if (!asked.alone) return 1.0;
   return std::pow(*asked.alone, static_cast<double>(present - left) / static_cast<double>(present - 1));

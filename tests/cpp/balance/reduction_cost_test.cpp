@@ -22,7 +22,7 @@ TEST(ReductionCost, LiesOnALineFromOneDeviceThatHasNothingToReduce) {
 TEST(ReductionCost, TakesTheMedianOfWhatWasMeasured) {
   ReductionCost cost({0.0, 0.0, 1.0, 2.0}, 3);
   for (const double seconds : {0.5, 0.004, 0.003, 0.004, 0.005}) cost.record(2, seconds, 0.1);
-  EXPECT_EQ(cost.seconds(), (Seconds{0.0, 0.0, 0.004, 2.0})) << "what was told counts where nothing was measured";
+  EXPECT_EQ(cost.seconds(), (Seconds{0.0, 0.0, 0.004, 2.0})) << "what is given counts where nothing was measured";
 }
 
 TEST(ReductionCost, DoesNotBelieveOneStepAlone) {

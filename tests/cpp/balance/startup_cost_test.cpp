@@ -18,7 +18,7 @@ TEST(StartupCost, IsWhatWasToldUntilMeasured) {
   EXPECT_EQ(cost.seconds(1), 0.02) << "eight starts say little";
   record(cost, 1, 0.05);
   EXPECT_EQ(cost.seconds(1), 0.05);
-  EXPECT_EQ(cost.told(1), 0.02);
+  EXPECT_EQ(cost.given(1), 0.02);
 }
 
 TEST(StartupCost, IsNoBurstOfANeighbour) {

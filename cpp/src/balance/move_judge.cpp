@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "balance/trial.hpp"
+#include "balance/move_judge.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -30,14 +30,14 @@ std::vector<double> residuals(const std::vector<double>& values, double centre) 
 
 }  // namespace
 
-void TrialLog::overtake(MoveOutcome outcome) {
+void MoveJudge::overtake(MoveOutcome outcome) {
   if (!pending_) return;
   moves_.back().outcome = outcome;
   pending_.reset();
 }
 
-void TrialLog::started(std::int64_t step, std::int64_t batch_size, std::vector<std::int64_t> from,
-                       std::vector<std::int64_t> to, double promised_gain) {
+void MoveJudge::started(std::int64_t step, std::int64_t batch_size, std::vector<std::int64_t> from,
+                        std::vector<std::int64_t> to, double promised_gain) {
   overtake(MoveOutcome::overtaken);
   moves_.push_back({step, batch_size, std::move(from), std::move(to), promised_gain, 0.0, 0.0, MoveOutcome::pending});
   if (moves_.size() > kMovesKept) moves_.pop_front();
@@ -47,7 +47,7 @@ void TrialLog::started(std::int64_t step, std::int64_t batch_size, std::vector<s
   reset(batch_size);
 }
 
-void TrialLog::skip(std::int64_t batch_size) {
+void MoveJudge::skip(std::int64_t batch_size) {
   Times& times = times_of(batch_size);
   times.add(std::nullopt);
   if (pending_ && pending_->batch_size == batch_size && times.steps.size() == kStepsKept &&
@@ -56,12 +56,12 @@ void TrialLog::skip(std::int64_t batch_size) {
   }
 }
 
-void TrialLog::Times::add(std::optional<double> seconds) {
+void MoveJudge::Times::add(std::optional<double> seconds) {
   steps.push_back(seconds);
   if (steps.size() > kStepsKept) steps.pop_front();
 }
 
-std::vector<double> TrialLog::Times::seconds() const {
+std::vector<double> MoveJudge::Times::seconds() const {
   std::vector<double> seconds;
   for (auto step = steps.rbegin(); step != steps.rend() && seconds.size() < kTimesKept; ++step) {
     if (*step) seconds.push_back(**step);
@@ -70,12 +70,12 @@ std::vector<double> TrialLog::Times::seconds() const {
   return seconds;
 }
 
-bool TrialLog::Times::mostly_as_planned() const {
+bool MoveJudge::Times::mostly_as_planned() const {
   const std::ptrdiff_t skipped = std::count(steps.begin(), steps.end(), std::nullopt);
   return 2 * skipped <= std::ssize(steps);
 }
 
-TrialLog::Times& TrialLog::times_of(std::int64_t batch_size) {
+MoveJudge::Times& MoveJudge::times_of(std::int64_t batch_size) {
   if (pending_ && times_.contains(pending_->batch_size)) times_[pending_->batch_size].last_used = observed_;
   make_room(times_, batch_size, kBatchSizes, [](const Times& one) { return one.last_used; });
   Times& times = times_[batch_size];
@@ -83,15 +83,15 @@ TrialLog::Times& TrialLog::times_of(std::int64_t batch_size) {
   return times;
 }
 
-void TrialLog::reset(std::int64_t batch_size) { times_.erase(batch_size); }
+void MoveJudge::reset(std::int64_t batch_size) { times_.erase(batch_size); }
 
-void TrialLog::reset_all() {
+void MoveJudge::reset_all() {
   overtake(MoveOutcome::overtaken);
   times_.clear();
 }
 
-std::optional<TrialLog::Verdict> TrialLog::observe(std::int64_t batch_size, double makespan_seconds, bool changed,
-                                                   double noise) {
+std::optional<MoveJudge::Verdict> MoveJudge::observe(std::int64_t batch_size, double makespan_seconds, bool changed,
+                                                     double noise) {
   if (changed) {
     overtake(MoveOutcome::overtaken);
     times_.clear();  // of other conditions
@@ -108,7 +108,7 @@ std::optional<TrialLog::Verdict> TrialLog::observe(std::int64_t batch_size, doub
 }
 
 /// Compares the older half of the times with the newer one, both under the same shares.
-void TrialLog::measure_calm(const std::vector<double>& times) {
+void MoveJudge::measure_calm(const std::vector<double>& times) {
   const auto middle = times.begin() + static_cast<std::ptrdiff_t>(kStepsToJudge);
   std::vector<double> before(times.begin(), middle);
   std::vector<double> after(middle, times.end());
@@ -120,7 +120,7 @@ void TrialLog::measure_calm(const std::vector<double>& times) {
   calm_count_ *= 0.5;
 }
 
-std::optional<TrialLog::Verdict> TrialLog::judge(std::vector<double> after, double noise) {
+std::optional<MoveJudge::Verdict> MoveJudge::judge(std::vector<double> after, double noise) {
   std::vector<double> before = std::move(pending_->before);
   const double median_before = median(before);
   const double median_after = median(after);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "balance/trial.hpp"
+#include "balance/move_judge.hpp"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@ namespace {
 
 using Shares = std::vector<std::int64_t>;
 
-std::optional<TrialLog::Verdict> feed(TrialLog& log, int steps, double seconds, std::int64_t batch = 100) {
+std::optional<MoveJudge::Verdict> feed(MoveJudge& log, int steps, double seconds, std::int64_t batch = 100) {
   for (int k = 0; k < steps; ++k) {
     auto verdict = log.observe(batch, seconds * (k % 2 == 0 ? 1.001 : 0.999), false, 0.002);
     if (verdict) return verdict;
@@ -16,8 +16,8 @@ std::optional<TrialLog::Verdict> feed(TrialLog& log, int steps, double seconds, 
   return std::nullopt;
 }
 
-TEST(TrialLog, TakesBackAMoveThatMeasuresWorse) {
-  TrialLog log;
+TEST(MoveJudge, TakesBackAMoveThatMeasuresWorse) {
+  MoveJudge log;
   feed(log, 10, 1.0);
   log.started(10, 100, {50, 50}, {60, 40}, 0.05);
   EXPECT_FALSE(feed(log, 7, 1.1)) << "judged before 8 steps";
@@ -29,8 +29,8 @@ TEST(TrialLog, TakesBackAMoveThatMeasuresWorse) {
   EXPECT_NEAR(log.moves().back().measured_gain, -0.1, 0.01);
 }
 
-TEST(TrialLog, KeepsAMoveThatMeasuresBetter) {
-  TrialLog log;
+TEST(MoveJudge, KeepsAMoveThatMeasuresBetter) {
+  MoveJudge log;
   feed(log, 10, 1.0);
   log.started(10, 100, {50, 50}, {60, 40}, 0.05);
   EXPECT_FALSE(feed(log, 8, 0.95));
@@ -38,8 +38,8 @@ TEST(TrialLog, KeepsAMoveThatMeasuresBetter) {
   EXPECT_TRUE(log.last_move_paid());
 }
 
-TEST(TrialLog, KeepsAMoveWithinTheResolution) {
-  TrialLog log;
+TEST(MoveJudge, KeepsAMoveWithinTheResolution) {
+  MoveJudge log;
   feed(log, 10, 1.0);
   log.started(10, 100, {50, 50}, {60, 40}, 0.05);
   EXPECT_FALSE(feed(log, 8, 1.005));
@@ -47,8 +47,8 @@ TEST(TrialLog, KeepsAMoveWithinTheResolution) {
   EXPECT_FALSE(log.last_move_paid());
 }
 
-TEST(TrialLog, DoesNotBlameTheMoveForAChangeOfSpeed) {
-  TrialLog log;
+TEST(MoveJudge, DoesNotBlameTheMoveForAChangeOfSpeed) {
+  MoveJudge log;
   feed(log, 10, 1.0);
   log.started(10, 100, {50, 50}, {60, 40}, 0.05);
   feed(log, 4, 0.95);
@@ -57,8 +57,8 @@ TEST(TrialLog, DoesNotBlameTheMoveForAChangeOfSpeed) {
   EXPECT_EQ(log.moves().back().outcome, MoveOutcome::overtaken);
 }
 
-TEST(TrialLog, DoesNotBlameTheMoveForStepsThatWereNeverCalm) {
-  TrialLog log;
+TEST(MoveJudge, DoesNotBlameTheMoveForStepsThatWereNeverCalm) {
+  MoveJudge log;
   const auto wave = [](int block) { return block % 2 == 0 ? 1.0 : 1.06; };  // both levels last longer than a trial
   for (int block = 0; block < 8; ++block) feed(log, 12, wave(block));
   log.started(96, 100, {50, 50}, {60, 40}, 0.02);
@@ -70,16 +70,16 @@ TEST(TrialLog, DoesNotBlameTheMoveForStepsThatWereNeverCalm) {
   EXPECT_TRUE(feed(log, 8, 1.5)) << "a move that is worse by more than that is still taken back";
 }
 
-TEST(TrialLog, JudgesOnStepsOfTheSameBatchSizeOnly) {
-  TrialLog log;
+TEST(MoveJudge, JudgesOnStepsOfTheSameBatchSizeOnly) {
+  MoveJudge log;
   feed(log, 10, 1.0);
   log.started(10, 100, {50, 50}, {60, 40}, 0.05);
   EXPECT_FALSE(feed(log, 20, 3.0, 300));
   EXPECT_EQ(log.moves().back().outcome, MoveOutcome::pending);
 }
 
-TEST(TrialLog, ComparesWithTheStepsSinceAChangeOfSpeed) {
-  TrialLog log;
+TEST(MoveJudge, ComparesWithTheStepsSinceAChangeOfSpeed) {
+  MoveJudge log;
   feed(log, 10, 1.0);
   log.observe(100, 2.0, false, 0.002);
   log.observe(100, 2.0, true, 0.002);  // the second outlier confirms the first: both ran slow
@@ -89,16 +89,16 @@ TEST(TrialLog, ComparesWithTheStepsSinceAChangeOfSpeed) {
   EXPECT_NEAR(log.moves().back().measured_gain, 0.3, 0.01);
 }
 
-TEST(TrialLog, DoesNotJudgeAMoveBeforeWhichNothingRan) {
-  TrialLog log;
+TEST(MoveJudge, DoesNotJudgeAMoveBeforeWhichNothingRan) {
+  MoveJudge log;
   log.started(0, 100, {50, 50}, {60, 40}, 0.05);
   EXPECT_FALSE(feed(log, 10, 1.0));
   EXPECT_EQ(log.moves().back().outcome, MoveOutcome::unjudged);
 }
 
-TEST(TrialLog, DoesNotJudgeAMoveByTheFewStepsThatRanAsPlanned) {
+TEST(MoveJudge, DoesNotJudgeAMoveByTheFewStepsThatRanAsPlanned) {
   for (const int as_planned : {3, 12}) {
-    TrialLog log;
+    MoveJudge log;
     feed(log, as_planned, 1.0);
     for (int step = 0; step < 8; ++step) log.skip(100);
     log.started(20, 100, {50, 50}, {100, 0}, 0.3);
@@ -109,8 +109,8 @@ TEST(TrialLog, DoesNotJudgeAMoveByTheFewStepsThatRanAsPlanned) {
   }
 }
 
-TEST(TrialLog, DoesNotJudgeAMoveByTheFewStepsThatRanAsPlannedInALongRun) {
-  TrialLog log;
+TEST(MoveJudge, DoesNotJudgeAMoveByTheFewStepsThatRanAsPlannedInALongRun) {
+  MoveJudge log;
   for (int step = 0; step < 40; ++step) {
     feed(log, 1, 1.0);
     for (int k = 0; k < 9; ++k) log.skip(100);
@@ -120,8 +120,8 @@ TEST(TrialLog, DoesNotJudgeAMoveByTheFewStepsThatRanAsPlannedInALongRun) {
   EXPECT_EQ(log.moves().back().outcome, MoveOutcome::unjudged);
 }
 
-TEST(TrialLog, DoesNotJudgeAMoveAfterWhichFewStepsRanAsPlanned) {
-  TrialLog log;
+TEST(MoveJudge, DoesNotJudgeAMoveAfterWhichFewStepsRanAsPlanned) {
+  MoveJudge log;
   feed(log, 20, 1.0);
   log.started(20, 100, {50, 50}, {60, 40}, 0.05);
   for (int step = 0; step < 100; ++step) {
@@ -131,16 +131,16 @@ TEST(TrialLog, DoesNotJudgeAMoveAfterWhichFewStepsRanAsPlanned) {
   EXPECT_EQ(log.moves().back().outcome, MoveOutcome::unjudged);
 }
 
-TEST(TrialLog, ForgetsStepsThatOthersTookOver) {
-  TrialLog log;
+TEST(MoveJudge, ForgetsStepsThatOthersTookOver) {
+  MoveJudge log;
   for (int step = 0; step < 100; ++step) log.skip(100);
   feed(log, 32, 1.0);
   log.started(40, 100, {50, 50}, {100, 0}, 0.3);
   EXPECT_TRUE(feed(log, 8, 2.0));
 }
 
-TEST(TrialLog, ForgetsTheBatchSizeThatRanLongestAgo) {
-  TrialLog log;
+TEST(MoveJudge, ForgetsTheBatchSizeThatRanLongestAgo) {
+  MoveJudge log;
   feed(log, 10, 1.0, 1000);  // the largest size
   for (std::int64_t batch = 1; batch <= 20; ++batch) feed(log, 10, 1.0, batch);
   feed(log, 10, 1.0, 1);  // the smallest size, once more
@@ -151,8 +151,8 @@ TEST(TrialLog, ForgetsTheBatchSizeThatRanLongestAgo) {
   EXPECT_EQ(log.moves().back().outcome, MoveOutcome::unjudged) << "those of the one that ran first are not";
 }
 
-TEST(TrialLog, MemoryIsBoundedOverBatchSizes) {
-  TrialLog log;
+TEST(MoveJudge, MemoryIsBoundedOverBatchSizes) {
+  MoveJudge log;
   for (std::int64_t batch = 1; batch <= 1000; ++batch) {
     log.started(batch, batch, {1}, {1}, 0.1);
     log.observe(batch, 1.0, false, 0.01);

@@ -11,14 +11,13 @@
 
 namespace paceline::balance {
 
-/// Step times measured under the shares in force, per batch size, and what became of the last move.
+/// Judges each move by the clock: compares the steps before it with the steps after it. Models have no part in that.
 ///
-/// Lifecycle: started() when a move is made, observe() after each step, which judges the pending move once 8 steps
-/// have run under the new shares: worse than before by more than the resolution, max(1 %, 2 standard errors of the
-/// difference of the two medians), means the model was wrong, and observe() returns the old shares, to go back to. A
-/// change point ends the comparison: what ran before it is no yardstick for what ran after. Judged by the clock alone,
-/// never by the model.
-class TrialLog {
+/// Call started() when a move is made, and observe() after each step. Once 8 steps have run under the new shares,
+/// observe() judges the move. A move that made steps longer by more than the resolution is taken back: the model was
+/// wrong. The resolution is max(1 %, 3 standard errors of the difference of the two medians). A change point ends the
+/// comparison, because times from before a change of speed do not compare with those after it.
+class MoveJudge {
  public:
   struct Verdict {
     std::int64_t batch_size = 0;
@@ -29,16 +28,16 @@ class TrialLog {
   void started(std::int64_t step, std::int64_t batch_size, std::vector<std::int64_t> from, std::vector<std::int64_t> to,
                double promised_gain);
 
-  /// `changed`: a device's speed changed with this step's evidence (and the step before it). `noise`: of one device's
-  /// time. Returns the move to take back, if any.
+  /// `changed`: with this step's evidence a device's speed changed. `noise`: relative standard deviation of one
+  /// device's time. Returns the move to take back, if any.
   std::optional<Verdict> observe(std::int64_t batch_size, double makespan_seconds, bool changed, double noise);
 
-  /// A step that did not run as planned, since others took work over: its time says nothing of the shares in force.
-  /// Where most of the last steps are like that, the others are exceptions and no yardstick: a move from these shares,
-  /// or to them, is not judged.
+  /// Notes a step that did not run as planned, because devices took over much of another device's work. Its time says
+  /// nothing about the shares in force. Where most of the last steps are like that, the rest are exceptions. Then a
+  /// move from these shares, or to them, is not judged.
   void skip(std::int64_t batch_size);
 
-  /// Shares changed for another reason (a device left, a move taken back): earlier times say nothing any more.
+  /// Forgets the times, because the shares changed for another reason: a device left, or a move was taken back.
   void reset(std::int64_t batch_size);
   void reset_all();
 
