@@ -13,7 +13,7 @@
 
 #include "engine/step/planned_claims.hpp"
 
-namespace paceline::engine {
+namespace paceline::internal {
 namespace {
 
 std::unique_ptr<Claims> shared_claims;  // of the running benchmark, whose threads share nothing else
@@ -72,4 +72,4 @@ BENCHMARK(claim_own)->Apply(threads);
 BENCHMARK(claim_of_others)->Apply(threads);
 
 }  // namespace
-}  // namespace paceline::engine
+}  // namespace paceline::internal

@@ -35,8 +35,8 @@ void wait_for(const Event& event, std::chrono::nanoseconds timeout) {
   BlockingRegion region;
   // Spins at first, because waking a sleeping thread takes 50 us or more and a micro-batch may be due within
   // microseconds. Never yields: beside a busy program each yield costs that program's time slice, milliseconds.
-  while (Clock::now() - start < detail::ShortWait::kSpin) {
-    detail::relax();
+  while (Clock::now() - start < internal::ShortWait::kSpin) {
+    internal::relax();
     if (event.done()) return;
   }
   auto pause = std::chrono::microseconds(5);

@@ -22,7 +22,7 @@ struct GroupWorkers::Threads {
   std::mutex mutex;                                    // taken by open() and close()
   std::weak_ptr<WorkSource> step;                      // owned by its workers; expired means complete
   std::vector<std::weak_ptr<WorkSource>> gap_sources;  // sources of priority below 0
-  std::vector<std::shared_ptr<detail::Worker>> workers;
+  std::vector<std::shared_ptr<internal::Worker>> workers;
 
   [[nodiscard]] bool busy() const {
     const std::shared_ptr<WorkSource> source = step.lock();
@@ -39,7 +39,7 @@ constexpr std::chrono::milliseconds kBetweenInterval{50};
 struct LeftBehind {
   std::mutex mutex;
   pid_t owner = 0;  // a forked child has none of its parent's threads
-  std::vector<std::shared_ptr<detail::Worker>> workers;
+  std::vector<std::shared_ptr<internal::Worker>> workers;
 };
 
 // Leaked on purpose: the end of the program uses it.
@@ -48,7 +48,7 @@ LeftBehind& left_behind() {
   return *instance;
 }
 
-void remember(const std::shared_ptr<detail::Worker>& worker) {
+void remember(const std::shared_ptr<internal::Worker>& worker) {
   LeftBehind& all = left_behind();
   const std::lock_guard lock(all.mutex);
   if (all.owner != getpid()) all.workers.clear();
@@ -74,7 +74,7 @@ bool has_own_cores(const std::vector<Device>& devices, const Device& device) {
 GroupWorkers::GroupWorkers(std::vector<Device> devices)
     : devices_(std::move(devices)), owner_(getpid()), threads_(new Threads) {
   for (std::size_t i = 0; i < devices_.size(); ++i) {
-    auto worker = std::make_shared<detail::Worker>(devices_[i], i, has_own_cores(devices_, devices_[i]));
+    auto worker = std::make_shared<internal::Worker>(devices_[i], i, has_own_cores(devices_, devices_[i]));
     try {
       worker->start();
     } catch (const std::system_error& error) {
@@ -242,7 +242,7 @@ void GroupWorkers::close(std::chrono::nanoseconds timeout, const std::function<b
 }
 
 void GroupWorkers::await_left_behind(std::chrono::nanoseconds timeout) {
-  std::vector<std::shared_ptr<detail::Worker>> workers;
+  std::vector<std::shared_ptr<internal::Worker>> workers;
   {
     LeftBehind& all = left_behind();
     const std::lock_guard lock(all.mutex);

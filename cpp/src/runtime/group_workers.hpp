@@ -54,7 +54,7 @@ class GroupWorkers {
   std::vector<Device> devices_;
   pid_t owner_;
   std::atomic<bool> closed_{false};
-  detail::ShortWait callers_wait_;
+  internal::ShortWait callers_wait_;
   Threads* threads_;  // leaked on purpose in a forked child
 };
 

@@ -4,7 +4,7 @@
 #include <atomic>
 #include <chrono>
 
-namespace paceline::detail {
+namespace paceline::internal {
 
 /// Tells the processor that this thread spins.
 inline void relax() noexcept {
@@ -52,4 +52,4 @@ class BasicShortWait {
 
 using ShortWait = BasicShortWait<std::chrono::steady_clock>;
 
-}  // namespace paceline::detail
+}  // namespace paceline::internal

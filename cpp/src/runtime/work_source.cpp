@@ -10,12 +10,12 @@
 
 namespace paceline {
 
-WorkSource::WorkSource() : signal_(std::make_shared<detail::TaskSignal>()) {}
+WorkSource::WorkSource() : signal_(std::make_shared<internal::TaskSignal>()) {}
 WorkSource::~WorkSource() = default;
 
 void WorkSource::opened(std::size_t) {}
 
-void WorkSource::attach(std::vector<std::weak_ptr<detail::Worker>> workers) {
+void WorkSource::attach(std::vector<std::weak_ptr<internal::Worker>> workers) {
   const std::lock_guard lock(mutex_);
   if (!workers_.empty()) throw InvalidArgument("open: this source was opened before. Make a new one.");
   workers_ = std::move(workers);

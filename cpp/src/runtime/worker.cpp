@@ -12,7 +12,7 @@
 #include <paceline/error.hpp>
 #include <paceline/runtime/backend.hpp>
 
-namespace paceline::detail {
+namespace paceline::internal {
 namespace {
 
 constexpr int kSpins = 100;  // a few microseconds: devices often finish that close together
@@ -170,4 +170,4 @@ void Worker::sleep(std::uint64_t seen) {
   }
 }
 
-}  // namespace paceline::detail
+}  // namespace paceline::internal

@@ -16,7 +16,7 @@
 
 #include "runtime/short_wait.hpp"
 
-namespace paceline::detail {
+namespace paceline::internal {
 
 /// Where the caller of a source sleeps. Shared by the source and the group, so that a late worker can still use it.
 class TaskSignal {
@@ -99,4 +99,4 @@ class Worker : public std::enable_shared_from_this<Worker> {
   ShortWait idle_wait_;
 };
 
-}  // namespace paceline::detail
+}  // namespace paceline::internal

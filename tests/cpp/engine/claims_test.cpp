@@ -9,7 +9,7 @@
 
 #include "engine/step/planned_claims.hpp"
 
-namespace paceline::engine {
+namespace paceline::internal {
 namespace {
 
 struct Played {
@@ -236,4 +236,4 @@ TEST(Claims, ComeBackEmptyOnceCancelled) {
 }
 
 }  // namespace
-}  // namespace paceline::engine
+}  // namespace paceline::internal

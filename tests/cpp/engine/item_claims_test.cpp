@@ -47,7 +47,7 @@ struct Played {
 /// Virtual time: whoever is free first claims next; what a unit of work really takes is `truth`.
 Played play(const std::shared_ptr<const BatchPlan>& plan, const std::vector<double>& truth, bool stealing,
             bool any_size, std::int64_t least = 1) {
-  engine::ItemClaims claims(plan, stealing, any_size, least);
+  internal::ItemClaims claims(plan, stealing, any_size, least);
   Played played{std::vector<int>(plan->costs.size(), 0), std::vector<double>(truth.size(), 0.0), {}};
   std::vector<double> now(truth.size(), 0.0);
   std::vector<bool> left(truth.size(), false);
@@ -130,16 +130,16 @@ TEST(ItemClaims, KeepsToTheSharesWithoutStealing) {
 
 TEST(ItemClaims, NothingAfterCancel) {
   std::mt19937_64 rng(8);
-  engine::ItemClaims claims(plan_of(rng, 10, {1.0}, {1e-6}), true, true);
+  internal::ItemClaims claims(plan_of(rng, 10, {1.0}, {1e-6}), true, true);
   EXPECT_TRUE(claims.claim(0, 0.0));
   claims.cancel();
   EXPECT_FALSE(claims.claim(0, 1.0));
 }
 
-engine::ItemTiming timing_of(std::mt19937_64& rng, std::size_t device) {
+internal::ItemTiming timing_of(std::mt19937_64& rng, std::size_t device) {
   std::uniform_int_distribution<int> count(1, 40);
   std::lognormal_distribution<double> length(3.0, 0.6);
-  engine::ItemTiming timing{.device = device, .count = static_cast<double>(count(rng))};
+  internal::ItemTiming timing{.device = device, .count = static_cast<double>(count(rng))};
   for (int k = 0; k < static_cast<int>(timing.count); ++k) {
     const double one = length(rng);
     timing.longest = std::max(timing.longest, one);
@@ -153,12 +153,12 @@ TEST(ItemShapes, TellsWhatTimesFollow) {
   for (const auto measure : {plan::ItemMeasure::padded, plan::ItemMeasure::sum, plan::ItemMeasure::count}) {
     std::mt19937_64 rng(11);
     std::normal_distribution<double> noise(1.0, 0.02);
-    engine::ItemShapes shapes(2);
+    internal::ItemShapes shapes(2);
     const plan::ItemShape truth{.cost = {1e-3, 2e-5, measure == plan::ItemMeasure::count ? 0.0 : 1e-7},
                                 .measure = measure};
     for (int k = 0; k < 200; ++k) {
-      engine::ItemTiming timing = timing_of(rng, static_cast<std::size_t>(k % 2));
-      timing.seconds = engine::work_of(truth, timing) * noise(rng) * (k % 2 == 0 ? 1.0 : 2.5);
+      internal::ItemTiming timing = timing_of(rng, static_cast<std::size_t>(k % 2));
+      timing.seconds = internal::work_of(truth, timing) * noise(rng) * (k % 2 == 0 ? 1.0 : 2.5);
       shapes.add(timing);
     }
     ASSERT_TRUE(shapes.fit({0, 0}));
@@ -170,26 +170,26 @@ TEST(ItemShapes, TellsWhatTimesFollow) {
 
 TEST(ItemShapes, ADeviceThatChangedItsSpeedIsNoOtherShape) {
   std::mt19937_64 rng(12);
-  engine::ItemShapes shapes(1);
+  internal::ItemShapes shapes(1);
   const plan::ItemShape truth{.cost = {1e-3, 2e-5, 0.0}};
   for (int k = 0; k < 100; ++k) {
-    engine::ItemTiming timing = timing_of(rng, 0);
+    internal::ItemTiming timing = timing_of(rng, 0);
     timing.step = k;
-    timing.seconds = engine::work_of(truth, timing) * (k < 50 ? 1.0 : 3.0);
+    timing.seconds = internal::work_of(truth, timing) * (k < 50 ? 1.0 : 3.0);
     shapes.add(timing);
   }
   ASSERT_TRUE(shapes.fit({50}));
   EXPECT_LT(shapes.error(), 1e-6);
-  engine::ItemShapes unaware = shapes;
+  internal::ItemShapes unaware = shapes;
   ASSERT_TRUE(unaware.fit({0}));
   EXPECT_GT(unaware.error(), 0.1);
 }
 
 TEST(ItemShapes, SaysNothingOfItemsWhereTimesDoNot) {
   std::mt19937_64 rng(13);
-  engine::ItemShapes shapes(1);
+  internal::ItemShapes shapes(1);
   for (int k = 0; k < 50; ++k) {
-    engine::ItemTiming timing = timing_of(rng, 0);
+    internal::ItemTiming timing = timing_of(rng, 0);
     timing.seconds = 1e-3;
     shapes.add(timing);
   }

@@ -13,7 +13,7 @@
 #include <paceline/engine/step.hpp>
 #include <paceline/error.hpp>
 
-namespace paceline::engine {
+namespace paceline::internal {
 namespace {
 
 /// The loop that a step with costs goes through.
@@ -159,4 +159,4 @@ TEST(ItemWork, CostsOfAnySizeAreBatchSizesThatCanBeSplit) {
 }
 
 }  // namespace
-}  // namespace paceline::engine
+}  // namespace paceline::internal

@@ -5,7 +5,7 @@
 
 #include <chrono>
 
-namespace paceline::detail {
+namespace paceline::internal {
 namespace {
 
 /// Advances by a microsecond with each query.
@@ -89,4 +89,4 @@ TEST(ShortWait, SaysWhatTheSleepSaid) {
 }
 
 }  // namespace
-}  // namespace paceline::detail
+}  // namespace paceline::internal

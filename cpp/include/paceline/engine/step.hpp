@@ -22,10 +22,10 @@
 
 namespace paceline {
 
-namespace engine {
+namespace internal {
 class StepPieces;
 class StepSource;
-}  // namespace engine
+}  // namespace internal
 
 /// One micro-batch that ran. Times in seconds on the step's clock (0: the step was handed to the workers).
 struct ClaimRecord {
@@ -92,7 +92,7 @@ struct StepOptions {
   std::shared_ptr<const BatchPlan> plan{};
   bool any_size = true;  ///< with costs: whether a part of a planned micro-batch may be taken over
   /// The pieces that claims are cut into. Only a StepLoop makes them. Null: each claim runs whole.
-  std::shared_ptr<engine::StepPieces> pieces{};
+  std::shared_ptr<internal::StepPieces> pieces{};
 };
 
 struct PACELINE_API StepRecord {
@@ -137,7 +137,7 @@ class PACELINE_API Step {
   /// StepOptions::plan.
   [[nodiscard]] const std::shared_ptr<const BatchPlan>& plan() const noexcept { return plan_; }
   /// StepOptions::pieces.
-  [[nodiscard]] const std::shared_ptr<engine::StepPieces>& pieces() const noexcept { return pieces_; }
+  [[nodiscard]] const std::shared_ptr<internal::StepPieces>& pieces() const noexcept { return pieces_; }
   /// After wait(): how many micro-batches ran, and whether a device ran several, not counting the cuts because of
   /// memory.
   [[nodiscard]] std::int64_t micro_batches() const;
@@ -160,8 +160,8 @@ class PACELINE_API Step {
  private:
   DeviceGroup group_;
   std::shared_ptr<const BatchPlan> plan_;
-  std::shared_ptr<engine::StepPieces> pieces_;
-  std::shared_ptr<engine::StepSource> source_;
+  std::shared_ptr<internal::StepPieces> pieces_;
+  std::shared_ptr<internal::StepSource> source_;
 };
 
 /// Calls start(), wait(), rethrow_failure() and record(). If `between` ends the wait, the step is cancelled.

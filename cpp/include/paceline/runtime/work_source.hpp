@@ -16,10 +16,10 @@
 
 namespace paceline {
 
-namespace detail {
+namespace internal {
 class TaskSignal;
 class Worker;
-}  // namespace detail
+}  // namespace internal
 
 /// A source's answer to a device that asks for work.
 struct NextWork {
@@ -99,11 +99,11 @@ class PACELINE_API WorkSource {
   friend class DeviceGroup;
   friend class GroupWorkers;
 
-  void attach(std::vector<std::weak_ptr<detail::Worker>> workers);
+  void attach(std::vector<std::weak_ptr<internal::Worker>> workers);
 
-  std::shared_ptr<detail::TaskSignal> signal_;
-  std::mutex mutex_;                                    // cancel() may run while the source is being opened
-  std::vector<std::weak_ptr<detail::Worker>> workers_;  // one per device; empty before the source is opened
+  std::shared_ptr<internal::TaskSignal> signal_;
+  std::mutex mutex_;                                      // cancel() may run while the source is being opened
+  std::vector<std::weak_ptr<internal::Worker>> workers_;  // one per device; empty before the source is opened
 };
 
 }  // namespace paceline

@@ -183,7 +183,7 @@ Objective BasicDataParallel<T>::step(std::int64_t batch_size, const Body& body, 
 template <class T>
 Objective BasicDataParallel<T>::step(std::span<const double> costs, const Body& body,
                                      std::optional<double> total_weight) {
-  engine::check_costs(costs);
+  internal::check_costs(costs);
   return state_->run(costs, body, total_weight.value_or(static_cast<double>(costs.size())));
 }
 

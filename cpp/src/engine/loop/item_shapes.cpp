@@ -5,7 +5,7 @@
 #include <array>
 #include <optional>
 
-namespace paceline::engine {
+namespace paceline::internal {
 namespace {
 
 constexpr std::size_t kWindow = 512;  // micro-batches; a fit of so many takes well under a millisecond
@@ -84,4 +84,4 @@ bool ItemShapes::fit(const std::vector<std::int64_t>& since_step) {
   return true;
 }
 
-}  // namespace paceline::engine
+}  // namespace paceline::internal

@@ -9,7 +9,7 @@
 #include <paceline/device_id.hpp>
 #include <paceline/plan/item_packing.hpp>
 
-namespace paceline::engine {
+namespace paceline::internal {
 
 /// One timed micro-batch of items with costs.
 struct ItemTiming {
@@ -55,4 +55,4 @@ class ItemShapes {
 /// The work of the micro-batch that was timed.
 [[nodiscard]] double work_of(const plan::ItemShape& shape, const ItemTiming& timing);
 
-}  // namespace paceline::engine
+}  // namespace paceline::internal

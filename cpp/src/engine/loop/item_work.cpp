@@ -12,7 +12,7 @@
 
 #include <paceline/error.hpp>
 
-namespace paceline::engine {
+namespace paceline::internal {
 namespace {
 
 constexpr double kUnits = 1e6;          // of the first batch: a device's share is known to a thousandth and better
@@ -238,4 +238,4 @@ std::string ItemWork::explain() const {
   return out;
 }
 
-}  // namespace paceline::engine
+}  // namespace paceline::internal

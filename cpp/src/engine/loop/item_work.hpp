@@ -15,7 +15,7 @@
 
 #include "engine/loop/item_shapes.hpp"
 
-namespace paceline::engine {
+namespace paceline::internal {
 
 /// @throws InvalidArgument without costs, and for one that is negative or not finite.
 void check_costs(std::span<const double> costs);
@@ -78,4 +78,4 @@ class ItemWork {
   ItemPadding padding_;
 };
 
-}  // namespace paceline::engine
+}  // namespace paceline::internal

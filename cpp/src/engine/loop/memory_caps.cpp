@@ -11,7 +11,7 @@
 
 #include "plural.hpp"
 
-namespace paceline::engine {
+namespace paceline::internal {
 namespace {
 
 constexpr std::size_t kMostKinds = 64;     // for each device; the length of a sequence makes a kind
@@ -227,4 +227,4 @@ std::string MemoryCaps::explain() const {
   return text;
 }
 
-}  // namespace paceline::engine
+}  // namespace paceline::internal

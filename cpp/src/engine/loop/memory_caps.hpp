@@ -18,7 +18,7 @@
 
 #include "balance/memory_model.hpp"
 
-namespace paceline::engine {
+namespace paceline::internal {
 
 /// The largest micro-batch of each device, for each kind of batch. It follows from a limit that was set, and from
 /// memory that ran out.
@@ -85,4 +85,4 @@ class MemoryCaps {
   std::map<std::string, Kinds<Cap>> caps_;  // of memory spaces, and of devices with a limit
 };
 
-}  // namespace paceline::engine
+}  // namespace paceline::internal

@@ -6,7 +6,7 @@
 
 #include "engine/loop/step_loop_options.hpp"
 
-namespace paceline::engine {
+namespace paceline::internal {
 namespace {
 
 std::vector<std::string> classes_of(const DeviceGroup& group) {
@@ -122,4 +122,4 @@ std::string Planner::explain(std::span<const std::string> causes) const {
          text + work_.explain();
 }
 
-}  // namespace paceline::engine
+}  // namespace paceline::internal

@@ -17,7 +17,7 @@
 
 #include "engine/loop/item_work.hpp"
 
-namespace paceline::engine {
+namespace paceline::internal {
 
 /// Plans batches, with costs or without, and learns from the steps that ran by these plans.
 ///
@@ -73,4 +73,4 @@ class Planner {
   std::shared_ptr<balance::LedgerWriter> ledger_;
 };
 
-}  // namespace paceline::engine
+}  // namespace paceline::internal

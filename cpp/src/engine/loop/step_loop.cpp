@@ -69,10 +69,10 @@ struct StepLoop::State {
   State(DeviceGroup the_group, StepLoopOptions the_options)
       : group(std::move(the_group)),
         asynchronous(group.asynchronous()),
-        options(engine::with_stable_shapes(std::move(the_options), asynchronous)),
-        run_ahead(engine::run_ahead_of(group, options)),
+        options(internal::with_stable_shapes(std::move(the_options), asynchronous)),
+        run_ahead(internal::run_ahead_of(group, options)),
         planner(group, options),
-        caps(std::make_shared<engine::MemoryCaps>(group, options.memory_limits)),
+        caps(std::make_shared<internal::MemoryCaps>(group, options.memory_limits)),
         metrics(names_of(group)),
         health(group.devices()),
         origin(std::chrono::steady_clock::now()) {}
@@ -180,9 +180,9 @@ struct StepLoop::State {
   bool asynchronous;  // any of the devices
   StepLoopOptions options;
   std::vector<std::int64_t> run_ahead;
-  engine::Planner planner;
+  internal::Planner planner;
   std::shared_ptr<const BatchPlan> plan;  // the last one; null where the devices have changed since
-  std::shared_ptr<engine::MemoryCaps> caps;
+  std::shared_ptr<internal::MemoryCaps> caps;
   // By size and speed number of the batch, least recently used first.
   std::vector<std::pair<std::pair<std::int64_t, std::uint64_t>, std::shared_ptr<balance::SizeSearch>>> searches;
   std::shared_ptr<balance::SizeSearch> last_search;
@@ -198,7 +198,7 @@ struct StepLoop::State {
 };
 
 StepLoop::StepLoop(DeviceGroup group, StepLoopOptions options) {
-  engine::check(options);
+  internal::check(options);
   state_ = std::make_unique<State>(std::move(group), std::move(options));
 }
 
@@ -214,7 +214,7 @@ std::shared_ptr<const BatchPlan> StepLoop::plan(std::int64_t batch_size, const B
 
 std::shared_ptr<const BatchPlan> StepLoop::plan(std::span<const double> costs) {
   require_idle();
-  engine::check_costs(costs);  // before anything changes
+  internal::check_costs(costs);  // before anything changes
   return state_->next_plan(costs, {}, state_->planner.plans_again(costs));
 }
 
@@ -248,7 +248,7 @@ std::shared_ptr<Step> StepLoop::prepare(std::shared_ptr<const BatchPlan> plan, s
   const std::shared_ptr<balance::SizeSearch> search = script.claims.empty() ? state.search_for(*plan) : nullptr;
   if (search != nullptr || !script.pieces.empty() || !state.caps->idle()) {
     options.pieces =
-        std::make_shared<engine::StepPieces>(plan, state.caps, search, options.least_items, std::move(script.pieces));
+        std::make_shared<internal::StepPieces>(plan, state.caps, search, options.least_items, std::move(script.pieces));
   }
   options.script = std::move(script.claims);
   options.plan = std::move(plan);
@@ -275,14 +275,14 @@ std::optional<ItemReport> StepLoop::item_report() const { return state_->planner
 void StepLoop::set_corrections(std::optional<bool> corrections) {
   StepLoopOptions options = state_->options;
   options.corrections = corrections;
-  engine::check(options);
+  internal::check(options);
   state_->options = std::move(options);
 }
 
 void StepLoop::set_least_items(std::int64_t items) {
   StepLoopOptions options = state_->options;
   options.least_items = items;
-  engine::check(options);
+  internal::check(options);
   state_->options = std::move(options);
 }
 

@@ -8,7 +8,7 @@
 #include <paceline/error.hpp>
 #include <paceline/runtime/backend.hpp>
 
-namespace paceline::engine {
+namespace paceline::internal {
 
 balance::Balancer make_balancer(const DeviceGroup& group, const StepLoopOptions& options, bool proportional) {
   balance::BalancerOptions balancer;
@@ -54,4 +54,4 @@ void check(const StepLoopOptions& options) {
   }
 }
 
-}  // namespace paceline::engine
+}  // namespace paceline::internal

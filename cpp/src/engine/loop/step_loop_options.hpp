@@ -8,7 +8,7 @@
 #include <paceline/engine/step_loop.hpp>
 #include <paceline/runtime/device_group.hpp>
 
-namespace paceline::engine {
+namespace paceline::internal {
 
 /// @throws InvalidArgument if a size is out of range, or corrections are asked for where they are impossible.
 void check(const StepLoopOptions& options);
@@ -24,4 +24,4 @@ void check(const StepLoopOptions& options);
 /// by size: with a fixed micro-batch, every share is a multiple of it, except for the rest of the batch.
 [[nodiscard]] StepLoopOptions with_stable_shapes(StepLoopOptions options, bool asynchronous);
 
-}  // namespace paceline::engine
+}  // namespace paceline::internal

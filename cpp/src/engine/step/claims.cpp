@@ -8,7 +8,7 @@
 #include "engine/step/item_claims.hpp"
 #include "engine/step/planned_claims.hpp"
 
-namespace paceline::engine {
+namespace paceline::internal {
 namespace {
 
 /// Exactly what a script says.
@@ -86,4 +86,4 @@ void Claims::cancel() {
   cancelled_ = true;
 }
 
-}  // namespace paceline::engine
+}  // namespace paceline::internal

@@ -13,7 +13,7 @@
 #include <paceline/engine/step.hpp>
 #include <paceline/export.hpp>
 
-namespace paceline::engine {
+namespace paceline::internal {
 
 /// Who runs which items: the one queue through which every claim of a step goes. Thread-safe. Every item is handed out
 /// exactly once, unless cancelled.
@@ -66,4 +66,4 @@ class PACELINE_API Claims {
   std::vector<DeviceState> devices_;
 };
 
-}  // namespace paceline::engine
+}  // namespace paceline::internal

@@ -6,7 +6,7 @@
 
 #include "engine/step/stealing.hpp"
 
-namespace paceline::engine {
+namespace paceline::internal {
 namespace {
 
 // A part whose fixed cost is more than this of its time is not worth a micro-batch of its own.
@@ -93,4 +93,4 @@ bool ItemClaims::nothing_left() const {
   return std::all_of(parts_.begin(), parts_.end(), [](const Part& part) { return part.empty(); });
 }
 
-}  // namespace paceline::engine
+}  // namespace paceline::internal

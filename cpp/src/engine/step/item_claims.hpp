@@ -13,7 +13,7 @@
 
 #include "engine/step/claims.hpp"
 
-namespace paceline::engine {
+namespace paceline::internal {
 
 /// Claims of a step whose items have costs. Each device runs its packed micro-batches, longest items first. Then it
 /// takes over work from the back of another device's list that this device would finish later.
@@ -54,4 +54,4 @@ class PACELINE_API ItemClaims final : public Claims {
   std::vector<Part> parts_;
 };
 
-}  // namespace paceline::engine
+}  // namespace paceline::internal

@@ -10,7 +10,7 @@
 
 #include "engine/step/stealing.hpp"
 
-namespace paceline::engine {
+namespace paceline::internal {
 namespace {
 
 std::int64_t round_up(std::int64_t items, std::int64_t granularity) {
@@ -146,4 +146,4 @@ bool PlannedClaims::nothing_left() const {
          std::all_of(parts_.begin(), parts_.end(), [](const Part& part) { return part.begin == part.end; });
 }
 
-}  // namespace paceline::engine
+}  // namespace paceline::internal

@@ -13,7 +13,7 @@
 
 #include "engine/step/claims.hpp"
 
-namespace paceline::engine {
+namespace paceline::internal {
 
 /// Claims of a step whose items all cost the same.
 ///
@@ -60,4 +60,4 @@ class PACELINE_API PlannedClaims final : public Claims {
   std::int64_t floor_ = 1;
 };
 
-}  // namespace paceline::engine
+}  // namespace paceline::internal

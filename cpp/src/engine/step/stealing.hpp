@@ -7,7 +7,7 @@
 
 #include <paceline/device_id.hpp>
 
-namespace paceline::engine {
+namespace paceline::internal {
 
 /// When a device will be free that was expected to be free at `expected`. If it is late by x, assume that it needs x
 /// more. This is right within a factor of two for any slowdown.
@@ -32,4 +32,4 @@ std::optional<Victim> find_victim(std::size_t device_count, DeviceId thief, cons
   return victim;
 }
 
-}  // namespace paceline::engine
+}  // namespace paceline::internal

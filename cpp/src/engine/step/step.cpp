@@ -93,7 +93,7 @@ Step::Step(DeviceGroup group, std::shared_ptr<StepProgram> program, StepOptions 
   check(group_, options);
   plan_ = options.plan;
   pieces_ = options.pieces;
-  source_ = std::make_shared<engine::StepSource>(group_, std::move(program), std::move(options));
+  source_ = std::make_shared<internal::StepSource>(group_, std::move(program), std::move(options));
 }
 
 Step::~Step() = default;
@@ -108,8 +108,8 @@ bool Step::wait(const DeviceGroup::Between& between) { return group_.wait(*sourc
 void Step::cancel() { canceller()(); }
 
 std::function<void()> Step::canceller() const {
-  return [source = std::weak_ptr<engine::StepSource>(source_)] {
-    if (const std::shared_ptr<engine::StepSource> alive = source.lock()) {
+  return [source = std::weak_ptr<internal::StepSource>(source_)] {
+    if (const std::shared_ptr<internal::StepSource> alive = source.lock()) {
       alive->cancel(std::make_exception_ptr(Cancelled("step: cancelled before it was done; nothing was committed.")));
     }
   };

@@ -9,7 +9,7 @@
 
 #include "engine/step/claims.hpp"
 
-namespace paceline::engine {
+namespace paceline::internal {
 
 StepPieces::StepPieces(std::shared_ptr<const BatchPlan> plan, std::shared_ptr<MemoryCaps> caps,
                        std::shared_ptr<balance::SizeSearch> search, std::int64_t least_items,
@@ -125,4 +125,4 @@ void StepPieces::commit() const {
   search_->add(timed);
 }
 
-}  // namespace paceline::engine
+}  // namespace paceline::internal

@@ -14,7 +14,7 @@
 #include "balance/size_search.hpp"
 #include "engine/loop/memory_caps.hpp"
 
-namespace paceline::engine {
+namespace paceline::internal {
 
 class Claims;
 
@@ -61,4 +61,4 @@ class StepPieces {
   std::vector<DeviceState> devices_;
 };
 
-}  // namespace paceline::engine
+}  // namespace paceline::internal

@@ -7,7 +7,7 @@
 
 #include "runtime/deadline.hpp"
 
-namespace paceline::engine {
+namespace paceline::internal {
 namespace {
 
 // The kinds of work.
@@ -223,4 +223,4 @@ std::vector<std::optional<double>> StepSource::startups(double first, double com
   return seconds;
 }
 
-}  // namespace paceline::engine
+}  // namespace paceline::internal

@@ -19,7 +19,7 @@
 #include "engine/step/claims.hpp"
 #include "engine/step/step_pieces.hpp"
 
-namespace paceline::engine {
+namespace paceline::internal {
 
 /// A step as the workers see it: a source of micro-batches and, at the end, of the reduction. Each worker keeps it
 /// alive until that worker has left, so a worker that wakes late still finds its state.
@@ -91,4 +91,4 @@ class StepSource final : public WorkSource {
   std::optional<StepFailure> failure_;
 };
 
-}  // namespace paceline::engine
+}  // namespace paceline::internal

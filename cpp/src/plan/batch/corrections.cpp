@@ -72,11 +72,11 @@ std::int64_t next_correction(std::int64_t remaining, std::span<const TailDevice>
   }
   const std::int64_t grains = remaining / granularity + (remaining % granularity != 0 ? 1 : 0);
   // Asked for on every claim in the tail: boxes of usual size need no heap.
-  std::array<detail::GrainRange, 16> near_ranges;
+  std::array<GrainRange, 16> near_ranges;
   std::array<std::int64_t, 16> near_parts{};
-  std::vector<detail::GrainRange> far_ranges;
+  std::vector<GrainRange> far_ranges;
   std::vector<std::int64_t> far_parts;
-  std::span<detail::GrainRange> ranges(near_ranges.data(), std::min(devices.size(), near_ranges.size()));
+  std::span<GrainRange> ranges(near_ranges.data(), std::min(devices.size(), near_ranges.size()));
   std::span<std::int64_t> parts(near_parts.data(), ranges.size());
   if (devices.size() > near_ranges.size()) {
     far_ranges.resize(devices.size());
@@ -88,7 +88,7 @@ std::int64_t next_correction(std::int64_t remaining, std::span<const TailDevice>
     const TailDevice& device = devices[i];
     ranges[i] = {{device.model, device.free_at_seconds - start, granularity, 0}, 0, device.may_claim ? grains : 0};
   }
-  detail::fill_greedily(ranges, grains, parts);
+  fill_greedily(ranges, grains, parts);
   const std::int64_t part = std::min(parts[static_cast<std::size_t>(claimer)] * granularity, remaining);
   const std::int64_t unit = unit_of(floor, granularity);
   // One floor serves a whole box; a device whose fixed cost is higher would lose more to smaller pieces than they can

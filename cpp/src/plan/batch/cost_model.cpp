@@ -35,8 +35,8 @@ double CostModel::seconds(std::int64_t items) const noexcept {
 std::int64_t CostModel::items_within(double budget_seconds, std::int64_t limit) const noexcept {
   if (limit < 0 || !(seconds(0) <= budget_seconds)) return -1;
   if (seconds(limit) <= budget_seconds) return limit;
-  const std::int64_t guess = detail::to_count((budget_seconds - fixed_seconds_) / per_item_seconds_, limit);
-  return detail::last_that_fits(0, limit, guess, [&](std::int64_t items) { return seconds(items) <= budget_seconds; });
+  const std::int64_t guess = to_count((budget_seconds - fixed_seconds_) / per_item_seconds_, limit);
+  return last_that_fits(0, limit, guess, [&](std::int64_t items) { return seconds(items) <= budget_seconds; });
 }
 
 CostModel CostModel::scaled(double factor) const {

@@ -7,7 +7,7 @@
 
 #include "plan/batch/monotone.hpp"
 
-namespace paceline::plan::detail {
+namespace paceline::plan {
 
 /// A device's cost as a function of grains: `offset + grains * grain` items, and what it pays once to take part.
 ///
@@ -54,4 +54,4 @@ struct GrainRange {
   std::int64_t high = 0;
 };
 
-}  // namespace paceline::plan::detail
+}  // namespace paceline::plan

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <limits>
 
-namespace paceline::plan::detail {
+namespace paceline::plan {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -162,4 +162,4 @@ void fill_greedily(std::span<const GrainRange> ranges, std::int64_t count, std::
   if (sum > count) take(ranges, sum - count, grains);
 }
 
-}  // namespace paceline::plan::detail
+}  // namespace paceline::plan

@@ -6,7 +6,7 @@
 
 #include "plan/batch/grain_range.hpp"
 
-namespace paceline::plan::detail {
+namespace paceline::plan {
 
 /// Gives every device its `low`, then the rest of `count` one grain at a time, each to the device that would finish it
 /// first, on a tie to the lower index, never beyond `high`. `grains` receives the result.
@@ -20,4 +20,4 @@ namespace paceline::plan::detail {
 /// Requires: sum of low <= count <= sum of high, low <= high, grains.size() == ranges.size().
 void fill_greedily(std::span<const GrainRange> ranges, std::int64_t count, std::span<std::int64_t> grains);
 
-}  // namespace paceline::plan::detail
+}  // namespace paceline::plan

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-namespace paceline::plan::detail {
+namespace paceline::plan {
 
 /// The last n in [low, high) for which `fits(n)` holds, where it holds at `low`, not at `high`, and changes once.
 ///
@@ -47,4 +47,4 @@ inline std::int64_t to_count(double value, std::int64_t limit) {
   return value < static_cast<double>(limit) ? static_cast<std::int64_t>(value) : limit;
 }
 
-}  // namespace paceline::plan::detail
+}  // namespace paceline::plan

@@ -5,7 +5,7 @@
 #include <array>
 #include <limits>
 
-namespace paceline::plan::detail {
+namespace paceline::plan {
 namespace {
 
 constexpr std::int64_t kImpossible = std::numeric_limits<std::int64_t>::max();
@@ -180,4 +180,4 @@ bool find_roles(const SplitProblem& problem, const RoleQuery& query, RolePlan& p
   return Search(problem, query).run(plan);
 }
 
-}  // namespace paceline::plan::detail
+}  // namespace paceline::plan

@@ -7,7 +7,7 @@
 
 #include "plan/batch/grain_range.hpp"
 
-namespace paceline::plan::detail {
+namespace paceline::plan {
 
 /// What one device does in a split. The order is the order of preference between otherwise equal splits.
 enum class Role : std::uint8_t {
@@ -73,4 +73,4 @@ inline constexpr std::int64_t kStepLimit = 1 << 16;
 /// previous shares are then kept as a whole or not considered.
 inline constexpr std::size_t kChangeTableDevices = 16;
 
-}  // namespace paceline::plan::detail
+}  // namespace paceline::plan

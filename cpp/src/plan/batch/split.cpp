@@ -13,11 +13,6 @@
 namespace paceline::plan {
 namespace {
 
-using detail::Candidate;
-using detail::GrainCost;
-using detail::GrainRange;
-using detail::SplitProblem;
-
 // Sums over thousands of devices stay far from overflow and every count is exact as a double.
 constexpr std::int64_t kLargestBatch = std::int64_t{1} << 50;
 
@@ -144,7 +139,7 @@ std::int64_t saturating_add(std::int64_t a, std::int64_t b) {
                     plural(batch_size, "item"), options.granularity, plural(device_count, "device"), most_in_grains,
                     batch_size % options.granularity));
   }
-  const char* searched = device_count > detail::kExactDevices && gaps > 0
+  const char* searched = device_count > kExactDevices && gaps > 0
                              ? " (with more than 8 devices the search stops early and may have missed one)"
                              : "";
   throw InvalidArgument(
@@ -167,8 +162,7 @@ Split split_batch(std::int64_t batch_size, std::span<const CostModel> models, co
     split.shares.assign(models.size(), 0);
     return split;
   }
-  if (!detail::solve(problem_of(batch_size, models, options), split))
-    throw_infeasible(batch_size, models.size(), options);
+  if (!solve(problem_of(batch_size, models, options), split)) throw_infeasible(batch_size, models.size(), options);
   return split;
 }
 

@@ -8,7 +8,7 @@
 
 #include "plan/batch/greedy_fill.hpp"
 
-namespace paceline::plan::detail {
+namespace paceline::plan {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -279,4 +279,4 @@ bool solve(const SplitProblem& problem, Split& split) {
   return Solver(problem).solve(split);
 }
 
-}  // namespace paceline::plan::detail
+}  // namespace paceline::plan

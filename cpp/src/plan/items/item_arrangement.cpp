@@ -23,7 +23,7 @@ constexpr double kEvenEnough = 0.002;  // steps of real devices vary by 0.5 % an
 constexpr double kLeastCost = 1e-6;
 
 using Items = std::vector<std::int64_t>;
-using Packed = std::vector<detail::PackedDevice>;
+using Packed = std::vector<PackedDevice>;
 
 void check(std::span<const double> costs, std::span<const double> targets, std::span<const ItemShape> shapes) {
   const auto sane = [](double value) { return std::isfinite(value) && value >= 0.0; };
@@ -182,7 +182,7 @@ class Arranger {
     const bool any_unpadded = std::any_of(working_shapes_.begin(), working_shapes_.end(),
                                           [](const ItemShape& shape) { return shape.measure != ItemMeasure::padded; });
     if (!plain_costs_ && !any_unpadded) {
-      detail::level_items(devices, costs_, working_shapes_, working_targets_, pack_);
+      level_items(devices, costs_, working_shapes_, working_targets_, pack_);
     }
     return devices;
   }

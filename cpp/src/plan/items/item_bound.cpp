@@ -7,7 +7,7 @@
 
 #include "plan/items/item_problem.hpp"
 
-namespace paceline::plan::detail {
+namespace paceline::plan {
 namespace {
 
 // The bound may be too low by so much, never too high: sums are rounded, and a count must not fall by one for it.
@@ -79,4 +79,4 @@ double lower_bound_of(const ItemProblem& problem) {
   return low;
 }
 
-}  // namespace paceline::plan::detail
+}  // namespace paceline::plan

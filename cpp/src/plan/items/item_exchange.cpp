@@ -4,7 +4,7 @@
 
 #include "plan/items/item_problem.hpp"
 
-namespace paceline::plan::detail {
+namespace paceline::plan {
 namespace {
 
 constexpr Rank kNothing = ~Rank{0};
@@ -119,4 +119,4 @@ void exchange_items(const ItemProblem& problem, double target, Holdings& holding
   }
 }
 
-}  // namespace paceline::plan::detail
+}  // namespace paceline::plan

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <optional>
 
-namespace paceline::plan::detail {
+namespace paceline::plan {
 namespace {
 
 constexpr int kMostMoves = 256;          // each some microseconds; what is left after them is below what can be seen
@@ -99,4 +99,4 @@ void level_items(std::vector<PackedDevice>& devices, std::span<const double> cos
   Levelling(devices, costs, shapes, speeds, options).run();
 }
 
-}  // namespace paceline::plan::detail
+}  // namespace paceline::plan

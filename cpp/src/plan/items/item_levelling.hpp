@@ -7,7 +7,7 @@
 
 #include <paceline/plan/item_packing.hpp>
 
-namespace paceline::plan::detail {
+namespace paceline::plan {
 
 /// One device's items, packed: each micro-batch by descending cost, the micro-batches likewise.
 struct PackedDevice {
@@ -24,4 +24,4 @@ struct PackedDevice {
 void level_items(std::vector<PackedDevice>& devices, std::span<const double> costs, std::span<const ItemShape> shapes,
                  std::span<const double> speeds, const PackOptions& options);
 
-}  // namespace paceline::plan::detail
+}  // namespace paceline::plan

@@ -8,7 +8,7 @@
 
 #include <paceline/plan/items.hpp>
 
-namespace paceline::plan::detail {
+namespace paceline::plan {
 
 /// An item's place in descending order of cost, on a tie the lower index first.
 using Rank = std::uint32_t;
@@ -68,4 +68,4 @@ void exchange_items(const ItemProblem& problem, double target, Holdings& holding
 /// Ends at `target`. Puts the best placement into `holdings` where that is better. True if no better one is there.
 bool search_items(const ItemProblem& problem, double target, Holdings& holdings);
 
-}  // namespace paceline::plan::detail
+}  // namespace paceline::plan

@@ -6,7 +6,7 @@
 
 #include "plan/items/item_problem.hpp"
 
-namespace paceline::plan::detail {
+namespace paceline::plan {
 namespace {
 
 constexpr double kRounding = 1.0 + 1e-12;
@@ -102,4 +102,4 @@ bool search_items(const ItemProblem& problem, double target, Holdings& holdings)
   return Search(problem, target, holdings).run();
 }
 
-}  // namespace paceline::plan::detail
+}  // namespace paceline::plan

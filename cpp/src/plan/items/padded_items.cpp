@@ -19,8 +19,6 @@
 namespace paceline::plan {
 namespace {
 
-using detail::ItemProblem;
-
 // What 12 devices have, no two alike: a plan then takes some ten milliseconds, which a loader hides behind a step.
 constexpr std::size_t kMostStates = 4096;
 constexpr double kNever = std::numeric_limits<double>::infinity();
@@ -51,7 +49,7 @@ std::size_t most_items(const LoadModel& model, double longest, double seconds, s
   const auto all = static_cast<std::int64_t>(left);
   if (fits(all)) return left;
   const double guess = (seconds - model.fixed_seconds) / model.seconds_per_cost / longest;
-  return static_cast<std::size_t>(detail::last_that_fits(0, all, detail::to_count(guess, all), fits));
+  return static_cast<std::size_t>(last_that_fits(0, all, to_count(guess, all), fits));
 }
 
 /// All orders of the devices at once. A state is how many of each kind have their group. Of the orders that lead to it
@@ -200,7 +198,7 @@ bool kinds_of(const ItemProblem& problem, std::vector<Kind>& kinds) {
 }  // namespace
 
 ItemSplit split_padded(std::span<const double> costs, std::span<const LoadModel> models) {
-  const ItemProblem problem = detail::item_problem(costs, models);
+  const ItemProblem problem = item_problem(costs, models);
   for (std::size_t device = 0; device < models.size() && !costs.empty(); ++device) {
     if (std::isfinite(padded_seconds(models[device], costs.size(), problem.cost.front()))) continue;
     throw InvalidArgument(fmt::format(
@@ -238,7 +236,7 @@ ItemSplit split_padded(std::span<const double> costs, std::span<const LoadModel>
   }
   // Padding only adds to a sum of costs: what bounds those bounds this.
   split.lower_bound_seconds =
-      exact ? split.makespan_seconds : std::min(split.makespan_seconds, detail::lower_bound_of(problem));
+      exact ? split.makespan_seconds : std::min(split.makespan_seconds, lower_bound_of(problem));
   return split;
 }
 
