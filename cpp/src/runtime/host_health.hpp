@@ -9,7 +9,6 @@
 #include <string_view>
 #include <vector>
 
-#include <paceline/export.hpp>
 #include <paceline/runtime/device_health.hpp>
 
 namespace paceline {
@@ -22,17 +21,17 @@ struct CoreTicks {
 };
 
 /// The cores in /proc/stat, by number. Skips malformed lines.
-[[nodiscard]] PACELINE_API std::map<int, CoreTicks> parse_core_ticks(std::string_view proc_stat);
+[[nodiscard]] std::map<int, CoreTicks> parse_core_ticks(std::string_view proc_stat);
 
 /// User plus system time of a process or thread, in ticks, from its `stat` file.
-[[nodiscard]] PACELINE_API std::optional<std::int64_t> parse_task_ticks(std::string_view stat);
+[[nodiscard]] std::optional<std::int64_t> parse_task_ticks(std::string_view stat);
 
 /// nr_periods and nr_throttled from a cgroup's cpu.stat (v1 and v2).
-[[nodiscard]] PACELINE_API std::optional<QuotaPeriods> parse_quota_periods(std::string_view cpu_stat);
+[[nodiscard]] std::optional<QuotaPeriods> parse_quota_periods(std::string_view cpu_stat);
 
 /// What the /proc and /sys below `root` say about this process, its cgroup and the machine's cores at one moment.
 /// Construction reads two files per thread, so one object serves all devices.
-class PACELINE_API HostCounters {
+class HostCounters {
  public:
   explicit HostCounters(const std::filesystem::path& root, std::int64_t ticks_per_second = 100);
   [[nodiscard]] DeviceHealth health_of(const std::vector<int>& cores) const;

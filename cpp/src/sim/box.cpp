@@ -177,7 +177,7 @@ double Box::lasting_noise(DeviceId device, std::int64_t step) {
       const double kept = k == 0 ? 0.0 : std::exp(-1.0 / terms[t].steps);
       const double fresh = terms[t].deviation * std::sqrt(1.0 - kept * kept);
       for (std::size_t i = 0; i < count; ++i) {
-        // Keys above those of the devices: the independent noise draws from them.
+        // The independent noise draws from the keys of the devices, so these keys are above them.
         const std::size_t key = (t + 1) * (count + 1) + (terms[t].common ? count : i);
         lasting_[t][i] = kept * lasting_[t][i] + fresh * Random(options_.seed, k, key).normal();
         sums[i] += lasting_[t][i];

@@ -47,7 +47,7 @@ Optimum optimum(const SimulationOptions& options) {
     alive = std::move(here);
     late_starts = std::move(begin);
     ideals.push_back(ideal);
-    // A device that fails takes its step with it; what counts is the repetition, and that one knows.
+    // The step in which a device fails is lost. Only its repetition counts, and that knows of the failure.
     if (all_alive(box, step, yesterday)) late += (box.makespan(step, yesterday) / ideal - 1.0) / steps;
     yesterday = best;
   }

@@ -87,7 +87,7 @@ SimulationResult simulate(const SimulationOptions& options) {
       }
       balancer.retire(device);
       ++result.lost_steps;
-      continue;  // the step is repeated by those who are left
+      continue;  // the other devices repeat the step
     }
     balancer.record(outcome.timings);
     // The oracle's split changes only with a speed or a failure.

@@ -15,7 +15,7 @@ double BatchPlan::work(DeviceId device, std::int64_t begin, std::int64_t end) co
   if (shape.measure == plan::ItemMeasure::sum) {
     return shape.micro_batch({ordered_costs.begin() + begin, ordered_costs.begin() + end});
   }
-  // The first is the longest: no need to look for it.
+  // The first item is the longest.
   return shape.cost.fixed_seconds +
          static_cast<double>(end - begin) * shape.item(ordered_costs[static_cast<std::size_t>(begin)]);
 }
@@ -48,7 +48,7 @@ balance::StepTimings BatchPlan::timings(const StepRecord& record) const {
   double all = 0.0;
   for (const ClaimRecord& claim : record.claims) {
     const MicroBatch& mb = claim.micro_batch;
-    // By the shape of the device that ran it, wherever it was planned.
+    // Work is counted by the shape of the device that ran it.
     const double done = work(mb.device, mb.begin, mb.end);
     all += done;
     Sum& sum = sums[mb.device];

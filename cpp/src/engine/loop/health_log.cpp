@@ -9,7 +9,7 @@
 namespace paceline {
 namespace {
 
-// The system counts CPU time in hundredths of a second: shares of less than this are mostly rounding.
+// The system counts CPU time in hundredths of a second, so smaller shares are mostly rounding.
 constexpr std::chrono::seconds kShortestWindow{1};
 
 }  // namespace

@@ -8,17 +8,16 @@
 #include <vector>
 
 #include <paceline/balance/report.hpp>
-#include <paceline/export.hpp>
 #include <paceline/runtime/device_health.hpp>
 
 namespace paceline {
 
 /// Whether a device runs slower than the rest of its class, or slower than before. Only then explain() asks for causes.
-[[nodiscard]] PACELINE_API bool needs_causes(const balance::DeviceReport& device) noexcept;
+[[nodiscard]] bool needs_causes(const balance::DeviceReport& device) noexcept;
 
 /// Health samples of a group's devices. It takes one when it is made, and one whenever causes() is asked about a slow
 /// device. Not thread-safe.
-class PACELINE_API HealthLog {
+class HealthLog {
  public:
   using Samples = std::vector<DeviceHealth>;
   /// One sample of each device, at one moment.

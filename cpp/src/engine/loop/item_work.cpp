@@ -15,9 +15,9 @@
 namespace paceline::internal {
 namespace {
 
-constexpr double kUnits = 1e6;          // of the first batch: a device's share is known to a thousandth and better
-constexpr double kLeastUnits = 1e3;     // of any batch: a share is known to a percent and better
-constexpr double kMostUnits = 1e15;     // doubles count further, but not much
+constexpr double kUnits = 1e6;          // of the first batch, so that shares are exact to a thousandth or better
+constexpr double kLeastUnits = 1e3;     // of any batch, so that shares are exact to a percent or better
+constexpr double kMostUnits = 1e15;     // doubles are exact up to 9e15
 constexpr double kFixedAtFirst = 0.02;  // of a device's time, before anything was measured
 constexpr std::int64_t kFitEvery = 64;  // steps, in the end; at first whenever the evidence has doubled
 
@@ -25,7 +25,7 @@ bool all_free(std::span<const double> costs) {
   return std::all_of(costs.begin(), costs.end(), [](double cost) { return cost == 0.0; });
 }
 
-/// Of items that all cost nothing: they are still items.
+/// The sum of the costs. If no item costs anything, it is the number of items.
 double total_of(std::span<const double> costs) {
   if (all_free(costs)) return static_cast<double>(costs.size());
   return std::accumulate(costs.begin(), costs.end(), 0.0);
@@ -164,7 +164,7 @@ void ItemWork::refit(const balance::Balancer& balancer) {
   for (const balance::DeviceReport& device : balancer.report().devices) {
     since.push_back(device.change_points + device.drifts > 0 ? device.since_step : 0);
   }
-  // The sum of the work in all windows, by the shapes that it was planned with so far: it stays.
+  // The total work in all windows by the present shapes. It must stay the same.
   std::vector<double> before(classes_.size(), 0.0);
   double all = 0.0;
   for (const Class& one : classes_) {
@@ -205,7 +205,7 @@ ItemReport ItemWork::report() const {
 
 namespace {
 
-/// `on`: which devices, where there are others.
+/// `on`: names the device class if there are several.
 std::string describe(const ItemShapes& here, const std::string& on) {
   const plan::ItemShape shape = here.shape();
   const std::string square = shape.cost.per_squared_token_seconds > 0.0

@@ -68,7 +68,7 @@ balance::StepPlan Planner::decide(Kind& kind, std::int64_t batch_size) {
   last_ = &kind;
   draw(kind, batch_size);
   balance::StepPlan plan = kind.latest;
-  if (std::exchange(kind.begun, plan.step) == plan.step) plan.moved = false;  // the same plan again, and one move
+  if (std::exchange(kind.begun, plan.step) == plan.step) plan.moved = false;  // the same plan again; a move counts once
   return plan;
 }
 
@@ -79,8 +79,8 @@ void Planner::draw(Kind& kind, std::int64_t batch_size) {
 
 void Planner::record(const BatchPlan& plan, const StepRecord& record, std::span<const MicroBatch> pieces) {
   Kind& kind = plan.by_cost() ? by_cost_ : alike_;
-  // Steps that ran before an earlier one's times were known may have run by an older plan. A move that came meanwhile
-  // is judged by steps that ran by it: the balancer's plan stays the same until one of them is recorded.
+  // Steps that began before the times of an earlier step were known may have run by an older plan. If a move came in
+  // the meantime, only steps that ran by its shares judge it. The balancer's plan stays until one of them is recorded.
   if (!kind.awaits_record) draw(kind, plan.balance.batch_size);
   if (kind.latest.shares == plan.balance.shares) {
     kind.balancer.record(plan.timings(record));

@@ -98,7 +98,7 @@ void RecordedTimes::stamp(std::vector<ClaimRecord>& claims) const {
 bool RecordedTimes::begin_run(DeviceId d, AsyncDevice& maker, Stream& stream, bool continues) {
   std::vector<Span>& spans = lists_->spans[d];
   std::size_t& used = lists_->used[d];
-  // A device that has nothing to do when it is given more has waited for the host: that time is not its own.
+  // A device that had nothing to do when it was given more has waited for the host. That time is no evidence.
   const bool dry = used > 0 && spans[used - 1].end->done();
   if (continues) return dry;
   if (used == spans.size()) spans.push_back({maker.make_event(true), maker.make_event(true), {}});

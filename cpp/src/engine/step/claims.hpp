@@ -11,7 +11,6 @@
 #include <paceline/device_id.hpp>
 #include <paceline/engine/micro_batch.hpp>
 #include <paceline/engine/step.hpp>
-#include <paceline/export.hpp>
 
 namespace paceline::internal {
 
@@ -21,7 +20,7 @@ namespace paceline::internal {
 /// A claim is one short critical section, well under a microsecond, while a micro-batch takes hundreds. The lock keeps
 /// "how much is left, who finishes when" consistent. The strategy decides what a device gets: PlannedClaims for items
 /// that all cost the same, ItemClaims for items with costs, or a script.
-class PACELINE_API Claims {
+class Claims {
  public:
   [[nodiscard]] static std::unique_ptr<Claims> of(StepOptions options);
   virtual ~Claims() = default;

@@ -9,7 +9,7 @@
 namespace paceline::internal {
 namespace {
 
-// A part whose fixed cost is more than this of its time is not worth a micro-batch of its own.
+// A part is not worth a micro-batch of its own if more than this of its time is fixed cost.
 constexpr double kMostOverhead = 0.25;
 
 }  // namespace

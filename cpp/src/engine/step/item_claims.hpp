@@ -9,7 +9,6 @@
 #include <paceline/device_id.hpp>
 #include <paceline/engine/batch_plan.hpp>
 #include <paceline/engine/step.hpp>
-#include <paceline/export.hpp>
 
 #include "engine/step/claims.hpp"
 
@@ -22,7 +21,7 @@ namespace paceline::internal {
 /// The items at the back are the cheapest ones, so the devices' finishes are evened out in small steps. If `any_size`
 /// is false, only whole micro-batches change hands, because devices that compile or choose algorithms by size would
 /// meet new sizes. No part has fewer than `least` items.
-class PACELINE_API ItemClaims final : public Claims {
+class ItemClaims final : public Claims {
  public:
   ItemClaims(std::shared_ptr<const BatchPlan> plan, bool stealing, bool any_size, std::int64_t least = 1);
 

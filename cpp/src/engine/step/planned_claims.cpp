@@ -81,7 +81,7 @@ double PlannedClaims::held_seconds(DeviceId device) const {
 
 std::optional<MicroBatch> PlannedClaims::take_correction(DeviceId device, double now) {
   std::vector<plan::TailDevice> devices(parts_.size());
-  bool alone = true;  // nobody else will come for the rest
+  bool alone = true;  // no other device will take from the rest
   for (std::size_t d = 0; d < parts_.size(); ++d) {
     // A device that still has to run its own chunk comes to the pool only after it.
     devices[d] = {.model = options_.models[d],

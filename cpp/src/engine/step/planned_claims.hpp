@@ -9,7 +9,6 @@
 #include <paceline/device_id.hpp>
 #include <paceline/engine/micro_batch.hpp>
 #include <paceline/engine/step.hpp>
-#include <paceline/export.hpp>
 
 #include "engine/step/claims.hpp"
 
@@ -22,7 +21,7 @@ namespace paceline::internal {
 /// together (plan::next_correction). Then it steals from the back of another device's chunk what that device would
 /// finish later. A device that holds micro-batches ahead gets the end of its chunk in pieces of the smallest
 /// correction, so that it claims again when the last of these pieces begins.
-class PACELINE_API PlannedClaims final : public Claims {
+class PlannedClaims final : public Claims {
  public:
   explicit PlannedClaims(StepOptions options);
 

@@ -32,7 +32,7 @@ std::vector<ReductionSegment> StepProgram::reduction() { return {}; }
 
 namespace {
 
-// Every item once, or gradients would be silently wrong.
+// Each item must be there exactly once. Otherwise gradients would be silently wrong.
 void check_script(const StepOptions& options) {
   if (options.script.size() != options.shares.size()) {
     throw InvalidArgument(fmt::format("step: a script for {} in a group of {}; one list for each is needed.",

@@ -98,7 +98,7 @@ StepRecord StepSource::record() const {
     record.reduce_seconds = std::max(0.0, reduced_at_ - last);
     if (!scripted_) record.startup_seconds = startups(first, record.compute_seconds);
   }
-  // Devices that work after the call may be at it when the host is done.
+  // Asynchronous devices may still work when the host is done.
   record.step_seconds = std::max(reduced_at_, record.compute_seconds);
   return record;
 }
@@ -147,7 +147,7 @@ NextWork StepSource::wait_for(DeviceState& state, const Event& event, Clock::tim
   return NextWork::wait(&event, *state.waits_since + patience);
 }
 
-/// False: all is done, or others are at the last of it. A worker that the system wakes late holds nobody up.
+/// Returns false if all is done or others run the rest. So a worker that the system wakes late delays nobody.
 bool StepSource::enter() noexcept {
   std::uint32_t inside = inside_.load(std::memory_order_relaxed);
   do {
@@ -156,8 +156,8 @@ bool StepSource::enter() noexcept {
   return true;
 }
 
-/// Whoever leaves last when nothing is left to claim opens the reduction. If something is left, it is for a worker
-/// that has yet to enter.
+/// The worker that leaves last, when nothing is left to claim, opens the reduction. If something is left, a worker that
+/// has not entered yet takes it.
 void StepSource::leave(DeviceId device) noexcept {
   devices_[device].stage = Stage::waiting;
   if (inside_.fetch_sub(1, std::memory_order_acq_rel) != 1 || !claims_->exhausted()) return;

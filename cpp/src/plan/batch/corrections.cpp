@@ -62,7 +62,8 @@ std::int64_t next_correction(std::int64_t remaining, std::span<const TailDevice>
   const TailDevice& asking = devices[static_cast<std::size_t>(claimer)];
   if (remaining == 0 || !asking.may_claim) return 0;
 
-  // Seconds from the first device that is free: a common shift changes no part, and the level search starts at zero.
+  // Times count from the first device that is free, since the level search starts at zero. A common shift changes no
+  // part.
   double start = asking.free_at_seconds;
   for (const TailDevice& device : devices) {
     if (!std::isfinite(device.free_at_seconds)) {
@@ -71,7 +72,7 @@ std::int64_t next_correction(std::int64_t remaining, std::span<const TailDevice>
     if (device.may_claim) start = std::min(start, device.free_at_seconds);
   }
   const std::int64_t grains = remaining / granularity + (remaining % granularity != 0 ? 1 : 0);
-  // Asked for on every claim in the tail: boxes of usual size need no heap.
+  // This runs for every claim in the tail, so boxes of usual size need no heap.
   std::array<GrainRange, 16> near_ranges;
   std::array<std::int64_t, 16> near_parts{};
   std::vector<GrainRange> far_ranges;
@@ -91,8 +92,7 @@ std::int64_t next_correction(std::int64_t remaining, std::span<const TailDevice>
   fill_greedily(ranges, grains, parts);
   const std::int64_t part = std::min(parts[static_cast<std::size_t>(claimer)] * granularity, remaining);
   const std::int64_t unit = unit_of(floor, granularity);
-  // One floor serves a whole box; a device whose fixed cost is higher would lose more to smaller pieces than they can
-  // win back.
+  // One floor serves the whole box. A device with a higher fixed cost would lose more by smaller pieces than it gains.
   const std::int64_t own_unit = std::max(unit, correction_floor(asking.model, kCorrectionOverhead, granularity));
   const std::int64_t half = part / 2;
   return half / 2 >= own_unit ? doubled_unit(half, unit) : part;

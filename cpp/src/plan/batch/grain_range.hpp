@@ -9,10 +9,10 @@
 
 namespace paceline::plan {
 
-/// A device's cost as a function of grains: `offset + grains * grain` items, and what it pays once to take part.
+/// A device's cost for `grains` grains, which are `offset + grains * grain` items, with the start-up that it pays once.
 ///
-/// The doubles are exactly `model.seconds(items) + startup_seconds`; everything that decides compares these, so that a
-/// brute-force search over the models agrees to the last bit.
+/// The values are exactly `model.seconds(items) + startup_seconds`. All decisions compare these, so that a brute-force
+/// search over the models agrees to the last bit.
 class GrainCost {
  public:
   GrainCost() = default;

@@ -43,7 +43,7 @@ Level level_at(std::span<const GrainRange> ranges, double seconds) {
   return level;
 }
 
-// Where the real-valued relaxation puts the level. Only an estimate: the repair below is exact from anywhere.
+// The level of the real-valued relaxation. It is only an estimate; the repair below is exact from any level.
 double affine_level(std::span<const GrainRange> ranges, std::int64_t count) {
   double rates = 0.0;
   double offsets = 0.0;
@@ -59,7 +59,7 @@ double affine_level(std::span<const GrainRange> ranges, std::int64_t count) {
   double above = kInfinity;
   for (int i = 0; i < 40; ++i) {
     const Level level = level_at(ranges, seconds);
-    // Rounding down will cost each moving range half a grain on average: aim that much higher, and little is left to
+    // Rounding down takes half a grain from each moving range on average. Aiming higher by that leaves little to
     // repair.
     const double missing = wanted + 0.5 * level.free - level.grains;
     if (std::abs(missing) <= 0.25) break;
@@ -81,8 +81,9 @@ std::int64_t fill_up_to(std::span<const GrainRange> ranges, double seconds, std:
   return sum;
 }
 
-// Narrows the level until few grains are left to repair, by exact counts: interpolation while it helps, else bisection,
-// to adjacent doubles if need be (a flat line holds many grains of one finish time; the repair moves them as one).
+// Narrows the level by exact counts until few grains are left to repair. It interpolates while that helps, then
+// bisects, down to adjacent doubles if needed: a flat line has many grains with one finish time, which the repair moves
+// together.
 std::int64_t search_level(std::span<const GrainRange> ranges, std::int64_t count, std::span<std::int64_t> grains) {
   const std::int64_t tolerance = 2 * static_cast<std::int64_t>(ranges.size());
   double below = 0.0;
@@ -141,7 +142,7 @@ void take(std::span<const GrainRange> ranges, std::int64_t surplus, std::span<st
         latest = finish;
       }
     }
-    // Not below low: the search starts there, and low - 1 says that all above low finish at the latest time.
+    // The search starts at low. low - 1 means that all grains above low finish at the latest time.
     const double before = std::nextafter(latest, -kInfinity);
     const std::int64_t kept =
         std::max(ranges[last].low, ranges[last].cost.within(before, ranges[last].low, grains[last]));
@@ -156,7 +157,7 @@ void take(std::span<const GrainRange> ranges, std::int64_t surplus, std::span<st
 void fill_greedily(std::span<const GrainRange> ranges, std::int64_t count, std::span<std::int64_t> grains) {
   const std::int64_t tolerance = 2 * static_cast<std::int64_t>(ranges.size());
   std::int64_t sum = fill_up_to(ranges, affine_level(ranges, count), grains);
-  // Lines that the estimate could not handle: flat ones, or slopes lost in rounding.
+  // The estimate cannot handle flat lines, nor slopes that are lost in rounding.
   if (std::abs(sum - count) > tolerance) sum = search_level(ranges, count, grains);
   if (sum < count) give(ranges, count - sum, grains);
   if (sum > count) take(ranges, sum - count, grains);

@@ -13,7 +13,7 @@
 namespace paceline::plan {
 namespace {
 
-// More than half of a share held back would be self-scheduling, not a plan with corrections.
+// With more than half of a share held back it would be self-scheduling and no longer a plan.
 constexpr double kMostHeldBack = 0.5;
 
 std::int64_t round_up(double items, std::int64_t granularity) {
@@ -55,13 +55,13 @@ HoldBackPlan plan_hold_back(std::span<const std::int64_t> shares, std::span<cons
   for (std::size_t d = 0; d < shares.size(); ++d) {
     if (shares[d] == 0) continue;
     const double part = std::min(kMostHeldBack, margin * noise[d]);
-    // Held back in whole grains; a remainder that is no multiple stays in the chunk.
+    // Only whole grains are held back. A remainder that is no multiple stays in the chunk.
     const std::int64_t held = std::min(round_up(part * static_cast<double>(shares[d]), granularity),
                                        shares[d] / 2 / granularity * granularity);
     plan.first_chunks[d] = shares[d] - held;
     plan.pool += held;
   }
-  if (plan.pool < plan.floor) {  // not even one correction: the chunks are the shares
+  if (plan.pool < plan.floor) {  // too little for one correction, so the chunks are the shares
     plan.first_chunks.assign(shares.begin(), shares.end());
     plan.pool = 0;
   }

@@ -6,10 +6,11 @@
 
 namespace paceline::plan {
 
-/// The last n in [low, high) for which `fits(n)` holds, where it holds at `low`, not at `high`, and changes once.
+/// The last n in [low, high) for which `fits(n)` holds. Requires that it holds at `low`, not at `high`, and changes
+/// once.
 ///
-/// `guess` is where a formula in floating point puts the answer: exact or one off nearly always, so the neighbours are
-/// looked at first; where rounding makes long runs of equal values the search widens by doubling and stays O(log).
+/// `guess` comes from a formula in floating point. It is nearly always exact or one off, so its neighbours are looked
+/// at first. If rounding makes long runs of equal values, the search widens by doubling and stays O(log).
 template <class Fits>
 std::int64_t last_that_fits(std::int64_t low, std::int64_t high, std::int64_t guess, const Fits& fits) {
   guess = std::clamp(guess, low, high - 1);

@@ -29,7 +29,7 @@ struct Sums {
   std::int64_t high = -1;
 };
 
-// The range cut at the budget; false if nothing is left of it.
+// Cuts the range at the budget. Returns false if nothing is left of it.
 bool cut(const GrainRange& bounded, double budget, GrainRange& result) {
   if (bounded.low > bounded.high) return false;
   result = bounded;
@@ -104,7 +104,7 @@ class Search {
            static_cast<std::size_t>(carriers);
   }
 
-  // What is left of the allowances after the option; false when it asks for more than there is.
+  // Takes what the option needs from the allowances. Returns false if it needs more than there is.
   bool spend(const Option& option, std::int64_t& changes, std::int64_t& workers, std::int64_t& carriers) const {
     changes -= option.changes ? 1 : 0;
     carriers -= option.carries ? 1 : 0;
@@ -112,8 +112,8 @@ class Search {
     return changes >= 0 && workers >= 0 && carriers >= 0;
   }
 
-  // sums_[device, c, w, r]: least and most grains of the devices from `device` on with at most c changes, exactly w of
-  // them working and r carrying the remainder.
+  // sums_[device, c, w, r]: the least and the most grains that the devices from `device` on can take, with at most c
+  // changes, if exactly w of them work and r carry the remainder.
   void tabulate() {
     sums_.resize(index(size_, change_limit_, worker_limit_, 1) + 1);
     for (std::int64_t c = 0; c <= change_limit_; ++c) sums_[index(size_, c, 0, 0)] = {0, 0};

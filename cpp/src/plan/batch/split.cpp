@@ -13,7 +13,7 @@
 namespace paceline::plan {
 namespace {
 
-// Sums over thousands of devices stay far from overflow and every count is exact as a double.
+// With this limit sums over thousands of devices do not overflow, and every count is exact as a double.
 constexpr std::int64_t kLargestBatch = std::int64_t{1} << 50;
 
 void require_size(std::size_t size, std::size_t wanted, const char* what, const char* unit) {
@@ -99,8 +99,8 @@ std::int64_t saturating_add(std::int64_t a, std::int64_t b) {
   return a > ShareLimits::kUnlimited - b ? ShareLimits::kUnlimited : a + b;
 }
 
-// Which constraint stands in the way: the limits alone, those with the granularity, or the gaps between zero and the
-// minimums.
+// Says which constraint makes the split impossible: the limits alone, the limits with the granularity, or the gaps
+// between zero and the minimums.
 [[noreturn]] void throw_infeasible(std::int64_t batch_size, std::size_t device_count, const SplitOptions& options) {
   std::int64_t most = 0;
   std::int64_t least = 0;

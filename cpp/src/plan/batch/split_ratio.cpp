@@ -12,7 +12,7 @@ namespace paceline::plan {
 namespace {
 
 void require_batch(std::int64_t batch_size) {
-  // A product with a weight must be exact enough to say what the whole part is.
+  // The product with a weight must be exact enough for its whole part to be right.
   constexpr std::int64_t largest = std::int64_t{1} << 50;
   if (batch_size >= 0 && batch_size <= largest) return;
   throw InvalidArgument(fmt::format("batch_size is {}; it must be from 0 to {}", batch_size, largest));
@@ -33,11 +33,11 @@ std::vector<std::int64_t> split_weighted(std::int64_t batch_size, std::span<cons
     throw InvalidArgument(
         fmt::format("{} weights and none above zero; at least one device needs a weight above zero", weights.size()));
   }
-  // Scaled by the largest, so that no sum of weights overflows and small ones keep their ratio.
+  // Weights are scaled by the largest one. So no sum overflows, and small ones keep their ratio.
   double sum = 0.0;
   for (const double weight : weights) sum += weight / largest;
   std::vector<std::int64_t> shares(weights.size(), 0);
-  std::vector<double> remainders(weights.size(), -1.0);  // of a zero weight: never next in line
+  std::vector<double> remainders(weights.size(), -1.0);  // -1: a zero weight, which never gets an item
   std::int64_t left = batch_size;
   for (std::size_t i = 0; i < weights.size(); ++i) {
     if (weights[i] <= 0.0) continue;

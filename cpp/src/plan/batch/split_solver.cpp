@@ -13,8 +13,8 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// The largest double t >= 0 with t + reduction <= total in floating point; negative if there is none. By bisection on
-// the bits: doubles that are not negative are ordered as their representations are.
+// The largest double t >= 0 with t + reduction <= total in floating point, or a negative number if there is none. It
+// bisects the bits, because doubles that are not negative are ordered like their representations.
 double budget_before_reduction(double total, double reduction) {
   if (reduction == 0.0) return total;
   if (!(reduction <= total)) return -1.0;
@@ -55,8 +55,8 @@ class Solver {
   }
 
  private:
-  // Every device can take any number of grains between two bounds, and nothing else counts: one filling is the answer.
-  // Start-up and fixed costs do not matter here: a cost that is 0 for no work and jumps for the first grain is
+  // If every device can take any number of grains between two bounds, and nothing else counts, one filling is the
+  // answer. Start-up and fixed costs are no obstacle: a cost that is 0 without work and jumps at the first grain is
   // nondecreasing.
   [[nodiscard]] bool is_plain() const {
     return problem_.remainder == 0 && problem_.reduction_seconds.empty() &&
@@ -98,7 +98,7 @@ class Solver {
     return finish;
   }
 
-  // A device left idle that could have started on a tie: the order of preference wants it to work.
+  // Whether a device is idle that could work at the same makespan. The order of preference wants it to work.
   [[nodiscard]] bool has_tied_idle(double makespan) const {
     for (std::size_t i = 0; i < grains_.size(); ++i) {
       if (grains_[i] == 0 && ranges_[i].high > 0 && ranges_[i].cost.seconds(1) <= makespan) return true;
@@ -106,7 +106,7 @@ class Solver {
     return false;
   }
 
-  // Fills the devices of a plan of roles and returns when the last one finishes.
+  // Fills the devices of a plan of roles. Returns when the last one finishes.
   double fill_plan() {
     ranges_ = plan_.ranges;
     fill_greedily(ranges_, problem_.grains, grains_);
@@ -120,7 +120,7 @@ class Solver {
     return true;
   }
 
-  // A bound from below that gaps, the remainder and reductions cannot beat: the whole grains alone, spread freely.
+  // A lower bound: the whole grains alone, spread freely. Gaps, the remainder and reductions only add to it.
   double relaxed_makespan() {
     ranges_.clear();
     std::int64_t high = 0;
@@ -128,15 +128,14 @@ class Solver {
       ranges_.push_back({candidate.work.cost, 0, std::max<std::int64_t>(candidate.work.high, 0)});
       high += ranges_.back().high;
     }
-    if (high < problem_.grains) return 0.0;  // the carrier's last grain is needed as well
+    if (high < problem_.grains) return 0.0;  // the carrier's last grain is needed, too
     plan_.roles.clear();
     fill_greedily(ranges_, problem_.grains, grains_);
     return finish_seconds();
   }
 
-  // The least finish for one number of workers that is within `budget`, exact to the last bit: each success lowers the
-  // upper end to a finish that a split really has, and the search ends when the next double below it is refused.
-  // `guess` is tried first.
+  // The least finish within `budget` for one number of workers, exact to the last bit. Each success lowers the upper
+  // end to a finish that a split has. The search ends when the next double below it is refused. `guess` is tried first.
   bool find_finish(double budget, std::int64_t workers, double bound, double guess, double& finish) {
     if (!(guess < budget && fits(guess, workers, finish)) && !fits(budget, workers, finish)) return false;
     double below = bound;
@@ -155,8 +154,8 @@ class Solver {
     return true;
   }
 
-  // When `workers` devices would finish if nothing but their maximums counted, for a good choice of them: a first
-  // guess, and a hint which numbers of workers to look at first.
+  // When a good choice of `workers` devices would finish if only their maximums counted. It is a first guess, and it
+  // tells which numbers of workers to look at first.
   double guess_finish(std::int64_t workers) {
     double finish = kInfinity;
     std::vector<GrainRange> all;
@@ -165,7 +164,7 @@ class Solver {
     }
     const auto count = static_cast<std::size_t>(workers);
     if (all.size() < count) return finish;
-    double level = 0.0;  // judged first by an even share, then by what each could finish by the level found
+    double level = 0.0;  // devices are chosen by an even share first, then by what each can finish by this level
     for (int round = 0; round < 2; ++round) {
       const auto rank = [&](const GrainRange& bounded) {
         if (round == 0) return -bounded.cost.seconds(std::min(bounded.high, problem_.grains / workers + 1));
@@ -245,7 +244,7 @@ class Solver {
     return finish <= makespan;
   }
 
-  // Among all splits that reach the makespan, the one that the order of preference names.
+  // Of all splits with this makespan, the first in the order of preference.
   void settle(double makespan) {
     const bool counts = !problem_.reduction_seconds.empty();
     const bool prefer = problem_.has_previous && (!counts || grains_.size() <= kChangeTableDevices);
@@ -261,7 +260,7 @@ class Solver {
       if (!found || plan_.better_than(best)) best = plan_;
       found = true;
     }
-    if (!found) return;  // more than kExactDevices devices and out of steps: the split that gave the makespan stands
+    if (!found) return;  // out of steps, with more than kExactDevices devices: the split that gave the makespan stays
     plan_ = std::move(best);
     fill_plan();
   }

@@ -16,10 +16,10 @@ namespace paceline::plan {
 namespace {
 
 constexpr int kRounds = 2;
-// What packing changes afterwards is more than what the last ten-thousandth of the split brings.
+// Packing changes more afterwards than a finer split would gain.
 constexpr double kSplitTolerance = 1e-3;
 constexpr double kEvenEnough = 0.002;  // steps of real devices vary by 0.5 % and more
-// Of the mean cost: items without cost still are items, and shall not all come to lie on one device.
+// Of the mean cost. Items without cost get it, so that they do not all go to one device.
 constexpr double kLeastCost = 1e-6;
 
 using Items = std::vector<std::int64_t>;
@@ -93,9 +93,9 @@ class Arranger {
   }
 
  private:
-  /// What each item adds when the whole batch is packed, as if each device had some of every micro-batch.
+  /// What each item adds to the time if the whole batch is packed and each device has a part of every micro-batch.
   [[nodiscard]] std::vector<double> padded_costs() const {
-    // The shape of the device that does most: the others' differ by the class, which the rounds correct.
+    // It uses the shape of the device with most work. Other classes differ, and the rounds correct that.
     ItemShape shape = shapes_[*std::max_element(
         working_.begin(), working_.end(), [&](std::size_t a, std::size_t b) { return targets_[a] < targets_[b]; })];
     shape.cost.fixed_seconds *= static_cast<double>(working_.size());
@@ -139,15 +139,15 @@ class Arranger {
     }
     std::vector<Items> items(working_.size());
     for (const std::int64_t item : order_) items[owner[static_cast<std::size_t>(item)]].push_back(item);
-    // One that gets nothing is not measured, and nobody would learn that it has become fast. One that cannot get enough
-    // for a micro-batch has none.
+    // A device without items is not measured, and nobody would notice that it has become fast. A device that cannot get
+    // enough items for a micro-batch gets none.
     const auto least = static_cast<std::size_t>(pack_.min_items);
     for (Items& mine : items) {
       if (mine.size() >= least) continue;
       const std::size_t lacking = least - mine.size();
       Items& most = *std::max_element(items.begin(), items.end(),
                                       [](const Items& a, const Items& b) { return a.size() < b.size(); });
-      if (&most == &mine) continue;  // there are no more in all
+      if (&most == &mine) continue;  // no device has more
       if (most.size() >= least + lacking) {
         give(most, mine, lacking);
       } else {
@@ -157,7 +157,7 @@ class Arranger {
     return items;
   }
 
-  /// The last `count` of `from`, to where they belong by cost.
+  /// Moves the last `count` items of `from` to their places by cost.
   void give(Items& from, Items& to, std::size_t count) const {
     const auto had = static_cast<std::ptrdiff_t>(to.size());
     to.insert(to.end(), from.end() - static_cast<std::ptrdiff_t>(count), from.end());
@@ -167,7 +167,7 @@ class Arranger {
     });
   }
 
-  /// Each working device's items, packed. Levelled where padding has made the split uneven.
+  /// Each working device's items, packed. If padding has made the split uneven, it is levelled.
   [[nodiscard]] Packed packed(const std::vector<Items>& items) const {
     Packed devices(working_.size());
     for (std::size_t w = 0; w < working_.size(); ++w) {
@@ -212,7 +212,7 @@ class Arranger {
     return latest;
   }
 
-  /// Changes the rates by how far off the work is; false where nothing is to be gained.
+  /// Changes the rates by how far off the work is. Returns false if nothing is left to gain.
   [[nodiscard]] bool correct(std::vector<double>& rates, const Packed& packed, double latest) const {
     double work = 0.0;
     double targets = 0.0;

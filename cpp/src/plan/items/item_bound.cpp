@@ -10,10 +10,10 @@
 namespace paceline::plan {
 namespace {
 
-// The bound may be too low by so much, never too high: sums are rounded, and a count must not fall by one for it.
+// The bound may be too low by this part, never too high. Sums are rounded, and that must not lower a count by one.
 constexpr double kRounding = 1.0 + 1e-12;
 
-/// What devices can do by some time, beside what there is to do.
+/// Compares what devices can do by some time with what there is to do.
 class Capacity {
  public:
   explicit Capacity(const ItemProblem& problem) : problem_(problem), capacity_(problem.devices()) {
@@ -21,7 +21,7 @@ class Capacity {
     for (const double cost : problem.cost) sums_.push_back(sums_.back() + cost);
   }
 
-  /// False: no split is done by then.
+  /// If false, no split is done by then.
   bool suffices(double time) {
     for (std::size_t device = 0; device < capacity_.size(); ++device) {
       const LoadModel& model = problem_.models[device];
@@ -32,15 +32,15 @@ class Capacity {
       capacity_[device] = std::min(done, sums_.back());
     }
     std::sort(capacity_.begin(), capacity_.end(), std::greater<>());
-    // The j costliest items lie on at most j devices; all items on all devices.
+    // The j costliest items lie on at most j devices, and all items on all devices.
     const std::size_t items = problem_.items();
     double sum = 0.0;
     for (std::size_t j = 1; j <= capacity_.size(); ++j) {
       sum += capacity_[j - 1];
       if (sum * kRounding < sums_[j == capacity_.size() ? items : std::min(j, items)]) return false;
     }
-    // On a device lie no more items of at least some cost than fit: of one more than there are devices two lie on one,
-    // of one more than twice as many three.
+    // The j costliest items cost at least `least` each, so the devices must have room for j items of this cost. With j
+    // one more than the devices, two items share a device; with j one more than twice as many, three do.
     for (std::size_t j = capacity_.size() + 1; j <= std::min(items, 2 * capacity_.size() + 1); j += capacity_.size()) {
       const double least = problem_.cost[j - 1];
       if (!(least > 0.0)) break;

@@ -15,11 +15,11 @@ namespace {
 constexpr std::size_t kColumns = 3;
 using Row = std::array<double, kColumns>;
 
-// In order of preference where two fit alike: few columns, the constant before the tokens before the squares.
+// In the order of preference if two fit equally well: few columns first, then the constant, the tokens, the squares.
 constexpr std::array<unsigned, 7> kColumnSets = {0b001, 0b010, 0b100, 0b011, 0b101, 0b110, 0b111};
-// Fewer columns win unless more lower the mean squared relative error by more than rounding.
+// Fewer columns win, unless more of them lower the mean squared relative error by more than rounding.
 constexpr double kRounding = 1e-20;
-// What is left of a column beside the ones before it, below which it says nothing new.
+// The part of a column that is independent of those before it. Below this it says nothing new.
 constexpr double kDependent = 1e-7;
 constexpr int kRounds = 200;
 constexpr double kStandsStill = 1e-13;
@@ -64,7 +64,7 @@ class Fit {
     scales_.assign(static_cast<std::size_t>(devices), 0.0);
     for (const ItemSample& sample : samples) scales_[index(sample)] = 1.0;
     std::fill(unit_.begin(), unit_.end(), 1.0);
-    // Columns of about one: tokens squared are millions beside the constant.
+    // Columns are scaled to about one, since squared tokens are millions of times the constant.
     for (std::size_t column = 0; column < kColumns; ++column) {
       double largest = 0.0;
       for (const ItemSample& sample : samples) largest = std::max(largest, row_of(sample)[column]);
@@ -118,8 +118,8 @@ class Fit {
     }
   }
 
-  // Least squares of sum weights * column = 1 over the set's columns; false if they are dependent or a weight comes out
-  // negative: then a smaller set is as good.
+  // Least squares of sum weights * column = 1 over the set's columns. Returns false if the columns are dependent or a
+  // weight is negative. A smaller set is then as good.
   bool solve(const std::array<std::vector<double>, kColumns>& columns, unsigned set, Row& weights,
              double& error) const {
     std::array<std::vector<double>, kColumns> basis;  // orthonormal, by modified Gram-Schmidt

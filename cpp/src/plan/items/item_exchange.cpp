@@ -16,9 +16,9 @@ struct Exchange {
   double latest = 0.0;
 };
 
-// The best exchange of the latest device with another: of all moves, and of the swaps whose difference in cost is
-// nearest to what would let the two finish together. Both lists are in descending cost, so one pass over the two finds
-// the nearest partner of every item.
+// The best exchange of the latest device with another one. Candidates are all moves, and for each item the swap whose
+// difference in cost is nearest to what lets the two devices finish together. Both lists descend in cost, so one pass
+// finds the nearest partner of every item.
 class Exchanges {
  public:
   Exchanges(const ItemProblem& problem, const Holdings& holdings, std::size_t from)
@@ -30,8 +30,7 @@ class Exchanges {
     const auto [earliest, next_latest] = others();
     if (earliest == from_) return best_;  // the only device
     look_at(earliest);
-    // Whatever else the latest device does, the next to it keeps the makespan there: with many items a device one
-    // partner is enough.
+    // The makespan cannot fall below the finish of the next device. With many items per device one partner is enough.
     if (best_.latest <= next_latest) return best_;
     for (std::size_t to = 0; to < problem_.devices(); ++to) {
       if (to != from_ && to != earliest) look_at(to);
@@ -40,7 +39,7 @@ class Exchanges {
   }
 
  private:
-  // The device that would be free first, and the finish of the last one but `from`.
+  // The device that is free first, and the latest finish of all devices but `from`.
   [[nodiscard]] std::pair<std::size_t, double> others() const {
     std::size_t earliest = from_;
     double first = 0.0;
@@ -105,8 +104,8 @@ void give(const ItemProblem& problem, Rank rank, Holding& from, Holding& to) {
 }  // namespace
 
 void exchange_items(const ItemProblem& problem, double target, Holdings& holdings) {
-  // Each round lowers the makespan or the number of devices that have it, so it ends; the limit is against endless
-  // gains of one rounding.
+  // Each round lowers the makespan or the number of devices that have it, so the loop ends. The limit is for endless
+  // gains of one rounding error.
   const std::size_t rounds = 64 + 8 * problem.devices() + problem.items();
   for (std::size_t round = 0; round < rounds; ++round) {
     const std::size_t from = latest_of(problem, holdings);

@@ -8,7 +8,7 @@
 namespace paceline::plan {
 namespace {
 
-constexpr int kMostMoves = 256;          // each some microseconds; what is left after them is below what can be seen
+constexpr int kMostMoves = 256;          // of some microseconds each; more would gain nothing that can be measured
 constexpr double kWorthIt = 1.0 - 1e-4;  // of the later of the two
 
 struct Move {
@@ -42,7 +42,7 @@ class Levelling {
   [[nodiscard]] double time(std::size_t device, double work) const { return work / speeds_[device]; }
   [[nodiscard]] double cost(std::int64_t item) const { return costs_[static_cast<std::size_t>(item)]; }
 
-  /// Of each micro-batch its shortest item is a candidate: the others weigh the same.
+  /// The shortest item of each micro-batch is a candidate. Moving another one would change the time equally.
   [[nodiscard]] std::optional<Move> best(std::size_t giver, std::size_t taker) const {
     double least = kWorthIt * time(giver, devices_[giver].work);
     std::optional<Move> found;
@@ -63,7 +63,7 @@ class Levelling {
     return found;
   }
 
-  /// The last micro-batch whose longest item is at least as long, if it has room.
+  /// The last micro-batch whose longest item is at least as long as the item, if it has room.
   [[nodiscard]] std::optional<std::size_t> place(std::size_t device, double length) const {
     const auto& micro_batches = devices_[device].micro_batches;
     for (std::size_t h = micro_batches.size(); h-- > 0;) {

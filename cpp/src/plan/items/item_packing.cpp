@@ -34,7 +34,7 @@ void check(std::span<const double> lengths, const PackOptions& options) {
   }
 }
 
-/// The least total over the first j items, by the cut before the last micro-batch.
+/// The least total time of the first j items, and the cut before the last micro-batch that gives it.
 class PaddedCuts {
  public:
   PaddedCuts(std::vector<double> item_seconds, double fixed, std::int64_t min_items, std::int64_t max_items)
@@ -49,7 +49,7 @@ class PaddedCuts {
 
   std::vector<std::int64_t> solve() {
     const auto n = static_cast<std::int64_t>(item_.size());
-    // Of each candidate for the last cut, from which end on it is the best of those known.
+    // For each candidate for the last cut, the end from which on it is the best known one.
     std::deque<Candidate> candidates;
     for (std::int64_t end = min_items_; end <= n; ++end) {
       const std::int64_t latest = end - min_items_;
@@ -77,7 +77,7 @@ class PaddedCuts {
     return best_[index(cut)] + fixed_ + static_cast<double>(end - cut) * item_[index(cut)];
   }
 
-  // A later cut that is better for one end is better for all further ones, also where both leave too many items.
+  // A later cut that is better for one end is better for all further ends, even if both leave too many items.
   void add(std::deque<Candidate>& candidates, std::int64_t cut, std::int64_t n) const {
     const auto better = [&](std::int64_t other, std::int64_t end) {
       return end - other > max_items_ || total(cut, end) < total(other, end);

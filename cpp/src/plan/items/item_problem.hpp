@@ -10,7 +10,7 @@
 
 namespace paceline::plan {
 
-/// An item's place in descending order of cost, on a tie the lower index first.
+/// An item's place in descending order of cost. Equal items are in the order of their indices.
 using Rank = std::uint32_t;
 
 struct ItemProblem {
@@ -38,14 +38,14 @@ struct Holding {
 
 using Holdings = std::vector<Holding>;
 
-/// With the items it holds; 0 without.
+/// When a device finishes the items that it holds; 0 if it holds none.
 [[nodiscard]] inline double finish_of(const ItemProblem& problem, const Holdings& holdings, std::size_t device) {
   const LoadModel& model = problem.models[device];
   const Holding& holding = holdings[device];
   return holding.ranks.empty() ? 0.0 : model.fixed_seconds + model.seconds_per_cost * holding.cost;
 }
 
-/// The device that finishes last, on a tie the lowest index.
+/// The device that finishes last. Among equals the one with the lowest index.
 [[nodiscard]] inline std::size_t latest_of(const ItemProblem& problem, const Holdings& holdings) {
   std::size_t latest = 0;
   for (std::size_t device = 1; device < problem.devices(); ++device) {
@@ -58,14 +58,15 @@ using Holdings = std::vector<Holding>;
   return finish_of(problem, holdings, latest_of(problem, holdings));
 }
 
-/// No makespan is below it.
+/// A lower bound of the makespan.
 [[nodiscard]] double lower_bound_of(const ItemProblem& problem);
 
 /// Moves and swaps until the makespan is at most `target` or neither helps.
 void exchange_items(const ItemProblem& problem, double target, Holdings& holdings);
 
-/// Depth first over all placements: the costliest item first, each tried on the device that would finish it first.
-/// Ends at `target`. Puts the best placement into `holdings` where that is better. True if no better one is there.
+/// Searches all placements depth first. It places the costliest item first, and tries the device first that would
+/// finish it first. The search ends at `target`. A better placement replaces `holdings`. Returns true if it is proven
+/// that no better one exists.
 bool search_items(const ItemProblem& problem, double target, Holdings& holdings);
 
 }  // namespace paceline::plan

@@ -10,7 +10,8 @@ namespace paceline::plan {
 namespace {
 
 constexpr double kRounding = 1.0 + 1e-12;
-// Half a millisecond. Enough to prove the best split of 12 items, but for nearly equal ones on many unequal devices.
+// Half a millisecond. It is enough to prove the best split of 12 items, unless they are nearly equal and the devices
+// many and unequal.
 constexpr int kMostSteps = 1 << 14;
 
 class Search {
@@ -27,7 +28,7 @@ class Search {
   }
 
  private:
-  // The most that each device may hold and still finish before what was found.
+  // The most that each device may hold to finish before the best makespan so far.
   void set_limits() {
     below_ = makespan_of(problem_, best_);
     limits_.clear();
@@ -45,7 +46,7 @@ class Search {
     return room * kRounding >= rest_[rank];
   }
 
-  // One of several devices that are alike is enough.
+  // Of several equal devices one is tried.
   [[nodiscard]] bool has_twin_before(std::size_t device) const {
     for (std::size_t d = 0; d < device; ++d) {
       if (now_[d].cost == now_[device].cost && now_[d].ranks.empty() == now_[device].ranks.empty() &&
@@ -80,7 +81,7 @@ class Search {
       now_[device].append(problem_, rank);
       const bool over = descend(rank + 1);
       now_[device].ranks.pop_back();
-      now_[device].cost = before;  // put back, not subtracted: rounding would add up
+      now_[device].cost = before;  // subtracting would add up rounding errors
       if (over) return true;
     }
     return false;

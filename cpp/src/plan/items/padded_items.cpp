@@ -19,11 +19,12 @@
 namespace paceline::plan {
 namespace {
 
-// What 12 devices have, no two alike: a plan then takes some ten milliseconds, which a loader hides behind a step.
+// The number of states of 12 different devices. A plan then takes some ten milliseconds, which a loader hides behind a
+// step.
 constexpr std::size_t kMostStates = 4096;
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-/// Devices with the same model that have no group yet, the last one next.
+/// The devices with the same model that have no group yet. The last one is next.
 struct Kind {
   LoadModel model;
   std::vector<std::size_t> devices;
@@ -34,14 +35,14 @@ struct Group {
   std::size_t items = 0;
 };
 
-/// Seconds of a device whose items are padded to the longest; 0 without items. Non-decreasing in items and longest,
-/// also after rounding.
+/// The seconds of a device whose items are padded to the longest; 0 without items. They never fall with more or longer
+/// items, not even by rounding.
 double padded_seconds(const LoadModel& model, std::size_t items, double longest) {
   if (items == 0) return 0.0;
   return model.fixed_seconds + model.seconds_per_cost * (static_cast<double>(items) * longest);
 }
 
-/// The most of `left` items, all padded to the first, that the device does within these seconds.
+/// How many of `left` items, all padded to the first, the device can do within these seconds.
 std::size_t most_items(const LoadModel& model, double longest, double seconds, std::size_t left) {
   const auto fits = [&](std::int64_t items) {
     return padded_seconds(model, static_cast<std::size_t>(items), longest) <= seconds;
@@ -52,8 +53,9 @@ std::size_t most_items(const LoadModel& model, double longest, double seconds, s
   return static_cast<std::size_t>(last_that_fits(0, all, to_count(guess, all), fits));
 }
 
-/// All orders of the devices at once. A state is how many of each kind have their group. Of the orders that lead to it
-/// the one that has taken most items counts: whoever comes next begins at a shorter item.
+/// Searches all orders of the devices at once. A state is how many devices of each kind have their group. Of the orders
+/// that lead to a state, the one that has taken most items counts, because the next device then begins at a shorter
+/// item.
 class Orders {
  public:
   Orders(std::span<const double> cost, const std::vector<Kind>& kinds, bool everyone)
@@ -70,8 +72,8 @@ class Orders {
 
   /// Groups of all items, the costliest first, with the least makespan.
   std::vector<Group> least(double& makespan) {
-    double low = kNever;  // no device does less than the longest item
-    double high = 0.0;    // whatever the order, every device takes what is left to it
+    double low = kNever;  // the fastest device with the longest item alone
+    double high = 0.0;    // in any order every device takes what is left for it
     for (const Kind& kind : kinds_) {
       if (kind.devices.empty()) continue;
       low = std::min(low, padded_seconds(kind.model, 1, cost_.front()));
@@ -90,7 +92,7 @@ class Orders {
   }
 
  private:
-  // Bits of doubles that are not negative are ordered as the doubles are: at most 64 halvings whatever the numbers.
+  // The bits of doubles that are not negative are ordered like the doubles, so there are at most 64 halvings.
   static double between(double low, double high) {
     const auto from = std::bit_cast<std::uint64_t>(low + 0.0);  // + 0.0: no negative zero
     return std::bit_cast<double>(from + (std::bit_cast<std::uint64_t>(high) - from) / 2);
@@ -146,7 +148,7 @@ class Orders {
 
   std::span<const double> cost_;  // descending
   const std::vector<Kind>& kinds_;
-  bool everyone_;  // no device goes without items, of which there are enough
+  bool everyone_;  // every device gets items; there are enough
   std::size_t devices_ = 0;
   std::vector<std::size_t> stride_;  // per kind, what one more of it adds to the state
   std::vector<std::int64_t> taken_;  // per state
@@ -154,7 +156,7 @@ class Orders {
   double next_ = kNever;
 };
 
-/// Fastest first. True if no two that differ had to count as alike.
+/// Sorts the kinds, the fastest first. Returns true if no two different kinds had to count as one.
 bool kinds_of(const ItemProblem& problem, std::vector<Kind>& kinds) {
   std::vector<std::size_t> devices(problem.devices());
   std::iota(devices.begin(), devices.end(), std::size_t{0});
@@ -162,7 +164,7 @@ bool kinds_of(const ItemProblem& problem, std::vector<Kind>& kinds) {
     const LoadModel& model = problem.models[device];
     return std::pair{model.seconds_per_cost, model.fixed_seconds};
   };
-  // Groups go to the back: equal devices descending.
+  // Groups are taken from the back, so equal devices are in descending order.
   std::sort(devices.begin(), devices.end(),
             [&](auto a, auto b) { return pace(a) != pace(b) ? pace(a) < pace(b) : a > b; });
   for (const std::size_t device : devices) {
@@ -214,7 +216,7 @@ ItemSplit split_padded(std::span<const double> costs, std::span<const LoadModel>
     const std::span<const double> rest = std::span(problem.cost).subspan(dealt);
     double makespan = 0.0;
     const std::vector<Group> groups = Orders(rest, kinds, costs.size() >= models.size()).least(makespan);
-    // What lies behind the last group that is as late as the makespan is split anew.
+    // The items after the last group that is as late as the makespan are split anew.
     std::size_t last = 0;
     for (std::size_t k = 0, begin = 0; k < groups.size(); begin += groups[k++].items) {
       const LoadModel& model = kinds[groups[k].kind].model;
@@ -234,7 +236,7 @@ ItemSplit split_padded(std::span<const double> costs, std::span<const LoadModel>
       dealt += groups[k].items;
     }
   }
-  // Padding only adds to a sum of costs: what bounds those bounds this.
+  // Padding only adds to the sum of costs, so a bound for sums is a bound here, too.
   split.lower_bound_seconds =
       exact ? split.makespan_seconds : std::min(split.makespan_seconds, lower_bound_of(problem));
   return split;
