@@ -107,6 +107,40 @@ INSTANTIATE_TEST_SUITE_P(
                       Box{"PartsOfTwoGpus", 2, {"cuda:0/1", "cuda:1/0", "host:0", "cuda:1/1"}, {0.5, 0.25}}),
     [](const auto& param) { return param.param.name; });
 
+/// body() for items with costs, which do not follow each other.
+double body_by_item(const MicroBatch& mb, Trainer::Replica& replica) {
+  double loss = 0.0;
+  for (const std::int64_t item : mb.items) {
+    MicroBatch one = mb;
+    one.begin = item;
+    one.end = item + 1;
+    loss += body(one, replica);
+  }
+  return loss;
+}
+
+TEST(CudaDataParallel, StepsWithAndWithoutCostsMayBePendingAtOnce) {
+  std::vector<double> costs;
+  for (std::int64_t k = 0; k < kBatch; ++k) costs.push_back(1.0 + static_cast<double>(k % 5));
+  for (const Box& box : {Box{"", 1, {"cuda:0"}}, Box{"", 2, {"cuda:0", "cuda:1", "host:0"}}}) {
+    for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+      boot(seed, box.gpus);
+      Reference reference;
+      Trainer trainer(group_of(box), {.parameter_count = kWidth, .collectives = {.warm_up_bytes = 64}});
+      std::vector<double> expected;
+      std::vector<Objective> objectives;
+      for (int step = 0; step < 6; ++step) {
+        expected.push_back(reference.step());
+        objectives.push_back(step % 2 == 0 ? trainer.step(kBatch, body) : trainer.step(costs, body_by_item));
+        update(trainer);
+      }
+      for (std::size_t k = 0; k < expected.size(); ++k) {
+        ASSERT_NEAR(objectives[k], expected[k], 1e-12 * expected[k]) << "seed " << seed << ", step " << k;
+      }
+    }
+  }
+}
+
 TEST(CudaDataParallel, AddsWhatABodyReturnsToWhatItAddsUpOnTheDevice) {
   for (const Box& box : {Box{"", 1, {"cuda:0"}}, Box{"", 2, {"cuda:0", "cuda:1", "host:0"}}}) {
     boot(1, box.gpus);

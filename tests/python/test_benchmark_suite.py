@@ -39,7 +39,7 @@ def program(folder: Path, name: str, text: str) -> None:
 
 
 def test_every_script_is_a_stage(tmp_path: Path) -> None:
-    scripts = {path.stem for path in PYTHON.glob("*.py")}
+    scripts = {path.stem for path in PYTHON.glob("*.py")} - {"ablation", "ablation_rules"}  # edits sources, for hours
     planned = stages(tmp_path, tmp_path / "picture.svg", quick=True, gpu=True)
     assert {stage.name.split()[0] for stage in planned} == scripts
     assert all(stage.limit > 0 and stage.json_result for stage in planned)

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <atomic>
+#include <barrier>
 #include <chrono>
 #include <memory>
 #include <new>
@@ -270,6 +271,41 @@ TEST(Step, KeepsTheTypeOfAnErrorAndBlamesNoDeviceForTheReduction) {
   expect_type_survives<Unavailable>(Unavailable("not here"));
   expect_type_survives<InvalidArgument>(InvalidArgument("no"));
   expect_type_survives<Error>(std::runtime_error("odd"));
+}
+
+/// Both devices fail, each when the other one is running, too.
+class BothFail final : public StepProgram {
+ public:
+  bool run(const MicroBatch& mb) override {
+    both_.arrive_and_wait();
+    if (mb.device == 0) throw OutOfMemory("full");
+    throw Timeout("late");
+  }
+
+ private:
+  std::barrier<> both_{2};
+};
+
+TEST(Step, OfTwoDevicesThatFailAtOnceNamesOneWithItsOwnError) {
+  DeviceGroup group = host_group(2);
+  for (int repeat = 0; repeat < 50; ++repeat) {
+    Step step(group, std::make_shared<BothFail>(), {.shares = {4, 4}, .stealing = false});
+    step.start();
+    ASSERT_TRUE(step.wait());
+    ASSERT_NE(step.failure(), nullptr);
+    const DeviceId device = step.failure()->micro_batch->device;
+    try {
+      step.rethrow_failure();
+      FAIL();
+    } catch (const OutOfMemory& error) {
+      EXPECT_EQ(device, 0U);
+      EXPECT_EQ(error.device(), "host:0");
+    } catch (const Timeout& error) {
+      EXPECT_EQ(device, 1U);
+      EXPECT_EQ(error.device(), "host:1");
+    }
+    run_step(group, std::make_shared<CountingProgram>(8, 1, false), {.shares = {4, 4}});  // the next step works
+  }
 }
 
 TEST(Step, IsNotCancelledOnceTheReductionHasBegun) {
