@@ -1,6 +1,6 @@
 """What each rule of the balancer is worth: turn one off at a time and run the simulations again.
 
-    python ablation.py --markdown results.md        all rules, in a quarter of an hour on two cores
+    python ablation.py --markdown results.md        all rules, in half an hour on two cores
     python ablation.py --only newsvendor,probes     the rules whose names contain one of these
     python ablation.py --real                       on real cores instead; run it alone on the machine, in an hour and a half
 

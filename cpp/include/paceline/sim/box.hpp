@@ -96,7 +96,7 @@ struct BoxOptions {
 struct StepOutcome {
   balance::StepTimings timings;
   double seconds = 0.0;
-  double first_run_seconds = 0.0;  ///< of `seconds`, at most: the longest first run of a size in this step
+  double first_run_seconds = 0.0;  ///< the longest first run of a size in this step; `seconds` contains it
   std::optional<DeviceId> failed_device;
 };
 
