@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Replay and print. Returns the exit status: 0, or 1 if a decision was not reproduced; bad files exit with 2."""
     try:
-        # By the file's own lines, because splitlines() also splits at separators that a device's name may contain.
+        # Not by splitlines(), which also splits at separators that a device's name may contain.
         with args.file.open(encoding="utf-8") as file:
             lines = list(file)
     except (OSError, UnicodeDecodeError) as error:

@@ -30,13 +30,13 @@ class Ledger:
 
     policy: str
     devices: list[str]
-    by_cost: bool  # what batches and shares count is work, not items
+    by_cost: bool  # batches and shares count work instead of items
     decisions: list[Decision] = field(default_factory=list)
     retired: list[str] = field(default_factory=list)  # since the last decision
     restored: list[str] = field(default_factory=list)
 
     def add(self, line: int, entry: dict[str, Any]) -> None:
-        """A line of this balancer. Of a step that was tried again the last try is kept."""
+        """Add a line of this balancer. If a step was tried again, only its last try is kept."""
         match entry:
             case {"plan": plan}:
                 last = self.decisions[-1] if self.decisions else None
@@ -56,7 +56,7 @@ class Ledger:
 
 
 def read(lines: Iterable[str]) -> list[Ledger]:
-    """Take a ledger apart that `paceline.balance.replay` accepts: a `Ledger` for each balancer that wrote it."""
+    """Parse a ledger that `paceline.balance.replay` accepts. Returns one `Ledger` per balancer that wrote it."""
     ledgers: list[Ledger] = []
     for number, text in enumerate(lines, start=1):
         entry = json.loads(text)

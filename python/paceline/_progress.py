@@ -15,7 +15,7 @@ from paceline import InvalidArgument
 
 _T = TypeVar("_T")
 
-# Reading the figures waits for GPUs, so seldom enough to cost nothing, and often enough to look alive.
+# Reading the figures waits for GPUs. This pause is long enough to cost nothing, and short enough to look alive.
 REDRAW_SECONDS = 0.25
 _WINDOW_SECONDS = 2.0  # a redrawn figure is a mean over at least this time, because single steps would flicker
 _MOST_DEVICES_IN_A_LINE = 8
@@ -179,7 +179,7 @@ class _FiguresSince:
 
 
 def _print_line(file: TextIO, figures: Figures) -> None:
-    """Format a line for files, pipes, notebooks, and terminals without rich."""
+    """Print a line, for files, pipes, notebooks, and terminals without rich."""
     cost = "cost " if figures.by_cost else ""
     devices = [f"{entry.name} {cost}{entry.amount:.4g} ({entry.busy:.0%} busy)" for entry in figures.devices]
     if len(devices) > _MOST_DEVICES_IN_A_LINE:
@@ -209,7 +209,7 @@ def _logs_to_a_terminal() -> bool:
 def _is_terminal(stream: Any) -> bool:
     try:
         return bool(stream.isatty())
-    except (AttributeError, ValueError):  # None, another object, or closed: a later write reports it
+    except (AttributeError, ValueError):  # None, another object, or a closed file, which the next write reports
         return False
 
 

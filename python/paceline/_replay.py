@@ -58,7 +58,7 @@ class ReplayResult:
 def replay(ledger: str | os.PathLike[str] | Iterable[str]) -> ReplayResult:
     """Run fresh balancers through the calls of a ledger and compare every plan with the one written.
 
-    A ledger of steps with costs and of steps without has two balancers.
+    A ledger with both steps with costs and steps without comes from two balancers.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ def replay(ledger: str | os.PathLike[str] | Iterable[str]) -> ReplayResult:
         with Path(ledger).open(encoding="utf-8") as lines:
             return replay(lines)
     result = ReplayResult()
-    replays: list[_Replay] = []  # of each balancer that writes this ledger
+    replays: list[_Replay] = []  # one per balancer that wrote this ledger
     for number, line in enumerate(ledger, start=1):
         try:
             entry = _DECODER.decode(line.rstrip("\r\n"))
@@ -217,7 +217,7 @@ _KINDS: dict[type, str] = {
 
 
 def _as(kind: type[_T], value: Any) -> _T:
-    """Return `value` if it has this type. A whole number counts as a float; a boolean counts as no number."""
+    """Return `value` if it has this type. A whole number counts as a float; a boolean does not count as a number."""
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is float and (kind is int or not math.isfinite(value)):
@@ -236,7 +236,7 @@ def _unless_null(kind: type[_T], value: Any) -> _T | None:
 
 
 def _get(entry: Any, name: str) -> Any:
-    """Return the member of an object."""
+    """Return the member of a JSON object. Raises InvalidArgument if there is none."""
     if name not in _as(dict, entry):
         raise InvalidArgument(f'"{name}" is missing')
     return entry[name]

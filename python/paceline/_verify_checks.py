@@ -92,10 +92,9 @@ def _exactness_case(devices: Sequence[Device], network: str, dtype: torch.dtype,
 
 
 def worst_difference(got: Sequence[torch.Tensor | None], wanted: Sequence[torch.Tensor | None]) -> float:
-    """The largest norm of a difference, relative to the tensor's norm or to a thousandth of the norm of all tensors.
+    """The largest norm of a difference, relative to the tensor's norm or to a thousandth of the norm of all tensors, whichever is larger.
 
-    The second bound is for gradients that are zero in exact arithmetic. A gradient on one side only, and a NaN, count as the largest
-    difference.
+    The thousandth is for gradients that are zero in exact arithmetic. A gradient on one side only, and a NaN, count as infinite.
     """
     total = sum(float(tensor.double().norm()) ** 2 for tensor in wanted if tensor is not None) ** 0.5
     worst = 0.0 if total > 0 else float("inf")
@@ -116,9 +115,9 @@ def _reduced(values: torch.Tensor, op: ReduceOp) -> torch.Tensor:
 
 
 def collectives(devices: Sequence[Device], seed: int) -> dict[str, Any]:
-    """Check reductions of small integers, whose sums every type can hold: they must be equal to the bit for any order of additions.
+    """Check reductions of small integers. Every type can hold their sums, so results must be equal to the bit for any order of additions.
 
-    Each runs once as `all_reduce` and once as `reduce_scatter` plus `all_gather`.
+    Each reduction runs once as `all_reduce` and once as `reduce_scatter` plus `all_gather`.
     """
     if len(devices) == 1:
         return {"status": "skipped", "why": "one device has nobody to reduce with"}

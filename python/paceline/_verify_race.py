@@ -37,7 +37,7 @@ class Racer:
         self.rates: list[float] = []
 
     def steps(self, count: int) -> float:
-        """Run so many steps and return the seconds until every device has finished the last one."""
+        """Run `count` steps and return the seconds until every device has finished the last one."""
         begin = time.perf_counter()
         for _ in range(count):
             loss = self.trainer.step(_loss, self._batch)

@@ -71,7 +71,7 @@ class Batch:
         self.item_shapes = tuple(self._item_shapes)  # the shape of one item and the type, of every tensor that is cut
 
     def padded_to(self, begin: int, end: int) -> float | None:
-        """What the shapes of items ``[begin, end)`` depend on beside `item_shapes`. None: on nothing else."""
+        """What the shapes of items ``[begin, end)`` depend on besides `item_shapes`. None if they depend on nothing else."""
         return None
 
     def slice(self, begin: int, end: int, move: Move = same) -> Any:
@@ -206,7 +206,7 @@ def _described(data: Any) -> str:
 
 
 def _set_field(target: Any, name: str, value: Any) -> None:
-    """Set a field by the class's own ``__setattr__``, which may keep a second copy (in a dataclass that is also a mapping). Frozen too."""
+    """Set a field with the class's own ``__setattr__``: a dataclass that is also a mapping may keep a second copy. Works for frozen ones, too."""
     try:
         setattr(target, name, value)
     except dataclasses.FrozenInstanceError:
@@ -223,7 +223,7 @@ def concatenate(outputs: list[tuple[int, int, Any]], move: Move = same, own: Mov
     move
         Brings each tensor to where all of them are put together.
     own
-        Applied to a tensor of a single slice, which `torch.cat` does not copy.
+        Applied to each tensor if there is only one slice, because `torch.cat`, which copies, then does not run.
 
     Raises
     ------

@@ -30,7 +30,7 @@ class Edits:
         self._versions = [_version(tensor) for _, tensor in self._tensors]
 
     def run_again(self, *, complete: bool) -> None:
-        """Prepare for another run, after one that does not count. `complete`: all items have run in it.
+        """Prepare for another run, after one that does not count. `complete` says whether all items ran in that one.
 
         Raises
         ------
@@ -44,7 +44,7 @@ class Edits:
         self._left = [tensor.clone() for _, tensor in self._tensors] if edited else []
 
     def check(self) -> None:
-        """Raise if the run that counts has not left what an earlier run had left."""
+        """Raise if the run that counts left the tensors in another state than an earlier run."""
         for left, (path, tensor) in zip(
             self._left, self._tensors, strict=False
         ):  # _left is empty if one run was enough

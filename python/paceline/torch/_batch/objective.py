@@ -19,7 +19,7 @@ Pin = Callable[[torch.Tensor], torch.Tensor]
 
 
 def keep(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself, where no GPU copies from it."""
+    """Return the tensor itself. The default `Pin`, for tensors that no GPU copies from."""
     return tensor
 
 
@@ -27,7 +27,7 @@ Check = Callable[[torch.Tensor, str], None]
 
 
 def accept(tensor: torch.Tensor, what: str) -> None:
-    """Accept a tensor on any device, where no GPU needs it."""
+    """Accept a tensor on any device. The default `Check`, for callers that need it nowhere in particular."""
 
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -159,7 +159,7 @@ def _cure(loss: Any) -> str:
 def already_backward(loss: torch.Tensor) -> torch.Tensor:
     """Give the loss of a run, which has called backward already, a ``backward`` that says so.
 
-    Only this tensor object has that method. What is computed from the loss, saved or pickled of it is an ordinary tensor.
+    Only this tensor object has that method. Tensors computed from it, and its saved or pickled copies, are ordinary.
     """
     loss.__dict__.update(backward=_refuse_backward, __getstate__=_nothing)
     return loss
@@ -173,4 +173,4 @@ def _refuse_backward(*_: Any, **__: Any) -> NoReturn:
 
 
 def _nothing() -> None:
-    """The tensor has no state beside its values. torch.load(weights_only=True) would refuse a function there."""
+    """Tell pickle that the tensor has no state besides its values. torch.load(weights_only=True) would refuse a function in the state."""

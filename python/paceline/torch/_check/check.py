@@ -160,7 +160,7 @@ class Check:
                 return self._report([])
             self._note_draws()
             self._explain(whole, splits)
-            # Items that got the draws of others may only seem coupled.
+            # Items that got the draws of other items may look coupled without being so.
             if not self._noise.has_blocks or not {"coupled items", "layout", "unknown"} & {
                 cause.kind for cause in self._causes
             }:
@@ -207,7 +207,7 @@ class Check:
         return True
 
     def _note_draws(self) -> None:
-        """Add the random draws to the causes. Draws of an item were the same in every split, shared draws in every slice."""
+        """Add the random draws to the causes. Each item drew the same in every split. Shared draws were the same in every slice."""
         if not self._noise.drew:
             return
         if self._noise.shared:
