@@ -1,4 +1,4 @@
-"""All calls of ``torch.cuda``. Nothing else in this package names a kind of device."""
+"""All calls of ``torch.cuda`` in `paceline.torch`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 
 import torch
 
-_LEGACY_STREAM = 1  # cudaStreamLegacy: PyTorch calls the default stream 0, and elsewhere 0 means no stream
+# cudaStreamLegacy. PyTorch's handle of the default stream is 0, which elsewhere means no stream.
+_LEGACY_STREAM = 1
 
 
 def device(index: int) -> torch.device:
@@ -31,7 +32,7 @@ def _stream(index: int, handle: int) -> torch.cuda.Stream:
 
 
 def keep_for(tensor: torch.Tensor, index: int, handle: int) -> None:
-    """Keep the tensor's memory from being used again before this stream has done all work that it has now."""
+    """Keep PyTorch from reusing the tensor's memory before this stream has finished its present work."""
     tensor.record_stream(_stream(index, handle))
 
 

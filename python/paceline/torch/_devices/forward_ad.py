@@ -1,7 +1,7 @@
 """Forward-mode differentiation on several workers, although PyTorch has one level of it for the whole process.
 
-Dual numbers belong to a level. PyTorch enters and leaves the level by process-wide variables. A thread that leaves it silently takes the
-tangents of all other threads away. So a trainer with several devices holds the level itself while they run. Then a worker that tries to
+Dual numbers belong to a level. PyTorch enters and leaves the level by process-wide variables. A thread that leaves it takes the tangents
+of all other threads away, without an error. So a trainer with several devices holds the level itself while they run. Then a worker that tries to
 enter it gets an error from PyTorch, before anything is wrong. The step runs again with the level *shared*: ``torch.func`` then sees that it
 is inside a level already, as in a nested ``jvp``, and neither enters nor leaves it. A loss that enters the level by hand cannot share it and
 is refused.
@@ -101,7 +101,7 @@ def held(shared: bool) -> contextlib.AbstractContextManager[None]:
 
 
 def wanted(error: BaseException | None) -> BaseException | None:
-    """The error, or the one of its causes, that a worker got when it tried to enter the level."""
+    """The error that a worker got when it tried to enter the level: `error` itself or one of its causes. None if it is neither."""
     while error is not None and not (isinstance(error, RuntimeError) and _passed(error.__traceback__)):
         error = error.__cause__ or error.__context__
     return error

@@ -48,7 +48,7 @@ class Noise:
         self.lost: dict[str, None] = {}  # what could not be replayed
         self.interleaved = False  # whether places come before items, where one dimension holds both
         self.lock = threading.Lock()  # devices share generators, and a draw changes a generator's state
-        self.has_blocks = False  # whether there is such a dimension
+        self.has_blocks = False  # whether one dimension holds both items and places
 
     def anew(self, items: int) -> Noise:
         """An empty record, for another way to cut the batch."""

@@ -82,7 +82,7 @@ class Places:
         return None in self._gpu
 
     def begin(self, batch: Batch) -> None:
-        """Order the next step on the stream that the caller is on now. What made the batch has to be ordered on it, too."""
+        """Order the next step on the stream that the caller is on now. The work that made the batch has to be ordered on that stream, too."""
         if self.queues is not None and self._home_gpu is not None:
             for place, path in batch.places.items():
                 self._check_place(place, f"batch: {path}")

@@ -70,7 +70,7 @@ class RunDraws:
             self._moved[device] = self._before.moved_of(self._generators[device])
 
     def must_run_again(self) -> bool:
-        """Whether a run drew that was not expected to, so that its draws were not seeded. True once for a kind of work."""
+        """Whether this run drew although it was not expected to, so that its draws were not seeded. True at most once per kind of work."""
         if not (self._expects_none and self._moved_on_host()):
             return False
         self._drawing.draws = True

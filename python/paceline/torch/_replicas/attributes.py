@@ -1,4 +1,4 @@
-"""Finds what the user changes on modules between steps beside parameters and buffers: plain attributes and hooks."""
+"""Finds what the user changes on modules between steps besides parameters and buffers: plain attributes and hooks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from paceline import InvalidArgument
 from paceline.torch._replicas.reach import BARE, LONGEST, SIMPLE, Reach, attributes_of, has_slots
 
-# These tables hold hooks by number. No other hook ever gets the same number. Further tables hold flags, by the same numbers.
+# These tables hold hooks by number. A number is never used again. Further tables hold flags, by the same numbers.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 # Attributes that are followed elsewhere: `Replica.follow` compares `training`, and `_is_full_backward_hook` goes with the hooks.
@@ -153,7 +153,7 @@ class Attributes:
 
     @property
     def same(self) -> bool:
-        """Whether nothing has changed since. It may be False if a value was replaced by an equal one."""
+        """Whether nothing has changed since `note`. It may be False if a value was replaced by an equal one."""
         try:
             return (
                 list(map(len, self._dicts)) == self._lengths
@@ -177,7 +177,7 @@ class Attributes:
         return list(map(type, self._modules)) == self._types
 
     def changes(self) -> list[Change]:
-        """The changes since then, one by one, without hooks."""
+        """The changes since `note`, one by one, without hooks."""
         found = []
         pairs = enumerate(zip(self._saved, self._dicts, strict=True))
         self._differing = {index for index, (saved, now) in pairs if not _equal(saved, now)}

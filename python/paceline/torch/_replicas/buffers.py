@@ -1,4 +1,4 @@
-"""Copies buffers between the user's module and the replicas, and keeps them for the case that a step fails."""
+"""Copies buffers between the user's module and the replicas, and keeps their values in case a step fails."""
 
 from __future__ import annotations
 

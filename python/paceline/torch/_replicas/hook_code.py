@@ -1,4 +1,4 @@
-"""Reads from the bytecode of a hook what it can change beside its arguments. A hook that only looks needs no watching."""
+"""Reads from the bytecode of a hook what it can change besides its arguments. A hook that only looks needs no watching."""
 
 from __future__ import annotations
 

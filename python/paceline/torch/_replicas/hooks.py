@@ -24,7 +24,7 @@ from paceline.torch._replicas.reach import BARE, LIBRARIES, LONGEST, SIMPLE, Rea
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _CLOSED = (type, types.ModuleType, types.BuiltinFunctionType, torch.Generator, *_FUNCTIONS)
-_DEPTH = 3  # of a dictionary in a list in an object
+_DEPTH = 3  # levels of nesting: a dictionary in a list in an object
 _MOST_LOOKS = 2000  # objects that are looked at, from one function
 
 
@@ -41,7 +41,7 @@ class Reader:
 
     def __init__(self) -> None:
         self._function: Callable[[], Any] = lambda: None
-        self._reaches: tuple[Any, bool] | None = None  # the last answer of `reaches`, after what it is valid for
+        self._reaches: tuple[Any, bool] | None = None  # the key and the answer of the last `reaches`
 
     def follow(self, function: Any) -> None:
         """Read by this function until the next call. The function is not kept alive."""
@@ -51,7 +51,7 @@ class Reader:
             self._function = lambda: None
 
     def reaches(self, modules: set[int]) -> bool:
-        """Whether the function refers to one of the modules, given by identity, beside its arguments. True if the search takes too long."""
+        """Whether the function refers to one of the modules, given by identity, other than by its arguments. True if the search takes too long."""
         function = self._function()
         sign = (id(modules), *_sign_of(function))
         if self._reaches is None or self._reaches[0] != sign:
@@ -128,7 +128,7 @@ class GuardedHook:
         self._roots = roots
         self._own = own
         self._reader = reader
-        self._in_place = effects(hook).in_place  # if not, another worker has changed the tensor
+        self._in_place = effects(hook).in_place  # if False, a change of a tensor was made by another worker
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -138,7 +138,7 @@ class GuardedHook:
         for key, kept in self._kept().items():
             if key in before and (not self._in_place or before[key].version == kept.version):
                 continue
-            # The user may read a tensor after the step, if it has no gradient and the function does not look at it.
+            # A tensor may be kept for the user to read after the step, if it has no gradient and the function does not look at it.
             if key in before or kept.tensor.requires_grad or kept.root.copied or self._reader.sees(kept.tensor):
                 raise self._refusal(kept)
         return result
@@ -164,7 +164,7 @@ class GuardedHook:
 
 
 def _roots(hook: Any, own: set[int], seen: set[int]) -> Iterator[Root]:
-    """Everything that a hook refers to beside its arguments, except what belongs to the replica."""
+    """Everything that a hook refers to other than by its arguments, except what belongs to the replica."""
     if id(hook) in seen or id(hook) in own or _is_torchs(hook):
         return
     seen.add(id(hook))

@@ -1,4 +1,4 @@
-"""What can be reached from a module's plain Python attributes, beside its registered parameters, buffers and submodules."""
+"""What can be reached from a module's plain Python attributes, besides its registered parameters, buffers and submodules."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ BARE = frozenset(vars(nn.Module()))  # attributes of every module, such as its t
 SIMPLE = frozenset(
     {type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.device, torch.Size}
 )
-LONGEST = (
-    256  # entries of a container that is compared entry by entry; for a vocabulary this would cost more than the step
-)
+# Entries. Longer containers, such as vocabularies, are not compared entry by entry: that would cost more than the step.
+LONGEST = 256
 _DEEPEST = 4  # level down to which objects are compared; in `cfg.a.b.p`, cfg has level 0
 LIBRARIES = sys.stdlib_module_names | {"torch", "numpy"}
 _SEQUENCES = (list, tuple, set, frozenset, deque)

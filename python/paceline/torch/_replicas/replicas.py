@@ -191,7 +191,7 @@ class Replicas:
         return Replica(made, reach, parameters, self._reader)
 
     def _send(self, copies: dict[int, dict[int, torch.Tensor]], ours: list[torch.Tensor]) -> None:
-        """Let every step begin by copying the parameters there."""
+        """Let every step begin by copying the parameters to the other memory spaces."""
         if self._places.queues is None:
             return
         parameters = {id(parameter): parameter for parameter in ours}

@@ -34,7 +34,7 @@ class Written:
         self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
 
     def has(self, index: int, name: str) -> bool:
-        """Whether a forward has set the attribute of this holder since then, or has put a tensor with a graph into it."""
+        """Whether a forward has set the attribute of this holder since `note`, or has put a tensor with a graph into it."""
         values = dict(self._dicts[index])  # one call of C code, so the replica's device cannot change it meanwhile
         if name not in values or not self._apart[index] or name in BARE or callable(values[name]):
             return False  # a function that a forward has looked up and stored is not a result of it

@@ -15,7 +15,7 @@ _TRIES = 6  # steps of a device in a trial; the first step allocates and does no
 _MOST_DEVICES = 2  # in a trial; one of many devices alone takes many times as long as all together
 _RECENT = 50  # steps
 _MOST_SECONDS = 20e-3  # per step; in longer steps devices hinder each other little, and a trial would cost more
-_OTHER_KIND = 8  # after so many steps in a row with another kind of batch, that kind is watched
+_OTHER_KIND = 8  # after so many steps in a row with other kinds of batches, the kind of the last one is watched
 _CLEARLY = 0.9  # of the time, or less, is clearly faster
 
 
@@ -43,7 +43,7 @@ class AloneTrials:
     """
 
     def __init__(self, without: Collection[int] = ()) -> None:
-        """Try all devices `without` these."""
+        """Try all devices except those in `without`."""
         self._without = frozenset(without)
         self._kind: Hashable = None
         self._size = 0

@@ -66,7 +66,7 @@ class Workload:
         self.given: tuple[int, bool | None] | None = (
             None  # the least items and the corrections that the StepLoop was given
         )
-        self.normalises = False  # whether something else than the known modules normalises over a micro-batch
+        self.normalises = False  # whether something other than the known modules normalises over a micro-batch
         self.alone: AloneTrials | None = None  # set where one device may be faster than all
         self._kinds: dict[Hashable, int] = {}  # least recently used first
         self._numbers = itertools.count()
@@ -110,7 +110,10 @@ class Execution:
         costs: list[float] | None = None,
         order: list[int] | None = None,
     ) -> Frame:
-        """What a run starts from. Brings the replicas up to date with the module. With `costs` the items are planned by them, or given in an `order`."""
+        """What a run starts from. Brings the replicas up to date with the module.
+
+        With `costs` a plan orders the items by cost. A given `order` takes the place of a plan.
+        """
         self._random = random = RandomStates(self.places)
         self._edits.begin(whole)
         self.replicas.refresh(fn)
@@ -173,7 +176,7 @@ class Execution:
         return [replica.buffer_marks() for replica in self.replicas.list]
 
     def repeated(self, attempt: Callable[[], _T]) -> _T:
-        """What `attempt` returns. If memory runs out, or the run shows that the pieces were wrong, everything is put back and it is tried again."""
+        """What `attempt` returns. If memory runs out, or on `_TryAgainError`, `attempt` runs again from the same state of the generators."""
         self._random = cast("RandomStates | None", None)  # `frame`, which an attempt calls, sets it
         try:
             return self._repeated(attempt)
@@ -201,7 +204,7 @@ class Execution:
     def train(self, work: Workload, run: TrainRun, *, keep: bool = True) -> tuple[torch.Tensor, Gradients, Any]:
         """The objective, the gradients of the batch, and the outcome.
 
-        With `keep` the user's ``.grad``, the buffers and the balancer have them too; without, all three are as before.
+        With `keep` the user's ``.grad``, the buffers and the balancer get the results of the step. Without, all three are as before.
         """
         # With one device the user's module itself runs, so its buffers are saved in case the step fails.
         kept = None if self.replicas.shared else KeptBuffers(self.replicas.modules)

@@ -39,7 +39,7 @@ def metered(place: torch.device, limit: int | None, device: str) -> Iterator[Met
 
     On a GPU this is the peak of PyTorch's allocator during the micro-batch, minus what was in use before. Work of other parts of the GPU
     counts, too. The host's allocator has no such figures. There the meter counts what autograd saves for the backward pass, which is most of
-    what grows with the batch, and more than the limit fails like an allocation.
+    what grows with the batch. If that exceeds the limit, the micro-batch fails like an allocation.
     """
     meter = Meter()
     if place.type == "cuda":

@@ -119,7 +119,7 @@ class Run:
         return []
 
     def sums(self) -> list[View | None] | None:
-        """Where the sums of what `finish` gave go; called on the worker that was last."""
+        """Where to put the sums of what `finish` returned. Called on the worker that finished last."""
         return []
 
     def _micro_batch(self, device: int, begin: int, end: int, flags: int) -> int | tuple[int, int]:
@@ -171,7 +171,7 @@ class Run:
         raise TypeError("Run.compute is for subclasses")
 
     def launched(self, device: int, seconds: float) -> None:
-        """Called after each piece with the time from the arrival of its items until it was enqueued, or on the host had run."""
+        """Called after each piece, with the seconds from the arrival of its items until it was enqueued or, on the host, had run."""
 
     def after(self, device: int) -> None:
         """Called after each micro-batch, outside of the caller's state: the user's modes do not see it."""
@@ -224,7 +224,7 @@ class TrainRun(Run):
         return True
 
     def any_gradient(self, device: int) -> bool:
-        """Whether a parameter of the device's replica has one; before its first backward of a run none has."""
+        """Whether a parameter of the device's replica has a gradient. None has one before the first backward of a run."""
         return any(parameter.grad is not None for parameter in self.replicas[device].parameters)
 
     def backward(
@@ -257,7 +257,7 @@ class TrainRun(Run):
         return term * scale
 
     def launched(self, device: int, seconds: float) -> None:
-        # For later pieces of a step nothing tells whether the device is still busy with the piece before.
+        # When a later piece of a step comes, the device may still be busy with the piece before. Nothing tells whether it is.
         room = self.queues_empty if not self._begun[device] else None
         self.launches.append(Launch(device, seconds, room))
 

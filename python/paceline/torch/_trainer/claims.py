@@ -17,8 +17,8 @@ Span = tuple[int, int]
 class StepClaims:
     """The claims of one step: each device's micro-batches in the order in which they ran, and the pieces that each was run in.
 
-    `number` is the step's place in the ledger. The ``step`` of an entry is the number of a decision, which steps with costs and steps
-    without count apart.
+    `number` is the step's place in the ledger. The ``step`` of an entry is the number of a decision instead. Steps with
+    costs and steps without count their decisions apart.
     """
 
     def __init__(self, entry: dict[str, Any], devices: int, number: int) -> None:

@@ -34,7 +34,7 @@ class Workers(Protocol):
         """The number of parts to divide work into. 1: do not divide it."""
 
     def run_parts(self, tasks: Sequence[Task]) -> bool:
-        """Run each task once, on a worker of its own. False: nothing was run, since the workers are not available."""
+        """Run each task once, on any worker. False: nothing was run, since the workers are not available."""
 
 
 def spread(cls: type[Optimizer], parameters: Iterable[Any], workers: Workers, options: dict[str, Any]) -> Optimizer:
@@ -59,7 +59,7 @@ def _spread_class(cls: type[Optimizer]) -> Any:
         def __init__(self, parameters: Iterable[Any], *, workers: Workers, **options: Any) -> None:
             super().__init__(parameters, **options)
             self._workers = workers
-            self._parts: tuple[Any, list[set[int]]] = ((), [])  # what they were made for, and the parts
+            self._parts: tuple[Any, list[set[int]]] = ((), [])  # the key that the parts were made for, and the parts
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             loss = None

@@ -249,7 +249,7 @@ class Reports:
         return self._works.steps.step_loop.what_if(**asked, **self._relief(measured, working))
 
     def _relief(self, measured: Measured, working: list[int]) -> dict[str, Any]:
-        """What estimates from devices side by side do not know: how much faster one is alone, and the trainer's own part of a step."""
+        """What cannot be estimated from devices side by side: how much faster a device is alone, and the trainer's own part of a step."""
         factors: dict[int, float] = {}
         overhead = 0.0
         for device, alone in measured.alone.items():

@@ -23,7 +23,7 @@ class StepGaps:
         self._ended: float | None = None  # when the last step ended, if nothing has failed since
         self._recent: deque[tuple[float, float, float]] = deque(
             maxlen=_RECENT
-        )  # seconds between steps, of these for a batch, and inside of a step
+        )  # seconds between two steps, how many of these went into waiting for a batch, and seconds inside of the step
         self._waited = 0.0  # for batches, since the last step
 
     def begin(self) -> float:

@@ -33,7 +33,7 @@ class Training:
         self._places = execution.places
         self._replicas = execution.replicas
         self._lifetime = lifetime
-        self._scripts: dict[str, ClaimScript] = {}  # that are replayed, by kind of work
+        self._scripts: dict[str, ClaimScript] = {}  # the ledgers that are being replayed, by kind of work
 
     def prepared(self, batch: Any, weight: Weight | None) -> tuple[Batch, Objective]:
         """The batch and the objective over it."""
@@ -188,7 +188,7 @@ class Training:
                 elif trials is not None:
                     trials.add(of_kind, whole.size, time.perf_counter() - began)
                 return loss
-            finally:  # an interrupt that comes while gradients are written leaves a run that is done
+            finally:  # also after an interrupt: if it comes while gradients are written, the run is done
                 if script is not None and self._execution.committed is not before:
                     script.advance()
 
