@@ -2,7 +2,7 @@
 
     python step_overhead.py             run it alone on the machine
 
-Two levels. `engine` is the lowest level that Python has: the compiled step_loop plans, hands out work, waits and records, and calls empty
+Two levels. `engine` is the lowest level that Python has: the compiled StepLoop plans, hands out work, waits and records, and calls empty
 Python functions on the workers. All of its time is the library's. `trainer` is `paceline.torch.DataParallel.step` on a network of one
 parameter with one item per device. In turns with it, plain PyTorch runs the same forward and backward on the calling thread, once per
 device, because Python runs one thread at a time. Its time is subtracted.

@@ -23,12 +23,14 @@ class BodyFailed : public std::exception {
 
 /// A step whose work is two Python callables.
 ///
-/// run(device, begin, end, flags) -> int: 0 done, 1 done but its time is no evidence, -1 failed (the callable has kept
-/// the exception). finish(device) -> list[tuple[int, int, int] | None] | None: the device's gradients in the common
-/// order of the parameters, each (address, elements, DType), None where there is none or where the caller combines it;
-/// None as a whole means failed. flags: 1 where another part of the claim has just run, 2 where run() shall return
-/// (int, bytes) with the memory that the micro-batch took, -1 where there was nothing to do. Gradients of one parameter
-/// are summed, in the order of the devices, into the first device's.
+/// run(device, begin, end, flags) -> int: 0 means done. 1 means done, but the time is no evidence. -1 means failed; the
+/// callable keeps the exception. Bits of `flags`: 1 if another part of the claim has just run. 2 if run() has to return
+/// (int, bytes): the same int, and the memory that the micro-batch took, or -1 bytes if there was nothing to do.
+///
+/// finish(device) -> list[tuple[int, int, int] | None] | None: the device's gradients, each (address, elements, DType),
+/// with the parameters in the same order on all devices. An entry is None if there is no gradient, or if the caller
+/// combines it. None instead of the list means failed. The gradients of a parameter are summed, in the order of the
+/// devices, into the gradient of the first device that has one.
 class PythonProgram final : public StepProgram {
  public:
   PythonProgram(pybind11::object run, pybind11::object finish, std::size_t device_count);

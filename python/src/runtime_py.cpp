@@ -65,8 +65,8 @@ void close(DeviceGroup& group, double timeout) {
   if (signalled) throw py::error_already_set();
 }
 
-// The end of a `with` block. If an exception leaves the block while workers still run (a second Ctrl-C), it does not
-// wait.
+// Ends a `with` block. Does not wait for the workers if an exception leaves the block while they still run (a second
+// Ctrl-C).
 void leave(DeviceGroup& group, const py::object& kind, const py::args&) {
   if (kind.is_none() || !group.busy()) return close(group, 10.0);
   try {

@@ -14,7 +14,7 @@ pybind11::dict metrics_dict(StepLoop& step_loop);
 pybind11::object items_dict(StepLoop& step_loop);
 pybind11::list events_list(StepLoop& step_loop);
 pybind11::list history_list(StepLoop& step_loop);
-/// By the name of the device; those without a limit are left out.
+/// By the name of the device. Devices without a limit are left out.
 pybind11::dict memory_dict(const StepLoop& step_loop);
 
 }  // namespace paceline::python

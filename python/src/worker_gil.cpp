@@ -44,8 +44,8 @@ void drop(pybind11::object& object) {
   if (!object) return;
   PyObject* const dropped = object.release().ptr();
   if (interpreter_is_ending()) return;
-  // It may begin to end from here on, and a thread that then asks for the GIL is unwound: see with_interpreter(). The
-  // unwinding must leave neither a destructor nor the scope that holds the GIL.
+  // The interpreter may begin to end from here on. A thread that then asks for the GIL is unwound: see
+  // with_interpreter(). The unwinding must leave neither a destructor nor the scope that holds the GIL.
   try {
     const pybind11::gil_scoped_acquire gil;
     try {

@@ -49,8 +49,8 @@ def ratio_summary(ratios: Sequence[float]) -> dict[str, object]:
 
 
 def steps_to_recover(seconds: Sequence[float], change: int, end: int, tolerance: float = 0.05) -> int | None:
-    """Steps from a change to the first step that is as fast as those before `end`. Of the step and the next two, most must be that fast.
-    None: never."""
+    """Steps from a change to the first step that is as fast as the steps before `end`. At least one of the two steps after it must be as fast,
+    too. None if there is no such step."""
     fast = statistics.median(seconds[(change + end) // 2 : end]) * (1 + tolerance)
     for step in range(change, end - 2):
         if seconds[step] <= fast and statistics.median(seconds[step : step + 3]) <= fast:

@@ -127,8 +127,8 @@ def paceline(job: Job) -> Answer:
 
 
 def split_figures(before: dict[str, Any], after: dict[str, Any]) -> list[float]:
-    """For the steps in between: the devices' busy time over the time they had, padded and contiguous cost over the items' own cost, and the
-    error."""
+    """For the steps between two reports: the devices' busy time over the time that they had, the padded and the contiguous cost over the items'
+    own cost, and the error."""
     busy = sum(
         after["devices"][name]["busy_seconds"] - entry["busy_seconds"] for name, entry in before["devices"].items()
     )
