@@ -137,10 +137,10 @@ def test_weights_that_cannot_be_used_are_refused_before_anything_runs(weight: An
         (lambda module, batch: classify(module, batch).item(), r"returned float .*Return the tensor itself.*item\(\)"),
         (lambda module, batch: None, "returned NoneType"),
         (
-            lambda module, batch: (classify(module, batch), module(batch[0])),
-            r"returned tuple .*Return the loss alone.*outputs\[indices\] = output\.detach\(\)",
+            lambda module, batch: (classify(module, batch), module(batch[0]), None),
+            r"returned tuple .*return a pair \(loss, extras\): trainer\.extras",
         ),
-        (lambda module, batch: {"loss": classify(module, batch)}, "returned dict .*Return the loss alone"),
+        (lambda module, batch: {"loss": classify(module, batch)}, r"returned dict .*return a pair \(loss, extras\)"),
         (
             lambda module, batch: SimpleNamespace(loss=classify(module, batch)),
             r"returned SimpleNamespace .*Return its \.loss",

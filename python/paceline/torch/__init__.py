@@ -1,4 +1,4 @@
-"""PyTorch on all devices of one machine: `DataParallel`; for those who stay on DDP or FSDP, `BalancedBatchSampler`.
+"""PyTorch on all devices of one machine: `DataParallel`, or `Module` in place of `torch.nn.DataParallel`; for those who stay on DDP or FSDP, `BalancedBatchSampler`.
 
 Needs PyTorch, which this package does not install by itself: ``pip install "paceline[torch]"``.
 """
@@ -13,6 +13,7 @@ from paceline.torch._check.report import Cause, CheckReport, SplitResult
 from paceline.torch._devices.run_draws import UnseededDrawsWarning
 from paceline.torch._trainer.batch_size import BatchSizeSearch
 from paceline.torch._trainer.global_batch import GlobalBatch, MicroBatch
+from paceline.torch._trainer.module import Module
 from paceline.torch._trainer.trainer import DataParallel
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "DataParallel",
     "GlobalBatch",
     "MicroBatch",
+    "Module",
     "SplitResult",
     "UnseededDrawsWarning",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections import UserDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,7 +26,8 @@ def same(tensor: torch.Tensor) -> torch.Tensor:
 class Batch:
     """A batch that can be cut along its items.
 
-    Tensors with dimensions are cut along dimension 0, as views. Everything else goes along unchanged.
+    Tensors with dimensions are cut along dimension 0, as views. Everything else goes along unchanged. With `gradients` tensors that are cut
+    may require gradients.
 
     Raises
     ------
@@ -34,7 +36,8 @@ class Batch:
         is not a tensor. The message names the leaf.
     """
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: Any, *, gradients: bool = False) -> None:
+        self._gradients = gradients
         self._leaves: list[torch.Tensor] = []
         self._sized: list[tuple[str, int]] = []
         self.places: dict[torch.device, str] = {}  # where tensors are, and the path of the first tensor there
@@ -86,6 +89,15 @@ class Batch:
         """The tensors that are cut, each with its path."""
         return [(path, leaf) for (path, _), leaf in zip(self._sized, self._leaves, strict=True)]
 
+    def gathered(self, rows: torch.Tensor, move: Move = same) -> Any:
+        """Like `slice`, for items from anywhere in the batch. `rows` has their indices."""
+
+        def gather(tensor: torch.Tensor) -> torch.Tensor:
+            there = rows if tensor.device == rows.device else rows.to(tensor.device, non_blocking=True)
+            return tensor.index_select(0, there)
+
+        return self.cut(gather, move)
+
     def cut(self, take: Move, move: Move = same) -> Any:
         """The same nest, with what `take` makes of each tensor with items."""
         return self._slice(take, move)
@@ -112,13 +124,13 @@ class Batch:
     def _tensor(self, node: torch.Tensor, path: str) -> Slicer | None:
         _check_layout(node, path)
         self.places.setdefault(node.device, path)
-        if node.dim() == 0:
-            # Operators accept a 0-dimensional host tensor on any device. One on a GPU has to be on the right GPU.
-            return None if node.device.type == "cpu" else lambda take, move: move(node)
-        if node.requires_grad:
+        if node.requires_grad and (node.dim() == 0 or not self._gradients):
             raise InvalidArgument(
                 f"batch: {path} requires grad. Gradients of inputs are not collected from the devices; pass {path}.detach()."
             )
+        if node.dim() == 0:
+            # Operators accept a 0-dimensional host tensor on any device. One on a GPU has to be on the right GPU.
+            return None if node.device.type == "cpu" else lambda take, move: move(node)
         self._leaves.append(node)
         self._sized.append((path, node.shape[0]))
         self._item_shapes.append((node.shape[1:], node.dtype))
@@ -134,7 +146,7 @@ class Batch:
         def cut(take: Move, move: Move) -> Any:
             result = copy.copy(node)
             for name, slicer in parts:
-                _set_field(result, name, slicer(take, move))
+                set_field(result, name, slicer(take, move))
             return result
 
         return cut
@@ -205,7 +217,7 @@ def _described(data: Any) -> str:
     return f"a {type(data).__name__}"
 
 
-def _set_field(target: Any, name: str, value: Any) -> None:
+def set_field(target: Any, name: str, value: Any) -> None:
     """Set a field with the class's own ``__setattr__``: a dataclass that is also a mapping may keep a second copy. Works for frozen ones, too."""
     try:
         setattr(target, name, value)
@@ -213,7 +225,13 @@ def _set_field(target: Any, name: str, value: Any) -> None:
         object.__setattr__(target, name, value)
 
 
-def concatenate(outputs: list[tuple[int, int, Any]], move: Move = same, own: Move = same) -> Any:
+# A part of the batch: the items [begin, end), and what belongs to them.
+Piece = tuple[int, int, Any]
+# Makes one tensor of the tensors in the same place of all pieces. The path names the place.
+Leaf = Callable[[list[Piece], str], torch.Tensor]
+
+
+def concatenate(outputs: list[Piece], move: Move = same, own: Move = same, *, call: str = "predict") -> Any:
     """Put the outputs of slices back together along dimension 0, in the order of the items.
 
     Parameters
@@ -223,7 +241,9 @@ def concatenate(outputs: list[tuple[int, int, Any]], move: Move = same, own: Mov
     move
         Brings each tensor to where all of them are put together.
     own
-        Applied to each tensor if there is only one slice, because `torch.cat`, which copies, then does not run.
+        Applied to each tensor that is put together. If there is only one slice, `torch.cat`, which copies, does not run.
+    call
+        What errors name.
 
     Raises
     ------
@@ -231,48 +251,61 @@ def concatenate(outputs: list[tuple[int, int, Any]], move: Move = same, own: Mov
         If a leaf is not a tensor with one row per item. The message names it.
     """
     outputs = sorted(outputs, key=lambda entry: entry[0])
-    return _join([(end - begin, output) for begin, end, output in outputs], "output", move, own)
+    return joined(outputs, "output", lambda pieces, path: rows_of(pieces, path, move, own, call), call)
 
 
-def _join(pieces: list[tuple[int, Any]], path: str, move: Move, own: Move) -> Any:
-    first = pieces[0][1]
+def rows_of(pieces: list[Piece], path: str, move: Move, own: Move, call: str) -> torch.Tensor:
+    """The rows of all pieces, one piece after the other."""
+    first = pieces[0][2]
+    for begin, end, piece in pieces:
+        check_rows(piece, end - begin, path, call)
+        if piece.shape[1:] != first.shape[1:]:
+            raise InvalidArgument(
+                f"{call}: {path} has rows of shape {tuple(first.shape[1:])} in one micro-batch and {tuple(piece.shape[1:])} in another, "
+                "so they make no tensor. With cost= or collate= micro-batches are padded to their own longest item: pad what the function "
+                "returns to one width, or reduce it to one row of fixed size per item."
+            )
+    return own(move(first) if len(pieces) == 1 else torch.cat([move(piece) for _, _, piece in pieces]))
+
+
+def check_rows(tensor: torch.Tensor, items: int, path: str, call: str) -> None:
+    """Raise if the tensor does not have one row per item."""
+    if tensor.dim() == 0 or tensor.shape[0] != items:
+        raise InvalidArgument(
+            f"{call}: {path} has shape {tuple(tensor.shape)} for {plural(items, 'item')}. Return tensors whose dimension 0 is the item; "
+            "a value for the whole batch cannot be put together from slices."
+        )
+
+
+def joined(pieces: list[Piece], path: str, leaf: Leaf, call: str) -> Any:
+    """One nest out of nests of one structure. `leaf` makes its tensors."""
+
+    def inner(part: Callable[[Any], Any], name: str) -> Any:
+        return joined([(begin, end, part(piece)) for begin, end, piece in pieces], f"{path}{name}", leaf, call)
+
+    first = pieces[0][2]
+    other = next((piece for _, _, piece in pieces if type(piece) is not type(first)), first)
+    if other is not first:
+        raise InvalidArgument(
+            f"{call}: {path} is {type(first).__name__} in one micro-batch and {type(other).__name__} in another."
+        )
     if isinstance(first, torch.Tensor):
-        for items, piece in pieces:
-            if piece.dim() == 0 or piece.shape[0] != items:
-                raise InvalidArgument(
-                    f"predict: {path} has shape {tuple(piece.shape)} for {plural(items, 'item')}. Return tensors whose dimension 0 is the item; "
-                    "a value for the whole batch cannot be put together from slices."
-                )
-            if piece.shape[1:] != first.shape[1:]:
-                raise InvalidArgument(
-                    f"predict: {path} has rows of shape {tuple(first.shape[1:])} in one micro-batch and {tuple(piece.shape[1:])} in another, "
-                    "so they make no tensor. With cost= micro-batches are padded to their own longest item: pad what fn returns to one width, "
-                    "or reduce it to one row of fixed size per item."
-                )
-        return own(move(first)) if len(pieces) == 1 else torch.cat([move(piece) for _, piece in pieces])
+        return leaf(pieces, path)
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         result: Any = copy.copy(first)
         for field in dataclasses.fields(first):
-            joined = _join(
-                [(items, getattr(piece, field.name)) for items, piece in pieces], f"{path}.{field.name}", move, own
-            )
-            _set_field(result, field.name, joined)
+            set_field(result, field.name, inner(operator.attrgetter(field.name), f".{field.name}"))
         return result
     if isinstance(first, (dict, UserDict)):
         result = copy.copy(first)
         for key in first:
-            result[key] = _join([(items, piece[key]) for items, piece in pieces], f"{path}[{key!r}]", move, own)
+            result[key] = inner(operator.itemgetter(key), f"[{key!r}]")
         return result
     if isinstance(first, (list, tuple)):
-        values = [
-            _join([(items, piece[index]) for items, piece in pieces], f"{path}[{index}]", move, own)
-            for index in range(len(first))
-        ]
-        if hasattr(first, "_fields"):
-            return type(first)(*values)
-        return type(first)(values)
-    if first is None and all(piece is None for _, piece in pieces):
+        values = [inner(operator.itemgetter(index), f"[{index}]") for index in range(len(first))]
+        return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)
+    if first is None:
         return None
     raise InvalidArgument(
-        f"predict: {path} is {type(first).__name__}, not a tensor, so it cannot be put together from slices."
+        f"{call}: {path} is {type(first).__name__}, not a tensor, so it cannot be put together from slices."
     )

@@ -68,17 +68,15 @@ class OrderedBatch:
 
     def slice(self, begin: int, end: int, move: Move = same) -> Any:
         """Like `Batch.slice`, by position."""
-        index = self._order[begin:end]
-
-        def gather(tensor: torch.Tensor) -> torch.Tensor:
-            there = index if tensor.device == index.device else index.to(tensor.device, non_blocking=True)
-            return tensor.index_select(0, there)
-
-        return self._batch.cut(gather, move)
+        return self._batch.gathered(self._order[begin:end], move)
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
         """Like `Batch.rows`."""
         return self._order[begin:end]
+
+    def gathered(self, rows: torch.Tensor, move: Move = same) -> Any:
+        """Like `Batch.gathered`, by the caller's indices."""
+        return self._batch.gathered(rows, move)
 
     def described(self, begin: int, end: int) -> str:
         """The items in words."""
@@ -105,8 +103,8 @@ class Items:
         """The same objective, for slices by position."""
         return objective.ordered(self._order, self._pin)
 
-    def restored(self, output: Any) -> Any:
-        """An output of the whole batch in the caller's order."""
+    def restored(self, output: torch.Tensor) -> torch.Tensor:
+        """Rows by position, in the caller's order."""
         position = torch.empty_like(self._order)
         position[self._order] = torch.arange(len(position))
-        return Batch(output).cut(lambda tensor: tensor.index_select(0, position.to(tensor.device)), same)
+        return output.index_select(0, position.to(output.device))

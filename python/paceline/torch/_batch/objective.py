@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
@@ -14,6 +15,7 @@ from paceline._words import plural
 
 Reduction = Literal["mean", "sum"]
 Weight = torch.Tensor | Callable[[Any], torch.Tensor]
+Total = float | torch.Tensor
 
 Pin = Callable[[torch.Tensor], torch.Tensor]
 
@@ -36,7 +38,7 @@ _HALF = (torch.float16, torch.bfloat16)
 class Objective:
     """Turns what ``loss_fn`` returns for a slice into the slice's term of the objective.
 
-    With W the sum of the weights w_k over the whole batch (default: the number of items, all w_k = 1) and s a slice:
+    With s a slice, and W the sum of the weights w_k over the whole batch (by default the number of items, all w_k = 1), or `total` in its place:
 
     ============ ========= =========================================
     `reduction`  loss      term
@@ -50,7 +52,8 @@ class Objective:
     Raises
     ------
     InvalidArgument
-        If the weights are not 1-D with one per item, not finite, or do not sum to more than zero, or if `check` refuses them.
+        If the weights are not 1-D with one per item, not finite, or do not sum to more than zero, or if `check` refuses them. If `total` is
+        not a positive number.
     """
 
     def __init__(
@@ -61,13 +64,16 @@ class Objective:
         weight: Weight | None,
         pin: Pin = keep,
         check: Check = accept,
+        total: Total | None = None,
     ) -> None:
         self._mean = reduction == "mean"
-        self._size = size
         self._weights: torch.Tensor | None = None
-        self.total: int | float = size
-        if weight is None:
-            return
+        self._weight: int | float = size  # of the whole batch
+        if weight is not None:
+            self._weigh(batch, size, weight, pin, check)
+        self._total = self._weight if total is None else _positive(total, check)  # what the sum is divided by
+
+    def _weigh(self, batch: Any, size: int, weight: Weight, pin: Pin, check: Check) -> None:
         if not isinstance(weight, torch.Tensor) and not callable(weight):
             raise InvalidArgument(
                 f"weight: {type(weight).__name__}; a 1-D tensor with one weight per item, or a callable that makes one from the batch, "
@@ -85,10 +91,10 @@ class Objective:
         # The sum is exact: integers stay integers. Everything else is summed in double precision, on the host.
         values = values.detach().to("cpu", torch.float64 if values.is_floating_point() else torch.int64)
         self._weights = pin(values)
-        self.total = values.sum().item()
-        if not math.isfinite(self.total) or self.total <= 0:
+        self._weight = values.sum().item()
+        if not math.isfinite(self._weight) or self._weight <= 0:
             raise InvalidArgument(
-                f"weight: the weights of the batch sum to {self.total}; the objective is divided by that sum, so it must be positive and "
+                f"weight: the weights of the batch sum to {self._weight}; the objective is divided by that sum, so it must be positive and "
                 "finite. Skip batches without weight."
             )
 
@@ -111,7 +117,7 @@ class Objective:
 
     def share(self, begin: int, end: int) -> float:
         """The part of the total weight that a slice has."""
-        return self._weight_of(begin, end) / self.total
+        return self._weight_of(begin, end) / self._weight
 
     def term(self, loss: Any, begin: int, end: int) -> torch.Tensor:
         """The slice's term, 0-dimensional, with its graph."""
@@ -127,12 +133,12 @@ class Objective:
         if loss.dtype in _HALF:
             loss = loss.float()  # the division by W must not round to half precision
         if loss.dim() == 0:
-            factor = (self._weight_of(begin, end) if self._mean else 1) / self.total
+            factor = (self._weight_of(begin, end) if self._mean else 1) / self._total
         else:
             if self._mean and self._weights is not None:
                 loss = loss * self._weights[begin:end].to(loss.device, non_blocking=True).to(loss.dtype)
             loss = loss.sum()
-            factor = 1 / self.total
+            factor = 1 / self._total
         term: torch.Tensor = loss if factor == 1 else loss * factor
         return term
 
@@ -149,11 +155,20 @@ def _cure(loss: Any) -> str:
     if isinstance(getattr(loss, "loss", None), torch.Tensor):
         return " Return its .loss."
     if isinstance(loss, (tuple, list, dict)):
-        return (
-            " Return the loss alone. What else the forward computed stays where it was computed. To keep it, put torch.arange(items) into the "
-            "batch, and let loss_fn write to a tensor of yours at these indices: outputs[indices] = output.detach()."
-        )
+        return " To return more than the loss, return a pair (loss, extras): trainer.extras then has the extras of the whole batch."
     return ""
+
+
+def _positive(total: Any, check: Check) -> float:
+    """The caller's own denominator as a number."""
+    if isinstance(total, torch.Tensor):
+        check(total, "total")
+        total = total.item() if total.dim() == 0 else math.nan
+    if isinstance(total, bool) or not isinstance(total, numbers.Real) or not 0 < float(total) < math.inf:
+        raise InvalidArgument(
+            f"total: {total!r}; a positive finite number, which the sum over the items is divided by, or a 0-dim tensor of it, is needed."
+        )
+    return float(total)
 
 
 def already_backward(loss: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.torch._batch.batch import Batch, concatenate
+from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.extras import parted
 from paceline.torch._batch.items import OrderedBatch
 from paceline.torch._batch.objective import Objective
 from paceline.torch._check.leaves import OutsideLeaves
@@ -80,12 +81,9 @@ class Probe:
     def raw(self, spans: Sequence[Span], factor: float = 1.0) -> Probed:
         """The return value of ``loss_fn`` for the items of all `spans` together. It is summed if there is one loss for each item."""
         rows = torch.cat([self.batch.rows(*span) for span in spans])
-        slices = [(end - begin, self._slice((begin, end))) for begin, end in spans]
-        if len(slices) == 1:
-            return self._run([(slices[0][1], rows, lambda loss: loss.sum() * factor)])
-        bounds = [sum(items for items, _ in slices[:index]) for index in range(len(slices) + 1)]
-        joined = concatenate([(bounds[index], bounds[index + 1], part) for index, (_, part) in enumerate(slices)])
-        return self._run([(joined, rows, torch.sum)])
+        if len(spans) == 1:
+            return self._run([(self._slice(spans[0]), rows, lambda loss: loss.sum() * factor)])
+        return self._run([(self.batch.gathered(rows, self._places.to_home), rows, torch.sum)])
 
     def _term(self, span: Span, loss: Any) -> torch.Tensor:
         return self._objective.term(loss, *span)
@@ -102,7 +100,7 @@ class Probe:
         try:
             for data, rows, reduce in parts:
                 with self.noise.of(rows):
-                    term = reduce(self.loss_fn(self.module, data))
+                    term = reduce(parted(self.loss_fn(self.module, data))[0])
                     total += term.item()
                     if term.requires_grad:
                         outside.watch(term)

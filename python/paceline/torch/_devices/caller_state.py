@@ -86,15 +86,18 @@ class RecomputeWatch(TorchFunctionMode):
 
 
 def backward_watched(
-    root: torch.Tensor, retain_graph: bool = False, inputs: Sequence[torch.Tensor] | None = None
+    roots: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    retain_graph: bool = False,
+    inputs: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """``root.backward(...)``, inside of which function modes stay on.
+    """``torch.autograd.backward(roots, gradients, ...)``, inside of which function modes stay on.
 
     ``Tensor.backward`` and ``torch.autograd.backward`` are PyTorch calls themselves, and a function mode is off while it handles a call.
     """
     torch.autograd.graph._engine_run_backward(
-        (root,),
-        (torch.ones_like(root),),
+        tuple(roots),
+        tuple(gradients),
         retain_graph,
         False,
         tuple(inputs or ()),

@@ -69,6 +69,21 @@ class RunDraws:
         if self._generators and not self._moved[device]:
             self._moved[device] = self._before.moved_of(self._generators[device])
 
+    @property
+    def seeds(self) -> bool:
+        """Whether each host device draws from a generator of its own."""
+        return self._own is not None
+
+    @property
+    def drew(self) -> bool:
+        """Whether a forward of this run has drawn."""
+        return any(self._moved) or (self._own is not None and self._own.drew)
+
+    def repeated_others(self) -> None:
+        """Note that this run drew again what an earlier one drew. So the caller's generator stays where it is."""
+        if self._own is not None:
+            self._own.drew = False
+
     def must_run_again(self) -> bool:
         """Whether this run drew although it was not expected to, so that its draws were not seeded. True at most once per kind of work."""
         if not (self._expects_none and self._moved_on_host()):

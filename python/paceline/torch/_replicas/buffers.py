@@ -22,9 +22,16 @@ class Buffers:
         """Take pairs of a user's module and the replica's module."""
         self._pairs = [(ours._buffers, theirs._buffers, name) for ours, theirs in modules for name in ours._buffers]
 
-    def pull(self) -> None:
-        """Copy the user's values into the replica."""
-        _copy(self._pairs)
+    def pull(self, *, anew: bool = False) -> None:
+        """Copy the user's values into the replica, or `anew` into new tensors, so that graphs of earlier forwards keep the old ones."""
+        if anew:
+            for source, target, name in self._pairs:
+                value = source.get(name)
+                target[name] = (
+                    None if value is None else value.to(getattr(target.get(name), "device", value.device), copy=True)
+                )
+        else:
+            _copy(self._pairs)
 
     def push(self) -> None:
         """Copy the replica's values into the user's module."""

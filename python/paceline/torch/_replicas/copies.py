@@ -66,8 +66,6 @@ def check_trainable(module: nn.Module, reach: Reach, shared: bool) -> None:
             raise InvalidArgument(
                 f"DataParallel: parameter {name} is not initialised yet (a lazy module). Run one forward pass first."
             )
-        if shared:
-            check_hooks(name, parameter)
     for name, buffer in module.named_buffers():
         if shared and buffer.requires_grad:
             raise InvalidArgument(
@@ -81,7 +79,8 @@ def check_hooks(name: str, parameter: torch.Tensor) -> None:
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise InvalidArgument(
             f"DataParallel: parameter {name} has a gradient hook. With two or more devices it would see the gradient of a slice, not of "
-            "the batch, so it is refused. Remove it and work on .grad after step(), or use one device."
+            "the batch, so it is refused. loss = trainer.loss(...); loss.backward() calls it once, with the gradient of the batch. Or remove "
+            "it and work on .grad after step(), or use one device."
         )
 
 

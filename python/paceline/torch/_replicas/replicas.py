@@ -81,8 +81,8 @@ class Replica:
         found = (slots.get(name) for slots, name in self._buffer_slots)
         return [(id(buffer), 0 if buffer is None or buffer.is_inference() else buffer._version) for buffer in found]
 
-    def follow(self, requires_grad: list[bool], training: list[bool]) -> None:
-        """Take over ``requires_grad``, the training mode and the buffers of the user's module."""
+    def follow(self, requires_grad: list[bool], training: list[bool], *, anew: bool) -> None:
+        """Take over ``requires_grad``, the training mode and the buffers of the user's module, the latter `anew` or in place."""
         if list(map(_requires_grad, self.parameters)) != requires_grad:
             for parameter, wanted in zip(self.parameters, requires_grad, strict=True):
                 parameter.requires_grad_(wanted)
@@ -90,7 +90,7 @@ class Replica:
             for module, mode in zip(self.modules, training, strict=True):
                 module.training = mode
         if self.buffers is not None:
-            self.buffers.pull()
+            self.buffers.pull(anew=anew)
 
     def clear_gradients(self) -> None:
         for parameter in self.parameters:
@@ -113,7 +113,7 @@ class Replicas:
             self._build()
 
     def _build(self) -> None:
-        shared = self._device_count > 1
+        shared = self.shared
         reach = Reach(self._module)
         check_trainable(self._module, reach, shared)
         named = {**dict(self._module.named_parameters()), **reach.unregistered}
@@ -232,22 +232,31 @@ class Replicas:
 
     def release(self) -> None:
         """Release the modules of the devices. The user's module stays."""
-        self.list = self.list if self._device_count == 1 else []
+        self.list = [] if self.shared else self.list
         self._sent = {}
 
-    def refresh(self, function: Any = None) -> None:
+    def share(self) -> None:
+        """From now on a single device has a copy of the module, too. The copy's parameters have no hooks, and a ``.grad`` of their own."""
+        if not self.shared:
+            self.shared = True
+            with torch.inference_mode(False):
+                self._build()
+
+    def refresh(self, function: Any = None, *, hooks: bool = False, graphs: bool = False) -> None:
         """Follow what the user changed on the module, before a step of `function`. Costs a pass over cached lists.
+
+        Refuses parameters with gradient hooks, unless they may have `hooks`. `graphs`: graphs of earlier forwards keep their buffers.
 
         This leaves inference mode, which the caller may be in for `predict`: a later step could not use tensors that are made in it.
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return self.refresh(function)
+                return self.refresh(function, hooks=hooks, graphs=graphs)
         self._reader.follow(function)
         with torch.no_grad():
-            self._refresh()
+            self._refresh(hooks, graphs)
 
-    def _refresh(self) -> None:
+    def _refresh(self, hooks: bool, graphs: bool) -> None:
         if not self._fits():
             self._places.drain()  # devices may still use what is about to be released
             self._build()
@@ -256,12 +265,12 @@ class Replicas:
         check_global_hooks()
         if not self._attributes.same:
             self._follow(self._attributes)
-        if any(map(_hooks, self.parameters)) or any(map(_late_hooks, self.parameters)):
+        if not hooks and (any(map(_hooks, self.parameters)) or any(map(_late_hooks, self.parameters))):
             for name, parameter in zip(self.names, self.parameters, strict=True):
                 check_hooks(name, parameter)
         requires_grad, training = list(map(_requires_grad, self.parameters)), list(map(_training, self.modules))
         for replica in self.list:
-            replica.follow(requires_grad, training)
+            replica.follow(requires_grad, training, anew=graphs)
 
     def _follow(self, attributes: Attributes) -> None:
         """Follow attributes and hooks that the user has changed. What a replica's forward has set stays, unless the user has changed it."""

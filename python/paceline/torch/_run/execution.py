@@ -88,6 +88,7 @@ class Execution:
     def __init__(self, group: DeviceGroup, module: nn.Module, places: Places, replicas: Replicas) -> None:
         self.running: Run | None = None
         self.items = [0] * len(group)  # how many each device ran in the last committed step
+        self.extras: Any = None  # what loss_fn returned beside the loss in that step
         self.module = module
         self._names = places.names
         self.places = places
@@ -109,14 +110,18 @@ class Execution:
         fn: Callable[..., Any],
         costs: list[float] | None = None,
         order: list[int] | None = None,
+        *,
+        hooks: bool = False,
+        graphs: bool = False,
     ) -> Frame:
         """What a run starts from. Brings the replicas up to date with the module.
 
-        With `costs` a plan orders the items by cost. A given `order` takes the place of a plan.
+        With `costs` a plan orders the items by cost. A given `order` takes the place of a plan. `hooks`: whether parameters may have
+        gradient hooks, since gradients of slices are not theirs to see. `graphs`: whether graphs of earlier forwards are alive.
         """
         self._random = random = RandomStates(self.places)
         self._edits.begin(whole)
-        self.replicas.refresh(fn)
+        self.replicas.refresh(fn, hooks=hooks, graphs=graphs)
         least = self.follow_modules(work)
         items = None
         if order is not None:
@@ -222,9 +227,11 @@ class Execution:
                 warn_of_normalised_apart(using_batch_statistics(self.replicas.norms))
             with torch.no_grad():
                 loss = run.loss()
+                extras = run.extras.whole(run.items, self.places.to_home, self.places.owned)
                 totals = user.totals(run.left_out) if run.buckets is None else run.buckets.totals()
                 if keep:
                     self._commit(work, run, user, totals, outcome)
+                    self.extras = extras
             if run.buckets is not None:
                 self._keep_delivered(outcome, run.buckets)
             if not keep:
@@ -249,6 +256,13 @@ class Execution:
 
     def predict(self, work: Workload, run: PredictRun) -> Any:
         """What `fn` returned, for the whole batch."""
+        self.forward(work, run)
+        with torch.no_grad():
+            own = self.places.owned if run.items is None else run.items.restored
+            return concatenate(run.outputs, self.places.to_home, own)
+
+    def forward(self, work: Workload, run: PredictRun) -> None:
+        """Run forward, and commit what it wrote."""
         outcome = self._execute(work, run)
         self._end_draws(run)
         work.step_loop.commit(outcome)
@@ -256,8 +270,6 @@ class Execution:
             self._commit_attributes(outcome)
             if self.module.training:  # as in plain PyTorch, running statistics follow
                 self._commit_buffers(outcome)
-            output = concatenate(run.outputs, self.places.to_home, self.places.owned)
-            return output if run.items is None else run.items.restored(output)
 
     def drop_gradients(self) -> None:
         """Drop the replicas' gradients. The user's own stay."""
@@ -303,6 +315,7 @@ class Execution:
                 where = "what adds the gradients up" if device is None else self._names[device]
                 if (
                     device is not None
+                    and run.repeatable
                     and is_out_of_memory(error)
                     and step_loop.shrink(outcome, isinstance(error, OutOfMemory))
                 ):
@@ -324,6 +337,9 @@ class Execution:
             work.writes_buffers = self._buffer_marks() != marks or (values is not None and values.changed)
             if work.writes_buffers and outcome.divided:
                 raise _TryAgainError(complete=True)
+        if run.lacks_extras:
+            run.seen.extras = True
+            raise _TryAgainError
         self._edits.check()
         return outcome
 
@@ -359,8 +375,12 @@ class Execution:
             self._delivered = [entry for entry in self._delivered if not entry[0].settled]
 
     def _commit(self, work: Workload, run: TrainRun, user: UserGradients, totals: Gradients, outcome: Any) -> None:
-        user.commit(totals)
-        self._outside.commit()
+        if run.carries:
+            user.restore()
+            run.outside_gradients = self._outside.taken()
+        else:
+            user.commit(totals)
+            self._outside.commit()
         self._commit_buffers(outcome)
         self._commit_attributes(outcome)
         if self.committed is not outcome:
@@ -388,7 +408,7 @@ class _TryAgainError(Exception):
 
     The reason is one of these: memory ran out, and smaller pieces may fit; a device ran the forward several times, and the forward turned out to
     write buffers; the run drew random numbers, or entered a dual level, before that was prepared; something normalises over a micro-batch, which
-    takes two items.
+    takes two items; items without weight have extras.
     """
 
     def __init__(self, *, complete: bool = False) -> None:

@@ -88,6 +88,12 @@ class OutsideGradients:
             del self._before[id(leaf)]
         self._parameters, self._own = [], None
 
+    def taken(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The tensors that got a gradient in the step, each with that gradient. Their ``.grad`` is as before the step."""
+        found = [(leaf, leaf.grad) for leaf, _, _ in self._before.values() if leaf.grad is not None]
+        self.restore()
+        return found
+
     def restore(self) -> None:
         """Put the gradients back as they were before the step."""
         for leaf, before, _ in self._before.values():

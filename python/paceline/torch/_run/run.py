@@ -15,6 +15,7 @@ from torch import nn
 from paceline import Cancelled, InvalidArgument
 from paceline._core.engine import collect_garbage_if_due
 from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.extras import Extras, parted
 from paceline.torch._batch.items import Items, OrderedBatch
 from paceline.torch._batch.objective import Objective
 from paceline.torch._devices.caller_state import CallerState, backward_watched
@@ -28,7 +29,7 @@ from paceline.torch._run.memory import metered
 from paceline.torch._run.outside import OutsideGradients
 from paceline.torch._run.seen import Seen
 
-LossFunction = Callable[[nn.Module, Any], torch.Tensor]
+LossFunction = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, Any]]
 
 # Sizes per device. A compiler that meets so many has long switched to dynamic shapes, or given up (its own limit is 8).
 _MOST_SIZES = 64
@@ -60,6 +61,8 @@ class Frame(NamedTuple):
 
 class Run:
     """What all runs have in common: the caller's state around every slice, and failures with their traceback."""
+
+    repeatable = True  # whether it may run a second time, if memory runs out
 
     def __init__(self, frame: Frame) -> None:
         self.batch, self.replicas, self.seen, self.state, _, self.places, self.limits, self.items, self.searches = (
@@ -145,10 +148,14 @@ class Run:
     def bring(self, device: int, begin: int, end: int) -> Any:
         """A slice of the batch, where the device computes."""
         part = self.batch.slice(begin, end, self.places.mover(device))
+        self.brought(device)
+        return part
+
+    def brought(self, device: int) -> None:
+        """Start the device's clocks: what it needs is on its way."""
         if self._fresh[device]:
             self.places.brought(device)
         self._brought[device] = time.perf_counter()
-        return part
 
     def _compute(self, device: int, begin: int, end: int) -> tuple[bool, int]:
         """Run one micro-batch. Returns whether there was anything to do, and the code for the engine."""
@@ -170,6 +177,11 @@ class Run:
     def compute(self, device: int, begin: int, end: int) -> bool:
         raise TypeError("Run.compute is for subclasses")
 
+    @property
+    def lacks_extras(self) -> bool:
+        """Whether the run has to be repeated for what `loss_fn` returns beside the loss."""
+        return False
+
     def launched(self, device: int, seconds: float) -> None:
         """Called after each piece, with the seconds from the arrival of its items until it was enqueued or, on the host, had run."""
 
@@ -188,27 +200,39 @@ class TrainRun(Run):
         objective: Objective,
         scale: torch.Tensor | None,
         names: list[str],
+        carries: bool = False,
     ) -> None:
         super().__init__(frame)
         replicas, places = self.replicas, self.places
         self.loss_fn = loss_fn
         self.objective = objective
         self.scales: list[torch.Tensor | None] = [scale] * len(places)
+        self.carries = carries  # whether the gradients go to whoever calls backward, and not to .grad
+        self.extras = Extras(objective)
+        self._skipped = False  # whether items without weight did not run
         self.names = names
         self.terms: list[list[tuple[int, torch.Tensor]]] = [[] for _ in replicas]
         self.launches: list[Launch] = []
         self.buckets = Buckets(replicas, names, places) if places.queues is not None and len(replicas) > 1 else None
         self.left_out: dict[int, set[int]] = {}
         self.outside: OutsideGradients | None = None  # set if they are put back after a failure
+        self.outside_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their tensors, if the run carries
         self._storages = [OwnStorages(replica.parameters) for replica in replicas]
         self.without_gradient = self.with_gradient = False
 
     def compute(self, device: int, begin: int, end: int) -> bool:
-        if self.objective.idle(begin, end):
+        idle = self.objective.idle(begin, end)
+        if idle and not self.seen.extras:
+            self._skipped = True
             return False
         part = self.bring(device, begin, end)
-        loss = self.loss_fn(self.replicas[device].module, part)
+        with torch.no_grad() if idle else contextlib.nullcontext():
+            loss, extras = parted(self.loss_fn(self.replicas[device].module, part))
         self.draws.look(device)
+        if extras is not None:
+            self.extras.add(begin, end, extras)
+        if idle:
+            return True
         if not self.terms[device] and self.any_gradient(device):
             raise InvalidArgument(
                 "step: loss_fn called backward itself, so gradients would count twice. Return the loss; step calls backward. Backward "
@@ -241,7 +265,7 @@ class TrainRun(Run):
             self.outside.look(root)
         if self.draws.watches:
             with self.draws.watches[device]:
-                backward_watched(root, retain_graph, inputs)
+                backward_watched([root], [torch.ones_like(root)], retain_graph, inputs)
         else:
             root.backward(retain_graph=retain_graph, inputs=inputs)
         if not retain_graph:  # PyTorch itself empties the cache only when no thread is inside cached()
@@ -292,6 +316,11 @@ class TrainRun(Run):
                 "step: the loss does not require grad: no parameter that does reaches it (is it detached, or everything frozen?)."
             )
         self.draws.check()
+
+    @property
+    def lacks_extras(self) -> bool:
+        """Whether items did not run because they have no weight, though each of them has extras."""
+        return self._skipped and bool(self.extras)
 
     def loss(self) -> torch.Tensor:
         """The objective: the sum of the terms, in the order of the items where they lie in one memory."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.items import Cost
+from paceline.torch._batch.samples import Collate
 from paceline.torch._devices.failures import noted
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.run import PredictRun
@@ -27,13 +27,18 @@ class Predictions:
         self._training = training
 
     def predict(
-        self, batch: Any, fn: Callable[[nn.Module, Any], Any] | None = None, *, cost: Cost | None = None
+        self,
+        batch: Any,
+        fn: Callable[[nn.Module, Any], Any] | None = None,
+        *,
+        cost: Cost | None = None,
+        collate: Collate | None = None,
     ) -> Any:
         """Run the module forward over `batch` on all devices, without gradients.
 
         Parameters
         ----------
-        batch
+        batch, collate
             As for `step`.
         fn
             ``fn(module, slice)``; default ``module(slice)``. Returns a tensor, or a nest of them, whose dimension 0 is the item.
@@ -56,16 +61,19 @@ class Predictions:
             What `fn` raised on a worker, with a note that names the device.
         """
         with self._lifetime.between_steps("predict"):
-            return self._predict(batch, fn if fn is not None else _forward, cost)
+            return self._predict(batch, fn if fn is not None else _forward, cost, collate)
 
-    def _predict(self, batch: Any, fn: Callable[[nn.Module, Any], Any], cost: Cost | None) -> Any:
-        whole = Batch(batch)
+    def _predict(
+        self, batch: Any, fn: Callable[[nn.Module, Any], Any], cost: Cost | None, collate: Collate | None
+    ) -> Any:
+        whole, _ = self._training.prepared(batch, None, None, collate)
         self._execution.places.begin(whole)
         costs = self._training.costs(cost, batch, whole.size)
         work = self._works.of("predict")
 
         def attempt() -> Any:
-            return self._execution.predict(work, PredictRun(self._execution.frame(work, whole, fn, costs), fn=fn))
+            frame = self._execution.frame(work, whole, fn, costs, hooks=True)
+            return self._execution.predict(work, PredictRun(frame, fn=fn))
 
         return self._execution.repeated(attempt)
 

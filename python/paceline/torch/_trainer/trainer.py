@@ -11,7 +11,8 @@ from torch import nn
 from paceline import Device, DeviceGroup, InvalidArgument
 from paceline.comm import Transport
 from paceline.torch._batch.items import Cost
-from paceline.torch._batch.objective import Reduction, Weight
+from paceline.torch._batch.objective import Reduction, Total, Weight
+from paceline.torch._batch.samples import Collate
 from paceline.torch._devices.places import Places
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.replicas import Replicas
@@ -33,6 +34,7 @@ from paceline.torch._trainer.host_workers import HostWorkers
 from paceline.torch._trainer.lifetime import Lifetime
 from paceline.torch._trainer.optimizer import spread
 from paceline.torch._trainer.parts import carried_out_by
+from paceline.torch._trainer.passes import Passes
 from paceline.torch._trainer.predictions import Predictions
 from paceline.torch._trainer.reports import Reports
 from paceline.torch._trainer.step_gaps import StepGaps
@@ -176,6 +178,7 @@ class DataParallel:
         self._lifetime = lifetime = Lifetime(group, owned, execution, works, self._gaps)
         self._training = Training(works, execution, lifetime, reduction)
         self._predictions = Predictions(works, execution, lifetime, self._training)
+        self._passes = Passes(works, execution, lifetime)
         self._trials = Trials(works, execution, lifetime, self._training)
         self._reports = Reports(module, works, execution, lifetime, self._gaps)
 
@@ -202,6 +205,8 @@ class DataParallel:
         scaler: Any = None,
         *,
         cost: Cost | None = None,
+        total: Total | None = None,
+        collate: Collate | None = None,
     ) -> torch.Tensor:
         """Run one forward and backward over `batch` on all devices and add the gradient to the parameters' ``.grad``.
 
@@ -209,7 +214,8 @@ class DataParallel:
         ----------
         loss_fn
             ``loss_fn(module, slice)`` is called once per micro-batch, with a replica and a slice of `batch`. It returns the loss,
-            0-dimensional or with one entry per item of the slice.
+            0-dimensional or with one entry per item of the slice. It may return a pair ``(loss, extras)`` with a tensor or a nest of tensors
+            beside the loss; `extras` then has them for the whole batch.
         batch
             A tensor, or any nest of tuples, lists, mappings and dataclasses. Tensors with dimensions are split along dimension 0, where all
             need the same length B. 0-dimensional tensors and other objects go along unchanged. A list or an array with B entries is
@@ -226,6 +232,12 @@ class DataParallel:
             batch, longest first. `loss_fn` saves time if it trims the slice: ``tokens = b["tokens"][:, : b["length"].max()]``. The trainer
             learns the time of items as a function of their cost, up to its square. `explain` says this time, and how much padding was
             saved. Steps with `cost` and steps without are measured apart.
+        total
+            What to divide the sum over the items by, in place of the total weight: a positive number. For a mean over more than this batch,
+            such as all micro-batches of an accumulation, or all machines. With 1, and ``reduction="sum"``, the objective is the plain sum.
+        collate
+            ``collate(samples)`` makes a slice. Then `batch` is a list of samples, of any type, one per item, and each worker puts its
+            own slices together. For what no tensor of the whole batch can hold: packed sequences, graphs, strings, images of many sizes.
 
         Returns
         -------
@@ -256,15 +268,65 @@ class DataParallel:
         Cancelled
             If another thread closed the trainer. Gradients and buffers are as before the step.
         """
-        with self._lifetime.exclusive("step"):
-            began = self._gaps.begin()
-            try:
-                loss = self._reports.loss = self._training.step(loss_fn, batch, weight, scaler, cost)
-            except BaseException:
-                self._gaps.interrupted()
-                raise
-            self._gaps.end(began)
-            return loss
+        options = {"weight": weight, "scaler": scaler, "cost": cost, "total": total, "collate": collate}
+        return self._measured("step", loss_fn, batch, options)
+
+    def loss(
+        self,
+        loss_fn: LossFunction,
+        batch: Any,
+        *,
+        weight: Weight | None = None,
+        cost: Cost | None = None,
+        scaler: Any = None,
+        total: Total | None = None,
+        collate: Collate | None = None,
+    ) -> torch.Tensor:
+        """Run `step`, and return a loss that carries the gradients. Its ``backward`` adds them to ``.grad``.
+
+        For code that calls ``backward`` itself: training frameworks, gradient accumulation, a loss with more terms. ``loss / k``,
+        ``3 * loss + penalty``, ``scaler.scale(loss)``, `torch.autograd.grad` and parameter hooks do what they do on one device. Hooks run
+        once, on the caller's thread, with the gradient of the whole batch. The loss keeps one set of gradients alive until its ``backward``.
+
+        Parameters
+        ----------
+        loss_fn, batch, weight, cost, total, collate
+            As for `step`. A loss that depends on tensors outside of the module gives these their gradients, too.
+        scaler
+            The ``torch.amp.GradScaler`` that ``scaler.scale(loss)`` is called on. The devices then scale their losses before their own
+            backward, so that half-precision gradients do not vanish, and the loss counts the scale once.
+
+        Returns
+        -------
+        torch.Tensor
+            The objective over the whole batch: 0-dimensional, unscaled, with a graph.
+
+        Raises
+        ------
+        InvalidArgument, RuntimeError, Timeout, DeviceLost, Error, Exception, KeyboardInterrupt, Cancelled
+            As `step`. Gradients are as before, whether it raises or returns.
+
+        Its ``backward`` raises RuntimeError if it is called a second time, with ``create_graph=True``, or after a parameter was written in
+        place.
+
+        Examples
+        --------
+        >>> for batch in loader:                                                     # doctest: +SKIP
+        ...     loss = trainer.loss(loss_fn, batch)
+        ...     (loss / 4 + penalty(model)).backward()
+        """
+        options = {"weight": weight, "scaler": scaler, "cost": cost, "total": total, "collate": collate}
+        return self._measured("loss", loss_fn, batch, options, carries=True)
+
+    @property
+    def extras(self) -> Any:
+        """What `loss_fn` returned beside the loss in the last step, for the whole batch, or None.
+
+        `loss_fn` returns ``(loss, extras)``, where extras are a tensor or a nest of them. A tensor with one row per item comes back with the
+        rows of all items, in the order of the batch. A 0-dimensional tensor is taken for a mean over its slice, and comes back as the mean
+        over the batch, weighted like the loss. The tensors are detached.
+        """
+        return self._execution.extras
 
     def optimizer(
         self, cls: type[torch.optim.Optimizer], parameters: Iterable[Any] | None = None, /, **options: Any
@@ -324,6 +386,21 @@ class DataParallel:
     def shares(self) -> dict[str, int]:
         """Items that each device really ran in the last step."""
         return dict(zip(self._works.names, self._execution.items, strict=True))
+
+    def _measured(
+        self, call: str, loss_fn: LossFunction, batch: Any, options: dict[str, Any], *, carries: bool = False
+    ) -> torch.Tensor:
+        """A training step, whose time since the step before counts as waiting for the caller."""
+        with self._lifetime.exclusive(call):
+            began = self._gaps.begin()
+            try:
+                loss = self._training.step(loss_fn, batch, **options, carries=carries)
+                self._reports.loss = loss.detach() if carries else loss
+            except BaseException:
+                self._gaps.interrupted()
+                raise
+            self._gaps.end(began)
+            return loss
 
     def __enter__(self: _T) -> _T:
         return self

@@ -13,7 +13,9 @@ from torch import nn
 from paceline import InvalidArgument
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.items import Cost, costs_of
-from paceline.torch._batch.objective import Objective, Reduction, Weight, already_backward
+from paceline.torch._batch.objective import Objective, Reduction, Total, Weight, already_backward
+from paceline.torch._batch.samples import Collate, Samples
+from paceline.torch._run.carried import Carried
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.run import Frame, LossFunction, TrainRun
 from paceline.torch._trainer.arguments import check_scaler, check_trains
@@ -35,11 +37,13 @@ class Training:
         self._lifetime = lifetime
         self._scripts: dict[str, ClaimScript] = {}  # the ledgers that are being replayed, by kind of work
 
-    def prepared(self, batch: Any, weight: Weight | None) -> tuple[Batch, Objective]:
+    def prepared(
+        self, batch: Any, weight: Weight | None, total: Total | None = None, collate: Collate | None = None
+    ) -> tuple[Batch, Objective]:
         """The batch and the objective over it."""
-        whole = Batch(batch)
+        whole = Batch(batch) if collate is None else Samples(batch, collate)
         places = self._places
-        return whole, Objective(batch, whole.size, self.reduction, weight, places.pin, places.check_values)
+        return whole, Objective(batch, whole.size, self.reduction, weight, places.pin, places.check_values, total)
 
     def costs(self, cost: Cost | None, batch: Any, size: int) -> list[float] | None:
         """What each of `size` items costs, if `cost` says it."""
@@ -52,21 +56,49 @@ class Training:
         return costs
 
     def step(
-        self, loss_fn: LossFunction, batch: Any, weight: Weight | None, scaler: Any, cost: Cost | None
+        self,
+        loss_fn: LossFunction,
+        batch: Any,
+        *,
+        weight: Weight | None,
+        scaler: Any,
+        cost: Cost | None,
+        total: Total | None,
+        collate: Collate | None,
+        carries: bool = False,
     ) -> torch.Tensor:
-        """Carry out `DataParallel.step`, inside of an exclusive call."""
-        check_trains("step", loss_fn)
-        check_scaler("step", scaler)
-        whole, objective = self.prepared(batch, weight)
+        """Carry out `DataParallel.step`, or `DataParallel.loss`, which `carries` the gradients, inside of an exclusive call."""
+        call = "loss" if carries else "step"
+        check_trains(call, loss_fn)
+        check_scaler(call, scaler)
+        whole, objective = self.prepared(batch, weight, total, collate)
         costs = self.costs(cost, batch, whole.size)
+        scale = self._scale_of(scaler)
+        if carries:
+            self._replicas.share()
         names = self._replicas.names
 
         def run_of(frame: Frame, objective: Objective) -> TrainRun:
-            return TrainRun(frame, loss_fn=loss_fn, objective=objective, scale=self._scale_of(scaler), names=names)
+            return TrainRun(frame, loss_fn=loss_fn, objective=objective, scale=scale, names=names, carries=carries)
 
-        return self._train(kind_of(None), whole, objective, costs, loss_fn, run_of)
+        loss, gradients, run = self._train(kind_of(None), whole, objective, costs, loss_fn, run_of, hooks=carries)
+        if not carries:
+            return already_backward(loss)
+        leaves = zip(self._replicas.parameters, gradients, strict=True)
+        found = [(leaf, gradient) for leaf, gradient in leaves if leaf.requires_grad] + run.outside_gradients
+        wanted = [name for name, leaf in zip(names, self._replicas.parameters, strict=True) if leaf.requires_grad]
+        carried = Carried(wanted, [leaf for leaf, _ in found], [gradient for _, gradient in found], scale)
+        return carried.loss(loss)
 
-    def batch(self, batch: Any, *, weight: Weight | None = None, cost: Cost | None = None) -> GlobalBatch:
+    def batch(
+        self,
+        batch: Any,
+        *,
+        weight: Weight | None = None,
+        cost: Cost | None = None,
+        total: Total | None = None,
+        collate: Collate | None = None,
+    ) -> GlobalBatch:
         """Take `step` apart, for several optimizers, adversarial networks, several losses, or a backward of your own.
 
         The library owns the split, the weights and the reduction. Your function runs forward and backward. Every run of the batch commits
@@ -74,7 +106,7 @@ class Training:
 
         Parameters
         ----------
-        batch, weight, cost
+        batch, weight, cost, total, collate
             As for `step`. With `cost` every run of the batch deals out its items by cost, and by the times that this run has measured.
 
         Returns
@@ -101,7 +133,7 @@ class Training:
         ...     global_batch.run(generate, parameters=G); generator_optimizer.step()
         """
         with self._lifetime.exclusive("batch"):
-            whole, objective = self.prepared(batch, weight)
+            whole, objective = self.prepared(batch, weight, total, collate)
             costs = self.costs(cost, batch, whole.size)
 
         def start(fn: RunFunction, wanted: list[nn.Parameter] | None, scaler: Any, name: str) -> torch.Tensor:
@@ -111,7 +143,8 @@ class Training:
             with self._lifetime.between_steps("run"):
                 check_trains("run", fn)
                 check_scaler("run", scaler)
-                return self._train(kind_of(name), whole, objective, costs, fn, run_of)
+                loss, _, _ = self._train(kind_of(name), whole, objective, costs, fn, run_of)
+                return already_backward(loss)
 
         return GlobalBatch(whole.size, start)
 
@@ -157,17 +190,23 @@ class Training:
         costs: list[float] | None,
         fn: Callable[..., Any],
         run_of: Callable[[Frame, Objective], TrainRun],
-    ) -> torch.Tensor:
-        """Run the batch as the balancer plans this kind of work, or as the claims say that are replayed for this kind."""
+        *,
+        hooks: bool = False,
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None], TrainRun]:
+        """Run the batch as the balancer plans this kind of work, or as the claims say that are replayed for this kind.
+
+        Returns the objective, the gradients of the batch and the run. `hooks`: whether parameters may have gradient hooks.
+        """
         self._places.begin(whole)
 
-        def attempt() -> torch.Tensor:
+        def attempt() -> tuple[torch.Tensor, list[torch.Tensor | None], TrainRun]:
             began = time.perf_counter()
             work, script = self._works.of(kind), self._scripts.get(kind)
             claims = None
             if script is not None:
                 work, claims = self._works.of(f"replay {kind}"), script.peek(whole.size, by_cost=costs is not None)
-            frame = self._execution.frame(work, whole, fn, costs, claims.order if claims is not None else None)
+            order = claims.order if claims is not None else None
+            frame = self._execution.frame(work, whole, fn, costs, order, hooks=hooks)
             run = run_of(frame, objective if frame.items is None else frame.items.objective(objective))
             if claims is not None:
                 run.claims, run.pieces = claims.micro_batches, claims.pieces
@@ -180,14 +219,13 @@ class Training:
                 run.run_alone(alone)
             before = self._execution.committed
             try:
-                objective_value, _, outcome = self._execution.train(work, run)
-                loss = already_backward(objective_value)
+                loss, gradients, outcome = self._execution.train(work, run)
                 if trials is not None and run.alone:
                     busy = sum(finish - start for _, _, _, start, finish, *_ in outcome.claims)
                     trials.add_alone(time.perf_counter() - began, busy)
                 elif trials is not None:
                     trials.add(of_kind, whole.size, time.perf_counter() - began)
-                return loss
+                return loss, gradients, run
             finally:  # also after an interrupt: if it comes while gradients are written, the run is done
                 if script is not None and self._execution.committed is not before:
                     script.advance()

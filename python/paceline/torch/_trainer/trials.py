@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from paceline.torch._batch.items import Cost
-from paceline.torch._batch.objective import Weight
+from paceline.torch._batch.objective import Total, Weight
+from paceline.torch._batch.samples import Collate
 from paceline.torch._check.check import check
 from paceline.torch._check.report import CheckReport
 from paceline.torch._replicas.buffers import KeptAttributes
@@ -39,6 +40,8 @@ class Trials:
         weight: Weight | None = None,
         tolerance: float | None = None,
         cost: Cost | None = None,
+        total: Total | None = None,
+        collate: Collate | None = None,
     ) -> CheckReport:
         """Run one batch whole and in several splits, compare the results, and say what makes a difference.
 
@@ -52,7 +55,7 @@ class Trials:
 
         Parameters
         ----------
-        loss_fn, batch, weight, cost
+        loss_fn, batch, weight, cost, total, collate
             As for `step`. Use at least 8 items; more are not necessary. With `cost` the batch also runs in the order that the costs give.
         tolerance
             Up to this relative difference results count as equal. Default: what rounding may cause for the types of the parameters.
@@ -76,7 +79,7 @@ class Trials:
         """
         with self._lifetime.between_steps("check"), self._works.no_trace():
             check_trains("check", loss_fn)
-            whole, objective = self._training.prepared(batch, weight)
+            whole, objective = self._training.prepared(batch, weight, total, collate)
             costs = self._training.costs(cost, batch, whole.size)
             self._execution.places.begin(whole)
             micro_batch = self._works.options["micro_batch"]

@@ -1,0 +1,76 @@
+"""A batch as a list of samples, which are put together on the devices."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from paceline import InvalidArgument
+from paceline.torch._batch.batch import Batch, Move, same, set_field
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Samples(Batch):
+    """A list of samples, one per item. `collate` makes the slice of a micro-batch from its samples, on the worker that runs it.
+
+    So samples may be what no tensor can hold together: strings, graphs, images of many sizes, sequences that are packed without padding.
+
+    Raises
+    ------
+    InvalidArgument
+        If `data` is not a sequence, if it is empty, or if `collate` is not a function.
+    """
+
+    def __init__(self, data: Any, collate: Collate) -> None:
+        if not callable(collate):
+            raise InvalidArgument(
+                f"collate: {type(collate).__name__}; a function that makes a slice from a list of samples is needed."
+            )
+        if isinstance(data, (str, bytes, Mapping, torch.Tensor)) or not isinstance(data, Sequence):
+            raise InvalidArgument(
+                f"batch: {type(data).__name__} together with collate=, which takes a list of samples, one per item. Give the DataLoader "
+                "collate_fn=list, or leave collate= out if the batch is put together already."
+            )
+        if not data:
+            raise InvalidArgument("batch: the list of samples is empty. Skip empty batches.")
+        self._samples = data
+        self._collate = collate
+        self.size = len(data)
+        self.places = {}
+        self.item_shapes = ()
+
+    def slice(self, begin: int, end: int, move: Move = same) -> Any:
+        return moved(self._collate(list(self._samples[begin:end])), move)
+
+    def gathered(self, rows: torch.Tensor, move: Move = same) -> Any:
+        return moved(self._collate([self._samples[row] for row in rows.tolist()]), move)
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """None: samples are not cut."""
+        return []
+
+
+def moved(node: Any, move: Move) -> Any:
+    """The nest with its tensors moved. Objects with a method ``to``, such as packed sequences, are moved by it."""
+    if isinstance(node, torch.Tensor):
+        return move(node)
+    if move is same:
+        return node
+    if callable(getattr(node, "to", None)):
+        return node.to(move(torch.empty(0)).device)
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        result: Any = copy.copy(node)
+        for field in dataclasses.fields(node):
+            set_field(result, field.name, moved(getattr(node, field.name), move))
+        return result
+    if isinstance(node, Mapping):
+        return {key: moved(value, move) for key, value in node.items()}
+    if isinstance(node, (list, tuple)):
+        values = [moved(value, move) for value in node]
+        return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
+    return node

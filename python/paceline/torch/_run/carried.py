@@ -1,0 +1,93 @@
+"""A loss whose gradients are computed already. Its ``backward`` hands them out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Carried:
+    """The gradients of one batch, from the run that computed them until ``backward`` is called on the loss.
+
+    The objective is a scalar, so the chain rule multiplies its gradient by one number: the gradient that arrives at the loss.
+
+    Parameters
+    ----------
+    names
+        The names of the first leaves. The others are tensors outside of the module.
+    leaves
+        The tensors that the loss depends on. They require gradients.
+    gradients
+        The gradient of each leaf, or None. They belong to this object, and are multiplied in place.
+    scale
+        What the gradients are multiplied by already, 0-dimensional, or None. ``backward`` divides by it.
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        leaves: list[torch.Tensor],
+        gradients: list[torch.Tensor | None],
+        scale: torch.Tensor | None,
+    ) -> None:
+        self._names = names
+        self._leaves = leaves
+        self._versions = [leaf._version for leaf in leaves]
+        self._gradients: list[torch.Tensor | None] | None = gradients
+        self._scale = scale
+
+    def loss(self, value: torch.Tensor) -> torch.Tensor:
+        """The loss with this value, as an operator's output whose inputs are the leaves."""
+        apply: Any = _HandOut.apply
+        loss: torch.Tensor = apply(self, value, *self._leaves)
+        return loss
+
+    def hand_out(self, factor: torch.Tensor) -> list[torch.Tensor | None]:
+        """The gradients times `factor`, once.
+
+        Raises
+        ------
+        RuntimeError
+            If they were handed out already, if gradients of the gradients are wanted, or if a leaf was written since the run. It is the type
+            that PyTorch raises for these.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward: create_graph=True on a loss of trainer.loss(), whose gradients come from the devices without a graph. Compute what "
+                "needs gradients of gradients inside of loss_fn, with torch.autograd.grad(..., create_graph=True)."
+            )
+        if self._gradients is None:
+            raise RuntimeError(
+                "backward: called a second time on a loss of trainer.loss(), which hands its gradients out once and keeps no copy. Call "
+                "backward once, on the sum of all that depends on the loss, or call trainer.loss() again."
+            )
+        for index, (leaf, version) in enumerate(zip(self._leaves, self._versions, strict=True)):
+            if leaf._version != version:
+                name = self._names[index] if index < len(self._names) else f"of shape {tuple(leaf.shape)}"
+                raise RuntimeError(
+                    f"backward: parameter {name} was written in place since trainer.loss() computed this loss, so its gradients belong to other "
+                    "parameters. Call backward before optimizer.step()."
+                )
+        gradients, self._gradients = self._gradients, None
+        factor = factor.detach() if self._scale is None else factor.detach() / self._scale
+        if factor.device.type != "cpu" or factor.item() != 1:  # a GPU is not asked, since the host would wait for it
+            present = [gradient for gradient in gradients if gradient is not None]
+            torch._foreach_mul_([one for one in present if one.device == factor.device], factor)
+            for gradient in present:
+                if gradient.device != factor.device:  # of a tensor outside of the module
+                    gradient.mul_(factor.to(gradient.device))
+        return gradients
+
+
+class _HandOut(torch.autograd.Function):
+    """An operator that passes a value on and, in backward, hands out what a `Carried` has."""
+
+    @staticmethod
+    def forward(ctx: Any, carried: Carried, value: torch.Tensor, *leaves: torch.Tensor) -> torch.Tensor:
+        ctx.carried = carried
+        return value.view(())
+
+    @staticmethod
+    def backward(ctx: Any, *factors: torch.Tensor) -> Any:
+        return None, None, *ctx.carried.hand_out(factors[0])

@@ -1,0 +1,111 @@
+"""Forward over all devices, and the backward that belongs to it, with the caller's own loss between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from paceline.torch._batch.batch import Batch, joined
+from paceline.torch._run.execution import Execution
+from paceline.torch._run.halves import BackwardRun, ForwardRun
+from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.works import Works
+
+_Gradients = Sequence[torch.Tensor | None]
+
+
+class Passes:
+    """Runs forward and backward apart. Devices run in a backward what they ran in its forward."""
+
+    def __init__(self, works: Works, execution: Execution, lifetime: Lifetime) -> None:
+        self._works = works
+        self._execution = execution
+        self._lifetime = lifetime
+
+    def forward(self, fn: Callable[..., Any], batch: Any) -> Any:
+        """What ``fn(module, slice)`` returns for the whole batch, with a graph that leads to the parameters and to `batch`."""
+        replicas = self._execution.replicas
+        with self._lifetime.between_steps("forward"):
+            replicas.share()
+            whole = Batch(batch, gradients=True)
+            self._execution.places.begin(whole)
+            inputs = [tensor for _, tensor in whole.tensors()]
+
+            def attempt() -> ForwardRun:
+                frame = self._execution.frame(self._works.steps, whole, fn, hooks=True, graphs=True)
+                run = ForwardRun(frame, fn, whole)
+                self._execution.forward(self._works.steps, run)
+                return run
+
+            run = self._execution.repeated(attempt)
+            with torch.no_grad():
+                tensors, nest = run.gathered()
+        parameters = [parameter for parameter in replicas.parameters if parameter.requires_grad]
+        sources = [tensor for tensor in inputs if tensor.requires_grad]
+        outside = list(run.outside.values())
+        runs: list[ForwardRun] = [run]  # taken out by the backward, which frees the graphs
+
+        def backward(gradients: _Gradients) -> _Gradients:
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    "backward: create_graph=True through a module that runs on several devices, whose gradients come without a graph. Compute "
+                    "what needs gradients of gradients inside of the function of DataParallel.loss."
+                )
+            if not runs:
+                raise RuntimeError(
+                    "backward: called a second time through one forward, whose graphs on the devices are gone. Add the losses up and call "
+                    "backward once, or run the module again."
+                )
+            run = runs.pop()
+            totals, others = self._backward(fn, whole, run, gradients)
+            ours = [total for total, one in zip(totals, replicas.parameters, strict=True) if one.requires_grad]
+            return [*ours, *run.input_gradients(others), *(others.get(id(one)) for one in outside)]
+
+        differentiable = [
+            any(part.outputs[index].requires_grad for parts in run.slices for part in parts)
+            for index in range(len(tensors))
+        ]
+        apply: Any = _Passes.apply
+        outputs = iter(apply(backward, tensors, differentiable, *parameters, *sources, *outside))
+        return joined([(0, whole.size, nest)], "output", lambda pieces, path: next(outputs), "forward")
+
+    def _backward(
+        self, fn: Callable[..., Any], whole: Batch, forward: ForwardRun, gradients: _Gradients
+    ) -> tuple[_Gradients, dict[int, torch.Tensor]]:
+        """The gradients of the parameters, and those of all other leaves by the leaf's identity."""
+        with self._lifetime.between_steps("backward"):
+            self._execution.places.begin(whole)
+            work = self._works.of("backward")
+
+            def attempt() -> tuple[_Gradients, BackwardRun]:
+                frame = self._execution.frame(work, whole, fn, hooks=True, graphs=True)
+                frame.seen.drawing.draws = forward.draws.drew
+                run = BackwardRun(frame, forward, gradients, self._execution.replicas.names)
+                _, totals, _ = self._execution.train(work, run)
+                return totals, run
+
+            totals, run = self._execution.repeated(attempt)
+            return totals, {id(leaf): gradient for leaf, gradient in run.outside_gradients}
+
+
+class _Passes(torch.autograd.Function):
+    """Outputs that a forward on the devices has computed. Their backward runs on the devices."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run_backward: Callable[[_Gradients], _Gradients],
+        tensors: list[torch.Tensor],
+        differentiable: list[bool],
+        *leaves: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.run_backward = run_backward
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(tensor for tensor, yes in zip(tensors, differentiable, strict=True) if not yes))
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return None, None, None, *ctx.run_backward(gradients)

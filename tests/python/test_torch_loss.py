@@ -1,0 +1,352 @@
+"""`DataParallel.loss`: a loss whose ``backward`` hands out the gradients that the devices have computed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import InvalidArgument
+from paceline.torch import DataParallel
+from torch_support import (
+    TWO,
+    assert_same_gradients,
+    classifier,
+    classify,
+    gradients,
+    hosts,
+    loss_of_words,
+    plain,
+    words,
+    worst_difference,
+)
+
+COUNTS = [1, 2, 3]
+
+
+def penalty(module: Any) -> Any:
+    return sum(parameter.square().sum() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_backward_gives_the_gradient_of_one_device(count: int) -> None:
+    module, batch = classifier(17)
+    wanted, expected = plain(module, classify, batch)
+    with DataParallel(module, hosts(count)) as trainer:
+        loss = trainer.loss(classify, batch)
+        assert gradients(module) == [None] * 4
+        assert loss.item() == pytest.approx(wanted.item(), rel=1e-14)
+        assert loss.dim() == 0
+        assert loss.requires_grad
+        loss.backward()
+    assert_same_gradients(module, expected)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_what_is_computed_from_the_loss_has_the_gradient_of_one_device(count: int) -> None:
+    module, batch = classifier(16)
+    reference, second = copy.deepcopy(module), classifier(16, seed=1)[1]
+    (3 * classify(reference, batch) + 0.1 * penalty(reference)).backward()
+    (classify(reference, second) / 4).backward()
+    with DataParallel(module, hosts(count)) as trainer:
+        (3 * trainer.loss(classify, batch) + 0.1 * penalty(module)).backward()
+        (trainer.loss(classify, second) / 4).backward()
+    assert_same_gradients(module, gradients(reference))
+
+
+def test_two_losses_may_wait_for_one_backward() -> None:
+    module, batch = classifier(16)
+    second = classifier(16, seed=1)[1]
+    wanted = [a + b for a, b in zip(plain(module, classify, batch)[1], plain(module, classify, second)[1], strict=True)]  # type: ignore[operator]
+    with DataParallel(module, TWO) as trainer:
+        first = trainer.loss(classify, batch)
+        (first + trainer.loss(classify, second)).backward()
+    assert_same_gradients(module, wanted)
+
+
+def test_grad_of_autograd_takes_the_gradients_and_leaves_grad_alone() -> None:
+    module, batch = classifier(16)
+    expected = plain(module, classify, batch)[1]
+    with DataParallel(module, TWO) as trainer:
+        taken = torch.autograd.grad(trainer.loss(classify, batch), list(module.parameters()))
+    assert worst_difference(taken, expected) < 1e-12
+    assert gradients(module) == [None] * 4
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_hooks_of_parameters_run_once_on_the_callers_thread_with_the_whole_gradient(count: int) -> None:
+    module, batch = classifier(16)
+    expected = plain(module, classify, batch)[1]
+    seen: list[torch.Tensor] = []
+    late: list[torch.Tensor] = []
+
+    def double(gradient: torch.Tensor) -> torch.Tensor:
+        seen.append(gradient.clone())
+        return gradient * 2
+
+    module[0].weight.register_hook(double)
+    module[0].weight.register_post_accumulate_grad_hook(lambda parameter: late.append(parameter.grad.clone()))
+    with DataParallel(module, hosts(count)) as trainer:
+        loss = trainer.loss(classify, batch)
+        assert not seen
+        loss.backward()
+    assert worst_difference(seen, expected[:1]) < 1e-12
+    assert expected[0] is not None
+    assert worst_difference(late, [2 * expected[0]]) < 1e-12
+
+
+def test_gradients_are_taken_over_without_a_copy_where_nothing_multiplies_them() -> None:
+    module, batch = classifier(16)
+    with DataParallel(module, TWO) as trainer:
+        loss = trainer.loss(classify, batch)
+        carried = loss.grad_fn.carried  # type: ignore[union-attr]
+        addresses = [gradient.data_ptr() for gradient in carried._gradients]
+        loss.backward()
+    assert [parameter.grad.data_ptr() for parameter in module.parameters()] == addresses
+
+
+def test_a_scaler_scales_once() -> None:
+    module, batch = classifier(16)
+    expected = plain(module, classify, batch)[1]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    seen: list[float] = []
+
+    def watched(replica: Any, part: Any) -> Any:
+        output = replica(part[0])
+        output.register_hook(lambda gradient: seen.append(float(gradient.abs().max())))
+        return nn.functional.cross_entropy(output, part[1])
+
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    with DataParallel(module, TWO) as trainer:
+        scaler.scale(trainer.loss(watched, batch, scaler=scaler) / 2).backward()
+    assert max(seen) > 1  # the devices have scaled their losses: without that it would be at most 1/16
+    assert_same_gradients(module, [gradient * 512 for gradient in expected if gradient is not None])
+    scaler.unscale_(optimizer)
+    assert_same_gradients(module, [gradient / 2 for gradient in expected if gradient is not None])
+
+
+def test_a_loss_with_a_scaler_that_is_not_scaled_has_plain_gradients() -> None:
+    module, batch = classifier(16)
+    expected = plain(module, classify, batch)[1]
+    with DataParallel(module, TWO) as trainer:
+        trainer.loss(classify, batch, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0)).backward()
+    assert_same_gradients(module, expected)
+
+
+def test_costs_and_weights_go_along() -> None:
+    module, batch = words(24, 0)
+    expected = plain(module, loss_of_words, batch)[1]
+    with DataParallel(module, TWO) as trainer:
+        trainer.loss(loss_of_words, batch, cost=batch["length"]).backward()
+    assert_same_gradients(module, expected)
+
+
+def test_tensors_outside_of_the_module_get_their_gradients_with_the_factor() -> None:
+    module, batch = classifier(16)
+    temperature = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    temperature.grad = torch.tensor(7.0, dtype=torch.float64)
+    wanted = torch.autograd.grad(nn.functional.cross_entropy(module(batch[0]) * temperature, batch[1]), temperature)[0]
+    with DataParallel(module, TWO) as trainer:
+        loss = trainer.loss(lambda m, b: nn.functional.cross_entropy(m(b[0]) * temperature, b[1]), batch)
+        assert temperature.grad.item() == 7
+        (3 * loss).backward()
+    torch.testing.assert_close(temperature.grad, 7 + 3 * wanted, rtol=1e-12, atol=0)
+
+
+def test_parameters_that_the_loss_does_not_reach_keep_their_gradient() -> None:
+    module, batch = classifier(16)
+    module.spare = nn.Linear(2, 2)
+
+    def loss_fn(replica: Any, part: Any) -> Any:
+        return nn.functional.cross_entropy(replica[2](replica[1](replica[0](part[0]))), part[1])
+
+    with DataParallel(module, TWO) as trainer:
+        trainer.loss(loss_fn, batch).backward()
+    assert module.spare.weight.grad is None
+    assert module[0].weight.grad is not None
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    module, batch = classifier(16)
+    module[0].weight.requires_grad_(False)
+    expected = plain(module, classify, batch)[1]
+    with DataParallel(module, TWO) as trainer:
+        (2 * trainer.loss(classify, batch)).backward()
+    assert module[0].weight.grad is None
+    assert worst_difference(gradients(module)[1:], [2 * one for one in expected[1:] if one is not None]) < 1e-12
+
+
+def test_sparse_gradients_of_one_device_are_handed_out() -> None:
+    module: Any = nn.Sequential(
+        nn.EmbeddingBag(10, 3, sparse=True, dtype=torch.float64), nn.Linear(3, 2, dtype=torch.float64)
+    )
+    batch = torch.randint(0, 10, (8, 4)), torch.randint(0, 2, (8,))
+    expected = plain(module, classify, batch)[1]
+    with DataParallel(module, ["host:0"]) as trainer:
+        (2 * trainer.loss(classify, batch)).backward()
+    got = gradients(module)
+    assert got[0] is not None
+    assert expected[0] is not None
+    assert got[0].is_sparse
+    torch.testing.assert_close(got[0].to_dense(), 2 * expected[0].to_dense())
+
+
+def test_a_second_backward_is_an_error() -> None:
+    module, batch = classifier(16)
+    with DataParallel(module, TWO) as trainer:
+        loss = trainer.loss(classify, batch)
+        loss.backward(retain_graph=True)
+        before = gradients(module)
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+    assert_same_gradients(module, before)
+
+
+def test_a_graph_of_the_gradients_is_an_error() -> None:
+    module, batch = classifier(16)
+    with DataParallel(module, TWO) as trainer, pytest.raises(RuntimeError, match="create_graph=True"):
+        trainer.loss(classify, batch).backward(create_graph=True)
+    assert gradients(module) == [None] * 4
+
+
+def test_a_parameter_that_was_written_in_between_is_an_error() -> None:
+    module, batch = classifier(16)
+    with DataParallel(module, TWO) as trainer:
+        loss = trainer.loss(classify, batch)
+        with torch.no_grad():
+            module[2].weight.add_(1)
+        with pytest.raises(RuntimeError, match=r"parameter 2\.weight was written in place"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_failure_leaves_gradients_as_they_were_and_the_next_loss_works(count: int) -> None:
+    module, batch = classifier(16)
+    expected = plain(module, classify, batch)[1]
+    with DataParallel(module, hosts(count)) as trainer:
+
+        def fails(replica: Any, part: Any) -> Any:
+            raise ValueError("broken")
+
+        with pytest.raises(ValueError, match="broken"):
+            trainer.loss(fails, batch)
+        assert gradients(module) == [None] * 4
+        trainer.loss(classify, batch).backward()
+    assert_same_gradients(module, expected)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_loss_and_step_may_take_turns(count: int) -> None:
+    module, batch = classifier(16)
+    expected = [3 * one for one in plain(module, classify, batch)[1] if one is not None]
+    with DataParallel(module, hosts(count)) as trainer:
+        trainer.step(classify, batch)
+        trainer.loss(classify, batch).backward()
+        trainer.step(classify, batch)
+        assert trainer.report()["steps"] == 3
+    assert_same_gradients(module, expected)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_buffers_and_attributes_follow_as_after_a_step(count: int) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 3, dtype=torch.float64)
+            self.runs: Any
+            self.register_buffer("runs", torch.zeros(()))
+
+        def forward(self, x: Any) -> Any:
+            self.runs += 1
+            self.seen = 5
+            return self.linear(x)
+
+    module, batch = Counts(), classifier(16)[1]
+    with DataParallel(module, hosts(count), micro_batch=None) as trainer:
+        trainer.loss(classify, batch)
+    assert module.runs.item() == 1
+    assert module.seen == 5
+
+
+def test_the_gradients_are_free_when_the_loss_is_dropped() -> None:
+    module, batch = classifier(16)
+    with DataParallel(module, TWO) as trainer:
+        loss = trainer.loss(classify, batch)
+        carried = weakref.ref(loss.grad_fn.carried)  # type: ignore[union-attr]
+        assert carried() is not None
+        gc.disable()
+        try:
+            del loss
+            assert carried() is None
+        finally:
+            gc.enable()
+
+
+def test_loss_is_refused_without_gradients() -> None:
+    module, batch = classifier(16)
+    with (
+        DataParallel(module, TWO) as trainer,
+        torch.no_grad(),
+        pytest.raises(InvalidArgument, match="loss: called under no_grad"),
+    ):
+        trainer.loss(classify, batch)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_total_takes_the_place_of_the_weight(reduction: Any, weighted: bool) -> None:
+    module, batch = classifier(16)
+    weight = torch.arange(1, 17) if weighted else None
+    counts = weight if weight is not None and reduction == "mean" else torch.ones(16)
+
+    def items(module: Any, batch: Any) -> Any:
+        return nn.functional.cross_entropy(module(batch[0]), batch[1], reduction="none")
+
+    reference = copy.deepcopy(module)
+    wanted = (items(reference, batch) * counts).sum() / 37
+    wanted.backward()
+    for total in (37, 37.0, torch.tensor(37)):
+        module.zero_grad()
+        with DataParallel(module, TWO, reduction=reduction) as trainer:
+            assert trainer.step(items, batch, weight=weight, total=total).item() == pytest.approx(
+                wanted.item(), rel=1e-12
+            )
+        assert_same_gradients(module, gradients(reference))
+
+
+def test_a_plain_sum_is_a_total_of_one() -> None:
+    module, batch = classifier(16)
+    summed = lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1], reduction="sum")  # noqa: E731
+    expected = plain(module, summed, batch)[1]
+    with DataParallel(module, TWO, reduction="sum") as trainer:
+        trainer.step(summed, batch, total=1)
+    assert_same_gradients(module, expected)
+
+
+def test_accumulation_over_unequal_batches_is_the_mean_over_all_their_items() -> None:
+    module, batch = classifier(20)
+    expected = plain(module, classify, batch)[1]
+    with DataParallel(module, TWO) as trainer:
+        for part in (slice(0, 7), slice(7, 20)):
+            trainer.loss(classify, (batch[0][part], batch[1][part]), total=20).backward()
+    assert_same_gradients(module, expected)
+
+
+def test_runs_of_a_batch_take_a_total_too() -> None:
+    module, batch = classifier(16)
+    expected = [one * 16 / 5 for one in plain(module, classify, batch)[1] if one is not None]
+    with DataParallel(module, TWO) as trainer, trainer.batch(batch, total=5) as whole:
+        whole.run(lambda m, part: part.backward(classify(m, part.data)))
+    assert_same_gradients(module, expected)
+
+
+@pytest.mark.parametrize("total", [0, -1, float("nan"), float("inf"), "4", True, torch.ones(2)])
+def test_totals_that_cannot_be_used_are_refused(total: Any) -> None:
+    module, batch = classifier(16)
+    with DataParallel(module, TWO) as trainer, pytest.raises(InvalidArgument, match=r"total: .*positive finite number"):
+        trainer.step(classify, batch, total=total)

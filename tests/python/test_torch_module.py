@@ -1,0 +1,223 @@
+"""`Module`: forward and backward on all devices, with the caller's loss between them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline import InvalidArgument
+from paceline.torch import Module
+from torch_support import TWO, assert_same_gradients, classifier, gradients, hosts, worst_difference
+
+COUNTS = [1, 2, 3]
+
+
+def contrastive(a: torch.Tensor, b: torch.Tensor) -> Any:
+    """Each item against all others of the batch."""
+    return nn.functional.cross_entropy(a @ b.T, torch.arange(len(a)))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_loss_that_couples_items_has_the_gradient_of_one_device(count: int) -> None:
+    module, (x, _) = classifier(17)
+    reference = copy.deepcopy(module)
+    wanted = contrastive(reference(x), reference(x.flip(0)))
+    wanted.backward()
+    with Module(module, hosts(count), balance=[1 + index for index in range(count)]) as parallel:
+        output = parallel(x)
+        torch.testing.assert_close(output, reference(x))
+        loss = contrastive(output, parallel(x.flip(0)))
+        loss.backward()
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-12)
+    assert_same_gradients(module, gradients(reference))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_inputs_that_require_a_gradient_get_it(count: int) -> None:
+    module, (x, _) = classifier(16)
+    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    module(theirs * 2).square().sum().backward()
+    expected = gradients(module)
+    module.zero_grad()
+    with Module(module, hosts(count)) as parallel:
+        parallel(mine * 2).square().sum().backward()
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+    assert_same_gradients(module, expected)
+
+
+def test_networks_may_follow_one_another() -> None:
+    (first, (x, _)), second = classifier(16), nn.Linear(3, 4, dtype=torch.float64)
+    reference = copy.deepcopy(nn.Sequential(first, second))
+    contrastive(reference(x), reference(x)).backward()
+    with Module(first, TWO) as a, Module(second, TWO) as b:
+        contrastive(b(a(x)), b(a(x))).backward()
+    assert_same_gradients(nn.Sequential(first, second), gradients(reference))
+
+
+def test_nests_keyword_arguments_and_outputs_without_gradient() -> None:
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 3, dtype=torch.float64)
+
+        def forward(self, x: Any, *, factor: float, more: dict[str, Any]) -> Any:
+            output = self.linear(x) * factor + more["bias"]
+            return {"output": output, "best": output.argmax(1), "pair": (output.sum(1), None)}
+
+    module, (x, _) = Several(), classifier(16)[1]
+    bias = torch.randn(16, 3, dtype=torch.float64)
+    expected = module(x, factor=2.0, more={"bias": bias})
+    (expected["output"].square().sum() + expected["pair"][0].sum()).backward()
+    wanted = gradients(module)
+    module.zero_grad()
+    with Module(module, TWO) as parallel:
+        got = parallel(x, factor=2.0, more={"bias": bias})
+        assert got["best"].equal(expected["best"])
+        assert not got["best"].requires_grad
+        assert got["pair"][1] is None
+        (got["output"].square().sum() + got["pair"][0].sum()).backward()
+    assert_same_gradients(module, wanted)
+
+
+def test_tensors_outside_of_the_module_get_their_gradient() -> None:
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x) * outside[0]
+
+    outside = (scale,)
+    module, (x, _) = Scaled(6, 3, dtype=torch.float64), classifier(16)[1]
+    wanted = torch.autograd.grad(module(x).square().sum(), scale)[0]
+    with Module(module, TWO) as parallel:
+        parallel(x).square().sum().backward()
+    torch.testing.assert_close(scale.grad, wanted)
+
+
+def test_hooks_of_parameters_see_the_whole_gradient_once() -> None:
+    module, (x, _) = classifier(16)
+    module(x).square().sum().backward()
+    wanted = gradients(module)
+    module.zero_grad()
+    seen: list[torch.Tensor] = []
+    module[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    with Module(module, TWO) as parallel:
+        parallel(x).square().sum().backward()
+    assert worst_difference(seen, wanted[:1]) < 1e-12
+
+
+def test_shares_follow_the_balance_and_each_device_runs_one_slice() -> None:
+    module, (x, _) = classifier(16)
+    sizes: list[int] = []
+    module.register_forward_pre_hook(lambda _, arguments: sizes.append(len(arguments[0])))
+    with Module(module, TWO, balance=[1, 3]) as parallel:
+        parallel(x).sum().backward()
+        assert parallel.trainer.shares == {"host:0": 4, "host:1": 12}
+    assert sorted(sizes) == [4, 12]
+
+
+def test_without_gradients_it_predicts() -> None:
+    module, (x, _) = classifier(16)
+    with Module(module, TWO).eval() as parallel, torch.no_grad():
+        output = parallel(x)
+    assert not output.requires_grad
+    torch.testing.assert_close(output, module(x))
+
+
+def test_a_frozen_module_gives_outputs_without_a_graph() -> None:
+    module, (x, _) = classifier(16)
+    with Module(module.requires_grad_(False), TWO) as parallel:
+        assert not parallel(x).requires_grad
+
+
+def test_keys_of_the_state_are_those_of_the_module_also_inside_of_another_one() -> None:
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    with Module(module, TWO) as parallel:
+        assert parallel.module is module
+        assert list(parallel.state_dict()) == list(module.state_dict())
+        outer = nn.Sequential(nn.Linear(2, 2), parallel)
+        assert list(outer.state_dict()) == list(nn.Sequential(nn.Linear(2, 2), module).state_dict())
+        state = {key: torch.zeros_like(value) for key, value in outer.state_dict().items()}
+        assert not any(outer.load_state_dict(state))
+        assert not any(parallel.load_state_dict(copy.deepcopy(module).state_dict()))
+        assert parallel.state_dict()["0.weight"].abs().sum() == 0
+        assert outer.state_dict()._metadata["1.1"] == {"version": 2}  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError, match="Missing key"):
+            parallel.load_state_dict({})
+
+
+def test_a_second_backward_and_a_graph_of_gradients_are_errors() -> None:
+    module, (x, _) = classifier(16)
+    with Module(module, TWO) as parallel:
+        with pytest.raises(RuntimeError, match="create_graph=True"):
+            parallel(x).sum().backward(create_graph=True)
+        loss = parallel(x).sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="second time through one forward"):
+            loss.backward()
+
+
+def test_a_module_that_changed_in_between_is_an_error() -> None:
+    module, (x, _) = classifier(16)
+    with Module(module, TWO) as parallel:
+        loss = parallel(x).sum()
+        module[2] = nn.Linear(10, 3, dtype=torch.float64)
+        with pytest.raises(RuntimeError, match="changed since its forward"):
+            loss.backward()
+
+
+def test_outputs_that_are_no_rows_are_refused() -> None:
+    module, (x, _) = classifier(16)
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self, x: Any) -> Any:
+            return self.inner(x).mean()
+
+    with Module(Mean(), TWO) as parallel, pytest.raises(InvalidArgument, match=r"forward: output has shape \(\)"):
+        parallel(x)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_checkpointing_draws_again_what_the_forward_drew(dropout: float) -> None:
+    class Dropping(nn.Module):
+        def __init__(self, checkpointed: bool) -> None:
+            super().__init__()
+            middle = nn.Dropout(dropout) if dropout else nn.Tanh()
+            self.inner = nn.Sequential(nn.Linear(6, 8), middle, nn.Linear(8, 3)).double()
+            self.checkpointed = checkpointed
+
+        def forward(self, x: Any) -> Any:
+            return checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
+
+    x = classifier(16)[1][0]
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        with Module(Dropping(checkpointed), TWO, balance="even") as parallel:
+            for _ in range(3):
+                parallel(x).square().sum().backward()
+            found.append(gradients(parallel.module))
+    assert worst_difference(*found) == 0
+
+
+def test_running_statistics_follow_as_in_training() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(6)).double()
+    x = classifier(16)[1][0]
+    reference = copy.deepcopy(module)
+    contrastive(reference(x), reference(2 * x)).backward()
+    with Module(module, TWO, balance=[1, 0]) as parallel:
+        contrastive(
+            parallel(x), parallel(2 * x)
+        ).backward()  # the second forward writes statistics that the first has read
+    assert_same_gradients(module, gradients(reference))
+    torch.testing.assert_close(module[0].running_mean, reference[0].running_mean)
+    assert module[0].num_batches_tracked == 2
