@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -267,3 +268,24 @@ def test_attributes_that_a_forward_writes_are_as_before_on_every_device(devices:
         assert module.calls == calls
         assert [trainer.step(classify, (x, y)) for _ in range(2)] == wanted[1:]
         assert [replica.module.calls for replica in trainer._execution.replicas.list] == [3] * devices
+
+
+def test_what_a_class_leaves_out_of_copies_is_no_part_of_the_module() -> None:
+    class Owned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 3, dtype=torch.float64)
+            self.owner: Any = SimpleNamespace(module=self, other=nn.Linear(2, 2))
+
+        def __getstate__(self) -> dict[str, Any]:
+            return {**vars(self), "owner": None}
+
+        def forward(self, x: Any) -> Any:
+            assert self.owner is None
+            return self.linear(x)
+
+    module, batch = Owned(), classifier()[1]
+    with DataParallel(module, TWO) as trainer:
+        trainer.step(classify, batch)
+    assert module.owner.other.weight.grad is None
+    assert module.linear.weight.grad is not None

@@ -48,7 +48,7 @@ class Reach:
         self.registered = len(self.modules)  # how many of the modules are registered
         # self.modules grows during this loop, by modules in lists, by modules in these modules, and so on.
         for name, part in self.modules:
-            for key, value in list(vars(part).items()):
+            for key, value in _copied_attributes(part).items():
                 if key not in BARE:
                     self._visit(f"{name}.{key}" if name else key, value, 0)
 
@@ -109,6 +109,19 @@ class Reach:
                 if parameter is not None and id(parameter) not in self._own and id(parameter) not in self.seen:
                     self.seen.add(id(parameter))
                     self.unregistered[f"{inner}.{key}"] = parameter
+
+
+def _copied_attributes(part: nn.Module) -> dict[str, Any]:
+    """The attributes that copying takes along. A class may leave some out, such as the trainer of a `LightningModule`."""
+    attributes, own = dict(vars(part)), getattr(type(part), "__getstate__", None)
+    if own is None or own is getattr(object, "__getstate__", None):
+        return attributes
+    state: Any = own(part)
+    return (
+        {key: value for key, value in attributes.items() if state.get(key) is value}
+        if type(state) is dict
+        else attributes
+    )
 
 
 def closure_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

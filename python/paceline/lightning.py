@@ -1,0 +1,186 @@
+"""PyTorch Lightning on all devices of one machine: `PacelineStrategy`.
+
+Needs lightning 2.6 and PyTorch, which this package does not install by itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torchmetrics import Metric
+
+from paceline import InvalidArgument
+from paceline.torch import DataParallel
+
+__all__ = ["PacelineStrategy"]
+
+_Kind = tuple[str, dict[str, Any]]  # the reduction of a logged value, and the other arguments of self.log
+_Merge = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+# What the values of slices, one row per item, are for the batch. The second argument has how much each row counts in a mean.
+_MERGE: dict[str, _Merge] = {
+    "mean": lambda values, weights: (values * weights).sum() / weights.sum(),
+    "sum": lambda values, weights: values.sum(),
+    "min": lambda values, weights: values.amin(),
+    "max": lambda values, weights: values.amax(),
+}
+
+
+class PacelineStrategy(SingleDeviceStrategy):
+    """Runs ``training_step`` on all devices: ``Trainer(strategy=PacelineStrategy(), devices=1)``.
+
+    The loader yields the batch of all devices together. Each device's copy of the `LightningModule` runs ``training_step`` on its slices.
+    What the slices log is merged, and logged once. Loss, accumulation, clipping, precision, callbacks and checkpoints are those of one device.
+    Validation, test and prediction run on the module's own device.
+
+    Parameters
+    ----------
+    devices
+        As for `paceline.torch.DataParallel`.
+    weight, cost
+        As for `DataParallel.step`: functions of the batch. `weight` is needed if the loss is a mean over something other than items.
+    options
+        Further arguments of `DataParallel`.
+
+    Attributes
+    ----------
+    data_parallel
+        The `DataParallel`, while a fit runs and after its first step.
+
+    Raises
+    ------
+    InvalidArgument
+        For what a split would make wrong: manual optimization, ``training_step(dataloader_iter)``, torchmetrics that a training step updates or
+        logs, and reductions of its own in ``self.log``.
+
+    Notes
+    -----
+    What ``training_step`` writes to attributes of the module stays with the copy that ran, except for simple values and tensors without a graph
+    (see `DataParallel`).
+    """
+
+    strategy_name = "paceline"
+
+    def __init__(self, devices: Any = "auto", *, weight: Any = None, cost: Any = None, **options: Any) -> None:
+        super().__init__()
+        self.data_parallel: DataParallel | None = None
+        self._devices = devices
+        self._step_options = {"weight": weight, "cost": cost}
+        self._options = options
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where the module is: the first GPU, or the host."""
+        gpu = isinstance(self.accelerator, CUDAAccelerator)
+        return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+
+    def setup(self, trainer: Any) -> None:
+        """Refuse what cannot be split before anything runs."""
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        module: Any = self.lightning_module
+        if not module.automatic_optimization:
+            raise InvalidArgument(
+                "PacelineStrategy: manual optimization. training_step would step the optimizer for every slice of the batch. Use automatic "
+                "optimization, or a loop of your own around paceline.torch.DataParallel.batch."
+            )
+        if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+            raise InvalidArgument(
+                "PacelineStrategy: training_step(dataloader_iter) fetches batches itself, so there is nothing to split. Use "
+                "training_step(batch, batch_idx)."
+            )
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Leave batches for training on the host, since each device copies its own slices."""
+        module: Any = self.lightning_module
+        if module is not None and module.trainer.training:
+            device = torch.device("cpu")
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def training_step(self, *arguments: Any, **options: Any) -> Any:
+        """The loss of the whole batch, which carries the gradients, and what ``training_step`` returns beside it."""
+        module: Any = self.lightning_module
+        batch, *others = arguments
+        if self.data_parallel is None:
+            self.data_parallel = DataParallel(module, self._devices, **self._options)
+        owner = module.trainer
+        kinds: dict[str, _Kind] = {}  # filled by the workers, which all log the same names
+        counts = any(isinstance(part, Metric) for part in module.modules())
+
+        def loss_fn(replica: Any, part: Any) -> Any:
+            log = _Log(kinds, extract_batch_size(part))
+            replica._trainer = owner  # copies leave it out
+            vars(replica)["log"] = log.log
+            before = _updates(replica) if counts else []
+            output = replica.training_step(part, *others, **options)
+            if counts and _updates(replica) != before:
+                raise InvalidArgument(
+                    "PacelineStrategy: training_step updates a torchmetrics object. Each device would update a copy, and the state would be lost. "
+                    "Log tensors with self.log, which are merged, or update the metric in on_train_batch_end with what training_step returns."
+                )
+            beside = {} if output is None or isinstance(output, torch.Tensor) else dict(output)
+            return beside.pop("loss") if beside else output, (log.rows, beside)
+
+        loss: Any
+        with self.precision_plugin.train_step_context():
+            loss = self.data_parallel.loss(
+                loss_fn, batch, **self._step_options, scaler=getattr(self.precision_plugin, "scaler", None)
+            )
+        logged, beside = self.data_parallel.extras
+        for name, (values, weights) in logged.items():
+            reduction, log_options = kinds[name]
+            merged = _MERGE[reduction](values, weights)
+            module.log(name, merged, reduce_fx=reduction, batch_size=max(1, round(weights.sum().item())), **log_options)
+        return {"loss": loss, **beside} if beside else loss
+
+    def teardown(self) -> None:
+        """End the workers, before the module moves."""
+        if self.data_parallel is not None:
+            self.data_parallel.close()
+            self.data_parallel = None
+        super().teardown()
+
+
+class _Log:
+    """Takes the place of ``self.log`` of a device's copy for one slice, and keeps what it is given, one row per item."""
+
+    _signature = inspect.signature(LightningModule.log)
+
+    def __init__(self, kinds: dict[str, _Kind], items: int) -> None:
+        self.rows: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._kinds = kinds
+        self._items = items
+
+    def log(self, *arguments: Any, **options: Any) -> None:
+        given = self._signature.bind(None, *arguments, **options).arguments
+        del given["self"]
+        name, value, weight = given.pop("name"), given.pop("value"), given.pop("batch_size", None) or self._items
+        reduction = given.pop("reduce_fx", "mean")
+        reduction = getattr(reduction, "__name__", reduction)
+        if isinstance(value, Metric) or reduction not in _MERGE:
+            what = "a torchmetrics object" if isinstance(value, Metric) else f"reduce_fx={reduction}"
+            raise InvalidArgument(
+                f"PacelineStrategy: self.log({name!r}) with {what}, which cannot be merged from the slices of a batch. Log a number or a tensor, with "
+                f"one of the reductions {', '.join(_MERGE)}."
+            )
+        value = torch.as_tensor(value).detach().double().reshape(())
+        self._kinds[name] = reduction, given
+        self.rows[name] = (
+            (value / self._items if reduction == "sum" else value).expand(self._items),
+            torch.full((self._items,), weight / self._items, dtype=torch.float64),
+        )
+
+
+def _updates(module: Any) -> list[int]:
+    """How often each torchmetrics object in the module was updated."""
+    return [part._update_count for part in module.modules() if isinstance(part, Metric)]

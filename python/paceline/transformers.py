@@ -1,0 +1,102 @@
+"""Hugging Face's `transformers.Trainer` on all devices of one machine: `PacelineMixin`.
+
+Needs transformers 5 and PyTorch, which this package does not install by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from paceline import InvalidArgument
+from paceline.torch import DataParallel
+
+__all__ = ["PacelineMixin"]
+
+
+class PacelineMixin:
+    """Lets a `transformers.Trainer` run each training batch on all devices: ``class MyTrainer(PacelineMixin, Trainer)``.
+
+    ``per_device_train_batch_size`` is the batch of the whole process, however many devices it has. The loss, its normalisation over all
+    tokens of the accumulated batches (``num_items_in_batch``), label smoothing, ``compute_loss_func`` and mixed precision are those of the
+    Trainer on one device. Evaluation and prediction run on the model's own device.
+
+    `data_parallel_options`, an attribute of your class, has further arguments of `paceline.torch.DataParallel`, such as
+    ``{"devices": ["host:0", "host:1"]}``. `data_parallel` is that object while ``train`` runs; ``trainer.data_parallel.explain()``, called
+    in a callback, says what it does.
+
+    Some models ignore ``num_items_in_batch``, such as `BertForSequenceClassification`. The Trainer on one device then adds the means of
+    accumulated batches up without dividing by their number. Here the gradient is that of the mean over all of them.
+
+    Raises
+    ------
+    InvalidArgument
+        If the arguments ask for something that needs the whole batch on one device.
+
+    Examples
+    --------
+    >>> class MyTrainer(PacelineMixin, Trainer):                                     # doctest: +SKIP
+    ...     data_parallel_options = {"devices": "auto"}
+    >>> MyTrainer(model, arguments, train_dataset=data).train()                      # doctest: +SKIP
+    """
+
+    loss_is_scaled_for_ga = True  # `compute_loss` divides by what was accumulated, and the Trainer must not do it again
+    data_parallel_options: ClassVar[dict[str, Any]] = {}
+    data_parallel: DataParallel | None = None
+
+    def __init__(self, model: Any = None, args: Any = None, *arguments: Any, **options: Any) -> None:
+        if args is not None:
+            args._n_gpu = min(args.n_gpu, 1)  # otherwise the Trainer wraps the model in nn.DataParallel
+        super().__init__(model, args, *arguments, **options)  # type: ignore[call-arg]
+        trainer: Any = self
+        if trainer.args.torch_compile:
+            raise InvalidArgument(
+                "PacelineMixin: torch_compile=True compiles the model before it is copied for the devices. Pass a model with "
+                "torch.compile(model.forward) of its own, or leave it out."
+            )
+
+    def train(self, *arguments: Any, **options: Any) -> Any:
+        """As `Trainer.train`. The devices' workers end with it."""
+        try:
+            return super().train(*arguments, **options)  # type: ignore[misc]
+        finally:
+            if self.data_parallel is not None:
+                self.data_parallel.close()
+                self.data_parallel = None
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """As `Trainer.compute_loss`, on all devices where the loss is for training and the outputs are not asked for."""
+        trainer: Any = self
+        one_device = super().compute_loss  # type: ignore[misc]
+        if return_outputs or not torch.is_grad_enabled():
+            return one_device(model, inputs, return_outputs, num_items_in_batch)
+        if self.data_parallel is None:
+            self.data_parallel = DataParallel(trainer.accelerator.unwrap_model(model), **self.data_parallel_options)
+
+        def loss_fn(module: Any, part: Any) -> Any:
+            return one_device(module, part)  # the mean over the labels of the slice
+
+        weight = _labels_per_item(inputs, shifted=trainer._loss_shifts_labels)
+        items = num_items_in_batch
+        if items is not None and trainer.args.average_tokens_across_devices:
+            items = items / (
+                trainer.accelerator.num_processes // trainer.get_tp_size()
+            )  # the processes average gradients
+        loss = self.data_parallel.loss(
+            loss_fn, inputs, weight=weight, total=items, scaler=getattr(trainer.accelerator, "scaler", None)
+        )
+        return loss if items is not None else loss / trainer.current_gradient_accumulation_steps
+
+
+def _labels_per_item(inputs: Any, *, shifted: bool) -> torch.Tensor | None:
+    """How many labels of each item count in the loss. The Trainer counts the same for ``num_items_in_batch``."""
+    labels = inputs.get("shift_labels", inputs.get("labels"))
+    if not isinstance(labels, torch.Tensor):
+        return None
+    if shifted and "shift_labels" not in inputs:
+        labels = labels[..., 1:]
+    counts: torch.Tensor = labels.ne(-100).reshape(len(labels), -1).sum(1)
+    return counts

@@ -1,0 +1,138 @@
+"""Frameworks and scripts that take `DataParallel.loss` as it is: Fabric, Accelerate, and DistributedDataParallel over several machines."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from lightning.fabric import Fabric
+from torch import nn
+
+from paceline.torch import DataParallel
+
+TWO = ["host:0", "host:1"]
+
+
+def loss_fn(module: Any, batch: Any) -> Any:
+    return nn.functional.cross_entropy(module(batch[0]), batch[1])
+
+
+def setting(dtype: torch.dtype = torch.float64) -> tuple[Any, list[Any]]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
+    return module, [(torch.randn(20, 6, dtype=dtype), torch.randint(0, 3, (20,))) for _ in range(8)]
+
+
+def adam(module: nn.Module) -> Any:
+    return torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+
+def difference(ours: nn.Module, theirs: nn.Module) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
+def test_fabric(precision: Any) -> None:
+    mixed = precision != "64-true"
+    module, batches = setting(torch.float32 if mixed else torch.float64)
+    reference = copy.deepcopy(module)
+    fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
+    model, plain = fabric.setup(reference, adam(reference))
+    for batch in batches:
+        plain.zero_grad()
+        fabric.backward(loss_fn(model, batch))
+        fabric.clip_gradients(model, plain, max_norm=0.5)
+        plain.step()
+    optimizer = fabric.setup_optimizers(adam(module))
+    with DataParallel(module, TWO) as trainer:
+        for batch in batches:
+            optimizer.zero_grad()
+            with fabric.autocast():
+                loss = trainer.loss(loss_fn, batch)
+            fabric.backward(loss)
+            fabric.clip_gradients(module, optimizer, max_norm=0.5)
+            optimizer.step()
+    # Fabric's own module rounds its double outputs to single precision, and the trainer's loss does not.
+    assert difference(module, reference) < (2e-3 if mixed else 1e-7)
+
+
+def test_accelerate() -> None:
+    module, batches = setting()
+    reference = copy.deepcopy(module)
+    for parallel in (False, True):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        ours = module if parallel else reference
+        model, optimizer = accelerator.prepare(ours, adam(ours))
+        with DataParallel(accelerator.unwrap_model(model), TWO) as trainer:
+            for batch in batches:
+                with accelerator.accumulate(model):
+                    loss = trainer.loss(loss_fn, batch) if parallel else loss_fn(model, batch)
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        accelerator.free_memory()
+    assert difference(module, reference) < 1e-12
+
+
+# One process for each machine; DistributedDataParallel takes the average of their gradients.
+RANK = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from paceline.torch import DataParallel
+sys.path.insert(0, os.environ["TESTS"])
+from test_loss_in_frameworks import adam, loss_fn, setting
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+module, batches = setting()
+part = slice(0, 14) if rank == 0 else slice(14, 20)
+
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch):
+        items = len(batch[0])
+        return trainer.loss(loss_fn, batch, total=20) * world
+
+with DataParallel(module, [f"host:{rank}"]) as trainer:
+    parallel = nn.parallel.DistributedDataParallel(Loss())
+    optimizer = adam(module)
+    for x, y in batches:
+        optimizer.zero_grad()
+        parallel((x[part], y[part])).backward()
+        optimizer.step()
+    torch.save(module.state_dict(), os.environ["OUT"] + str(rank))
+dist.destroy_process_group()
+"""
+
+
+def test_distributed_data_parallel_over_machines_with_unequal_batches(tmp_path: Any) -> None:
+    module, batches = setting()
+    optimizer = adam(module)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_fn(module, batch).backward()
+        optimizer.step()
+    environment = {**os.environ, "TESTS": os.path.dirname(__file__), "OUT": str(tmp_path / "rank")}  # noqa: PTH120
+    script = tmp_path / "rank.py"
+    script.write_text(textwrap.dedent(RANK))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        theirs = copy.deepcopy(module)
+        theirs.load_state_dict(torch.load(tmp_path / f"rank{rank}"))
+        assert difference(module, theirs) < 1e-12
