@@ -88,6 +88,7 @@ class Execution:
     def __init__(self, group: DeviceGroup, module: nn.Module, places: Places, replicas: Replicas) -> None:
         self.running: Run | None = None
         self.items = [0] * len(group)  # how many each device ran in the last committed step
+        self.out_of_memory = 0  # how often a step had to run again in smaller pieces
         self.extras: Any = None  # what loss_fn returned beside the loss in that step
         self.module = module
         self._names = places.names
@@ -319,6 +320,7 @@ class Execution:
                     and is_out_of_memory(error)
                     and step_loop.shrink(outcome, isinstance(error, OutOfMemory))
                 ):
+                    self.out_of_memory += 1
                     raise _TryAgainError from error
                 if fails_over_one_item(error) and run.least == 1 < run.batch.size:
                     work.normalises = True

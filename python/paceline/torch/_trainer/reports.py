@@ -13,6 +13,7 @@ from torch import nn
 from paceline.balance import WhatIfAnswer
 from paceline.torch._run.alone import Measured
 from paceline.torch._run.execution import Execution, Workload
+from paceline.torch._trainer.exports import Collector, scalars_of
 from paceline.torch._trainer.lifetime import Lifetime
 from paceline.torch._trainer.step_gaps import StepGaps
 from paceline.torch._trainer.works import Works, kind_of
@@ -49,7 +50,8 @@ class Reports:
         dict
             ``devices``: by name ``share`` (items of the last step), ``items``, ``busy_seconds`` and ``idle_seconds`` (totals),
             ``items_per_second`` (recent, while busy) and ``speed`` (the same, relative to the fastest device). After a step with `cost` also
-            ``cost`` (total) and ``cost_per_second`` (0 while recent steps had no costs), and ``speed`` then compares the latter.
+            ``cost`` (total) and ``cost_per_second`` (0 while recent steps had no costs), and ``speed`` then compares the latter. ``retired``:
+            whether it gets no work since `retire`.
 
             ``imbalance``: the slowest device's busy time over the mean, minus 1 (recent). ``moves``: the number of changes of shares.
             ``steps``: the number of steps. ``compute_seconds`` and ``step_seconds``: totals, without and with the reduction. The reduction on
@@ -62,6 +64,8 @@ class Reports:
             change of speed; ``"unjudged"`` where nothing comparable ran before. Unless a move was judged, measured gain and resolution are 0.
             ``taken_back``: how many moves were. Like `explain`, both are about the kind of steps, with `cost` or without, that was
             planned last. With `cost`, batches and shares are work.
+
+            ``out_of_memory``: how often a step ran again in smaller pieces because memory had run out.
 
             ``sizes``: for each device the sizes of micro-batches that ever ran, in items.
 
@@ -80,8 +84,12 @@ class Reports:
         """
         runs = {name: _metrics_of(work) for name, work in self._works.runs().items()}
         sizes = {name: sorted(ran) for name, ran in zip(self._works.names, self._works.steps.seen.ever, strict=True)}
+        figures = _metrics_of(self._works.steps)
+        for index, device in enumerate(figures["devices"].values()):
+            device["retired"] = index in self._works.retired
         return {
-            **_metrics_of(self._works.steps),
+            **figures,
+            "out_of_memory": self._execution.out_of_memory,
             "sizes": sizes,
             "memory": self._memory(),
             "runs": runs,
@@ -93,6 +101,32 @@ class Reports:
         for space, peak in self._execution.places.pool_peaks().items():
             result.setdefault(space, {})["pool_peak_bytes"] = peak
         return result
+
+    def scalars(self, prefix: str = "paceline/") -> dict[str, float]:
+        """Some figures of `report` by flat names, for TensorBoard, W&B, MLflow or ``self.log_dict``.
+
+        ``step_seconds`` and ``compute_seconds`` are means of a step. By device, as in ``share/host_0``: ``share``, ``items_per_second``
+        and ``busy_ratio``, the part of the devices' common time in which it computed.
+
+        Examples
+        --------
+        >>> wandb.log(trainer.scalars(), step=step)                                  # doctest: +SKIP
+        """
+        return scalars_of(self.report(), prefix)
+
+    def prometheus(self, **labels: str) -> Collector:
+        """A collector of ``prometheus_client`` with the figures of `report`, which you register. It starts no server.
+
+        Parameters
+        ----------
+        labels
+            Labels of your own for all samples: ``prometheus(run="a")``. Several trainers in one registry need different ones.
+
+        Examples
+        --------
+        >>> prometheus_client.REGISTRY.register(trainer.prometheus())                # doctest: +SKIP
+        """
+        return Collector(self.report, self._lifetime.group, labels)
 
     def progress(
         self, batches: Iterable[_T], *, total: int | None = None, every: float = 10.0, file: TextIO | None = None

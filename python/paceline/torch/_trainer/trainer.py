@@ -189,6 +189,8 @@ class DataParallel:
     find_batch_size = carried_out_by("_trials", Trials.find_batch_size)
     report = carried_out_by("_reports", Reports.report)
     progress = carried_out_by("_reports", Reports.progress)
+    scalars = carried_out_by("_reports", Reports.scalars)
+    prometheus = carried_out_by("_reports", Reports.prometheus)
     events = carried_out_by("_reports", Reports.events)
     history = carried_out_by("_reports", Reports.history)
     plot = carried_out_by("_reports", Reports.plot)

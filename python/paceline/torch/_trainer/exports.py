@@ -1,0 +1,102 @@
+"""The figures of a trainer for other programs: Prometheus, and whatever logs numbers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from paceline import DeviceGroup, __version__
+from paceline._core.runtime import gpu_facts
+
+Report = Callable[[], dict[str, Any]]
+
+
+def scalars_of(report: dict[str, Any], prefix: str) -> dict[str, float]:
+    """The figures of a report by flat names. Names of devices have ``_`` in place of ``:`` and ``/``."""
+    steps = max(1, report["steps"])
+    found = {
+        "step_seconds": report["step_seconds"] / steps,
+        "compute_seconds": report["compute_seconds"] / steps,
+        "imbalance": report["imbalance"],
+        "moves": report["moves"],
+    }
+    for name, device in report["devices"].items():
+        plain = name.replace(":", "_").replace("/", "_")
+        found[f"share/{plain}"] = device["share"]
+        found[f"items_per_second/{plain}"] = device["items_per_second"]
+        found[f"busy_ratio/{plain}"] = _busy(device)
+    return {f"{prefix}{name}": float(value) for name, value in found.items()}
+
+
+def _busy(device: dict[str, Any]) -> float:
+    whole = device["busy_seconds"] + device["idle_seconds"]
+    return float(device["busy_seconds"] / whole) if whole else 0.0
+
+
+class Collector:
+    """A collector for ``prometheus_client``, whose registry calls `collect` at each scrape. It starts no server and registers nothing.
+
+    Samples of devices have the label ``device``, and for GPUs ``uuid`` and ``pci_bus_id``, by which they join with those of DCGM. All samples
+    have the caller's own `labels`.
+    """
+
+    def __init__(self, report: Report, group: DeviceGroup, labels: dict[str, str]) -> None:
+        self._report = report
+        self._common = labels
+        facts = gpu_facts()
+        self._labels: dict[str, list[str]] = {}
+        for device in group.devices:
+            gpu = facts[device.index] if device.kind == "cuda" else {}
+            self._labels[device.name] = [device.name, str(gpu.get("uuid", "")), str(gpu.get("pci_bus_id", ""))]
+
+    def describe(self) -> list[Any]:
+        """Nothing, so that registering reads no figures."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """The present figures. Reading them waits for GPUs."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, SummaryMetricFamily
+
+        report = self._report()
+        common, values = list(self._common), list(self._common.values())
+        info = InfoMetricFamily("paceline_build", "The version of paceline.", labels=common)
+        info.add_metric(values, {"version": __version__})
+        yield info
+        seconds = SummaryMetricFamily(
+            "paceline_step_seconds", "Time of training steps, with the reduction.", labels=common
+        )
+        seconds.add_metric(values, report["steps"], report["step_seconds"])
+        yield seconds
+        for kind, name, help_text, value in (
+            (CounterMetricFamily, "paceline_moves", "Changes of the devices' shares.", report["moves"]),
+            (CounterMetricFamily, "paceline_out_of_memory", "Steps that ran again in smaller pieces.", report["out_of_memory"]),
+            (GaugeMetricFamily, "paceline_imbalance_ratio", "Busy time of the slowest device over the mean, minus 1.", report["imbalance"]),
+        ):  # fmt: skip
+            family = kind(name, help_text, labels=common)
+            family.add_metric(values, value)
+            yield family
+        yield from self._of_devices(report, [*common, "device", "uuid", "pci_bus_id"], values)
+
+    def _of_devices(self, report: dict[str, Any], labels: list[str], values: list[str]) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        figures: tuple[tuple[Any, str, str, Callable[[dict[str, Any]], float]], ...] = (
+            (GaugeMetricFamily, "paceline_device_share_items", "Items of the last step.", lambda one: one["share"]),
+            (GaugeMetricFamily, "paceline_device_busy_ratio", "Part of the devices' common time in which it computed.", _busy),
+            (GaugeMetricFamily, "paceline_device_items_per_second", "Recent speed while computing.", lambda one: one["items_per_second"]),
+            (GaugeMetricFamily, "paceline_device_retired", "1 while it gets no work by request.", lambda one: one["retired"]),
+            (CounterMetricFamily, "paceline_device_items", "Items run.", lambda one: one["items"]),
+            (CounterMetricFamily, "paceline_device_busy_seconds", "Time spent computing.", lambda one: one["busy_seconds"]),
+        )  # fmt: skip
+        for kind, name, help_text, read in figures:
+            family = kind(name, help_text, labels=labels)
+            for device, figures_of in report["devices"].items():
+                family.add_metric([*values, *self._labels[device]], read(figures_of))
+            yield family
+        memory = GaugeMetricFamily("paceline_memory_bytes", "Memory by kind.", labels=[*labels, "kind"])
+        for device, sizes in report["memory"].items():
+            for kind, size in sizes.items():
+                if kind.endswith("_bytes"):
+                    where = self._labels.get(device, [device, "", ""])
+                    memory.add_metric([*values, *where, kind.removesuffix("_bytes")], size)
+        yield memory
