@@ -7,6 +7,7 @@ the simulator. Importing this package loads neither PyTorch nor NumPy and starts
 from paceline._core import Cancelled, DeviceLost, Error, InvalidArgument, OutOfMemory, Timeout, Unavailable
 from paceline._core.runtime import Device, DeviceGroup, devices, find_device
 from paceline._partition import partition, release_partitions
+from paceline._stop import StopRequest, stop_on
 from paceline.comm import Communicator
 
 __version__: str
@@ -20,6 +21,7 @@ __all__ = [
     "Error",
     "InvalidArgument",
     "OutOfMemory",
+    "StopRequest",
     "Timeout",
     "Unavailable",
     "__version__",
@@ -27,6 +29,7 @@ __all__ = [
     "find_device",
     "partition",
     "release_partitions",
+    "stop_on",
 ]
 
 

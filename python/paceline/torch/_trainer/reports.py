@@ -114,7 +114,7 @@ class Reports:
         """
         return scalars_of(self.report(), prefix)
 
-    def prometheus(self, **labels: str) -> Collector:
+    def prometheus(self, /, **labels: str) -> Collector:
         """A collector of ``prometheus_client`` with the figures of `report`, which you register. It starts no server.
 
         Parameters

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from paceline import Device, DeviceGroup, InvalidArgument
+from paceline._stop import stop_requested
 from paceline.comm import Transport
 from paceline.torch._batch.items import Cost
 from paceline.torch._batch.objective import Reduction, Total, Weight
@@ -403,6 +404,11 @@ class DataParallel:
                 raise
             self._gaps.end(began)
             return loss
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a signal or a call has asked for a stop, in any `paceline.stop_on` that is open."""
+        return stop_requested()
 
     def __enter__(self: _T) -> _T:
         return self
