@@ -5,26 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import textwrap
-from typing import Literal
-
-Kind = Literal[
-    "random draws",
-    "shared draws",
-    "unknown draws",
-    "running statistics",
-    "coupled items",
-    "batch size",
-    "reduction",
-    "weight",
-    "function of a mean",
-    "layout",
-    "order",
-    "not repeatable",
-    "error",
-    "devices",
-    "unknown",
-]
-
 
 # Causes that leave a loss valid if nothing else is found.
 _DRAWS = {
@@ -35,9 +15,13 @@ _DRAWS = {
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Why a split changes the result, and what to do."""
+    """Why a split changes the result, and what to do.
 
-    kind: Kind
+    `kind` is one of "random draws", "shared draws", "unknown draws", "running statistics", "coupled items", "batch size", "reduction", "weight",
+    "function of a mean", "layout", "order", "not repeatable", "error", "devices", "unknown".
+    """
+
+    kind: str
     text: str
     modules: tuple[str, ...] = ()  # the submodules that cause it, if known
 

@@ -135,9 +135,7 @@ def _shifted(path: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 def _adding(tensor: torch.Tensor) -> tuple[Callable[[torch.Tensor], torch.Tensor], str]:
     if tensor.dim() == 1:
         return lambda values: values, ""
-    if tensor.dim() == 2:
-        return lambda values: values.sum(1), ".sum(1)"
-    return lambda values: values.flatten(1).sum(1), ".flatten(1).sum(1)"
+    return lambda values: values.flatten(1).sum(1), ".sum(1)" if tensor.dim() == 2 else ".flatten(1).sum(1)"
 
 
 def _paddings(values: torch.Tensor, watch: LossWatch) -> list[int]:

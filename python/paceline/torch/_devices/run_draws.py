@@ -56,6 +56,10 @@ class RunDraws:
         watched = places.share_generators and (any(places.on_gpu) or not self._expects_none)
         self.watches = [RecomputeWatch() for _ in devices] if watched else []
 
+    def unwatched(self) -> None:
+        """Watch nothing: replayed draws need no seeds, and recomputation draws the same."""
+        self.watches, self._generators = [], []
+
     def run(self) -> contextlib.AbstractContextManager[None]:
         """A context around the whole run, on the caller's thread."""
         return contextlib.nullcontext() if self._own is None else of_each_thread()
