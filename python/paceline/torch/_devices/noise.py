@@ -25,8 +25,8 @@ class Draw:
 
     name: str  # without the overload, since a call with a generator is another overload
     settings: list[Any]
-    values: torch.Tensor | None
-    inputs: list[torch.Tensor]  # tensors whose values decide what may be drawn, such as probabilities
+    values: torch.Tensor | None = None
+    inputs: list[torch.Tensor] = dataclasses.field(default_factory=list)  # they decide what may be drawn: probabilities
 
 
 class Noise:
@@ -120,7 +120,7 @@ class _Recording(_Random):
     def called(self, func: Any, args: Any, kwargs: Any, generators: list[torch.Generator]) -> Any:
         states = [generator.get_state() for generator in generators]
         result = func(*args, **kwargs)
-        draw = Draw(_name_of(func), _settings(args, kwargs), None, [])
+        draw = Draw(_name_of(func), _settings(args, kwargs))
         self.noise.draws.append(draw)
         if all(torch.equal(one.get_state(), state) for one, state in zip(generators, states, strict=True)):
             return result
@@ -202,14 +202,11 @@ class OtherGenerators:
     """The present state of the global generators of Python and NumPy, to go back to."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[str, Callable[[], Any], Callable[[Any], None], Any]] = []
-        found: list[tuple[str, Callable[[], Any], Callable[[Any], None]]] = [
-            ("Python's random", random.getstate, random.setstate)
-        ]
+        self._kept: list[tuple[str, Callable[[], Any], Callable[[Any], None], Any]]
+        self._kept = [("Python's random", random.getstate, random.setstate, random.getstate())]
         numpy = sys.modules.get("numpy.random")
         if numpy is not None:
-            found.append(("numpy.random", numpy.get_state, numpy.set_state))
-        self._kept = [(name, get, put, get()) for name, get, put in found]
+            self._kept.append(("numpy.random", numpy.get_state, numpy.set_state, numpy.get_state()))
 
     @property
     def moved(self) -> list[str]:
