@@ -12,6 +12,9 @@ def render(facts: Mapping[str, Any]) -> str:
     limit = cpu["cgroup_limit"]
     python = facts["python"]
     build = facts["build"]
+    limited = f"{limit['cores']:g} core{'' if limit['cores'] == 1 else 's'} ({limit['source']})" if limit else "none"
+    nodes = "; ".join(f"{node}: {ranges(cores)}" for node, cores in cpu["numa_nodes"].items())
+    interpreter = f"{python['version']}{'' if python['gil'] else ' free-threaded'}, {python['executable']}"
     blocks: list[tuple[str | None, list[tuple[str, str]]]] = [
         (None, [("paceline", facts["version"]), ("platform", facts["platform"])]),
         (
@@ -19,16 +22,8 @@ def render(facts: Mapping[str, Any]) -> str:
             [
                 ("processor", cpu["model"]),
                 ("cores we may use", ranges(cpu["affinity"]) or "unknown (no affinity mask)"),
-                (
-                    "cgroup CPU limit",
-                    f"{limit['cores']:g} core{'' if limit['cores'] == 1 else 's'} ({limit['source']})"
-                    if limit
-                    else "none",
-                ),
-                (
-                    "NUMA nodes",
-                    "; ".join(f"{node}: {ranges(c)}" for node, c in cpu["numa_nodes"].items()) or "unknown",
-                ),
+                ("cgroup CPU limit", limited),
+                ("NUMA nodes", nodes or "unknown"),
                 ("reduction kernels", cpu["reduction_kernels"]),
             ],
         ),
@@ -41,10 +36,7 @@ def render(facts: Mapping[str, Any]) -> str:
             [
                 ("built with", f"{build['compiler']} ({build['flags']})"),
                 ("fmt, pybind11", f"{build['fmt']}, {build['pybind11']}"),
-                (
-                    python["implementation"],
-                    f"{python['version']}{'' if python['gil'] else ' free-threaded'}, {python['executable']}",
-                ),
+                (python["implementation"], interpreter),
             ],
         ),
         ("Libraries", [(name, _library_text(entry)) for name, entry in facts["libraries"].items()]),
@@ -61,11 +53,8 @@ def render(facts: Mapping[str, Any]) -> str:
     if facts["missing"]:
         lines += ["", "Missing"]
         for entry in facts["missing"]:
-            lines += [
-                f"  {entry['name']}",
-                f"    why it matters: {entry['why']}",
-                f"    how to get it:  {entry['how']}",
-            ]
+            lines.append(f"  {entry['name']}")
+            lines += [f"    why it matters: {entry['why']}", f"    how to get it:  {entry['how']}"]
     return "\n".join(lines)
 
 
