@@ -123,9 +123,8 @@ class Attributes:
         changed = self._differing
         for index in changed:
             kept = self._kept_elsewhere(index)
-            self._saved[index] = {
-                key: value if key in kept else _frozen(value) for key, value in self._dicts[index].items()
-            }
+            values = self._dicts[index].items()
+            self._saved[index] = {key: value if key in kept else _frozen(value) for key, value in values}
         self._lengths = list(map(len, self._dicts))
         self._values = list(chain.from_iterable(map(dict.values, self._saved)))
         self._places = [place for place in self._places if place[0] not in changed] + [
@@ -206,16 +205,15 @@ class Attributes:
 
     def need_new_replicas(self, changes: list[Change]) -> bool:
         """Whether a change may affect what is trained or run, or how it is compiled."""
+        probe = nn.Module()
         for change in changes:
             holder = self._paths[change.holder]
             path = f"{holder}.{change.name}" if holder else change.name
             if change.name == "_compiled_call_impl" or any(one.startswith(path) for one in self._unregistered):
                 return True
-            if type(change.value) not in SIMPLE:
-                probe = nn.Module()
-                vars(probe)["value"] = change.value
-                if Reach(probe).leads_out:
-                    return True
+            vars(probe)["value"] = change.value
+            if type(change.value) not in SIMPLE and Reach(probe).leads_out:
+                return True
         return False
 
 
@@ -280,9 +278,7 @@ def carry_hooks(ours: nn.Module, theirs: nn.Module | None, counterparts: dict[in
 
 
 def _equal(saved: Any, now: Any) -> bool:
-    if saved is now:
-        return True
     try:
-        return bool(saved == now)
+        return saved is now or bool(saved == now)
     except Exception:
         return False

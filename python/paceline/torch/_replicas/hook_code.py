@@ -18,19 +18,8 @@ _OF_CONTAINERS = frozenset(name for kind in _CONTAINERS for name in dir(kind) if
 _LOOKING = frozenset({"get", "keys", "values", "items", "index", "count", "copy", "training"})
 # Attributes that change nothing, in any of the usual types.
 _HARMLESS = _LOOKING | {name for name in dir(torch.Tensor) if not name.endswith("_")} - _OF_CONTAINERS
-_REFLECTING = {
-    "setattr",
-    "delattr",
-    "getattr",
-    "exec",
-    "eval",
-    "compile",
-    "globals",
-    "locals",
-    "vars",
-    "__import__",
-    "map",
-}
+_REFLECTING = {"setattr", "delattr", "getattr", "globals", "locals", "vars", "map"}
+_REFLECTING |= {"exec", "eval", "compile", "__import__"}
 
 
 class Effects(NamedTuple):
@@ -51,26 +40,22 @@ def effects(hook: Any, seen: set[int] | None = None) -> Effects:
         return _NONE
     seen.add(id(hook))
     if isinstance(hook, functools.partial):
-        return _all(hook.func, *hook.args, *hook.keywords.values(), seen=seen)
+        return _either(*(_of_content(one, seen) for one in (hook.func, *hook.args, *hook.keywords.values())))
     if isinstance(hook, types.MethodType):
         return effects(hook.__func__, seen)
     if not isinstance(hook, types.FunctionType):
         return _ANYTHING
     if str(hook.__module__).startswith("torch."):
         return _NONE
-    found = _of_code(hook.__code__)
-    names = {
-        one.argval for code in _codes(hook.__code__) for one in dis.get_instructions(code) if "GLOBAL" in one.opname
-    }
+    steps = [one for code in codes_of(hook.__code__) for one in dis.get_instructions(code)]
+    names = {one.argval for one in steps if "GLOBAL" in one.opname}
     outside = [hook.__globals__.get(name, getattr(builtins, name, None)) for name in names]
     outside += [content for _, content in closure_of(hook)]
     outside += [*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values()]
-    used = _all(*outside, seen=seen)
-    return Effects(found.keeps or used.keeps, found.in_place or used.in_place)
+    return _either(_of_code(hook.__code__), *(_of_content(one, seen) for one in outside))
 
 
-def _all(*contents: Any, seen: set[int]) -> Effects:
-    found = [_of_content(one, seen) for one in contents]
+def _either(*found: Effects) -> Effects:
     return Effects(any(one.keeps for one in found), any(one.in_place for one in found))
 
 
@@ -91,14 +76,15 @@ def _of_content(content: Any, seen: set[int]) -> Effects:
     return _ANYTHING if callable(content) else _NONE
 
 
-def _codes(code: types.CodeType) -> list[types.CodeType]:
-    inner = [one for constant in code.co_consts if isinstance(constant, types.CodeType) for one in _codes(constant)]
+def codes_of(code: types.CodeType) -> list[types.CodeType]:
+    """The code itself and that of the functions inside of it."""
+    inner = [one for constant in code.co_consts if isinstance(constant, types.CodeType) for one in codes_of(constant)]
     return [code, *inner]
 
 
 def _of_code(whole: types.CodeType) -> Effects:
     keeps = in_place = False
-    for code in _codes(whole):
+    for code in codes_of(whole):
         if any(isinstance(constant, tuple) and "out" in constant for constant in code.co_consts):
             return _ANYTHING  # the keyword out, as in torch.add(a, b, out=c)
         for one in dis.get_instructions(code):
