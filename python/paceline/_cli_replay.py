@@ -65,26 +65,17 @@ def _summary(file: Path, result: ReplayResult, ledgers: list[Ledger]) -> dict[st
         "policy": ledgers[0].policy,
         "devices": ledgers[0].devices,
         "reproduced": not result.mismatches,
-        "plans": result.plans,
-        "records": result.records,
-        "moves": result.moves,
+        **vars(result),
         "mismatches": [vars(entry) for entry in result.mismatches],
         "decisions": [
             {
-                "line": stretch.first.line,
+                **vars(stretch.first),
                 "unit": "work" if ledger.by_cost else "items",
-                "step": stretch.first.step,
                 "last_step": stretch.last_step,
                 "steps": stretch.steps,
-                "batch_size": stretch.first.batch_size,
-                "shares": stretch.first.shares,
-                "moved": stretch.first.moved,
-                "retired": stretch.first.retired,
-                "restored": stretch.first.restored,
                 "promised_seconds": stretch.first.predicted_seconds,
                 "predicted_seconds": stretch.predicted_seconds,
                 "measured_seconds": stretch.measured_seconds,
-                "reason": stretch.first.reason,
             }
             for ledger in ledgers
             for stretch in stretches(ledger)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from paceline._words import plural
 
 if TYPE_CHECKING:
-    from paceline.sim import ScenarioResult, SimulationResult
+    from paceline.sim import Scenario, ScenarioResult, SimulationResult
 
 POLICIES = ("auto", "even", "weighted")
-# The attributes of `ScenarioResult` that --json prints.
+# The attributes of `SimulationResult`, of `ScenarioResult` and of the arguments that --json prints.
+_FIGURES = (
+    *("loss_to_ideal", "time_over_ideal", "moves", "moves_per_100_steps", "steps_to_recover"),
+    *("lost_steps", "final_shares"),
+)
+_ARGUMENTS = ("speeds", "batch", "steps", "noise", "seed", "fixed_ms", "per_item_ms")
 _RESULTS = (
     *("name", "loss", "worst_loss", "even_loss", "optimum_loss", "optimum_source", "regret"),
     *("moves_per_100_steps", "steps_to_recover", "missed"),
@@ -118,50 +124,46 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_suite(args: argparse.Namespace) -> int:
-    from paceline.sim import run_suite
+    from paceline.sim import run_suite, scenarios
 
     results = run_suite(seeds=args.seeds)
-    print(json.dumps(_suite_summary(args, results)) if args.json else _suite_table(args, results))
+    library = {scenario.name: scenario for scenario in scenarios()}
+    found = [(result, library[result.name]) for result in results]
+    if args.json:
+        print(json.dumps({"seeds": args.seeds, "scenarios": [_suite_summary(*entry) for entry in found]}))
+    else:
+        print(_suite_table(args.seeds, found))
     return 1 if any(result.missed for result in results) else 0
 
 
-def _suite_summary(args: argparse.Namespace, results: list[ScenarioResult]) -> dict[str, Any]:
-    from paceline.sim import scenarios
-
-    library = {scenario.name: scenario for scenario in scenarios()}
+def _suite_summary(result: ScenarioResult, scenario: Scenario) -> dict[str, Any]:
     return {
-        "seeds": args.seeds,
-        "scenarios": [
-            {
-                **{name: getattr(result, name) for name in _RESULTS},
-                "about": library[result.name].about,
-                "steps": library[result.name].steps,
-                "bounds": {
-                    "regret": library[result.name].most_regret,
-                    "moves_per_100_steps": library[result.name].most_moves_per_100_steps,
-                    "steps_to_recover": library[result.name].most_steps_to_recover or None,
-                },
-            }
-            for result in results
-        ],
+        **_attributes(result, _RESULTS),
+        **_attributes(scenario, ("about", "steps")),
+        "bounds": {
+            "regret": scenario.most_regret,
+            "moves_per_100_steps": scenario.most_moves_per_100_steps,
+            "steps_to_recover": scenario.most_steps_to_recover or None,
+        },
     }
 
 
-def _suite_table(args: argparse.Namespace, results: list[ScenarioResult]) -> str:
-    from paceline.sim import scenarios
+def _attributes(of: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in names}
 
-    bounds = {scenario.name: scenario.most_regret for scenario in scenarios()}
+
+def _suite_table(seeds: int, found: Sequence[tuple[ScenarioResult, Scenario]]) -> str:
     lines = [
-        f"{len(results)} scenarios, {args.seeds} seeds each; losses to an oracle that knows of changes before they come",
+        f"{len(found)} scenarios, {seeds} seeds each; losses to an oracle that knows of changes before they come",
         "",
         f"{'scenario':<34}{'even':>10}{'auto':>9}{'worst':>9}{'optimum':>9}{'regret':>9}{'bound':>9}"
         f"{'moves/100':>11}{'recover':>9}",
     ]
-    for result in results:
+    for result, scenario in found:
         recover = "-" if result.steps_to_recover is None else str(result.steps_to_recover)
         lines.append(
             f"{result.name:<34}{result.even_loss:>10.2%}{result.loss:>9.2%}{result.worst_loss:>9.2%}"
-            f"{result.optimum_loss:>9.2%}{result.regret:>9.2%}{bounds[result.name]:>9.2%}"
+            f"{result.optimum_loss:>9.2%}{result.regret:>9.2%}{scenario.most_regret:>9.2%}"
             f"{result.moves_per_100_steps:>11.2f}{recover:>9}"
         )
     lines += [
@@ -169,7 +171,7 @@ def _suite_table(args: argparse.Namespace, results: list[ScenarioResult]) -> str
         "Optimum: the least that a rule without a crystal ball loses, the better of the exact split one step late and the",
         "best single split in hindsight. Regret: what is lost beyond it, calibration and reaction included.",
     ]
-    missed = [f"{result.name}: {text}" for result in results for text in result.missed]
+    missed = [f"{result.name}: {text}" for result, _ in found for text in result.missed]
     lines += ["", *(missed or ["Every bound is kept."])]
     return "\n".join(lines)
 
@@ -178,40 +180,23 @@ def _summary(args: argparse.Namespace, results: dict[str, SimulationResult]) -> 
     any_result = results[POLICIES[0]]
     return {
         "policies": {
-            policy: {
-                "loss_to_ideal": result.loss_to_ideal,
-                "time_over_ideal": result.time_over_ideal,
-                "moves": result.moves,
-                "moves_per_100_steps": result.moves_per_100_steps,
-                "steps_to_recover": result.steps_to_recover,
-                "lost_steps": result.lost_steps,
-                "elapsed_ms": result.elapsed_seconds * 1e3,
-                "final_shares": result.final_shares,
-            }
+            policy: {**_attributes(result, _FIGURES), "elapsed_ms": result.elapsed_seconds * 1e3}
             for policy, result in results.items()
         },
-        "events": [{"step": event.step, "device": event.device, "kind": event.kind} for event in any_result.events],
+        "events": [_attributes(event, ("step", "device", "kind")) for event in any_result.events],
         "ideal_ms": any_result.ideal_seconds * 1e3,
         "config": {
-            "speeds": args.speeds,
-            "batch": args.batch,
-            "steps": args.steps,
-            "noise": args.noise,
-            "lasting_noise": [
-                {"deviation": deviation, "steps": steps, "common": common}
-                for deviation, steps, common in args.lasting_noise
-            ],
-            "throttle": [
-                {"device": device, "factor": factor, "from": first, "to": last}
-                for device, factor, first, last in args.throttle
-            ],
-            "fail": [{"device": device, "step": step} for device, step in args.fail],
+            **_attributes(args, _ARGUMENTS),
+            "lasting_noise": _named(("deviation", "steps", "common"), args.lasting_noise),
+            "throttle": _named(("device", "factor", "from", "to"), args.throttle),
+            "fail": _named(("device", "step"), args.fail),
             "spikes": {"probability": args.spikes[0], "factor": args.spikes[1]},
-            "seed": args.seed,
-            "fixed_ms": args.fixed_ms,
-            "per_item_ms": args.per_item_ms,
         },
     }
+
+
+def _named(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(names, row, strict=True)) for row in rows]
 
 
 def _table(args: argparse.Namespace, results: dict[str, SimulationResult]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,43 +69,30 @@ def read(lines: Iterable[str]) -> list[Ledger]:
     return ledgers
 
 
-@dataclass
 class Stretch:
     """The consecutive steps with one split of one batch size."""
 
-    first: Decision
-    last_step: int
-    steps: int
-    predicted_seconds: float  # by the models of its last step
-    measured_seconds: float | None  # mean
+    def __init__(self, decisions: Sequence[Decision]) -> None:
+        self.first = decisions[0]
+        self.last_step = decisions[-1].step
+        self.steps = len(decisions)
+        self.predicted_seconds = decisions[-1].predicted_seconds  # by the models of its last step
+        times = [one.measured_seconds for one in decisions if one.measured_seconds is not None]
+        self.measured_seconds = sum(times) / len(times) if times else None
 
 
 def stretches(ledger: Ledger) -> list[Stretch]:
     """Join equal consecutive decisions, in the order of their first steps."""
-    found: list[Stretch] = []
-    latest: dict[
-        int, tuple[Stretch, list[float]]
-    ] = {}  # by batch size, because the last batch of an epoch often has its own
+    found: list[list[Decision]] = []
+    latest: dict[int, list[Decision]] = {}  # by batch size, because the last batch of an epoch often has its own
     for decision in ledger.decisions:
         known = latest.get(decision.batch_size)
-        if (
-            known is None
-            or decision.moved
-            or decision.retired
-            or decision.restored
-            or known[0].first.shares != decision.shares
-        ):
-            known = Stretch(decision, decision.step, 0, 0.0, None), []
-            latest[decision.batch_size] = known
-            found.append(known[0])
-        stretch, times = known
-        stretch.last_step = decision.step
-        stretch.steps += 1
-        stretch.predicted_seconds = decision.predicted_seconds
-        if decision.measured_seconds is not None:
-            times.append(decision.measured_seconds)
-            stretch.measured_seconds = sum(times) / len(times)
-    return found
+        changed = decision.moved or decision.retired or decision.restored
+        if known is None or changed or known[0].shares != decision.shares:
+            known = latest[decision.batch_size] = []
+            found.append(known)
+        known.append(decision)
+    return [Stretch(decisions) for decisions in found]
 
 
 def _seconds(record: dict[str, Any]) -> float:
