@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline._ledger import Ledger, Stretch, read, stretches
 from paceline._words import plural
 
 if TYPE_CHECKING:
-    from paceline._ledger import Ledger, Stretch
     from paceline.balance import ReplayResult
 
 _MOST_SHARES = 16  # in one line
@@ -42,7 +42,6 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"{args.file} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}")
 
     from paceline import InvalidArgument
-    from paceline._ledger import read
     from paceline.balance import replay
 
     try:
@@ -58,8 +57,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _summary(file: Path, result: ReplayResult, ledgers: list[Ledger]) -> dict[str, Any]:
-    from paceline._ledger import stretches
-
     return {
         "file": str(file),
         "policy": ledgers[0].policy,
@@ -103,17 +100,14 @@ def _text(file: Path, result: ReplayResult, ledgers: list[Ledger]) -> str:
 
 
 def _table(ledger: Ledger) -> list[str]:
-    from paceline._ledger import stretches
-
     rows = [_row(stretch) for stretch in stretches(ledger)]
     unit = "work" if ledger.by_cost else "shares"
-    shares = max([len(unit), *(len(row[3]) for row in rows)])
-    head = ("step", "steps", "batch", unit, "promised", "measured", "why")
+    rows.insert(0, ("step", "steps", "batch", unit, "promised", "measured", "why"))
+    width = max(len(row[3]) for row in rows)
     lines = [_BY_COST, ""] if ledger.by_cost else [""]
-    for step, steps, batch, share, promised, measured, why in [head, *rows]:
-        lines.append(
-            f"{step:>7} {steps:>6} {batch:>7}  {share:<{shares}} {promised:>10} {measured:>10}  {why}".rstrip()
-        )
+    for step, steps, batch, share, promised, measured, why in rows:
+        line = f"{step:>7} {steps:>6} {batch:>7}  {share:<{width}} {promised:>10} {measured:>10}  {why}"
+        lines.append(line.rstrip())
     return lines
 
 

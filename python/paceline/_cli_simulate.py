@@ -48,30 +48,15 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--noise", type=float, default=0.0, metavar="F", help="standard deviation of log times, e.g. 0.03"
     )
-    parser.add_argument(
-        "--lasting-noise",
-        type=noise,
-        action="append",
-        default=[],
-        metavar="F:STEPS[:common]",
-        help="more noise, whose correlation falls by 1/e every STEPS steps: each device's own, or common to all; repeatable",
-    )
-    parser.add_argument(
-        "--throttle",
-        type=throttle,
-        action="append",
-        default=[],
-        metavar="DEVICE:FACTOR@FROM-TO",
-        help="the device takes FACTOR times as long in steps FROM to TO-1; repeatable",
-    )
-    parser.add_argument(
-        "--fail",
-        type=failure,
-        action="append",
-        default=[],
-        metavar="DEVICE@STEP",
-        help="the device stops in that step, which the others repeat; repeatable",
-    )
+    lasting = "more noise, whose correlation falls by 1/e every STEPS steps: each device's own, or common to all"
+    throttled = "the device takes FACTOR times as long in steps FROM to TO-1"
+    for option, kind, metavar, text in (
+        ("--lasting-noise", noise, "F:STEPS[:common]", lasting),
+        ("--throttle", throttle, "DEVICE:FACTOR@FROM-TO", throttled),
+        ("--fail", failure, "DEVICE@STEP", "the device stops in that step, which the others repeat"),
+    ):
+        described = f"{text}; repeatable"
+        parser.add_argument(option, type=kind, action="append", default=[], metavar=metavar, help=described)
     parser.add_argument(
         "--spikes",
         type=spikes,

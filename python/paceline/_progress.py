@@ -6,8 +6,8 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Generic, TextIO, TypeAlias, TypeVar
 
@@ -64,6 +64,7 @@ class Figures:
 Show: TypeAlias = Callable[[Figures], None]
 
 
+@dataclass(eq=False)
 class Progress(Generic[_T]):
     """Yield `batches` and show progress. Draws between two batches in the caller's thread; starts no thread.
 
@@ -85,41 +86,36 @@ class Progress(Generic[_T]):
         A function that turns the batches into the iterable to loop over.
     """
 
-    def __init__(
-        self,
-        batches: Iterable[_T],
-        report: Callable[[], Mapping[str, Any]],
-        loss: Callable[[], float | None],
-        *,
-        total: int | None = None,
-        every: float = 10.0,
-        file: TextIO | None = None,
-        watched: Callable[[Iterable[_T]], Iterable[_T]] | None = None,
-    ) -> None:
-        if not every >= 0:
-            raise InvalidArgument(f"progress: every is {every}; it is the seconds between two lines, at least 0.")
-        self._batches = batches
-        self._total = total if total is not None else _length(batches)
-        self._report = report
-        self._loss = loss
-        self._every = every
-        self._file = file
-        self._watched = watched
+    batches: Iterable[_T]
+    report: Callable[[], Mapping[str, Any]]
+    loss: Callable[[], float | None]
+    _: KW_ONLY
+    total: int | None = None
+    every: float = 10.0
+    file: TextIO | None = None
+    watched: Callable[[Iterable[_T]], Iterable[_T]] = iter
+
+    def __post_init__(self) -> None:
+        if not self.every >= 0:
+            raise InvalidArgument(f"progress: every is {self.every}; it is the seconds between two lines, at least 0.")
+        if self.total is None:
+            with suppress(TypeError):  # a generator, or a loader over an iterable data set
+                self.total = len(self.batches)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
-        if self._total is None:
+        if self.total is None:
             raise TypeError("the length of these batches is not known; pass total=")
-        return self._total
+        return self.total
 
     def __iter__(self) -> Iterator[_T]:
         # A generator, so that leaving the loop in any way ends it at once and restores the terminal before a traceback is printed.
-        file = sys.stderr if self._file is None else self._file
+        file = sys.stderr if self.file is None else self.file
         display = _live(file)
-        pause, window = (self._every, 0.0) if display is None else (REDRAW_SECONDS, _WINDOW_SECONDS)
-        figures = _FiguresSince(self._report, self._loss, self._total, window)
+        pause, window = (self.every, 0.0) if display is None else (REDRAW_SECONDS, _WINDOW_SECONDS)
+        figures = _FiguresSince(self, window)
         with nullcontext(partial(_print_line, file)) if display is None else display as show:
             done, last_done, last = 0, 0, float("-inf")
-            for batch in self._batches if self._watched is None else self._watched(self._batches):
+            for batch in self.watched(self.batches):
                 yield batch
                 done += 1
                 now = time.monotonic()
@@ -133,22 +129,14 @@ class Progress(Generic[_T]):
 class _FiguresSince:
     """Compute figures over the steps since the previous figures, or over the last `window` seconds if that is longer."""
 
-    def __init__(
-        self,
-        report: Callable[[], Mapping[str, Any]],
-        loss: Callable[[], float | None],
-        total: int | None,
-        window: float,
-    ) -> None:
-        self._report = report
-        self._loss = loss
-        self._total = total
+    def __init__(self, progress: Progress[Any], window: float) -> None:
+        self._of = progress
         self._window = window
-        self._first = self._since = self._next = report()
+        self._first = self._since = self._next = progress.report()
         self._next_time = time.monotonic()
 
     def __call__(self, done: int) -> Figures:
-        now = self._report()
+        now = self._of.report()
         since = self._since
         steps = now["steps"] - since["steps"]
         seconds = now["step_seconds"] - since["step_seconds"]
@@ -167,9 +155,9 @@ class _FiguresSince:
             self._next, self._next_time = now, time.monotonic()
         return Figures(
             done=done,
-            total=self._total,
+            total=self._of.total,
             steps=now["steps"] - self._first["steps"],
-            loss=self._loss(),
+            loss=self._of.loss(),
             step_seconds=seconds / steps if steps else None,
             devices=tuple(devices),
             imbalance=now["imbalance"],
@@ -215,10 +203,3 @@ def _is_terminal(stream: Any) -> bool:
 
 def _steps_with_costs(report: Mapping[str, Any]) -> int:
     return int(report["items"]["steps"]) if "items" in report else 0
-
-
-def _length(batches: Iterable[Any]) -> int | None:
-    try:
-        return len(batches)  # type: ignore[arg-type]
-    except TypeError:  # a generator, or a loader over an iterable data set
-        return None

@@ -62,7 +62,9 @@ def verify(devices: Sequence[Device | str] | None = None, *, seconds: float = 20
         "seconds": round(time.monotonic() - begin, 1),
         "versions": _versions(),
         "machine": _machine(),
-        "devices": [_device(device) for device in found],
+        "devices": [
+            {"name": device.name, "kind": device.kind, "memory_space": device.memory_space} for device in found
+        ],
         **parts,
     }
     return cast(dict[str, Any], _everywhere(report, anonymous))
@@ -126,11 +128,8 @@ def _versions() -> dict[str, Any]:
 
 def _driver_version() -> str | None:
     """The version of NVIDIA's kernel module: "580.159.04"."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return None
-    match = re.search(r"\b(\d{3,}(?:\.\d+)+)\b", text)
+    file = Path("/proc/driver/nvidia/version")
+    match = re.search(r"\b(\d{3,}(?:\.\d+)+)\b", file.read_text() if file.exists() else "")
     return match[1] if match else None
 
 
@@ -146,18 +145,11 @@ def _machine() -> dict[str, Any]:
 
 def _gpu(index: int) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(index)
+    others = [other for other in range(torch.cuda.device_count()) if other != index]
     return {
         "name": properties.name,
         "sms": properties.multi_processor_count,
         "memory_bytes": properties.total_memory,
         "capability": f"{properties.major}.{properties.minor}",
-        "peers": [
-            other
-            for other in range(torch.cuda.device_count())
-            if other != index and torch.cuda.can_device_access_peer(index, other)
-        ],
+        "peers": [other for other in others if torch.cuda.can_device_access_peer(index, other)],
     }
-
-
-def _device(device: Device) -> dict[str, Any]:
-    return {"name": device.name, "kind": device.kind, "memory_space": device.memory_space}

@@ -14,6 +14,7 @@ from torch import nn
 from paceline import Communicator, Device, DeviceGroup
 from paceline.comm import ReduceOp
 from paceline.torch import DataParallel
+from paceline.torch._check.probe import distances
 
 # Allowed differences between sums in different orders, relative to a tensor's norm. The bound for float32 is wide because GPUs choose other
 # algorithms for other batch sizes. A wrong weight is off by a hundredth or more.
@@ -39,12 +40,9 @@ def exactness(devices: Sequence[Device], seed: int) -> dict[str, Any]:
 
     `worst_difference` measures the difference, and `TOLERANCES` bounds it.
     """
-    cases = []
     rng = random.Random(seed)
-    for name in _NETWORKS:
-        for dtype in TOLERANCES:
-            for _ in range(_SPLITS_PER_NETWORK):
-                cases.append(_exactness_case(devices, name, dtype, rng))
+    kinds = itertools.product(_NETWORKS, TOLERANCES, range(_SPLITS_PER_NETWORK))
+    cases = [_exactness_case(devices, name, dtype, rng) for name, dtype, _ in kinds]
     return {
         "status": "passed" if all(case["passed"] for case in cases) else "failed",
         "reference": f"plain PyTorch on {home_of(devices)}",
@@ -92,20 +90,11 @@ def _exactness_case(devices: Sequence[Device], network: str, dtype: torch.dtype,
 
 
 def worst_difference(got: Sequence[torch.Tensor | None], wanted: Sequence[torch.Tensor | None]) -> float:
-    """The largest norm of a difference, relative to the tensor's norm or to a thousandth of the norm of all tensors, whichever is larger.
-
-    The thousandth is for gradients that are zero in exact arithmetic. A gradient on one side only, and a NaN, count as infinite.
-    """
-    total = sum(float(tensor.double().norm()) ** 2 for tensor in wanted if tensor is not None) ** 0.5
-    worst = 0.0 if total > 0 else float("inf")
-    for mine, theirs in zip(got, wanted, strict=True):
-        if mine is None or theirs is None:
-            worst = worst if mine is theirs else float("inf")
-            continue
-        difference = float((mine.double() - theirs.double()).norm())
-        relative = difference / max(float(theirs.double().norm()), 1e-3 * total, 1e-300)
-        worst = max(worst, relative if relative == relative else float("inf"))
-    return worst
+    """The largest of the `distances`. A gradient on one side only counts as infinite, and so do gradients that are all zero."""
+    one_sided = any((mine is None) != (theirs is None) for mine, theirs in zip(got, wanted, strict=True))
+    if one_sided or not any(bool(tensor.any()) for tensor in wanted if tensor is not None):
+        return float("inf")
+    return max(distances(wanted, got).values())
 
 
 def _reduced(values: torch.Tensor, op: ReduceOp) -> torch.Tensor:
