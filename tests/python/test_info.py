@@ -211,7 +211,7 @@ def cannot_open(name: str) -> None:
 
 def test_what_is_missing_is_listed_with_why_and_how(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_info_search, "find_spec", lambda name: None)
-    monkeypatch.setattr(_info_search.ctypes, "CDLL", cannot_open)
+    monkeypatch.setattr("ctypes.CDLL", cannot_open)
     facts = info.collect()
     assert not any(entry["found"] for entry in facts["libraries"].values())
     names = [entry["name"] for entry in facts["missing"]]

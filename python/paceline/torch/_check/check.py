@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -223,10 +224,8 @@ class Check:
             )
 
     def _splits(self, whole: Probed) -> list[SplitResult]:
-        return [
-            self._tried(described_sizes(sizes), whole, lambda sizes=sizes: self.probe.split(spans_of(sizes)))
-            for sizes in self._sizes()
-        ]
+        splits = {described_sizes(sizes): spans_of(sizes) for sizes in self._sizes()}
+        return [self._tried(name, whole, partial(self.probe.split, spans)) for name, spans in splits.items()]
 
     def _dealt_out(self, whole: Probed, probe: Probe, spans: list[Span]) -> SplitResult:
         """Run the slices that the devices get by cost, one after the other. They have items from anywhere in the batch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import accumulate, groupby, pairwise, zip_longest
 from typing import Any
 
@@ -97,13 +98,8 @@ class Probe:
 
     def split(self, spans: Sequence[Span]) -> Probed:
         """The objective, summed over slices as `step` sums them."""
-        return self._run(
-            [
-                (self._slice(span), self.batch.rows(*span), lambda loss, span=span: self.objective.term(loss, *span))
-                for span in spans
-                if not self.objective.idle(*span)
-            ]
-        )
+        busy = [span for span in spans if not self.objective.idle(*span)]
+        return self._run([(self._slice(span), self.batch.rows(*span), partial(self._term, span)) for span in busy])
 
     def raw(self, spans: Sequence[Span], factor: float = 1.0) -> Probed:
         """The return value of ``loss_fn`` for the items of all `spans` together. It is summed if there is one loss for each item."""
@@ -114,6 +110,9 @@ class Probe:
         joined = spans_of([end - begin for begin, end in spans])
         whole = concatenate([(*span, part) for span, part in zip(joined, slices, strict=True)])
         return self._run([(whole, rows, torch.sum)])
+
+    def _term(self, span: Span, loss: Any) -> torch.Tensor:
+        return self.objective.term(loss, *span)
 
     def _slice(self, span: Span) -> Any:
         return self.batch.slice(*span, self.places.to_home)
