@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from paceline._words import plural
@@ -68,17 +67,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--fixed-ms", type=float, default=4.0, metavar="MS", help="fixed time of a step at speed 1 (4)")
     parser.add_argument("--per-item-ms", type=float, default=0.1, metavar="MS", help="time per item at speed 1 (0.1)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.add_argument("--plot", metavar="FILE", help="draw shares and step times, as .png, .svg or .pdf")
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate all policies and print. Returns the exit status; bad arguments exit with 2."""
     if args.suite:
         return _run_suite(args)
-    if args.plot is not None and find_spec("matplotlib") is None:
-        args.parser.error("--plot needs matplotlib, which is not installed: pip install 'paceline[plot]'")
-
     from paceline.sim import simulate
 
     results = {
@@ -96,14 +91,9 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
             fixed_seconds=args.fixed_ms / 1e3,
             per_item_seconds=args.per_item_ms / 1e3,
-            ledger=args.plot is not None,
         )
         for policy in POLICIES
     }
-    if args.plot is not None:
-        from paceline._cli_simulate_plot import plot
-
-        plot(args, results)
     print(json.dumps(_summary(args, results)) if args.json else _table(args, results))
     return 0
 

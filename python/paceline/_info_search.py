@@ -33,7 +33,7 @@ PACKAGES = (
     Package(
         "matplotlib",
         "matplotlib",
-        "trainer.plot() and paceline simulate --plot draw with it",
+        "trainer.plot() draws with it",
         "pip install 'paceline[plot]'",
     ),
     Package("rich", "rich", "trainer.progress() draws with it on a terminal", "pip install 'paceline[progress]'"),
