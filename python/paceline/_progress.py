@@ -146,9 +146,8 @@ class _FiguresSince:
         devices = []
         for name, entry in now["devices"].items():
             before = since["devices"][name]
-            busy = entry["busy_seconds"] - before["busy_seconds"]
-            amount = entry[kind] - before.get(kind, 0)
-            devices.append(DeviceFigures(name, amount / max(steps, 1), busy / seconds if seconds > 0 else 0.0))
+            busy = (entry["busy_seconds"] - before["busy_seconds"]) / seconds if seconds > 0 else 0.0
+            devices.append(DeviceFigures(name, (entry[kind] - before.get(kind, 0)) / max(steps, 1), busy))
         if time.monotonic() - self._next_time >= self._window:
             # Keep one window back, so that the next figures cover one to two windows. Without a window, the next figures start here.
             self._since = self._next if self._window > 0 else now
