@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import nn
-
-from paceline.torch._batch.batch import Batch, Move, same
+from paceline import InvalidArgument
+from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.objective import Objective, Reduction
 from paceline.torch._check.fit import READINGS, Fit, Share, couples_items, read_raw
 from paceline.torch._check.probe import Probe
@@ -82,33 +78,54 @@ class Reader:
 
     def _layout(self) -> Found | None:
         """Find out whether dimension 1 is the item, in the batch or for the module."""
-        along, names = AlongDimension1(self.probe.batch), time_first(self.probe.module)
-        parts = dict(self.probe.module.named_modules())
-        modules = ", ".join(f"{name or 'the module'} ({type(parts[name]).__name__})" for name in names[:3])
-        if along.size > 1 and self._adds_up(along, along.size):
-            first = f", or batch_first=True for {modules} where dimension 0 is the item already" if names else ""
+        named = self.probe.module.named_modules()
+        timed = [(name, part) for name, part in named if getattr(part, "batch_first", None) is False]
+        modules = ", ".join(f"{name or 'the module'} ({type(part).__name__})" for name, part in timed[:3])
+        if self._adds_up_turned():
+            first = f", or batch_first=True for {modules} where dimension 0 is the item already" if timed else ""
             return (
                 "layout",
                 "dimension 0 of the batch, which is split, is not the item: split along dimension 1 the same batch gives the gradients of the "
                 "whole. Pass it with the item first, x.transpose(0, 1), and transpose it back inside loss_fn if the module wants [time, batch]"
                 f"{first}.",
             )
-        if names:
-            with batch_first(self.probe.module):
-                if self._adds_up(self.probe.batch, self.probe.batch.size):
-                    return (
-                        "layout",
-                        f"{modules} takes dimension 0, which is split and which is the item in the batch, for time. With batch_first=True every "
-                        "split that was tried gives the gradients of the whole batch.",
-                    )
+        try:
+            for _, part in timed:
+                part.batch_first = True  # type: ignore[assignment]
+            if timed and self._adds_up(self.probe):
+                return (
+                    "layout",
+                    f"{modules} takes dimension 0, which is split and which is the item in the batch, for time. With batch_first=True every "
+                    "split that was tried gives the gradients of the whole batch.",
+                )
+        finally:
+            for _, part in timed:
+                part.batch_first = False  # type: ignore[assignment]
         return None
 
-    def _adds_up(self, batch: Any, items: int) -> bool:
-        """Whether slices of a batch that is cut in this way add up: as the trainer adds them, or with a weight that can be found."""
-        objective = self.probe.objective if batch is self.probe.batch else Objective(None, items, "mean", None)
-        share: Share = (lambda begin, end: 1.0) if self.reduction == "sum" else objective.share
-        noise = self.probe.noise.anew(items)
-        probe = dataclasses.replace(self.probe, batch=batch, objective=objective, noise=noise)
+    def _adds_up_turned(self) -> bool:
+        """Whether slices along dimension 1 add up. `loss_fn` gets them as it gets the batch."""
+        loss_fn = self.probe.loss_fn
+        try:
+            batch = Batch(_turned(self.probe.batch))
+        except InvalidArgument:  # the tensors disagree about dimension 1
+            return False
+        objective = Objective(None, batch.size, "mean", None)
+        return batch.size > 1 and self._adds_up(
+            dataclasses.replace(
+                self.probe,
+                batch=batch,
+                objective=objective,
+                loss_fn=lambda module, part: loss_fn(module, _turned(Batch(part))),
+            )
+        )
+
+    def _adds_up(self, probe: Probe) -> bool:
+        """Whether slices of the probe's batch add up: as the trainer adds them, or with a weight that can be found."""
+        items = probe.batch.size
+        share: Share = (lambda begin, end: 1.0) if self.reduction == "sum" else probe.objective.share
+        noise = probe.noise.anew(items)
+        probe = dataclasses.replace(probe, noise=noise)
         splits = [[items // 2, items - items // 2], *([[1, items - 1]] if items > 2 else [])]
         try:
             fit = Fit(probe, splits, self.tolerance)
@@ -140,45 +157,6 @@ class Reader:
         return kind, text
 
 
-class AlongDimension1:
-    """A batch that is cut along dimension 1. `size` is its length, or 0 if the tensors do not agree about it.
-
-    Tensors of one dimension go along unchanged.
-    """
-
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
-        sizes = {tensor.shape[1] for _, tensor in batch.tensors() if tensor.dim() > 1}
-        self.size = sizes.pop() if len(sizes) == 1 else 0
-
-    def slice(self, begin: int, end: int, move: Move = same) -> Any:
-        """Like `Batch.slice`."""
-        return self._batch.cut(lambda tensor: tensor[:, begin:end] if tensor.dim() > 1 else tensor, move)
-
-    def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Like `Batch.rows`."""
-        return torch.arange(begin, end)
-
-    def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Like `Batch.tensors`, with the item first."""
-        return [
-            (f"{path}.transpose(0, 1)", one.transpose(0, 1)) for path, one in self._batch.tensors() if one.dim() > 1
-        ]
-
-
-def time_first(module: nn.Module) -> list[str]:
-    """The names of the submodules that expect time in dimension 0."""
-    return [name for name, part in module.named_modules() if getattr(part, "batch_first", None) is False]
-
-
-@contextlib.contextmanager
-def batch_first(module: nn.Module) -> Iterator[None]:
-    """Let these submodules expect the item in dimension 0."""
-    parts = [module.get_submodule(name) for name in time_first(module)]
-    try:
-        for part in parts:
-            part.batch_first = True  # type: ignore[assignment]
-        yield
-    finally:
-        for part in parts:
-            part.batch_first = False  # type: ignore[assignment]
+def _turned(batch: Batch) -> Any:
+    """The same nest, with the first two dimensions of each tensor exchanged."""
+    return batch.cut(lambda tensor: tensor.transpose(0, 1) if tensor.dim() > 1 else tensor)
