@@ -129,9 +129,7 @@ class _Replay:
             case {"claims": _}:  # the micro-batches that ran; no decision to compare
                 pass
             case _:
-                raise InvalidArgument(
-                    'neither "plan" nor "record" nor "retire" nor "restore" nor "least_items" is there'
-                )
+                raise InvalidArgument('neither "plan" nor "record", "retire", "restore" or "least_items" is there')
 
     def _plan(self, line: int, written: Any) -> None:
         made = self.balancer.next_plan(_as(int, _get(written, "batch_size")))

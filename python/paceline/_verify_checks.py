@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from paceline.torch._check.probe import distances
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4}
 _SPLITS_PER_NETWORK = 4
 _COLLECTIVE_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
-_COLLECTIVE_OPS: tuple[ReduceOp, ...] = ("sum", "min", "max")  # exact; a mean would divide
+# Exact; a mean would divide.
+_COLLECTIVE_OPS: dict[ReduceOp, Callable[..., torch.Tensor]] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
 _COLLECTIVE_COUNTS = (1, 1003, 1 << 20)  # one element, a size that 16 bytes do not divide, many blocks
 
 
@@ -75,9 +76,8 @@ def _exactness_case(devices: Sequence[Device], network: str, dtype: torch.dtype,
         for batch in batches:
             trainer.step(_loss, batch)
         shares = list(trainer.shares.values())
-    worst = worst_difference(
-        [parameter.grad for parameter in trained.parameters()], [parameter.grad for parameter in reference.parameters()]
-    )
+    got, wanted = ([parameter.grad for parameter in module.parameters()] for module in (trained, reference))
+    worst = worst_difference(got, wanted)
     return {
         "network": network,
         "dtype": str(dtype),
@@ -95,12 +95,6 @@ def worst_difference(got: Sequence[torch.Tensor | None], wanted: Sequence[torch.
     if one_sided or not any(bool(tensor.any()) for tensor in wanted if tensor is not None):
         return float("inf")
     return max(distances(wanted, got).values())
-
-
-def _reduced(values: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    if op == "sum":
-        return values.sum(0)
-    return values.amin(0) if op == "min" else values.amax(0)
 
 
 def collectives(devices: Sequence[Device], seed: int) -> dict[str, Any]:
@@ -121,7 +115,7 @@ def collectives(devices: Sequence[Device], seed: int) -> dict[str, Any]:
         communicator = Communicator(group)
         for count, op, dtype in cases:
             values = drawn[count]
-            wanted = _reduced(values, op).to(dtype)
+            wanted = _COLLECTIVE_OPS[op](values, 0).to(dtype)
             wholes = [value.to(torch_device(device), dtype) for value, device in zip(values, devices, strict=True)]
             parts = [whole.new_empty(len(whole) // len(devices)) for whole in wholes]
             gathered = [torch.empty_like(whole) for whole in wholes]
@@ -134,13 +128,12 @@ def collectives(devices: Sequence[Device], seed: int) -> dict[str, Any]:
                     for tensor, device in zip(tensors, devices, strict=True)
                     if not torch.equal(tensor.cpu(), wanted)
                 ]
-        transport = communicator.description
-    return {
-        "status": "failed" if failures else "passed",
-        "transport": transport,  # NCCL with its version and path, for example
-        "cases": 2 * len(cases),
-        "failures": failures,
-    }
+        return {
+            "status": "failed" if failures else "passed",
+            "transport": communicator.description,  # NCCL with its version and path, for example
+            "cases": 2 * len(cases),
+            "failures": failures,
+        }
 
 
 def _loss(module: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

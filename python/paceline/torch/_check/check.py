@@ -160,9 +160,8 @@ class Check:
             self._note_draws()
             self._explain(whole, splits)
             # Items that got the draws of other items may look coupled without being so.
-            if not self.probe.noise.has_blocks or not {"coupled items", "layout", "unknown"} & {
-                cause.kind for cause in self.causes
-            }:
+            kinds = {cause.kind for cause in self.causes}
+            if not self.probe.noise.has_blocks or not kinds & {"coupled items", "layout", "unknown"}:
                 break
         if self.by_cost is not None:
             splits.append(self._dealt_out(whole, *self.by_cost))
@@ -270,17 +269,13 @@ class Check:
         parts = dict(self.probe.modules)
         modules = ", ".join(f"{name or 'the module'} ({type(parts[name]).__name__})" for name in owners[:3])
         more = ", ..." if len(owners) > 3 else ""
-        normalising = (
-            "normalises over the micro-batch instead of the batch, and its running statistics"
-            if norms
-            else "keeps buffers that"
-        )
-        self._add(
-            "running statistics",
-            f"{modules}{more} {normalising} depend on the split."
-            + (" Use GroupNorm or LayerNorm, or evaluation mode for these." if norms else ""),
-            owners,
-        )
+        text = f"{modules}{more} keeps buffers that depend on the split."
+        if norms:
+            text = (
+                f"{modules}{more} normalises over the micro-batch instead of the batch, and its running statistics depend on the split. "
+                "Use GroupNorm or LayerNorm, or evaluation mode for these."
+            )
+        self._add("running statistics", text, owners)
 
     def _sizes(self) -> list[list[int]]:
         """Halves, unequal parts, and small pieces with a short one at the end. Pieces of one item are avoided if possible."""
@@ -314,9 +309,7 @@ class Check:
 
     def _compare(self, name: str, whole: Probed, other: Probed) -> SplitResult:
         buffers = [
-            key
-            for key, value in whole.buffers.items()
-            if key not in other.buffers or not _close(value, other.buffers[key], self.tolerance)
+            key for key, value in whole.buffers.items() if not _close(value, other.buffers.get(key), self.tolerance)
         ]
         differences = distances(whole.gradients, other.gradients, self._gradient_names())
         return SplitResult(name, _relative(whole.loss, other.loss), differences, tuple(buffers), None)
@@ -346,7 +339,9 @@ def _relative(wanted: float, got: float) -> float:
     return abs(got - wanted) / max(abs(wanted), 1e-300) if got != wanted else 0.0
 
 
-def _close(wanted: torch.Tensor, got: torch.Tensor, tolerance: float) -> bool:
+def _close(wanted: torch.Tensor, got: torch.Tensor | None, tolerance: float) -> bool:
+    if got is None:
+        return False
     if wanted.shape != got.shape or not (wanted.is_floating_point() or wanted.is_complex()):
         return torch.equal(wanted, got)
     scale = float(wanted.abs().max()) if wanted.numel() else 0.0

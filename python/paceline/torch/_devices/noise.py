@@ -93,9 +93,7 @@ class _Random(TorchDispatchMode):
     def __init__(self, noise: Noise) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.noise = noise
-        self._own: dict[
-            int, tuple[torch.Generator, torch.Tensor]
-        ] = {}  # generators that loss_fn passes, and their states
+        self._own: dict[torch.Generator, torch.Tensor] = {}  # generators that loss_fn passes, and their states
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -104,7 +102,7 @@ class _Random(TorchDispatchMode):
         own = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
         with self.noise.lock:  # no other device is in the middle of a draw
             for generator in own:
-                self._own.setdefault(id(generator), (generator, generator.get_state()))
+                self._own.setdefault(generator, generator.get_state())
         return self.called(func, args, kwargs, [*self.noise.generators, *own])
 
     def called(self, func: Any, args: Any, kwargs: Any, generators: list[torch.Generator]) -> Any:
@@ -112,7 +110,7 @@ class _Random(TorchDispatchMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        for generator, state in self._own.values():
+        for generator, state in self._own.items():
             generator.set_state(state)
 
 

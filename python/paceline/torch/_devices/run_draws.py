@@ -40,9 +40,8 @@ class RunDraws:
         self._on_host = [not gpu for gpu in places.on_gpu]
         seeds = places.hosts_share and not compiled
         self._own = WorkerDraws(places.own_generators) if seeds and drawing.draws is not False else None
-        self._others = (
-            OtherGenerators() if seeds and self._first else None
-        )  # only in a first run: it takes milliseconds
+        # Only in a first run: it takes milliseconds.
+        self._others = OtherGenerators() if seeds and self._first else None
         self._expects_none = places.any_host and not compiled and drawing.draws is False
         devices = range(len(places))
         looks = places.any_host or places.share_generators
