@@ -36,29 +36,9 @@ class Figures:
 
     done: int  # batches
     total: int | None
-    steps: int  # the trainer's steps since the loop began
-    loss: float | None
-    step_seconds: float | None  # mean; None: no step since the previous figures
-    devices: tuple[DeviceFigures, ...]
-    imbalance: float
-    moves: int
-    by_cost: bool = False  # whether the devices' amounts are costs
-
-    @property
-    def count(self) -> str:
-        """The number of finished batches and, if known, the total."""
-        return f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
-
-    @property
-    def parts(self) -> list[str]:
-        """The figures that belong to no single device, each with its name."""
-        return [
-            f"step {self.steps}",
-            *([] if self.loss is None else [f"loss {self.loss:.4g}"]),
-            *([] if self.step_seconds is None else [f"{1e3 * self.step_seconds:.1f} ms/step"]),
-            f"imbalance {self.imbalance:.1%}",
-            f"moves {self.moves}",
-        ]
+    head: str  # what belongs to no single device, in words
+    devices: list[DeviceFigures]
+    by_cost: bool  # whether the devices' amounts are costs
 
 
 Show: TypeAlias = Callable[[Figures], None]
@@ -152,17 +132,12 @@ class _FiguresSince:
             # Keep one window back, so that the next figures cover one to two windows. Without a window, the next figures start here.
             self._since = self._next if self._window > 0 else now
             self._next, self._next_time = now, time.monotonic()
-        return Figures(
-            done=done,
-            total=self._of.total,
-            steps=now["steps"] - self._first["steps"],
-            loss=self._of.loss(),
-            step_seconds=seconds / steps if steps else None,
-            devices=tuple(devices),
-            imbalance=now["imbalance"],
-            moves=now["moves"] - self._first["moves"],
-            by_cost=by_cost,
-        )
+        total, loss = self._of.total, self._of.loss()
+        head = [f"{done}" if total is None else f"{done}/{total}", f"step {now['steps'] - self._first['steps']}"]
+        head += [] if loss is None else [f"loss {loss:.4g}"]
+        head += [f"{1e3 * seconds / steps:.1f} ms/step"] if steps else []
+        head += [f"imbalance {now['imbalance']:.1%}", f"moves {now['moves'] - self._first['moves']}"]
+        return Figures(done, total, "  ".join(head), devices, by_cost)
 
 
 def _print_line(file: TextIO, figures: Figures) -> None:
@@ -171,10 +146,9 @@ def _print_line(file: TextIO, figures: Figures) -> None:
     devices = [f"{entry.name} {cost}{entry.amount:.4g} ({entry.busy:.0%} busy)" for entry in figures.devices]
     if len(devices) > _MOST_DEVICES_IN_A_LINE:
         amount, busy = ([getattr(entry, key) for entry in figures.devices] for key in ("amount", "busy"))
-        devices = [
-            f"{len(devices)} devices {cost}{min(amount):.4g} to {max(amount):.4g} ({min(busy):.0%} to {max(busy):.0%} busy)"
-        ]
-    print("  ".join([figures.count, *figures.parts, *devices]), file=file, flush=True)
+        range_of = f"{min(amount):.4g} to {max(amount):.4g} ({min(busy):.0%} to {max(busy):.0%} busy)"
+        devices = [f"{len(devices)} devices {cost}{range_of}"]
+    print("  ".join([figures.head, *devices]), file=file, flush=True)
 
 
 def _live(file: TextIO) -> AbstractContextManager[Show] | None:

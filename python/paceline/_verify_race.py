@@ -119,16 +119,10 @@ _SIDE = 32  # pixels per side of an image
 
 def _network(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(32, 64, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(64, 64, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(_SIDE * _SIDE * 4, 10),
-    )
+    layers: list[nn.Module] = []
+    for inputs, outputs, stride in ((3, 32, 1), (32, 64, 2), (64, 64, 2)):
+        layers += [nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(_SIDE * _SIDE * 4, 10))
 
 
 def _batch(items: int, device: torch.device, seed: int) -> Batch:

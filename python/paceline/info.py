@@ -54,9 +54,7 @@ def collect() -> dict[str, Any]:
             "numa_nodes": {str(node): cores for node, cores in host["numa_nodes"].items()},
             "reduction_kernels": reduce_isa(),
         },
-        "backends": {
-            kind: _backend(kind, [device for device in found if device.kind == kind]) for kind in ("host", "cuda")
-        },
+        "backends": {kind: _backend(kind, found) for kind in ("host", "cuda")},
         "libraries": libraries,
         "missing": list(_missing(libraries)),
         "build": build,
@@ -83,7 +81,8 @@ def _backend(kind: str, found: list[Device]) -> dict[str, Any]:
     why_none = why_no_devices().get(kind)
     if why_none is None:
         return {"built": False, "detail": "not built; host devices only"}
-    return {"built": True, "detail": f"no devices: {why_none}" if why_none else plural(len(found), "device")}
+    count = plural(sum(device.kind == kind for device in found), "device")
+    return {"built": True, "detail": f"no devices: {why_none}" if why_none else count}
 
 
 def _missing(libraries: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, str]]:

@@ -110,15 +110,9 @@ class Reader:
             batch = Batch(_turned(self.probe.batch))
         except InvalidArgument:  # the tensors disagree about dimension 1
             return False
-        objective = Objective(None, batch.size, "mean", None)
-        return batch.size > 1 and self._adds_up(
-            dataclasses.replace(
-                self.probe,
-                batch=batch,
-                objective=objective,
-                loss_fn=lambda module, part: loss_fn(module, _turned(Batch(part))),
-            )
-        )
+        probe = dataclasses.replace(self.probe, batch=batch, objective=Objective(None, batch.size, "mean", None))
+        probe.loss_fn = lambda module, part: loss_fn(module, _turned(Batch(part)))
+        return batch.size > 1 and self._adds_up(probe)
 
     def _adds_up(self, probe: Probe) -> bool:
         """Whether slices of the probe's batch add up: as the trainer adds them, or with a weight that can be found."""
@@ -140,21 +134,19 @@ class Reader:
             coupled = couples_items(self.probe, self.probe.batch.size, self.tolerance)
         except Exception:  # the batch cannot be put together in another order, or loss_fn refuses it
             coupled = None
-        kind = "unknown"
-        text = "the items of the batch influence each other, or their number influences the result."
+        if coupled is None:
+            return "unknown", "the items of the batch influence each other, or their number influences the result."
         if coupled:
-            kind = "coupled items"
-            text = (
+            return (
+                "coupled items",
                 "the loss of an item depends on which other items are with it, as in contrastive and pairwise losses, or by statistics "
-                "over the batch. Such a loss is no sum over items, and no split of it is exact."
+                "over the batch. Such a loss is no sum over items, and no split of it is exact.",
             )
-        elif coupled is not None:
-            kind = "batch size"
-            text = (
-                "the result depends on how many items are in a slice: code that reads the batch size, or a term that is counted once for "
-                "each slice, such as a regulariser in a sum. Divide by what belongs to the item, or add such a term to the gradients after the step."
-            )
-        return kind, text
+        return (
+            "batch size",
+            "the result depends on how many items are in a slice: code that reads the batch size, or a term that is counted once for "
+            "each slice, such as a regulariser in a sum. Divide by what belongs to the item, or add such a term to the gradients after the step.",
+        )
 
 
 def _turned(batch: Batch) -> Any:

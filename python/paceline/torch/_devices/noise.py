@@ -90,6 +90,8 @@ class Noise:
 class _Random(TorchDispatchMode):
     """Sees the operators that may draw."""
 
+    called: Callable[[Any, Any, Any, list[torch.Generator]], Any]  # by a subclass
+
     def __init__(self, noise: Noise) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.noise = noise
@@ -104,9 +106,6 @@ class _Random(TorchDispatchMode):
             for generator in own:
                 self._own.setdefault(generator, generator.get_state())
         return self.called(func, args, kwargs, [*self.noise.generators, *own])
-
-    def called(self, func: Any, args: Any, kwargs: Any, generators: list[torch.Generator]) -> Any:
-        raise TypeError("_Random.called is for subclasses")
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]

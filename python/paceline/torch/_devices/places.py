@@ -47,9 +47,8 @@ class Places:
         if self._home_gpu is not None:
             if len({device.memory_space for device in gpus}) > 1:
                 find_installed_nccl()
-            self.queues = DeviceQueues(
-                group, stream=cuda.current_stream(self._home_gpu), timeout=timeout, transport=transport
-            )
+            stream = cuda.current_stream(self._home_gpu)
+            self.queues = DeviceQueues(group, stream=stream, timeout=timeout, transport=transport)
         self.transport = self.queues.transport if self.queues is not None else ""
         self.spaces = self.queues.spaces if self.queues is not None else [0] * len(group)
         self.home_space = self.queues.home_space if self.queues is not None else 0
@@ -137,9 +136,7 @@ class Places:
 
     def at_home(self) -> contextlib.AbstractContextManager[None]:
         """Send the operators of the calling thread to the stream that the step is ordered on."""
-        return (
-            contextlib.nullcontext() if self.queues is None else _on_streams((self._home_gpu, self.queues.home_stream))
-        )
+        return _on_streams((self._home_gpu, None if self.queues is None else self.queues.home_stream))
 
     def mover(self, device: int) -> Move:
         """A function that brings a tensor of the batch to the device. Its worker calls it inside `enter`."""
@@ -166,9 +163,7 @@ class Places:
 
     def keep_for_reader(self, tensor: torch.Tensor, device: int) -> None:
         """Keep the tensor's memory for the stream that reads the device's results. PyTorch does not know that stream."""
-        if self.queues is None:
-            return
-        gpu, reader = self._gpu[device], self.queues.readers[device]
+        gpu, reader = self._gpu[device], None if self.queues is None else self.queues.readers[device]
         if gpu is not None and reader is not None:
             cuda.keep_for(tensor, gpu, reader)
 
