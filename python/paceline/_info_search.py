@@ -12,47 +12,39 @@ from typing import Any, NamedTuple
 from paceline._nccl import installed_nccl
 
 
-class Package(NamedTuple):
-    module: str
-    distribution: str
+class Wanted(NamedTuple):
+    """A package or a shared library that paceline can use."""
+
+    key: str  # the name of the distribution, or of the library's file
     why: str
     how: str
+    name: str  # for people
+    module: str = ""  # of a package
 
 
-class SharedLibrary(NamedTuple):
-    name: str
-    soname: str
-    why: str
-    how: str
+def _package(name: str, module: str, why: str, how: str) -> Wanted:
+    return Wanted(name, why, f"pip install {how}", name, module)
 
 
 PACKAGES = (
-    Package("torch", "torch", "paceline.torch trains PyTorch modules", "pip install 'paceline[torch]'"),
-    Package("numpy", "numpy", "the Python examples and tests use it; the library does not", "pip install numpy"),
-    Package("sklearn", "scikit-learn", "the digits example reads its data from it", "pip install 'paceline[examples]'"),
-    Package(
-        "matplotlib",
-        "matplotlib",
-        "trainer.plot() draws with it",
-        "pip install 'paceline[plot]'",
-    ),
-    Package("rich", "rich", "trainer.progress() draws with it on a terminal", "pip install 'paceline[progress]'"),
+    _package("torch", "torch", "paceline.torch trains PyTorch modules", "'paceline[torch]'"),
+    _package("numpy", "numpy", "the Python examples and tests use it; the library does not", "numpy"),
+    _package("scikit-learn", "sklearn", "the digits example reads its data from it", "'paceline[examples]'"),
+    _package("matplotlib", "matplotlib", "trainer.plot() draws with it", "'paceline[plot]'"),
+    _package("rich", "rich", "trainer.progress() draws with it on a terminal", "'paceline[progress]'"),
 )
 _DRIVER = "comes with NVIDIA's driver; not needed on a machine without an NVIDIA GPU"
+_FOR_NCCL = "reductions between several GPUs go through it; host devices do not need it"
+_GET_NCCL = "comes with PyTorch's CUDA wheels, or: pip install nvidia-nccl-cu13"
 LIBRARIES = (
-    SharedLibrary("NVIDIA driver", "libcuda.so.1", "GPUs can only be used through it", _DRIVER),
-    SharedLibrary(
-        "NCCL",
-        "libnccl.so.2",
-        "reductions between several GPUs go through it; host devices do not need it",
-        "comes with PyTorch's CUDA wheels, or: pip install nvidia-nccl-cu13",
-    ),
-    SharedLibrary("NVML", "libnvidia-ml.so.1", "tells why a GPU is slow: clocks, heat, power", _DRIVER),
+    Wanted("libcuda.so.1", "GPUs can only be used through it", _DRIVER, "NVIDIA driver"),
+    Wanted("libnccl.so.2", _FOR_NCCL, _GET_NCCL, "NCCL"),
+    Wanted("libnvidia-ml.so.1", "tells why a GPU is slow: clocks, heat, power", _DRIVER, "NVML"),
 )
 _ABSENT = {"found": False, "version": None, "path": None, "source": None}
 
 
-def find_package(package: Package) -> dict[str, Any]:
+def find_package(package: Wanted) -> dict[str, Any]:
     try:
         spec = find_spec(package.module)  # finds a top-level module without importing it
     except (ImportError, ValueError):  # a broken or half-imported package
@@ -61,7 +53,7 @@ def find_package(package: Package) -> dict[str, Any]:
     if spec is None or spec.origin is None:
         return dict(_ABSENT)
     try:
-        version = metadata.version(package.distribution)
+        version = metadata.version(package.key)
     except metadata.PackageNotFoundError:
         version = None
     return {
@@ -72,16 +64,16 @@ def find_package(package: Package) -> dict[str, Any]:
     }
 
 
-def find_shared_library(library: SharedLibrary) -> dict[str, Any]:
+def find_shared_library(library: Wanted) -> dict[str, Any]:
     """Open the library as paceline opens it: NCCL from pip's package if there is one, all else by the system's loader."""
     installed = installed_nccl() if library.name == "NCCL" else None
     try:
-        ctypes.CDLL(installed or library.soname)
+        ctypes.CDLL(installed or library.key)
         mapped = Path("/proc/self/maps").read_text()
     except OSError:
         return dict(_ABSENT)
-    # The file has its full version in its name, where `soname` has the first number.
-    stem = library.soname.partition(".so")[0] + ".so"
+    # The file has its full version in its name, where `key` has the first number.
+    stem = library.key.partition(".so")[0] + ".so"
     files = [fields[5] for line in mapped.splitlines() if len(fields := line.split(maxsplit=5)) == 6]
     path = next((file for file in files if Path(file).name.startswith(stem)), installed)
     return {"found": True, "version": None, "path": path, "source": "pip" if installed else "system"}

@@ -32,8 +32,8 @@ def collect() -> dict[str, Any]:
     """
     build = build_facts()
     host = host_facts()
-    libraries = {package.distribution: find_package(package) for package in PACKAGES}
-    libraries |= {library.soname: find_shared_library(library) for library in LIBRARIES}
+    libraries = {package.key: find_package(package) for package in PACKAGES}
+    libraries |= {library.key: find_shared_library(library) for library in LIBRARIES}
     found = devices()
     spaces: dict[str, list[str]] = {}
     for device in found:
@@ -92,9 +92,7 @@ def _missing(libraries: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, s
             "why": "this build runs on host devices only; GPUs are not used",
             "how": "build with CUDA's nvcc on the PATH; its absence costs nothing on a machine without an NVIDIA GPU",
         }
-    for package in PACKAGES:
-        if not libraries[package.distribution]["found"]:
-            yield {"name": package.distribution, "why": package.why, "how": package.how}
-    for library in LIBRARIES:
-        if not libraries[library.soname]["found"]:
-            yield {"name": f"{library.name} ({library.soname})", "why": library.why, "how": library.how}
+    for wanted in (*PACKAGES, *LIBRARIES):
+        if not libraries[wanted.key]["found"]:
+            name = wanted.name if wanted.name == wanted.key else f"{wanted.name} ({wanted.key})"
+            yield {"name": name, "why": wanted.why, "how": wanted.how}

@@ -76,11 +76,8 @@ class CheckReport:
     @property
     def differences(self) -> dict[str, float]:
         """The largest relative difference of each parameter's gradient over all splits, by name."""
-        worst: dict[str, float] = {}
-        for split in self.splits:
-            for name, value in split.differences.items():
-                worst[name] = max(worst.get(name, 0.0), value)
-        return worst
+        names = dict.fromkeys(name for split in self.splits for name in split.differences)
+        return {name: max(split.differences.get(name, 0.0) for split in self.splits) for name in names}
 
     @property
     def verdict(self) -> str:
