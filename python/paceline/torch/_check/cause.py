@@ -91,7 +91,7 @@ class Reader:
             )
         try:
             for _, part in timed:
-                part.batch_first = True  # type: ignore[assignment]
+                part.batch_first = True
             if timed and self._adds_up(self.probe):
                 return (
                     "layout",
@@ -100,7 +100,7 @@ class Reader:
                 )
         finally:
             for _, part in timed:
-                part.batch_first = False  # type: ignore[assignment]
+                part.batch_first = False
         return None
 
     def _adds_up_turned(self) -> bool:

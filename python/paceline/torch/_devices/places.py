@@ -270,22 +270,21 @@ class RandomStates:
     """The present state of the random generators of a trainer's devices, to go back to."""
 
     def __init__(self, places: Places) -> None:
-        self._kept = [(generator, generator.get_state()) for generator in places.generators]
+        self._kept = {generator: generator.get_state() for generator in places.generators}
         self._bytes: dict[torch.Generator, bytes] = {}  # the kept states that `moved_of` has needed
 
     @property
     def moved(self) -> bool:
         """Whether somebody has drawn since then."""
-        return any(not torch.equal(generator.get_state(), state) for generator, state in self._kept)
+        return any(not torch.equal(generator.get_state(), state) for generator, state in self._kept.items())
 
     def moved_of(self, generator: torch.Generator) -> bool:
         """Whether somebody has drawn from this generator. No operator runs."""
-        before = self._bytes.get(generator)
-        if before is None:
-            before = self._bytes[generator] = bytes_of(next(state for one, state in self._kept if one is generator))
-        return bytes_of(generator.get_state()) != before
+        if generator not in self._bytes:
+            self._bytes[generator] = bytes_of(self._kept[generator])
+        return bytes_of(generator.get_state()) != self._bytes[generator]
 
     def restore(self) -> None:
         """Go back to that state: the same draws follow again."""
-        for generator, state in self._kept:
+        for generator, state in self._kept.items():
             generator.set_state(state)

@@ -108,16 +108,14 @@ def _culprit(module: nn.Module, error: Exception) -> str:
         memo: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
         memo.update({id(child): child for child in owner.children()})
         memo[id(owner)] = owner
-        for name, value in vars(owner).items():
-            if name in ("_parameters", "_modules"):
-                continue
-            entries = value.items() if name == "_buffers" else [(name, value)]
-            for entry, content in entries:
-                try:
-                    copy.deepcopy(content, memo)
-                except Exception as reason:
-                    path = f"{prefix}.{entry}" if prefix else entry
-                    return f"attribute '{path}' ({type(content).__name__}): {reason}"
+        elsewhere = ("_parameters", "_modules", "_buffers")
+        contents = {name: value for name, value in vars(owner).items() if name not in elsewhere} | owner._buffers
+        for name, content in contents.items():
+            try:
+                copy.deepcopy(content, memo)
+            except Exception as reason:
+                path = f"{prefix}.{name}" if prefix else name
+                return f"attribute '{path}' ({type(content).__name__}): {reason}"
     return str(error)
 
 
