@@ -11,7 +11,7 @@ import functools
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -68,10 +68,7 @@ class Reader:
 
     def sees(self, tensor: torch.Tensor) -> bool:
         """Whether the function refers to something that holds the tensor."""
-        found: dict[int, _Kept] = {}
-        for root in _roots(self._function(), set(), set()):
-            _collect(root, root.get(), set(), found, _DEPTH)
-        return id(tensor) in found
+        return id(tensor) in _kept_in(_roots(self._function(), set(), set()), set())
 
 
 class _Kept(NamedTuple):
@@ -125,9 +122,9 @@ class GuardedHook:
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._hook(*arguments, **options)
-        before = self._kept()
+        before = _kept_in(self._roots, self._own)
         result = self._hook(*arguments, **options)
-        for key, kept in self._kept().items():
+        for key, kept in _kept_in(self._roots, self._own).items():
             if key in before and (not self._in_place or before[key].version == kept.version):
                 continue
             # A tensor may be kept for the user to read after the step, if it has no gradient and the function does not look at it.
@@ -146,11 +143,13 @@ class GuardedHook:
             f"loss_fn's own module argument; or return it from forward.{later}"
         )
 
-    def _kept(self) -> dict[int, _Kept]:
-        found: dict[int, _Kept] = {}
-        for root in self._roots:
-            _collect(root, root.get(), self._own, found, _DEPTH)
-        return found
+
+def _kept_in(roots: Iterable[Root], own: set[int]) -> dict[int, _Kept]:
+    """The tensors in these places, by identity, without those of the replica."""
+    found: dict[int, _Kept] = {}
+    for root in roots:
+        _collect(root, root.get(), own, found, _DEPTH)
+    return found
 
 
 def _roots(hook: Any, own: set[int], seen: set[int]) -> Iterator[Root]:

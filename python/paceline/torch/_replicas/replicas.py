@@ -38,7 +38,6 @@ class Replica:
         self.module = copied.module
         self.shared = reader is not None  # False: this is the user's module itself
         self.counterparts = copied.counterparts
-        self.carrying: dict[int, Any] = {}
         self.written: Written | None = None
         self.parameters: list[torch.Tensor] = [copied.counterparts[id(parameter)] for parameter in parameters]
         pairs = [(ours, copied.counterparts.get(id(ours), ours)) for _, ours in reach.modules]
@@ -57,23 +56,15 @@ class Replica:
         """Drop what ``parametrize.cached()`` holds, before a micro-batch and after a backward: the graph of the values may be gone."""
         forget(self._module_ids)
 
-    def carry(self, changes: list[Change], hooked: list[int], holders: list[Any]) -> None:
-        """Make changes of attributes and hooks of the user's `holders` on this replica, too."""
+    def carry(self, changes: list[Change], hooked: list[int], holders: list[Any]) -> dict[int, Any]:
+        """Make changes of attributes and hooks of the user's `holders` on this replica, too. Returns all counterparts, old and new."""
         memo = dict(self.counterparts)
         carry(changes, holders, memo)
         for index in hooked:
             carry_hooks(holders[index], memo.get(id(holders[index])), memo)
         if hooked and self._reader is not None:
             guard_hooks(self._copied, self.module, self._reader)
-        self.carrying = memo
-
-    def carried(self, wanted: set[int]) -> None:
-        """Forget all copied objects but the `wanted` ones, after all replicas have made the changes.
-
-        The others may change, and a new object may get the identity of an object that is gone.
-        """
-        self.counterparts = {key: theirs for key, theirs in self.carrying.items() if key in wanted}
-        self.carrying = {}
+        return memo
 
     def buffer_marks(self) -> list[tuple[int, int]]:
         """Marks that change when a buffer is set or written to, except through ``.data`` or by batch normalisation."""
@@ -257,13 +248,13 @@ class Replicas:
             return self._build()
         if hooked or any(type(change.value) not in SIMPLE for change in changes):
             self._places.drain()  # devices may still use tensors that are about to be released
-            for replica in self.list:
-                replica.carry(changes, hooked, attributes.holders)
+            memos = [replica.carry(changes, hooked, attributes.holders) for replica in self.list]
             # New objects may change later, so they have to be watched.
-            attributes = self._attributes = _watched(Reach(self._module), self.list[0].carrying)
+            attributes = self._attributes = _watched(Reach(self._module), memos[0])
+            # The others may change, and a new object may get the identity of an object that is gone.
             wanted = set(map(id, (*self.parameters, *attributes.holders)))
-            for replica in self.list:
-                replica.carried(wanted)
+            for replica, memo in zip(self.list, memos, strict=True):
+                replica.counterparts = {key: theirs for key, theirs in memo.items() if key in wanted}
             return self._watch_forwards()
         for replica in self.list:
             carry(changes, attributes.holders, replica.counterparts)
