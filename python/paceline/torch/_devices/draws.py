@@ -184,16 +184,14 @@ def _opened(func: Any) -> Any:
     return copy
 
 
-_OPENED_NAMES = "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu gumbel_softmax multi_head_attention_forward"
+_DROPOUTS = "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout"
 _OPENED = {
     func: _opened(func)
     for func in (
-        *(getattr(_F, name) for name in _OPENED_NAMES.split()),
-        *(
-            torch.Tensor.backward,
-            torch.autograd.backward,
-            torch.autograd.grad,
-        ),  # checkpointing runs forward again inside
+        *(getattr(_F, name) for name in _DROPOUTS.split()),
+        *(_F.rrelu, _F.gumbel_softmax, _F.multi_head_attention_forward),
+        # Checkpointing runs forward again inside these.
+        *(torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad),
     )
 }
 
