@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-from importlib.util import find_spec
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline._words import plural
 
 if TYPE_CHECKING:
-    from paceline.sim import ScenarioResult, SimulationResult
+    from paceline.sim import Scenario, ScenarioResult, SimulationResult
 
 POLICIES = ("auto", "even", "weighted")
-# The attributes of `ScenarioResult` that --json prints.
+# The attributes of `SimulationResult`, of `ScenarioResult` and of the arguments that --json prints.
+_FIGURES = (
+    *("loss_to_ideal", "time_over_ideal", "moves", "moves_per_100_steps", "steps_to_recover"),
+    *("lost_steps", "final_shares"),
+)
+_ARGUMENTS = ("speeds", "batch", "steps", "noise", "seed", "fixed_ms", "per_item_ms")
 _RESULTS = (
     *("name", "loss", "worst_loss", "even_loss", "optimum_loss", "optimum_source", "regret"),
     *("moves_per_100_steps", "steps_to_recover", "missed"),
@@ -42,30 +47,15 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--noise", type=float, default=0.0, metavar="F", help="standard deviation of log times, e.g. 0.03"
     )
-    parser.add_argument(
-        "--lasting-noise",
-        type=noise,
-        action="append",
-        default=[],
-        metavar="F:STEPS[:common]",
-        help="more noise, whose correlation falls by 1/e every STEPS steps: each device's own, or common to all; repeatable",
-    )
-    parser.add_argument(
-        "--throttle",
-        type=throttle,
-        action="append",
-        default=[],
-        metavar="DEVICE:FACTOR@FROM-TO",
-        help="the device takes FACTOR times as long in steps FROM to TO-1; repeatable",
-    )
-    parser.add_argument(
-        "--fail",
-        type=failure,
-        action="append",
-        default=[],
-        metavar="DEVICE@STEP",
-        help="the device stops in that step, which the others repeat; repeatable",
-    )
+    lasting = "more noise, whose correlation falls by 1/e every STEPS steps: each device's own, or common to all"
+    throttled = "the device takes FACTOR times as long in steps FROM to TO-1"
+    for option, kind, metavar, text in (
+        ("--lasting-noise", noise, "F:STEPS[:common]", lasting),
+        ("--throttle", throttle, "DEVICE:FACTOR@FROM-TO", throttled),
+        ("--fail", failure, "DEVICE@STEP", "the device stops in that step, which the others repeat"),
+    ):
+        described = f"{text}; repeatable"
+        parser.add_argument(option, type=kind, action="append", default=[], metavar=metavar, help=described)
     parser.add_argument(
         "--spikes",
         type=spikes,
@@ -77,17 +67,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--fixed-ms", type=float, default=4.0, metavar="MS", help="fixed time of a step at speed 1 (4)")
     parser.add_argument("--per-item-ms", type=float, default=0.1, metavar="MS", help="time per item at speed 1 (0.1)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.add_argument("--plot", metavar="FILE", help="draw shares and step times, as .png, .svg or .pdf")
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate all policies and print. Returns the exit status; bad arguments exit with 2."""
     if args.suite:
         return _run_suite(args)
-    if args.plot is not None and find_spec("matplotlib") is None:
-        args.parser.error("--plot needs matplotlib, which is not installed: pip install 'paceline[plot]'")
-
     from paceline.sim import simulate
 
     results = {
@@ -105,63 +91,54 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
             fixed_seconds=args.fixed_ms / 1e3,
             per_item_seconds=args.per_item_ms / 1e3,
-            ledger=args.plot is not None,
         )
         for policy in POLICIES
     }
-    if args.plot is not None:
-        from paceline._cli_simulate_plot import plot
-
-        plot(args, results)
     print(json.dumps(_summary(args, results)) if args.json else _table(args, results))
     return 0
 
 
 def _run_suite(args: argparse.Namespace) -> int:
-    from paceline.sim import run_suite
+    from paceline.sim import run_suite, scenarios
 
     results = run_suite(seeds=args.seeds)
-    print(json.dumps(_suite_summary(args, results)) if args.json else _suite_table(args, results))
+    library = {scenario.name: scenario for scenario in scenarios()}
+    found = [(result, library[result.name]) for result in results]
+    if args.json:
+        print(json.dumps({"seeds": args.seeds, "scenarios": [_suite_summary(*entry) for entry in found]}))
+    else:
+        print(_suite_table(args.seeds, found))
     return 1 if any(result.missed for result in results) else 0
 
 
-def _suite_summary(args: argparse.Namespace, results: list[ScenarioResult]) -> dict[str, Any]:
-    from paceline.sim import scenarios
-
-    library = {scenario.name: scenario for scenario in scenarios()}
+def _suite_summary(result: ScenarioResult, scenario: Scenario) -> dict[str, Any]:
     return {
-        "seeds": args.seeds,
-        "scenarios": [
-            {
-                **{name: getattr(result, name) for name in _RESULTS},
-                "about": library[result.name].about,
-                "steps": library[result.name].steps,
-                "bounds": {
-                    "regret": library[result.name].most_regret,
-                    "moves_per_100_steps": library[result.name].most_moves_per_100_steps,
-                    "steps_to_recover": library[result.name].most_steps_to_recover or None,
-                },
-            }
-            for result in results
-        ],
+        **_attributes(result, _RESULTS),
+        **_attributes(scenario, ("about", "steps")),
+        "bounds": {
+            "regret": scenario.most_regret,
+            "moves_per_100_steps": scenario.most_moves_per_100_steps,
+            "steps_to_recover": scenario.most_steps_to_recover or None,
+        },
     }
 
 
-def _suite_table(args: argparse.Namespace, results: list[ScenarioResult]) -> str:
-    from paceline.sim import scenarios
+def _attributes(of: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in names}
 
-    bounds = {scenario.name: scenario.most_regret for scenario in scenarios()}
+
+def _suite_table(seeds: int, found: Sequence[tuple[ScenarioResult, Scenario]]) -> str:
     lines = [
-        f"{len(results)} scenarios, {args.seeds} seeds each; losses to an oracle that knows of changes before they come",
+        f"{len(found)} scenarios, {seeds} seeds each; losses to an oracle that knows of changes before they come",
         "",
         f"{'scenario':<34}{'even':>10}{'auto':>9}{'worst':>9}{'optimum':>9}{'regret':>9}{'bound':>9}"
         f"{'moves/100':>11}{'recover':>9}",
     ]
-    for result in results:
+    for result, scenario in found:
         recover = "-" if result.steps_to_recover is None else str(result.steps_to_recover)
         lines.append(
             f"{result.name:<34}{result.even_loss:>10.2%}{result.loss:>9.2%}{result.worst_loss:>9.2%}"
-            f"{result.optimum_loss:>9.2%}{result.regret:>9.2%}{bounds[result.name]:>9.2%}"
+            f"{result.optimum_loss:>9.2%}{result.regret:>9.2%}{scenario.most_regret:>9.2%}"
             f"{result.moves_per_100_steps:>11.2f}{recover:>9}"
         )
     lines += [
@@ -169,7 +146,7 @@ def _suite_table(args: argparse.Namespace, results: list[ScenarioResult]) -> str
         "Optimum: the least that a rule without a crystal ball loses, the better of the exact split one step late and the",
         "best single split in hindsight. Regret: what is lost beyond it, calibration and reaction included.",
     ]
-    missed = [f"{result.name}: {text}" for result in results for text in result.missed]
+    missed = [f"{result.name}: {text}" for result, _ in found for text in result.missed]
     lines += ["", *(missed or ["Every bound is kept."])]
     return "\n".join(lines)
 
@@ -178,40 +155,23 @@ def _summary(args: argparse.Namespace, results: dict[str, SimulationResult]) -> 
     any_result = results[POLICIES[0]]
     return {
         "policies": {
-            policy: {
-                "loss_to_ideal": result.loss_to_ideal,
-                "time_over_ideal": result.time_over_ideal,
-                "moves": result.moves,
-                "moves_per_100_steps": result.moves_per_100_steps,
-                "steps_to_recover": result.steps_to_recover,
-                "lost_steps": result.lost_steps,
-                "elapsed_ms": result.elapsed_seconds * 1e3,
-                "final_shares": result.final_shares,
-            }
+            policy: {**_attributes(result, _FIGURES), "elapsed_ms": result.elapsed_seconds * 1e3}
             for policy, result in results.items()
         },
-        "events": [{"step": event.step, "device": event.device, "kind": event.kind} for event in any_result.events],
+        "events": [_attributes(event, ("step", "device", "kind")) for event in any_result.events],
         "ideal_ms": any_result.ideal_seconds * 1e3,
         "config": {
-            "speeds": args.speeds,
-            "batch": args.batch,
-            "steps": args.steps,
-            "noise": args.noise,
-            "lasting_noise": [
-                {"deviation": deviation, "steps": steps, "common": common}
-                for deviation, steps, common in args.lasting_noise
-            ],
-            "throttle": [
-                {"device": device, "factor": factor, "from": first, "to": last}
-                for device, factor, first, last in args.throttle
-            ],
-            "fail": [{"device": device, "step": step} for device, step in args.fail],
+            **_attributes(args, _ARGUMENTS),
+            "lasting_noise": _named(("deviation", "steps", "common"), args.lasting_noise),
+            "throttle": _named(("device", "factor", "from", "to"), args.throttle),
+            "fail": _named(("device", "step"), args.fail),
             "spikes": {"probability": args.spikes[0], "factor": args.spikes[1]},
-            "seed": args.seed,
-            "fixed_ms": args.fixed_ms,
-            "per_item_ms": args.per_item_ms,
         },
     }
+
+
+def _named(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(names, row, strict=True)) for row in rows]
 
 
 def _table(args: argparse.Namespace, results: dict[str, SimulationResult]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -45,19 +45,15 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"--seconds is {args.seconds:g}; it must be from 0 to 3600")
     if find_spec("torch") is None:
         args.parser.error("PyTorch is not installed, and it trains the networks: pip install 'paceline[torch]'")
+    from paceline import partition
     from paceline._verify import verify
 
-    report = verify(_devices(args), seconds=args.seconds, seed=args.seed)
+    devices: Sequence[Any] | None = args.devices.split(",") if args.devices else None
+    if args.partition:
+        devices = partition("cuda:0", args.partition)
+    report = verify(devices, seconds=args.seconds, seed=args.seed)
     print(json.dumps(report, indent=2) if args.json else render(report))
     return 0 if report["passed"] else 1
-
-
-def _devices(args: argparse.Namespace) -> list[Any] | None:
-    if args.partition:
-        from paceline import partition
-
-        return list(partition("cuda:0", args.partition))
-    return args.devices.split(",") if args.devices else None
 
 
 def render(report: Mapping[str, Any]) -> str:
@@ -65,20 +61,17 @@ def render(report: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
     names = ", ".join(device["name"] for device in report["devices"])
     lines = [f"devices      {names}", f"versions     {versions}"]
-    for part in ("exactness", "collectives", "race"):
-        lines.append(f"{part:<12} {_line(part, report[part])}")
-    by_status = {
-        status: [part for part in ("exactness", "collectives", "race") if report[part]["status"] == status]
-        for status in ("failed", "passed", "skipped", "measured")
-    }
-    parts_by_status = [
-        f"{' and '.join(parts)} {_SHOWN.get(status, status)}" for status, parts in by_status.items() if parts
-    ]
-    lines.append(f"\n{'; '.join(parts_by_status)}; {report['seconds']:.0f} s")
+    lines += [f"{part:<12} {_line(part, report[part])}" for part in _PARTS]
+    verdict = ""
+    for status, shown in _SHOWN.items():
+        parts = [part for part in _PARTS if report[part]["status"] == status]
+        verdict += f"{' and '.join(parts)} {shown}; " if parts else ""
+    lines.append(f"\n{verdict}{report['seconds']:.0f} s")
     return "\n".join(lines)
 
 
-_SHOWN = {"failed": "FAILED", "measured": "measured, against no bound"}
+_PARTS = ("exactness", "collectives", "race")
+_SHOWN = {"failed": "FAILED", "passed": "passed", "skipped": "skipped", "measured": "measured, against no bound"}
 
 
 def _line(part: str, found: Mapping[str, Any]) -> str:

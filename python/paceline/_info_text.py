@@ -12,6 +12,9 @@ def render(facts: Mapping[str, Any]) -> str:
     limit = cpu["cgroup_limit"]
     python = facts["python"]
     build = facts["build"]
+    limited = f"{limit['cores']:g} core{'' if limit['cores'] == 1 else 's'} ({limit['source']})" if limit else "none"
+    nodes = "; ".join(f"{node}: {ranges(cores)}" for node, cores in cpu["numa_nodes"].items())
+    interpreter = f"{python['version']}{'' if python['gil'] else ' free-threaded'}, {python['executable']}"
     blocks: list[tuple[str | None, list[tuple[str, str]]]] = [
         (None, [("paceline", facts["version"]), ("platform", facts["platform"])]),
         (
@@ -19,16 +22,8 @@ def render(facts: Mapping[str, Any]) -> str:
             [
                 ("processor", cpu["model"]),
                 ("cores we may use", ranges(cpu["affinity"]) or "unknown (no affinity mask)"),
-                (
-                    "cgroup CPU limit",
-                    f"{limit['cores']:g} core{'' if limit['cores'] == 1 else 's'} ({limit['source']})"
-                    if limit
-                    else "none",
-                ),
-                (
-                    "NUMA nodes",
-                    "; ".join(f"{node}: {ranges(c)}" for node, c in cpu["numa_nodes"].items()) or "unknown",
-                ),
+                ("cgroup CPU limit", limited),
+                ("NUMA nodes", nodes or "unknown"),
                 ("reduction kernels", cpu["reduction_kernels"]),
             ],
         ),
@@ -41,10 +36,7 @@ def render(facts: Mapping[str, Any]) -> str:
             [
                 ("built with", f"{build['compiler']} ({build['flags']})"),
                 ("fmt, pybind11", f"{build['fmt']}, {build['pybind11']}"),
-                (
-                    python["implementation"],
-                    f"{python['version']}{'' if python['gil'] else ' free-threaded'}, {python['executable']}",
-                ),
+                (python["implementation"], interpreter),
             ],
         ),
         ("Libraries", [(name, _library_text(entry)) for name, entry in facts["libraries"].items()]),
@@ -52,20 +44,15 @@ def render(facts: Mapping[str, Any]) -> str:
     width = max(len(name) for _, block in blocks for name, _ in block)
     lines: list[str] = []
     for title, block in blocks:
-        if not block:
-            continue
-        if title:
-            lines += ["", title]
         indent = "  " if title else ""
+        if title and block:
+            lines += ["", title]
         lines += [f"{indent}{name:<{width + 2 - len(indent)}}  {text}" for name, text in block]
     if facts["missing"]:
         lines += ["", "Missing"]
         for entry in facts["missing"]:
-            lines += [
-                f"  {entry['name']}",
-                f"    why it matters: {entry['why']}",
-                f"    how to get it:  {entry['how']}",
-            ]
+            lines.append(f"  {entry['name']}")
+            lines += [f"    why it matters: {entry['why']}", f"    how to get it:  {entry['how']}"]
     return "\n".join(lines)
 
 
@@ -87,8 +74,7 @@ def _gpu_rows(gpus: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
 
 def _gpu_library_rows(libraries: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     for name, entry in libraries.items():
-        rest = {key: value for key, value in entry.items() if key not in ("why_none", "version", "path")}
-        parts = [_quantity(key, value) for key, value in rest.items()]
+        parts = [_quantity(key, entry[key]) for key in entry if key not in ("why_none", "version", "path")]
         text = f"{entry.get('version') or 'version unknown'}  ({entry.get('path') or 'path unknown'})"
         if why := entry.get("why_none"):
             text = f"none: {why}"
@@ -112,17 +98,14 @@ def _quantity(key: str, value: Any) -> tuple[str, str]:
         return label, ""
     if isinstance(value, bool):
         return label, "yes" if value else "no"
-    for suffix, (factor, text) in _UNITS.items():
-        if not key.endswith(suffix):
-            continue
-        label = key.removesuffix(suffix).replace("_", " ")
-        if isinstance(value, (int, float)):
-            return label, text.format(factor * value)
-        if isinstance(value, Mapping):
-            return label, "; ".join(f"{name} {text.format(factor * amount)}" for name, amount in value.items())
+    unit = next((suffix for suffix in _UNITS if key.endswith(suffix)), "")
+    label = key.removesuffix(unit).replace("_", " ")
     if isinstance(value, Mapping):
-        parts = [_quantity(str(name), entry) for name, entry in value.items()]
-        return label, "; ".join(f"{name}: {text}" for name, text in parts if text)
+        parts = [_quantity(f"{name}{unit}", entry) for name, entry in value.items()]
+        return label, "; ".join(f"{name} {text}" for name, text in parts if text)
+    if unit:
+        factor, text = _UNITS[unit]
+        return label, text.format(factor * value)
     if isinstance(value, (list, tuple)):
         return label, ", ".join(str(entry) for entry in value) or "none"
     return label, str(value)
@@ -136,10 +119,7 @@ def _library_text(entry: Mapping[str, Any]) -> str:
 
 def ranges(numbers: Iterable[int]) -> str:
     """Turn ``[0, 1, 2, 5]`` into ``0-2,5``."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    ordered = sorted(numbers)
+    begins = [number for number in ordered if number - 1 not in ordered]
+    ends = [number for number in ordered if number + 1 not in ordered]
+    return ",".join(f"{first}-{last}" if first < last else str(first) for first, last in zip(begins, ends, strict=True))

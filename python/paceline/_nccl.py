@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from paceline._core import comm as _comm
 
-__all__ = ["find_installed_nccl", "nccl_info"]
+__all__ = ["find_installed_nccl", "installed_nccl", "nccl_info"]
 
 
-def find_installed_nccl() -> None:
-    """Add the NCCL of an installed package `nvidia-nccl-cu*` to the places to look for NCCL."""
+def installed_nccl() -> str | None:
+    """The library in an installed package `nvidia-nccl-cu*`."""
     import importlib.util
     from pathlib import Path
 
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:  # not even the package `nvidia` exists
-        return
-    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
-        library = Path(folder) / "lib" / "libnccl.so.2"
-        if library.exists():
-            _comm.set_nccl_path(str(library))
-            return
+        return None
+    folders = (spec.submodule_search_locations if spec is not None else None) or []
+    libraries = [Path(folder) / "lib" / "libnccl.so.2" for folder in folders]
+    return next((str(library) for library in libraries if library.exists()), None)
+
+
+def find_installed_nccl() -> None:
+    """Add the NCCL of an installed package to the places to look for NCCL."""
+    if library := installed_nccl():
+        _comm.set_nccl_path(library)
 
 
 def nccl_info() -> dict[str, str]:

@@ -39,7 +39,8 @@ def draw_run(history: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     """
     if not history:
         raise InvalidArgument("plot: no step has run yet, so there is nothing to draw.")
-    figure, (shares, speeds, times) = panels(3)
+    figure = figure_class()(figsize=(9, 7.8), layout="constrained")
+    shares, speeds, times = figure.subplots(3, 1, sharex=True)
     edges = [row["first_step"] + 0.5 for row in history] + [history[-1]["first_step"] + history[-1]["steps"] + 0.5]
     by_cost = all(row.get("costs") for row in history)
     amounts = [row["costs" if by_cost else "items"] for row in history]
@@ -65,7 +66,14 @@ def draw_run(history: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     speeds.set(ylabel=f"speed while busy ({'cost' if by_cost else 'items'}/s)")
     speeds.set_ylim(bottom=0)
     _step_times(times, edges, history)
-    return finish(figure, edges)
+    for axes in figure.axes:
+        axes.set_xlim(edges[0], edges[-1])
+        axes.grid(alpha=0.3)
+        labels = axes.get_legend_handles_labels()[1]
+        if 0 < len(labels) <= _MOST_IN_A_LEGEND:
+            axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    times.set_xlabel("step")
+    return figure
 
 
 def save(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
@@ -75,41 +83,19 @@ def save(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
     return figure
 
 
-def finish(figure: Figure, edges: Sequence[float]) -> Figure:
-    """Set what all panels share: the grid, the legend, and the range of steps."""
-    for axes in figure.axes:
-        axes.set_xlim(edges[0], edges[-1])
-        axes.grid(alpha=0.3)
-        labels = axes.get_legend_handles_labels()[1]
-        if 0 < len(labels) <= _MOST_IN_A_LEGEND:
-            axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    figure.axes[-1].set_xlabel("step")
-    return figure
-
-
-def show_range(axes: Axes, values: Sequence[float]) -> None:
-    """End `axes` above all but the highest values. The first step starts threads and allocates, and would flatten the rest."""
-    axes.set_ylim(0, 1.15 * sorted(values)[int(0.99 * (len(values) - 1))])
-
-
 def _step_times(axes: Axes, edges: Sequence[float], history: Sequence[Mapping[str, Any]]) -> None:
     mean = [1e3 * row["step_seconds"] / row["steps"] for row in history]
     together = history[0]["steps"]
+    middles = _middles(edges)
     if together > 1:
         longest = [1e3 * row["longest_step_seconds"] for row in history]
-        axes.plot(_middles(edges), longest, ".", color="0.85", ms=3, label=f"longest of {together} steps")
-    axes.plot(_middles(edges), mean, ".", color="0.65", ms=4, label="each step" if together == 1 else "mean of them")
-    axes.plot(
-        _middles(edges), _running_median(mean), color="black", lw=1.2, label=f"median of {_MEDIAN_ROWS * together}"
-    )
+        axes.plot(middles, longest, ".", color="0.85", ms=3, label=f"longest of {together} steps")
+    axes.plot(middles, mean, ".", color="0.65", ms=4, label="each step" if together == 1 else "mean of them")
+    label = f"median of {_MEDIAN_ROWS * together}"
+    axes.plot(middles, _running_median(mean), color="black", lw=1.2, label=label)
     axes.set(ylabel="time of a step (ms)")
-    show_range(axes, mean)
-
-
-def panels(count: int) -> tuple[Figure, Sequence[Axes]]:
-    """A figure with `count` axes below each other that share the axis of steps."""
-    figure = figure_class()(figsize=(9, 2.6 * count), layout="constrained")
-    return figure, figure.subplots(count, 1, sharex=True)
+    # The axis ends above all but the highest values. The first step starts threads and allocates, and would flatten the rest.
+    axes.set_ylim(0, 1.15 * sorted(mean)[int(0.99 * (len(mean) - 1))])
 
 
 def figure_class() -> Callable[..., Figure]:

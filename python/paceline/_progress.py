@@ -6,8 +6,8 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Generic, TextIO, TypeAlias, TypeVar
 
@@ -36,34 +36,15 @@ class Figures:
 
     done: int  # batches
     total: int | None
-    steps: int  # the trainer's steps since the loop began
-    loss: float | None
-    step_seconds: float | None  # mean; None: no step since the previous figures
-    devices: tuple[DeviceFigures, ...]
-    imbalance: float
-    moves: int
-    by_cost: bool = False  # whether the devices' amounts are costs
-
-    @property
-    def count(self) -> str:
-        """The number of finished batches and, if known, the total."""
-        return f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
-
-    @property
-    def parts(self) -> list[str]:
-        """The figures that belong to no single device, each with its name."""
-        return [
-            f"step {self.steps}",
-            *([] if self.loss is None else [f"loss {self.loss:.4g}"]),
-            *([] if self.step_seconds is None else [f"{1e3 * self.step_seconds:.1f} ms/step"]),
-            f"imbalance {self.imbalance:.1%}",
-            f"moves {self.moves}",
-        ]
+    head: str  # what belongs to no single device, in words
+    devices: list[DeviceFigures]
+    by_cost: bool  # whether the devices' amounts are costs
 
 
 Show: TypeAlias = Callable[[Figures], None]
 
 
+@dataclass(eq=False)
 class Progress(Generic[_T]):
     """Yield `batches` and show progress. Draws between two batches in the caller's thread; starts no thread.
 
@@ -85,41 +66,36 @@ class Progress(Generic[_T]):
         A function that turns the batches into the iterable to loop over.
     """
 
-    def __init__(
-        self,
-        batches: Iterable[_T],
-        report: Callable[[], Mapping[str, Any]],
-        loss: Callable[[], float | None],
-        *,
-        total: int | None = None,
-        every: float = 10.0,
-        file: TextIO | None = None,
-        watched: Callable[[Iterable[_T]], Iterable[_T]] | None = None,
-    ) -> None:
-        if not every >= 0:
-            raise InvalidArgument(f"progress: every is {every}; it is the seconds between two lines, at least 0.")
-        self._batches = batches
-        self._total = total if total is not None else _length(batches)
-        self._report = report
-        self._loss = loss
-        self._every = every
-        self._file = file
-        self._watched = watched
+    batches: Iterable[_T]
+    report: Callable[[], Mapping[str, Any]]
+    loss: Callable[[], float | None]
+    _: KW_ONLY
+    total: int | None = None
+    every: float = 10.0
+    file: TextIO | None = None
+    watched: Callable[[Iterable[_T]], Iterable[_T]] = iter
+
+    def __post_init__(self) -> None:
+        if not self.every >= 0:
+            raise InvalidArgument(f"progress: every is {self.every}; it is the seconds between two lines, at least 0.")
+        if self.total is None:
+            with suppress(TypeError):  # a generator, or a loader over an iterable data set
+                self.total = len(self.batches)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
-        if self._total is None:
+        if self.total is None:
             raise TypeError("the length of these batches is not known; pass total=")
-        return self._total
+        return self.total
 
     def __iter__(self) -> Iterator[_T]:
         # A generator, so that leaving the loop in any way ends it at once and restores the terminal before a traceback is printed.
-        file = sys.stderr if self._file is None else self._file
+        file = sys.stderr if self.file is None else self.file
         display = _live(file)
-        pause, window = (self._every, 0.0) if display is None else (REDRAW_SECONDS, _WINDOW_SECONDS)
-        figures = _FiguresSince(self._report, self._loss, self._total, window)
+        pause, window = (self.every, 0.0) if display is None else (REDRAW_SECONDS, _WINDOW_SECONDS)
+        figures = _FiguresSince(self, window)
         with nullcontext(partial(_print_line, file)) if display is None else display as show:
             done, last_done, last = 0, 0, float("-inf")
-            for batch in self._batches if self._watched is None else self._watched(self._batches):
+            for batch in self.watched(self.batches):
                 yield batch
                 done += 1
                 now = time.monotonic()
@@ -133,22 +109,14 @@ class Progress(Generic[_T]):
 class _FiguresSince:
     """Compute figures over the steps since the previous figures, or over the last `window` seconds if that is longer."""
 
-    def __init__(
-        self,
-        report: Callable[[], Mapping[str, Any]],
-        loss: Callable[[], float | None],
-        total: int | None,
-        window: float,
-    ) -> None:
-        self._report = report
-        self._loss = loss
-        self._total = total
+    def __init__(self, progress: Progress[Any], window: float) -> None:
+        self._of = progress
         self._window = window
-        self._first = self._since = self._next = report()
+        self._first = self._since = self._next = progress.report()
         self._next_time = time.monotonic()
 
     def __call__(self, done: int) -> Figures:
-        now = self._report()
+        now = self._of.report()
         since = self._since
         steps = now["steps"] - since["steps"]
         seconds = now["step_seconds"] - since["step_seconds"]
@@ -158,24 +126,18 @@ class _FiguresSince:
         devices = []
         for name, entry in now["devices"].items():
             before = since["devices"][name]
-            busy = entry["busy_seconds"] - before["busy_seconds"]
-            amount = entry[kind] - before.get(kind, 0)
-            devices.append(DeviceFigures(name, amount / max(steps, 1), busy / seconds if seconds > 0 else 0.0))
+            busy = (entry["busy_seconds"] - before["busy_seconds"]) / seconds if seconds > 0 else 0.0
+            devices.append(DeviceFigures(name, (entry[kind] - before.get(kind, 0)) / max(steps, 1), busy))
         if time.monotonic() - self._next_time >= self._window:
             # Keep one window back, so that the next figures cover one to two windows. Without a window, the next figures start here.
             self._since = self._next if self._window > 0 else now
             self._next, self._next_time = now, time.monotonic()
-        return Figures(
-            done=done,
-            total=self._total,
-            steps=now["steps"] - self._first["steps"],
-            loss=self._loss(),
-            step_seconds=seconds / steps if steps else None,
-            devices=tuple(devices),
-            imbalance=now["imbalance"],
-            moves=now["moves"] - self._first["moves"],
-            by_cost=by_cost,
-        )
+        total, loss = self._of.total, self._of.loss()
+        head = [f"{done}" if total is None else f"{done}/{total}", f"step {now['steps'] - self._first['steps']}"]
+        head += [] if loss is None else [f"loss {loss:.4g}"]
+        head += [f"{1e3 * seconds / steps:.1f} ms/step"] if steps else []
+        head += [f"imbalance {now['imbalance']:.1%}", f"moves {now['moves'] - self._first['moves']}"]
+        return Figures(done, total, "  ".join(head), devices, by_cost)
 
 
 def _print_line(file: TextIO, figures: Figures) -> None:
@@ -184,10 +146,9 @@ def _print_line(file: TextIO, figures: Figures) -> None:
     devices = [f"{entry.name} {cost}{entry.amount:.4g} ({entry.busy:.0%} busy)" for entry in figures.devices]
     if len(devices) > _MOST_DEVICES_IN_A_LINE:
         amount, busy = ([getattr(entry, key) for entry in figures.devices] for key in ("amount", "busy"))
-        devices = [
-            f"{len(devices)} devices {cost}{min(amount):.4g} to {max(amount):.4g} ({min(busy):.0%} to {max(busy):.0%} busy)"
-        ]
-    print("  ".join([figures.count, *figures.parts, *devices]), file=file, flush=True)
+        range_of = f"{min(amount):.4g} to {max(amount):.4g} ({min(busy):.0%} to {max(busy):.0%} busy)"
+        devices = [f"{len(devices)} devices {cost}{range_of}"]
+    print("  ".join([figures.head, *devices]), file=file, flush=True)
 
 
 def _live(file: TextIO) -> AbstractContextManager[Show] | None:
@@ -215,10 +176,3 @@ def _is_terminal(stream: Any) -> bool:
 
 def _steps_with_costs(report: Mapping[str, Any]) -> int:
     return int(report["items"]["steps"]) if "items" in report else 0
-
-
-def _length(batches: Iterable[Any]) -> int | None:
-    try:
-        return len(batches)  # type: ignore[arg-type]
-    except TypeError:  # a generator, or a loader over an iterable data set
-        return None

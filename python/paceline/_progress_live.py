@@ -38,7 +38,7 @@ def _drawing(console: Console) -> Iterator[Show]:
 
 
 def _rows(figures: Figures) -> Table:
-    head = Text("  ".join([figures.count, *figures.parts]), no_wrap=True, overflow="ellipsis")
+    head = Text(figures.head, no_wrap=True, overflow="ellipsis")
     rows = Table.grid(padding=(0, 1))
     bar = ProgressBar(figures.total, figures.done, width=_BAR_COLUMNS) if figures.total else Text("")
     rows.add_row(Text("batches"), bar, head)

@@ -129,9 +129,7 @@ class _Replay:
             case {"claims": _}:  # the micro-batches that ran; no decision to compare
                 pass
             case _:
-                raise InvalidArgument(
-                    'neither "plan" nor "record" nor "retire" nor "restore" nor "least_items" is there'
-                )
+                raise InvalidArgument('neither "plan" nor "record", "retire", "restore" or "least_items" is there')
 
     def _plan(self, line: int, written: Any) -> None:
         made = self.balancer.next_plan(_as(int, _get(written, "batch_size")))
@@ -185,35 +183,21 @@ def _balancer(options: Any) -> Balancer:
 
 
 def _micro_batch(run: Any) -> tuple[int, float, bool]:
-    excluded = False
-    match run:
-        case [items, seconds]:
-            pass
-        case [items, seconds, excluded]:
-            pass
-        case _:
-            raise InvalidArgument("a micro-batch is [items, seconds] or [items, seconds, excluded]")
-    return _as(int, items), _as(float, seconds), _as(bool, excluded)
+    if not isinstance(run, list) or len(run) not in (2, 3):
+        raise InvalidArgument("a micro-batch is [items, seconds] or [items, seconds, excluded]")
+    return _as(int, run[0]), _as(float, run[1]), _as(bool, run[2] if len(run) == 3 else False)
 
 
 def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members = dict(pairs)
-    if len(members) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise InvalidArgument(f'"{next(name for name in names if names.count(name) > 1)}" stands there twice')
-    return members
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        raise InvalidArgument(f'"{max(names, key=names.count)}" stands there twice')
+    return dict(pairs)
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_members)
-_KINDS: dict[type, str] = {
-    type(None): "null",
-    bool: "a boolean",
-    int: "a number",
-    float: "a number",
-    str: "a string",
-    list: "an array",
-    dict: "an object",
-}
+_KINDS: dict[type, str] = {type(None): "null", bool: "a boolean", int: "a number", float: "a number"}
+_KINDS |= {str: "a string", list: "an array", dict: "an object"}
 
 
 def _as(kind: type[_T], value: Any) -> _T:

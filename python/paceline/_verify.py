@@ -14,8 +14,7 @@ from typing import Any, cast
 import torch
 
 import paceline
-from paceline import Device, InvalidArgument, Unavailable, _verify_checks, _verify_race
-from paceline._core.runtime import host_facts
+from paceline import Device, InvalidArgument, Unavailable, _verify_checks, _verify_race, info
 
 __all__ = ["anonymous", "verify"]
 
@@ -60,9 +59,10 @@ def verify(devices: Sequence[Device | str] | None = None, *, seconds: float = 20
     report = {
         "passed": all(part["status"] != "failed" for part in parts.values()),
         "seconds": round(time.monotonic() - begin, 1),
-        "versions": _versions(),
-        "machine": _machine(),
-        "devices": [_device(device) for device in found],
+        **_versions_and_machine(),
+        "devices": [
+            {"name": device.name, "kind": device.kind, "memory_space": device.memory_space} for device in found
+        ],
         **parts,
     }
     return cast(dict[str, Any], _everywhere(report, anonymous))
@@ -113,51 +113,23 @@ def anonymous(text: str) -> str:
     return text
 
 
-def _versions() -> dict[str, Any]:
+def _versions_and_machine() -> dict[str, Any]:
+    facts = info.collect()
+    driver = Path("/proc/driver/nvidia/version")  # of the kernel module
+    found = re.search(r"\b\d{3,}(?:\.\d+)+\b", driver.read_text() if driver.exists() else "")
     return {
-        "paceline": paceline.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "driver": _driver_version(),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+        "versions": {
+            "paceline": paceline.__version__,
+            "python": facts["python"]["version"],
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "driver": found[0] if found else None,
+            "nccl": facts["gpu_libraries"].get("NCCL", {}).get("version"),
+        },
+        "machine": {
+            "system": f"{platform.system()} {platform.machine()}",
+            "processor": facts["cpu"]["model"],
+            "cores": len(facts["cpu"]["affinity"]),
+            "gpus": facts["gpus"],
+        },
     }
-
-
-def _driver_version() -> str | None:
-    """The version of NVIDIA's kernel module: "580.159.04"."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return None
-    match = re.search(r"\b(\d{3,}(?:\.\d+)+)\b", text)
-    return match[1] if match else None
-
-
-def _machine() -> dict[str, Any]:
-    facts = host_facts()
-    return {
-        "system": f"{platform.system()} {platform.machine()}",
-        "processor": facts["cpu_model"] or platform.processor(),
-        "cores": len(facts["affinity"]),
-        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
-    }
-
-
-def _gpu(index: int) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(index)
-    return {
-        "name": properties.name,
-        "sms": properties.multi_processor_count,
-        "memory_bytes": properties.total_memory,
-        "capability": f"{properties.major}.{properties.minor}",
-        "peers": [
-            other
-            for other in range(torch.cuda.device_count())
-            if other != index and torch.cuda.can_device_access_peer(index, other)
-        ],
-    }
-
-
-def _device(device: Device) -> dict[str, Any]:
-    return {"name": device.name, "kind": device.kind, "memory_space": device.memory_space}

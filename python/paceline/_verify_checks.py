@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,15 @@ from torch import nn
 from paceline import Communicator, Device, DeviceGroup
 from paceline.comm import ReduceOp
 from paceline.torch import DataParallel
+from paceline.torch._check.probe import distances
 
 # Allowed differences between sums in different orders, relative to a tensor's norm. The bound for float32 is wide because GPUs choose other
 # algorithms for other batch sizes. A wrong weight is off by a hundredth or more.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4}
 _SPLITS_PER_NETWORK = 4
 _COLLECTIVE_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
-_COLLECTIVE_OPS: tuple[ReduceOp, ...] = ("sum", "min", "max")  # exact; a mean would divide
+# Exact; a mean would divide.
+_COLLECTIVE_OPS: dict[ReduceOp, Callable[..., torch.Tensor]] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
 _COLLECTIVE_COUNTS = (1, 1003, 1 << 20)  # one element, a size that 16 bytes do not divide, many blocks
 
 
@@ -39,12 +41,9 @@ def exactness(devices: Sequence[Device], seed: int) -> dict[str, Any]:
 
     `worst_difference` measures the difference, and `TOLERANCES` bounds it.
     """
-    cases = []
     rng = random.Random(seed)
-    for name in _NETWORKS:
-        for dtype in TOLERANCES:
-            for _ in range(_SPLITS_PER_NETWORK):
-                cases.append(_exactness_case(devices, name, dtype, rng))
+    kinds = itertools.product(_NETWORKS, TOLERANCES, range(_SPLITS_PER_NETWORK))
+    cases = [_exactness_case(devices, name, dtype, rng) for name, dtype, _ in kinds]
     return {
         "status": "passed" if all(case["passed"] for case in cases) else "failed",
         "reference": f"plain PyTorch on {home_of(devices)}",
@@ -77,9 +76,8 @@ def _exactness_case(devices: Sequence[Device], network: str, dtype: torch.dtype,
         for batch in batches:
             trainer.step(_loss, batch)
         shares = list(trainer.shares.values())
-    worst = worst_difference(
-        [parameter.grad for parameter in trained.parameters()], [parameter.grad for parameter in reference.parameters()]
-    )
+    got, wanted = ([parameter.grad for parameter in module.parameters()] for module in (trained, reference))
+    worst = worst_difference(got, wanted)
     return {
         "network": network,
         "dtype": str(dtype),
@@ -92,26 +90,11 @@ def _exactness_case(devices: Sequence[Device], network: str, dtype: torch.dtype,
 
 
 def worst_difference(got: Sequence[torch.Tensor | None], wanted: Sequence[torch.Tensor | None]) -> float:
-    """The largest norm of a difference, relative to the tensor's norm or to a thousandth of the norm of all tensors, whichever is larger.
-
-    The thousandth is for gradients that are zero in exact arithmetic. A gradient on one side only, and a NaN, count as infinite.
-    """
-    total = sum(float(tensor.double().norm()) ** 2 for tensor in wanted if tensor is not None) ** 0.5
-    worst = 0.0 if total > 0 else float("inf")
-    for mine, theirs in zip(got, wanted, strict=True):
-        if mine is None or theirs is None:
-            worst = worst if mine is theirs else float("inf")
-            continue
-        difference = float((mine.double() - theirs.double()).norm())
-        relative = difference / max(float(theirs.double().norm()), 1e-3 * total, 1e-300)
-        worst = max(worst, relative if relative == relative else float("inf"))
-    return worst
-
-
-def _reduced(values: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    if op == "sum":
-        return values.sum(0)
-    return values.amin(0) if op == "min" else values.amax(0)
+    """The largest of the `distances`. A gradient on one side only counts as infinite, and so do gradients that are all zero."""
+    one_sided = any((mine is None) != (theirs is None) for mine, theirs in zip(got, wanted, strict=True))
+    if one_sided or not any(bool(tensor.any()) for tensor in wanted if tensor is not None):
+        return float("inf")
+    return max(distances(wanted, got).values())
 
 
 def collectives(devices: Sequence[Device], seed: int) -> dict[str, Any]:
@@ -132,7 +115,7 @@ def collectives(devices: Sequence[Device], seed: int) -> dict[str, Any]:
         communicator = Communicator(group)
         for count, op, dtype in cases:
             values = drawn[count]
-            wanted = _reduced(values, op).to(dtype)
+            wanted = _COLLECTIVE_OPS[op](values, 0).to(dtype)
             wholes = [value.to(torch_device(device), dtype) for value, device in zip(values, devices, strict=True)]
             parts = [whole.new_empty(len(whole) // len(devices)) for whole in wholes]
             gathered = [torch.empty_like(whole) for whole in wholes]
@@ -145,13 +128,12 @@ def collectives(devices: Sequence[Device], seed: int) -> dict[str, Any]:
                     for tensor, device in zip(tensors, devices, strict=True)
                     if not torch.equal(tensor.cpu(), wanted)
                 ]
-        transport = communicator.description
-    return {
-        "status": "failed" if failures else "passed",
-        "transport": transport,  # NCCL with its version and path, for example
-        "cases": 2 * len(cases),
-        "failures": failures,
-    }
+        return {
+            "status": "failed" if failures else "passed",
+            "transport": communicator.description,  # NCCL with its version and path, for example
+            "cases": 2 * len(cases),
+            "failures": failures,
+        }
 
 
 def _loss(module: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

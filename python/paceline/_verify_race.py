@@ -59,17 +59,15 @@ def race(devices: Sequence[Device], seconds: float, seed: int) -> dict[str, Any]
         return {"status": "skipped", "why": "one device has nobody to share with"}
     deadline = time.monotonic() + seconds
     items = _items(devices, seed)
+    share = -(-items // len(devices))
+    teams: dict[str, tuple[Sequence[Device], Literal["auto", "even"], int]]
+    teams = {"auto": (devices, "auto", items), "even": (devices, "even", items)}
+    teams |= {device.name: ([device], "even", share) for device in devices}
     with contextlib.ExitStack() as stack:
         racers: dict[str, Racer] = {}
-
-        def enter(name: str, of: Sequence[Device], balance: Literal["auto", "even"], items: int) -> None:
-            racers[name] = Racer(of, balance, items, seed)
-            stack.callback(racers[name].trainer.close)
-
-        enter("auto", devices, "auto", items)
-        enter("even", devices, "even", items)
-        for device in devices:
-            enter(device.name, [device], "even", -(-items // len(devices)))
+        for name, team in teams.items():
+            racers[name] = Racer(*team, seed)
+            stack.enter_context(racers[name].trainer)
         for racer in racers.values():
             racer.steps(_WARM_UP_STEPS)
         order = list(racers.values())
@@ -102,9 +100,7 @@ def _summary(racers: dict[str, Racer], devices: Sequence[Device], items: int) ->
 
 def _items(devices: Sequence[Device], seed: int) -> int:
     """Find a batch that keeps the devices busy long enough, by doubling."""
-    items = 16 * len(devices)
-    most = _MOST_ITEMS
-    home = home_of(devices)
+    items, most, home = 16 * len(devices), _MOST_ITEMS, home_of(devices)
     if home.type == "cuda":
         bytes_of_an_item = 4 * 3 * _SIDE * _SIDE
         most = min(most, int(_MEMORY_PART * torch.cuda.get_device_properties(home).total_memory / bytes_of_an_item))
@@ -123,16 +119,10 @@ _SIDE = 32  # pixels per side of an image
 
 def _network(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(32, 64, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(64, 64, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(_SIDE * _SIDE * 4, 10),
-    )
+    layers: list[nn.Module] = []
+    for inputs, outputs, stride in ((3, 32, 1), (32, 64, 2), (64, 64, 2)):
+        layers += [nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(_SIDE * _SIDE * 4, 10))
 
 
 def _batch(items: int, device: torch.device, seed: int) -> Batch:

@@ -7,16 +7,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from paceline._core import runtime as _runtime
 from paceline._core.comm import reduce_isa
-from paceline._core.runtime import (
-    Device,
-    build_facts,
-    device_health,
-    devices,
-    host_facts,
-    why_no_devices,
-)
+from paceline._core.runtime import Device, build_facts, device_health, devices, gpu_facts, host_facts, why_no_devices
 from paceline._info_search import LIBRARIES, PACKAGES, find_package, find_shared_library
 from paceline._info_text import render
 from paceline._nccl import nccl_info
@@ -24,12 +16,13 @@ from paceline._words import plural
 
 __all__ = ["collect", "render"]
 
+_OF_A_DEVICE = ("name", "kind", "index", "memory_space", "cores", "numa_node")
+
 
 def collect() -> dict[str, Any]:
     """Collect everything that `paceline info` shows, as plain values that `json` can write.
 
-    Imports none of the packages it looks for. It searches the loaded libraries of this process, package metadata, the linker's cache and
-    the usual directories. It opens NVML to read the health of GPUs.
+    Imports none of the packages it looks for. It opens the shared libraries, NVML also to read the health of GPUs.
 
     Returns
     -------
@@ -39,8 +32,8 @@ def collect() -> dict[str, Any]:
     """
     build = build_facts()
     host = host_facts()
-    libraries = {package.distribution: find_package(package) for package in PACKAGES}
-    libraries |= {library.soname: find_shared_library(library) for library in LIBRARIES}
+    libraries = {package.key: find_package(package) for package in PACKAGES}
+    libraries |= {library.key: find_shared_library(library) for library in LIBRARIES}
     found = devices()
     spaces: dict[str, list[str]] = {}
     for device in found:
@@ -48,19 +41,12 @@ def collect() -> dict[str, Any]:
     return {
         "version": build.pop("version"),
         "devices": [
-            {
-                "name": device.name,
-                "kind": device.kind,
-                "index": device.index,
-                "memory_space": device.memory_space,
-                "cores": list(device.cores),
-                "numa_node": device.numa_node,
-            }
-            for device in found
+            {name: getattr(device, name) for name in _OF_A_DEVICE} | {"cores": list(device.cores)} for device in found
         ],
         "memory_spaces": spaces,
         "gpus": _gpus(found),
-        "gpu_libraries": _gpu_libraries(),
+        # The library that moves data between GPUs: version and path, or why there is none.
+        "gpu_libraries": {"NCCL": nccl_info()} if "cuda" in why_no_devices() else {},
         "cpu": {
             "model": host["cpu_model"] or platform.processor() or platform.machine(),
             "affinity": host["affinity"],
@@ -68,9 +54,7 @@ def collect() -> dict[str, Any]:
             "numa_nodes": {str(node): cores for node, cores in host["numa_nodes"].items()},
             "reduction_kernels": reduce_isa(),
         },
-        "backends": {
-            kind: _backend(kind, [device for device in found if device.kind == kind]) for kind in ("host", "cuda")
-        },
+        "backends": {kind: _backend(kind, found) for kind in ("host", "cuda")},
         "libraries": libraries,
         "missing": list(_missing(libraries)),
         "build": build,
@@ -85,8 +69,7 @@ def collect() -> dict[str, Any]:
 
 
 def _gpus(found: list[Device]) -> list[dict[str, Any]]:
-    ask = getattr(_runtime, "gpu_facts", None)
-    known = {facts.get("device"): facts for facts in (ask() if ask else [])}
+    known = {facts["device"]: facts for facts in gpu_facts()}
     return [
         {**known.get(device.name, {}), "device": device.name, "health": device_health(device.name)}
         for device in found
@@ -94,16 +77,12 @@ def _gpus(found: list[Device]) -> list[dict[str, Any]]:
     ]
 
 
-def _gpu_libraries() -> dict[str, dict[str, Any]]:
-    """The library that moves data between GPUs: version and path, or why there is none."""
-    return {"NCCL": dict(nccl_info())} if "cuda" in why_no_devices() else {}
-
-
 def _backend(kind: str, found: list[Device]) -> dict[str, Any]:
     why_none = why_no_devices().get(kind)
     if why_none is None:
         return {"built": False, "detail": "not built; host devices only"}
-    return {"built": True, "detail": f"no devices: {why_none}" if why_none else plural(len(found), "device")}
+    count = plural(sum(device.kind == kind for device in found), "device")
+    return {"built": True, "detail": f"no devices: {why_none}" if why_none else count}
 
 
 def _missing(libraries: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, str]]:
@@ -113,9 +92,7 @@ def _missing(libraries: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, s
             "why": "this build runs on host devices only; GPUs are not used",
             "how": "build with CUDA's nvcc on the PATH; its absence costs nothing on a machine without an NVIDIA GPU",
         }
-    for package in PACKAGES:
-        if not libraries[package.distribution]["found"]:
-            yield {"name": package.distribution, "why": package.why, "how": package.how}
-    for library in LIBRARIES:
-        if not libraries[library.soname]["found"]:
-            yield {"name": f"{library.name} ({library.soname})", "why": library.why, "how": library.how}
+    for wanted in (*PACKAGES, *LIBRARIES):
+        if not libraries[wanted.key]["found"]:
+            name = wanted.name if wanted.name == wanted.key else f"{wanted.name} ({wanted.key})"
+            yield {"name": name, "why": wanted.why, "how": wanted.how}

@@ -122,7 +122,7 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, health: dict[str, Any]) -> None:
         "why_no_partitions": "",
     }
     monkeypatch.setattr(info, "devices", lambda: [gpu, *paceline.devices()])
-    monkeypatch.setattr(runtime, "gpu_facts", lambda: [facts], raising=False)
+    monkeypatch.setattr(info, "gpu_facts", lambda: [facts])
     monkeypatch.setattr(info, "device_health", lambda name: health)
     nccl = {"version": "2.28.9", "path": "/lib/libnccl.so.2", "source": "loaded"}
     monkeypatch.setattr(info, "nccl_info", lambda: nccl)
@@ -164,7 +164,7 @@ def test_gpus_are_told_with_their_health(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_gpus_are_told_where_little_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     health = {"why_no_health": "NVML cannot be loaded"}
     with_gpus(monkeypatch, health)
-    monkeypatch.delattr(runtime, "gpu_facts")
+    monkeypatch.setattr(info, "gpu_facts", lambda: [])
     monkeypatch.setattr(info, "nccl_info", lambda: {"version": "", "path": "", "why_none": "no libnccl.so.2"})
     facts = info.collect()
     assert facts["gpus"] == [{"device": "cuda:0", "health": health}]
@@ -205,9 +205,13 @@ def test_an_installed_package_is_reported_with_its_version_and_place() -> None:
     }
 
 
+def cannot_open(name: str) -> None:
+    raise OSError(f"{name}: cannot open shared object file")
+
+
 def test_what_is_missing_is_listed_with_why_and_how(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_info_search, "find_spec", lambda name: None)
-    monkeypatch.setattr(_info_search, "_library_candidates", lambda library: iter(()))
+    monkeypatch.setattr("ctypes.CDLL", cannot_open)
     facts = info.collect()
     assert not any(entry["found"] for entry in facts["libraries"].values())
     names = [entry["name"] for entry in facts["missing"]]

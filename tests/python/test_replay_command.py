@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline._cli import main
-from paceline._ledger import read, stretches
+from paceline._cli_replay import read, stretches
 from paceline.balance import Balancer
 from paceline.sim import simulate
 

@@ -58,7 +58,7 @@ def test_write_a_ledger_of_steps_with_costs(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("first", ["costs", "items"])
 def test_a_ledger_of_both_kinds_of_steps_has_the_decisions_of_both(tmp_path: Path, first: str) -> None:
-    from paceline._ledger import read
+    from paceline._cli_replay import read
     from paceline.balance import replay
 
     module, batch = words(32, 4)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,19 +16,18 @@ from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.items import Items
 from paceline.torch._batch.objective import Objective, Reduction
 from paceline.torch._check.cause import Reader
-from paceline.torch._check.leaves import OutsideLeaves
-from paceline.torch._check.probe import Probe, Probed, Span, described_sizes, distances, spans_of
+from paceline.torch._check.probe import OutsideLeaves, Probe, Probed, Span, described_sizes, distances, spans_of
 from paceline.torch._check.report import Cause, CheckReport, SplitResult
-from paceline.torch._check.trial_run import TrialRun
 from paceline.torch._check.weights import known_tensors
 from paceline.torch._devices.noise import Noise
 from paceline.torch._devices.places import RandomStates
+from paceline.torch._devices.run_draws import Drawing, RunDraws
 from paceline.torch._replicas.batch_norm import standing_still, using_batch_statistics
 from paceline.torch._replicas.buffers import KeptAttributes
 from paceline.torch._replicas.replicas import is_compiled, is_compiled_function
 from paceline.torch._run.execution import Execution, Workload
 from paceline.torch._run.gradients import UserGradients
-from paceline.torch._run.run import LossFunction
+from paceline.torch._run.run import Frame, LossFunction, TrainRun
 
 # The result of the trainer's own devices: items by device, objective, gradients of the module and of leaves outside of it.
 Trained = tuple[dict[str, int], float, list[torch.Tensor | None]]
@@ -57,6 +58,8 @@ def check(
     costs: list[float] | None,
 ) -> CheckReport:
     """Check on the user's own module, whose result the devices have to reproduce. `work` is for this check alone."""
+    if batch.size < 2:
+        raise InvalidArgument("check: the batch has one item, which cannot be split. Use a batch of at least 8.")
     execution.replicas.refresh()
     module, places, replicas = execution.module, execution.places, execution.replicas
     tolerance = tolerance_for(module, places.home) if tolerance is None else tolerance
@@ -73,7 +76,7 @@ def check(
         plan = work.step_loop.plan(costs)
         items = Items(list(plan.order), batch, places.pin, costs)
         spans = [span for span in pairwise(plan.bounds) if span[0] < span[1]]
-        by_cost = probe.over(items.batch, items.objective(objective)), spans
+        by_cost = dataclasses.replace(probe, batch=items.batch, objective=items.objective(objective)), spans
 
     def attempt() -> Trained:
         outside.clear()
@@ -90,15 +93,7 @@ def check(
     random, attributes = RandomStates(places), KeptAttributes(replicas.all_modules)
     try:
         report = Check(
-            probe,
-            batch,
-            replicas.names,
-            objective,
-            reduction,
-            micro_batch,
-            tolerance,
-            lambda: execution.repeated(attempt),
-            by_cost,
+            probe, replicas.names, reduction, micro_batch, tolerance, lambda: execution.repeated(attempt), by_cost
         ).run()
         user.check()
         return report
@@ -110,42 +105,46 @@ def check(
         execution.drop_gradients()
 
 
+class TrialRun(TrainRun):
+    """A run in which items draw what they drew before. After it, `reached` has the gradients of leaves outside of the module."""
+
+    def __init__(self, frame: Frame, *, leaves: OutsideLeaves, noise: Noise, **options: Any) -> None:
+        super().__init__(frame, **options)
+        self._leaves = leaves
+        self._noise = noise
+        self.reached: list[torch.Tensor | None] = []
+        if noise.drew:
+            self.draws = RunDraws(self.places, Drawing(), compiled=True, before=frame.random)
+            self.draws.unwatched()
+
+    def compute(self, device: int, begin: int, end: int) -> bool:
+        with self._noise.of(self.batch.rows(begin, end)):
+            return super().compute(device, begin, end)
+
+    def check(self) -> None:
+        super().check()
+        self.reached = self._leaves.taken()
+
+
+@dataclasses.dataclass
 class Check:
     """One check. `train` runs the batch on the trainer's devices and commits nothing. `by_cost` has the slices that the costs give."""
 
-    def __init__(
-        self,
-        probe: Probe,
-        batch: Batch,
-        names: Sequence[str],
-        objective: Objective,
-        reduction: Reduction,
-        micro_batch: int | None,
-        tolerance: float,
-        train: Callable[[], Trained],
-        by_cost: tuple[Probe, list[Span]] | None = None,
-    ) -> None:
-        if batch.size < 2:
-            raise InvalidArgument("check: the batch has one item, which cannot be split. Use a batch of at least 8.")
-        self._probe = probe
-        self._noise = probe.noise
-        self._batch = batch
-        self._items = batch.size
-        self._names = names
-        self._objective = objective
-        self._reduction = reduction
-        self._micro_batch = micro_batch
-        self._tolerance = tolerance
-        self._train = train
-        self._by_cost = by_cost
-        self._causes: list[Cause] = []
+    probe: Probe
+    names: Sequence[str]
+    reduction: Reduction
+    micro_batch: int | None
+    tolerance: float
+    train: Callable[[], Trained]
+    by_cost: tuple[Probe, list[Span]] | None
+    causes: list[Cause] = dataclasses.field(default_factory=list)
 
     def run(self) -> CheckReport:
         """Compare, and look for the causes of a difference, the certain ones first."""
         whole, again = self._twice()
         if self._cannot_tell():
             return self._report([])
-        if self._compare("again", whole, again).largest > self._tolerance:
+        if self._compare("again", whole, again).largest > self.tolerance:
             self._add(
                 "not repeatable",
                 "the same batch gave two results, from the same parameters, buffers and random generators: loss_fn or the module keeps "
@@ -153,24 +152,23 @@ class Check:
                 "be said of splits.",
             )
             return self._report([])
-        for self._noise.interleaved in (False, True):
-            self._causes.clear()
+        for self.probe.noise.interleaved in (False, True):
+            self.causes.clear()
             splits = self._splits(whole)
             if self._cannot_tell():
                 return self._report([])
             self._note_draws()
             self._explain(whole, splits)
             # Items that got the draws of other items may look coupled without being so.
-            if not self._noise.has_blocks or not {"coupled items", "layout", "unknown"} & {
-                cause.kind for cause in self._causes
-            }:
+            kinds = {cause.kind for cause in self.causes}
+            if not self.probe.noise.has_blocks or not kinds & {"coupled items", "layout", "unknown"}:
                 break
-        if self._by_cost is not None:
-            splits.append(self._dealt_out(whole, *self._by_cost))
+        if self.by_cost is not None:
+            splits.append(self._dealt_out(whole, *self.by_cost))
         splits.append(self._on_devices(whole))
         if self._cannot_tell():
             return self._report([])
-        if splits[-1].largest > self._tolerance and not self._blamed:
+        if splits[-1].largest > self.tolerance and not self._blamed:
             self._add(
                 "devices",
                 "the trainer's devices gave another result than the module itself with the same slices one after the other: loss_fn or the "
@@ -182,25 +180,25 @@ class Check:
     def _twice(self) -> list[Probed]:
         """Run the whole batch twice: the first run records its draws, and the second replays them."""
         runs = [self._whole(), self._whole()]
-        self._probe.outside.settle()
-        inside = len(self._names)
+        self.probe.outside.settle()
+        inside = len(self.names)
         for run in runs:
-            run.gradients[inside:] = self._probe.outside.lasting(run.gradients[inside:])
+            run.gradients[inside:] = self.probe.outside.lasting(run.gradients[inside:])
         return runs
 
     @property
     def _blamed(self) -> bool:
         """Whether a cause was found that explains other gradients."""
-        return any(cause.kind not in ("random draws", "shared draws") for cause in self._causes)
+        return any(cause.kind not in ("random draws", "shared draws") for cause in self.causes)
 
     def _cannot_tell(self) -> bool:
         """Whether something was drawn that could not be repeated for a part of the batch."""
-        if not self._noise.lost:
+        if not self.probe.noise.lost:
             return False
-        self._causes.clear()
+        self.causes.clear()
         self._add(
             "unknown draws",
-            f"loss_fn or the module draws random numbers that cannot be repeated for a part of the batch ({', '.join(self._noise.lost)}). "
+            f"loss_fn or the module draws random numbers that cannot be repeated for a part of the batch ({', '.join(self.probe.noise.lost)}). "
             "Another split draws others, so nothing can be compared. Draw them, and mix items with each other, before the step, and pass them "
             "in the batch.",
         )
@@ -208,10 +206,10 @@ class Check:
 
     def _note_draws(self) -> None:
         """Add the random draws to the causes. Each item drew the same in every split. Shared draws were the same in every slice."""
-        if not self._noise.drew:
+        if not self.probe.noise.drew:
             return
-        if self._noise.shared:
-            shared = ", ".join(list(self._noise.shared)[:3])
+        if self.probe.noise.shared:
+            shared = ", ".join(list(self.probe.noise.shared)[:3])
             self._add(
                 "shared draws",
                 f"all items of a slice share a random draw ({shared}), as noise on weights is. One device draws it once for the whole batch, a split "
@@ -220,17 +218,19 @@ class Check:
         else:
             self._add(
                 "random draws",
-                f"loss_fn or the module draws random numbers ({', '.join(self._noise.operators)}), and another split draws others, as every step "
+                f"loss_fn or the module draws random numbers ({', '.join(self.probe.noise.operators)}), and another split draws others, as every step "
                 "does. Splits were compared with the same draws for each item.",
             )
 
     def _splits(self, whole: Probed) -> list[SplitResult]:
-        return [self._split(whole, sizes) for sizes in self._sizes()]
+        splits = {described_sizes(sizes): spans_of(sizes) for sizes in self._sizes()}
+        return [self._tried(name, whole, partial(self.probe.split, spans)) for name, spans in splits.items()]
 
     def _dealt_out(self, whole: Probed, probe: Probe, spans: list[Span]) -> SplitResult:
         """Run the slices that the devices get by cost, one after the other. They have items from anywhere in the batch."""
-        result = self._tried(f"by cost, {described_sizes([end - begin for begin, end in spans])}", whole, probe, spans)
-        if result.largest > self._tolerance and not self._blamed:
+        name = f"by cost, {described_sizes([end - begin for begin, end in spans])}"
+        result = self._tried(name, whole, lambda: probe.split(spans))
+        if result.largest > self.tolerance and not self._blamed:
             raised = f" It raised {result.error}." if result.error is not None else ""
             self._add(
                 "order",
@@ -242,14 +242,14 @@ class Check:
 
     def _explain(self, whole: Probed, splits: list[SplitResult]) -> None:
         self._note_buffers(splits)
-        if _largest(splits) <= self._tolerance:
+        if _largest(splits) <= self.tolerance:
             return
-        norms = [part for _, part in using_batch_statistics(self._probe.modules)]
+        norms = [part for _, part in using_batch_statistics(self.probe.modules)]
         with standing_still(norms):
             if norms:
                 calm = self._whole()
                 splits = self._splits(calm)
-                if _largest(splits) <= self._tolerance:
+                if _largest(splits) <= self.tolerance:
                     return
             errors = [split for split in splits if split.error is not None]
             if errors:
@@ -258,56 +258,48 @@ class Check:
                     f"loss_fn works on the whole batch and raises on a slice ({errors[0].name}): {errors[0].error}. It must take any number of items.",
                 )
                 return
-            reader = Reader(self._probe, self._batch, self._sizes(), self._objective, self._reduction, self._tolerance)
-            self._add(*reader.read())
+            self._add(*Reader(self.probe, self._sizes(), self.reduction, self.tolerance).read())
 
     def _note_buffers(self, splits: list[SplitResult]) -> None:
         changed = sorted({name for split in splits for name in split.buffers})
-        norms = [name for name, _ in using_batch_statistics(self._probe.modules)]
+        norms = [name for name, _ in using_batch_statistics(self.probe.modules)]
         owners = list(dict.fromkeys([*norms, *(name.rpartition(".")[0] for name in changed)]))
         if not owners:
             return
-        parts = dict(self._probe.modules)
+        parts = dict(self.probe.modules)
         modules = ", ".join(f"{name or 'the module'} ({type(parts[name]).__name__})" for name in owners[:3])
         more = ", ..." if len(owners) > 3 else ""
-        normalising = (
-            "normalises over the micro-batch instead of the batch, and its running statistics"
-            if norms
-            else "keeps buffers that"
-        )
-        self._add(
-            "running statistics",
-            f"{modules}{more} {normalising} depend on the split."
-            + (" Use GroupNorm or LayerNorm, or evaluation mode for these." if norms else ""),
-            owners,
-        )
+        text = f"{modules}{more} keeps buffers that depend on the split."
+        if norms:
+            text = (
+                f"{modules}{more} normalises over the micro-batch instead of the batch, and its running statistics depend on the split. "
+                "Use GroupNorm or LayerNorm, or evaluation mode for these."
+            )
+        self._add("running statistics", text, owners)
 
     def _sizes(self) -> list[list[int]]:
         """Halves, unequal parts, and small pieces with a short one at the end. Pieces of one item are avoided if possible."""
-        n = self._items
+        n = self.probe.batch.size
         most = max(1, n * 3 // 4)
-        small = self._micro_batch or max(min(2, n // 2), n // 6)
+        small = self.micro_batch or max(min(2, n // 2), n // 6)
         pieces = [small] * (n // small) + ([n % small] if n % small else [])
-        if self._micro_batch is None and len(pieces) > 2 and pieces[-1] == 1:
+        if self.micro_batch is None and len(pieces) > 2 and pieces[-1] == 1:
             pieces = [*pieces[:-2], pieces[-2] + 1]
         found = [[n // 2, n - n // 2], [most, n - most], pieces]
         return [sizes for index, sizes in enumerate(found) if len(sizes) > 1 and sizes not in found[:index]]
 
     def _whole(self) -> Probed:
-        return self._probe.split([(0, self._items)])
+        return self.probe.split([(0, self.probe.batch.size)])
 
-    def _split(self, whole: Probed, sizes: list[int]) -> SplitResult:
-        return self._tried(described_sizes(sizes), whole, self._probe, spans_of(sizes))
-
-    def _tried(self, name: str, whole: Probed, probe: Probe, spans: Sequence[Span]) -> SplitResult:
+    def _tried(self, name: str, whole: Probed, run: Callable[[], Probed]) -> SplitResult:
         try:
-            return self._compare(name, whole, probe.split(spans))
+            return self._compare(name, whole, run())
         except Exception as error:  # raised by loss_fn, which has just worked on the whole batch
             return SplitResult(name, 0.0, {}, (), f"{type(error).__name__}: {error}")
 
     def _on_devices(self, whole: Probed) -> SplitResult:
         try:
-            shares, loss, gradients = self._train()
+            shares, loss, gradients = self.train()
         except Error:  # an error of this library: a device failed, or no trainer could run this
             raise
         except Exception as error:
@@ -317,26 +309,24 @@ class Check:
 
     def _compare(self, name: str, whole: Probed, other: Probed) -> SplitResult:
         buffers = [
-            key
-            for key, value in whole.buffers.items()
-            if key not in other.buffers or not _close(value, other.buffers[key], self._tolerance)
+            key for key, value in whole.buffers.items() if not _close(value, other.buffers.get(key), self.tolerance)
         ]
         differences = distances(whole.gradients, other.gradients, self._gradient_names())
         return SplitResult(name, _relative(whole.loss, other.loss), differences, tuple(buffers), None)
 
     def _gradient_names(self) -> list[str]:
         """The names of the gradients. A leaf outside of the module has the name that loss_fn has for it."""
-        leaves = self._probe.outside.leaves
-        known = (
-            {id(one): name for name, one in known_tensors(self._probe.loss_fn, self._probe.module)} if leaves else {}
-        )
-        return [*self._names, *(f"{known.get(id(leaf), tuple(leaf.shape))} (not of the module)" for leaf in leaves)]
+        leaves = self.probe.outside.leaves
+        if not leaves:
+            return list(self.names)
+        known = {id(one): name for name, one in known_tensors(self.probe.loss_fn, self.probe.module)}
+        return [*self.names, *(f"{known.get(id(leaf), tuple(leaf.shape))} (not of the module)" for leaf in leaves)]
 
-    def _add(self, kind: Any, text: str, modules: Sequence[str] = ()) -> None:
-        self._causes.append(Cause(kind, text, tuple(modules)))
+    def _add(self, kind: str, text: str, modules: Sequence[str] = ()) -> None:
+        self.causes.append(Cause(kind, text, tuple(modules)))
 
     def _report(self, splits: list[SplitResult]) -> CheckReport:
-        return CheckReport(self._items, tuple(splits), tuple(self._causes), self._tolerance)
+        return CheckReport(self.probe.batch.size, tuple(splits), tuple(self.causes), self.tolerance)
 
 
 def _largest(splits: Sequence[SplitResult]) -> float:
@@ -349,7 +339,9 @@ def _relative(wanted: float, got: float) -> float:
     return abs(got - wanted) / max(abs(wanted), 1e-300) if got != wanted else 0.0
 
 
-def _close(wanted: torch.Tensor, got: torch.Tensor, tolerance: float) -> bool:
+def _close(wanted: torch.Tensor, got: torch.Tensor | None, tolerance: float) -> bool:
+    if got is None:
+        return False
     if wanted.shape != got.shape or not (wanted.is_floating_point() or wanted.is_complex()):
         return torch.equal(wanted, got)
     scale = float(wanted.abs().max()) if wanted.numel() else 0.0

@@ -3,26 +3,72 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import accumulate, groupby, pairwise, zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.extras import parted
-from paceline.torch._batch.items import OrderedBatch
 from paceline.torch._batch.objective import Objective
-from paceline.torch._check.leaves import OutsideLeaves
 from paceline.torch._devices.noise import Noise, OtherGenerators
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.buffers import KeptBuffers
 from paceline.torch._run.gradients import OwnStorages
+from paceline.torch._run.outside import leaves_of
 
 LossFunction = Callable[[nn.Module, Any], Any]
 Span = tuple[int, int]
+
+
+class OutsideLeaves:
+    """Leaves that are not among the `known` ones. Their ``.grad`` is set aside when they are first met, and put back in the end."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        self._known = {id(tensor) for tensor in known}
+        self.leaves: list[torch.Tensor] = []
+        self._before: list[torch.Tensor | None] = []
+        self._runs: list[int] = []  # number of runs in which each leaf was met
+        self._met: set[int] = set()  # leaves of this run, by identity
+        self._lasting: set[int] | None = None
+
+    def watch(self, root: torch.Tensor) -> None:
+        """Note the leaves that a backward from `root` will reach. To be called before each backward."""
+        for leaf in leaves_of(root):
+            if id(leaf) not in self._known:
+                self._known.add(id(leaf))
+                self.leaves.append(leaf)
+                self._before.append(leaf.grad)
+                self._runs.append(0)
+                leaf.grad = None
+            self._met.add(id(leaf))
+
+    def settle(self) -> None:
+        """Drop, after two runs, leaves that only one of them has met: each run makes such leaves anew, so they are not parameters."""
+        self._lasting = {index for index, runs in enumerate(self._runs) if runs > 1}
+
+    def lasting(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The result of an earlier `taken`, without the dropped leaves."""
+        kept = self._lasting
+        return gradients if kept is None else [one if index in kept else None for index, one in enumerate(gradients)]
+
+    def taken(self) -> list[torch.Tensor | None]:
+        """The gradients of this run."""
+        return self.lasting([leaf.grad for leaf in self.leaves])
+
+    def clear(self) -> None:
+        """Clear the gradients at the end of a run."""
+        for index, leaf in enumerate(self.leaves):
+            self._runs[index] += id(leaf) in self._met
+            leaf.grad = None
+        self._met.clear()
+
+    def restore(self) -> None:
+        """Put the gradients back as they were."""
+        for leaf, before in zip(self.leaves, self._before, strict=True):
+            leaf.grad = before
 
 
 @dataclasses.dataclass
@@ -34,48 +80,25 @@ class Probed:
     buffers: dict[str, torch.Tensor]
 
 
+@dataclasses.dataclass
 class Probe:
     """Runs slices. Every run starts from the same parameters, buffers and generators, and leaves them so. An item always draws the same."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        parameters: Sequence[Any],
-        places: Places,
-        batch: Batch | OrderedBatch,
-        objective: Objective,
-        loss_fn: LossFunction,
-        noise: Noise,
-        outside: OutsideLeaves,
-        modules: Sequence[tuple[str, nn.Module]],
-    ) -> None:
-        self.module = module
-        self.loss_fn = loss_fn
-        self.batch = batch
-        self.noise = noise
-        self._parameters = parameters
-        self._places = places
-        self._objective = objective
-        self.outside = outside
-        self.modules = modules  # with their names: the module, its submodules, and the modules in its plain lists
-
-    def over(self, batch: Any, objective: Objective, noise: Noise | None = None) -> Probe:
-        """A probe with the same module and loss over another batch."""
-        return Probe(
-            self.module,
-            self._parameters,
-            self._places,
-            batch,
-            objective,
-            self.loss_fn,
-            noise or self.noise,
-            self.outside,
-            self.modules,
-        )
+    module: nn.Module
+    parameters: Sequence[Any]
+    places: Places
+    batch: Any  # a `Batch`, or what cuts one in another way
+    objective: Objective
+    loss_fn: LossFunction
+    noise: Noise
+    outside: OutsideLeaves
+    modules: Sequence[
+        tuple[str, nn.Module]
+    ]  # with their names: the module, its submodules, the modules in its plain lists
 
     def split(self, spans: Sequence[Span]) -> Probed:
         """The objective, summed over slices as `step` sums them."""
-        busy = [span for span in spans if not self._objective.idle(*span)]
+        busy = [span for span in spans if not self.objective.idle(*span)]
         return self._run([(self._slice(span), self.batch.rows(*span), partial(self._term, span)) for span in busy])
 
     def raw(self, spans: Sequence[Span], factor: float = 1.0) -> Probed:
@@ -83,18 +106,18 @@ class Probe:
         rows = torch.cat([self.batch.rows(*span) for span in spans])
         if len(spans) == 1:
             return self._run([(self._slice(spans[0]), rows, lambda loss: loss.sum() * factor)])
-        return self._run([(self.batch.gathered(rows, self._places.to_home), rows, torch.sum)])
+        return self._run([(self.batch.gathered(rows, self.places.to_home), rows, torch.sum)])
 
     def _term(self, span: Span, loss: Any) -> torch.Tensor:
-        return self._objective.term(loss, *span)
+        return self.objective.term(loss, *span)
 
     def _slice(self, span: Span) -> Any:
-        return self.batch.slice(*span, self._places.to_home)
+        return self.batch.slice(*span, self.places.to_home)
 
     def _run(self, parts: Sequence[tuple[Any, torch.Tensor, Callable[[Any], torch.Tensor]]]) -> Probed:
-        random, others = RandomStates(self._places), OtherGenerators()
+        random, others = RandomStates(self.places), OtherGenerators()
         buffers = KeptBuffers(part for _, part in self.modules)
-        storages, outside = OwnStorages(self._parameters), self.outside
+        storages, outside = OwnStorages(self.parameters), self.outside
         replays = self.noise.recorded
         total = 0.0
         try:
@@ -115,9 +138,9 @@ class Probe:
                 for key, buffer in part._buffers.items()
                 if buffer is not None
             }
-            return Probed(total, [*(parameter.grad for parameter in self._parameters), *outside.taken()], ended)
+            return Probed(total, [*(parameter.grad for parameter in self.parameters), *outside.taken()], ended)
         finally:
-            for parameter in self._parameters:
+            for parameter in self.parameters:
                 parameter.grad = None
             outside.clear()
             random.restore()
@@ -128,23 +151,13 @@ class Probe:
 
 def described_sizes(sizes: Sequence[int]) -> str:
     """The sizes of a split, equal ones together: "3 x 5 + 1 items"."""
-    runs: list[list[int]] = []
-    for size in sizes:
-        if runs and runs[-1][1] == size:
-            runs[-1][0] += 1
-        else:
-            runs.append([1, size])
+    runs = [(len(list(run)), size) for size, run in groupby(sizes)]
     return " + ".join(f"{count} x {size}" if count > 1 else f"{size}" for count, size in runs) + " items"
 
 
 def spans_of(sizes: Sequence[int]) -> list[Span]:
     """Slices of these sizes, one after the other."""
-    spans = []
-    begin = 0
-    for size in sizes:
-        spans.append((begin, begin + size))
-        begin += size
-    return spans
+    return list(pairwise(accumulate(sizes, initial=0)))
 
 
 def distances(

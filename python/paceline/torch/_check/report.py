@@ -5,26 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import textwrap
-from typing import Literal
-
-Kind = Literal[
-    "random draws",
-    "shared draws",
-    "unknown draws",
-    "running statistics",
-    "coupled items",
-    "batch size",
-    "reduction",
-    "weight",
-    "function of a mean",
-    "layout",
-    "order",
-    "not repeatable",
-    "error",
-    "devices",
-    "unknown",
-]
-
 
 # Causes that leave a loss valid if nothing else is found.
 _DRAWS = {
@@ -35,9 +15,13 @@ _DRAWS = {
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Why a split changes the result, and what to do."""
+    """Why a split changes the result, and what to do.
 
-    kind: Kind
+    `kind` is one of "random draws", "shared draws", "unknown draws", "running statistics", "coupled items", "batch size", "reduction", "weight",
+    "function of a mean", "layout", "order", "not repeatable", "error", "devices", "unknown".
+    """
+
+    kind: str
     text: str
     modules: tuple[str, ...] = ()  # the submodules that cause it, if known
 
@@ -92,11 +76,8 @@ class CheckReport:
     @property
     def differences(self) -> dict[str, float]:
         """The largest relative difference of each parameter's gradient over all splits, by name."""
-        worst: dict[str, float] = {}
-        for split in self.splits:
-            for name, value in split.differences.items():
-                worst[name] = max(worst.get(name, 0.0), value)
-        return worst
+        names = dict.fromkeys(name for split in self.splits for name in split.differences)
+        return {name: max(split.differences.get(name, 0.0) for split in self.splits) for name in names}
 
     @property
     def verdict(self) -> str:

@@ -53,10 +53,8 @@ def known_tensors(loss_fn: Any, module: nn.Module) -> Tensors:
             found += [(f"self.{name}", value) for name, value in _attributes(function.__self__)]
         elif inspect.isfunction(function):
             names = set(function.__code__.co_names)
-            found += [
-                *closure_of(function),
-                *((name, value) for name, value in function.__globals__.items() if name in names),
-            ]
+            found += closure_of(function)
+            found += [(name, value) for name, value in function.__globals__.items() if name in names]
         elif callable(function) and hasattr(function, "__dict__"):
             found += list(_attributes(function))
     tensors: Tensors = []
@@ -88,9 +86,10 @@ def weights_of(tensors: Tensors, watch: LossWatch, known: Tensors) -> Iterator[t
 
 def _all(tensors: Tensors, watch: LossWatch, known: Tensors) -> Iterator[tuple[str, str, torch.Tensor]]:
     # Tensors with ignored labels come first, since in one batch other tensors may happen to give the same weights.
-    for path, tensor in sorted(
-        tensors, key=lambda entry: not any(bool((entry[1] == label).any()) for label in watch.ignored)
-    ):
+    def lacks_labels(entry: tuple[str, torch.Tensor]) -> bool:
+        return not any(bool((entry[1] == label).any()) for label in watch.ignored)
+
+    for path, tensor in sorted(tensors, key=lacks_labels):
         if tensor.is_complex():
             continue
         whole = not tensor.is_floating_point() and tensor.dtype is not torch.bool
@@ -135,9 +134,7 @@ def _shifted(path: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 def _adding(tensor: torch.Tensor) -> tuple[Callable[[torch.Tensor], torch.Tensor], str]:
     if tensor.dim() == 1:
         return lambda values: values, ""
-    if tensor.dim() == 2:
-        return lambda values: values.sum(1), ".sum(1)"
-    return lambda values: values.flatten(1).sum(1), ".flatten(1).sum(1)"
+    return lambda values: values.flatten(1).sum(1), ".sum(1)" if tensor.dim() == 2 else ".flatten(1).sum(1)"
 
 
 def _paddings(values: torch.Tensor, watch: LossWatch) -> list[int]:

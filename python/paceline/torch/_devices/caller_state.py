@@ -37,12 +37,8 @@ class CallerState:
         self._dispatch_modes = _get_current_dispatch_mode_stack()
         self._saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self.contexts = [contextvars.copy_context() for _ in range(device_count)]
-        self._plain = not (
-            any(enabled or dtype != _NEW_THREAD_AUTOCAST_DTYPE[kind] for kind, enabled, dtype in self.autocast)
-            or self._function_modes
-            or self._dispatch_modes
-            or self._saved_tensor_hooks
-        )
+        casts = any(enabled or dtype != _NEW_THREAD_AUTOCAST_DTYPE[kind] for kind, enabled, dtype in self.autocast)
+        self._plain = not (casts or self._function_modes or self._dispatch_modes or self._saved_tensor_hooks)
 
     @contextlib.contextmanager
     def _replayed(self) -> Iterator[None]:
@@ -95,15 +91,8 @@ def backward_watched(
 
     ``Tensor.backward`` and ``torch.autograd.backward`` are PyTorch calls themselves, and a function mode is off while it handles a call.
     """
-    torch.autograd.graph._engine_run_backward(
-        tuple(roots),
-        tuple(gradients),
-        retain_graph,
-        False,
-        tuple(inputs or ()),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+    given = tuple(roots), tuple(gradients), retain_graph, False, tuple(inputs or ())
+    torch.autograd.graph._engine_run_backward(*given, allow_unreachable=True, accumulate_grad=True)
 
 
 def bytes_of(state: torch.Tensor) -> bytes:

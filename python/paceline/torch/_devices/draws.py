@@ -68,11 +68,8 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> Draw | None:
 
 def _by_tensor(func: Any, args: Any, kwargs: Any) -> Draw | None:
     """Handle calls whose numbers depend on the entries of a tensor."""
-    return _with_generator(func, args, kwargs) if all(_is_plain(arg) for arg in _tensors(args, kwargs)) else None
-
-
-def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, _Tensor)]
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, _Tensor)]
+    return _with_generator(func, args, kwargs) if all(map(_is_plain, tensors)) else None
 
 
 def _is_plain(tensor: Any) -> bool:
@@ -154,52 +151,22 @@ _FILLS: dict[Any, tuple[Any, Any]] = {  # the method that works in place, and th
     torch.randn_like: (_Tensor.normal_, torch.randn),
     torch.randint_like: (_Tensor.random_, torch.randint),
 }
+# Names of methods and functions, by how their calls are handled.
+_IN_PLACE = "normal_ uniform_ random_ exponential_ cauchy_ geometric_ log_normal_ bernoulli_"
+_BY_TENSOR = "randperm bernoulli multinomial poisson binomial _standard_gamma _sample_dirichlet rrelu rrelu_"
 _CALLS: dict[Any, Callable[[Any, Any, Any], Draw | None]] = {
     **dict.fromkeys((torch.rand, torch.randn, torch.randint, torch.normal), _factory),
     **dict.fromkeys(_FILLS, _like),
-    **dict.fromkeys(
-        (
-            getattr(_Tensor, name)
-            for name in (
-                "normal_",
-                "uniform_",
-                "random_",
-                "exponential_",
-                "cauchy_",
-                "geometric_",
-                "log_normal_",
-                "bernoulli_",
-            )
-        ),
-        _in_place,
-    ),
-    **dict.fromkeys(
-        (
-            torch.randperm,
-            torch.bernoulli,
-            torch.multinomial,
-            torch.poisson,
-            torch.binomial,
-            torch._standard_gamma,
-            torch._sample_dirichlet,
-            torch.rrelu,
-            torch.rrelu_,
-            _Tensor.bernoulli,
-            _Tensor.multinomial,
-        ),
-        _by_tensor,
-    ),
-    nn.init.uniform_: _by_tensor,
-    nn.init.normal_: _by_tensor,
-    nn.init.kaiming_uniform_: _by_tensor,
-    torch.dropout: _dropping(False, False, False),
-    torch.dropout_: _dropping(False, False, True),
-    torch.feature_dropout: _dropping(True, False, False),
-    torch.feature_dropout_: _dropping(True, False, True),
-    torch.alpha_dropout: _dropping(False, True, False),
-    torch.alpha_dropout_: _dropping(False, True, True),
-    torch.feature_alpha_dropout: _dropping(True, True, False),
-    torch.feature_alpha_dropout_: _dropping(True, True, True),
+    **{getattr(_Tensor, name): _in_place for name in _IN_PLACE.split()},
+    **{getattr(torch, name): _by_tensor for name in _BY_TENSOR.split()},
+    **dict.fromkeys((_Tensor.bernoulli, _Tensor.multinomial), _by_tensor),
+    **dict.fromkeys((nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_), _by_tensor),
+    **{
+        getattr(torch, f"{feature}{alpha}dropout{in_place}"): _dropping(bool(feature), bool(alpha), bool(in_place))
+        for feature in ("", "feature_")
+        for alpha in ("", "alpha_")
+        for in_place in ("", "_")
+    },
     _F.scaled_dot_product_attention: _attention,
 }
 
@@ -209,7 +176,7 @@ def _opened(func: Any) -> Any:
 
     A mode is off while it handles a call, so it does not see the calls inside. This copy is called with the mode on.
     """
-    unasked = {name: _never for name in func.__globals__ if name.startswith("has_torch_function")}
+    unasked = {name: lambda *_: False for name in func.__globals__ if name.startswith("has_torch_function")}
     copy = types.FunctionType(
         func.__code__, {**func.__globals__, **unasked}, func.__name__, func.__defaults__, func.__closure__
     )
@@ -217,25 +184,14 @@ def _opened(func: Any) -> Any:
     return copy
 
 
-def _never(*tensors: Any) -> bool:
-    return False
-
-
+_DROPOUTS = "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout"
 _OPENED = {
     func: _opened(func)
     for func in (
-        _F.dropout,
-        _F.dropout1d,
-        _F.dropout2d,
-        _F.dropout3d,
-        _F.alpha_dropout,
-        _F.feature_alpha_dropout,
-        _F.rrelu,
-        _F.gumbel_softmax,
-        _F.multi_head_attention_forward,
-        torch.Tensor.backward,  # checkpointing runs forward again inside these
-        torch.autograd.backward,
-        torch.autograd.grad,
+        *(getattr(_F, name) for name in _DROPOUTS.split()),
+        *(_F.rrelu, _F.gumbel_softmax, _F.multi_head_attention_forward),
+        # Checkpointing runs forward again inside these.
+        *(torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad),
     )
 }
 
@@ -246,21 +202,17 @@ def _recurrent(args: Any, kwargs: Any) -> bool:
     return bool(dropout and train)
 
 
-def _always(args: Any, kwargs: Any) -> bool:
-    return True
-
-
-# Their names, and when they draw. PyTorch offers no way to give them a generator.
-_UNREACHED: dict[Any, tuple[str, Callable[[Any, Any], bool]]] = {
+# Their names, and when they draw (None: always). PyTorch offers no way to give them a generator.
+_UNREACHED: dict[Any, tuple[str, Callable[[Any, Any], bool] | None]] = {
     torch.lstm: ("the dropout of nn.LSTM", _recurrent),
     torch.gru: ("the dropout of nn.GRU", _recurrent),
     torch.rnn_tanh: ("the dropout of nn.RNN", _recurrent),
     torch.rnn_relu: ("the dropout of nn.RNN", _recurrent),
-    torch.native_dropout: ("torch.native_dropout", _always),
-    _F.fractional_max_pool2d: ("fractional_max_pool2d", _always),
-    _F.fractional_max_pool3d: ("fractional_max_pool3d", _always),
-    _F.fractional_max_pool2d_with_indices: ("fractional_max_pool2d", _always),
-    _F.fractional_max_pool3d_with_indices: ("fractional_max_pool3d", _always),
+    torch.native_dropout: ("torch.native_dropout", None),
+    _F.fractional_max_pool2d: ("fractional_max_pool2d", None),
+    _F.fractional_max_pool3d: ("fractional_max_pool3d", None),
+    _F.fractional_max_pool2d_with_indices: ("fractional_max_pool2d", None),
+    _F.fractional_max_pool3d_with_indices: ("fractional_max_pool3d", None),
 }
 _KNOWN = _CALLS.keys() | _OPENED.keys() | _UNREACHED.keys()
 
@@ -285,7 +237,7 @@ class DrawMode(TorchFunctionMode):
                 return _OPENED[func](*args, **kwargs)
         if func in _UNREACHED:
             name, draws = _UNREACHED[func]
-            if draws(args, kwargs):
+            if draws is None or draws(args, kwargs):
                 self._source.unreached(name)
             return func(*args, **kwargs)
         generator = kwargs.get("generator")

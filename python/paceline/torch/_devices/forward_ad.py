@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import traceback
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,71 +25,19 @@ _PATIENCE = 1.0  # seconds for a torch.func.jvp of another thread to end; one ar
 _FILE = forward_ad.enter_dual_level.__code__.co_filename
 
 
+_transforms: Any = torch._functorch.eager_transforms
+
+
 class _Level:
     """The process's level, held by any number of trainers."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holders = 0
-        self._open = self._shared = False
-
-    @contextlib.contextmanager
-    def held(self, shared: bool) -> Iterator[None]:
-        with self._lock:
-            if not self._open:
-                self._enter()
-            self._holders += 1
-            if shared and not self._shared:
-                self._share(1)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._holders -= 1
-                if self._holders == 0:
-                    self._leave()
-
-    def _enter(self) -> None:
-        deadline = time.monotonic() + _PATIENCE
-        while True:
-            try:
-                torch._C._enter_dual_level()
-                self._open = True
-                return
-            except RuntimeError as error:
-                if time.monotonic() > deadline:
-                    raise InvalidArgument(
-                        "step: called while forward-mode differentiation is under way, around this call or in another thread "
-                        "(torch.func.jvp, forward_ad.dual_level). Its level belongs to the whole process, so the devices would change its "
-                        "tangents. Step outside of it, or use one device."
-                    ) from error
-                time.sleep(1e-3)
-
-    def _leave(self) -> None:
-        if self._shared:
-            if _nesting() > 1:  # a jvp of another thread shares the level; the next step closes it
-                return
-            self._share(-1)
-        self._open = False
-        torch._C._exit_dual_level(level=0)
-
-    def _share(self, change: int) -> None:
-        """Set what `torch.func` and ``make_dual`` look at. There is no call between these lines, so no other thread runs in between."""
-        self._shared = change > 0
-        _transforms.JVP_NESTING += change
-        forward_ad._current_level = 0 if change > 0 else -1
+    lock = threading.Lock()
+    holders = 0
+    open = shared = False
 
 
-_transforms: Any = torch._functorch.eager_transforms
-_level = _Level()
-
-
-def _nesting() -> int:
-    depth: int = _transforms.JVP_NESTING
-    return depth
-
-
-def held(shared: bool) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def held(shared: bool) -> Iterator[None]:
     """Hold the level while several workers run, so that nobody else enters it. `shared`: the workers use it together.
 
     Raises
@@ -97,22 +45,61 @@ def held(shared: bool) -> contextlib.AbstractContextManager[None]:
     InvalidArgument
         If somebody is inside of the level, and stays there.
     """
-    return _level.held(shared)
+    with _Level.lock:
+        if not _Level.open:
+            _enter()
+        _Level.holders += 1
+        if shared and not _Level.shared:
+            _share(1)
+    try:
+        yield
+    finally:
+        with _Level.lock:
+            _Level.holders -= 1
+            if _Level.holders == 0:
+                _leave()
+
+
+def _enter() -> None:
+    deadline = time.monotonic() + _PATIENCE
+    while not _Level.open:
+        try:
+            torch._C._enter_dual_level()
+            _Level.open = True
+        except RuntimeError as error:
+            if time.monotonic() > deadline:
+                raise InvalidArgument(
+                    "step: called while forward-mode differentiation is under way, around this call or in another thread "
+                    "(torch.func.jvp, forward_ad.dual_level). Its level belongs to the whole process, so the devices would change its "
+                    "tangents. Step outside of it, or use one device."
+                ) from error
+            time.sleep(1e-3)
+
+
+def _leave() -> None:
+    if _Level.shared:
+        if _transforms.JVP_NESTING > 1:  # a jvp of another thread shares the level; the next step closes it
+            return
+        _share(-1)
+    _Level.open = False
+    torch._C._exit_dual_level(level=0)
+
+
+def _share(change: int) -> None:
+    """Set what `torch.func` and ``make_dual`` look at. There is no call between these lines, so no other thread runs in between."""
+    _Level.shared = change > 0
+    _transforms.JVP_NESTING += change
+    forward_ad._current_level = 0 if change > 0 else -1
 
 
 def wanted(error: BaseException | None) -> BaseException | None:
     """The error that a worker got when it tried to enter the level: `error` itself or one of its causes. None if it is neither."""
-    while error is not None and not (isinstance(error, RuntimeError) and _passed(error.__traceback__)):
+    while error is not None:
+        frames = traceback.walk_tb(error.__traceback__)
+        if isinstance(error, RuntimeError) and any(frame.f_code.co_filename == _FILE for frame, _ in frames):
+            break
         error = error.__cause__ or error.__context__
     return error
-
-
-def _passed(trace: TracebackType | None) -> bool:
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == _FILE:
-            return True
-        trace = trace.tb_next
-    return False
 
 
 def refused(error: BaseException) -> BaseException:

@@ -25,8 +25,8 @@ class Draw:
 
     name: str  # without the overload, since a call with a generator is another overload
     settings: list[Any]
-    values: torch.Tensor | None
-    inputs: list[torch.Tensor]  # tensors whose values decide what may be drawn, such as probabilities
+    values: torch.Tensor | None = None
+    inputs: list[torch.Tensor] = dataclasses.field(default_factory=list)  # they decide what may be drawn: probabilities
 
 
 class Noise:
@@ -90,12 +90,12 @@ class Noise:
 class _Random(TorchDispatchMode):
     """Sees the operators that may draw."""
 
+    called: Callable[[Any, Any, Any, list[torch.Generator]], Any]  # by a subclass
+
     def __init__(self, noise: Noise) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.noise = noise
-        self._own: dict[
-            int, tuple[torch.Generator, torch.Tensor]
-        ] = {}  # generators that loss_fn passes, and their states
+        self._own: dict[torch.Generator, torch.Tensor] = {}  # generators that loss_fn passes, and their states
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -104,15 +104,12 @@ class _Random(TorchDispatchMode):
         own = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
         with self.noise.lock:  # no other device is in the middle of a draw
             for generator in own:
-                self._own.setdefault(id(generator), (generator, generator.get_state()))
+                self._own.setdefault(generator, generator.get_state())
         return self.called(func, args, kwargs, [*self.noise.generators, *own])
-
-    def called(self, func: Any, args: Any, kwargs: Any, generators: list[torch.Generator]) -> Any:
-        raise TypeError("_Random.called is for subclasses")
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        for generator, state in self._own.values():
+        for generator, state in self._own.items():
             generator.set_state(state)
 
 
@@ -120,7 +117,7 @@ class _Recording(_Random):
     def called(self, func: Any, args: Any, kwargs: Any, generators: list[torch.Generator]) -> Any:
         states = [generator.get_state() for generator in generators]
         result = func(*args, **kwargs)
-        draw = Draw(_name_of(func), _settings(args, kwargs), None, [])
+        draw = Draw(_name_of(func), _settings(args, kwargs))
         self.noise.draws.append(draw)
         if all(torch.equal(one.get_state(), state) for one, state in zip(generators, states, strict=True)):
             return result
@@ -202,14 +199,11 @@ class OtherGenerators:
     """The present state of the global generators of Python and NumPy, to go back to."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[str, Callable[[], Any], Callable[[Any], None], Any]] = []
-        found: list[tuple[str, Callable[[], Any], Callable[[Any], None]]] = [
-            ("Python's random", random.getstate, random.setstate)
-        ]
+        self._kept: list[tuple[str, Callable[[], Any], Callable[[Any], None], Any]]
+        self._kept = [("Python's random", random.getstate, random.setstate, random.getstate())]
         numpy = sys.modules.get("numpy.random")
         if numpy is not None:
-            found.append(("numpy.random", numpy.get_state, numpy.set_state))
-        self._kept = [(name, get, put, get()) for name, get, put in found]
+            self._kept.append(("numpy.random", numpy.get_state, numpy.set_state, numpy.get_state()))
 
     @property
     def moved(self) -> list[str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -14,20 +13,13 @@ from paceline import DeviceGroup, DeviceLost, Error, InvalidArgument
 from paceline._core.engine import DeviceQueues
 from paceline._nccl import find_installed_nccl
 from paceline.comm import Transport
-from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.batch import Batch, Move, same
 from paceline.torch._devices import cuda
 from paceline.torch._devices.caller_state import bytes_of
 from paceline.torch._devices.worker_draws import WorkerGenerator
 
-Move = Callable[[torch.Tensor], torch.Tensor]
-
 _HOST = torch.device("cpu")
 _worker = threading.local()
-
-
-def stay(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself, which is where it is needed."""
-    return tensor
 
 
 class Places:
@@ -43,22 +35,20 @@ class Places:
         self.space_names = [device.memory_space for device in group.devices]
         self._gpu = [device.index if device.kind == "cuda" else None for device in group.devices]
         self.devices = [_HOST if gpu is None else cuda.device(gpu) for gpu in self._gpu]
-        self._any_part = any(
-            device.part is not None for device in gpus
-        )  # the streams of a part end with it; PyTorch keeps those of whole GPUs
+        # The streams of a part end with it; PyTorch keeps those of whole GPUs.
+        self._any_part = any(device.part is not None for device in gpus)
         self._home_name = gpus[0].name if gpus else ""
         self._home_gpu = gpus[0].index if gpus else None
         self.home = _HOST if self._home_gpu is None else cuda.device(self._home_gpu)
         self.types = sorted({device.type for device in self.devices})
         self._threads = [max(1, len(device.cores)) for device in group.devices]
-        _check_home(module, self.home, gpus[0].name if gpus else None)
+        _check_home(module, self.home, self._home_name)
         self.queues: DeviceQueues | None = None
         if self._home_gpu is not None:
             if len({device.memory_space for device in gpus}) > 1:
                 find_installed_nccl()
-            self.queues = DeviceQueues(
-                group, stream=cuda.current_stream(self._home_gpu), timeout=timeout, transport=transport
-            )
+            stream = cuda.current_stream(self._home_gpu)
+            self.queues = DeviceQueues(group, stream=stream, timeout=timeout, transport=transport)
         self.transport = self.queues.transport if self.queues is not None else ""
         self.spaces = self.queues.spaces if self.queues is not None else [0] * len(group)
         self.home_space = self.queues.home_space if self.queues is not None else 0
@@ -139,38 +129,26 @@ class Places:
 
     def enter(self, device: int) -> contextlib.AbstractContextManager[None]:
         """Send the operators of the calling worker to the device's own queue."""
-        gpu = self._gpu[device]
         if self.queues is None:
             return contextlib.nullcontext()
-        return self._on_streams(gpu, self.queues.streams[device], self.queues.sources[device])
-
-    @contextlib.contextmanager
-    def _on_streams(self, gpu: int | None, stream: int | None, source: int | None) -> Any:
-        with contextlib.ExitStack() as stack:
-            if source is not None and self._home_gpu is not None:  # for reads from the home GPU's memory
-                stack.enter_context(cuda.on_stream(self._home_gpu, source))
-            if stream is not None and gpu is not None:
-                stack.enter_context(cuda.on_stream(gpu, stream))
-            yield
+        source = self._home_gpu, self.queues.sources[device]  # for reads from the home GPU's memory
+        return _on_streams(source, (self._gpu[device], self.queues.streams[device]))
 
     def at_home(self) -> contextlib.AbstractContextManager[None]:
         """Send the operators of the calling thread to the stream that the step is ordered on."""
-        if self.queues is None or self._home_gpu is None or self.queues.home_stream is None:
-            return contextlib.nullcontext()
-        return cuda.on_stream(self._home_gpu, self.queues.home_stream)
+        return _on_streams((self._home_gpu, None if self.queues is None else self.queues.home_stream))
 
     def mover(self, device: int) -> Move:
         """A function that brings a tensor of the batch to the device. Its worker calls it inside `enter`."""
         target, gpu = self.devices[device], self._gpu[device]
         if self.queues is None:
-            return stay
+            return same
         if gpu is None:
             return lambda tensor: tensor.to(target)
-
         stream = self.queues.streams[device]
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device.type == "cpu" and target.type != "cpu" and stream is not None:
+            if tensor.device.type == "cpu" and stream is not None:
                 if device not in self._copies:
                     self._copies[device] = cuda.CopyStream(gpu)
                 return self._copies[device].bring(tensor, stream)
@@ -185,9 +163,7 @@ class Places:
 
     def keep_for_reader(self, tensor: torch.Tensor, device: int) -> None:
         """Keep the tensor's memory for the stream that reads the device's results. PyTorch does not know that stream."""
-        if self.queues is None:
-            return
-        gpu, reader = self._gpu[device], self.queues.readers[device]
+        gpu, reader = self._gpu[device], None if self.queues is None else self.queues.readers[device]
         if gpu is not None and reader is not None:
             cuda.keep_for(tensor, gpu, reader)
 
@@ -269,14 +245,22 @@ class Places:
             self.queues = None
 
 
-def _check_home(module: nn.Module, home: torch.device, first_gpu: str | None) -> None:
+@contextlib.contextmanager
+def _on_streams(*streams: tuple[int | None, int | None]) -> Iterator[None]:
+    """Enter these streams, each given by its GPU and its handle. Without one of the two there is nothing to enter."""
+    with contextlib.ExitStack() as stack:
+        for gpu, stream in streams:
+            if gpu is not None and stream is not None:
+                stack.enter_context(cuda.on_stream(gpu, stream))
+        yield
+
+
+def _check_home(module: nn.Module, home: torch.device, first_gpu: str) -> None:
+    why = f"the first GPU of the devices, where the parameters live, is {first_gpu}"
+    if not first_gpu:
+        why = "the devices compute on the host"
     for name, parameter in module.named_parameters():
         if parameter.device != home and not isinstance(parameter, nn.parameter.UninitializedParameter):
-            why = (
-                "the devices compute on the host"
-                if first_gpu is None
-                else f"the first GPU of the devices, where the parameters live, is {first_gpu}"
-            )
             raise InvalidArgument(
                 f"DataParallel: parameter {name} is on {parameter.device}, but {why}. Move the module there first: module.to('{home}')."
             )
@@ -286,22 +270,21 @@ class RandomStates:
     """The present state of the random generators of a trainer's devices, to go back to."""
 
     def __init__(self, places: Places) -> None:
-        self._kept = [(generator, generator.get_state()) for generator in places.generators]
+        self._kept = {generator: generator.get_state() for generator in places.generators}
         self._bytes: dict[torch.Generator, bytes] = {}  # the kept states that `moved_of` has needed
 
     @property
     def moved(self) -> bool:
         """Whether somebody has drawn since then."""
-        return any(not torch.equal(generator.get_state(), state) for generator, state in self._kept)
+        return any(not torch.equal(generator.get_state(), state) for generator, state in self._kept.items())
 
     def moved_of(self, generator: torch.Generator) -> bool:
         """Whether somebody has drawn from this generator. No operator runs."""
-        before = self._bytes.get(generator)
-        if before is None:
-            before = self._bytes[generator] = bytes_of(next(state for one, state in self._kept if one is generator))
-        return bytes_of(generator.get_state()) != before
+        if generator not in self._bytes:
+            self._bytes[generator] = bytes_of(self._kept[generator])
+        return bytes_of(generator.get_state()) != self._bytes[generator]
 
     def restore(self) -> None:
         """Go back to that state: the same draws follow again."""
-        for generator, state in self._kept:
+        for generator, state in self._kept.items():
             generator.set_state(state)

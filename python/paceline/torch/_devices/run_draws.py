@@ -40,9 +40,8 @@ class RunDraws:
         self._on_host = [not gpu for gpu in places.on_gpu]
         seeds = places.hosts_share and not compiled
         self._own = WorkerDraws(places.own_generators) if seeds and drawing.draws is not False else None
-        self._others = (
-            OtherGenerators() if seeds and self._first else None
-        )  # only in a first run: it takes milliseconds
+        # Only in a first run: it takes milliseconds.
+        self._others = OtherGenerators() if seeds and self._first else None
         self._expects_none = places.any_host and not compiled and drawing.draws is False
         devices = range(len(places))
         looks = places.any_host or places.share_generators
@@ -55,6 +54,10 @@ class RunDraws:
         # of its draws, and its backward makes no PyTorch calls from Python.
         watched = places.share_generators and (any(places.on_gpu) or not self._expects_none)
         self.watches = [RecomputeWatch() for _ in devices] if watched else []
+
+    def unwatched(self) -> None:
+        """Watch nothing: replayed draws need no seeds, and recomputation draws the same."""
+        self.watches, self._generators = [], []
 
     def run(self) -> contextlib.AbstractContextManager[None]:
         """A context around the whole run, on the caller's thread."""

@@ -53,9 +53,8 @@ class WorkerDraws:
         self._key = hashlib.blake2b(bytes_of(torch.default_generator.get_state())).digest()
         self.drew = False
         self.unreached: set[str] = set()
-        self.given: dict[
-            torch.Generator, Source
-        ] = {}  # generators of the caller, each with the first worker that drew from it
+        # Generators of the caller, each with the first worker that drew from it.
+        self.given: dict[torch.Generator, Source] = {}
 
     @contextlib.contextmanager
     def on(self, device: int, first: int) -> Iterator[None]:
@@ -75,10 +74,8 @@ class WorkerDraws:
     def advance(self) -> None:
         """Draw from the caller's generator, on its thread, so that the next run draws other numbers."""
         if self.drew:
-            with (
-                torch._C.DisableTorchFunction(),
-                torch._C._DisableTorchDispatch(),
-            ):  # the user's modes do not see this
+            # The user's modes do not see this.
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 torch.empty((), dtype=torch.int64).random_()
 
 
@@ -109,32 +106,24 @@ class _OfThisThread:
 
 
 class _Swap:
-    """Puts `_OfThisThread` into `torch.random` as its default generator, while any run draws on workers."""
+    """Whether `_OfThisThread` is the default generator of `torch.random`."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._runs = 0
-        self._before: Any = None
-
-    @contextlib.contextmanager
-    def made(self) -> Iterator[None]:
-        with self._lock:
-            self._runs += 1
-            if self._runs == 1:
-                self._before = _random.default_generator
-                _random.default_generator = _OfThisThread()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._runs -= 1
-                if self._runs == 0:
-                    _random.default_generator = self._before
+    lock = threading.Lock()
+    runs = 0  # under way
+    before: Any = None
 
 
-_swap = _Swap()
-
-
-def of_each_thread() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def of_each_thread() -> Iterator[None]:
     """While workers draw, let `torch.random` work on the generator of the thread that calls it."""
-    return _swap.made()
+    with _Swap.lock:
+        _Swap.runs += 1
+        if _Swap.runs == 1:
+            _Swap.before, _random.default_generator = _random.default_generator, _OfThisThread()
+    try:
+        yield
+    finally:
+        with _Swap.lock:
+            _Swap.runs -= 1
+            if _Swap.runs == 0:
+                _random.default_generator = _Swap.before

@@ -39,33 +39,17 @@ class Change(NamedTuple):
 
 
 class _Is:
-    """Equal to one object only. Tensors and arrays would compare by their elements."""
+    """Equal to one object only, as long as `read` finds the same in it. Tensors and arrays would compare by their elements."""
 
-    __slots__ = ("_one",)
+    __slots__ = ("_one", "_read", "_then")
     __array_ufunc__ = None
-
-    def __init__(self, one: Any) -> None:
-        self._one = one
-
-    def __eq__(self, other: object) -> bool:
-        return other is self._one
-
     __hash__ = None  # type: ignore[assignment]
 
-
-class _Holds(_Is):
-    """Equal to one object, as long as `read` finds the same in it."""
-
-    __slots__ = ("_read", "_then")
-
-    def __init__(self, one: Any, read: Callable[[Any], Any], depth: int) -> None:
-        super().__init__(one)
-        self._read, self._then = read, _frozen(read(one), depth)
+    def __init__(self, one: Any, read: Callable[[Any], Any] = lambda one: None, depth: int = 0) -> None:
+        self._one, self._read, self._then = one, read, _frozen(read(one), depth)
 
     def __eq__(self, other: object) -> bool:
         return other is self._one and bool(self._then == self._read(other))
-
-    __hash__ = None
 
 
 def _elements(array: Any) -> tuple[Any, ...]:
@@ -90,13 +74,13 @@ def _frozen(value: Any, depth: int = 0) -> Any:
         return _Is(value)
     beside = None if base is None or kind is OrderedDict else getattr(value, "__dict__", None)
     if has_slots(kind) or (beside is not None and beside is not value):
-        return _Holds(value, _fields, depth + 1)
+        return _Is(value, _fields, depth + 1)
     if base is dict:
         return {key: _frozen(one, depth + 1) for key, one in dict.items(value)}
     if base is not None:
         return set(value) if base is set else base(_frozen(one, depth + 1) for one in value)
     if kind.__module__ == "numpy" and hasattr(value, "tobytes"):
-        return _Holds(value, _elements, depth + 1) if value.nbytes <= _MOST_BYTES else _Is(value)
+        return _Is(value, _elements, depth + 1) if value.nbytes <= _MOST_BYTES else _Is(value)
     return value if compares is object.__eq__ else _Is(value)
 
 
@@ -123,9 +107,8 @@ class Attributes:
         changed = self._differing
         for index in changed:
             kept = self._kept_elsewhere(index)
-            self._saved[index] = {
-                key: value if key in kept else _frozen(value) for key, value in self._dicts[index].items()
-            }
+            values = self._dicts[index].items()
+            self._saved[index] = {key: value if key in kept else _frozen(value) for key, value in values}
         self._lengths = list(map(len, self._dicts))
         self._values = list(chain.from_iterable(map(dict.values, self._saved)))
         self._places = [place for place in self._places if place[0] not in changed] + [
@@ -206,16 +189,15 @@ class Attributes:
 
     def need_new_replicas(self, changes: list[Change]) -> bool:
         """Whether a change may affect what is trained or run, or how it is compiled."""
+        probe = nn.Module()
         for change in changes:
             holder = self._paths[change.holder]
             path = f"{holder}.{change.name}" if holder else change.name
             if change.name == "_compiled_call_impl" or any(one.startswith(path) for one in self._unregistered):
                 return True
-            if type(change.value) not in SIMPLE:
-                probe = nn.Module()
-                vars(probe)["value"] = change.value
-                if Reach(probe).leads_out:
-                    return True
+            vars(probe)["value"] = change.value
+            if type(change.value) not in SIMPLE and Reach(probe).leads_out:
+                return True
         return False
 
 
@@ -280,9 +262,7 @@ def carry_hooks(ours: nn.Module, theirs: nn.Module | None, counterparts: dict[in
 
 
 def _equal(saved: Any, now: Any) -> bool:
-    if saved is now:
-        return True
     try:
-        return bool(saved == now)
+        return saved is now or bool(saved == now)
     except Exception:
         return False

@@ -14,14 +14,11 @@ from paceline.torch._devices.failures import warn_caller
 Named = tuple[str, nn.Module]  # a module, with its name in the user's module
 
 
-def uses_batch_statistics(part: nn.Module) -> bool:
-    """Whether the module's output for an item depends on the other items."""
-    # Instance normalisation has the same base as batch normalisation, but looks at one item at a time.
-    return isinstance(part, nn.modules.batchnorm._BatchNorm) and (part.training or part.running_mean is None)
-
-
 def using_batch_statistics(modules: Sequence[Named]) -> list[Named]:
-    return [(name, part) for name, part in modules if uses_batch_statistics(part)]
+    """The modules whose output for an item depends on the other items."""
+    # Instance normalisation has the same base as batch normalisation, but looks at one item at a time.
+    norms = [(name, part) for name, part in modules if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    return [(name, part) for name, part in norms if part.training or part.running_mean is None]
 
 
 def normalised_apart(norms: Sequence[Named]) -> str:

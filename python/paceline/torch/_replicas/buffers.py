@@ -42,7 +42,7 @@ class KeptBuffers:
     """The present buffers of modules, to go back to."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._kept = [
+        self._kept: list[tuple[Slots, str, Any, Any]] = [
             (owner._buffers, name, buffer, None if buffer is None else buffer.clone())
             for owner in modules
             for name, buffer in owner._buffers.items()
@@ -51,22 +51,16 @@ class KeptBuffers:
     @property
     def changed(self) -> bool:
         """Whether a buffer was set or written to, by whatever means. NaN counts as changed."""
-        return any(
-            slots.get(name) is not buffer
-            or (
-                buffer is not None
-                and value is not None
-                and buffer.layout is torch.strided
-                and not torch.equal(buffer, value)
-            )
-            for slots, name, buffer, value in self._kept
-        )
+        if any(slots.get(name) is not buffer for slots, name, buffer, _ in self._kept):
+            return True
+        pairs = [(buffer, value) for *_, buffer, value in self._kept if buffer is not None]
+        return any(buffer.layout is torch.strided and not torch.equal(buffer, value) for buffer, value in pairs)
 
     def restore(self) -> None:
         """Put the same tensors back, with the same values."""
         for slots, name, buffer, value in self._kept:
             slots[name] = buffer
-            if buffer is not None and value is not None and not _overlaps(buffer):
+            if buffer is not None and not _overlaps(buffer):
                 buffer.copy_(value)
 
 

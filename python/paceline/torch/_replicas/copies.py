@@ -107,16 +107,14 @@ def _culprit(module: nn.Module, error: Exception) -> str:
         memo: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
         memo.update({id(child): child for child in owner.children()})
         memo[id(owner)] = owner
-        for name, value in vars(owner).items():
-            if name in ("_parameters", "_modules"):
-                continue
-            entries = value.items() if name == "_buffers" else [(name, value)]
-            for entry, content in entries:
-                try:
-                    copy.deepcopy(content, memo)
-                except Exception as reason:
-                    path = f"{prefix}.{entry}" if prefix else entry
-                    return f"attribute '{path}' ({type(content).__name__}): {reason}"
+        elsewhere = ("_parameters", "_modules", "_buffers")
+        contents = {name: value for name, value in vars(owner).items() if name not in elsewhere} | owner._buffers
+        for name, content in contents.items():
+            try:
+                copy.deepcopy(content, memo)
+            except Exception as reason:
+                path = f"{prefix}.{name}" if prefix else name
+                return f"attribute '{path}' ({type(content).__name__}): {reason}"
     return str(error)
 
 
@@ -131,18 +129,16 @@ def made_by(replicate: Replicate, module: nn.Module, reach: Reach, alias: Alias)
     replica = replicate(module)
     if not isinstance(replica, nn.Module) or replica is module:
         raise InvalidArgument("DataParallel: replicate(module) must return a new nn.Module, not the module itself.")
-    theirs = {name: (slots, key, parameter) for name, slots, key, parameter in named_slots(replica)}
-    ours = named_slots(module)
-    _check_same("parameter", {name for name, *_ in ours}, set(theirs))
-    _check_same("buffer", _buffer_names(module), _buffer_names(replica))
-    _check_same("submodule", _module_names(module), _module_names(replica))
-    counterparts: dict[int, Any] = {id(ours): theirs for ours, theirs in modules_by_name(module, replica)}
-    for name, _, _, parameter in ours:
-        if theirs[name][2].shape != parameter.shape:
+    _check_same_names(module, replica)
+    parts = dict(replica.named_modules(remove_duplicate=False))  # which may have been registered in another order
+    counterparts: dict[int, Any] = {id(part): parts[name] for name, part in module.named_modules()}
+    slots_of = {name: (slots, key) for name, slots, key, _ in named_slots(replica)}
+    for name, _, _, parameter in named_slots(module):
+        slots, key = slots_of[name]
+        if slots[key].shape != parameter.shape:
             raise InvalidArgument(
                 f"DataParallel: what replicate(module) returned has no parameter {name} of shape {tuple(parameter.shape)}."
             )
-        slots, key, _ = theirs[name]
         if id(parameter) not in counterparts:
             counterparts[id(parameter)] = alias(parameter)
         slots[key] = counterparts[id(parameter)]
@@ -159,25 +155,18 @@ def made_by(replicate: Replicate, module: nn.Module, reach: Reach, alias: Alias)
     return Copied(replica, counterparts)
 
 
-def _buffer_names(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_buffers(remove_duplicate=False)}
+def _check_same_names(module: nn.Module, replica: nn.Module) -> None:
+    def names(module: nn.Module) -> dict[str, set[str]]:
+        return {
+            "parameter": {name for name, *_ in named_slots(module)},
+            "buffer": {name for name, _ in module.named_buffers(remove_duplicate=False)},
+            "submodule": {name for name, _ in module.named_modules(remove_duplicate=False)},
+        }
 
-
-def _module_names(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_modules(remove_duplicate=False)}
-
-
-def _check_same(kind: str, ours: set[str], theirs: set[str]) -> None:
-    problems = [f"lacks {name}" for name in sorted(ours - theirs)] + [
-        f"has {name}, which the module has not" for name in sorted(theirs - ours)
-    ]
-    if problems:
-        raise InvalidArgument(
-            f"DataParallel: what replicate(module) returned must have the same {kind}s as the module, by name; it {', '.join(problems[:3])}."
-        )
-
-
-def modules_by_name(source: nn.Module, replica: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """Pairs of submodules with the same name. replicate() may have registered them in another order."""
-    theirs = dict(replica.named_modules(remove_duplicate=False))
-    return [(module, theirs[name]) for name, module in source.named_modules()]
+    for (kind, ours), theirs in zip(names(module).items(), names(replica).values(), strict=True):
+        problems = [f"lacks {name}" for name in sorted(ours - theirs)]
+        problems += [f"has {name}, which the module has not" for name in sorted(theirs - ours)]
+        if problems:
+            raise InvalidArgument(
+                f"DataParallel: what replicate(module) returned must have the same {kind}s as the module, by name; it {', '.join(problems[:3])}."
+            )

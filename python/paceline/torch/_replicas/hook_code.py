@@ -11,26 +11,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.torch._replicas.reach import LONGEST, SIMPLE, closure_of
+from paceline.torch._replicas.reach import LONGEST, closure_of
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _OF_CONTAINERS = frozenset(name for kind in _CONTAINERS for name in dir(kind) if not name.startswith("__"))
 _LOOKING = frozenset({"get", "keys", "values", "items", "index", "count", "copy", "training"})
 # Attributes that change nothing, in any of the usual types.
 _HARMLESS = _LOOKING | {name for name in dir(torch.Tensor) if not name.endswith("_")} - _OF_CONTAINERS
-_REFLECTING = {
-    "setattr",
-    "delattr",
-    "getattr",
-    "exec",
-    "eval",
-    "compile",
-    "globals",
-    "locals",
-    "vars",
-    "__import__",
-    "map",
-}
+_REFLECTING = {"setattr", "delattr", "getattr", "globals", "locals", "vars", "map"}
+_REFLECTING |= {"exec", "eval", "compile", "__import__"}
 
 
 class Effects(NamedTuple):
@@ -44,40 +33,26 @@ _ANYTHING = Effects(True, True)
 _NONE = Effects(False, False)
 
 
-def effects(hook: Any, seen: set[int] | None = None) -> Effects:
-    """The effects of a function, and of the functions that it wraps or calls."""
+def effects(content: Any, seen: set[int] | None = None) -> Effects:
+    """The effects of calling a hook, and what it wraps or calls. What cannot be called has none: `_of_code` handles attributes."""
     seen = set() if seen is None else seen
-    if id(hook) in seen:
-        return _NONE
-    seen.add(id(hook))
-    if isinstance(hook, functools.partial):
-        return _all(hook.func, *hook.args, *hook.keywords.values(), seen=seen)
-    if isinstance(hook, types.MethodType):
-        return effects(hook.__func__, seen)
-    if not isinstance(hook, types.FunctionType):
-        return _ANYTHING
-    if str(hook.__module__).startswith("torch."):
-        return _NONE
-    found = _of_code(hook.__code__)
-    names = {
-        one.argval for code in _codes(hook.__code__) for one in dis.get_instructions(code) if "GLOBAL" in one.opname
-    }
-    outside = [hook.__globals__.get(name, getattr(builtins, name, None)) for name in names]
-    outside += [content for _, content in closure_of(hook)]
-    outside += [*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values()]
-    used = _all(*outside, seen=seen)
-    return Effects(found.keeps or used.keeps, found.in_place or used.in_place)
-
-
-def _all(*contents: Any, seen: set[int]) -> Effects:
-    found = [_of_content(one, seen) for one in contents]
-    return Effects(any(one.keeps for one in found), any(one.in_place for one in found))
-
-
-def _of_content(content: Any, seen: set[int]) -> Effects:
-    """What code can do by calling an object that it refers to. `_of_code` handles attributes."""
     if isinstance(content, (types.FunctionType, types.MethodType, functools.partial)):
-        return effects(content, seen)
+        if id(content) in seen:
+            return _NONE
+        seen.add(id(content))
+    if isinstance(content, functools.partial):
+        return _either(*(effects(one, seen) for one in (content.func, *content.args, *content.keywords.values())))
+    if isinstance(content, types.MethodType):
+        return effects(content.__func__, seen)
+    if isinstance(content, types.FunctionType):
+        if str(content.__module__).startswith("torch."):
+            return _NONE
+        steps = [one for code in codes_of(content.__code__) for one in dis.get_instructions(code)]
+        names = {one.argval for one in steps if "GLOBAL" in one.opname}
+        outside = [content.__globals__.get(name, getattr(builtins, name, None)) for name in names]
+        outside += [inside for _, inside in closure_of(content)]
+        outside += [*(content.__defaults__ or ()), *(content.__kwdefaults__ or {}).values()]
+        return _either(_of_code(content.__code__), *(effects(one, seen) for one in outside))
     if isinstance(content, types.BuiltinFunctionType):
         known = content.__module__ == "builtins" and content.__name__ not in _REFLECTING
         return _NONE if known else _ANYTHING
@@ -86,19 +61,22 @@ def _of_content(content: Any, seen: set[int]) -> Effects:
     if isinstance(content, _CONTAINERS) and type(content).__module__ in ("builtins", "collections"):
         inside = list(content.values() if isinstance(content, dict) else content)[-LONGEST:]
         return _ANYTHING if any(callable(one) for one in inside) else _NONE
-    if type(content) in SIMPLE or isinstance(content, (torch.Tensor, types.ModuleType)):
-        return _NONE
-    return _ANYTHING if callable(content) else _NONE
+    return _ANYTHING if callable(content) and not isinstance(content, torch.Tensor) else _NONE
 
 
-def _codes(code: types.CodeType) -> list[types.CodeType]:
-    inner = [one for constant in code.co_consts if isinstance(constant, types.CodeType) for one in _codes(constant)]
+def _either(*found: Effects) -> Effects:
+    return Effects(any(one.keeps for one in found), any(one.in_place for one in found))
+
+
+def codes_of(code: types.CodeType) -> list[types.CodeType]:
+    """The code itself and that of the functions inside of it."""
+    inner = [one for constant in code.co_consts if isinstance(constant, types.CodeType) for one in codes_of(constant)]
     return [code, *inner]
 
 
 def _of_code(whole: types.CodeType) -> Effects:
     keeps = in_place = False
-    for code in _codes(whole):
+    for code in codes_of(whole):
         if any(isinstance(constant, tuple) and "out" in constant for constant in code.co_consts):
             return _ANYTHING  # the keyword out, as in torch.add(a, b, out=c)
         for one in dis.get_instructions(code):

@@ -11,7 +11,7 @@ import functools
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch._replicas.attributes import HOOKS
-from paceline.torch._replicas.hook_code import effects
+from paceline.torch._replicas.hook_code import codes_of, effects
 from paceline.torch._replicas.reach import BARE, LIBRARIES, LONGEST, SIMPLE, Reach, closure_of
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -57,10 +57,10 @@ class Reader:
         if self._reaches is None or self._reaches[0] != sign:
             left = [(root.get(), _DEPTH) for root in _roots(function, set(), set())]
             left += [(function, _DEPTH)] if isinstance(function, nn.Module) else []
-            looks = 0
-            while left and id(left[-1][0]) not in modules and looks < _MOST_LOOKS:
+            for _ in range(_MOST_LOOKS):
+                if not left or id(left[-1][0]) in modules:
+                    break
                 value, depth = left.pop()
-                looks += 1
                 left += [(part, 0) for part in (value.modules() if isinstance(value, nn.Module) else ())]
                 left += [(one, depth - 1) for one in (_inside(value) if depth else ())]
             self._reaches = sign, bool(left)
@@ -68,10 +68,7 @@ class Reader:
 
     def sees(self, tensor: torch.Tensor) -> bool:
         """Whether the function refers to something that holds the tensor."""
-        found: dict[int, _Kept] = {}
-        for root in _roots(self._function(), set(), set()):
-            _collect(root, root.get(), set(), found, _DEPTH)
-        return id(tensor) in found
+        return id(tensor) in _kept_in(_roots(self._function(), set(), set()), set())
 
 
 class _Kept(NamedTuple):
@@ -99,10 +96,7 @@ def guard_hooks(modules: list[tuple[str, nn.Module]], replica: nn.Module, reader
 def check_global_hooks() -> None:
     """Raise for a global hook that keeps something. Replicas have no copies of it, so nothing watches it."""
     for table, kind in _KINDS.items():
-        hooks = getattr(nn.modules.module, f"_global{table}")
-        if not hooks:
-            continue
-        for hook in list(hooks.values()):
+        for hook in list(getattr(nn.modules.module, f"_global{table}").values()):
             if not _is_torchs(hook) and effects(hook).keeps:
                 raise InvalidArgument(
                     f"step: the global {kind} ({_name_of(hook)}), which torch.nn.modules.module registered for all modules, keeps or changes "
@@ -111,12 +105,7 @@ def check_global_hooks() -> None:
                 )
 
 
-_KINDS = {
-    "_forward_pre_hooks": "forward pre-hook",
-    "_forward_hooks": "forward hook",
-    "_backward_pre_hooks": "backward pre-hook",
-    "_backward_hooks": "backward hook",
-}
+_KINDS = dict(zip(HOOKS, ("forward pre-hook", "forward hook", "backward pre-hook", "backward hook"), strict=True))
 
 
 class GuardedHook:
@@ -133,9 +122,9 @@ class GuardedHook:
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._hook(*arguments, **options)
-        before = self._kept()
+        before = _kept_in(self._roots, self._own)
         result = self._hook(*arguments, **options)
-        for key, kept in self._kept().items():
+        for key, kept in _kept_in(self._roots, self._own).items():
             if key in before and (not self._in_place or before[key].version == kept.version):
                 continue
             # A tensor may be kept for the user to read after the step, if it has no gradient and the function does not look at it.
@@ -144,23 +133,23 @@ class GuardedHook:
         return result
 
     def _refusal(self, kept: _Kept) -> InvalidArgument:
+        why = "All devices write there at the same time, each what belongs to its own slice of the batch."
+        later = " What is for after the step only may be kept there as output.detach()."
         if kept.root.copied:
-            why = "Every device's replica has a copy of that, and yours gets nothing."
-            later = ""
-        else:
-            why = "All devices write there at the same time, each what belongs to its own slice of the batch."
-            later = " What is for after the step only may be kept there as output.detach()."
+            why, later = "Every device's replica has a copy of that, and yours gets nothing.", ""
         return InvalidArgument(
             f"step: the {self._described} ({_name_of(self._hook)}) keeps a tensor of shape {tuple(kept.tensor.shape)} in {kept.root.name}, which the "
             f"module does not hold. {why} Keep it on the module that the hook is given (module.features = output), and read it in loss_fn from "
             f"loss_fn's own module argument; or return it from forward.{later}"
         )
 
-    def _kept(self) -> dict[int, _Kept]:
-        found: dict[int, _Kept] = {}
-        for root in self._roots:
-            _collect(root, root.get(), self._own, found, _DEPTH)
-        return found
+
+def _kept_in(roots: Iterable[Root], own: set[int]) -> dict[int, _Kept]:
+    """The tensors in these places, by identity, without those of the replica."""
+    found: dict[int, _Kept] = {}
+    for root in roots:
+        _collect(root, root.get(), own, found, _DEPTH)
+    return found
 
 
 def _roots(hook: Any, own: set[int], seen: set[int]) -> Iterator[Root]:
@@ -179,18 +168,14 @@ def _roots(hook: Any, own: set[int], seen: set[int]) -> Iterator[Root]:
         yield from _root(f"the {type(hook.__self__).__name__}", hook.__self__, own, seen)
     elif isinstance(hook, types.FunctionType):
         for cell_name, cell in zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True):
-            yield Root(f"'{cell_name}'", functools.partial(_content_of, cell), False)
-        for _, content in closure_of(hook):
-            if isinstance(content, _FUNCTIONS):
-                yield from _roots(content, own, seen)
-        names = _global_names(hook.__code__)
+            yield from _variable(cell_name, functools.partial(_content_of, cell), own, seen)
+        names = {name for code in codes_of(hook.__code__) for name in code.co_names}
         for name in names:
+            yield from _variable(name, functools.partial(hook.__globals__.get, name), own, seen)
             content = hook.__globals__.get(name)
-            yield from _global(name, content, functools.partial(hook.__globals__.get, name), own, seen)
             if isinstance(content, types.ModuleType) and content.__name__.partition(".")[0] not in LIBRARIES:
                 for inner in names & vars(content).keys():
-                    get = functools.partial(vars(content).get, inner)
-                    yield from _global(f"{name}.{inner}", get(), get, own, seen)
+                    yield from _variable(f"{name}.{inner}", functools.partial(vars(content).get, inner), own, seen)
         for one in (*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values()):
             yield from _root("a default argument", one, own, seen, copied=False)
     elif not isinstance(hook, nn.Module):
@@ -198,10 +183,10 @@ def _roots(hook: Any, own: set[int], seen: set[int]) -> Iterator[Root]:
         yield from _roots(type(hook).__call__, own, seen)
 
 
-def _global(name: str, content: Any, get: Callable[[], Any], own: set[int], seen: set[int]) -> Iterator[Root]:
-    if isinstance(content, _FUNCTIONS):
-        yield from _roots(content, own, seen)
-    elif not isinstance(content, _CLOSED):  # also None, which a global statement may replace
+def _variable(name: str, get: Callable[[], Any], own: set[int], seen: set[int]) -> Iterator[Root]:
+    if isinstance(get(), _FUNCTIONS):
+        yield from _roots(get(), own, seen)
+    elif not isinstance(get(), _CLOSED):  # also None, which a global or nonlocal statement may replace
         yield Root(f"'{name}'", get, False)
 
 
@@ -217,14 +202,6 @@ def _content_of(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # not set yet
         return None
-
-
-def _global_names(code: types.CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _global_names(constant)
-    return names
 
 
 def _is_torchs(hook: Any) -> bool:
@@ -258,19 +235,12 @@ def _collect(root: Root, value: Any, own: set[int], found: dict[int, _Kept], dep
 def _inside(value: Any) -> list[Any]:
     """What `value` holds. If it holds many things: the last ones."""
     # Objects of this package are left out: the trainer keeps tensors as it runs.
-    if (
-        type(value) in SIMPLE
-        or isinstance(value, (torch.Tensor, *_CLOSED))
-        or str(type(value).__module__).startswith("paceline.")
-    ):
+    own = str(type(value).__module__).startswith("paceline.")
+    if own or type(value) in SIMPLE or isinstance(value, (torch.Tensor, *_CLOSED)):
         return []
     # list() is one call of C code, so other devices cannot change the container meanwhile.
-    if isinstance(value, dict):
-        inside = list(value.values())
-    elif isinstance(value, (list, tuple, set, deque)):
-        inside = list(value)
-    elif isinstance(value, nn.Module):
-        inside = [one for key, one in list(vars(value).items()) if key not in BARE]
-    else:
-        inside = list(getattr(value, "__dict__", {}).values())
-    return inside[-LONGEST:]
+    if isinstance(value, (list, tuple, set, deque)):
+        return list(value)[-LONGEST:]
+    content = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    known = BARE if isinstance(value, nn.Module) else ()
+    return [one for key, one in list(content.items()) if key not in known][-LONGEST:]

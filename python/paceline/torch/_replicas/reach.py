@@ -36,9 +36,8 @@ class Reach:
     def __init__(self, root: nn.Module) -> None:
         self.modules: list[tuple[str, nn.Module]] = []  # registered ones first, in their order
         self.unregistered: dict[str, torch.Tensor] = {}  # parameters, and other tensors that require a gradient
-        self.objects: dict[
-            str, Any
-        ] = {}  # plain objects, such as configurations, in attributes and in containers, down to level _DEEPEST
+        # Plain objects, such as configurations, in attributes and in containers, down to level _DEEPEST.
+        self.objects: dict[str, Any] = {}
         self.seen: set[int] = set()
         self._functions: list[tuple[str, types.FunctionType]] = []
         self._own = {id(parameter) for parameter in root.parameters()}
@@ -75,15 +74,12 @@ class Reach:
                 self.unregistered[path] = value
         elif isinstance(value, nn.Module):
             self._add_module(path, value)
-        elif isinstance(value, dict):
+        elif isinstance(value, (dict, *_SEQUENCES)):
             depth = depth + 1 if len(value) <= LONGEST else _DEEPEST + 1
-            for key, one in list(value.items()):
-                self._visit(f"{path}[{key!r}]", one, depth)
-        elif isinstance(value, _SEQUENCES):
-            if not set(map(type, value)) <= SIMPLE:
-                depth = depth + 1 if len(value) <= LONGEST else _DEEPEST + 1
-                for index, one in enumerate(list(value)):
-                    self._visit(f"{path}[{index}]", one, depth)
+            entries = list(value.items() if isinstance(value, dict) else enumerate(value))
+            if not {type(one) for _, one in entries} <= SIMPLE:
+                for key, one in entries:
+                    self._visit(f"{path}[{key!r}]", one, depth)
         elif isinstance(value, types.FunctionType):
             self._functions.append((path, value))
         elif isinstance(value, types.MethodType):

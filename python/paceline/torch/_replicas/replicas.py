@@ -36,20 +36,18 @@ class Replica:
 
     def __init__(self, copied: Copied, reach: Reach, parameters: list[torch.Tensor], reader: Reader | None) -> None:
         self.module = copied.module
-        shared = reader is not None
-        self.shared = shared  # False: this is the user's module itself
+        self.shared = reader is not None  # False: this is the user's module itself
         self.counterparts = copied.counterparts
-        self.carrying: dict[int, Any] = {}
         self.written: Written | None = None
         self.parameters: list[torch.Tensor] = [copied.counterparts[id(parameter)] for parameter in parameters]
         pairs = [(ours, copied.counterparts.get(id(ours), ours)) for _, ours in reach.modules]
         self.modules = [theirs for _, theirs in pairs]
-        self.buffers = Buffers(pairs) if shared else None
+        self.buffers = Buffers(pairs) if self.shared else None
         self._buffer_slots = [(one._buffers, name) for one in self.modules for name in one._buffers]
         self._module_ids = set(map(id, self.modules))
-        names = [name for name, _ in reach.modules]
         # A class with its own way of copying may leave a part of the user's module in the copy.
-        self._copied = [(name, theirs) for name, (ours, theirs) in zip(names, pairs, strict=True) if ours is not theirs]
+        named = zip(reach.modules, self.modules, strict=True)
+        self._copied = [(name, theirs) for (name, ours), theirs in named if ours is not theirs]
         self._reader = reader
         if reader is not None:
             guard_hooks(self._copied, self.module, reader)
@@ -58,23 +56,15 @@ class Replica:
         """Drop what ``parametrize.cached()`` holds, before a micro-batch and after a backward: the graph of the values may be gone."""
         forget(self._module_ids)
 
-    def carry(self, changes: list[Change], hooked: list[int], holders: list[Any]) -> None:
-        """Make changes of attributes and hooks of the user's `holders` on this replica, too."""
+    def carry(self, changes: list[Change], hooked: list[int], holders: list[Any]) -> dict[int, Any]:
+        """Make changes of attributes and hooks of the user's `holders` on this replica, too. Returns all counterparts, old and new."""
         memo = dict(self.counterparts)
         carry(changes, holders, memo)
         for index in hooked:
             carry_hooks(holders[index], memo.get(id(holders[index])), memo)
         if hooked and self._reader is not None:
             guard_hooks(self._copied, self.module, self._reader)
-        self.carrying = memo
-
-    def carried(self, wanted: set[int]) -> None:
-        """Forget all copied objects but the `wanted` ones, after all replicas have made the changes.
-
-        The others may change, and a new object may get the identity of an object that is gone.
-        """
-        self.counterparts = {key: theirs for key, theirs in self.carrying.items() if key in wanted}
-        self.carrying = {}
+        return memo
 
     def buffer_marks(self) -> list[tuple[int, int]]:
         """Marks that change when a buffer is set or written to, except through ``.data`` or by batch normalisation."""
@@ -103,7 +93,6 @@ class Replicas:
     def __init__(self, module: nn.Module, places: Places, replicate: Replicate | None) -> None:
         self._module = module
         self._places = places
-        self._device_count = len(places)
         self.shared = len(places) > 1  # False: the user's module itself runs
         self._replicate = replicate
         self._reader = Reader()
@@ -113,32 +102,30 @@ class Replicas:
             self._build()
 
     def _build(self) -> None:
-        shared = self.shared
         reach = Reach(self._module)
-        check_trainable(self._module, reach, shared)
-        named = {**dict(self._module.named_parameters()), **reach.unregistered}
+        check_trainable(self._module, reach, self.shared)
+        named: dict[str, torch.Tensor] = {**dict(self._module.named_parameters()), **reach.unregistered}
+        parameters, modules = list(named.values()), [part for _, part in reach.modules]
         # What can fail comes first, so that a failure does not leave replicas that seem to fit.
-        if shared:
+        if self.shared:
             copies = self._copies(named)
             random = RandomStates(self._places)
             try:
-                made = [self._make(device, copies, reach, list(named.values())) for device in range(self._device_count)]
+                made = [self._make(device, copies, reach, parameters) for device in range(len(self._places))]
             finally:  # a new module draws initial weights, although the user's parameters replace them
                 random.restore()
-            self._send(copies, list(named.values()))
+            self._send(copies, parameters)
         else:
-            itself = {id(one): one for one in (*named.values(), *(part for _, part in reach.modules))}
-            made = [Replica(Copied(self._module, itself), reach, list(named.values()), None)]
+            itself = {id(one): one for one in (*parameters, *modules)}
+            made = [Replica(Copied(self._module, itself), reach, parameters, None)]
         self.list = made
         self.generation += 1
-        self.parameters = list(named.values())
-        self.names = list(named)
-        self.captured = list(reach.captured()) if shared else []
-        self._attributes = _watched(reach, made[0].counterparts) if shared else None
+        self.parameters, self.names = parameters, list(named)
+        self.captured = list(reach.captured()) if self.shared else []
+        self._attributes = _watched(reach, made[0].counterparts) if self.shared else None
         self._watch_forwards()
-        self.named_modules = reach.modules  # also those in plain lists
-        self.modules = [part for _, part in reach.modules]
-        self._original = set(map(id, self.modules))
+        self.named_modules, self.modules = reach.modules, modules  # also those in plain lists
+        self._original = set(map(id, modules))
         self.norms = [entry for entry in reach.modules if isinstance(entry[1], nn.modules.batchnorm._BatchNorm)]
         self._dicts = self._all_dicts()
         self._keys = list(map(list, self._dicts))
@@ -156,19 +143,15 @@ class Replicas:
 
     def _like(self, parameter: torch.Tensor, name: str, device: int) -> torch.Tensor:
         place = self._places.devices[device]
-        if place.type == "cpu" and self._places.home.type != "cpu":
-            like = self._places.pinned(parameter.numel(), parameter.dtype).as_strided(
-                parameter.shape, parameter.stride()
-            )
-        else:
-            like = torch.empty_like(parameter, device=place, requires_grad=False)
-        dense = parameter.is_contiguous() or torch.empty_like(parameter).stride() == parameter.stride()
-        if not dense:
+        if not parameter.is_contiguous() and torch.empty_like(parameter).stride() != parameter.stride():
             raise InvalidArgument(
                 f"DataParallel: parameter {name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, with gaps or overlaps; "
                 f"such memory is not sent to {self._places.names[device]}. Make it contiguous, or use devices that share its memory."
             )
-        return like
+        if place.type == "cpu" and self._places.home.type != "cpu":
+            flat = self._places.pinned(parameter.numel(), parameter.dtype)
+            return flat.as_strided(parameter.shape, parameter.stride())
+        return torch.empty_like(parameter, device=place, requires_grad=False)
 
     def _make(
         self, device: int, copies: dict[int, dict[int, torch.Tensor]], reach: Reach, parameters: list[torch.Tensor]
@@ -178,29 +161,21 @@ class Replicas:
         def alias(parameter: torch.Tensor) -> torch.Tensor:
             return alias_of(parameter, storages.get(id(parameter)))
 
-        if self._replicate is None:
-            made = copied(self._module, reach, alias)
-        else:
-            made = made_by(self._replicate, self._module, reach, alias)
-        if storages:
-            for _, ours in reach.modules:
-                owner = made.counterparts[id(ours)]
-                for name, buffer in owner._buffers.items():
-                    if buffer is not None:
-                        owner._buffers[name] = buffer.to(self._places.devices[device])
+        replicate = self._replicate
+        made = made_by(replicate, self._module, reach, alias) if replicate else copied(self._module, reach, alias)
+        for _, ours in reach.modules if storages else ():
+            buffers = made.counterparts[id(ours)]._buffers
+            buffers |= {name: one.to(self._places.devices[device]) for name, one in buffers.items() if one is not None}
         return Replica(made, reach, parameters, self._reader)
 
     def _send(self, copies: dict[int, dict[int, torch.Tensor]], ours: list[torch.Tensor]) -> None:
         """Let every step begin by copying the parameters to the other memory spaces."""
         if self._places.queues is None:
             return
-        parameters = {id(parameter): parameter for parameter in ours}
+        sources = {id(parameter): parameter.data_ptr() for parameter in ours}
+        found = [(space, key, copy) for space, storages in copies.items() for key, copy in storages.items()]
         self._places.queues.set_copies(
-            [
-                (space, copy.data_ptr(), parameters[key].data_ptr(), copy.numel() * copy.element_size())
-                for space, storages in copies.items()
-                for key, copy in storages.items()
-            ]
+            [(space, copy.data_ptr(), sources[key], copy.numel() * copy.element_size()) for space, key, copy in found]
         )
         self._sent = copies  # keeps the memory alive: the queues have only addresses
 
@@ -282,13 +257,13 @@ class Replicas:
             return self._build()
         if hooked or any(type(change.value) not in SIMPLE for change in changes):
             self._places.drain()  # devices may still use tensors that are about to be released
-            for replica in self.list:
-                replica.carry(changes, hooked, attributes.holders)
+            memos = [replica.carry(changes, hooked, attributes.holders) for replica in self.list]
             # New objects may change later, so they have to be watched.
-            attributes = self._attributes = _watched(Reach(self._module), self.list[0].carrying)
+            attributes = self._attributes = _watched(Reach(self._module), memos[0])
+            # The others may change, and a new object may get the identity of an object that is gone.
             wanted = set(map(id, (*self.parameters, *attributes.holders)))
-            for replica in self.list:
-                replica.carried(wanted)
+            for replica, memo in zip(self.list, memos, strict=True):
+                replica.counterparts = {key: theirs for key, theirs in memo.items() if key in wanted}
             return self._watch_forwards()
         for replica in self.list:
             carry(changes, attributes.holders, replica.counterparts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,36 +30,29 @@ class Written:
 
     def note(self) -> None:
         """Note the present values, after the replica was given new ones."""
-        self._lengths = list(map(len, self._dicts))
-        self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
+        self._before = list(map(dict.copy, self._dicts))
 
     def has(self, index: int, name: str) -> bool:
         """Whether a forward has set the attribute of this holder since `note`, or has put a tensor with a graph into it."""
-        values = dict(self._dicts[index])  # one call of C code, so the replica's device cannot change it meanwhile
-        if name not in values or not self._apart[index] or name in BARE or callable(values[name]):
+        value = self._dicts[index].get(name, _NOTHING)
+        if value is _NOTHING or not self._apart[index] or name in BARE or callable(value):
             return False  # a function that a forward has looked up and stored is not a result of it
-        begin, length = sum(self._lengths[:index]), self._lengths[index]
-        before = dict(zip(values, self._values[begin : begin + length], strict=False))
-        return before.get(name, _NOTHING) is not values[name] or is_of_a_forward(values[name])
+        return self._before[index].get(name, _NOTHING) is not value or is_of_a_forward(value)
 
     def push(self, home: torch.device) -> None:
         """Give the user's module what was written: simple values, and tensors without a graph."""
-        now = list(chain.from_iterable(map(dict.values, self._dicts)))
-        if list(map(len, self._dicts)) == self._lengths and all(map(operator.is_, now, self._values)):
+        now, then = (chain.from_iterable(map(dict.values, dicts)) for dicts in (self._dicts, self._before))
+        if list(map(len, self._dicts)) == list(map(len, self._before)) and all(map(operator.is_, now, then)):
             return
         if not self._attributes.same:  # loss_fn has changed the user's module; the replicas have to follow that first
             return
         found: dict[int, dict[str, Any]] = {}
-        begin = 0
-        for index, (values, length) in enumerate(zip(self._dicts, self._lengths, strict=True)):
-            before = self._values[begin : begin + length]
-            begin += length
-            if not self._apart[index] or (len(values) == length and all(map(operator.is_, values.values(), before))):
-                continue
-            # A dict keeps the order of its names, and new names come last.
-            olds = chain(before, repeat(_NOTHING))
-            for (name, value), old in zip(values.items(), olds):  # noqa: B905
-                settled = _NOTHING if value is old or name in BARE else _settled(value, home)
+        for index, (values, before) in enumerate(zip(self._dicts, self._before, strict=True)):
+            same = len(values) == len(before) and all(map(operator.is_, values.values(), before.values()))
+            for name, value in () if same or not self._apart[index] else values.items():
+                settled = _NOTHING
+                if value is not before.get(name, _NOTHING) and name not in BARE:
+                    settled = _settled(value, home)
                 if settled is not _NOTHING:
                     found.setdefault(index, {})[name] = settled
         if found:
