@@ -7,7 +7,7 @@
 #include <paceline/error.hpp>
 #include <paceline/plan/split.hpp>
 
-#include "plan/batch/split_solver.hpp"
+#include "plan/batch/split_problem.hpp"
 #include "plural.hpp"
 
 namespace paceline::plan {
@@ -67,9 +67,10 @@ GrainRange range_of(const GrainCost& cost, std::int64_t minimum, std::int64_t ma
 
 SplitProblem problem_of(std::int64_t batch_size, std::span<const CostModel> models, const SplitOptions& options) {
   SplitProblem problem;
-  problem.granularity = options.granularity;
-  problem.grains = batch_size / options.granularity;
-  problem.remainder = batch_size % options.granularity;
+  const std::int64_t granularity = options.granularity;
+  const std::int64_t remainder = batch_size % granularity;
+  problem.grains = batch_size / granularity;
+  problem.has_remainder = remainder > 0;
   problem.has_previous = !options.previous.empty();
   problem.reduction_seconds = options.reduction_seconds;
   problem.candidates.resize(models.size());
@@ -81,15 +82,20 @@ SplitProblem problem_of(std::int64_t batch_size, std::span<const CostModel> mode
       throw InvalidArgument(
           fmt::format("the cost model of device {} overflows at {}; check its units", i, plural(maximum, "item")));
     }
+    const auto range = [&](std::int64_t rest) {
+      return range_of({models[i], limits.startup_seconds, granularity, rest}, minimum, maximum, granularity, rest);
+    };
     Candidate& candidate = problem.candidates[i];
-    candidate.may_idle = limits.may_be_zero;
-    candidate.previous = options.previous.empty() ? 0 : options.previous[i];
-    candidate.work =
-        range_of({models[i], limits.startup_seconds, options.granularity, 0}, minimum, maximum, options.granularity, 0);
-    candidate.carry = {{}, 0, -1};
-    if (problem.remainder > 0) {
-      candidate.carry = range_of({models[i], limits.startup_seconds, options.granularity, problem.remainder}, minimum,
-                                 maximum, options.granularity, problem.remainder);
+    candidate.in(Role::work) = range(0);
+    if (remainder > 0) candidate.in(Role::carry) = range(remainder);
+    if (limits.may_be_zero) candidate.in(Role::idle) = {{}, 0, 0};
+    if (!problem.has_previous) continue;
+    const std::int64_t grains = options.previous[i] / granularity;
+    const std::int64_t rest = options.previous[i] % granularity;
+    const Role role = options.previous[i] == 0 ? Role::idle : rest == 0 ? Role::work : Role::carry;
+    const GrainRange& same = candidate.in(role);
+    if ((rest == 0 || rest == remainder) && grains >= same.low && grains <= same.high) {
+      candidate.in(Role::keep) = {same.cost, grains, grains};
     }
   }
   return problem;
