@@ -44,16 +44,14 @@ class Search {
     }
   }
 
-  bool run(RolePlan& plan) {
+  std::optional<RolePlan> run() {
     for (Allowance left{0, all_.workers, all_.carriers}; left.changes <= all_.changes; ++left.changes) {
       if (!descend(0, left, 0, 0)) continue;
-      plan.changes = left.changes;
-      plan.roles = roles_;
-      plan.ranges.clear();
+      RolePlan plan{left.changes, roles_, {}};
       for (std::size_t i = 0; i < size_; ++i) plan.ranges.push_back(candidates_[i].in(roles_[i]));
-      return true;
+      return plan;
     }
-    return false;
+    return std::nullopt;
   }
 
  private:
@@ -125,8 +123,8 @@ class Search {
 
 }  // namespace
 
-bool find_roles(const SplitProblem& problem, const RoleQuery& query, RolePlan& plan) {
-  return Search(problem, query).run(plan);
+std::optional<RolePlan> find_roles(const SplitProblem& problem, const RoleQuery& query) {
+  return Search(problem, query).run();
 }
 
 }  // namespace paceline::plan

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -57,13 +58,13 @@ struct RoleQuery {
 
 inline constexpr std::size_t kExactDevices = 8;
 
-/// Finds the best plan of roles under the query. Returns false if none fits.
+/// Finds the best plan of roles under the query. Returns none if none fits.
 ///
 /// The search goes depth first over the devices, in order of preference. For each number of changes, workers and
 /// carriers it knows the least and the most grains that the remaining devices can take, and prunes by these sums. If no
 /// device has a gap, the sums have no holes and the search never goes back. With gaps it enumerates subsets: all of
 /// them up to kExactDevices devices, and a limited number of steps beyond.
-[[nodiscard]] bool find_roles(const SplitProblem& problem, const RoleQuery& query, RolePlan& plan);
+[[nodiscard]] std::optional<RolePlan> find_roles(const SplitProblem& problem, const RoleQuery& query);
 
 /// Solves a validated problem with at least one item; false if no split respects the limits.
 [[nodiscard]] bool solve(const SplitProblem& problem, Split& split);

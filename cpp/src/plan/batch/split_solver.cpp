@@ -3,7 +3,9 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <tuple>
+#include <utility>
 
 #include "plan/batch/greedy_fill.hpp"
 #include "plan/batch/split_problem.hpp"
@@ -15,7 +17,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // With more devices the sums for all numbers of changes and workers would cost more than the split is worth. With
 // reduction costs the previous shares are then kept as a whole or not considered.
-constexpr std::size_t kChangeDevices = 16;
+constexpr std::int64_t kChangeDevices = 16;
 
 // The largest double t >= 0 with t + reduction <= total in floating point, or a negative number if there is none. It
 // bisects the bits, because doubles that are not negative are ordered like their representations.
@@ -46,12 +48,12 @@ class Solver {
       ranges_.push_back(range);
     }
     double makespan = fill(ranges_, grains_);
-    if (makespan == kInfinity && !problem_.has_remainder) return false;
+    if (makespan == kInfinity) return false;
     // If every device can take any number of grains between two bounds, and nothing else counts, this filling is the
     // answer. Start-up and fixed costs are no obstacle: a cost that is 0 without work and jumps at the first grain is
     // nondecreasing.
     const bool plain = !problem_.has_remainder && !counts_workers_ && !gaps;
-    if (!plain && !find_makespan(makespan < kInfinity ? makespan : 0.0, makespan)) return false;
+    if (!plain && !find_makespan(makespan, makespan)) return false;
     if (!plain || problem_.has_previous || has_tied_idle(makespan)) settle(makespan);
     split.makespan_seconds = makespan;
     for (std::size_t i = 0; i < grains_.size(); ++i) split.shares.push_back(ranges_[i].cost.items(grains_[i]));
@@ -88,9 +90,9 @@ class Solver {
   }
 
   bool fits(double budget, std::int64_t workers, double& finish) {
-    RolePlan plan;
-    if (!find_roles(problem_, {.budget_seconds = budget, .working_devices = workers}, plan)) return false;
-    ranges_ = std::move(plan.ranges);
+    std::optional<RolePlan> plan = find_roles(problem_, {.budget_seconds = budget, .working_devices = workers});
+    if (!plan) return false;
+    ranges_ = std::move(plan->ranges);
     finish = fill(ranges_, grains_);
     return true;
   }
@@ -138,26 +140,25 @@ class Solver {
 
   // Of all splits with this makespan, the first in the order of preference.
   void settle(double makespan) {
-    const auto size = static_cast<std::int64_t>(grains_.size());
-    std::int64_t changes = problem_.has_previous ? size : -1;
-    if (counts_workers_ && grains_.size() > kChangeDevices) changes = std::min<std::int64_t>(changes, 0);
-    RolePlan best;
-    for (; best.roles.empty() && changes >= -1; changes = changes >= 0 ? -1 : -2) {
-      for (std::int64_t workers = counts_workers_ ? size : 1; workers > 0; --workers) {
-        RoleQuery query{.budget_seconds = makespan, .most_changes = changes};
-        if (counts_workers_) {
-          query.working_devices = workers;
-          query.budget_seconds =
-              budget_before_reduction(makespan, problem_.reduction_seconds[static_cast<std::size_t>(workers)]);
-        }
-        RolePlan plan;
-        if (query.budget_seconds < 0.0 || !find_roles(problem_, query, plan)) continue;
-        if (best.roles.empty() || plan.better_than(best)) best = std::move(plan);
-      }
-    }
-    if (best.roles.empty()) return;  // out of steps beyond kExactDevices: the split that gave the makespan stays
-    ranges_ = std::move(best.ranges);
+    const std::int64_t size = std::ssize(grains_);
+    std::optional<RolePlan> best;
+    if (problem_.has_previous) best = best_roles(makespan, counts_workers_ && size > kChangeDevices ? 0 : size);
+    if (!best) best = best_roles(makespan, -1);
+    if (!best) return;  // out of steps beyond kExactDevices: the split that gave the makespan stays
+    ranges_ = std::move(best->ranges);
     fill(ranges_, grains_);
+  }
+
+  [[nodiscard]] std::optional<RolePlan> best_roles(double makespan, std::int64_t most_changes) const {
+    if (!counts_workers_) return find_roles(problem_, {.budget_seconds = makespan, .most_changes = most_changes});
+    std::optional<RolePlan> best;
+    for (std::size_t workers = 1; workers <= grains_.size(); ++workers) {
+      const double budget = budget_before_reduction(makespan, problem_.reduction_seconds[workers]);
+      if (budget < 0.0) continue;
+      std::optional<RolePlan> plan = find_roles(problem_, {budget, static_cast<std::int64_t>(workers), most_changes});
+      if (plan && (!best || plan->better_than(*best))) best = std::move(plan);
+    }
+    return best;
   }
 
   const SplitProblem& problem_;
