@@ -34,39 +34,27 @@ using Model = std::variant<CostModel, std::pair<double, double>>;
 std::vector<LoadModel> load_models_of(const std::vector<Model>& given) {
   std::vector<LoadModel> models;
   for (const Model& model : given) {
-    if (const auto* pair = std::get_if<1>(&model)) {
-      models.push_back({pair->first, pair->second});
-      continue;
+    if (const auto* line = std::get_if<CostModel>(&model)) {
+      models.push_back({line->fixed_seconds(), line->per_item_seconds()});
+    } else {
+      const auto& [fixed, per_cost] = std::get<1>(model);
+      models.push_back({fixed, per_cost});
     }
-    const CostModel& line = std::get<0>(model);
-    models.push_back({line.fixed_seconds(), line.per_item_seconds()});
   }
   return models;
-}
-
-ItemSplit split_items(const std::vector<double>& costs, const std::vector<Model>& models, double tolerance) {
-  const std::vector<LoadModel> loads = load_models_of(models);
-  const py::gil_scoped_release released;
-  return plan::split_items(costs, loads, tolerance);
-}
-
-ItemSplit split_padded(const std::vector<double>& costs, const std::vector<Model>& models) {
-  const std::vector<LoadModel> loads = load_models_of(models);
-  const py::gil_scoped_release released;
-  return plan::split_padded(costs, loads);
 }
 
 ItemCostFit fit_item_cost(const std::vector<double>& tokens, const std::vector<double>& seconds,
                           const std::optional<std::vector<std::int64_t>>& devices,
                           const std::optional<std::vector<double>>& squared_tokens) {
-  const auto require_size = [&](std::size_t size, const char* name) {
-    if (size == tokens.size()) return;
+  const auto require_size = [&](const auto& values, const char* name) {
+    if (values.size() == tokens.size()) return;
     throw InvalidArgument(
-        fmt::format("{} is of length {} instead of {}; pass one per sample", name, size, tokens.size()));
+        fmt::format("{} is of length {} instead of {}; pass one per sample", name, values.size(), tokens.size()));
   };
-  require_size(seconds.size(), "seconds");
-  if (devices) require_size(devices->size(), "devices");
-  if (squared_tokens) require_size(squared_tokens->size(), "squared_tokens");
+  require_size(seconds, "seconds");
+  if (devices) require_size(*devices, "devices");
+  if (squared_tokens) require_size(*squared_tokens, "squared_tokens");
   std::vector<ItemSample> samples;
   for (std::size_t i = 0; i < tokens.size(); ++i) {
     samples.push_back({.tokens = tokens[i],
@@ -102,9 +90,14 @@ void bind_split(py::module_& module) {
                            repr_of(split.makespan_seconds), split.gap());
       });
 
-  module.def("split_items", &split_items, py::arg("costs"), py::arg("models"), py::kw_only(),
-             py::arg("tolerance") = plan::kItemTolerance,
-             R"(Split items of unequal cost so that the last device finishes as early as possible.
+  module.def(
+      "split_items",
+      [](const std::vector<double>& costs, const std::vector<Model>& models, double tolerance) {
+        return plan::split_items(costs, load_models_of(models), tolerance);
+      },
+      py::arg("costs"), py::arg("models"), py::kw_only(), py::arg("tolerance") = plan::kItemTolerance,
+      py::call_guard<py::gil_scoped_release>(),
+      R"(Split items of unequal cost so that the last device finishes as early as possible.
 
 Parameters
 ----------
@@ -135,11 +128,13 @@ Examples
 >>> from paceline.plan import split_items
 >>> split_items([5, 5, 4, 3, 3], [(0, 1), (0, 1)]).items
 [[0, 1], [2, 3, 4]])");
-}
 
-void bind_padded(py::module_& module) {
   module.def(
-      "split_padded", &split_padded, py::arg("costs"), py::arg("models"),
+      "split_padded",
+      [](const std::vector<double>& costs, const std::vector<Model>& models) {
+        return plan::split_padded(costs, load_models_of(models));
+      },
+      py::arg("costs"), py::arg("models"), py::call_guard<py::gil_scoped_release>(),
       R"(Split items over devices that pad their items to the longest, so that the last device finishes as early as possible.
 
 A device runs all its items in one padded batch. With n items, the costliest of cost c, it takes
@@ -251,7 +246,6 @@ Examples
 
 void bind_plan_items(py::module_& module) {
   bind_split(module);
-  bind_padded(module);
   bind_fit(module);
 }
 

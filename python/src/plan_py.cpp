@@ -30,11 +30,8 @@ std::vector<CostModel> models_of(const std::vector<Model>& given) {
   std::vector<CostModel> models;
   models.reserve(given.size());
   for (const Model& model : given) {
-    if (const auto* line = std::get_if<1>(&model)) {
-      models.push_back(CostModel::affine(line->first, line->second));
-    } else {
-      models.push_back(std::get<0>(model));
-    }
+    const auto* line = std::get_if<1>(&model);
+    models.push_back(line != nullptr ? CostModel::affine(line->first, line->second) : std::get<0>(model));
   }
   return models;
 }
@@ -46,12 +43,11 @@ Split split_batch(std::int64_t batch_size, const std::vector<Model>& given,
                   const std::optional<std::vector<double>>& reduction_seconds,
                   const std::optional<std::vector<std::int64_t>>& previous) {
   const std::vector<CostModel> models = models_of(given);
-  plan::SplitOptions options;
-  options.limits = share_limits(models.size(), minimum, maximum, may_be_zero, startup_seconds);
-  options.granularity = granularity;
-  options.reduction_seconds = reduction_seconds.value_or(std::vector<double>{});
-  options.previous = previous.value_or(std::vector<std::int64_t>{});
-  return plan::split_batch(batch_size, models, options);
+  return plan::split_batch(batch_size, models,
+                           {.limits = share_limits(models.size(), minimum, maximum, may_be_zero, startup_seconds),
+                            .granularity = granularity,
+                            .reduction_seconds = reduction_seconds.value_or(std::vector<double>{}),
+                            .previous = previous.value_or(std::vector<std::int64_t>{})});
 }
 
 std::string repr(const CostModel& model) {
@@ -157,9 +153,6 @@ InvalidArgument
     If a weight is negative or not finite, or if all are zero.)");
   module.def("split_even", &plan::split_even, py::arg("batch_size"), py::arg("device_count"),
              "Shares that differ by at most one item, the larger ones first.");
-}
-
-void bind_corrections(py::module_& module) {
   module.def(
       "correction_floor", &plan::correction_floor, py::arg("model"), py::arg("overhead") = plan::kCorrectionOverhead,
       py::arg("granularity") = 1,
@@ -173,7 +166,6 @@ void bind_plan(py::module_& module) {
   module.doc() = "Pure decisions: cost models, splits of batches and of items.";
   bind_cost_model(module);
   bind_splits(module);
-  bind_corrections(module);
   bind_plan_items(module);
 }
 

@@ -27,21 +27,29 @@ namespace {
 
 using namespace sim;
 
-using ThrottleTuple = std::tuple<std::size_t, double, std::int64_t, std::int64_t>;
-using DriftTuple = std::tuple<std::size_t, double, double, std::int64_t, std::int64_t>;
-using LateStartTuple = std::tuple<std::size_t, double, std::int64_t, std::int64_t>;
-using PauseTuple = std::tuple<std::size_t, double, std::int64_t, std::int64_t>;
+using Steps = std::int64_t;
+using ThrottleTuple = std::tuple<std::size_t, double, Steps, Steps>;
+using DriftTuple = std::tuple<std::size_t, double, double, Steps, Steps>;
+using LateStartTuple = std::tuple<std::size_t, double, Steps, Steps>;
+using PauseTuple = std::tuple<std::size_t, double, Steps, Steps>;
+using FailureTuple = std::pair<std::size_t, Steps>;
 using LastingNoiseTuple = std::tuple<double, double, bool>;
 
-struct Result {
-  SimulationResult simulated;
+struct Result : SimulationResult {
   std::string ledger;
 };
 
+/// Each tuple holds the members of one Event, in order.
+template <class Event, class Tuple>
+void add(std::vector<Event>& events, const std::vector<Tuple>& given) {
+  const auto event = [](auto... members) { return Event{members...}; };
+  for (const Tuple& members : given) events.push_back(std::apply(event, members));
+}
+
 Result simulate_py(const std::vector<double>& speeds, std::int64_t batch_size, std::int64_t steps,
                    const std::string& policy, double noise, const std::vector<ThrottleTuple>& throttles,
-                   const std::vector<std::pair<std::size_t, std::int64_t>>& failures, double spike_probability,
-                   double spike_factor, std::uint64_t seed, double fixed_seconds, double per_item_seconds,
+                   const std::vector<FailureTuple>& failures, double spike_probability, double spike_factor,
+                   std::uint64_t seed, double fixed_seconds, double per_item_seconds,
                    const std::optional<std::vector<std::string>>& device_classes, bool ledger,
                    const std::vector<DriftTuple>& drifts, const std::vector<PauseTuple>& pauses,
                    const std::vector<double>& reduction_seconds, double first_run_seconds,
@@ -51,39 +59,27 @@ Result simulate_py(const std::vector<double>& speeds, std::int64_t batch_size, s
     throw InvalidArgument(fmt::format("device_classes is of length {} instead of {}; pass one per device",
                                       device_classes->size(), speeds.size()));
   }
-  SimulationOptions options;
-  options.batch_size = batch_size;
-  options.steps = steps;
-  options.policy = balance_named(policy);
-  options.box.noise = noise;
-  for (const auto& [deviation, lasts, common] : lasting_noise) {
-    options.box.lasting_noise.push_back({deviation, lasts, common});
-  }
-  options.box.spike_probability = spike_probability;
-  options.box.spike_factor = spike_factor;
-  options.box.seed = seed;
+  SimulationOptions options{.batch_size = batch_size, .steps = steps, .policy = balance_named(policy)};
+  BoxOptions& box = options.box;
+  box.noise = noise;
+  box.spike_probability = spike_probability;
+  box.spike_factor = spike_factor;
+  box.reduction_seconds = reduction_seconds;
+  box.seed = seed;
   for (std::size_t i = 0; i < speeds.size(); ++i) {
-    SimDevice device;
-    device.name = fmt::format("sim:{}", i);
-    if (device_classes) device.device_class = (*device_classes)[i];
-    device.speed = speeds[i];
-    device.fixed_seconds = fixed_seconds;
-    device.per_item_seconds = per_item_seconds;
-    device.first_run_seconds = first_run_seconds;
-    options.box.devices.push_back(std::move(device));
+    box.devices.push_back({.name = fmt::format("sim:{}", i),
+                           .device_class = device_classes ? (*device_classes)[i] : "sim",
+                           .speed = speeds[i],
+                           .fixed_seconds = fixed_seconds,
+                           .per_item_seconds = per_item_seconds,
+                           .first_run_seconds = first_run_seconds});
   }
-  for (const auto& [device, factor, from, to] : throttles) options.box.throttles.push_back({device, factor, from, to});
-  for (const auto& [device, first, last, from, to] : drifts) {
-    options.box.drifts.push_back({device, first, last, from, to});
-  }
-  for (const auto& [device, seconds, first, every] : pauses) {
-    options.box.pauses.push_back({device, seconds, first, every});
-  }
-  for (const auto& [device, seconds, from, to] : late_starts) {
-    options.box.late_starts.push_back({device, seconds, from, to});
-  }
-  options.box.reduction_seconds = reduction_seconds;
-  for (const auto& [device, step] : failures) options.box.failures.push_back({device, step});
+  add(box.lasting_noise, lasting_noise);
+  add(box.throttles, throttles);
+  add(box.drifts, drifts);
+  add(box.pauses, pauses);
+  add(box.late_starts, late_starts);
+  add(box.failures, failures);
   std::ostringstream text;
   if (ledger) options.ledger = std::make_shared<balance::LedgerWriter>(text);
   const py::gil_scoped_release release;
@@ -96,16 +92,14 @@ Result simulate_py(const std::vector<double>& speeds, std::int64_t batch_size, s
 std::vector<Scenario> named(const std::vector<std::string>& names) {
   std::vector<Scenario> all = scenarios();
   for (const std::string& name : names) {
-    if (std::any_of(all.begin(), all.end(), [&](const Scenario& scenario) { return scenario.name == name; })) continue;
+    if (std::ranges::find(all, name, &Scenario::name) != all.end()) continue;
     std::vector<std::string> known;
     for (const Scenario& scenario : all) known.push_back("'" + scenario.name + "'");
     throw InvalidArgument(fmt::format("there is no scenario '{}': the scenarios are {}", name, fmt::join(known, ", ")));
   }
-  if (!names.empty()) {
-    std::erase_if(all, [&](const Scenario& scenario) {
-      return std::find(names.begin(), names.end(), scenario.name) == names.end();
-    });
-  }
+  std::erase_if(all, [&](const Scenario& scenario) {
+    return !names.empty() && std::ranges::find(names, scenario.name) == names.end();
+  });
   return all;
 }
 
@@ -184,43 +178,37 @@ void bind_sim(py::module_& module) {
       .def("__repr__", [](const sim::BoxEvent& event) {
         return fmt::format("Event(step={}, device={}, kind='{}')", event.step, event.device, event.kind);
       });
-  const auto get = [](auto member) { return [member](const Result& self) { return self.simulated.*member; }; };
   py::class_<Result>(module, "SimulationResult", "How a policy performed on a simulated machine.")
-      .def_property_readonly(
-          "loss_to_ideal", get(&SimulationResult::loss_to_ideal),
-          "Mean over steps of (noise-free makespan of the shares used / that of the oracle's shares) - 1.")
-      .def_property_readonly("time_over_ideal", get(&SimulationResult::time_over_ideal),
-                             "The total time, noise and lost steps included, divided by the oracle's noise-free time.")
-      .def_property_readonly("ideal_seconds", get(&SimulationResult::ideal_seconds), "The oracle's time for all steps.")
-      .def_property_readonly("elapsed_seconds", get(&SimulationResult::elapsed_seconds),
-                             "The time that passed on the virtual clock.")
-      .def_property_readonly("moves", get(&SimulationResult::moves), "Changes of shares.")
-      .def_property_readonly("moves_per_100_steps", get(&SimulationResult::moves_per_100_steps),
-                             "Changes of shares, per 100 steps.")
-      .def_property_readonly("lost_steps", get(&SimulationResult::lost_steps),
-                             "Steps repeated because a device failed.")
-      .def_property_readonly("events", get(&SimulationResult::events), "The events, in order of steps.")
-      .def_property_readonly("steps_to_recover", get(&SimulationResult::steps_to_recover),
-                             "Per event, steps until within 5 % of the new ideal; None if the next event came first.")
-      .def_property_readonly("final_shares", get(&SimulationResult::final_shares), "Items per device in the last step.")
-      .def_property_readonly("explanation", get(&SimulationResult::explanation),
-                             "The text of `Balancer.explain()` after the last step.")
+      .def_readonly("loss_to_ideal", &SimulationResult::loss_to_ideal,
+                    "Mean over steps of (noise-free makespan of the shares used / that of the oracle's shares) - 1.")
+      .def_readonly("time_over_ideal", &SimulationResult::time_over_ideal,
+                    "The total time, noise and lost steps included, divided by the oracle's noise-free time.")
+      .def_readonly("ideal_seconds", &SimulationResult::ideal_seconds, "The oracle's time for all steps.")
+      .def_readonly("elapsed_seconds", &SimulationResult::elapsed_seconds, "The time that passed on the virtual clock.")
+      .def_readonly("moves", &SimulationResult::moves, "Changes of shares.")
+      .def_readonly("moves_per_100_steps", &SimulationResult::moves_per_100_steps, "Changes of shares, per 100 steps.")
+      .def_readonly("lost_steps", &SimulationResult::lost_steps, "Steps repeated because a device failed.")
+      .def_readonly("events", &SimulationResult::events, "The events, in order of steps.")
+      .def_readonly("steps_to_recover", &SimulationResult::steps_to_recover,
+                    "Per event, steps until within 5 % of the new ideal; None if the next event came first.")
+      .def_readonly("final_shares", &SimulationResult::final_shares, "Items per device in the last step.")
+      .def_readonly("explanation", &SimulationResult::explanation,
+                    "The text of `Balancer.explain()` after the last step.")
       .def_readonly("ledger", &Result::ledger, "The ledger as JSON lines; empty unless requested.")
       .def("__repr__", [](const Result& self) {
-        return fmt::format("SimulationResult(loss_to_ideal={:.6f}, moves={})", self.simulated.loss_to_ideal,
-                           self.simulated.moves);
+        return fmt::format("SimulationResult(loss_to_ideal={:.6f}, moves={})", self.loss_to_ideal, self.moves);
       });
-  module.def(
-      "simulate", &simulate_py, py::arg("speeds"), py::kw_only(), py::arg("batch_size") = 512, py::arg("steps") = 400,
-      py::arg("policy") = "auto", py::arg("noise") = 0.0, py::arg("throttles") = std::vector<ThrottleTuple>{},
-      py::arg("failures") = std::vector<std::pair<std::size_t, std::int64_t>>{}, py::arg("spike_probability") = 0.0,
-      py::arg("spike_factor") = 1.0, py::arg("seed") = 0, py::arg("fixed_seconds") = 0.004,
-      py::arg("per_item_seconds") = 0.0001, py::arg("device_classes") = py::none(), py::arg("ledger") = false,
-      py::arg("drifts") = std::vector<DriftTuple>{}, py::arg("pauses") = std::vector<PauseTuple>{},
-      py::arg("reduction_seconds") = std::vector<double>{}, py::arg("first_run_seconds") = 0.0,
-      py::arg("lasting_noise") = std::vector<LastingNoiseTuple>{},
-      py::arg("late_starts") = std::vector<LateStartTuple>{},
-      R"(Run the balancer on simulated devices with a virtual clock.
+  module.def("simulate", &simulate_py, py::arg("speeds"), py::kw_only(), py::arg("batch_size") = 512,
+             py::arg("steps") = 400, py::arg("policy") = "auto", py::arg("noise") = 0.0,
+             py::arg("throttles") = std::vector<ThrottleTuple>{}, py::arg("failures") = std::vector<FailureTuple>{},
+             py::arg("spike_probability") = 0.0, py::arg("spike_factor") = 1.0, py::arg("seed") = 0,
+             py::arg("fixed_seconds") = 0.004, py::arg("per_item_seconds") = 0.0001,
+             py::arg("device_classes") = py::none(), py::arg("ledger") = false,
+             py::arg("drifts") = std::vector<DriftTuple>{}, py::arg("pauses") = std::vector<PauseTuple>{},
+             py::arg("reduction_seconds") = std::vector<double>{}, py::arg("first_run_seconds") = 0.0,
+             py::arg("lasting_noise") = std::vector<LastingNoiseTuple>{},
+             py::arg("late_starts") = std::vector<LateStartTuple>{},
+             R"(Run the balancer on simulated devices with a virtual clock.
 
 A device takes `(fixed_seconds + per_item_seconds * n) / speed` for n > 0 items, times throttles and noise. The balancer sees
 only the times. Deterministic: equal arguments give equal results, and policies meet the same noise.

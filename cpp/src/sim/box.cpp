@@ -14,8 +14,9 @@
 namespace paceline::sim {
 namespace {
 
-void require(bool fine, const std::string& message) {
-  if (!fine) throw InvalidArgument(message);
+template <class... Args>
+void require(bool fine, fmt::format_string<Args...> message, Args&&... args) {
+  if (!fine) throw InvalidArgument(fmt::format(message, std::forward<Args>(args)...));
 }
 
 bool positive(double value) { return std::isfinite(value) && value > 0.0; }
@@ -24,59 +25,54 @@ bool not_negative(double value) { return std::isfinite(value) && value >= 0.0; }
 void check(const BoxOptions& options) {
   const std::size_t count = options.devices.size();
   require(count > 0, "a box needs at least one device");
-  for (const SimDevice& device : options.devices) {
-    require(positive(device.speed),
-            fmt::format("the speed of {} is {}: it must be above zero", device.name, device.speed));
-    require(not_negative(device.fixed_seconds) && not_negative(device.per_item_seconds) &&
-                device.fixed_seconds + device.per_item_seconds > 0.0,
-            fmt::format("{} takes {} s and {} s per item: neither may be negative, and not both zero", device.name,
-                        device.fixed_seconds, device.per_item_seconds));
-    require(not_negative(device.first_run_seconds),
-            fmt::format("the first run of a size on {} takes {} s more", device.name, device.first_run_seconds));
+  const auto require_device = [&](const char* event, DeviceId device) {
+    require(device < count, "{} names device {}: there are {}", event, device, count);
+  };
+  const auto require_steps = [](const char* event, std::int64_t from, std::int64_t to) {
+    require(from >= 0 && from < to, "{} lasts from step {} to {}: it must end after it starts", event, from, to);
+  };
+  for (const auto& [name, device_class, speed, fixed, per_item, limits, first_run] : options.devices) {
+    require(positive(speed), "the speed of {} is {}: it must be above zero", name, speed);
+    require(not_negative(fixed) && not_negative(per_item) && fixed + per_item > 0.0,
+            "{} takes {} s and {} s per item: neither may be negative, and not both zero", name, fixed, per_item);
+    require(not_negative(first_run), "the first run of a size on {} takes {} s more", name, first_run);
   }
-  require(not_negative(options.noise) && options.noise < 1.0,
-          fmt::format("noise is {}: give a fraction below 1", options.noise));
-  for (const LastingNoise& noise : options.lasting_noise) {
-    require(not_negative(noise.deviation) && noise.deviation < 1.0 && positive(noise.steps),
-            fmt::format("lasting noise of {} over {} steps: give a fraction below 1 and a number of steps above zero",
-                        noise.deviation, noise.steps));
+  require(not_negative(options.noise) && options.noise < 1.0, "noise is {}: give a fraction below 1", options.noise);
+  for (const auto& [deviation, steps, common] : options.lasting_noise) {
+    require(not_negative(deviation) && deviation < 1.0 && positive(steps),
+            "lasting noise of {} over {} steps: give a fraction below 1 and a number of steps above zero", deviation,
+            steps);
   }
-  require(options.spike_probability >= 0.0 && options.spike_probability <= 1.0,
-          fmt::format("the probability of a spike is {}", options.spike_probability));
-  require(positive(options.spike_factor), fmt::format("the factor of a spike is {}", options.spike_factor));
-  for (const Throttle& throttle : options.throttles) {
-    require(throttle.device < count, fmt::format("a throttle names device {}: there are {}", throttle.device, count));
-    require(positive(throttle.factor), fmt::format("a throttle has factor {}: it must be above zero", throttle.factor));
-    require(
-        throttle.from >= 0 && throttle.from < throttle.to,
-        fmt::format("a throttle lasts from step {} to {}: it must end after it starts", throttle.from, throttle.to));
+  require(options.spike_probability >= 0.0 && options.spike_probability <= 1.0, "the probability of a spike is {}",
+          options.spike_probability);
+  require(positive(options.spike_factor), "the factor of a spike is {}", options.spike_factor);
+  for (const auto& [device, factor, from, to] : options.throttles) {
+    require_device("a throttle", device);
+    require(positive(factor), "a throttle has factor {}: it must be above zero", factor);
+    require_steps("a throttle", from, to);
   }
-  for (const Drift& drift : options.drifts) {
-    require(drift.device < count, fmt::format("a drift names device {}: there are {}", drift.device, count));
-    require(positive(drift.first_factor) && positive(drift.last_factor),
-            fmt::format("a drift goes from factor {} to {}: both must be above zero", drift.first_factor,
-                        drift.last_factor));
-    require(drift.from >= 0 && drift.from < drift.to,
-            fmt::format("a drift lasts from step {} to {}: it must end after it starts", drift.from, drift.to));
+  for (const auto& [device, first, last, from, to] : options.drifts) {
+    require_device("a drift", device);
+    require(positive(first) && positive(last), "a drift goes from factor {} to {}: both must be above zero", first,
+            last);
+    require_steps("a drift", from, to);
   }
-  for (const Pause& pause : options.pauses) {
-    require(pause.device < count, fmt::format("a pause names device {}: there are {}", pause.device, count));
-    require(not_negative(pause.seconds), fmt::format("a pause takes {} s", pause.seconds));
-    require(pause.first >= 0 && pause.every >= 0,
-            fmt::format("a pause comes first at step {} and every {} steps", pause.first, pause.every));
+  for (const auto& [device, seconds, first, every] : options.pauses) {
+    require_device("a pause", device);
+    require(not_negative(seconds), "a pause takes {} s", seconds);
+    require(first >= 0 && every >= 0, "a pause comes first at step {} and every {} steps", first, every);
   }
-  for (const LateStart& late : options.late_starts) {
-    require(late.device < count, fmt::format("a late start names device {}: there are {}", late.device, count));
-    require(not_negative(late.seconds), fmt::format("a start is {} s late", late.seconds));
-    require(late.from >= 0 && late.from < late.to,
-            fmt::format("starts are late from step {} to {}: they must end after they begin", late.from, late.to));
+  for (const auto& [device, seconds, from, to] : options.late_starts) {
+    require_device("a late start", device);
+    require(not_negative(seconds), "a start is {} s late", seconds);
+    require_steps("a late start", from, to);
   }
   require(options.reduction_seconds.empty() || options.reduction_seconds.size() == count + 1,
-          fmt::format("reduction_seconds has {} entries for {} devices: one per number of devices, from 0",
-                      options.reduction_seconds.size(), count));
-  for (const Failure& failure : options.failures) {
-    require(failure.device < count, fmt::format("a failure names device {}: there are {}", failure.device, count));
-    require(failure.step >= 0, fmt::format("a failure is at step {}", failure.step));
+          "reduction_seconds has {} entries for {} devices: one per number of devices, from 0",
+          options.reduction_seconds.size(), count);
+  for (const auto& [device, step] : options.failures) {
+    require_device("a failure", device);
+    require(step >= 0, "a failure is at step {}", step);
   }
 }
 
@@ -189,8 +185,7 @@ double Box::lasting_noise(DeviceId device, std::int64_t step) {
 }
 
 StepOutcome Box::run(std::int64_t step, const std::vector<std::int64_t>& shares) {
-  require(shares.size() == options_.devices.size(),
-          fmt::format("{} shares for {} devices", shares.size(), options_.devices.size()));
+  require(shares.size() == options_.devices.size(), "{} shares for {} devices", shares.size(), options_.devices.size());
   const std::vector<plan::CostModel> truth = models(step);
   const std::vector<double> begin = late(step);
   StepOutcome outcome;

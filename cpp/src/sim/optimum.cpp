@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <limits>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include <paceline/plan/split.hpp>
@@ -12,11 +13,14 @@ namespace {
 
 using Shares = std::vector<std::int64_t>;
 
-bool all_alive(const Box& box, std::int64_t step, const Shares& shares) {
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+/// What these shares lose in a step; infinity if a device with a share has failed.
+double loss_of(const Box& box, std::int64_t step, const Shares& shares, double ideal) {
   for (std::size_t i = 0; i < shares.size(); ++i) {
-    if (shares[i] > 0 && !box.alive(i, step)) return false;
+    if (shares[i] > 0 && !box.alive(i, step)) return kInfinity;
   }
-  return true;
+  return box.makespan(step, shares) / ideal - 1.0;
 }
 
 }  // namespace
@@ -28,38 +32,20 @@ Optimum optimum(const SimulationOptions& options) {
   std::set<Shares> candidates;
   double late = 0.0;
   Shares yesterday = plan::split_even(options.batch_size, static_cast<std::int64_t>(options.box.devices.size()));
-  std::vector<plan::CostModel> known;
-  std::vector<bool> alive;
-  std::vector<double> late_starts;
-  Shares best;
-  double ideal = 0.0;
   for (std::int64_t step = 0; step < options.steps; ++step) {
-    std::vector<plan::CostModel> truth = box.models(step);
-    std::vector<bool> here;
-    for (std::size_t i = 0; i < truth.size(); ++i) here.push_back(box.alive(i, step));
-    std::vector<double> begin = box.late(step);
-    if (truth != known || here != alive || begin != late_starts) {
-      best = box.best_split(step, options.batch_size);
-      ideal = box.makespan(step, best);
-      candidates.insert(best);
-    }
-    known = std::move(truth);
-    alive = std::move(here);
-    late_starts = std::move(begin);
-    ideals.push_back(ideal);
+    Shares best = box.best_split(step, options.batch_size);
+    const double ideal = ideals.emplace_back(box.makespan(step, best));
     // The step in which a device fails is lost. Only its repetition counts, and that knows of the failure.
-    if (all_alive(box, step, yesterday)) late += (box.makespan(step, yesterday) / ideal - 1.0) / steps;
-    yesterday = best;
+    const double loss = loss_of(box, step, yesterday, ideal);
+    if (loss < kInfinity) late += loss / steps;
+    candidates.insert(best);
+    yesterday = std::move(best);
   }
-  double fixed = std::numeric_limits<double>::infinity();
+  double fixed = kInfinity;
   for (const Shares& shares : candidates) {
     double loss = 0.0;
     for (std::int64_t step = 0; step < options.steps && loss < fixed; ++step) {
-      if (!all_alive(box, step, shares)) {
-        loss = std::numeric_limits<double>::infinity();
-      } else {
-        loss += (box.makespan(step, shares) / ideals[static_cast<std::size_t>(step)] - 1.0) / steps;
-      }
+      loss += loss_of(box, step, shares, ideals[static_cast<std::size_t>(step)]) / steps;
     }
     fixed = std::min(fixed, loss);
   }

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <ranges>
 #include <utility>
 
 #include <paceline/error.hpp>
@@ -44,17 +45,13 @@ std::vector<BoxEvent> events_of(const SimulationOptions& options) {
 std::vector<std::optional<std::int64_t>> recoveries(const std::vector<BoxEvent>& events,
                                                     const std::vector<double>& losses) {
   std::vector<std::optional<std::int64_t>> out;
-  for (std::size_t e = 0; e < events.size(); ++e) {
-    auto end = static_cast<std::int64_t>(losses.size());
-    for (std::size_t later = e + 1; later < events.size(); ++later) {
-      if (events[later].step > events[e].step) {
-        end = events[later].step;
-        break;
-      }
-    }
+  for (const BoxEvent& event : events) {
+    const auto next =
+        std::find_if(events.begin(), events.end(), [&](const BoxEvent& e) { return e.step > event.step; });
+    const std::int64_t end = next == events.end() ? std::ssize(losses) : next->step;
     std::optional<std::int64_t> steps;
-    for (std::int64_t k = events[e].step; k < end && !steps; ++k) {
-      if (losses[static_cast<std::size_t>(k)] <= kRecovered) steps = k - events[e].step;
+    for (std::int64_t k = event.step; k < end && !steps; ++k) {
+      if (losses[static_cast<std::size_t>(k)] <= kRecovered) steps = k - event.step;
     }
     out.push_back(steps);
   }
@@ -71,31 +68,22 @@ SimulationResult simulate(const SimulationOptions& options) {
   SimulationResult result;
   result.events = events_of(options);
   std::vector<double> losses;
-  double ideal = 0.0;
-  std::vector<plan::CostModel> known;  // the models that `ideal` is for
   for (std::int64_t step = 0; step < options.steps;) {
     const balance::StepPlan plan = balancer.next_plan(options.batch_size);
     const StepOutcome outcome = box.run(step, plan.shares);
     if (outcome.failed_device) {
       const DeviceId device = *outcome.failed_device;
-      const std::vector<std::int64_t>& shares = plan.shares;
-      bool any_left = false;
-      for (std::size_t i = 0; i < shares.size(); ++i) any_left = any_left || box.alive(i, step);
-      if (!any_left) {
-        throw Error(fmt::format("step {}: {} failed and no device is left", step, options.box.devices[device].name),
-                    options.box.devices[device].name);
+      const std::string& name = options.box.devices[device].name;
+      const auto alive = [&](DeviceId i) { return box.alive(i, step); };
+      if (std::ranges::none_of(std::views::iota(DeviceId{0}, plan.shares.size()), alive)) {
+        throw Error(fmt::format("step {}: {} failed and no device is left", step, name), name);
       }
       balancer.retire(device);
       ++result.lost_steps;
       continue;  // the other devices repeat the step
     }
     balancer.record(outcome.timings);
-    // The oracle's split changes only with a speed or a failure.
-    const bool event_now =
-        std::any_of(result.events.begin(), result.events.end(), [&](auto& e) { return e.step == step; });
-    std::vector<plan::CostModel> truth = box.models(step);
-    if (event_now || truth != known) ideal = box.ideal(step, options.batch_size);
-    known = std::move(truth);
+    const double ideal = box.ideal(step, options.batch_size);
     losses.push_back(box.makespan(step, plan.shares) / ideal - 1.0);
     result.loss_to_ideal += outcome.first_run_seconds / ideal / static_cast<double>(options.steps);
     result.ideal_seconds += ideal;

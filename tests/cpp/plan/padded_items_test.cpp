@@ -261,12 +261,6 @@ TEST(PaddedSplit, NoDeviceHasNothingWhereThereIsEnough) {
   EXPECT_EQ(split_padded({}, equal(2)).items, (Indices{{}, {}}));
 }
 
-TEST(PaddedSplit, WhatIsBehindTheLatestIsEven) {
-  std::vector<double> tail(4, 10.0);
-  tail.insert(tail.end(), 8, 1.0);
-  EXPECT_EQ(split_padded(tail, equal(6)).loads, (std::vector<double>{10, 10, 10, 10, 4, 4}));
-}
-
 TEST(PaddedSplit, TiesAreStable) {
   const ItemSplit split = split_padded(std::vector<double>(6, 2.0), equal(3));
   EXPECT_EQ(split.items, (Indices{{0, 1}, {2, 3}, {4, 5}}));

@@ -45,8 +45,8 @@ struct TailDevice {
 /// The result is 0 if others will finish the rest sooner, or if the claimer may not claim.
 ///
 /// If the devices that may claim ask whenever they are free, everything is handed out: the last of them never gets 0.
-/// Sizes are unit * 2^k; only a device's last correction has another size, below four times the larger floor. Pure; no
-/// allocation up to 16 devices.
+/// Sizes are unit * 2^k; only a device's last correction has another size, below four times the larger floor. Pure.
+/// Memory is allocated only in a thread's first calls.
 PACELINE_API std::int64_t next_correction(std::int64_t remaining, std::span<const TailDevice> devices,
                                           std::int64_t claimer, std::int64_t floor, std::int64_t granularity = 1);
 

@@ -13,6 +13,9 @@ namespace paceline::plan {
 struct LoadModel {
   double fixed_seconds = 0.0;
   double seconds_per_cost = 1.0;
+
+  /// With at least one item.
+  [[nodiscard]] double seconds(double load) const noexcept { return fixed_seconds + seconds_per_cost * load; }
   friend bool operator==(const LoadModel&, const LoadModel&) = default;
 };
 

@@ -77,7 +77,7 @@ struct Failure {
 };
 
 struct BoxOptions {
-  std::vector<SimDevice> devices;
+  std::vector<SimDevice> devices = {};
   double noise = 0.0;  ///< every time is multiplied by exp(noise * Z), Z standard normal and independent
   std::vector<LastingNoise> lasting_noise = {};  ///< each multiplies on top of `noise`
   double spike_probability = 0.0;                ///< jitter: a device's step is `spike_factor` times longer, so often

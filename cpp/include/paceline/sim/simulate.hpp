@@ -19,13 +19,13 @@ class LedgerWriter;
 namespace paceline::sim {
 
 struct SimulationOptions {
-  BoxOptions box;
+  BoxOptions box = {};
   std::int64_t batch_size = 512;
   std::int64_t steps = 400;
   std::int64_t granularity = 1;
   Balance policy = Balance::automatic;  ///< weighted takes the devices' speeds at the start as weights
   /// Gets every call of the balancer; may be null.
-  std::shared_ptr<balance::LedgerWriter> ledger;
+  std::shared_ptr<balance::LedgerWriter> ledger = {};
 };
 
 /// A change of the box to which the split should adapt.

@@ -2,7 +2,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -28,11 +27,6 @@ std::int64_t unit_of(std::int64_t floor, std::int64_t granularity) {
   if (rest == 0) return floor;
   const std::int64_t more = granularity - rest;
   return floor > kNever - more ? floor - rest : floor + more;
-}
-
-// The largest unit * 2^k that is at most `items`, which is at least one unit.
-std::int64_t doubled_unit(std::int64_t items, std::int64_t unit) {
-  return unit * static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(items / unit)));
 }
 
 }  // namespace
@@ -72,19 +66,11 @@ std::int64_t next_correction(std::int64_t remaining, std::span<const TailDevice>
     if (device.may_claim) start = std::min(start, device.free_at_seconds);
   }
   const std::int64_t grains = remaining / granularity + (remaining % granularity != 0 ? 1 : 0);
-  // This runs for every claim in the tail, so boxes of usual size need no heap.
-  std::array<GrainRange, 16> near_ranges;
-  std::array<std::int64_t, 16> near_parts{};
-  std::vector<GrainRange> far_ranges;
-  std::vector<std::int64_t> far_parts;
-  std::span<GrainRange> ranges(near_ranges.data(), std::min(devices.size(), near_ranges.size()));
-  std::span<std::int64_t> parts(near_parts.data(), ranges.size());
-  if (devices.size() > near_ranges.size()) {
-    far_ranges.resize(devices.size());
-    far_parts.resize(devices.size());
-    ranges = far_ranges;
-    parts = far_parts;
-  }
+  // This runs for every claim in the tail, so only a thread's first claims need the heap.
+  thread_local std::vector<GrainRange> ranges;
+  thread_local std::vector<std::int64_t> parts;
+  ranges.resize(devices.size());
+  parts.resize(devices.size());
   for (std::size_t i = 0; i < devices.size(); ++i) {
     const TailDevice& device = devices[i];
     ranges[i] = {{device.model, device.free_at_seconds - start, granularity, 0}, 0, device.may_claim ? grains : 0};
@@ -95,7 +81,8 @@ std::int64_t next_correction(std::int64_t remaining, std::span<const TailDevice>
   // One floor serves the whole box. A device with a higher fixed cost would lose more by smaller pieces than it gains.
   const std::int64_t own_unit = std::max(unit, correction_floor(asking.model, kCorrectionOverhead, granularity));
   const std::int64_t half = part / 2;
-  return half / 2 >= own_unit ? doubled_unit(half, unit) : part;
+  if (half / 2 < own_unit) return part;
+  return unit * static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(half / unit)));
 }
 
 }  // namespace paceline::plan

@@ -23,8 +23,9 @@ class GrainCost {
         grain_(grain),
         offset_(offset) {}
 
+  [[nodiscard]] std::int64_t items(std::int64_t grains) const { return offset_ + grains * grain_; }
   [[nodiscard]] double seconds(std::int64_t grains) const {
-    return (fixed_ + per_item_ * static_cast<double>(offset_ + grains * grain_)) + startup_;
+    return (fixed_ + per_item_ * static_cast<double>(items(grains))) + startup_;
   }
 
   /// The most grains in [low, high] that finish by `budget`; low - 1 if not even `low` does.
@@ -47,11 +48,13 @@ class GrainCost {
   std::int64_t offset_ = 0;
 };
 
-/// The grains that a device may be given, and what they cost.
+/// The grains that a device may be given, and what they cost. The range is empty if low > high.
 struct GrainRange {
   GrainCost cost;
   std::int64_t low = 0;
-  std::int64_t high = 0;
+  std::int64_t high = -1;
+
+  [[nodiscard]] bool empty() const { return low > high; }
 };
 
 }  // namespace paceline::plan

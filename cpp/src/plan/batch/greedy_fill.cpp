@@ -4,73 +4,12 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 namespace paceline::plan {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kLargest = std::numeric_limits<double>::max();
-
-struct Level {
-  double grains = 0.0;
-  double slope = 0.0;  // grains per second of those ranges that the level moves
-  double free = 0.0;   // how many these are
-};
-
-Level level_at(std::span<const GrainRange> ranges, double seconds) {
-  Level level;
-  for (const GrainRange& bounded : ranges) {
-    const double low = static_cast<double>(bounded.low);
-    const double high = static_cast<double>(bounded.high);
-    const double above = seconds - bounded.cost.intercept();
-    const double slope = bounded.cost.slope();
-    if (slope <= 0.0) {
-      level.grains += above >= 0.0 ? high : low;
-      continue;
-    }
-    const double rate = 1.0 / slope;
-    const double grains = above * rate;
-    if (grains <= low) {
-      level.grains += low;
-    } else if (grains >= high) {
-      level.grains += high;
-    } else {
-      level.grains += grains;
-      level.slope += rate;
-      level.free += 1.0;
-    }
-  }
-  return level;
-}
-
-// The level of the real-valued relaxation. It is only an estimate; the repair below is exact from any level.
-double affine_level(std::span<const GrainRange> ranges, std::int64_t count) {
-  double rates = 0.0;
-  double offsets = 0.0;
-  for (const GrainRange& bounded : ranges) {
-    if (bounded.cost.slope() <= 0.0 || bounded.high == bounded.low) continue;
-    const double rate = 1.0 / bounded.cost.slope();
-    rates += rate;
-    offsets += bounded.cost.intercept() * rate;
-  }
-  const double wanted = static_cast<double>(count);
-  double seconds = rates > 0.0 ? (wanted + offsets) / rates : 0.0;
-  double below = 0.0;
-  double above = kInfinity;
-  for (int i = 0; i < 40; ++i) {
-    const Level level = level_at(ranges, seconds);
-    // Rounding down takes half a grain from each moving range on average. Aiming higher by that leaves little to
-    // repair.
-    const double missing = wanted + 0.5 * level.free - level.grains;
-    if (std::abs(missing) <= 0.25) break;
-    (missing > 0.0 ? below : above) = seconds;
-    double next = level.slope > 0.0 ? seconds + missing / level.slope : kInfinity;
-    if (!(next > below && next < above)) next = above < kInfinity ? below + (above - below) / 2 : 2.0 * below + 1e-9;
-    if (next == seconds || !(next < kInfinity)) break;
-    seconds = next;
-  }
-  return seconds;
-}
 
 std::int64_t fill_up_to(std::span<const GrainRange> ranges, double seconds, std::span<std::int64_t> grains) {
   std::int64_t sum = 0;
@@ -81,34 +20,43 @@ std::int64_t fill_up_to(std::span<const GrainRange> ranges, double seconds, std:
   return sum;
 }
 
-// Narrows the level by exact counts until few grains are left to repair. It interpolates while that helps, then
-// bisects, down to adjacent doubles if needed: a flat line has many grains with one finish time, which the repair moves
-// together.
-std::int64_t search_level(std::span<const GrainRange> ranges, std::int64_t count, std::span<std::int64_t> grains) {
-  const std::int64_t tolerance = 2 * static_cast<std::int64_t>(ranges.size());
+// The time by which the lines take `count` grains, if no range ends before.
+double level_of_lines(std::span<const GrainRange> ranges, std::int64_t count) {
+  double rates = 0.0;
+  double grains = static_cast<double>(count);
+  for (const GrainRange& range : ranges) {
+    if (range.cost.slope() <= 0.0 || range.high == range.low) continue;
+    rates += 1.0 / range.cost.slope();
+    grains += 0.5 + range.cost.intercept() / range.cost.slope();  // rounding down takes half a grain from each range
+  }
+  return rates > 0.0 ? grains / rates : 0.0;
+}
+
+// Fills up to a level that leaves few grains to repair. Newton's method on the exact counts usually takes a few steps.
+// Every other one of many steps bisects, down to adjacent doubles if needed: a flat line has many grains with one
+// finish time, which the repair moves together.
+std::int64_t fill_nearly(std::span<const GrainRange> ranges, std::int64_t count, std::span<std::int64_t> grains) {
+  constexpr int kQuickSteps = 6;
+  const std::int64_t size = std::ssize(ranges);
   double below = 0.0;
   double above = 0.0;
-  double below_sum = 0.0;
-  double above_sum = 0.0;
-  for (const GrainRange& bounded : ranges) {
-    above = std::max(above, bounded.cost.seconds(bounded.high));
-    below_sum += static_cast<double>(bounded.low);
-    above_sum += static_cast<double>(bounded.high);
-  }
-  above = std::min(above, kLargest);
-  for (int i = 0; std::nextafter(below, kInfinity) < above; ++i) {
-    double middle = below / 2 + above / 2;
-    if (i % 2 == 0 && above_sum > below_sum) {
-      middle = below + (above - below) * ((static_cast<double>(count) - below_sum) / (above_sum - below_sum));
+  for (const GrainRange& range : ranges) above = std::max(above, range.cost.seconds(range.high));
+  above = std::min(above, std::numeric_limits<double>::max());
+  double seconds = std::clamp(level_of_lines(ranges, count), below, above);
+  for (int step = 0;; ++step) {
+    const std::int64_t sum = fill_up_to(ranges, seconds, grains);
+    if (std::abs(sum - count) <= (step < kQuickSteps ? size / 2 : 2 * size)) return sum;
+    (sum < count ? below : above) = seconds;
+    if (!(std::nextafter(below, kInfinity) < above)) return fill_up_to(ranges, above, grains);
+    double rate = 0.0;  // grains per second of the ranges that a later or an earlier level moves
+    for (std::size_t i = 0; i < ranges.size(); ++i) {
+      const bool moves = sum < count ? grains[i] < ranges[i].high : grains[i] > ranges[i].low;
+      if (moves && ranges[i].cost.slope() > 0.0) rate += 1.0 / ranges[i].cost.slope();
     }
-    if (!(middle > below && middle < above)) middle = below / 2 + above / 2;
-    if (!(middle > below && middle < above)) break;
-    const std::int64_t sum = fill_up_to(ranges, middle, grains);
-    if (std::abs(sum - count) <= tolerance) return sum;
-    (sum < count ? below : above) = middle;
-    (sum < count ? below_sum : above_sum) = static_cast<double>(sum);
+    seconds += static_cast<double>(count - sum) / rate;
+    const bool halve = step >= kQuickSteps && step % 2 == 0;
+    if (halve || !(seconds > below && seconds < above)) seconds = std::midpoint(below, above);
   }
-  return fill_up_to(ranges, above, grains);
 }
 
 void give(std::span<const GrainRange> ranges, std::int64_t missing, std::span<std::int64_t> grains) {
@@ -155,10 +103,7 @@ void take(std::span<const GrainRange> ranges, std::int64_t surplus, std::span<st
 }  // namespace
 
 void fill_greedily(std::span<const GrainRange> ranges, std::int64_t count, std::span<std::int64_t> grains) {
-  const std::int64_t tolerance = 2 * static_cast<std::int64_t>(ranges.size());
-  std::int64_t sum = fill_up_to(ranges, affine_level(ranges, count), grains);
-  // The estimate cannot handle flat lines, nor slopes that are lost in rounding.
-  if (std::abs(sum - count) > tolerance) sum = search_level(ranges, count, grains);
+  const std::int64_t sum = fill_nearly(ranges, count, grains);
   if (sum < count) give(ranges, count - sum, grains);
   if (sum > count) take(ranges, sum - count, grains);
 }

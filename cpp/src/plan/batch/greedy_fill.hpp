@@ -12,9 +12,9 @@ namespace paceline::plan {
 /// first, on a tie to the lower index, never beyond `high`. `grains` receives the result.
 ///
 /// That greedy order minimises the latest finish for any nondecreasing costs (Ibaraki & Katoh, Resource Allocation
-/// Problems, 1988). The function does not give grain by grain. It first finds the time T by which `count` grains fit,
-/// by Newton's method on the lines (Bitran & Hax 1981 treat the same relaxation). Then it gives or takes what rounding
-/// left over, by exact comparison of the same doubles. The result is that of the grain-by-grain order to the bit.
+/// Problems, 1988). The function does not give grain by grain. It first finds the time T by which about `count` grains
+/// fit, by Newton's method on the counts (Bitran & Hax 1981 treat the relaxation). Then it gives or takes what is left
+/// over, by exact comparison of the same doubles. The result is that of the grain-by-grain order to the bit.
 /// O(devices); no allocation.
 ///
 /// Requires: sum of low <= count <= sum of high, low <= high, grains.size() == ranges.size().

@@ -10,18 +10,9 @@
 #include <paceline/error.hpp>
 #include <paceline/plan/corrections.hpp>
 
+#include "plan/batch/monotone.hpp"
+
 namespace paceline::plan {
-namespace {
-
-// With more than half of a share held back it would be self-scheduling and no longer a plan.
-constexpr double kMostHeldBack = 0.5;
-
-std::int64_t round_up(double items, std::int64_t granularity) {
-  return static_cast<std::int64_t>(std::ceil(items / static_cast<double>(granularity))) * granularity;
-}
-
-}  // namespace
-
 HoldBackPlan plan_hold_back(std::span<const std::int64_t> shares, std::span<const CostModel> models,
                             std::span<const double> noise, std::int64_t granularity, double margin) {
   HoldBackPlan plan;
@@ -54,10 +45,10 @@ HoldBackPlan plan_hold_back(std::span<const std::int64_t> shares, std::span<cons
   plan.floor = floor;
   for (std::size_t d = 0; d < shares.size(); ++d) {
     if (shares[d] == 0) continue;
-    const double part = std::min(kMostHeldBack, margin * noise[d]);
-    // Only whole grains are held back. A remainder that is no multiple stays in the chunk.
-    const std::int64_t held = std::min(round_up(part * static_cast<double>(shares[d]), granularity),
-                                       shares[d] / 2 / granularity * granularity);
+    const double wanted = margin * noise[d] * static_cast<double>(shares[d]) / static_cast<double>(granularity);
+    // With more than half of a share held back it would be self-scheduling and no longer a plan. Only whole grains are
+    // held back. A remainder that is no multiple stays in the chunk.
+    const std::int64_t held = to_count(std::ceil(wanted), shares[d] / 2 / granularity) * granularity;
     plan.first_chunks[d] = shares[d] - held;
     plan.pool += held;
   }

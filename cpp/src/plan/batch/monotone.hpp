@@ -14,26 +14,14 @@ namespace paceline::plan {
 template <class Fits>
 std::int64_t last_that_fits(std::int64_t low, std::int64_t high, std::int64_t guess, const Fits& fits) {
   guess = std::clamp(guess, low, high - 1);
-  if (fits(guess)) {
-    low = guess;
-    for (std::int64_t step = 1; high - low > 1; step *= 2) {
-      const std::int64_t probe = low + std::min(step, high - low - 1);
-      if (!fits(probe)) {
-        high = probe;
-        break;
-      }
-      low = probe;
-    }
-  } else {
-    high = guess;
-    for (std::int64_t step = 1; high - low > 1; step *= 2) {
-      const std::int64_t probe = high - std::min(step, high - low - 1);
-      if (fits(probe)) {
-        low = probe;
-        break;
-      }
-      high = probe;
-    }
+  const bool upwards = fits(guess);
+  (upwards ? low : high) = guess;
+  for (std::int64_t step = 1; high - low > 1; step *= 2) {
+    const std::int64_t distance = std::min(step, high - low - 1);
+    const std::int64_t probe = upwards ? low + distance : high - distance;
+    const bool fit = fits(probe);
+    (fit ? low : high) = probe;
+    if (fit != upwards) break;
   }
   while (high - low > 1) {
     const std::int64_t middle = low + (high - low) / 2;

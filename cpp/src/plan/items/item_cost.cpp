@@ -5,6 +5,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include <paceline/error.hpp>
 #include <paceline/plan/item_cost.hpp>
@@ -16,7 +17,8 @@ constexpr std::size_t kColumns = 3;
 using Row = std::array<double, kColumns>;
 
 // In the order of preference if two fit equally well: few columns first, then the constant, the tokens, the squares.
-constexpr std::array<unsigned, 7> kColumnSets = {0b001, 0b010, 0b100, 0b011, 0b101, 0b110, 0b111};
+using Columns = std::vector<std::size_t>;
+const std::array<Columns, 7> kColumnSets = {{{0}, {1}, {2}, {0, 1}, {0, 2}, {1, 2}, {0, 1, 2}}};
 // Fewer columns win, unless more of them lower the mean squared relative error by more than rounding.
 constexpr double kRounding = 1e-20;
 // The part of a column that is independent of those before it. Below this it says nothing new.
@@ -25,20 +27,19 @@ constexpr int kRounds = 200;
 constexpr double kStandsStill = 1e-13;
 constexpr std::int64_t kMostDevices = 1 << 16;
 
-void require(bool ok, std::size_t i, const char* what, double value) {
-  if (ok) return;
-  throw InvalidArgument(fmt::format("{} of sample {} is {}; leave out samples that were not measured", what, i, value));
-}
-
 void validate(std::span<const ItemSample> samples) {
   if (samples.empty()) throw InvalidArgument("a cost cannot be fitted to no samples; record some micro-batches first");
   for (std::size_t i = 0; i < samples.size(); ++i) {
-    const ItemSample& sample = samples[i];
-    require(std::isfinite(sample.tokens) && sample.tokens >= 0.0, i, "tokens", sample.tokens);
-    require(std::isfinite(sample.squared_tokens) && sample.squared_tokens >= 0.0, i, "squared_tokens",
-            sample.squared_tokens);
-    require(std::isfinite(sample.seconds) && sample.seconds > 0.0, i, "seconds", sample.seconds);
-    require(sample.device >= 0 && sample.device < kMostDevices, i, "device", static_cast<double>(sample.device));
+    const auto require = [&](bool fine, const char* what, auto value) {
+      if (fine && std::isfinite(static_cast<double>(value))) return;
+      throw InvalidArgument(
+          fmt::format("{} of sample {} is {}; leave out samples that were not measured", what, i, value));
+    };
+    const auto& [tokens, seconds, device, squared_tokens] = samples[i];
+    require(tokens >= 0.0, "tokens", tokens);
+    require(squared_tokens >= 0.0, "squared_tokens", squared_tokens);
+    require(seconds > 0.0, "seconds", seconds);
+    require(device >= 0 && device < kMostDevices, "device", device);
   }
 }
 
@@ -51,9 +52,7 @@ Row row_of(const ItemSample& sample) { return {1.0, sample.tokens, squares_of(sa
 double predict(const Row& row, const Row& shape) { return row[0] * shape[0] + row[1] * shape[1] + row[2] * shape[2]; }
 
 double dot(const std::vector<double>& a, const std::vector<double>& b) {
-  double sum = 0.0;
-  for (std::size_t i = 0; i < a.size(); ++i) sum += a[i] * b[i];
-  return sum;
+  return std::inner_product(a.begin(), a.end(), b.begin(), 0.0);
 }
 
 class Fit {
@@ -63,7 +62,6 @@ class Fit {
     for (const ItemSample& sample : samples) devices = std::max(devices, sample.device + 1);
     scales_.assign(static_cast<std::size_t>(devices), 0.0);
     for (const ItemSample& sample : samples) scales_[index(sample)] = 1.0;
-    std::fill(unit_.begin(), unit_.end(), 1.0);
     // Columns are scaled to about one, since squared tokens are millions of times the constant.
     for (std::size_t column = 0; column < kColumns; ++column) {
       double largest = 0.0;
@@ -87,12 +85,8 @@ class Fit {
     }
     if (!std::isfinite(fastest)) fastest = 1.0;
     for (double& scale : scales_) scale /= fastest;
-    ItemCostFit fit;
-    fit.shape = {shape_[0] * fastest, shape_[1] * fastest, shape_[2] * fastest};
-    fit.scales = scales_;
     for (double& value : shape_) value *= fastest;
-    fit.relative_rms = std::sqrt(mean_square());
-    return fit;
+    return {{shape_[0], shape_[1], shape_[2]}, scales_, std::sqrt(mean_square())};
   }
 
  private:
@@ -107,7 +101,7 @@ class Fit {
       }
     }
     double least = std::numeric_limits<double>::infinity();
-    for (const unsigned set : kColumnSets) {
+    for (const Columns& set : kColumnSets) {
       Row weights{};
       double error = 0.0;
       if (!solve(columns, set, weights, error)) continue;
@@ -120,34 +114,31 @@ class Fit {
 
   // Least squares of sum weights * column = 1 over the set's columns. Returns false if the columns are dependent or a
   // weight is negative. A smaller set is then as good.
-  bool solve(const std::array<std::vector<double>, kColumns>& columns, unsigned set, Row& weights,
+  bool solve(const std::array<std::vector<double>, kColumns>& columns, const Columns& set, Row& weights,
              double& error) const {
     std::array<std::vector<double>, kColumns> basis;  // orthonormal, by modified Gram-Schmidt
     std::array<Row, kColumns> upper{};
     Row projected{};
     std::vector<double> rest(samples_.size(), 1.0);
-    for (std::size_t column = 0; column < kColumns; ++column) {
-      if ((set >> column & 1U) == 0) continue;
-      basis[column] = columns[column];
-      const double whole = std::sqrt(dot(basis[column], basis[column]));
-      for (std::size_t before = 0; before < column; ++before) {
-        if ((set >> before & 1U) == 0) continue;
-        upper[before][column] = dot(basis[before], basis[column]);
-        subtract(basis[column], upper[before][column], basis[before]);
+    for (std::size_t k = 0; k < set.size(); ++k) {
+      basis[k] = columns[set[k]];
+      const double whole = std::sqrt(dot(basis[k], basis[k]));
+      for (std::size_t before = 0; before < k; ++before) {
+        upper[before][k] = dot(basis[before], basis[k]);
+        subtract(basis[k], upper[before][k], basis[before]);
       }
-      const double left = std::sqrt(dot(basis[column], basis[column]));
+      const double left = std::sqrt(dot(basis[k], basis[k]));
       if (!(left > kDependent * whole)) return false;
-      upper[column][column] = left;
-      for (double& value : basis[column]) value /= left;
-      projected[column] = dot(basis[column], rest);
-      subtract(rest, projected[column], basis[column]);
+      upper[k][k] = left;
+      for (double& value : basis[k]) value /= left;
+      projected[k] = dot(basis[k], rest);
+      subtract(rest, projected[k], basis[k]);
     }
-    for (std::size_t column = kColumns; column-- > 0;) {
-      if ((set >> column & 1U) == 0) continue;
-      double value = projected[column];
-      for (std::size_t after = column + 1; after < kColumns; ++after) value -= upper[column][after] * weights[after];
-      weights[column] = value / upper[column][column];
-      if (weights[column] < 0.0) return false;
+    for (std::size_t k = set.size(); k-- > 0;) {
+      double value = projected[k];
+      for (std::size_t after = k + 1; after < set.size(); ++after) value -= upper[k][after] * weights[set[after]];
+      weights[set[k]] = value / upper[k][k];
+      if (weights[set[k]] < 0.0) return false;
     }
     error = dot(rest, rest) / static_cast<double>(rest.size());
     return true;
@@ -181,7 +172,7 @@ class Fit {
   }
 
   std::span<const ItemSample> samples_;
-  Row unit_{};
+  Row unit_{1.0, 1.0, 1.0};
   Row shape_{};
   std::vector<double> scales_;
 };

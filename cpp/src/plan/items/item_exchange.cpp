@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <utility>
+#include <limits>
 
 #include "plan/items/item_problem.hpp"
 
@@ -19,80 +19,54 @@ struct Exchange {
 // The best exchange of the latest device with another one. Candidates are all moves, and for each item the swap whose
 // difference in cost is nearest to what lets the two devices finish together. Both lists descend in cost, so one pass
 // finds the nearest partner of every item.
-class Exchanges {
- public:
-  Exchanges(const ItemProblem& problem, const Holdings& holdings, std::size_t from)
-      : problem_(problem), holdings_(holdings), from_(from), finish_(finish_of(problem, holdings, from)) {
-    best_.latest = finish_;
-  }
+Exchange best_exchange(const ItemProblem& problem, const Holdings& holdings, std::size_t from) {
+  const std::vector<Rank>& mine = holdings[from].ranks;
+  const double finish = finish_of(problem, holdings, from);
+  const double rate = problem.models[from].seconds_per_cost;
+  Exchange best{.latest = finish};
 
-  const Exchange& find() {
-    const auto [earliest, next_latest] = others();
-    if (earliest == from_) return best_;  // the only device
-    look_at(earliest);
-    // The makespan cannot fall below the finish of the next device. With many items per device one partner is enough.
-    if (best_.latest <= next_latest) return best_;
-    for (std::size_t to = 0; to < problem_.devices(); ++to) {
-      if (to != from_ && to != earliest) look_at(to);
-    }
-    return best_;
-  }
-
- private:
-  // The device that is free first, and the latest finish of all devices but `from`.
-  [[nodiscard]] std::pair<std::size_t, double> others() const {
-    std::size_t earliest = from_;
-    double first = 0.0;
-    double last = 0.0;
-    for (std::size_t device = 0; device < problem_.devices(); ++device) {
-      if (device == from_) continue;
-      const LoadModel& model = problem_.models[device];
-      const double free = model.fixed_seconds + model.seconds_per_cost * holdings_[device].cost;
-      last = std::max(last, finish_of(problem_, holdings_, device));
-      if (earliest != from_ && free >= first) continue;
-      earliest = device;
-      first = free;
-    }
-    return {earliest, last};
-  }
-
-  void look_at(std::size_t to) {
-    const LoadModel& here = problem_.models[from_];
-    const LoadModel& there = problem_.models[to];
-    to_ = to;
-    to_finish_ = there.fixed_seconds + there.seconds_per_cost * holdings_[to].cost;
-    if (!(to_finish_ < best_.latest)) return;
-    const double rates = here.seconds_per_cost + there.seconds_per_cost;
-    const double wanted = rates > 0.0 ? (finish_ - to_finish_) / rates : 0.0;
-    const std::vector<Rank>& partners = holdings_[to].ranks;
+  const auto look_at = [&](std::size_t to) {
+    const double to_finish = problem.models[to].seconds(holdings[to].cost);
+    const double to_rate = problem.models[to].seconds_per_cost;
+    if (!(to_finish < best.latest)) return;
+    const auto consider = [&](Rank out, Rank in, double shifted) {
+      const bool leaves_none = in == kNothing && mine.size() == 1;
+      const double latest = std::max(leaves_none ? 0.0 : finish - rate * shifted, to_finish + to_rate * shifted);
+      if (latest < best.latest) best = {to, out, in, latest};
+    };
+    const double wanted = rate + to_rate > 0.0 ? (finish - to_finish) / (rate + to_rate) : 0.0;
+    const std::vector<Rank>& partners = holdings[to].ranks;
     std::size_t near = 0;
-    for (const Rank out : holdings_[from_].ranks) {
-      const double cost = problem_.cost[out];
+    for (const Rank out : mine) {
+      const double cost = problem.cost[out];
       consider(out, kNothing, cost);
-      while (near < partners.size() && problem_.cost[partners[near]] > cost - wanted) ++near;
+      while (near < partners.size() && problem.cost[partners[near]] > cost - wanted) ++near;
       const std::size_t end = std::min(near + 1, partners.size());
       for (std::size_t i = near - std::min<std::size_t>(near, 1); i < end; ++i) {
-        consider(out, partners[i], cost - problem_.cost[partners[i]]);
+        consider(out, partners[i], cost - problem.cost[partners[i]]);
       }
     }
-  }
+  };
 
-  void consider(Rank out, Rank in, double shifted) {
-    const LoadModel& here = problem_.models[from_];
-    const bool leaves_none = in == kNothing && holdings_[from_].ranks.size() == 1;
-    const double left = leaves_none ? 0.0 : finish_ - here.seconds_per_cost * shifted;
-    const double latest = std::max(left, to_finish_ + problem_.models[to_].seconds_per_cost * shifted);
-    if (latest < best_.latest) best_ = {to_, out, in, latest};
+  std::size_t earliest = from;  // of the other devices, the one that is free first
+  double first = std::numeric_limits<double>::infinity();
+  double next_latest = 0.0;
+  for (std::size_t device = 0; device < problem.devices(); ++device) {
+    if (device == from) continue;
+    next_latest = std::max(next_latest, finish_of(problem, holdings, device));
+    const double free = problem.models[device].seconds(holdings[device].cost);
+    if (!(free < first)) continue;
+    earliest = device;
+    first = free;
   }
-
-  const ItemProblem& problem_;
-  const Holdings& holdings_;
-  std::size_t from_;
-  double finish_;
-  std::size_t to_ = 0;
-  double to_finish_ = 0.0;
-  Exchange best_;
-};
+  if (earliest != from) look_at(earliest);
+  // The makespan cannot fall below the finish of the next device. With many items per device one partner is enough.
+  if (best.latest <= next_latest) return best;
+  for (std::size_t to = 0; to < problem.devices(); ++to) {
+    if (to != from && to != earliest) look_at(to);
+  }
+  return best;
+}
 
 void give(const ItemProblem& problem, Rank rank, Holding& from, Holding& to) {
   from.ranks.erase(std::lower_bound(from.ranks.begin(), from.ranks.end(), rank));
@@ -111,7 +85,7 @@ void exchange_items(const ItemProblem& problem, double target, Holdings& holding
     const std::size_t from = latest_of(problem, holdings);
     const double latest = finish_of(problem, holdings, from);
     if (latest <= target) return;
-    const Exchange best = Exchanges(problem, holdings, from).find();
+    const Exchange best = best_exchange(problem, holdings, from);
     if (best.out == kNothing) return;
     give(problem, best.out, holdings[from], holdings[best.to]);
     if (best.in != kNothing) give(problem, best.in, holdings[best.to], holdings[from]);

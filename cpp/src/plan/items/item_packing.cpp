@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstddef>
 #include <deque>
+#include <numeric>
 
 #include <paceline/error.hpp>
 #include <paceline/plan/corrections.hpp>
@@ -34,85 +35,57 @@ void check(std::span<const double> lengths, const PackOptions& options) {
   }
 }
 
-/// The least total time of the first j items, and the cut before the last micro-batch that gives it.
-class PaddedCuts {
- public:
-  PaddedCuts(std::vector<double> item_seconds, double fixed, std::int64_t min_items, std::int64_t max_items)
-      : item_(std::move(item_seconds)),
-        fixed_(fixed),
-        min_items_(min_items),
-        max_items_(std::max(max_items, 2 * min_items - 1)),
-        best_(item_.size() + 1, std::numeric_limits<double>::infinity()),
-        cut_(item_.size() + 1, 0) {
-    best_.front() = 0.0;
-  }
-
-  std::vector<std::int64_t> solve() {
-    const auto n = static_cast<std::int64_t>(item_.size());
-    // For each candidate for the last cut, the end from which on it is the best known one.
-    std::deque<Candidate> candidates;
-    for (std::int64_t end = min_items_; end <= n; ++end) {
-      const std::int64_t latest = end - min_items_;
-      if (std::isfinite(best_[index(latest)])) add(candidates, latest, n);
-      while (candidates.size() > 1 && candidates[1].from <= end) candidates.pop_front();
-      const std::int64_t cut = candidates.front().cut;
-      best_[index(end)] = total(cut, end);
-      cut_[index(end)] = cut;
-    }
-    std::vector<std::int64_t> bounds{n};
-    while (bounds.back() > 0) bounds.push_back(cut_[index(bounds.back())]);
-    std::reverse(bounds.begin(), bounds.end());
-    return bounds;
-  }
-
- private:
+std::vector<std::int64_t> padded_cuts(const std::vector<double>& item_seconds, double fixed, std::int64_t min_items,
+                                      std::int64_t max_items) {
   struct Candidate {
     std::int64_t cut = 0;
-    std::int64_t from = 0;
+    std::int64_t from = 0;  // the end from which on it is the best known last cut
   };
-  static std::size_t index(std::int64_t k) { return static_cast<std::size_t>(k); }
-
-  [[nodiscard]] double total(std::int64_t cut, std::int64_t end) const {
-    if (end - cut > max_items_) return std::numeric_limits<double>::infinity();
-    return best_[index(cut)] + fixed_ + static_cast<double>(end - cut) * item_[index(cut)];
-  }
-
-  // A later cut that is better for one end is better for all further ends, even if both leave too many items.
-  void add(std::deque<Candidate>& candidates, std::int64_t cut, std::int64_t n) const {
-    const auto better = [&](std::int64_t other, std::int64_t end) {
-      return end - other > max_items_ || total(cut, end) < total(other, end);
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  const auto index = [](std::int64_t k) { return static_cast<std::size_t>(k); };
+  const std::int64_t n = std::ssize(item_seconds);
+  max_items = std::max(max_items, 2 * min_items - 1);
+  // The least total time of the first j items, and the cut before the last micro-batch that gives it.
+  std::vector<double> least(item_seconds.size() + 1, kInfinity);
+  std::vector<std::int64_t> cuts(item_seconds.size() + 1, 0);
+  least.front() = 0.0;
+  const auto total = [&](std::int64_t cut, std::int64_t end) {
+    if (end - cut > max_items) return kInfinity;
+    return least[index(cut)] + fixed + static_cast<double>(end - cut) * item_seconds[index(cut)];
+  };
+  std::deque<Candidate> candidates;
+  for (std::int64_t end = min_items; end <= n; ++end) {
+    const std::int64_t latest = end - min_items;
+    // A later cut that is better for one end is better for all further ends, even if both leave too many items.
+    const auto latest_is_better = [&](std::int64_t other, std::int64_t at) {
+      return at - other > max_items || total(latest, at) < total(other, at);
     };
-    const std::int64_t first = cut + min_items_;
-    while (!candidates.empty() && better(candidates.back().cut, std::max(candidates.back().from, first))) {
-      candidates.pop_back();
+    if (std::isfinite(least[index(latest)])) {
+      const auto from = [&] { return std::max(candidates.back().from, end); };
+      while (!candidates.empty() && latest_is_better(candidates.back().cut, from())) candidates.pop_back();
+      std::int64_t low = candidates.empty() ? end - 1 : from();  // not better there
+      std::int64_t high = candidates.empty() ? end : n + 1;      // better, or beyond the end
+      while (high - low > 1) {
+        const std::int64_t middle = std::midpoint(low, high);
+        (latest_is_better(candidates.back().cut, middle) ? high : low) = middle;
+      }
+      if (high <= n) candidates.push_back({latest, high});
     }
-    if (candidates.empty()) {
-      candidates.push_back({cut, first});
-      return;
-    }
-    std::int64_t low = std::max(candidates.back().from, first);  // not better there
-    std::int64_t high = n + 1;                                   // beyond the end
-    while (high - low > 1) {
-      const std::int64_t middle = low + (high - low) / 2;
-      (better(candidates.back().cut, middle) ? high : low) = middle;
-    }
-    if (high <= n) candidates.push_back({cut, high});
+    while (candidates.size() > 1 && candidates[1].from <= end) candidates.pop_front();
+    cuts[index(end)] = candidates.front().cut;
+    least[index(end)] = total(candidates.front().cut, end);
   }
-
-  std::vector<double> item_;
-  double fixed_;
-  std::int64_t min_items_;
-  std::int64_t max_items_;
-  std::vector<double> best_;
-  std::vector<std::int64_t> cut_;
-};
+  std::vector<std::int64_t> bounds{n};
+  while (bounds.back() > 0) bounds.push_back(cuts[index(bounds.back())]);
+  std::ranges::reverse(bounds);
+  return bounds;
+}
 
 /// Pieces of about equal time.
 std::vector<std::int64_t> equal_pieces(const std::vector<double>& item_seconds, double fixed,
                                        const PackOptions& options) {
   const auto n = static_cast<std::int64_t>(item_seconds.size());
-  double sum = 0.0;
-  for (const double seconds : item_seconds) sum += seconds;
+  const double sum = std::accumulate(item_seconds.begin(), item_seconds.end(), 0.0);
   const double affordable = fixed > 0.0 ? kEqualPiecesOverhead * sum / fixed : static_cast<double>(kMostEqualPieces);
   const std::int64_t pieces =
       std::min(n, 1 + static_cast<std::int64_t>(std::min(affordable, static_cast<double>(kMostEqualPieces - 1))));
@@ -154,7 +127,7 @@ std::vector<std::int64_t> pack_items(std::span<const double> lengths_descending,
     return equal_pieces(item_seconds, shape.cost.fixed_seconds, options);
   }
   const double fixed = std::max(shape.cost.fixed_seconds, options.least_fixed * sum);
-  return PaddedCuts(std::move(item_seconds), fixed, options.min_items, options.max_items).solve();
+  return padded_cuts(item_seconds, fixed, options.min_items, options.max_items);
 }
 
 }  // namespace paceline::plan

@@ -40,9 +40,8 @@ using Holdings = std::vector<Holding>;
 
 /// When a device finishes the items that it holds; 0 if it holds none.
 [[nodiscard]] inline double finish_of(const ItemProblem& problem, const Holdings& holdings, std::size_t device) {
-  const LoadModel& model = problem.models[device];
   const Holding& holding = holdings[device];
-  return holding.ranks.empty() ? 0.0 : model.fixed_seconds + model.seconds_per_cost * holding.cost;
+  return holding.ranks.empty() ? 0.0 : problem.models[device].seconds(holding.cost);
 }
 
 /// The device that finishes last. Among equals the one with the lowest index.

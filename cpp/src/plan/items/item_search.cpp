@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <limits>
+#include <ranges>
 #include <utility>
 #include <vector>
 
@@ -48,13 +49,11 @@ class Search {
 
   // Of several equal devices one is tried.
   [[nodiscard]] bool has_twin_before(std::size_t device) const {
-    for (std::size_t d = 0; d < device; ++d) {
-      if (now_[d].cost == now_[device].cost && now_[d].ranks.empty() == now_[device].ranks.empty() &&
-          problem_.models[d] == problem_.models[device]) {
-        return true;
-      }
-    }
-    return false;
+    const auto alike = [&](std::size_t d) {
+      return now_[d].cost == now_[device].cost && now_[d].ranks.empty() == now_[device].ranks.empty() &&
+             problem_.models[d] == problem_.models[device];
+    };
+    return std::ranges::any_of(std::views::iota(std::size_t{0}, device), alike);
   }
 
   // True: the search is over.
@@ -69,8 +68,7 @@ class Search {
     if (!may_fit(rank)) return false;
     std::vector<std::pair<double, std::size_t>> places;  // by when they would finish it
     for (std::size_t d = 0; d < now_.size(); ++d) {
-      const LoadModel& model = problem_.models[d];
-      const double finish = model.fixed_seconds + model.seconds_per_cost * (now_[d].cost + problem_.cost[rank]);
+      const double finish = problem_.models[d].seconds(now_[d].cost + problem_.cost[rank]);
       if (finish < below_ && !has_twin_before(d)) places.emplace_back(finish, d);
     }
     std::sort(places.begin(), places.end());

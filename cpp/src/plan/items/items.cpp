@@ -4,12 +4,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
-#include <bit>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <numeric>
-#include <utility>
+#include <ranges>
 
 #include <paceline/error.hpp>
 
@@ -28,49 +27,18 @@ void require_number(double value, const char* what, std::size_t i) {
   throw InvalidArgument(fmt::format("{} at {} is {}; it must be finite and not negative", what, i, value));
 }
 
-// A radix sort. Comparisons mispredict every second branch, and with them sorting 1024 random costs took longer than
-// the rest of a split. The bits of doubles that are not negative are ordered like the doubles.
-std::vector<Rank> descending_order(std::span<const double> costs) {
-  std::vector<std::pair<std::uint64_t, Rank>> from;
-  from.reserve(costs.size());
-  for (Rank item = 0; item < costs.size(); ++item) {
-    from.emplace_back(~std::bit_cast<std::uint64_t>(costs[item] + 0.0), item);  // + 0.0: no negative zero
-  }
-  std::vector<std::pair<std::uint64_t, Rank>> to(costs.size());
-  for (unsigned shift = 0; shift < 64; shift += 8) {
-    std::array<std::size_t, 257> starts{};
-    for (const auto& [bits, item] : from) ++starts[(bits >> shift) % 256 + 1];
-    if (std::find(starts.begin(), starts.end(), costs.size()) != starts.end()) continue;  // the same digit everywhere
-    std::partial_sum(starts.begin(), starts.end(), starts.begin());
-    for (const auto& entry : from) to[starts[(entry.first >> shift) % 256]++] = entry;
-    from.swap(to);
-  }
-  std::vector<Rank> order;
-  order.reserve(costs.size());
-  for (const auto& entry : from) order.push_back(entry.second);
-  return order;
-}
-
 Holdings longest_first(const ItemProblem& problem) {
   Holdings holdings(problem.devices());
   // The finish of an empty device starts at its fixed cost.
-  std::vector<double> before(problem.devices());
-  for (std::size_t device = 0; device < problem.devices(); ++device) {
-    before[device] = problem.models[device].fixed_seconds;
-  }
+  std::vector<double> before;
+  for (const LoadModel& model : problem.models) before.push_back(model.fixed_seconds);
+  const auto devices = std::views::iota(std::size_t{0}, problem.devices());
   for (Rank rank = 0; rank < problem.items(); ++rank) {
-    std::size_t chosen = 0;
-    double first = std::numeric_limits<double>::infinity();
-    for (std::size_t device = 0; device < problem.devices(); ++device) {
-      const double finish = before[device] + problem.models[device].seconds_per_cost * problem.cost[rank];
-      const bool better = finish < first;
-      // Which device is first is nearly random, so it is selected without a branch.
-      first = better ? finish : first;
-      chosen = better ? device : chosen;
-    }
+    const std::size_t chosen = *std::ranges::min_element(devices, {}, [&](std::size_t device) {
+      return before[device] + problem.models[device].seconds_per_cost * problem.cost[rank];
+    });
     holdings[chosen].append(problem, rank);
-    const LoadModel& model = problem.models[chosen];
-    before[chosen] = model.fixed_seconds + model.seconds_per_cost * holdings[chosen].cost;
+    before[chosen] = problem.models[chosen].seconds(holdings[chosen].cost);
   }
   return holdings;
 }
@@ -90,9 +58,7 @@ ItemSplit split_of(const ItemProblem& problem, std::span<const double> costs, co
   }
   for (std::size_t device = 0; device < problem.devices(); ++device) {
     if (split.items[device].empty()) continue;
-    const LoadModel& model = problem.models[device];
-    split.makespan_seconds =
-        std::max(split.makespan_seconds, model.fixed_seconds + model.seconds_per_cost * split.loads[device]);
+    split.makespan_seconds = std::max(split.makespan_seconds, problem.models[device].seconds(split.loads[device]));
   }
   return split;
 }
@@ -118,7 +84,9 @@ ItemProblem item_problem(std::span<const double> costs, std::span<const LoadMode
   }
   ItemProblem problem;
   problem.models.assign(models.begin(), models.end());
-  problem.order = descending_order(costs);
+  problem.order.resize(costs.size());
+  std::iota(problem.order.begin(), problem.order.end(), Rank{0});
+  std::ranges::stable_sort(problem.order, std::ranges::greater{}, [&](Rank item) { return costs[item]; });
   problem.cost.reserve(costs.size());
   for (const Rank item : problem.order) problem.cost.push_back(costs[item]);
   return problem;

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
+
+#include <paceline/plan/split.hpp>
 
 #include "plan/batch/grain_range.hpp"
 
@@ -17,38 +21,31 @@ enum class Role : std::uint8_t {
   keep,   ///< has what it had before, whatever that is
 };
 
-/// One device of a problem in grains. It cannot take a role whose range has low > high.
-struct Candidate {
-  GrainRange work;   ///< grains * granularity items; low >= 1
-  GrainRange carry;  ///< grains * granularity + remainder items
-  bool may_idle = true;
-  std::int64_t previous = 0;  ///< items, whatever they were
-  /// Whether it may have no work, or a share above some minimum, but nothing in between.
-  [[nodiscard]] bool has_gap() const { return may_idle && work.low > 1; }
+/// The grains of one device in each role. A device cannot take a role whose range is empty.
+struct Candidate : std::array<GrainRange, 4> {
+  [[nodiscard]] const GrainRange& in(Role role) const { return (*this)[static_cast<std::size_t>(role)]; }
+  [[nodiscard]] GrainRange& in(Role role) { return (*this)[static_cast<std::size_t>(role)]; }
+  [[nodiscard]] bool may_idle() const { return !in(Role::idle).empty(); }
 };
 
 /// split_batch's problem after validation: integers in grains.
 struct SplitProblem {
   std::vector<Candidate> candidates;
-  std::int64_t grains = 0;     ///< batch / granularity
-  std::int64_t remainder = 0;  ///< batch % granularity
-  std::int64_t granularity = 1;
+  std::int64_t grains = 0;  ///< batch / granularity
+  bool has_remainder = false;
   bool has_previous = false;
   std::span<const double> reduction_seconds;  ///< by number of working devices, or empty
-
-  [[nodiscard]] std::int64_t batch() const { return grains * granularity + remainder; }
 };
 
 /// A role for each device, and the ranges of these roles. The batch fits into the ranges.
 struct RolePlan {
   std::int64_t changes = 0;
   std::vector<Role> roles;
-  std::vector<GrainRange> ranges;  ///< per device; low == high if there is nothing to choose
+  std::vector<GrainRange> ranges;
 
   /// Fewer changes first, then the preferred role on the lowest-numbered device where two plans differ.
   [[nodiscard]] bool better_than(const RolePlan& other) const {
-    if (changes != other.changes) return changes < other.changes;
-    return roles < other.roles;
+    return changes != other.changes ? changes < other.changes : roles < other.roles;
   }
 };
 
@@ -56,21 +53,20 @@ struct RolePlan {
 struct RoleQuery {
   double budget_seconds = 0.0;        ///< every device finishes by then, reduction not counted
   std::int64_t working_devices = -1;  ///< exactly so many have work; -1: any number
-  bool prefer_previous = false;       ///< fewest changes from the previous shares
+  std::int64_t most_changes = -1;     ///< from the previous shares, as few as possible; -1: these do not count
 };
 
-/// Finds the best plan of roles under the query. Returns false if none fits.
+inline constexpr std::size_t kExactDevices = 8;
+
+/// Finds the best plan of roles under the query. Returns none if none fits.
 ///
 /// The search goes depth first over the devices, in order of preference. For each number of changes, workers and
 /// carriers it knows the least and the most grains that the remaining devices can take, and prunes by these sums. If no
 /// device has a gap, the sums have no holes and the search never goes back. With gaps it enumerates subsets: all of
-/// them up to kExactDevices devices, and kStepLimit steps beyond.
-[[nodiscard]] bool find_roles(const SplitProblem& problem, const RoleQuery& query, RolePlan& plan);
+/// them up to kExactDevices devices, and a limited number of steps beyond.
+[[nodiscard]] std::optional<RolePlan> find_roles(const SplitProblem& problem, const RoleQuery& query);
 
-inline constexpr std::size_t kExactDevices = 8;
-inline constexpr std::int64_t kStepLimit = 1 << 16;
-/// With more devices the table of changes * workers would cost more than the split is worth. With reduction costs the
-/// previous shares are then kept as a whole or not considered.
-inline constexpr std::size_t kChangeTableDevices = 16;
+/// Solves a validated problem with at least one item; false if no split respects the limits.
+[[nodiscard]] bool solve(const SplitProblem& problem, Split& split);
 
 }  // namespace paceline::plan
