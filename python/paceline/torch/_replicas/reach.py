@@ -110,7 +110,7 @@ class Reach:
 def _copied_attributes(part: nn.Module) -> dict[str, Any]:
     """The attributes that copying takes along. A class may leave some out, such as the trainer of a `LightningModule`."""
     attributes, own = dict(vars(part)), getattr(type(part), "__getstate__", None)
-    if own is None or own is getattr(object, "__getstate__", None):
+    if own is None or own is getattr(object, "__getstate__", None) or hasattr(part, "__deepcopy__"):
         return attributes
     state: Any = own(part)
     return (
