@@ -125,6 +125,7 @@ Outcome run(StepLoop& step_loop, const std::shared_ptr<BatchPlan>& plan, py::obj
   if (queues != nullptr) program = queued = std::make_shared<QueuedProgram>(called, std::move(outputs), queues);
   const auto release = [&] { queued != nullptr ? queued->release() : called->release(); };
   Outcome outcome{step_loop.prepare(plan, program, {micro_batches_of(claims), micro_batches_of(pieces)}), device_count};
+  if (queued != nullptr) queued->begin(*outcome.step);
   // A flag, because wait() returns true if the step ends while the signal's handler runs.
   bool signalled = false;
   const auto no_signal = [&signalled] {

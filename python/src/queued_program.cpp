@@ -14,7 +14,6 @@ QueuedProgram::QueuedProgram(std::shared_ptr<PythonProgram> body, py::object out
     : body_(std::move(body)),
       outputs_(std::move(outputs)),
       shared_(std::move(shared)),
-      times_(shared_->queues.begin_step(shared_->copies)),
       ran_(shared_->queues.device_count()) {}
 
 QueuedProgram::~QueuedProgram() { drop(outputs_); }

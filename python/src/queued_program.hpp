@@ -25,9 +25,11 @@ struct TrainerQueues {
 /// on every device. outputs() is called once, after every device's finish(), and returns where the sums go.
 class QueuedProgram final : public StepProgram {
  public:
-  /// Begins the step. The devices do not see what the caller enqueues from now on.
   QueuedProgram(std::shared_ptr<PythonProgram> body, pybind11::object outputs, std::shared_ptr<TrainerQueues> shared);
   ~QueuedProgram() override;
+
+  /// Begins the step. The devices do not see what the caller enqueues from now on.
+  void begin(const Step& step) { times_ = shared_->queues.begin_step(shared_->copies, step.takes_part()); }
 
   [[nodiscard]] const Event* slot(DeviceId device) override;
   [[nodiscard]] const Event* idle(DeviceId device) override;

@@ -333,6 +333,37 @@ TEST(CudaDataParallel, SaysThatTheDeviceHasNoMemory) {
   EXPECT_EQ(fake::leftovers(), fake::Leftovers{});
 }
 
+TEST(CudaDataParallel, ByCopiesARetiredGpuIsLeftAloneUntilItIsRestored) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+    boot(seed, 2);
+    {
+      Reference reference;
+      Trainer trainer(group_of({"", 2, {"cuda:0", "cuda:1"}}),
+                      {.parameter_count = kWidth, .collectives = {.transport = Transport::copies}});
+      const auto train = [&](int steps) {
+        for (int step = 0; step < steps; ++step) {
+          const double expected = reference.step();
+          ASSERT_NEAR(trainer.step(kBatch, body), expected, 1e-12 * expected) << "seed " << seed << ", step " << step;
+          update(trainer);
+        }
+      };
+      train(2);
+      trainer.retire("cuda:1");
+      train(2);
+      fake::poison(1, cudaErrorIllegalAddress);
+      train(3);
+      fake::poison(1, cudaSuccess);
+      trainer.restore("cuda:1");
+      train(3);
+      ASSERT_GT(trainer.shares()[1], 0) << "seed " << seed;
+      const std::vector<double> parameters = fetched(trainer);
+      for (std::size_t j = 0; j < kWidth; ++j) ASSERT_NEAR(parameters[j], reference.parameters[j], 1e-12) << seed;
+    }
+    ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
+    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
+  }
+}
+
 TEST(CudaDataParallel, NamesTheDeviceThatBroke) {
   boot(2, 2);
   Trainer trainer(group_of({"", 2, {"cuda:0", "cuda:1"}}), {.parameter_count = kWidth});

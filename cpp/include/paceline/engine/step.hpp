@@ -134,6 +134,8 @@ class PACELINE_API Step {
   void cancel();
   /// A function that calls cancel(). It does nothing after the step is destroyed. Any thread may call it.
   [[nodiscard]] std::function<void()> canceller() const;
+  /// Per device, whether it may get work in this step: it has a share, or micro-batches in the script.
+  [[nodiscard]] std::vector<bool> takes_part() const;
   /// StepOptions::plan.
   [[nodiscard]] const std::shared_ptr<const BatchPlan>& plan() const noexcept { return plan_; }
   /// StepOptions::pieces.

@@ -222,8 +222,8 @@ class AsyncStep final : public TrainerStep {
   AsyncStep(std::shared_ptr<AsyncMemory<T>> memory, const Body& body, double total_weight)
       : TrainerStep(memory->sums().size()), memory_(std::move(memory)), body_(body), total_weight_(total_weight) {}
 
-  void begin() override {
-    times_ = queues().begin_step(memory_->copies());
+  void begin(const Step& step) override {
+    times_ = queues().begin_step(memory_->copies(), step.takes_part());
     outcome_ = memory_->new_outcome(times_);
   }
 

@@ -113,7 +113,7 @@ struct BasicDataParallel<T>::State {
     std::shared_ptr<Step> step;
     noting_failures([&] {
       step = step_loop.prepare(step_loop.plan(batch), program);
-      program->begin();
+      program->begin(*step);
     });
     step->start();
     step->wait();

@@ -40,7 +40,7 @@ class HostStep final : public TrainerStep {
   HostStep(std::shared_ptr<HostMemory<T>> memory, const Body& body, double total_weight)
       : TrainerStep(memory->sums.size()), memory_(std::move(memory)), body_(body), total_weight_(total_weight) {}
 
-  void begin() override {}
+  void begin(const Step&) override {}
 
   bool run(const MicroBatch& micro_batch) override {
     const DeviceId d = micro_batch.device;

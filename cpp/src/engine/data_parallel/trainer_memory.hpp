@@ -30,7 +30,7 @@ class TrainerStep : public StepProgram {
   [[nodiscard]] std::optional<std::int64_t> memory_bytes(DeviceId device) final {
     return devices_[device].memory_bytes;
   }
-  virtual void begin() = 0;
+  virtual void begin(const Step& step) = 0;
   /// Returns the objective. From now on the trainer's gradients() are this step's.
   virtual Objective complete() = 0;
   /// Waits until no device works for the failed step any more.

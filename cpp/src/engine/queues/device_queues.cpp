@@ -63,7 +63,8 @@ void DeviceQueues::set_stream(void* native) {
   state_->use(native);
 }
 
-std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceCopy> copies) {
+std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceCopy> copies,
+                                                          const std::vector<bool>& takes_part) {
   State& state = *state_;
   if (state.left) drain();
   if (state.hung) {
@@ -73,10 +74,15 @@ std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceC
   if (state.collectives != nullptr) state.collectives->check();
   state.step = std::make_shared<internal::RecordedTimes>(state.times, state.queues.size(), state.home_device(),
                                                          state.options.timeout, state.collectives);
-  for (State::Queue& queue : state.queues) {
+  for (std::size_t s = 0; s < state.spaces.size(); ++s) {
+    state.spaces[s].takes_part = state.collectives != nullptr && !state.on_host(s);
+  }
+  for (std::size_t d = 0; d < state.queues.size(); ++d) {
+    State::Queue& queue = state.queues[d];
     queue.entered = false;
     queue.has_delivered = false;
     queue.parts.clear();
+    if (takes_part.empty() || takes_part[d]) state.spaces[queue.space].takes_part = true;
   }
   try {
     state.distribute(copies);
@@ -139,8 +145,9 @@ void DeviceQueues::reduce(std::span<const BufferView> outputs, double scale) {
   const bool collects = state.collectives != nullptr && !outputs.empty();
   if (collects) state.collect(outputs, inputs);
   for (std::size_t s = 0; s < state.spaces.size(); ++s) {
-    if (collects ? state.on_host(s) : state.spaces[s].copies != nullptr) {
-      state.bring_home(state.spaces[s], s, inputs);
+    State::Space& space = state.spaces[s];
+    if (space.takes_part && (collects ? state.on_host(s) : space.copies != nullptr)) {
+      state.bring_home(space, s, inputs);
     }
   }
   for (State::Queue& queue : state.queues) {

@@ -23,15 +23,16 @@ void* reserve(std::vector<std::unique_ptr<Buffer>>& buffers, std::size_t k, std:
 void DeviceQueues::State::distribute(std::span<const SpaceCopy> copies) {
   home_stream->record(*ready);
   for (Space& space : spaces) {
-    if (space.copies != nullptr) space.copies->wait(*ready);
+    if (space.copies != nullptr && space.takes_part) space.copies->wait(*ready);
   }
   if (collectives != nullptr) collectives->broadcast(copies);
   for (const SpaceCopy& copy : copies) {
-    Space& space = spaces[copy.space];
-    if (collectives == nullptr || on_host(copy.space)) space.copies->copy(copy.to, copy.from, copy.bytes);
+    const Space& space = spaces[copy.space];
+    const bool copied = collectives == nullptr || on_host(copy.space);
+    if (copied && space.takes_part) space.copies->copy(copy.to, copy.from, copy.bytes);
   }
   for (Space& space : spaces) {
-    if (space.copies != nullptr) space.copies->record(*space.arrived);
+    if (space.copies != nullptr && space.takes_part) space.copies->record(*space.arrived);
   }
 }
 

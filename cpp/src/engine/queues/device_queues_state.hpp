@@ -41,6 +41,7 @@ struct DeviceQueues::State {
     Stream* copies = nullptr;        // null at home without collectives
     std::unique_ptr<Event> arrived;  // the parameters
     std::unique_ptr<Event> summed;
+    bool takes_part = true;  // in this step
     std::vector<std::unique_ptr<Buffer>> sums;    // one for each part that its queues deliver; none on the host
     std::vector<std::unique_ptr<Buffer>> landed;  // at home, one for each part that arrives
   };

@@ -116,6 +116,7 @@ std::function<void()> Step::canceller() const {
 }
 
 const StepFailure* Step::failure() const noexcept { return source_->failure(); }
+std::vector<bool> Step::takes_part() const { return source_->takes_part(); }
 std::vector<std::int64_t> Step::items() const { return source_->items(); }
 
 std::int64_t Step::micro_batches() const {

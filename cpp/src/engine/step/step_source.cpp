@@ -103,6 +103,12 @@ StepRecord StepSource::record() const {
   return record;
 }
 
+std::vector<bool> StepSource::takes_part() const {
+  std::vector<bool> takes_part;
+  for (const DeviceState& state : devices_) takes_part.push_back(state.takes_part);
+  return takes_part;
+}
+
 std::vector<std::int64_t> StepSource::items() const {
   std::vector<std::int64_t> items(devices_.size(), 0);
   for (std::size_t d = 0; d < devices_.size(); ++d) {

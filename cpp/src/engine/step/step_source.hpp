@@ -42,6 +42,8 @@ class StepSource final : public WorkSource {
   void cancel(std::exception_ptr reason) noexcept override;
   [[nodiscard]] bool complete() const noexcept override { return settled_.load(std::memory_order_acquire); }
 
+  [[nodiscard]] std::vector<bool> takes_part() const;
+
   // Call the rest when it is complete.
   [[nodiscard]] const StepFailure* failure() const noexcept { return failure_ ? &*failure_ : nullptr; }
   [[nodiscard]] StepRecord record() const;
