@@ -55,8 +55,7 @@ void StepSource::perform(DeviceId device, std::int64_t work, Turn&) {
   DeviceState& state = devices_[device];
   if (work == kMicroBatch) {
     MicroBatch claim = state.current;
-    const bool excluded =
-        pieces_ != nullptr ? pieces_->run(claim, *program_, *claims_, state.current) : program_->run(state.current);
+    const bool excluded = pieces_->run(claim, *program_, *claims_, state.current);
     claim.items = {};  // they end with the step, the record does not
     state.claims.push_back({.micro_batch = claim, .excluded = excluded});
   }
@@ -115,12 +114,6 @@ std::vector<std::int64_t> StepSource::items() const {
     for (const ClaimRecord& claim : devices_[d].claims) items[d] += claim.micro_batch.size();
   }
   return items;
-}
-
-std::vector<std::int64_t> StepSource::claim_counts() const {
-  std::vector<std::int64_t> counts;
-  for (const DeviceState& state : devices_) counts.push_back(std::ssize(state.claims));
-  return counts;
 }
 
 NextWork StepSource::next_micro_batch(DeviceId device, Clock::time_point now) noexcept {

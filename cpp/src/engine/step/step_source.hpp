@@ -29,7 +29,7 @@ namespace paceline::internal {
 /// that leaves computing last opens the reduction, and all workers take part in that.
 class StepSource final : public WorkSource {
  public:
-  /// Requires: options that fit the group.
+  /// Requires: options that fit the group, with pieces.
   StepSource(const DeviceGroup& group, std::shared_ptr<StepProgram> program, StepOptions options);
 
   /// Sets the step's clock to 0. Call it right before the workers get the step.
@@ -48,7 +48,6 @@ class StepSource final : public WorkSource {
   [[nodiscard]] const StepFailure* failure() const noexcept { return failure_ ? &*failure_ : nullptr; }
   [[nodiscard]] StepRecord record() const;
   [[nodiscard]] std::vector<std::int64_t> items() const;
-  [[nodiscard]] std::vector<std::int64_t> claim_counts() const;  ///< of each device
   [[nodiscard]] const StepProgram& program() const noexcept { return *program_; }
 
  private:
@@ -77,7 +76,7 @@ class StepSource final : public WorkSource {
 
   std::shared_ptr<StepProgram> program_;
   std::unique_ptr<internal::BlockReduction> reduction_;
-  std::shared_ptr<StepPieces> pieces_;  // null: each claim runs whole
+  std::shared_ptr<StepPieces> pieces_;
   std::unique_ptr<Claims> claims_;
   std::vector<DeviceState> devices_;
   bool asynchronous_;
