@@ -247,8 +247,7 @@ TEST(CudaDataParallel, ReducesNoMoreThanItMust) {
   const Box part{"", 1, {"cuda:0/1"}, {0.5, 0.5}};
   const Box parts{"", 1, {"cuda:0/0", "cuda:0/1"}, {0.5, 0.5}};
   // The gradients and the loss are each summed and divided at once.
-  for (const Case& wanted :
-       {Case{whole, 1.0}, Case{part, 1.0}, Case{whole, 8.0}, Case{part, 8.0}, Case{parts, 8.0}}) {
+  for (const Case& wanted : {Case{whole, 1.0}, Case{part, 1.0}, Case{whole, 8.0}, Case{part, 8.0}, Case{parts, 8.0}}) {
     for (std::uint64_t seed = 0; seed < kOrders / 4; ++seed) {
       boot(seed, 1);
       const Reductions reductions;

@@ -352,8 +352,7 @@ TEST(DeviceQueues, ByCopiesNobodyWaitsForAGpuThatStaysOutOfTheStep) {
     boot(seed, 2);
     {
       const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
-      DeviceQueues queues(
-          group, {.timeout = std::chrono::seconds(5), .collectives = {.transport = Transport::copies}});
+      DeviceQueues queues(group, {.timeout = std::chrono::seconds(5), .collectives = {.transport = Transport::copies}});
       constexpr std::size_t kBytes = kBatch * sizeof(double);
       const std::unique_ptr<Buffer> from = queues.maker(0).allocate(kBytes, queues.home_stream());
       const std::unique_ptr<Buffer> to = queues.maker(1).allocate(kBytes, *queues.copy_stream(1));

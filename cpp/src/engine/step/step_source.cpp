@@ -165,7 +165,7 @@ void StepSource::leave(DeviceId device) noexcept {
 }
 
 void StepSource::open_reduction() noexcept {
-  if (!has_failed()) {
+  if (!claims_->cancelled()) {  // a failure cancels them
     try {
       std::vector<ReductionSegment> segments = program_->reduction();
       if (!segments.empty()) reduction_ = std::make_unique<internal::BlockReduction>(std::move(segments));
@@ -199,11 +199,6 @@ void StepSource::fail(std::exception_ptr error, const std::optional<MicroBatch>&
   }
   claims_->cancel();
   wake_all();
-}
-
-bool StepSource::has_failed() noexcept {
-  const std::lock_guard lock(failure_mutex_);
-  return failure_.has_value();
 }
 
 double StepSource::seconds_at(Clock::time_point time) const {

@@ -70,7 +70,6 @@ class StepSource final : public WorkSource {
   void open_reduction() noexcept;
   void settle_once() noexcept;
   void fail(std::exception_ptr error, const std::optional<MicroBatch>& micro_batch) noexcept;
-  [[nodiscard]] bool has_failed() noexcept;
   [[nodiscard]] double seconds_at(Clock::time_point time) const;
   [[nodiscard]] std::vector<std::optional<double>> startups(double first, double compute_seconds) const;
 
