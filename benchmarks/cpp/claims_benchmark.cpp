@@ -11,7 +11,7 @@
 #include <numeric>
 #include <vector>
 
-#include "engine/step/planned_claims.hpp"
+#include "engine/step/claims.hpp"
 
 namespace paceline::internal {
 namespace {
@@ -49,7 +49,7 @@ void claim_own(benchmark::State& state) {
     options.shares.assign(devices, kEndless);
     options.models = models(devices);
     options.micro_batch = 1;
-    return std::make_unique<PlannedClaims>(options);
+    return Claims::of(options);
   });
 }
 
@@ -61,7 +61,7 @@ void claim_of_others(benchmark::State& state) {
     options.shares.front() = kEndless;
     options.models = models(devices);
     options.micro_batch = 1;
-    return std::make_unique<PlannedClaims>(options);
+    return Claims::of(options);
   });
 }
 

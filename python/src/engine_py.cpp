@@ -21,7 +21,6 @@
 #include "bindings.hpp"
 #include "garbage_collection.hpp"
 #include "python_program.hpp"
-#include "queued_program.hpp"
 #include "step_loop_reports.hpp"
 #include "what_if_arguments.hpp"
 
@@ -45,30 +44,22 @@ std::vector<std::vector<MicroBatch>> micro_batches_of(const std::optional<Script
   return lists;
 }
 
-/// How a step ended. Keeps what commit() needs.
-struct Outcome {
-  std::shared_ptr<Step> step;
-  std::size_t device_count = 0;
+std::optional<DeviceId> failed_device(const Step& step) {
+  const StepFailure* failure = step.failure();
+  if (failure == nullptr || !failure->micro_batch) return std::nullopt;
+  return failure->micro_batch->device;
+}
 
-  [[nodiscard]] bool failed() const { return step->failure() != nullptr; }
-
-  [[nodiscard]] std::optional<std::size_t> failed_device() const {
-    const StepFailure* failure = step->failure();
-    if (failure == nullptr || !failure->micro_batch) return std::nullopt;
-    return failure->micro_batch->device;
+std::vector<Claim> claims_of(const Step& step) {
+  step.settle();
+  std::vector<Claim> claims;
+  for (const ClaimRecord& claim : step.record().claims) {
+    const MicroBatch& mb = claim.micro_batch;
+    claims.emplace_back(mb.device, mb.begin, mb.end, claim.start_seconds, claim.finish_seconds, claim.excluded,
+                        mb.correction);
   }
-
-  [[nodiscard]] std::vector<Claim> claims() const {
-    step->settle();
-    std::vector<Claim> claims;
-    for (const ClaimRecord& claim : step->record().claims) {
-      const MicroBatch& mb = claim.micro_batch;
-      claims.emplace_back(mb.device, mb.begin, mb.end, claim.start_seconds, claim.finish_seconds, claim.excluded,
-                          mb.correction);
-    }
-    return claims;
-  }
-};
+  return claims;
+}
 
 /// A ledger and the file it goes to.
 struct FileLedger {
@@ -113,69 +104,66 @@ bool start(Step& step) {
 // second signal ends the wait at once.
 //
 // With `queues` the devices work after the call, and are waited for only if the step fails.
-Outcome run(StepLoop& step_loop, const std::shared_ptr<BatchPlan>& plan, py::object body, py::object finish,
-            const std::optional<std::shared_ptr<TrainerQueues>>& shared, py::object outputs,
-            const std::optional<Script>& claims, const std::optional<Script>& pieces) {
+std::shared_ptr<Step> run(StepLoop& step_loop, const std::shared_ptr<BatchPlan>& plan, py::object body,
+                          py::object finish, const std::optional<std::shared_ptr<TrainerQueues>>& shared,
+                          py::object outputs, const std::optional<Script>& claims,
+                          const std::optional<Script>& pieces) {
   const std::shared_ptr<TrainerQueues> queues = shared.value_or(nullptr);
-  const std::size_t device_count = step_loop.group().size();
   step_loop.require_idle();
-  auto called = std::make_shared<PythonProgram>(std::move(body), std::move(finish), device_count);
-  std::shared_ptr<StepProgram> program = called;
-  std::shared_ptr<QueuedProgram> queued;
-  if (queues != nullptr) program = queued = std::make_shared<QueuedProgram>(called, std::move(outputs), queues);
-  const auto release = [&] { queued != nullptr ? queued->release() : called->release(); };
-  Outcome outcome{step_loop.prepare(plan, program, {micro_batches_of(claims), micro_batches_of(pieces)}), device_count};
+  std::shared_ptr<PythonProgram> program;
+  if (queues != nullptr) {
+    program = std::make_shared<QueuedProgram>(std::move(body), std::move(finish), std::move(outputs), queues);
+  } else {
+    program = std::make_shared<PythonProgram>(std::move(body), std::move(finish), step_loop.group().size());
+  }
+  std::shared_ptr<Step> step = step_loop.prepare(plan, program, {micro_batches_of(claims), micro_batches_of(pieces)});
+  program->begin(*step);
   // A flag, because wait() returns true if the step ends while the signal's handler runs.
   bool signalled = false;
   const auto no_signal = [&signalled] {
     signalled = PyErr_CheckSignals() != 0;
     return !signalled;
   };
-  if (!start(*outcome.step) && no_signal()) outcome.step->wait(no_signal);
+  if (!start(*step) && no_signal()) step->wait(no_signal);
   if (signalled) {
     py::error_already_set interrupt;
     signalled = false;
-    outcome.step->cancel();
-    outcome.step->wait(no_signal);
+    step->cancel();
+    step->wait(no_signal);
     if (signalled) throw py::error_already_set();
-    release();
-    if (queues != nullptr) queues->queues.drain();
+    program->release();
+    if (queues != nullptr) queues->drain();
     throw interrupt;  // NOLINT: the object that was caught first is the one to go on
   }
-  release();
-  if (const StepFailure* failure = outcome.step->failure()) {
-    if (queues != nullptr) queues->queues.drain();
+  program->release();
+  if (const StepFailure* failure = step->failure()) {
+    if (queues != nullptr) queues->drain();
     try {
       std::rethrow_exception(failure->error);
-    } catch (const BodyFailed&) {
-      return outcome;  // the Python side has the exception and raises it itself
+    } catch (const BodyFailed&) {  // the Python side has the exception and raises it itself
     } catch (...) {
-      outcome.step->rethrow_failure();
+      step->rethrow_failure();
     }
   }
-  return outcome;
+  return step;
 }
 
 }  // namespace
 
 void bind_engine(py::module_& module) {
-  py::class_<Outcome>(module, "StepOutcome", "How one step ended.")
-      .def_property_readonly("failed", &Outcome::failed, "Whether a worker, or the reduction, raised.")
-      .def_property_readonly("failed_device", &Outcome::failed_device,
+  py::class_<Step, std::shared_ptr<Step>>(module, "StepOutcome", "How one step ended.")
+      .def_property_readonly(
+          "failed", [](const Step& step) { return step.failure() != nullptr; },
+          "Whether a worker, or the reduction, raised.")
+      .def_property_readonly("failed_device", &failed_device,
                              "The index of the device that failed, or None if no single one is to blame.")
+      .def_property_readonly("settled", &Step::settled, "Whether the devices have done all that the step enqueued.")
+      .def_property_readonly("items", &Step::items, "Items that each device ran.")
+      .def_property_readonly("micro_batches", &Step::micro_batches, "How many micro-batches ran.")
+      .def_property_readonly("divided", &Step::divided,
+                             "Whether a device ran several, not counting those that memory asked for.")
       .def_property_readonly(
-          "settled", [](const Outcome& outcome) { return outcome.step->settled(); },
-          "Whether the devices have done all that the step enqueued.")
-      .def_property_readonly(
-          "items", [](const Outcome& outcome) { return outcome.step->items(); }, "Items that each device ran.")
-      .def_property_readonly(
-          "micro_batches", [](const Outcome& outcome) { return outcome.step->micro_batches(); },
-          "How many micro-batches ran.")
-      .def_property_readonly(
-          "divided", [](const Outcome& outcome) { return outcome.step->divided(); },
-          "Whether a device ran several, not counting those that memory asked for.")
-      .def_property_readonly(
-          "claims", &Outcome::claims,
+          "claims", &claims_of,
           "What ran: (device index, begin, end, start seconds, finish seconds, excluded, correction) each.");
 
   bind_queues(module);
@@ -184,8 +172,7 @@ void bind_engine(py::module_& module) {
       module, "BatchPlan",
       "Who runs which items of a batch. Order, bounds, first and work are "
       "empty where items have no costs.")
-      .def_property_readonly(
-          "shares", [](const BatchPlan& plan) { return plan.shares; }, "Items of each device.")
+      .def_readonly("shares", &BatchPlan::shares, "Items of each device.")
       .def_property_readonly(
           "order", [](const BatchPlan& plan) { return plan.arrangement.order; },
           "The items, by position: each device's together, by descending cost.")
@@ -206,15 +193,14 @@ void bind_engine(py::module_& module) {
       .def(py::init([](DeviceGroup group, std::string balance, std::vector<double> weights, std::int64_t micro_batch,
                        std::int64_t granularity, std::optional<bool> corrections,
                        std::vector<std::int64_t> memory_limits, bool search_sizes) {
-             StepLoopOptions options;
-             options.balance = balance_named(balance);
-             options.weights = std::move(weights);
-             options.micro_batch = micro_batch;
-             options.granularity = granularity;
-             options.corrections = corrections;
-             options.memory_limits = std::move(memory_limits);
-             options.search_sizes = search_sizes;
-             return std::make_unique<StepLoop>(std::move(group), std::move(options));
+             return std::make_unique<StepLoop>(std::move(group),
+                                               StepLoopOptions{.balance = balance_named(balance),
+                                                               .weights = std::move(weights),
+                                                               .micro_batch = micro_batch,
+                                                               .granularity = granularity,
+                                                               .corrections = corrections,
+                                                               .memory_limits = std::move(memory_limits),
+                                                               .search_sizes = search_sizes});
            }),
            py::arg("group"), py::kw_only(), py::arg("balance") = "auto", py::arg("weights") = std::vector<double>{},
            py::arg("micro_batch") = 0, py::arg("granularity") = 1, py::arg("corrections") = py::none(),
@@ -234,8 +220,7 @@ void bind_engine(py::module_& module) {
           },
           py::arg("batch_size"), py::arg("memory") = 0, py::arg("speed") = 0, py::arg("any_size") = true,
           "Plan a batch of so many items. memory, speed: numbers of its kind. any_size: whether it may run in "
-          "micro-batches "
-          "of sizes that are searched.")
+          "micro-batches of sizes that are searched.")
       .def(
           "plan",
           [](StepLoop& step_loop, const std::vector<double>& costs) {
@@ -244,28 +229,21 @@ void bind_engine(py::module_& module) {
           py::arg("costs"), "Plan a batch with one cost per item.")
       .def_property_readonly("items", &items_dict,
                              "What items cost and what padding was saved; None before the first plan with costs.")
+      .def("run", &run, py::arg("plan"), py::arg("body"), py::arg("finish"), py::arg("queues") = py::none(),
+           py::arg("outputs") = py::none(), py::arg("claims") = py::none(), py::arg("pieces") = py::none(),
+           "Run the last plan: body(device, begin, end, flags) -> int per micro-batch, finish(device) -> gradients. "
+           "With costs begin and end are positions in the plan's order. claims: (begin, end) of the micro-batches to "
+           "run "
+           "instead of planned ones, for each device; pieces: in which they are worked off. See python_program.hpp.")
       .def(
-          "run", &run, py::arg("plan"), py::arg("body"), py::arg("finish"), py::arg("queues") = py::none(),
-          py::arg("outputs") = py::none(), py::arg("claims") = py::none(), py::arg("pieces") = py::none(),
-          "Run the last plan: body(device, begin, end, flags) -> int per micro-batch, finish(device) -> gradients. "
-          "With "
-          "costs begin and end are positions in the plan's order. claims: (begin, end) of the micro-batches to run "
-          "instead of planned ones, for each device; pieces: in which they are worked off. See python_program.hpp, and "
-          "queued_program.hpp for devices with queues.")
-      .def(
-          "shrink",
-          [](StepLoop& step_loop, const Outcome& outcome, bool limited) {
-            return step_loop.shrink(*outcome.step, limited);
-          },
-          py::arg("outcome"), py::arg("limited"),
+          "shrink", &StepLoop::shrink, py::arg("outcome"), py::arg("limited"),
           "After a step whose body ran out of memory: at most half of that runs at once from now on, on all devices of "
-          "the "
-          "memory, or where its own limit was reached on this device. False if there is nothing smaller.")
+          "the memory, or where its own limit was reached on this device. False if there is nothing smaller.")
       .def_property_readonly("memory", &memory_dict, "By device with a limit: the limit, and what is known of memory.")
       .def("settle", &StepLoop::settle, "Return when the times of all committed steps are known.")
       .def("cancel", &StepLoop::cancel, "End the step that runs, if any, once every worker has left its micro-batch.")
       .def(
-          "commit", [](StepLoop& step_loop, const Outcome& outcome) { step_loop.commit(outcome.step); },
+          "commit", [](StepLoop& step_loop, std::shared_ptr<Step> outcome) { step_loop.commit(std::move(outcome)); },
           py::arg("outcome"), "Tell the balancer and the metrics about a step that succeeded.")
       .def_property_readonly(
           "metrics", &metrics_dict,

@@ -57,7 +57,7 @@ std::vector<BufferView> views_of(PyObject* result) {
 }  // namespace
 
 PythonProgram::PythonProgram(py::object run, py::object finish, std::size_t device_count)
-    : run_(std::move(run)), finish_(std::move(finish)), devices_(device_count) {}
+    : devices_(device_count), run_(std::move(run)), finish_(std::move(finish)) {}
 
 PythonProgram::~PythonProgram() {
   // Only an abandoned step still has its callables here, on any thread.
@@ -112,17 +112,14 @@ void PythonProgram::finish(DeviceId device) {
   });
 }
 
-std::vector<BufferView> views_from(const py::object& callable) {
-  return with_interpreter([&] { return views_of(PyObject_CallNoArgs(callable.ptr())); });
-}
-
 std::vector<ReductionSegment> PythonProgram::reduction() {
   std::vector<ReductionSegment> segments;
   std::size_t parameter_count = 0;
   for (const DeviceState& one : devices_) parameter_count = std::max(parameter_count, one.gradients.size());
   for (std::size_t p = 0; p < parameter_count; ++p) {
     ReductionSegment segment;
-    for (const auto& [views, bytes] : devices_) {
+    for (const DeviceState& one : devices_) {
+      const std::vector<BufferView>& views = one.gradients;
       if (p >= views.size() || views[p].data == nullptr) continue;
       segment.count = views[p].count;
       segment.dtype = views[p].dtype;
@@ -133,6 +130,46 @@ std::vector<ReductionSegment> PythonProgram::reduction() {
     segments.push_back(std::move(segment));
   }
   return segments;
+}
+
+QueuedProgram::QueuedProgram(py::object run, py::object finish, py::object outputs,
+                             std::shared_ptr<TrainerQueues> queues)
+    : PythonProgram(std::move(run), std::move(finish), queues->device_count()),
+      outputs_(std::move(outputs)),
+      queues_(std::move(queues)) {}
+
+QueuedProgram::~QueuedProgram() { drop(outputs_); }
+
+void QueuedProgram::release() {
+  PythonProgram::release();
+  outputs_ = py::object();
+  queues_.reset();  // a step may outlive its trainer
+}
+
+bool QueuedProgram::run(const MicroBatch& micro_batch) {
+  const DeviceId d = micro_batch.device;
+  queues_->enter(d);
+  const bool dry = queues_->begin_run(d, micro_batch.continues);
+  const bool first = PythonProgram::run(micro_batch);
+  queues_->end_run(d);
+  devices_[d].ran = true;
+  return first || dry;
+}
+
+void QueuedProgram::finish(DeviceId d) {
+  if (!devices_[d].ran) return;
+  PythonProgram::finish(d);
+  queues_->deliver(d, devices_[d].gradients);
+}
+
+std::vector<ReductionSegment> QueuedProgram::reduction() {
+  std::vector<BufferView> outputs;
+  if (!outputs_.is_none()) {
+    outputs = with_interpreter([&] { return views_of(PyObject_CallNoArgs(outputs_.ptr())); });
+  }
+  queues_->reduce(outputs, 1.0);
+  queues_->end_step();
+  return {};
 }
 
 }  // namespace paceline::python

@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -11,6 +12,7 @@
 
 #include <paceline/comm/buffer_view.hpp>
 #include <paceline/device_id.hpp>
+#include <paceline/engine/device_queues.hpp>
 #include <paceline/engine/step.hpp>
 
 namespace paceline::python {
@@ -31,33 +33,66 @@ class BodyFailed : public std::exception {
 /// with the parameters in the same order on all devices. An entry is None if there is no gradient, or if the caller
 /// combines it. None instead of the list means failed. The gradients of a parameter are summed, in the order of the
 /// devices, into the gradient of the first device that has one.
-class PythonProgram final : public StepProgram {
+class PythonProgram : public StepProgram {
  public:
   PythonProgram(pybind11::object run, pybind11::object finish, std::size_t device_count);
   ~PythonProgram() override;
 
+  /// On the caller's thread, before the workers start.
+  virtual void begin(const Step& /*step*/) {}
   bool run(const MicroBatch& micro_batch) override;
   std::optional<std::int64_t> memory_bytes(DeviceId device) override;
   void finish(DeviceId device) override;
   std::vector<ReductionSegment> reduction() override;
 
-  /// What finish() returned for a device.
-  [[nodiscard]] const std::vector<BufferView>& delivered(DeviceId device) const { return devices_[device].gradients; }
-
   /// Drops the callables. Call it with the GIL held, when no worker runs them any more.
-  void release();
+  virtual void release();
+
+ protected:
+  struct DeviceState {
+    std::vector<BufferView> gradients{};  // what finish() returned
+    std::int64_t memory_bytes = 0;        // of the last micro-batch that was measured; negative: not known
+    bool ran = false;
+  };
+  std::vector<DeviceState> devices_;  // each worker writes only its own entry
 
  private:
   pybind11::object run_;
   pybind11::object finish_;
-  struct DeviceState {
-    std::vector<BufferView> gradients;  // what finish() returned
-    std::int64_t memory_bytes = 0;      // of the last micro-batch that was measured; negative: not known
-  };
-  std::vector<DeviceState> devices_;
 };
 
-/// Calls `callable`, without arguments, on a worker. It returns a list like finish(). @throws BodyFailed
-std::vector<BufferView> views_from(const pybind11::object& callable);
+/// What the steps of a trainer share: its device queues, and the parameters to copy to other memory spaces each step.
+struct TrainerQueues : DeviceQueues {
+  using DeviceQueues::DeviceQueues;
+  std::vector<SpaceCopy> copies{};
+};
+
+/// A PythonProgram for asynchronous devices. run() enqueues work. finish() returns the buffers to sum, of equal sizes
+/// on every device. outputs() is called once, after every device's finish(), and returns where the sums go.
+class QueuedProgram final : public PythonProgram {
+ public:
+  QueuedProgram(pybind11::object run, pybind11::object finish, pybind11::object outputs,
+                std::shared_ptr<TrainerQueues> queues);
+  ~QueuedProgram() override;
+
+  /// Begins the step. The devices do not see what the caller enqueues from now on.
+  void begin(const Step& step) override { times_ = queues_->begin_step(queues_->copies, step.takes_part()); }
+  [[nodiscard]] const Event* slot(DeviceId d) override { return queues_->slot(d); }
+  [[nodiscard]] const Event* idle(DeviceId d) override { return queues_->idle(d); }
+  [[nodiscard]] std::chrono::nanoseconds patience() const override { return queues_->patience(); }
+  void give_up(const Event& event) override { queues_->give_up(event); }
+  bool run(const MicroBatch& micro_batch) override;
+  void finish(DeviceId device) override;
+  std::vector<ReductionSegment> reduction() override;
+  void stamp(std::vector<ClaimRecord>& claims) const override { times_->stamp(claims); }
+  [[nodiscard]] bool settled() const override { return times_->settled(); }
+  void settle() const override { times_->wait(); }
+  void release() override;
+
+ private:
+  pybind11::object outputs_;
+  std::shared_ptr<TrainerQueues> queues_;
+  std::shared_ptr<const StepTimes> times_;
+};
 
 }  // namespace paceline::python

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,7 +17,7 @@
 #include <paceline/runtime/blocking.hpp>
 
 #include "bindings.hpp"
-#include "queued_program.hpp"
+#include "python_program.hpp"
 
 namespace py = pybind11;
 
@@ -44,18 +45,21 @@ std::shared_ptr<TrainerQueues> make(const DeviceGroup& group, const Handle& stre
   return std::make_shared<TrainerQueues>(group, options);
 }
 
+/// A getter of of(queues, device) for each device.
 template <class Of>
-auto of_each_device(const DeviceQueues& queues, Of of) {
-  std::vector<decltype(of(std::size_t{0}))> values;
-  for (std::size_t d = 0; d < queues.device_count(); ++d) values.push_back(of(d));
-  return values;
+auto of_each_device(Of of) {
+  return [of](const TrainerQueues& queues) {
+    std::vector<std::decay_t<std::invoke_result_t<Of, const TrainerQueues&, DeviceId>>> values;
+    for (DeviceId d = 0; d < queues.device_count(); ++d) values.push_back(std::invoke(of, queues, d));
+    return values;
+  };
 }
 
-void set_copies(TrainerQueues& shared,
+void set_copies(TrainerQueues& queues,
                 const std::vector<std::tuple<std::size_t, std::uintptr_t, std::uintptr_t, std::size_t>>& copies) {
-  shared.copies.clear();
+  queues.copies.clear();
   for (const auto& [space, to, from, bytes] : copies) {
-    shared.copies.push_back({space, reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes});
+    queues.copies.push_back({space, reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes});
   }
 }
 
@@ -66,58 +70,41 @@ void bind_queues(py::module_& module) {
       module, "DeviceQueues", "The queues of a group's devices during steps, and the waits between them.")
       .def(py::init(&make), py::arg("group"), py::kw_only(), py::arg("stream") = py::none(), py::arg("run_ahead") = 1,
            py::arg("timeout") = 600.0, py::arg("transport") = "auto")
-      .def_property_readonly(
-          "transport", [](const TrainerQueues& shared) { return shared.queues.transport(); },
-          "How data gets from one GPU to another, with the reason; empty with one GPU.")
-      .def_property_readonly("home_space", [](const TrainerQueues& shared) { return shared.queues.home_space(); })
-      .def_property_readonly(
-          "spaces",
-          [](const TrainerQueues& shared) {
-            return of_each_device(shared.queues, [&](DeviceId d) { return shared.queues.space_of(d); });
-          },
-          "Per device, the number of its memory space.")
-      .def_property_readonly(
-          "streams",
-          [](const TrainerQueues& shared) {
-            return of_each_device(shared.queues, [&](DeviceId d) { return handle_of(shared.queues.stream(d)); });
-          },
-          "Per device, the stream that it computes on; None on the host.")
+      .def_property_readonly("transport", &TrainerQueues::transport,
+                             "How data gets from one GPU to another, with the reason; empty with one GPU.")
+      .def_property_readonly("home_space", &TrainerQueues::home_space)
+      .def_property_readonly("spaces", of_each_device(&TrainerQueues::space_of),
+                             "Per device, the number of its memory space.")
+      .def_property_readonly("streams", of_each_device([](const TrainerQueues& queues, DeviceId d) {
+                               return handle_of(queues.stream(d));
+                             }),
+                             "Per device, the stream that it computes on; None on the host.")
       .def_property_readonly(
           "sources",
-          [](const TrainerQueues& shared) {
-            return of_each_device(shared.queues, [&](DeviceId d) { return handle_of(shared.queues.source_stream(d)); });
-          },
+          of_each_device([](const TrainerQueues& queues, DeviceId d) { return handle_of(queues.source_stream(d)); }),
           "Per device, the stream of the home GPU that reads for it; None for devices of the home GPU.")
-      .def_property_readonly(
-          "readers",
-          [](const TrainerQueues& shared) {
-            return of_each_device(shared.queues, [&](DeviceId d) {
-              const Stream* const copies = shared.queues.copy_stream(shared.queues.space_of(d));
-              return handle_of(copies != nullptr ? copies : &shared.queues.home_stream());
-            });
-          },
-          "Per device, the stream that reads what it delivers.")
-      .def_property_readonly(
-          "pool_peaks",
-          [](const TrainerQueues& shared) {
-            return of_each_device(shared.queues, [&](DeviceId d) -> std::optional<std::size_t> {
-              const std::size_t space = shared.queues.space_of(d);
-              if (shared.queues.on_host(space)) return std::nullopt;
-              return shared.queues.maker(space).peak_bytes();
-            });
-          },
-          "Per device, the most bytes that its GPU's pool has given out at once; None on the host.")
+      .def_property_readonly("readers", of_each_device([](const TrainerQueues& queues, DeviceId d) {
+                               const Stream* const copies = queues.copy_stream(queues.space_of(d));
+                               return handle_of(copies != nullptr ? copies : &queues.home_stream());
+                             }),
+                             "Per device, the stream that reads what it delivers.")
+      .def_property_readonly("pool_peaks",
+                             of_each_device([](const TrainerQueues& queues, DeviceId d) -> std::optional<std::size_t> {
+                               const std::size_t space = queues.space_of(d);
+                               if (queues.on_host(space)) return std::nullopt;
+                               return queues.maker(space).peak_bytes();
+                             }),
+                             "Per device, the most bytes that its GPU's pool has given out at once; None on the host.")
       .def_property_readonly("home_stream",
-                             [](const TrainerQueues& shared) { return handle_of(&shared.queues.home_stream()); })
+                             [](const TrainerQueues& queues) { return handle_of(&queues.home_stream()); })
       .def(
-          "set_stream", [](TrainerQueues& shared, const Handle& stream) { shared.queues.set_stream(native(stream)); },
+          "set_stream", [](TrainerQueues& queues, const Handle& stream) { queues.set_stream(native(stream)); },
           py::arg("stream"), "From now on, order steps on this stream of the caller.")
       .def("set_copies", &set_copies, py::arg("copies"),
            "Set the copies to other memory spaces at the start of each step: (space, to, from, bytes).")
-      .def(
-          "restart_run", [](TrainerQueues& shared, DeviceId device) { shared.queues.restart_run(device); },
-          py::arg("device"), "Restart the timing of the current run: the device has only waited so far.")
-      .def("drain", [](TrainerQueues& shared) { shared.queues.drain(); }, "Return when all enqueued work is done.");
+      .def("restart_run", &TrainerQueues::restart_run, py::arg("device"),
+           "Restart the timing of the current run: the device has only waited so far.")
+      .def("drain", &TrainerQueues::drain, "Return when all enqueued work is done.");
 }
 
 }  // namespace paceline::python

@@ -242,14 +242,12 @@ TEST(CudaDataParallel, ReducesNoMoreThanItMust) {
   struct Case {
     Box box;
     double weight;
-    int launches;
   };
   const Box whole{"", 1, {"cuda:0"}};
   const Box part{"", 1, {"cuda:0/1"}, {0.5, 0.5}};
   const Box parts{"", 1, {"cuda:0/0", "cuda:0/1"}, {0.5, 0.5}};
-  // Of one device the gradients are divided. Of two both the gradients and the loss are summed.
-  for (const Case& wanted :
-       {Case{whole, 1.0, 1}, Case{part, 1.0, 1}, Case{whole, 8.0, 1}, Case{part, 8.0, 1}, Case{parts, 8.0, 2}}) {
+  // The gradients and the loss are each summed and divided at once.
+  for (const Case& wanted : {Case{whole, 1.0}, Case{part, 1.0}, Case{whole, 8.0}, Case{part, 8.0}, Case{parts, 8.0}}) {
     for (std::uint64_t seed = 0; seed < kOrders / 4; ++seed) {
       boot(seed, 1);
       const Reductions reductions;
@@ -268,7 +266,7 @@ TEST(CudaDataParallel, ReducesNoMoreThanItMust) {
           ASSERT_NEAR(trained[j], parameters[j], 1e-12 * (1.0 + std::abs(parameters[j]))) << "seed " << seed;
         }
       }
-      ASSERT_EQ(reductions.launches, 3 * wanted.launches) << "seed " << seed;
+      ASSERT_EQ(reductions.launches, 3 * 2) << "seed " << seed;
       make_whole(wanted.box);
       ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
       ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
@@ -331,6 +329,37 @@ TEST(CudaDataParallel, SaysThatTheDeviceHasNoMemory) {
   fake::set_twins();
   EXPECT_THROW(Trainer(group_of({"", 1, {"cuda:0"}}), {.parameter_count = 1000}), OutOfMemory);
   EXPECT_EQ(fake::leftovers(), fake::Leftovers{});
+}
+
+TEST(CudaDataParallel, ByCopiesARetiredGpuIsLeftAloneUntilItIsRestored) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+    boot(seed, 2);
+    {
+      Reference reference;
+      Trainer trainer(group_of({"", 2, {"cuda:0", "cuda:1"}}),
+                      {.parameter_count = kWidth, .collectives = {.transport = Transport::copies}});
+      const auto train = [&](int steps) {
+        for (int step = 0; step < steps; ++step) {
+          const double expected = reference.step();
+          ASSERT_NEAR(trainer.step(kBatch, body), expected, 1e-12 * expected) << "seed " << seed << ", step " << step;
+          update(trainer);
+        }
+      };
+      train(2);
+      trainer.retire("cuda:1");
+      train(2);
+      fake::poison(1, cudaErrorIllegalAddress);
+      train(3);
+      fake::poison(1, cudaSuccess);
+      trainer.restore("cuda:1");
+      train(3);
+      ASSERT_GT(trainer.shares()[1], 0) << "seed " << seed;
+      const std::vector<double> parameters = fetched(trainer);
+      for (std::size_t j = 0; j < kWidth; ++j) ASSERT_NEAR(parameters[j], reference.parameters[j], 1e-12) << seed;
+    }
+    ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
+    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
+  }
 }
 
 TEST(CudaDataParallel, NamesTheDeviceThatBroke) {

@@ -347,6 +347,42 @@ TEST(DeviceQueues, AHangIsATimeoutThatNamesTheDeviceAndEndsTheTraining) {
   }
 }
 
+TEST(DeviceQueues, ByCopiesNobodyWaitsForAGpuThatStaysOutOfTheStep) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+    boot(seed, 2);
+    {
+      const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
+      DeviceQueues queues(group, {.timeout = std::chrono::seconds(5), .collectives = {.transport = Transport::copies}});
+      constexpr std::size_t kBytes = kBatch * sizeof(double);
+      const std::unique_ptr<Buffer> from = queues.maker(0).allocate(kBytes, queues.home_stream());
+      const std::unique_ptr<Buffer> to = queues.maker(1).allocate(kBytes, *queues.copy_stream(1));
+      const std::unique_ptr<Buffer> seen = queues.maker(0).allocate_pinned(kBytes);
+      const SpaceCopy copies[] = {{1, to->data(), from->data(), kBytes}};
+      const auto step = [&](double value, bool both) {
+        launch(&fill_kernel, queues.home_stream(), static_cast<double*>(from->data()), value);
+        const std::shared_ptr<const StepTimes> times = queues.begin_step(copies, {true, both});
+        for (std::size_t d = 0; d < (both ? 2U : 1U); ++d) {
+          queues.enter(d);
+          if (d == 1) queues.stream(d)->copy(seen->data(), to->data(), kBytes);
+          queues.deliver(d, {});
+        }
+        queues.reduce({}, 1.0);
+        queues.end_step();
+        times->wait();
+      };
+      const auto copying = static_cast<cudaStream_t>(queues.copy_stream(1)->native());
+      fake::hang(copying);
+      for (int k = 0; k < 3; ++k) ASSERT_NO_THROW(step(k, false)) << "seed " << seed;
+      fake::go_on(copying);
+      step(7.0, true);
+      ASSERT_EQ(*static_cast<const double*>(seen->data()), 7.0) << "seed " << seed;
+      queues.drain();
+    }
+    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
+    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
+  }
+}
+
 TEST(DeviceQueues, AGroupOfTheHostAloneHasNone) {
   boot(0, 1);
   EXPECT_THROW(DeviceQueues(group_of({"host:0"}), {}), InvalidArgument);

@@ -27,8 +27,6 @@ OF_COLLECTIVES = ["communicator", "communicator_failures"]
 # Each source, and the tests that run it.
 SOURCES = {
     ROOMS / "engine" / "queues" / "device_queues.cpp": OF_STEPS,
-    ROOMS / "engine" / "queues" / "device_queues_setup.cpp": OF_STEPS,
-    ROOMS / "engine" / "queues" / "device_queues_exchange.cpp": OF_STEPS,
     ROOMS / "engine" / "queues" / "step_times.cpp": OF_STEPS,
     ROOMS / "engine" / "data_parallel" / "async_memory.cpp": OF_STEPS,
     ROOMS / "comm" / "space_collectives.cpp": OF_STEPS,

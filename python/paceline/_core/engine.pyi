@@ -227,7 +227,7 @@ class StepLoop:
         | None = None,
     ) -> StepOutcome:
         """
-        Run the last plan: body(device, begin, end, flags) -> int per micro-batch, finish(device) -> gradients. With costs begin and end are positions in the plan's order. claims: (begin, end) of the micro-batches to run instead of planned ones, for each device; pieces: in which they are worked off. See python_program.hpp, and queued_program.hpp for devices with queues.
+        Run the last plan: body(device, begin, end, flags) -> int per micro-batch, finish(device) -> gradients. With costs begin and end are positions in the plan's order. claims: (begin, end) of the micro-batches to run instead of planned ones, for each device; pieces: in which they are worked off. See python_program.hpp.
         """
     def set_corrections(self, corrections: bool | None) -> None:
         """

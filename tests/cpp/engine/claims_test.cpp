@@ -7,7 +7,7 @@
 #include <random>
 #include <vector>
 
-#include "engine/step/planned_claims.hpp"
+#include "engine/step/claims.hpp"
 
 namespace paceline::internal {
 namespace {
@@ -229,10 +229,10 @@ TEST(Claims, StealFixedMicroBatchesUntilBothFinishWithinOneOfThem) {
 }
 
 TEST(Claims, ComeBackEmptyOnceCancelled) {
-  PlannedClaims state({.shares = {10, 10}});
-  EXPECT_TRUE(state.claim(0, 0.0).has_value());
-  state.cancel();
-  EXPECT_FALSE(state.claim(1, 0.0).has_value());
+  const std::unique_ptr<Claims> state = Claims::of({.shares = {10, 10}});
+  EXPECT_TRUE(state->claim(0, 0.0).has_value());
+  state->cancel();
+  EXPECT_FALSE(state->claim(1, 0.0).has_value());
 }
 
 }  // namespace

@@ -14,8 +14,8 @@
 #include <paceline/engine/step_loop.hpp>
 #include <paceline/error.hpp>
 
-#include "engine/loop/item_shapes.hpp"
-#include "engine/step/item_claims.hpp"
+#include "engine/loop/item_work.hpp"
+#include "engine/step/claims.hpp"
 #include "host_group.hpp"
 
 namespace paceline {
@@ -47,7 +47,7 @@ struct Played {
 /// Virtual time: whoever is free first claims next; what a unit of work really takes is `truth`.
 Played play(const std::shared_ptr<const BatchPlan>& plan, const std::vector<double>& truth, bool stealing,
             bool any_size, std::int64_t least = 1) {
-  internal::ItemClaims claims(plan, stealing, any_size, least);
+  const std::unique_ptr<internal::Claims> claims = internal::item_claims(plan, stealing, any_size, least);
   Played played{std::vector<int>(plan->costs.size(), 0), std::vector<double>(truth.size(), 0.0), {}};
   std::vector<double> now(truth.size(), 0.0);
   std::vector<bool> left(truth.size(), false);
@@ -56,7 +56,7 @@ Played play(const std::shared_ptr<const BatchPlan>& plan, const std::vector<doub
     for (std::size_t k = 0; k < truth.size(); ++k) {
       if (!left[k] && (d == truth.size() || now[k] < now[d])) d = k;
     }
-    const auto mb = claims.claim(d, now[d]);
+    const auto mb = claims->claim(d, now[d]);
     if (!mb) {
       left[d] = true;
       continue;
@@ -130,10 +130,10 @@ TEST(ItemClaims, KeepsToTheSharesWithoutStealing) {
 
 TEST(ItemClaims, NothingAfterCancel) {
   std::mt19937_64 rng(8);
-  internal::ItemClaims claims(plan_of(rng, 10, {1.0}, {1e-6}), true, true);
-  EXPECT_TRUE(claims.claim(0, 0.0));
-  claims.cancel();
-  EXPECT_FALSE(claims.claim(0, 1.0));
+  const auto claims = internal::item_claims(plan_of(rng, 10, {1.0}, {1e-6}), true, true);
+  EXPECT_TRUE(claims->claim(0, 0.0));
+  claims->cancel();
+  EXPECT_FALSE(claims->claim(0, 1.0));
 }
 
 internal::ItemTiming timing_of(std::mt19937_64& rng, std::size_t device) {

@@ -62,7 +62,8 @@ class PACELINE_API StepTimes {
 ///   3. The caller's work after the step runs after the reduction: both are on the home stream.
 ///   4. The next step writes gradients after this reduction has read them: the writes wait for the next `ready`.
 ///   5. The update of the parameters, which follows the reduction, runs after every copy of them. The home stream waits
-///      for each space's `arrived`, even if no device of that space had work.
+///      for each space's `arrived`, even if no device of that space had work. A space that gets no parameters in a
+///      step, because none of its devices takes part, is left out.
 ///   6. After a failed step drain() waits for all work, so that the caller may free what the step used.
 ///
 /// With NCCL between several GPUs, home has one more stream for collectives. Other spaces use the stream of their
@@ -125,8 +126,11 @@ class PACELINE_API DeviceQueues {
   /// destroyed.
   void set_stream(void* native);
 
+  /// `takes_part`: Step::takes_part(); empty: all devices. By copies, a memory space whose devices all stay out of the
+  /// step gets no parameters, and nobody waits for it. NCCL needs every GPU, so with NCCL all GPUs get them.
   /// @throws DeviceLost after a hang; a failure of NCCL in an earlier step.
-  [[nodiscard]] std::shared_ptr<const StepTimes> begin_step(std::span<const SpaceCopy> copies);
+  [[nodiscard]] std::shared_ptr<const StepTimes> begin_step(std::span<const SpaceCopy> copies,
+                                                            const std::vector<bool>& takes_part = {});
   /// The first call of a step makes the device's queue wait for the parameters, and returns true.
   bool enter(DeviceId device);
   /// The event after which the device has at most run_ahead micro-batches in addition to the one that it computes.

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <functional>
 #include <memory>
 
 #include <paceline/export.hpp>
@@ -15,9 +14,8 @@ class PACELINE_API Objective {
  public:
   /// The number is known already.
   explicit Objective(double value);
-  /// The first reader calls `read`, and the number that it returns is kept. If `read` throws, the next reader calls it
-  /// again.
-  explicit Objective(std::function<double()> read);
+  struct State;  // the library's own
+  explicit Objective(std::shared_ptr<State> state);
 
   /// Waits for the devices.
   /// @throws Timeout, DeviceLost, Error if a device or NCCL failed in this step. Its gradients are then undefined.
@@ -25,7 +23,6 @@ class PACELINE_API Objective {
   operator double() const { return value(); }  // NOLINT(google-explicit-constructor): a step returns a number
 
  private:
-  struct State;
   std::shared_ptr<State> state_;
 };
 

@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -49,26 +48,26 @@ class PACELINE_API StepProgram {
   virtual bool run(const MicroBatch& micro_batch) = 0;
   /// Asked after a run() with MicroBatch::measure. Returns the peak of the bytes that the run took in addition to what
   /// was in use before it; 0 if that cannot be measured; none if the run had nothing to do.
-  [[nodiscard]] virtual std::optional<std::int64_t> memory_bytes(DeviceId device);
+  [[nodiscard]] virtual std::optional<std::int64_t> memory_bytes(DeviceId /*device*/) { return 0; }
   /// The event that must be done before the device claims its next micro-batch; null: none. Claiming late leaves more
   /// for other devices to take over.
-  [[nodiscard]] virtual const Event* slot(DeviceId device);
+  [[nodiscard]] virtual const Event* slot(DeviceId /*device*/) { return nullptr; }
   /// The event that is done when the device has run everything that it was given; null: nothing. The device waits for
   /// it, and claims once more, when a claim came back empty while it was still at work.
-  [[nodiscard]] virtual const Event* idle(DeviceId device);
+  [[nodiscard]] virtual const Event* idle(DeviceId /*device*/) { return nullptr; }
   /// The longest wait for either event.
-  [[nodiscard]] virtual std::chrono::nanoseconds patience() const;
+  [[nodiscard]] virtual std::chrono::nanoseconds patience() const { return std::chrono::nanoseconds::max(); }
   /// Called when an event has taken longer. Throws the error that the step then fails with.
-  virtual void give_up(const Event& event);
-  virtual void finish(DeviceId device);
+  virtual void give_up(const Event& /*event*/) {}
+  virtual void finish(DeviceId /*device*/) {}
   /// After the step, before its times are used: replaces the times that the host's clock cannot know. The host only saw
   /// when work was enqueued; devices that work later have clocks of their own.
-  virtual void stamp(std::vector<ClaimRecord>& claims) const;
+  virtual void stamp(std::vector<ClaimRecord>& /*claims*/) const {}
   /// Whether the times for stamp() are known; settle() waits until they are. @throws Error if a device has failed.
-  [[nodiscard]] virtual bool settled() const;
-  virtual void settle() const;
+  [[nodiscard]] virtual bool settled() const { return true; }
+  virtual void settle() const {}
   /// The sums to compute, in memory that stays valid until the step is over. Empty: none.
-  virtual std::vector<ReductionSegment> reduction();
+  virtual std::vector<ReductionSegment> reduction() { return {}; }
 };
 
 struct StepOptions {
@@ -91,7 +90,7 @@ struct StepOptions {
   /// ignores `models`, `noise`, `micro_batch` and `granularity`. Null: the other options suffice.
   std::shared_ptr<const BatchPlan> plan{};
   bool any_size = true;  ///< with costs: whether a part of a planned micro-batch may be taken over
-  /// The pieces that claims are cut into. Only a StepLoop makes them. Null: each claim runs whole.
+  /// The pieces that claims are cut into. Only a StepLoop gives them. Null: each claim runs whole.
   std::shared_ptr<internal::StepPieces> pieces{};
 };
 
@@ -132,11 +131,11 @@ class PACELINE_API Step {
   /// Lets no further micro-batch start. Those that run come to their end, then failure() holds Cancelled. Has no effect
   /// once the reduction has begun.
   void cancel();
-  /// A function that calls cancel(). It does nothing after the step is destroyed. Any thread may call it.
-  [[nodiscard]] std::function<void()> canceller() const;
+  /// Per device, whether it may get work in this step: it has a share, or micro-batches in the script.
+  [[nodiscard]] std::vector<bool> takes_part() const;
   /// StepOptions::plan.
   [[nodiscard]] const std::shared_ptr<const BatchPlan>& plan() const noexcept { return plan_; }
-  /// StepOptions::pieces.
+  /// StepOptions::pieces, never null.
   [[nodiscard]] const std::shared_ptr<internal::StepPieces>& pieces() const noexcept { return pieces_; }
   /// After wait(): how many micro-batches ran, and whether a device ran several, not counting the cuts because of
   /// memory.

@@ -6,16 +6,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstddef>
-#include <cstdint>
 #include <exception>
-#include <functional>
-#include <memory>
 #include <new>
 #include <stdexcept>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include <paceline/engine/step_loop.hpp>
 #include <paceline/error.hpp>
@@ -29,7 +23,8 @@ namespace {
 
 template <class T>
 std::shared_ptr<TrainerMemory<T>> make_memory(const DeviceGroup& group, const DataParallelOptions& options) {
-  return group.asynchronous() ? make_async_memory<T>(group, options) : make_host_memory<T>(group, options);
+  if (group.asynchronous()) return make_async_memory<T>(group, options);
+  return std::make_shared<TrainerMemory<T>>(group.size(), options.parameter_count);
 }
 
 StepLoopOptions step_loop_options(const DataParallelOptions& options) {
@@ -56,18 +51,6 @@ std::size_t index_of(const DeviceGroup& group, std::string_view name) {
 constexpr std::size_t kUpdateBlock = 1024;                // elements; parts made of whole blocks share no cache line
 constexpr std::int64_t kUpdatePartsPerDevice = 2;         // so that nobody waits for a device that starts late
 constexpr std::int64_t kLeastUpdateBlocksPerDevice = 64;  // waking a worker takes as long as many thousand elements
-
-bool ran_out_of_memory(const StepFailure& failure) {
-  try {
-    std::rethrow_exception(failure.error);
-  } catch (const OutOfMemory&) {
-    return true;
-  } catch (const std::bad_alloc&) {
-    return true;
-  } catch (...) {
-    return false;
-  }
-}
 
 /// An update as a step: its items are blocks of parameters.
 class UpdateProgram final : public StepProgram {
@@ -105,7 +88,7 @@ struct BasicDataParallel<T>::State {
                       weight));
     }
     step_loop.require_idle();  // the memory is still that step's
-    const std::shared_ptr<TrainerStep> program = memory->make_step(body, weight);
+    const std::shared_ptr<TrainerStep<T>> program = memory->make_step(body, weight);
     if (memory->failure_was_read()) {
       program->abandon();
       step_loop.forget_unsettled();
@@ -113,15 +96,19 @@ struct BasicDataParallel<T>::State {
     std::shared_ptr<Step> step;
     noting_failures([&] {
       step = step_loop.prepare(step_loop.plan(batch), program);
-      program->begin();
+      program->begin(*step);
     });
     step->start();
     step->wait();
     if (step->failure() != nullptr) {
       program->abandon();
       memory->settle_objectives();
-      if (ran_out_of_memory(*step->failure()) && step_loop.shrink(*step)) return run(batch, body, weight);
-      step->rethrow_failure();
+      try {
+        step->rethrow_failure();
+      } catch (const OutOfMemory&) {
+        if (!step_loop.shrink(*step)) throw;
+      }
+      return run(batch, body, weight);
     }
     Objective objective = program->complete();
     shares = step->items();
@@ -215,11 +202,11 @@ void BasicDataParallel<T>::restore(std::string_view device) {
 }
 template <class T>
 std::span<T> BasicDataParallel<T>::parameters() noexcept {
-  return state_->memory->parameters();
+  return state_->memory->parameters;
 }
 template <class T>
 std::span<T> BasicDataParallel<T>::gradients() noexcept {
-  return state_->memory->gradients();
+  return state_->memory->gradients;
 }
 template <class T>
 void* BasicDataParallel<T>::stream() const noexcept {

@@ -8,6 +8,7 @@
 #include <limits>
 #include <numbers>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include <paceline/error.hpp>
@@ -20,6 +21,28 @@ constexpr double kLeastUnits = 1e3;     // of any batch, so that shares are exac
 constexpr double kMostUnits = 1e15;     // doubles are exact up to 9e15
 constexpr double kFixedAtFirst = 0.02;  // of a device's time, before anything was measured
 constexpr std::int64_t kFitEvery = 64;  // steps, in the end; at first whenever the evidence has doubled
+constexpr std::size_t kWindow = 512;    // micro-batches; a fit of so many takes well under a millisecond
+constexpr std::size_t kLeastTimings = 8;
+constexpr double kClearlyBetter = 0.9;
+constexpr double kLeastItemPart = 0.05;  // of the time must depend on the items, or the fit says nothing about them
+
+plan::ItemSample sample_of(const ItemTiming& timing, plan::ItemMeasure measure, std::int64_t device) {
+  plan::ItemSample sample{.seconds = timing.seconds, .device = device};
+  switch (measure) {
+    case plan::ItemMeasure::padded:
+      sample.tokens = timing.count * timing.longest;
+      sample.squared_tokens = sample.tokens * timing.longest;
+      break;
+    case plan::ItemMeasure::sum:
+      sample.tokens = timing.sum;
+      sample.squared_tokens = timing.squares;
+      break;
+    case plan::ItemMeasure::count:
+      sample.tokens = sample.squared_tokens = timing.count;
+      break;
+  }
+  return sample;
+}
 
 bool all_free(std::span<const double> costs) {
   return std::all_of(costs.begin(), costs.end(), [](double cost) { return cost == 0.0; });
@@ -49,6 +72,57 @@ const char* described(plan::ItemMeasure measure) {
 
 }  // namespace
 
+double work_of(const plan::ItemShape& shape, const ItemTiming& timing) {
+  const plan::ItemCost& cost = shape.cost;
+  const plan::ItemSample sample = sample_of(timing, shape.measure, 0);
+  return cost.fixed_seconds + cost.per_token_seconds * sample.tokens +
+         cost.per_squared_token_seconds * sample.squared_tokens;
+}
+
+void ItemShapes::add(const ItemTiming& timing) {
+  if (timings_.size() == kWindow) timings_.pop_front();
+  timings_.push_back(timing);
+}
+
+bool ItemShapes::fit(const std::vector<std::int64_t>& since_step) {
+  if (timings_.size() < kLeastTimings) return false;
+  struct Candidate {
+    plan::ItemShape shape;
+    double error = 0.0;
+  };
+  std::optional<Candidate> present;
+  std::optional<Candidate> best;
+  for (const auto measure : {plan::ItemMeasure::padded, plan::ItemMeasure::sum, plan::ItemMeasure::count}) {
+    std::vector<plan::ItemSample> samples;
+    samples.reserve(timings_.size());
+    for (const ItemTiming& timing : timings_) {
+      const bool before = timing.step < since_step[timing.device];
+      samples.push_back(
+          sample_of(timing, measure, static_cast<std::int64_t>(timing.device + (before ? device_count_ : 0))));
+    }
+    const plan::ItemCostFit fit = plan::fit_item_cost(samples);
+    Candidate candidate{{fit.shape, measure}, fit.relative_rms};
+    plan::ItemCost& cost = candidate.shape.cost;
+    if (measure == plan::ItemMeasure::count) {
+      cost.per_token_seconds += cost.per_squared_token_seconds;
+      cost.per_squared_token_seconds = 0.0;
+    }
+    double all = 0.0;
+    for (const ItemTiming& timing : timings_) all += work_of(candidate.shape, timing);
+    const double fixed = cost.fixed_seconds * static_cast<double>(timings_.size());
+    if (!(all > 0.0) || all - fixed < kLeastItemPart * all) continue;
+    if (measure == shape_.measure) present = candidate;
+    if (!best || candidate.error < best->error) best = candidate;
+  }
+  if (!best) return false;
+  const Candidate& taken = present && best->error >= kClearlyBetter * present->error ? *present : *best;
+  shape_ = taken.shape;
+  error_ = taken.error;
+  fitted_samples_ = static_cast<std::int64_t>(timings_.size());
+  fitted_ = true;
+  return true;
+}
+
 void check_costs(std::span<const double> costs) {
   if (costs.empty()) throw InvalidArgument("step: a batch without items; at least one is needed.");
   for (std::size_t k = 0; k < costs.size(); ++k) {
@@ -61,8 +135,7 @@ void check_costs(std::span<const double> costs) {
 ItemWork::ItemWork(const std::vector<std::string>& device_classes, std::int64_t micro_batch, bool plain_costs)
     : micro_batch_(micro_batch), plain_costs_(plain_costs) {
   for (const std::string& name : device_classes) {
-    const auto known =
-        std::find_if(classes_.begin(), classes_.end(), [&](const Class& one) { return one.name == name; });
+    const auto known = std::ranges::find(classes_, name, &Class::name);
     devices_.push_back({static_cast<std::size_t>(known - classes_.begin())});
     if (known == classes_.end()) classes_.push_back({name, ItemShapes(device_classes.size())});
   }
@@ -70,19 +143,14 @@ ItemWork::ItemWork(const std::vector<std::string>& device_classes, std::int64_t 
 
 std::int64_t ItemWork::batch_units(std::span<const double> costs) const {
   if (batch_size_ == 0) return static_cast<std::int64_t>(kUnits);
-  return units_of(total_of(costs));
-}
-
-std::int64_t ItemWork::units_of(double cost) const {
-  const double work = std::clamp(unit_ * cost, kLeastUnits, kMostUnits);
+  const double work = std::clamp(unit_ * total_of(costs), kLeastUnits, kMostUnits);
   const auto factor_to = [&](std::int64_t size) {
     const auto units = static_cast<double>(size);
     return std::max(work / units, units / work);
   };
   if (factor_to(batch_size_) <= std::numbers::sqrt2) return batch_size_;
-  const auto nearest = std::min_element(batch_sizes_.begin(), batch_sizes_.end(),
-                                        [&](auto a, auto b) { return factor_to(a) < factor_to(b); });
-  return factor_to(*nearest) <= std::numbers::sqrt2 ? *nearest : std::llround(work);
+  const std::int64_t nearest = *std::ranges::min_element(batch_sizes_, {}, factor_to);
+  return factor_to(nearest) <= std::numbers::sqrt2 ? nearest : std::llround(work);
 }
 
 std::int64_t ItemWork::begin(std::span<const double> costs) {
@@ -104,14 +172,12 @@ std::shared_ptr<BatchPlan> ItemWork::arrange(std::span<const double> costs, bala
   made->balance = std::move(decided);
   made->costs.assign(costs.begin(), costs.end());
   if (all_free(costs)) std::fill(made->costs.begin(), made->costs.end(), 1.0);
-  double least = std::numeric_limits<double>::infinity();
+  made->least_cost = std::numeric_limits<double>::infinity();
   for (const double cost : made->costs) {
-    if (cost > 0.0) least = std::min(least, cost);
+    if (cost > 0.0) made->least_cost = std::min(made->least_cost, cost);
   }
-  made->least_cost = least;  // all_free() costs are 1
   for (const DeviceState& device : devices_) made->shapes.push_back(device.shape);
-  std::vector<double> targets;
-  for (const std::int64_t share : made->balance.shares) targets.push_back(static_cast<double>(share));
+  const std::vector<double> targets(made->balance.shares.begin(), made->balance.shares.end());
   const std::int64_t most = micro_batch_ > 0 ? micro_batch_ : std::numeric_limits<std::int64_t>::max();
   made->arrangement = plan::arrange_items(made->costs, targets, made->shapes,
                                           {.max_items = most, .min_items = least_items, .plain_costs = plain_costs_});
@@ -130,33 +196,26 @@ std::shared_ptr<BatchPlan> ItemWork::arrange(std::span<const double> costs, bala
 
 void ItemWork::record(const BatchPlan& plan, const StepRecord& record, const balance::Balancer& balancer) {
   for (const ClaimRecord& claim : record.claims) {
-    const auto [begin, end] = std::pair(claim.micro_batch.begin, claim.micro_batch.end);
-    const auto count = static_cast<double>(end - begin);
-    for (std::int64_t k = begin; k < end; ++k) padding_.own += plan.ordered_costs[static_cast<std::size_t>(k)];
-    padding_.padded += count * longest_of(plan.ordered_costs, begin, end);
-    padding_.contiguous += count * longest_of(plan.costs, begin, end);
-  }
-  learn(plan, record);
-  if (++steps_ < next_fit_) return;
-  next_fit_ = steps_ + std::min(steps_, kFitEvery);
-  refit(balancer);
-}
-
-void ItemWork::learn(const BatchPlan& plan, const StepRecord& record) {
-  for (const ClaimRecord& claim : record.claims) {
-    const double seconds = claim.finish_seconds - claim.start_seconds;
-    if (claim.excluded || !(seconds > 0.0)) continue;
     const MicroBatch& mb = claim.micro_batch;
-    ItemTiming timing{.device = mb.device, .step = plan.balance.step, .seconds = seconds};
-    timing.count = static_cast<double>(mb.size());
-    timing.longest = longest_of(plan.ordered_costs, mb.begin, mb.end);
+    ItemTiming timing{.device = mb.device,
+                      .step = plan.balance.step,
+                      .count = static_cast<double>(mb.size()),
+                      .longest = longest_of(plan.ordered_costs, mb.begin, mb.end),
+                      .seconds = claim.finish_seconds - claim.start_seconds};
     for (std::int64_t k = mb.begin; k < mb.end; ++k) {
       const double cost = plan.ordered_costs[static_cast<std::size_t>(k)];
       timing.sum += cost;
       timing.squares += cost * cost;
     }
-    if (timing.longest > 0.0) classes_[devices_[mb.device].device_class].shapes.add(timing);
+    padding_.own += timing.sum;
+    padding_.padded += timing.count * timing.longest;
+    padding_.contiguous += timing.count * longest_of(plan.costs, mb.begin, mb.end);
+    if (claim.excluded || !(timing.seconds > 0.0) || !(timing.longest > 0.0)) continue;
+    classes_[devices_[mb.device].device_class].shapes.add(timing);
   }
+  if (++steps_ < next_fit_) return;
+  next_fit_ = steps_ + std::min(steps_, kFitEvery);
+  refit(balancer);
 }
 
 void ItemWork::refit(const balance::Balancer& balancer) {
@@ -164,9 +223,7 @@ void ItemWork::refit(const balance::Balancer& balancer) {
   for (const balance::DeviceReport& device : balancer.report().devices) {
     since.push_back(device.change_points + device.drifts > 0 ? device.since_step : 0);
   }
-  // The total work in all windows by the present shapes. It must stay the same.
-  std::vector<double> before(classes_.size(), 0.0);
-  double all = 0.0;
+  double all = 0.0;  // the total work in all windows by the present shapes, which must stay the same
   for (const Class& one : classes_) {
     for (const ItemTiming& timing : one.shapes.timings()) all += work_of(devices_[timing.device].shape, timing);
   }
@@ -191,9 +248,7 @@ ItemReport ItemWork::report() const {
   ItemReport report;
   report.steps = steps_;
   report.padding = padding_;
-  const auto most = std::max_element(classes_.begin(), classes_.end(), [](const Class& a, const Class& b) {
-    return a.shapes.samples() < b.shapes.samples();
-  });
+  const auto most = std::ranges::max_element(classes_, {}, [](const Class& one) { return one.shapes.samples(); });
   report.fitted = most->shapes.fitted();
   if (!report.fitted) return report;
   report.device_class = most->name;

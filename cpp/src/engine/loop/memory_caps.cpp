@@ -36,7 +36,7 @@ std::int64_t end_of(const BatchPlan& plan, std::int64_t begin, std::int64_t end,
 
 template <class Kinds, class Key>
 auto* find(Kinds& kinds, const Key& key) {
-  const auto found = std::find_if(kinds.begin(), kinds.end(), [&](const auto& entry) { return entry.first == key; });
+  const auto found = std::ranges::find(kinds, key, [](const auto& entry) { return entry.first; });
   return found == kinds.end() ? nullptr : &found->second;
 }
 

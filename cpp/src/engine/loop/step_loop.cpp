@@ -8,60 +8,133 @@
 #include <deque>
 #include <functional>
 #include <mutex>
-#include <optional>
 #include <utility>
 
 #include <paceline/balance/ledger.hpp>
 #include <paceline/error.hpp>
+#include <paceline/runtime/backend.hpp>
 
 #include "balance/size_search.hpp"
 #include "engine/loop/health_log.hpp"
+#include "engine/loop/item_work.hpp"
 #include "engine/loop/memory_caps.hpp"
-#include "engine/loop/planner.hpp"
-#include "engine/loop/step_loop_options.hpp"
 #include "engine/step/step_pieces.hpp"
 #include "plural.hpp"
 
 namespace paceline {
 namespace {
 
-std::vector<std::string> names_of(const DeviceGroup& group) {
-  std::vector<std::string> names;
-  for (const Device& device : group.devices()) names.push_back(device.name);
-  return names;
+/// A property of each device of the group.
+std::vector<std::string> of_each(const DeviceGroup& group, std::string Device::* property) {
+  std::vector<std::string> values;
+  for (const Device& device : group.devices()) values.push_back(device.*property);
+  return values;
 }
 
 constexpr std::size_t kMostPending = 2;   // how many steps the caller may be ahead of the devices
 constexpr std::size_t kMostSearches = 8;  // kinds of batches that have a search for sizes
 
-// Each device's claims must be cut into its pieces without a gap, because an item outside of all pieces would not run.
-void check_pieces(const StepScript& script) {
-  if (script.pieces.empty()) return;
-  if (script.pieces.size() != script.claims.size()) {
+void check(const StepLoopOptions& options) {
+  if (options.micro_batch < 0) {
     throw InvalidArgument(
-        fmt::format("step: pieces for {} with claims for {}; give both, one list of each for each device.",
-                    plural(script.pieces.size(), "device"), script.claims.size()));
+        fmt::format("micro_batch is {}; give a size of at least 1, or 0 to have it planned.", options.micro_batch));
   }
-  for (std::size_t d = 0; d < script.pieces.size(); ++d) {
-    auto piece = script.pieces[d].begin();
-    const auto last = script.pieces[d].end();
-    for (const MicroBatch& claim : script.claims[d]) {
-      std::int64_t covered = claim.begin;
-      for (; covered < claim.end && piece != last && piece->begin == covered && piece->end > covered; ++piece) {
-        covered = piece->end;
-      }
-      if (covered == claim.end) continue;
-      throw InvalidArgument(
-          fmt::format("step: the pieces of device {} do not make up its claim [{}, {}) from item {} on; they must "
-                      "follow one another and end where it ends.",
-                      d, claim.begin, claim.end, covered));
-    }
-    if (piece != last) {
-      throw InvalidArgument(
-          fmt::format("step: the piece [{}, {}) of device {} is beyond its claims.", piece->begin, piece->end, d));
-    }
+  if (options.least_items < 1) {
+    throw InvalidArgument(fmt::format("least_items is {}; a micro-batch has at least one.", options.least_items));
+  }
+  if (options.corrections == true && (options.micro_batch > 0 || options.balance != Balance::automatic)) {
+    throw InvalidArgument(
+        "corrections are pieces of planned shares, of sizes that follow the speeds: they need balance 'auto', and a "
+        "micro_batch of 0. With a micro-batch of fixed size, devices that are done early take over whole ones anyway.");
   }
 }
+
+/// Keeps the sizes of micro-batches the same when shares move, for devices that compile, capture or choose algorithms
+/// by size: with a fixed micro-batch, every share is a multiple of it, except for the rest of the batch.
+StepLoopOptions with_stable_shapes(StepLoopOptions options, bool asynchronous) {
+  if (asynchronous && options.micro_batch > 0 && options.granularity == 1) options.granularity = options.micro_batch;
+  return options;
+}
+
+/// StepOptions::run_ahead for the devices of the group.
+std::vector<std::int64_t> run_ahead_of(const DeviceGroup& group, const StepLoopOptions& options) {
+  if (!group.asynchronous()) return {};
+  std::vector<std::int64_t> run_ahead;
+  for (const Device& device : group.devices()) {
+    run_ahead.push_back(backend_of(device).asynchronous() ? options.run_ahead : 0);
+  }
+  return run_ahead;
+}
+
+/// `proportional`: see balance::BalancerOptions.
+balance::Balancer make_balancer(const DeviceGroup& group, const StepLoopOptions& options, bool proportional) {
+  balance::BalancerOptions balancer;
+  balancer.proportional = proportional;
+  balancer.policy = options.balance;
+  balancer.weights = options.weights;
+  balancer.granularity = options.granularity;
+  for (const Device& device : group.devices()) {
+    balance::DeviceProfile& profile = balancer.devices.emplace_back();
+    profile.name = device.name;
+    profile.device_class = device.device_class;
+  }
+  return balance::Balancer(std::move(balancer));
+}
+
+/// The balancer of one kind of batch, and its part of the ledger.
+struct Planner {
+  explicit Planner(balance::Balancer made) : balancer(std::move(made)) {}
+
+  balance::StepPlan decide(std::int64_t batch_size, const std::shared_ptr<balance::LedgerWriter>& whole_ledger) {
+    if (whole_ledger != nullptr && ledger == nullptr) {
+      ledger = std::make_shared<balance::LedgerWriter>(*whole_ledger);
+      balancer.write_to(ledger);
+    }
+    draw(batch_size);
+    balance::StepPlan plan = latest;
+    if (std::exchange(begun, plan.step) == plan.step) plan.moved = false;  // the same plan again; a move counts once
+    return plan;
+  }
+
+  void draw(std::int64_t batch_size) {
+    latest = balancer.next_plan(batch_size);
+    awaits_record = true;
+  }
+
+  /// Learns from a committed step that ran by `plan`, in these pieces (see StepPieces::ran).
+  void record(const BatchPlan& plan, const StepRecord& record, std::span<const MicroBatch> pieces) {
+    // Steps that began before the times of an earlier step were known may have run by an older plan. If a move came in
+    // the meantime, only steps that ran by its shares judge it. The balancer's plan stays until one of them is
+    // recorded.
+    if (!awaits_record) draw(plan.balance.batch_size);
+    if (latest.shares == plan.balance.shares) {
+      balancer.record(plan.timings(record));
+      awaits_record = false;
+    }
+    if (ledger == nullptr) return;
+    std::vector<balance::LedgerClaim> claims;
+    for (const ClaimRecord& claim : record.claims) {
+      const MicroBatch& mb = claim.micro_batch;
+      claims.push_back({mb.device, mb.begin, mb.end, claim.start_seconds, claim.finish_seconds});
+    }
+    std::vector<balance::LedgerClaim> cut;
+    for (const MicroBatch& piece : pieces) cut.push_back({piece.device, piece.begin, piece.end});
+    ledger->claims(plan.balance.step, plan.size, claims, cut, plan.arrangement.order);
+  }
+
+  /// Earlier plans are void.
+  void forget() {
+    latest = {};
+    begun = -1;
+    awaits_record = false;
+  }
+
+  balance::Balancer balancer;
+  std::shared_ptr<balance::LedgerWriter> ledger;
+  balance::StepPlan latest;    // running steps may have an older plan
+  bool awaits_record = false;  // no step that ran by `latest` has been recorded yet
+  std::int64_t begun = -1;     // the number of the plan that the last batch got
+};
 
 }  // namespace
 
@@ -69,11 +142,13 @@ struct StepLoop::State {
   State(DeviceGroup the_group, StepLoopOptions the_options)
       : group(std::move(the_group)),
         asynchronous(group.asynchronous()),
-        options(internal::with_stable_shapes(std::move(the_options), asynchronous)),
-        run_ahead(internal::run_ahead_of(group, options)),
-        planner(group, options),
+        options(with_stable_shapes(std::move(the_options), asynchronous)),
+        run_ahead(run_ahead_of(group, options)),
+        alike(make_balancer(group, options, false)),
+        by_cost(make_balancer(group, options, true)),
+        work(of_each(group, &Device::device_class), options.micro_batch, options.balance != Balance::automatic),
         caps(std::make_shared<internal::MemoryCaps>(group, options.memory_limits)),
-        metrics(names_of(group)),
+        metrics(of_each(group, &Device::name)),
         health(group.devices()),
         origin(std::chrono::steady_clock::now()) {}
 
@@ -83,13 +158,24 @@ struct StepLoop::State {
     return options.micro_batch > 0 ? std::min(options.least_items, options.micro_batch) : options.least_items;
   }
 
-  template <class Batch>
-  std::shared_ptr<const BatchPlan> next_plan(const Batch& batch, const BatchKind& kind, bool plans_again) {
-    collect(plans_again ? kMostPending - 1 : 0);
-    const std::shared_ptr<BatchPlan> made = planner.next(batch, least_items());
+  /// The next plan. Waits for the times of earlier steps, except if the plan would be the last one again.
+  std::shared_ptr<const BatchPlan> next_plan(std::int64_t batch_size, const BatchKind& kind) {
+    const bool again = alike.latest.batch_size == batch_size && alike.balancer.least_items() == least_items();
+    collect(again ? kMostPending - 1 : 0);
+    alike.balancer.set_least_items(least_items());
+    auto made = std::make_shared<BatchPlan>();
+    made->size = batch_size;
     made->kind = kind;
-    plan = made;
-    return plan;
+    made->balance = alike.decide(batch_size, ledger);
+    made->shares = made->balance.shares;
+    last = &alike;
+    return plan = std::move(made);
+  }
+  std::shared_ptr<const BatchPlan> next_plan(std::span<const double> costs) {
+    collect(by_cost.latest.batch_size == work.batch_units(costs) ? kMostPending - 1 : 0);
+    balance::StepPlan decided = by_cost.decide(work.begin(costs), ledger);
+    last = &by_cost;
+    return plan = work.arrange(costs, std::move(decided), least_items());
   }
 
   /// The search for sizes that this plan's kind of batch has; null: claims are not cut to find a size.
@@ -98,8 +184,7 @@ struct StepLoop::State {
                      least_items() == 1 && !batch.by_cost() && batch.kind.any_size;
     if (!may) return nullptr;
     const auto key = std::pair(batch.size, batch.kind.speed);
-    const auto known =
-        std::find_if(searches.begin(), searches.end(), [&](const auto& one) { return one.first == key; });
+    const auto known = std::ranges::find(searches, key, [](const auto& one) { return one.first; });
     if (known == searches.end()) {
       if (searches.size() == kMostSearches) searches.erase(searches.begin());
       searches.emplace_back(key, std::make_shared<balance::SizeSearch>());
@@ -109,16 +194,29 @@ struct StepLoop::State {
     return last_search = searches.back().second;
   }
 
+  template <class Value>
+  void set(Value StepLoopOptions::* option, Value value) {
+    StepLoopOptions changed = options;
+    changed.*option = value;
+    check(changed);
+    options = std::move(changed);
+  }
+
   void change_devices(const std::function<void(balance::Balancer&)>& change) {
     collect(0);
-    planner.change_devices(change);
+    for (Planner* const planner : {&alike, &by_cost}) {
+      change(planner->balancer);
+      planner->forget();
+    }
     plan = nullptr;
   }
 
   void note(const Step& done) {
     const BatchPlan& ran_by = *done.plan();
     record = done.record();
-    planner.record(ran_by, record, done.pieces() != nullptr ? done.pieces()->ran() : std::vector<MicroBatch>());
+    Planner& planner = ran_by.by_cost() ? by_cost : alike;
+    planner.record(ran_by, record, done.pieces()->ran());
+    if (ran_by.by_cost()) work.record(ran_by, record, planner.balancer);
     observe::StepSample sample;
     sample.items = record.items(group.size());
     sample.costs = ran_by.costs_of(record);
@@ -180,8 +278,14 @@ struct StepLoop::State {
   bool asynchronous;  // any of the devices
   StepLoopOptions options;
   std::vector<std::int64_t> run_ahead;
-  internal::Planner planner;
-  std::shared_ptr<const BatchPlan> plan;  // the last one; null where the devices have changed since
+  // The times of batches with costs and of those without cannot be compared, so each kind has a balancer of its own.
+  // Steps of both kinds may alternate.
+  Planner alike;
+  Planner by_cost;  // splits units of work instead of items
+  internal::ItemWork work;
+  Planner* last = &alike;                         // of the last plan
+  std::shared_ptr<balance::LedgerWriter> ledger;  // of both
+  std::shared_ptr<const BatchPlan> plan;          // the last one; null where the devices have changed since
   std::shared_ptr<internal::MemoryCaps> caps;
   // By size and speed number of the batch, least recently used first.
   std::vector<std::pair<std::pair<std::int64_t, std::uint64_t>, std::shared_ptr<balance::SizeSearch>>> searches;
@@ -194,11 +298,11 @@ struct StepLoop::State {
   StepRecord record;
   std::chrono::steady_clock::time_point origin;
   std::mutex cancel_mutex;
-  std::function<void()> cancel_running;
+  std::weak_ptr<Step> running;
 };
 
 StepLoop::StepLoop(DeviceGroup group, StepLoopOptions options) {
-  internal::check(options);
+  check(options);
   state_ = std::make_unique<State>(std::move(group), std::move(options));
 }
 
@@ -209,13 +313,13 @@ std::shared_ptr<const BatchPlan> StepLoop::plan(std::int64_t batch_size, const B
     throw InvalidArgument(fmt::format("step: a batch of {} items; at least one is needed.", batch_size));
   }
   require_idle();
-  return state_->next_plan(batch_size, kind, state_->planner.plans_again(batch_size, state_->least_items()));
+  return state_->next_plan(batch_size, kind);
 }
 
 std::shared_ptr<const BatchPlan> StepLoop::plan(std::span<const double> costs) {
   require_idle();
   internal::check_costs(costs);  // before anything changes
-  return state_->next_plan(costs, {}, state_->planner.plans_again(costs));
+  return state_->next_plan(costs);
 }
 
 std::shared_ptr<Step> StepLoop::begin(std::shared_ptr<const BatchPlan> plan, std::shared_ptr<StepProgram> program) {
@@ -231,7 +335,7 @@ std::shared_ptr<Step> StepLoop::prepare(std::shared_ptr<const BatchPlan> plan, s
   if (plan == nullptr || plan != state.plan) {
     throw InvalidArgument("step: this plan is not the last one that was made. Plan, then begin.");
   }
-  check_pieces(script);
+  internal::check_pieces(script);
   StepOptions options;
   options.shares = plan->shares;
   options.models = plan->balance.models;
@@ -245,16 +349,14 @@ std::shared_ptr<Step> StepLoop::prepare(std::shared_ptr<const BatchPlan> plan, s
   options.any_size = state.corrects();
   const bool in_pieces = plan->by_cost() || options.micro_batch > 0;
   options.stealing = state.options.balance == Balance::automatic && (in_pieces || options.any_size);
-  const std::shared_ptr<balance::SizeSearch> search = script.claims.empty() ? state.search_for(*plan) : nullptr;
-  if (search != nullptr || !script.pieces.empty() || !state.caps->idle()) {
-    options.pieces =
-        std::make_shared<internal::StepPieces>(plan, state.caps, search, options.least_items, std::move(script.pieces));
-  }
+  options.pieces = std::make_shared<internal::StepPieces>(plan, state.caps,
+                                                          script.claims.empty() ? state.search_for(*plan) : nullptr,
+                                                          options.least_items, std::move(script.pieces));
   options.script = std::move(script.claims);
   options.plan = std::move(plan);
   auto step = std::make_shared<Step>(state.group, std::move(program), std::move(options));
   const std::lock_guard lock(state.cancel_mutex);
-  state.cancel_running = step->canceller();
+  state.running = step;
   return step;
 }
 
@@ -262,7 +364,7 @@ bool StepLoop::shrink(const Step& failed, bool limited) {
   const StepFailure* const failure = failed.failure();
   if (failed.plan() == nullptr) throw InvalidArgument("step: shrink() is for steps that a StepLoop has prepared.");
   if (failure == nullptr || !failure->micro_batch) return false;
-  if (failed.pieces() != nullptr && failed.pieces()->scripted()) return false;  // smaller pieces would be another run
+  if (failed.pieces()->scripted()) return false;  // smaller pieces would be another run
   const MicroBatch& micro_batch = *failure->micro_batch;
   return state_->caps->shrink(micro_batch.device, *failed.plan(), micro_batch.begin, micro_batch.end,
                               state_->least_items(), limited);
@@ -270,21 +372,16 @@ bool StepLoop::shrink(const Step& failed, bool limited) {
 
 std::vector<MemoryReport> StepLoop::memory_report() const { return state_->caps->report(); }
 
-std::optional<ItemReport> StepLoop::item_report() const { return state_->planner.item_report(); }
+std::optional<ItemReport> StepLoop::item_report() const {
+  if (!state_->by_cost.balancer.called()) return std::nullopt;
+  return state_->work.report();
+}
 
 void StepLoop::set_corrections(std::optional<bool> corrections) {
-  StepLoopOptions options = state_->options;
-  options.corrections = corrections;
-  internal::check(options);
-  state_->options = std::move(options);
+  state_->set(&StepLoopOptions::corrections, corrections);
 }
 
-void StepLoop::set_least_items(std::int64_t items) {
-  StepLoopOptions options = state_->options;
-  options.least_items = items;
-  internal::check(options);
-  state_->options = std::move(options);
-}
+void StepLoop::set_least_items(std::int64_t items) { state_->set(&StepLoopOptions::least_items, items); }
 
 void StepLoop::retire(DeviceId device) {
   require_idle();
@@ -296,11 +393,11 @@ void StepLoop::restore(DeviceId device) {
   state_->change_devices([device](balance::Balancer& balancer) { balancer.restore(device); });
 }
 
-bool StepLoop::retired(DeviceId device) const { return state_->planner.balancer().retired(device); }
+bool StepLoop::retired(DeviceId device) const { return balancer().retired(device); }
 
 void StepLoop::cancel() {
   const std::lock_guard lock(state_->cancel_mutex);
-  if (state_->cancel_running) state_->cancel_running();
+  if (const std::shared_ptr<Step> step = state_->running.lock()) step->cancel();
 }
 
 void StepLoop::require_idle() const {
@@ -314,7 +411,7 @@ void StepLoop::commit(std::shared_ptr<const Step> step) {
   if (step == nullptr || step->plan() == nullptr) {
     throw InvalidArgument("step: commit() is for steps that a StepLoop has prepared.");
   }
-  if (step->pieces() != nullptr) step->pieces()->commit();
+  step->pieces()->commit();
   state_->pending.push_back(std::move(step));
   state_->collect(kMostPending);
 }
@@ -326,14 +423,25 @@ void StepLoop::write_to(std::shared_ptr<balance::LedgerWriter> ledger) {
   if (ledger != nullptr && has_planned()) {
     throw InvalidArgument("a ledger must be attached before the first step, with costs or without");
   }
-  state_->planner.write_to(std::move(ledger));
+  state_->ledger = std::move(ledger);
+  for (Planner* const planner : {&state_->alike, &state_->by_cost}) {
+    planner->balancer.write_to(nullptr);
+    planner->ledger = nullptr;
+  }
 }
 
-bool StepLoop::writes_ledger() const noexcept { return state_->planner.writes_ledger(); }
-bool StepLoop::has_planned() const noexcept { return state_->planner.has_planned(); }
+bool StepLoop::writes_ledger() const noexcept { return state_->ledger != nullptr; }
+bool StepLoop::has_planned() const noexcept {
+  return state_->alike.balancer.called() || state_->by_cost.balancer.called();
+}
 
 std::string StepLoop::explain() const {
-  std::string text = state_->planner.explain(state_->health.causes(balancer().report())) + state_->caps->explain();
+  std::string text = balancer().explain(state_->health.causes(balancer().report()));
+  if (by_cost()) {
+    text = "Items are dealt by cost: batch, shares and items below are work, of which the first batch had 1000000.\n" +
+           text + state_->work.explain();
+  }
+  text += state_->caps->explain();
   const balance::SizeSearch* const search = state_->last_search.get();
   if (search != nullptr && search->size()) {
     text += fmt::format(
@@ -348,13 +456,13 @@ const balance::StepPlan& StepLoop::last_plan() const noexcept {
   static const balance::StepPlan none;
   return state_->plan != nullptr ? state_->plan->balance : none;
 }
-bool StepLoop::by_cost() const noexcept { return state_->planner.by_cost(); }
+bool StepLoop::by_cost() const noexcept { return state_->last == &state_->by_cost; }
 const StepRecord& StepLoop::last_step() const noexcept { return state_->record; }
 observe::Metrics StepLoop::metrics() const { return state_->metrics.snapshot(); }
 const observe::EventRing& StepLoop::events() const noexcept { return state_->events; }
 const observe::History& StepLoop::history() const noexcept { return state_->history; }
-balance::Balancer& StepLoop::balancer() noexcept { return state_->planner.balancer(); }
-const balance::Balancer& StepLoop::balancer() const noexcept { return state_->planner.balancer(); }
+balance::Balancer& StepLoop::balancer() noexcept { return state_->last->balancer; }
+const balance::Balancer& StepLoop::balancer() const noexcept { return state_->last->balancer; }
 const DeviceGroup& StepLoop::group() const noexcept { return state_->group; }
 
 }  // namespace paceline

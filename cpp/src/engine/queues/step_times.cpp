@@ -2,7 +2,6 @@
 #include "engine/queues/step_times.hpp"
 
 #include <algorithm>
-#include <utility>
 
 #include "comm/space_collectives.hpp"
 
@@ -19,65 +18,38 @@ constexpr int kPatience = 8;  // steps that better evidence counts for
 
 }  // namespace
 
-std::vector<char> Evidence::classify(const std::vector<std::size_t>& used, const std::vector<char>& clean) {
+void Evidence::classify(std::vector<char>& strict, const std::vector<char>& ran, const std::vector<char>& clean) {
   const std::lock_guard lock(mutex_);
+  if (!strict.empty()) return;
   steps_without_.resize(clean.size(), kPatience);
-  std::vector<char> strict(clean.size());
+  strict.resize(clean.size());
   for (std::size_t d = 0; d < clean.size(); ++d) {
     int& without = steps_without_[d];
     if (clean[d] != 0) without = 0;
-    if (clean[d] == 0 && used[d] > 0) without = std::min(without + 1, kPatience + 1);
+    if (clean[d] == 0 && ran[d] != 0) without = std::min(without + 1, kPatience + 1);
     strict[d] = static_cast<char>(without <= kPatience);
   }
-  return strict;
 }
-
-std::unique_ptr<SpanLists> SpanShelf::take() {
-  const std::lock_guard lock(mutex_);
-  if (free_.empty()) return nullptr;
-  std::unique_ptr<SpanLists> lists = std::move(free_.back());
-  free_.pop_back();
-  return lists;
-}
-
-void SpanShelf::put(std::unique_ptr<SpanLists> lists) noexcept {
-  try {
-    const std::lock_guard lock(mutex_);
-    free_.push_back(std::move(lists));
-  } catch (...) {  // no memory to keep it: it goes
-  }
-}
-
-RecordedTimes::RecordedTimes(const Shared& shared, std::size_t device_count, AsyncDevice& home,
-                             std::chrono::nanoseconds timeout, std::weak_ptr<SpaceCollectives> collectives)
-    : lists_(shared.shelf->take()), shared_(shared), timeout_(timeout), collectives_(std::move(collectives)) {
-  if (lists_ == nullptr) {
-    lists_ = std::make_unique<SpanLists>();
-    lists_->spans.resize(device_count);
-    lists_->over = home.make_event(false);
-  }
-  lists_->used.assign(device_count, 0);
-}
-
-RecordedTimes::~RecordedTimes() { shared_.shelf->put(std::move(lists_)); }
 
 void RecordedTimes::wait() const {
-  wait_for(*lists_->over, timeout_);
+  wait_for(*over_, timeout_);
   // A collective that was given up lets its stream go on, and that is known by then.
   if (const auto collectives = collectives_.lock()) collectives->check();
 }
 
 void RecordedTimes::stamp(std::vector<ClaimRecord>& claims) const {
-  const std::size_t device_count = lists_->spans.size();
+  const std::size_t device_count = spans_.size();
   std::vector<std::size_t> next(device_count, 0);
   std::vector<double> origin(device_count, 0.0);
   std::vector<char> held_up(claims.size(), 0);
+  std::vector<char> ran(device_count, 0);
   std::vector<char> clean(device_count, 0);
   for (std::size_t i = 0; i < claims.size(); ++i) {
     ClaimRecord& claim = claims[i];
     const DeviceId d = claim.micro_batch.device;
-    const std::vector<Span>& spans = lists_->spans[d];
-    if (lists_->used[d] == 0) continue;
+    const std::vector<Span>& spans = spans_[d];
+    if (spans.empty()) continue;
+    ran[d] = 1;
     const std::size_t k = next[d]++;
     if (k == 0) origin[d] = claim.start_seconds;
     claim.start_seconds = origin[d] + spans[k].start->seconds_since(*spans[0].start);
@@ -86,43 +58,38 @@ void RecordedTimes::stamp(std::vector<ClaimRecord>& claims) const {
     held_up[i] = static_cast<char>(spans[k].held_up(seconds));
     if (held_up[i] == 0 && !claim.excluded) clean[d] = 1;
   }
-  {
-    const std::lock_guard lock(mutex_);  // one step is judged once, however often it is asked for its times
-    if (strict_.empty()) strict_ = shared_.evidence->classify(lists_->used, clean);
-  }
+  evidence_->classify(strict_, ran, clean);
   for (std::size_t i = 0; i < claims.size(); ++i) {
     if (held_up[i] != 0 && strict_[claims[i].micro_batch.device] != 0) claims[i].excluded = true;
   }
 }
 
 bool RecordedTimes::begin_run(DeviceId d, AsyncDevice& maker, Stream& stream, bool continues) {
-  std::vector<Span>& spans = lists_->spans[d];
-  std::size_t& used = lists_->used[d];
+  std::vector<Span>& spans = spans_[d];
   // A device that had nothing to do when it was given more has waited for the host. That time is no evidence.
-  const bool dry = used > 0 && spans[used - 1].end->done();
+  const bool dry = !spans.empty() && spans.back().end->done();
   if (continues) return dry;
-  if (used == spans.size()) spans.push_back({maker.make_event(true), maker.make_event(true), {}});
-  ++used;
+  spans.push_back({maker.make_event(true), maker.make_event(true), {}});
   restart_run(d, stream);
   return dry;
 }
 
 void RecordedTimes::restart_run(DeviceId d, Stream& stream) {
-  Span& span = last(d);
+  Span& span = spans_[d].back();
   stream.record(*span.start);
   span.opened = std::chrono::steady_clock::now();
 }
 
 void RecordedTimes::end_run(DeviceId d, Stream& stream) {
-  Span& span = last(d);
+  Span& span = spans_[d].back();
   stream.record(*span.end);
   span.launch_seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - span.opened).count();
   span.overtaken = span.start->done();
 }
 
 const Event* RecordedTimes::end_of_run(DeviceId d, std::size_t back) const {
-  const std::size_t used = lists_->used[d];
-  return used > back ? lists_->spans[d][used - 1 - back].end.get() : nullptr;
+  const std::vector<Span>& spans = spans_[d];
+  return spans.size() > back ? spans[spans.size() - 1 - back].end.get() : nullptr;
 }
 
 }  // namespace paceline::internal

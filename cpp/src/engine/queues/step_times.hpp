@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include <paceline/device_id.hpp>
@@ -34,49 +35,29 @@ struct Span {
 /// loss), and it is what such a step costs. So it is set aside only while there is recent better evidence. Any thread.
 class Evidence {
  public:
-  /// For each device: whether to set aside the runs of this step that waited for launches. `used[d]`: how many runs it
-  /// had; `clean[d]`: whether one of them is good evidence.
-  [[nodiscard]] std::vector<char> classify(const std::vector<std::size_t>& used, const std::vector<char>& clean);
+  /// `strict[d]`: whether to set aside the device's runs of this step that waited for launches. A step is judged once,
+  /// however often it is asked for its times: a list that is not empty stays as it is. `ran[d]`: whether the device had
+  /// runs; `clean[d]`: whether one of them is good evidence.
+  void classify(std::vector<char>& strict, const std::vector<char>& ran, const std::vector<char>& clean);
 
  private:
   std::mutex mutex_;
   std::vector<int> steps_without_;
 };
 
-/// The events of one step. Later steps use them again.
-struct SpanLists {
-  std::vector<std::vector<Span>> spans;  ///< of each device
-  std::vector<std::size_t> used;         ///< how many of them this step has recorded
-  std::unique_ptr<Event> over;
-};
-
-/// Keeps the events of finished steps for later steps. Any thread.
-class SpanShelf {
- public:
-  /// Null where it is empty.
-  [[nodiscard]] std::unique_ptr<SpanLists> take();
-  void put(std::unique_ptr<SpanLists> lists) noexcept;
-
- private:
-  std::mutex mutex_;
-  std::vector<std::unique_ptr<SpanLists>> free_;
-};
-
 /// The times of one step. It may outlive the queues. Each device's worker records the runs of its device.
 class RecordedTimes final : public StepTimes {
  public:
-  /// What the steps of one group have in common.
-  struct Shared {
-    std::shared_ptr<SpanShelf> shelf = std::make_shared<SpanShelf>();
-    std::shared_ptr<Evidence> evidence = std::make_shared<Evidence>();
-  };
+  /// `evidence`: of all steps of the group. `home` makes the event that ends the step; `timeout` is for wait().
+  RecordedTimes(std::shared_ptr<Evidence> evidence, std::size_t device_count, AsyncDevice& home,
+                std::chrono::nanoseconds timeout, std::weak_ptr<SpaceCollectives> collectives)
+      : spans_(device_count),
+        over_(home.make_event(false)),
+        evidence_(std::move(evidence)),
+        timeout_(timeout),
+        collectives_(std::move(collectives)) {}
 
-  /// `home` makes the event that ends the step; `timeout` is for wait().
-  RecordedTimes(const Shared& shared, std::size_t device_count, AsyncDevice& home, std::chrono::nanoseconds timeout,
-                std::weak_ptr<SpaceCollectives> collectives);
-  ~RecordedTimes() override;
-
-  [[nodiscard]] bool settled() const override { return lists_->over->done(); }
+  [[nodiscard]] bool settled() const override { return over_->done(); }
   void wait() const override;
   void stamp(std::vector<ClaimRecord>& claims) const override;
 
@@ -88,17 +69,15 @@ class RecordedTimes final : public StepTimes {
   /// The end of the run that is `back` runs before the device's last one; null if there were not that many.
   [[nodiscard]] const Event* end_of_run(DeviceId d, std::size_t back) const;
   /// Recorded when everything of the step is on its way.
-  [[nodiscard]] Event& over() noexcept { return *lists_->over; }
+  [[nodiscard]] Event& over() noexcept { return *over_; }
 
  private:
-  [[nodiscard]] Span& last(DeviceId d) { return lists_->spans[d][lists_->used[d] - 1]; }
-
-  std::unique_ptr<SpanLists> lists_;
-  Shared shared_;
+  std::vector<std::vector<Span>> spans_;  // of each device
+  std::unique_ptr<Event> over_;
+  std::shared_ptr<Evidence> evidence_;
   std::chrono::nanoseconds timeout_;
   std::weak_ptr<SpaceCollectives> collectives_;
-  mutable std::mutex mutex_;
-  mutable std::vector<char> strict_;  // the answer of Evidence::classify(); empty: not asked yet
+  mutable std::vector<char> strict_;  // the answer of Evidence::classify(), under its lock; empty: not asked yet
 };
 
 }  // namespace paceline::internal

@@ -1,12 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/step/claims.hpp"
 
-#include <algorithm>
-#include <cstdint>
 #include <utility>
-
-#include "engine/step/item_claims.hpp"
-#include "engine/step/planned_claims.hpp"
 
 namespace paceline::internal {
 namespace {
@@ -14,40 +9,26 @@ namespace {
 /// Exactly what a script says.
 class ScriptedClaims final : public Claims {
  public:
-  explicit ScriptedClaims(StepOptions options) : Claims(options.shares, false) {
-    for (std::vector<MicroBatch>& list : options.script) scripts_.push_back({std::move(list)});
-  }
+  explicit ScriptedClaims(StepOptions options)
+      : Claims(options.shares, false), script_(std::move(options.script)), next_(script_.size(), 0) {}
 
  private:
-  std::optional<MicroBatch> own(DeviceId device) override {
-    if (!has_own(device)) return std::nullopt;
-    return scripts_[device].list[scripts_[device].next++];
-  }
-  std::optional<MicroBatch> take_over(std::size_t, double) override { return std::nullopt; }
+  MicroBatch own(DeviceId device) override { return script_[device][next_[device]++]; }
+  std::optional<MicroBatch> take_over(DeviceId, double) override { return std::nullopt; }
   void hand_out(MicroBatch&, double) override {}
-  [[nodiscard]] bool has_own(DeviceId device) const override {
-    return scripts_[device].next < scripts_[device].list.size();
-  }
-  [[nodiscard]] bool nothing_left() const override {
-    for (std::size_t d = 0; d < scripts_.size(); ++d) {
-      if (has_own(d)) return false;
-    }
-    return true;
-  }
+  [[nodiscard]] bool has_own(DeviceId device) const override { return next_[device] < script_[device].size(); }
+  [[nodiscard]] double finish_of(DeviceId, double) const override { return 0.0; }
 
-  struct Script {  // of one device
-    std::vector<MicroBatch> list;
-    std::size_t next = 0;
-  };
-  std::vector<Script> scripts_;
+  std::vector<std::vector<MicroBatch>> script_;
+  std::vector<std::size_t> next_;
 };
 
 }  // namespace
 
 std::unique_ptr<Claims> Claims::of(StepOptions options) {
   if (!options.script.empty()) return std::make_unique<ScriptedClaims>(std::move(options));
-  if (options.plan == nullptr || !options.plan->by_cost()) return std::make_unique<PlannedClaims>(std::move(options));
-  return std::make_unique<ItemClaims>(options.plan, options.stealing, options.any_size, options.least_items);
+  if (options.plan == nullptr || !options.plan->by_cost()) return planned_claims(std::move(options));
+  return item_claims(options.plan, options.stealing, options.any_size, options.least_items);
 }
 
 Claims::Claims(const std::vector<std::int64_t>& shares, bool stealing) {
@@ -58,8 +39,12 @@ std::optional<MicroBatch> Claims::claim(DeviceId device, double now_seconds) {
   const std::lock_guard lock(mutex_);
   DeviceState& here = devices_[device];
   if (cancelled_ || here.left) return std::nullopt;
-  std::optional<MicroBatch> next = own(device);
-  if (!next && here.takes_over) next = take_over(device, now_seconds);
+  std::optional<MicroBatch> next;
+  if (has_own(device)) {
+    next = own(device);
+  } else if (here.takes_over) {
+    next = take_over(device, now_seconds);
+  }
   if (!next) {
     here.left = !here.takes_over || !came_early(device);
     return std::nullopt;
@@ -84,6 +69,23 @@ bool Claims::exhausted() {
 void Claims::cancel() {
   const std::lock_guard lock(mutex_);
   cancelled_ = true;
+}
+
+bool Claims::nothing_left() const {
+  for (DeviceId d = 0; d < devices_.size(); ++d) {
+    if (has_own(d)) return false;
+  }
+  return !any_common();
+}
+
+std::optional<Claims::Victim> Claims::find_victim(DeviceId thief, double now) const {
+  std::optional<Victim> victim;
+  for (DeviceId d = 0; d < devices_.size(); ++d) {
+    if (d == thief || !has_own(d)) continue;
+    const double finish = finish_of(d, now);
+    if (!victim || finish > victim->finish) victim = Victim{d, finish};
+  }
+  return victim;
 }
 
 }  // namespace paceline::internal

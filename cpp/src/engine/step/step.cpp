@@ -4,10 +4,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstdint>
 #include <new>
 #include <numeric>
-#include <optional>
 #include <utility>
 
 #include <paceline/error.hpp>
@@ -19,16 +17,6 @@
 namespace paceline {
 
 StepProgram::~StepProgram() = default;
-std::optional<std::int64_t> StepProgram::memory_bytes(std::size_t) { return 0; }
-const Event* StepProgram::slot(std::size_t) { return nullptr; }
-const Event* StepProgram::idle(std::size_t) { return nullptr; }
-std::chrono::nanoseconds StepProgram::patience() const { return std::chrono::nanoseconds::max(); }
-void StepProgram::give_up(const Event&) {}
-void StepProgram::finish(std::size_t) {}
-void StepProgram::stamp(std::vector<ClaimRecord>&) const {}
-bool StepProgram::settled() const { return true; }
-void StepProgram::settle() const {}
-std::vector<ReductionSegment> StepProgram::reduction() { return {}; }
 
 namespace {
 
@@ -64,10 +52,10 @@ void check(const DeviceGroup& group, const StepOptions& options) {
     throw InvalidArgument(fmt::format("step: {} for a group of {}; one share per device is needed.",
                                       plural(options.shares.size(), "share"), plural(count, "device")));
   }
-  if (std::any_of(options.shares.begin(), options.shares.end(), [](std::int64_t share) { return share < 0; })) {
+  if (std::ranges::any_of(options.shares, [](std::int64_t share) { return share < 0; })) {
     throw InvalidArgument("step: a share is negative. Shares are item counts, zero or more.");
   }
-  if (std::all_of(options.shares.begin(), options.shares.end(), [](std::int64_t share) { return share == 0; })) {
+  if (std::ranges::all_of(options.shares, [](std::int64_t share) { return share == 0; })) {
     throw InvalidArgument("step: the batch is empty. Skip the step instead.");
   }
   if ((!options.models.empty() && options.models.size() != count) ||
@@ -92,6 +80,7 @@ void check(const DeviceGroup& group, const StepOptions& options) {
 Step::Step(DeviceGroup group, std::shared_ptr<StepProgram> program, StepOptions options) : group_(std::move(group)) {
   check(group_, options);
   plan_ = options.plan;
+  if (options.pieces == nullptr) options.pieces = std::make_shared<internal::StepPieces>(group_.size());
   pieces_ = options.pieces;
   source_ = std::make_shared<internal::StepSource>(group_, std::move(program), std::move(options));
 }
@@ -105,31 +94,15 @@ void Step::start() {
 
 bool Step::wait(const DeviceGroup::Between& between) { return group_.wait(*source_, between); }
 
-void Step::cancel() { canceller()(); }
-
-std::function<void()> Step::canceller() const {
-  return [source = std::weak_ptr<internal::StepSource>(source_)] {
-    if (const std::shared_ptr<internal::StepSource> alive = source.lock()) {
-      alive->cancel(std::make_exception_ptr(Cancelled("step: cancelled before it was done; nothing was committed.")));
-    }
-  };
+void Step::cancel() {
+  source_->cancel(std::make_exception_ptr(Cancelled("step: cancelled before it was done; nothing was committed.")));
 }
 
 const StepFailure* Step::failure() const noexcept { return source_->failure(); }
+std::vector<bool> Step::takes_part() const { return source_->takes_part(); }
 std::vector<std::int64_t> Step::items() const { return source_->items(); }
-
-std::int64_t Step::micro_batches() const {
-  if (pieces_ != nullptr) return pieces_->count();
-  const std::vector<std::int64_t> claims = source_->claim_counts();
-  return std::accumulate(claims.begin(), claims.end(), std::int64_t{0});
-}
-
-bool Step::divided() const {
-  if (pieces_ != nullptr) return pieces_->divided();
-  const std::vector<std::int64_t> claims = source_->claim_counts();
-  return std::any_of(claims.begin(), claims.end(), [](std::int64_t count) { return count > 1; });
-}
-
+std::int64_t Step::micro_batches() const { return pieces_->count(); }
+bool Step::divided() const { return pieces_->divided(); }
 bool Step::settled() const { return source_->program().settled(); }
 void Step::settle() const { source_->program().settle(); }
 StepRecord Step::record() const { return source_->record(); }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/step/step_pieces.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <chrono>
 #include <optional>
@@ -8,8 +10,37 @@
 #include <paceline/error.hpp>
 
 #include "engine/step/claims.hpp"
+#include "plural.hpp"
 
 namespace paceline::internal {
+
+void check_pieces(const StepScript& script) {
+  if (script.pieces.empty()) return;
+  if (script.pieces.size() != script.claims.size()) {
+    throw InvalidArgument(
+        fmt::format("step: pieces for {} with claims for {}; give both, one list of each for each device.",
+                    plural(script.pieces.size(), "device"), script.claims.size()));
+  }
+  for (std::size_t d = 0; d < script.pieces.size(); ++d) {
+    auto piece = script.pieces[d].begin();
+    const auto last = script.pieces[d].end();
+    for (const MicroBatch& claim : script.claims[d]) {
+      std::int64_t covered = claim.begin;
+      for (; covered < claim.end && piece != last && piece->begin == covered && piece->end > covered; ++piece) {
+        covered = piece->end;
+      }
+      if (covered == claim.end) continue;
+      throw InvalidArgument(
+          fmt::format("step: the pieces of device {} do not make up its claim [{}, {}) from item {} on; they must "
+                      "follow one another and end where it ends.",
+                      d, claim.begin, claim.end, covered));
+    }
+    if (piece != last) {
+      throw InvalidArgument(
+          fmt::format("step: the piece [{}, {}) of device {} is beyond its claims.", piece->begin, piece->end, d));
+    }
+  }
+}
 
 StepPieces::StepPieces(std::shared_ptr<const BatchPlan> plan, std::shared_ptr<MemoryCaps> caps,
                        std::shared_ptr<balance::SizeSearch> search, std::int64_t least_items,
@@ -37,26 +68,41 @@ bool StepPieces::run(const MicroBatch& claim, StepProgram& program, const Claims
   using Clock = std::chrono::steady_clock;
   DeviceState& state = devices_[claim.device];
   bool excluded = search_ != nullptr && search_->on_trial();
+  const auto run_piece = [&](Span piece) {
+    if (claims.cancelled() && piece.first > claim.begin) throw Cancelled("the step was cancelled");
+    current.begin = piece.first;
+    current.end = piece.second;
+    current.continues = piece.first > claim.begin;
+    current.last = claim.last && piece.second == claim.end;
+    if (!claim.items.empty()) {
+      current.items = claim.items.subspan(static_cast<std::size_t>(piece.first - claim.begin),
+                                          static_cast<std::size_t>(piece.second - piece.first));
+    }
+    excluded |= program.run(current);
+    state.ran.push_back({.begin = piece.first, .end = piece.second, .device = claim.device});
+  };
   std::vector<balance::TimedPiece> timed;
   for (const Span& span : spans(claim)) {
     const Clock::time_point start = Clock::now();
-    excluded |= run_span(claim, span, program, claims, current);
+    if (caps_ == nullptr || caps_->idle() || !script_.empty()) {
+      run_piece(span);
+    } else {
+      run_in_memory(span, program, current, run_piece);
+    }
     timed.push_back({span.second - span.first, std::chrono::duration<double>(Clock::now() - start).count()});
   }
   state.timed.push_back(std::move(timed));
   return excluded;
 }
 
-bool StepPieces::run_span(const MicroBatch& claim, Span span, StepProgram& program, const Claims& claims,
-                          MicroBatch& current) {
-  const DeviceId d = claim.device;
-  const auto run_one = [&](Span piece) { return run_piece(claim, piece, program, claims, current); };
-  if (caps_->idle() || !script_.empty()) return run_one(span);
-  bool excluded = false;
+/// Cuts the span into pieces that fit, and measures sizes that are not known yet.
+void StepPieces::run_in_memory(Span span, StepProgram& program, MicroBatch& current,
+                               const std::function<void(Span)>& run_piece) {
+  const DeviceId d = current.device;
   bool learned = false;
   const auto measure = [&](Span piece) {
     current.measure = true;
-    excluded |= run_one(piece);
+    run_piece(piece);
     current.measure = false;
     const std::optional<std::int64_t> bytes = program.memory_bytes(d);
     learned = !bytes || caps_->measured(d, *plan_, piece.first, piece.second, *bytes);
@@ -67,31 +113,14 @@ bool StepPieces::run_span(const MicroBatch& claim, Span span, StepProgram& progr
     begin = *middle;
     if (!learned) break;  // nothing could be measured, or only a known size
   }
-  if (begin == end) return excluded;
+  if (begin == end) return;
   for (const Span& piece : caps_->pieces(d, *plan_, begin, end, least_items_)) {
     if (caps_->wants_more(d, *plan_)) {
       measure(piece);
     } else {
-      excluded |= run_one(piece);
+      run_piece(piece);
     }
   }
-  return excluded;
-}
-
-bool StepPieces::run_piece(const MicroBatch& claim, Span piece, StepProgram& program, const Claims& claims,
-                           MicroBatch& current) {
-  if (claims.cancelled() && piece.first > claim.begin) throw Cancelled("the step was cancelled");
-  current.begin = piece.first;
-  current.end = piece.second;
-  current.continues = piece.first > claim.begin;
-  current.last = claim.last && piece.second == claim.end;
-  if (!claim.items.empty()) {
-    current.items = claim.items.subspan(static_cast<std::size_t>(piece.first - claim.begin),
-                                        static_cast<std::size_t>(piece.second - piece.first));
-  }
-  const bool excluded = program.run(current);
-  devices_[claim.device].ran.push_back({.begin = piece.first, .end = piece.second, .device = claim.device});
-  return excluded;
 }
 
 std::vector<MicroBatch> StepPieces::ran() const {
@@ -111,10 +140,8 @@ std::int64_t StepPieces::count() const {
 }
 
 bool StepPieces::divided() const {
-  return std::any_of(devices_.begin(), devices_.end(), [](const DeviceState& state) {
-    std::size_t pieces = 0;
-    for (const std::vector<balance::TimedPiece>& claim : state.timed) pieces += claim.size();
-    return pieces > 1;
+  return std::ranges::any_of(devices_, [](const DeviceState& state) {
+    return state.timed.size() > 1 || (state.timed.size() == 1 && state.timed.front().size() > 1);
   });
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -10,6 +11,7 @@
 #include <paceline/engine/batch_plan.hpp>
 #include <paceline/engine/micro_batch.hpp>
 #include <paceline/engine/step.hpp>
+#include <paceline/engine/step_loop.hpp>
 
 #include "balance/size_search.hpp"
 #include "engine/loop/memory_caps.hpp"
@@ -18,10 +20,16 @@ namespace paceline::internal {
 
 class Claims;
 
+/// Each device's claims must be cut into its pieces without a gap, because an item outside of all pieces would not run.
+/// @throws InvalidArgument otherwise
+void check_pieces(const StepScript& script);
+
 /// Runs the claims of one step in pieces. A piece is a micro-batch of the size that the search has found to be fast, or
 /// has on trial. Where memory is short it is cut further. Each device touches only its own state.
 class StepPieces {
  public:
+  /// Claims run whole.
+  explicit StepPieces(std::size_t device_count) : devices_(device_count) {}
   /// `search`: null if no size is searched for. `script`: exactly these pieces for each device; may be empty.
   StepPieces(std::shared_ptr<const BatchPlan> plan, std::shared_ptr<MemoryCaps> caps,
              std::shared_ptr<balance::SizeSearch> search, std::int64_t least_items,
@@ -50,13 +58,12 @@ class StepPieces {
   };
 
   [[nodiscard]] std::vector<Span> spans(const MicroBatch& claim) const;
-  bool run_span(const MicroBatch& claim, Span span, StepProgram& program, const Claims& claims, MicroBatch& current);
-  bool run_piece(const MicroBatch& claim, Span piece, StepProgram& program, const Claims& claims, MicroBatch& current);
+  void run_in_memory(Span span, StepProgram& program, MicroBatch& current, const std::function<void(Span)>& run_piece);
 
   std::shared_ptr<const BatchPlan> plan_;
   std::shared_ptr<MemoryCaps> caps_;
   std::shared_ptr<balance::SizeSearch> search_;
-  std::int64_t least_items_;
+  std::int64_t least_items_ = 1;
   std::vector<std::vector<MicroBatch>> script_;
   std::vector<DeviceState> devices_;
 };

@@ -55,8 +55,7 @@ void StepSource::perform(DeviceId device, std::int64_t work, Turn&) {
   DeviceState& state = devices_[device];
   if (work == kMicroBatch) {
     MicroBatch claim = state.current;
-    const bool excluded =
-        pieces_ != nullptr ? pieces_->run(claim, *program_, *claims_, state.current) : program_->run(state.current);
+    const bool excluded = pieces_->run(claim, *program_, *claims_, state.current);
     claim.items = {};  // they end with the step, the record does not
     state.claims.push_back({.micro_batch = claim, .excluded = excluded});
   }
@@ -103,18 +102,18 @@ StepRecord StepSource::record() const {
   return record;
 }
 
+std::vector<bool> StepSource::takes_part() const {
+  std::vector<bool> takes_part;
+  for (const DeviceState& state : devices_) takes_part.push_back(state.takes_part);
+  return takes_part;
+}
+
 std::vector<std::int64_t> StepSource::items() const {
   std::vector<std::int64_t> items(devices_.size(), 0);
   for (std::size_t d = 0; d < devices_.size(); ++d) {
     for (const ClaimRecord& claim : devices_[d].claims) items[d] += claim.micro_batch.size();
   }
   return items;
-}
-
-std::vector<std::int64_t> StepSource::claim_counts() const {
-  std::vector<std::int64_t> counts;
-  for (const DeviceState& state : devices_) counts.push_back(std::ssize(state.claims));
-  return counts;
 }
 
 NextWork StepSource::next_micro_batch(DeviceId device, Clock::time_point now) noexcept {
@@ -166,7 +165,7 @@ void StepSource::leave(DeviceId device) noexcept {
 }
 
 void StepSource::open_reduction() noexcept {
-  if (!has_failed()) {
+  if (!claims_->cancelled()) {  // a failure cancels them
     try {
       std::vector<ReductionSegment> segments = program_->reduction();
       if (!segments.empty()) reduction_ = std::make_unique<internal::BlockReduction>(std::move(segments));
@@ -200,11 +199,6 @@ void StepSource::fail(std::exception_ptr error, const std::optional<MicroBatch>&
   }
   claims_->cancel();
   wake_all();
-}
-
-bool StepSource::has_failed() noexcept {
-  const std::lock_guard lock(failure_mutex_);
-  return failure_.has_value();
 }
 
 double StepSource::seconds_at(Clock::time_point time) const {

@@ -29,7 +29,7 @@ namespace paceline::internal {
 /// that leaves computing last opens the reduction, and all workers take part in that.
 class StepSource final : public WorkSource {
  public:
-  /// Requires: options that fit the group.
+  /// Requires: options that fit the group, with pieces.
   StepSource(const DeviceGroup& group, std::shared_ptr<StepProgram> program, StepOptions options);
 
   /// Sets the step's clock to 0. Call it right before the workers get the step.
@@ -42,11 +42,12 @@ class StepSource final : public WorkSource {
   void cancel(std::exception_ptr reason) noexcept override;
   [[nodiscard]] bool complete() const noexcept override { return settled_.load(std::memory_order_acquire); }
 
+  [[nodiscard]] std::vector<bool> takes_part() const;
+
   // Call the rest when it is complete.
   [[nodiscard]] const StepFailure* failure() const noexcept { return failure_ ? &*failure_ : nullptr; }
   [[nodiscard]] StepRecord record() const;
   [[nodiscard]] std::vector<std::int64_t> items() const;
-  [[nodiscard]] std::vector<std::int64_t> claim_counts() const;  ///< of each device
   [[nodiscard]] const StepProgram& program() const noexcept { return *program_; }
 
  private:
@@ -69,13 +70,12 @@ class StepSource final : public WorkSource {
   void open_reduction() noexcept;
   void settle_once() noexcept;
   void fail(std::exception_ptr error, const std::optional<MicroBatch>& micro_batch) noexcept;
-  [[nodiscard]] bool has_failed() noexcept;
   [[nodiscard]] double seconds_at(Clock::time_point time) const;
   [[nodiscard]] std::vector<std::optional<double>> startups(double first, double compute_seconds) const;
 
   std::shared_ptr<StepProgram> program_;
   std::unique_ptr<internal::BlockReduction> reduction_;
-  std::shared_ptr<StepPieces> pieces_;  // null: each claim runs whole
+  std::shared_ptr<StepPieces> pieces_;
   std::unique_ptr<Claims> claims_;
   std::vector<DeviceState> devices_;
   bool asynchronous_;
