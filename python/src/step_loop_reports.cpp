@@ -4,15 +4,17 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <optional>
 #include <vector>
 
-#include "move_reports.hpp"
-
 namespace py = pybind11;
 
 namespace paceline::python {
+
+using namespace py::literals;
+
 namespace {
 
 const char* measure_name(plan::ItemMeasure measure) {
@@ -20,7 +22,23 @@ const char* measure_name(plan::ItemMeasure measure) {
   return measure == plan::ItemMeasure::sum ? "sum" : "count";
 }
 
+const char* name_of(balance::MoveOutcome outcome) {
+  constexpr std::array kNames{"pending", "kept", "taken back", "overtaken", "unjudged"};
+  return kNames.at(static_cast<std::size_t>(outcome));
+}
+
 }  // namespace
+
+py::list move_dicts(const std::vector<balance::MoveReport>& moves) {
+  py::list dicts;
+  for (const balance::MoveReport& move : moves) {
+    dicts.append(py::dict("step"_a = move.step, "batch_size"_a = move.batch_size, "from"_a = move.from,
+                          "to"_a = move.to, "promised_gain"_a = move.promised_gain,
+                          "measured_gain"_a = move.measured_gain, "resolution"_a = move.resolution,
+                          "outcome"_a = name_of(move.outcome)));
+  }
+  return dicts;
+}
 
 py::dict metrics_dict(StepLoop& step_loop) {
   step_loop.settle();
@@ -34,12 +52,8 @@ py::dict metrics_dict(StepLoop& step_loop) {
   }
   py::dict devices;
   for (const observe::DeviceMetrics& device : metrics.devices) {
-    py::dict entry;
-    entry["share"] = device.last_items;
-    entry["items"] = device.items;
-    entry["busy_seconds"] = device.busy_seconds;
-    entry["idle_seconds"] = device.idle_seconds;
-    entry["items_per_second"] = device.items_per_second;
+    py::dict entry("share"_a = device.last_items, "items"_a = device.items, "busy_seconds"_a = device.busy_seconds,
+                   "idle_seconds"_a = device.idle_seconds, "items_per_second"_a = device.items_per_second);
     entry["speed"] = most_cost > 0.0    ? device.cost_per_second / most_cost
                      : most_items > 0.0 ? device.items_per_second / most_items
                                         : 0.0;
@@ -49,29 +63,20 @@ py::dict metrics_dict(StepLoop& step_loop) {
     }
     devices[py::str(device.name)] = entry;
   }
-  py::dict result;
-  result["devices"] = devices;
-  result["steps"] = metrics.steps;
-  result["moves"] = metrics.moves;
   const balance::BalanceReport decided = step_loop.balancer().report();
-  result["taken_back"] = decided.taken_back;
-  result["recent_moves"] = move_dicts(decided.recent_moves);
-  result["imbalance"] = metrics.imbalance;
-  result["compute_seconds"] = metrics.compute_seconds;
-  result["step_seconds"] = metrics.step_seconds;
-  return result;
+  return py::dict("devices"_a = devices, "steps"_a = metrics.steps, "moves"_a = metrics.moves,
+                  "taken_back"_a = decided.taken_back, "recent_moves"_a = move_dicts(decided.recent_moves),
+                  "imbalance"_a = metrics.imbalance, "compute_seconds"_a = metrics.compute_seconds,
+                  "step_seconds"_a = metrics.step_seconds);
 }
 
 py::object items_dict(StepLoop& step_loop) {
   step_loop.settle();
   const std::optional<ItemReport> report = step_loop.item_report();
   if (!report) return py::none();
-  py::dict result;
-  result["steps"] = report->steps;
-  result["cost"] = report->padding.own;
-  result["padded_cost"] = report->padding.padded;
-  result["contiguous_cost"] = report->padding.contiguous;
-  result["padding_saved"] = report->padding.saved();
+  const ItemPadding& padding = report->padding;
+  py::dict result("steps"_a = report->steps, "cost"_a = padding.own, "padded_cost"_a = padding.padded,
+                  "contiguous_cost"_a = padding.contiguous, "padding_saved"_a = padding.saved());
   if (!report->fitted) return result;
   const plan::ItemCost& cost = report->shape.cost;
   result["device_class"] = report->device_class;
@@ -87,15 +92,11 @@ py::list events_list(StepLoop& step_loop) {
   step_loop.settle();
   py::list events;
   for (const observe::TraceEvent& event : step_loop.events().snapshot()) {
-    py::dict entry;
-    entry["kind"] = observe::name_of(event.kind);
-    entry["device"] = event.device ? py::object(py::str(step_loop.group().devices()[*event.device].name)) : py::none();
-    entry["step"] = event.step;
-    entry["begin"] = event.begin;
-    entry["end"] = event.end;
-    entry["start_seconds"] = event.start_seconds;
-    entry["duration_seconds"] = event.duration_seconds;
-    events.append(entry);
+    const py::object device =
+        event.device ? py::object(py::str(step_loop.group().devices()[*event.device].name)) : py::none();
+    events.append(py::dict("kind"_a = observe::name_of(event.kind), "device"_a = device, "step"_a = event.step,
+                           "begin"_a = event.begin, "end"_a = event.end, "start_seconds"_a = event.start_seconds,
+                           "duration_seconds"_a = event.duration_seconds));
   }
   return events;
 }
@@ -114,16 +115,10 @@ py::list history_list(StepLoop& step_loop) {
       items[name] = row.items[d];
       busy_seconds[name] = row.busy_seconds[d];
     }
-    py::dict entry;
-    entry["first_step"] = row.first_step;
-    entry["steps"] = row.steps;
-    entry["items"] = items;
-    entry["busy_seconds"] = busy_seconds;
-    entry["costs"] = row.costs.empty() ? py::object(py::none()) : py::object(costs);
-    entry["step_seconds"] = row.step_seconds;
-    entry["longest_step_seconds"] = row.longest_step_seconds;
-    entry["moves"] = row.moves;
-    rows.append(entry);
+    rows.append(py::dict(
+        "first_step"_a = row.first_step, "steps"_a = row.steps, "items"_a = items, "busy_seconds"_a = busy_seconds,
+        "costs"_a = row.costs.empty() ? py::object(py::none()) : py::object(costs), "step_seconds"_a = row.step_seconds,
+        "longest_step_seconds"_a = row.longest_step_seconds, "moves"_a = row.moves));
   }
   return rows;
 }
