@@ -107,12 +107,6 @@ RULES = [
     ),
     # Sizes.
     _rule("shapes are learnt", 150, (_SHAPE, "if (proportional_) return;", "if (step >= 0) return;")),
-    _rule("wild samples count less in the shape", 6, (_SHAPE, "kHuber = 1.5;", "kHuber = 1e300;")),
-    _rule(
-        "misfit widens the error of the shape",
-        6,
-        (_SHAPE, "total.freedom > 0.0 ? std::sqrt(total.misfit / total.freedom) : noise;", "noise;"),
-    ),
     _rule("calibration", 152, (_AUTO, "if (!calibration_.done()) {", "if (context.step < 0) {")),
     _rule("calibration lowers the slow devices", 12, ("calibration.cpp", "kSlow = 1.5;", "kSlow = 1e300;")),
     _rule(
@@ -183,13 +177,8 @@ RULES = [
     _rule("moves are taken back", 120, (_JUDGE, "if (loss <= move.resolution) {", "if (loss < 1e300) {")),
     _rule(
         "no move for a while after one was taken back",
-        8,
-        (_AUTO, "firm_until_step_ = context.step + (kFirmSteps << setbacks_);", ""),
-    ),
-    _rule(
-        "a higher gate after a move was taken back",
-        6,
-        (_AUTO, "setbacks_ = std::min(setbacks_ + 1, kMostSetbacks);", ""),
+        5,
+        (_AUTO, "firm_until_step_ = context.step + firm_steps_;", ""),
     ),
     _rule(
         "unsettled steps judge no move",

@@ -16,8 +16,8 @@
 #include <paceline/error.hpp>
 
 #include "bindings.hpp"
-#include "move_reports.hpp"
 #include "per_device.hpp"
+#include "step_loop_reports.hpp"
 #include "what_if_arguments.hpp"
 
 namespace py = pybind11;
@@ -26,13 +26,14 @@ namespace paceline::python {
 namespace {
 
 using namespace balance;
+using namespace py::literals;
 
 using Run = std::variant<std::pair<std::int64_t, double>, std::tuple<std::int64_t, double, bool>>;
 
 /// A balancer and, if it keeps a ledger, the ledger's text in memory.
-struct RecordedBalancer {
-  std::unique_ptr<std::ostringstream> text;  // on the heap, because the ledger's writer points to it
-  Balancer balancer;
+struct RecordedBalancer : Balancer {
+  using Balancer::Balancer;
+  std::optional<std::ostringstream> text = {};
 };
 
 std::unique_ptr<RecordedBalancer> make_balancer(
@@ -52,11 +53,8 @@ std::unique_ptr<RecordedBalancer> make_balancer(
   for (std::size_t i = 0; i < devices.size(); ++i) options.devices.push_back({devices[i], "device", limits[i]});
   for_each_device(device_classes, devices.size(), "device_classes",
                   [&](std::size_t i, std::string value) { options.devices[i].device_class = std::move(value); });
-  auto made = std::make_unique<RecordedBalancer>(RecordedBalancer{nullptr, Balancer(std::move(options))});
-  if (ledger) {
-    made->text = std::make_unique<std::ostringstream>();
-    made->balancer.write_to(std::make_shared<LedgerWriter>(*made->text));
-  }
+  auto made = std::make_unique<RecordedBalancer>(std::move(options));
+  if (ledger) made->write_to(std::make_shared<LedgerWriter>(made->text.emplace()));
   return made;
 }
 
@@ -71,62 +69,40 @@ void record(RecordedBalancer& self, const std::vector<std::vector<Run>>& devices
     for (const Run& run : device) {
       std::visit(
           [&](const auto& parts) {
-            MicroBatchTiming timing{std::get<0>(parts), std::get<1>(parts)};
-            if constexpr (std::tuple_size_v<std::decay_t<decltype(parts)>> == 3) timing.excluded = std::get<2>(parts);
-            runs.push_back(timing);
+            runs.push_back(std::apply([](auto... part) { return MicroBatchTiming{part...}; }, parts));
           },
           run);
     }
   }
-  self.balancer.record(timings);
+  self.record(timings);
 }
 
 std::string ledger_of(const RecordedBalancer& self) {
-  if (self.text == nullptr) throw InvalidArgument("no ledger is kept: make the balancer with ledger=True");
+  if (!self.text) throw InvalidArgument("no ledger is kept: make the balancer with ledger=True");
   return self.text->str();
 }
 
 py::dict report_of(const RecordedBalancer& self) {
-  const BalanceReport report = self.balancer.report();
+  const BalanceReport report = self.report();
   py::list devices;
   for (const DeviceReport& device : report.devices) {
-    py::dict entry;
-    entry["name"] = device.name;
-    entry["device_class"] = device.device_class;
-    entry["retired"] = device.retired;
-    entry["measured"] = device.measured;
-    entry["share"] = device.share;
-    entry["speed"] = device.speed;
-    entry["noise"] = device.noise;
-    entry["error"] = device.error;
-    entry["fixed_seconds"] = device.fixed_seconds;
-    entry["per_item_seconds"] = device.per_item_seconds;
-    entry["equals"] = device.equals;
-    entry["samples"] = device.samples;
-    entry["since_step"] = device.since_step;
-    entry["change_points"] = device.change_points;
-    entry["drifts"] = device.drifts;
-    entry["slowdown"] = device.slowdown;
-    entry["regain"] = device.regain;
-    entry["startup_seconds"] = device.startup_seconds;
-    devices.append(std::move(entry));
+    devices.append(py::dict(
+        "name"_a = device.name, "device_class"_a = device.device_class, "retired"_a = device.retired,
+        "measured"_a = device.measured, "share"_a = device.share, "speed"_a = device.speed, "noise"_a = device.noise,
+        "error"_a = device.error, "fixed_seconds"_a = device.fixed_seconds,
+        "per_item_seconds"_a = device.per_item_seconds, "equals"_a = device.equals, "samples"_a = device.samples,
+        "since_step"_a = device.since_step, "change_points"_a = device.change_points, "drifts"_a = device.drifts,
+        "slowdown"_a = device.slowdown, "regain"_a = device.regain, "startup_seconds"_a = device.startup_seconds));
   }
-  py::dict out;
-  out["policy"] = report.policy;
-  out["steps"] = report.steps;
-  out["moves"] = report.moves;
-  out["taken_back"] = report.taken_back;
-  out["possible_gain"] = report.possible_gain;
-  out["required_gain"] = report.required_gain;
-  out["last_reason"] = report.last_reason;
-  out["devices"] = std::move(devices);
-  out["recent_moves"] = move_dicts(report.recent_moves);
-  return out;
+  return py::dict("policy"_a = report.policy, "steps"_a = report.steps, "moves"_a = report.moves,
+                  "taken_back"_a = report.taken_back, "possible_gain"_a = report.possible_gain,
+                  "required_gain"_a = report.required_gain, "last_reason"_a = report.last_reason, "devices"_a = devices,
+                  "recent_moves"_a = move_dicts(report.recent_moves));
 }
 
 WhatIfAnswer what_if(const RecordedBalancer& self, const WhatIfSpeeds& speeds, const WhatIfAdded& add,
                      const WhatIfRemoved& remove, const WhatIfBatchSize& batch_size) {
-  return self.balancer.what_if(what_if_options(self.balancer, speeds, add, remove, batch_size));
+  return self.what_if(what_if_options(self, speeds, add, remove, batch_size));
 }
 
 void bind_what_if(py::module_& module) {
@@ -201,11 +177,8 @@ InvalidArgument
            py::arg("minimum") = py::none(), py::arg("maximum") = py::none(), py::arg("may_be_zero") = py::none(),
            py::arg("startup_seconds") = py::none(), py::arg("reduction_seconds") = py::none(),
            py::arg("calibrate") = true, py::arg("proportional") = false, py::arg("ledger") = false)
-      .def(
-          "next_plan",
-          [](RecordedBalancer& self, std::int64_t batch_size) { return self.balancer.next_plan(batch_size); },
-          py::arg("batch_size"),
-          "The plan of the next step. Without a `record` in between, a second call returns the same plan.")
+      .def("next_plan", &RecordedBalancer::next_plan, py::arg("batch_size"),
+           "The plan of the next step. Without a `record` in between, a second call returns the same plan.")
       .def("record", &record, py::arg("devices"), py::arg("step_seconds") = 0.0, py::kw_only(),
            py::arg("reduction_seconds") = 0.0, py::arg("startup_seconds") = std::vector<std::optional<double>>{},
            R"(Record the timings of the plan that `next_plan` returned last.
@@ -221,19 +194,13 @@ reduction_seconds
 startup_seconds
     Per device, the time from the step's first start to its own start; None without work. For a device that came too late to
     get work, the whole `step_seconds`. Empty: unknown.)")
+      .def("retire", &RecordedBalancer::retire, py::arg("device"), "Give the device with this index no further work.")
+      .def("restore", &RecordedBalancer::restore, py::arg("device"), "Give a retired device work again.")
+      .def("set_least_items", &RecordedBalancer::set_least_items, py::arg("items"),
+           "From the next plan on, every nonzero share has at least so many items, unless the batch has fewer. 1: no "
+           "minimum.")
       .def(
-          "retire", [](RecordedBalancer& self, DeviceId device) { self.balancer.retire(device); }, py::arg("device"),
-          "Give the device with this index no further work.")
-      .def(
-          "restore", [](RecordedBalancer& self, DeviceId device) { self.balancer.restore(device); }, py::arg("device"),
-          "Give a retired device work again.")
-      .def(
-          "set_least_items", [](RecordedBalancer& self, std::int64_t items) { self.balancer.set_least_items(items); },
-          py::arg("items"),
-          "From the next plan on, every nonzero share has at least so many items, unless the batch has fewer. 1: no "
-          "minimum.")
-      .def(
-          "explain", [](const RecordedBalancer& self) { return self.balancer.explain(); },
+          "explain", [](const RecordedBalancer& self) { return self.explain(); },
           "Text: what was measured, what was decided and why, what a move would gain, and what is unknown.")
       .def("report", &report_of, R"(What `explain` says, as numbers.
 
@@ -285,10 +252,10 @@ InvalidArgument
     Before the first timing, for arguments of another type, for an unknown name, and for a speed that is not positive.)")
       .def("ledger", &ledger_of, "The calls so far as JSON lines, for `replay`.")
       .def_property_readonly(
-          "move_count", [](const RecordedBalancer& self) { return self.balancer.move_count(); },
+          "move_count", [](const RecordedBalancer& self) { return self.move_count(); },
           "Changes of shares so far, not counting changes of the batch size.")
       .def("__repr__", [](const RecordedBalancer& self) {
-        const BalanceReport report = self.balancer.report();
+        const BalanceReport report = self.report();
         return fmt::format("Balancer(policy='{}', devices={}, steps={}, moves={})", report.policy,
                            report.devices.size(), report.steps, report.moves);
       });

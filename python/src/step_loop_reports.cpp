@@ -4,17 +4,18 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "move_reports.hpp"
-
 namespace py = pybind11;
-using namespace pybind11::literals;
 
 namespace paceline::python {
+
+using namespace py::literals;
+
 namespace {
 
 const char* measure_name(plan::ItemMeasure measure) {
@@ -22,7 +23,23 @@ const char* measure_name(plan::ItemMeasure measure) {
   return measure == plan::ItemMeasure::sum ? "sum" : "count";
 }
 
+const char* name_of(balance::MoveOutcome outcome) {
+  constexpr std::array kNames{"pending", "kept", "taken back", "overtaken", "unjudged"};
+  return kNames.at(static_cast<std::size_t>(outcome));
+}
+
 }  // namespace
+
+py::list move_dicts(const std::vector<balance::MoveReport>& moves) {
+  py::list dicts;
+  for (const balance::MoveReport& move : moves) {
+    dicts.append(py::dict("step"_a = move.step, "batch_size"_a = move.batch_size, "from"_a = move.from,
+                          "to"_a = move.to, "promised_gain"_a = move.promised_gain,
+                          "measured_gain"_a = move.measured_gain, "resolution"_a = move.resolution,
+                          "outcome"_a = name_of(move.outcome)));
+  }
+  return dicts;
+}
 
 py::dict metrics_dict(StepLoop& step_loop) {
   step_loop.settle();

@@ -3,6 +3,9 @@
 
 #include <pybind11/pybind11.h>
 
+#include <vector>
+
+#include <paceline/balance/report.hpp>
 #include <paceline/engine/step_loop.hpp>
 
 namespace paceline::python {
@@ -16,5 +19,8 @@ pybind11::list events_list(StepLoop& step_loop);
 pybind11::list history_list(StepLoop& step_loop);
 /// By the name of the device. Devices without a limit are left out.
 pybind11::dict memory_dict(const StepLoop& step_loop);
+
+/// The outcome of each change of shares.
+pybind11::list move_dicts(const std::vector<balance::MoveReport>& moves);
 
 }  // namespace paceline::python

@@ -163,7 +163,7 @@ def test_the_line_that_is_wrong_is_named(line: str, message: str) -> None:
     ("change", "message"),
     [
         (lambda header: header.clear(), '"paceline_ledger" is missing'),
-        (lambda header: header.update(paceline_ledger=99), "version 99, this library reads version 6"),
+        (lambda header: header.update(paceline_ledger=99), "version 99, this library reads version 7"),
         (lambda header: header["options"].update(policy="fastest"), "fastest"),
         (lambda header: header["options"].update(weights=None), "an array expected, null is there"),
         (lambda header: header["options"]["devices"].clear(), "at least one device"),

@@ -135,8 +135,8 @@ def test_wrong_options_are_named() -> None:
 
 
 def test_the_suite_keeps_its_bounds(capsys: pytest.CaptureFixture[str]) -> None:
-    summary = run_json(capsys, "--suite", "--seeds", "2")
-    assert summary["seeds"] == 2
+    summary = run_json(capsys, "--suite", "--seeds", "5")
+    assert summary["seeds"] == 5
     results = {entry["name"]: entry for entry in summary["scenarios"]}
     expected = {"quiet", "noise", "flapping", "drift", "periodic neighbour", "warm-up", "first-step compile"}
     assert expected | {"correlated", "correlated, throttled", "drifting"} < set(results)

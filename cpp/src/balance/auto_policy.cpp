@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "balance/make_room.hpp"
@@ -24,7 +23,7 @@ constexpr std::int64_t kGrowEvery = 8;        // steps: rare enough to cost litt
 constexpr double kStepsPart = 0.5;  // of what a move must promise; it is only one step, which tests the promise
 constexpr int kMostHopes = 8;       // enough for doublings of a few classes; after them noise keeps the shape unknown
 constexpr std::int64_t kFirmSteps = 32;
-constexpr std::int64_t kMostSetbacks = 6;  // 2^6: by then only a gain of 47 % would be believed
+constexpr std::int64_t kMostFirmSteps = 2048;
 
 /// The fewest samples of a device that has work. A device that always came too late has none; its starts count instead.
 std::size_t fewest_samples(const PolicyContext& context, const std::vector<std::int64_t>& present) {
@@ -52,19 +51,16 @@ bool ran_as_planned(const std::vector<std::int64_t>& shares, const StepTimings& 
 
 /// What going to decision.target would bring, and what it must.
 void AutoPolicy::judge(const PolicyContext& context, const std::vector<plan::CostModel>& models,
-                       const std::vector<std::int64_t>& present, double least_gain, Decision& decision) const {
+                       const std::vector<std::int64_t>& present, double least_gain, Decision& decision) {
   const double now = makespan(context, models, present);
   const double then = makespan(context, models, decision.target);
   decision.gain = now > 0.0 ? 1.0 - then / now : 0.0;
   decision.saved_seconds = now - then;
-  const double required =
-      std::min(1.0, std::max(least_gain, kGainErrors * gain_error(context, models, present, decision.target)));
-  // The gain that as many successive gains of this size make together. It is never more than all of the time.
-  decision.required = 1.0 - std::pow(1.0 - required, static_cast<double>(std::int64_t{1} << setbacks_));
+  decision.required = std::clamp(kGainErrors * gain_error(context, models, present, decision.target), least_gain, 1.0);
 }
 
 AutoPolicy::Decision AutoPolicy::decide(const PolicyContext& context, const std::vector<std::int64_t>& present,
-                                        bool settled, double least_gain) const {
+                                        bool settled, double least_gain) {
   const std::vector<plan::CostModel> models = estimated_models(context);
   Decision decision;
   decision.target = best_split(context, models, !settled);
@@ -96,7 +92,7 @@ std::optional<std::vector<std::int64_t>> AutoPolicy::grow(const PolicyContext& c
 }
 
 /// Seconds that the first step with these shares takes longer than later ones.
-double AutoPolicy::cost_of(const PolicyContext& context, const std::vector<std::int64_t>& shares) const {
+double AutoPolicy::cost_of(const PolicyContext& context, const std::vector<std::int64_t>& shares) {
   if (!context.sizes.is_new(shares)) return 0.0;
   const std::vector<plan::CostModel> models = estimated_models(context);
   return context.sizes.first_run_seconds([&](const auto& those) { return makespan(context, models, those); });
@@ -197,8 +193,7 @@ void AutoPolicy::observe(const PolicyContext& context, const StepTimings& timing
   const std::int64_t change_points = context.estimator.change_points();
   const bool changed = change_points != std::exchange(seen_change_points_, change_points);
   if (changed) {
-    setbacks_ = 0;
-    firm_until_step_ = 0;
+    firm_steps_ = firm_until_step_ = 0;
     take_back_.reset();  // its shares were better at speeds that are gone
   }
   probe_.observe(context, timings);
@@ -212,20 +207,17 @@ void AutoPolicy::observe(const PolicyContext& context, const StepTimings& timing
                                 context.estimator.pooled_noise());
   if (verdict) {
     take_back_ = std::move(verdict);
-    firm_until_step_ = context.step + (kFirmSteps << setbacks_);
-    setbacks_ = std::min(setbacks_ + 1, kMostSetbacks);
-  } else if (judge_.last_move_paid()) {
-    setbacks_ = 0;
+    firm_steps_ = std::clamp(2 * firm_steps_, kFirmSteps, kMostFirmSteps);
+    firm_until_step_ = context.step + firm_steps_;
   }
 }
 
-void AutoPolicy::retired(const PolicyContext&) {
+void AutoPolicy::reset() {
   judge_.reset_all();
   take_back_.reset();
   provisional_.clear();
   rents_.clear();
-  setbacks_ = 0;
-  firm_until_step_ = 0;
+  firm_steps_ = firm_until_step_ = 0;
 }
 
 void AutoPolicy::describe(BalanceReport& report) const {

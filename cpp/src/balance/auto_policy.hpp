@@ -43,16 +43,24 @@ namespace paceline::balance {
 /// most twofold each, until its time at the larger size is measured. A device of a class that was left out before it
 /// had run two sizes does the same, eight times at most, because how much of its time is fixed is a guess.
 ///
-/// After a move was taken back the required gain doubles, and no move is made for 32 steps. The next time both double
-/// again. A change point ends this, and so does a move that measurably paid.
-class AutoPolicy final : public Policy {
+/// After a move was taken back no move is made for 32 steps. The next time these steps double. A change point ends
+/// this.
+///
+/// Driven by Balancer. A pure function of these calls: no clock, no random numbers.
+class AutoPolicy {
  public:
   explicit AutoPolicy(const BalancerOptions& options) : calibration_(options.calibrate && !options.proportional) {}
 
-  Proposal propose(const PolicyContext& context) override;
-  void observe(const PolicyContext& context, const StepTimings& timings, double makespan_seconds) override;
-  void retired(const PolicyContext& context) override;
-  void describe(BalanceReport& report) const override;
+  /// Before every step. Asked again without an observe() in between (the step failed), it proposes the same for the
+  /// same batch size, unless a device was retired.
+  Proposal propose(const PolicyContext& context);
+  /// After every step that succeeded, once the estimator has taken its timings. `makespan_seconds`: 0 if it does not
+  /// compare with other steps.
+  void observe(const PolicyContext& context, const StepTimings& timings, double makespan_seconds);
+  /// A device left or came back, or the shares in force have become too small: what was learned of splits is void.
+  void reset();
+  /// Fills the policy's part of the report.
+  void describe(BalanceReport& report) const;
 
  private:
   /// What the last proposal was: the split in force, or a step off it for what it teaches.
@@ -63,17 +71,17 @@ class AutoPolicy final : public Policy {
     double saved_seconds = 0.0;  ///< of each step
     double required = 0.0;
   };
-  void judge(const PolicyContext& context, const std::vector<plan::CostModel>& models,
-             const std::vector<std::int64_t>& present, double least_gain, Decision& decision) const;
-  [[nodiscard]] Decision decide(const PolicyContext& context, const std::vector<std::int64_t>& present, bool settled,
-                                double least_gain) const;
+  static void judge(const PolicyContext& context, const std::vector<plan::CostModel>& models,
+                    const std::vector<std::int64_t>& present, double least_gain, Decision& decision);
+  [[nodiscard]] static Decision decide(const PolicyContext& context, const std::vector<std::int64_t>& present,
+                                       bool settled, double least_gain);
   /// What waiting with a move has cost.
   struct Rent {
     double seconds = 0.0;    // lost so far
     std::int64_t step = -1;  // of the last loss; a step counts once, however often it is planned
     std::vector<std::int64_t> target;
   };
-  [[nodiscard]] double cost_of(const PolicyContext& context, const std::vector<std::int64_t>& shares) const;
+  [[nodiscard]] static double cost_of(const PolicyContext& context, const std::vector<std::int64_t>& shares);
   void forget_broken_promise(const PolicyContext& context, const std::vector<std::int64_t>& present, double required);
   [[nodiscard]] std::optional<std::vector<std::int64_t>> grow(const PolicyContext& context,
                                                               const std::vector<std::int64_t>& present);
@@ -89,8 +97,8 @@ class AutoPolicy final : public Policy {
   MoveJudge judge_;
   std::optional<MoveJudge::Verdict> take_back_;
   std::int64_t seen_change_points_ = 0;
-  std::int64_t setbacks_ = 0;
-  int hopes_ = 0;  // steps planned for what a class may turn out to be
+  std::int64_t firm_steps_ = 0;  // after the last move that was taken back
+  int hopes_ = 0;                // steps planned for what a class may turn out to be
   std::int64_t firm_until_step_ = 0;
   double last_required_ = 0.0;
 };

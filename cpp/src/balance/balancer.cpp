@@ -92,7 +92,8 @@ Balancer::State::State(BalancerOptions given)
   check(options);
   for (const DeviceProfile& device : options.devices) limits.push_back(device.limits);
   retired.assign(options.devices.size(), false);
-  policy = make_policy(options);
+  ratios = fixed_ratios(options);
+  if (ratios.empty()) automatic.emplace(options);
 }
 
 PolicyContext Balancer::State::context(std::int64_t batch_size) const {
@@ -123,14 +124,20 @@ bool Balancer::State::respects_limits(const std::vector<std::int64_t>& shares) c
   return true;
 }
 
+Proposal Balancer::State::propose(std::int64_t batch_size) {
+  if (automatic) return automatic->propose(context(batch_size));
+  return {split_by_weights(context(batch_size), ratios),
+          options.policy == Balance::even ? "even, as asked" : "by the given ratios"};
+}
+
 StepPlan Balancer::State::make_plan(std::int64_t batch_size) {
   fit_limits(batch_size);
-  Proposal proposal = policy->propose(context(batch_size));
+  Proposal proposal = propose(batch_size);
   if (!respects_limits(proposal.shares) || !respects_limits(proposal.in_force)) {
     // These shares were planned before the least items were raised.
     incumbents.erase(batch_size);
-    policy->retired(context(batch_size));
-    proposal = policy->propose(context(batch_size));
+    if (automatic) automatic->reset();
+    proposal = propose(batch_size);
   }
   StepPlan made;
   made.step = step;
@@ -139,16 +146,17 @@ StepPlan Balancer::State::make_plan(std::int64_t batch_size) {
   const auto incumbent = incumbents.find(batch_size);
   made.moved = incumbent != incumbents.end() && incumbent->second.planned != proposal.shares;
   made.shares = std::move(proposal.shares);
-  for (std::size_t i = 0; i < options.devices.size(); ++i) {
-    made.noise.push_back(estimator.devices()[i].noise);
-    if (estimator.has_evidence()) made.models.push_back(estimator.model(i));
+  for (const DeviceEstimate& device : estimator.devices()) made.noise.push_back(device.noise);
+  if (estimator.has_evidence()) {
+    made.models = estimated_models(context(batch_size));
+    made.predicted_seconds = makespan(context(batch_size), made.models, made.shares);
   }
-  if (estimator.has_evidence()) made.predicted_seconds = makespan(context(batch_size), made.models, made.shares);
   // The cost of a correction is unknown before one has run. If it may be small, one is tried.
   for (std::size_t i = 0; i < made.models.size(); ++i) {
     if (is_little_known(estimator, i)) made.models[i] = with_fixed_part(estimator, i, -2.0);
   }
-  remember(batch_size, {proposal.in_force.empty() ? made.shares : std::move(proposal.in_force), made.shares, step});
+  make_room(incumbents, batch_size, kBatchSizes, [](const Incumbent& one) { return one.last_used; });
+  incumbents[batch_size] = {proposal.in_force.empty() ? made.shares : std::move(proposal.in_force), made.shares, step};
   return made;
 }
 
@@ -156,19 +164,13 @@ StepPlan Balancer::State::make_plan(std::int64_t batch_size) {
 void Balancer::State::devices_changed() {
   incumbents.clear();
   awaiting_record = false;
-  policy->retired(context(plan ? plan->batch_size : 1));
-}
-
-void Balancer::State::remember(std::int64_t batch_size, Incumbent incumbent) {
-  make_room(incumbents, batch_size, kBatchSizes, [](const Incumbent& one) { return one.last_used; });
-  incumbents[batch_size] = std::move(incumbent);
+  if (automatic) automatic->reset();
 }
 
 double Balancer::State::possible_gain() const {
   if (!plan || !estimator.has_evidence()) return 0.0;
-  std::vector<plan::CostModel> models;
-  for (std::size_t i = 0; i < options.devices.size(); ++i) models.push_back(estimator.model(i));
   const PolicyContext here = context(plan->batch_size);
+  const std::vector<plan::CostModel> models = estimated_models(here);
   const double now = makespan(here, models, plan->shares);
   const plan::Split best = plan::split_batch(plan->batch_size, models, split_options(here));
   return now > 0.0 ? std::max(0.0, 1.0 - makespan(here, models, best.shares) / now) : 0.0;
@@ -215,7 +217,7 @@ void Balancer::record(const StepTimings& timings) {
     const double believed = working < reductions.size() ? reductions[working] : 0.0;
     seconds += timings.reduction_seconds > 0.0 ? timings.reduction_seconds : believed;
   }
-  state.policy->observe(state.context(state.plan->batch_size), timings, seconds);
+  if (state.automatic) state.automatic->observe(state.context(state.plan->batch_size), timings, seconds);
   ++state.step;
 }
 
@@ -276,7 +278,6 @@ void Balancer::write_to(std::shared_ptr<LedgerWriter> ledger) {
   }
 }
 
-bool Balancer::writes_ledger() const noexcept { return state_->ledger != nullptr; }
 bool Balancer::called() const noexcept { return state_->called; }
 
 /// DeviceReport::slowdown of a device that was measured.
@@ -301,7 +302,7 @@ BalanceReport Balancer::report() const {
   report.policy = name_of(state.options.policy);
   report.steps = state.step;
   report.moves = state.moves;
-  state.policy->describe(report);
+  if (state.automatic) state.automatic->describe(report);
   report.possible_gain = state.possible_gain();
   if (state.plan) report.last_reason = state.plan->reason;
   const std::vector<DeviceEstimate>& estimates = state.estimator.devices();

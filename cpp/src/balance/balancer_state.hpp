@@ -13,6 +13,7 @@
 #include <paceline/balance/ledger.hpp>
 #include <paceline/device_id.hpp>
 
+#include "balance/auto_policy.hpp"
 #include "balance/estimator.hpp"
 #include "balance/policy.hpp"
 #include "balance/reduction_cost.hpp"
@@ -35,9 +36,9 @@ struct Balancer::State {
   /// The options' limits, and the least items where those are more, for a batch of this size.
   void fit_limits(std::int64_t batch_size);
   [[nodiscard]] bool respects_limits(const std::vector<std::int64_t>& shares) const;
+  [[nodiscard]] Proposal propose(std::int64_t batch_size);
   [[nodiscard]] StepPlan make_plan(std::int64_t batch_size);
   void devices_changed();
-  void remember(std::int64_t batch_size, Incumbent incumbent);
   [[nodiscard]] double possible_gain() const;
   [[nodiscard]] double slowdown_of(DeviceId device) const;
 
@@ -49,7 +50,8 @@ struct Balancer::State {
   ReductionCost reduction;
   StartupCost startup;
   SizeHistory sizes;
-  std::unique_ptr<Policy> policy;
+  std::vector<double> ratios;                    // of shares that do not follow from measurements
+  std::optional<AutoPolicy> automatic;           // otherwise
   std::map<std::int64_t, Incumbent> incumbents;  // by batch size
   std::optional<StepPlan> plan;                  // the last one
   bool awaiting_record = false;

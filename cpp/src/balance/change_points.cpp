@@ -124,15 +124,13 @@ void Estimator::change(std::size_t index, double allowed) {
 /// Whether these devices stand out by the same factor, as far as their own noise allows to tell.
 bool Estimator::changed_together(const std::vector<std::size_t>& devices, const std::vector<Evidence>& evidence) const {
   if (devices.size() < 2) return false;
-  double least = 0.0;
-  double most = 0.0;
+  std::vector<double> apart;
   double noise = 0.0;
   for (const std::size_t i : devices) {
-    const double apart = deviation(i, evidence[i].sample);
-    least = i == devices.front() ? apart : std::min(least, apart);
-    most = i == devices.front() ? apart : std::max(most, apart);
+    apart.push_back(deviation(i, evidence[i].sample));
     noise = std::max(noise, estimates_[i].noise);
   }
+  const auto [least, most] = std::ranges::minmax(apart);
   return most - least <= std::max(kJump, kJumpSigmas * noise);
 }
 

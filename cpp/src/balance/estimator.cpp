@@ -209,10 +209,10 @@ void Estimator::follow_drift(std::size_t index, std::int64_t step) {
 }
 
 void Estimator::measure_common_noise() {
-  std::vector<double> factors = log_factors_;
-  const double level = median(factors);
+  const double level = median(log_factors_);
   common_level_ = std::exp(level);
-  for (double& factor : factors) factor = std::abs(factor - level);
+  std::vector<double> factors;
+  for (const double factor : log_factors_) factors.push_back(std::abs(factor - level));
   const double deviation = from_median_deviation(median(factors));
   // The mean over few devices contains their own noise.
   common_noise_ = std::sqrt(std::max(0.0, deviation * deviation - pooled_noise_ * pooled_noise_ / known_devices_));
@@ -238,8 +238,7 @@ void Estimator::measure_scales() {
       ratios.push_back(ratio(i, sample));
     }
     estimate.centre_items = items / count;
-    residuals = ratios;
-    devices_[i].relative_scale = median(residuals);
+    devices_[i].relative_scale = median(ratios);
     estimate.own_scale = devices_[i].relative_scale * common_level_;
     // Residuals about the median of few samples, or of correlated ones, are too small by this factor.
     const auto n = static_cast<double>(window.size());

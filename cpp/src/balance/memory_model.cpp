@@ -2,6 +2,7 @@
 #include "balance/memory_model.hpp"
 
 #include <algorithm>
+#include <iterator>
 
 namespace paceline::balance {
 
@@ -10,29 +11,26 @@ void MemoryModel::add(double size, std::int64_t bytes) {
     ++silent_;
     return;
   }
-  const Measured measured{size, bytes};
-  if (!smallest_) smallest_ = largest_ = measured;
-  for (std::optional<Measured>* const end : {&smallest_, &largest_}) {
-    Measured& known = **end;
-    if (size == known.size) {
-      known.bytes = std::max(known.bytes, bytes);
-    } else if (end == &smallest_ ? size < known.size : size > known.size) {
-      known = measured;
-    }
-  }
+  std::int64_t& known = bytes_[size];
+  known = std::max(known, bytes);
+  if (bytes_.size() > 2) bytes_.erase(std::next(bytes_.begin()));
 }
 
-std::optional<double> MemoryModel::largest() const { return largest_ ? std::optional(largest_->size) : std::nullopt; }
+std::optional<double> MemoryModel::largest() const {
+  return bytes_.empty() ? std::nullopt : std::optional(bytes_.rbegin()->first);
+}
 
 double MemoryModel::bytes_per_size() const {
-  if (sizes() == 0) return 0.0;
-  if (sizes() == 1) return static_cast<double>(smallest_->bytes) / smallest_->size;
-  return std::max(0.0, static_cast<double>(largest_->bytes - smallest_->bytes) / (largest_->size - smallest_->size));
+  if (bytes_.empty()) return 0.0;
+  const auto [small, small_bytes] = *bytes_.begin();
+  const auto [large, large_bytes] = *bytes_.rbegin();
+  if (bytes_.size() == 1) return static_cast<double>(small_bytes) / small;
+  return std::max(0.0, static_cast<double>(large_bytes - small_bytes) / (large - small));
 }
 
 double MemoryModel::fixed_bytes() const {
-  if (sizes() < 2) return 0.0;
-  return std::max(0.0, static_cast<double>(largest_->bytes) - bytes_per_size() * largest_->size);
+  if (bytes_.size() < 2) return 0.0;
+  return std::max(0.0, static_cast<double>(bytes_.rbegin()->second) - bytes_per_size() * bytes_.rbegin()->first);
 }
 
 std::optional<double> MemoryModel::most(std::int64_t limit_bytes) const {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 
 namespace paceline::balance {
@@ -18,7 +19,7 @@ class MemoryModel {
   void add(double size, std::int64_t bytes);
 
   /// How many sizes the model stands on: none, one or two.
-  [[nodiscard]] int sizes() const { return !smallest_ ? 0 : smallest_ == largest_ ? 1 : 2; }
+  [[nodiscard]] int sizes() const { return static_cast<int>(bytes_.size()); }
   /// Whether another size is worth measuring. False if measurements keep showing nothing, as on a host that only
   /// predicts.
   [[nodiscard]] bool wants_more() const { return sizes() < 2 && silent_ < 3; }
@@ -30,13 +31,7 @@ class MemoryModel {
   [[nodiscard]] std::optional<double> most(std::int64_t limit_bytes) const;
 
  private:
-  struct Measured {
-    double size;
-    std::int64_t bytes;
-    friend bool operator==(const Measured&, const Measured&) = default;
-  };
-  std::optional<Measured> smallest_;
-  std::optional<Measured> largest_;
+  std::map<double, std::int64_t> bytes_;  // of the smallest and of the largest size
   int silent_ = 0;
 };
 

@@ -18,15 +18,7 @@ constexpr std::size_t kStepsToJudge = 8;
 constexpr std::size_t kMovesKept = 16;
 constexpr double kLeastResolution = 0.01;
 constexpr double kResolutionErrors = 3.0;
-constexpr double kCalmPrior = 2.0;     // pairs of blocks: so much counts what independent times would do
-constexpr double kCalmKept = 64.0;     // pairs: then old ones count half
 constexpr double kMaxOverNoise = 0.5;  // the largest of several device times varies about half as much as one
-
-std::vector<double> residuals(const std::vector<double>& values, double centre) {
-  std::vector<double> out;
-  for (const double value : values) out.push_back(std::abs(value / centre - 1.0));
-  return out;
-}
 
 }  // namespace
 
@@ -99,43 +91,25 @@ std::optional<MoveJudge::Verdict> MoveJudge::observe(std::int64_t batch_size, do
   if (makespan_seconds <= 0.0) return std::nullopt;
   Times& here = times_of(batch_size);
   here.add(makespan_seconds);
-  std::vector<double> times = here.seconds();
-  if (times.size() == kTimesKept && ++calm_steps_ % kStepsToJudge == 0) measure_calm(times);
+  const std::vector<double> times = here.seconds();
   if (!pending_ || pending_->batch_size != batch_size || times.size() < kStepsToJudge || !here.mostly_as_planned()) {
     return std::nullopt;
   }
-  return judge(std::move(times), noise);
+  return judge(times, noise);
 }
 
-/// Compares the older half of the times with the newer one, both under the same shares.
-void MoveJudge::measure_calm(const std::vector<double>& times) {
-  const auto middle = times.begin() + static_cast<std::ptrdiff_t>(kStepsToJudge);
-  std::vector<double> before(times.begin(), middle);
-  std::vector<double> after(middle, times.end());
-  const double difference = std::log(median(after) / median(before));
-  calm_squares_ += difference * difference;
-  calm_count_ += 1.0;
-  if (calm_count_ < kCalmKept) return;
-  calm_squares_ *= 0.5;
-  calm_count_ *= 0.5;
-}
-
-std::optional<MoveJudge::Verdict> MoveJudge::judge(std::vector<double> after, double noise) {
-  std::vector<double> before = std::move(pending_->before);
+std::optional<MoveJudge::Verdict> MoveJudge::judge(const std::vector<double>& after, double noise) {
+  const std::vector<double>& before = pending_->before;
   const double median_before = median(before);
   const double median_after = median(after);
-  std::vector<double> spread = residuals(before, median_before);
-  const std::vector<double> spread_after = residuals(after, median_after);
-  spread.insert(spread.end(), spread_after.begin(), spread_after.end());
+  std::vector<double> spread;
+  for (const double seconds : before) spread.push_back(std::abs(seconds / median_before - 1.0));
+  for (const double seconds : after) spread.push_back(std::abs(seconds / median_after - 1.0));
   const double deviation = std::max(from_median_deviation(median(spread)), kMaxOverNoise * noise);
-  const double independent = std::hypot(median_error(deviation, before.size()), median_error(deviation, after.size()));
-  const double measured =
-      std::sqrt((calm_squares_ + kCalmPrior * independent * independent) / (calm_count_ + kCalmPrior));
-  const double error = std::max(independent, measured);
+  const double error = std::hypot(median_error(deviation, before.size()), median_error(deviation, after.size()));
   MoveReport& move = moves_.back();
   move.measured_gain = 1.0 - median_after / median_before;
   move.resolution = std::max(kLeastResolution, kResolutionErrors * error);
-  last_move_paid_ = move.measured_gain > move.resolution;
   const double loss = median_after / median_before - 1.0;
   if (loss <= move.resolution) {
     overtake(MoveOutcome::kept);

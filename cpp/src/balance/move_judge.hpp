@@ -43,8 +43,6 @@ class MoveJudge {
 
   [[nodiscard]] const std::deque<MoveReport>& moves() const { return moves_; }
   [[nodiscard]] std::int64_t taken_back() const { return taken_back_; }
-  /// True when the last judged move measured better than before, beyond the resolution.
-  [[nodiscard]] bool last_move_paid() const { return last_move_paid_; }
 
  private:
   struct Pending {
@@ -64,18 +62,13 @@ class MoveJudge {
   };
   Times& times_of(std::int64_t batch_size);
   void overtake(MoveOutcome outcome);
-  void measure_calm(const std::vector<double>& times);
-  std::optional<Verdict> judge(std::vector<double> after, double noise);
+  std::optional<Verdict> judge(const std::vector<double>& after, double noise);
 
   std::map<std::int64_t, Times> times_;  // per batch size
   std::int64_t observed_ = 0;            // steps
   std::optional<Pending> pending_;
-  double calm_squares_ = 0.0;  // of log ratios of the medians of two blocks of 8 steps under the same shares
-  double calm_count_ = 0.0;
-  std::size_t calm_steps_ = 0;
   std::deque<MoveReport> moves_;
   std::int64_t taken_back_ = 0;
-  bool last_move_paid_ = false;
 };
 
 }  // namespace paceline::balance

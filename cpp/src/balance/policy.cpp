@@ -5,11 +5,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <utility>
 
 #include <paceline/error.hpp>
 
-#include "balance/auto_policy.hpp"
 #include "plural.hpp"
 
 namespace paceline {
@@ -32,56 +30,41 @@ Balance balance_named(std::string_view name) {
 namespace paceline::balance {
 namespace {
 
-/// The same ratios every step, whatever is measured.
-class FixedPolicy final : public Policy {
- public:
-  FixedPolicy(std::vector<double> weights, std::string reason)
-      : weights_(std::move(weights)), reason_(std::move(reason)) {}
-
-  Proposal propose(const PolicyContext& context) override { return {split_by_weights(context, weights_), reason_}; }
-
- private:
-  std::vector<double> weights_;
-  std::string reason_;
-};
-
 bool unlimited(const PolicyContext& context) {
-  return context.options.granularity == 1 &&
-         std::all_of(context.limits.begin(), context.limits.end(), [](const plan::ShareLimits& limits) {
+  return context.options.granularity == 1 && std::ranges::all_of(context.limits, [](const plan::ShareLimits& limits) {
            return limits.minimum == 0 && limits.maximum == plan::ShareLimits::kUnlimited && limits.may_be_zero;
          });
 }
 
 }  // namespace
 
-std::unique_ptr<Policy> make_policy(const BalancerOptions& options) {
+std::vector<double> fixed_ratios(const BalancerOptions& options) {
   const std::size_t count = options.devices.size();
-  if (options.policy != Balance::weighted && !options.weights.empty()) {
-    throw InvalidArgument(
-        fmt::format("weights are for the policy \"weighted\", not for \"{}\"", name_of(options.policy)));
+  if (options.policy != Balance::weighted) {
+    if (!options.weights.empty()) {
+      throw InvalidArgument(
+          fmt::format("weights are for the policy \"weighted\", not for \"{}\"", name_of(options.policy)));
+    }
+    return std::vector<double>(options.policy == Balance::even ? count : 0, 1.0);
   }
-  if (options.policy == Balance::automatic) return std::make_unique<AutoPolicy>(options);
-  if (options.policy == Balance::even)
-    return std::make_unique<FixedPolicy>(std::vector<double>(count, 1.0), "even, as asked");
   if (options.weights.size() != count) {
     throw InvalidArgument(fmt::format("{} for {}: give one per device", plural(options.weights.size(), "weight"),
                                       plural(count, "device")));
   }
-  double sum = 0.0;
   for (std::size_t i = 0; i < count; ++i) {
-    if (!(options.weights[i] >= 0.0) || !std::isfinite(options.weights[i])) {
-      throw InvalidArgument(fmt::format("the weight of {} is {}: weights are finite and not negative",
-                                        options.devices[i].name, options.weights[i]));
-    }
-    sum += options.weights[i];
+    if (options.weights[i] >= 0.0 && std::isfinite(options.weights[i])) continue;
+    throw InvalidArgument(fmt::format("the weight of {} is {}: weights are finite and not negative",
+                                      options.devices[i].name, options.weights[i]));
   }
-  if (sum <= 0.0) throw InvalidArgument("all weights are zero: at least one device must get work");
-  return std::make_unique<FixedPolicy>(options.weights, "by the given ratios");
+  if (*std::ranges::max_element(options.weights) <= 0.0) {
+    throw InvalidArgument("all weights are zero: at least one device must get work");
+  }
+  return options.weights;
 }
 
 plan::SplitOptions split_options(const PolicyContext& context) {
   plan::SplitOptions options;
-  options.limits = context.limits;
+  options.limits.assign(context.limits.begin(), context.limits.end());
   options.granularity = context.options.granularity;
   options.reduction_seconds = context.reduction_seconds;
   return options;

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -21,8 +21,7 @@ struct PolicyContext {
   const Estimator& estimator;
   const StartupCost& startup;
   const SizeHistory& sizes;
-  const std::vector<plan::ShareLimits>&
-      limits;  ///< the options' with measured start-ups, maximum 0 for retired devices
+  std::span<const plan::ShareLimits> limits;  ///< the options' with measured start-ups, maximum 0 for retired devices
   const std::vector<double>& reduction_seconds;  ///< as in plan::SplitOptions, measured or given
   std::int64_t step = 0;                         ///< number of the step being planned or observed
   std::int64_t batch_size = 0;
@@ -36,29 +35,9 @@ struct Proposal {
   std::vector<std::int64_t> in_force = {};
 };
 
-/// A rule that turns what is known into shares.
-///
-/// Lifecycle, driven by Balancer:
-/// 1. construct: once, by make_policy(), from checked options.
-/// 2. propose(): before every step. Shares must sum to the batch and respect the limits. It may be called again without
-///    an observe() in between (the step failed) and must then propose the same for the same batch size, unless a device
-///    was retired.
-/// 3. observe(): once per step that succeeded, after the estimator has taken its timings.
-/// 4. retired(): a device left, or the shares in force have become too small; context.limits already say so. Learned
-///    state about splits may be void.
-/// 5. describe(): fills the report's policy part, at any time.
-/// A policy is a pure function of these calls: no clock, no random numbers.
-class Policy {
- public:
-  virtual ~Policy() = default;
-  virtual Proposal propose(const PolicyContext& context) = 0;
-  virtual void observe(const PolicyContext&, const StepTimings&, double /*makespan_seconds: 0 if not comparable*/) {}
-  virtual void retired(const PolicyContext&) {}
-  virtual void describe(BalanceReport&) const {}
-};
-
-/// @throws InvalidArgument for an unknown name or weights that do not fit.
-[[nodiscard]] std::unique_ptr<Policy> make_policy(const BalancerOptions& options);
+/// The ratios of the policies "even" and "weighted", which do not depend on what is measured; none for "auto".
+/// @throws InvalidArgument for weights that do not fit.
+[[nodiscard]] std::vector<double> fixed_ratios(const BalancerOptions& options);
 
 /// The split of the user's ratios (all ones: even), within limits and granularity.
 [[nodiscard]] std::vector<std::int64_t> split_by_weights(const PolicyContext& context,

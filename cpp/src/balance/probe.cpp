@@ -22,23 +22,11 @@ constexpr double kLongestWaitOfAll = 1e6;
 /// Whether the device starts later than the options say.
 bool late(const PolicyContext& context, std::size_t i) { return context.startup.seconds(i) > context.startup.given(i); }
 
-PolicyContext with_limits(const PolicyContext& context, const std::vector<plan::ShareLimits>& limits) {
-  return {.options = context.options,
-          .estimator = context.estimator,
-          .startup = context.startup,
-          .sizes = context.sizes,
-          .limits = limits,
-          .reduction_seconds = context.reduction_seconds,
-          .step = context.step,
-          .batch_size = context.batch_size,
-          .incumbent = context.incumbent};
-}
-
 }  // namespace
 
 /// The limits if device `i` started as the options say.
 std::vector<plan::ShareLimits> Probe::in_time(const PolicyContext& context, std::size_t i) {
-  std::vector<plan::ShareLimits> limits = context.limits;
+  std::vector<plan::ShareLimits> limits(context.limits.begin(), context.limits.end());
   limits[i].startup_seconds = context.startup.given(i);
   return limits;
 }
@@ -84,7 +72,9 @@ std::optional<std::vector<std::int64_t>> Probe::shares(const PolicyContext& cont
     if (!take(context, with, i, wanted)) continue;
     // A device whose fixed time alone is estimated to take many steps is probed rarely.
     const std::vector<plan::ShareLimits> limits = in_time(context, i);
-    const double excess = now > 0.0 ? makespan(with_limits(context, limits), models, with) / now - 1.0 : 0.0;
+    PolicyContext punctual = context;
+    punctual.limits = limits;
+    const double excess = now > 0.0 ? makespan(punctual, models, with) / now - 1.0 : 0.0;
     const double waited = static_cast<double>(context.step - entry.since_step);
     const bool due =
         context.step >= entry.due_step && waited * kFirstBudget >= excess * static_cast<double>(idle.size());
@@ -115,7 +105,8 @@ bool Probe::could_pay(const PolicyContext& context, const std::vector<plan::Cost
   const Estimator& estimator = context.estimator;
   const std::int64_t items = std::max<std::int64_t>(1, *std::max_element(present.begin(), present.end()));
   const std::vector<plan::ShareLimits> limits = in_time(context, i);
-  const PolicyContext hopeful = with_limits(context, limits);
+  PolicyContext hopeful = context;
+  hopeful.limits = limits;
   std::vector<plan::CostModel> hoped = models;
   const auto hope = [&](bool any_class) {
     bool found = false;

@@ -35,8 +35,7 @@ void ReductionCost::estimate(double compute_seconds) {
   std::vector<Known> known;
   for (std::size_t k = 1; k < measured_.size(); ++k) {
     if (measured_[k].size() >= kLeastSamples) {
-      std::vector<double> samples(measured_[k].begin(), measured_[k].end());
-      known.push_back({k, median(samples)});
+      known.push_back({k, median({measured_[k].begin(), measured_[k].end()})});
     } else if (!given_.empty()) {
       known.push_back({k, given_[k]});
     } else if (k == 1) {
@@ -45,21 +44,17 @@ void ReductionCost::estimate(double compute_seconds) {
   }
   seconds_.assign(measured_.size(), 0.0);
   for (std::size_t k = 1; k < seconds_.size(); ++k) {
-    const auto after = std::find_if(known.begin(), known.end(), [&](const Known& point) { return point.count >= k; });
-    if (after != known.end() && after->count == k) {
-      seconds_[k] = after->seconds;
+    const auto next = std::ranges::find_if(known, [&](const Known& point) { return point.count >= k; });
+    const auto to = next != known.end() ? next : known.end() - 1;
+    if (to->count == k || to == known.begin()) {  // the latter: only one number has worked, so more is unknown
+      seconds_[k] = to->seconds;
       continue;
     }
-    const auto next = after != known.end() ? after : known.end() - 1;
-    if (next == known.begin()) {  // only one number has worked, so what more devices cost is unknown
-      seconds_[k] = next->seconds;
-      continue;
-    }
-    const Known from = *std::prev(next);
-    const double slope = (next->seconds - from.seconds) / static_cast<double>(next->count - from.count);
+    const Known from = *std::prev(to);
+    const double slope = (to->seconds - from.seconds) / static_cast<double>(to->count - from.count);
     seconds_[k] = std::max(0.0, from.seconds + slope * (static_cast<double>(k) - static_cast<double>(from.count)));
   }
-  const double most = *std::max_element(seconds_.begin(), seconds_.end());
+  const double most = *std::ranges::max_element(seconds_);
   if (given_.empty() && most < kNegligible * compute_seconds) seconds_.clear();
 }
 

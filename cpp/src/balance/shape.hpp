@@ -29,9 +29,10 @@ struct Shape {
 ///
 /// It compares sizes that one device ran within few steps and at one speed. Samples are kept in groups: one for each
 /// device, regime (between two change points) and stretch of 48 steps. Each group has an unknown level of its own,
-/// which the fit eliminates. Over longer stretches slow heating would look like a shape. The fit is a Huber regression
-/// of log seconds (P. J. Huber, 1964) with a weak prior. With one size seen, the prior decides, and error() says so. 0
-/// <= phi <= 0.98 keeps constant and slope from being negative.
+/// which the fit eliminates. Over longer stretches slow heating would look like a shape. The fit is a least-squares
+/// regression with a weak prior, by the median log seconds of each size in a group, so that a wild sample counts
+/// little. With one size seen, the prior decides, and error() says so. 0 <= phi <= 0.98 keeps constant and slope from
+/// being negative.
 ///
 /// Memory is bounded: at most 5 groups of 6 sizes of 16 samples per device. fit() takes a few microseconds, and nothing
 /// without a new informative sample. Not thread-safe.
@@ -62,8 +63,8 @@ class ShapeEstimator {
  private:
   struct Cell {
     std::int64_t items = 0;
-    std::vector<double> log_seconds;
-    std::vector<double> weights;
+    std::vector<double> log_seconds{};
+    double middle = 0.0;  // their median
   };
   struct Group {
     std::int64_t first_step = 0;
@@ -77,12 +78,10 @@ class ShapeEstimator {
   struct Sums {
     double information = 0.0;
     double gradient = 0.0;
-    double misfit = 0.0;
-    double freedom = 0.0;
   };
 
   void close(Member& member);
-  [[nodiscard]] Sums accumulate(Group& group, double noise, bool first) const;
+  [[nodiscard]] Sums accumulate(const Group& group) const;
 
   std::vector<Member> members_;
   bool proportional_;

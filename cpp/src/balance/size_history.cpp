@@ -32,7 +32,7 @@ bool any_excluded(const StepTimings& timings) {
 }  // namespace
 
 SizeHistory::SizeHistory(std::vector<std::size_t> class_of)
-    : class_of_(std::move(class_of)), largest_(class_of_.size(), 0), devices_(class_of_.size()) {}
+    : class_of_(std::move(class_of)), largest_(class_of_.size(), 0), ran_(class_of_.size()) {}
 
 void SizeHistory::record(const std::vector<std::int64_t>& shares, const StepTimings& timings) {
   if (is_new(shares)) {
@@ -43,20 +43,20 @@ void SizeHistory::record(const std::vector<std::int64_t>& shares, const StepTimi
     if (shares[i] == 0) continue;
     std::int64_t& largest = largest_[class_of_[i]];
     largest = std::max(largest, shares[i]);
-    Device& device = devices_[i];
-    if (!device.shares.insert(shares[i]).second) continue;
-    device.oldest_first.push_back(shares[i]);
-    if (device.oldest_first.size() <= kSharesKept) continue;
-    device.shares.erase(device.oldest_first.front());
-    device.oldest_first.pop_front();
+    if (!has_run(i, shares[i])) ran_[i].push_back(shares[i]);
+    if (ran_[i].size() > kSharesKept) ran_[i].pop_front();
   }
 }
 
 bool SizeHistory::is_new(const std::vector<std::int64_t>& shares) const {
   for (std::size_t i = 0; i < shares.size(); ++i) {
-    if (shares[i] > 0 && !devices_[i].shares.contains(shares[i])) return true;
+    if (shares[i] > 0 && !has_run(i, shares[i])) return true;
   }
   return false;
+}
+
+bool SizeHistory::has_run(DeviceId device, std::int64_t share) const {
+  return std::ranges::find(ran_[device], share) != ran_[device].end();
 }
 
 double SizeHistory::first_run_seconds(

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <set>
 #include <vector>
 
 #include <paceline/balance/balancer.hpp>
@@ -35,18 +34,16 @@ class SizeHistory {
   [[nodiscard]] std::int64_t largest(DeviceId device) const { return largest_[class_of_[device]]; }
 
  private:
-  struct Device {
-    std::set<std::int64_t> shares;
-    std::deque<std::int64_t> oldest_first;
-  };
+  [[nodiscard]] bool has_run(DeviceId device, std::int64_t share) const;
+
   struct FirstRun {
     std::vector<std::int64_t> shares;
     double seconds = 0.0;  // of the whole step; 0: nothing was excluded
   };
 
   std::vector<std::size_t> class_of_;
-  std::vector<std::int64_t> largest_;  // by class
-  std::vector<Device> devices_;
+  std::vector<std::int64_t> largest_;          // by class
+  std::vector<std::deque<std::int64_t>> ran_;  // the shares of each device, oldest first
   std::deque<FirstRun> first_runs_;
 };
 

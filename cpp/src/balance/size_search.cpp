@@ -11,7 +11,6 @@
 namespace paceline::balance {
 namespace {
 
-constexpr std::int64_t kFirstSearch = 5;   // steps; the first ones compile and allocate
 constexpr std::int64_t kNextSearch = 500;  // steps, after which another size may be the best
 constexpr std::int64_t kPairs = 3;         // comparisons at least, each of a trial with the steps around it
 constexpr std::int64_t kMostPairs = 20;    // comparisons at most, where times vary much
@@ -23,11 +22,9 @@ constexpr double kLeastSeconds = 5e-3;  // of a micro-batch; smaller ones cost m
 constexpr std::size_t kMostSizes = 6;   // in one search
 constexpr double kWhole = std::numeric_limits<double>::infinity();  // as a size: a claim in one piece
 
-double median_of(std::vector<double> values) { return median(values); }
-
 /// The median deviation of few values is often too small, so a term for few values is added.
 double variance_of_median(const std::vector<double>& values) {
-  const double middle = median_of(values);
+  const double middle = median(values);
   std::vector<double> deviations;
   for (const double value : values) deviations.push_back(std::abs(value - middle));
   const double deviation = from_median_deviation(median(deviations));
@@ -35,23 +32,25 @@ double variance_of_median(const std::vector<double>& values) {
   return (1.0 + 4.0 / count) * std::numbers::pi / 2.0 * deviation * deviation / count;
 }
 
-std::optional<double> seconds_of_an_item(const TimedClaims& claims) {
-  std::int64_t items = 0;
-  double seconds = 0.0;
-  for (const std::vector<TimedPiece>& claim : claims) {
-    for (const TimedPiece& piece : claim) {
-      items += piece.items;
-      seconds += piece.seconds;
-    }
-  }
-  if (items == 0) return std::nullopt;
-  return seconds / static_cast<double>(items);
-}
-
 std::int64_t items_of(const std::vector<TimedPiece>& claim) {
   std::int64_t items = 0;
   for (const TimedPiece& piece : claim) items += piece.items;
   return items;
+}
+
+std::optional<double> seconds_of_an_item(const TimedClaims& claims) {
+  std::int64_t items = 0;
+  double seconds = 0.0;
+  for (const std::vector<TimedPiece>& claim : claims) {
+    items += items_of(claim);
+    for (const TimedPiece& piece : claim) seconds += piece.seconds;
+  }
+  return items > 0 ? std::optional(seconds / static_cast<double>(items)) : std::nullopt;
+}
+
+/// The entry of the size that takes the least time.
+auto best_of(const auto& ratios) {
+  return std::ranges::min_element(ratios, {}, [](const auto& entry) { return entry.second.first; });
 }
 
 }  // namespace
@@ -65,8 +64,6 @@ std::vector<std::pair<std::int64_t, std::int64_t>> in_pieces(std::int64_t begin,
     pieces.emplace_back(begin + items * k / count, begin + items * (k + 1) / count);
   return pieces;
 }
-
-SizeSearch::SizeSearch() : rest_(kFirstSearch) {}
 
 void SizeSearch::Compared::add(std::span<const double> sizes, const std::vector<TimedPiece>& claim, double usual) {
   if (largest == 0.0) largest = sizes.front();
@@ -107,7 +104,7 @@ void SizeSearch::add(const std::vector<TimedClaims>& devices) {
   }
   Usual usual;
   for (const TimedClaims& claims : devices) usual.push_back(seconds_of_an_item(claims));
-  if (std::none_of(usual.begin(), usual.end(), [](const auto& seconds) { return seconds.has_value(); })) return;
+  if (*std::ranges::max_element(usual) == std::nullopt) return;  // nobody ran anything
   if (trials_.empty()) return begin(devices, usual);
   if (turn_ % 2 == 0) {
     tried_ = devices;
@@ -125,14 +122,13 @@ void SizeSearch::begin(const std::vector<TimedClaims>& devices, const Usual& usu
   for (const TimedClaims& claims : devices) {
     for (const std::vector<TimedPiece>& claim : claims) largest = std::max(largest, items_of(claim));
   }
-  const double slowest = std::max_element(usual.begin(), usual.end())->value();
+  const double slowest = std::ranges::max_element(usual)->value();
   std::vector<std::int64_t> sizes;
   for (std::int64_t size = (largest + 1) / 2;
        size > 1 && static_cast<double>(size) * slowest >= kLeastSeconds && sizes.size() < kMostSizes;
        size = (size + 1) / 2) {
     sizes.push_back(size);
   }
-  trials_.clear();
   if (!sizes.empty()) trials_.push_back(std::move(sizes));
   if (size_) trials_.emplace_back();
   found_.clear();
@@ -172,7 +168,7 @@ std::map<double, SizeSearch::Ratio> SizeSearch::result() const {
     for (const auto& [size, values] : one.others) {
       const double weight = static_cast<double>(one.items) / items[size];
       auto& [ratio, variance] = sums[size];
-      ratio += weight * (median_of(one.first) + median_of(values));
+      ratio += weight * (median(one.first) + median(values));
       variance += weight * weight * (variance_of_median(one.first) + variance_of_median(values));
     }
   }
@@ -182,13 +178,8 @@ std::map<double, SizeSearch::Ratio> SizeSearch::result() const {
 
 /// Whether it is certain that the fastest size so far is fast enough, or that it is not.
 bool SizeSearch::is_certain() const {
-  Ratio best{0.0, 0.0};
   const std::map<double, Ratio> known = result();
-  if (!known.empty()) {
-    best = std::min_element(known.begin(), known.end(), [](const auto& a, const auto& b) {
-             return a.second < b.second;
-           })->second;
-  }
+  const Ratio best = known.empty() ? Ratio{0.0, 0.0} : best_of(known)->second;
   return std::abs(best.first - std::log(kGain)) > kErrors * best.second;
 }
 
@@ -197,9 +188,7 @@ void SizeSearch::end_trial() {
   for (const auto& [size, ratio] : result()) found_[size] = ratio;
   trials_.erase(trials_.begin());
   if (trials_.empty() && !found_.empty()) {
-    const Ratio best = std::min_element(found_.begin(), found_.end(), [](const auto& a, const auto& b) {
-                         return a.second < b.second;
-                       })->second;
+    const Ratio best = best_of(found_)->second;
     if (best.first + best.second <= std::log(kGain)) {
       const auto taken = std::find_if(found_.rbegin(), found_.rend(), [&](const auto& entry) {
         return entry.second.first <= best.first + std::log(kAlike);

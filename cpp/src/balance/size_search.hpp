@@ -33,8 +33,6 @@ using TimedClaims = std::vector<std::vector<TimedPiece>>;
 /// a step all devices try the same sizes, because shares follow from the ratios of their speeds.
 class SizeSearch {
  public:
-  SizeSearch();
-
   /// The size in use, in items. None: a claim is one micro-batch.
   [[nodiscard]] std::optional<std::int64_t> size() const { return size_; }
   /// How many times as fast `size` was measured to be as what was in use before.
@@ -69,7 +67,7 @@ class SizeSearch {
 
   std::optional<std::int64_t> size_;
   double gain_ = 1.0;
-  std::int64_t rest_;  // steps until the next search
+  std::int64_t rest_ = 5;  // steps until the next search; the first ones compile and allocate
   // The trials to come. Each is a list of the sizes that a claim is cut into, from large to small; empty: it stays
   // whole.
   std::vector<std::vector<std::int64_t>> trials_;

@@ -34,8 +34,7 @@ void StartupCost::record(const std::vector<std::optional<double>>& seconds, doub
     if (device.samples.size() > kSamples) device.samples.pop_front();
     device.seconds = device.given;
     if (device.samples.size() < kLeastSamples) continue;
-    std::vector<double> samples(device.samples.begin(), device.samples.end());
-    const double typical = median(samples);
+    const double typical = median({device.samples.begin(), device.samples.end()});
     device.seconds = typical > kNegligible * compute_seconds ? typical : 0.0;
   }
 }

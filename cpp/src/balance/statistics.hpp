@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstddef>
 #include <vector>
 
 namespace paceline::balance {
 
-/// The median of `values`, the mean of the two middle ones when their number is even; 0 for none. Reorders `values`.
-[[nodiscard]] double median(std::vector<double>& values);
+/// The median of `values`, the mean of the two middle ones when their number is even; 0 for none.
+[[nodiscard]] double median(std::vector<double> values);
 
 /// The standard error of a median of `samples` values with standard deviation `deviation`.
 ///

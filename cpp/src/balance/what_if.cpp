@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
+#include <span>
 
 #include <paceline/error.hpp>
 
@@ -35,15 +37,8 @@ void extend(std::vector<double>& reduction_seconds, std::size_t devices) {
   }
 }
 
-std::size_t working(const std::vector<plan::ShareLimits>& limits) {
-  return static_cast<std::size_t>(
-      std::count_if(limits.begin(), limits.end(), [](const plan::ShareLimits& limit) { return limit.maximum > 0; }));
-}
-
-/// The factor for the times of the `left` devices of `present`, since fewer devices slow each other down less.
-double relief_of(const WhatIfOptions& asked, std::size_t present, std::size_t left) {
-  if (!asked.alone) return 1.0;
-  return std::pow(*asked.alone, static_cast<double>(present - left) / static_cast<double>(present - 1));
+std::size_t working(std::span<const plan::ShareLimits> limits) {
+  return limits.size() - static_cast<std::size_t>(std::ranges::count(limits, 0, &plan::ShareLimits::maximum));
 }
 
 }  // namespace
@@ -74,7 +69,7 @@ WhatIfAnswer Balancer::what_if(const WhatIfOptions& asked) const {
       (in_force ? makespan(here, models, *here.incumbent) : best.makespan_seconds) + asked.overhead_seconds;
 
   std::vector<std::size_t> measured_by(count);  // whose estimate a device's time rests on
-  for (std::size_t i = 0; i < count; ++i) measured_by[i] = i;
+  std::iota(measured_by.begin(), measured_by.end(), std::size_t{0});
   for (const AddedDevice& added : asked.add) {
     require_device(added.like, count, "an added device");
     require_speed(added.speed, added.name);
@@ -98,8 +93,11 @@ WhatIfAnswer Balancer::what_if(const WhatIfOptions& asked) const {
   }
   const std::size_t present = working(here.limits);
   const std::size_t left = working(split.limits);
-  const double relief = left < present ? relief_of(asked, present, left) : 1.0;
-  for (plan::CostModel& model : models) model = model.scaled(relief);
+  if (asked.alone && left < present) {  // fewer devices slow each other down less
+    const double relief =
+        std::pow(*asked.alone, static_cast<double>(present - left) / static_cast<double>(present - 1));
+    for (plan::CostModel& model : models) model = model.scaled(relief);
+  }
   extend(split.reduction_seconds, models.size());
   const plan::Split then = plan::split_batch(batch_size, models, split);
   answer.shares = then.shares;

@@ -2,6 +2,7 @@
 #include <paceline/observe/event_ring.hpp>
 
 #include <algorithm>
+#include <array>
 
 namespace paceline::observe {
 
@@ -28,23 +29,9 @@ std::vector<TraceEvent> EventRing::snapshot() const {
   return ordered;
 }
 
-std::uint64_t EventRing::pushed() const {
-  const std::lock_guard lock(mutex_);
-  return pushed_;
-}
-
 const char* name_of(EventKind kind) noexcept {
-  switch (kind) {
-    case EventKind::step:
-      return "step";
-    case EventKind::micro_batch:
-      return "micro_batch";
-    case EventKind::reduction:
-      return "reduction";
-    case EventKind::move:
-      return "move";
-  }
-  return "unknown";
+  constexpr std::array kNames{"step", "micro_batch", "reduction", "move"};
+  return kNames[static_cast<std::size_t>(kind)];
 }
 
 }  // namespace paceline::observe

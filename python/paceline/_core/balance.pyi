@@ -278,4 +278,4 @@ class Balancer:
         Changes of shares so far, not counting changes of the batch size.
         """
 
-LEDGER_VERSION: int = 6
+LEDGER_VERSION: int = 7

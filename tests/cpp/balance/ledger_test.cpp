@@ -50,7 +50,7 @@ TEST(Ledger, HasALineForEachCall) {
   balancer.retire(1);
   EXPECT_EQ(
       out.str(),
-      R"({"paceline_ledger": 6, "options": {"policy": "weighted", "weights": [3, 1], "granularity": 2, )"
+      R"({"paceline_ledger": 7, "options": {"policy": "weighted", "weights": [3, 1], "granularity": 2, )"
       R"("reduction_seconds": [0, 0, 1e-05], "calibrate": false, "proportional": true, "devices": [)"
       R"({"name": "a \"0\"\\\u000a\u001fé", "device_class": "host", "minimum": 2, "maximum": null, )"
       R"("may_be_zero": true, "startup_seconds": 0.1}, {"name": "b", "device_class": "other", "minimum": 0, )"

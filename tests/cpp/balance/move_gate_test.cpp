@@ -6,7 +6,6 @@
 #include <numbers>
 #include <numeric>
 #include <optional>
-#include <random>
 #include <string>
 
 #include <paceline/balance/balancer.hpp>
@@ -182,7 +181,7 @@ Shares step_on_shared_bus(Balancer& balancer) {
   return plan.shares;
 }
 
-TEST(MoveGate, TakesBackAMoveThatMeasuresWorseAndBelievesLessAfterwards) {
+TEST(MoveGate, TakesBackAMoveThatMeasuresWorseAndWaitsLongerEachTime) {
   BalancerOptions options = options_for(box_of({1, 1}, 0.0));
   options.calibrate = false;
   Balancer balancer(options);
@@ -205,9 +204,9 @@ TEST(MoveGate, TakesBackAMoveThatMeasuresWorseAndBelievesLessAfterwards) {
     EXPECT_GE(early.recent_moves[i].step - early.recent_moves[i - 1].step, 32)
         << "a move while one was just taken back";
   }
-  // The required gain doubles each time, so the moves stop although the models keep promising the same gain.
+  // The models keep promising the same gain, so the move is tried again, at twice the distance each time.
   for (int k = 0; k < 600; ++k) step_on_shared_bus(balancer);
-  EXPECT_LE(balancer.report().taken_back, 2);
+  EXPECT_LE(balancer.report().taken_back, 5);
   EXPECT_EQ(step_on_shared_bus(balancer), (Shares{200, 200}));
 }
 
@@ -231,30 +230,6 @@ TEST(MoveGate, DoesNotGoBackToSharesOfSpeedsThatAreGone) {
   }
   ASSERT_GT(balancer.report().devices[1].change_points, 0);
   EXPECT_EQ(balancer.next_plan(400).reason.find("taken back"), std::string::npos);
-}
-
-TEST(MoveGate, NeverAsksForMoreThanAllOfTheTime) {
-  BalancerOptions options = options_for(box_of({1, 1}, 0.0));
-  options.calibrate = false;
-  options.granularity = 200;  // all or half, nothing in between
-  Balancer balancer(options);
-  std::mt19937_64 random(1);
-  std::normal_distribution<double> noise(0.0, 0.08);
-  double most = 0.0;
-  for (int k = 0; k < 3000; ++k) {
-    const StepPlan plan = balancer.next_plan(400);
-    StepTimings timings;
-    for (std::size_t i = 0; i < 2; ++i) {
-      const double slowness = (i == 1 ? 20.0 : 1.0) * std::exp(noise(random));
-      timings.devices.push_back({{plan.shares[i], 0.0001 * static_cast<double>(plan.shares[i]) * slowness}});
-    }
-    // Every move measures worse, whatever the devices' own times say.
-    timings.step_seconds = plan.shares[0] == 200 ? 0.4 : 0.6;
-    balancer.record(timings);
-    most = std::max(most, balancer.report().required_gain);
-  }
-  EXPECT_GE(balancer.report().taken_back, 4) << balancer.explain();
-  EXPECT_LE(most, 1.0);
 }
 
 TEST(MoveGate, DoesNotTakeBackWhatOthersHadTakenOverBefore) {

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
-#include <limits>
 
 #include <paceline/sim/random.hpp>
 
@@ -32,23 +31,7 @@ TEST(Median, IsTheMiddleOfTheSortedValues) {
   }
 }
 
-TEST(Median, TakesSortedValuesEitherWay) {
-  std::vector<double> values(999);
-  for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<double>(i);
-  std::vector<double> falling(values.rbegin(), values.rend());
-  EXPECT_EQ(median(values), 499.0);
-  EXPECT_EQ(median(falling), 499.0);
-}
-
-TEST(Median, OfNothingIsZero) {
-  std::vector<double> none;
-  EXPECT_EQ(median(none), 0.0);
-}
-
-TEST(Median, EndsWithValuesThatHaveNoOrder) {
-  std::vector<double> values(9, std::numeric_limits<double>::quiet_NaN());
-  EXPECT_TRUE(std::isnan(median(values)));
-}
+TEST(Median, OfNothingIsZero) { EXPECT_EQ(median({}), 0.0); }
 
 }  // namespace
 }  // namespace paceline::balance

@@ -17,7 +17,6 @@ TEST(EventRing, KeepsTheLastEventsInOrder) {
   const std::vector<TraceEvent> events = ring.snapshot();
   ASSERT_EQ(events.size(), 4u);
   for (std::size_t i = 0; i < 4; ++i) EXPECT_EQ(events[i].step, static_cast<std::int64_t>(6 + i));
-  EXPECT_EQ(ring.pushed(), 10u);
 }
 
 TEST(EventRing, TakesEventsFromManyThreads) {
@@ -31,7 +30,7 @@ TEST(EventRing, TakesEventsFromManyThreads) {
     }
     for (int i = 0; i < 50; ++i) EXPECT_LE(ring.snapshot().size(), 64u);
   }
-  EXPECT_EQ(ring.pushed(), 2000u);
+  EXPECT_EQ(ring.snapshot().size(), 64u);
 }
 
 TEST(EventRing, NamesEveryKind) {

@@ -141,7 +141,6 @@ class PACELINE_API Balancer {
   /// From now on every call is written to `ledger`, or to none if null. Attach before the first plan: a ledger that
   /// lacks plans cannot be replayed, so attaching later throws InvalidArgument.
   void write_to(std::shared_ptr<LedgerWriter> ledger);
-  [[nodiscard]] bool writes_ledger() const noexcept;
   /// Whether a plan was asked for or a device retired: from then on no ledger can be attached.
   [[nodiscard]] bool called() const noexcept;
 

@@ -16,7 +16,7 @@
 namespace paceline::balance {
 
 /// Raised when an older reader would misread a newer ledger, or the same calls would lead to other decisions.
-constexpr std::int64_t kLedgerVersion = 6;
+constexpr std::int64_t kLedgerVersion = 7;
 
 /// What a device ran: items [begin, end) of the batch, or positions in the step's order, with its times on the step's
 /// clock.
@@ -33,7 +33,7 @@ struct LedgerClaim {
 /// for bit. `paceline.balance.replay` (Python) and `paceline replay` run a fresh balancer through these calls and
 /// compare plans.
 ///
-///   {"paceline_ledger": 6, "options": {...}}
+///   {"paceline_ledger": 7, "options": {...}}
 ///   {"plan": {"step": 0, "batch_size": 512, "shares": [256, 256], "moved": false, "predicted_seconds": 0, "reason":
 ///   "..."}}
 ///   {"record": {"step": 0, "devices": [[[256, 0.03]], [[256, 0.031, true]]], "step_seconds": 0.031}}

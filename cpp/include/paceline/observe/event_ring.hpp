@@ -40,8 +40,6 @@ class PACELINE_API EventRing {
   /// Constant time; allocates nothing.
   void push(const TraceEvent& event);
   [[nodiscard]] std::vector<TraceEvent> snapshot() const;
-  /// The number of events that were ever pushed. The ring keeps only the last of them.
-  [[nodiscard]] std::uint64_t pushed() const;
 
  private:
   mutable std::mutex mutex_;
