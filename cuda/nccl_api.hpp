@@ -64,18 +64,9 @@ using GroupStart = Result();
 using GroupEnd = Result();
 using AllReduce = Result(const void* send, void* receive, std::size_t count, DataType type, ReductionOperation op,
                          Comm comm, cudaStream_t stream);
-using ReduceScatter = Result(const void* send, void* receive, std::size_t receive_count, DataType type,
-                             ReductionOperation op, Comm comm, cudaStream_t stream);
-using AllGather = Result(const void* send, void* receive, std::size_t send_count, DataType type, Comm comm,
-                         cudaStream_t stream);
 using Broadcast = Result(const void* send, void* receive, std::size_t count, DataType type, int root, Comm comm,
                          cudaStream_t stream);
 using Reduce = Result(const void* send, void* receive, std::size_t count, DataType type, ReductionOperation op,
                       int root, Comm comm, cudaStream_t stream);
-
-using MemAlloc = Result(void** data, std::size_t bytes);
-using MemFree = Result(void* data);
-using CommRegister = Result(Comm comm, void* data, std::size_t bytes, void** handle);
-using CommDeregister = Result(Comm comm, void* handle);
 
 }  // namespace paceline::nccl

@@ -60,7 +60,6 @@ void Communicators::open(std::size_t warm_up_bytes) {
                                           &configs[r]);
   });
   open_ = true;
-  for (Segment& segment : segments_) register_segment(segment);
   warm_up(warm_up_bytes);
 }
 
@@ -70,107 +69,42 @@ void Communicators::warm_up(std::size_t bytes) {
   constexpr std::size_t small = 4096;
   if (bytes == 0) return;
   std::vector<std::unique_ptr<Buffer>> memory;
-  std::vector<void*> buffers;
+  internal::Piece piece;
   for (const internal::Endpoint& endpoint : endpoints_) {
     memory.push_back(endpoint.opened->allocate(bytes, *endpoint.stream));
-    buffers.push_back(memory.back()->data());
-    endpoint.stream->zero(buffers.back(), bytes);
+    piece.at.push_back(memory.back()->data());
+    endpoint.stream->zero(piece.at.back(), bytes);
   }
   for (const std::size_t size : {std::min(small, bytes), bytes}) {
-    all_reduce(buffers, size / sizeof(float), DType::float32, ReduceOp::sum);
-    const std::size_t part_count = size / sizeof(float) / endpoints_.size();
-    const std::size_t part_bytes = part_count * sizeof(float);
-    std::vector<void*> parts;
-    for (std::size_t r = 0; r < endpoints_.size(); ++r)
-      parts.push_back(static_cast<char*>(buffers[r]) + r * part_bytes);
-    reduce_scatter({buffers.begin(), buffers.end()}, parts, part_count, DType::float32, ReduceOp::sum);
-    all_gather(buffers, part_bytes);
-    broadcast(buffers, size, 0);
-    reduce(buffers, size / sizeof(float), DType::float32, 0);
+    all_reduce(piece.at, size / sizeof(float), DType::float32, ReduceOp::sum);
+    broadcast({piece}, size);
+    reduce({piece}, size / sizeof(float), DType::float32, ReduceOp::sum);
   }
   await_all();
 }
 
 void Communicators::all_reduce(const std::vector<void*>& buffers, std::size_t count, DType dtype, ReduceOp op) {
-  enqueue("ncclAllReduce", [&](std::size_t r, cudaStream_t stream) {
-    return library_.all_reduce(buffers[r], buffers[r], count, type_of(dtype), operation_of(op), comms_[r], stream);
+  enqueue("ncclAllReduce", {{buffers}}, [&](const internal::Piece& piece, std::size_t r, cudaStream_t stream) {
+    return library_.all_reduce(piece.at[r], piece.at[r], count, type_of(dtype), operation_of(op), comms_[r], stream);
   });
 }
 
-void Communicators::reduce_scatter(const std::vector<const void*>& wholes, const std::vector<void*>& parts,
-                                   std::size_t part_count, DType dtype, ReduceOp op) {
-  enqueue("ncclReduceScatter", [&](std::size_t r, cudaStream_t stream) {
-    return library_.reduce_scatter(wholes[r], parts[r], part_count, type_of(dtype), operation_of(op), comms_[r],
-                                   stream);
+void Communicators::reduce(const std::vector<internal::Piece>& pieces, std::size_t count, DType dtype, ReduceOp op) {
+  enqueue("ncclReduce", pieces, [&](const internal::Piece& piece, std::size_t r, cudaStream_t stream) {
+    return library_.reduce(piece.at[r], piece.at[r], count, type_of(dtype), operation_of(op),
+                           static_cast<int>(piece.root), comms_[r], stream);
   });
 }
 
-void Communicators::all_gather(const std::vector<void*>& buffers, std::size_t part_bytes) {
-  enqueue("ncclAllGather", [&](std::size_t r, cudaStream_t stream) {
-    const void* const part = static_cast<char*>(buffers[r]) + r * part_bytes;
-    return library_.all_gather(part, buffers[r], part_bytes, kInt8, comms_[r], stream);
+void Communicators::broadcast(const std::vector<internal::Piece>& pieces, std::size_t bytes) {
+  enqueue("ncclBroadcast", pieces, [&](const internal::Piece& piece, std::size_t r, cudaStream_t stream) {
+    return library_.broadcast(piece.at[r], piece.at[r], bytes, kInt8, static_cast<int>(piece.root), comms_[r], stream);
   });
 }
 
-void Communicators::broadcast(const std::vector<void*>& buffers, std::size_t bytes, std::size_t root) {
-  enqueue("ncclBroadcast", [&](std::size_t r, cudaStream_t stream) {
-    return library_.broadcast(buffers[r], buffers[r], bytes, kInt8, static_cast<int>(root), comms_[r], stream);
-  });
-}
-
-void Communicators::reduce(const std::vector<void*>& buffers, std::size_t count, DType dtype, std::size_t root) {
-  enqueue("ncclReduce", [&](std::size_t r, cudaStream_t stream) {
-    return library_.reduce(buffers[r], buffers[r], count, type_of(dtype), kSum, static_cast<int>(root), comms_[r],
-                           stream);
-  });
-}
-
-void* Communicators::allocate(std::size_t rank, std::size_t bytes) {
-  Segment segment{.rank = rank, .bytes = bytes};
-  {
-    const cuda::DeviceGuard guard(endpoints_[rank].device.index);
-    enter("ncclMemAlloc", rank);
-    const Result result = library_.mem_alloc(&segment.data, bytes);
-    enter(nullptr, kEveryRank);
-    if (result != kSuccess) return nullptr;
-  }
-  if (open_) register_segment(segment);
-  segments_.push_back(segment);
-  return segment.data;
-}
-
-void Communicators::release(void* data) {
-  const auto segment =
-      std::find_if(segments_.begin(), segments_.end(), [&](const Segment& s) { return s.data == data; });
-  if (segment == segments_.end()) return;
-  const cuda::DeviceGuard guard(endpoints_[segment->rank].device.index);
-  deregister(*segment);
-  enter("ncclMemFree", segment->rank);
-  static_cast<void>(library_.mem_free(data));
-  enter(nullptr, kEveryRank);
-  segments_.erase(segment);
-}
-
-/// Lets kernels read the memory in place, without a copy through NCCL's own buffers. If NCCL refuses, the collectives
-/// still work.
-void Communicators::register_segment(Segment& segment) {
-  const cuda::DeviceGuard guard(endpoints_[segment.rank].device.index);
-  enter("ncclCommRegister", segment.rank);
-  const Result result = library_.comm_register(comms_[segment.rank], segment.data, segment.bytes, &segment.handle);
-  enter(nullptr, kEveryRank);
-  if (result != kSuccess) segment.handle = nullptr;
-}
-
-void Communicators::deregister(Segment& segment) {
-  void* const handle = std::exchange(segment.handle, nullptr);
-  if (handle == nullptr || comms_[segment.rank] == nullptr) return;
-  enter("ncclCommDeregister", segment.rank);
-  static_cast<void>(library_.comm_deregister(comms_[segment.rank], handle));
-  enter(nullptr, kEveryRank);
-}
-
+/// Enqueues `call` for every piece and rank, as one group.
 template <class Call>
-void Communicators::enqueue(const char* function, Call call) {
+void Communicators::enqueue(const char* function, const std::vector<internal::Piece>& pieces, Call call) {
   if (!open_) {  // just aborted
     check();     // throws the reason, unless it was thrown before
     throw Error(
@@ -190,7 +124,13 @@ void Communicators::enqueue(const char* function, Call call) {
   operation.function = function;
   operation.started.reset();
   for (std::size_t r = 0; r < endpoints_.size(); ++r) endpoints_[r].stream->record(*operation.arrived[r]);
-  group(function, [&](std::size_t r) { return call(r, static_cast<cudaStream_t>(endpoints_[r].stream->native())); });
+  group(function, [&](std::size_t r) {
+    Result result = kSuccess;
+    for (auto piece = pieces.begin(); piece != pieces.end() && result == kSuccess; ++piece) {
+      result = call(*piece, r, static_cast<cudaStream_t>(endpoints_[r].stream->native()));
+    }
+    return result;
+  });
   for (std::size_t r = 0; r < endpoints_.size(); ++r) endpoints_[r].stream->record(*operation.finished[r]);
   outstanding_.push_back(std::move(operation));
 }
@@ -285,7 +225,6 @@ void Communicators::close() {
   while (look_after() && Clock::now() < deadline) std::this_thread::sleep_for(std::chrono::microseconds(100));
   if (!open_) return;
   if (!outstanding_.empty()) return abort();
-  for (Segment& segment : segments_) deregister(segment);
   group("ncclCommDestroy", [&](std::size_t r) { return library_.comm_destroy(std::exchange(comms_[r], nullptr)); });
   open_ = false;
 }
@@ -356,7 +295,6 @@ void Communicators::abort() noexcept {
   static_cast<void>(library_.group_end());
   enter(nullptr, kEveryRank);
   outstanding_.clear();
-  for (Segment& segment : segments_) segment.handle = nullptr;  // ended with its communicator
 }
 
 void Communicators::check() {

@@ -15,7 +15,7 @@ constexpr const char* kNoBackend = "this build has no CUDA backend";
 
 const Backend* internal::gpu_backend() noexcept { return nullptr; }
 
-std::unique_ptr<internal::NativeLink> internal::make_native_link(const std::vector<Endpoint>&,
+std::unique_ptr<internal::Link> internal::make_native_link(const std::vector<Endpoint>&,
                                                                  const CommunicatorOptions&, std::string& why_none) {
   why_none = kNoBackend;
   return nullptr;

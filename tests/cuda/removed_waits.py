@@ -31,7 +31,6 @@ SOURCES = {
     ROOMS / "engine" / "queues" / "device_queues_exchange.cpp": OF_STEPS,
     ROOMS / "engine" / "queues" / "step_times.cpp": OF_STEPS,
     ROOMS / "engine" / "data_parallel" / "async_memory.cpp": OF_STEPS,
-    ROOMS / "comm" / "space_collectives.cpp": OF_STEPS,
     ROOMS / "comm" / "async_collectives.cpp": OF_COLLECTIVES,
     ROOMS / "comm" / "copy_link.cpp": OF_COLLECTIVES,
     ROOMS / "comm" / "memory_spaces.cpp": OF_COLLECTIVES,

@@ -69,7 +69,7 @@ void DeviceQueues::State::connect() {
     if (link != nullptr) {
       open(spaces[kHome], *endpoints[kHome].stream);
       collectives = std::make_shared<internal::SpaceCollectives>(std::move(link), std::move(endpoints),
-                                                                 options.staging_bytes, options.timeout);
+                                                                 options.staging_bytes);
       transport = collectives->description();
       return;
     }
