@@ -20,11 +20,11 @@
 #include "device_guard.hpp"
 #include "driver.hpp"
 #include "error.hpp"
-#include "gpu_facts.hpp"
+#include "green_context.hpp"
 #include "nvml.hpp"
 #include "partitions.hpp"
 #include "runtime/gpu_backend.hpp"
-#include "runtime/thread_affinity.hpp"
+#include "runtime/thread_place.hpp"
 
 namespace paceline {
 namespace {
@@ -111,6 +111,58 @@ void require_whole(const Device& device, const char* call) {
       device.name);
 }
 
+CudaVersion version_of(int number) { return {number / 1000, number % 1000 / 10}; }
+
+std::vector<std::string> peers_of(int ordinal, int gpu_count) {
+  std::vector<std::string> peers;
+  for (int other = 0; other < gpu_count; ++other) {
+    if (other == ordinal) continue;
+    int can = 0;
+    cuda::check(cudaDeviceCanAccessPeer(&can, ordinal, other), "asking for its peers", ordinal);
+    if (can != 0) peers.push_back(fmt::format("cuda:{}", other));
+  }
+  return peers;
+}
+
+void add_partitions(GpuFacts& facts, int ordinal) {
+  try {
+    const std::vector<CUdevResource> groups = cuda::split_sms(ordinal);
+    facts.most_partitions = static_cast<int>(groups.size());
+    if (!groups.empty()) facts.partition_sm_count = static_cast<int>(groups.front().sm.smCount);
+    if (groups.empty()) facts.why_no_partitions = "CUDA makes no groups of its SMs";
+  } catch (const Error& error) {  // this too is a fact about the GPU; the others follow
+    facts.why_no_partitions = error.what();
+  }
+}
+
+/// The facts of the GPU with this ordinal, out of `gpu_count`.
+GpuFacts facts_of(int ordinal, int gpu_count) {
+  cudaDeviceProp properties{};
+  cuda::check(cudaGetDeviceProperties(&properties, ordinal), "asking for its properties", ordinal);
+  char pci_bus_id[32] = {};
+  cuda::check(cudaDeviceGetPCIBusId(pci_bus_id, sizeof(pci_bus_id), ordinal), "asking for its PCI address", ordinal);
+  int driver = 0;
+  int runtime = 0;
+  cuda::check(cudaDriverGetVersion(&driver), "asking for the driver's version", ordinal);
+  cuda::check(cudaRuntimeGetVersion(&runtime), "asking for the runtime's version", ordinal);
+
+  GpuFacts facts;
+  facts.device = fmt::format("cuda:{}", ordinal);
+  facts.model = properties.name;
+  facts.pci_bus_id = pci_bus_id;
+  facts.numa_node = cuda::attribute(cudaDevAttrHostNumaId, ordinal, -1);
+  facts.compute_capability = {properties.major, properties.minor};
+  facts.sm_count = properties.multiProcessorCount;
+  facts.peak_clock_khz = cuda::attribute(cudaDevAttrClockRate, ordinal, 0);  // CUDA 13 removed it from the properties
+  facts.memory_bytes = properties.totalGlobalMem;
+  facts.copy_engine_count = properties.asyncEngineCount;
+  facts.peers = peers_of(ordinal, gpu_count);
+  facts.driver = version_of(driver);
+  facts.runtime = version_of(runtime);
+  add_partitions(facts, ordinal);
+  return facts;
+}
+
 }  // namespace
 
 const Backend* internal::gpu_backend() noexcept {
@@ -191,7 +243,7 @@ void CudaBackend::release_partitions(const Device& device, std::chrono::nanoseco
 std::vector<GpuFacts> CudaBackend::gpu_facts() const {
   std::vector<GpuFacts> all;
   const int count = count_devices().devices;
-  for (int ordinal = 0; ordinal < count; ++ordinal) all.push_back(cuda::facts_of(ordinal, count));
+  for (int ordinal = 0; ordinal < count; ++ordinal) all.push_back(facts_of(ordinal, count));
   return all;
 }
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <utility>
 
@@ -13,11 +14,10 @@
 
 #include "device_guard.hpp"
 #include "error.hpp"
-#include "gpu_facts.hpp"
 #include "green_context.hpp"
 #include "pool.hpp"
 #include "reduce.hpp"
-#include "runtime/preferred_node.hpp"
+#include "runtime/thread_place.hpp"
 #include "stream_shelf.hpp"
 
 namespace paceline::cuda {
@@ -223,30 +223,18 @@ class CudaStream final : public Stream {
   std::shared_ptr<StreamHandle> handle_;
 };
 
-const void* kernel_for(DType dtype) {
-  switch (dtype) {
-    case DType::float32:
-      return reinterpret_cast<const void*>(&paceline_reduce_float32);
-    case DType::float64:
-      return reinterpret_cast<const void*>(&paceline_reduce_float64);
-    case DType::float16:
-      return reinterpret_cast<const void*>(&paceline_reduce_float16);
-    case DType::bfloat16:
-      return reinterpret_cast<const void*>(&paceline_reduce_bfloat16);
-    case DType::int32:
-      return reinterpret_cast<const void*>(&paceline_reduce_int32);
-    case DType::int64:
-      return reinterpret_cast<const void*>(&paceline_reduce_int64);
-  }
-  throw InvalidArgument(fmt::format("reduce: there is no element type of number {}.", static_cast<int>(dtype)));
-}
+/// In the order of DType.
+void (*const kKernels[])(ReductionArguments) = {&paceline_reduce_float32,  &paceline_reduce_float64,
+                                                &paceline_reduce_float16,  &paceline_reduce_bfloat16,
+                                                &paceline_reduce_int32,    &paceline_reduce_int64};
 
 void CudaStream::reduce(const DeviceReduction& reduction) {
   const std::size_t input_count = reduction.inputs.size();
   if (input_count == 0 || input_count > static_cast<std::size_t>(kMaxReductionInputs)) {
     throw InvalidArgument(fmt::format("reduce: {} inputs; 1 to {} can be reduced.", input_count, kMaxReductionInputs));
   }
-  const void* const kernel = kernel_for(reduction.dtype);
+  const auto type = static_cast<std::size_t>(reduction.dtype);
+  if (type >= std::size(kKernels)) throw InvalidArgument(fmt::format("reduce: there is no element type of number {}.", type));
   if (reduction.count == 0) return;
   ReductionArguments arguments{};
   std::copy(reduction.inputs.begin(), reduction.inputs.end(), arguments.inputs);
@@ -263,7 +251,7 @@ void CudaStream::reduce(const DeviceReduction& reduction) {
   const auto grid = static_cast<unsigned int>(std::min(most_blocks, (packs + block - 1) / block));
   void* argument_list[] = {&arguments};
   const DeviceGuard guard(device_);
-  check(cudaLaunchKernel(kernel, dim3(grid), dim3(block), argument_list, 0, handle_->get()), "reducing", device_);
+  check(cudaLaunchKernel(reinterpret_cast<const void*>(kKernels[type]), dim3(grid), dim3(block), argument_list, 0, handle_->get()), "reducing", device_);
 }
 
 class CudaDevice final : public AsyncDevice {
@@ -272,10 +260,9 @@ class CudaDevice final : public AsyncDevice {
       : ordinal_(ordinal), part_(std::move(part)), pool_(Pool::of(ordinal)) {
     // Loads the kernel now. Loading at the first launch can wait for a running kernel, which may wait for us.
     const DeviceGuard guard(ordinal);
-    for (const DType dtype :
-         {DType::float32, DType::float64, DType::float16, DType::bfloat16, DType::int32, DType::int64}) {
+    for (auto* const kernel : kKernels) {
       cudaFuncAttributes attributes{};
-      check(cudaFuncGetAttributes(&attributes, kernel_for(dtype)), "loading a kernel", ordinal);
+      check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)), "loading a kernel", ordinal);
     }
   }
 

@@ -31,6 +31,13 @@ std::vector<DeviceHealth> Backend::health(std::span<const Device> devices) const
   return std::vector<DeviceHealth>(devices.size());
 }
 
+std::vector<GpuFacts> Backend::gpu_facts() const { return {}; }
+
+std::vector<GpuFacts> gpu_facts() {
+  const Backend* const gpus = internal::gpu_backend();
+  return gpus == nullptr ? std::vector<GpuFacts>{} : gpus->gpu_facts();
+}
+
 std::span<const Backend* const> backends() noexcept {
   static const HostBackend host;
   static const Backend* const all[] = {internal::gpu_backend(), &host};

@@ -12,7 +12,7 @@
 #include <paceline/runtime/host_topology.hpp>
 
 #include "runtime/host_health.hpp"
-#include "runtime/thread_affinity.hpp"
+#include "runtime/thread_place.hpp"
 
 namespace paceline {
 

@@ -38,24 +38,10 @@ std::string code_flags() {
 #else
   add("with assertions");
 #endif
-#if defined(__SANITIZE_ADDRESS__)
-  add("address sanitizer");
-#endif
-#if defined(__SANITIZE_THREAD__)
-  add("thread sanitizer");
-#endif
 #if defined(__x86_64__)
   add("x86-64");
 #elif defined(__aarch64__)
   add("aarch64");
-#endif
-#if defined(__AVX512F__)
-  add("AVX-512 throughout");
-#elif defined(__AVX2__)
-  add("AVX2 throughout");
-#endif
-#if defined(__FAST_MATH__)
-  add("fast-math (breaks NaN handling)");
 #endif
   return flags;
 }

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <charconv>
 #include <cstddef>
+#include <cstdint>
 #include <filesystem>
 #include <fstream>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <vector>
 
 namespace paceline::internal {
@@ -24,6 +27,15 @@ namespace paceline::internal {
   }
   if (stream.bad()) return std::nullopt;
   return text;
+}
+
+/// The number that is all of `text`.
+template <class Integer = std::int64_t>
+[[nodiscard]] std::optional<Integer> parse_integer(std::string_view text) {
+  Integer value{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc{} || end != text.data() + text.size()) return std::nullopt;
+  return value;
 }
 
 /// The non-empty pieces of `text` between separators.
