@@ -4,13 +4,11 @@
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
-#include <charconv>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
-#include <system_error>
 #include <vector>
 
 #include <paceline/error.hpp>
@@ -23,7 +21,8 @@
 #include "green_context.hpp"
 #include "nvml.hpp"
 #include "partitions.hpp"
-#include "runtime/gpu_backend.hpp"
+#include "runtime/builtin_backends.hpp"
+#include "runtime/text_file.hpp"
 #include "runtime/thread_place.hpp"
 
 namespace paceline {
@@ -81,15 +80,6 @@ Device describe(const HostTopology& topology, int ordinal) {
   return device;
 }
 
-/// A number in a name: without sign and leading zeros.
-std::optional<std::int32_t> number_in(std::string_view digits) {
-  std::int32_t number = 0;
-  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number);
-  const bool canonical = digits == "0" || (!digits.empty() && digits.front() >= '1' && digits.front() <= '9');
-  if (!canonical || error != std::errc{} || end != digits.data() + digits.size()) return std::nullopt;
-  return number;
-}
-
 Device find_part(const Device& gpu, std::string_view name, std::string_view digits) {
   const std::vector<Device> parts = cuda::parts_of(gpu);
   if (parts.empty()) {
@@ -98,7 +88,7 @@ Device find_part(const Device& gpu, std::string_view name, std::string_view digi
                     "with the fractions that its parts shall have",
                     name, gpu.name));
   }
-  const std::optional<std::int32_t> part = number_in(digits);
+  const std::optional<std::int32_t> part = internal::parse_index(digits);
   if (part && static_cast<std::size_t>(*part) < parts.size()) return parts[static_cast<std::size_t>(*part)];
   throw InvalidArgument(fmt::format("there is no '{}': the parts of {} are called {} to {}", name, gpu.name,
                                     parts.front().name, parts.back().name));
@@ -186,7 +176,7 @@ Device CudaBackend::find(std::string_view name) const {
   if (count.devices == 0) throw InvalidArgument(fmt::format("there is no device '{}': {}", name, count.why_none));
   const std::string_view after_prefix = name.substr(prefix().size() + 1);
   const std::size_t slash = after_prefix.find('/');
-  const std::optional<std::int32_t> index = number_in(after_prefix.substr(0, slash));
+  const std::optional<std::int32_t> index = internal::parse_index(after_prefix.substr(0, slash));
   if (!index) {
     throw InvalidArgument(fmt::format("'{}' is not the name of a device: GPUs are called cuda:0, cuda:1, ...", name));
   }

@@ -29,7 +29,8 @@ enum Result : int {
 
 enum DataType : int { kInt8 = 0, kInt32 = 2, kInt64 = 4, kFloat16 = 6, kFloat32 = 7, kFloat64 = 8, kBfloat16 = 9 };
 
-/// No averages: NCCL implements floating-point averages as PreMulSum, which never uses NVLink SHARP.
+/// Averages are left out, because NCCL implements those of floating-point numbers as PreMulSum, which never uses NVLink
+/// SHARP.
 enum ReductionOperation : int { kSum = 0, kMax = 2, kMin = 3 };
 
 struct UniqueId {

@@ -2,8 +2,10 @@
 #include "nccl_communicators.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
+#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -98,18 +100,11 @@ void Communicators::enqueue(const char* function, const std::vector<internal::Pi
         fmt::format("{}: {}: all connections were given up after an earlier failure. The next call makes new ones.",
                     name_of_rank(kEveryRank), function));
   }
-  Operation operation;
-  if (!spare_.empty()) {
-    operation = std::move(spare_.back());
-    spare_.pop_back();
-  } else {
-    for (const internal::Endpoint& endpoint : endpoints_) {
-      operation.arrived.push_back(endpoint.opened->make_event(false));
-      operation.finished.push_back(endpoint.opened->make_event(false));
-    }
+  Operation operation{.function = function};
+  for (const internal::Endpoint& endpoint : endpoints_) {
+    operation.arrived.push_back(endpoint.opened->make_event(false));
+    operation.finished.push_back(endpoint.opened->make_event(false));
   }
-  operation.function = function;
-  operation.started.reset();
   for (std::size_t r = 0; r < endpoints_.size(); ++r) endpoints_[r].stream->record(*operation.arrived[r]);
   group(function, [&](std::size_t r) {
     Result result = kSuccess;
@@ -167,10 +162,7 @@ bool Communicators::look_after() {
       fail(error_of(result, outstanding_.empty() ? "a collective" : outstanding_.front().function, rank));
       return false;
     }
-    while (!outstanding_.empty() && finish(outstanding_.front())) {
-      spare_.push_back(std::move(outstanding_.front()));
-      outstanding_.pop_front();
-    }
+    while (!outstanding_.empty() && finish(outstanding_.front())) outstanding_.pop_front();
     if (outstanding_.empty()) return false;
     const Operation& oldest = outstanding_.front();
     if (!oldest.started || Clock::now() - *oldest.started < timeout_) return true;
@@ -229,9 +221,9 @@ std::size_t Communicators::broken_rank() {
 
 std::string Communicators::name_of_rank(std::size_t rank) const {
   if (rank != kEveryRank) return endpoints_[rank].device.name;
-  std::string names;
-  for (const internal::Endpoint& each : endpoints_) names += (names.empty() ? "" : ", ") + each.device.name;
-  return names;
+  std::vector<std::string_view> names;
+  for (const internal::Endpoint& each : endpoints_) names.push_back(each.device.name);
+  return fmt::format("{}", fmt::join(names, ", "));
 }
 
 std::exception_ptr Communicators::error_of(Result result, const char* function, std::size_t rank) const {
@@ -245,19 +237,17 @@ std::exception_ptr Communicators::error_of(Result result, const char* function, 
 }
 
 std::exception_ptr Communicators::late(const Operation& operation) const {
-  std::size_t stuck_count = 0;
-  std::string stuck;
+  std::vector<std::string> stuck;
   for (std::size_t r = 0; r < endpoints_.size(); ++r) {
-    if (operation.finished[r]->done()) continue;
-    stuck += (stuck_count++ == 0 ? "" : ", ") + endpoints_[r].device.name;
+    if (!operation.finished[r]->done()) stuck.push_back(endpoints_[r].device.name);
   }
   return std::make_exception_ptr(Timeout(
       fmt::format("{}: {} did not end within {:g} s, though every GPU had come to it. All connections were given "
                   "up, and the next call makes new ones; what the buffers hold is not defined. If it is the "
                   "first one, GPUs may be unable to reach each other's memory (NCCL_P2P_DISABLE=1 does without; "
                   "Transport::copies without NCCL).",
-                  stuck, operation.function, seconds(timeout_)),
-      stuck_count == 1 ? stuck : ""));
+                  fmt::join(stuck, ", "), operation.function, seconds(timeout_)),
+      stuck.size() == 1 ? stuck.front() : ""));
 }
 
 /// Records the failure before the abort lets the streams go on. So a thread that sees a later event done also sees the

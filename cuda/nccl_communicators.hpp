@@ -23,7 +23,7 @@ namespace paceline::nccl {
 ///
 /// NCCL has no time-outs of its own, so events show whether enqueued work is late. If one collective or communicator
 /// fails, all communicators are aborted, which lets the GPUs go on. open() then makes new ones. Only the issuing thread
-/// calls these functions, except check() and position(), which any thread may call.
+/// calls these functions, except check(), position() and name_of_rank(), which any thread may call.
 class Communicators {
  public:
   Communicators(const Library& library, std::vector<internal::Endpoint> endpoints, std::chrono::nanoseconds timeout);
@@ -55,6 +55,8 @@ class Communicators {
   };
   static constexpr std::size_t kEveryRank = static_cast<std::size_t>(-1);
   [[nodiscard]] Position position() const;
+  /// The name of a rank's device, or of all devices. Any thread.
+  [[nodiscard]] std::string name_of_rank(std::size_t rank) const;
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -62,9 +64,9 @@ class Communicators {
   /// A collective under way.
   struct Operation {
     const char* function = nullptr;
-    std::vector<std::unique_ptr<Event>> arrived;   // per rank: its stream has reached the collective
-    std::vector<std::unique_ptr<Event>> finished;  // per rank: its part is done
-    std::optional<Clock::time_point> started;      // when the last rank was seen to have arrived
+    std::vector<std::unique_ptr<Event>> arrived{};   // per rank: its stream has reached the collective
+    std::vector<std::unique_ptr<Event>> finished{};  // per rank: its part is done
+    std::optional<Clock::time_point> started{};      // when the last rank was seen to have arrived
   };
 
   template <class Call>
@@ -80,14 +82,12 @@ class Communicators {
   void fail(std::exception_ptr failure);
   void abort() noexcept;
   void enter(const char* function, std::size_t rank);
-  [[nodiscard]] std::string name_of_rank(std::size_t rank) const;
 
   const Library& library_;
   const std::vector<internal::Endpoint> endpoints_;
   const std::chrono::nanoseconds timeout_;
   std::vector<Comm> comms_;
   std::deque<Operation> outstanding_;
-  std::vector<Operation> spare_;  // kept, so that their events are made once
   std::atomic<bool> open_{false};
 
   mutable std::mutex mutex_;

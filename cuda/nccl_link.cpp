@@ -52,7 +52,6 @@ class NcclLink final : public internal::Link {
         thread_(
             "pl nccl", endpoints.front().device.index,
             [communicators = communicators_] { return communicators->look_after(); }, interval_for(timeout_)) {
-    for (const internal::Endpoint& endpoint : endpoints) names_.push_back(endpoint.device.name);
     note_the_exit();
     try {
       open();
@@ -117,8 +116,8 @@ class NcclLink final : public internal::Link {
   void close() override {
     if (exiting || std::exchange(closed_, true) || thread_.given_up()) return;
     try {
-      // Twice: for the work under way, and for the end itself.
-      run([communicators = communicators_] { communicators->close(); }, 2 * timeout_, Interrupt::yes);
+      // The work under way, and the end itself.
+      run_long([communicators = communicators_] { communicators->close(); });
     } catch (const Error&) {
       throw;
     } catch (...) {  // interrupted
@@ -131,9 +130,8 @@ class NcclLink final : public internal::Link {
  private:
   void open() {
     if (communicators_->is_open()) return;
-    // Twice: for the connections, and for the first messages.
-    run([communicators = communicators_, bytes = warm_up_bytes_] { communicators->open(bytes); }, 2 * timeout_,
-        Interrupt::yes);
+    // The connections, and the first messages.
+    run_long([communicators = communicators_, bytes = warm_up_bytes_] { communicators->open(bytes); });
   }
 
   /// Ends the connections. Nobody waits for that.
@@ -141,31 +139,31 @@ class NcclLink final : public internal::Link {
     thread_.leave([communicators = communicators_] { communicators->close(); });
   }
 
-  void run(IssuingThread::Job job) { run(std::move(job), timeout_); }
+  void run(IssuingThread::Job job) {
+    if (thread_.given_up() || !thread_.run(std::move(job), timeout_)) throw_stuck();
+  }
 
-  void run(IssuingThread::Job job, std::chrono::nanoseconds timeout, Interrupt interrupt = Interrupt::no) {
-    if (thread_.given_up() || !thread_.run(std::move(job), timeout, interrupt)) throw_stuck();
+  /// Twice the timeout, because the job does two things. Ctrl-C ends the wait.
+  void run_long(IssuingThread::Job job) {
+    if (thread_.given_up() || !thread_.run(std::move(job), 2 * timeout_, Interrupt::yes)) throw_stuck();
   }
 
   [[noreturn]] void throw_stuck() {
     const Communicators::Position position = communicators_->position();
-    const bool one = position.rank != Communicators::kEveryRank;
-    std::string all;
-    for (const std::string& name : names_) all += (all.empty() ? "" : ", ") + name;
+    const std::string name = communicators_->name_of_rank(position.rank);
     throw Timeout(
         fmt::format("{}: NCCL did not come back from {} within {:g} s. Its thread was left behind, and this "
                     "communicator is of no use any more. NCCL may be stuck for the whole process: save what you need "
                     "and start again. NCCL_DEBUG=INFO in the environment tells more; Transport::copies does without "
                     "NCCL.",
-                    one ? names_[position.rank] : all, position.function == nullptr ? "a call" : position.function,
+                    name, position.function == nullptr ? "a call" : position.function,
                     std::chrono::duration<double>(timeout_).count()),
-        one ? names_[position.rank] : "");
+        position.rank == Communicators::kEveryRank ? "" : name);
   }
 
   const Library& library_;
   std::chrono::nanoseconds timeout_;
   std::size_t warm_up_bytes_;
-  std::vector<std::string> names_;
   bool closed_ = false;
   std::unique_ptr<internal::Link> copies_;
   std::shared_ptr<Communicators> communicators_;  // shared with the thread, which may never return

@@ -39,7 +39,7 @@ SOURCES = {
 WAIT = re.compile(
     r"^(?P<indent>\s*(?:if \(.*?\) |for \(.*?\) )?)"
     r"(?P<wait>[\w.\->\[\]*()]*?\b"
-    r"(?:wait|wait_for|await|drain|settle|finish_on_host|await_devices|part_as_readers|memory_\.(?:enter|leave))\(.*\));(?:  //.*)?$"
+    r"(?:wait|wait_for|await|drain|finish_on_host|await_devices|barrier|memory_\.(?:enter|leave))\(.*\));(?:  //.*)?$"
 )
 
 

@@ -5,8 +5,8 @@
 // inside one space. The order of the work:
 //
 //   1. A buffer is first used after the work that its owner's stream has: enter() makes the space's stream wait.
-//   2. What the owner enqueues next runs after the last use of the buffer: leave() makes the owner's stream wait for
-//      its space.
+//   2. What the owner enqueues next runs after the last use of the buffer, by any space: leave() makes the owner's
+//      stream wait for all spaces.
 //   3. The host reads a result, or uses pinned memory again, after the devices' work: the caller waits.
 #include <fmt/format.h>
 #include <unistd.h>
@@ -52,11 +52,7 @@ struct Stages {
 class AsyncCollectives final : public Collectives {
  public:
   AsyncCollectives(DeviceGroup group, const CommunicatorOptions& options)
-      : group_(std::move(group)),
-        options_(options),
-        owner_(getpid()),
-        memory_(group_),
-        host_(group_, memory_) {
+      : group_(std::move(group)), options_(options), owner_(getpid()), memory_(group_), host_(group_, memory_) {
     description_ = fmt::format("the memory of {}", memory_.home().endpoint.device.memory_space);
     if (memory_.spaces().size() == 1) return;
     link_ = make_link(memory_.endpoints(), options);
@@ -238,14 +234,16 @@ class AsyncCollectives final : public Collectives {
   /// Runs `body`. The owners of the buffers go on after the enqueued work, also if `body` throws.
   template <class Body>
   void run(std::initializer_list<std::span<const BufferView>> arguments, Body body) {
+    const auto leave = [&] {
+      for (const auto& buffers : arguments) memory_.leave(buffers);
+    };
     try {
       body();
     } catch (...) {
-      // Other endpoints may still read: the error may have come in the middle of a collective.
-      for (const auto& buffers : arguments) memory_.leave(buffers, MemorySpaces::Until::every_space);
+      leave();
       throw;
     }
-    for (const auto& buffers : arguments) memory_.leave(buffers, MemorySpaces::Until::own_space);
+    leave();
   }
 
   /// result = the first stage over a space's data. Home's data includes the host devices'.
@@ -257,8 +255,7 @@ class AsyncCollectives final : public Collectives {
     if (sources.size() == 1 && stages.first != ReduceOp::mean) {
       return copy(space, result.data, sources.front(), bytes_of(result));
     }
-    space.endpoint.stream->reduce(
-        {sources, result.data, result.count, result.dtype, 1.0, stages.first, group_.size()});
+    space.endpoint.stream->reduce({sources, result.data, result.count, result.dtype, 1.0, stages.first, group_.size()});
   }
 
   /// result = the last stage over what the second stage left at `from`. Both may be the same memory.

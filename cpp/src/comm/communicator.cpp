@@ -32,6 +32,14 @@ struct Argument {
 
 std::string label(const Argument& argument, std::size_t index) { return fmt::format("{}[{}]", argument.name, index); }
 
+/// `reason` goes on about one buffer of the argument.
+template <class... Facts>
+[[noreturn]] void refuse(const Argument& argument, std::size_t index, fmt::format_string<Facts...> reason,
+                         Facts&&... facts) {
+  throw InvalidArgument(fmt::format("{}: {} {}", argument.call, label(argument, index),
+                                    fmt::format(reason, std::forward<Facts>(facts)...)));
+}
+
 // [begin, end) as numbers: comparing pointers into different objects is not defined.
 struct Range {
   std::uintptr_t begin;
@@ -65,28 +73,21 @@ void check_alike(const Argument& argument) {
   for (std::size_t i = 0; i < argument.views.size(); ++i) {
     const BufferView& view = argument.views[i];
     if (size_of(view.dtype) == 0) {
-      throw InvalidArgument(fmt::format("{}: {} has an unknown element type ({})", argument.call, label(argument, i),
-                                        static_cast<int>(view.dtype)));
+      refuse(argument, i, "has an unknown element type ({})", static_cast<int>(view.dtype));
     }
     if (view.dtype != first.dtype) {
-      throw InvalidArgument(fmt::format("{}: {} is {}, but {} is {}; all must be of one type: convert one of them",
-                                        argument.call, label(argument, i), name_of(view.dtype), label(argument, 0),
-                                        name_of(first.dtype)));
+      refuse(argument, i, "is {}, but {} is {}; all must be of one type: convert one of them", name_of(view.dtype),
+             label(argument, 0), name_of(first.dtype));
     }
     if (view.count != first.count) {
-      throw InvalidArgument(fmt::format("{}: {} has {}, but {} has {}; all must be of one size", argument.call,
-                                        label(argument, i), plural(view.count, "element"), label(argument, 0),
-                                        first.count));
+      refuse(argument, i, "has {}, but {} has {}; all must be of one size", plural(view.count, "element"),
+             label(argument, 0), first.count);
     }
     if (view.count == 0) continue;
-    if (view.data == nullptr) {
-      throw InvalidArgument(fmt::format("{}: {} has {} but no memory (null)", argument.call, label(argument, i),
-                                        plural(view.count, "element")));
-    }
+    if (view.data == nullptr) refuse(argument, i, "has {} but no memory (null)", plural(view.count, "element"));
     const std::uintptr_t room = UINTPTR_MAX - reinterpret_cast<std::uintptr_t>(view.data);
     if (view.count > room / size_of(view.dtype)) {
-      throw InvalidArgument(fmt::format("{}: {} claims {} elements, more than there are addresses", argument.call,
-                                        label(argument, i), view.count));
+      refuse(argument, i, "claims {} elements, more than there are addresses", view.count);
     }
   }
 }
@@ -129,10 +130,8 @@ void check_disjoint_or_own_part(const Argument& whole, const Argument& parts) {
       if (!overlap(part, whole.views[w])) continue;
       const std::uintptr_t own_part = range_of(whole.views[w]).begin + d * part.count * size_of(part.dtype);
       if (range_of(part).begin == own_part) continue;
-      throw InvalidArgument(
-          fmt::format("{}: {} overlaps {} without being its part {}; use separate memory or exactly "
-                      "that part",
-                      whole.call, label(parts, d), label(whole, w), d));
+      refuse(parts, d, "overlaps {} without being its part {}; use separate memory or exactly that part",
+             label(whole, w), d);
     }
   }
 }

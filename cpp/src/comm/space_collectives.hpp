@@ -21,8 +21,8 @@ namespace paceline::internal {
 /// space, and all sums to home. There is an endpoint for each space, home's first. All work of a space is enqueued on
 /// its endpoint's stream.
 ///
-/// The library's kernels access the memory of other GPUs, so they only get memory from allocate(), which is used in place. Parameters in other memory, such as PyTorch's, travel through staging
-/// memory of bounded size on both sides.
+/// The library's kernels access the memory of other GPUs, so they only get memory from allocate(), which is used in
+/// place. Parameters in other memory, such as PyTorch's, travel through staging memory of bounded size on both sides.
 class SpaceCollectives {
  public:
   /// At most `staging_bytes` of each GPU are for parameters under way.

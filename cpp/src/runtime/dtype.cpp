@@ -13,8 +13,8 @@ struct TypeFacts {
   const char* name;
   std::size_t bytes;
 };
-constexpr TypeFacts kTypes[] = {{"float32", 4}, {"float64", 8}, {"float16", 2}, {"bfloat16", 2}, {"int32", 4},
-                                {"int64", 8}};
+constexpr TypeFacts kTypes[] = {{"float32", 4},  {"float64", 8}, {"float16", 2},
+                                {"bfloat16", 2}, {"int32", 4},   {"int64", 8}};
 static_assert(std::size(kTypes) == static_cast<std::size_t>(DType::int64) + 1);
 
 // In the order of ReduceOp.

@@ -50,26 +50,17 @@ std::optional<std::string> read_cgroup_path(const fs::path& root, bool v2) {
   return std::nullopt;
 }
 
-std::optional<CpuLimit> checked_limit(std::optional<std::int64_t> quota, std::optional<std::int64_t> period,
-                                      const fs::path& source) {
+std::optional<CpuLimit> read_group_limit(const fs::path& directory, bool v2) {
+  const fs::path source = directory / (v2 ? "cpu.max" : "cpu.cfs_quota_us");
+  std::string text = read_text_file(source).value_or("");  // v2: "max 100000" or "150000 100000"; v1: "-1" or "150000"
+  if (!v2) text.append(" ").append(read_text_file(directory / "cpu.cfs_period_us").value_or(""));
+  std::replace(text.begin(), text.end(), '\n', ' ');
+  const auto words = split(text, ' ');
+  if (words.size() != 2) return std::nullopt;
+  const auto quota = parse_integer(words[0]);
+  const auto period = parse_integer(words[1]);
   if (!quota || !period || *quota <= 0 || *period <= 0) return std::nullopt;
   return CpuLimit{*quota, *period, source.string()};
-}
-
-std::optional<CpuLimit> read_group_limit(const fs::path& directory, bool v2) {
-  if (v2) {
-    const auto text = read_text_file(directory / "cpu.max");  // "max 100000" or "150000 100000"
-    if (!text) return std::nullopt;
-    const auto words = split(trim(*text), ' ');
-    if (words.size() != 2) return std::nullopt;
-    return checked_limit(parse_integer<std::int64_t>(words[0]), parse_integer<std::int64_t>(words[1]),
-                         directory / "cpu.max");
-  }
-  const auto quota = read_text_file(directory / "cpu.cfs_quota_us");  // -1 means no quota
-  const auto period = read_text_file(directory / "cpu.cfs_period_us");
-  if (!quota || !period) return std::nullopt;
-  return checked_limit(parse_integer<std::int64_t>(trim(*quota)), parse_integer<std::int64_t>(trim(*period)),
-                       directory / "cpu.cfs_quota_us");
 }
 
 // --- cores -----------------------------------------------------------------------------------------------------

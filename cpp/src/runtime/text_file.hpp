@@ -38,6 +38,12 @@ template <class Integer = std::int64_t>
   return value;
 }
 
+/// A number in the name of a device: without sign and leading zeros.
+[[nodiscard]] inline std::optional<std::int32_t> parse_index(std::string_view digits) {
+  const bool canonical = digits == "0" || (!digits.empty() && digits.front() >= '1' && digits.front() <= '9');
+  return canonical ? parse_integer<std::int32_t>(digits) : std::nullopt;
+}
+
 /// The non-empty pieces of `text` between separators.
 [[nodiscard]] inline std::vector<std::string_view> split(std::string_view text, char separator) {
   std::vector<std::string_view> pieces;

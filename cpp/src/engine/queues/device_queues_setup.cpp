@@ -68,8 +68,8 @@ void DeviceQueues::State::connect() {
     auto link = internal::make_native_link(endpoints, options.collectives, why_none);
     if (link != nullptr) {
       open(spaces[kHome], *endpoints[kHome].stream);
-      collectives = std::make_shared<internal::SpaceCollectives>(std::move(link), std::move(endpoints),
-                                                                 options.staging_bytes);
+      collectives =
+          std::make_shared<internal::SpaceCollectives>(std::move(link), std::move(endpoints), options.staging_bytes);
       transport = collectives->description();
       return;
     }
