@@ -4,13 +4,11 @@
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
-#include <charconv>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
-#include <system_error>
 #include <vector>
 
 #include <paceline/error.hpp>
@@ -20,11 +18,12 @@
 #include "device_guard.hpp"
 #include "driver.hpp"
 #include "error.hpp"
-#include "gpu_facts.hpp"
+#include "green_context.hpp"
 #include "nvml.hpp"
 #include "partitions.hpp"
-#include "runtime/gpu_backend.hpp"
-#include "runtime/thread_affinity.hpp"
+#include "runtime/builtin_backends.hpp"
+#include "runtime/text_file.hpp"
+#include "runtime/thread_place.hpp"
 
 namespace paceline {
 namespace {
@@ -81,15 +80,6 @@ Device describe(const HostTopology& topology, int ordinal) {
   return device;
 }
 
-/// A number in a name: without sign and leading zeros.
-std::optional<std::int32_t> number_in(std::string_view digits) {
-  std::int32_t number = 0;
-  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number);
-  const bool canonical = digits == "0" || (!digits.empty() && digits.front() >= '1' && digits.front() <= '9');
-  if (!canonical || error != std::errc{} || end != digits.data() + digits.size()) return std::nullopt;
-  return number;
-}
-
 Device find_part(const Device& gpu, std::string_view name, std::string_view digits) {
   const std::vector<Device> parts = cuda::parts_of(gpu);
   if (parts.empty()) {
@@ -98,7 +88,7 @@ Device find_part(const Device& gpu, std::string_view name, std::string_view digi
                     "with the fractions that its parts shall have",
                     name, gpu.name));
   }
-  const std::optional<std::int32_t> part = number_in(digits);
+  const std::optional<std::int32_t> part = internal::parse_index(digits);
   if (part && static_cast<std::size_t>(*part) < parts.size()) return parts[static_cast<std::size_t>(*part)];
   throw InvalidArgument(fmt::format("there is no '{}': the parts of {} are called {} to {}", name, gpu.name,
                                     parts.front().name, parts.back().name));
@@ -109,6 +99,58 @@ void require_whole(const Device& device, const char* call) {
   throw InvalidArgument(
       fmt::format("{}: {} is a part of a GPU. Name the GPU itself: cuda:{}.", call, device.name, device.index),
       device.name);
+}
+
+CudaVersion version_of(int number) { return {number / 1000, number % 1000 / 10}; }
+
+std::vector<std::string> peers_of(int ordinal, int gpu_count) {
+  std::vector<std::string> peers;
+  for (int other = 0; other < gpu_count; ++other) {
+    if (other == ordinal) continue;
+    int can = 0;
+    cuda::check(cudaDeviceCanAccessPeer(&can, ordinal, other), "asking for its peers", ordinal);
+    if (can != 0) peers.push_back(fmt::format("cuda:{}", other));
+  }
+  return peers;
+}
+
+void add_partitions(GpuFacts& facts, int ordinal) {
+  try {
+    const std::vector<CUdevResource> groups = cuda::split_sms(ordinal);
+    facts.most_partitions = static_cast<int>(groups.size());
+    if (!groups.empty()) facts.partition_sm_count = static_cast<int>(groups.front().sm.smCount);
+    if (groups.empty()) facts.why_no_partitions = "CUDA makes no groups of its SMs";
+  } catch (const Error& error) {  // this too is a fact about the GPU; the others follow
+    facts.why_no_partitions = error.what();
+  }
+}
+
+/// The facts of the GPU with this ordinal, out of `gpu_count`.
+GpuFacts facts_of(int ordinal, int gpu_count) {
+  cudaDeviceProp properties{};
+  cuda::check(cudaGetDeviceProperties(&properties, ordinal), "asking for its properties", ordinal);
+  char pci_bus_id[32] = {};
+  cuda::check(cudaDeviceGetPCIBusId(pci_bus_id, sizeof(pci_bus_id), ordinal), "asking for its PCI address", ordinal);
+  int driver = 0;
+  int runtime = 0;
+  cuda::check(cudaDriverGetVersion(&driver), "asking for the driver's version", ordinal);
+  cuda::check(cudaRuntimeGetVersion(&runtime), "asking for the runtime's version", ordinal);
+
+  GpuFacts facts;
+  facts.device = fmt::format("cuda:{}", ordinal);
+  facts.model = properties.name;
+  facts.pci_bus_id = pci_bus_id;
+  facts.numa_node = cuda::attribute(cudaDevAttrHostNumaId, ordinal, -1);
+  facts.compute_capability = {properties.major, properties.minor};
+  facts.sm_count = properties.multiProcessorCount;
+  facts.peak_clock_khz = cuda::attribute(cudaDevAttrClockRate, ordinal, 0);  // CUDA 13 removed it from the properties
+  facts.memory_bytes = properties.totalGlobalMem;
+  facts.copy_engine_count = properties.asyncEngineCount;
+  facts.peers = peers_of(ordinal, gpu_count);
+  facts.driver = version_of(driver);
+  facts.runtime = version_of(runtime);
+  add_partitions(facts, ordinal);
+  return facts;
 }
 
 }  // namespace
@@ -134,7 +176,7 @@ Device CudaBackend::find(std::string_view name) const {
   if (count.devices == 0) throw InvalidArgument(fmt::format("there is no device '{}': {}", name, count.why_none));
   const std::string_view after_prefix = name.substr(prefix().size() + 1);
   const std::size_t slash = after_prefix.find('/');
-  const std::optional<std::int32_t> index = number_in(after_prefix.substr(0, slash));
+  const std::optional<std::int32_t> index = internal::parse_index(after_prefix.substr(0, slash));
   if (!index) {
     throw InvalidArgument(fmt::format("'{}' is not the name of a device: GPUs are called cuda:0, cuda:1, ...", name));
   }
@@ -191,7 +233,7 @@ void CudaBackend::release_partitions(const Device& device, std::chrono::nanoseco
 std::vector<GpuFacts> CudaBackend::gpu_facts() const {
   std::vector<GpuFacts> all;
   const int count = count_devices().devices;
-  for (int ordinal = 0; ordinal < count; ++ordinal) all.push_back(cuda::facts_of(ordinal, count));
+  for (int ordinal = 0; ordinal < count; ++ordinal) all.push_back(facts_of(ordinal, count));
   return all;
 }
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <utility>
 
@@ -13,11 +14,10 @@
 
 #include "device_guard.hpp"
 #include "error.hpp"
-#include "gpu_facts.hpp"
 #include "green_context.hpp"
 #include "pool.hpp"
 #include "reduce.hpp"
-#include "runtime/preferred_node.hpp"
+#include "runtime/thread_place.hpp"
 #include "stream_shelf.hpp"
 
 namespace paceline::cuda {
@@ -66,11 +66,7 @@ class CudaEvent final : public Event {
           device);
   }
   ~CudaEvent() override {
-    try {
-      const DeviceGuard guard(device_);
-      static_cast<void>(cudaEventDestroy(event_));
-    } catch (...) {  // the driver is shutting down, which frees the event
-    }
+    destroy_on(device_, [this] { return cudaEventDestroy(event_); });
   }
 
   [[nodiscard]] bool done() const override {
@@ -115,34 +111,38 @@ class CudaEvent final : public Event {
   cudaEvent_t event_ = nullptr;
 };
 
-class DeviceBuffer final : public Buffer {
+class CudaBuffer : public Buffer {
  public:
-  DeviceBuffer(int device, std::shared_ptr<Pool> pool, std::shared_ptr<StreamHandle> stream, std::size_t bytes)
-      : device_(device), pool_(std::move(pool)), stream_(std::move(stream)), bytes_(bytes) {
-    if (bytes > 0) data_ = pool_->allocate(bytes, stream_->get());
-  }
-  ~DeviceBuffer() override {
-    if (data_ == nullptr) return;
-    try {
-      const DeviceGuard guard(device_);
-      static_cast<void>(cudaFreeAsync(data_, stream_->get()));
-    } catch (...) {  // the driver is shutting down, which frees the memory
-    }
-  }
+  CudaBuffer(int device, std::size_t bytes) : device_(device), bytes_(bytes) {}
   [[nodiscard]] void* data() const noexcept override { return data_; }
   [[nodiscard]] std::size_t bytes() const noexcept override { return bytes_; }
 
+ protected:
+  const int device_;
+  void* data_ = nullptr;  // null without bytes
+
  private:
-  int device_;
-  std::shared_ptr<Pool> pool_;
-  std::shared_ptr<StreamHandle> stream_;
-  std::size_t bytes_;
-  void* data_ = nullptr;
+  const std::size_t bytes_;
 };
 
-class PinnedBuffer final : public Buffer {
+class DeviceBuffer final : public CudaBuffer {
  public:
-  PinnedBuffer(int device, std::size_t bytes) : device_(device), bytes_(bytes) {
+  DeviceBuffer(int device, std::shared_ptr<Pool> pool, std::shared_ptr<StreamHandle> stream, std::size_t bytes)
+      : CudaBuffer(device, bytes), pool_(std::move(pool)), stream_(std::move(stream)) {
+    if (bytes > 0) data_ = pool_->allocate(bytes, stream_->get());
+  }
+  ~DeviceBuffer() override {
+    if (data_ != nullptr) destroy_on(device_, [this] { return cudaFreeAsync(data_, stream_->get()); });
+  }
+
+ private:
+  std::shared_ptr<Pool> pool_;
+  std::shared_ptr<StreamHandle> stream_;
+};
+
+class PinnedBuffer final : public CudaBuffer {
+ public:
+  PinnedBuffer(int device, std::size_t bytes) : CudaBuffer(device, bytes) {
     if (bytes == 0) return;
     const DeviceGuard guard(device);
     // Pages lie near the thread that touches them, and the caller's thread may run on any core.
@@ -158,21 +158,9 @@ class PinnedBuffer final : public Buffer {
     check(error, "pinning host memory", device);
   }
   ~PinnedBuffer() override {
-    if (data_ == nullptr) return;
-    try {
-      // On a thread without a context the runtime would make one for GPU 0.
-      const DeviceGuard guard(device_);
-      static_cast<void>(cudaFreeHost(data_));
-    } catch (...) {  // the driver is shutting down, which frees the memory
-    }
+    // On a thread without a context the runtime would make one for GPU 0.
+    if (data_ != nullptr) destroy_on(device_, [this] { return cudaFreeHost(data_); });
   }
-  [[nodiscard]] void* data() const noexcept override { return data_; }
-  [[nodiscard]] std::size_t bytes() const noexcept override { return bytes_; }
-
- private:
-  int device_;
-  std::size_t bytes_;
-  void* data_ = nullptr;
 };
 
 /// The GPU that has this memory; -1 for host memory.
@@ -223,30 +211,19 @@ class CudaStream final : public Stream {
   std::shared_ptr<StreamHandle> handle_;
 };
 
-const void* kernel_for(DType dtype) {
-  switch (dtype) {
-    case DType::float32:
-      return reinterpret_cast<const void*>(&paceline_reduce_float32);
-    case DType::float64:
-      return reinterpret_cast<const void*>(&paceline_reduce_float64);
-    case DType::float16:
-      return reinterpret_cast<const void*>(&paceline_reduce_float16);
-    case DType::bfloat16:
-      return reinterpret_cast<const void*>(&paceline_reduce_bfloat16);
-    case DType::int32:
-      return reinterpret_cast<const void*>(&paceline_reduce_int32);
-    case DType::int64:
-      return reinterpret_cast<const void*>(&paceline_reduce_int64);
-  }
-  throw InvalidArgument(fmt::format("reduce: there is no element type of number {}.", static_cast<int>(dtype)));
-}
+/// In the order of DType.
+void (*const kKernels[])(ReductionArguments) = {&paceline_reduce_float32, &paceline_reduce_float64,
+                                                &paceline_reduce_float16, &paceline_reduce_bfloat16,
+                                                &paceline_reduce_int32,   &paceline_reduce_int64};
 
 void CudaStream::reduce(const DeviceReduction& reduction) {
   const std::size_t input_count = reduction.inputs.size();
   if (input_count == 0 || input_count > static_cast<std::size_t>(kMaxReductionInputs)) {
     throw InvalidArgument(fmt::format("reduce: {} inputs; 1 to {} can be reduced.", input_count, kMaxReductionInputs));
   }
-  const void* const kernel = kernel_for(reduction.dtype);
+  const auto type = static_cast<std::size_t>(reduction.dtype);
+  if (type >= std::size(kKernels))
+    throw InvalidArgument(fmt::format("reduce: there is no element type of number {}.", type));
   if (reduction.count == 0) return;
   ReductionArguments arguments{};
   std::copy(reduction.inputs.begin(), reduction.inputs.end(), arguments.inputs);
@@ -263,7 +240,9 @@ void CudaStream::reduce(const DeviceReduction& reduction) {
   const auto grid = static_cast<unsigned int>(std::min(most_blocks, (packs + block - 1) / block));
   void* argument_list[] = {&arguments};
   const DeviceGuard guard(device_);
-  check(cudaLaunchKernel(kernel, dim3(grid), dim3(block), argument_list, 0, handle_->get()), "reducing", device_);
+  check(cudaLaunchKernel(reinterpret_cast<const void*>(kKernels[type]), dim3(grid), dim3(block), argument_list, 0,
+                         handle_->get()),
+        "reducing", device_);
 }
 
 class CudaDevice final : public AsyncDevice {
@@ -272,10 +251,9 @@ class CudaDevice final : public AsyncDevice {
       : ordinal_(ordinal), part_(std::move(part)), pool_(Pool::of(ordinal)) {
     // Loads the kernel now. Loading at the first launch can wait for a running kernel, which may wait for us.
     const DeviceGuard guard(ordinal);
-    for (const DType dtype :
-         {DType::float32, DType::float64, DType::float16, DType::bfloat16, DType::int32, DType::int64}) {
+    for (auto* const kernel : kKernels) {
       cudaFuncAttributes attributes{};
-      check(cudaFuncGetAttributes(&attributes, kernel_for(dtype)), "loading a kernel", ordinal);
+      check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)), "loading a kernel", ordinal);
     }
   }
 
@@ -283,7 +261,7 @@ class CudaDevice final : public AsyncDevice {
     return std::make_unique<CudaStream>(ordinal_, std::make_shared<StreamHandle>(ordinal_, part_));
   }
   std::unique_ptr<Stream> adopt_stream(void* native) override {
-    // The explicit name, because null would look like a forgotten stream.
+    // Null means the same stream, but it would look like a forgotten stream.
     cudaStream_t stream = native == nullptr ? cudaStreamLegacy : static_cast<cudaStream_t>(native);
     return std::make_unique<CudaStream>(ordinal_, std::make_shared<StreamHandle>(ordinal_, stream));
   }

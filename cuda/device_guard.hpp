@@ -22,4 +22,14 @@ class DeviceGuard {
   cudaStreamCaptureMode capture_before_ = cudaStreamCaptureModeRelaxed;
 };
 
+/// Calls `destroy` with the device current. Does nothing when the driver is shutting down, which frees everything.
+template <class Destroy>
+void destroy_on(int device, Destroy destroy) noexcept {
+  try {
+    const DeviceGuard guard(device);
+    static_cast<void>(destroy());
+  } catch (...) {
+  }
+}
+
 }  // namespace paceline::cuda

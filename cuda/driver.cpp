@@ -32,31 +32,17 @@ void find(F& function, const char* name, unsigned int abi) {
   function = reinterpret_cast<F>(found);
 }
 
-Driver load() {
-  Driver driver;
-  find(driver.device_get, "cuDeviceGet", kOldestAbi);
-  find(driver.primary_context_retain, "cuDevicePrimaryCtxRetain", kOldestAbi);
-  find(driver.context_push, "cuCtxPushCurrent", kOldestAbi);
-  find(driver.context_pop, "cuCtxPopCurrent", kOldestAbi);
-  return driver;
-}
-
-GreenDriver load_green() {
-  GreenDriver driver;
-  find(driver.device_resource, "cuDeviceGetDevResource", kGreenContexts);
-  find(driver.split_by_count, "cuDevSmResourceSplitByCount", kGreenContexts);
-  find(driver.describe, "cuDevResourceGenerateDesc", kGreenContexts);
-  find(driver.create, "cuGreenCtxCreate", kGreenContexts);
-  find(driver.destroy, "cuGreenCtxDestroy", kGreenContexts);
-  find(driver.context_resource, "cuGreenCtxGetDevResource", kGreenContexts);
-  find(driver.make_stream, "cuGreenCtxStreamCreate", kGreenStreams);
-  return driver;
-}
-
 }  // namespace
 
 const Driver& driver() {
-  static const Driver loaded = load();
+  static const Driver loaded = [] {
+    Driver driver;
+    find(driver.device_get, "cuDeviceGet", kOldestAbi);
+    find(driver.primary_context_retain, "cuDevicePrimaryCtxRetain", kOldestAbi);
+    find(driver.context_push, "cuCtxPushCurrent", kOldestAbi);
+    find(driver.context_pop, "cuCtxPopCurrent", kOldestAbi);
+    return driver;
+  }();
   return loaded;
 }
 
@@ -68,7 +54,17 @@ const GreenDriver& green_driver() {
         fmt::format("parts of a GPU need a driver for CUDA {}.{} or newer, and this one is for CUDA {}.{}",
                     kGreenStreams / 1000, kGreenStreams % 1000 / 10, version / 1000, version % 1000 / 10));
   }
-  static const GreenDriver loaded = load_green();
+  static const GreenDriver loaded = [] {
+    GreenDriver driver;
+    find(driver.device_resource, "cuDeviceGetDevResource", kGreenContexts);
+    find(driver.split_by_count, "cuDevSmResourceSplitByCount", kGreenContexts);
+    find(driver.describe, "cuDevResourceGenerateDesc", kGreenContexts);
+    find(driver.create, "cuGreenCtxCreate", kGreenContexts);
+    find(driver.destroy, "cuGreenCtxDestroy", kGreenContexts);
+    find(driver.context_resource, "cuGreenCtxGetDevResource", kGreenContexts);
+    find(driver.make_stream, "cuGreenCtxStreamCreate", kGreenStreams);
+    return driver;
+  }();
   return loaded;
 }
 

@@ -64,4 +64,11 @@ void check(cudaError_t error, const char* doing, int device, std::source_locatio
   throw Error(fmt::format("{}: {} failed: {}", name, doing, text_of(error)), name, where);
 }
 
+int attribute(cudaDeviceAttr which, int ordinal, int otherwise) noexcept {
+  int value = 0;
+  if (cudaDeviceGetAttribute(&value, which, ordinal) == cudaSuccess) return value;
+  static_cast<void>(cudaGetLastError());
+  return otherwise;
+}
+
 }  // namespace paceline::cuda

@@ -16,4 +16,7 @@ namespace paceline::cuda {
 void check(cudaError_t error, const char* doing, int device,
            std::source_location where = std::source_location::current());
 
+/// The value of the attribute, or `otherwise` if the driver does not know the attribute.
+[[nodiscard]] int attribute(cudaDeviceAttr which, int ordinal, int otherwise) noexcept;
+
 }  // namespace paceline::cuda

@@ -57,11 +57,7 @@ GreenContext::GreenContext(int device, std::span<CUdevResource> groups) : device
 
 GreenContext::~GreenContext() {
   shelf_.clear();
-  try {
-    const DeviceGuard guard(device_);
-    static_cast<void>(green_driver().destroy(context_));
-  } catch (...) {  // the driver is shutting down, which frees the context
-  }
+  destroy_on(device_, [this] { return green_driver().destroy(context_); });
 }
 
 cudaStream_t GreenContext::make_stream() {

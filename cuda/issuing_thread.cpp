@@ -66,7 +66,7 @@ struct IssuingThread::State {
       } catch (...) {
         thrown = std::current_exception();
       }
-      // Not after every job: each look calls the driver, and healthy work needs no look.
+      // Does not look after every job, because each look calls the driver and healthy work needs no look.
       if (!busy) next_look = Clock::now() + interval;
       busy = true;
       if (Clock::now() >= next_look && !left_behind()) {

@@ -15,8 +15,8 @@ namespace paceline::nccl {
 /// and none after fork(), because the child has no such thread.
 ///
 /// The poll hook of waits (Ctrl-C) can only end a wait for a job that uses nothing but its own data, such as connecting
-/// and closing: the job continues after the caller has left. A job that enqueues work on the caller's buffers, or gives
-/// memory to the caller, is waited for until it returns or is given up. Otherwise the caller might free what it uses.
+/// and closing: the job continues after the caller has left. A job that enqueues work on the caller's buffers is
+/// waited for until it returns or is given up. Otherwise the caller might free what the job uses.
 class IssuingThread {
  public:
   using Job = std::function<void()>;

@@ -29,7 +29,8 @@ enum Result : int {
 
 enum DataType : int { kInt8 = 0, kInt32 = 2, kInt64 = 4, kFloat16 = 6, kFloat32 = 7, kFloat64 = 8, kBfloat16 = 9 };
 
-/// No averages: NCCL implements floating-point averages as PreMulSum, which never uses NVLink SHARP.
+/// Averages are left out, because NCCL implements those of floating-point numbers as PreMulSum, which never uses NVLink
+/// SHARP.
 enum ReductionOperation : int { kSum = 0, kMax = 2, kMin = 3 };
 
 struct UniqueId {
@@ -64,18 +65,9 @@ using GroupStart = Result();
 using GroupEnd = Result();
 using AllReduce = Result(const void* send, void* receive, std::size_t count, DataType type, ReductionOperation op,
                          Comm comm, cudaStream_t stream);
-using ReduceScatter = Result(const void* send, void* receive, std::size_t receive_count, DataType type,
-                             ReductionOperation op, Comm comm, cudaStream_t stream);
-using AllGather = Result(const void* send, void* receive, std::size_t send_count, DataType type, Comm comm,
-                         cudaStream_t stream);
 using Broadcast = Result(const void* send, void* receive, std::size_t count, DataType type, int root, Comm comm,
                          cudaStream_t stream);
 using Reduce = Result(const void* send, void* receive, std::size_t count, DataType type, ReductionOperation op,
                       int root, Comm comm, cudaStream_t stream);
-
-using MemAlloc = Result(void** data, std::size_t bytes);
-using MemFree = Result(void* data);
-using CommRegister = Result(Comm comm, void* data, std::size_t bytes, void** handle);
-using CommDeregister = Result(Comm comm, void* handle);
 
 }  // namespace paceline::nccl

@@ -2,8 +2,10 @@
 #include "nccl_communicators.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
+#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -15,21 +17,8 @@ namespace paceline::nccl {
 namespace {
 
 DataType type_of(DType dtype) {
-  switch (dtype) {
-    case DType::float32:
-      return kFloat32;
-    case DType::float64:
-      return kFloat64;
-    case DType::float16:
-      return kFloat16;
-    case DType::bfloat16:
-      return kBfloat16;
-    case DType::int32:
-      return kInt32;
-    case DType::int64:
-      return kInt64;
-  }
-  return kInt8;
+  constexpr DataType types[] = {kFloat32, kFloat64, kFloat16, kBfloat16, kInt32, kInt64};  // in the order of DType
+  return types[static_cast<std::size_t>(dtype)];
 }
 
 ReductionOperation operation_of(ReduceOp op) {
@@ -60,7 +49,6 @@ void Communicators::open(std::size_t warm_up_bytes) {
                                           &configs[r]);
   });
   open_ = true;
-  for (Segment& segment : segments_) register_segment(segment);
   warm_up(warm_up_bytes);
 }
 
@@ -70,127 +58,61 @@ void Communicators::warm_up(std::size_t bytes) {
   constexpr std::size_t small = 4096;
   if (bytes == 0) return;
   std::vector<std::unique_ptr<Buffer>> memory;
-  std::vector<void*> buffers;
+  internal::Piece piece;
   for (const internal::Endpoint& endpoint : endpoints_) {
     memory.push_back(endpoint.opened->allocate(bytes, *endpoint.stream));
-    buffers.push_back(memory.back()->data());
-    endpoint.stream->zero(buffers.back(), bytes);
+    piece.at.push_back(memory.back()->data());
+    endpoint.stream->zero(piece.at.back(), bytes);
   }
   for (const std::size_t size : {std::min(small, bytes), bytes}) {
-    all_reduce(buffers, size / sizeof(float), DType::float32, ReduceOp::sum);
-    const std::size_t part_count = size / sizeof(float) / endpoints_.size();
-    const std::size_t part_bytes = part_count * sizeof(float);
-    std::vector<void*> parts;
-    for (std::size_t r = 0; r < endpoints_.size(); ++r)
-      parts.push_back(static_cast<char*>(buffers[r]) + r * part_bytes);
-    reduce_scatter({buffers.begin(), buffers.end()}, parts, part_count, DType::float32, ReduceOp::sum);
-    all_gather(buffers, part_bytes);
-    broadcast(buffers, size, 0);
-    reduce(buffers, size / sizeof(float), DType::float32, 0);
+    all_reduce(piece.at, size / sizeof(float), DType::float32, ReduceOp::sum);
+    broadcast({piece}, size);
+    reduce({piece}, size / sizeof(float), DType::float32, ReduceOp::sum);
   }
   await_all();
 }
 
 void Communicators::all_reduce(const std::vector<void*>& buffers, std::size_t count, DType dtype, ReduceOp op) {
-  enqueue("ncclAllReduce", [&](std::size_t r, cudaStream_t stream) {
-    return library_.all_reduce(buffers[r], buffers[r], count, type_of(dtype), operation_of(op), comms_[r], stream);
+  enqueue("ncclAllReduce", {{buffers}}, [&](const internal::Piece& piece, std::size_t r, cudaStream_t stream) {
+    return library_.all_reduce(piece.at[r], piece.at[r], count, type_of(dtype), operation_of(op), comms_[r], stream);
   });
 }
 
-void Communicators::reduce_scatter(const std::vector<const void*>& wholes, const std::vector<void*>& parts,
-                                   std::size_t part_count, DType dtype, ReduceOp op) {
-  enqueue("ncclReduceScatter", [&](std::size_t r, cudaStream_t stream) {
-    return library_.reduce_scatter(wholes[r], parts[r], part_count, type_of(dtype), operation_of(op), comms_[r],
-                                   stream);
+void Communicators::reduce(const std::vector<internal::Piece>& pieces, std::size_t count, DType dtype, ReduceOp op) {
+  enqueue("ncclReduce", pieces, [&](const internal::Piece& piece, std::size_t r, cudaStream_t stream) {
+    return library_.reduce(piece.at[r], piece.at[r], count, type_of(dtype), operation_of(op),
+                           static_cast<int>(piece.root), comms_[r], stream);
   });
 }
 
-void Communicators::all_gather(const std::vector<void*>& buffers, std::size_t part_bytes) {
-  enqueue("ncclAllGather", [&](std::size_t r, cudaStream_t stream) {
-    const void* const part = static_cast<char*>(buffers[r]) + r * part_bytes;
-    return library_.all_gather(part, buffers[r], part_bytes, kInt8, comms_[r], stream);
+void Communicators::broadcast(const std::vector<internal::Piece>& pieces, std::size_t bytes) {
+  enqueue("ncclBroadcast", pieces, [&](const internal::Piece& piece, std::size_t r, cudaStream_t stream) {
+    return library_.broadcast(piece.at[r], piece.at[r], bytes, kInt8, static_cast<int>(piece.root), comms_[r], stream);
   });
 }
 
-void Communicators::broadcast(const std::vector<void*>& buffers, std::size_t bytes, std::size_t root) {
-  enqueue("ncclBroadcast", [&](std::size_t r, cudaStream_t stream) {
-    return library_.broadcast(buffers[r], buffers[r], bytes, kInt8, static_cast<int>(root), comms_[r], stream);
-  });
-}
-
-void Communicators::reduce(const std::vector<void*>& buffers, std::size_t count, DType dtype, std::size_t root) {
-  enqueue("ncclReduce", [&](std::size_t r, cudaStream_t stream) {
-    return library_.reduce(buffers[r], buffers[r], count, type_of(dtype), kSum, static_cast<int>(root), comms_[r],
-                           stream);
-  });
-}
-
-void* Communicators::allocate(std::size_t rank, std::size_t bytes) {
-  Segment segment{.rank = rank, .bytes = bytes};
-  {
-    const cuda::DeviceGuard guard(endpoints_[rank].device.index);
-    enter("ncclMemAlloc", rank);
-    const Result result = library_.mem_alloc(&segment.data, bytes);
-    enter(nullptr, kEveryRank);
-    if (result != kSuccess) return nullptr;
-  }
-  if (open_) register_segment(segment);
-  segments_.push_back(segment);
-  return segment.data;
-}
-
-void Communicators::release(void* data) {
-  const auto segment =
-      std::find_if(segments_.begin(), segments_.end(), [&](const Segment& s) { return s.data == data; });
-  if (segment == segments_.end()) return;
-  const cuda::DeviceGuard guard(endpoints_[segment->rank].device.index);
-  deregister(*segment);
-  enter("ncclMemFree", segment->rank);
-  static_cast<void>(library_.mem_free(data));
-  enter(nullptr, kEveryRank);
-  segments_.erase(segment);
-}
-
-/// Lets kernels read the memory in place, without a copy through NCCL's own buffers. If NCCL refuses, the collectives
-/// still work.
-void Communicators::register_segment(Segment& segment) {
-  const cuda::DeviceGuard guard(endpoints_[segment.rank].device.index);
-  enter("ncclCommRegister", segment.rank);
-  const Result result = library_.comm_register(comms_[segment.rank], segment.data, segment.bytes, &segment.handle);
-  enter(nullptr, kEveryRank);
-  if (result != kSuccess) segment.handle = nullptr;
-}
-
-void Communicators::deregister(Segment& segment) {
-  void* const handle = std::exchange(segment.handle, nullptr);
-  if (handle == nullptr || comms_[segment.rank] == nullptr) return;
-  enter("ncclCommDeregister", segment.rank);
-  static_cast<void>(library_.comm_deregister(comms_[segment.rank], handle));
-  enter(nullptr, kEveryRank);
-}
-
+/// Enqueues `call` for every piece and rank, as one group.
 template <class Call>
-void Communicators::enqueue(const char* function, Call call) {
+void Communicators::enqueue(const char* function, const std::vector<internal::Piece>& pieces, Call call) {
   if (!open_) {  // just aborted
     check();     // throws the reason, unless it was thrown before
     throw Error(
         fmt::format("{}: {}: all connections were given up after an earlier failure. The next call makes new ones.",
                     name_of_rank(kEveryRank), function));
   }
-  Operation operation;
-  if (!spare_.empty()) {
-    operation = std::move(spare_.back());
-    spare_.pop_back();
-  } else {
-    for (const internal::Endpoint& endpoint : endpoints_) {
-      operation.arrived.push_back(endpoint.opened->make_event(false));
-      operation.finished.push_back(endpoint.opened->make_event(false));
-    }
+  Operation operation{.function = function};
+  for (const internal::Endpoint& endpoint : endpoints_) {
+    operation.arrived.push_back(endpoint.opened->make_event(false));
+    operation.finished.push_back(endpoint.opened->make_event(false));
   }
-  operation.function = function;
-  operation.started.reset();
   for (std::size_t r = 0; r < endpoints_.size(); ++r) endpoints_[r].stream->record(*operation.arrived[r]);
-  group(function, [&](std::size_t r) { return call(r, static_cast<cudaStream_t>(endpoints_[r].stream->native())); });
+  group(function, [&](std::size_t r) {
+    Result result = kSuccess;
+    for (auto piece = pieces.begin(); piece != pieces.end() && result == kSuccess; ++piece) {
+      result = call(*piece, r, static_cast<cudaStream_t>(endpoints_[r].stream->native()));
+    }
+    return result;
+  });
   for (std::size_t r = 0; r < endpoints_.size(); ++r) endpoints_[r].stream->record(*operation.finished[r]);
   outstanding_.push_back(std::move(operation));
 }
@@ -240,10 +162,7 @@ bool Communicators::look_after() {
       fail(error_of(result, outstanding_.empty() ? "a collective" : outstanding_.front().function, rank));
       return false;
     }
-    while (!outstanding_.empty() && finish(outstanding_.front())) {
-      spare_.push_back(std::move(outstanding_.front()));
-      outstanding_.pop_front();
-    }
+    while (!outstanding_.empty() && finish(outstanding_.front())) outstanding_.pop_front();
     if (outstanding_.empty()) return false;
     const Operation& oldest = outstanding_.front();
     if (!oldest.started || Clock::now() - *oldest.started < timeout_) return true;
@@ -285,7 +204,6 @@ void Communicators::close() {
   while (look_after() && Clock::now() < deadline) std::this_thread::sleep_for(std::chrono::microseconds(100));
   if (!open_) return;
   if (!outstanding_.empty()) return abort();
-  for (Segment& segment : segments_) deregister(segment);
   group("ncclCommDestroy", [&](std::size_t r) { return library_.comm_destroy(std::exchange(comms_[r], nullptr)); });
   open_ = false;
 }
@@ -303,9 +221,9 @@ std::size_t Communicators::broken_rank() {
 
 std::string Communicators::name_of_rank(std::size_t rank) const {
   if (rank != kEveryRank) return endpoints_[rank].device.name;
-  std::string names;
-  for (const internal::Endpoint& each : endpoints_) names += (names.empty() ? "" : ", ") + each.device.name;
-  return names;
+  std::vector<std::string_view> names;
+  for (const internal::Endpoint& each : endpoints_) names.push_back(each.device.name);
+  return fmt::format("{}", fmt::join(names, ", "));
 }
 
 std::exception_ptr Communicators::error_of(Result result, const char* function, std::size_t rank) const {
@@ -319,19 +237,17 @@ std::exception_ptr Communicators::error_of(Result result, const char* function, 
 }
 
 std::exception_ptr Communicators::late(const Operation& operation) const {
-  std::size_t stuck_count = 0;
-  std::string stuck;
+  std::vector<std::string> stuck;
   for (std::size_t r = 0; r < endpoints_.size(); ++r) {
-    if (operation.finished[r]->done()) continue;
-    stuck += (stuck_count++ == 0 ? "" : ", ") + endpoints_[r].device.name;
+    if (!operation.finished[r]->done()) stuck.push_back(endpoints_[r].device.name);
   }
   return std::make_exception_ptr(Timeout(
       fmt::format("{}: {} did not end within {:g} s, though every GPU had come to it. All connections were given "
                   "up, and the next call makes new ones; what the buffers hold is not defined. If it is the "
                   "first one, GPUs may be unable to reach each other's memory (NCCL_P2P_DISABLE=1 does without; "
                   "Transport::copies without NCCL).",
-                  stuck, operation.function, seconds(timeout_)),
-      stuck_count == 1 ? stuck : ""));
+                  fmt::join(stuck, ", "), operation.function, seconds(timeout_)),
+      stuck.size() == 1 ? stuck.front() : ""));
 }
 
 /// Records the failure before the abort lets the streams go on. So a thread that sees a later event done also sees the
@@ -356,7 +272,6 @@ void Communicators::abort() noexcept {
   static_cast<void>(library_.group_end());
   enter(nullptr, kEveryRank);
   outstanding_.clear();
-  for (Segment& segment : segments_) segment.handle = nullptr;  // ended with its communicator
 }
 
 void Communicators::check() {

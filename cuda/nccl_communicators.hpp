@@ -23,7 +23,7 @@ namespace paceline::nccl {
 ///
 /// NCCL has no time-outs of its own, so events show whether enqueued work is late. If one collective or communicator
 /// fails, all communicators are aborted, which lets the GPUs go on. open() then makes new ones. Only the issuing thread
-/// calls these functions, except check() and position(), which any thread may call.
+/// calls these functions, except check(), position() and name_of_rank(), which any thread may call.
 class Communicators {
  public:
   Communicators(const Library& library, std::vector<internal::Endpoint> endpoints, std::chrono::nanoseconds timeout);
@@ -35,17 +35,8 @@ class Communicators {
 
   /// For sums, and for minima and maxima of integers. NCCL's minima and maxima of floating-point numbers drop NaNs.
   void all_reduce(const std::vector<void*>& buffers, std::size_t count, DType dtype, ReduceOp op);
-  void reduce_scatter(const std::vector<const void*>& wholes, const std::vector<void*>& parts, std::size_t part_count,
-                      DType dtype, ReduceOp op);
-  void all_gather(const std::vector<void*>& buffers, std::size_t part_bytes);
-  void broadcast(const std::vector<void*>& buffers, std::size_t bytes, std::size_t root);
-  void reduce(const std::vector<void*>& buffers, std::size_t count, DType dtype, std::size_t root);
-
-  /// Memory of a rank that NCCL's kernels on all GPUs can access. It is registered with the rank's communicator and
-  /// with the later ones. Null if NCCL refuses.
-  [[nodiscard]] void* allocate(std::size_t rank, std::size_t bytes);
-  /// Requires: no enqueued work uses the memory.
-  void release(void* data);
+  void reduce(const std::vector<internal::Piece>& pieces, std::size_t count, DType dtype, ReduceOp op);
+  void broadcast(const std::vector<internal::Piece>& pieces, std::size_t bytes);
 
   /// Checks whether enqueued work is done, late or broken. False: there is nothing to look after.
   bool look_after();
@@ -64,6 +55,8 @@ class Communicators {
   };
   static constexpr std::size_t kEveryRank = static_cast<std::size_t>(-1);
   [[nodiscard]] Position position() const;
+  /// The name of a rank's device, or of all devices. Any thread.
+  [[nodiscard]] std::string name_of_rank(std::size_t rank) const;
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -71,25 +64,15 @@ class Communicators {
   /// A collective under way.
   struct Operation {
     const char* function = nullptr;
-    std::vector<std::unique_ptr<Event>> arrived;   // per rank: its stream has reached the collective
-    std::vector<std::unique_ptr<Event>> finished;  // per rank: its part is done
-    std::optional<Clock::time_point> started;      // when the last rank was seen to have arrived
+    std::vector<std::unique_ptr<Event>> arrived{};   // per rank: its stream has reached the collective
+    std::vector<std::unique_ptr<Event>> finished{};  // per rank: its part is done
+    std::optional<Clock::time_point> started{};      // when the last rank was seen to have arrived
   };
 
-  /// Memory that NCCL has allocated.
-  struct Segment {
-    std::size_t rank = 0;
-    void* data = nullptr;
-    std::size_t bytes = 0;
-    void* handle = nullptr;  // of the registration; null: not registered
-  };
-
-  void register_segment(Segment& segment);
-  void deregister(Segment& segment);
   template <class Call>
   void group(const char* function, Call call);
   template <class Call>
-  void enqueue(const char* function, Call call);
+  void enqueue(const char* function, const std::vector<internal::Piece>& pieces, Call call);
   void warm_up(std::size_t bytes);
   void await_all();
   [[nodiscard]] bool finish(Operation& operation);
@@ -99,15 +82,12 @@ class Communicators {
   void fail(std::exception_ptr failure);
   void abort() noexcept;
   void enter(const char* function, std::size_t rank);
-  [[nodiscard]] std::string name_of_rank(std::size_t rank) const;
 
   const Library& library_;
   const std::vector<internal::Endpoint> endpoints_;
   const std::chrono::nanoseconds timeout_;
   std::vector<Comm> comms_;
   std::deque<Operation> outstanding_;
-  std::vector<Operation> spare_;  // kept, so that their events are made once
-  std::vector<Segment> segments_;
   std::atomic<bool> open_{false};
 
   mutable std::mutex mutex_;

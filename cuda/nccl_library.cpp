@@ -81,14 +81,8 @@ Library take(void* handle, const std::string& asked_for) {
   find(handle, library.path, library.group_start, "ncclGroupStart");
   find(handle, library.path, library.group_end, "ncclGroupEnd");
   find(handle, library.path, library.all_reduce, "ncclAllReduce");
-  find(handle, library.path, library.reduce_scatter, "ncclReduceScatter");
-  find(handle, library.path, library.all_gather, "ncclAllGather");
   find(handle, library.path, library.broadcast, "ncclBroadcast");
   find(handle, library.path, library.reduce, "ncclReduce");
-  find(handle, library.path, library.mem_alloc, "ncclMemAlloc");
-  find(handle, library.path, library.mem_free, "ncclMemFree");
-  find(handle, library.path, library.comm_register, "ncclCommRegister");
-  find(handle, library.path, library.comm_deregister, "ncclCommDeregister");
   return library;
 }
 

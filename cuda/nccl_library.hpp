@@ -7,7 +7,7 @@
 
 namespace paceline::nccl {
 
-/// The oldest NCCL that paceline supports: the first with ncclMemAlloc.
+/// The oldest NCCL that paceline supports. Its interface is that of nccl_api.hpp.
 constexpr int kOldestVersion = 21900;
 
 /// NCCL, opened at run time and never linked. A plain value; the library behind it is never closed.
@@ -25,14 +25,8 @@ struct Library {
   GroupStart* group_start = nullptr;
   GroupEnd* group_end = nullptr;
   AllReduce* all_reduce = nullptr;
-  ReduceScatter* reduce_scatter = nullptr;
-  AllGather* all_gather = nullptr;
   Broadcast* broadcast = nullptr;
   Reduce* reduce = nullptr;
-  MemAlloc* mem_alloc = nullptr;
-  MemFree* mem_free = nullptr;
-  CommRegister* comm_register = nullptr;
-  CommDeregister* comm_deregister = nullptr;
 };
 
 /// The NCCL of this process. Calls search in this order until one is found: the copy that is already loaded (PyTorch's;

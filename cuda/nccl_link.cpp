@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <functional>
 #include <memory>
 #include <utility>
 
@@ -40,28 +39,12 @@ bool drops_nans(DType dtype, ReduceOp op) {
   return !integers && (op == ReduceOp::min || op == ReduceOp::max);
 }
 
-/// Memory that NCCL has allocated. The issuing thread also makes the call that frees it.
-class NcclBuffer final : public Buffer {
- public:
-  NcclBuffer(void* data, std::size_t bytes, std::function<void(void*)> release)
-      : data_(data), bytes_(bytes), release_(std::move(release)) {}
-  ~NcclBuffer() override { release_(data_); }
-  [[nodiscard]] void* data() const noexcept override { return data_; }
-  [[nodiscard]] std::size_t bytes() const noexcept override { return bytes_; }
-
- private:
-  void* data_;
-  std::size_t bytes_;
-  std::function<void(void*)> release_;
-};
-
 using Interrupt = IssuingThread::Interrupt;
 
-class NcclLink final : public internal::NativeLink {
+class NcclLink final : public internal::Link {
  public:
   NcclLink(const Library& library, const std::vector<internal::Endpoint>& endpoints, const CommunicatorOptions& options)
       : library_(library),
-        endpoints_(endpoints),
         timeout_(internal::bounded(options.timeout)),
         warm_up_bytes_(options.warm_up_bytes),
         copies_(internal::make_copy_link(endpoints, "beside NCCL")),
@@ -69,7 +52,6 @@ class NcclLink final : public internal::NativeLink {
         thread_(
             "pl nccl", endpoints.front().device.index,
             [communicators = communicators_] { return communicators->look_after(); }, interval_for(timeout_)) {
-    for (const internal::Endpoint& endpoint : endpoints) names_.push_back(endpoint.device.name);
     note_the_exit();
     try {
       open();
@@ -106,45 +88,19 @@ class NcclLink final : public internal::NativeLink {
     });
   }
 
-  void reduce_scatter(std::span<const void* const> wholes, std::span<void* const> parts, std::size_t part_count,
-                      DType dtype, ReduceOp op) override {
-    if (drops_nans(dtype, op)) return copies_->reduce_scatter(wholes, parts, part_count, dtype, op);
+  void reduce(std::span<const internal::Piece> pieces, std::size_t count, DType dtype, ReduceOp op) override {
+    if (drops_nans(dtype, op)) return copies_->reduce(pieces, count, dtype, op);
     open();
-    run([communicators = communicators_, from = std::vector<const void*>(wholes.begin(), wholes.end()),
-         to = std::vector<void*>(parts.begin(), parts.end()), part_count, dtype,
-         op] { communicators->reduce_scatter(from, to, part_count, dtype, op); });
+    run([communicators = communicators_, all = std::vector<internal::Piece>(pieces.begin(), pieces.end()), count, dtype,
+         op] { communicators->reduce(all, count, dtype, op); });
   }
 
-  void all_gather(std::span<void* const> buffers, std::size_t part_bytes) override {
+  void broadcast(std::span<const internal::Piece> pieces, std::size_t bytes) override {
     open();
-    run([communicators = communicators_, all = std::vector<void*>(buffers.begin(), buffers.end()), part_bytes] {
-      communicators->all_gather(all, part_bytes);
+    run([communicators = communicators_, all = std::vector<internal::Piece>(pieces.begin(), pieces.end()), bytes] {
+      communicators->broadcast(all, bytes);
     });
   }
-
-  void broadcast(std::span<void* const> buffers, std::size_t bytes, std::size_t root) override {
-    open();
-    run([communicators = communicators_, all = std::vector<void*>(buffers.begin(), buffers.end()), bytes, root] {
-      communicators->broadcast(all, bytes, root);
-    });
-  }
-
-  void reduce(std::span<void* const> buffers, std::size_t count, DType dtype, std::size_t root) override {
-    open();
-    run([communicators = communicators_, all = std::vector<void*>(buffers.begin(), buffers.end()), count, dtype, root] {
-      communicators->reduce(all, count, dtype, root);
-    });
-  }
-
-  std::unique_ptr<Buffer> allocate(std::size_t rank, std::size_t bytes, Stream& stream) override {
-    const auto data = std::make_shared<void*>(nullptr);
-    run([communicators = communicators_, data, rank, bytes] { *data = communicators->allocate(rank, bytes); });
-    // NCCL refused. Every GPU can also access memory of the pool, but that cannot be registered.
-    if (*data == nullptr) return endpoints_[rank].opened->allocate(bytes, stream);
-    return std::make_unique<NcclBuffer>(*data, bytes, [this](void* memory) { release(memory); });
-  }
-
-  void keep_memory(bool keep) noexcept override { keeps_memory_ = keep; }
 
   [[nodiscard]] bool lost() const noexcept override { return thread_.given_up(); }
 
@@ -160,8 +116,8 @@ class NcclLink final : public internal::NativeLink {
   void close() override {
     if (exiting || std::exchange(closed_, true) || thread_.given_up()) return;
     try {
-      // Twice: for the work under way, and for the end itself.
-      run([communicators = communicators_] { communicators->close(); }, 2 * timeout_, Interrupt::yes);
+      // The work under way, and the end itself.
+      run_long([communicators = communicators_] { communicators->close(); });
     } catch (const Error&) {
       throw;
     } catch (...) {  // interrupted
@@ -174,9 +130,8 @@ class NcclLink final : public internal::NativeLink {
  private:
   void open() {
     if (communicators_->is_open()) return;
-    // Twice: for the connections, and for the first messages.
-    run([communicators = communicators_, bytes = warm_up_bytes_] { communicators->open(bytes); }, 2 * timeout_,
-        Interrupt::yes);
+    // The connections, and the first messages.
+    run_long([communicators = communicators_, bytes = warm_up_bytes_] { communicators->open(bytes); });
   }
 
   /// Ends the connections. Nobody waits for that.
@@ -184,43 +139,32 @@ class NcclLink final : public internal::NativeLink {
     thread_.leave([communicators = communicators_] { communicators->close(); });
   }
 
-  /// Keeps the memory for good if NCCL does not return, or if the program ends.
-  void release(void* memory) noexcept {
-    if (exiting || closed_ || keeps_memory_ || thread_.given_up()) return;
-    try {
-      run([communicators = communicators_, memory] { communicators->release(memory); });
-    } catch (...) {
-    }
+  void run(IssuingThread::Job job) {
+    if (thread_.given_up() || !thread_.run(std::move(job), timeout_)) throw_stuck();
   }
 
-  void run(IssuingThread::Job job) { run(std::move(job), timeout_); }
-
-  void run(IssuingThread::Job job, std::chrono::nanoseconds timeout, Interrupt interrupt = Interrupt::no) {
-    if (thread_.given_up() || !thread_.run(std::move(job), timeout, interrupt)) throw_stuck();
+  /// Twice the timeout, because the job does two things. Ctrl-C ends the wait.
+  void run_long(IssuingThread::Job job) {
+    if (thread_.given_up() || !thread_.run(std::move(job), 2 * timeout_, Interrupt::yes)) throw_stuck();
   }
 
   [[noreturn]] void throw_stuck() {
     const Communicators::Position position = communicators_->position();
-    const bool one = position.rank != Communicators::kEveryRank;
-    std::string all;
-    for (const std::string& name : names_) all += (all.empty() ? "" : ", ") + name;
+    const std::string name = communicators_->name_of_rank(position.rank);
     throw Timeout(
         fmt::format("{}: NCCL did not come back from {} within {:g} s. Its thread was left behind, and this "
                     "communicator is of no use any more. NCCL may be stuck for the whole process: save what you need "
                     "and start again. NCCL_DEBUG=INFO in the environment tells more; Transport::copies does without "
                     "NCCL.",
-                    one ? names_[position.rank] : all, position.function == nullptr ? "a call" : position.function,
+                    name, position.function == nullptr ? "a call" : position.function,
                     std::chrono::duration<double>(timeout_).count()),
-        one ? names_[position.rank] : "");
+        position.rank == Communicators::kEveryRank ? "" : name);
   }
 
   const Library& library_;
-  std::vector<internal::Endpoint> endpoints_;
   std::chrono::nanoseconds timeout_;
   std::size_t warm_up_bytes_;
-  std::vector<std::string> names_;
   bool closed_ = false;
-  bool keeps_memory_ = false;
   std::unique_ptr<internal::Link> copies_;
   std::shared_ptr<Communicators> communicators_;  // shared with the thread, which may never return
   IssuingThread thread_;
@@ -232,8 +176,8 @@ class NcclLink final : public internal::NativeLink {
 
 namespace paceline::internal {
 
-std::unique_ptr<NativeLink> make_native_link(const std::vector<Endpoint>& endpoints, const CommunicatorOptions& options,
-                                             std::string& why_none) {
+std::unique_ptr<Link> make_native_link(const std::vector<Endpoint>& endpoints, const CommunicatorOptions& options,
+                                       std::string& why_none) {
   const nccl::Library* found = nullptr;
   try {
     found = &nccl::library();

@@ -93,7 +93,7 @@ class Library {
     find(temperature_, "nvmlDeviceGetTemperature");
     find(power_, "nvmlDeviceGetPowerUsage");
     find(power_limit_, "nvmlDeviceGetEnforcedPowerLimit");
-    // Not _v3: some drivers of the 535 branch fill entries of a different size under that name.
+    // Some drivers of the 535 branch fill entries of a different size under the name with _v3.
     find(compute_processes_, "nvmlDeviceGetComputeRunningProcesses_v2");
     find(graphics_processes_, "nvmlDeviceGetGraphicsRunningProcesses_v2");
     if (!why_none_.empty()) return;
@@ -119,7 +119,7 @@ class Library {
     health.power_limit_watts = ask(1e-3, power_limit_, gpu);
     std::map<std::uint32_t, std::uint64_t> processes;
     if (append(compute_processes_, gpu, processes)) {
-      // A desktop on this GPU. Many server GPUs have no such list.
+      // These are the programs of a desktop. Many server GPUs have no such list.
       static_cast<void>(append(graphics_processes_, gpu, processes));
       health.other_processes =
           others_among(std::move(processes), static_cast<std::uint32_t>(getpid()), in_first_pid_namespace());

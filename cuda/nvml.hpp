@@ -28,8 +28,8 @@ class Nvml {
   Nvml(const Nvml&) = delete;
   Nvml& operator=(const Nvml&) = delete;
 
-  /// The state of the GPU at this PCI address ("0000:41:00.0"). The address, because CUDA and NVML number GPUs
-  /// differently. @throws what the poll hook of waits throws (Ctrl-C)
+  /// The state of the GPU at this PCI address ("0000:41:00.0"). CUDA and NVML number GPUs differently, but they agree
+  /// about addresses. @throws what the poll hook of waits throws (Ctrl-C)
   [[nodiscard]] DeviceHealth read(const std::string& pci_bus_id);
 
  private:

@@ -66,11 +66,7 @@ Pool::Pool(int device) : device_(device) {
 }
 
 Pool::~Pool() {
-  try {
-    const DeviceGuard guard(device_);
-    static_cast<void>(cudaMemPoolDestroy(pool_));
-  } catch (...) {  // the driver is shutting down, which frees the pool
-  }
+  destroy_on(device_, [this] { return cudaMemPoolDestroy(pool_); });
 }
 
 void* Pool::allocate(std::size_t bytes, cudaStream_t stream) {

@@ -48,7 +48,7 @@ struct Sum {
       return a + b;
     }
   }
-  /// Not fused with the last addition, because the host also scales or divides after the sum.
+  /// Scales or divides after the sum, without fusing that with the last addition. The host does the same.
   static __device__ float finish(float sum, const ReductionArguments& arguments) {
     if (arguments.op == ReduceOp::mean) return __fdiv_rn(sum, static_cast<float>(arguments.divisor));
     return arguments.scale == 1.0 ? sum : __fmul_rn(sum, static_cast<float>(arguments.scale));
@@ -63,7 +63,7 @@ struct Sum {
   }
 };
 
-// a stays if it is NaN, b wins if it is; of equal values the first stays.
+// A NaN wins over numbers, and a later NaN over an earlier one. Of equal values the first stays.
 struct Min {
   template <class V>
   static __device__ V combine(V a, V b) {

@@ -4,7 +4,7 @@
 #include <paceline/comm/nccl_info.hpp>
 
 #include "comm/link.hpp"
-#include "runtime/gpu_backend.hpp"
+#include "runtime/builtin_backends.hpp"
 
 namespace paceline {
 namespace {
@@ -15,8 +15,8 @@ constexpr const char* kNoBackend = "this build has no CUDA backend";
 
 const Backend* internal::gpu_backend() noexcept { return nullptr; }
 
-std::unique_ptr<internal::NativeLink> internal::make_native_link(const std::vector<Endpoint>&,
-                                                                 const CommunicatorOptions&, std::string& why_none) {
+std::unique_ptr<internal::Link> internal::make_native_link(const std::vector<Endpoint>&, const CommunicatorOptions&,
+                                                           std::string& why_none) {
   why_none = kNoBackend;
   return nullptr;
 }

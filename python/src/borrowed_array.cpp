@@ -16,22 +16,24 @@ namespace {
 
 constexpr const char* kSupported = "float32, float64, float16, bfloat16, int32 and int64";
 
-[[noreturn]] void refuse(const std::string& label, const std::string& reason) {
-  throw InvalidArgument(fmt::format("{} {}", label, reason));
-}
-
 std::string type_name(py::handle object) { return py::str(py::type::handle_of(object).attr("__name__")); }
 
+/// `label` names the argument; `reason` goes on about the array.
+template <class... Arguments>
+[[noreturn]] void refuse(const std::string& label, py::handle object, fmt::format_string<Arguments...> reason,
+                         Arguments&&... arguments) {
+  throw InvalidArgument(
+      fmt::format("{} ({}) {}", label, type_name(object), fmt::format(reason, std::forward<Arguments>(arguments)...)));
+}
+
 [[noreturn]] void refuse_read_only(const std::string& label, py::handle object) {
-  refuse(label,
-         fmt::format("({}) is read-only, and the result is written into it; pass a writable array", type_name(object)));
+  refuse(label, object, "is read-only, and the result is written into it; pass a writable array");
 }
 
 [[noreturn]] void refuse_strided(const std::string& label, py::handle object) {
-  refuse(label,
-         fmt::format("({}) is not contiguous (C order): its elements do not lie one after the other; pass a contiguous "
-                     "array and copy the result back",
-                     type_name(object)));
+  refuse(label, object,
+         "is not contiguous (C order): its elements do not lie one after the other; pass a contiguous array and copy "
+         "the result back");
 }
 
 // Calls foreign code. An exception becomes an InvalidArgument with its text; KeyboardInterrupt and the like pass
@@ -42,28 +44,22 @@ auto translated(const std::string& label, py::handle object, const char* what, C
     return call();
   } catch (const py::error_already_set& error) {
     if (!error.matches(PyExc_Exception) || error.matches(PyExc_MemoryError)) throw;
-    refuse(label, fmt::format("({}) {}: {}", type_name(object), what, std::string(py::str(error.value()))));
+    refuse(label, object, "{}: {}", what, std::string(py::str(error.value())));
   }
 }
 
 std::optional<DType> known_type(const dlpack::DataType& type) {
-  if (type.lanes != 1) return std::nullopt;
-  switch (type.code) {
-    case dlpack::kFloat:
-      if (type.bits == 32) return DType::float32;
-      if (type.bits == 64) return DType::float64;
-      if (type.bits == 16) return DType::float16;
-      return std::nullopt;
-    case dlpack::kBFloat:
-      if (type.bits == 16) return DType::bfloat16;
-      return std::nullopt;
-    case dlpack::kInt:
-      if (type.bits == 32) return DType::int32;
-      if (type.bits == 64) return DType::int64;
-      return std::nullopt;
-    default:
-      return std::nullopt;
+  struct Known {
+    dlpack::DataType theirs;
+    DType ours;
+  };
+  constexpr Known all[] = {{{dlpack::kFloat, 32, 1}, DType::float32}, {{dlpack::kFloat, 64, 1}, DType::float64},
+                           {{dlpack::kFloat, 16, 1}, DType::float16}, {{dlpack::kBFloat, 16, 1}, DType::bfloat16},
+                           {{dlpack::kInt, 32, 1}, DType::int32},     {{dlpack::kInt, 64, 1}, DType::int64}};
+  for (const auto& [theirs, ours] : all) {
+    if (theirs.code == type.code && theirs.bits == type.bits && theirs.lanes == type.lanes) return ours;
   }
+  return std::nullopt;
 }
 
 std::string describe(const dlpack::DataType& type) {
@@ -81,22 +77,10 @@ std::optional<DType> known_type(std::string_view format, Py_ssize_t item_bytes) 
     format.remove_prefix(1);
   }
   if (format.size() != 1) return std::nullopt;
-  switch (format.front()) {
-    case 'e':
-      return DType::float16;
-    case 'f':
-      return DType::float32;
-    case 'd':
-      return DType::float64;
-    case 'i':
-    case 'l':
-    case 'q':
-      if (item_bytes == 4) return DType::int32;
-      if (item_bytes == 8) return DType::int64;
-      return std::nullopt;
-    default:
-      return std::nullopt;
-  }
+  const bool floating = std::string_view("efd").find(format.front()) != std::string_view::npos;
+  if (!floating && std::string_view("ilq").find(format.front()) == std::string_view::npos) return std::nullopt;
+  const auto bits = static_cast<std::uint8_t>(8 * item_bytes);
+  return known_type(dlpack::DataType{floating ? dlpack::kFloat : dlpack::kInt, bits, 1});
 }
 
 bool is_contiguous(const dlpack::Tensor& tensor, std::int64_t count) {
@@ -146,15 +130,16 @@ const dlpack::ExchangeApi* exchange_api_of(py::handle object) {
 void check_place(py::handle object, const std::string& label, const dlpack::Device& place, const Device& device) {
   if (device.kind == DeviceKind::cuda) {
     if (place.type == dlpack::kCuda && place.id == device.index) return;
-    refuse(label, fmt::format("({}) is not in the memory of {} (DLPack device type {}, number {}), whose array it has "
-                              "to be; move it there first",
-                              type_name(object), device.name, place.type, place.id));
+    refuse(
+        label, object,
+        "is not in the memory of {} (DLPack device type {}, number {}), whose array it has to be; move it there first",
+        device.name, place.type, place.id);
   }
   if (place.type == dlpack::kCpu || place.type == dlpack::kCudaHost || place.type == dlpack::kRocmHost) return;
-  refuse(label,
-         fmt::format("({}) is not in the memory of the CPU (DLPack device type {}, number {}), where host devices "
-                     "reduce; move it there first",
-                     type_name(object), place.type, place.id));
+  refuse(label, object,
+         "is not in the memory of the CPU (DLPack device type {}, number {}), where host devices reduce; move it there "
+         "first",
+         place.type, place.id);
 }
 
 // JAX arrays are immutable, but their unversioned capsules do not say so.
@@ -166,41 +151,18 @@ bool is_immutable(py::handle object) {
 }  // namespace
 
 BorrowedArray::BorrowedArray(py::handle object, const std::string& label, Access access, const Device& device) {
-  try {
-    if (py::hasattr(object, "__dlpack__")) {
-      take_dlpack(object, label, access, device);
-    } else if (PyObject_CheckBuffer(object.ptr()) != 0) {
-      if (device.kind != DeviceKind::host) check_place(object, label, {dlpack::kCpu, 0}, device);
-      take_buffer(object, label, access);
-    } else {
-      refuse(label, fmt::format(
-                        "is a {}, not an array; pass something with __dlpack__ (torch, NumPy, JAX, CuPy) or the buffer "
-                        "protocol (array.array, memoryview)",
-                        type_name(object)));
-    }
-  } catch (...) {
-    release();  // the destructor does not run when the constructor throws
-    throw;
+  if (py::hasattr(object, "__dlpack__")) {
+    take_dlpack(object, label, access, device);
+    return;
   }
-}
-
-BorrowedArray::BorrowedArray(BorrowedArray&& other) noexcept
-    : view_(other.view_),
-      stream_unknown_(other.stream_unknown_),
-      managed_(std::exchange(other.managed_, nullptr)),
-      versioned_(std::exchange(other.versioned_, nullptr)),
-      buffer_(std::exchange(other.buffer_, Py_buffer{})) {}
-
-void BorrowedArray::release() noexcept {
-  // A deleter may run Python code, which must neither see nor lose a pending exception.
-  const py::error_scope keep_pending_error;
-  if (auto* managed = std::exchange(managed_, nullptr); managed != nullptr && managed->deleter != nullptr) {
-    managed->deleter(managed);
+  if (PyObject_CheckBuffer(object.ptr()) == 0) {
+    throw InvalidArgument(fmt::format(
+        "{} is a {}, not an array; pass something with __dlpack__ (torch, NumPy, JAX, CuPy) or the buffer protocol "
+        "(array.array, memoryview)",
+        label, type_name(object)));
   }
-  if (auto* versioned = std::exchange(versioned_, nullptr); versioned != nullptr && versioned->deleter != nullptr) {
-    versioned->deleter(versioned);
-  }
-  if (buffer_.obj != nullptr) PyBuffer_Release(&buffer_);
+  if (device.kind != DeviceKind::host) check_place(object, label, {dlpack::kCpu, 0}, device);
+  take_buffer(object, label, access);
 }
 
 /// Returns null, and takes nothing, if the type has no such table.
@@ -208,7 +170,9 @@ const dlpack::ExchangeApi* BorrowedArray::take_from_exchange_api(py::handle obje
   const dlpack::ExchangeApi* const api = exchange_api_of(object);
   if (api == nullptr) return nullptr;
   translated(label, object, "cannot be used through DLPack", [&] {
-    if (api->managed_tensor_from_object(object.ptr(), &versioned_) != 0) throw py::error_already_set();
+    dlpack::ManagedTensorVersioned* taken = nullptr;
+    if (api->managed_tensor_from_object(object.ptr(), &taken) != 0) throw py::error_already_set();
+    versioned_.reset(taken);
   });
   return api;
 }
@@ -223,39 +187,35 @@ void BorrowedArray::take_capsule(py::handle object, const std::string& label, co
   const py::object capsule =
       translated(label, object, "cannot be used through DLPack", [&] { return call_dlpack(object, device); });
   if (PyCapsule_IsValid(capsule.ptr(), dlpack::kVersionedCapsule) != 0) {
-    versioned_ =
-        static_cast<dlpack::ManagedTensorVersioned*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kVersionedCapsule));
+    versioned_.reset(
+        static_cast<dlpack::ManagedTensorVersioned*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kVersionedCapsule)));
     PyCapsule_SetName(capsule.ptr(), dlpack::kUsedVersionedCapsule);
   } else if (PyCapsule_IsValid(capsule.ptr(), dlpack::kCapsule) != 0) {
-    managed_ = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsule));
+    managed_.reset(static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsule)));
     PyCapsule_SetName(capsule.ptr(), dlpack::kUsedCapsule);
   } else {
-    refuse(label, fmt::format("({}) returned no DLPack capsule from __dlpack__", type_name(object)));
+    refuse(label, object, "returned no DLPack capsule from __dlpack__");
   }
 }
 
 void BorrowedArray::take_dlpack(py::handle object, const std::string& label, Access access, const Device& device) {
   // torch also checks this, but only on some paths of some versions, and without naming the argument.
   if (py::bool_(py::getattr(object, "requires_grad", py::bool_(false)))) {
-    refuse(
-        label,
-        fmt::format("({}) requires grad: autograd would not see what is done to it; pass its .grad, or .detach() of it",
-                    type_name(object)));
+    refuse(label, object,
+           "requires grad: autograd would not see what is done to it; pass its .grad, or .detach() of it");
   }
   const dlpack::ExchangeApi* const api = take_from_exchange_api(object, label);
   if (api == nullptr) take_capsule(object, label, device);
 
   if (versioned_ != nullptr) {
     if (versioned_->version.major != dlpack::kMajorVersion) {  // unknown layout: only the deleter may be used
-      refuse(label, fmt::format("({}) speaks DLPack {}.{}; this build knows version {}", type_name(object),
-                                versioned_->version.major, versioned_->version.minor, dlpack::kMajorVersion));
+      refuse(label, object, "speaks DLPack {}.{}; this build knows version {}", versioned_->version.major,
+             versioned_->version.minor, dlpack::kMajorVersion);
     }
     if (access == Access::write && (versioned_->flags & dlpack::kFlagReadOnly) != 0) refuse_read_only(label, object);
     if (access == Access::write && (versioned_->flags & dlpack::kFlagIsCopied) != 0) {
-      refuse(
-          label,
-          fmt::format("({}) lends only a copy of its memory, and the result would be lost with it; pass a plain array",
-                      type_name(object)));
+      refuse(label, object,
+             "lends only a copy of its memory, and the result would be lost with it; pass a plain array");
     }
   }
   if (access == Access::write && is_immutable(object)) refuse_read_only(label, object);
@@ -272,8 +232,7 @@ void BorrowedArray::take_dlpack(py::handle object, const std::string& label, Acc
 
   const std::optional<DType> dtype = known_type(tensor->dtype);
   if (!dtype) {
-    refuse(label, fmt::format("({}) has elements of type {}; supported are {}", type_name(object),
-                              describe(tensor->dtype), kSupported));
+    refuse(label, object, "has elements of type {}; supported are {}", describe(tensor->dtype), kSupported);
   }
   std::int64_t count = 1;
   for (std::int32_t d = 0; d < tensor->dimension_count; ++d) count *= tensor->shape[d];
@@ -283,20 +242,18 @@ void BorrowedArray::take_dlpack(py::handle object, const std::string& label, Acc
 }
 
 void BorrowedArray::take_buffer(py::handle object, const std::string& label, Access access) {
-  translated(label, object, "does not lend its memory", [&] {
-    if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_FULL_RO) != 0) throw py::error_already_set();
-  });
-  const std::string_view format = buffer_.format == nullptr ? "B" : buffer_.format;
-  const std::optional<DType> dtype = known_type(format, buffer_.itemsize);
+  translated(label, object, "does not lend its memory",
+             [&] { buffer_.emplace(py::reinterpret_borrow<py::buffer>(object).request()); });
+  const std::optional<DType> dtype = known_type(buffer_->format, buffer_->itemsize);
   if (!dtype) {
-    refuse(label,
-           fmt::format("({}) has elements of format '{}'; supported are {} in native byte order (of raw bytes, pass "
-                       "memoryview(x).cast(\"f\") or the like)",
-                       type_name(object), format, kSupported));
+    refuse(label, object,
+           "has elements of format '{}'; supported are {} in native byte order (of raw bytes, pass "
+           "memoryview(x).cast(\"f\") or the like)",
+           buffer_->format, kSupported);
   }
-  if (access == Access::write && buffer_.readonly != 0) refuse_read_only(label, object);
-  if (PyBuffer_IsContiguous(&buffer_, 'C') == 0) refuse_strided(label, object);
-  view_ = {buffer_.buf, static_cast<std::size_t>(buffer_.len) / size_of(*dtype), *dtype};
+  if (access == Access::write && buffer_->readonly) refuse_read_only(label, object);
+  if (PyBuffer_IsContiguous(buffer_->view(), 'C') == 0) refuse_strided(label, object);
+  view_ = {buffer_->ptr, static_cast<std::size_t>(buffer_->size), *dtype};
 }
 
 }  // namespace paceline::python

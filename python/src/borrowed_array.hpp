@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <optional>
 #include <string>
 
 #include <paceline/comm/buffer_view.hpp>
@@ -24,9 +25,6 @@ class BorrowedArray {
   /// @throws InvalidArgument if `object` is not an array, not contiguous, read-only (for Access::write), of a type that
   /// collectives do not support, on another device, or part of an autograd graph.
   BorrowedArray(pybind11::handle object, const std::string& label, Access access, const Device& device);
-  ~BorrowedArray() { release(); }
-  BorrowedArray(BorrowedArray&& other) noexcept;
-  BorrowedArray& operator=(BorrowedArray&&) = delete;
 
   /// On a GPU, includes the producer's current stream if it is known.
   [[nodiscard]] const BufferView& view() const noexcept { return view_; }
@@ -39,14 +37,13 @@ class BorrowedArray {
   const dlpack::ExchangeApi* take_from_exchange_api(pybind11::handle object, const std::string& label);
   void take_capsule(pybind11::handle object, const std::string& label, const Device& device);
   void take_buffer(pybind11::handle object, const std::string& label, Access access);
-  void release() noexcept;
 
   BufferView view_;
   bool stream_unknown_ = false;
   // Exactly one of these three owns the memory.
-  dlpack::ManagedTensor* managed_ = nullptr;
-  dlpack::ManagedTensorVersioned* versioned_ = nullptr;
-  Py_buffer buffer_{};  // unused if buffer_.obj is null
+  dlpack::Owner<dlpack::ManagedTensor> managed_;
+  dlpack::Owner<dlpack::ManagedTensorVersioned> versioned_;
+  std::optional<pybind11::buffer_info> buffer_;
 };
 
 }  // namespace paceline::python

@@ -87,25 +87,22 @@ void bind_device(py::module_& module) {
       R"(A place of execution: ``host:1``, a worker pinned to cores of its own; ``cuda:0``, a GPU; ``cuda:0/1``, a part of one.
 
 A plain value: the name and the properties of the place. `devices`, `find_device` and `partition` make them.)")
-      .def_property_readonly(
-          "name", [](const Device& device) { return device.name; }, "``host:1``; names are unique.")
+      .def_readonly("name", &Device::name, "``host:1``; names are unique.")
       .def_property_readonly(
           "kind", [](const Device& device) { return kind_name(device.kind); }, "``host`` or ``cuda``.")
-      .def_property_readonly(
-          "index", [](const Device& device) { return device.index; }, "The number after the colon of the name.")
+      .def_readonly("index", &Device::index, "The number after the colon of the name.")
       .def_property_readonly(
           "part", [](const Device& device) { return device.part < 0 ? std::nullopt : std::optional(device.part); },
           "The 1 of ``cuda:0/1``; None for a whole device.")
-      .def_property_readonly(
-          "memory_space", [](const Device& device) { return device.memory_space; },
+      .def_readonly(
+          "memory_space", &Device::memory_space,
           "Devices of one memory space share memory without copying: all parts of ``cuda:0`` are in ``cuda:0``.")
       .def_property_readonly(
           "sm_count",
           [](const Device& device) { return device.sm_count == 0 ? std::nullopt : std::optional(device.sm_count); },
           "The number of streaming multiprocessors that it computes on; None on the host.")
-      .def_property_readonly(
-          "fraction", [](const Device& device) { return device.fraction; },
-          "The fraction of the GPU that `partition` was asked for; 1.0 for a whole device.")
+      .def_readonly("fraction", &Device::fraction,
+                    "The fraction of the GPU that `partition` was asked for; 1.0 for a whole device.")
       .def_property_readonly(
           "cores", [](const Device& device) { return py::typing::Tuple<int, py::ellipsis>(py::cast(device.cores)); },
           "The cores that the worker is pinned to; empty if pinning is impossible.")

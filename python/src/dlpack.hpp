@@ -4,8 +4,11 @@
 // DLPack's binary interface: the layout that a `__dlpack__` capsule points to. It matches DLPack 1.x, where a new
 // layout needs a new major version. The unversioned struct matches all earlier versions.
 
+#include <pybind11/pybind11.h>
+
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 namespace paceline::dlpack {
 
@@ -61,6 +64,17 @@ struct ManagedTensorVersioned {
   std::uint64_t flags;
   Tensor tensor;
 };
+
+struct Deleter {
+  template <class Managed>
+  void operator()(Managed* managed) const noexcept {
+    // A deleter may run Python code, which must neither see nor lose a pending exception.
+    const pybind11::error_scope keep_pending_error;
+    if (managed->deleter != nullptr) managed->deleter(managed);
+  }
+};
+template <class Managed>
+using Owner = std::unique_ptr<Managed, Deleter>;
 
 static_assert(sizeof(void*) != 8 ||
               (sizeof(Tensor) == 48 && offsetof(Tensor, shape) == 24 && sizeof(ManagedTensor) == 64 &&

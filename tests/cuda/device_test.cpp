@@ -17,7 +17,7 @@
 #include "cuda_backend.hpp"
 #include "device_guard.hpp"
 #include "fake_cuda.hpp"
-#include "runtime/preferred_node.hpp"
+#include "runtime/thread_place.hpp"
 #include "twins.hpp"
 
 namespace paceline {

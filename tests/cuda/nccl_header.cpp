@@ -74,14 +74,8 @@ SAME_FUNCTION(CommGetAsyncError, ncclCommGetAsyncError);
 SAME_FUNCTION(GroupStart, ncclGroupStart);
 SAME_FUNCTION(GroupEnd, ncclGroupEnd);
 SAME_FUNCTION(AllReduce, ncclAllReduce);
-SAME_FUNCTION(ReduceScatter, ncclReduceScatter);
-SAME_FUNCTION(AllGather, ncclAllGather);
 SAME_FUNCTION(Broadcast, ncclBroadcast);
 SAME_FUNCTION(Reduce, ncclReduce);
-SAME_FUNCTION(MemAlloc, ncclMemAlloc);
-SAME_FUNCTION(MemFree, ncclMemFree);
-SAME_FUNCTION(CommRegister, ncclCommRegister);
-SAME_FUNCTION(CommDeregister, ncclCommDeregister);
 
 static_assert(sizeof(ncclResult_t) == sizeof(Result) && sizeof(ncclDataType_t) == sizeof(DataType) &&
               sizeof(ncclRedOp_t) == sizeof(ReductionOperation) && sizeof(ncclUniqueId) == sizeof(UniqueId));

@@ -122,7 +122,7 @@ TEST(NcclLink, NamesTheDeviceAndTheCallThatFailed) {
 }
 
 TEST(NcclLink, ScattersAndGathersAndNamesThoseCallsToo) {
-  for (const char* const function : {"ncclReduceScatter", "ncclAllGather"}) {
+  for (const char* const function : {"ncclReduce", "ncclBroadcast"}) {
     for (const bool hangs : {false, true}) {
       fake::Nccl& nccl = boot(1, 2);
       {
@@ -134,7 +134,7 @@ TEST(NcclLink, ScattersAndGathersAndNamesThoseCallsToo) {
           bench.arrays.fill(d, bench.ones);
         }
         const auto call = [&] {
-          if (std::string(function) == "ncclAllGather") {
+          if (std::string(function) == "ncclBroadcast") {
             bench.communicator.all_gather(bench.arrays.views(), whole.views());
           } else {
             bench.communicator.reduce_scatter(whole.views(), bench.arrays.views());

@@ -29,7 +29,6 @@ SOURCES = {
     ROOMS / "engine" / "queues" / "device_queues.cpp": OF_STEPS,
     ROOMS / "engine" / "queues" / "step_times.cpp": OF_STEPS,
     ROOMS / "engine" / "data_parallel" / "async_memory.cpp": OF_STEPS,
-    ROOMS / "comm" / "space_collectives.cpp": OF_STEPS,
     ROOMS / "comm" / "async_collectives.cpp": OF_COLLECTIVES,
     ROOMS / "comm" / "copy_link.cpp": OF_COLLECTIVES,
     ROOMS / "comm" / "memory_spaces.cpp": OF_COLLECTIVES,
@@ -38,7 +37,7 @@ SOURCES = {
 WAIT = re.compile(
     r"^(?P<indent>\s*(?:if \(.*?\) |for \(.*?\) )?)"
     r"(?P<wait>[\w.\->\[\]*()]*?\b"
-    r"(?:wait|wait_for|await|drain|settle|finish_on_host|await_devices|part_as_readers|memory_\.(?:enter|leave))\(.*\));(?:  //.*)?$"
+    r"(?:wait|wait_for|await|drain|finish_on_host|await_devices|barrier|memory_\.(?:enter|leave))\(.*\));(?:  //.*)?$"
 )
 
 

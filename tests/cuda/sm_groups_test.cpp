@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "sm_groups.hpp"
+#include "partitions.hpp"
 
 #include <gtest/gtest.h>
 

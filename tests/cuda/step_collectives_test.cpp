@@ -57,41 +57,19 @@ void expect_nothing_left(const fake::Nccl& nccl, std::uint64_t seed) {
   ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
   ASSERT_EQ(nccl.problems(), std::vector<std::string>{}) << "seed " << seed;
   ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
-  ASSERT_EQ(nccl.communicators() + nccl.allocations() + nccl.registrations(), 0) << "seed " << seed;
+  ASSERT_EQ(nccl.communicators(), 0) << "seed " << seed;
 }
 
-TEST(StepCollectives, GoByMemoryOfNcclsThatIsRegisteredOnce) {
+TEST(StepCollectives, UseTheTrainersParametersInPlace) {
   fake::Nccl& nccl = boot(1, 2);
   {
     Bench bench(kTwo);
-    const fake::Nccl::Uses before = nccl.uses();  // its warm-up
-    for (int step = 0; step < 3; ++step) ASSERT_NO_FATAL_FAILURE(bench.expect_right());
-    EXPECT_EQ(nccl.uses().other, before.other);
-    EXPECT_EQ(nccl.uses().registered - before.registered, 2 * 3 * 3) << "parameters, gradients and loss, on each GPU";
-    EXPECT_EQ(nccl.calls("ncclMemAlloc"), 2 * 3);
-    EXPECT_EQ(nccl.calls("ncclCommRegister"), 2 * 3);
+    ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+    EXPECT_TRUE(nccl.used(bench.trainer.parameters().data(), bench.trainer.parameters().size_bytes()));
     EXPECT_TRUE(bench.trainer.explain().ends_with("Between GPUs: NCCL 2.30.7 (" FAKE_NCCL_PATH ").\n"))
         << bench.trainer.explain();
   }
   ASSERT_NO_FATAL_FAILURE(expect_nothing_left(nccl, 1));
-}
-
-TEST(StepCollectives, GoByThePoolWhereNcclsMemoryIsRefused) {
-  for (std::uint64_t seed = 0; seed < 50; ++seed) {
-    fake::Nccl& nccl = boot(seed, 2);
-    {
-      const int refused = seed % 2 == 0 ? 2 * 3 : 1;
-      for (int k = 0; k < refused; ++k) {
-        nccl.fail("ncclMemAlloc", fake::Nccl::kAnyRank, nccl::kUnhandledCudaError);
-      }
-      nccl.fail("ncclCommRegister", 1, nccl::kInternalError);
-      Bench bench(kTwo);
-      ASSERT_NO_FATAL_FAILURE(bench.expect_right());
-      ASSERT_NO_FATAL_FAILURE(bench.expect_right_in_the_end());
-      ASSERT_EQ(nccl.uses().registered == 0, refused > 1);
-    }
-    ASSERT_NO_FATAL_FAILURE(expect_nothing_left(nccl, seed));
-  }
 }
 
 TEST(StepCollectives, AreCopiesWhereTheyAreAskedForOrAllThereIs) {
@@ -195,7 +173,7 @@ TEST(StepCollectives, AnObjectiveThatNobodyHasReadThrowsWhatTheNextStepFound) {
 TEST(StepCollectives, TakeTheirTimeWhereCallsAreSlow) {
   fake::Nccl& nccl = boot(1, 2);
   Bench bench(kTwo);
-  for (const char* const function : {"ncclBroadcast", "ncclReduce", "ncclGroupEnd", "ncclMemAlloc"}) {
+  for (const char* const function : {"ncclBroadcast", "ncclReduce", "ncclGroupEnd"}) {
     nccl.delay(function, fake::Nccl::kAnyRank, milliseconds(30));
   }
   ASSERT_NO_FATAL_FAILURE(bench.expect_right());
@@ -220,21 +198,6 @@ TEST(StepCollectives, ACallThatNeverComesBackEndsTheTraining) {
     nccl.release();
     await_the_thread();  // the machine that it uses ends with the next boot()
   }
-}
-
-TEST(StepCollectives, MemoryThatAHungDeviceMayStillUseStays) {
-  fake::Nccl& nccl = boot(1, 2);
-  {
-    Bench bench(kTwo, kPatience);
-    ASSERT_NO_FATAL_FAILURE(bench.expect_right());
-    fake::hang(static_cast<cudaStream_t>(bench.trainer.stream()));
-    const Objective late = bench.trainer.step(kBatch, body);  // waits for nothing
-    EXPECT_THROW(static_cast<void>(late.value()), Timeout);
-    EXPECT_GT(nccl.allocations(), 0);
-  }
-  EXPECT_GT(nccl.allocations(), 0);
-  EXPECT_EQ(nccl.registrations(), 0);
-  EXPECT_EQ(nccl.communicators(), 0);
 }
 
 TEST(StepCollectives, ATrainerThatCannotConnectSaysSoAndLeavesNothing) {

@@ -5,13 +5,12 @@
 // inside one space. The order of the work:
 //
 //   1. A buffer is first used after the work that its owner's stream has: enter() makes the space's stream wait.
-//   2. What the owner enqueues next runs after the last use of the buffer: leave() makes the owner's stream wait for
-//      its space.
+//   2. What the owner enqueues next runs after the last use of the buffer, by any space: leave() makes the owner's
+//      stream wait for all spaces.
 //   3. The host reads a result, or uses pinned memory again, after the devices' work: the caller waits.
 #include <fmt/format.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <mutex>
@@ -21,12 +20,10 @@
 
 #include <paceline/error.hpp>
 
-#include "comm/block_layout.hpp"
 #include "comm/collectives.hpp"
 #include "comm/host_side.hpp"
 #include "comm/link.hpp"
 #include "comm/memory_spaces.hpp"
-#include "comm/staged_op.hpp"
 #include "runtime/deadline.hpp"
 
 namespace paceline::internal {
@@ -37,24 +34,25 @@ std::size_t bytes_of(const BufferView& view) { return view.count * size_of(view.
 /// NCCL loads whole elements.
 bool aligned(const BufferView& view) { return reinterpret_cast<std::uintptr_t>(view.data) % size_of(view.dtype) == 0; }
 
-/// Each space holds the parts of its own devices; home also holds those of the host devices.
-BlockLayout layout_of(MemorySpaces& memory, std::size_t device_count) {
-  std::vector<std::vector<std::size_t>> owned;
-  for (const Space& space : memory.spaces()) owned.push_back(space.members);
-  owned.front().insert(owned.front().end(), memory.host_devices().begin(), memory.host_devices().end());
-  std::sort(owned.front().begin(), owned.front().end());
-  return {std::move(owned), device_count};
-}
+/// A reduction over all devices in three stages: inside each memory space, between spaces, and what remains.
+///
+/// Only a mean has a choice of stage. Floating-point elements are divided in the first stage: that costs no extra pass
+/// and keeps half types from overflowing. Integers are divided in the last stage, because the sum must be complete.
+struct Stages {
+  Stages(ReduceOp op, DType dtype, bool crosses)
+      : between(op == ReduceOp::mean ? ReduceOp::sum : op),
+        last(op),
+        first(crosses && (dtype == DType::int32 || dtype == DType::int64) ? between : op) {}
+
+  ReduceOp between;
+  ReduceOp last;
+  ReduceOp first;
+};
 
 class AsyncCollectives final : public Collectives {
  public:
   AsyncCollectives(DeviceGroup group, const CommunicatorOptions& options)
-      : group_(std::move(group)),
-        options_(options),
-        owner_(getpid()),
-        memory_(group_),
-        host_(group_, memory_),
-        layout_(layout_of(memory_, group_.size())) {
+      : group_(std::move(group)), options_(options), owner_(getpid()), memory_(group_), host_(group_, memory_) {
     description_ = fmt::format("the memory of {}", memory_.home().endpoint.device.memory_space);
     if (memory_.spaces().size() == 1) return;
     link_ = make_link(memory_.endpoints(), options);
@@ -76,7 +74,7 @@ class AsyncCollectives final : public Collectives {
   void all_reduce(std::span<const BufferView> buffers, ReduceOp op) override {
     const auto lock = begin("all_reduce");
     const BufferView& like = buffers.front();
-    const StagedOp stages = staged(like.dtype, op);
+    const Stages stages(op, like.dtype, link_ != nullptr);
     memory_.enter(buffers);
     run({buffers}, [&] {
       const HostPart hosts = host_.bring_in(buffers, op);
@@ -87,12 +85,11 @@ class AsyncCollectives final : public Collectives {
         results.push_back(in_place ? lead.data : MemorySpaces::reserve(space, space.scratch, bytes_of(like)));
         reduce(space, stages, buffers, hosts, {results.back(), like.count, like.dtype});
       }
-      if (link_ != nullptr) link_->all_reduce(results, like.count, like.dtype, stages.between());
+      if (link_ != nullptr) link_->all_reduce(results, like.count, like.dtype, stages.between);
       for (std::size_t s = 0; s < results.size(); ++s) {
-        const Space& space = memory_.spaces()[s];
-        stages.last(*space.endpoint.stream, results[s], {results[s], like.count, like.dtype});
-        for (const DeviceId d : space.members) copy(space, buffers[d].data, results[s], bytes_of(like));
+        finish(memory_.spaces()[s], stages, results[s], {results[s], like.count, like.dtype});
       }
+      spread(results, buffers);
       host_.take_out(results.front(), bytes_of(like), 0, bytes_of(like));
     });
     finish_on_host();
@@ -101,55 +98,50 @@ class AsyncCollectives final : public Collectives {
 
   void reduce_scatter(std::span<const BufferView> inputs, std::span<const BufferView> outputs, ReduceOp op) override {
     const auto lock = begin("reduce_scatter");
-    const StagedOp stages = staged(inputs.front().dtype, op);
+    const BufferView& whole = inputs.front();
+    const Stages stages(op, whole.dtype, link_ != nullptr);
+    const std::size_t part = bytes_of(outputs.front());
     memory_.enter(inputs);
     memory_.enter(outputs);
     run({inputs, outputs}, [&] {
       const HostPart hosts = host_.bring_in(inputs, op);
-      if (link_ == nullptr) {
-        scatter_inside(inputs, outputs, hosts, stages);
-      } else {
-        scatter_across(inputs, outputs, hosts, stages);
+      std::vector<void*> results;
+      for (Space& space : memory_.spaces()) {
+        results.push_back(MemorySpaces::reserve(space, space.scratch, bytes_of(whole)));
+        reduce(space, stages, inputs, hosts, {results.back(), whole.count, whole.dtype});
+      }
+      const std::vector<Piece> pieces = parts_of(results, part);
+      if (link_ != nullptr) link_->reduce(pieces, outputs.front().count, whole.dtype, stages.between);
+      for (std::size_t d = 0; d < pieces.size(); ++d) {
+        void* const from = pieces[d].at[pieces[d].root];
+        BufferView result = outputs[d];
+        if (memory_.on_host(d)) result.data = from;
+        finish(memory_.spaces()[pieces[d].root], stages, from, result);
+        if (memory_.on_host(d)) host_.take_out(from, part, d * part, bytes_of(whole));
       }
     });
     finish_on_host();
-    for (const DeviceId d : memory_.host_devices()) {
-      host_.give(inputs.front(), d * outputs[d].count, outputs[d]);
-    }
+    for (const DeviceId d : memory_.host_devices()) host_.give(whole, d * outputs[d].count, outputs[d]);
   }
 
   void all_gather(std::span<const BufferView> inputs, std::span<const BufferView> outputs) override {
     const auto lock = begin("all_gather");
     const BufferView& whole = outputs.front();
     const std::size_t part = bytes_of(inputs.front());
-    std::vector<const void*> sources;
-    for (std::size_t d = 0; d < inputs.size(); ++d) {
-      sources.push_back(memory_.on_host(d) ? host_.stage(inputs[d], d * part, bytes_of(whole)) : inputs[d].data);
-    }
     memory_.enter(inputs);
     memory_.enter(outputs);
     run({inputs, outputs}, [&] {
       std::vector<void*> gathered;
-      for (std::size_t s = 0; s < memory_.spaces().size(); ++s) {
-        Space& space = memory_.spaces()[s];
-        gathered.push_back(layout_.natural() ? outputs[space.lead()].data
-                                             : MemorySpaces::reserve(space, space.scratch, layout_.total() * part));
-        for (const DeviceId d : layout_.owned(s)) copy(space, slot(gathered[s], d, part), sources[d], part);
+      for (const Space& space : memory_.spaces()) gathered.push_back(outputs[space.lead()].data);
+      const std::vector<Piece> pieces = parts_of(gathered, part);
+      for (std::size_t d = 0; d < pieces.size(); ++d) {
+        const void* const from =
+            memory_.on_host(d) ? host_.stage(inputs[d], d * part, bytes_of(whole)) : inputs[d].data;
+        copy(memory_.spaces()[pieces[d].root], pieces[d].at[pieces[d].root], from, part);
       }
-      if (link_ != nullptr) link_->all_gather(gathered, layout_.block() * part);
-      for (std::size_t s = 0; s < gathered.size(); ++s) {
-        const Space& space = memory_.spaces()[s];
-        for (const std::size_t m : space.members) {
-          char* const to = static_cast<char*>(outputs[m].data);
-          if (layout_.natural()) {
-            copy(space, to, gathered[s], bytes_of(whole));
-          } else {
-            for (std::size_t d = 0; d < inputs.size(); ++d)
-              copy(space, to + d * part, slot(gathered[s], d, part), part);
-          }
-        }
-      }
-      host_.take_out(outputs[memory_.home().lead()].data, bytes_of(whole), 0, bytes_of(whole));
+      if (link_ != nullptr) link_->broadcast(pieces, part);
+      spread(gathered, outputs);
+      host_.take_out(gathered.front(), bytes_of(whole), 0, bytes_of(whole));
     });
     finish_on_host();
     host_.give_all(whole, outputs);
@@ -158,23 +150,17 @@ class AsyncCollectives final : public Collectives {
   void broadcast(std::span<const BufferView> buffers, std::size_t root) override {
     const auto lock = begin("broadcast");
     const BufferView& like = buffers[root];
-    const bool from_host = memory_.on_host(root);
-    Space& from = from_host ? memory_.home() : memory_.space_of(root);
-    const std::size_t source = from_host ? from.lead() : root;
     memory_.enter(buffers);
     run({buffers}, [&] {
-      if (from_host) copy(from, buffers[source].data, host_.stage(like, 0, bytes_of(like)), bytes_of(like));
-      std::vector<void*> first;  // the first buffer of each space
-      std::size_t root_endpoint = 0;
-      for (Space& space : memory_.spaces()) {
-        if (&space == &from) root_endpoint = first.size();
-        first.push_back(buffers[&space == &from ? source : space.lead()].data);
+      Piece piece{.root = endpoint_of(root)};
+      for (const Space& space : memory_.spaces()) piece.at.push_back(buffers[space.lead()].data);
+      if (memory_.on_host(root)) {
+        copy(memory_.home(), piece.at.front(), host_.stage(like, 0, bytes_of(like)), bytes_of(like));
+      } else {
+        piece.at[piece.root] = like.data;
       }
-      if (link_ != nullptr) link_->broadcast(first, bytes_of(like), root_endpoint);
-      for (std::size_t s = 0; s < first.size(); ++s) {
-        Space& space = memory_.spaces()[s];
-        for (const DeviceId d : space.members) copy(space, buffers[d].data, first[s], bytes_of(like));
-      }
+      if (link_ != nullptr) link_->broadcast({&piece, 1}, bytes_of(like));
+      spread(piece.at, buffers);
       host_.take_out(buffers[memory_.home().lead()].data, bytes_of(like), 0, bytes_of(like));
     });
     finish_on_host();
@@ -248,82 +234,57 @@ class AsyncCollectives final : public Collectives {
   /// Runs `body`. The owners of the buffers go on after the enqueued work, also if `body` throws.
   template <class Body>
   void run(std::initializer_list<std::span<const BufferView>> arguments, Body body) {
+    const auto leave = [&] {
+      for (const auto& buffers : arguments) memory_.leave(buffers);
+    };
     try {
       body();
     } catch (...) {
-      // Other endpoints may still read: the error may have come in the middle of a collective.
-      for (const auto& buffers : arguments) memory_.leave(buffers, MemorySpaces::Until::every_space);
+      leave();
       throw;
     }
-    for (const auto& buffers : arguments) memory_.leave(buffers, MemorySpaces::Until::own_space);
+    leave();
   }
 
-  [[nodiscard]] StagedOp staged(DType dtype, ReduceOp op) const { return {op, dtype, group_.size(), link_ != nullptr}; }
-
-  /// result = the first stage over a space's data, from element `begin` on. Home's data includes the host devices'.
-  void reduce(const Space& space, const StagedOp& op, std::span<const BufferView> inputs, const HostPart& hosts,
-              const BufferView& result, std::size_t begin = 0) {
-    const std::size_t offset = begin * size_of(result.dtype);
+  /// result = the first stage over a space's data. Home's data includes the host devices'.
+  void reduce(const Space& space, const Stages& stages, std::span<const BufferView> inputs, const HostPart& hosts,
+              const BufferView& result) {
     std::vector<const void*> sources;
-    for (const DeviceId d : space.members) sources.push_back(static_cast<const char*>(inputs[d].data) + offset);
-    if (&space == &memory_.home() && hosts.data != nullptr) {
-      sources.insert(sources.end(), hosts.times, static_cast<const char*>(hosts.data) + offset);
+    for (const DeviceId d : space.members) sources.push_back(inputs[d].data);
+    if (&space == &memory_.home() && hosts.data != nullptr) sources.insert(sources.end(), hosts.times, hosts.data);
+    if (sources.size() == 1 && stages.first != ReduceOp::mean) {
+      return copy(space, result.data, sources.front(), bytes_of(result));
     }
-    op.first(*space.endpoint.stream, sources, result);
+    space.endpoint.stream->reduce({sources, result.data, result.count, result.dtype, 1.0, stages.first, group_.size()});
   }
 
-  [[nodiscard]] char* slot(void* base, DeviceId device, std::size_t part_bytes) const {
-    return static_cast<char*>(base) + layout_.slot(device) * part_bytes;
+  /// result = the last stage over what the second stage left at `from`. Both may be the same memory.
+  void finish(const Space& space, const Stages& stages, const void* from, const BufferView& result) {
+    if (stages.last == stages.first) return copy(space, result.data, from, bytes_of(result));
+    space.endpoint.stream->reduce(
+        {{&from, 1}, result.data, result.count, result.dtype, 1.0, stages.last, group_.size()});
   }
 
-  void scatter_inside(std::span<const BufferView> inputs, std::span<const BufferView> outputs, const HostPart& hosts,
-                      const StagedOp& op) {
-    Space& home = memory_.home();
-    const std::size_t part = bytes_of(outputs.front());
-    for (std::size_t d = 0; d < outputs.size(); ++d) {
-      BufferView result = outputs[d];
-      if (memory_.on_host(d)) result.data = MemorySpaces::reserve(home, home.scratch, part);
-      reduce(home, op, inputs, hosts, result, d * result.count);
-      if (memory_.on_host(d)) host_.take_out(result.data, part, d * part, bytes_of(inputs.front()));
-    }
+  /// The index of the space where a device's data is. Host devices are at home.
+  [[nodiscard]] std::size_t endpoint_of(DeviceId device) const {
+    return memory_.on_host(device) ? 0 : memory_.index_of_space(device);
   }
 
-  void scatter_across(std::span<const BufferView> inputs, std::span<const BufferView> outputs, const HostPart& hosts,
-                      const StagedOp& op) {
-    const BufferView& like = outputs.front();
-    const std::size_t part = bytes_of(like);
-    // One GPU per space, and nothing to do before its data crosses.
-    const bool direct = layout_.natural() && layout_.block() == 1 && op.skips_first() &&
-                        std::all_of(inputs.begin(), inputs.end(), aligned) &&
-                        std::all_of(outputs.begin(), outputs.end(), aligned);
-    const std::size_t runs = layout_.natural() ? 1 : outputs.size();
-    const std::size_t length = inputs.front().count / runs;
-    std::vector<const void*> wholes;
-    std::vector<void*> parts;
-    for (std::size_t s = 0; s < memory_.spaces().size(); ++s) {
-      Space& space = memory_.spaces()[s];
-      if (direct) {
-        wholes.push_back(inputs[s].data);
-        parts.push_back(outputs[s].data);
-        continue;
-      }
-      void* const whole = MemorySpaces::reserve(space, space.scratch, layout_.total() * part);
-      for (std::size_t i = 0; i < runs; ++i) {
-        reduce(space, op, inputs, hosts, {slot(whole, i, part), length, like.dtype}, i * length);
-      }
-      wholes.push_back(whole);
-      parts.push_back(static_cast<char*>(whole) + s * layout_.block() * part);
+  /// The part of each device in whole buffers, of which there is one in each space.
+  [[nodiscard]] std::vector<Piece> parts_of(const std::vector<void*>& wholes, std::size_t part_bytes) const {
+    std::vector<Piece> parts(group_.size());
+    for (std::size_t d = 0; d < parts.size(); ++d) {
+      parts[d].root = endpoint_of(d);
+      for (void* const whole : wholes) parts[d].at.push_back(static_cast<char*>(whole) + d * part_bytes);
     }
-    link_->reduce_scatter(wholes, parts, layout_.block() * like.count, like.dtype, op.between());
-    for (std::size_t s = 0; s < parts.size(); ++s) {
-      char* from = static_cast<char*>(parts[s]);
-      for (const DeviceId d : layout_.owned(s)) {
-        BufferView result = outputs[d];
-        if (memory_.on_host(d)) result.data = from;
-        op.last(*memory_.spaces()[s].endpoint.stream, from, result);
-        if (memory_.on_host(d)) host_.take_out(result.data, part, d * part, bytes_of(inputs.front()));
-        from += part;
-      }
+    return parts;
+  }
+
+  /// Copies what each space has, one buffer of it, to all of its devices.
+  void spread(const std::vector<void*>& from, std::span<const BufferView> buffers) {
+    for (std::size_t s = 0; s < from.size(); ++s) {
+      const Space& space = memory_.spaces()[s];
+      for (const DeviceId d : space.members) copy(space, buffers[d].data, from[s], bytes_of(buffers[d]));
     }
   }
 
@@ -352,7 +313,6 @@ class AsyncCollectives final : public Collectives {
   bool closed_ = false;
   MemorySpaces memory_;
   HostSide host_;
-  BlockLayout layout_;
   std::unique_ptr<Link> link_;
   std::string description_;
 };

@@ -2,6 +2,7 @@
 #include "comm/block_reduction.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <span>
 #include <utility>
 
@@ -9,10 +10,14 @@
 
 #include <paceline/error.hpp>
 
+#include "comm/reduce_kernels.hpp"
+
 namespace paceline::internal {
 namespace {
 
-// One block's inputs and output together stay in a private L2 (1 MiB and more on current cores) for up to eight inputs.
+// A block's inputs and output together stay in a private L2 (1 MiB and more on current cores) for up to eight inputs.
+// The last block is short, and the others do not wait long for its thread. With 32 KiB all-reduces are 5 to 10 %
+// slower, because prefetching starts anew with each block.
 constexpr std::size_t kBlockBytes = 64 * 1024;
 
 template <class T>
@@ -22,22 +27,41 @@ void scale_block(void* data, std::size_t count, double factor) {
   for (std::size_t i = 0; i < count; ++i) values[i] *= by;
 }
 
-}  // namespace
+void copy(const void* from, std::span<void* const> targets, std::size_t bytes) {
+  for (void* to : targets) {
+    if (to != from) std::memcpy(to, from, bytes);
+  }
+}
 
-BlockReduction::BlockReduction(std::vector<ReductionSegment> segments) : segments_(std::move(segments)), claims_(1, 0) {
-  std::size_t claimed_bytes = 0;
-  for (std::size_t s = 0; s < segments_.size(); ++s) {
-    const DType dtype = segments_[s].dtype;
-    if (segments_[s].scale != 1.0 && dtype != DType::float32 && dtype != DType::float64) {
+std::vector<BlockJob> jobs_of(std::vector<ReductionSegment> segments) {
+  std::vector<BlockJob> jobs;
+  for (ReductionSegment& segment : segments) {
+    if (segment.scale != 1.0 && segment.dtype != DType::float32 && segment.dtype != DType::float64) {
       throw InvalidArgument(fmt::format(
           "BlockReduction: a scale of {} for {}; only float32 and float64 can be scaled. Scale what is added up.",
-          segments_[s].scale, name_of(dtype)));
+          segment.scale, name_of(segment.dtype)));
     }
-    const std::size_t element = size_of(segments_[s].dtype);
-    const std::size_t most = std::max<std::size_t>(kBlockBytes / element, 1);
-    for (std::size_t begin = 0; begin < segments_[s].count; begin += most) {
-      const std::size_t count = std::min(most, segments_[s].count - begin);
-      blocks_.push_back({s, begin, count});
+    jobs.push_back({.inputs = std::move(segment.inputs),
+                    .outputs = {segment.output},
+                    .count = segment.count,
+                    .dtype = segment.dtype,
+                    .scale = segment.scale});
+  }
+  return jobs;
+}
+
+}  // namespace
+
+BlockReduction::BlockReduction(std::vector<ReductionSegment> segments) : BlockReduction(jobs_of(std::move(segments))) {}
+
+BlockReduction::BlockReduction(std::vector<BlockJob> jobs) : jobs_(std::move(jobs)), claims_(1, 0) {
+  std::size_t claimed_bytes = 0;
+  for (std::size_t j = 0; j < jobs_.size(); ++j) {
+    const std::size_t element = size_of(jobs_[j].dtype);
+    const std::size_t most = kBlockBytes / element;
+    for (std::size_t begin = 0; begin < jobs_[j].count; begin += most) {
+      const std::size_t count = std::min(most, jobs_[j].count - begin);
+      blocks_.push_back({j, begin, count});
       claimed_bytes += count * element;
       if (claimed_bytes >= kBlockBytes) {  // small parameters share a claim
         claims_.push_back(blocks_.size());
@@ -49,26 +73,32 @@ BlockReduction::BlockReduction(std::vector<ReductionSegment> segments) : segment
 }
 
 bool BlockReduction::work() noexcept {
-  const std::size_t total = claims_.size() - 1;
   std::vector<const void*> inputs;
-  for (std::size_t c = next_.fetch_add(1, std::memory_order_relaxed); c < total;
+  std::vector<void*> outputs;
+  for (std::size_t c = next_.fetch_add(1, std::memory_order_relaxed); c + 1 < claims_.size();
        c = next_.fetch_add(1, std::memory_order_relaxed)) {
     for (std::size_t b = claims_[c]; b < claims_[c + 1]; ++b) {
       const Block& block = blocks_[b];
-      const ReductionSegment& segment = segments_[block.segment];
-      const std::size_t offset = block.begin * size_of(segment.dtype);
+      const BlockJob& job = jobs_[block.job];
+      const std::size_t offset = block.begin * size_of(job.dtype);
       inputs.clear();
-      for (const void* input : segment.inputs) inputs.push_back(static_cast<const std::byte*>(input) + offset);
-      void* output = static_cast<std::byte*>(segment.output) + offset;
-      reduce_block(inputs, output, block.count, segment.dtype, ReduceOp::sum);
-      if (segment.scale != 1.0) {
-        if (segment.dtype == DType::float32) scale_block<float>(output, block.count, segment.scale);
-        if (segment.dtype == DType::float64) scale_block<double>(output, block.count, segment.scale);
+      outputs.clear();
+      for (const void* input : job.inputs) inputs.push_back(static_cast<const std::byte*>(input) + offset);
+      for (void* output : job.outputs) outputs.push_back(static_cast<std::byte*>(output) + offset);
+      if (inputs.size() == 1) {
+        copy(inputs.front(), outputs, block.count * size_of(job.dtype));
+      } else {
+        reduce_block_to_all(inputs, outputs, block.count, job.dtype, job.op);
+      }
+      if (job.scale == 1.0) continue;
+      for (void* output : outputs) {
+        if (job.dtype == DType::float32) scale_block<float>(output, block.count, job.scale);
+        if (job.dtype == DType::float64) scale_block<double>(output, block.count, job.scale);
       }
     }
     done_.fetch_add(1, std::memory_order_acq_rel);
   }
-  return done_.load(std::memory_order_acquire) == total;
+  return done();
 }
 
 }  // namespace paceline::internal

@@ -24,6 +24,12 @@ struct Endpoint {
 /// Grows the buffer to at least this size, if it is smaller, and returns its memory, for use on that stream.
 [[nodiscard]] void* reserve(std::unique_ptr<Buffer>& buffer, std::size_t bytes, AsyncDevice& device, Stream& stream);
 
+/// Data with a place in the memory of every endpoint, at[r] for endpoint r.
+struct Piece {
+  std::vector<void*> at{};
+  std::size_t root = 0;  ///< the endpoint that has the data, or gets it
+};
+
 /// Moves data between two or more memory spaces, by NCCL or by copies.
 ///
 /// The calls enqueue work on the endpoints' streams and return without waiting for a device. check() and the next call
@@ -36,14 +42,10 @@ class Link {
   [[nodiscard]] virtual std::string description() const = 0;
   /// Every buffers[r] = op over all buffers, in place. op is sum, min or max.
   virtual void all_reduce(std::span<void* const> buffers, std::size_t count, DType dtype, ReduceOp op) = 0;
-  /// parts[r] = the r-th part of op over all wholes, with one equal part per endpoint. It may be the r-th part of
-  /// wholes[r].
-  virtual void reduce_scatter(std::span<const void* const> wholes, std::span<void* const> parts, std::size_t part_count,
-                              DType dtype, ReduceOp op) = 0;
-  /// The r-th part of every buffer = the r-th part of buffers[r], for all r.
-  virtual void all_gather(std::span<void* const> buffers, std::size_t part_bytes) = 0;
-  /// Every buffers[r] = buffers[root].
-  virtual void broadcast(std::span<void* const> buffers, std::size_t bytes, std::size_t root) = 0;
+  /// For each piece: at[root] = op over all of `at`. The others are only read. No two pieces overlap.
+  virtual void reduce(std::span<const Piece> pieces, std::size_t count, DType dtype, ReduceOp op) = 0;
+  /// For each piece: every at[r] = at[root]. No two pieces overlap.
+  virtual void broadcast(std::span<const Piece> pieces, std::size_t bytes) = 0;
   /// Throws what has failed since the last call, once. It knows about all work enqueued before an event that is done.
   virtual void check() = 0;
   /// Gives up work that is under way and late, so that devices that wait for each other go on. The next call starts
@@ -51,28 +53,17 @@ class Link {
   virtual void give_up() = 0;
   /// Releases everything. @throws Timeout if that does not end; what hangs is left behind.
   virtual void close() = 0;
-};
-
-/// A link whose devices access each other's memory themselves, as NCCL's kernels do. Use memory from allocate(): the
-/// other devices may not reach memory that somebody else allocated.
-class NativeLink : public Link {
- public:
-  /// buffers[root] = the sum of all buffers. The other buffers are only read.
-  virtual void reduce(std::span<void* const> buffers, std::size_t count, DType dtype, std::size_t root) = 0;
-  /// Memory of an endpoint for collectives, registered if the library can. Destroy it before the link, when nothing
-  /// uses it any more. If it comes from the device's pool, it returns in the order of `stream`.
-  [[nodiscard]] virtual std::unique_ptr<Buffer> allocate(std::size_t endpoint, std::size_t bytes, Stream& stream) = 0;
-  /// While true, destroyed memory is never released, because enqueued work may still use it.
-  virtual void keep_memory(bool keep) noexcept = 0;
   /// Whether the link is unusable, because a call never returned.
-  [[nodiscard]] virtual bool lost() const noexcept = 0;
+  [[nodiscard]] virtual bool lost() const noexcept { return false; }
 };
 
 /// A link by the GPUs' own library. Null if there is none to use; `why_none` then says why. cuda/nccl_link.cpp defines
 /// this function, or host_only.cpp in a build without the CUDA backend.
+/// Its devices access each other's memory themselves, as NCCL's kernels do. So they can only use memory of AsyncDevice;
+/// they may not reach memory that somebody else allocated.
 /// @throws Unavailable where the library would certainly hang; Error, Timeout if it cannot connect the GPUs.
-[[nodiscard]] std::unique_ptr<NativeLink> make_native_link(const std::vector<Endpoint>& endpoints,
-                                                           const CommunicatorOptions& options, std::string& why_none);
+[[nodiscard]] std::unique_ptr<Link> make_native_link(const std::vector<Endpoint>& endpoints,
+                                                     const CommunicatorOptions& options, std::string& why_none);
 
 /// @throws Unavailable if the transport asked for is not available, with the reason.
 [[nodiscard]] std::unique_ptr<Link> make_link(std::vector<Endpoint> endpoints, const CommunicatorOptions& options);

@@ -93,14 +93,12 @@ void MemorySpaces::enter(DeviceId device, const BufferView& buffer, const Space&
   space.endpoint.stream->wait(*entry.ready);
 }
 
-void MemorySpaces::leave(std::span<const BufferView> buffers, Until until) {
+void MemorySpaces::leave(std::span<const BufferView> buffers) {
   for (Space& space : spaces_) record_done(space);
   for (std::size_t d = 0; d < devices_.size(); ++d) {
     if (devices_[d].device == nullptr) continue;
     const std::unique_ptr<Stream> stream = devices_[d].device->adopt_stream(buffers[d].stream);
-    for (const Space& space : spaces_) {
-      if (until == Until::every_space || &space == &spaces_[devices_[d].space]) stream->wait(*space.done);
-    }
+    for (const Space& space : spaces_) stream->wait(*space.done);
   }
 }
 

@@ -52,10 +52,8 @@ class MemorySpaces {
   void enter(std::span<const BufferView> buffers);
   /// The same for a buffer of one device and the stream of any space.
   void enter(DeviceId device, const BufferView& buffer, const Space& space);
-  /// Work enqueued on the buffers' streams from now on runs after the work of their own space's stream, or of every
-  /// space's.
-  enum class Until { own_space, every_space };
-  void leave(std::span<const BufferView> buffers, Until until);
+  /// Work enqueued on the buffers' streams from now on runs after the work of every space's stream.
+  void leave(std::span<const BufferView> buffers);
   /// Work enqueued on the buffer's stream from now on runs after the work of the space's stream.
   void leave(DeviceId device, const BufferView& buffer, Space& space);
 

@@ -1,38 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <paceline/comm/reduce.hpp>
 
-#include <array>
-
 #include "comm/reduce_kernels.hpp"
 
 namespace paceline {
 namespace internal {
-namespace {
-
-struct SupportedKernels {
-  std::array<const ReduceKernels*, 3> list{};
-  std::size_t count = 0;
-
-  // Asks the processor once, at first use. ifunc and target_clones were rejected, because their resolvers run before
-  // the sanitizers' runtimes are ready.
-  SupportedKernels() noexcept {
-#if defined(PACELINE_X86_KERNELS)
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-      list[count++] = &reduce_kernels_avx512;
-    }
-    if (avx2) list[count++] = &reduce_kernels_avx2;
-#endif
-    list[count++] = &reduce_kernels_baseline;
-  }
-};
-
-}  // namespace
-
+// Asks the processor once, at first use. ifunc and target_clones were rejected, because their resolvers run before the
+// sanitizers' runtimes are ready.
 std::span<const ReduceKernels* const> supported_reduce_kernels() noexcept {
-  static const SupportedKernels supported;
-  return {supported.list.data(), supported.count};
+#if defined(PACELINE_X86_KERNELS)
+  static const ReduceKernels* const all[] = {&reduce_kernels_avx512, &reduce_kernels_avx2, &reduce_kernels_baseline};
+  static const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  static const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return std::span(all).subspan(avx512 ? 0 : avx2 ? 1 : 2);
+#else
+  static const ReduceKernels* const all[] = {&reduce_kernels_baseline};
+  return all;
+#endif
 }
 
 void reduce_block_to_all(std::span<const void* const> inputs, std::span<void* const> outputs, std::size_t count,

@@ -19,12 +19,11 @@ std::size_t aligned(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlig
 
 }  // namespace
 
-SpaceCollectives::SpaceCollectives(std::unique_ptr<NativeLink> link, std::vector<Endpoint> endpoints,
-                                   std::size_t staging_bytes, std::chrono::nanoseconds timeout)
+SpaceCollectives::SpaceCollectives(std::unique_ptr<Link> link, std::vector<Endpoint> endpoints,
+                                   std::size_t staging_bytes)
     : link_(std::move(link)),
       endpoints_(std::move(endpoints)),
       staging_bytes_(aligned(std::max(staging_bytes, std::size_t{1}))),
-      timeout_(timeout),
       owner_(getpid()) {}
 
 SpaceCollectives::~SpaceCollectives() {
@@ -38,7 +37,7 @@ SpaceCollectives::~SpaceCollectives() {
 }
 
 std::unique_ptr<Buffer> SpaceCollectives::allocate(std::size_t space, std::size_t bytes, Stream& stream) {
-  std::unique_ptr<Buffer> buffer = link_->allocate(space, bytes, stream);
+  std::unique_ptr<Buffer> buffer = endpoints_[space].opened->allocate(bytes, stream);
   own_.emplace_back(static_cast<const char*>(buffer->data()), bytes);
   return buffer;
 }
@@ -47,7 +46,8 @@ void SpaceCollectives::broadcast(std::span<const SpaceCopy> copies) {
   std::vector<Piece> staged;
   for (Piece& piece : pieces_of(copies)) {
     if (is_own(piece)) {
-      link_->broadcast(piece.to, piece.bytes, kHome);
+      const internal::Piece whole{piece.to, kHome};
+      link_->broadcast({&whole, 1}, piece.bytes);
     } else {
       staged.push_back(std::move(piece));
     }
@@ -59,16 +59,15 @@ void SpaceCollectives::reserve(std::span<const std::size_t> bytes) {
   for (std::size_t k = 0; k < bytes.size(); ++k) {
     if (k == sums_.size()) sums_.emplace_back();
     if (!sums_[k].empty() && sums_[k].front()->bytes() >= bytes[k]) continue;
-    if (!sums_[k].empty()) settle();
     sums_[k].clear();
     sums_[k] = make(std::max(bytes[k], kAlignment));
   }
 }
 
 void SpaceCollectives::reduce(std::size_t k, std::size_t count, DType dtype) {
-  std::vector<void*> buffers;
-  for (std::size_t r = 0; r < endpoints_.size(); ++r) buffers.push_back(sum(r, k));
-  link_->reduce(buffers, count, dtype, kHome);
+  internal::Piece sums{.root = kHome};
+  for (std::size_t r = 0; r < endpoints_.size(); ++r) sums.at.push_back(sum(r, k));
+  link_->reduce({&sums, 1}, count, dtype, ReduceOp::sum);
 }
 
 std::vector<SpaceCollectives::Piece> SpaceCollectives::pieces_of(std::span<const SpaceCopy> copies) const {
@@ -102,8 +101,7 @@ bool SpaceCollectives::is_own(const Piece& piece) const {
 
 SpaceCollectives::Buffers SpaceCollectives::make(std::size_t bytes) {
   Buffers buffers;
-  for (std::size_t r = 0; r < endpoints_.size(); ++r)
-    buffers.push_back(link_->allocate(r, bytes, *endpoints_[r].stream));
+  for (const Endpoint& endpoint : endpoints_) buffers.push_back(endpoint.opened->allocate(bytes, *endpoint.stream));
   return buffers;
 }
 
@@ -113,7 +111,6 @@ void SpaceCollectives::stage(std::span<const Piece> pieces) {
   for (const Piece& piece : pieces) total += aligned(piece.bytes);
   const std::size_t room = std::min(total, staging_bytes_);
   if (staging_.empty() || staging_.front()->bytes() < room) {
-    if (!staging_.empty()) settle();
     staging_.clear();
     staging_ = make(room);
   }
@@ -135,16 +132,16 @@ void SpaceCollectives::stage(std::span<const Piece> pieces) {
 }
 
 void SpaceCollectives::send(std::span<const Section> sections, std::size_t bytes) {
-  std::vector<void*> buffers;
-  for (const std::unique_ptr<Buffer>& buffer : staging_) buffers.push_back(buffer->data());
+  internal::Piece whole{.root = kHome};
+  for (const std::unique_ptr<Buffer>& buffer : staging_) whole.at.push_back(buffer->data());
   const auto staged = [&](std::size_t space, const Section& section) {
-    return static_cast<char*>(buffers[space]) + section.offset;
+    return static_cast<char*>(whole.at[space]) + section.offset;
   };
   for (const Section& section : sections) {
     const auto* const from = static_cast<const char*>(section.piece->from) + section.begin;
     endpoints_[kHome].stream->copy(staged(kHome, section), from, section.bytes);
   }
-  link_->broadcast(buffers, bytes, kHome);
+  link_->broadcast({&whole, 1}, bytes);
   for (std::size_t r = 0; r < endpoints_.size(); ++r) {
     if (r == kHome) continue;
     for (const Section& section : sections) {
@@ -152,15 +149,6 @@ void SpaceCollectives::send(std::span<const Section> sections, std::size_t bytes
       endpoints_[r].stream->copy(static_cast<char*>(section.piece->to[r]) + section.begin, staged(r, section),
                                  section.bytes);
     }
-  }
-}
-
-/// Waits for all streams, because the link's memory does not return in the order of a stream.
-void SpaceCollectives::settle() {
-  for (const Endpoint& endpoint : endpoints_) {
-    const std::unique_ptr<Event> idle = endpoint.opened->make_event(false);
-    endpoint.stream->record(*idle);
-    wait_for(*idle, timeout_);
   }
 }
 

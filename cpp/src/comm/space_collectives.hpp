@@ -3,7 +3,6 @@
 
 #include <sys/types.h>
 
-#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <span>
@@ -22,27 +21,23 @@ namespace paceline::internal {
 /// space, and all sums to home. There is an endpoint for each space, home's first. All work of a space is enqueued on
 /// its endpoint's stream.
 ///
-/// The library's kernels access the memory of other GPUs, so they only get memory that the library has allocated.
-/// Memory from allocate() is used in place. Parameters in other memory, such as PyTorch's, travel through staging
-/// memory of bounded size on both sides.
+/// The library's kernels access the memory of other GPUs, so they only get memory from allocate(), which is used in
+/// place. Parameters in other memory, such as PyTorch's, travel through staging memory of bounded size on both sides.
 class SpaceCollectives {
  public:
-  /// At most `staging_bytes` of each GPU are for parameters under way. `timeout` is for waits on the host, which only
-  /// happen when buffers grow.
-  SpaceCollectives(std::unique_ptr<NativeLink> link, std::vector<Endpoint> endpoints, std::size_t staging_bytes,
-                   std::chrono::nanoseconds timeout);
-  /// Requires: nothing enqueued, unless lost() or keep_memory(true).
+  /// At most `staging_bytes` of each GPU are for parameters under way.
+  SpaceCollectives(std::unique_ptr<Link> link, std::vector<Endpoint> endpoints, std::size_t staging_bytes);
   ~SpaceCollectives();
   SpaceCollectives(const SpaceCollectives&) = delete;
   SpaceCollectives& operator=(const SpaceCollectives&) = delete;
 
   [[nodiscard]] std::string description() const { return link_->description(); }
-  /// Memory of a space for the collectives; see NativeLink::allocate().
+  /// Memory of a space for the collectives. It returns in the order of `stream`.
   [[nodiscard]] std::unique_ptr<Buffer> allocate(std::size_t space, std::size_t bytes, Stream& stream);
 
   /// Does the copies to the spaces that have an endpoint, and skips the others.
   void broadcast(std::span<const SpaceCopy> copies);
-  /// Makes room for sums of these sizes. Waits for the GPUs if a sum grows, which is rare.
+  /// Makes room for sums of these sizes.
   void reserve(std::span<const std::size_t> bytes);
   /// The k-th sum of a space. After reduce() home's holds the sum of all spaces.
   [[nodiscard]] void* sum(std::size_t space, std::size_t k) const { return sums_[k][space]->data(); }
@@ -50,14 +45,12 @@ class SpaceCollectives {
 
   /// Throws what has failed since the last call, once.
   void check() { link_->check(); }
-  /// See NativeLink::keep_memory().
-  void keep_memory(bool keep) noexcept { link_->keep_memory(keep); }
   [[nodiscard]] bool lost() const noexcept { return link_->lost(); }
 
  private:
   using Buffers = std::vector<std::unique_ptr<Buffer>>;  // one for each space
 
-  /// A piece of home's memory, and its target in every space; null where a space does not need it.
+  /// A part of home's memory, and its target in every space; null where a space does not need it.
   struct Piece {
     const void* from = nullptr;
     std::size_t bytes = 0;
@@ -77,12 +70,10 @@ class SpaceCollectives {
   [[nodiscard]] Buffers make(std::size_t bytes);
   void stage(std::span<const Piece> pieces);
   void send(std::span<const Section> sections, std::size_t bytes);
-  void settle();
 
-  std::unique_ptr<NativeLink> link_;
+  std::unique_ptr<Link> link_;
   std::vector<Endpoint> endpoints_;
   std::size_t staging_bytes_;
-  std::chrono::nanoseconds timeout_;
   pid_t owner_;
   std::vector<std::pair<const char*, std::size_t>> own_;  // what allocate() has given
   std::vector<Buffers> sums_;

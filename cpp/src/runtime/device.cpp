@@ -2,6 +2,7 @@
 #include <paceline/runtime/device.hpp>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <utility>
 #include <vector>
@@ -9,20 +10,9 @@
 #include <paceline/error.hpp>
 #include <paceline/runtime/backend.hpp>
 
-#include "runtime/gpu_backend.hpp"
-#include "runtime/host_backend.hpp"
+#include "runtime/builtin_backends.hpp"
 
 namespace paceline {
-namespace {
-
-std::string join_names(const std::vector<Device>& devices) {
-  std::string names;
-  for (const Device& device : devices) names += (names.empty() ? "" : ", ") + device.name;
-  return names;
-}
-
-}  // namespace
-
 Backend::~Backend() = default;
 std::string Backend::why_none() const { return {}; }
 std::string Backend::why_in_turns() const { return {}; }
@@ -31,9 +21,15 @@ std::vector<DeviceHealth> Backend::health(std::span<const Device> devices) const
   return std::vector<DeviceHealth>(devices.size());
 }
 
+std::vector<GpuFacts> Backend::gpu_facts() const { return {}; }
+
+std::vector<GpuFacts> gpu_facts() {
+  const Backend* const gpus = internal::gpu_backend();
+  return gpus == nullptr ? std::vector<GpuFacts>{} : gpus->gpu_facts();
+}
+
 std::span<const Backend* const> backends() noexcept {
-  static const HostBackend host;
-  static const Backend* const all[] = {internal::gpu_backend(), &host};
+  static const Backend* const all[] = {internal::gpu_backend(), &internal::host_backend()};
   return std::span(all).subspan(all[0] == nullptr ? 1 : 0);
 }
 
@@ -74,7 +70,10 @@ Device find_device(std::string_view name) {
   } catch (const InvalidArgument& error) {
     reason = error.what();  // a backend lists its own devices; the message below lists all
   }
-  throw InvalidArgument(fmt::format("{}; name some of the devices of this machine: {}", reason, join_names(devices())));
+  std::vector<std::string> names;
+  for (const Device& device : devices()) names.push_back(device.name);
+  throw InvalidArgument(
+      fmt::format("{}; name some of the devices of this machine: {}", reason, fmt::join(names, ", ")));
 }
 
 }  // namespace paceline

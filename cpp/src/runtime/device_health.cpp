@@ -5,6 +5,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include <paceline/runtime/backend.hpp>
 
@@ -139,27 +140,18 @@ void describe_quota(const Window& window, std::vector<std::string>& causes) {
 }  // namespace
 
 std::string_view name_of(ClockLimit limit) noexcept {
-  switch (limit) {
-    case ClockLimit::idle:
-      return "idleness";
-    case ClockLimit::application_setting:
-      return "the clocks that were set";
-    case ClockLimit::power_cap:
-      return "the power cap";
-    case ClockLimit::hardware_slowdown:
-      return "a slowdown by the hardware";
-    case ClockLimit::sync_boost:
-      return "the slowest GPU of its boost group";
-    case ClockLimit::software_thermal:
-      return "heat";
-    case ClockLimit::hardware_thermal:
-      return "overheating";
-    case ClockLimit::power_brake:
-      return "the power supply's brake";
-    case ClockLimit::display_setting:
-      return "the display's clocks";
-  }
-  return "an unknown limit";
+  constexpr std::string_view names[] = {"idleness",
+                                        "the clocks that were set",
+                                        "the power cap",
+                                        "a slowdown by the hardware",
+                                        "the slowest GPU of its boost group",
+                                        "heat",
+                                        "overheating",
+                                        "the power supply's brake",
+                                        "the display's clocks"};
+  static_assert(std::size(names) == kClockLimitCount);
+  const auto index = static_cast<std::size_t>(limit);
+  return index < kClockLimitCount ? names[index] : "an unknown limit";
 }
 
 DeviceHealth health_of(const Device& device) { return backend_of(device).health({&device, 1}).front(); }

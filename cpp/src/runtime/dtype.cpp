@@ -1,39 +1,40 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <paceline/runtime/dtype.hpp>
 
-namespace paceline {
+#include <iterator>
 
-std::size_t size_of(DType dtype) noexcept {
-  switch (dtype) {
-    case DType::float16:
-    case DType::bfloat16:
-      return 2;
-    case DType::float32:
-    case DType::int32:
-      return 4;
-    case DType::float64:
-    case DType::int64:
-      return 8;
-  }
-  return 0;
+#include <paceline/runtime/reduce_op.hpp>
+
+namespace paceline {
+namespace {
+
+// In the order of DType.
+struct TypeFacts {
+  const char* name;
+  std::size_t bytes;
+};
+constexpr TypeFacts kTypes[] = {{"float32", 4},  {"float64", 8}, {"float16", 2},
+                                {"bfloat16", 2}, {"int32", 4},   {"int64", 8}};
+static_assert(std::size(kTypes) == static_cast<std::size_t>(DType::int64) + 1);
+
+// In the order of ReduceOp.
+constexpr const char* kOperations[] = {"sum", "mean", "min", "max"};
+static_assert(std::size(kOperations) == static_cast<std::size_t>(ReduceOp::max) + 1);
+
+TypeFacts facts_of(DType dtype) noexcept {
+  const auto index = static_cast<std::size_t>(dtype);
+  return index < std::size(kTypes) ? kTypes[index] : TypeFacts{"unknown", 0};
 }
 
-const char* name_of(DType dtype) noexcept {
-  switch (dtype) {
-    case DType::float32:
-      return "float32";
-    case DType::float64:
-      return "float64";
-    case DType::float16:
-      return "float16";
-    case DType::bfloat16:
-      return "bfloat16";
-    case DType::int32:
-      return "int32";
-    case DType::int64:
-      return "int64";
-  }
-  return "unknown";
+}  // namespace
+
+std::size_t size_of(DType dtype) noexcept { return facts_of(dtype).bytes; }
+
+const char* name_of(DType dtype) noexcept { return facts_of(dtype).name; }
+
+const char* name_of(ReduceOp op) noexcept {
+  const auto index = static_cast<std::size_t>(op);
+  return index < std::size(kOperations) ? kOperations[index] : "unknown";
 }
 
 }  // namespace paceline

@@ -130,29 +130,23 @@ GroupWorkers::~GroupWorkers() {
   delete threads_;
 }
 
-void GroupWorkers::require_alive(const char* call) const {
-  if (forked()) {
-    throw Unavailable(
-        fmt::format("{}: this device group belongs to process {}, and threads do not survive fork(). Make "
-                    "a new group in this process, or start workers with the 'spawn' method.",
-                    call, owner_));
-  }
-}
-
 void GroupWorkers::open(const std::shared_ptr<WorkSource>& source, int priority, std::span<const DeviceId> devices) {
-  require_alive("open");
+  if (forked()) {
+    throw Unavailable(fmt::format(
+        "open: this device group belongs to process {}, and threads do not survive fork(). Make a new group "
+        "in this process, or start workers with the 'spawn' method.",
+        owner_));
+  }
   const std::lock_guard lock(threads_->mutex);
   if (closed_) throw Unavailable("open: the device group is closed. Make a new one.");
   for (const DeviceId d : devices) {
     if (d < devices_.size()) continue;
     throw InvalidArgument(fmt::format("open: there is no device {} in a group of {}.", d, devices_.size()));
   }
-  if (priority >= 0) {
-    if (threads_->busy()) {
-      throw InvalidArgument(
-          "submit: the group's workers are still at an earlier task. A group runs one task at a time: "
-          "wait for it, or use a second group.");
-    }
+  if (priority >= 0 && threads_->busy()) {
+    throw InvalidArgument(
+        "submit: the group's workers are still at an earlier task. A group runs one task at a time: "
+        "wait for it, or use a second group.");
   }
   source->attach({threads_->workers.begin(), threads_->workers.end()});
   source->opened(devices_.size());

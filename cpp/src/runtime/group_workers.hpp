@@ -48,7 +48,6 @@ class GroupWorkers {
 
   void await_ready();
   [[nodiscard]] bool on_a_workers_core() const noexcept;
-  void require_alive(const char* call) const;
   [[nodiscard]] bool forked() const noexcept;
 
   std::vector<Device> devices_;

@@ -2,7 +2,6 @@
 #include "runtime/host_health.hpp"
 
 #include <algorithm>
-#include <charconv>
 #include <string>
 #include <system_error>
 
@@ -13,18 +12,11 @@
 namespace paceline {
 namespace {
 
+using internal::parse_integer;
 using internal::read_text_file;
 using internal::split;
 using internal::trim;
 namespace fs = std::filesystem;
-
-template <class Integer = std::int64_t>
-std::optional<Integer> parse_integer(std::string_view text) {
-  Integer value{};
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc{} || end != text.data() + text.size()) return std::nullopt;
-  return value;
-}
 
 std::optional<double> read_clock(const fs::path& directory, const char* file) {
   const auto text = read_text_file(directory / file);

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <map>
 #include <system_error>
 #include <thread>
@@ -19,6 +18,7 @@
 namespace paceline {
 namespace {
 
+using internal::parse_integer;
 using internal::read_text_file;
 using internal::split;
 using internal::trim;
@@ -27,57 +27,11 @@ namespace fs = std::filesystem;
 // A larger index means a malformed file.
 constexpr int kMaxCoreIndex = 1 << 20;
 
-template <class Integer>
-std::optional<Integer> parse_integer(std::string_view text) {
-  Integer value{};
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc{} || end != text.data() + text.size()) return std::nullopt;
-  return value;
-}
-
 // --- cgroups ---------------------------------------------------------------------------------------------------
-
-struct CgroupMount {
-  bool is_v2 = false;
-  std::string root;  // the part of the hierarchy that is mounted at mount_point
-  std::string mount_point;
-};
-
-// mountinfo writes space, tab, newline and backslash as three octal digits.
-std::string unescape_octal(std::string_view text) {
-  std::string plain;
-  for (std::size_t i = 0; i < text.size(); ++i) {
-    const auto digit = [&](std::size_t at) { return at < text.size() && text[at] >= '0' && text[at] <= '7'; };
-    if (text[i] == '\\' && digit(i + 1) && digit(i + 2) && digit(i + 3)) {
-      plain += static_cast<char>((text[i + 1] - '0') * 64 + (text[i + 2] - '0') * 8 + (text[i + 3] - '0'));
-      i += 3;
-    } else {
-      plain += text[i];
-    }
-  }
-  return plain;
-}
 
 bool lists(std::string_view comma_separated, std::string_view word) {
   const auto words = split(comma_separated, ',');
   return std::find(words.begin(), words.end(), word) != words.end();
-}
-
-// The mount points of the v2 hierarchy and of v1's cpu controller.
-std::vector<CgroupMount> read_cgroup_mounts(const fs::path& root) {
-  std::vector<CgroupMount> mounts;
-  const auto text = read_text_file(root / "proc/self/mountinfo");
-  if (!text) return mounts;
-  for (const std::string_view line : split(*text, '\n')) {
-    const auto fields = split(line, ' ');
-    const auto dash = std::find(fields.begin(), fields.end(), "-");
-    if (dash - fields.begin() < 5 || fields.end() - dash < 4) continue;
-    const bool is_v2 = dash[1] == "cgroup2";
-    if (is_v2 || (dash[1] == "cgroup" && lists(dash[3], "cpu"))) {
-      mounts.push_back({is_v2, unescape_octal(fields[3]), unescape_octal(fields[4])});
-    }
-  }
-  return mounts;
 }
 
 // The path of our group in the v2 hierarchy, or in that of v1's cpu controller.
@@ -96,43 +50,17 @@ std::optional<std::string> read_cgroup_path(const fs::path& root, bool v2) {
   return std::nullopt;
 }
 
-// Our group's path below the mount point. In a container, the mount often shows only the container's own subtree while
-// /proc names a path of the host. Then the mount point itself is our group.
-fs::path below_mount(const std::string& group, const std::string& mounted) {
-  std::string_view rest = group;
-  if (mounted != "/") {
-    if (!rest.starts_with(mounted)) return {};
-    rest.remove_prefix(mounted.size());
-    if (!rest.empty() && rest.front() != '/') return {};
-  }
-  fs::path path;
-  for (const std::string_view part : split(rest, '/')) {
-    if (part == "..") return {};  // outside our cgroup namespace, so not visible here
-    path /= part;
-  }
-  return path;
-}
-
-std::optional<CpuLimit> checked_limit(std::optional<std::int64_t> quota, std::optional<std::int64_t> period,
-                                      const fs::path& source) {
+std::optional<CpuLimit> read_group_limit(const fs::path& directory, bool v2) {
+  const fs::path source = directory / (v2 ? "cpu.max" : "cpu.cfs_quota_us");
+  std::string text = read_text_file(source).value_or("");  // v2: "max 100000" or "150000 100000"; v1: "-1" or "150000"
+  if (!v2) text.append(" ").append(read_text_file(directory / "cpu.cfs_period_us").value_or(""));
+  std::replace(text.begin(), text.end(), '\n', ' ');
+  const auto words = split(text, ' ');
+  if (words.size() != 2) return std::nullopt;
+  const auto quota = parse_integer(words[0]);
+  const auto period = parse_integer(words[1]);
   if (!quota || !period || *quota <= 0 || *period <= 0) return std::nullopt;
   return CpuLimit{*quota, *period, source.string()};
-}
-
-std::optional<CpuLimit> read_group_limit(const fs::path& directory, bool v2) {
-  if (v2) {
-    const auto text = read_text_file(directory / "cpu.max");  // "max 100000" or "150000 100000"
-    if (!text) return std::nullopt;
-    const auto words = split(trim(*text), ' ');
-    if (words.size() != 2) return std::nullopt;
-    return checked_limit(parse_integer<std::int64_t>(words[0]), parse_integer<std::int64_t>(words[1]),
-                         directory / "cpu.max");
-  }
-  const auto quota = read_text_file(directory / "cpu.cfs_quota_us");  // -1 means no quota
-  const auto period = read_text_file(directory / "cpu.cfs_period_us");
-  if (!quota || !period) return std::nullopt;
-  return checked_limit(parse_integer<std::int64_t>(trim(*quota)), parse_integer<std::int64_t>(trim(*period)),
-                       directory / "cpu.cfs_quota_us");
 }
 
 // --- cores -----------------------------------------------------------------------------------------------------
@@ -175,13 +103,21 @@ std::vector<HostCore> read_cores(const fs::path& root, std::vector<int> affinity
 }  // namespace
 
 std::optional<CpuLimit> read_cpu_limit(const fs::path& root) {
+  struct Hierarchy {
+    const char* mount_point;
+    bool v2;
+  };
+  // Where systemd and container runtimes mount them: v2, v2 of a hybrid system, v1.
+  constexpr Hierarchy hierarchies[] = {
+      {"sys/fs/cgroup", true}, {"sys/fs/cgroup/unified", true}, {"sys/fs/cgroup/cpu", false}};
   std::optional<CpuLimit> tightest;
-  for (const CgroupMount& mount : read_cgroup_mounts(root)) {
-    const auto group = read_cgroup_path(root, mount.is_v2);
+  for (const auto& [mount_point, v2] : hierarchies) {
+    const auto group = read_cgroup_path(root, v2);
     if (!group) continue;
-    const fs::path top = root / fs::path(mount.mount_point).relative_path();
-    for (fs::path below = below_mount(*group, mount.root);; below = below.parent_path()) {
-      const auto limit = read_group_limit(below.empty() ? top : top / below, mount.is_v2);
+    // A container may see only its own group, at the mount point, while /proc names a path of the host. No directory
+    // has such a path here, and the search upwards ends at the mount point.
+    for (fs::path below = fs::path(*group).relative_path();; below = below.parent_path()) {
+      const auto limit = read_group_limit(below.empty() ? root / mount_point : root / mount_point / below, v2);
       if (limit && (!tightest || limit->cores() < tightest->cores())) tightest = limit;
       if (below.empty()) break;
     }

@@ -10,62 +10,35 @@
 namespace paceline {
 namespace {
 
-std::string compiler_name() {
 #if defined(__clang__)
-  return fmt::format("Clang {}.{}.{}", __clang_major__, __clang_minor__, __clang_patchlevel__);
-#elif defined(__GNUC__)
-  return fmt::format("GCC {}.{}.{}", __GNUC__, __GNUC_MINOR__, __GNUC_PATCHLEVEL__);
+constexpr const char* kCompiler = "Clang " __clang_version__;
 #else
-  return "unknown";
+constexpr const char* kCompiler = "GCC " __VERSION__;
 #endif
-}
 
 // From the predefined macros, because they are right for every build system.
-std::string code_flags() {
-  std::string flags;
-  const auto add = [&flags](std::string_view flag) {
-    if (!flags.empty()) flags += ", ";
-    flags += flag;
-  };
-  add(fmt::format("C++ {}", __cplusplus / 100 % 100));
 #if defined(__OPTIMIZE__)
-  add("optimized");
+constexpr const char* kOptimized = "optimized";
 #else
-  add("not optimized");
+constexpr const char* kOptimized = "not optimized";
 #endif
 #if defined(NDEBUG)
-  add("without assertions");
+constexpr const char* kAssertions = "without assertions";
 #else
-  add("with assertions");
-#endif
-#if defined(__SANITIZE_ADDRESS__)
-  add("address sanitizer");
-#endif
-#if defined(__SANITIZE_THREAD__)
-  add("thread sanitizer");
+constexpr const char* kAssertions = "with assertions";
 #endif
 #if defined(__x86_64__)
-  add("x86-64");
-#elif defined(__aarch64__)
-  add("aarch64");
+constexpr const char* kProcessor = "x86-64";
+#else
+constexpr const char* kProcessor = "aarch64";
 #endif
-#if defined(__AVX512F__)
-  add("AVX-512 throughout");
-#elif defined(__AVX2__)
-  add("AVX2 throughout");
-#endif
-#if defined(__FAST_MATH__)
-  add("fast-math (breaks NaN handling)");
-#endif
-  return flags;
-}
 
 }  // namespace
 
 BuildInfo build_info() {
   return {.version = PACELINE_VERSION,
-          .compiler = compiler_name(),
-          .flags = code_flags(),
+          .compiler = kCompiler,
+          .flags = fmt::format("C++ {}, {}, {}, {}", __cplusplus / 100 % 100, kOptimized, kAssertions, kProcessor),
           .fmt_version = fmt::format("{}.{}.{}", FMT_VERSION / 10000, FMT_VERSION / 100 % 100, FMT_VERSION % 100)};
 }
 

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <charconv>
 #include <cstddef>
+#include <cstdint>
 #include <filesystem>
 #include <fstream>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <vector>
 
 namespace paceline::internal {
@@ -24,6 +27,21 @@ namespace paceline::internal {
   }
   if (stream.bad()) return std::nullopt;
   return text;
+}
+
+/// The number that is all of `text`.
+template <class Integer = std::int64_t>
+[[nodiscard]] std::optional<Integer> parse_integer(std::string_view text) {
+  Integer value{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc{} || end != text.data() + text.size()) return std::nullopt;
+  return value;
+}
+
+/// A number in the name of a device: without sign and leading zeros.
+[[nodiscard]] inline std::optional<std::int32_t> parse_index(std::string_view digits) {
+  const bool canonical = digits == "0" || (!digits.empty() && digits.front() >= '1' && digits.front() <= '9');
+  return canonical ? parse_integer<std::int32_t>(digits) : std::nullopt;
 }
 
 /// The non-empty pieces of `text` between separators.

@@ -39,31 +39,29 @@ void Worker::start() {
   });
 }
 
-void Worker::open(std::shared_ptr<WorkSource> source, int priority, int callers_core) {
+template <class Change>
+void Worker::call(Change change) {
   {
     const std::lock_guard lock(mutex_);
-    arrived_.push_back({std::move(source), priority});
-    callers_core_.store(callers_core, std::memory_order_relaxed);
+    change();
     calls_.fetch_add(1, std::memory_order_release);
   }
   changed_.notify_one();
+}
+
+void Worker::open(std::shared_ptr<WorkSource> source, int priority, int callers_core) {
+  call([&] {
+    arrived_.push_back({std::move(source), priority});
+    callers_core_.store(callers_core, std::memory_order_relaxed);
+  });
 }
 
 void Worker::wake() noexcept {
-  {
-    const std::lock_guard lock(mutex_);
-    calls_.fetch_add(1, std::memory_order_release);
-  }
-  changed_.notify_one();
+  call([] {});
 }
 
 void Worker::stop() {
-  {
-    const std::lock_guard lock(mutex_);
-    stopped_ = true;
-    calls_.fetch_add(1, std::memory_order_release);
-  }
-  changed_.notify_one();
+  call([this] { stopped_ = true; });
 }
 
 void Worker::work() {

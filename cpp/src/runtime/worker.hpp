@@ -69,6 +69,9 @@ class Worker : public std::enable_shared_from_this<Worker> {
     [[nodiscard]] bool due() const noexcept;
   };
 
+  /// Makes a change that the thread looks at, and wakes it.
+  template <class Change>
+  void call(Change change);
   void work();
   /// Asks the sources once, from the highest priority. True if it ran something.
   bool ask();

@@ -65,7 +65,7 @@ TEST(BlockReduction, RefusesToScaleWhatItCannotScale) {
   }
 }
 
-TEST(BlockReduction, IsDoneAtOnceWithNothingToSum) { EXPECT_TRUE(BlockReduction({}).work()); }
+TEST(BlockReduction, IsDoneAtOnceWithNothingToSum) { EXPECT_TRUE(BlockReduction(std::vector<BlockJob>{}).work()); }
 
 }  // namespace
 }  // namespace paceline::internal

@@ -12,7 +12,6 @@
 #include <paceline/error.hpp>
 
 #include "buffers.hpp"
-#include "comm/block_task.hpp"
 #include "reference.hpp"
 
 namespace paceline {
@@ -299,15 +298,6 @@ TEST(Communicator, DoesNotWaitForAWorkerThatHasNotComeIn) {
   Communicator(group).all_reduce(buffers.views());  // would hang if it needed all workers
   holding->release();
   EXPECT_TRUE(same(buffers.view(1).data, expected.data(), 300000, DType::float32));
-}
-
-TEST(BlockTask, RunsEveryBlockExactlyOnce) {
-  DeviceGroup group = make_group(3);
-  for (const std::size_t count : {1, 2, 3, 1000}) {
-    std::vector<std::atomic<int>> runs(count);
-    internal::run_blocks(group, count, [&runs](std::size_t i) { ++runs[i]; });
-    for (std::size_t i = 0; i < count; ++i) ASSERT_EQ(runs[i].load(), 1) << i << " of " << count;
-  }
 }
 
 }  // namespace

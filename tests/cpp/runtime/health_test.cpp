@@ -216,7 +216,6 @@ TEST(HostHealth, ReadsTheMeanClockOfItsCores) {
 
 TEST(HostHealth, ReadsTheQuotaThatIsInForce) {
   const FakeSystem system;
-  system.file("proc/self/mountinfo", "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw\n");
   system.file("proc/self/cgroup", "0::/a/b\n");
   system.file("sys/fs/cgroup/a/b/cpu.max", "400000 100000\n");
   system.file("sys/fs/cgroup/a/b/cpu.stat", "nr_periods 1\nnr_throttled 0\n");

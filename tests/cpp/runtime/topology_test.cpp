@@ -42,21 +42,12 @@ class FakeSystem {
     std::ofstream(root_ / path) << text;
     return *this;
   }
-  FakeSystem& v2_mount(const std::string& mount_root = "/", const std::string& point = "/sys/fs/cgroup") {
-    mounts_ += "30 23 0:26 " + mount_root + " " + point + " rw,nosuid shared:4 - cgroup2 cgroup2 rw\n";
-    return file("proc/self/mountinfo", mounts_);
-  }
-  FakeSystem& v1_mount(const std::string& controllers, const std::string& point, const std::string& mount_root = "/") {
-    mounts_ += "31 23 0:27 " + mount_root + " " + point + " rw,nosuid - cgroup cgroup rw," + controllers + "\n";
-    return file("proc/self/mountinfo", mounts_);
-  }
   [[nodiscard]] std::optional<CpuLimit> limit() const { return read_cpu_limit(root_); }
   [[nodiscard]] HostTopology topology(std::vector<int> affinity) const { return read_host_topology(root_, affinity); }
   [[nodiscard]] const fs::path& root() const { return root_; }
 
  private:
   fs::path root_;
-  std::string mounts_ = "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n";
 };
 
 using Cores = std::vector<int>;
@@ -94,7 +85,7 @@ TEST(CgroupLimit, IsAbsentWithoutAnyCgroup) { EXPECT_EQ(FakeSystem{}.limit(), st
 
 TEST(CgroupLimit, ReadsVersionTwoOfTheOwnGroup) {
   FakeSystem system;
-  system.v2_mount().file("proc/self/cgroup", "0::/user.slice/job.scope\n");
+  system.file("proc/self/cgroup", "0::/user.slice/job.scope\n");
   system.file("sys/fs/cgroup/user.slice/job.scope/cpu.max", "150000 100000\n");
   const auto limit = system.limit();
   ASSERT_TRUE(limit.has_value());
@@ -105,7 +96,7 @@ TEST(CgroupLimit, ReadsVersionTwoOfTheOwnGroup) {
 
 TEST(CgroupLimit, OfAParentCountsWhenItIsTighter) {
   FakeSystem system;
-  system.v2_mount().file("proc/self/cgroup", "0::/a/b/c\n");
+  system.file("proc/self/cgroup", "0::/a/b/c\n");
   system.file("sys/fs/cgroup/a/b/c/cpu.max", "800000 100000\n");
   system.file("sys/fs/cgroup/a/b/cpu.max", "max 100000\n");
   system.file("sys/fs/cgroup/a/cpu.max", "300000 100000\n");
@@ -115,32 +106,31 @@ TEST(CgroupLimit, OfAParentCountsWhenItIsTighter) {
 
 TEST(CgroupLimit, OfTheMountPointCountsInsideACgroupNamespace) {
   FakeSystem system;
-  system.v2_mount().file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", "50000 100000\n");
+  system.file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", "50000 100000\n");
   ASSERT_TRUE(system.limit().has_value());
   EXPECT_EQ(system.limit()->worker_count(), 1);
 }
 
 TEST(CgroupLimit, MaxMeansNone) {
   FakeSystem system;
-  system.v2_mount().file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", "max 100000\n");
+  system.file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", "max 100000\n");
   EXPECT_EQ(system.limit(), std::nullopt);
 }
 
 TEST(CgroupLimit, ReadsVersionOneWithItsParents) {
   FakeSystem system;
-  system.v1_mount("cpu,cpuacct", "/sys/fs/cgroup/cpu,cpuacct");
   system.file("proc/self/cgroup", "5:memory:/other\n4:cpu,cpuacct:/slurm/job_7\n");
-  system.file("sys/fs/cgroup/cpu,cpuacct/slurm/job_7/cpu.cfs_quota_us", "-1\n");
-  system.file("sys/fs/cgroup/cpu,cpuacct/slurm/job_7/cpu.cfs_period_us", "100000\n");
-  system.file("sys/fs/cgroup/cpu,cpuacct/slurm/cpu.cfs_quota_us", "400000\n");
-  system.file("sys/fs/cgroup/cpu,cpuacct/slurm/cpu.cfs_period_us", "100000\n");
+  system.file("sys/fs/cgroup/cpu/slurm/job_7/cpu.cfs_quota_us", "-1\n");
+  system.file("sys/fs/cgroup/cpu/slurm/job_7/cpu.cfs_period_us", "100000\n");
+  system.file("sys/fs/cgroup/cpu/slurm/cpu.cfs_quota_us", "400000\n");
+  system.file("sys/fs/cgroup/cpu/slurm/cpu.cfs_period_us", "100000\n");
   ASSERT_TRUE(system.limit().has_value());
   EXPECT_EQ(system.limit()->worker_count(), 4);
 }
 
 TEST(CgroupLimit, FindsAContainersOwnGroupWhereOnlyItsSubtreeIsMounted) {
   FakeSystem system;
-  system.v1_mount("cpu", "/sys/fs/cgroup/cpu", "/docker/abc").file("proc/self/cgroup", "4:cpu:/docker/abc\n");
+  system.file("proc/self/cgroup", "4:cpu:/docker/abc\n");
   system.file("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "200000\n").file("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n");
   ASSERT_TRUE(system.limit().has_value());
   EXPECT_EQ(system.limit()->worker_count(), 2);
@@ -149,7 +139,7 @@ TEST(CgroupLimit, FindsAContainersOwnGroupWhereOnlyItsSubtreeIsMounted) {
 TEST(CgroupLimit, FallsBackToTheMountPointForAGroupThatIsNotVisible) {
   for (const char* group : {"0::/elsewhere/x\n", "0::/../outside\n", "0::/podman/abcdef\n"}) {
     FakeSystem system;
-    system.v2_mount("/podman/abc").file("proc/self/cgroup", group);
+    system.file("proc/self/cgroup", group);
     system.file("sys/fs/cgroup/cpu.max", "700000 100000\n");
     ASSERT_TRUE(system.limit().has_value()) << group;
     EXPECT_EQ(system.limit()->worker_count(), 7);
@@ -158,8 +148,6 @@ TEST(CgroupLimit, FallsBackToTheMountPointForAGroupThatIsNotVisible) {
 
 TEST(CgroupLimit, TakesTheTighterOfBothOnAHybridSystem) {
   FakeSystem system;
-  system.v1_mount("cpuset", "/sys/fs/cgroup/cpuset").v1_mount("cpu", "/sys/fs/cgroup/cpu");
-  system.v2_mount("/", "/sys/fs/cgroup/unified");
   system.file("proc/self/cgroup", "3:cpuset:/q\n1:cpu:/\n0::/s\n");
   system.file("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "600000\n").file("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n");
   ASSERT_TRUE(system.limit().has_value());
@@ -168,10 +156,10 @@ TEST(CgroupLimit, TakesTheTighterOfBothOnAHybridSystem) {
   EXPECT_EQ(system.limit()->worker_count(), 3);
 }
 
-TEST(CgroupLimit, ReadsMountPointsAndGroupsWithOddCharacters) {
+TEST(CgroupLimit, ReadsGroupsWithOddCharacters) {
   FakeSystem system;
-  system.v2_mount("/", "/sys/fs/my\\040cgroups").file("proc/self/cgroup", "0::/a:b c\n");
-  system.file("sys/fs/my cgroups/a:b c/cpu.max", "100000 100000\n");
+  system.file("proc/self/cgroup", "0::/a:b c\n");
+  system.file("sys/fs/cgroup/a:b c/cpu.max", "100000 100000\n");
   ASSERT_TRUE(system.limit().has_value());
   EXPECT_EQ(system.limit()->worker_count(), 1);
 }
@@ -180,11 +168,11 @@ TEST(CgroupLimit, IgnoresFilesThatMakeNoSense) {
   for (const char* text : {"", "max", "abc 100000", "100000", "100000 0", "-1 100000", "0 100000", "1e5 100000",
                            "100000 100000 7", "99999999999999999999 100000"}) {
     FakeSystem system;
-    system.v2_mount().file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", text);
+    system.file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", text);
     EXPECT_EQ(system.limit(), std::nullopt) << text;
   }
   FakeSystem lines;
-  lines.file("proc/self/mountinfo", "garbage\n1 2 - cgroup2\n- - - - - - - - -\n").file("proc/self/cgroup", "::\n0:\n");
+  lines.file("proc/self/cgroup", "::\n0:\n");
   EXPECT_EQ(lines.limit(), std::nullopt);
 }
 
@@ -198,7 +186,7 @@ TEST(HostTopology, CountsTheCoresOfTheMaskWhenNothingElseIsKnown) {
 
 TEST(HostTopology, IsLimitedByTheQuotaButNeverBelowOne) {
   FakeSystem system;
-  system.v2_mount().file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", "1000 100000\n");
+  system.file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", "1000 100000\n");
   EXPECT_EQ(system.topology({0, 1, 2, 3}).device_count, 1);
   system.file("sys/fs/cgroup/cpu.max", "900000 100000\n");
   EXPECT_EQ(system.topology({0, 1, 2, 3}).device_count, 4);
@@ -232,7 +220,7 @@ TEST(HostDevice, TakesFirstHyperthreadsFirstWhenThereIsACoreForEach) {
 
 TEST(HostDevice, DealsAllCoresOutInDisjointRunsUnderAQuota) {
   FakeSystem system;
-  system.v2_mount().file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", "300000 100000\n");
+  system.file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", "300000 100000\n");
   system.file("sys/devices/system/node/node0/cpulist", "0-7\n");
   const HostTopology topology = system.topology({0, 1, 2, 3, 4, 5, 6, 7});
   ASSERT_EQ(topology.device_count, 3);
@@ -248,7 +236,7 @@ TEST(HostDevice, DealsAllCoresOutInDisjointRunsUnderAQuota) {
 
 TEST(HostDevice, HasNoNodeWhenItsCoresLieOnSeveral) {
   FakeSystem system;
-  system.v2_mount().file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", "100000 100000\n");
+  system.file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", "100000 100000\n");
   system.file("sys/devices/system/node/node0/cpulist", "0\n").file("sys/devices/system/node/node1/cpulist", "1-2\n");
   EXPECT_EQ(host_device(system.topology({0, 1, 2}), 0).numa_node, -1);
   EXPECT_EQ(host_device(system.topology({1, 2}), 0).numa_node, 1);

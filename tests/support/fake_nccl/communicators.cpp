@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// NCCL's calls except the collectives: communicators, their memory, groups.
+// NCCL's calls except the collectives: communicators and groups.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -60,8 +60,6 @@ Result Fake::end_of(Comm comm, const char* function) {
       return mine;
     });
     if (abort) ++aborted_;
-    const std::size_t left = std::erase_if(registered_, [&](const auto& entry) { return entry.second.comm == comm; });
-    if (left > 0 && !abort) complain("a communicator was ended with memory that is registered");
     std::erase_if(comms_, [&](const auto& each) { return each.get() == comm; });
     return kSuccess;
   });
@@ -71,51 +69,6 @@ Result Fake::end_of(Comm comm, const char* function) {
     host_.give(collective->end);
   }
   return result;
-}
-
-Result Fake::mem_alloc(void** data, std::size_t bytes) {
-  return call("ncclMemAlloc", nullptr, [&] {
-    *data = host_.allocate(host_.current_device(), bytes);
-    if (*data == nullptr) return kUnhandledCudaError;
-    memory_[*data] = bytes;
-    return kSuccess;
-  });
-}
-
-Result Fake::mem_free(void* data) {
-  return call("ncclMemFree", nullptr, [&] {
-    if (memory_.erase(data) == 0) return kInvalidArgument;
-    for (const auto& [handle, one] : registered_) {
-      if (one.data == data) complain("memory was given back that is still registered");
-    }
-    host_.free(data);
-    return kSuccess;
-  });
-}
-
-Result Fake::enroll(Comm comm, void* data, std::size_t bytes, void** handle) {
-  return call("ncclCommRegister", comm, [&] {
-    const auto memory = memory_.find(data);
-    if (memory == memory_.end() || bytes > memory->second) complain("memory was registered that is not NCCL's");
-    for (const auto& [other, one] : registered_) {
-      if (one.comm == comm && one.data == data) complain("memory was registered twice");
-    }
-    *handle = reinterpret_cast<void*>(++handles_);
-    registered_[*handle] = {comm, data, bytes};
-    return kSuccess;
-  });
-}
-
-Result Fake::strike(Comm comm, void* handle) {
-  return call("ncclCommDeregister", comm, [&] {
-    const auto found = registered_.find(handle);
-    if (found == registered_.end() || found->second.comm != comm) {
-      complain("a registration was ended that is none");
-      return kInvalidArgument;
-    }
-    registered_.erase(found);
-    return kSuccess;
-  });
 }
 
 Result Fake::async_error(Comm comm, Result* error) {

@@ -18,9 +18,7 @@ void Fake::reset(const NcclHost& host) {
   hang_ = released_ = false;
   made_ = aborted_ = inside_ = 0;
   groups_.clear();
-  memory_.clear();
-  registered_.clear();
-  uses_ = {};
+  used_.clear();
   counts_.clear();
 }
 
@@ -54,9 +52,11 @@ void Fake::add(Fault fault) {
   faults_.push_back(std::move(fault));
 }
 
-Nccl::Uses Fake::uses() const {
+bool Fake::used(const void* data, std::size_t bytes) const {
   const std::lock_guard lock(mutex_);
-  return uses_;
+  const auto* const begin = static_cast<const std::byte*>(data);
+  const auto first = used_.lower_bound(begin);
+  return first != used_.end() && *first < begin + bytes;
 }
 
 int Fake::calls(const std::string& function) const {

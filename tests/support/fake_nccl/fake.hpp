@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -47,11 +48,6 @@ struct Call {
   Comm comm;
   cudaStream_t stream;
   ReductionOperation op = kSum;
-  enum class Kind {
-    whole,
-    scatter,
-    gather
-  } kind = Kind::whole;  // how the counts that a rank gives and takes follow from `count`
 };
 
 /// One collective over all its ranks. The streams change it under the fake CUDA's lock.
@@ -104,13 +100,7 @@ class Fake final : public Nccl {
   int inside() const override {
     return of([](const Fake& f) { return f.inside_; });
   }
-  int allocations() const override {
-    return of([](const Fake& f) { return static_cast<int>(f.memory_.size()); });
-  }
-  int registrations() const override {
-    return of([](const Fake& f) { return static_cast<int>(f.registered_.size()); });
-  }
-  Uses uses() const override;
+  bool used(const void* data, std::size_t bytes) const override;
   int calls(const std::string& function) const override;
   std::vector<std::string> problems() const override;
 
@@ -120,22 +110,12 @@ class Fake final : public Nccl {
   Result init(Comm* comm, int count, const UniqueId& id, int rank, const Config* config);
   /// Both ncclCommDestroy and ncclCommAbort.
   Result end_of(Comm comm, const char* function);
-  Result mem_alloc(void** data, std::size_t bytes);
-  Result mem_free(void* data);
-  Result enroll(Comm comm, void* data, std::size_t bytes, void** handle);
-  Result strike(Comm comm, void* handle);
   Result async_error(Comm comm, Result* error);
   Result group_start();
   Result group_end();
   Result collective(const Call& wanted);
 
  private:
-  struct Registration {
-    Comm comm = nullptr;
-    void* data = nullptr;
-    std::size_t bytes = 0;
-  };
-
   void add(Fault fault);
   int comms_size() const { return static_cast<int>(comms_.size()); }
   template <class F>
@@ -166,10 +146,7 @@ class Fake final : public Nccl {
   int made_ = 0;
   int aborted_ = 0;
   int inside_ = 0;
-  std::map<void*, std::size_t> memory_;
-  std::map<void*, Registration> registered_;
-  std::uintptr_t handles_ = 0;
-  Uses uses_;
+  std::set<const std::byte*> used_;
   std::map<std::string, int> counts_;
 };
 

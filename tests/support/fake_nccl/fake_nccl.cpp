@@ -34,30 +34,14 @@ Result ncclAllReduce(const void* send, void* receive, std::size_t count, DataTyp
                      Comm comm, cudaStream_t stream) {
   return fake::instance().collective({"ncclAllReduce", send, receive, count, type, -1, -1, comm, stream, op});
 }
-Result ncclReduceScatter(const void* send, void* receive, std::size_t count, DataType type, ReductionOperation op,
-                         Comm comm, cudaStream_t stream) {
-  return fake::instance().collective(
-      {"ncclReduceScatter", send, receive, count, type, -1, -1, comm, stream, op, fake::Call::Kind::scatter});
-}
-Result ncclAllGather(const void* send, void* receive, std::size_t count, DataType type, Comm comm,
-                     cudaStream_t stream) {
-  return fake::instance().collective(
-      {"ncclAllGather", send, receive, count, type, -1, -1, comm, stream, kSum, fake::Call::Kind::gather});
-}
 Result ncclBroadcast(const void* send, void* receive, std::size_t count, DataType type, int root, Comm comm,
                      cudaStream_t stream) {
   return fake::instance().collective({"ncclBroadcast", send, receive, count, type, root, -1, comm, stream});
 }
-Result ncclReduce(const void* send, void* receive, std::size_t count, DataType type, ReductionOperation, int root,
+Result ncclReduce(const void* send, void* receive, std::size_t count, DataType type, ReductionOperation op, int root,
                   Comm comm, cudaStream_t stream) {
-  return fake::instance().collective({"ncclReduce", send, receive, count, type, -1, root, comm, stream});
+  return fake::instance().collective({"ncclReduce", send, receive, count, type, -1, root, comm, stream, op});
 }
-Result ncclMemAlloc(void** data, std::size_t bytes) { return fake::instance().mem_alloc(data, bytes); }
-Result ncclMemFree(void* data) { return fake::instance().mem_free(data); }
-Result ncclCommRegister(Comm comm, void* data, std::size_t bytes, void** handle) {
-  return fake::instance().enroll(comm, data, bytes, handle);
-}
-Result ncclCommDeregister(Comm comm, void* handle) { return fake::instance().strike(comm, handle); }
 
 }  // extern "C"
 #pragma GCC visibility pop

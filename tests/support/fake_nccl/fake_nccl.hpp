@@ -32,8 +32,6 @@ struct NcclHost {
                   const Signal& given);
   int (*device_of)(cudaStream_t stream);
   int (*current_device)();
-  void* (*allocate)(int device, std::size_t bytes);  ///< null if there is no memory left
-  void (*free)(void* data);
   void (*reads)(const void* data, std::size_t bytes);
   void (*writes)(const void* data, std::size_t bytes);
   /// Reduces as NCCL does, whose minima and maxima drop NaNs.
@@ -65,14 +63,8 @@ class Nccl {
   [[nodiscard]] virtual int made() const = 0;           ///< since reset()
   [[nodiscard]] virtual int aborted() const = 0;        ///< since reset()
   [[nodiscard]] virtual int inside() const = 0;         ///< calls that have not returned
-  [[nodiscard]] virtual int allocations() const = 0;    ///< by ncclMemAlloc, that exist now
-  [[nodiscard]] virtual int registrations() const = 0;  ///< that exist now
-  /// Ranks' parts in collectives since reset(), on registered and on other memory.
-  struct Uses {
-    int registered = 0;
-    int other = 0;
-  };
-  [[nodiscard]] virtual Uses uses() const = 0;
+  /// Whether a collective has used this memory since reset().
+  [[nodiscard]] virtual bool used(const void* data, std::size_t bytes) const = 0;
   /// Calls of that function since reset().
   [[nodiscard]] virtual int calls(const std::string& function) const = 0;
   /// Misuse that makes the real NCCL hang or worse.

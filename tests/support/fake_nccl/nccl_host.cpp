@@ -82,16 +82,6 @@ const NcclHost kHost = {
           return machine().resolve(stream)->device;
         },
     .current_device = &current_device,
-    .allocate = [](int device, std::size_t bytes) -> void* {
-      const std::lock_guard lock(machine().mutex);
-      const Allocation* const made = machine().allocate(device, bytes);
-      return made == nullptr ? nullptr : made->data;
-    },
-    .free =
-        [](void* data) {
-          const std::lock_guard lock(machine().mutex);
-          machine().free(machine().find(data));
-        },
     .reads = &reads,
     .writes = &writes,
     .reduce = &reduce,

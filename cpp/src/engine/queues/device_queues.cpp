@@ -130,8 +130,8 @@ struct DeviceQueues::State {
       auto link = internal::make_native_link(endpoints, options.collectives, why_none);
       if (link != nullptr) {
         open(spaces[kHome], endpoints[kHome].stream);
-        collectives = std::make_shared<internal::SpaceCollectives>(std::move(link), std::move(endpoints),
-                                                                   options.staging_bytes, options.timeout);
+        collectives =
+            std::make_shared<internal::SpaceCollectives>(std::move(link), std::move(endpoints), options.staging_bytes);
         transport = collectives->description();
         return;
       }
@@ -406,16 +406,11 @@ void DeviceQueues::end_step() { state_->home_stream->record(state_->step->over()
 void DeviceQueues::drain() {
   State& state = *state_;
   state.left = true;
-  // NCCL's memory does not return in the order of a stream, so it is kept until the drain ends.
-  if (state.collectives != nullptr) {
-    if (state.collectives->lost()) state.hung = true;
-    state.collectives->keep_memory(true);
-  }
+  if (state.collectives != nullptr && state.collectives->lost()) state.hung = true;
   for (State::Queue& queue : state.queues) state.drain(queue.device, queue.stream);
   for (State::Queue& queue : state.queues) state.drain(&state.home_device(), queue.source.get());
   for (State::Space& space : state.spaces) state.drain(space.maker, space.copies.get());
   state.drain(&state.home_device(), state.home_stream.get());
-  if (state.collectives != nullptr) state.collectives->keep_memory(state.hung);
   state.left = false;
 }
 

@@ -11,4 +11,6 @@ namespace paceline::internal {
 /// too, and does not depend on the order of static initialisation.
 [[nodiscard]] const Backend* gpu_backend() noexcept;
 
+[[nodiscard]] const Backend& host_backend() noexcept;
+
 }  // namespace paceline::internal

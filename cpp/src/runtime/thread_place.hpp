@@ -2,8 +2,13 @@
 #pragma once
 
 #include <array>
+#include <vector>
 
 namespace paceline {
+
+/// Pins the calling thread to these cores; an empty list means no change. Best effort: if the system refuses the mask,
+/// because cores were taken away since discovery, the thread stays where it was.
+void pin_this_thread(const std::vector<int>& cores) noexcept;
 
 /// While this object lives, new pages that the calling thread touches, or that a driver pins for it, come from this
 /// NUMA node if it has free pages. Best effort: it does nothing for a node below 0 or where the system refuses

@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "runtime/preferred_node.hpp"
+#include "runtime/thread_place.hpp"
 
 #include <linux/mempolicy.h>
+#include <pthread.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <limits>
 
-// Direct system calls, because libnuma would be one more library to install for two lines.
+// The memory policy is set by system calls, because libnuma would be one more library to install for two lines.
 
 namespace paceline {
 namespace {
@@ -22,6 +25,18 @@ constexpr unsigned long bits_of(const Nodes& nodes) {
 }
 
 }  // namespace
+
+void pin_this_thread(const std::vector<int>& cores) noexcept {
+  if (cores.empty()) return;
+  const auto count = static_cast<std::size_t>(*std::max_element(cores.begin(), cores.end())) + 1;
+  cpu_set_t* mask = CPU_ALLOC(count);
+  if (mask == nullptr) return;
+  const std::size_t bytes = CPU_ALLOC_SIZE(count);
+  CPU_ZERO_S(bytes, mask);
+  for (const int core : cores) CPU_SET_S(static_cast<std::size_t>(core), bytes, mask);
+  pthread_setaffinity_np(pthread_self(), bytes, mask);
+  CPU_FREE(mask);
+}
 
 bool PreferredNode::read(int& mode, Nodes& nodes) noexcept {
   return syscall(SYS_get_mempolicy, &mode, nodes.data(), bits_of(nodes), nullptr, 0UL) == 0;
