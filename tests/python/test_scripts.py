@@ -40,7 +40,7 @@ def call(script: str, *arguments: str, build: Path) -> subprocess.CompletedProce
         (".ci/static --fxi", "there is no option --fxi"),
         (".ci/cuda12 --toolkits", "there is no option --toolkits"),
         (".ci/nccl_headers --headers", "there is no option --headers"),
-        (".ci/run static whel", "there is no step whel; there are tests static stubs"),
+        (".ci/run static whel", "there is no step whel; there are tests integrations static stubs"),
     ],
 )
 def test_a_wrong_call_is_told_with_the_usage(command: str, message: str, tmp_path: Path) -> None:
