@@ -17,11 +17,11 @@ class StopRequest:
     Attributes
     ----------
     signal
-        The first signal that came, or None.
+        The number of the first signal that came, or None.
     """
 
     def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
+        self.signal: int | None = None
         self._requested = False
 
     def __bool__(self) -> bool:
@@ -32,7 +32,7 @@ class StopRequest:
         self._requested = True
 
     def __repr__(self) -> str:
-        came = f" by {self.signal.name}" if self.signal is not None else ""
+        came = f" by signal {self.signal}" if self.signal is not None else ""
         return f"<paceline.StopRequest: {'requested' + came if self._requested else 'not requested'}>"
 
 
@@ -49,7 +49,7 @@ def stop_on(*signals: signal.Signals | int) -> Iterator[StopRequest]:
     """Within the ``with`` block these signals ask for a stop instead of ending the program.
 
     A handler only sets a flag, so a step ends as usual, and the loop saves and leaves at the next look. Then the handler calls the one that
-    was there before, if that is a function. At the end of the block the earlier handlers are back.
+    was there before, if that is a function of yours. At the end of the block the earlier handlers are back.
 
     Parameters
     ----------
@@ -80,19 +80,19 @@ def stop_on(*signals: signal.Signals | int) -> Iterator[StopRequest]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.signal is None:
-            stop.signal = signal.Signals(number)
+            stop.signal = number
         stop.request()
         before = earlier.get(number)
-        if callable(before):
+        if callable(before) and before is not signal.default_int_handler:  # which would raise KeyboardInterrupt
             before(number, frame)
 
     try:
-        for number in signals:
+        for number in dict.fromkeys(signals):
             try:
                 earlier[number] = signal.getsignal(number)
                 signal.signal(number, handle)
-            except (OSError, ValueError) as error:
-                del earlier[number]
+            except (OSError, TypeError, ValueError) as error:
+                earlier.pop(number, None)
                 raise InvalidArgument(f"stop_on: signal {number!r} cannot be caught: {error}.") from error
         _open.append(stop)
         yield stop

@@ -6,7 +6,6 @@ Needs lightning 2.6 and PyTorch, which this package does not install by itself.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,15 +23,7 @@ from paceline.torch import DataParallel
 __all__ = ["PacelineStrategy"]
 
 _Kind = tuple[str, dict[str, Any]]  # the reduction of a logged value, and the other arguments of self.log
-_Merge = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-# What the values of slices, one row per item, are for the batch. The second argument has how much each row counts in a mean.
-_MERGE: dict[str, _Merge] = {
-    "mean": lambda values, weights: (values * weights).sum() / weights.sum(),
-    "sum": lambda values, weights: values.sum(),
-    "min": lambda values, weights: values.amin(),
-    "max": lambda values, weights: values.amax(),
-}
+_REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "amin": "min", "max": "max", "amax": "max"}
 
 
 class PacelineStrategy(SingleDeviceStrategy):
@@ -54,7 +45,7 @@ class PacelineStrategy(SingleDeviceStrategy):
     Attributes
     ----------
     data_parallel
-        The `DataParallel`, while a fit runs and after its first step.
+        The `DataParallel`, from the first step to the end of the fit.
 
     Raises
     ------
@@ -114,11 +105,12 @@ class PacelineStrategy(SingleDeviceStrategy):
         if self.data_parallel is None:
             self.data_parallel = DataParallel(module, self._devices, **self._options)
         owner = module.trainer
+        size = extract_batch_size(batch)
         kinds: dict[str, _Kind] = {}  # filled by the workers, which all log the same names
         counts = any(isinstance(part, Metric) for part in module.modules())
 
         def loss_fn(replica: Any, part: Any) -> Any:
-            log = _Log(kinds, extract_batch_size(part))
+            log = _Log(kinds, part, size)
             replica._trainer = owner  # copies leave it out
             vars(replica)["log"] = log.log
             before = _updates(replica) if counts else []
@@ -129,7 +121,13 @@ class PacelineStrategy(SingleDeviceStrategy):
                     "Log tensors with self.log, which are merged, or update the metric in on_train_batch_end with what training_step returns."
                 )
             beside = {} if output is None or isinstance(output, torch.Tensor) else dict(output)
-            return beside.pop("loss") if beside else output, (log.rows, beside)
+            loss = beside.pop("loss", None) if beside else output
+            if loss is None:
+                raise InvalidArgument(
+                    "PacelineStrategy: training_step returned no loss for a slice of the batch. A slice cannot be skipped by itself. Return a loss "
+                    "for each, and skip a batch before it reaches training_step."
+                )
+            return loss, (log.values, beside)
 
         loss: Any
         with self.precision_plugin.train_step_context():
@@ -137,10 +135,10 @@ class PacelineStrategy(SingleDeviceStrategy):
                 loss_fn, batch, **self._step_options, scaler=getattr(self.precision_plugin, "scaler", None)
             )
         logged, beside = self.data_parallel.extras
-        for name, (values, weights) in logged.items():
+        for name, value in logged.items():
             reduction, log_options = kinds[name]
-            merged = _MERGE[reduction](values, weights)
-            module.log(name, merged, reduce_fx=reduction, batch_size=max(1, round(weights.sum().item())), **log_options)
+            merged, size_of = _merged(reduction, value, size)
+            module.log(name, merged, reduce_fx=reduction, batch_size=size_of, **log_options)
         return {"loss": loss, **beside} if beside else loss
 
     def teardown(self) -> None:
@@ -152,33 +150,53 @@ class PacelineStrategy(SingleDeviceStrategy):
 
 
 class _Log:
-    """Takes the place of ``self.log`` of a device's copy for one slice, and keeps what it is given, one row per item."""
+    """Takes the place of ``self.log`` of a device's copy for one slice, and keeps the values as extras.
+
+    A mean is 0-dimensional, so it is weighted like the loss. If it has a `batch_size` of its own, that counts: then it has a row per item, and
+    beside it a row of weights. Sums, minima and maxima have a row per item, too.
+    """
 
     _signature = inspect.signature(LightningModule.log)
 
-    def __init__(self, kinds: dict[str, _Kind], items: int) -> None:
-        self.rows: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    def __init__(self, kinds: dict[str, _Kind], part: Any, size: int) -> None:
+        self.values: dict[str, Any] = {}
         self._kinds = kinds
-        self._items = items
+        self._part = part
+        self._size = size  # of the whole batch
 
     def log(self, *arguments: Any, **options: Any) -> None:
         given = self._signature.bind(None, *arguments, **options).arguments
         del given["self"]
-        name, value, weight = given.pop("name"), given.pop("value"), given.pop("batch_size", None) or self._items
-        reduction = given.pop("reduce_fx", "mean")
-        reduction = getattr(reduction, "__name__", reduction)
-        if isinstance(value, Metric) or reduction not in _MERGE:
-            what = "a torchmetrics object" if isinstance(value, Metric) else f"reduce_fx={reduction}"
+        name, value, weight = given.pop("name"), given.pop("value"), given.pop("batch_size", None)
+        asked = given.pop("reduce_fx", "mean")
+        reduction = _REDUCTIONS.get(getattr(asked, "__name__", str(asked)).lower())
+        if isinstance(value, Metric) or reduction is None:
+            what = (
+                "a torchmetrics object"
+                if isinstance(value, Metric)
+                else f"reduce_fx={getattr(asked, '__name__', asked)}"
+            )
             raise InvalidArgument(
                 f"PacelineStrategy: self.log({name!r}) with {what}, which cannot be merged from the slices of a batch. Log a number or a tensor, with "
-                f"one of the reductions {', '.join(_MERGE)}."
+                "one of the reductions mean, sum, min, max."
             )
         value = torch.as_tensor(value).detach().double().reshape(())
         self._kinds[name] = reduction, given
-        self.rows[name] = (
-            (value / self._items if reduction == "sum" else value).expand(self._items),
-            torch.full((self._items,), weight / self._items, dtype=torch.float64),
-        )
+        items = self._size if reduction == "mean" and weight is None else extract_batch_size(self._part)
+        if reduction == "mean" and weight in (None, self._size, items):
+            self.values[name] = value
+            return
+        row = (value / items if reduction == "sum" else value).expand(items)
+        self.values[name] = row, torch.full_like(row, (weight or items) / items)
+
+
+def _merged(reduction: str, value: Any, size: int) -> tuple[torch.Tensor, int]:
+    """What is logged for the batch, and how much it counts in an epoch's mean."""
+    if isinstance(value, torch.Tensor):
+        return value, size
+    rows, weights = value
+    merged = {"mean": (rows * weights).sum() / weights.sum(), "sum": rows.sum(), "min": rows.amin(), "max": rows.amax()}
+    return merged[reduction], max(1, round(weights.sum().item()))
 
 
 def _updates(module: Any) -> list[int]:

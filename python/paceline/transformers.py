@@ -50,6 +50,12 @@ class PacelineMixin:
             args._n_gpu = min(args.n_gpu, 1)  # otherwise the Trainer wraps the model in nn.DataParallel
         super().__init__(model, args, *arguments, **options)  # type: ignore[call-arg]
         trainer: Any = self
+        trainer.args._n_gpu = min(trainer.args.n_gpu, 1)  # also where the arguments are the default ones
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            raise InvalidArgument(
+                "PacelineMixin: FSDP and DeepSpeed split the model over processes of their own, one for each GPU. Use a plain Trainer with these, or "
+                "leave them out."
+            )
         if trainer.args.torch_compile:
             raise InvalidArgument(
                 "PacelineMixin: torch_compile=True compiles the model before it is copied for the devices. Pass a model with "
@@ -76,10 +82,14 @@ class PacelineMixin:
         if self.data_parallel is None:
             self.data_parallel = DataParallel(trainer.accelerator.unwrap_model(model), **self.data_parallel_options)
 
-        def loss_fn(module: Any, part: Any) -> Any:
-            return one_device(module, part)  # the mean over the labels of the slice
+        shifted = trainer._loss_shifts_labels
 
-        weight = _labels_per_item(inputs, shifted=trainer._loss_shifts_labels)
+        def loss_fn(module: Any, part: Any) -> Any:
+            """The mean over the labels of the slice."""
+            labels = None if trainer.compute_loss_func is None else _labels_per_item(part, shifted=shifted)
+            return one_device(module, part, num_items_in_batch=None if labels is None else labels.sum())
+
+        weight = _labels_per_item(inputs, shifted=shifted)
         items = num_items_in_batch
         if items is not None and trainer.args.average_tokens_across_devices:
             items = items / (

@@ -36,6 +36,7 @@ class Classifier(pl.LightningModule):
         loss = nn.functional.cross_entropy(output, batch[1]) * self.scale
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         self.log_dict({"largest": output.max(), "steps": float(self.global_step)}, reduce_fx="max", on_step=True)
+        self.log("constant size", loss, batch_size=20, on_epoch=True, on_step=False)
         self.log("right", (output.argmax(1) == batch[1]).sum(), reduce_fx="sum", on_epoch=True, on_step=False)
         return loss
 
@@ -155,13 +156,19 @@ def test_outputs_beside_the_loss_come_back_whole(tmp_path: Any) -> None:
 def test_weights_of_a_mean_over_tokens(tmp_path: Any) -> None:
     class Masked(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            weight = 1 + batch[1].double()
+            weight = batch[1].double()  # some slices have none
             losses = nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
-            return (losses * weight).sum() / weight.sum()
+            loss = (losses * weight).sum() / weight.sum()
+            self.log("loss", loss, on_step=True, batch_size=len(batch[0]))
+            self.log("mean_of_sizes", loss.detach() + 1, on_step=True)
+            return loss
 
     ours, theirs = Masked(), Masked()
-    fit(ours, PacelineStrategy(TWO, balance=[1, 3], weight=lambda batch: 1 + batch[1]), tmp_path)
-    fit(theirs, None, tmp_path)
+    strategy = PacelineStrategy(TWO, balance=[1, 3], weight=lambda batch: batch[1], micro_batch=2)
+    _, got = fit(ours, strategy, tmp_path)
+    _, wanted = fit(theirs, None, tmp_path)
+    for mine, reference in zip(got.steps, wanted.steps, strict=True):
+        assert mine == pytest.approx(reference, rel=1e-9)
     worst = max((a - b).abs().max().item() for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
     assert worst < 1e-12
 
@@ -194,6 +201,11 @@ class LogsMetric(Updates):
         return Classifier.training_step(self, batch, batch_idx)
 
 
+class Skips(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None
+
+
 class OwnReduction(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("middle", 1.0, reduce_fx=torch.median)
@@ -208,6 +220,7 @@ class OwnReduction(Classifier):
         (Updates, "updates a torchmetrics object"),
         (LogsMetric, "with a torchmetrics object"),
         (OwnReduction, "reduce_fx=median"),
+        (Skips, "returned no loss for a slice"),
     ],
 )
 def test_what_a_split_would_make_wrong_is_refused(module: Any, message: str, tmp_path: Any) -> None:

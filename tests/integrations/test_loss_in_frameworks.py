@@ -51,6 +51,8 @@ def test_fabric(precision: Any) -> None:
         fabric.clip_gradients(model, plain, max_norm=0.5)
         plain.step()
     optimizer = fabric.setup_optimizers(adam(module))
+    seen: set[torch.dtype] = set()
+    module[0].register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
     with DataParallel(module, TWO) as trainer:
         for batch in batches:
             optimizer.zero_grad()
@@ -59,6 +61,7 @@ def test_fabric(precision: Any) -> None:
             fabric.backward(loss)
             fabric.clip_gradients(module, optimizer, max_norm=0.5)
             optimizer.step()
+    assert seen == {torch.bfloat16 if mixed else torch.float64}
     # Fabric's own module rounds its double outputs to single precision, and the trainer's loss does not.
     assert difference(module, reference) < (2e-3 if mixed else 1e-7)
 

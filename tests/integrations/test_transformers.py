@@ -123,7 +123,10 @@ def test_training_a_classifier_is_that_of_one_device(tmp_path: Any) -> None:
 
 
 def test_bf16_runs_on_the_devices(tmp_path: Any) -> None:
-    _, got = train(Parallel, llama().float(), tmp_path, bf16=True)
+    model, seen = llama().float(), set()
+    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+    _, got = train(Parallel, model, tmp_path, bf16=True)
+    assert seen == {torch.bfloat16}
     _, wanted = train(Trainer, llama().float(), tmp_path, bf16=True)
     assert [loss for loss, _ in got] == pytest.approx([loss for loss, _ in wanted], abs=2e-2)
 

@@ -25,10 +25,10 @@ def test_a_signal_sets_the_flag_and_the_earlier_handler_runs_and_comes_back() ->
             assert "not requested" in repr(stop)
             os.kill(os.getpid(), signal.SIGTERM)
             assert stop
-            assert stop.signal is signal.SIGTERM
+            assert stop.signal == signal.SIGTERM
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert stop.signal is signal.SIGTERM
-            assert "SIGTERM" in repr(stop)
+            assert stop.signal == signal.SIGTERM
+            assert "by signal 15" in repr(stop)
         assert called == [signal.SIGUSR1]
         assert signal.getsignal(signal.SIGUSR1) is earlier
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -54,6 +54,14 @@ def test_the_trainer_knows_and_finishes_the_step() -> None:
         assert not trainer.stop_requested
 
 
+def test_an_interrupt_is_a_request_too_and_any_number_may_be_given_twice() -> None:
+    with paceline.stop_on(signal.SIGINT, signal.SIGRTMIN + 1, signal.SIGINT) as stop:
+        os.kill(os.getpid(), signal.SIGRTMIN + 1)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.signal == signal.SIGRTMIN + 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_a_stop_may_be_requested_without_a_signal_from_any_thread() -> None:
     found: list[bool] = []
 
@@ -70,8 +78,9 @@ def test_a_stop_may_be_requested_without_a_signal_from_any_thread() -> None:
     assert found == [True]
 
 
-def test_a_signal_that_cannot_be_caught_is_refused_and_nothing_is_left_behind() -> None:
-    with pytest.raises(InvalidArgument, match="cannot be caught"), paceline.stop_on(signal.SIGTERM, signal.SIGKILL):
+@pytest.mark.parametrize("wrong", [signal.SIGKILL, 999, "SIGTERM"])
+def test_a_signal_that_cannot_be_caught_is_refused_and_nothing_is_left_behind(wrong: Any) -> None:
+    with pytest.raises(InvalidArgument, match="cannot be caught"), paceline.stop_on(signal.SIGTERM, wrong):
         pass
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 

@@ -93,18 +93,40 @@ def test_extras_may_be_any_nest() -> None:
         ),
         (lambda output, part: output[:1], r"extras has shape \(1, 3\) for \d+ items"),
         (lambda output, part: {"a": 3.0}, r"extras\['a'\] is float, not a tensor"),
-        (lambda output, part: output if part[0].shape[0] == 5 else {"a": output}, "in one micro-batch and"),
+        (lambda output, part: output if part[0].shape[0] == 3 else {"a": output}, "in one micro-batch and"),
+        (lambda output, part: {"a": output} | ({} if part[0].shape[0] == 3 else {"b": output}), "has other entries"),
+        (lambda output, part: [output] * part[0].shape[0], "has other entries"),
     ],
-    ids=["count", "shape", "number", "structure"],
+    ids=["count", "shape", "number", "structure", "keys", "length"],
 )
 def test_extras_that_cannot_be_put_together_are_refused_and_nothing_is_committed(extras: Any, message: str) -> None:
-    module, batch = classifier(10 if message.startswith("in one") else 16)
-    ratios = [1, 1] if len(batch[0]) == 16 else [0.3, 0.7]
-    if len(batch[0]) == 10:
-        extras = lambda output, part: output if part[0].shape[0] == 3 else {"a": output}  # noqa: E731
-    with DataParallel(module, TWO, balance=ratios) as trainer, pytest.raises(InvalidArgument, match=message):
+    module, batch = classifier(10)
+    with DataParallel(module, TWO, balance=[0.3, 0.7]) as trainer, pytest.raises(InvalidArgument, match=message):
         trainer.step(lambda m, b: (classify(m, b), extras(m(b[0]), b)), batch)
     assert module[0].weight.grad is None
+
+
+def test_another_function_without_extras_does_not_run_on_items_without_weight() -> None:
+    module, batch = classifier(16)
+    weight = torch.tensor([0] * 12 + [1] * 4)
+    data = (*batch, weight)
+
+    def bare(replica: Any, part: Any) -> Any:
+        assert part[2].any()
+        return classify(replica, part)
+
+    with DataParallel(module, TWO, micro_batch=4) as trainer:
+        trainer.step(with_extras, data, weight=weight)
+        assert len(trainer.extras["output"]) == 16
+        trainer.step(bare, data, weight=weight)
+
+
+def test_extras_are_no_views_of_the_batch() -> None:
+    module, batch = classifier(16)
+    with DataParallel(module, ["host:0"], micro_batch=16) as trainer:
+        trainer.step(lambda m, b: (classify(m, b), b[0]), batch)
+        trainer.extras.zero_()
+    assert batch[0].abs().sum() > 0
 
 
 def test_check_takes_a_loss_with_extras() -> None:
@@ -199,9 +221,10 @@ def test_samples_may_be_of_any_type_and_weights_are_made_from_them() -> None:
         ([], collate, "the list of samples is empty"),
         (torch.ones(4, 2), collate, "Tensor together with collate="),
         ({"a": 1}, collate, "dict together with collate="),
+        ((torch.ones(4, 2), torch.ones(4)), collate, "tuple together with collate="),
         ([1, 2], "list", "collate: str; a function"),
     ],
-    ids=["empty", "tensor", "mapping", "no function"],
+    ids=["empty", "tensor", "mapping", "a tuple of tensors", "no function"],
 )
 def test_samples_that_cannot_be_used_are_refused(batch: Any, collate: Any, message: str) -> None:
     with DataParallel(classifier()[0], TWO) as trainer, pytest.raises(InvalidArgument, match=message):

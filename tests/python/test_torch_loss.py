@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -158,16 +159,101 @@ def test_tensors_outside_of_the_module_get_their_gradients_with_the_factor() -> 
     torch.testing.assert_close(temperature.grad, 7 + 3 * wanted, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_tensors_that_are_new_each_time_get_their_gradient_at_backward(count: int) -> None:
+    module, batch = classifier(16)
+    with DataParallel(module, hosts(count)) as trainer:
+        for _ in range(6):
+            shift = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+            wanted = torch.autograd.grad(nn.functional.cross_entropy(module(batch[0]) + shift, batch[1]), shift)[0]
+            loss = trainer.loss(lambda m, b, s=shift: nn.functional.cross_entropy(m(b[0]) + s, b[1]), batch)  # type: ignore[misc]
+            assert shift.grad is None
+            (3 * loss).backward()
+            torch.testing.assert_close(shift.grad, 3 * wanted, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_hooks_of_tensors_outside_of_the_module_run_once(count: int) -> None:
+    module, batch = classifier(16)
+    factor = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+    wanted = torch.autograd.grad(nn.functional.cross_entropy(module(batch[0]) * factor, batch[1]), factor)[0]
+    seen: list[torch.Tensor] = []
+
+    def double(gradient: torch.Tensor) -> torch.Tensor:
+        seen.append(gradient)
+        return 2 * gradient
+
+    factor.register_hook(double)
+    with DataParallel(module, hosts(count)) as trainer:
+        trainer.loss(lambda m, b: nn.functional.cross_entropy(m(b[0]) * factor, b[1]), batch).backward()
+    torch.testing.assert_close(factor.grad, 2 * wanted, rtol=1e-12, atol=0)
+    assert len(seen) == 1
+
+
+def test_the_loss_may_be_changed_in_place() -> None:
+    module, batch = classifier(16)
+    expected = [one / 4 for one in plain(module, classify, batch)[1] if one is not None]
+    with DataParallel(module, TWO) as trainer:
+        loss = trainer.loss(classify, batch)
+        loss /= 4
+        loss.backward()
+    assert_same_gradients(module, expected)
+
+
+def test_a_parameter_that_a_loss_does_not_reach_may_be_written_before_its_backward() -> None:
+    module: Any = nn.ModuleDict({"a": nn.Linear(3, 1), "b": nn.Linear(3, 1)})
+    batch = torch.randn(8, 3)
+
+    def loss_fn(replica: Any, part: Any) -> Any:
+        return replica["a"](part).square().mean()
+
+    with DataParallel(module, TWO) as trainer:
+        first = trainer.loss(loss_fn, batch)
+        with torch.no_grad():
+            module["b"].weight.add_(1)
+        first.backward()
+    assert module["a"].weight.grad is not None
+
+
+def test_sparse_gradients_of_one_device_accumulate() -> None:
+    module: Any = nn.EmbeddingBag(10, 3, sparse=True, dtype=torch.float64)
+    with DataParallel(module, ["host:0"]) as trainer:
+        for _ in range(2):
+            trainer.loss(lambda m, b: m(b).square().mean(), torch.arange(8).reshape(4, 2)).backward()
+    assert module.weight.grad.is_sparse
+
+
+def test_a_module_that_cannot_be_copied_still_steps_on_one_device_after_a_loss_that_was_refused() -> None:
+    module, batch = classifier(16)
+    module.lock = threading.Lock()
+    with DataParallel(module, ["host:0"]) as trainer:
+        with pytest.raises(InvalidArgument, match="cannot be copied"):
+            trainer.loss(classify, batch)
+        trainer.step(classify, batch)
+    assert module[0].weight.grad is not None
+
+
+def test_a_batch_without_weight_has_no_gradient_if_the_caller_names_the_total() -> None:
+    module, batch = classifier(16)
+    with DataParallel(module, TWO) as trainer:
+        loss = trainer.loss(classify, batch, weight=torch.zeros(16), total=5)
+        assert loss.item() == 0
+        loss.backward()
+    assert gradients(module) == [None] * 4
+
+
 def test_parameters_that_the_loss_does_not_reach_keep_their_gradient() -> None:
     module, batch = classifier(16)
     module.spare = nn.Linear(2, 2)
+    module.spare.weight.grad = torch.ones(2, 2)
 
     def loss_fn(replica: Any, part: Any) -> Any:
         return nn.functional.cross_entropy(replica[2](replica[1](replica[0](part[0]))), part[1])
 
     with DataParallel(module, TWO) as trainer:
         trainer.loss(loss_fn, batch).backward()
-    assert module.spare.weight.grad is None
+    assert module.spare.weight.grad.equal(torch.ones(2, 2))
+    assert module.spare.bias.grad is None
     assert module[0].weight.grad is not None
 
 

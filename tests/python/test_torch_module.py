@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,11 @@ from paceline.torch import Module
 from torch_support import TWO, assert_same_gradients, classifier, gradients, hosts, worst_difference
 
 COUNTS = [1, 2, 3]
+
+
+def _thread_name() -> str:
+    """The name that the system knows the calling thread by."""
+    return Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text().strip()
 
 
 def contrastive(a: torch.Tensor, b: torch.Tensor) -> Any:
@@ -40,14 +48,19 @@ def test_a_loss_that_couples_items_has_the_gradient_of_one_device(count: int) ->
 @pytest.mark.parametrize("count", COUNTS)
 def test_inputs_that_require_a_gradient_get_it(count: int) -> None:
     module, (x, _) = classifier(16)
-    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    theirs = x.clone().requires_grad_()
     module(theirs * 2).square().sum().backward()
     expected = gradients(module)
-    module.zero_grad()
     with Module(module, hosts(count)) as parallel:
-        parallel(mine * 2).square().sum().backward()
-    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-14)
-    assert_same_gradients(module, expected)
+        for _ in range(6):  # the leaves of the slices are new ones each time
+            module.zero_grad()
+            mine = x.clone().requires_grad_()
+            parallel(mine * 2).square().sum().backward()
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+            assert_same_gradients(module, expected)
+        assert parallel(theirs).requires_grad
+        with torch.no_grad():
+            assert not parallel(theirs).requires_grad
 
 
 def test_networks_may_follow_one_another() -> None:
@@ -55,8 +68,71 @@ def test_networks_may_follow_one_another() -> None:
     reference = copy.deepcopy(nn.Sequential(first, second))
     contrastive(reference(x), reference(x)).backward()
     with Module(first, TWO) as a, Module(second, TWO) as b:
-        contrastive(b(a(x)), b(a(x))).backward()
+        for _ in range(5):
+            first.zero_grad()
+            second.zero_grad()
+            contrastive(b(a(x)), b(a(x))).backward()
+            assert_same_gradients(nn.Sequential(first, second), gradients(reference))
+
+
+def test_a_network_that_begins_in_place_follows_another() -> None:
+    (first, (x, _)), second = classifier(16), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 4, dtype=torch.float64))
+    reference = copy.deepcopy(nn.Sequential(first, second))
+    reference(x).square().sum().backward()
+    with Module(first, TWO) as a, Module(second, TWO) as b:
+        b(a(x)).square().sum().backward()
     assert_same_gradients(nn.Sequential(first, second), gradients(reference))
+
+
+def test_freezing_between_forward_and_backward_moves_no_gradient_to_another_parameter() -> None:
+    module: Any = nn.Sequential(*(nn.Linear(6, 6, dtype=torch.float64) for _ in range(4)))
+    module[3].weight.requires_grad_(False)
+    x = classifier(16)[1][0]
+    wanted = copy.deepcopy(module)
+    wanted(x).square().sum().backward()
+    with Module(module, TWO) as parallel:
+        loss = parallel(x).square().sum()
+        module[0].weight.requires_grad_(False)
+        module[3].weight.requires_grad_(True)
+        loss.backward()
+    assert module[0].weight.grad is None
+    assert module[3].weight.grad is None
+    assert worst_difference(gradients(module)[2:6], gradients(wanted)[2:6]) < 1e-12
+
+
+def test_a_prediction_between_forward_and_backward_disturbs_no_graph() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    x = classifier(16)[1][0]
+    reference = copy.deepcopy(module)
+    reference(x).square().sum().backward()
+    with Module(module, TWO, balance=[1, 0]) as parallel:
+        loss = parallel(x).square().sum()
+        with torch.no_grad():
+            parallel(2 * x)
+        loss.backward()
+        del loss
+        assert not parallel.trainer._execution.replicas.graphs
+    assert_same_gradients(module, gradients(reference))
+
+
+def test_shares_follow_the_times() -> None:
+    module, (x, _) = classifier(64)
+
+    class Slow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self, x: Any) -> Any:
+            if _thread_name().endswith("host:1"):
+                time.sleep(len(x) * 1e-4)
+            return self.inner(x)
+
+    with Module(Slow(), TWO) as parallel:
+        for _ in range(20):
+            parallel(x).sum().backward()
+        shares = parallel.trainer.shares
+    assert shares["host:0"] > 2 * shares["host:1"]
 
 
 def test_nests_keyword_arguments_and_outputs_without_gradient() -> None:
@@ -147,6 +223,12 @@ def test_keys_of_the_state_are_those_of_the_module_also_inside_of_another_one() 
         assert not any(parallel.load_state_dict(copy.deepcopy(module).state_dict()))
         assert parallel.state_dict()["0.weight"].abs().sum() == 0
         assert outer.state_dict()._metadata["1.1"] == {"version": 2}  # type: ignore[attr-defined]
+        metadata = dict(state_of._metadata) if (state_of := parallel.state_dict()) else {}
+        assert metadata == dict(module.state_dict()._metadata)  # type: ignore[attr-defined]
+        parallel.load_state_dict(state_of)
+        assert dict(state_of._metadata) == metadata
+        with pytest.raises(InvalidArgument, match="deepcopy"):
+            copy.deepcopy(parallel)
         with pytest.raises(RuntimeError, match="Missing key"):
             parallel.load_state_dict({})
 

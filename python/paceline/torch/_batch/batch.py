@@ -225,6 +225,10 @@ def set_field(target: Any, name: str, value: Any) -> None:
         object.__setattr__(target, name, value)
 
 
+def _described_entries(node: Any) -> str:
+    return ", ".join(map(repr, node)) or "none" if isinstance(node, (dict, UserDict)) else f"{len(node)} of them"
+
+
 # A part of the batch: the items [begin, end), and what belongs to them.
 Piece = tuple[int, int, Any]
 # Makes one tensor of the tensors in the same place of all pieces. The path names the place.
@@ -296,6 +300,14 @@ def joined(pieces: list[Piece], path: str, leaf: Leaf, call: str) -> Any:
         for field in dataclasses.fields(first):
             set_field(result, field.name, inner(operator.attrgetter(field.name), f".{field.name}"))
         return result
+    if isinstance(first, (dict, UserDict, list, tuple)):
+        entries = set(first) if isinstance(first, (dict, UserDict)) else len(first)
+        for _, _, piece in pieces:
+            if (set(piece) if isinstance(piece, (dict, UserDict)) else len(piece)) != entries:
+                raise InvalidArgument(
+                    f"{call}: {path} has other entries in one micro-batch than in another: {_described_entries(first)} and "
+                    f"{_described_entries(piece)}. Return the same for every slice, whatever its items are."
+                )
     if isinstance(first, (dict, UserDict)):
         result = copy.copy(first)
         for key in first:

@@ -49,15 +49,17 @@ class Extras:
 
         self._pieces.append((begin, end, joined([(begin, end, extras)], "extras", leaf, "step")))
 
-    def whole(self, items: Items | None, move: Move, own: Move) -> Any:
+    def whole(self, items: Items | None, move: Move) -> Any:
         """The extras of the batch, or None if there are none. `move` brings tensors to where they are put together."""
         if not self._pieces:
             return None
 
         def leaf(pieces: list[Piece], path: str) -> torch.Tensor:
             if any(tensor.dim() for _, _, tensor in pieces):
-                return rows_of(pieces, path, move, own if items is None else items.restored, "step")
+                return rows_of(pieces, path, move, torch.clone if items is None else items.restored, "step")
             busy = [piece for piece in pieces if not self._objective.idle(*piece[:2])]
+            if not busy:  # a batch without weight, which only total= allows
+                return torch.full_like(pieces[0][2], torch.nan)
             parts = [move(tensor).double() * self._objective.share(begin, end) for begin, end, tensor in busy]
             mean: torch.Tensor = torch.stack(parts).sum().to(pieces[0][2].dtype)
             return mean

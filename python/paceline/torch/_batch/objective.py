@@ -69,11 +69,12 @@ class Objective:
         self._mean = reduction == "mean"
         self._weights: torch.Tensor | None = None
         self._weight: int | float = size  # of the whole batch
+        given = None if total is None else _positive(total, check)
         if weight is not None:
-            self._weigh(batch, size, weight, pin, check)
-        self._total = self._weight if total is None else _positive(total, check)  # what the sum is divided by
+            self._weigh(batch, size, weight, pin, check, may_be_zero=given is not None)
+        self._total = self._weight if given is None else given  # what the sum is divided by
 
-    def _weigh(self, batch: Any, size: int, weight: Weight, pin: Pin, check: Check) -> None:
+    def _weigh(self, batch: Any, size: int, weight: Weight, pin: Pin, check: Check, *, may_be_zero: bool) -> None:
         if not isinstance(weight, torch.Tensor) and not callable(weight):
             raise InvalidArgument(
                 f"weight: {type(weight).__name__}; a 1-D tensor with one weight per item, or a callable that makes one from the batch, "
@@ -92,6 +93,8 @@ class Objective:
         values = values.detach().to("cpu", torch.float64 if values.is_floating_point() else torch.int64)
         self._weights = pin(values)
         self._weight = values.sum().item()
+        if may_be_zero and not bool(values.any()):
+            return
         if not math.isfinite(self._weight) or self._weight <= 0:
             raise InvalidArgument(
                 f"weight: the weights of the batch sum to {self._weight}; the objective is divided by that sum, so it must be positive and "

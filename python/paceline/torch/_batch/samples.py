@@ -31,21 +31,22 @@ class Samples(Batch):
             raise InvalidArgument(
                 f"collate: {type(collate).__name__}; a function that makes a slice from a list of samples is needed."
             )
-        if isinstance(data, (str, bytes, Mapping, torch.Tensor)) or not isinstance(data, Sequence):
+        together = isinstance(data, tuple) and any(isinstance(entry, torch.Tensor) for entry in data)
+        if together or isinstance(data, (str, bytes, Mapping, torch.Tensor)) or not isinstance(data, Sequence):
             raise InvalidArgument(
                 f"batch: {type(data).__name__} together with collate=, which takes a list of samples, one per item. Give the DataLoader "
                 "collate_fn=list, or leave collate= out if the batch is put together already."
             )
         if not data:
             raise InvalidArgument("batch: the list of samples is empty. Skip empty batches.")
-        self._samples = data
+        self._samples = data if isinstance(data, list) else list(data)
         self._collate = collate
         self.size = len(data)
         self.places = {}
         self.item_shapes = ()
 
     def slice(self, begin: int, end: int, move: Move = same) -> Any:
-        return moved(self._collate(list(self._samples[begin:end])), move)
+        return moved(self._collate(self._samples[begin:end]), move)
 
     def gathered(self, rows: torch.Tensor, move: Move = same) -> Any:
         return moved(self._collate([self._samples[row] for row in rows.tolist()]), move)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import weakref
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -97,6 +98,9 @@ class Replicas:
         self._replicate = replicate
         self._reader = Reader()
         self.list: list[Replica] = []
+        self.graphs: weakref.WeakSet[Any] = (
+            weakref.WeakSet()
+        )  # forwards whose graphs are alive, and keep the buffers they have read
         self.generation = 0  # how often the replicas were made
         with torch.inference_mode(False):
             self._build()
@@ -214,24 +218,28 @@ class Replicas:
         """From now on a single device has a copy of the module, too. The copy's parameters have no hooks, and a ``.grad`` of their own."""
         if not self.shared:
             self.shared = True
-            with torch.inference_mode(False):
-                self._build()
+            try:
+                with torch.inference_mode(False):
+                    self._build()
+            except BaseException:
+                self.shared = False
+                raise
 
-    def refresh(self, function: Any = None, *, hooks: bool = False, graphs: bool = False) -> None:
+    def refresh(self, function: Any = None, *, hooks: bool = False) -> None:
         """Follow what the user changed on the module, before a step of `function`. Costs a pass over cached lists.
 
-        Refuses parameters with gradient hooks, unless they may have `hooks`. `graphs`: graphs of earlier forwards keep their buffers.
+        Refuses parameters with gradient hooks, unless they may have `hooks`.
 
         This leaves inference mode, which the caller may be in for `predict`: a later step could not use tensors that are made in it.
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return self.refresh(function, hooks=hooks, graphs=graphs)
+                return self.refresh(function, hooks=hooks)
         self._reader.follow(function)
         with torch.no_grad():
-            self._refresh(hooks, graphs)
+            self._refresh(hooks)
 
-    def _refresh(self, hooks: bool, graphs: bool) -> None:
+    def _refresh(self, hooks: bool) -> None:
         if not self._fits():
             self._places.drain()  # devices may still use what is about to be released
             self._build()
@@ -245,7 +253,7 @@ class Replicas:
                 check_hooks(name, parameter)
         requires_grad, training = list(map(_requires_grad, self.parameters)), list(map(_training, self.modules))
         for replica in self.list:
-            replica.follow(requires_grad, training, anew=graphs)
+            replica.follow(requires_grad, training, anew=bool(self.graphs))
 
     def _follow(self, attributes: Attributes) -> None:
         """Follow attributes and hooks that the user has changed. What a replica's forward has set stays, unless the user has changed it."""

@@ -62,8 +62,9 @@ class Carried:
                 "backward: called a second time on a loss of trainer.loss(), which hands its gradients out once and keeps no copy. Call "
                 "backward once, on the sum of all that depends on the loss, or call trainer.loss() again."
             )
-        for index, (leaf, version) in enumerate(zip(self._leaves, self._versions, strict=True)):
-            if leaf._version != version:
+        reached = zip(self._leaves, self._versions, self._gradients, strict=True)
+        for index, (leaf, version, gradient) in enumerate(reached):
+            if gradient is not None and leaf._version != version:
                 name = self._names[index] if index < len(self._names) else f"of shape {tuple(leaf.shape)}"
                 raise RuntimeError(
                     f"backward: parameter {name} was written in place since trainer.loss() computed this loss, so its gradients belong to other "
@@ -86,7 +87,7 @@ class _HandOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, carried: Carried, value: torch.Tensor, *leaves: torch.Tensor) -> torch.Tensor:
         ctx.carried = carried
-        return value.view(())
+        return value.clone()  # not a view, so that the caller may change it in place, as by ``loss /= 4``
 
     @staticmethod
     def backward(ctx: Any, *factors: torch.Tensor) -> Any:

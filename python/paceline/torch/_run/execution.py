@@ -113,16 +113,15 @@ class Execution:
         order: list[int] | None = None,
         *,
         hooks: bool = False,
-        graphs: bool = False,
     ) -> Frame:
         """What a run starts from. Brings the replicas up to date with the module.
 
         With `costs` a plan orders the items by cost. A given `order` takes the place of a plan. `hooks`: whether parameters may have
-        gradient hooks, since gradients of slices are not theirs to see. `graphs`: whether graphs of earlier forwards are alive.
+        gradient hooks, since gradients of slices are not theirs to see.
         """
         self._random = random = RandomStates(self.places)
         self._edits.begin(whole)
-        self.replicas.refresh(fn, hooks=hooks, graphs=graphs)
+        self.replicas.refresh(fn, hooks=hooks)
         least = self.follow_modules(work)
         items = None
         if order is not None:
@@ -214,11 +213,12 @@ class Execution:
         """
         # With one device the user's module itself runs, so its buffers are saved in case the step fails.
         kept = None if self.replicas.shared else KeptBuffers(self.replicas.modules)
-        user = UserGradients(self.replicas)
+        user = UserGradients(self.replicas, adds=not run.carries)
         try:
             run.outside = self._outside
             replicas = [replica.parameters for replica in self.replicas.list]
-            self._outside.begin(run.loss_fn, [self.replicas.parameters, *replicas], self.replicas.shared)
+            parameters = [self.replicas.parameters, *replicas]
+            self._outside.begin(run.loss_fn, parameters, self.replicas.shared, carries=run.carries)
             outcome = self._execute(work, run)
             user.check()
             run.check()
@@ -228,7 +228,7 @@ class Execution:
                 warn_of_normalised_apart(using_batch_statistics(self.replicas.norms))
             with torch.no_grad():
                 loss = run.loss()
-                extras = run.extras.whole(run.items, self.places.to_home, self.places.owned)
+                extras = run.extras.whole(run.items, self.places.to_home)
                 totals = user.totals(run.left_out) if run.buckets is None else run.buckets.totals()
                 if keep:
                     self._commit(work, run, user, totals, outcome)
@@ -340,7 +340,7 @@ class Execution:
             if work.writes_buffers and outcome.divided:
                 raise _TryAgainError(complete=True)
         if run.lacks_extras:
-            run.seen.extras = True
+            run.note_extras()
             raise _TryAgainError
         self._edits.check()
         return outcome

@@ -104,13 +104,14 @@ class OwnStorages:
 class UserGradients:
     """The user's own ``.grad`` during a step. It is set aside, so that a failure leaves it as it was, and added to in the end."""
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: Replicas, *, adds: bool = True) -> None:
+        """`adds`: whether `commit` will add to the gradients."""
         self._replicas = replicas
         self._before: list[torch.Tensor | None] = list(map(_grad, replicas.parameters))
         for name, gradient in zip(replicas.names, self._before, strict=True):
             if gradient is None:
                 continue
-            if gradient.layout is not torch.strided and replicas.shared:
+            if gradient.layout is not torch.strided and adds and len(replicas.list) > 1:
                 raise InvalidArgument(
                     f"step: the .grad of parameter {name} is sparse; a dense gradient cannot be added to it. Set it to None first."
                 )

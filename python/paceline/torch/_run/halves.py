@@ -47,6 +47,7 @@ class ForwardRun(PredictRun):
             part = tensor.detach()[begin:end]
             if next(wanted):
                 inputs.append(part.requires_grad_())
+                return part.clone()  # the module may begin with an operator in place, which a leaf refuses
             return part
 
         part = self._whole.cut(take, self.places.mover(device))
@@ -126,9 +127,8 @@ class BackwardRun(TrainRun):
         if not roots:
             return False
         self.with_gradient = True
-        for root in roots:
-            if self.outside is not None:
-                self.outside.look(root)
+        if self.outside is not None:
+            self.outside.hold([*part.inputs, *self._forward.outside.values()])
         with self.draws.watches[device] if self._refuses_recomputation else contextlib.nullcontext():
             backward_watched(roots, gradients)
         return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -36,14 +36,22 @@ class OutsideGradients:
         self._function: Any = None
         self._parameters: list[list[torch.Tensor]] = []
         self._own: set[int] | None = None
-        self._looks = self._shared = False
+        self._looks = self._shared = self._carries = False
+        self._hooks: list[tuple[Any, Any, Any]] = []  # tensors, and the hooks that rest
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None, int]] = {}
 
-    def begin(self, function: Any, parameters: list[list[torch.Tensor]], shared: bool) -> None:
-        """Prepare for a step. `parameters` are those of the module, and those of each replica."""
+    def begin(
+        self, function: Any, parameters: list[list[torch.Tensor]], shared: bool, *, carries: bool = False
+    ) -> None:
+        """Prepare for a step. `parameters` are those of the module, and those of each replica.
+
+        With `carries` the gradients are handed out later, by `taken`. Then every graph is searched, since a tensor that is missed would keep
+        its gradient, and hooks of tensors rest until then.
+        """
+        self._carries = carries
         self._signs.setdefault(self._function, set()).update(self._new)
         self._new = set()
-        function = _code_of(function)
+        function = code_of(function)
         if len(self._steps) >= _MOST_FUNCTIONS and function not in self._steps:
             self._steps.clear()
             self._known.clear()
@@ -51,7 +59,7 @@ class OutsideGradients:
         self._function, self._shared = function, shared
         steps = self._steps[function] = self._steps.get(function, 0) + 1
         # The graphs are searched again once in a while, since a loss may get another term.
-        self._looks = steps <= _LOOKS or steps & (steps - 1) == 0
+        self._looks = carries or steps <= _LOOKS or steps & (steps - 1) == 0
         self._parameters, self._own = parameters, None
         self._before = {}
         alive = [(reference, reference()) for reference in self._known.pop(function, [])]
@@ -69,11 +77,13 @@ class OutsideGradients:
             if self._own is None:
                 self._own = {id(one) for ones in self._parameters for one in ones}
         self._new.add(sign)
-        for leaf in leaves_of(root):
-            if id(leaf) in self._own or not leaf.requires_grad:
-                continue
+        self.hold(leaf for leaf in leaves_of(root) if id(leaf) not in self._own)
+
+    def hold(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Set aside the gradients of these tensors. Called on a worker."""
+        for leaf in leaves:
             with self._lock:
-                if id(leaf) not in self._before:
+                if leaf.requires_grad and id(leaf) not in self._before:
                     self._set_aside(leaf)
                     self._known[self._function].append(TensorWeakRef(leaf))
 
@@ -98,11 +108,17 @@ class OutsideGradients:
         """Put the gradients back as they were before the step."""
         for leaf, before, _ in self._before.values():
             leaf.grad = before
-        self._before = {}
+        for hooked, hooks, late in self._hooks:
+            hooked._backward_hooks, hooked._post_accumulate_grad_hooks = hooks, late
+        self._before, self._hooks = {}, []
         self._parameters, self._own = [], None
 
     def _set_aside(self, leaf: torch.Tensor) -> None:
-        if self._shared and isinstance(leaf, nn.Parameter):
+        if self._carries:
+            hooked: Any = leaf
+            self._hooks.append((leaf, hooked._backward_hooks, hooked._post_accumulate_grad_hooks))
+            hooked._backward_hooks = hooked._post_accumulate_grad_hooks = None
+        elif self._shared and isinstance(leaf, nn.Parameter):
             check_hooks(f"of shape {tuple(leaf.shape)} outside of the module", leaf)
         before = leaf.grad
         self._before[id(leaf)] = leaf, before, 0 if before is None else before._version
@@ -137,7 +153,7 @@ def leaves_of(root: torch.Tensor) -> Iterator[torch.Tensor]:
                 waiting.append(following)
 
 
-def _code_of(function: Any) -> Any:
+def code_of(function: Any) -> Any:
     """The code of the function, which is the same for each lambda that one place in the program makes."""
     while isinstance(function, functools.partial):
         function = function.func

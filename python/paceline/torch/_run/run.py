@@ -26,7 +26,7 @@ from paceline.torch._run.buckets import Buckets
 from paceline.torch._run.gradients import OwnStorages, View, views
 from paceline.torch._run.launch import Launch
 from paceline.torch._run.memory import metered
-from paceline.torch._run.outside import OutsideGradients
+from paceline.torch._run.outside import OutsideGradients, code_of
 from paceline.torch._run.seen import Seen
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, Any]]
@@ -182,6 +182,9 @@ class Run:
         """Whether the run has to be repeated for what `loss_fn` returns beside the loss."""
         return False
 
+    def note_extras(self) -> None:
+        """Let the next run have what this one lacks."""
+
     def launched(self, device: int, seconds: float) -> None:
         """Called after each piece, with the seconds from the arrival of its items until it was enqueued or, on the host, had run."""
 
@@ -222,7 +225,7 @@ class TrainRun(Run):
 
     def compute(self, device: int, begin: int, end: int) -> bool:
         idle = self.objective.idle(begin, end)
-        if idle and not self.seen.extras:
+        if idle and code_of(self.loss_fn) not in self.seen.extras:
             self._skipped = True
             return False
         part = self.bring(device, begin, end)
@@ -321,6 +324,12 @@ class TrainRun(Run):
     def lacks_extras(self) -> bool:
         """Whether items did not run because they have no weight, though each of them has extras."""
         return self._skipped and bool(self.extras)
+
+    def note_extras(self) -> None:
+        """Let items without weight run from now on, for the sake of their extras."""
+        if len(self.seen.extras) >= _MOST_SIZES:
+            self.seen.extras.clear()
+        self.seen.extras.add(code_of(self.loss_fn))
 
     def loss(self) -> torch.Tensor:
         """The objective: the sum of the terms, in the order of the items where they lie in one memory."""

@@ -26,7 +26,9 @@ class Seen:
         self.mode: Any = None
         self.drawing = Drawing()
         self.forward_ad = False  # whether this work uses forward-mode differentiation
-        self.extras = False  # whether a loss_fn returned extras, so that items without weight have to run, too
+        self.extras: set[Any] = (
+            set()
+        )  # functions that return extras, so that their items without weight have to run, too
         self._generation = 0
         self._compiled_module = False
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from paceline import Device, DeviceGroup
+from paceline import Device, DeviceGroup, InvalidArgument
 from paceline.comm import Transport
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._trainer.arguments import Balance
@@ -69,7 +69,6 @@ class Module(nn.Module):
         self.module = module
         self.trainer = trainer
         hooks: Any = self
-        hooks.register_state_dict_post_hook(_without_prefix)
         hooks.register_load_state_dict_pre_hook(_with_prefix)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
@@ -85,6 +84,20 @@ class Module(nn.Module):
         if not torch.is_grad_enabled():
             return self.trainer.predict((arguments, options), _call)
         return self.trainer._passes.forward(_call, (arguments, options))
+
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """The state of `module`, with its keys."""
+        return self.module.state_dict(*arguments, **options)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state of `module`."""
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise InvalidArgument(
+            "Module: it has workers, which cannot be copied. Copy what it runs, copy.deepcopy(module.module), for an average of the weights, "
+            "for example."
+        )
 
     def close(self) -> None:
         """End the workers. A second call does nothing."""
@@ -102,21 +115,8 @@ def _call(module: nn.Module, part: Any) -> Any:
     return module(*arguments, **options)
 
 
-def _without_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    _rename(state, f"{prefix}module.", prefix)
-
-
 def _with_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    _rename(state, prefix, f"{prefix}module.")
-
-
-def _rename(state: dict[str, Any], before: str, after: str) -> None:
-    """Give keys that begin with `before` the beginning `after`, in the same order, also those of the metadata."""
-    for entries, cut in (
-        (state, 0),
-        (getattr(state, "_metadata", {}), 1),
-    ):  # keys of the metadata have no dot at the end
-        old, new = before[: len(before) - cut], after[: len(after) - cut]
-        renamed = {new + key[len(old) :] if key.startswith(old) else key: value for key, value in entries.items()}
-        entries.clear()
-        entries.update(renamed)
+    """Give the keys of `module` the name that they have in a state that an outer module loads."""
+    renamed = {f"{prefix}module.{key[len(prefix) :]}" if key.startswith(prefix) else key: state[key] for key in state}
+    state.clear()
+    state.update(renamed)

@@ -34,7 +34,7 @@ class Passes:
             inputs = [tensor for _, tensor in whole.tensors()]
 
             def attempt() -> ForwardRun:
-                frame = self._execution.frame(self._works.steps, whole, fn, hooks=True, graphs=True)
+                frame = self._execution.frame(self._works.steps, whole, fn, hooks=True)
                 run = ForwardRun(frame, fn, whole)
                 self._execution.forward(self._works.steps, run)
                 return run
@@ -42,7 +42,9 @@ class Passes:
             run = self._execution.repeated(attempt)
             with torch.no_grad():
                 tensors, nest = run.gathered()
-        parameters = [parameter for parameter in replicas.parameters if parameter.requires_grad]
+            replicas.graphs.add(run)
+        trained = [index for index, parameter in enumerate(replicas.parameters) if parameter.requires_grad]
+        parameters = [replicas.parameters[index] for index in trained]
         sources = [tensor for tensor in inputs if tensor.requires_grad]
         outside = list(run.outside.values())
         runs: list[ForwardRun] = [run]  # taken out by the backward, which frees the graphs
@@ -58,10 +60,8 @@ class Passes:
                     "backward: called a second time through one forward, whose graphs on the devices are gone. Add the losses up and call "
                     "backward once, or run the module again."
                 )
-            run = runs.pop()
-            totals, others = self._backward(fn, whole, run, gradients)
-            ours = [total for total, one in zip(totals, replicas.parameters, strict=True) if one.requires_grad]
-            return [*ours, *run.input_gradients(others), *(others.get(id(one)) for one in outside)]
+            totals, of_inputs, by_leaf = self._backward(fn, whole, runs, gradients)
+            return [*(totals[index] for index in trained), *of_inputs, *(by_leaf.get(id(one)) for one in outside)]
 
         differentiable = [
             any(part.outputs[index].requires_grad for parts in run.slices for part in parts)
@@ -72,22 +72,24 @@ class Passes:
         return joined([(0, whole.size, nest)], "output", lambda pieces, path: next(outputs), "forward")
 
     def _backward(
-        self, fn: Callable[..., Any], whole: Batch, forward: ForwardRun, gradients: _Gradients
-    ) -> tuple[_Gradients, dict[int, torch.Tensor]]:
-        """The gradients of the parameters, and those of all other leaves by the leaf's identity."""
+        self, fn: Callable[..., Any], whole: Batch, runs: list[ForwardRun], gradients: _Gradients
+    ) -> tuple[_Gradients, _Gradients, dict[int, torch.Tensor]]:
+        """The gradients of the parameters, of the inputs, and of all other leaves by the leaf's identity. Takes the only run out of `runs`."""
         with self._lifetime.between_steps("backward"):
+            forward = runs.pop()
             self._execution.places.begin(whole)
             work = self._works.of("backward")
 
             def attempt() -> tuple[_Gradients, BackwardRun]:
-                frame = self._execution.frame(work, whole, fn, hooks=True, graphs=True)
+                frame = self._execution.frame(work, whole, fn, hooks=True)
                 frame.seen.drawing.draws = forward.draws.drew
                 run = BackwardRun(frame, forward, gradients, self._execution.replicas.names)
                 _, totals, _ = self._execution.train(work, run)
                 return totals, run
 
             totals, run = self._execution.repeated(attempt)
-            return totals, {id(leaf): gradient for leaf, gradient in run.outside_gradients}
+            by_leaf = {id(leaf): gradient for leaf, gradient in run.outside_gradients}
+            return totals, forward.input_gradients(by_leaf), by_leaf
 
 
 class _Passes(torch.autograd.Function):

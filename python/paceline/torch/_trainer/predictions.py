@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
+from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.items import Cost
-from paceline.torch._batch.samples import Collate
+from paceline.torch._batch.samples import Collate, Samples
 from paceline.torch._devices.failures import noted
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.run import PredictRun
@@ -66,7 +68,8 @@ class Predictions:
     def _predict(
         self, batch: Any, fn: Callable[[nn.Module, Any], Any], cost: Cost | None, collate: Collate | None
     ) -> Any:
-        whole, _ = self._training.prepared(batch, None, None, collate)
+        under_no_grad = not torch.is_grad_enabled()
+        whole = Batch(batch, gradients=under_no_grad) if collate is None else Samples(batch, collate)
         self._execution.places.begin(whole)
         costs = self._training.costs(cost, batch, whole.size)
         work = self._works.of("predict")

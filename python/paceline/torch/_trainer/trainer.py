@@ -290,6 +290,7 @@ class DataParallel:
         For code that calls ``backward`` itself: training frameworks, gradient accumulation, a loss with more terms. ``loss / k``,
         ``3 * loss + penalty``, ``scaler.scale(loss)``, `torch.autograd.grad` and parameter hooks do what they do on one device. Hooks run
         once, on the caller's thread, with the gradient of the whole batch. The loss keeps one set of gradients alive until its ``backward``.
+        From the first call on, a single device works on a copy of the module, too, and `step` refuses what it refuses on several devices.
 
         Parameters
         ----------
@@ -398,7 +399,9 @@ class DataParallel:
             began = self._gaps.begin()
             try:
                 loss = self._training.step(loss_fn, batch, **options, carries=carries)
-                self._reports.loss = loss.detach() if carries else loss
+                self._reports.loss = (
+                    loss.detach().clone() if carries else loss
+                )  # the caller may change the loss in place
             except BaseException:
                 self._gaps.interrupted()
                 raise
