@@ -153,7 +153,7 @@ class _Log:
     """Takes the place of ``self.log`` of a device's copy for one slice, and keeps the values as extras.
 
     A mean is 0-dimensional, so it is weighted like the loss. If it has a `batch_size` of its own, that counts: then it has a row per item, and
-    beside it a row of weights. Sums, minima and maxima have a row per item, too.
+    beside it two rows, of the `batch_size` and of the part that an item is of its slice. Sums, minima and maxima have rows, too.
     """
 
     _signature = inspect.signature(LightningModule.log)
@@ -187,14 +187,20 @@ class _Log:
             self.values[name] = value
             return
         row = (value / items if reduction == "sum" else value).expand(items)
-        self.values[name] = row, torch.full_like(row, (weight or items) / items)
+        self.values[name] = row, torch.full_like(row, weight or items), torch.full_like(row, 1 / items)
 
 
 def _merged(reduction: str, value: Any, size: int) -> tuple[torch.Tensor, int]:
     """What is logged for the batch, and how much it counts in an epoch's mean."""
     if isinstance(value, torch.Tensor):
         return value, size
-    rows, weights = value
+    rows, given, part = value
+    constant = given[0].item()
+    if reduction == "mean" and bool(
+        (given == constant).all()
+    ):  # a constant of the caller's, which says nothing about slices
+        return rows.mean(), round(constant)
+    weights = given * part
     merged = {"mean": (rows * weights).sum() / weights.sum(), "sum": rows.sum(), "min": rows.amin(), "max": rows.amax()}
     return merged[reduction], max(1, round(weights.sum().item()))
 
