@@ -28,7 +28,7 @@ SpaceCollectives::SpaceCollectives(std::unique_ptr<Link> link, std::vector<Endpo
 
 SpaceCollectives::~SpaceCollectives() {
   if (getpid() == owner_) return;
-  // CUDA and the link's thread do not survive fork(), so a child must not touch them.
+  // The devices and the link's thread do not survive fork(), so a child must not touch them.
   for (Buffers& buffers : sums_) {
     for (std::unique_ptr<Buffer>& buffer : buffers) static_cast<void>(buffer.release());
   }
