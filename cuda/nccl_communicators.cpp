@@ -17,8 +17,21 @@ namespace paceline::nccl {
 namespace {
 
 DataType type_of(DType dtype) {
-  constexpr DataType types[] = {kFloat32, kFloat64, kFloat16, kBfloat16, kInt32, kInt64};  // in the order of DType
-  return types[static_cast<std::size_t>(dtype)];
+  switch (dtype) {
+    case DType::float32:
+      return kFloat32;
+    case DType::float64:
+      return kFloat64;
+    case DType::float16:
+      return kFloat16;
+    case DType::bfloat16:
+      return kBfloat16;
+    case DType::int32:
+      return kInt32;
+    case DType::int64:
+      return kInt64;
+  }
+  throw InvalidArgument(fmt::format("NCCL: there is no element type of number {}.", static_cast<int>(dtype)));
 }
 
 ReductionOperation operation_of(ReduceOp op) {

@@ -125,7 +125,8 @@ class PACELINE_API Balancer {
   [[nodiscard]] BalanceReport report() const;
 
   /// In words: what was seen, what was decided and why, what a move would gain, what it does not know.
-  /// `causes`, one per device or none at all, are what others know of why a device is slow: told where not empty.
+  /// `causes`: what may slow each device, as far as the caller knows. One text per device, which may be empty, or none at
+  /// all. The result quotes them.
   /// @throws InvalidArgument for another number of causes.
   [[nodiscard]] std::string explain(std::span<const std::string> causes = {}) const;
 

@@ -11,9 +11,10 @@ from paceline.torch._batch.batch import Batch, Move, same
 from paceline.torch._batch.objective import Objective, Reduction
 from paceline.torch._check.fit import READINGS, Fit, Share, couples_items, read_raw
 from paceline.torch._check.probe import Probe
+from paceline.torch._check.report import Kind
 from paceline.torch._check.weights import LossWatch, known_tensors, weights_of
 
-Found = tuple[str, str]  # the kind of the cause, and its text
+Found = tuple[Kind, str]  # the kind of the cause, and its text
 
 
 @dataclasses.dataclass
