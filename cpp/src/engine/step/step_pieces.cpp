@@ -9,7 +9,7 @@
 
 #include <paceline/error.hpp>
 
-#include "engine/step/claims.hpp"
+#include "engine/step/work_queue.hpp"
 #include "plural.hpp"
 
 namespace paceline::internal {
@@ -64,12 +64,12 @@ std::vector<StepPieces::Span> StepPieces::spans(const MicroBatch& claim) const {
   return {{claim.begin, claim.end}};
 }
 
-bool StepPieces::run(const MicroBatch& claim, StepProgram& program, const Claims& claims, MicroBatch& current) {
+bool StepPieces::run(const MicroBatch& claim, StepProgram& program, const WorkQueue& queue, MicroBatch& current) {
   using Clock = std::chrono::steady_clock;
   DeviceState& state = devices_[claim.device];
   bool excluded = search_ != nullptr && search_->on_trial();
   const auto run_piece = [&](Span piece) {
-    if (claims.cancelled() && piece.first > claim.begin) throw Cancelled("the step was cancelled");
+    if (queue.cancelled() && piece.first > claim.begin) throw Cancelled("the step was cancelled");
     current.begin = piece.first;
     current.end = piece.second;
     current.continues = piece.first > claim.begin;
