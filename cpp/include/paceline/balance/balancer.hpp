@@ -125,8 +125,7 @@ class PACELINE_API Balancer {
   [[nodiscard]] BalanceReport report() const;
 
   /// In words: what was seen, what was decided and why, what a move would gain, what it does not know.
-  /// `causes`: what may slow each device, as far as the caller knows. One text per device, which may be empty, or none at
-  /// all. The result quotes them.
+  /// `causes`: what may slow each device, to be quoted. One text per device, which may be empty, or no texts at all.
   /// @throws InvalidArgument for another number of causes.
   [[nodiscard]] std::string explain(std::span<const std::string> causes = {}) const;
 
