@@ -89,8 +89,8 @@ class Communicators {
   const std::chrono::nanoseconds timeout_;
   std::vector<Comm> comms_;
   std::deque<Operation> outstanding_;
-  // Finished operations, whose events the next ones use. If the driver allocates while NCCL's kernels are launched, both
-  // can hang. So new events are made only until there are enough.
+  // Finished operations, whose events the next ones use. If the driver allocates while NCCL's kernels are launched,
+  // both can hang. So new events are made only until there are enough.
   std::vector<Operation> spare_;
   std::atomic<bool> open_{false};
 

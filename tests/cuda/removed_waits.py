@@ -115,7 +115,10 @@ def failed_test(build: Path, original: Path, lines: list[str], folder: Path, sus
 def published(readme: str | None = None) -> list[list[str]]:
     """The cells of each row of the table in cuda/README.md."""
     text = (PROJECT / "cuda" / "README.md").read_text() if readme is None else readme
-    return [row[0].strip("| ").split(" | ") for row in re.finditer(r"^\| \w+\.cpp \| .+? \| `.+` \| .+ \|$", text, re.MULTILINE)]
+    return [
+        row[0].strip("| ").split(" | ")
+        for row in re.finditer(r"^\| \w+\.cpp \| .+? \| `.+` \| .+ \|$", text, re.MULTILINE)
+    ]
 
 
 def noticed_before(statement: str) -> set[str]:
@@ -126,8 +129,8 @@ def noticed_before(statement: str) -> set[str]:
 
 def differences(readme: str | None = None) -> list[str]:
     """What the table lacks, and what no longer belongs in it."""
-    rows = Counter(tuple(row[:3]) for row in published(readme))
-    code = Counter(beginning_of_row(source, number) for source, number in every_wait(""))
+    rows: Counter[tuple[str, ...]] = Counter(tuple(row[:3]) for row in published(readme))
+    code: Counter[tuple[str, ...]] = Counter(beginning_of_row(source, number) for source, number in every_wait(""))
     lacks = [f"the table lacks the row | {' | '.join(row)} |" for row in (code - rows).elements()]
     return lacks + [f"no wait belongs to the row | {' | '.join(row)} |" for row in (rows - code).elements()]
 
@@ -176,7 +179,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("file", metavar="PART_OF_A_FILE_NAME", nargs="?", default="")
     parser.add_argument("--sample", metavar="N", type=int, help="only so many, chosen by --seed")
     parser.add_argument("--seed", metavar="S", type=int, help="which ones (default: by chance; it is printed)")
-    parser.add_argument("--check", action="store_true", help="only compare the table in cuda/README.md with the sources")
+    parser.add_argument(
+        "--check", action="store_true", help="only compare the table in cuda/README.md with the sources"
+    )
     given = parser.parse_args()
     if (given.build is None) != given.check:
         parser.error("give either BUILD or --check")

@@ -194,7 +194,8 @@ void Estimator::follow_drift(std::size_t index, std::int64_t step) {
   const double before = centre(window.begin(), first);
   const double recent = centre(first, window.end());
   const auto count = static_cast<double>(residuals.size());
-  const double noise = std::max(kLeastNoise, shrunk(from_median_deviation(median_in_place(residuals)), count, pooled_noise_));
+  const double noise =
+      std::max(kLeastNoise, shrunk(from_median_deviation(median_in_place(residuals)), count, pooled_noise_));
   const double error = std::hypot(error_of(noise, kRecent), error_of(noise, window.size() - kRecent));
   // This device is part of the common factor, which therefore follows some of the drift.
   const double drift = std::abs(recent / before - 1.0) * window.back().to_own;
@@ -258,7 +259,8 @@ void Estimator::measure_scales() {
   const auto total = static_cast<double>(all.size());
   // A guess counts for less, the more was measured on other devices.
   const double weight = kPriorNoiseSamples / (1.0 + total / kPriorNoiseSamples);
-  pooled_noise_ = std::max(kLeastNoise, shrunk(from_median_deviation(median_in_place(all)), total, kPriorNoise, weight));
+  pooled_noise_ =
+      std::max(kLeastNoise, shrunk(from_median_deviation(median_in_place(all)), total, kPriorNoise, weight));
   for (std::size_t i = 0; i < devices_.size(); ++i) {
     estimates_[i].noise = std::max(kLeastNoise, shrunk(deviations[i], counts[i], pooled_noise_));
   }

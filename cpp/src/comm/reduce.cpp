@@ -26,7 +26,7 @@ void reduce_block(std::span<const void* const> inputs, void* output, std::size_t
   if (inputs.empty() || count == 0) return;
   const internal::ReduceKernels& kernels = *internal::supported_reduce_kernels().front();
   kernels.functions[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)](inputs.data(), inputs.size(),
-                                                                                  &output, 1, count);
+                                                                                   &output, 1, count);
 }
 
 const char* reduce_isa() noexcept { return internal::supported_reduce_kernels().front()->isa; }

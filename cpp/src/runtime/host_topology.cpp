@@ -50,9 +50,9 @@ std::optional<std::string> read_cgroup_path(const fs::path& root, bool v2) {
   return std::nullopt;
 }
 
-/// Where the group is below the mount point. A container may see only a subtree of the groups, at the mount point, while
-/// /proc names a path of the host. Then the group has the rest of that path. If no part of the path is visible, returns
-/// all of it; a search upwards from there ends at the mount point.
+/// Where the group is below the mount point. A container may see only a subtree of the groups, at the mount point,
+/// while /proc names a path of the host. Then the group has the rest of that path. If no part of the path is visible,
+/// returns all of it; a search upwards from there ends at the mount point.
 fs::path visible_path(const fs::path& mount_point, const std::string& group) {
   const fs::path whole = fs::path(group).relative_path();
   for (auto first = whole.begin(); first != whole.end(); ++first) {

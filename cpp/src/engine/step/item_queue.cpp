@@ -93,7 +93,7 @@ class ItemQueue final : public WorkQueue {
 }  // namespace
 
 std::unique_ptr<WorkQueue> item_queue(std::shared_ptr<const BatchPlan> plan, bool stealing, bool any_size,
-                                    std::int64_t least) {
+                                      std::int64_t least) {
   return std::make_unique<ItemQueue>(std::move(plan), stealing, any_size, least);
 }
 

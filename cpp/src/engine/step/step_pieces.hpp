@@ -54,8 +54,8 @@ class StepPieces {
   using Span = std::pair<std::int64_t, std::int64_t>;
   struct alignas(64) DeviceState {  // padded, so that neighbours do not share a cache line
     std::vector<MicroBatch> ran;
-    std::int64_t claims = 0;      // that ran
-    std::int64_t spans = 0;       // that they were divided into, not counting the cuts because of memory
+    std::int64_t claims = 0;     // that ran
+    std::int64_t spans = 0;      // that they were divided into, not counting the cuts because of memory
     balance::TimedClaims timed;  // for the search; empty if there is none
   };
 

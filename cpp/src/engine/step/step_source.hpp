@@ -16,8 +16,8 @@
 #include <paceline/runtime/work_source.hpp>
 
 #include "comm/block_reduction.hpp"
-#include "engine/step/work_queue.hpp"
 #include "engine/step/step_pieces.hpp"
+#include "engine/step/work_queue.hpp"
 
 namespace paceline::internal {
 

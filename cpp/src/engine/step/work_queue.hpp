@@ -103,6 +103,6 @@ class WorkQueue {
 /// is false, only whole micro-batches change hands, because devices that compile or choose algorithms by size would
 /// meet new sizes. No part has fewer than `least` items.
 [[nodiscard]] std::unique_ptr<WorkQueue> item_queue(std::shared_ptr<const BatchPlan> plan, bool stealing, bool any_size,
-                                                  std::int64_t least = 1);
+                                                    std::int64_t least = 1);
 
 }  // namespace paceline::internal
