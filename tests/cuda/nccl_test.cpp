@@ -208,7 +208,8 @@ TEST(NcclLink, EndsACollectiveThatHangsAndGoesOnWithNewConnections) {
 /// Two GPUs with one number each.
 struct TwoNumbers {
   TwoNumbers() {
-    for (const Device& device : gpus(2).devices()) {
+    const DeviceGroup group = gpus(2);
+    for (const Device& device : group.devices()) {
       const std::shared_ptr<AsyncDevice> opened = backend_of(device).open(device);
       endpoints.push_back({device, opened, opened->make_stream()});
       memory.push_back(opened->allocate(sizeof(float), *endpoints.back().stream));
