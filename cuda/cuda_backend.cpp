@@ -160,6 +160,8 @@ const Backend* internal::gpu_backend() noexcept {
   return &backend;
 }
 
+std::string internal::why_no_gpu(std::string_view) { return {}; }
+
 std::vector<Device> CudaBackend::devices() const {
   std::vector<Device> found;
   const int count = count_devices().devices;

@@ -211,6 +211,8 @@ class CudaStream final : public Stream {
   std::shared_ptr<StreamHandle> handle_;
 };
 
+static_assert(DType::float32 == DType{0} && DType::float64 == DType{1} && DType::float16 == DType{2} &&
+              DType::bfloat16 == DType{3} && DType::int32 == DType{4} && DType::int64 == DType{5});
 /// In the order of DType.
 void (*const kKernels[])(ReductionArguments) = {&paceline_reduce_float32, &paceline_reduce_float64,
                                                 &paceline_reduce_float16, &paceline_reduce_bfloat16,

@@ -17,8 +17,21 @@ namespace paceline::nccl {
 namespace {
 
 DataType type_of(DType dtype) {
-  constexpr DataType types[] = {kFloat32, kFloat64, kFloat16, kBfloat16, kInt32, kInt64};  // in the order of DType
-  return types[static_cast<std::size_t>(dtype)];
+  switch (dtype) {
+    case DType::float32:
+      return kFloat32;
+    case DType::float64:
+      return kFloat64;
+    case DType::float16:
+      return kFloat16;
+    case DType::bfloat16:
+      return kBfloat16;
+    case DType::int32:
+      return kInt32;
+    case DType::int64:
+      return kInt64;
+  }
+  throw InvalidArgument(fmt::format("NCCL: there is no element type of number {}.", static_cast<int>(dtype)));
 }
 
 ReductionOperation operation_of(ReduceOp op) {
@@ -100,11 +113,18 @@ void Communicators::enqueue(const char* function, const std::vector<internal::Pi
         fmt::format("{}: {}: all connections were given up after an earlier failure. The next call makes new ones.",
                     name_of_rank(kEveryRank), function));
   }
-  Operation operation{.function = function};
-  for (const internal::Endpoint& endpoint : endpoints_) {
-    operation.arrived.push_back(endpoint.opened->make_event(false));
-    operation.finished.push_back(endpoint.opened->make_event(false));
+  Operation operation;
+  if (!spare_.empty()) {
+    operation = std::move(spare_.back());
+    spare_.pop_back();
+  } else {
+    for (const internal::Endpoint& endpoint : endpoints_) {
+      operation.arrived.push_back(endpoint.opened->make_event(false));
+      operation.finished.push_back(endpoint.opened->make_event(false));
+    }
   }
+  operation.function = function;
+  operation.started.reset();
   for (std::size_t r = 0; r < endpoints_.size(); ++r) endpoints_[r].stream->record(*operation.arrived[r]);
   group(function, [&](std::size_t r) {
     Result result = kSuccess;
@@ -162,7 +182,7 @@ bool Communicators::look_after() {
       fail(error_of(result, outstanding_.empty() ? "a collective" : outstanding_.front().function, rank));
       return false;
     }
-    while (!outstanding_.empty() && finish(outstanding_.front())) outstanding_.pop_front();
+    drop_finished();
     if (outstanding_.empty()) return false;
     const Operation& oldest = outstanding_.front();
     if (!oldest.started || Clock::now() - *oldest.started < timeout_) return true;
@@ -182,6 +202,13 @@ bool Communicators::finish(Operation& operation) {
   return std::all_of(operation.finished.begin(), operation.finished.end(), done);
 }
 
+void Communicators::drop_finished() {
+  while (!outstanding_.empty() && finish(outstanding_.front())) {
+    spare_.push_back(std::move(outstanding_.front()));
+    outstanding_.pop_front();
+  }
+}
+
 void Communicators::await_all() {
   while (look_after()) std::this_thread::sleep_for(std::chrono::microseconds(100));
   check();
@@ -190,7 +217,7 @@ void Communicators::await_all() {
 void Communicators::give_up() {
   if (!open_) return;
   try {
-    while (!outstanding_.empty() && finish(outstanding_.front())) outstanding_.pop_front();
+    drop_finished();
     if (outstanding_.empty()) return;
     if (outstanding_.front().started) fail(late(outstanding_.front()));
   } catch (...) {  // a device was lost

@@ -76,6 +76,7 @@ class Communicators {
   void warm_up(std::size_t bytes);
   void await_all();
   [[nodiscard]] bool finish(Operation& operation);
+  void drop_finished();
   [[nodiscard]] std::size_t broken_rank();
   [[nodiscard]] std::exception_ptr error_of(Result result, const char* function, std::size_t rank) const;
   [[nodiscard]] std::exception_ptr late(const Operation& operation) const;
@@ -88,6 +89,9 @@ class Communicators {
   const std::chrono::nanoseconds timeout_;
   std::vector<Comm> comms_;
   std::deque<Operation> outstanding_;
+  // Finished operations, whose events the next ones use. If the driver allocates while NCCL's kernels are launched,
+  // both can hang. So new events are made only until there are enough.
+  std::vector<Operation> spare_;
   std::atomic<bool> open_{false};
 
   mutable std::mutex mutex_;

@@ -7,8 +7,9 @@
 
 namespace paceline::nccl {
 
-/// The oldest NCCL that paceline supports. Its interface is that of nccl_api.hpp.
-constexpr int kOldestVersion = 21900;
+/// The oldest NCCL that paceline supports. nccl_api.hpp declares its interface: 2.18 is the first version with these
+/// fields of a Config.
+constexpr int kOldestVersion = 21800;
 
 /// NCCL, opened at run time and never linked. A plain value; the library behind it is never closed.
 struct Library {

@@ -14,7 +14,6 @@
 #include <optional>
 #include <string>
 #include <thread>
-#include <utility>
 
 #include <paceline/error.hpp>
 #include <paceline/runtime/blocking.hpp>

@@ -11,29 +11,29 @@
 #include <numeric>
 #include <vector>
 
-#include "engine/step/claims.hpp"
+#include "engine/step/work_queue.hpp"
 
 namespace paceline::internal {
 namespace {
 
-std::unique_ptr<Claims> shared_claims;  // of the running benchmark, whose threads share nothing else
+std::unique_ptr<WorkQueue> shared_queue;  // of the running benchmark, whose threads share nothing else
 
 /// Claims as often as the loop wants. `make` gives the devices more work than they can claim.
 template <class Make>
 void claim_all(benchmark::State& state, Make make) {
-  if (state.thread_index() == 0) shared_claims = make(static_cast<std::size_t>(state.threads()));
+  if (state.thread_index() == 0) shared_queue = make(static_cast<std::size_t>(state.threads()));
   const auto device = static_cast<std::size_t>(state.thread_index());
   double now = 0.0;
   // The loop begins with a barrier, so every thread sees what the first one has made.
   for ([[maybe_unused]] auto _ : state) {
-    const std::optional<MicroBatch> next = shared_claims->claim(device, now += 1e-3);
+    const std::optional<MicroBatch> next = shared_queue->claim(device, now += 1e-3);
     if (!next) {
       state.SkipWithError("nothing is left to claim");
       break;
     }
     benchmark::DoNotOptimize(next->begin);
   }
-  if (state.thread_index() == 0) shared_claims.reset();  // the loop also ends with a barrier
+  if (state.thread_index() == 0) shared_queue.reset();  // the loop also ends with a barrier
 }
 
 constexpr std::int64_t kEndless = std::int64_t{1} << 40;
@@ -49,7 +49,7 @@ void claim_own(benchmark::State& state) {
     options.shares.assign(devices, kEndless);
     options.models = models(devices);
     options.micro_batch = 1;
-    return Claims::of(options);
+    return WorkQueue::of(options);
   });
 }
 
@@ -61,7 +61,7 @@ void claim_of_others(benchmark::State& state) {
     options.shares.front() = kEndless;
     options.models = models(devices);
     options.micro_batch = 1;
-    return Claims::of(options);
+    return WorkQueue::of(options);
   });
 }
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What a build without the CUDA backend has in its place.
+#include <fmt/format.h>
+
 #include <paceline/comm/nccl_info.hpp>
 
 #include "comm/link.hpp"
@@ -14,6 +16,11 @@ constexpr const char* kNoBackend = "this build has no CUDA backend";
 }  // namespace
 
 const Backend* internal::gpu_backend() noexcept { return nullptr; }
+
+std::string internal::why_no_gpu(std::string_view name) {
+  if (name != "cuda" && !name.starts_with("cuda:")) return {};
+  return fmt::format("there is no device '{}': {} (it is built where nvcc is found)", name, kNoBackend);
+}
 
 std::unique_ptr<internal::Link> internal::make_native_link(const std::vector<Endpoint>&, const CommunicatorOptions&,
                                                            std::string& why_none) {

@@ -1,9 +1,12 @@
-"""Find the packages that this installation would use, without importing them, and the shared libraries, by opening them."""
+"""Find the packages that this installation would use, without importing them, and the shared libraries."""
 
 from __future__ import annotations
 
 import ctypes
+import ctypes.util
+import os
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,9 +39,10 @@ PACKAGES = (
 _DRIVER = "comes with NVIDIA's driver; not needed on a machine without an NVIDIA GPU"
 _FOR_NCCL = "reductions between several GPUs go through it; host devices do not need it"
 _GET_NCCL = "comes with PyTorch's CUDA wheels, or: pip install nvidia-nccl-cu13"
+NCCL = Wanted("libnccl.so.2", _FOR_NCCL, _GET_NCCL, "NCCL")
 LIBRARIES = (
     Wanted("libcuda.so.1", "GPUs can only be used through it", _DRIVER, "NVIDIA driver"),
-    Wanted("libnccl.so.2", _FOR_NCCL, _GET_NCCL, "NCCL"),
+    NCCL,
     Wanted("libnvidia-ml.so.1", "tells why a GPU is slow: clocks, heat, power", _DRIVER, "NVML"),
 )
 _ABSENT = {"found": False, "version": None, "path": None, "source": None}
@@ -65,15 +69,32 @@ def find_package(package: Wanted) -> dict[str, Any]:
 
 
 def find_shared_library(library: Wanted) -> dict[str, Any]:
-    """Open the library as paceline opens it: NCCL from pip's package if there is one, all else by the system's loader."""
-    installed = installed_nccl() if library.name == "NCCL" else None
+    """Open the library by its name, as paceline opens it."""
     try:
-        ctypes.CDLL(installed or library.key)
+        ctypes.CDLL(library.key)
         mapped = Path("/proc/self/maps").read_text()
     except OSError:
         return dict(_ABSENT)
     # The file has its full version in its name, where `key` has the first number.
     stem = library.key.partition(".so")[0] + ".so"
     files = [fields[5] for line in mapped.splitlines() if len(fields := line.split(maxsplit=5)) == 6]
-    path = next((file for file in files if Path(file).name.startswith(stem)), installed)
-    return {"found": True, "version": None, "path": path, "source": "pip" if installed else "system"}
+    path = next((file for file in files if Path(file).name.startswith(stem)), None)
+    return {"found": True, "version": None, "path": path, "source": "system"}
+
+
+def find_nccl(used: Mapping[str, str] | None) -> dict[str, Any]:
+    """Describe the NCCL that paceline uses, by what `nccl_info` returns.
+
+    None stands for a build without the CUDA backend, which uses no NCCL. The file is then only looked for. Nothing is opened here, because a
+    second copy of NCCL in the process would not know the work of the first.
+    """
+    installed = installed_nccl()
+    if used is None:
+        path, version = installed or ctypes.util.find_library("nccl"), None
+    else:
+        path, version = used.get("path"), used.get("version")
+    if not path:
+        return dict(_ABSENT)
+    named = os.environ.get("PACELINE_NCCL_LIBRARY")
+    source = "PACELINE_NCCL_LIBRARY" if path == named else "pip" if path == installed else "system"
+    return {"found": True, "version": version, "path": path, "source": source}

@@ -115,8 +115,11 @@ def anonymous(text: str) -> str:
 
 def _versions_and_machine() -> dict[str, Any]:
     facts = info.collect()
-    driver = Path("/proc/driver/nvidia/version")  # of the kernel module
-    found = re.search(r"\b\d{3,}(?:\.\d+)+\b", driver.read_text() if driver.exists() else "")
+    try:
+        driver = Path("/proc/driver/nvidia/version").read_text()  # of the kernel module
+    except OSError:  # there is none, or a container hides it
+        driver = ""
+    found = re.search(r"\b\d{3,}(?:\.\d+)+\b", driver)
     return {
         "versions": {
             "paceline": paceline.__version__,

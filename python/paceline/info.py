@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline._core.comm import reduce_isa
 from paceline._core.runtime import Device, build_facts, device_health, devices, gpu_facts, host_facts, why_no_devices
-from paceline._info_search import LIBRARIES, PACKAGES, find_package, find_shared_library
+from paceline._info_search import LIBRARIES, NCCL, PACKAGES, find_nccl, find_package, find_shared_library
 from paceline._info_text import render
 from paceline._nccl import nccl_info
 from paceline._words import plural
@@ -33,7 +33,9 @@ def collect() -> dict[str, Any]:
     build = build_facts()
     host = host_facts()
     libraries = {package.key: find_package(package) for package in PACKAGES}
-    libraries |= {library.key: find_shared_library(library) for library in LIBRARIES}
+    nccl = nccl_info() if "cuda" in why_no_devices() else None
+    for library in LIBRARIES:
+        libraries[library.key] = find_nccl(nccl) if library is NCCL else find_shared_library(library)
     found = devices()
     spaces: dict[str, list[str]] = {}
     for device in found:
@@ -46,7 +48,7 @@ def collect() -> dict[str, Any]:
         "memory_spaces": spaces,
         "gpus": _gpus(found),
         # The library that moves data between GPUs: version and path, or why there is none.
-        "gpu_libraries": {"NCCL": nccl_info()} if "cuda" in why_no_devices() else {},
+        "gpu_libraries": {"NCCL": nccl} if nccl is not None else {},
         "cpu": {
             "model": host["cpu_model"] or platform.processor() or platform.machine(),
             "affinity": host["affinity"],

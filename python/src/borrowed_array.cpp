@@ -242,18 +242,23 @@ void BorrowedArray::take_dlpack(py::handle object, const std::string& label, Acc
 }
 
 void BorrowedArray::take_buffer(py::handle object, const std::string& label, Access access) {
-  translated(label, object, "does not lend its memory",
-             [&] { buffer_.emplace(py::reinterpret_borrow<py::buffer>(object).request()); });
-  const std::optional<DType> dtype = known_type(buffer_->format, buffer_->itemsize);
+  // Not by pybind11's buffer_info, which cannot read a buffer without a format.
+  translated(label, object, "does not lend its memory", [&] {
+    auto lent = std::make_unique<Py_buffer>();
+    if (PyObject_GetBuffer(object.ptr(), lent.get(), PyBUF_STRIDES | PyBUF_FORMAT) != 0) throw py::error_already_set();
+    buffer_.reset(lent.release());
+  });
+  const std::string_view format = buffer_->format == nullptr ? "B" : buffer_->format;  // by PEP 3118 they are bytes
+  const std::optional<DType> dtype = known_type(format, buffer_->itemsize);
   if (!dtype) {
     refuse(label, object,
            "has elements of format '{}'; supported are {} in native byte order (of raw bytes, pass "
            "memoryview(x).cast(\"f\") or the like)",
-           buffer_->format, kSupported);
+           format, kSupported);
   }
-  if (access == Access::write && buffer_->readonly) refuse_read_only(label, object);
-  if (PyBuffer_IsContiguous(buffer_->view(), 'C') == 0) refuse_strided(label, object);
-  view_ = {buffer_->ptr, static_cast<std::size_t>(buffer_->size), *dtype};
+  if (access == Access::write && buffer_->readonly != 0) refuse_read_only(label, object);
+  if (PyBuffer_IsContiguous(buffer_.get(), 'C') == 0) refuse_strided(label, object);
+  view_ = {buffer_->buf, static_cast<std::size_t>(buffer_->len / buffer_->itemsize), *dtype};
 }
 
 }  // namespace paceline::python

@@ -3,7 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
-#include <optional>
+#include <memory>
 #include <string>
 
 #include <paceline/comm/buffer_view.hpp>
@@ -38,12 +38,19 @@ class BorrowedArray {
   void take_capsule(pybind11::handle object, const std::string& label, const Device& device);
   void take_buffer(pybind11::handle object, const std::string& label, Access access);
 
+  struct ReleaseBuffer {
+    void operator()(Py_buffer* buffer) const {
+      PyBuffer_Release(buffer);
+      delete buffer;
+    }
+  };
+
   BufferView view_;
   bool stream_unknown_ = false;
   // Exactly one of these three owns the memory.
   dlpack::Owner<dlpack::ManagedTensor> managed_;
   dlpack::Owner<dlpack::ManagedTensorVersioned> versioned_;
-  std::optional<pybind11::buffer_info> buffer_;
+  std::unique_ptr<Py_buffer, ReleaseBuffer> buffer_;
 };
 
 }  // namespace paceline::python

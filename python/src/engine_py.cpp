@@ -3,7 +3,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <fstream>
 #include <memory>
@@ -232,9 +231,9 @@ void bind_engine(py::module_& module) {
       .def("run", &run, py::arg("plan"), py::arg("body"), py::arg("finish"), py::arg("queues") = py::none(),
            py::arg("outputs") = py::none(), py::arg("claims") = py::none(), py::arg("pieces") = py::none(),
            "Run the last plan: body(device, begin, end, flags) -> int per micro-batch, finish(device) -> gradients. "
-           "With costs begin and end are positions in the plan's order. claims: (begin, end) of the micro-batches to "
-           "run "
-           "instead of planned ones, for each device; pieces: in which they are worked off. See python_program.hpp.")
+           "With costs begin and end are positions in the plan's order. claims: for each device, (begin, end) of the "
+           "micro-batches to run instead of the planned ones. pieces: for each device, (begin, end) of the pieces "
+           "that its claims run in. See python_program.hpp.")
       .def(
           "shrink", &StepLoop::shrink, py::arg("outcome"), py::arg("limited"),
           "After a step whose body ran out of memory: at most half of that runs at once from now on, on all devices of "

@@ -67,9 +67,9 @@ TEST(NcclLibrary, RefusesAnOldOneAndSaysWhich) {
   fake::Nccl& nccl = boot(1, 1);
   nccl.set_version(21704);
   const auto error = thrown_by<Unavailable>([] { static_cast<void>(nccl::open_library(FAKE_NCCL_PATH)); });
-  EXPECT_TRUE(says(error, FAKE_NCCL_PATH " is version 2.17.4, and 2.19.0 or newer")) << error.what();
-  nccl.set_version(21900);
-  EXPECT_EQ(nccl::open_library(FAKE_NCCL_PATH).version, 21900);
+  EXPECT_TRUE(says(error, FAKE_NCCL_PATH " is version 2.17.4, and 2.18.0 or newer")) << error.what();
+  nccl.set_version(21800);
+  EXPECT_EQ(nccl::open_library(FAKE_NCCL_PATH).version, 21800);
 }
 
 TEST(NcclLibrary, NamesAMissingFunction) {

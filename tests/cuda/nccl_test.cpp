@@ -205,26 +205,62 @@ TEST(NcclLink, EndsACollectiveThatHangsAndGoesOnWithNewConnections) {
   }
 }
 
-TEST(NcclCommunicators, RefuseWorkAfterAnAbortThatSomebodyHasHeardOf) {
-  fake::Nccl& nccl = boot(1, 2);
-  {
+/// Two GPUs with one number each.
+struct TwoNumbers {
+  TwoNumbers() {
     const DeviceGroup group = gpus(2);
-    std::vector<internal::Endpoint> endpoints;
-    std::vector<std::unique_ptr<Buffer>> memory;
-    std::vector<void*> buffers;
     for (const Device& device : group.devices()) {
       const std::shared_ptr<AsyncDevice> opened = backend_of(device).open(device);
       endpoints.push_back({device, opened, opened->make_stream()});
       memory.push_back(opened->allocate(sizeof(float), *endpoints.back().stream));
       buffers.push_back(memory.back()->data());
+      endpoints.back().stream->zero(buffers.back(), sizeof(float));
     }
-    nccl::Communicators communicators(nccl::library(), endpoints, milliseconds(30));
+  }
+
+  void reduce(nccl::Communicators& communicators) const {
+    communicators.all_reduce(buffers, 1, DType::float32, ReduceOp::sum);
+  }
+
+  std::vector<internal::Endpoint> endpoints;
+  std::vector<std::unique_ptr<Buffer>> memory;
+  std::vector<void*> buffers;
+};
+
+void look_after_all(nccl::Communicators& communicators) {
+  while (communicators.look_after()) std::this_thread::sleep_for(milliseconds(1));
+}
+
+TEST(NcclCommunicators, UseTheEventsOfEarlierCollectivesAgain) {
+  fake::Nccl& nccl = boot(1, 2);
+  {
+    const TwoNumbers numbers;
+    nccl::Communicators communicators(nccl::library(), numbers.endpoints, seconds(30));
+    communicators.open(0);
+    numbers.reduce(communicators);
+    look_after_all(communicators);
+    const int made = fake::made_events();
+    for (int k = 0; k < 3; ++k) {
+      numbers.reduce(communicators);
+      look_after_all(communicators);
+    }
+    EXPECT_EQ(fake::made_events(), made);
+    communicators.close();
+  }
+  ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, 1));
+}
+
+TEST(NcclCommunicators, RefuseWorkAfterAnAbortThatSomebodyHasHeardOf) {
+  fake::Nccl& nccl = boot(1, 2);
+  {
+    const TwoNumbers numbers;
+    nccl::Communicators communicators(nccl::library(), numbers.endpoints, milliseconds(30));
     communicators.open(0);
     nccl.hang();
-    communicators.all_reduce(buffers, 1, DType::float32, ReduceOp::sum);
-    while (communicators.look_after()) std::this_thread::sleep_for(milliseconds(1));
+    numbers.reduce(communicators);
+    look_after_all(communicators);
     EXPECT_THROW(communicators.check(), Timeout);
-    const auto error = thrown_by<Error>([&] { communicators.all_reduce(buffers, 1, DType::float32, ReduceOp::sum); });
+    const auto error = thrown_by<Error>([&] { numbers.reduce(communicators); });
     EXPECT_TRUE(says(error, "cuda:0, cuda:1: ncclAllReduce: all connections were given up")) << error.what();
     EXPECT_EQ(nccl.calls("ncclAllReduce"), 2) << "a call with communicators that are gone";
   }

@@ -2,10 +2,13 @@
 
     python tests/cuda/removed_waits.py BUILD [PART_OF_A_FILE_NAME]       ten minutes on two cores, an hour after many changes
     python tests/cuda/removed_waits.py BUILD --sample 5 [--seed 7]       some minutes: five waits, others with every seed
+    python tests/cuda/removed_waits.py --check                           at once: builds nothing, compares the table with the sources
 
 BUILD is a CMake build with PACELINE_CUDA=ON and PACELINE_TESTS=ON, up to date. Nothing in the checkout changes: each mutant is compiled
 beside it and linked in front of the library's own object. The tests that cuda/README.md names for a statement run first: what they
 notice is soon known. Exits 1 if a wait can be removed without a test that fails.
+
+--check only says which rows the table in cuda/README.md lacks, and which of its rows belong to no wait. It exits 1 if there are any.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -108,11 +112,33 @@ def failed_test(build: Path, original: Path, lines: list[str], folder: Path, sus
     return None
 
 
+def published(readme: str | None = None) -> list[list[str]]:
+    """The cells of each row of the table in cuda/README.md."""
+    text = (PROJECT / "cuda" / "README.md").read_text() if readme is None else readme
+    return [
+        row[0].strip("| ").split(" | ")
+        for row in re.finditer(r"^\| \w+\.cpp \| .+? \| `.+` \| .+ \|$", text, re.MULTILINE)
+    ]
+
+
 def noticed_before(statement: str) -> set[str]:
     """The tests that the last published table names for a statement, wherever it was."""
-    rows = [line.split(" | ") for line in (PROJECT / "cuda" / "README.md").read_text().splitlines()]
     cell = in_table(statement)
-    return {row[-1].split(" (hangs)")[0].strip("| ") for row in rows if cell in row} - {"**nothing**"}
+    return {row[-1].split(" (hangs)")[0] for row in published() if cell in row} - {"**nothing**"}
+
+
+def differences(readme: str | None = None) -> list[str]:
+    """What the table lacks, and what no longer belongs in it."""
+    rows: Counter[tuple[str, ...]] = Counter(tuple(row[:3]) for row in published(readme))
+    code: Counter[tuple[str, ...]] = Counter(beginning_of_row(source, number) for source, number in every_wait(""))
+    lacks = [f"the table lacks the row | {' | '.join(row)} |" for row in (code - rows).elements()]
+    return lacks + [f"no wait belongs to the row | {' | '.join(row)} |" for row in (rows - code).elements()]
+
+
+def beginning_of_row(source: Path, number: int) -> tuple[str, str, str]:
+    """The cells of a wait's row, without the test that notices."""
+    lines = read(source)
+    return source.name, function_of(lines, number), in_table(lines[number].strip())
 
 
 def in_table(statement: str) -> str:
@@ -149,11 +175,16 @@ def chosen(among: list[tuple[Path, int]], count: int, seed: int) -> list[tuple[P
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("build", metavar="BUILD", type=Path)
+    parser.add_argument("build", metavar="BUILD", type=Path, nargs="?")
     parser.add_argument("file", metavar="PART_OF_A_FILE_NAME", nargs="?", default="")
     parser.add_argument("--sample", metavar="N", type=int, help="only so many, chosen by --seed")
     parser.add_argument("--seed", metavar="S", type=int, help="which ones (default: by chance; it is printed)")
+    parser.add_argument(
+        "--check", action="store_true", help="only compare the table in cuda/README.md with the sources"
+    )
     given = parser.parse_args()
+    if (given.build is None) != given.check:
+        parser.error("give either BUILD or --check")
     if given.sample is not None and given.sample < 1:
         parser.error("--sample is the number of waits to remove: at least 1")
     if given.seed is not None and given.sample is None:
@@ -163,6 +194,10 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     given = arguments()
+    if given.check:
+        for difference in (found := differences()):
+            print(difference)
+        return 1 if found else 0
     everything = every_wait(given.file)
     if not everything:
         raise SystemExit(f"removed_waits: there is no wait in a file whose name has '{given.file}' in it")
@@ -182,8 +217,7 @@ def main() -> int:
             removed = lines[number].strip()
             noticed = failed_test(given.build.resolve(), source, mutant, Path(name), noticed_before(removed))
             unnoticed += noticed is None
-            function = function_of(lines, number)
-            print(f"| {source.name} | {function} | {in_table(removed)} | {noticed or '**nothing**'} |", flush=True)
+            print(f"| {' | '.join(beginning_of_row(source, number))} | {noticed or '**nothing**'} |", flush=True)
     return 1 if unnoticed else 0
 
 

@@ -162,5 +162,15 @@ TEST(StepTimes, TheTimeOfLaunchingIsNoEvidenceWhereThereIsBetter) {
   EXPECT_TRUE(excluded(queues, {.slowly = true}));
 }
 
+TEST(StepTimes, UseTheEventsOfEarlierStepsAgain) {
+  boot(1, 1);
+  DeviceQueues queues(group_of({"cuda:0"}), {});
+  // A step begins before the queues forget the last one, so two steps make events.
+  for (int step = 0; step < 2; ++step) EXPECT_FALSE(excluded(queues, {}));
+  const int made = fake::made_events();
+  for (int step = 0; step < 3; ++step) EXPECT_FALSE(excluded(queues, {}));
+  EXPECT_EQ(fake::made_events(), made);
+}
+
 }  // namespace
 }  // namespace paceline

@@ -8,8 +8,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,6 +91,30 @@ def test_a_broken_link_is_noticed(tmp_path: Path) -> None:
         "[a](other.md) [b](other.md#two-words) [c](other.md#three) [d](missing.md) [e](https://x.org)\n"
     )
     assert list(broken_links(document)) == ["other.md#three", "missing.md"]
+
+
+def removed_waits() -> Any:
+    """The program in tests/cuda, as a module."""
+    spec = spec_from_file_location("removed_waits", ROOT / "tests" / "cuda" / "removed_waits.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_of_waits_names_every_wait_in_the_code() -> None:
+    assert removed_waits().differences() == []
+
+
+def test_a_row_that_the_table_of_waits_lacks_or_has_too_many_is_noticed() -> None:
+    rows = (ROOT / "cuda" / "README.md").read_text()
+    row = "| step_times.cpp | wait | `wait_for(*over_, timeout_);` |"
+    assert row in rows
+    assert removed_waits().differences(rows.replace(row, row.replace("over_", "gone_"))) == [
+        f"the table lacks the row {row}",
+        f"no wait belongs to the row {row.replace('over_', 'gone_')}",
+    ]
 
 
 def test_the_readme_is_short() -> None:

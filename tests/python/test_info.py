@@ -205,6 +205,22 @@ def test_an_installed_package_is_reported_with_its_version_and_place() -> None:
     }
 
 
+def test_nccl_is_not_opened_beside_the_one_that_is_named() -> None:
+    """In a process of its own, because the first NCCL that is found stays."""
+    if "cuda" not in runtime.why_no_devices():
+        pytest.skip("no CUDA backend")
+    program = (
+        "from paceline import info; facts = info.collect(); assert facts['gpu_libraries'];"
+        "print(facts['libraries']['libnccl.so.2'], 'libnccl' in open('/proc/self/maps').read())"
+    )
+    environment = {**os.environ, "PACELINE_NCCL_LIBRARY": "/nowhere/libnccl.so.2"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    absent = {"found": False, "version": None, "path": None, "source": None}
+    assert done.stdout.strip() == f"{absent} False"
+
+
 def cannot_open(name: str) -> None:
     raise OSError(f"{name}: cannot open shared object file")
 
@@ -212,6 +228,7 @@ def cannot_open(name: str) -> None:
 def test_what_is_missing_is_listed_with_why_and_how(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_info_search, "find_spec", lambda name: None)
     monkeypatch.setattr("ctypes.CDLL", cannot_open)
+    monkeypatch.setattr(info, "find_nccl", lambda used: _info_search.find_nccl({}))
     facts = info.collect()
     assert not any(entry["found"] for entry in facts["libraries"].values())
     names = [entry["name"] for entry in facts["missing"]]

@@ -27,8 +27,28 @@ def test_a_library_is_found_where_the_system_loads_it_from() -> None:
     assert not _info_search.find_shared_library(_info_search.Wanted("libours.so.1", "", "", "Ours"))["found"]
 
 
-def test_the_package_of_pip_goes_before_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    system = _info_search.find_shared_library(_info_search.Wanted("libc.so.6", "", "", "C"))["path"]
-    monkeypatch.setattr(_info_search, "installed_nccl", lambda: system)
-    found = _info_search.find_shared_library(_info_search.Wanted("libc.so.99", "", "", "NCCL"))
-    assert (found["path"], found["source"]) == (system, "pip")
+def test_nccl_is_the_copy_that_the_library_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} was opened, perhaps as a second copy of NCCL")
+
+    monkeypatch.setattr("ctypes.CDLL", refuse)
+    monkeypatch.setattr(_info_search, "installed_nccl", lambda: "/pip/libnccl.so.2")
+    monkeypatch.setenv("PACELINE_NCCL_LIBRARY", "/mine/libnccl.so.2")
+    for path, source in {
+        "/mine/libnccl.so.2": "PACELINE_NCCL_LIBRARY",
+        "/pip/libnccl.so.2": "pip",
+        "/usr/lib/libnccl.so.2": "system",
+    }.items():
+        found = _info_search.find_nccl({"version": "2.30.7", "path": path, "why_none": ""})
+        assert found == {"found": True, "version": "2.30.7", "path": path, "source": source}
+    # The named file is used or fails, and the one of pip is not taken instead.
+    assert not _info_search.find_nccl({"version": "", "path": "", "why_none": "cannot be loaded"})["found"]
+
+
+def test_a_build_without_gpus_looks_for_the_file_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_info_search, "installed_nccl", lambda: "/pip/libnccl.so.2")
+    found = _info_search.find_nccl(None)
+    assert found == {"found": True, "version": None, "path": "/pip/libnccl.so.2", "source": "pip"}
+    monkeypatch.setattr(_info_search, "installed_nccl", lambda: None)
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
+    assert not _info_search.find_nccl(None)["found"]

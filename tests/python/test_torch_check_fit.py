@@ -223,6 +223,17 @@ def test_time_in_dimension_0_is_told_with_a_transpose(kind: Any) -> None:
     assert checked(Sequence(kind, batch_first=True), tags, turned).exact
 
 
+def test_a_tensor_with_an_entry_for_each_time_does_not_hide_the_layout() -> None:
+    def fading(module: Any, batch: Any) -> Any:
+        losses = F.cross_entropy(module(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="none")
+        return (losses.reshape(batch[1].shape) * batch[2][:, None]).mean()
+
+    labels = torch.arange(9 * ITEMS).reshape(9, ITEMS) % 3
+    report = checked(Sequence(nn.LSTM), fading, (made(9, ITEMS, 6), labels, torch.linspace(1, 2, 9)))
+    assert kinds(report) == ["layout"], report
+    assert "x.transpose(0, 1)" in report.causes[0].text
+
+
 def test_a_module_that_takes_the_item_for_time_is_told() -> None:
     def last(module: Any, batch: Any) -> Any:
         return F.cross_entropy(module(batch[0])[:, -1], batch[1])

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Everything a program that links paceline needs.
+// What a program that trains with paceline needs. cpp/README.md lists what is left out.
 #include <paceline/balance/balance.hpp>
 #include <paceline/balance/balancer.hpp>
 #include <paceline/comm/communicator.hpp>

@@ -72,7 +72,7 @@ std::optional<std::vector<std::int64_t>> Calibration::shares(const PolicyContext
   const double most = std::min(1.0, kLargestRise * raised / dropped);
   std::vector<double> times;
   for (const std::size_t i : active) times.push_back(even_seconds(context, even, i));
-  const double typical = median(times);
+  const double typical = median_in_place(times);
   std::vector<std::int64_t> shares = even;
   std::int64_t released = 0;
   for (const std::size_t i : active) {

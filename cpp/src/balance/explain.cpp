@@ -13,7 +13,7 @@
 namespace paceline::balance {
 namespace {
 
-constexpr std::size_t kMovesTold = 3;
+constexpr std::size_t kMovesShown = 3;
 constexpr double kNotable = 0.02;  // smaller changes of speed are not worth words
 
 std::string outcome(const MoveReport& move) {
@@ -99,8 +99,8 @@ std::string describe(const BalanceReport& report, std::int64_t batch_size, std::
   }
   out += known;
   if (!report.last_reason.empty()) out += fmt::format("Last decision: {}.\n", report.last_reason);
-  const std::size_t told = std::min(kMovesTold, report.recent_moves.size());
-  for (std::size_t i = report.recent_moves.size() - told; i < report.recent_moves.size(); ++i) {
+  const std::size_t shown = std::min(kMovesShown, report.recent_moves.size());
+  for (std::size_t i = report.recent_moves.size() - shown; i < report.recent_moves.size(); ++i) {
     const MoveReport& move = report.recent_moves[i];
     out += fmt::format("Move at step {}: [{}] to [{}], promised {:.1f} %, {}.\n", move.step, fmt::join(move.from, ", "),
                        fmt::join(move.to, ", "), 100.0 * move.promised_gain, outcome(move));

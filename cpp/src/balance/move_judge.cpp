@@ -105,7 +105,7 @@ std::optional<MoveJudge::Verdict> MoveJudge::judge(const std::vector<double>& af
   std::vector<double> spread;
   for (const double seconds : before) spread.push_back(std::abs(seconds / median_before - 1.0));
   for (const double seconds : after) spread.push_back(std::abs(seconds / median_after - 1.0));
-  const double deviation = std::max(from_median_deviation(median(spread)), kMaxOverNoise * noise);
+  const double deviation = std::max(from_median_deviation(median_in_place(spread)), kMaxOverNoise * noise);
   const double error = std::hypot(median_error(deviation, before.size()), median_error(deviation, after.size()));
   MoveReport& move = moves_.back();
   move.measured_gain = 1.0 - median_after / median_before;

@@ -46,7 +46,8 @@ void ReductionCost::estimate(double compute_seconds) {
   for (std::size_t k = 1; k < seconds_.size(); ++k) {
     const auto next = std::ranges::find_if(known, [&](const Known& point) { return point.count >= k; });
     const auto to = next != known.end() ? next : known.end() - 1;
-    if (to->count == k || to == known.begin()) {  // the latter: only one number has worked, so more is unknown
+    // Known itself; or nothing is known but the cost of one device, which then stands for any number.
+    if (to->count == k || to == known.begin()) {
       seconds_[k] = to->seconds;
       continue;
     }

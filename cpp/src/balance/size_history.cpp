@@ -65,7 +65,7 @@ double SizeHistory::first_run_seconds(
   for (const FirstRun& run : first_runs_) {
     costs.push_back(run.seconds > 0.0 ? std::max(0.0, run.seconds - makespan(run.shares)) : 0.0);
   }
-  return median(costs);
+  return median_in_place(costs);
 }
 
 }  // namespace paceline::balance

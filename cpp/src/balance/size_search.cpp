@@ -27,7 +27,7 @@ double variance_of_median(const std::vector<double>& values) {
   const double middle = median(values);
   std::vector<double> deviations;
   for (const double value : values) deviations.push_back(std::abs(value - middle));
-  const double deviation = from_median_deviation(median(deviations));
+  const double deviation = from_median_deviation(median_in_place(deviations));
   const auto count = static_cast<double>(values.size());
   return (1.0 + 4.0 / count) * std::numbers::pi / 2.0 * deviation * deviation / count;
 }

@@ -7,7 +7,9 @@
 #include <numbers>
 
 namespace paceline::balance {
-double median(std::vector<double> values) {
+double median(std::vector<double> values) { return median_in_place(values); }
+
+double median_in_place(std::span<double> values) {
   if (values.empty()) return 0.0;
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
   std::nth_element(values.begin(), middle, values.end());

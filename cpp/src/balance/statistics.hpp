@@ -2,12 +2,15 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 #include <vector>
 
 namespace paceline::balance {
 
 /// The median of `values`, the mean of the two middle ones when their number is even; 0 for none.
 [[nodiscard]] double median(std::vector<double> values);
+/// The same without a copy; puts the values into another order.
+[[nodiscard]] double median_in_place(std::span<double> values);
 
 /// The standard error of a median of `samples` values with standard deviation `deviation`.
 ///

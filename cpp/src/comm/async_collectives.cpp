@@ -60,7 +60,7 @@ class AsyncCollectives final : public Collectives {
   }
 
   ~AsyncCollectives() override {
-    if (getpid() != owner_) {  // CUDA does not survive fork(), so a child must not touch it
+    if (getpid() != owner_) {  // a child must not touch the devices, which do not survive fork()
       static_cast<void>(link_.release());
       memory_.leak();
       return;
@@ -217,8 +217,8 @@ class AsyncCollectives final : public Collectives {
   [[nodiscard]] std::unique_lock<std::mutex> begin(const char* call) {
     if (getpid() != owner_) {
       throw Unavailable(
-          fmt::format("{}: this communicator belongs to process {}, and CUDA does not survive fork(). "
-                      "Start workers with the 'spawn' method.",
+          fmt::format("{}: this communicator belongs to process {}, and its devices do not survive "
+                      "fork(). Start workers with the 'spawn' method.",
                       call, owner_));
     }
     std::unique_lock lock(mutex_, std::try_to_lock);

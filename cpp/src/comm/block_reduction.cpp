@@ -33,6 +33,15 @@ void copy(const void* from, std::span<void* const> targets, std::size_t bytes) {
   }
 }
 
+/// Like reduce_block(), but writes the result to every output. Each output costs one store from registers.
+void reduce_to_all(std::span<const void* const> inputs, std::span<void* const> outputs, std::size_t count, DType dtype,
+                   ReduceOp op) {
+  if (inputs.empty()) return;
+  const ReduceKernels& kernels = *supported_reduce_kernels().front();
+  kernels.functions[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)](
+      inputs.data(), inputs.size(), outputs.data(), outputs.size(), count);
+}
+
 std::vector<BlockJob> jobs_of(std::vector<ReductionSegment> segments) {
   std::vector<BlockJob> jobs;
   for (ReductionSegment& segment : segments) {
@@ -88,7 +97,7 @@ bool BlockReduction::work() noexcept {
       if (inputs.size() == 1) {
         copy(inputs.front(), outputs, block.count * size_of(job.dtype));
       } else {
-        reduce_block_to_all(inputs, outputs, block.count, job.dtype, job.op);
+        reduce_to_all(inputs, outputs, block.count, job.dtype, job.op);
       }
       if (job.scale == 1.0) continue;
       for (void* output : outputs) {

@@ -33,8 +33,11 @@ class CopyLink final : public Link {
 
   void all_reduce(std::span<void* const> buffers, std::size_t count, DType dtype, ReduceOp op) override {
     const Piece piece{{buffers.begin(), buffers.end()}};
-    reduce({&piece, 1}, count, dtype, op);
-    broadcast({&piece, 1}, count * size_of(dtype));
+    barrier();
+    reduce_at_root(piece, count, dtype, op);
+    barrier();
+    copy_from_root(piece, count * size_of(dtype));
+    barrier();
   }
 
   void reduce(std::span<const Piece> pieces, std::size_t count, DType dtype, ReduceOp op) override {
@@ -45,11 +48,7 @@ class CopyLink final : public Link {
 
   void broadcast(std::span<const Piece> pieces, std::size_t bytes) override {
     barrier();
-    for (const Piece& piece : pieces) {
-      for (std::size_t r = 0; r < nodes_.size(); ++r) {
-        if (r != piece.root) nodes_[r].stream->copy(piece.at[r], piece.at[piece.root], bytes);
-      }
-    }
+    for (const Piece& piece : pieces) copy_from_root(piece, bytes);
     barrier();
   }
 
@@ -95,6 +94,12 @@ class CopyLink final : public Link {
       landed += stride;
     }
     stream.reduce({inputs, output, count, dtype, 1.0, op});
+  }
+
+  void copy_from_root(const Piece& piece, std::size_t bytes) {
+    for (std::size_t r = 0; r < nodes_.size(); ++r) {
+      if (r != piece.root) nodes_[r].stream->copy(piece.at[r], piece.at[piece.root], bytes);
+    }
   }
 
   std::vector<Node> nodes_;

@@ -59,8 +59,9 @@ class Link {
 
 /// A link by the GPUs' own library. Null if there is none to use; `why_none` then says why. cuda/nccl_link.cpp defines
 /// this function, or host_only.cpp in a build without the CUDA backend.
-/// Its devices access each other's memory themselves, as NCCL's kernels do. So they can only use memory of AsyncDevice;
-/// they may not reach memory that somebody else allocated.
+/// Its devices access each other's memory themselves, as NCCL's kernels do. They reach the memory of AsyncDevice, and
+/// may be unable to reach memory that somebody else allocated. So SpaceCollectives gives the link only memory of
+/// AsyncDevice. AsyncCollectives gives it the buffers of the caller, who answers for them.
 /// @throws Unavailable where the library would certainly hang; Error, Timeout if it cannot connect the GPUs.
 [[nodiscard]] std::unique_ptr<Link> make_native_link(const std::vector<Endpoint>& endpoints,
                                                      const CommunicatorOptions& options, std::string& why_none);

@@ -19,20 +19,14 @@ std::span<const ReduceKernels* const> supported_reduce_kernels() noexcept {
   return all;
 #endif
 }
-
-void reduce_block_to_all(std::span<const void* const> inputs, std::span<void* const> outputs, std::size_t count,
-                         DType dtype, ReduceOp op) noexcept {
-  if (inputs.empty() || count == 0) return;
-  const ReduceKernels& kernels = *supported_reduce_kernels().front();
-  const ReduceFunction function = kernels.functions[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)];
-  function(inputs.data(), inputs.size(), outputs.data(), outputs.size(), count);
-}
-
 }  // namespace internal
 
 void reduce_block(std::span<const void* const> inputs, void* output, std::size_t count, DType dtype,
                   ReduceOp op) noexcept {
-  internal::reduce_block_to_all(inputs, {&output, 1}, count, dtype, op);
+  if (inputs.empty() || count == 0) return;
+  const internal::ReduceKernels& kernels = *internal::supported_reduce_kernels().front();
+  kernels.functions[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)](inputs.data(), inputs.size(),
+                                                                                   &output, 1, count);
 }
 
 const char* reduce_isa() noexcept { return internal::supported_reduce_kernels().front()->isa; }

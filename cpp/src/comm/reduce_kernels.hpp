@@ -25,11 +25,6 @@ extern const ReduceKernels reduce_kernels_baseline;
 extern const ReduceKernels reduce_kernels_avx2;
 extern const ReduceKernels reduce_kernels_avx512;
 
-/// Like reduce_block(), but writes the result to every output. Each output costs one store from registers.
-/// Exported for tests that compile block_reduction.cpp themselves.
-PACELINE_API void reduce_block_to_all(std::span<const void* const> inputs, std::span<void* const> outputs,
-                                      std::size_t count, DType dtype, ReduceOp op) noexcept;
-
 /// The compilations that this processor can run, best first. Exported so that tests can compare them.
 [[nodiscard]] PACELINE_API std::span<const ReduceKernels* const> supported_reduce_kernels() noexcept;
 

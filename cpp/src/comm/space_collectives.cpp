@@ -28,7 +28,7 @@ SpaceCollectives::SpaceCollectives(std::unique_ptr<Link> link, std::vector<Endpo
 
 SpaceCollectives::~SpaceCollectives() {
   if (getpid() == owner_) return;
-  // CUDA and the link's thread do not survive fork(), so a child must not touch them.
+  // The devices and the link's thread do not survive fork(), so a child must not touch them.
   for (Buffers& buffers : sums_) {
     for (std::unique_ptr<Buffer>& buffer : buffers) static_cast<void>(buffer.release());
   }
@@ -43,13 +43,13 @@ std::unique_ptr<Buffer> SpaceCollectives::allocate(std::size_t space, std::size_
 }
 
 void SpaceCollectives::broadcast(std::span<const SpaceCopy> copies) {
-  std::vector<Piece> staged;
-  for (Piece& piece : pieces_of(copies)) {
-    if (is_own(piece)) {
-      const internal::Piece whole{piece.to, kHome};
-      link_->broadcast({&whole, 1}, piece.bytes);
+  std::vector<Transfer> staged;
+  for (Transfer& transfer : transfers_of(copies)) {
+    if (is_own(transfer)) {
+      const Piece whole{transfer.to, kHome};
+      link_->broadcast({&whole, 1}, transfer.bytes);
     } else {
-      staged.push_back(std::move(piece));
+      staged.push_back(std::move(transfer));
     }
   }
   if (!staged.empty()) stage(staged);
@@ -65,25 +65,25 @@ void SpaceCollectives::reserve(std::span<const std::size_t> bytes) {
 }
 
 void SpaceCollectives::reduce(std::size_t k, std::size_t count, DType dtype) {
-  internal::Piece sums{.root = kHome};
+  Piece sums{.root = kHome};
   for (std::size_t r = 0; r < endpoints_.size(); ++r) sums.at.push_back(sum(r, k));
   link_->reduce({&sums, 1}, count, dtype, ReduceOp::sum);
 }
 
-std::vector<SpaceCollectives::Piece> SpaceCollectives::pieces_of(std::span<const SpaceCopy> copies) const {
-  std::vector<Piece> pieces;
+std::vector<SpaceCollectives::Transfer> SpaceCollectives::transfers_of(std::span<const SpaceCopy> copies) const {
+  std::vector<Transfer> transfers;
   std::map<std::pair<const void*, std::size_t>, std::size_t> known;
   for (const SpaceCopy& copy : copies) {
     if (copy.space >= endpoints_.size() || copy.bytes == 0) continue;
-    const auto [entry, is_new] = known.emplace(std::pair{copy.from, copy.bytes}, pieces.size());
+    const auto [entry, is_new] = known.emplace(std::pair{copy.from, copy.bytes}, transfers.size());
     if (is_new) {
-      Piece piece{.from = copy.from, .bytes = copy.bytes, .to = std::vector<void*>(endpoints_.size(), nullptr)};
-      piece.to[kHome] = const_cast<void*>(copy.from);  // the link takes void*, and only reads home's
-      pieces.push_back(std::move(piece));
+      Transfer transfer{.from = copy.from, .bytes = copy.bytes, .to = std::vector<void*>(endpoints_.size(), nullptr)};
+      transfer.to[kHome] = const_cast<void*>(copy.from);  // the link takes void*, and only reads home's
+      transfers.push_back(std::move(transfer));
     }
-    pieces[entry->second].to[copy.space] = copy.to;
+    transfers[entry->second].to[copy.space] = copy.to;
   }
-  return pieces;
+  return transfers;
 }
 
 bool SpaceCollectives::is_own(const void* data, std::size_t bytes) const {
@@ -94,9 +94,9 @@ bool SpaceCollectives::is_own(const void* data, std::size_t bytes) const {
   });
 }
 
-bool SpaceCollectives::is_own(const Piece& piece) const {
-  return std::all_of(piece.to.begin(), piece.to.end(),
-                     [&](const void* to) { return to != nullptr && is_own(to, piece.bytes); });
+bool SpaceCollectives::is_own(const Transfer& transfer) const {
+  return std::all_of(transfer.to.begin(), transfer.to.end(),
+                     [&](const void* to) { return to != nullptr && is_own(to, transfer.bytes); });
 }
 
 SpaceCollectives::Buffers SpaceCollectives::make(std::size_t bytes) {
@@ -105,10 +105,10 @@ SpaceCollectives::Buffers SpaceCollectives::make(std::size_t bytes) {
   return buffers;
 }
 
-/// Packs scattered pieces, so that the number of collectives does not grow with the number of parameters.
-void SpaceCollectives::stage(std::span<const Piece> pieces) {
+/// Packs scattered parameters, so that the number of collectives does not grow with the number of parameters.
+void SpaceCollectives::stage(std::span<const Transfer> transfers) {
   std::size_t total = 0;
-  for (const Piece& piece : pieces) total += aligned(piece.bytes);
+  for (const Transfer& transfer : transfers) total += aligned(transfer.bytes);
   const std::size_t room = std::min(total, staging_bytes_);
   if (staging_.empty() || staging_.front()->bytes() < room) {
     staging_.clear();
@@ -116,10 +116,10 @@ void SpaceCollectives::stage(std::span<const Piece> pieces) {
   }
   std::vector<Section> sections;
   std::size_t used = 0;
-  for (const Piece& piece : pieces) {
-    for (std::size_t begin = 0; begin < piece.bytes;) {
-      const std::size_t bytes = std::min(piece.bytes - begin, room - used);
-      sections.push_back({&piece, begin, bytes, used});
+  for (const Transfer& transfer : transfers) {
+    for (std::size_t begin = 0; begin < transfer.bytes;) {
+      const std::size_t bytes = std::min(transfer.bytes - begin, room - used);
+      sections.push_back({&transfer, begin, bytes, used});
       begin += bytes;
       used += aligned(bytes);
       if (used < room) continue;
@@ -132,21 +132,21 @@ void SpaceCollectives::stage(std::span<const Piece> pieces) {
 }
 
 void SpaceCollectives::send(std::span<const Section> sections, std::size_t bytes) {
-  internal::Piece whole{.root = kHome};
+  Piece whole{.root = kHome};
   for (const std::unique_ptr<Buffer>& buffer : staging_) whole.at.push_back(buffer->data());
   const auto staged = [&](std::size_t space, const Section& section) {
     return static_cast<char*>(whole.at[space]) + section.offset;
   };
   for (const Section& section : sections) {
-    const auto* const from = static_cast<const char*>(section.piece->from) + section.begin;
+    const auto* const from = static_cast<const char*>(section.transfer->from) + section.begin;
     endpoints_[kHome].stream->copy(staged(kHome, section), from, section.bytes);
   }
   link_->broadcast({&whole, 1}, bytes);
   for (std::size_t r = 0; r < endpoints_.size(); ++r) {
     if (r == kHome) continue;
     for (const Section& section : sections) {
-      if (section.piece->to[r] == nullptr) continue;
-      endpoints_[r].stream->copy(static_cast<char*>(section.piece->to[r]) + section.begin, staged(r, section),
+      if (section.transfer->to[r] == nullptr) continue;
+      endpoints_[r].stream->copy(static_cast<char*>(section.transfer->to[r]) + section.begin, staged(r, section),
                                  section.bytes);
     }
   }

@@ -51,24 +51,24 @@ class SpaceCollectives {
   using Buffers = std::vector<std::unique_ptr<Buffer>>;  // one for each space
 
   /// A part of home's memory, and its target in every space; null where a space does not need it.
-  struct Piece {
+  struct Transfer {
     const void* from = nullptr;
     std::size_t bytes = 0;
     std::vector<void*> to;
   };
-  /// A part of a piece, and its offset in the staging memory.
+  /// A part of a transfer, and its offset in the staging memory.
   struct Section {
-    const Piece* piece = nullptr;
+    const Transfer* transfer = nullptr;
     std::size_t begin = 0;
     std::size_t bytes = 0;
     std::size_t offset = 0;
   };
 
-  [[nodiscard]] std::vector<Piece> pieces_of(std::span<const SpaceCopy> copies) const;
+  [[nodiscard]] std::vector<Transfer> transfers_of(std::span<const SpaceCopy> copies) const;
   [[nodiscard]] bool is_own(const void* data, std::size_t bytes) const;
-  [[nodiscard]] bool is_own(const Piece& piece) const;
+  [[nodiscard]] bool is_own(const Transfer& transfer) const;
   [[nodiscard]] Buffers make(std::size_t bytes);
-  void stage(std::span<const Piece> pieces);
+  void stage(std::span<const Transfer> transfers);
   void send(std::span<const Section> sections, std::size_t bytes);
 
   std::unique_ptr<Link> link_;

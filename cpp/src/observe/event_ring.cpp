@@ -31,7 +31,8 @@ std::vector<TraceEvent> EventRing::snapshot() const {
 
 const char* name_of(EventKind kind) noexcept {
   constexpr std::array kNames{"step", "micro_batch", "reduction", "move"};
-  return kNames[static_cast<std::size_t>(kind)];
+  const auto index = static_cast<std::size_t>(kind);
+  return index < kNames.size() ? kNames[index] : "unknown";
 }
 
 }  // namespace paceline::observe

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <string>
+#include <string_view>
+
 #include <paceline/runtime/backend.hpp>
 
 namespace paceline::internal {
@@ -10,6 +13,9 @@ namespace paceline::internal {
 /// The build picks the definition: cuda/cuda_backend.cpp, or host_only.cpp. A call by name works from a static archive
 /// too, and does not depend on the order of static initialisation.
 [[nodiscard]] const Backend* gpu_backend() noexcept;
+
+/// Why there is no device of this name, if it names a GPU and the build has no backend for GPUs. Otherwise empty.
+[[nodiscard]] std::string why_no_gpu(std::string_view name);
 
 [[nodiscard]] const Backend& host_backend() noexcept;
 

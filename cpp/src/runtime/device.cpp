@@ -61,12 +61,10 @@ Device find_device(std::string_view name) {
         return backend->find(name);
       }
     }
-    reason = name.starts_with("cuda:") || name == "cuda"
-                 ? fmt::format(
-                       "there is no device '{}': this build of paceline has no CUDA backend (it is built where nvcc is "
-                       "found)",
-                       name)
-                 : fmt::format("'{}' is not the name of a device: host devices are called host:0, host:1, ...", name);
+    reason = internal::why_no_gpu(name);
+    if (reason.empty()) {
+      reason = fmt::format("'{}' is not the name of a device: host devices are called host:0, host:1, ...", name);
+    }
   } catch (const InvalidArgument& error) {
     reason = error.what();  // a backend lists its own devices; the message below lists all
   }

@@ -50,6 +50,20 @@ std::optional<std::string> read_cgroup_path(const fs::path& root, bool v2) {
   return std::nullopt;
 }
 
+/// Where the group is below the mount point. A container may see only a subtree of the groups, at the mount point,
+/// while /proc names a path of the host. Then the group has the rest of that path. If no part of the path is visible,
+/// returns all of it; a search upwards from there ends at the mount point.
+fs::path visible_path(const fs::path& mount_point, const std::string& group) {
+  const fs::path whole = fs::path(group).relative_path();
+  for (auto first = whole.begin(); first != whole.end(); ++first) {
+    fs::path rest;
+    for (auto name = first; name != whole.end(); ++name) rest /= *name;
+    std::error_code error;
+    if (fs::is_directory(mount_point / rest, error)) return rest;
+  }
+  return whole;
+}
+
 std::optional<CpuLimit> read_group_limit(const fs::path& directory, bool v2) {
   const fs::path source = directory / (v2 ? "cpu.max" : "cpu.cfs_quota_us");
   std::string text = read_text_file(source).value_or("");  // v2: "max 100000" or "150000 100000"; v1: "-1" or "150000"
@@ -114,9 +128,7 @@ std::optional<CpuLimit> read_cpu_limit(const fs::path& root) {
   for (const auto& [mount_point, v2] : hierarchies) {
     const auto group = read_cgroup_path(root, v2);
     if (!group) continue;
-    // A container may see only its own group, at the mount point, while /proc names a path of the host. No directory
-    // has such a path here, and the search upwards ends at the mount point.
-    for (fs::path below = fs::path(*group).relative_path();; below = below.parent_path()) {
+    for (fs::path below = visible_path(root / mount_point, *group);; below = below.parent_path()) {
       const auto limit = read_group_limit(below.empty() ? root / mount_point : root / mount_point / below, v2);
       if (limit && (!tightest || limit->cores() < tightest->cores())) tightest = limit;
       if (below.empty()) break;

@@ -29,8 +29,10 @@ constexpr const char* kAssertions = "with assertions";
 #endif
 #if defined(__x86_64__)
 constexpr const char* kProcessor = "x86-64";
-#else
+#elif defined(__aarch64__)
 constexpr const char* kProcessor = "aarch64";
+#else
+constexpr const char* kProcessor = "another processor";
 #endif
 
 }  // namespace

@@ -227,7 +227,7 @@ class StepLoop:
         | None = None,
     ) -> StepOutcome:
         """
-        Run the last plan: body(device, begin, end, flags) -> int per micro-batch, finish(device) -> gradients. With costs begin and end are positions in the plan's order. claims: (begin, end) of the micro-batches to run instead of planned ones, for each device; pieces: in which they are worked off. See python_program.hpp.
+        Run the last plan: body(device, begin, end, flags) -> int per micro-batch, finish(device) -> gradients. With costs begin and end are positions in the plan's order. claims: for each device, (begin, end) of the micro-batches to run instead of the planned ones. pieces: for each device, (begin, end) of the pieces that its claims run in. See python_program.hpp.
         """
     def set_corrections(self, corrections: bool | None) -> None:
         """

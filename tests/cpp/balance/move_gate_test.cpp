@@ -10,6 +10,7 @@
 
 #include <paceline/balance/balancer.hpp>
 #include <paceline/sim/box.hpp>
+#include <paceline/sim/random.hpp>
 
 namespace paceline::balance {
 namespace {
@@ -112,6 +113,25 @@ TEST(MoveGate, NoiseRaisesTheGate) {
   Balancer balancer(options_for(noisy));
   run(balancer, box, 0, 12, 2000);
   EXPECT_GT(balancer.report().required_gain, 0.03);
+}
+
+TEST(MoveGate, NeverAsksForMoreThanAllOfTheTime) {
+  BalancerOptions options = options_for(box_of({1.0, 1.0}, 0.0));
+  options.devices[1].device_class = "other";  // devices of one class would count as equal
+  options.calibrate = false;
+  Balancer balancer(options);
+  double most = 0.0;
+  for (std::uint64_t step = 0; step < 100; ++step) {
+    const StepPlan plan = balancer.next_plan(400);
+    StepTimings timings;
+    for (std::size_t i = 0; i < 2; ++i) {
+      const double slowness = std::exp(3.0 * sim::Random(1, step, i).normal());
+      timings.devices.push_back({{plan.shares[i], 0.0001 * static_cast<double>(plan.shares[i]) * slowness}});
+    }
+    balancer.record(timings);
+    most = std::max(most, balancer.report().required_gain);
+  }
+  EXPECT_EQ(most, 1.0);  // two standard errors are more
 }
 
 TEST(MoveGate, AsksForTwoStandardErrorsOfTheGain) {

@@ -36,6 +36,7 @@ TEST(EventRing, TakesEventsFromManyThreads) {
 TEST(EventRing, NamesEveryKind) {
   EXPECT_STREQ(name_of(EventKind::micro_batch), "micro_batch");
   EXPECT_STREQ(name_of(EventKind::move), "move");
+  EXPECT_STREQ(name_of(static_cast<EventKind>(200)), "unknown");
 }
 
 TEST(Metrics, AddsUpItemsBusyAndIdleTime) {

@@ -235,6 +235,14 @@ TEST(PaddedSplit, ManyDevicesOfTwoSpeedsAreStillExact) {
   EXPECT_EQ(split_padded(costs, of_speeds(speeds)).gap(), 0.0);
 }
 
+TEST(PaddedSplit, MoreDifferentDevicesThanAnyDoubleCountsOrdersOfAreNotTakenForOneSpeed) {
+  Models models = of_speeds({1000.0, 990.0});
+  for (int i = 0; i < 1100; ++i) models.push_back({0.0, 1.0 + 1e-7 * i});
+  const ItemSplit split = split_padded(std::vector<double>(300, 1.0), models);
+  EXPECT_EQ(split.items[0].size() + split.items[1].size(), 300u)
+      << "one item takes a slow device longer than these all";
+}
+
 TEST(PaddedSplit, TheOrderOfSpeedsIsFoundNotAssumed) {
   // 4 is possible only if the middle device begins, with the longest item alone. Then the fastest takes three and the
   // slowest none.

@@ -136,6 +136,26 @@ TEST(CgroupLimit, FindsAContainersOwnGroupWhereOnlyItsSubtreeIsMounted) {
   EXPECT_EQ(system.limit()->worker_count(), 2);
 }
 
+TEST(CgroupLimit, FindsASubgroupWhereOnlyTheContainersSubtreeIsMounted) {
+  FakeSystem system;
+  system.file("proc/self/cgroup", "4:cpu:/docker/abc/job\n0::/docker/abc/job/part\n");
+  system.file("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "800000\n").file("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n");
+  system.file("sys/fs/cgroup/cpu/job/cpu.cfs_quota_us", "300000\n");
+  system.file("sys/fs/cgroup/cpu/job/cpu.cfs_period_us", "100000\n");
+  ASSERT_TRUE(system.limit().has_value());
+  EXPECT_EQ(system.limit()->worker_count(), 3);
+  system.file("sys/fs/cgroup/job/part/cpu.max", "max 100000\n").file("sys/fs/cgroup/job/cpu.max", "200000 100000\n");
+  EXPECT_EQ(system.limit()->worker_count(), 2);
+}
+
+TEST(CgroupLimit, IsNotThatOfAnotherGroupOfTheSameNameFurtherUp) {
+  FakeSystem system;
+  system.file("proc/self/cgroup", "0::/user/job\n").file("sys/fs/cgroup/job/cpu.max", "100000 100000\n");
+  system.file("sys/fs/cgroup/user/job/cpu.max", "500000 100000\n");
+  ASSERT_TRUE(system.limit().has_value());
+  EXPECT_EQ(system.limit()->worker_count(), 5);
+}
+
 TEST(CgroupLimit, FallsBackToTheMountPointForAGroupThatIsNotVisible) {
   for (const char* group : {"0::/elsewhere/x\n", "0::/../outside\n", "0::/podman/abcdef\n"}) {
     FakeSystem system;

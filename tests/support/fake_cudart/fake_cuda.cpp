@@ -41,6 +41,11 @@ int synchronize_calls() {
   return machine().synchronize_calls;
 }
 
+int made_events() {
+  const std::lock_guard lock(machine().mutex);
+  return machine().made_events;
+}
+
 int node_of_pinned_memory() {
   const std::lock_guard lock(machine().mutex);
   return machine().node_of_pinned_memory;

@@ -68,6 +68,9 @@ struct Leftovers {
 /// cuda*Synchronize to link to.
 [[nodiscard]] int synchronize_calls();
 
+/// The number of events that were made since the boot.
+[[nodiscard]] int made_events();
+
 /// The preferred NUMA node of the thread at the last allocation of pinned memory; -1 if it had none.
 [[nodiscard]] int node_of_pinned_memory();
 

@@ -63,6 +63,7 @@ void Machine::boot(const Settings& settings) {
   problems.clear();
   sticky.clear();
   synchronize_calls = 0;
+  made_events = 0;
   node_of_pinned_memory = -1;
   queries = 0;
   allocations_until_failure = -1;
@@ -150,6 +151,7 @@ Event* Machine::make_event(int device, bool timed) {
   event->timed = timed;
   Event* raw = event.get();
   events_[raw] = std::move(event);
+  ++made_events;
   return raw;
 }
 

@@ -148,6 +148,7 @@ class Machine {
   std::map<int, cudaError_t> sticky;
   std::map<const Pool*, std::unique_ptr<Pool>> pools;
   int synchronize_calls = 0;
+  int made_events = 0;
   int node_of_pinned_memory = -1;
   std::uint64_t queries = 0;
   int allocations_until_failure = -1;

@@ -125,7 +125,7 @@ class PACELINE_API Balancer {
   [[nodiscard]] BalanceReport report() const;
 
   /// In words: what was seen, what was decided and why, what a move would gain, what it does not know.
-  /// `causes`, one per device or none at all, are what others know of why a device is slow: told where not empty.
+  /// `causes`: what may slow each device, to be quoted. One text per device, which may be empty, or no texts at all.
   /// @throws InvalidArgument for another number of causes.
   [[nodiscard]] std::string explain(std::span<const std::string> causes = {}) const;
 

@@ -28,9 +28,9 @@ struct DeviceReport {
   std::int64_t since_step = 0;     ///< step of that change
   std::int64_t change_points = 0;  ///< sudden changes of its speed so far
   std::int64_t drifts = 0;         ///< slow ones
-  /// Its time now over its time before the last change: 2 = twice as slow; 0: there was no change. A device that cannot
-  /// be told from another of its class has slowed down no more than that one: if it was faster for a while, it is level
-  /// again, not slow.
+  /// Its time now over its time before the last change: 2 means twice as slow, 0 that there was no change. A device
+  /// that was faster for a while and is now as fast as others of its class has not become slow. So among devices of a
+  /// class that cannot be told apart, none has a larger slowdown than another.
   double slowdown = 0.0;
   double regain = 0.0;  ///< how much shorter steps would be if it were as fast as before, 0 if it is not slower
 };

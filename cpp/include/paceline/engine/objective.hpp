@@ -14,8 +14,7 @@ class PACELINE_API Objective {
  public:
   /// The number is known already.
   explicit Objective(double value);
-  struct State;  // the library's own
-  explicit Objective(std::shared_ptr<State> state);
+  struct State;  // the library's own, which alone makes objectives whose number is not known yet
 
   /// Waits for the devices.
   /// @throws Timeout, DeviceLost, Error if a device or NCCL failed in this step. Its gradients are then undefined.
@@ -23,6 +22,8 @@ class PACELINE_API Objective {
   operator double() const { return value(); }  // NOLINT(google-explicit-constructor): a step returns a number
 
  private:
+  explicit Objective(std::shared_ptr<State> state);
+
   std::shared_ptr<State> state_;
 };
 

@@ -48,7 +48,7 @@ class PACELINE_API EventRing {
   std::uint64_t pushed_ = 0;
 };
 
-/// "micro_batch" and so on.
+/// "micro_batch" and so on; "unknown" for a value that is no EventKind.
 [[nodiscard]] PACELINE_API const char* name_of(EventKind kind) noexcept;
 
 }  // namespace paceline::observe

@@ -98,7 +98,7 @@ class AsyncMemory final : public TrainerMemory<T> {
           return *static_cast<const double*>(written->data()) + known;
         });
     objectives_.push_back(state);
-    return Objective(std::move(state));
+    return Objective::State::objective(std::move(state));
   }
 
   DeviceQueues queues;

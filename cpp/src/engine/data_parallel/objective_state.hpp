@@ -3,6 +3,7 @@
 
 #include <exception>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <utility>
 
@@ -16,6 +17,8 @@ namespace paceline {
 struct Objective::State {
   explicit State(double value) : value_(value) {}
   explicit State(std::function<double()> read) : read_(std::move(read)) {}
+
+  [[nodiscard]] static Objective objective(std::shared_ptr<State> state) { return Objective(std::move(state)); }
 
   double get() {
     const std::lock_guard lock(mutex_);

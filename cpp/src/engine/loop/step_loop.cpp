@@ -283,8 +283,8 @@ struct StepLoop::State {
   Planner alike;
   Planner by_cost;  // splits units of work instead of items
   internal::ItemWork work;
-  Planner* last = &alike;                         // of the last plan
-  std::shared_ptr<balance::LedgerWriter> ledger;  // of both
+  Planner* last = &alike;                         // the one that made the last plan
+  std::shared_ptr<balance::LedgerWriter> ledger;  // of both planners
   std::shared_ptr<const BatchPlan> plan;          // the last one; null where the devices have changed since
   std::shared_ptr<internal::MemoryCaps> caps;
   // By size and speed number of the batch, least recently used first.

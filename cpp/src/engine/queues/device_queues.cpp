@@ -271,6 +271,7 @@ struct DeviceQueues::State {
   bool owns_home_stream = false;
   std::unique_ptr<Event> ready;
   std::shared_ptr<internal::Evidence> evidence = std::make_shared<internal::Evidence>();  // of all steps
+  std::shared_ptr<internal::SpareEvents> spare_events = std::make_shared<internal::SpareEvents>();
   std::shared_ptr<internal::RecordedTimes> step;
   std::atomic<bool> hung{false};
   bool left = false;  // a drain did not end
@@ -321,8 +322,8 @@ std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceC
         "step: a device did not end what an earlier step gave it, and may still be at it. Start a new process.");
   }
   if (state.collectives != nullptr) state.collectives->check();
-  state.step = std::make_shared<internal::RecordedTimes>(state.evidence, state.queues.size(), state.home_device(),
-                                                         state.options.timeout, state.collectives);
+  state.step = std::make_shared<internal::RecordedTimes>(state.evidence, state.spare_events, state.queues.size(),
+                                                         state.home_device(), state.options.timeout, state.collectives);
   state.begin(takes_part);
   try {
     state.distribute(copies);

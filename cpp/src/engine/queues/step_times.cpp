@@ -2,6 +2,8 @@
 #include "engine/queues/step_times.hpp"
 
 #include <algorithm>
+#include <iterator>
+#include <new>
 
 #include "comm/space_collectives.hpp"
 
@@ -28,6 +30,32 @@ void Evidence::classify(std::vector<char>& strict, const std::vector<char>& ran,
     if (clean[d] != 0) without = 0;
     if (clean[d] == 0 && ran[d] != 0) without = std::min(without + 1, kPatience + 1);
     strict[d] = static_cast<char>(without <= kPatience);
+  }
+}
+
+std::unique_ptr<Event> SpareEvents::take_end(AsyncDevice& home) {
+  const std::lock_guard lock(mutex_);
+  if (ends_.empty()) return home.make_event(false);
+  std::unique_ptr<Event> end = std::move(ends_.back());
+  ends_.pop_back();
+  return end;
+}
+
+Span SpareEvents::take_span(DeviceId d, AsyncDevice& maker) {
+  const std::lock_guard lock(mutex_);
+  if (spans_.size() <= d || spans_[d].empty()) return {maker.make_event(true), maker.make_event(true), {}};
+  Span span = std::move(spans_[d].back());
+  spans_[d].pop_back();
+  return span;
+}
+
+void SpareEvents::put(std::unique_ptr<Event> end, std::vector<std::vector<Span>> spans) noexcept {
+  try {
+    const std::lock_guard lock(mutex_);
+    ends_.push_back(std::move(end));
+    spans_.resize(std::max(spans_.size(), spans.size()));
+    for (std::size_t d = 0; d < spans.size(); ++d) std::ranges::move(spans[d], std::back_inserter(spans_[d]));
+  } catch (const std::bad_alloc&) {  // no memory for the list: they are destroyed
   }
 }
 
@@ -69,7 +97,7 @@ bool RecordedTimes::begin_run(DeviceId d, AsyncDevice& maker, Stream& stream, bo
   // A device that had nothing to do when it was given more has waited for the host. That time is no evidence.
   const bool dry = !spans.empty() && spans.back().end->done();
   if (continues) return dry;
-  spans.push_back({maker.make_event(true), maker.make_event(true), {}});
+  spans.push_back(spare_->take_span(d, maker));
   restart_run(d, stream);
   return dry;
 }

@@ -45,17 +45,38 @@ class Evidence {
   std::vector<int> steps_without_;
 };
 
+/// The events of earlier steps of a group, for its next steps. If the driver allocates while NCCL's kernels are
+/// launched, both can hang. So new events are made only until there are enough. Any thread.
+class SpareEvents {
+ public:
+  /// An untimed event of the home device.
+  [[nodiscard]] std::unique_ptr<Event> take_end(AsyncDevice& home);
+  [[nodiscard]] Span take_span(DeviceId d, AsyncDevice& maker);
+  /// `spans`: of each device.
+  void put(std::unique_ptr<Event> end, std::vector<std::vector<Span>> spans) noexcept;
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Event>> ends_;
+  std::vector<std::vector<Span>> spans_;
+};
+
 /// The times of one step. It may outlive the queues. Each device's worker records the runs of its device.
 class RecordedTimes final : public StepTimes {
  public:
-  /// `evidence`: of all steps of the group. `home` makes the event that ends the step; `timeout` is for wait().
-  RecordedTimes(std::shared_ptr<Evidence> evidence, std::size_t device_count, AsyncDevice& home,
-                std::chrono::nanoseconds timeout, std::weak_ptr<SpaceCollectives> collectives)
+  /// `evidence` and `spare`: of all steps of the group. `home` makes the event that ends the step; `timeout` is for
+  /// wait().
+  RecordedTimes(std::shared_ptr<Evidence> evidence, std::shared_ptr<SpareEvents> spare, std::size_t device_count,
+                AsyncDevice& home, std::chrono::nanoseconds timeout, std::weak_ptr<SpaceCollectives> collectives)
       : spans_(device_count),
-        over_(home.make_event(false)),
+        over_(spare->take_end(home)),
         evidence_(std::move(evidence)),
+        spare_(std::move(spare)),
         timeout_(timeout),
         collectives_(std::move(collectives)) {}
+  ~RecordedTimes() override { spare_->put(std::move(over_), std::move(spans_)); }
+  RecordedTimes(const RecordedTimes&) = delete;
+  RecordedTimes& operator=(const RecordedTimes&) = delete;
 
   [[nodiscard]] bool settled() const override { return over_->done(); }
   void wait() const override;
@@ -75,6 +96,7 @@ class RecordedTimes final : public StepTimes {
   std::vector<std::vector<Span>> spans_;  // of each device
   std::unique_ptr<Event> over_;
   std::shared_ptr<Evidence> evidence_;
+  std::shared_ptr<SpareEvents> spare_;
   std::chrono::nanoseconds timeout_;
   std::weak_ptr<SpaceCollectives> collectives_;
   mutable std::vector<char> strict_;  // the answer of Evidence::classify(), under its lock; empty: not asked yet

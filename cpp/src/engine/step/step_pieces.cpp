@@ -9,7 +9,7 @@
 
 #include <paceline/error.hpp>
 
-#include "engine/step/claims.hpp"
+#include "engine/step/work_queue.hpp"
 #include "plural.hpp"
 
 namespace paceline::internal {
@@ -64,12 +64,12 @@ std::vector<StepPieces::Span> StepPieces::spans(const MicroBatch& claim) const {
   return {{claim.begin, claim.end}};
 }
 
-bool StepPieces::run(const MicroBatch& claim, StepProgram& program, const Claims& claims, MicroBatch& current) {
+bool StepPieces::run(const MicroBatch& claim, StepProgram& program, const WorkQueue& queue, MicroBatch& current) {
   using Clock = std::chrono::steady_clock;
   DeviceState& state = devices_[claim.device];
   bool excluded = search_ != nullptr && search_->on_trial();
   const auto run_piece = [&](Span piece) {
-    if (claims.cancelled() && piece.first > claim.begin) throw Cancelled("the step was cancelled");
+    if (queue.cancelled() && piece.first > claim.begin) throw Cancelled("the step was cancelled");
     current.begin = piece.first;
     current.end = piece.second;
     current.continues = piece.first > claim.begin;
@@ -81,17 +81,32 @@ bool StepPieces::run(const MicroBatch& claim, StepProgram& program, const Claims
     excluded |= program.run(current);
     state.ran.push_back({.begin = piece.first, .end = piece.second, .device = claim.device});
   };
-  std::vector<balance::TimedPiece> timed;
-  for (const Span& span : spans(claim)) {
-    const Clock::time_point start = Clock::now();
+  const auto run_span = [&](Span span) {
     if (caps_ == nullptr || caps_->idle() || !script_.empty()) {
       run_piece(span);
     } else {
       run_in_memory(span, program, current, run_piece);
     }
-    timed.push_back({span.second - span.first, std::chrono::duration<double>(Clock::now() - start).count()});
+  };
+  std::int64_t span_count = 1;
+  if (search_ != nullptr) {
+    std::vector<balance::TimedPiece> timed;
+    for (const Span& span : spans(claim)) {
+      const Clock::time_point start = Clock::now();
+      run_span(span);
+      timed.push_back({span.second - span.first, std::chrono::duration<double>(Clock::now() - start).count()});
+    }
+    span_count = std::ssize(timed);
+    state.timed.push_back(std::move(timed));
+  } else if (!script_.empty()) {
+    const std::vector<Span> scripted = spans(claim);
+    for (const Span& span : scripted) run_span(span);
+    span_count = std::ssize(scripted);
+  } else {  // the usual case reads no clock and allocates nothing
+    run_span({claim.begin, claim.end});
   }
-  state.timed.push_back(std::move(timed));
+  ++state.claims;
+  state.spans += span_count;
   return excluded;
 }
 
@@ -127,7 +142,7 @@ std::vector<MicroBatch> StepPieces::ran() const {
   std::vector<MicroBatch> all;
   bool whole = true;
   for (const DeviceState& state : devices_) {
-    whole = whole && state.ran.size() == state.timed.size();
+    whole = whole && std::ssize(state.ran) == state.claims;
     all.insert(all.end(), state.ran.begin(), state.ran.end());
   }
   return whole ? std::vector<MicroBatch>() : all;
@@ -140,9 +155,7 @@ std::int64_t StepPieces::count() const {
 }
 
 bool StepPieces::divided() const {
-  return std::ranges::any_of(devices_, [](const DeviceState& state) {
-    return state.timed.size() > 1 || (state.timed.size() == 1 && state.timed.front().size() > 1);
-  });
+  return std::ranges::any_of(devices_, [](const DeviceState& state) { return state.spans > 1; });
 }
 
 void StepPieces::commit() const {

@@ -18,7 +18,7 @@
 
 namespace paceline::internal {
 
-class Claims;
+class WorkQueue;
 
 /// Each device's claims must be cut into its pieces without a gap, because an item outside of all pieces would not run.
 /// @throws InvalidArgument otherwise
@@ -36,8 +36,8 @@ class StepPieces {
              std::vector<std::vector<MicroBatch>> script);
 
   /// Runs a claim, and keeps the running piece in `current`. Like StepProgram::run() it returns true if the time is no
-  /// evidence. @throws Cancelled between two pieces if `claims` are cancelled.
-  bool run(const MicroBatch& claim, StepProgram& program, const Claims& claims, MicroBatch& current);
+  /// evidence. @throws Cancelled between two pieces if `queue` is cancelled.
+  bool run(const MicroBatch& claim, StepProgram& program, const WorkQueue& queue, MicroBatch& current);
 
   // When the step is over.
   /// The pieces that ran, by device and in their order. Empty if all claims ran whole.
@@ -54,7 +54,9 @@ class StepPieces {
   using Span = std::pair<std::int64_t, std::int64_t>;
   struct alignas(64) DeviceState {  // padded, so that neighbours do not share a cache line
     std::vector<MicroBatch> ran;
-    balance::TimedClaims timed;
+    std::int64_t claims = 0;     // that ran
+    std::int64_t spans = 0;      // that they were divided into, not counting the cuts because of memory
+    balance::TimedClaims timed;  // for the search; empty if there is none
   };
 
   [[nodiscard]] std::vector<Span> spans(const MicroBatch& claim) const;

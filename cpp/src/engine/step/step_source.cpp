@@ -34,7 +34,7 @@ StepSource::StepSource(const DeviceGroup& group, std::shared_ptr<StepProgram> pr
   for (std::size_t d = 0; d < devices_.size(); ++d) {
     devices_[d].takes_part = options.script.empty() ? options.shares[d] > 0 : !options.script[d].empty();
   }
-  claims_ = Claims::of(std::move(options));
+  queue_ = WorkQueue::of(std::move(options));
 }
 
 NextWork StepSource::next(DeviceId device, Clock::time_point now) noexcept {
@@ -55,7 +55,7 @@ void StepSource::perform(DeviceId device, std::int64_t work, Turn&) {
   DeviceState& state = devices_[device];
   if (work == kMicroBatch) {
     MicroBatch claim = state.current;
-    const bool excluded = pieces_->run(claim, *program_, *claims_, state.current);
+    const bool excluded = pieces_->run(claim, *program_, *queue_, state.current);
     claim.items = {};  // they end with the step, the record does not
     state.claims.push_back({.micro_batch = claim, .excluded = excluded});
   }
@@ -122,14 +122,14 @@ NextWork StepSource::next_micro_batch(DeviceId device, Clock::time_point now) no
   try {
     for (;;) {
       const Event* const event = state.asks_again ? program_->idle(device) : program_->slot(device);
-      if (event != nullptr && !claims_->cancelled() && !event->done()) return wait_for(state, *event, now);
+      if (event != nullptr && !queue_->cancelled() && !event->done()) return wait_for(state, *event, now);
       state.waits_since.reset();
       state.asks_again = false;
-      if (const auto claimed = claims_->claim(device, seconds_at(Clock::now()))) {
+      if (const auto claimed = queue_->claim(device, seconds_at(Clock::now()))) {
         state.current = *claimed;
         return NextWork::take(kMicroBatch);
       }
-      if (!claims_->asks_again(device)) return NextWork::take(kFinish);
+      if (!queue_->asks_again(device)) return NextWork::take(kFinish);
       state.asks_again = true;
     }
   } catch (...) {
@@ -159,13 +159,13 @@ bool StepSource::enter() noexcept {
 /// has not entered yet takes it.
 void StepSource::leave(DeviceId device) noexcept {
   devices_[device].stage = Stage::waiting;
-  if (inside_.fetch_sub(1, std::memory_order_acq_rel) != 1 || !claims_->exhausted()) return;
+  if (inside_.fetch_sub(1, std::memory_order_acq_rel) != 1 || !queue_->exhausted()) return;
   std::uint32_t nobody = 0;
   if (inside_.compare_exchange_strong(nobody, kClosed, std::memory_order_acq_rel)) open_reduction();
 }
 
 void StepSource::open_reduction() noexcept {
-  if (!claims_->cancelled()) {  // a failure cancels them
+  if (!queue_->cancelled()) {  // a failure cancels it
     try {
       std::vector<ReductionSegment> segments = program_->reduction();
       if (!segments.empty()) reduction_ = std::make_unique<internal::BlockReduction>(std::move(segments));
@@ -197,7 +197,7 @@ void StepSource::fail(std::exception_ptr error, const std::optional<MicroBatch>&
     if (decided_) return;  // too late: the results are being written
     if (!failure_) failure_ = StepFailure{std::move(error), micro_batch};
   }
-  claims_->cancel();
+  queue_->cancel();
   wake_all();
 }
 

@@ -16,8 +16,8 @@
 #include <paceline/runtime/work_source.hpp>
 
 #include "comm/block_reduction.hpp"
-#include "engine/step/claims.hpp"
 #include "engine/step/step_pieces.hpp"
+#include "engine/step/work_queue.hpp"
 
 namespace paceline::internal {
 
@@ -76,7 +76,7 @@ class StepSource final : public WorkSource {
   std::shared_ptr<StepProgram> program_;
   std::unique_ptr<internal::BlockReduction> reduction_;
   std::shared_ptr<StepPieces> pieces_;
-  std::unique_ptr<Claims> claims_;
+  std::unique_ptr<WorkQueue> queue_;
   std::vector<DeviceState> devices_;
   bool asynchronous_;
   bool scripted_;

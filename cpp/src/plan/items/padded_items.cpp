@@ -23,7 +23,7 @@ namespace {
 
 // The number of states of 12 different devices. A plan then takes some ten milliseconds, which a loader hides behind a
 // step.
-constexpr double kMostStates = 4096.5;  // their product may be rounded
+constexpr double kMostStates = 4096.5;  // the count of them may be rounded
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
 /// The devices with the same model, the last index first.
@@ -159,12 +159,16 @@ bool kinds_of(std::span<const LoadModel> models, std::vector<Kind>& kinds) {
   for (std::size_t d = models.size(); d-- > 0;) {
     devices[{models[d].seconds_per_cost, models[d].fixed_seconds}].push_back(d);
   }
-  double states = 1.0;
+  // The logarithm of their number, which may be larger than any double.
+  double states = 0.0;
+  const auto choices = [](const std::vector<std::size_t>& same) {
+    return std::log(static_cast<double>(same.size() + 1));
+  };
   for (auto& [pace, same] : devices) {
-    states *= static_cast<double>(same.size() + 1);
+    states += choices(same);
     kinds.push_back({{pace.second, pace.first}, std::move(same)});
   }
-  while (kinds.size() > 1 && states > kMostStates) {
+  while (kinds.size() > 1 && states > std::log(kMostStates)) {
     // The two neighbours that differ least become one kind with the slower model.
     const auto ratio = [](const Kind& a, const Kind& b) { return b.model.seconds_per_cost / a.model.seconds_per_cost; };
     auto nearest = kinds.begin();
@@ -173,10 +177,10 @@ bool kinds_of(std::span<const LoadModel> models, std::vector<Kind>& kinds) {
     }
     Kind& faster = nearest[0];
     Kind& slower = nearest[1];
-    states /= static_cast<double>((faster.devices.size() + 1) * (slower.devices.size() + 1));
+    states -= choices(faster.devices) + choices(slower.devices);
     slower.model.fixed_seconds = std::max(slower.model.fixed_seconds, faster.model.fixed_seconds);
     slower.devices.insert(slower.devices.end(), faster.devices.begin(), faster.devices.end());
-    states *= static_cast<double>(slower.devices.size() + 1);
+    states += choices(slower.devices);
     kinds.erase(nearest);
   }
   return kinds.size() == devices.size();

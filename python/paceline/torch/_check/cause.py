@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from paceline import InvalidArgument
-from paceline.torch._batch.batch import Batch
+import torch
+
+from paceline.torch._batch.batch import Batch, Move, same
 from paceline.torch._batch.objective import Objective, Reduction
 from paceline.torch._check.fit import READINGS, Fit, Share, couples_items, read_raw
 from paceline.torch._check.probe import Probe
+from paceline.torch._check.report import Kind
 from paceline.torch._check.weights import LossWatch, known_tensors, weights_of
 
-Found = tuple[str, str]  # the kind of the cause, and its text
+Found = tuple[Kind, str]  # the kind of the cause, and its text
 
 
 @dataclasses.dataclass
@@ -104,14 +106,9 @@ class Reader:
         return None
 
     def _adds_up_turned(self) -> bool:
-        """Whether slices along dimension 1 add up. `loss_fn` gets them as it gets the batch."""
-        loss_fn = self.probe.loss_fn
-        try:
-            batch = Batch(_turned(self.probe.batch))
-        except InvalidArgument:  # the tensors disagree about dimension 1
-            return False
+        """Whether slices along dimension 1 add up."""
+        batch = _AlongDimension1(self.probe.batch)
         probe = dataclasses.replace(self.probe, batch=batch, objective=Objective(None, batch.size, "mean", None))
-        probe.loss_fn = lambda module, part: loss_fn(module, _turned(Batch(part)))
         return batch.size > 1 and self._adds_up(probe)
 
     def _adds_up(self, probe: Probe) -> bool:
@@ -149,6 +146,26 @@ class Reader:
         )
 
 
-def _turned(batch: Batch) -> Any:
-    """The same nest, with the first two dimensions of each tensor exchanged."""
-    return batch.cut(lambda tensor: tensor.transpose(0, 1) if tensor.dim() > 1 else tensor)
+class _AlongDimension1:
+    """A batch that is cut along dimension 1. `size` is its length, or 0 if the tensors disagree about it.
+
+    Tensors of one dimension go along unchanged: in a batch [time, item] they have one entry for each time.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        sizes = {tensor.shape[1] for _, tensor in batch.tensors() if tensor.dim() > 1}
+        self.size = sizes.pop() if len(sizes) == 1 else 0
+
+    def slice(self, begin: int, end: int, move: Move = same) -> Any:
+        """Like `Batch.slice`."""
+        return self._batch.cut(lambda tensor: tensor[:, begin:end] if tensor.dim() > 1 else tensor, move)
+
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        """Like `Batch.rows`."""
+        return torch.arange(begin, end)
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Like `Batch.tensors`, with the item first."""
+        tensors = [(path, tensor) for path, tensor in self._batch.tensors() if tensor.dim() > 1]
+        return [(f"{path}.transpose(0, 1)", tensor.transpose(0, 1)) for path, tensor in tensors]

@@ -17,7 +17,7 @@ from paceline.torch._batch.items import Items
 from paceline.torch._batch.objective import Objective, Reduction
 from paceline.torch._check.cause import Reader
 from paceline.torch._check.probe import OutsideLeaves, Probe, Probed, Span, described_sizes, distances, spans_of
-from paceline.torch._check.report import Cause, CheckReport, SplitResult
+from paceline.torch._check.report import Cause, CheckReport, Kind, SplitResult
 from paceline.torch._check.weights import known_tensors
 from paceline.torch._devices.noise import Noise
 from paceline.torch._devices.places import RandomStates
@@ -322,7 +322,7 @@ class Check:
         known = {id(one): name for name, one in known_tensors(self.probe.loss_fn, self.probe.module)}
         return [*self.names, *(f"{known.get(id(leaf), tuple(leaf.shape))} (not of the module)" for leaf in leaves)]
 
-    def _add(self, kind: str, text: str, modules: Sequence[str] = ()) -> None:
+    def _add(self, kind: Kind, text: str, modules: Sequence[str] = ()) -> None:
         self.causes.append(Cause(kind, text, tuple(modules)))
 
     def _report(self, splits: list[SplitResult]) -> CheckReport:

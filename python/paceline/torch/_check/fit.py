@@ -10,13 +10,14 @@ import torch
 
 from paceline.torch._batch.objective import Reduction
 from paceline.torch._check.probe import Probe, distances, spans_of
+from paceline.torch._check.report import Kind
 
 Reading = Literal["sum", "mean", "mean over items", "other mean", "none"]
 Gradients = list[torch.Tensor | None]
 Share = Callable[[int, int], float]
 
 # For a kind of loss and the reduction that the trainer was made with: the kind of the cause, and its text.
-READINGS: dict[tuple[Reading, Reduction], tuple[str, str]] = {
+READINGS: dict[tuple[Reading, Reduction], tuple[Kind, str]] = {
     ("sum", "mean"): (
         "reduction",
         'loss_fn returns a sum over its items, but the trainer was told "mean". Return the mean, or make the trainer with '

@@ -5,6 +5,25 @@ from __future__ import annotations
 import dataclasses
 import math
 import textwrap
+from typing import Literal
+
+Kind = Literal[
+    "random draws",
+    "shared draws",
+    "unknown draws",
+    "running statistics",
+    "coupled items",
+    "batch size",
+    "reduction",
+    "weight",
+    "function of a mean",
+    "layout",
+    "order",
+    "not repeatable",
+    "error",
+    "devices",
+    "unknown",
+]
 
 # Causes that leave a loss valid if nothing else is found.
 _DRAWS = {
@@ -15,13 +34,9 @@ _DRAWS = {
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Why a split changes the result, and what to do.
+    """Why a split changes the result, and what to do."""
 
-    `kind` is one of "random draws", "shared draws", "unknown draws", "running statistics", "coupled items", "batch size", "reduction", "weight",
-    "function of a mean", "layout", "order", "not repeatable", "error", "devices", "unknown".
-    """
-
-    kind: str
+    kind: Kind
     text: str
     modules: tuple[str, ...] = ()  # the submodules that cause it, if known
 

@@ -15,7 +15,7 @@
 #include <paceline/error.hpp>
 
 #include "engine/loop/item_work.hpp"
-#include "engine/step/claims.hpp"
+#include "engine/step/work_queue.hpp"
 #include "host_group.hpp"
 
 namespace paceline {
@@ -47,7 +47,7 @@ struct Played {
 /// Virtual time: whoever is free first claims next; what a unit of work really takes is `truth`.
 Played play(const std::shared_ptr<const BatchPlan>& plan, const std::vector<double>& truth, bool stealing,
             bool any_size, std::int64_t least = 1) {
-  const std::unique_ptr<internal::Claims> claims = internal::item_claims(plan, stealing, any_size, least);
+  const std::unique_ptr<internal::WorkQueue> queue = internal::item_queue(plan, stealing, any_size, least);
   Played played{std::vector<int>(plan->costs.size(), 0), std::vector<double>(truth.size(), 0.0), {}};
   std::vector<double> now(truth.size(), 0.0);
   std::vector<bool> left(truth.size(), false);
@@ -56,7 +56,7 @@ Played play(const std::shared_ptr<const BatchPlan>& plan, const std::vector<doub
     for (std::size_t k = 0; k < truth.size(); ++k) {
       if (!left[k] && (d == truth.size() || now[k] < now[d])) d = k;
     }
-    const auto mb = claims->claim(d, now[d]);
+    const auto mb = queue->claim(d, now[d]);
     if (!mb) {
       left[d] = true;
       continue;
@@ -70,7 +70,7 @@ Played play(const std::shared_ptr<const BatchPlan>& plan, const std::vector<doub
   return played;
 }
 
-TEST(ItemClaims, HandsOutEveryItemOnce) {
+TEST(ItemQueue, HandsOutEveryItemOnce) {
   std::mt19937_64 rng(3);
   for (int round = 0; round < 200; ++round) {
     const std::size_t devices = 1 + rng() % 4;
@@ -87,7 +87,7 @@ TEST(ItemClaims, HandsOutEveryItemOnce) {
   }
 }
 
-TEST(ItemClaims, TakesOverNoFewerThanTheLeastItems) {
+TEST(ItemQueue, TakesOverNoFewerThanTheLeastItems) {
   std::mt19937_64 rng(4);
   for (int round = 0; round < 500; ++round) {
     const auto least = static_cast<std::int64_t>(1 + rng() % 3);
@@ -102,7 +102,7 @@ TEST(ItemClaims, TakesOverNoFewerThanTheLeastItems) {
   }
 }
 
-TEST(ItemClaims, AFastDeviceTakesOverFromOneThatBecameSlow) {
+TEST(ItemQueue, AFastDeviceTakesOverFromOneThatBecameSlow) {
   std::mt19937_64 rng(5);
   const auto plan = plan_of(rng, 128, {1.0, 1.0}, {1e-6, 1e-6});
   const std::vector<double> truth{1e-6, 3e-6};
@@ -118,7 +118,7 @@ TEST(ItemClaims, AFastDeviceTakesOverFromOneThatBecameSlow) {
   EXPECT_LT(parts, 0.6 * stays);  // 0.5 would be even
 }
 
-TEST(ItemClaims, KeepsToTheSharesWithoutStealing) {
+TEST(ItemQueue, KeepsToTheSharesWithoutStealing) {
   std::mt19937_64 rng(6);
   const auto plan = plan_of(rng, 64, {1.0, 2.0}, {1e-6, 1e-6});
   const Played played = play(plan, {9e-6, 1e-6}, false, true);
@@ -128,12 +128,12 @@ TEST(ItemClaims, KeepsToTheSharesWithoutStealing) {
   EXPECT_TRUE(std::none_of(played.claimed.begin(), played.claimed.end(), [](const auto& mb) { return mb.correction; }));
 }
 
-TEST(ItemClaims, NothingAfterCancel) {
+TEST(ItemQueue, NothingAfterCancel) {
   std::mt19937_64 rng(8);
-  const auto claims = internal::item_claims(plan_of(rng, 10, {1.0}, {1e-6}), true, true);
-  EXPECT_TRUE(claims->claim(0, 0.0));
-  claims->cancel();
-  EXPECT_FALSE(claims->claim(0, 1.0));
+  const auto queue = internal::item_queue(plan_of(rng, 10, {1.0}, {1e-6}), true, true);
+  EXPECT_TRUE(queue->claim(0, 0.0));
+  queue->cancel();
+  EXPECT_FALSE(queue->claim(0, 1.0));
 }
 
 internal::ItemTiming timing_of(std::mt19937_64& rng, std::size_t device) {

@@ -7,7 +7,7 @@
 #include <random>
 #include <vector>
 
-#include "engine/step/claims.hpp"
+#include "engine/step/work_queue.hpp"
 
 namespace paceline::internal {
 namespace {
@@ -26,8 +26,8 @@ std::int64_t total(const std::vector<std::int64_t>& shares) {
 // Plays a step on a virtual clock. Device d needs truth[d] for its work, and asks for more when it has run_ahead[d]
 // micro-batches left.
 Played play(const StepOptions& options, const std::vector<plan::CostModel>& truth) {
-  const std::unique_ptr<Claims> claims = Claims::of(options);
-  Claims& state = *claims;
+  const std::unique_ptr<WorkQueue> queue = WorkQueue::of(options);
+  WorkQueue& state = *queue;
   const std::size_t count = options.shares.size();
   Played played{.ran = std::vector<std::vector<MicroBatch>>(count)};
   std::vector<std::vector<double>> finishes(count);
@@ -105,7 +105,7 @@ Case random_case(std::mt19937_64& rng) {
   return result;
 }
 
-TEST(Claims, FollowAScriptWhateverTheSharesAndTheClock) {
+TEST(WorkQueue, FollowsAScriptWhateverTheSharesAndTheClock) {
   StepOptions options{.shares = {100, 0}, .models = {plan::CostModel::affine(0, 1), plan::CostModel::affine(0, 1e-6)}};
   options.script = {{{.begin = 0, .end = 30}}, {{.begin = 60, .end = 100}, {.begin = 30, .end = 60}}};
   const Played played = play(options, options.models);
@@ -119,7 +119,7 @@ TEST(Claims, FollowAScriptWhateverTheSharesAndTheClock) {
   EXPECT_TRUE(played.ran[1][1].last);
 }
 
-TEST(Claims, HandOutEveryItemExactlyOnceUnderAnySpeeds) {
+TEST(WorkQueue, HandsOutEveryItemExactlyOnceUnderAnySpeeds) {
   std::mt19937_64 rng(7);
   for (int round = 0; round < 5000; ++round) {
     const Case c = random_case(rng);
@@ -128,7 +128,7 @@ TEST(Claims, HandOutEveryItemExactlyOnceUnderAnySpeeds) {
   }
 }
 
-TEST(Claims, HandOutNoFewerThanTheLeastItemsUnderAnySpeeds) {
+TEST(WorkQueue, HandsOutNoFewerThanTheLeastItemsUnderAnySpeeds) {
   std::mt19937_64 rng(11);
   for (int round = 0; round < 20000; ++round) {
     Case c = random_case(rng);
@@ -152,7 +152,7 @@ TEST(Claims, HandOutNoFewerThanTheLeastItemsUnderAnySpeeds) {
   }
 }
 
-TEST(Claims, NeverCallAMicroBatchLastThatIsNot) {
+TEST(WorkQueue, NeverCallsAMicroBatchLastThatIsNot) {
   std::mt19937_64 rng(13);
   for (int round = 0; round < 3000; ++round) {
     const Case c = random_case(rng);
@@ -162,7 +162,7 @@ TEST(Claims, NeverCallAMicroBatchLastThatIsNot) {
   }
 }
 
-TEST(Claims, KeepExactlyToTheSharesWithoutStealing) {
+TEST(WorkQueue, KeepsExactlyToTheSharesWithoutStealing) {
   std::mt19937_64 rng(17);
   for (int round = 0; round < 1000; ++round) {
     Case c = random_case(rng);
@@ -176,13 +176,13 @@ TEST(Claims, KeepExactlyToTheSharesWithoutStealing) {
   }
 }
 
-TEST(Claims, GiveADeviceWithAPlannedZeroNothing) {
+TEST(WorkQueue, GivesADeviceWithAPlannedZeroNothing) {
   StepOptions options{.shares = {100, 0}, .micro_batch = 10};
   const std::vector<plan::CostModel> truth(2, plan::CostModel::affine(1e-3, 1e-4));
   EXPECT_TRUE(play(options, truth).ran[1].empty());
 }
 
-TEST(Claims, MoveWorkFromADeviceThatTurnsSlowToTheOthers) {
+TEST(WorkQueue, MovesWorkFromADeviceThatTurnsSlowToTheOthers) {
   // Planned evenly with known noise. Then device 1 runs at half its speed, and the corrections must win back part of
   // the loss.
   const plan::CostModel model = plan::CostModel::affine(5e-4, 1e-4);
@@ -194,7 +194,7 @@ TEST(Claims, MoveWorkFromADeviceThatTurnsSlowToTheOthers) {
   EXPECT_LT(with, 0.93 * without);
 }
 
-TEST(Claims, MoveWorkThoughDevicesHoldSomeAhead) {
+TEST(WorkQueue, MovesWorkThoughDevicesHoldSomeAhead) {
   // A device that asks while its last piece begins must have kept that piece small. If it asked when its whole chunk
   // begins, it would know nothing yet.
   const plan::CostModel model = plan::CostModel::affine(5e-4, 1e-4);
@@ -209,7 +209,7 @@ TEST(Claims, MoveWorkThoughDevicesHoldSomeAhead) {
   EXPECT_TRUE(with.ran[0][2].correction);
 }
 
-TEST(Claims, TakeOverAWholeMicroBatchOnlyWhenItIsDoneSooner) {
+TEST(WorkQueue, TakesOverAWholeMicroBatchOnlyWhenItIsDoneSooner) {
   // Device 0 asks at 1, when its first micro-batch is done and one more is left. It would finish a third one at 3, just
   // as its owner would.
   const plan::CostModel model = plan::CostModel::affine(0.0, 0.1);
@@ -220,7 +220,7 @@ TEST(Claims, TakeOverAWholeMicroBatchOnlyWhenItIsDoneSooner) {
   EXPECT_EQ(play(options, options.models).ran[0].size(), 3U);
 }
 
-TEST(Claims, StealFixedMicroBatchesUntilBothFinishWithinOneOfThem) {
+TEST(WorkQueue, StealsFixedMicroBatchesUntilBothFinishWithinOneOfThem) {
   const plan::CostModel model = plan::CostModel::affine(0.0, 1e-4);
   const StepOptions options{.shares = {256, 256}, .models = {model, model}, .micro_batch = 16};
   const std::vector<plan::CostModel> truth{model, model.scaled(3.0)};
@@ -228,8 +228,8 @@ TEST(Claims, StealFixedMicroBatchesUntilBothFinishWithinOneOfThem) {
   EXPECT_LE(play(options, truth).makespan, ideal + truth[1].seconds(16));
 }
 
-TEST(Claims, ComeBackEmptyOnceCancelled) {
-  const std::unique_ptr<Claims> state = Claims::of({.shares = {10, 10}});
+TEST(WorkQueue, ComesBackEmptyOnceCancelled) {
+  const std::unique_ptr<WorkQueue> state = WorkQueue::of({.shares = {10, 10}});
   EXPECT_TRUE(state->claim(0, 0.0).has_value());
   state->cancel();
   EXPECT_FALSE(state->claim(1, 0.0).has_value());

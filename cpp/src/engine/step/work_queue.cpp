@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/step/claims.hpp"
+#include "engine/step/work_queue.hpp"
 
 #include <utility>
 
@@ -7,10 +7,10 @@ namespace paceline::internal {
 namespace {
 
 /// Exactly what a script says.
-class ScriptedClaims final : public Claims {
+class ScriptedQueue final : public WorkQueue {
  public:
-  explicit ScriptedClaims(StepOptions options)
-      : Claims(options.shares, false), script_(std::move(options.script)), next_(script_.size(), 0) {}
+  explicit ScriptedQueue(StepOptions options)
+      : WorkQueue(options.shares, false), script_(std::move(options.script)), next_(script_.size(), 0) {}
 
  private:
   MicroBatch own(DeviceId device) override { return script_[device][next_[device]++]; }
@@ -25,17 +25,17 @@ class ScriptedClaims final : public Claims {
 
 }  // namespace
 
-std::unique_ptr<Claims> Claims::of(StepOptions options) {
-  if (!options.script.empty()) return std::make_unique<ScriptedClaims>(std::move(options));
-  if (options.plan == nullptr || !options.plan->by_cost()) return planned_claims(std::move(options));
-  return item_claims(options.plan, options.stealing, options.any_size, options.least_items);
+std::unique_ptr<WorkQueue> WorkQueue::of(StepOptions options) {
+  if (!options.script.empty()) return std::make_unique<ScriptedQueue>(std::move(options));
+  if (options.plan == nullptr || !options.plan->by_cost()) return planned_queue(std::move(options));
+  return item_queue(options.plan, options.stealing, options.any_size, options.least_items);
 }
 
-Claims::Claims(const std::vector<std::int64_t>& shares, bool stealing) {
+WorkQueue::WorkQueue(const std::vector<std::int64_t>& shares, bool stealing) {
   for (const std::int64_t share : shares) devices_.push_back({.takes_over = stealing && share > 0});
 }
 
-std::optional<MicroBatch> Claims::claim(DeviceId device, double now_seconds) {
+std::optional<MicroBatch> WorkQueue::claim(DeviceId device, double now_seconds) {
   const std::lock_guard lock(mutex_);
   DeviceState& here = devices_[device];
   if (cancelled_ || here.left) return std::nullopt;
@@ -55,30 +55,30 @@ std::optional<MicroBatch> Claims::claim(DeviceId device, double now_seconds) {
   return next;
 }
 
-bool Claims::asks_again(DeviceId device) {
+bool WorkQueue::asks_again(DeviceId device) {
   const std::lock_guard lock(mutex_);
   runs_dry(device);
   return !cancelled_ && !devices_[device].left;
 }
 
-bool Claims::exhausted() {
+bool WorkQueue::exhausted() {
   const std::lock_guard lock(mutex_);
   return cancelled_ || nothing_left();
 }
 
-void Claims::cancel() {
+void WorkQueue::cancel() {
   const std::lock_guard lock(mutex_);
   cancelled_ = true;
 }
 
-bool Claims::nothing_left() const {
+bool WorkQueue::nothing_left() const {
   for (DeviceId d = 0; d < devices_.size(); ++d) {
     if (has_own(d)) return false;
   }
   return !any_common();
 }
 
-std::optional<Claims::Victim> Claims::find_victim(DeviceId thief, double now) const {
+std::optional<WorkQueue::Victim> WorkQueue::find_victim(DeviceId thief, double now) const {
   std::optional<Victim> victim;
   for (DeviceId d = 0; d < devices_.size(); ++d) {
     if (d == thief || !has_own(d)) continue;

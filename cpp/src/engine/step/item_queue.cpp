@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <utility>
 
-#include "engine/step/claims.hpp"
+#include "engine/step/work_queue.hpp"
 
 namespace paceline::internal {
 namespace {
@@ -9,10 +9,10 @@ namespace {
 // A part is not worth a micro-batch of its own if more than this of its time is fixed cost.
 constexpr double kMostOverhead = 0.25;
 
-class ItemClaims final : public Claims {
+class ItemQueue final : public WorkQueue {
  public:
-  ItemClaims(std::shared_ptr<const BatchPlan> plan, bool stealing, bool any_size, std::int64_t least)
-      : Claims(plan->shares, stealing),
+  ItemQueue(std::shared_ptr<const BatchPlan> plan, bool stealing, bool any_size, std::int64_t least)
+      : WorkQueue(plan->shares, stealing),
         plan_(std::move(plan)),
         any_size_(any_size),
         least_(least),
@@ -92,9 +92,9 @@ class ItemClaims final : public Claims {
 
 }  // namespace
 
-std::unique_ptr<Claims> item_claims(std::shared_ptr<const BatchPlan> plan, bool stealing, bool any_size,
-                                    std::int64_t least) {
-  return std::make_unique<ItemClaims>(std::move(plan), stealing, any_size, least);
+std::unique_ptr<WorkQueue> item_queue(std::shared_ptr<const BatchPlan> plan, bool stealing, bool any_size,
+                                      std::int64_t least) {
+  return std::make_unique<ItemQueue>(std::move(plan), stealing, any_size, least);
 }
 
 }  // namespace paceline::internal

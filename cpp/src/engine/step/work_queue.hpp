@@ -21,12 +21,12 @@ namespace paceline::internal {
 /// exactly once, unless cancelled.
 ///
 /// A claim is one short critical section, well under a microsecond, while a micro-batch takes hundreds. The lock keeps
-/// "how much is left, who finishes when" consistent. The strategy decides what a device gets: planned_claims() for
-/// items that all cost the same, item_claims() for items with costs, or a script.
-class Claims {
+/// "how much is left, who finishes when" consistent. The strategy decides what a device gets: planned_queue() for
+/// items that all cost the same, item_queue() for items with costs, or a script.
+class WorkQueue {
  public:
-  [[nodiscard]] static std::unique_ptr<Claims> of(StepOptions options);
-  virtual ~Claims() = default;
+  [[nodiscard]] static std::unique_ptr<WorkQueue> of(StepOptions options);
+  virtual ~WorkQueue() = default;
 
   /// The next micro-batch of `device`, which is free at `now_seconds` on the step's clock; none when it is done.
   std::optional<MicroBatch> claim(DeviceId device, double now_seconds);
@@ -41,7 +41,7 @@ class Claims {
  protected:
   /// `shares`: the items of each device. With `stealing`, a device may take over items of others. A device whose share
   /// is 0 never does: the plan left it out because it does not pay.
-  Claims(const std::vector<std::int64_t>& shares, bool stealing);
+  WorkQueue(const std::vector<std::int64_t>& shares, bool stealing);
   /// Whether the device may still claim what is not its own.
   [[nodiscard]] bool may_come(DeviceId device) const { return devices_[device].takes_over && !devices_[device].left; }
 
@@ -86,23 +86,23 @@ class Claims {
   std::vector<DeviceState> devices_;
 };
 
-/// Claims of a step whose items all cost the same.
+/// The queue of a step whose items all cost the same.
 ///
 /// The batch is divided as [device 0's chunk][device 1's chunk]...[pool]. A device first takes its own chunk, whole or
 /// in micro-batches of the fixed size. Then it takes corrections from the pool, sized so that all devices finish
 /// together (plan::next_correction). Then it steals from the back of another device's chunk what that device would
 /// finish later. A device that holds micro-batches ahead gets the end of its chunk in pieces of the smallest
 /// correction, so that it claims again when the last of these pieces begins.
-[[nodiscard]] std::unique_ptr<Claims> planned_claims(StepOptions options);
+[[nodiscard]] std::unique_ptr<WorkQueue> planned_queue(StepOptions options);
 
-/// Claims of a step whose items have costs. Each device runs its packed micro-batches, longest items first. Then it
+/// The queue of a step whose items have costs. Each device runs its packed micro-batches, longest items first. Then it
 /// takes over work from the back of another device's list that this device would finish later.
 ///
 /// It takes over a whole micro-batch, or its shorter half, or half of that, if it would not finish the whole in time.
 /// The items at the back are the cheapest ones, so the devices' finishes are evened out in small steps. If `any_size`
 /// is false, only whole micro-batches change hands, because devices that compile or choose algorithms by size would
 /// meet new sizes. No part has fewer than `least` items.
-[[nodiscard]] std::unique_ptr<Claims> item_claims(std::shared_ptr<const BatchPlan> plan, bool stealing, bool any_size,
-                                                  std::int64_t least = 1);
+[[nodiscard]] std::unique_ptr<WorkQueue> item_queue(std::shared_ptr<const BatchPlan> plan, bool stealing, bool any_size,
+                                                    std::int64_t least = 1);
 
 }  // namespace paceline::internal

@@ -6,7 +6,7 @@
 #include <paceline/plan/corrections.hpp>
 #include <paceline/plan/hold_back.hpp>
 
-#include "engine/step/claims.hpp"
+#include "engine/step/work_queue.hpp"
 
 namespace paceline::internal {
 namespace {
@@ -15,10 +15,10 @@ std::int64_t round_up(std::int64_t items, std::int64_t granularity) {
   return (items + granularity - 1) / granularity * granularity;
 }
 
-class PlannedClaims final : public Claims {
+class PlannedQueue final : public WorkQueue {
  public:
-  explicit PlannedClaims(StepOptions options)
-      : Claims(options.shares, options.stealing), options_(std::move(options)), parts_(options_.shares.size()) {
+  explicit PlannedQueue(StepOptions options)
+      : WorkQueue(options.shares, options.stealing), options_(std::move(options)), parts_(options_.shares.size()) {
     grain_ = round_up(options_.least_items, options_.granularity);
     plan::HoldBackPlan held_back{.first_chunks = options_.shares};
     if (options_.stealing && options_.micro_batch == 0) {
@@ -152,8 +152,8 @@ class PlannedClaims final : public Claims {
 
 }  // namespace
 
-std::unique_ptr<Claims> planned_claims(StepOptions options) {
-  return std::make_unique<PlannedClaims>(std::move(options));
+std::unique_ptr<WorkQueue> planned_queue(StepOptions options) {
+  return std::make_unique<PlannedQueue>(std::move(options));
 }
 
 }  // namespace paceline::internal
