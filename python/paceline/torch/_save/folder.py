@@ -6,6 +6,7 @@ checksums of the other files. It is written under another name, brought to the d
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -54,6 +55,9 @@ def commit(root: Path, tensors: Mapping[str, Image], state: bytes, keep: int) ->
         shutil.rmtree(unfinished, ignore_errors=True)  # it would keep a full disk full
         raise
     _sync_folder(root)
+    if not earlier:  # the folder of the saves may be new, too
+        with contextlib.suppress(PermissionError):
+            _sync_folder(root.parent)
     for old in [*earlier, folder][:-keep]:
         # Without its name it is no save any more, whenever the process ends.
         shutil.rmtree(old.rename(root / f"{_UNFINISHED}{old.name}"))

@@ -151,7 +151,7 @@ class Saving:
         """
         if not is_whole(keep) or keep < 1:
             raise InvalidArgument(f"save_async: keep is {keep!r}; it must be an integer of at least 1.")
-        root = Path(path)
+        root = Path(path).absolute()  # the working directory may change while the thread writes
         with self._lifetime.between_steps("save_async"):
             self._lifetime.saver.finish()
             root.mkdir(parents=True, exist_ok=True)
