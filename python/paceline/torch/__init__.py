@@ -11,6 +11,7 @@ except ImportError as error:
 from paceline.torch._batch.sampler import BalancedBatchSampler
 from paceline.torch._check.report import Cause, CheckReport, SplitResult
 from paceline.torch._devices.run_draws import UnseededDrawsWarning
+from paceline.torch._save.background import PendingSave
 from paceline.torch._trainer.batch_size import BatchSizeSearch
 from paceline.torch._trainer.global_batch import GlobalBatch, MicroBatch
 from paceline.torch._trainer.module import Module
@@ -25,6 +26,7 @@ __all__ = [
     "GlobalBatch",
     "MicroBatch",
     "Module",
+    "PendingSave",
     "SplitResult",
     "UnseededDrawsWarning",
 ]

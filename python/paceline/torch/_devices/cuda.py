@@ -70,6 +70,16 @@ def generator(index: int) -> torch.Generator:
     return torch.cuda.default_generators[index]
 
 
+def uuid(index: int) -> str:
+    """What names that GPU on every machine and in every process."""
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def wait_for_stream(index: int) -> None:
+    """Wait for what the calling thread's stream on that GPU has to do."""
+    torch.cuda.current_stream(index).synchronize()
+
+
 def pinned(count: int, dtype: torch.dtype) -> torch.Tensor:
     """Host memory that GPUs can copy from while the host goes on."""
     return torch.empty(count, dtype=dtype, device="cpu", pin_memory=True)

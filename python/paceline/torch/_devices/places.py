@@ -189,6 +189,11 @@ class Places:
             return [torch.default_generator]
         return list(dict.fromkeys([torch.default_generator, *map(self.generator, range(len(self)))]))
 
+    def named_generators(self) -> dict[str, torch.Generator]:
+        """The same by names that hold on any machine: ``"host"``, and the UUIDs of GPUs."""
+        gpus = {cuda.uuid(gpu): cuda.generator(gpu) for gpu in self._gpu if gpu is not None}
+        return {"host": torch.default_generator, **gpus}
+
     @property
     def share_generators(self) -> bool:
         """Whether two devices draw from one generator, as host devices and the parts of one GPU do."""

@@ -88,6 +88,7 @@ class Execution:
     def __init__(self, group: DeviceGroup, module: nn.Module, places: Places, replicas: Replicas) -> None:
         self.running: Run | None = None
         self.items = [0] * len(group)  # how many each device ran in the last committed step
+        self.steps = 0  # how many runs that train were committed, also in earlier processes if a state was loaded
         self.out_of_memory = 0  # how often a step had to run again in smaller pieces
         self.extras: Any = None  # what loss_fn returned beside the loss in that step
         self.module = module
@@ -390,6 +391,7 @@ class Execution:
             work.launches.add(run.launches)
             self.committed = outcome
             self.items = outcome.items
+            self.steps += 1
 
     def _commit_buffers(self, outcome: Any) -> None:
         if not self.replicas.shared:

@@ -12,6 +12,7 @@ from paceline import DeviceGroup, Error, InvalidArgument, Timeout, Unavailable
 from paceline.torch._devices.caller_state import CallerThreads
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.run import Run
+from paceline.torch._save.background import Saver
 from paceline.torch._trainer.step_gaps import StepGaps
 from paceline.torch._trainer.works import Works
 
@@ -26,6 +27,7 @@ class Lifetime:
         self.group = group
         self.places = execution.places
         self.works = works
+        self.saver = Saver()
         self._execution = execution
         self._gaps = gaps
         self._lock = threading.Lock()
@@ -47,8 +49,12 @@ class Lifetime:
         """End the workers and give the caller its PyTorch threads back. A second call does nothing.
 
         A `DeviceGroup` that was passed in stays open. A step that runs in another thread is cancelled: it ends once every worker has left
-        its micro-batch.
+        its micro-batch. If a save is being written, `close` waits for it, and raises its error.
         """
+        self._end()
+        self.saver.finish()
+
+    def _end(self) -> None:
         running = self._execution.running
         if running is not None and running.on_a_worker:
             raise InvalidArgument(
@@ -60,8 +66,11 @@ class Lifetime:
 
     def leave(self, raised: bool) -> None:
         """End the ``with`` block of a trainer, which an exception may have `raised` out of."""
-        if not raised or not self.group.busy:
+        if not raised:
             return self.close()
+        if not self.group.busy:
+            self._end()
+            return self.saver.join()  # an error of a save would hide the exception that is on its way
         # A second Ctrl-C left the block: workers are inside user code, and whoever pressed it does not want to wait for them.
         self._cancel()
         ended = self._finalizer.detach()

@@ -38,6 +38,7 @@ from paceline.torch._trainer.parts import carried_out_by
 from paceline.torch._trainer.passes import Passes
 from paceline.torch._trainer.predictions import Predictions
 from paceline.torch._trainer.reports import Reports
+from paceline.torch._trainer.saving import Saving
 from paceline.torch._trainer.step_gaps import StepGaps
 from paceline.torch._trainer.training import Training
 from paceline.torch._trainer.trials import Trials
@@ -182,6 +183,7 @@ class DataParallel:
         self._passes = Passes(works, execution, lifetime)
         self._trials = Trials(works, execution, lifetime, self._training)
         self._reports = Reports(module, works, execution, lifetime, self._gaps)
+        self._saving = Saving(module, execution, lifetime)
 
     batch = carried_out_by("_training", Training.batch)
     predict = carried_out_by("_predictions", Predictions.predict)
@@ -198,6 +200,10 @@ class DataParallel:
     explain = carried_out_by("_reports", Reports.explain)
     what_if = carried_out_by("_reports", Reports.what_if)
     write_ledger = carried_out_by("_reports", Reports.write_ledger)
+    state_dict = carried_out_by("_saving", Saving.state_dict)
+    load_state_dict = carried_out_by("_saving", Saving.load_state_dict)
+    save_async = carried_out_by("_saving", Saving.save_async)
+    load = carried_out_by("_saving", Saving.load)
     close = carried_out_by("_lifetime", Lifetime.close)
 
     def step(
