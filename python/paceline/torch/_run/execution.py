@@ -29,6 +29,7 @@ from paceline.torch._replicas.batch_norm import (
 from paceline.torch._replicas.buffers import KeptBuffers
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.alone import AloneTrials
+from paceline.torch._run.around import profiling, spans
 from paceline.torch._run.buckets import Buckets
 from paceline.torch._run.gradients import UserGradients
 from paceline.torch._run.launch import LaunchClock
@@ -291,6 +292,8 @@ class Execution:
         first = marks is not None and work.mode != run.seen.mode
         values = KeptBuffers(part for replica in self.replicas.list for part in replica.modules) if first else None
         run.queues_empty = self._queues_are_empty()
+        if profiling():
+            run.around.insert(0, spans(self._names))
         calls = (run.body, run.finish, self.places.queues, run.sums)
         with self._level(run), run.draws.run(), self.replicas.guarded():
             plan = run.items.plan if run.items is not None else None

@@ -22,6 +22,7 @@ from paceline.torch._devices.caller_state import CallerState, backward_watched
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._devices.run_draws import RunDraws
 from paceline.torch._replicas.replicas import Replica
+from paceline.torch._run.around import Around
 from paceline.torch._run.buckets import Buckets
 from paceline.torch._run.gradients import OwnStorages, View, views
 from paceline.torch._run.launch import Launch
@@ -77,6 +78,7 @@ class Run:
         self.claims: list[list[tuple[int, int]]] | None = None  # per device, in place of planned claims
         self.pieces: list[list[tuple[int, int]]] | None = None  # the pieces of these claims
         self.alone = False  # whether one device runs everything, as a trial
+        self.around: list[Around] = []  # what surrounds each micro-batch on its worker, outside of the caller's state
         self.failures: list[
             tuple[int | None, int, int, BaseException]
         ] = []  # device (None: the reduction), begin, end, error
@@ -138,7 +140,13 @@ class Run:
             return code, meter.used if ran else -1
 
     def _timed(self, device: int, begin: int, end: int) -> tuple[bool, int]:
-        ran, code = self._compute(device, begin, end)
+        if self.around:
+            with contextlib.ExitStack() as stack:
+                for surround in self.around:
+                    stack.enter_context(surround(device, begin, end))
+                ran, code = self._compute(device, begin, end)
+        else:
+            ran, code = self._compute(device, begin, end)
         if ran:
             self.launched(device, time.perf_counter() - self._brought[device])
         self._begun[device] = True
