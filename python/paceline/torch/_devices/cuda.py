@@ -36,6 +36,11 @@ def keep_for(tensor: torch.Tensor, index: int, handle: int) -> None:
     tensor.record_stream(_stream(index, handle))
 
 
+def has_finished(index: int, handle: int) -> bool:
+    """Whether the stream has done everything that was enqueued on it."""
+    return _stream(index, handle).query()
+
+
 def is_capturing() -> bool:
     """Whether the calling thread is capturing a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()

@@ -37,6 +37,7 @@ from paceline.torch._run.memory import is_out_of_memory
 from paceline.torch._run.outside import OutsideGradients
 from paceline.torch._run.run import Frame, PredictRun, Run, TrainRun
 from paceline.torch._run.seen import Seen
+from paceline.torch._run.watchdog import Watchdog
 
 _T = TypeVar("_T")
 Gradients = list[torch.Tensor | None]
@@ -91,6 +92,8 @@ class Execution:
         self.items = [0] * len(group)  # how many each device ran in the last committed step
         self.out_of_memory = 0  # how often a step had to run again in smaller pieces
         self.extras: Any = None  # what loss_fn returned beside the loss in that step
+        self.calls = 0  # how many have begun
+        self.watchdog: Watchdog | None = None
         self.module = module
         self._names = places.names
         self.places = places
@@ -185,8 +188,12 @@ class Execution:
     def repeated(self, attempt: Callable[[], _T]) -> _T:
         """What `attempt` returns. If memory runs out, or on `_TryAgainError`, `attempt` runs again from the same state of the generators."""
         self._random = cast("RandomStates | None", None)  # `frame`, which an attempt calls, sets it
+        self.calls += 1
         try:
-            return self._repeated(attempt)
+            if self.watchdog is None:
+                return self._repeated(attempt)
+            with self.watchdog.watch(self.calls, lambda: self.running):
+                return self._repeated(attempt)
         finally:
             self._edits.end()
 
@@ -292,6 +299,8 @@ class Execution:
         first = marks is not None and work.mode != run.seen.mode
         values = KeptBuffers(part for replica in self.replicas.list for part in replica.modules) if first else None
         run.queues_empty = self._queues_are_empty()
+        if self.watchdog is not None and self.watchdog.call is not None:
+            run.around.insert(0, self.watchdog.call.micro_batch)
         if profiling():
             run.around.insert(0, spans(self._names))
         calls = (run.body, run.finish, self.places.queues, run.sums)
@@ -301,6 +310,7 @@ class Execution:
                 shapes = run.batch.item_shapes
                 speed = work.kind((shapes, run.seen.mode, self.replicas.generation)) if run.searches else 0
                 plan = step_loop.plan(run.batch.size, work.kind(shapes), speed, run.searches)
+            run.plan = plan
             outcome = step_loop.run(plan, *calls, run.claims, run.pieces)
         if run.draws.must_run_again() and (self.places.hosts_share or (work.fixed and run.searches)):
             complete = not run.failures

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from paceline import Cancelled, InvalidArgument
-from paceline._core.engine import collect_garbage_if_due
+from paceline._core.engine import BatchPlan, collect_garbage_if_due
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.extras import Extras, parted
 from paceline.torch._batch.items import Items, OrderedBatch
@@ -78,6 +78,7 @@ class Run:
         self.claims: list[list[tuple[int, int]]] | None = None  # per device, in place of planned claims
         self.pieces: list[list[tuple[int, int]]] | None = None  # the pieces of these claims
         self.alone = False  # whether one device runs everything, as a trial
+        self.plan: BatchPlan | None = None  # who runs what, once that is planned
         self.around: list[Around] = []  # what surrounds each micro-batch on its worker, outside of the caller's state
         self.failures: list[
             tuple[int | None, int, int, BaseException]
@@ -114,6 +115,11 @@ class Run:
     def kept(self) -> str:
         """What a failure does not change, in words."""
         return "gradients and buffers are as before the step"
+
+    @property
+    def inside(self) -> dict[int, int]:
+        """The devices whose workers are inside of a micro-batch now, with the workers' thread identifiers."""
+        return dict(self._inside)
 
     @property
     def on_a_worker(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.run import LossFunction
+from paceline.torch._run.watchdog import Watchdog
 from paceline.torch._trainer.arguments import (
     Balance,
     Memory,
@@ -30,6 +32,7 @@ from paceline.torch._trainer.arguments import (
     memory_limits,
     named_devices,
     policy_of,
+    watchdog_folder,
 )
 from paceline.torch._trainer.host_workers import HostWorkers
 from paceline.torch._trainer.lifetime import Lifetime
@@ -102,6 +105,12 @@ class DataParallel:
         Shares, and what devices take over from each other, are multiples of so many items. So no more than ``batch / granularity`` sizes of
         micro-batches ever run (and one for the rest of the batch). For modules that compile or tune for each size. With 1 any size up to
         the batch may run. Larger numbers make shares coarser. ``report()["sizes"]`` has the sizes that ran.
+    watchdog
+        Seconds that a call may take (a step, a run of `batch`, a prediction). If it takes longer, a file says what each device runs, whether
+        its worker is inside user code, the plan, and where all threads of Python are. A `UserWarning` names the file, and so does the error
+        that may end the call. The call goes on. None: no watchdog. Native code that hangs with Python's lock held stops the watchdog, too.
+    watchdog_path
+        The folder for these files. Default: the present one.
 
     Notes
     -----
@@ -141,6 +150,8 @@ class DataParallel:
         memory: Memory | None = None,
         corrections: bool | None = None,
         granularity: int = 1,
+        watchdog: float | None = None,
+        watchdog_path: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise InvalidArgument(f"DataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed.")
@@ -151,6 +162,7 @@ class DataParallel:
         check_transport(transport)
         policy, weights = policy_of(balance)
         check_corrections(corrections, policy, micro_batch)
+        folder = watchdog_folder(watchdog, watchdog_path)
         self.module = module
         group = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices(devices, module))
         owned = group is not devices
@@ -168,6 +180,8 @@ class DataParallel:
             if free and policy == "auto" and len(group) > 1:
                 works.steps.alone = AloneTrials()
             execution = Execution(group, module, places, Replicas(module, places, replicate))
+            if watchdog is not None and folder is not None:
+                execution.watchdog = Watchdog(watchdog, folder, places)
         except BaseException:
             if owned:
                 group.close()
