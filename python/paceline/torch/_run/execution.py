@@ -29,7 +29,7 @@ from paceline.torch._replicas.batch_norm import (
 from paceline.torch._replicas.buffers import KeptBuffers
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.alone import AloneTrials
-from paceline.torch._run.around import profiling, spans
+from paceline.torch._run.around import Around, profiling, spans
 from paceline.torch._run.buckets import Buckets
 from paceline.torch._run.gradients import UserGradients
 from paceline.torch._run.launch import LaunchClock
@@ -94,6 +94,7 @@ class Execution:
         self.extras: Any = None  # what loss_fn returned beside the loss in that step
         self.calls = 0  # how many have begun
         self.watchdog: Watchdog | None = None
+        self.faults: Callable[[int], Around] | None = None  # what to inject into a call with this number, for tests
         self.module = module
         self._names = places.names
         self.places = places
@@ -227,6 +228,8 @@ class Execution:
             run.outside = self._outside
             replicas = [replica.parameters for replica in self.replicas.list]
             self._outside.begin(run.loss_fn, [self.replicas.parameters, *replicas], self.replicas.shared)
+            if keep and self.faults is not None:
+                run.around.append(self.faults(self.calls))
             outcome = self._execute(work, run)
             user.check()
             run.check()
