@@ -9,6 +9,7 @@ except ImportError as error:
     raise ImportError("paceline.torch needs PyTorch, which is not installed: pip install 'paceline[torch]'") from error
 
 from paceline.torch._batch.sampler import BalancedBatchSampler
+from paceline.torch._check.agreement import ReplicaReport
 from paceline.torch._check.report import Cause, CheckReport, SplitResult
 from paceline.torch._devices.run_draws import UnseededDrawsWarning
 from paceline.torch._trainer.batch_size import BatchSizeSearch
@@ -25,6 +26,7 @@ __all__ = [
     "GlobalBatch",
     "MicroBatch",
     "Module",
+    "ReplicaReport",
     "SplitResult",
     "UnseededDrawsWarning",
 ]

@@ -171,6 +171,12 @@ def check_sizes(micro_batch: int | None, granularity: int) -> None:
         raise InvalidArgument(f"DataParallel: granularity is {granularity}; it must be an integer of at least 1.")
 
 
+def check_count(call: str, name: str, value: object) -> None:
+    """Raise if `value` is not a positive integer."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidArgument(f"{call}: {name} is {value!r}; it must be an integer of at least 1.")
+
+
 def watchdog_folder(seconds: object, path: str | os.PathLike[str] | None) -> Path | None:
     """Where a watchdog writes; None without a watchdog."""
     if seconds is None:

@@ -26,6 +26,7 @@ from paceline.torch._trainer.arguments import (
     Balance,
     Memory,
     check_corrections,
+    check_count,
     check_devices,
     check_sizes,
     check_transport,
@@ -44,6 +45,7 @@ from paceline.torch._trainer.reports import Reports
 from paceline.torch._trainer.step_gaps import StepGaps
 from paceline.torch._trainer.training import Training
 from paceline.torch._trainer.trials import Trials
+from paceline.torch._trainer.verification import Verification
 from paceline.torch._trainer.works import Works
 
 _T = TypeVar("_T", bound="DataParallel")
@@ -111,6 +113,9 @@ class DataParallel:
         that may end the call. The call goes on. None: no watchdog. Native code that hangs with Python's lock held stops the watchdog, too.
     watchdog_path
         The folder for these files. Default: the present one.
+    verify_every
+        Every so many steps `step` and `loss` first do what `verify_replicas` does, with their own batch, and raise an `Error` if devices
+        differ. Nothing is committed then. None: never.
 
     Notes
     -----
@@ -152,6 +157,7 @@ class DataParallel:
         granularity: int = 1,
         watchdog: float | None = None,
         watchdog_path: str | os.PathLike[str] | None = None,
+        verify_every: int | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise InvalidArgument(f"DataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed.")
@@ -162,6 +168,8 @@ class DataParallel:
         check_transport(transport)
         policy, weights = policy_of(balance)
         check_corrections(corrections, policy, micro_batch)
+        if verify_every is not None:
+            check_count("DataParallel", "verify_every", verify_every)
         folder = watchdog_folder(watchdog, watchdog_path)
         self.module = module
         group = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices(devices, module))
@@ -195,12 +203,14 @@ class DataParallel:
         self._predictions = Predictions(works, execution, lifetime, self._training)
         self._passes = Passes(works, execution, lifetime)
         self._trials = Trials(works, execution, lifetime, self._training)
+        self._verification = Verification(works, execution, lifetime, self._training, verify_every)
         self._reports = Reports(module, works, execution, lifetime, self._gaps)
 
     batch = carried_out_by("_training", Training.batch)
     predict = carried_out_by("_predictions", Predictions.predict)
     replay_claims = carried_out_by("_training", Training.replay_claims)
     check = carried_out_by("_trials", Trials.check)
+    verify_replicas = carried_out_by("_verification", Verification.verify_replicas)
     find_batch_size = carried_out_by("_trials", Trials.find_batch_size)
     report = carried_out_by("_reports", Reports.report)
     progress = carried_out_by("_reports", Reports.progress)
@@ -272,7 +282,7 @@ class DataParallel:
         Error
             If NCCL fails, with the device's name. The next step makes new connections. If NCCL fails after `step` has returned, the next
             call raises the error. Then the gradients of that step are undefined, and so is what an optimizer has made of them. Go back to
-            what you saved last.
+            what you saved last. With `verify_every`: if devices differ, before anything is committed.
         Exception
             What `loss_fn` raised on a worker, with its own traceback and a note that names the device. Gradients and buffers are then as
             before the step (random generators and Python state are not), and the next step works.
@@ -411,6 +421,7 @@ class DataParallel:
         with self._lifetime.exclusive(call):
             began = self._gaps.begin()
             try:
+                self._verification.before_step(loss_fn, batch, options)
                 loss = self._training.step(loss_fn, batch, **options, carries=carries)
                 self._reports.loss = loss.detach() if carries else loss
             except BaseException:
