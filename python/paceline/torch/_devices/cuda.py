@@ -101,6 +101,11 @@ def peak_memory(index: int) -> int:
     return torch.cuda.max_memory_allocated(index)
 
 
+def memory_in_use(index: int) -> int:
+    """The bytes that PyTorch has allocated on a GPU."""
+    return torch.cuda.memory_allocated(index)
+
+
 def release_memory(streams_end: bool) -> None:
     """Let PyTorch give back unused memory.
 

@@ -22,6 +22,7 @@ from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.run import LossFunction
 from paceline.torch._run.watchdog import Watchdog
+from paceline.torch._trainer.alarms import Alarms
 from paceline.torch._trainer.arguments import (
     Balance,
     Memory,
@@ -205,6 +206,7 @@ class DataParallel:
         self._trials = Trials(works, execution, lifetime, self._training)
         self._verification = Verification(works, execution, lifetime, self._training, verify_every)
         self._reports = Reports(module, works, execution, lifetime, self._gaps)
+        self._alarms = Alarms(self._reports.report, works, group.devices)
 
     batch = carried_out_by("_training", Training.batch)
     predict = carried_out_by("_predictions", Predictions.predict)
@@ -216,6 +218,7 @@ class DataParallel:
     progress = carried_out_by("_reports", Reports.progress)
     scalars = carried_out_by("_reports", Reports.scalars)
     prometheus = carried_out_by("_reports", Reports.prometheus)
+    on_alarm = carried_out_by("_alarms", Alarms.on_alarm)
     events = carried_out_by("_reports", Reports.events)
     history = carried_out_by("_reports", Reports.history)
     plot = carried_out_by("_reports", Reports.plot)
@@ -428,7 +431,8 @@ class DataParallel:
                 self._gaps.interrupted()
                 raise
             self._gaps.end(began)
-            return loss
+        self._alarms.after_step()  # outside of the call, so that a callback may use the trainer
+        return loss
 
     @property
     def stop_requested(self) -> bool:
