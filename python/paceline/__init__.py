@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-_SUBMODULES = ("balance", "comm", "info", "plan", "sim", "torch")
+_SUBMODULES = ("balance", "comm", "info", "plan", "sim", "testing", "torch")
 
 
 def __getattr__(name: str) -> object:

@@ -9,15 +9,18 @@ except ImportError as error:
     raise ImportError("paceline.torch needs PyTorch, which is not installed: pip install 'paceline[torch]'") from error
 
 from paceline.torch._batch.sampler import BalancedBatchSampler
+from paceline.torch._check.agreement import ReplicaReport
 from paceline.torch._check.report import Cause, CheckReport, SplitResult
 from paceline.torch._devices.run_draws import UnseededDrawsWarning
 from paceline.torch._save.background import PendingSave
+from paceline.torch._trainer.alarms import Alarm
 from paceline.torch._trainer.batch_size import BatchSizeSearch
 from paceline.torch._trainer.global_batch import GlobalBatch, MicroBatch
 from paceline.torch._trainer.module import Module
 from paceline.torch._trainer.trainer import DataParallel
 
 __all__ = [
+    "Alarm",
     "BalancedBatchSampler",
     "BatchSizeSearch",
     "Cause",
@@ -27,6 +30,7 @@ __all__ = [
     "MicroBatch",
     "Module",
     "PendingSave",
+    "ReplicaReport",
     "SplitResult",
     "UnseededDrawsWarning",
 ]

@@ -102,6 +102,13 @@ class Batch:
         """The same nest, with what `take` makes of each tensor with items."""
         return self._slice(take, move)
 
+    def part(self, begin: int, end: int) -> Batch:
+        """Items ``[begin, end)`` as a batch of their own, which counts them from 0."""
+        there = copy.copy(self)
+        there.size = end - begin
+        there._slice = lambda take, move: self._slice(lambda tensor: take(tensor[begin:end]), move)
+        return there
+
     def described(self, begin: int, end: int) -> str:
         """The items of a slice in words."""
         return f"items {begin} to {end - 1} of the batch" if end - begin > 1 else f"item {begin} of the batch"

@@ -109,6 +109,12 @@ class Objective:
         there._weights = pin(self._weights[order])
         return there
 
+    def part(self, begin: int, end: int) -> Objective:
+        """The same objective, over the whole batch, with slices that count from `begin`."""
+        there = copy.copy(self)
+        there._weights = None if self._weights is None else self._weights[begin:end]
+        return there
+
     @property
     def is_weighted(self) -> bool:
         """Whether items count by a weight."""

@@ -51,6 +51,9 @@ class Samples(Batch):
     def gathered(self, rows: torch.Tensor, move: Move = same) -> Any:
         return moved(self._collate([self._samples[row] for row in rows.tolist()]), move)
 
+    def part(self, begin: int, end: int) -> Samples:
+        return Samples(list(self._samples[begin:end]), self._collate)
+
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """None: samples are not cut."""
         return []

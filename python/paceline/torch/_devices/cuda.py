@@ -36,6 +36,11 @@ def keep_for(tensor: torch.Tensor, index: int, handle: int) -> None:
     tensor.record_stream(_stream(index, handle))
 
 
+def has_finished(index: int, handle: int) -> bool:
+    """Whether the stream has done everything that was enqueued on it."""
+    return _stream(index, handle).query()
+
+
 def is_capturing() -> bool:
     """Whether the calling thread is capturing a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()
@@ -104,6 +109,11 @@ def mark_memory(index: int) -> int:
 def peak_memory(index: int) -> int:
     """The most bytes that PyTorch had allocated at once since `mark_memory`."""
     return torch.cuda.max_memory_allocated(index)
+
+
+def memory_in_use(index: int) -> int:
+    """The bytes that PyTorch has allocated on a GPU."""
+    return torch.cuda.memory_allocated(index)
 
 
 def release_memory(streams_end: bool) -> None:

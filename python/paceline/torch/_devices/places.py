@@ -230,6 +230,15 @@ class Places:
         if self.queues is not None:
             self.queues.drain()
 
+    def has_finished(self, device: int) -> bool:
+        """Whether the device has done everything that was enqueued. True on the host, and if the device has failed."""
+        gpu, stream = self._gpu[device], None if self.queues is None else self.queues.streams[device]
+        if gpu is None or stream is None:
+            return True
+        with contextlib.suppress(RuntimeError):  # PyTorch's type for a failure of a GPU, which the step reports
+            return cuda.has_finished(gpu, stream)
+        return True
+
     def release_memory(self) -> None:
         """Give unused memory back, after memory ran out and before streams end."""
         if self.queues is not None:

@@ -44,6 +44,7 @@ class AloneTrials:
 
     def __init__(self, without: Collection[int] = ()) -> None:
         """Try all devices except those in `without`."""
+        self.steps_alone = 0  # how many steps one device has run
         self._without = frozenset(without)
         self._kind: Hashable = None
         self._size = 0
@@ -83,6 +84,7 @@ class AloneTrials:
 
     def add_alone(self, seconds: float, computing: float) -> None:
         """Note a step that the `device` ran alone."""
+        self.steps_alone += 1
         self._tries.append(Alone(seconds, computing))
         if len(self._tries) < _TRIES:
             return

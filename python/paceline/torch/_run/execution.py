@@ -29,6 +29,7 @@ from paceline.torch._replicas.batch_norm import (
 from paceline.torch._replicas.buffers import KeptBuffers
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.alone import AloneTrials
+from paceline.torch._run.around import Around, profiling, spans
 from paceline.torch._run.buckets import Buckets
 from paceline.torch._run.gradients import UserGradients
 from paceline.torch._run.launch import LaunchClock
@@ -36,6 +37,7 @@ from paceline.torch._run.memory import is_out_of_memory
 from paceline.torch._run.outside import OutsideGradients
 from paceline.torch._run.run import Frame, PredictRun, Run, TrainRun
 from paceline.torch._run.seen import Seen
+from paceline.torch._run.watchdog import Watchdog
 
 _T = TypeVar("_T")
 Gradients = list[torch.Tensor | None]
@@ -91,6 +93,9 @@ class Execution:
         self.steps = 0  # how many runs that train were committed, also in earlier processes if a state was loaded
         self.out_of_memory = 0  # how often a step had to run again in smaller pieces
         self.extras: Any = None  # what loss_fn returned beside the loss in that step
+        self.calls = 0  # how many have begun
+        self.watchdog: Watchdog | None = None
+        self.faults: Callable[[int], Around] | None = None  # what to inject into a call with this number, for tests
         self.module = module
         self._names = places.names
         self.places = places
@@ -184,8 +189,12 @@ class Execution:
     def repeated(self, attempt: Callable[[], _T]) -> _T:
         """What `attempt` returns. If memory runs out, or on `_TryAgainError`, `attempt` runs again from the same state of the generators."""
         self._random = cast("RandomStates | None", None)  # `frame`, which an attempt calls, sets it
+        self.calls += 1
         try:
-            return self._repeated(attempt)
+            if self.watchdog is None:
+                return self._repeated(attempt)
+            with self.watchdog.watch(self.calls, lambda: self.running):
+                return self._repeated(attempt)
         finally:
             self._edits.end()
 
@@ -220,6 +229,8 @@ class Execution:
             replicas = [replica.parameters for replica in self.replicas.list]
             parameters = [self.replicas.parameters, *replicas]
             self._outside.begin(run.loss_fn, parameters, self.replicas.shared, carries=run.carries)
+            if keep and self.faults is not None:
+                run.around.append(self.faults(self.calls))
             outcome = self._execute(work, run)
             user.check()
             run.check()
@@ -292,6 +303,10 @@ class Execution:
         first = marks is not None and work.mode != run.seen.mode
         values = KeptBuffers(part for replica in self.replicas.list for part in replica.modules) if first else None
         run.queues_empty = self._queues_are_empty()
+        if self.watchdog is not None and self.watchdog.call is not None:
+            run.around.insert(0, self.watchdog.call.micro_batch)
+        if profiling():
+            run.around.insert(0, spans(self._names))
         calls = (run.body, run.finish, self.places.queues, run.sums)
         with self._level(run), run.draws.run(), self.replicas.guarded():
             plan = run.items.plan if run.items is not None else None
@@ -299,6 +314,7 @@ class Execution:
                 shapes = run.batch.item_shapes
                 speed = work.kind((shapes, run.seen.mode, self.replicas.generation)) if run.searches else 0
                 plan = step_loop.plan(run.batch.size, work.kind(shapes), speed, run.searches)
+            run.plan = plan
             outcome = step_loop.run(plan, *calls, run.claims, run.pieces)
         if run.draws.must_run_again() and (self.places.hosts_share or (work.fixed and run.searches)):
             complete = not run.failures

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from paceline import Cancelled, InvalidArgument
-from paceline._core.engine import collect_garbage_if_due
+from paceline._core.engine import BatchPlan, collect_garbage_if_due
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.extras import Extras, parted
 from paceline.torch._batch.items import Items, OrderedBatch
@@ -22,6 +22,7 @@ from paceline.torch._devices.caller_state import CallerState, backward_watched
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._devices.run_draws import RunDraws
 from paceline.torch._replicas.replicas import Replica
+from paceline.torch._run.around import Around
 from paceline.torch._run.buckets import Buckets
 from paceline.torch._run.gradients import OwnStorages, View, views
 from paceline.torch._run.launch import Launch
@@ -77,6 +78,8 @@ class Run:
         self.claims: list[list[tuple[int, int]]] | None = None  # per device, in place of planned claims
         self.pieces: list[list[tuple[int, int]]] | None = None  # the pieces of these claims
         self.alone = False  # whether one device runs everything, as a trial
+        self.plan: BatchPlan | None = None  # who runs what, once that is planned
+        self.around: list[Around] = []  # what surrounds each micro-batch on its worker, outside of the caller's state
         self.failures: list[
             tuple[int | None, int, int, BaseException]
         ] = []  # device (None: the reduction), begin, end, error
@@ -114,6 +117,11 @@ class Run:
         return "gradients and buffers are as before the step"
 
     @property
+    def inside(self) -> dict[int, int]:
+        """The devices whose workers are inside of a micro-batch now, with the workers' thread identifiers."""
+        return dict(self._inside)
+
+    @property
     def on_a_worker(self) -> bool:
         """Whether the calling thread is one of the workers that run this."""
         return threading.get_ident() in self._inside.values()
@@ -138,7 +146,13 @@ class Run:
             return code, meter.used if ran else -1
 
     def _timed(self, device: int, begin: int, end: int) -> tuple[bool, int]:
-        ran, code = self._compute(device, begin, end)
+        if self.around:
+            with contextlib.ExitStack() as stack:
+                for surround in self.around:
+                    stack.enter_context(surround(device, begin, end))
+                ran, code = self._compute(device, begin, end)
+        else:
+            ran, code = self._compute(device, begin, end)
         if ran:
             self.launched(device, time.perf_counter() - self._brought[device])
         self._begun[device] = True

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
@@ -167,3 +169,30 @@ def check_sizes(micro_batch: int | None, granularity: int) -> None:
         )
     if not isinstance(granularity, int) or granularity < 1:
         raise InvalidArgument(f"DataParallel: granularity is {granularity}; it must be an integer of at least 1.")
+
+
+def check_count(call: str, name: str, value: object) -> None:
+    """Raise if `value` is not a positive integer."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidArgument(f"{call}: {name} is {value!r}; it must be an integer of at least 1.")
+
+
+def watchdog_folder(seconds: object, path: str | os.PathLike[str] | None) -> Path | None:
+    """Where a watchdog writes; None without a watchdog."""
+    if seconds is None:
+        if path is not None:
+            raise InvalidArgument(
+                f"DataParallel: watchdog_path is {os.fspath(path)!r} without watchdog=, so nothing would be written. Give the seconds that a step "
+                "may take, such as watchdog=300."
+            )
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+        raise InvalidArgument(
+            f"DataParallel: watchdog is {seconds!r}; give the seconds that a step may take, or None for no watchdog."
+        )
+    folder = Path("." if path is None else path).absolute()
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InvalidArgument(
+            f"DataParallel: watchdog_path {folder} is no folder that this process can write to. Make the folder first, or give another one."
+        )
+    return folder

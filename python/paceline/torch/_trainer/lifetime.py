@@ -62,6 +62,8 @@ class Lifetime:
             )
         self._cancel()
         self._finalizer()
+        if self._execution.watchdog is not None:
+            self._execution.watchdog.close()
         self._release_if_idle()
 
     def leave(self, raised: bool) -> None:

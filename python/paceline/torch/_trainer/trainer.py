@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -20,16 +21,20 @@ from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.run import LossFunction
+from paceline.torch._run.watchdog import Watchdog
+from paceline.torch._trainer.alarms import Alarms
 from paceline.torch._trainer.arguments import (
     Balance,
     Memory,
     check_corrections,
+    check_count,
     check_devices,
     check_sizes,
     check_transport,
     memory_limits,
     named_devices,
     policy_of,
+    watchdog_folder,
 )
 from paceline.torch._trainer.host_workers import HostWorkers
 from paceline.torch._trainer.lifetime import Lifetime
@@ -42,6 +47,7 @@ from paceline.torch._trainer.saving import Saving
 from paceline.torch._trainer.step_gaps import StepGaps
 from paceline.torch._trainer.training import Training
 from paceline.torch._trainer.trials import Trials
+from paceline.torch._trainer.verification import Verification
 from paceline.torch._trainer.works import Works
 
 _T = TypeVar("_T", bound="DataParallel")
@@ -103,6 +109,15 @@ class DataParallel:
         Shares, and what devices take over from each other, are multiples of so many items. So no more than ``batch / granularity`` sizes of
         micro-batches ever run (and one for the rest of the batch). For modules that compile or tune for each size. With 1 any size up to
         the batch may run. Larger numbers make shares coarser. ``report()["sizes"]`` has the sizes that ran.
+    watchdog
+        Seconds that a call may take (a step, a run of `batch`, a prediction). If it takes longer, a file says what each device runs, whether
+        its worker is inside user code, the plan, and where all threads of Python are. A `UserWarning` names the file, and so does the error
+        that may end the call. The call goes on. None: no watchdog. Native code that hangs with Python's lock held stops the watchdog, too.
+    watchdog_path
+        The folder for these files. Default: the present one.
+    verify_every
+        Every so many steps `step` and `loss` first do what `verify_replicas` does, with their own batch, and raise an `Error` if devices
+        differ. Nothing is committed then. None: never.
 
     Notes
     -----
@@ -142,6 +157,9 @@ class DataParallel:
         memory: Memory | None = None,
         corrections: bool | None = None,
         granularity: int = 1,
+        watchdog: float | None = None,
+        watchdog_path: str | os.PathLike[str] | None = None,
+        verify_every: int | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise InvalidArgument(f"DataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed.")
@@ -152,6 +170,9 @@ class DataParallel:
         check_transport(transport)
         policy, weights = policy_of(balance)
         check_corrections(corrections, policy, micro_batch)
+        if verify_every is not None:
+            check_count("DataParallel", "verify_every", verify_every)
+        folder = watchdog_folder(watchdog, watchdog_path)
         self.module = module
         group = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices(devices, module))
         owned = group is not devices
@@ -169,6 +190,8 @@ class DataParallel:
             if free and policy == "auto" and len(group) > 1:
                 works.steps.alone = AloneTrials()
             execution = Execution(group, module, places, Replicas(module, places, replicate))
+            if watchdog is not None and folder is not None:
+                execution.watchdog = Watchdog(watchdog, folder, places)
         except BaseException:
             if owned:
                 group.close()
@@ -182,18 +205,22 @@ class DataParallel:
         self._predictions = Predictions(works, execution, lifetime, self._training)
         self._passes = Passes(works, execution, lifetime)
         self._trials = Trials(works, execution, lifetime, self._training)
+        self._verification = Verification(works, execution, lifetime, self._training, verify_every)
         self._reports = Reports(module, works, execution, lifetime, self._gaps)
         self._saving = Saving(module, execution, lifetime)
+        self._alarms = Alarms(self._reports.report, works, group.devices)
 
     batch = carried_out_by("_training", Training.batch)
     predict = carried_out_by("_predictions", Predictions.predict)
     replay_claims = carried_out_by("_training", Training.replay_claims)
     check = carried_out_by("_trials", Trials.check)
+    verify_replicas = carried_out_by("_verification", Verification.verify_replicas)
     find_batch_size = carried_out_by("_trials", Trials.find_batch_size)
     report = carried_out_by("_reports", Reports.report)
     progress = carried_out_by("_reports", Reports.progress)
     scalars = carried_out_by("_reports", Reports.scalars)
     prometheus = carried_out_by("_reports", Reports.prometheus)
+    on_alarm = carried_out_by("_alarms", Alarms.on_alarm)
     events = carried_out_by("_reports", Reports.events)
     history = carried_out_by("_reports", Reports.history)
     plot = carried_out_by("_reports", Reports.plot)
@@ -264,7 +291,7 @@ class DataParallel:
         Error
             If NCCL fails, with the device's name. The next step makes new connections. If NCCL fails after `step` has returned, the next
             call raises the error. Then the gradients of that step are undefined, and so is what an optimizer has made of them. Go back to
-            what you saved last.
+            what you saved last. With `verify_every`: if devices differ, before anything is committed.
         Exception
             What `loss_fn` raised on a worker, with its own traceback and a note that names the device. Gradients and buffers are then as
             before the step (random generators and Python state are not), and the next step works.
@@ -404,6 +431,7 @@ class DataParallel:
         with self._lifetime.exclusive(call):
             began = self._gaps.begin()
             try:
+                self._verification.before_step(loss_fn, batch, options)
                 loss = self._training.step(loss_fn, batch, **options, carries=carries)
                 self._reports.loss = (
                     loss.detach().clone() if carries else loss
@@ -412,7 +440,8 @@ class DataParallel:
                 self._gaps.interrupted()
                 raise
             self._gaps.end(began)
-            return loss
+        self._alarms.after_step()  # outside of the call, so that a callback may use the trainer
+        return loss
 
     @property
     def stop_requested(self) -> bool:

@@ -1,0 +1,1 @@
+"""Help for tests of programs that use paceline: `paceline.testing.faults` makes devices fail on purpose."""

@@ -1,0 +1,183 @@
+"""Finds out whether the devices of a trainer have the same parameters, and compute the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+
+from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.objective import Objective
+from paceline.torch._check.check import TrialRun, tolerance_for
+from paceline.torch._check.probe import OutsideLeaves, Probe, Probed, Span, distances
+from paceline.torch._devices.noise import Noise
+from paceline.torch._devices.places import Places, RandomStates
+from paceline.torch._replicas.buffers import KeptAttributes
+from paceline.torch._replicas.replicas import Replicas, is_compiled, is_compiled_function
+from paceline.torch._run.execution import Execution, Workload
+from paceline.torch._run.gradients import UserGradients
+from paceline.torch._run.run import LossFunction
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaReport:
+    """Whether the devices agree. ``print(report)`` shows it as text.
+
+    Attributes
+    ----------
+    items
+        The micro-batch that every device ran: items ``[begin, end)`` of the batch.
+    differences
+        For each device the largest relative difference of the loss or of a parameter's gradient from what the module itself gave on the
+        caller's thread. Empty if that could not be told.
+    tolerance
+        Up to this difference results count as equal: rounding explains it.
+    copies
+        For each memory space with a copy of the parameters the names of those whose bits differ. Empty if there is one space.
+    unknown
+        Why results could not be compared. Empty if they could.
+    """
+
+    items: tuple[int, int]
+    differences: dict[str, float]
+    tolerance: float
+    copies: dict[str, tuple[str, ...]]
+    unknown: str = ""
+
+    @property
+    def differing(self) -> tuple[str, ...]:
+        """The devices whose results differ by more than rounding."""
+        return tuple(name for name, value in self.differences.items() if not value <= self.tolerance)
+
+    @property
+    def agree(self) -> bool:
+        """Whether nothing was found to differ."""
+        return not self.differing and not any(self.copies.values())
+
+    @property
+    def verdict(self) -> str:
+        """The result in one line."""
+        found = [f"{space} has other bits in {', '.join(names[:3])}" for space, names in self.copies.items() if names]
+        if self.differing:
+            values = ", ".join(f"{name} by {self.differences[name]:.0e}" for name in self.differing)
+            found.append(f"the loss or a gradient differs from the module's own: {values}")
+        if found:
+            return f"the devices differ: {'; '.join(found)}"
+        return f"cannot tell: {self.unknown}" if self.unknown else "the devices agree"
+
+    def __str__(self) -> str:
+        begin, end = self.items
+        lines = [f"{self.verdict} (items {begin} to {end - 1} on each device)"]
+        lines += [f"  {name}: {value:.0e}" for name, value in self.differences.items()]
+        if self.differences:
+            lines.append(f"  (largest relative difference from the module itself; equal up to {self.tolerance:.0e})")
+        if not self.differences:
+            return "\n".join(lines)
+        if self.copies:
+            equal = sum(not names for names in self.copies.values())
+            lines.append(f"  parameters: {equal} of {len(self.copies)} copies in other memory spaces have equal bits")
+        else:
+            lines.append("  parameters: one memory space, so all devices use the same ones")
+        return "\n".join(lines)
+
+
+def verify(
+    execution: Execution,
+    work: Workload,
+    batch: Batch,
+    objective: Objective,
+    loss_fn: LossFunction,
+    *,
+    devices: Sequence[int],
+    tolerance: float | None = None,
+) -> ReplicaReport:
+    """Run one micro-batch on the module itself, and on each of the `devices` alone. Commits nothing. `work` is for this call alone."""
+    execution.replicas.refresh(loss_fn, hooks=True)
+    module, places, replicas = execution.module, execution.places, execution.replicas
+    tolerance = tolerance_for(module, places.home) if tolerance is None else tolerance
+    begin, end = span = _micro_batch(batch, objective, len(devices))
+    if any(one._backward_hooks or getattr(one, "_post_accumulate_grad_hooks", None) for one in replicas.parameters):
+        return ReplicaReport(
+            span, {}, tolerance, {}, "parameters have gradient hooks, which would run for a trial, too"
+        )
+    part, term = batch.part(begin, end), objective.part(begin, end)
+    noise = Noise(part.size, places, max(tolerance, 1e-9))
+    noise.recorded = is_compiled(module) or is_compiled_function(loss_fn)  # its calls cannot be seen
+    outside = OutsideLeaves(replicas.parameters)
+    probe = Probe(module, replicas.parameters, places, part, term, loss_fn, noise, outside, replicas.named_modules)
+
+    def on(device: int) -> Probed:
+        def attempt() -> Probed:
+            outside.clear()
+            attributes.restore()
+            frame = execution.frame(work, part, loss_fn, hooks=True)
+            options = {"loss_fn": loss_fn, "objective": term, "scale": None, "names": replicas.names}
+            run = TrialRun(frame, **options, leaves=outside, noise=noise)
+            run.run_alone(device)
+            loss, gradients, _ = execution.train(work, run, keep=False)
+            return Probed(loss.item(), gradients, {})
+
+        return execution.repeated(attempt)
+
+    def distance(wanted: Probed, got: Probed) -> float:
+        scale = max(abs(wanted.loss), 1e-300)
+        found = distances(wanted.gradients[: len(replicas.names)], got.gradients[: len(replicas.names)])
+        loss = abs(wanted.loss - got.loss) / scale
+        return max([loss if loss == loss else math.inf, *found.values()])
+
+    user = UserGradients(replicas)
+    random, attributes = RandomStates(places), KeptAttributes(replicas.all_modules)
+    try:
+        # The first run records what is drawn, and the second draws it again, like the devices.
+        own, again = probe.split([(0, part.size)]), probe.split([(0, part.size)])
+        outside.settle()
+        unknown = _unknown(own, distance(own, again), tolerance)
+        if unknown and not noise.lost:
+            return ReplicaReport(span, {}, tolerance, {}, unknown)
+        found = {places.names[device]: distance(own, on(device)) for device in devices}
+        places.drain()
+        copies = differing_copies(replicas, places)
+        if noise.lost:
+            found, unknown = {}, f"random draws could not be repeated ({', '.join(noise.lost)})"
+        return ReplicaReport(span, found, tolerance, copies, unknown)
+    finally:
+        random.restore()
+        user.restore()
+        outside.restore()
+        attributes.restore()
+        execution.drop_gradients()
+
+
+def _micro_batch(batch: Batch, objective: Objective, devices: int) -> Span:
+    """A device's share of the batch, the first one in which an item counts. It has at least two items, for batch normalisation."""
+    size = min(batch.size, max(2, -(-batch.size // devices)))
+    begins = [*range(0, batch.size - size + 1, size), batch.size - size]
+    return next((begin, begin + size) for begin in begins if not objective.idle(begin, begin + size))
+
+
+def _unknown(own: Probed, repeated: float, tolerance: float) -> str:
+    """Why the module's own result is nothing to compare with, if it is not."""
+    gradients = (gradient for gradient in own.gradients if gradient is not None)
+    if not math.isfinite(own.loss) or not all(bool(gradient.isfinite().all()) for gradient in gradients):
+        return "the loss or a gradient of the module itself is not a finite number"
+    if repeated > tolerance:
+        return "the module itself gave two results for the same micro-batch, so loss_fn or the module keeps state in Python"
+    return ""
+
+
+def differing_copies(replicas: Replicas, places: Places) -> dict[str, tuple[str, ...]]:
+    """For each memory space but home: the names of the parameters whose copy has other bits. Every step begins by copying them."""
+    found: dict[str, tuple[str, ...]] = {}
+    for device, space in enumerate(places.spaces):
+        if space != places.home_space and places.space_names[device] not in found:
+            pairs = zip(replicas.names, replicas.parameters, replicas.list[device].parameters, strict=True)
+            found[places.space_names[device]] = tuple(name for name, ours, copy in pairs if not same_bits(ours, copy))
+    return found
+
+
+def same_bits(ours: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits, so that NaN equals itself, and 0.0 differs from -0.0."""
+    here, there = (one.detach().contiguous().view(-1).view(torch.uint8) for one in (ours, copy))
+    return torch.equal(here, there.to(here.device))

@@ -1,0 +1,206 @@
+"""Callbacks when something is wrong: a device that idles, memory that grows, throttling, long steps."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import InvalidArgument
+from paceline.testing import faults
+from paceline.torch import Alarm, DataParallel
+from paceline.torch._run import alone
+from paceline.torch._trainer import alarms
+from torch_support import TWO, classifier, classify, hosts, noting
+
+Health = dict[str, dict[str, Any]]
+
+
+def test_a_device_that_idles_is_called_once_until_it_works_again() -> None:
+    module, batch = classifier(8)
+
+    def loss_fn(replica: Any, part: Any) -> Any:
+        time.sleep(8e-3 * len(part[0]))
+        return classify(replica, part)
+
+    found: list[Alarm] = []
+    with DataParallel(module, TWO, balance="even") as trainer:
+        trainer.on_alarm(found.append, busy=0.4, every=2, memory_growth=None, throttled=False)
+
+        def steps(count: int) -> list[tuple[str, str | None]]:
+            found.clear()
+            for _ in range(count):
+                trainer.step(loss_fn, batch)
+            return [(alarm.kind, alarm.device) for alarm in found]
+
+        assert steps(4) == []
+        with faults.inject(trainer, faults.Slow("host:1", factor=6)):
+            assert steps(6) == [("busy", "host:0")]
+        (alarm,) = found
+        assert alarm.value < alarm.limit == 0.4
+        assert "host:0 computes in" in str(alarm)
+        assert "less than 40%" in str(alarm)
+        assert alarm.step == 6
+        assert steps(4) == []
+        with faults.inject(trainer, faults.Slow("host:1", factor=6)):
+            assert steps(4) == [("busy", "host:0")]
+
+
+def test_steps_that_one_device_runs_alone_as_a_trial_are_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alone, "_MOST_SECONDS", 1e9)  # also on a busy machine
+    module, batch = classifier(32)
+    found: list[Alarm] = []
+    with DataParallel(module, TWO) as trainer:
+        trainer.on_alarm(found.append, busy=0.6, memory_growth=None, throttled=False, every=24)
+        trials = trainer._works.steps.alone
+        assert trials is not None
+        for _ in range(48):
+            trainer.step(noting(lambda _, part: time.sleep(1e-4 * len(part[0]))), batch)
+        assert trials.steps_alone == 12  # half of the second window, in which both devices idled
+    assert found == []
+
+
+def test_a_callback_may_use_the_trainer_and_a_retired_device_is_no_alarm() -> None:
+    module, batch = classifier(32)
+    with DataParallel(module, hosts(3), balance=[1, 0.0001, 1]) as trainer:
+        found: list[Alarm] = []
+
+        def retire(alarm: Alarm) -> None:
+            found.append(alarm)
+            assert alarm.device is not None
+            trainer.retire(alarm.device)
+
+        trainer.on_alarm(retire, busy=0.05, every=1, memory_growth=None, throttled=False)
+        for _ in range(6):
+            trainer.step(classify, batch)
+        assert [alarm.device for alarm in found] == ["host:1"]
+        assert trainer.report()["devices"]["host:1"]["retired"]
+
+
+def test_long_steps_come_with_their_seconds_from_step_and_loss() -> None:
+    module, batch = classifier(8)
+    found: list[Alarm] = []
+    with DataParallel(module, TWO) as trainer:
+        options: dict[str, Any] = {"busy": None, "memory_growth": None, "throttled": False, "every": 2}
+        handle = trainer.on_alarm(found.append, step_seconds=1e-9, **options)
+        trainer.on_alarm(found.append, step_seconds=1e9, **options)
+        for _ in range(3):
+            trainer.step(classify, batch)
+        assert found == []  # the first steps are only something to compare with
+        trainer.loss(classify, batch).backward()
+        (alarm,) = found
+        assert (alarm.kind, alarm.device, alarm.limit, alarm.step) == ("step_seconds", None, 1e-9, 4)
+        assert 2 * alarm.value <= trainer.report()["step_seconds"]  # of the last two of four steps
+        handle.remove()
+        trainer.on_alarm(found.append, step_seconds=1e-9, **options)
+        for _ in range(3):
+            trainer.step(classify, batch)
+        assert len(found) == 1
+
+
+def test_memory_that_grows_is_compared_with_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, batch = classifier(8)
+    found: list[Alarm] = []
+    sizes = iter([100, 140, 149, 151, 160, 140, 170])
+    monkeypatch.setattr(alarms, "_resident_bytes", lambda: next(sizes))
+    with DataParallel(module, TWO) as trainer:
+        trainer.on_alarm(found.append, busy=None, throttled=False, every=1)
+        steps: list[int] = []
+        for step in range(7):
+            trainer.step(classify, batch)
+            steps += [step] * (len(found) - len(steps))
+    assert steps == [3, 6]
+    assert [alarm.value for alarm in found] == [pytest.approx(0.51), pytest.approx(0.7)]
+    assert {(alarm.kind, alarm.device) for alarm in found} == {("memory_growth", "host")}
+
+
+def test_the_memory_is_that_of_the_process() -> None:
+    before = alarms._resident_bytes()
+    kept = torch.ones(2**24)
+    grown = alarms._resident_bytes() - before
+    assert 2**25 < grown < 2**28
+    del kept
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "part", "why"),
+    [
+        ({"limited_seconds": {"heat": 1.0}}, {"limited_seconds": {"heat": 1.6}}, 0.3, "heat"),
+        ({"limited_seconds": {"the power cap": 1.0}}, {"limited_seconds": {"the power cap": 2.0}}, 0.0, ""),
+        ({"quota": {"periods": 10, "throttled": 1}}, {"quota": {"periods": 20, "throttled": 6}}, 0.5, "CPU quota"),
+        ({"quota": {"periods": 10, "throttled": 1}}, {"quota": {"periods": 10, "throttled": 1}}, 0.0, ""),
+        ({"cores": {"stolen_seconds": 1.0}}, {"cores": {"stolen_seconds": 2.0}}, 0.25, "hypervisor"),
+        ({}, {}, 0.0, ""),
+    ],
+    ids=["heat", "power cap", "quota", "no period", "stolen", "unknown"],
+)
+def test_throttling_is_read_from_what_the_device_says(before: Any, after: Any, part: float, why: str) -> None:
+    got, text = alarms._throttled(before, {**after, "core_count": 2}, 2.0)
+    assert got == pytest.approx(part)
+    assert why in text
+
+
+def test_a_throttled_device_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, batch = classifier(8)
+    found: list[Alarm] = []
+    used_up = 0
+
+    def health(name: str) -> dict[str, Any]:
+        return {"quota": {"periods": 100 * looks[name], "throttled": used_up if name == "host:1" else 0}}
+
+    looks: Any = _Counting()
+    monkeypatch.setattr(alarms, "device_health", health)
+    with DataParallel(module, TWO) as trainer:
+        trainer.on_alarm(found.append, busy=None, memory_growth=None, every=1)
+        for step in range(4):
+            used_up += 50 if step >= 2 else 0
+            trainer.step(classify, batch)
+    assert [(alarm.kind, alarm.device) for alarm in found] == [("throttled", "host:1")]
+    assert found[0].value == pytest.approx(0.5)
+    assert "CPU quota" in str(found[0])
+
+
+class _Counting(dict[str, int]):
+    """How often each key was asked for."""
+
+    def __missing__(self, key: str) -> int:
+        return 0
+
+    def __getitem__(self, key: str) -> int:
+        self[key] = self.get(key, 0) + 1
+        return super().__getitem__(key)
+
+
+def test_what_a_callback_raises_comes_out_of_a_step_that_is_committed() -> None:
+    module, batch = classifier(8)
+
+    def stop(alarm: Alarm) -> None:
+        raise StopAsyncIteration(str(alarm))
+
+    with DataParallel(module, TWO) as trainer:
+        trainer.on_alarm(stop, step_seconds=1e-9, busy=None, every=1)
+        trainer.step(classify, batch)
+        with pytest.raises(StopAsyncIteration, match="a step takes"):
+            trainer.step(classify, batch)
+        assert trainer.report()["steps"] == 2
+        trainer.step(classify, batch)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("log",), {}, "callback is a str"),
+        ((print,), {"busy": 0}, "busy is 0; it must be a number above 0 and at most 1"),
+        ((print,), {"busy": 70}, "busy is 70"),
+        ((print,), {"memory_growth": -1}, "memory_growth is -1"),
+        ((print,), {"step_seconds": "2"}, "step_seconds is '2'"),
+        ((print,), {"every": 0}, "every is 0"),
+        ((print,), {"every": None}, "every is None"),
+    ],
+)
+def test_what_is_no_limit_is_refused(arguments: Any, options: Any, message: str) -> None:
+    with DataParallel(classifier(4)[0], TWO) as trainer:
+        with pytest.raises(InvalidArgument, match=message):
+            trainer.on_alarm(*arguments, **options)
