@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.execution import Execution
+from paceline.torch._run.ranks import GroupRanks
 from paceline.torch._run.run import LossFunction
 from paceline.torch._trainer.arguments import (
     Balance,
@@ -43,6 +44,9 @@ from paceline.torch._trainer.training import Training
 from paceline.torch._trainer.trials import Trials
 from paceline.torch._trainer.works import Works
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 _T = TypeVar("_T", bound="DataParallel")
 
 
@@ -64,7 +68,8 @@ class DataParallel:
         only know registered ones. With GPUs among the devices the module has to be on the first GPU.
     devices
         ``"auto"`` (every GPU if the module is on one, else every host device), names such as ``["host:0", "host:1"]`` or
-        ``["cuda:0", "cuda:1"]``, what `paceline.partition` returns, or a `paceline.DeviceGroup`, which then stays open on `close`.
+        ``["cuda:0", "cuda:1"]``, what `paceline.partition` returns, GPUs as ``torch.device``, or a `paceline.DeviceGroup`, which then stays
+        open on `close`. ``"auto"`` is refused if several processes run on this machine (``LOCAL_WORLD_SIZE``).
     balance
         ``"auto"``: shares follow the measured speeds, and a device that is done early takes over work. If steps on host devices take less
         than 20 ms, a few of them (after 32 steps, then ever more seldom) run on one device alone. From these, `explain` and `what_if` know
@@ -102,6 +107,11 @@ class DataParallel:
         Shares, and what devices take over from each other, are multiples of so many items. So no more than ``batch / granularity`` sizes of
         micro-batches ever run (and one for the rest of the batch). For modules that compile or tune for each size. With 1 any size up to
         the batch may run. Larger numbers make shares coarser. ``report()["sizes"]`` has the sizes that ran.
+    group
+        The processes that train the module together, such as ``torch.distributed.group.WORLD``: one process for each machine, which is one
+        rank and owns all `devices`. Each rank passes its own part of the batch, of any size, or None if it has none left. The objective and
+        its gradients are those of the whole batch, on every rank. All ranks call `step`, `loss` and `batch` in the same order. At the start
+        all ranks get the parameters and buffers of rank 0. ``"alone"``: there are no other processes.
 
     Notes
     -----
@@ -130,7 +140,7 @@ class DataParallel:
     def __init__(
         self,
         module: nn.Module,
-        devices: str | Sequence[str | Device] | DeviceGroup = "auto",
+        devices: str | Sequence[str | Device | torch.device] | DeviceGroup = "auto",
         *,
         balance: Balance = "auto",
         micro_batch: int | None = None,
@@ -141,6 +151,7 @@ class DataParallel:
         memory: Memory | None = None,
         corrections: bool | None = None,
         granularity: int = 1,
+        group: ProcessGroup | Literal["alone"] | None = "alone",
     ) -> None:
         if not isinstance(module, nn.Module):
             raise InvalidArgument(f"DataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed.")
@@ -152,10 +163,11 @@ class DataParallel:
         policy, weights = policy_of(balance)
         check_corrections(corrections, policy, micro_batch)
         self.module = module
-        group = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices(devices, module))
-        owned = group is not devices
+        local = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices(devices, module))
+        owned = local is not devices
         try:
-            places = Places(group, module, timeout, transport)
+            places = Places(local, module, timeout, transport)
+            ranks = None if group == "alone" else GroupRanks(group, module, places.home)
             options: dict[str, Any] = {
                 "balance": policy,
                 "weights": weights,
@@ -164,19 +176,21 @@ class DataParallel:
                 "corrections": corrections,
             }
             free = micro_batch is None and granularity == 1 and corrections is not False and not any(places.on_gpu)
-            works = Works(group, places, memory_limits(memory, group), options, searches=free)
-            if free and policy == "auto" and len(group) > 1:
+            works = Works(local, places, memory_limits(memory, local), options, searches=free)
+            if free and policy == "auto" and len(local) > 1 and ranks is None:
                 works.steps.alone = AloneTrials()
-            execution = Execution(group, module, places, Replicas(module, places, replicate))
+            execution = Execution(local, module, places, Replicas(module, places, replicate))
+            if ranks is not None:
+                execution.join(ranks)
         except BaseException:
             if owned:
-                group.close()
+                local.close()
             raise
-        self.group = group
+        self.group = local
         self._works = works
         self._execution = execution
         self._gaps = StepGaps()
-        self._lifetime = lifetime = Lifetime(group, owned, execution, works, self._gaps)
+        self._lifetime = lifetime = Lifetime(local, owned, execution, works, self._gaps)
         self._training = Training(works, execution, lifetime, reduction)
         self._predictions = Predictions(works, execution, lifetime, self._training)
         self._passes = Passes(works, execution, lifetime)
@@ -220,6 +234,7 @@ class DataParallel:
             0-dimensional or with one entry per item of the slice. It may return a pair ``(loss, extras)`` with a tensor or a nest of tensors
             beside the loss; `extras` then has them for the whole batch.
         batch
+            With `group` of the trainer: this rank's part of the batch, or None if that is empty. Else the whole batch.
             A tensor, or any nest of tuples, lists, mappings and dataclasses. Tensors with dimensions are split along dimension 0, where all
             need the same length B. 0-dimensional tensors and other objects go along unchanged. A list or an array with B entries is
             refused, since it seems to have one entry per item but cannot be split.
@@ -237,7 +252,7 @@ class DataParallel:
             saved. Steps with `cost` and steps without are measured apart.
         total
             What to divide the sum over the items by, in place of the total weight: a positive number. For a mean over more than this batch,
-            such as all micro-batches of an accumulation, or all machines. With 1, and ``reduction="sum"``, the objective is the plain sum.
+            such as all micro-batches of an accumulation. With `group` the number is for all ranks together, and equal on all. With 1, and ``reduction="sum"``, the objective is the plain sum.
         collate
             ``collate(samples)`` makes a slice. Then `batch` is a list of samples, of any type, one per item, and each worker puts its
             own slices together. For what no tensor of the whole batch can hold: packed sequences, graphs, strings, images of many sizes.
@@ -245,7 +260,8 @@ class DataParallel:
         Returns
         -------
         torch.Tensor
-            The objective over the whole batch: 0-dimensional, detached, unscaled. With GPUs it is on the module's GPU.
+            The objective over the whole batch, with `group` over those of all ranks: 0-dimensional, detached, unscaled. With GPUs it is
+            on the module's GPU.
 
         Raises
         ------
@@ -254,8 +270,10 @@ class DataParallel:
         RuntimeError
             If the loss depends on no parameter.
         Timeout, DeviceLost
-            If a GPU hangs, and after that, or after an error that only a new process repairs. The error may come from an earlier step.
+            If a GPU hangs, and after that, or after an error that only a new process repairs. The error may come from an earlier step. With
+            `group`: if a rank is gone, or does not answer within the group's own time limit; the message names it where that is known.
         Error
+            With `group`: if another rank has failed. The message has that rank and its error. No rank has committed anything.
             If NCCL fails, with the device's name. The next step makes new connections. If NCCL fails after `step` has returned, the next
             call raises the error. Then the gradients of that step are undefined, and so is what an optimizer has made of them. Go back to
             what you saved last.
@@ -327,7 +345,7 @@ class DataParallel:
 
         `loss_fn` returns ``(loss, extras)``, where extras are a tensor or a nest of them. A tensor with one row per item comes back with the
         rows of all items, in the order of the batch. A 0-dimensional tensor is taken for a mean over its slice, and comes back as the mean
-        over the batch, weighted like the loss. The tensors are detached.
+        over the batch, weighted like the loss. The tensors are detached. With `group` they are those of this rank's part of the batch.
         """
         return self._execution.extras
 
@@ -394,7 +412,7 @@ class DataParallel:
         self, call: str, loss_fn: LossFunction, batch: Any, options: dict[str, Any], *, carries: bool = False
     ) -> torch.Tensor:
         """A training step, whose time since the step before counts as waiting for the caller."""
-        with self._lifetime.exclusive(call):
+        with self._lifetime.exclusive(call), self._execution.together(call):
             began = self._gaps.begin()
             try:
                 loss = self._training.step(loss_fn, batch, **options, carries=carries)
@@ -407,8 +425,12 @@ class DataParallel:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a signal or a call has asked for a stop, in any `paceline.stop_on` that is open."""
-        return stop_requested()
+        """Whether a signal or a call has asked for a stop, in any `paceline.stop_on` that is open.
+
+        With `group`: in any process, as of the last step. All ranks see the same value after the same step.
+        """
+        ranks = self._execution.ranks
+        return stop_requested() if ranks is None else ranks.stop
 
     def __enter__(self: _T) -> _T:
         return self
