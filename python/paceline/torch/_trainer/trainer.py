@@ -19,7 +19,8 @@ from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.execution import Execution
-from paceline.torch._run.ranks import GroupRanks
+from paceline.torch._run.ranks import GroupRanks, Ranks
+from paceline.torch._run.reducer import Reducer, ReducerRanks
 from paceline.torch._run.run import LossFunction
 from paceline.torch._trainer.arguments import (
     Balance,
@@ -112,6 +113,10 @@ class DataParallel:
         rank and owns all `devices`. Each rank passes its own part of the batch, of any size, or None if it has none left. The objective and
         its gradients are those of the whole batch, on every rank. All ranks call `step`, `loss` and `batch` in the same order. At the start
         all ranks get the parameters and buffers of rank 0. ``"alone"``: there are no other processes.
+    reducer
+        In place of `group`, for ranks that come and go: an object with ``all_reduce(tensor)``, which sums a tensor over the ranks in place, and
+        ``should_commit()``, which says after all sums of a step whether they were complete. If it says no, the step raises `Cancelled`, and
+        has changed nothing. torchft's manager has both under other names. The parameters of all ranks have to be equal at the start.
 
     Notes
     -----
@@ -152,6 +157,7 @@ class DataParallel:
         corrections: bool | None = None,
         granularity: int = 1,
         group: ProcessGroup | Literal["alone"] | None = "alone",
+        reducer: Reducer | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise InvalidArgument(f"DataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed.")
@@ -167,7 +173,7 @@ class DataParallel:
         owned = local is not devices
         try:
             places = Places(local, module, timeout, transport)
-            ranks = None if group == "alone" else GroupRanks(group, module, places.home)
+            ranks = _ranks_of(group, reducer, module, places.home)
             options: dict[str, Any] = {
                 "balance": policy,
                 "weights": weights,
@@ -287,7 +293,7 @@ class DataParallel:
             to its ``.grad``, so call ``zero_grad`` afterwards. With GPUs the first Ctrl-C also waits until nothing runs any more; the
             second leaves that to the next step or `close`.
         Cancelled
-            If another thread closed the trainer. Gradients and buffers are as before the step.
+            If another thread closed the trainer, or the `reducer` does not commit. Gradients and buffers are as before the step.
         """
         options = {"weight": weight, "scaler": scaler, "cost": cost, "total": total, "collate": collate}
         return self._measured("step", loss_fn, batch, options)
@@ -442,3 +448,16 @@ class DataParallel:
         state = "open" if self._lifetime.is_open else "closed"
         names = ", ".join(self._works.names)
         return f"<paceline.torch.DataParallel {type(self.module).__name__} on {names}, {self._works.options['balance']}, {state}>"
+
+
+def _ranks_of(
+    group: ProcessGroup | Literal["alone"] | None, reducer: Reducer | None, module: nn.Module, home: torch.device
+) -> Ranks | None:
+    """The processes that train together, or None if there is one."""
+    if reducer is None:
+        return None if group == "alone" else GroupRanks(group, module, home)
+    if group != "alone":
+        raise InvalidArgument(
+            "DataParallel: group= and reducer= are two ways to sum over the same ranks. Leave one of them out."
+        )
+    return ReducerRanks(reducer, module, home)
