@@ -60,7 +60,9 @@ class Batch:
                     f"same length there; make what belongs to the whole batch 0-dimensional, or give it to loss_fn by a closure.{turn}"
                 )
         if self.size == 0:
-            raise InvalidArgument(f"batch: {first_path} has no items (its dimension 0 is 0). Skip empty batches.")
+            raise InvalidArgument(
+                f"batch: {first_path} has no items (its dimension 0 is 0). Skip empty batches; with group= pass None."
+            )
         for path, size, kind in self._lists:
             if size == self.size:
                 raise InvalidArgument(

@@ -54,6 +54,9 @@ class Objective:
     InvalidArgument
         If the weights are not 1-D with one per item, not finite, or do not sum to more than zero, or if `check` refuses them. If `total` is
         not a positive number.
+
+    A batch may be a `part` of a larger one, whose weight is not known yet. Its weights may sum to anything. Its terms are divided by some
+    positive number, which is `divisor`. Whoever knows the whole weight multiplies by ``divisor / weight``.
     """
 
     def __init__(
@@ -65,16 +68,26 @@ class Objective:
         pin: Pin = keep,
         check: Check = accept,
         total: Total | None = None,
+        part: bool = False,
     ) -> None:
         self._mean = reduction == "mean"
         self._weights: torch.Tensor | None = None
-        self._weight: int | float = size  # of the whole batch
-        given = None if total is None else _positive(total, check)
-        if weight is not None:
-            self._weigh(batch, size, weight, pin, check, may_be_zero=given is not None)
-        self._total = self._weight if given is None else given  # what the sum is divided by
+        self.size = size
+        self.weight: int | float = size  # of the whole batch
+        self.magnitude: int | float = size  # the sum of the weights' absolute values
+        if weight is not None and size:
+            self._weigh(batch, size, weight, pin, check)
+        counts = self.magnitude > 0 or total is None  # a batch without weight adds nothing to the caller's own total
+        if not part and self.weight <= 0 and counts:
+            raise InvalidArgument(
+                f"weight: the weights of the batch sum to {self.weight}; the objective is divided by that sum, so it must be positive and "
+                "finite. Skip batches without weight."
+            )
+        self.total = None if total is None else _positive(total, check)  # the caller's own
+        # What the sum is divided by.
+        self.divisor = self.total or ((self.magnitude or 1) if part else self.weight)
 
-    def _weigh(self, batch: Any, size: int, weight: Weight, pin: Pin, check: Check, *, may_be_zero: bool) -> None:
+    def _weigh(self, batch: Any, size: int, weight: Weight, pin: Pin, check: Check) -> None:
         if not isinstance(weight, torch.Tensor) and not callable(weight):
             raise InvalidArgument(
                 f"weight: {type(weight).__name__}; a 1-D tensor with one weight per item, or a callable that makes one from the batch, "
@@ -92,12 +105,10 @@ class Objective:
         # The sum is exact: integers stay integers. Everything else is summed in double precision, on the host.
         values = values.detach().to("cpu", torch.float64 if values.is_floating_point() else torch.int64)
         self._weights = pin(values)
-        self._weight = values.sum().item()
-        if may_be_zero and not bool(values.any()):
-            return
-        if not math.isfinite(self._weight) or self._weight <= 0:
+        self.weight, self.magnitude = values.sum().item(), values.abs().sum().item()
+        if not math.isfinite(self.magnitude):
             raise InvalidArgument(
-                f"weight: the weights of the batch sum to {self._weight}; the objective is divided by that sum, so it must be positive and "
+                f"weight: the weights of the batch sum to {self.weight}; the objective is divided by that sum, so it must be positive and "
                 "finite. Skip batches without weight."
             )
 
@@ -126,7 +137,7 @@ class Objective:
 
     def share(self, begin: int, end: int) -> float:
         """The part of the total weight that a slice has."""
-        return self._weight_of(begin, end) / self._weight
+        return self._weight_of(begin, end) / self.weight
 
     def term(self, loss: Any, begin: int, end: int) -> torch.Tensor:
         """The slice's term, 0-dimensional, with its graph."""
@@ -142,12 +153,12 @@ class Objective:
         if loss.dtype in _HALF:
             loss = loss.float()  # the division by W must not round to half precision
         if loss.dim() == 0:
-            factor = (self._weight_of(begin, end) if self._mean else 1) / self._total
+            factor = (self._weight_of(begin, end) if self._mean else 1) / self.divisor
         else:
             if self._mean and self._weights is not None:
                 loss = loss * self._weights[begin:end].to(loss.device, non_blocking=True).to(loss.dtype)
             loss = loss.sum()
-            factor = 1 / self._total
+            factor = 1 / self.divisor
         term: torch.Tensor = loss if factor == 1 else loss * factor
         return term
 

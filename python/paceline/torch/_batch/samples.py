@@ -38,7 +38,7 @@ class Samples(Batch):
                 "collate_fn=list, or leave collate= out if the batch is put together already."
             )
         if not data:
-            raise InvalidArgument("batch: the list of samples is empty. Skip empty batches.")
+            raise InvalidArgument("batch: the list of samples is empty. Skip empty batches; with group= pass None.")
         self._samples = data if isinstance(data, list) else list(data)
         self._collate = collate
         self.size = len(data)

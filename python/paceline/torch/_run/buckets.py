@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -33,13 +34,14 @@ class _Piece:
         return torch.view_as_complex(self.of(flat)) if self.is_complex else self.of(flat)
 
 
-class _Layout:
-    """Which parameters lie where in the buckets, one bucket for each element type."""
+class Layout:
+    """Which gradients lie where in the buckets, one bucket for each element type. Parameters that require none have no place."""
 
-    def __init__(self, replica: Replica, names: list[str]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], names: list[str]) -> None:
         self.groups: dict[torch.dtype, list[_Piece]] = {}
+        self._names = names
         self._ends: dict[torch.dtype, int] = {}
-        for index, parameter in enumerate(replica.parameters):
+        for index, parameter in enumerate(parameters):
             if not parameter.requires_grad:
                 continue
             real = parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype
@@ -57,9 +59,43 @@ class _Layout:
             self.groups.setdefault(real, []).append(_Piece(index, begin, shape, stride, parameter.is_complex()))
             self._ends[real] = begin + -(-elements // unit) * unit
 
+    @property
     def sizes(self) -> list[tuple[torch.dtype, int]]:
-        """Element type and elements of each bucket. The last bucket is the loss."""
-        return [*self._ends.items(), (torch.float64, 1)]
+        """Element type and elements of each bucket."""
+        return list(self._ends.items())
+
+    def fill(self, dtype: torch.dtype, flat: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> list[int]:
+        """Copy gradients into their bucket, and zeros where there is none. Returns the indices of those that there are.
+
+        Raises
+        ------
+        InvalidArgument
+            For sparse gradients.
+        """
+        found, targets, sources, missing = [], [], [], []
+        for piece in self.groups[dtype]:
+            gradient = gradients[piece.index]
+            if gradient is None:
+                missing.append(piece.of(flat))
+                continue
+            if gradient.layout is not torch.strided:
+                raise InvalidArgument(
+                    f"step: the gradient of parameter {self._names[piece.index]} is sparse. Gradients of several devices are summed "
+                    "densely; make the layer dense (sparse=False), or use one device."
+                )
+            found.append(piece.index)
+            targets.append(piece.of(flat))
+            sources.append(torch.view_as_real(gradient.resolve_conj()) if piece.is_complex else gradient)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        if missing:
+            torch._foreach_zero_(missing)
+        return found
+
+    def gradients(self, buckets: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The parts of the buckets, by the index of the parameter."""
+        pairs = zip(buckets, self.groups.values(), strict=True)
+        return {piece.index: piece.gradient(flat) for flat, pieces in pairs for piece in pieces}
 
 
 class Buckets:
@@ -72,9 +108,8 @@ class Buckets:
 
     def __init__(self, replicas: list[Replica], names: list[str], places: Places) -> None:
         self._replicas = replicas
-        self._names = names
         self._places = places
-        self._layout = _Layout(replicas[0], names)
+        self._layout = Layout(replicas[0].parameters, names)
         self._flat: list[list[torch.Tensor]] = [[] for _ in replicas]
         self._sums: list[torch.Tensor] = []
         self.has_gradient = [False] * len(replicas[0].parameters)
@@ -84,7 +119,7 @@ class Buckets:
         replica = self._replicas[device]
         place = self._places.devices[device]
         with torch.no_grad():
-            flat = [self._laid_out(device, dtype, count) for dtype, count in self._layout.sizes()[:-1]]
+            flat = [self._laid_out(device, dtype, count) for dtype, count in self._layout.sizes]
             loss = torch.zeros(1, dtype=torch.float64, device=place)
             if terms:  # empty if no item of this device counts
                 loss += torch.stack([term.to(place, torch.float64) for term in terms]).sum()
@@ -99,18 +134,15 @@ class Buckets:
         """Allocate the sums: fresh memory at home, of the caller's stream. Returns where they are."""
         with self._places.at_home():
             self._sums = [
-                torch.empty(count, dtype=dtype, device=self._places.home) for dtype, count in self._layout.sizes()
+                torch.empty(count, dtype=dtype, device=self._places.home)
+                for dtype, count in [*self._layout.sizes, (torch.float64, 1)]  # the last one is the loss
             ]
         return [_view(tensor) for tensor in self._sums]
 
     def totals(self) -> list[torch.Tensor | None]:
         """The gradients of the batch, in the order of the parameters, as parts of the sums."""
-        totals: list[torch.Tensor | None] = [None] * len(self.has_gradient)
-        for total, pieces in zip(self._sums, self._layout.groups.values(), strict=False):
-            for piece in pieces:
-                if self.has_gradient[piece.index]:
-                    totals[piece.index] = piece.gradient(total)
-        return totals
+        found = self._layout.gradients(self._sums[:-1])
+        return [found[index] if there else None for index, there in enumerate(self.has_gradient)]
 
     def loss(self) -> torch.Tensor:
         """The objective, 0-dimensional."""
@@ -128,24 +160,9 @@ class Buckets:
             flat = self._places.pinned(count, dtype)
         else:
             flat = torch.empty(count, dtype=dtype, device=self._places.devices[device])
-        targets, sources, missing = [], [], []
-        for piece in self._layout.groups[dtype]:
-            gradient = parameters[piece.index].grad
-            if gradient is None:
-                missing.append(piece.of(flat))
-                continue
-            if gradient.layout is not torch.strided:
-                raise InvalidArgument(
-                    f"step: the gradient of parameter {self._names[piece.index]} is sparse. Gradients of several devices are summed "
-                    "densely; make the layer dense (sparse=False), or use one device."
-                )
-            self.has_gradient[piece.index] = True
-            targets.append(piece.of(flat))
-            sources.append(torch.view_as_real(gradient.resolve_conj()) if piece.is_complex else gradient)
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        if missing:
-            torch._foreach_zero_(missing)
+        gradients = [parameter.grad for parameter in parameters]
+        for index in self._layout.fill(dtype, flat, gradients):
+            self.has_gradient[index] = True
         return flat
 
     def _must_be_pinned(self, device: int) -> bool:

@@ -10,11 +10,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from paceline import DeviceGroup, Error, OutOfMemory
+from paceline import DeviceGroup, Error, InvalidArgument, OutOfMemory
 from paceline._core.engine import StepLoop
 from paceline.torch._batch.batch import Batch, concatenate
 from paceline.torch._batch.edits import Edits
 from paceline.torch._batch.items import Items
+from paceline.torch._batch.objective import Objective
 from paceline.torch._devices import forward_ad
 from paceline.torch._devices.caller_state import CallerState
 from paceline.torch._devices.failures import raise_failure, warn_caller
@@ -35,6 +36,7 @@ from paceline.torch._run.gradients import UserGradients
 from paceline.torch._run.launch import LaunchClock
 from paceline.torch._run.memory import is_out_of_memory
 from paceline.torch._run.outside import OutsideGradients
+from paceline.torch._run.ranks import Ranks
 from paceline.torch._run.run import Frame, PredictRun, Run, TrainRun
 from paceline.torch._run.seen import Seen
 from paceline.torch._run.watchdog import Watchdog
@@ -96,6 +98,7 @@ class Execution:
         self.calls = 0  # how many have begun
         self.watchdog: Watchdog | None = None
         self.faults: Callable[[int], Around] | None = None  # what to inject into a call with this number, for tests
+        self.ranks: Ranks | None = None  # the other processes that train the module
         self.module = module
         self._names = places.names
         self.places = places
@@ -224,6 +227,7 @@ class Execution:
         # With one device the user's module itself runs, so its buffers are saved in case the step fails.
         kept = None if self.replicas.shared else KeptBuffers(self.replicas.modules)
         user = UserGradients(self.replicas, adds=not run.carries)
+        agreed = False  # whether all ranks commit the step, so that this one has to
         try:
             run.outside = self._outside
             replicas = [replica.parameters for replica in self.replicas.list]
@@ -233,6 +237,7 @@ class Execution:
                 run.around.append(self.faults(self.calls))
             outcome = self._execute(work, run)
             user.check()
+            run.part = keep and self.ranks is not None
             run.check()
             self._end_draws(run)
             if keep and run.least > 1 and outcome.micro_batches > 1 and not self._warned_of_norms:
@@ -242,6 +247,10 @@ class Execution:
                 loss = run.loss()
                 extras = run.extras.whole(run.items, self.places.to_home)
                 totals = user.totals(run.left_out) if run.buckets is None else run.buckets.totals()
+                if keep and self.ranks is not None:
+                    self._check_for_ranks(outcome)
+                    loss, totals = self.ranks.sum(self.replicas, run.objective, loss, totals)
+                    agreed = True
                 if keep:
                     self._commit(work, run, user, totals, outcome)
                     self.extras = extras
@@ -251,7 +260,7 @@ class Execution:
                 self._put_back(user, kept)
             return loss, totals, outcome
         except BaseException:
-            if user.written:  # interrupted in the middle of writing: a step is done or not done
+            if user.written or agreed:  # interrupted in the middle of writing: a step is done or not done
                 with torch.no_grad():
                     self._commit(work, run, user, totals, outcome)
                 raise
@@ -259,6 +268,51 @@ class Execution:
             raise
         finally:
             self.drop_gradients()
+
+    def join(self, ranks: Ranks) -> None:
+        """Train together with other processes from now on."""
+        self.replicas.share()  # so that one device, too, refuses hooks on gradients of a part, and leaves .grad alone
+        ranks.share(self.replicas)
+        self.ranks = ranks
+
+    def take_part(
+        self, function: Callable[..., Any], objective: Objective, *, carries: bool
+    ) -> tuple[torch.Tensor, Gradients]:
+        """What `train` returns on a rank without items: the objective of all ranks, and its gradients."""
+        assert self.ranks is not None
+        self.replicas.refresh(function, hooks=carries)
+        user = UserGradients(self.replicas)
+        totals: Gradients = [None] * len(self.replicas.parameters)
+        agreed = False
+        with torch.no_grad():
+            try:
+                loss, totals = self.ranks.sum(self.replicas, objective, None, totals)
+                agreed = True
+                user.commit([None] * len(totals) if carries else totals)
+            except BaseException:
+                if agreed:  # interrupted in the middle of writing
+                    user.commit([None] * len(totals) if carries else totals)
+                else:
+                    user.restore()
+                raise
+        self.items, self.extras = [0] * len(self._names), None
+        return loss, totals
+
+    def together(self, call: str) -> contextlib.AbstractContextManager[None]:
+        """Around a call that all ranks make."""
+        return contextlib.nullcontext() if self.ranks is None else self.ranks.together(call)
+
+    def _check_for_ranks(self, outcome: Any) -> None:
+        """Raise for what only this rank knows: a device that has failed, and gradients that have no place in the sum."""
+        if self.places.queues is not None:
+            self.places.drain()
+            _ = outcome.settled  # raises the error of a device that has failed
+        shape = self._outside.reached
+        if shape is not None:
+            raise InvalidArgument(
+                f"step: the loss reaches a tensor of shape {tuple(shape)} outside of the module. With group= the gradients of the module are summed "
+                "over the ranks, and no others: make it a parameter of the module, or detach it."
+            )
 
     def _put_back(self, user: UserGradients, kept: KeptBuffers | None) -> None:
         self._outside.restore()

@@ -98,6 +98,11 @@ class OutsideGradients:
             del self._before[id(leaf)]
         self._parameters, self._own = [], None
 
+    @property
+    def reached(self) -> torch.Size | None:
+        """The shape of a tensor that got a gradient in the step, or None if there is none."""
+        return next((leaf.shape for leaf, _, _ in self._before.values() if leaf.grad is not None), None)
+
     def taken(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The tensors that got a gradient in the step, each with that gradient. Their ``.grad`` is as before the step."""
         found = [(leaf, leaf.grad) for leaf, _, _ in self._before.values() if leaf.grad is not None]

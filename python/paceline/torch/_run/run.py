@@ -236,6 +236,7 @@ class TrainRun(Run):
         self.outside_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their tensors, if the run carries
         self._storages = [OwnStorages(replica.parameters) for replica in replicas]
         self.without_gradient = self.with_gradient = False
+        self.part = False  # whether other ranks run other parts of the batch, which may have the gradient
 
     def compute(self, device: int, begin: int, end: int) -> bool:
         idle = self.objective.idle(begin, end)
@@ -328,7 +329,7 @@ class TrainRun(Run):
 
     def check(self) -> None:
         """After all have run: raise if there is no gradient, or one that is silently wrong."""
-        if self.without_gradient and not self.with_gradient:
+        if self.without_gradient and not self.with_gradient and not self.part:
             raise RuntimeError(  # the type that plain PyTorch raises
                 "step: the loss does not require grad: no parameter that does reaches it (is it detached, or everything frozen?)."
             )

@@ -35,7 +35,7 @@ def is_number(value: object) -> bool:
 def check_devices(devices: object) -> None:
     """Raise if `devices` does not name devices."""
     known = isinstance(devices, (str, DeviceGroup)) or (
-        isinstance(devices, Sequence) and all(isinstance(device, (str, Device)) for device in devices)
+        isinstance(devices, Sequence) and all(isinstance(device, (str, Device, torch.device)) for device in devices)
     )
     if not known:
         raise InvalidArgument(
@@ -51,10 +51,19 @@ def check_transport(transport: object) -> None:
         )
 
 
-def named_devices(devices: str | Sequence[str | Device], module: nn.Module) -> str | list[str | Device]:
+def named_devices(devices: str | Sequence[str | Device | torch.device], module: nn.Module) -> str | list[str | Device]:
     """What to make a group of. "auto" follows the module: if it is on a GPU, all GPUs, its own first; else all host devices."""
     if devices != "auto":
-        return devices if isinstance(devices, str) else list(devices)
+        if isinstance(devices, str):
+            return devices
+        return [str(device) if isinstance(device, torch.device) else device for device in devices]
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if processes.isdigit() and int(processes) > 1:
+        raise InvalidArgument(
+            f"DataParallel: devices='auto' in one of {processes} processes on this machine (LOCAL_WORLD_SIZE), and each would take all of its "
+            "devices. Start one process for each machine (torchrun --nproc-per-node 1), or name the devices of this process: devices=['cuda:0'] or "
+            "devices=ray.train.torch.get_devices()."
+        )
     parameter = next(module.parameters(), None)
     if parameter is None or parameter.device.type != "cuda":
         return "auto"

@@ -65,6 +65,8 @@ class Reports:
             ``taken_back``: how many moves were. Like `explain`, both are about the kind of steps, with `cost` or without, that was
             planned last. With `cost`, batches and shares are work.
 
+            ``ranks``, with `group`: for each rank ``items`` and ``seconds`` of its own part of the last step. All else is about this process.
+
             ``out_of_memory``: how often a step ran again in smaller pieces because memory had run out.
 
             ``sizes``: for each device the sizes of micro-batches that ever ran, in items.
@@ -87,6 +89,8 @@ class Reports:
         figures = _metrics_of(self._works.steps)
         for index, device in enumerate(figures["devices"].values()):
             device["retired"] = index in self._works.retired
+        if self._execution.ranks is not None and self._execution.ranks.last:
+            figures["ranks"] = list(self._execution.ranks.last)
         return {
             **figures,
             "out_of_memory": self._execution.out_of_memory,

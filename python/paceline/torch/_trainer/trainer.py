@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.execution import Execution
+from paceline.torch._run.ranks import GroupRanks, Ranks
+from paceline.torch._run.reducer import Reducer, ReducerRanks
 from paceline.torch._run.run import LossFunction
 from paceline.torch._run.watchdog import Watchdog
 from paceline.torch._trainer.alarms import Alarms
@@ -50,6 +52,9 @@ from paceline.torch._trainer.trials import Trials
 from paceline.torch._trainer.verification import Verification
 from paceline.torch._trainer.works import Works
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 _T = TypeVar("_T", bound="DataParallel")
 
 
@@ -71,7 +76,8 @@ class DataParallel:
         only know registered ones. With GPUs among the devices the module has to be on the first GPU.
     devices
         ``"auto"`` (every GPU if the module is on one, else every host device), names such as ``["host:0", "host:1"]`` or
-        ``["cuda:0", "cuda:1"]``, what `paceline.partition` returns, or a `paceline.DeviceGroup`, which then stays open on `close`.
+        ``["cuda:0", "cuda:1"]``, what `paceline.partition` returns, GPUs as ``torch.device``, or a `paceline.DeviceGroup`, which then stays
+        open on `close`. ``"auto"`` is refused if several processes run on this machine (``LOCAL_WORLD_SIZE``).
     balance
         ``"auto"``: shares follow the measured speeds, and a device that is done early takes over work. If steps on host devices take less
         than 20 ms, a few of them (after 32 steps, then ever more seldom) run on one device alone. From these, `explain` and `what_if` know
@@ -118,6 +124,15 @@ class DataParallel:
     verify_every
         Every so many steps `step` and `loss` first do what `verify_replicas` does, with their own batch, and raise an `Error` if devices
         differ. Nothing is committed then. None: never.
+    group
+        The processes that train the module together, such as ``torch.distributed.group.WORLD``: one process for each machine, which is one
+        rank and owns all `devices`. Each rank passes its own part of the batch, of any size, or None if it has none left. The objective and
+        its gradients are those of the whole batch, on every rank. All ranks call `step`, `loss` and `batch` in the same order. At the start
+        all ranks get the parameters and buffers of rank 0. ``"alone"``: there are no other processes.
+    reducer
+        In place of `group`, for ranks that come and go: an object with ``all_reduce(tensor)``, which sums a tensor over the ranks in place, and
+        ``should_commit()``, which says after all sums of a step whether they were complete. If it says no, the step raises `Cancelled`, and
+        has changed nothing. torchft's manager has both under other names. The parameters of all ranks have to be equal at the start.
 
     Notes
     -----
@@ -146,7 +161,7 @@ class DataParallel:
     def __init__(
         self,
         module: nn.Module,
-        devices: str | Sequence[str | Device] | DeviceGroup = "auto",
+        devices: str | Sequence[str | Device | torch.device] | DeviceGroup = "auto",
         *,
         balance: Balance = "auto",
         micro_batch: int | None = None,
@@ -160,6 +175,8 @@ class DataParallel:
         watchdog: float | None = None,
         watchdog_path: str | os.PathLike[str] | None = None,
         verify_every: int | None = None,
+        group: ProcessGroup | Literal["alone"] | None = "alone",
+        reducer: Reducer | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise InvalidArgument(f"DataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed.")
@@ -174,10 +191,11 @@ class DataParallel:
             check_count("DataParallel", "verify_every", verify_every)
         folder = watchdog_folder(watchdog, watchdog_path)
         self.module = module
-        group = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices(devices, module))
-        owned = group is not devices
+        local = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices(devices, module))
+        owned = local is not devices
         try:
-            places = Places(group, module, timeout, transport)
+            places = Places(local, module, timeout, transport)
+            ranks = _ranks_of(group, reducer, module, places.home)
             options: dict[str, Any] = {
                 "balance": policy,
                 "weights": weights,
@@ -186,21 +204,23 @@ class DataParallel:
                 "corrections": corrections,
             }
             free = micro_batch is None and granularity == 1 and corrections is not False and not any(places.on_gpu)
-            works = Works(group, places, memory_limits(memory, group), options, searches=free)
-            if free and policy == "auto" and len(group) > 1:
+            works = Works(local, places, memory_limits(memory, local), options, searches=free)
+            if free and policy == "auto" and len(local) > 1 and ranks is None:
                 works.steps.alone = AloneTrials()
-            execution = Execution(group, module, places, Replicas(module, places, replicate))
+            execution = Execution(local, module, places, Replicas(module, places, replicate))
             if watchdog is not None and folder is not None:
                 execution.watchdog = Watchdog(watchdog, folder, places)
+            if ranks is not None:
+                execution.join(ranks)
         except BaseException:
             if owned:
-                group.close()
+                local.close()
             raise
-        self.group = group
+        self.group = local
         self._works = works
         self._execution = execution
         self._gaps = StepGaps()
-        self._lifetime = lifetime = Lifetime(group, owned, execution, works, self._gaps)
+        self._lifetime = lifetime = Lifetime(local, owned, execution, works, self._gaps)
         self._training = Training(works, execution, lifetime, reduction)
         self._predictions = Predictions(works, execution, lifetime, self._training)
         self._passes = Passes(works, execution, lifetime)
@@ -208,7 +228,7 @@ class DataParallel:
         self._verification = Verification(works, execution, lifetime, self._training, verify_every)
         self._reports = Reports(module, works, execution, lifetime, self._gaps)
         self._saving = Saving(module, execution, lifetime)
-        self._alarms = Alarms(self._reports.report, works, group.devices)
+        self._alarms = Alarms(self._reports.report, works, local.devices)
 
     batch = carried_out_by("_training", Training.batch)
     predict = carried_out_by("_predictions", Predictions.predict)
@@ -253,6 +273,7 @@ class DataParallel:
             0-dimensional or with one entry per item of the slice. It may return a pair ``(loss, extras)`` with a tensor or a nest of tensors
             beside the loss; `extras` then has them for the whole batch.
         batch
+            With `group` of the trainer: this rank's part of the batch, or None if that is empty. Else the whole batch.
             A tensor, or any nest of tuples, lists, mappings and dataclasses. Tensors with dimensions are split along dimension 0, where all
             need the same length B. 0-dimensional tensors and other objects go along unchanged. A list or an array with B entries is
             refused, since it seems to have one entry per item but cannot be split.
@@ -270,7 +291,7 @@ class DataParallel:
             saved. Steps with `cost` and steps without are measured apart.
         total
             What to divide the sum over the items by, in place of the total weight: a positive number. For a mean over more than this batch,
-            such as all micro-batches of an accumulation, or all machines. With 1, and ``reduction="sum"``, the objective is the plain sum.
+            such as all micro-batches of an accumulation. With `group` the number is for all ranks together, and equal on all. With 1, and ``reduction="sum"``, the objective is the plain sum.
         collate
             ``collate(samples)`` makes a slice. Then `batch` is a list of samples, of any type, one per item, and each worker puts its
             own slices together. For what no tensor of the whole batch can hold: packed sequences, graphs, strings, images of many sizes.
@@ -278,7 +299,8 @@ class DataParallel:
         Returns
         -------
         torch.Tensor
-            The objective over the whole batch: 0-dimensional, detached, unscaled. With GPUs it is on the module's GPU.
+            The objective over the whole batch, with `group` over those of all ranks: 0-dimensional, detached, unscaled. With GPUs it is
+            on the module's GPU.
 
         Raises
         ------
@@ -287,8 +309,10 @@ class DataParallel:
         RuntimeError
             If the loss depends on no parameter.
         Timeout, DeviceLost
-            If a GPU hangs, and after that, or after an error that only a new process repairs. The error may come from an earlier step.
+            If a GPU hangs, and after that, or after an error that only a new process repairs. The error may come from an earlier step. With
+            `group`: if a rank is gone, or does not answer within the group's own time limit; the message names it where that is known.
         Error
+            With `group`: if another rank has failed. The message has that rank and its error. No rank has committed anything.
             If NCCL fails, with the device's name. The next step makes new connections. If NCCL fails after `step` has returned, the next
             call raises the error. Then the gradients of that step are undefined, and so is what an optimizer has made of them. Go back to
             what you saved last. With `verify_every`: if devices differ, before anything is committed.
@@ -302,7 +326,7 @@ class DataParallel:
             to its ``.grad``, so call ``zero_grad`` afterwards. With GPUs the first Ctrl-C also waits until nothing runs any more; the
             second leaves that to the next step or `close`.
         Cancelled
-            If another thread closed the trainer. Gradients and buffers are as before the step.
+            If another thread closed the trainer, or the `reducer` does not commit. Gradients and buffers are as before the step.
         """
         options = {"weight": weight, "scaler": scaler, "cost": cost, "total": total, "collate": collate}
         return self._measured("step", loss_fn, batch, options)
@@ -361,7 +385,7 @@ class DataParallel:
 
         `loss_fn` returns ``(loss, extras)``, where extras are a tensor or a nest of them. A tensor with one row per item comes back with the
         rows of all items, in the order of the batch. A 0-dimensional tensor is taken for a mean over its slice, and comes back as the mean
-        over the batch, weighted like the loss. The tensors are detached.
+        over the batch, weighted like the loss. The tensors are detached. With `group` they are those of this rank's part of the batch.
         """
         return self._execution.extras
 
@@ -428,7 +452,7 @@ class DataParallel:
         self, call: str, loss_fn: LossFunction, batch: Any, options: dict[str, Any], *, carries: bool = False
     ) -> torch.Tensor:
         """A training step, whose time since the step before counts as waiting for the caller."""
-        with self._lifetime.exclusive(call):
+        with self._lifetime.exclusive(call), self._execution.together(call):
             began = self._gaps.begin()
             try:
                 self._verification.before_step(loss_fn, batch, options)
@@ -445,8 +469,12 @@ class DataParallel:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a signal or a call has asked for a stop, in any `paceline.stop_on` that is open."""
-        return stop_requested()
+        """Whether a signal or a call has asked for a stop, in any `paceline.stop_on` that is open.
+
+        With `group`: in any process, as of the last step. All ranks see the same value after the same step.
+        """
+        ranks = self._execution.ranks
+        return stop_requested() if ranks is None else ranks.stop
 
     def __enter__(self: _T) -> _T:
         return self
@@ -458,3 +486,16 @@ class DataParallel:
         state = "open" if self._lifetime.is_open else "closed"
         names = ", ".join(self._works.names)
         return f"<paceline.torch.DataParallel {type(self.module).__name__} on {names}, {self._works.options['balance']}, {state}>"
+
+
+def _ranks_of(
+    group: ProcessGroup | Literal["alone"] | None, reducer: Reducer | None, module: nn.Module, home: torch.device
+) -> Ranks | None:
+    """The processes that train together, or None if there is one."""
+    if reducer is None:
+        return None if group == "alone" else GroupRanks(group, module, home)
+    if group != "alone":
+        raise InvalidArgument(
+            "DataParallel: group= and reducer= are two ways to sum over the same ranks. Leave one of them out."
+        )
+    return ReducerRanks(reducer, module, home)

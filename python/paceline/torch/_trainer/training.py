@@ -42,8 +42,27 @@ class Training:
     ) -> tuple[Batch, Objective]:
         """The batch and the objective over it."""
         whole = Batch(batch) if collate is None else Samples(batch, collate)
+        return whole, self._objective(batch, whole.size, weight, total)
+
+    def _objective(
+        self, batch: Any, size: int, weight: Weight | None, total: Total | None, *, part: bool = False
+    ) -> Objective:
         places = self._places
-        return whole, Objective(batch, whole.size, self.reduction, weight, places.pin, places.check_values, total)
+        return Objective(batch, size, self.reduction, weight, places.pin, places.check_values, total, part)
+
+    def _prepared(
+        self, batch: Any, weight: Weight | None, cost: Cost | None, total: Total | None, collate: Collate | None
+    ) -> tuple[Batch | None, Objective, list[float] | None]:
+        """The batch to train on, the objective over it, and the items' costs. With other ranks a batch without weight is None."""
+        if self._execution.ranks is None:
+            whole, objective = self.prepared(batch, weight, total, collate)
+            return whole, objective, self.costs(cost, batch, whole.size)
+        if batch is None:
+            return None, self._objective(None, 0, None, total, part=True), None
+        whole = Batch(batch) if collate is None else Samples(batch, collate)
+        objective = self._objective(batch, whole.size, weight, total, part=True)
+        costs = self.costs(cost, batch, whole.size)
+        return whole if objective.magnitude else None, objective, costs
 
     def costs(self, cost: Cost | None, batch: Any, size: int) -> list[float] | None:
         """What each of `size` items costs, if `cost` says it."""
@@ -71,8 +90,7 @@ class Training:
         call = "loss" if carries else "step"
         check_trains(call, loss_fn)
         check_scaler(call, scaler)
-        whole, objective = self.prepared(batch, weight, total, collate)
-        costs = self.costs(cost, batch, whole.size)
+        whole, objective, costs = self._prepared(batch, weight, cost, total, collate)
         scale = self._scale_of(scaler)
         if carries:
             self._replicas.share()
@@ -81,11 +99,16 @@ class Training:
         def run_of(frame: Frame, objective: Objective) -> TrainRun:
             return TrainRun(frame, loss_fn=loss_fn, objective=objective, scale=scale, names=names, carries=carries)
 
-        loss, gradients, run = self._train(kind_of(None), whole, objective, costs, loss_fn, run_of, hooks=carries)
+        outside: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if whole is None:
+            loss, gradients = self._execution.take_part(loss_fn, objective, carries=carries)
+        else:
+            loss, gradients, run = self._train(kind_of(None), whole, objective, costs, loss_fn, run_of, hooks=carries)
+            outside = run.outside_gradients
         if not carries:
             return already_backward(loss)
         leaves = zip(self._replicas.parameters, gradients, strict=True)
-        found = [(leaf, gradient) for leaf, gradient in leaves if leaf.requires_grad] + run.outside_gradients
+        found = [*((leaf, gradient) for leaf, gradient in leaves if leaf.requires_grad), *outside]
         wanted = [name for name, leaf in zip(names, self._replicas.parameters, strict=True) if leaf.requires_grad]
         carried = Carried(wanted, [leaf for leaf, _ in found], [gradient for _, gradient in found], scale)
         return carried.loss(loss)
@@ -132,21 +155,25 @@ class Training:
         ...     global_batch.run(criticise, parameters=C); critic_optimizer.step()
         ...     global_batch.run(generate, parameters=G); generator_optimizer.step()
         """
-        with self._lifetime.exclusive("batch"):
-            whole, objective = self.prepared(batch, weight, total, collate)
-            costs = self.costs(cost, batch, whole.size)
+        together = self._execution.together
+        with self._lifetime.exclusive("batch"), together("batch"):
+            whole, objective, costs = self._prepared(batch, weight, cost, total, collate)
 
         def start(fn: RunFunction, wanted: list[nn.Parameter] | None, scaler: Any, name: str) -> torch.Tensor:
             def run_of(frame: Frame, objective: Objective) -> TrainRun:
                 return FunctionRun(frame, fn, objective, self._scale_of(scaler), self._replicas, wanted)
 
-            with self._lifetime.between_steps("run"):
+            with self._lifetime.between_steps("run"), together(f"run {name}"):
                 check_trains("run", fn)
                 check_scaler("run", scaler)
-                loss, _, _ = self._train(kind_of(name), whole, objective, costs, fn, run_of)
+                if whole is None:
+                    self._scale_of(scaler)
+                    loss, _ = self._execution.take_part(fn, objective, carries=False)
+                else:
+                    loss, _, _ = self._train(kind_of(name), whole, objective, costs, fn, run_of)
                 return already_backward(loss)
 
-        return GlobalBatch(whole.size, start)
+        return GlobalBatch(0 if whole is None else whole.size, start)
 
     def replay_claims(self, path: str | os.PathLike[str] | None, *, run: str | None = None) -> None:
         """Run the steps that follow as those of a ledger ran: the same items on the same devices, in the same pieces and order.

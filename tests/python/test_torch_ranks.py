@@ -1,0 +1,709 @@
+"""`DataParallel(group=)`: several processes, each with devices of its own, train one module on parts of one batch."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import pickle
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import paceline
+from paceline import DeviceLost, Error, InvalidArgument, Timeout
+from paceline.torch import DataParallel
+from paceline.torch._run.gradients import UserGradients
+from paceline.torch._trainer.arguments import named_devices
+from torch_support import (
+    assert_same_gradients,
+    classifier,
+    classify,
+    gradients,
+    hosts,
+    loss_of_words,
+    plain,
+    words,
+    worst_difference,
+)
+
+SIZES = [[14, 6], [9, 0, 8], [0, 12, 5]]
+
+
+DEAD = "dead"
+# Processes are forked from a server that has imported torch already, which takes seconds.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "paceline.torch", "pytest"])
+
+
+def serve(pipe: Any) -> None:
+    """What a process does: it takes the part of a rank in one test after another."""
+    torch.set_num_threads(1)
+    while True:
+        rank, size, store, seconds, call, given = pipe.recv()
+        result: Any
+        try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
+            )
+            result = call(rank, *given), None
+        except Exception:
+            result = None, traceback.format_exc()
+        pipe.send_bytes(pickle.dumps(result))
+        pipe.recv()  # a rank that leaves closes its connections, and the others may not have their errors yet
+        dist.destroy_process_group()
+
+
+class Processes:
+    """Processes that wait for what to do."""
+
+    def __init__(self) -> None:
+        self._alive: list[tuple[Any, Any]] = []
+
+    def results(self, size: int, store: Path, call: Callable[..., Any], *given: Any, seconds: float = 40) -> list[Any]:
+        """What ``call(rank, *given)`` returns on each rank of a new group, or `DEAD`."""
+        while len(self._alive) < size:
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._alive.append((process, ours))
+        ranks = self._alive[:size]
+        for rank, (_, pipe) in enumerate(ranks):
+            pipe.send((rank, size, str(store), seconds, call, given))
+        answers = [self._answer(*entry) for entry in ranks]
+        for (process, pipe), answer in zip(ranks, answers, strict=True):
+            if answer is DEAD:
+                self._alive.remove((process, pipe))
+            else:
+                pipe.send(None)
+        errors = [
+            f"rank {rank}: {answer[1]}" for rank, answer in enumerate(answers) if answer is not DEAD and answer[1]
+        ]
+        assert not errors, "\n".join(errors)
+        return [DEAD if answer is DEAD else answer[0] for answer in answers]
+
+    def _answer(self, process: Any, pipe: Any) -> Any:
+        if not pipe.poll(50):
+            process.kill()
+            pytest.fail("a rank does not answer")
+        try:
+            return pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return DEAD
+
+    def close(self) -> None:
+        for process, _ in self._alive:
+            process.kill()
+            process.join()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    found = Processes()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def on_ranks(processes: Processes, tmp_path: Path) -> Callable[..., list[Any]]:
+    """A function that runs another function on so many ranks, and returns what they return."""
+    return lambda size, call, *given: processes.results(size, tmp_path / "store", call, *given)
+
+
+Run = Callable[..., list[Any]]
+
+
+def part_of(batch: Any, rank: int, sizes: list[int]) -> Any:
+    """The rank's part of a batch, or None if it has no items."""
+    begin, end = sum(sizes[:rank]), sum(sizes[: rank + 1])
+    if isinstance(batch, dict):
+        return {name: tensor[begin:end] for name, tensor in batch.items()} if end > begin else None
+    return tuple(tensor[begin:end] for tensor in batch) if end > begin else None
+
+
+def trainer_of(module: nn.Module, rank: int, *, more: int = 0, **options: Any) -> DataParallel:
+    """Rank r has r + 1 host devices, and some `more`."""
+    return DataParallel(module, hosts(rank + 1 + more), group=dist.group.WORLD, **options)
+
+
+def error_of(call: Callable[[], Any]) -> tuple[type, str]:
+    """The type and the text of what a call raises, with its notes."""
+    try:
+        call()
+    except Exception as error:
+        notes = getattr(error, "__notes__", []) or [str(error.__cause__)]
+        return type(error), "; ".join([str(error), *notes])
+    return type(None), ""
+
+
+# The gradient
+
+
+def two_steps(rank: int, sizes: list[int], call: str) -> Any:
+    module, batch = classifier(sum(sizes))
+    part = part_of(batch, rank, sizes)
+    with trainer_of(module, rank) as trainer:
+        if call == "step":
+            losses = [trainer.step(classify, part), trainer.step(classify, part)]
+        else:
+            losses = [trainer.loss(classify, part), trainer.loss(classify, part)]
+            (losses[0] + losses[1]).backward()
+        shares = sum(trainer.shares.values())
+    return [loss.detach() for loss in losses], gradients(module), shares
+
+
+@pytest.mark.parametrize("call", ["step", "loss"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_gradient_is_that_of_one_device_on_every_rank(on_ranks: Run, sizes: list[int], call: str) -> None:
+    module, batch = classifier(sum(sizes))
+    loss, wanted = plain(module, classify, batch)
+    twice = [2 * gradient for gradient in wanted if gradient is not None]
+    results = on_ranks(len(sizes), two_steps, sizes, call)
+    for rank, (losses, found, shares) in enumerate(results):
+        assert worst_difference(found, twice) < 1e-12
+        for one in losses:
+            assert one.dtype == torch.float64
+            assert one.item() == pytest.approx(loss.item(), rel=1e-13)
+        assert shares == sizes[rank]
+        assert all(torch.equal(a, b) for a, b in zip(found, results[0][1], strict=True)), "ranks differ in a bit"
+
+
+def update(module: nn.Module) -> None:
+    """Gradient descent with clipping. The first optimizer of PyTorch in a process takes seconds to import."""
+    nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad, alpha=0.5)
+    module.zero_grad()
+
+
+def training(rank: int, sizes: list[int]) -> Any:
+    module, batch = classifier(sum(sizes), seed=rank)  # only rank 0 begins with the parameters of the reference
+    batch = classifier(sum(sizes))[1]
+    with trainer_of(module, rank) as trainer:
+        for _ in range(4):
+            (trainer.loss(classify, part_of(batch, rank, sizes)) / 2).backward()
+            trainer.step(classify, part_of(batch, rank, sizes))
+            update(module)
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+def test_all_ranks_train_the_module_of_rank_0(on_ranks: Run) -> None:
+    module, batch = classifier(17)
+    for _ in range(4):
+        (1.5 * classify(module, batch)).backward()
+        update(module)
+    for found in on_ranks(3, training, [9, 0, 8]):
+        assert worst_difference(found, [parameter.detach() for parameter in module.parameters()]) < 1e-12
+
+
+WEIGHTS = {
+    "integers": torch.arange(20) % 5,
+    "floats": torch.linspace(0.1, 3.0, 20, dtype=torch.float64),
+    "none on rank 1": torch.cat([torch.ones(14), torch.zeros(6)]),
+    "negative on rank 1": torch.cat([torch.ones(14), -torch.ones(6) / 4]),
+    "that cancel on rank 1": torch.cat([torch.ones(14), torch.tensor([1.0, -1.0, 2.0, -2.0, 0.0, 0.0])]),
+}
+
+
+def per_item(module: Any, batch: Any) -> Any:
+    return nn.functional.cross_entropy(module(batch[0]), batch[1], reduction="none")
+
+
+def weighted_step(rank: int, weights: torch.Tensor) -> Any:
+    module, batch = classifier(20)
+    part = part_of((*batch, weights), rank, [14, 6])
+    with trainer_of(module, rank) as trainer:
+        loss = trainer.step(per_item, part, weight=lambda b: b[2])
+    return loss, gradients(module)
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_weights_count_over_all_ranks(on_ranks: Run, kind: str) -> None:
+    weights = WEIGHTS[kind]
+    module, batch = classifier(20)
+    loss, wanted = plain(module, lambda m, b: (per_item(m, b) * weights).sum() / weights.sum(), batch)
+    for found, theirs in on_ranks(2, weighted_step, weights):
+        assert worst_difference(theirs, wanted) < 1e-12
+        assert found.item() == pytest.approx(loss.item(), rel=1e-12)
+
+
+def tokens_with_costs(rank: int) -> Any:
+    module, batch = words(24, 0)
+    part = part_of(batch, rank, [17, 7])
+    with trainer_of(module, rank, more=1) as trainer:
+        trainer.step(loss_of_words, part, cost=lambda b: b["length"])
+    return gradients(module)
+
+
+def test_costs_balance_the_devices_of_each_rank(on_ranks: Run) -> None:
+    module, batch = words(24, 0)
+    wanted = plain(module, loss_of_words, batch)[1]
+    for found in on_ranks(2, tokens_with_costs):
+        assert worst_difference(found, wanted) < 1e-12
+
+
+def summed(module: Any, batch: Any) -> Any:
+    return per_item(module, batch).sum()
+
+
+def with_total(rank: int, sizes: list[int]) -> Any:
+    module, batch = classifier(sum(sizes))
+    with trainer_of(module, rank, reduction="sum") as trainer:
+        loss = trainer.step(summed, part_of(batch, rank, sizes), total=5)
+    return loss, gradients(module)
+
+
+def test_total_is_the_denominator_over_all_ranks(on_ranks: Run) -> None:
+    module, batch = classifier(17)
+    loss, wanted = plain(module, lambda m, b: summed(m, b) / 5, batch)
+    for found, theirs in on_ranks(3, with_total, [9, 0, 8]):
+        assert worst_difference(theirs, wanted) < 1e-12
+        assert found.item() == pytest.approx(loss.item(), rel=1e-13)
+
+
+def two_groups(rank: int, sizes: list[int]) -> Any:
+    torch.manual_seed(0)
+    module = nn.ModuleDict({"a": nn.Linear(6, 3), "b": nn.Linear(6, 3)}).double()
+    batch = classifier(sum(sizes))[1]
+
+    def run(part: str) -> Callable[[Any, Any], None]:
+        def fn(networks: Any, micro_batch: Any) -> None:
+            x, y = micro_batch.data
+            micro_batch.backward(nn.functional.cross_entropy(networks["a"](x) * networks["b"](x), y))
+
+        fn.__qualname__ = part
+        return fn
+
+    with trainer_of(module, rank) as trainer, trainer.batch(part_of(batch, rank, sizes)) as global_batch:
+        global_batch.run(run("a"), parameters=module["a"])
+        assert module["b"].weight.grad is None
+        loss = global_batch.run(run("b"), parameters=module["b"])
+    return loss, gradients(module), module.state_dict()
+
+
+def test_runs_of_a_batch_sum_the_gradients_that_they_are_for(on_ranks: Run) -> None:
+    batch = classifier(17)[1]
+    results = on_ranks(3, two_groups, [9, 0, 8])
+    module = nn.ModuleDict({"a": nn.Linear(6, 3), "b": nn.Linear(6, 3)}).double()
+    module.load_state_dict(results[0][2])
+    loss, wanted = plain(module, lambda m, b: nn.functional.cross_entropy(m["a"](b[0]) * m["b"](b[0]), b[1]), batch)
+    for found, theirs, _ in results:
+        assert found.item() == pytest.approx(loss.item(), rel=1e-13)
+        assert worst_difference(theirs, wanted) < 1e-12
+
+
+class Mixed(nn.Module):
+    """Parameters of several types. One gets a gradient on rank 1 only, and one nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide = nn.Linear(6, 4).double()
+        self.narrow = nn.Linear(4, 3)
+        self.turn = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+        self.sometimes = nn.Parameter(torch.ones(3))
+        self.never = nn.Parameter(torch.ones(2))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = (self.wide(x) * self.turn).abs().float()
+        out = self.narrow(hidden)
+        return out * self.sometimes if bool((x[:, 0] > 1).any()) else out
+
+
+def mixed_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    batch = classifier(20)[1]
+    batch[0][:, 0] = 0
+    batch[0][15, 0] = 2  # an item of rank 1
+    return batch
+
+
+def mixed_step(rank: int) -> Any:
+    module = Mixed()
+    with trainer_of(module, rank, balance="even", micro_batch=20) as trainer:
+        trainer.step(classify, part_of(mixed_batch(), rank, [14, 6]))
+    return gradients(module)
+
+
+def test_types_may_be_mixed_and_gradients_may_exist_on_some_ranks_only(on_ranks: Run) -> None:
+    batch = mixed_batch()
+    module = Mixed()
+
+    def reference(m: Any, b: Any) -> Any:  # the last three items are the micro-batch of rank 1's second device
+        pieces = [(b[0][i:j], b[1][i:j], j - i) for i, j in ((0, 14), (14, 17), (17, 20))]
+        return sum(nn.functional.cross_entropy(m(x), y) * n / 20 for x, y, n in pieces)
+
+    wanted = plain(module, reference, batch)[1]
+    found, theirs = on_ranks(2, mixed_step)
+    assert all((a is None) == (b is None) for a, b in zip(found, wanted, strict=True))
+    assert found[2:4] == [None, None]  # never and frozen
+    for mine, other, right in zip(found, theirs, wanted, strict=True):
+        assert mine is right is None or torch.equal(mine, other)
+    found, wanted = (
+        [torch.view_as_real(g) if g is not None and g.is_complex() else g for g in gs] for gs in (found, wanted)
+    )
+    assert worst_difference(found, wanted) < 1e-5  # the forward computes in float32 at its end
+
+
+def scaled_step(rank: int) -> Any:
+    module, batch = classifier(20, dtype=torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with trainer_of(module, rank) as trainer:
+        trainer.step(classify, part_of(batch, rank, [20, 0]), scaler=scaler)
+    return [gradient / scaler.get_scale() for gradient in gradients(module) if gradient is not None]
+
+
+def test_gradients_of_a_scaler_are_scaled_on_a_rank_without_items_too(on_ranks: Run) -> None:
+    module, batch = classifier(20, dtype=torch.float32)
+    wanted = plain(module, classify, batch)[1]
+    for found in on_ranks(2, scaled_step):
+        assert worst_difference(found, wanted) < 1e-5
+
+
+class Lonely(nn.Module):
+    """The loss of slices without a marked item does not depend on the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+
+def marked_loss(module: Any, batch: Any) -> Any:
+    marked = batch[0][batch[0][:, 0] > 1]
+    return (marked @ module.weight).sum() if len(marked) else torch.zeros((), dtype=torch.float64)
+
+
+def lonely_step(rank: int, mark: float) -> Any:
+    module, batch = Lonely(), mixed_batch()
+    batch[0][15, 0] = mark
+    with trainer_of(module, rank, reduction="sum") as trainer:
+        error = error_of(lambda: trainer.step(marked_loss, part_of(batch, rank, [14, 6])))
+    return error, gradients(module)
+
+
+def test_a_rank_may_have_no_gradient_if_another_has_one(on_ranks: Run) -> None:
+    wanted = plain(Lonely(), lambda m, b: marked_loss(m, b) / 20, mixed_batch())[1]
+    for (kind, text), found in on_ranks(2, lonely_step, 2.0):
+        assert kind is type(None), text
+        assert worst_difference(found, wanted) < 1e-12
+
+
+def test_no_gradient_on_any_rank_is_an_error_on_all(on_ranks: Run) -> None:
+    for (kind, text), found in on_ranks(2, lonely_step, 0.0):
+        assert kind is RuntimeError
+        assert "does not require grad on any rank" in text
+        assert found == [None]
+
+
+# What all ranks know
+
+
+def stopping(rank: int) -> Any:
+    module, batch = classifier(16)
+    seen = []
+    with paceline.stop_on() as stop, trainer_of(module, rank) as trainer:
+        for step in range(4):
+            if step == 2 and rank == 1:
+                stop.request()
+            seen.append(trainer.stop_requested)
+            trainer.step(classify, part_of(batch, rank, [8, 8]))
+        seen.append(trainer.stop_requested)
+        figures = trainer.report()["ranks"]
+    return seen, figures
+
+
+def test_all_ranks_know_of_a_stop_after_the_same_step(on_ranks: Run) -> None:
+    for seen, figures in on_ranks(2, stopping):
+        assert seen == [False, False, False, True, True]
+        assert [rank["items"] for rank in figures] == [8, 8]
+        assert all(rank["seconds"] > 0 for rank in figures)
+
+
+def buffers(rank: int) -> Any:
+    torch.manual_seed(rank)
+    module: Any = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double().eval()
+    module[0].running_mean.uniform_()
+    module[0].num_batches_tracked += rank + 5
+    module.register_buffer("mask", torch.tensor([rank == 0, rank == 1]))
+    with trainer_of(module, rank):
+        return module.state_dict()
+
+
+def test_all_ranks_begin_with_the_parameters_and_buffers_of_rank_0(on_ranks: Run) -> None:
+    first, second = on_ranks(2, buffers)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert first["0.num_batches_tracked"] == 5
+    assert first["mask"].tolist() == [True, False]
+
+
+# Failures
+
+
+def failing(rank: int, sizes: list[int], call: str) -> Any:
+    """One good step, one that fails on rank 1, and one good step."""
+    module, batch = classifier(sum(sizes))
+    part = part_of(batch, rank, sizes)
+    fails = False
+
+    def loss_fn(m: Any, b: Any) -> Any:
+        if fails and rank == 1:
+            raise KeyError("bad item")
+        return classify(m, b)
+
+    with trainer_of(module, rank) as trainer:
+        trainer.step(loss_fn, part)
+        before = gradients(module)
+        fails = True
+        bad = (part[0].tolist(), part[1]) if call == "batch" and rank == 1 else part
+        run = trainer.loss if call == "loss" else trainer.step
+        error = error_of(lambda: run(loss_fn, bad))
+        kept = all(torch.equal(a, b) for a, b in zip(before, gradients(module), strict=True))  # type: ignore[arg-type]
+        fails = False
+        trainer.step(loss_fn, part)
+        return error, kept, gradients(module)
+
+
+@pytest.mark.parametrize("call", ["step", "loss", "batch"])
+@pytest.mark.parametrize("sizes", [[14, 6], [0, 9, 8]])
+def test_if_one_rank_fails_no_rank_commits_and_all_name_it(on_ranks: Run, sizes: list[int], call: str) -> None:
+    module, batch = classifier(sum(sizes))
+    wanted = [2 * gradient for gradient in plain(module, classify, batch)[1] if gradient is not None]
+    kind = "InvalidArgument: batch" if call == "batch" else "KeyError: 'bad item'"
+    for rank, ((error, text), kept, found) in enumerate(on_ranks(len(sizes), failing, sizes, call)):
+        if rank == 1:
+            assert error is (InvalidArgument if call == "batch" else KeyError)
+            assert "raised on rank 1; no rank has committed anything" in text
+        else:
+            assert error is Error
+            assert f"rank 1: {kind}" in text
+        assert kept
+        assert worst_difference(found, wanted) < 1e-12
+
+
+def batch_that_fails(rank: int) -> Any:
+    module, batch = classifier(16)
+    with trainer_of(module, rank) as trainer:
+        return error_of(lambda: trainer.batch("nothing" if rank else part_of(batch, 0, [8, 8])))
+
+
+def test_a_batch_that_one_rank_cannot_use_is_an_error_on_all(on_ranks: Run) -> None:
+    (first, text), (second, _) = on_ranks(2, batch_that_fails)
+    assert first is Error
+    assert "rank 1: InvalidArgument: batch: no tensor" in text
+    assert second is InvalidArgument
+
+
+def disagreeing(rank: int, how: str) -> Any:
+    module, batch = classifier(16)
+    part = part_of(batch, rank, [8, 8])
+    if how == "module":
+        module = nn.Sequential(*module, nn.Linear(3, 3 + rank).double())
+        return error_of(lambda: trainer_of(module, rank).close())
+    with trainer_of(module, rank) as trainer:
+        if how == "frozen":
+            module[0].bias.requires_grad_(rank == 0)
+        if how == "call" and rank:
+            error = error_of(lambda: trainer.loss(classify, part))
+        else:
+            error = error_of(lambda: trainer.step(classify, part, total=16 + rank if how == "total" else None))
+        module[0].bias.requires_grad_(True)
+        trainer.step(classify, part)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("module", "rank 1 has other parameters than rank 0"),
+        ("frozen", "rank 1 has other parameters than rank 0"),
+        ("call", "rank 1 has called something else than rank 0"),
+        ("total", "rank 1 has total=17.0, rank 0 has total=16.0"),
+    ],
+)
+def test_what_ranks_do_not_agree_on_is_an_error_on_all(on_ranks: Run, how: str, message: str) -> None:
+    for kind, text in on_ranks(2, disagreeing, how):
+        assert kind is InvalidArgument
+        assert message in text
+
+
+def refused(rank: int, what: str) -> Any:
+    module, batch = classifier(16)
+    part = part_of(batch, rank, [8, 8])
+    head = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    loss_fn: Any = classify
+    if what == "hook":
+        module[0].weight.register_hook(lambda gradient: gradient)
+    if what == "outside":
+        loss_fn = lambda m, b: nn.functional.cross_entropy(m(b[0]) * head, b[1])  # noqa: E731
+    if what == "sparse":
+        module = nn.Sequential(nn.EmbeddingBag(6, 3, sparse=True, mode="sum")).double()
+        part = (part[0].argsort(1), part[1])
+    if what == "weight":
+        part = None
+    with trainer_of(module, 0) as trainer:
+        return (*error_of(lambda: trainer.step(loss_fn, part)), gradients(module), head.grad)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("hook", "has a gradient hook"),
+        ("outside", r"reaches a tensor of shape (3,) outside of the module"),
+        ("sparse", "the gradient of parameter 0.weight is sparse"),
+        ("weight", "the weights of all ranks sum to 0"),
+    ],
+)
+def test_what_cannot_be_summed_over_ranks_is_refused(on_ranks: Run, what: str, message: str) -> None:
+    for kind, text, found, outside in on_ranks(2, refused, what):
+        assert kind is InvalidArgument
+        assert message in text
+        assert outside is None
+        assert all(gradient is None for gradient in found)
+
+
+def dying(rank: int, sizes: list[int], when: str) -> Any:
+    """The last rank dies in the second step, in its forward or before the gradients are summed."""
+    module, batch = classifier(sum(sizes))
+    part = part_of(batch, rank, sizes)
+    with trainer_of(module, rank) as trainer:
+        trainer.step(classify, part)
+        before = gradients(module)
+        last = rank == len(sizes) - 1
+
+        def loss_fn(m: Any, b: Any) -> Any:
+            if last and when == "forward":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return classify(m, b)
+
+        if last and when == "sum":
+            dist.all_reduce = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        errors = []
+        for _ in range(2):
+            try:
+                trainer.step(loss_fn, part)
+            except Error as error:
+                errors.append((type(error), error.device, str(error)))
+        return errors, all(torch.equal(a, b) for a, b in zip(before, gradients(module), strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("sizes", "when"), [([14, 6], "forward"), ([14, 6], "sum"), ([9, 0, 8], "forward")])
+def test_if_a_rank_dies_the_others_raise_an_error_that_names_it_and_keep_their_gradients(
+    on_ranks: Run, sizes: list[int], when: str
+) -> None:
+    *alive, dead = on_ranks(len(sizes), dying, sizes, when)
+    assert dead == DEAD
+    gone = f"rank {len(sizes) - 1}"
+    for errors, kept in alive:
+        assert [error[:2] for error in errors] == [(DeviceLost, gone)] * 2
+        assert all(f"{gone} is gone" in text for _, _, text in errors)
+        assert kept
+
+
+def late(rank: int) -> Any:
+    module, batch = classifier(16)
+    with trainer_of(module, rank) as trainer:
+        return (None, None) if rank else (error_of(lambda: trainer.step(classify, batch)), gradients(module))
+
+
+def test_a_rank_that_makes_no_call_is_a_timeout(processes: Processes, tmp_path: Path) -> None:
+    ((kind, text), found), _ = processes.results(2, tmp_path / "store", late, seconds=3)
+    assert kind is Timeout
+    assert "rank 1 did not answer in time" in text
+    assert found == [None] * 4
+
+
+def interrupted(rank: int, sizes: list[int]) -> Any:
+    """Ctrl-C comes on rank 0 when all ranks have agreed to commit, before the gradients are written."""
+    module, batch = classifier(sum(sizes))
+    commit, calls = UserGradients.commit, []
+
+    def interrupt(self: Any, totals: Any) -> None:
+        calls.append(self)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        commit(self, totals)
+
+    with trainer_of(module, rank) as trainer, pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(UserGradients, "commit", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                trainer.step(classify, part_of(batch, rank, sizes))
+        else:
+            trainer.step(classify, part_of(batch, rank, sizes))
+        trainer.step(classify, part_of(batch, rank, sizes))
+    return gradients(module)
+
+
+@pytest.mark.parametrize("sizes", [[14, 6], [0, 20]])
+def test_a_step_that_all_ranks_have_agreed_on_is_committed_on_an_interrupted_rank_too(
+    on_ranks: Run, sizes: list[int]
+) -> None:
+    module, batch = classifier(20)
+    wanted = [2 * gradient for gradient in plain(module, classify, batch)[1] if gradient is not None]
+    for found in on_ranks(2, interrupted, sizes):
+        assert worst_difference(found, wanted) < 1e-12
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        (None, "init_process_group"),
+        ("world", "ProcessGroup is needed"),
+        (-100, r"new_group\(\) returns on a member"),
+    ],
+)
+def test_what_is_no_process_group_is_refused(group: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        DataParallel(nn.Linear(2, 2), hosts(1), group=group)
+
+
+def test_modules_that_cannot_be_shared_are_refused() -> None:
+    parallel = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(parallel)  # its own needs a process group
+    group: Any = "any"
+    with pytest.raises(InvalidArgument, match="sums gradients over the ranks, and so does the trainer"):
+        DataParallel(nn.Sequential(nn.Linear(2, 2), parallel), hosts(1), group=group)
+    with pytest.raises(InvalidArgument, match="parameters without a shape"):
+        DataParallel(nn.Sequential(nn.LazyLinear(3)), hosts(1), group=group)
+
+
+def test_a_batch_of_none_needs_a_group() -> None:
+    with DataParallel(nn.Linear(2, 2), hosts(1)) as trainer, pytest.raises(InvalidArgument, match="no tensor with"):
+        trainer.step(classify, None)
+
+
+def test_all_devices_for_one_of_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(InvalidArgument, match=r"one of 2 processes on this machine.*--nproc-per-node 1"):
+        DataParallel(nn.Linear(2, 2))
+    DataParallel(nn.Linear(2, 2), hosts(1)).close()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    DataParallel(nn.Linear(2, 2)).close()
+
+
+def test_devices_may_be_those_of_pytorch() -> None:
+    assert named_devices([torch.device("cuda:1"), "host:0"], nn.Linear(2, 2)) == ["cuda:1", "host:0"]
+
+
+def test_a_module_alone_is_trained_as_before() -> None:
+    module, batch = classifier(16)
+    wanted = plain(copy.deepcopy(module), classify, batch)[1]
+    with DataParallel(module, hosts(2), group="alone") as trainer:
+        trainer.step(classify, batch)
+        assert "ranks" not in trainer.report()
+    assert_same_gradients(module, wanted)
