@@ -22,7 +22,9 @@ from paceline.torch._run.execution import Execution
 from paceline.torch._run.run import LossFunction
 from paceline.torch._trainer.arguments import (
     Balance,
+    BatchNorm,
     Memory,
+    check_batch_norm,
     check_corrections,
     check_devices,
     check_sizes,
@@ -102,6 +104,11 @@ class DataParallel:
         Shares, and what devices take over from each other, are multiples of so many items. So no more than ``batch / granularity`` sizes of
         micro-batches ever run (and one for the rest of the batch). For modules that compile or tune for each size. With 1 any size up to
         the batch may run. Larger numbers make shares coarser. ``report()["sizes"]`` has the sizes that ran.
+    batch_norm
+        What batch normalisation in training normalises over. ``"apart"``: each micro-batch by itself. ``"synchronised"``: the whole batch, as
+        on one device. Each device then runs its share as one micro-batch, all at the same time, and they meet in each BatchNorm module,
+        forward and backward. Gradients and running statistics are those of the whole batch. For host devices or a single GPU, without
+        `micro_batch`, `memory`, ``corrections=True``, ``cost=`` and ``torch.compile``. Gradients of gradients are refused.
 
     Notes
     -----
@@ -141,6 +148,7 @@ class DataParallel:
         memory: Memory | None = None,
         corrections: bool | None = None,
         granularity: int = 1,
+        batch_norm: BatchNorm = "apart",
     ) -> None:
         if not isinstance(module, nn.Module):
             raise InvalidArgument(f"DataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed.")
@@ -156,6 +164,7 @@ class DataParallel:
         owned = group is not devices
         try:
             places = Places(group, module, timeout, transport)
+            check_batch_norm(batch_norm, places.on_gpu, micro_batch=micro_batch, memory=memory, corrections=corrections)
             options: dict[str, Any] = {
                 "balance": policy,
                 "weights": weights,
@@ -167,7 +176,8 @@ class DataParallel:
             works = Works(group, places, memory_limits(memory, group), options, searches=free)
             if free and policy == "auto" and len(group) > 1:
                 works.steps.alone = AloneTrials()
-            execution = Execution(group, module, places, Replicas(module, places, replicate))
+            replicas = Replicas(module, places, replicate)
+            execution = Execution(group, module, places, replicas, synchronises=batch_norm == "synchronised")
         except BaseException:
             if owned:
                 group.close()

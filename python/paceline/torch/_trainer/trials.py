@@ -157,7 +157,8 @@ class Trials:
                 return timer.seconds(whole, objective, micro_batch, seconds)
 
             devices = len(self._works.names)
+            smaller = not own and not self._execution.synchronised
             try:
-                return search(measure, smallest, largest, efficiency, micro_batches=not own, devices=devices)
+                return search(measure, smallest, largest, efficiency, micro_batches=smaller, devices=devices)
             finally:
                 kept.restore()
