@@ -50,6 +50,10 @@ class Samples(Batch):
     def gathered(self, rows: torch.Tensor, move: Move = same) -> Any:
         return moved(self._collate([self._samples[row] for row in rows.tolist()]), move)
 
+    @property
+    def may_be_turned(self) -> bool:
+        return False
+
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """None: samples are not cut."""
         return []

@@ -86,7 +86,7 @@ class Reader:
             return (
                 "layout",
                 "dimension 0 of the batch, which is split, is not the item: split along dimension 1 the same batch gives the gradients of the "
-                "whole. Pass it with the item first, x.transpose(0, 1), and transpose it back inside loss_fn if the module wants [time, batch]"
+                "whole. Say so, by batch_dim=1. Or pass it with the item first, x.transpose(0, 1), and transpose it back inside loss_fn if the module wants [time, batch]"
                 f"{first}.",
             )
         try:
@@ -106,6 +106,8 @@ class Reader:
     def _adds_up_turned(self) -> bool:
         """Whether slices along dimension 1 add up. `loss_fn` gets them as it gets the batch."""
         loss_fn = self.probe.loss_fn
+        if not self.probe.batch.may_be_turned:
+            return False
         try:
             batch = Batch(_turned(self.probe.batch))
         except InvalidArgument:  # the tensors disagree about dimension 1

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from paceline.torch._batch.batch import Batch, BatchDim
 from paceline.torch._batch.items import Cost
 from paceline.torch._batch.samples import Collate
 from paceline.torch._devices.failures import noted
@@ -33,12 +34,13 @@ class Predictions:
         *,
         cost: Cost | None = None,
         collate: Collate | None = None,
+        batch_dim: BatchDim = 0,
     ) -> Any:
         """Run the module forward over `batch` on all devices, without gradients.
 
         Parameters
         ----------
-        batch, collate
+        batch, collate, batch_dim
             As for `step`.
         fn
             ``fn(module, slice)``; default ``module(slice)``. Returns a tensor, or a nest of them, whose dimension 0 is the item.
@@ -61,14 +63,12 @@ class Predictions:
             What `fn` raised on a worker, with a note that names the device.
         """
         with self._lifetime.between_steps("predict"):
-            return self._predict(batch, fn if fn is not None else _forward, cost, collate)
+            whole, _ = self._training.prepared(batch, None, None, collate, batch_dim)
+            costs = self._training.costs(cost, batch, whole.size)
+            return self._predict(whole, fn if fn is not None else _forward, costs)
 
-    def _predict(
-        self, batch: Any, fn: Callable[[nn.Module, Any], Any], cost: Cost | None, collate: Collate | None
-    ) -> Any:
-        whole, _ = self._training.prepared(batch, None, None, collate)
+    def _predict(self, whole: Batch, fn: Callable[[nn.Module, Any], Any], costs: list[float] | None) -> Any:
         self._execution.places.begin(whole)
-        costs = self._training.costs(cost, batch, whole.size)
         work = self._works.of("predict")
 
         def attempt() -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 from paceline import Device, DeviceGroup, InvalidArgument
 from paceline._stop import stop_requested
 from paceline.comm import Transport
+from paceline.torch._batch.batch import BatchDim
 from paceline.torch._batch.items import Cost
 from paceline.torch._batch.objective import Reduction, Total, Weight
 from paceline.torch._batch.samples import Collate
@@ -220,6 +221,7 @@ class DataParallel:
         cost: Cost | None = None,
         total: Total | None = None,
         collate: Collate | None = None,
+        batch_dim: BatchDim = 0,
     ) -> torch.Tensor:
         """Run one forward and backward over `batch` on all devices and add the gradient to the parameters' ``.grad``.
 
@@ -251,6 +253,10 @@ class DataParallel:
         collate
             ``collate(samples)`` makes a slice. Then `batch` is a list of samples, of any type, one per item, and each worker puts its
             own slices together. For what no tensor of the whole batch can hold: packed sequences, graphs, strings, images of many sizes.
+        batch_dim
+            Which dimension of the tensors is the item: a number for all of them, or a nest like `batch`, where a number is for all tensors
+            below it. Entries that a mapping leaves out have 0. None is for a tensor that belongs to the whole batch and is not split. For
+            the batch ``(x, (hidden, cell))`` of an LSTM with ``batch_first=True`` it is ``(0, 1)``.
 
         Returns
         -------
@@ -281,7 +287,14 @@ class DataParallel:
         Cancelled
             If another thread closed the trainer. Gradients and buffers are as before the step.
         """
-        options = {"weight": weight, "scaler": scaler, "cost": cost, "total": total, "collate": collate}
+        options = {
+            "weight": weight,
+            "scaler": scaler,
+            "cost": cost,
+            "total": total,
+            "collate": collate,
+            "batch_dim": batch_dim,
+        }
         return self._measured("step", loss_fn, batch, options)
 
     def loss(
@@ -294,6 +307,7 @@ class DataParallel:
         scaler: Any = None,
         total: Total | None = None,
         collate: Collate | None = None,
+        batch_dim: BatchDim = 0,
     ) -> torch.Tensor:
         """Run `step`, and return a loss that carries the gradients. Its ``backward`` adds them to ``.grad``.
 
@@ -303,7 +317,7 @@ class DataParallel:
 
         Parameters
         ----------
-        loss_fn, batch, weight, cost, total, collate
+        loss_fn, batch, weight, cost, total, collate, batch_dim
             As for `step`. A loss that depends on tensors outside of the module gives these their gradients, too.
         scaler
             The ``torch.amp.GradScaler`` that ``scaler.scale(loss)`` is called on. The devices then scale their losses before their own
@@ -328,7 +342,14 @@ class DataParallel:
         ...     loss = trainer.loss(loss_fn, batch)
         ...     (loss / 4 + penalty(model)).backward()
         """
-        options = {"weight": weight, "scaler": scaler, "cost": cost, "total": total, "collate": collate}
+        options = {
+            "weight": weight,
+            "scaler": scaler,
+            "cost": cost,
+            "total": total,
+            "collate": collate,
+            "batch_dim": batch_dim,
+        }
         return self._measured("loss", loss_fn, batch, options, carries=True)
 
     @property

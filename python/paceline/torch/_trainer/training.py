@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline import InvalidArgument
-from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.batch import Batch, BatchDim
 from paceline.torch._batch.items import Cost, costs_of
 from paceline.torch._batch.objective import Objective, Reduction, Total, Weight, already_backward
 from paceline.torch._batch.samples import Collate, Samples
@@ -38,10 +38,20 @@ class Training:
         self._scripts: dict[str, ClaimScript] = {}  # the ledgers that are being replayed, by kind of work
 
     def prepared(
-        self, batch: Any, weight: Weight | None, total: Total | None = None, collate: Collate | None = None
+        self,
+        batch: Any,
+        weight: Weight | None,
+        total: Total | None = None,
+        collate: Collate | None = None,
+        batch_dim: BatchDim = 0,
     ) -> tuple[Batch, Objective]:
         """The batch and the objective over it."""
-        whole = Batch(batch) if collate is None else Samples(batch, collate)
+        if collate is not None and batch_dim != 0:
+            raise InvalidArgument(
+                "batch_dim= together with collate=, whose batch is a list of samples, one per item. What collate makes of some samples is not cut, so "
+                "its tensors may have any layout. Leave batch_dim= out."
+            )
+        whole = Batch(batch, batch_dim) if collate is None else Samples(batch, collate)
         places = self._places
         return whole, Objective(batch, whole.size, self.reduction, weight, places.pin, places.check_values, total)
 
@@ -65,13 +75,14 @@ class Training:
         cost: Cost | None,
         total: Total | None,
         collate: Collate | None,
+        batch_dim: BatchDim,
         carries: bool = False,
     ) -> torch.Tensor:
         """Carry out `DataParallel.step`, or `DataParallel.loss`, which `carries` the gradients, inside of an exclusive call."""
         call = "loss" if carries else "step"
         check_trains(call, loss_fn)
         check_scaler(call, scaler)
-        whole, objective = self.prepared(batch, weight, total, collate)
+        whole, objective = self.prepared(batch, weight, total, collate, batch_dim)
         costs = self.costs(cost, batch, whole.size)
         scale = self._scale_of(scaler)
         if carries:
@@ -98,6 +109,7 @@ class Training:
         cost: Cost | None = None,
         total: Total | None = None,
         collate: Collate | None = None,
+        batch_dim: BatchDim = 0,
     ) -> GlobalBatch:
         """Take `step` apart, for several optimizers, adversarial networks, several losses, or a backward of your own.
 
@@ -106,7 +118,7 @@ class Training:
 
         Parameters
         ----------
-        batch, weight, cost, total, collate
+        batch, weight, cost, total, collate, batch_dim
             As for `step`. With `cost` every run of the batch deals out its items by cost, and by the times that this run has measured.
 
         Returns
@@ -133,7 +145,7 @@ class Training:
         ...     global_batch.run(generate, parameters=G); generator_optimizer.step()
         """
         with self._lifetime.exclusive("batch"):
-            whole, objective = self.prepared(batch, weight, total, collate)
+            whole, objective = self.prepared(batch, weight, total, collate, batch_dim)
             costs = self.costs(cost, batch, whole.size)
 
         def start(fn: RunFunction, wanted: list[nn.Parameter] | None, scaler: Any, name: str) -> torch.Tensor:
