@@ -71,6 +71,7 @@ class Objective:
         self._weight: int | float = size  # of the whole batch
         if weight is not None:
             self._weigh(batch, size, weight, pin, check)
+        self._has_total = total is not None
         self._total = self._weight if total is None else _positive(total, check)  # what the sum is divided by
 
     def _weigh(self, batch: Any, size: int, weight: Weight, pin: Pin, check: Check) -> None:
@@ -110,6 +111,11 @@ class Objective:
     def is_weighted(self) -> bool:
         """Whether items count by a weight."""
         return self._weights is not None
+
+    @property
+    def divides_sums(self) -> bool:
+        """Whether ``loss_fn`` returns sums, and the objective divides them by what the caller has not said."""
+        return not self._mean and not self._has_total
 
     def idle(self, begin: int, end: int) -> bool:
         """Whether no item of the slice counts. Such a slice is not run: its mean may be 0/0."""

@@ -29,6 +29,11 @@ from paceline.torch._run.execution import Execution, Workload
 from paceline.torch._run.gradients import UserGradients
 from paceline.torch._run.run import Frame, LossFunction, TrainRun
 
+_DIVIDES = (
+    'with reduction="sum" the objective is the sum divided by {}: its gradient is that part of the gradient that the sum has on one device. To '
+    "train on the sum itself, as for a VAE, pass total=1."
+)
+
 # The result of the trainer's own devices: items by device, objective, gradients of the module and of leaves outside of it.
 Trained = tuple[dict[str, int], float, list[torch.Tensor | None]]
 
@@ -340,7 +345,10 @@ class Check:
         self.causes.append(Cause(kind, text, tuple(modules)))
 
     def _report(self, splits: list[SplitResult]) -> CheckReport:
-        return CheckReport(self.probe.batch.size, tuple(splits), tuple(self.causes), self.tolerance)
+        objective = self.probe.objective
+        divided_by = "the sum of the weights" if objective.is_weighted else "the number of items"
+        notes = (_DIVIDES.format(divided_by),) if objective.divides_sums else ()
+        return CheckReport(self.probe.batch.size, tuple(splits), tuple(self.causes), self.tolerance, notes)
 
 
 def _largest(splits: Sequence[SplitResult]) -> float:
