@@ -88,9 +88,12 @@ bool PythonProgram::run(const MicroBatch& micro_batch) {
     PyObject* code_object = result;
     std::int64_t& bytes = devices_[micro_batch.device].memory_bytes;
     bytes = 0;
-    if (PyTuple_Check(result) != 0 && PyTuple_GET_SIZE(result) == 2) {
+    if (PyTuple_Check(result) != 0 && PyTuple_GET_SIZE(result) >= 2) {
       code_object = PyTuple_GET_ITEM(result, 0);
       bytes = PyLong_AsLongLong(PyTuple_GET_ITEM(result, 1));
+      if (PyTuple_GET_SIZE(result) == 3) {
+        devices_[micro_batch.device].waited_seconds = PyFloat_AsDouble(PyTuple_GET_ITEM(result, 2));
+      }
     }
     const long code = PyLong_AsLong(code_object);
     Py_DECREF(result);
@@ -110,6 +113,10 @@ void PythonProgram::finish(DeviceId device) {
     devices_[device].gradients = views_of(result);
     return 0;
   });
+}
+
+void PythonProgram::stamp(std::vector<ClaimRecord>& claims) const {
+  for (ClaimRecord& claim : claims) claim.finish_seconds -= devices_[claim.micro_batch.device].waited_seconds;
 }
 
 std::vector<ReductionSegment> PythonProgram::reduction() {

@@ -27,7 +27,9 @@ class BodyFailed : public std::exception {
 ///
 /// run(device, begin, end, flags) -> int: 0 means done. 1 means done, but the time is no evidence. -1 means failed; the
 /// callable keeps the exception. Bits of `flags`: 1 if another part of the claim has just run. 2 if run() has to return
-/// (int, bytes): the same int, and the memory that the micro-batch took, or -1 bytes if there was nothing to do.
+/// (int, bytes): the same int, and the memory that the micro-batch took, or -1 bytes if there was nothing to do. A
+/// device that has waited for other devices in its only micro-batch returns (int, 0, seconds), and these do not count
+/// as its time.
 ///
 /// finish(device) -> list[tuple[int, int, int] | None] | None: the device's gradients, each (address, elements, DType),
 /// with the parameters in the same order on all devices. An entry is None if there is no gradient, or if the caller
@@ -44,6 +46,7 @@ class PythonProgram : public StepProgram {
   std::optional<std::int64_t> memory_bytes(DeviceId device) override;
   void finish(DeviceId device) override;
   std::vector<ReductionSegment> reduction() override;
+  void stamp(std::vector<ClaimRecord>& claims) const override;
 
   /// Drops the callables. Call it with the GIL held, when no worker runs them any more.
   virtual void release();
@@ -52,6 +55,7 @@ class PythonProgram : public StepProgram {
   struct DeviceState {
     std::vector<BufferView> gradients{};  // what finish() returned
     std::int64_t memory_bytes = 0;        // of the last micro-batch that was measured; negative: not known
+    double waited_seconds = 0.0;          // for other devices
     bool ran = false;
   };
   std::vector<DeviceState> devices_;  // each worker writes only its own entry

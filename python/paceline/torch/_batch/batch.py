@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import operator
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from paceline._words import plural
 Move = Callable[[torch.Tensor], torch.Tensor]
 # The first function takes items out of a tensor, the second brings a tensor to where it is needed.
 Slicer = Callable[[Move, Move], Any]
+# Which dimension is the item: of all tensors, or a nest for a nest of tensors. None: a tensor that is not cut.
+BatchDim = int | Mapping[Any, Any] | Sequence[Any] | None
 
 
 def same(tensor: torch.Tensor) -> torch.Tensor:
@@ -27,41 +29,43 @@ class Batch:
     """A batch that can be cut along its items.
 
     Tensors with dimensions are cut along dimension 0, as views. Everything else goes along unchanged. With `gradients` tensors that are cut
-    may require gradients.
+    may require gradients. `batch_dim` says where tensors have the item in another dimension; their slices are contiguous copies.
 
     Raises
     ------
     InvalidArgument
         If there is nothing to cut, if two leaves disagree about the number of items, or if a leaf looks like items but
-        is not a tensor. The message names the leaf.
+        is not a tensor, or if `batch_dim` does not fit. The message names the leaf.
     """
 
-    def __init__(self, data: Any, *, gradients: bool = False) -> None:
+    def __init__(self, data: Any, batch_dim: BatchDim = 0, *, gradients: bool = False) -> None:
         self._gradients = gradients
-        self._leaves: list[torch.Tensor] = []
+        self._leaves: list[torch.Tensor] = []  # views with the item first
         self._sized: list[tuple[str, int]] = []
+        self._dims: list[int] = []  # where the user's tensors have the item
         self.places: dict[torch.device, str] = {}  # where tensors are, and the path of the first tensor there
         self._item_shapes: list[tuple[torch.Size, torch.dtype]] = []
         self._lists: list[tuple[str, int, str]] = []
-        slicer = self._slicer(data, "batch")
+        slicer = self._slicer(data, "batch", batch_dim)
         if not self._sized:
             raise InvalidArgument(
                 f"batch: no tensor with dimensions in it ({_described(data)}), so there are no items to split. Pass tensors whose dimension 0 "
                 "is the item; torch.from_numpy and torch.as_tensor make them."
             )
         first_path, self.size = self._sized[0]
-        for (path, size), (shape, _) in zip(self._sized, self._item_shapes, strict=True):
+        for (path, size), (shape, _), dim in zip(self._sized, self._item_shapes, self._dims, strict=True):
             if size != self.size:
                 time = first_path if self._item_shapes[0][0][:1] == (size,) else path
                 turns = size in self._item_shapes[0][0][:1] or self.size in shape[:1]
                 turn = f" If {time} is [time, batch], pass {time}.transpose(0, 1)." if turns else ""
                 raise InvalidArgument(
-                    f"batch: {path} has {plural(size, 'item')} along dimension 0, but {first_path} has {self.size}. All tensors of a batch need the "
-                    f"same length there; make what belongs to the whole batch 0-dimensional, or give it to loss_fn by a closure.{turn}"
+                    f"batch: {path} has {plural(size, 'item')} along dimension {dim}, but {first_path} has {self.size}. All tensors of a batch need the "
+                    f"same length there; make what belongs to the whole batch 0-dimensional, or give it to loss_fn by a closure.{turn} "
+                    "batch_dim= says where tensors have the item in another dimension."
                 )
         if self.size == 0:
             raise InvalidArgument(
-                f"batch: {first_path} has no items (its dimension 0 is 0). Skip empty batches; with group= pass None."
+                f"batch: {first_path} has no items (its dimension {self._dims[0]} is 0). Skip empty batches; with group= pass None."
             )
         for path, size, kind in self._lists:
             if size == self.size:
@@ -88,8 +92,14 @@ class Batch:
         return torch.arange(begin, end)
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """The tensors that are cut, each with its path."""
-        return [(path, leaf) for (path, _), leaf in zip(self._sized, self._leaves, strict=True)]
+        """The tensors that are cut, with the item first, each with its path."""
+        found = zip(self._sized, self._leaves, self._dims, strict=True)
+        return [(f"{path}.movedim({dim}, 0)" if dim else path, leaf) for (path, _), leaf, dim in found]
+
+    @property
+    def may_be_turned(self) -> bool:
+        """Whether the item may be in another dimension than the first without the caller having said so."""
+        return not any(self._dims)
 
     def gathered(self, rows: torch.Tensor, move: Move = same) -> Any:
         """Like `slice`, for items from anywhere in the batch. `rows` has their indices."""
@@ -115,39 +125,54 @@ class Batch:
         """The items of a slice in words."""
         return f"items {begin} to {end - 1} of the batch" if end - begin > 1 else f"item {begin} of the batch"
 
-    def _slicer(self, node: Any, path: str) -> Slicer | None:
+    def _slicer(self, node: Any, path: str, dim: BatchDim) -> Slicer | None:
         """A function that cuts `node`, or None if `node` goes along unchanged."""
         if isinstance(node, torch.Tensor):
-            return self._tensor(node, path)
+            return self._tensor(node, path, dim)
         if dataclasses.is_dataclass(node) and not isinstance(node, type):
-            return self._dataclass(node, path)
+            return self._dataclass(node, path, dim)
         if isinstance(node, Mapping):
-            return self._mapping(node, path)
+            return self._mapping(node, path, dim)
         if isinstance(node, (list, tuple)):
-            return self._sequence(node, path)
+            return self._sequence(node, path, dim)
         shape = getattr(node, "shape", None)
         if isinstance(shape, tuple) and shape and isinstance(shape[0], int):
             self._lists.append((path, shape[0], f"an array ({type(node).__name__})"))
         return None
 
-    def _tensor(self, node: torch.Tensor, path: str) -> Slicer | None:
+    def _tensor(self, node: torch.Tensor, path: str, dim: BatchDim) -> Slicer | None:
         _check_layout(node, path)
         self.places.setdefault(node.device, path)
         if node.requires_grad and (node.dim() == 0 or not self._gradients):
             raise InvalidArgument(
                 f"batch: {path} requires grad. Gradients of inputs are not collected from the devices; pass {path}.detach()."
             )
+        if dim is None:
+            return lambda take, move: move(node)
         if node.dim() == 0:
             # Operators accept a 0-dimensional host tensor on any device. One on a GPU has to be on the right GPU.
             return None if node.device.type == "cpu" else lambda take, move: move(node)
-        self._leaves.append(node)
-        self._sized.append((path, node.shape[0]))
-        self._item_shapes.append((node.shape[1:], node.dtype))
-        return lambda take, move: move(take(node))
+        if not isinstance(dim, int) or isinstance(dim, bool) or not -node.dim() <= dim < node.dim():
+            raise InvalidArgument(
+                f"batch_dim: {dim!r} for {path}, a tensor of shape {tuple(node.shape)}. Give the dimension that is the item, or None for a tensor that "
+                "belongs to the whole batch."
+            )
+        there = dim % node.dim()
+        front = node.movedim(there, 0) if there else node
+        self._leaves.append(front)
+        self._sized.append((path, front.shape[0]))
+        self._dims.append(there)
+        self._item_shapes.append((front.shape[1:], node.dtype))
+        if there == 0:
+            return lambda take, move: move(take(node))
+        # Recurrent layers want contiguous states.
+        return lambda take, move: move(take(front).movedim(0, there).contiguous())
 
-    def _dataclass(self, node: Any, path: str) -> Slicer | None:
+    def _dataclass(self, node: Any, path: str, dim: BatchDim) -> Slicer | None:
+        names = [field.name for field in dataclasses.fields(node)]
+        dims = _dims_of(dim, names, path)
         parts = self._parts(
-            (field.name, getattr(node, field.name), f"{path}.{field.name}") for field in dataclasses.fields(node)
+            (name, getattr(node, name), f"{path}.{name}", inner) for name, inner in zip(names, dims, strict=True)
         )
         if not parts:
             return None
@@ -160,8 +185,11 @@ class Batch:
 
         return cut
 
-    def _mapping(self, node: Mapping[Any, Any], path: str) -> Slicer | None:
-        parts = self._parts((key, value, f"{path}[{key!r}]") for key, value in node.items())
+    def _mapping(self, node: Mapping[Any, Any], path: str, dim: BatchDim) -> Slicer | None:
+        dims = _dims_of(dim, list(node), path)
+        parts = self._parts(
+            (key, value, f"{path}[{key!r}]", inner) for (key, value), inner in zip(node.items(), dims, strict=True)
+        )
         if not parts:
             return None
 
@@ -174,11 +202,12 @@ class Batch:
 
         return cut
 
-    def _sequence(self, node: Any, path: str) -> Slicer | None:
+    def _sequence(self, node: Any, path: str, dim: BatchDim) -> Slicer | None:
         names = getattr(node, "_fields", None)
+        dims = _dims_of(dim, names or range(len(node)), path, ordered=True)
         parts = self._parts(
-            (index, value, f"{path}.{names[index]}" if names else f"{path}[{index}]")
-            for index, value in enumerate(node)
+            (index, value, f"{path}.{names[index]}" if names else f"{path}[{index}]", inner)
+            for index, (value, inner) in enumerate(zip(node, dims, strict=True))
         )
         if not parts:
             if isinstance(node, list) and node:
@@ -197,11 +226,30 @@ class Batch:
 
     def _parts(self, entries: Any) -> list[tuple[Any, Slicer]]:
         parts = []
-        for key, value, path in entries:
-            slicer = self._slicer(value, path)
+        for key, value, path, dim in entries:
+            slicer = self._slicer(value, path, dim)
             if slicer is not None:
                 parts.append((key, slicer))
         return parts
+
+
+def _dims_of(dim: BatchDim, keys: Sequence[Any], path: str, *, ordered: bool = False) -> list[Any]:
+    """The part of `dim` for each entry of a nest. Entries that a mapping does not name have the item in dimension 0."""
+    if isinstance(dim, Mapping):
+        unknown = [key for key in dim if key not in keys]
+        if unknown:
+            raise InvalidArgument(
+                f"batch_dim: it names {unknown[0]!r}, which {path} does not have. It has {', '.join(map(repr, keys)) or 'nothing'}."
+            )
+        return [dim.get(key, 0) for key in keys]
+    if isinstance(dim, (list, tuple)):
+        if not ordered or len(dim) != len(keys):
+            raise InvalidArgument(
+                f"batch_dim: {dim!r} for {path}, which has {', '.join(map(repr, keys)) or 'nothing'}. Give one entry for each, a mapping, or one number "
+                "for all."
+            )
+        return list(dim)
+    return [dim] * len(keys)
 
 
 def _check_layout(node: torch.Tensor, path: str) -> None:

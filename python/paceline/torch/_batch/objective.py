@@ -131,6 +131,11 @@ class Objective:
         """Whether items count by a weight."""
         return self._weights is not None
 
+    @property
+    def divides_sums(self) -> bool:
+        """Whether ``loss_fn`` returns sums, and the objective divides them by what the caller has not said."""
+        return not self._mean and self.total is None
+
     def idle(self, begin: int, end: int) -> bool:
         """Whether no item of the slice counts. Such a slice is not run: its mean may be 0/0."""
         return self._weights is not None and not bool(self._weights[begin:end].any())

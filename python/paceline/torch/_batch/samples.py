@@ -54,6 +54,10 @@ class Samples(Batch):
     def part(self, begin: int, end: int) -> Samples:
         return Samples(list(self._samples[begin:end]), self._collate)
 
+    @property
+    def may_be_turned(self) -> bool:
+        return False
+
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """None: samples are not cut."""
         return []

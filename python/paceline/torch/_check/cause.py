@@ -88,7 +88,7 @@ class Reader:
             return (
                 "layout",
                 "dimension 0 of the batch, which is split, is not the item: split along dimension 1 the same batch gives the gradients of the "
-                "whole. Pass it with the item first, x.transpose(0, 1), and transpose it back inside loss_fn if the module wants [time, batch]"
+                "whole. Say so, by batch_dim=1. Or pass it with the item first, x.transpose(0, 1), and transpose it back inside loss_fn if the module wants [time, batch]"
                 f"{first}.",
             )
         try:
@@ -107,6 +107,8 @@ class Reader:
 
     def _adds_up_turned(self) -> bool:
         """Whether slices along dimension 1 add up."""
+        if not self.probe.batch.may_be_turned:
+            return False
         batch = _AlongDimension1(self.probe.batch)
         probe = dataclasses.replace(self.probe, batch=batch, objective=Objective(None, batch.size, "mean", None))
         return batch.size > 1 and self._adds_up(probe)

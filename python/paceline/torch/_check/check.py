@@ -29,6 +29,11 @@ from paceline.torch._run.execution import Execution, Workload
 from paceline.torch._run.gradients import UserGradients
 from paceline.torch._run.run import Frame, LossFunction, TrainRun
 
+_DIVIDES = (
+    'with reduction="sum" the objective is the sum divided by {}: its gradient is that part of the gradient that the sum has on one device. To '
+    "train on the sum itself, as for a VAE, pass total=1."
+)
+
 # The result of the trainer's own devices: items by device, objective, gradients of the module and of leaves outside of it.
 Trained = tuple[dict[str, int], float, list[torch.Tensor | None]]
 
@@ -92,8 +97,16 @@ def check(
     user = UserGradients(replicas)
     random, attributes = RandomStates(places), KeptAttributes(replicas.all_modules)
     try:
+        norms = [norm for _, norm in using_batch_statistics(replicas.norms)] if execution.synchronised else []
         report = Check(
-            probe, replicas.names, reduction, micro_batch, tolerance, lambda: execution.repeated(attempt), by_cost
+            probe,
+            replicas.names,
+            reduction,
+            micro_batch,
+            tolerance,
+            lambda: execution.repeated(attempt),
+            by_cost,
+            norms,
         ).run()
         user.check()
         return report
@@ -128,7 +141,10 @@ class TrialRun(TrainRun):
 
 @dataclasses.dataclass
 class Check:
-    """One check. `train` runs the batch on the trainer's devices and commits nothing. `by_cost` has the slices that the costs give."""
+    """One check. `train` runs the batch on the trainer's devices and commits nothing. `by_cost` has the slices that the costs give.
+
+    `norms` normalise over the whole batch on the devices, which run at the same time. They stand still for slices that run one after the other.
+    """
 
     probe: Probe
     names: Sequence[str]
@@ -137,6 +153,7 @@ class Check:
     tolerance: float
     train: Callable[[], Trained]
     by_cost: tuple[Probe, list[Span]] | None
+    norms: Sequence[nn.Module] = ()
     causes: list[Cause] = dataclasses.field(default_factory=list)
 
     def run(self) -> CheckReport:
@@ -154,11 +171,13 @@ class Check:
             return self._report([])
         for self.probe.noise.interleaved in (False, True):
             self.causes.clear()
-            splits = self._splits(whole)
-            if self._cannot_tell():
-                return self._report([])
-            self._note_draws()
-            self._explain(whole, splits)
+            with standing_still(self.norms):
+                calm = self._whole() if self.norms else whole
+                splits = self._splits(calm)
+                if self._cannot_tell():
+                    return self._report([])
+                self._note_draws()
+                self._explain(calm, splits)
             # Items that got the draws of other items may look coupled without being so.
             kinds = {cause.kind for cause in self.causes}
             if not self.probe.noise.has_blocks or not kinds & {"coupled items", "layout", "unknown"}:
@@ -273,7 +292,7 @@ class Check:
         if norms:
             text = (
                 f"{modules}{more} normalises over the micro-batch instead of the batch, and its running statistics depend on the split. "
-                "Use GroupNorm or LayerNorm, or evaluation mode for these."
+                "Use DataParallel(..., batch_norm='synchronised'), GroupNorm or LayerNorm, or evaluation mode for these."
             )
         self._add("running statistics", text, owners)
 
@@ -326,7 +345,10 @@ class Check:
         self.causes.append(Cause(kind, text, tuple(modules)))
 
     def _report(self, splits: list[SplitResult]) -> CheckReport:
-        return CheckReport(self.probe.batch.size, tuple(splits), tuple(self.causes), self.tolerance)
+        objective = self.probe.objective
+        divided_by = "the sum of the weights" if objective.is_weighted else "the number of items"
+        notes = (_DIVIDES.format(divided_by),) if objective.divides_sums else ()
+        return CheckReport(self.probe.batch.size, tuple(splits), tuple(self.causes), self.tolerance, notes)
 
 
 def _largest(splits: Sequence[SplitResult]) -> float:

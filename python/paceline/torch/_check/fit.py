@@ -21,7 +21,9 @@ READINGS: dict[tuple[Reading, Reduction], tuple[Kind, str]] = {
     ("sum", "mean"): (
         "reduction",
         'loss_fn returns a sum over its items, but the trainer was told "mean". Return the mean, or make the trainer with '
-        'reduction="sum" and return the plain sum: step divides it by the number of items, so a loss that is divided already would count for less.',
+        'reduction="sum" and return the plain sum: step divides it by the number of items, so a loss that is divided already would count for less. '
+        "To train on the sum itself, as for a VAE, also pass total=1: then nothing is divided, and the gradient is the one that the sum has on one "
+        "device.",
     ),
     ("mean", "sum"): (
         "reduction",

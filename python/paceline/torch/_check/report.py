@@ -71,12 +71,15 @@ class CheckReport:
         Why results change, the most certain cause first. Empty if nothing changes.
     tolerance
         Up to this relative difference two results count as equal: the order of floating-point sums explains it.
+    notes
+        What is right for every split and may not be what is meant.
     """
 
     items: int
     splits: tuple[SplitResult, ...]
     causes: tuple[Cause, ...]
     tolerance: float
+    notes: tuple[str, ...] = ()
 
     @property
     def exact(self) -> bool:
@@ -118,6 +121,8 @@ class CheckReport:
         for cause in self.causes:
             text = f"{cause.kind}: {cause.text}"
             lines += textwrap.wrap(text, 110, initial_indent="  ", subsequent_indent="    ")
+        for note in self.notes:
+            lines += textwrap.wrap(f"note: {note}", 110, initial_indent="  ", subsequent_indent="    ")
         if self.splits:
             width = max(len(split.name) for split in self.splits)
             lines.append(f"  {'split':<{width}}  {'loss':>7}  {'gradient':>8}  of parameter")

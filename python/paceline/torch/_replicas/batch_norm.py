@@ -28,8 +28,9 @@ def normalised_apart(norms: Sequence[Named]) -> str:
     more = f" and {len(named) - 2} more" if len(named) > 2 else ""
     return (
         f"{', '.join(named[:2])}{more}: each micro-batch is normalised by its own mean and variance instead of the batch's, so gradients differ from "
-        "those of one device that takes the batch at once. Running statistics come from the device with the largest share. Use GroupNorm or "
-        "LayerNorm, evaluation mode for these modules, larger batches, or one device."
+        "those of one device that takes the batch at once. Running statistics come from the device with the largest share. DataParallel(..., "
+        "batch_norm='synchronised') normalises over the batch. Or use GroupNorm or LayerNorm, evaluation mode for these modules, larger batches, "
+        "or one device."
     )
 
 

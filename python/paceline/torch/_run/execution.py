@@ -19,6 +19,7 @@ from paceline.torch._batch.objective import Objective
 from paceline.torch._devices import forward_ad
 from paceline.torch._devices.caller_state import CallerState
 from paceline.torch._devices.failures import raise_failure, warn_caller
+from paceline.torch._devices.meeting import Meeting
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._devices.run_draws import UnseededDrawsWarning
 from paceline.torch._replicas.batch_norm import (
@@ -29,6 +30,7 @@ from paceline.torch._replicas.batch_norm import (
 )
 from paceline.torch._replicas.buffers import KeptBuffers
 from paceline.torch._replicas.replicas import Replicas
+from paceline.torch._replicas.synchronised import synchronised
 from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.around import Around, profiling, spans
 from paceline.torch._run.buckets import Buckets
@@ -89,7 +91,9 @@ class Workload:
 class Execution:
     """Runs one call at a time. It uses the replicas' gradients freely, and writes the user's gradients at the end."""
 
-    def __init__(self, group: DeviceGroup, module: nn.Module, places: Places, replicas: Replicas) -> None:
+    def __init__(
+        self, group: DeviceGroup, module: nn.Module, places: Places, replicas: Replicas, *, synchronises: bool = False
+    ) -> None:
         self.running: Run | None = None
         self.items = [0] * len(group)  # how many each device ran in the last committed step
         self.steps = 0  # how many runs that train were committed, also in earlier processes if a state was loaded
@@ -105,6 +109,7 @@ class Execution:
         self.replicas = replicas
         self._warned = False  # about draws without a seed
         self._outside = OutsideGradients()
+        self._synchronises = synchronises  # batch normalisation, if there is any
         self._warned_of_norms = False  # that they normalise over a part of the batch
         self.committed: Any = None  # the last committed outcome
         self._enqueued: Any = None  # the last outcome, committed or not
@@ -140,8 +145,11 @@ class Execution:
             items = Items(list(plan.order), whole, self.places.pin, costs, plan)
         state = CallerState(self.places.types, len(self._names))
         work.seen.follow(self.replicas, self.module, fn, state)
+        synchronised = self.synchronised
+        if synchronised:
+            self._check_synchronised(work, costs)
         batch = whole if items is None else items.batch
-        may_divide = least == 1 and work.writes_buffers is not True
+        may_divide = least == 1 and work.writes_buffers is not True and not synchronised
         searches = items is None and may_divide and self._searches(work)
         divides = may_divide and (work.corrects or searches)
         return Frame(
@@ -156,19 +164,58 @@ class Execution:
             searches,
             least,
             divides,
+            synchronised,
+        )
+
+    @property
+    def synchronised(self) -> bool:
+        """Whether the module, as it is now, has batch normalisation that is over the batch of all devices."""
+        return self._synchronises and bool(using_batch_statistics(self.replicas.norms))
+
+    def _check_synchronised(self, work: Workload, costs: list[float] | None) -> None:
+        if costs is not None:
+            raise InvalidArgument(
+                "batch_norm='synchronised' together with cost=, which deals items out to several micro-batches of a device. Statistics of the batch "
+                "need one. Leave cost= out, or use batch_norm='apart'."
+            )
+        if work.seen.compiled and len(self._names) > 1:
+            raise InvalidArgument(
+                "batch_norm='synchronised' together with torch.compile: devices wait for each other inside of the forward, and a compiled forward "
+                "runs alone while it compiles. Train without torch.compile, or use batch_norm='apart'."
+            )
+
+    def _meeting(self, run: Run, shares: list[int]) -> contextlib.AbstractContextManager[None]:
+        """Let the devices meet in the normalisations of this run. A device that has all items has their statistics by itself."""
+        parts = [len(part) for part in run.claims] if run.claims is not None else [int(share > 0) for share in shares]
+        if max(parts) > 1:
+            raise InvalidArgument(
+                "batch_norm='synchronised': the ledger that is replayed has several micro-batches of a device in one step. Statistics of the batch "
+                "need one. Replay it with batch_norm='apart', as it was written."
+            )
+        if sum(parts) < 2:
+            return contextlib.nullcontext()
+        run.meeting = Meeting(self._names, (device for device, count in enumerate(parts) if count))
+        return synchronised(
+            [
+                (name, replica.counterparts.get(id(part), part))
+                for replica in self.replicas.list
+                for name, part in self.replicas.norms
+            ],
+            run.meeting,
         )
 
     def follow_modules(self, work: Workload) -> int:
         """Before a plan: fit the micro-batches to the modules as they are now. Returns the least items of a micro-batch.
 
         Batch normalisation in training fails over one item. With it, or with a forward that writes buffers, the result depends on the number of
-        micro-batches, so each device gets only one.
+        micro-batches, so each device gets only one. So it does if batch normalisation is synchronised, which takes any number of items.
         """
-        least = 2 if work.normalises or using_batch_statistics(self.replicas.norms) else 1
+        alone = not self.synchronised and bool(using_batch_statistics(self.replicas.norms))
+        least = 2 if work.normalises or alone else 1
         corrections = None
         if work.corrects:
             writes = self.replicas.any_buffers if work.writes_buffers is None else work.writes_buffers
-            corrections = False if writes or least > 1 else None
+            corrections = False if writes or least > 1 or self.synchronised else None
         if work.given != (least, corrections):
             work.step_loop.set_least_items(least)
             if work.corrects:
@@ -361,7 +408,7 @@ class Execution:
             run.around.insert(0, self.watchdog.call.micro_batch)
         if profiling():
             run.around.insert(0, spans(self._names))
-        calls = (run.body, run.finish, self.places.queues, run.sums)
+        calls = (run.body, run.end, self.places.queues, run.sums)
         with self._level(run), run.draws.run(), self.replicas.guarded():
             plan = run.items.plan if run.items is not None else None
             if plan is None:
@@ -369,7 +416,8 @@ class Execution:
                 speed = work.kind((shapes, run.seen.mode, self.replicas.generation)) if run.searches else 0
                 plan = step_loop.plan(run.batch.size, work.kind(shapes), speed, run.searches)
             run.plan = plan
-            outcome = step_loop.run(plan, *calls, run.claims, run.pieces)
+            with self._meeting(run, plan.shares) if run.synchronised else contextlib.nullcontext():
+                outcome = step_loop.run(plan, *calls, run.claims, run.pieces)
         if run.draws.must_run_again() and (self.places.hosts_share or (work.fixed and run.searches)):
             complete = not run.failures
             run.failures.clear()
@@ -388,6 +436,7 @@ class Execution:
                 if (
                     device is not None
                     and run.repeatable
+                    and not run.synchronised
                     and is_out_of_memory(error)
                     and step_loop.shrink(outcome, isinstance(error, OutOfMemory))
                 ):

@@ -19,6 +19,7 @@ from paceline.torch._batch.extras import Extras, parted
 from paceline.torch._batch.items import Items, OrderedBatch
 from paceline.torch._batch.objective import Objective
 from paceline.torch._devices.caller_state import CallerState, backward_watched
+from paceline.torch._devices.meeting import Meeting, MeetingOffError
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._devices.run_draws import RunDraws
 from paceline.torch._replicas.replicas import Replica
@@ -58,6 +59,7 @@ class Frame(NamedTuple):
     searches: bool = False  # whether sizes of micro-batches may be tried
     least: int = 1  # the fewest items of a micro-batch
     divides: bool = False  # whether a device may run its part in several micro-batches without being asked to
+    synchronised: bool = False  # whether batch normalisation is over the batch of all devices
 
 
 class Run:
@@ -69,7 +71,8 @@ class Run:
         self.batch, self.replicas, self.seen, self.state, _, self.places, self.limits, self.items, self.searches = (
             frame[:9]
         )
-        self.least, self.divides = frame[9:]
+        self.least, self.divides, self.synchronised = frame[9:]
+        self.meeting: Meeting | None = None  # where devices wait for each other in their micro-batches, if they do
         places = self.places
         self._fresh = [True] * len(places)  # per device: whether it runs the first piece of a claim
         self._begun = [False] * len(places)  # per device: whether it has run something
@@ -87,15 +90,26 @@ class Run:
         self._interrupted = False
         self.draws = RunDraws(places, self.seen.drawing, self.seen.compiled, frame.random)
 
-    def body(self, device: int, begin: int, end: int, flags: int) -> int | tuple[int, int]:
+    def body(self, device: int, begin: int, end: int, flags: int) -> int | tuple[int, int] | tuple[int, int, float]:
         try:
             self._inside[device] = threading.get_ident()
             if self._interrupted:  # before this worker could be seen inside
                 raise Cancelled
+            if self.synchronised and self._begun[device]:
+                raise InvalidArgument(
+                    "batch_norm='synchronised': a device would run its share in several micro-batches, as memory ran out earlier or as replayed "
+                    "claims say. Statistics of the batch need one. Take a smaller batch, or batch_norm='apart'."
+                )
+            if self.meeting is not None:
+                self.meeting.begin(device)
             self.places.prepare_worker(device)
             return self.state.contexts[device].run(self._micro_batch, device, begin, end, flags)
+        except MeetingOffError:  # another device's failure says why
+            return FAILED
         except BaseException as error:
             self.failures.append((device, begin, end, error))
+            if self.meeting is not None:
+                self.meeting.call_off()
             return FAILED
         finally:
             self._inside.pop(device, None)
@@ -126,20 +140,29 @@ class Run:
         """Whether the calling thread is one of the workers that run this."""
         return threading.get_ident() in self._inside.values()
 
+    def end(self, device: int) -> list[View | None] | None:
+        """Called on each device's worker when nothing is left to run, also for a device that a cancelled run has given nothing."""
+        if self.meeting is not None:
+            self.meeting.end(device)
+        return self.finish(device)
+
     def finish(self, device: int) -> list[View | None] | None:
+        """Where the gradients are. None if they cannot be used."""
         return []
 
     def sums(self) -> list[View | None] | None:
         """Where to put the sums of what `finish` returned. Called on the worker that finished last."""
         return []
 
-    def _micro_batch(self, device: int, begin: int, end: int, flags: int) -> int | tuple[int, int]:
+    def _micro_batch(
+        self, device: int, begin: int, end: int, flags: int
+    ) -> int | tuple[int, int] | tuple[int, int, float]:
         self._fresh[device] = not flags & CONTINUES
         self.replicas[device].forget_cached()
         with self.places.enter(device):
             if not flags & MEASURE:
                 _, code = self._timed(device, begin, end)
-                return code
+                return code if self.meeting is None else (code, 0, self.meeting.waited[device])
             name, limit = self.places.names[device], self.limits[device]
             with metered(self.places.devices[device], limit, name) as meter:
                 ran, code = self._timed(device, begin, end)
@@ -239,7 +262,7 @@ class TrainRun(Run):
         self.part = False  # whether other ranks run other parts of the batch, which may have the gradient
 
     def compute(self, device: int, begin: int, end: int) -> bool:
-        idle = self.objective.idle(begin, end)
+        idle = self.idle(begin, end)
         if idle and code_of(self.loss_fn) not in self.seen.extras:
             self._skipped = True
             return False
@@ -256,7 +279,7 @@ class TrainRun(Run):
                 "step: loss_fn called backward itself, so gradients would count twice. Return the loss; step calls backward. Backward "
                 "by hand is what trainer.batch() is for."
             )
-        term = self.objective.term(loss, begin, end)
+        term = self.term_of(loss, begin, end)
         self.terms[device].append((begin, term.detach()))
         if not term.requires_grad:  # nothing in this slice depends on a parameter: its gradient is zero
             self.without_gradient = True
@@ -264,6 +287,20 @@ class TrainRun(Run):
         self.with_gradient = True
         self.backward(device, self.scaled(device, term))
         return True
+
+    def idle(self, begin: int, end: int) -> bool:
+        """Whether the slice is left out, since no item of it has weight. In statistics over the batch such items count, too."""
+        return not self.synchronised and self.objective.idle(begin, end)
+
+    def term_of(self, loss: Any, begin: int, end: int) -> torch.Tensor:
+        """The slice's term of the objective, 0-dimensional, with its graph."""
+        term = self.objective.term(loss, begin, end)
+        if self.synchronised and self.objective.idle(begin, end) and not bool(term.isfinite()):
+            raise InvalidArgument(
+                "batch_norm='synchronised': no item of a slice has weight, and loss_fn returned a mean over nothing (0/0). Such items still count in "
+                "the statistics of the batch, so they have to run. Return one loss per item, or divide by at least 1: .sum() / count.clamp(min=1)."
+            )
+        return term
 
     def any_gradient(self, device: int) -> bool:
         """Whether a parameter of the device's replica has a gradient. None has one before the first backward of a run."""

@@ -7,7 +7,7 @@ import numbers
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from paceline.comm import Transport
 Memory = float | Mapping[str, float]  # bytes, or a fraction if at most 1
 _LEAST_FLOAT_BYTES = 2**20  # a float such as 8e9 means bytes; 2.0 and 80.0 are mistakes
 Balance = Literal["auto", "even"] | Sequence[float]
+BatchNorm = Literal["apart", "synchronised"]
 
 
 def is_whole(value: object) -> bool:
@@ -92,6 +93,25 @@ def check_corrections(corrections: object, policy: str, micro_batch: int | None)
         raise InvalidArgument(
             f"DataParallel: corrections=True together with micro_batch={micro_batch}. Micro-batches of a fixed size are taken over whole "
             "by devices that are done early; leave one of the two out."
+        )
+
+
+def check_batch_norm(batch_norm: object, on_gpu: Sequence[bool], **options: Any) -> None:
+    """Raise if `batch_norm` is not a choice, or if devices that wait for each other cannot do what `options` say."""
+    if batch_norm not in get_args(BatchNorm):
+        raise InvalidArgument(f"DataParallel: batch_norm is {batch_norm!r}; it must be 'apart' or 'synchronised'.")
+    if batch_norm == "apart":
+        return
+    for name, value in options.items():
+        if value:
+            raise InvalidArgument(
+                f"DataParallel: batch_norm='synchronised' together with {name}={value!r}. For the statistics of the batch all devices run their shares "
+                f"at the same time, each as one micro-batch. Leave {name}= out, or use batch_norm='apart'."
+            )
+    if any(on_gpu) and len(on_gpu) > 1:
+        raise InvalidArgument(
+            "DataParallel: batch_norm='synchronised' on several devices with GPUs among them. Devices exchange statistics through the host's memory, "
+            "for which GPUs would have to wait in every layer. Use host devices, one GPU, or torch.nn.SyncBatchNorm with DistributedDataParallel."
         )
 
 

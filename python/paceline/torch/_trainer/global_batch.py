@@ -56,7 +56,7 @@ class MicroBatch:
         self._run.backward_of(self._device, self._term(loss), retain_graph)
 
     def _term(self, loss: torch.Tensor) -> torch.Tensor:
-        term = self._run.objective.term(loss, self.begin, self.end)
+        term = self._run.term_of(loss, self.begin, self.end)
         self.terms.append(term.detach())
         return term
 
@@ -150,7 +150,7 @@ class FunctionRun(TrainRun):
             self._wanted = [_parted(replica.parameters, wanted) for replica in self.replicas]
 
     def compute(self, device: int, begin: int, end: int) -> bool:
-        if self.objective.idle(begin, end):
+        if self.idle(begin, end):
             return False
         data = self.bring(device, begin, end)
         part = MicroBatch(self, device, begin, end, data)

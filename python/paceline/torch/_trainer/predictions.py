@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.batch import Batch, BatchDim
 from paceline.torch._batch.items import Cost
-from paceline.torch._batch.samples import Collate, Samples
+from paceline.torch._batch.samples import Collate
 from paceline.torch._devices.failures import noted
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.run import PredictRun
@@ -35,12 +35,13 @@ class Predictions:
         *,
         cost: Cost | None = None,
         collate: Collate | None = None,
+        batch_dim: BatchDim = 0,
     ) -> Any:
         """Run the module forward over `batch` on all devices, without gradients.
 
         Parameters
         ----------
-        batch, collate
+        batch, collate, batch_dim
             As for `step`.
         fn
             ``fn(module, slice)``; default ``module(slice)``. Returns a tensor, or a nest of them, whose dimension 0 is the item.
@@ -63,15 +64,12 @@ class Predictions:
             What `fn` raised on a worker, with a note that names the device.
         """
         with self._lifetime.between_steps("predict"):
-            return self._predict(batch, fn if fn is not None else _forward, cost, collate)
+            whole = self._training.whole(batch, collate, batch_dim, gradients=not torch.is_grad_enabled())
+            costs = self._training.costs(cost, batch, whole.size)
+            return self._predict(whole, fn if fn is not None else _forward, costs)
 
-    def _predict(
-        self, batch: Any, fn: Callable[[nn.Module, Any], Any], cost: Cost | None, collate: Collate | None
-    ) -> Any:
-        under_no_grad = not torch.is_grad_enabled()
-        whole = Batch(batch, gradients=under_no_grad) if collate is None else Samples(batch, collate)
+    def _predict(self, whole: Batch, fn: Callable[[nn.Module, Any], Any], costs: list[float] | None) -> Any:
         self._execution.places.begin(whole)
-        costs = self._training.costs(cost, batch, whole.size)
         work = self._works.of("predict")
 
         def attempt() -> Any:

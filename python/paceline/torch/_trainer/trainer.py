@@ -12,6 +12,7 @@ from torch import nn
 from paceline import Device, DeviceGroup, InvalidArgument
 from paceline._stop import stop_requested
 from paceline.comm import Transport
+from paceline.torch._batch.batch import BatchDim
 from paceline.torch._batch.items import Cost
 from paceline.torch._batch.objective import Reduction, Total, Weight
 from paceline.torch._batch.samples import Collate
@@ -27,7 +28,9 @@ from paceline.torch._run.watchdog import Watchdog
 from paceline.torch._trainer.alarms import Alarms
 from paceline.torch._trainer.arguments import (
     Balance,
+    BatchNorm,
     Memory,
+    check_batch_norm,
     check_corrections,
     check_count,
     check_devices,
@@ -133,6 +136,11 @@ class DataParallel:
         In place of `group`, for ranks that come and go: an object with ``all_reduce(tensor)``, which sums a tensor over the ranks in place, and
         ``should_commit()``, which says after all sums of a step whether they were complete. If it says no, the step raises `Cancelled`, and
         has changed nothing. torchft's manager has both under other names. The parameters of all ranks have to be equal at the start.
+    batch_norm
+        What batch normalisation in training normalises over. ``"apart"``: each micro-batch by itself. ``"synchronised"``: the whole batch, as
+        on one device. Each device then runs its share as one micro-batch, all at the same time, and they meet in each BatchNorm module,
+        forward and backward. Gradients and running statistics are those of the whole batch. For host devices or a single GPU, without
+        `micro_batch`, `memory`, ``corrections=True``, ``cost=`` and ``torch.compile``. Gradients of gradients are refused.
 
     Notes
     -----
@@ -177,6 +185,7 @@ class DataParallel:
         verify_every: int | None = None,
         group: ProcessGroup | Literal["alone"] | None = "alone",
         reducer: Reducer | None = None,
+        batch_norm: BatchNorm = "apart",
     ) -> None:
         if not isinstance(module, nn.Module):
             raise InvalidArgument(f"DataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed.")
@@ -196,6 +205,12 @@ class DataParallel:
         try:
             places = Places(local, module, timeout, transport)
             ranks = _ranks_of(group, reducer, module, places.home)
+            if ranks is not None and batch_norm == "synchronised":
+                raise InvalidArgument(
+                    "DataParallel: batch_norm='synchronised' together with group= or reducer=: devices meet within one process only, so each rank "
+                    "would normalise over its own part of the batch. Use GroupNorm or LayerNorm, or one process."
+                )
+            check_batch_norm(batch_norm, places.on_gpu, micro_batch=micro_batch, memory=memory, corrections=corrections)
             options: dict[str, Any] = {
                 "balance": policy,
                 "weights": weights,
@@ -207,7 +222,8 @@ class DataParallel:
             works = Works(local, places, memory_limits(memory, local), options, searches=free)
             if free and policy == "auto" and len(local) > 1 and ranks is None:
                 works.steps.alone = AloneTrials()
-            execution = Execution(local, module, places, Replicas(module, places, replicate))
+            replicas = Replicas(module, places, replicate)
+            execution = Execution(local, module, places, replicas, synchronises=batch_norm == "synchronised")
             if watchdog is not None and folder is not None:
                 execution.watchdog = Watchdog(watchdog, folder, places)
             if ranks is not None:
@@ -263,6 +279,7 @@ class DataParallel:
         cost: Cost | None = None,
         total: Total | None = None,
         collate: Collate | None = None,
+        batch_dim: BatchDim = 0,
     ) -> torch.Tensor:
         """Run one forward and backward over `batch` on all devices and add the gradient to the parameters' ``.grad``.
 
@@ -295,6 +312,10 @@ class DataParallel:
         collate
             ``collate(samples)`` makes a slice. Then `batch` is a list of samples, of any type, one per item, and each worker puts its
             own slices together. For what no tensor of the whole batch can hold: packed sequences, graphs, strings, images of many sizes.
+        batch_dim
+            Which dimension of the tensors is the item: a number for all of them, or a nest like `batch`, where a number is for all tensors
+            below it. Entries that a mapping leaves out have 0. None is for a tensor that belongs to the whole batch and is not split. For
+            the batch ``(x, (hidden, cell))`` of an LSTM with ``batch_first=True`` it is ``(0, 1)``.
 
         Returns
         -------
@@ -328,7 +349,14 @@ class DataParallel:
         Cancelled
             If another thread closed the trainer, or the `reducer` does not commit. Gradients and buffers are as before the step.
         """
-        options = {"weight": weight, "scaler": scaler, "cost": cost, "total": total, "collate": collate}
+        options = {
+            "weight": weight,
+            "scaler": scaler,
+            "cost": cost,
+            "total": total,
+            "collate": collate,
+            "batch_dim": batch_dim,
+        }
         return self._measured("step", loss_fn, batch, options)
 
     def loss(
@@ -341,6 +369,7 @@ class DataParallel:
         scaler: Any = None,
         total: Total | None = None,
         collate: Collate | None = None,
+        batch_dim: BatchDim = 0,
     ) -> torch.Tensor:
         """Run `step`, and return a loss that carries the gradients. Its ``backward`` adds them to ``.grad``.
 
@@ -351,7 +380,7 @@ class DataParallel:
 
         Parameters
         ----------
-        loss_fn, batch, weight, cost, total, collate
+        loss_fn, batch, weight, cost, total, collate, batch_dim
             As for `step`. A loss that depends on tensors outside of the module gives these their gradients, too.
         scaler
             The ``torch.amp.GradScaler`` that ``scaler.scale(loss)`` is called on. The devices then scale their losses before their own
@@ -376,7 +405,14 @@ class DataParallel:
         ...     loss = trainer.loss(loss_fn, batch)
         ...     (loss / 4 + penalty(model)).backward()
         """
-        options = {"weight": weight, "scaler": scaler, "cost": cost, "total": total, "collate": collate}
+        options = {
+            "weight": weight,
+            "scaler": scaler,
+            "cost": cost,
+            "total": total,
+            "collate": collate,
+            "batch_dim": batch_dim,
+        }
         return self._measured("loss", loss_fn, batch, options, carries=True)
 
     @property

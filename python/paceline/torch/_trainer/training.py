@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline import InvalidArgument
-from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.batch import Batch, BatchDim
 from paceline.torch._batch.items import Cost, costs_of
 from paceline.torch._batch.objective import Objective, Reduction, Total, Weight, already_backward
 from paceline.torch._batch.samples import Collate, Samples
@@ -38,11 +38,27 @@ class Training:
         self._scripts: dict[str, ClaimScript] = {}  # the ledgers that are being replayed, by kind of work
 
     def prepared(
-        self, batch: Any, weight: Weight | None, total: Total | None = None, collate: Collate | None = None
+        self,
+        batch: Any,
+        weight: Weight | None,
+        total: Total | None = None,
+        collate: Collate | None = None,
+        batch_dim: BatchDim = 0,
     ) -> tuple[Batch, Objective]:
         """The batch and the objective over it."""
-        whole = Batch(batch) if collate is None else Samples(batch, collate)
+        whole = self.whole(batch, collate, batch_dim)
         return whole, self._objective(batch, whole.size, weight, total)
+
+    def whole(self, batch: Any, collate: Collate | None, batch_dim: BatchDim = 0, *, gradients: bool = False) -> Batch:
+        """The batch. `gradients`: whether its tensors may require them."""
+        if collate is None:
+            return Batch(batch, batch_dim, gradients=gradients)
+        if batch_dim != 0:
+            raise InvalidArgument(
+                "batch_dim= together with collate=, whose batch is a list of samples, one per item. What collate makes of some samples is not cut, so "
+                "its tensors may have any layout. Leave batch_dim= out."
+            )
+        return Samples(batch, collate)
 
     def _objective(
         self, batch: Any, size: int, weight: Weight | None, total: Total | None, *, part: bool = False
@@ -51,15 +67,21 @@ class Training:
         return Objective(batch, size, self.reduction, weight, places.pin, places.check_values, total, part)
 
     def _prepared(
-        self, batch: Any, weight: Weight | None, cost: Cost | None, total: Total | None, collate: Collate | None
+        self,
+        batch: Any,
+        weight: Weight | None,
+        cost: Cost | None,
+        total: Total | None,
+        collate: Collate | None,
+        batch_dim: BatchDim,
     ) -> tuple[Batch | None, Objective, list[float] | None]:
         """The batch to train on, the objective over it, and the items' costs. With other ranks a batch without weight is None."""
         if self._execution.ranks is None:
-            whole, objective = self.prepared(batch, weight, total, collate)
+            whole, objective = self.prepared(batch, weight, total, collate, batch_dim)
             return whole, objective, self.costs(cost, batch, whole.size)
         if batch is None:
             return None, self._objective(None, 0, None, total, part=True), None
-        whole = Batch(batch) if collate is None else Samples(batch, collate)
+        whole = self.whole(batch, collate, batch_dim)
         objective = self._objective(batch, whole.size, weight, total, part=True)
         costs = self.costs(cost, batch, whole.size)
         return whole if objective.magnitude else None, objective, costs
@@ -84,13 +106,14 @@ class Training:
         cost: Cost | None,
         total: Total | None,
         collate: Collate | None,
+        batch_dim: BatchDim,
         carries: bool = False,
     ) -> torch.Tensor:
         """Carry out `DataParallel.step`, or `DataParallel.loss`, which `carries` the gradients, inside of an exclusive call."""
         call = "loss" if carries else "step"
         check_trains(call, loss_fn)
         check_scaler(call, scaler)
-        whole, objective, costs = self._prepared(batch, weight, cost, total, collate)
+        whole, objective, costs = self._prepared(batch, weight, cost, total, collate, batch_dim)
         scale = self._scale_of(scaler)
         if carries:
             self._replicas.share()
@@ -121,6 +144,7 @@ class Training:
         cost: Cost | None = None,
         total: Total | None = None,
         collate: Collate | None = None,
+        batch_dim: BatchDim = 0,
     ) -> GlobalBatch:
         """Take `step` apart, for several optimizers, adversarial networks, several losses, or a backward of your own.
 
@@ -129,7 +153,7 @@ class Training:
 
         Parameters
         ----------
-        batch, weight, cost, total, collate
+        batch, weight, cost, total, collate, batch_dim
             As for `step`. With `cost` every run of the batch deals out its items by cost, and by the times that this run has measured.
 
         Returns
@@ -157,7 +181,7 @@ class Training:
         """
         together = self._execution.together
         with self._lifetime.exclusive("batch"), together("batch"):
-            whole, objective, costs = self._prepared(batch, weight, cost, total, collate)
+            whole, objective, costs = self._prepared(batch, weight, cost, total, collate, batch_dim)
 
         def start(fn: RunFunction, wanted: list[nn.Parameter] | None, scaler: Any, name: str) -> torch.Tensor:
             def run_of(frame: Frame, objective: Objective) -> TrainRun:

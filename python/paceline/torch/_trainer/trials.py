@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from paceline.torch._batch.batch import BatchDim
 from paceline.torch._batch.items import Cost
 from paceline.torch._batch.objective import Total, Weight
 from paceline.torch._batch.samples import Collate
@@ -42,6 +43,7 @@ class Trials:
         cost: Cost | None = None,
         total: Total | None = None,
         collate: Collate | None = None,
+        batch_dim: BatchDim = 0,
     ) -> CheckReport:
         """Run one batch whole and in several splits, compare the results, and say what makes a difference.
 
@@ -55,7 +57,7 @@ class Trials:
 
         Parameters
         ----------
-        loss_fn, batch, weight, cost, total, collate
+        loss_fn, batch, weight, cost, total, collate, batch_dim
             As for `step`. Use at least 8 items; more are not necessary. With `cost` the batch also runs in the order that the costs give.
         tolerance
             Up to this relative difference results count as equal. Default: what rounding may cause for the types of the parameters.
@@ -79,7 +81,7 @@ class Trials:
         """
         with self._lifetime.between_steps("check"), self._works.no_trace():
             check_trains("check", loss_fn)
-            whole, objective = self._training.prepared(batch, weight, total, collate)
+            whole, objective = self._training.prepared(batch, weight, total, collate, batch_dim)
             costs = self._training.costs(cost, batch, whole.size)
             self._execution.places.begin(whole)
             micro_batch = self._works.options["micro_batch"]
@@ -157,7 +159,8 @@ class Trials:
                 return timer.seconds(whole, objective, micro_batch, seconds)
 
             devices = len(self._works.names)
+            smaller = not own and not self._execution.synchronised
             try:
-                return search(measure, smallest, largest, efficiency, micro_batches=not own, devices=devices)
+                return search(measure, smallest, largest, efficiency, micro_batches=smaller, devices=devices)
             finally:
                 kept.restore()

@@ -1,0 +1,106 @@
+"""Where the devices of one run wait for each other in the middle of their micro-batches."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from paceline import InvalidArgument
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+# Seconds between two looks of a waiting thread. Nothing depends on them but the exception that is raised in a worker when the program ends,
+# which a waiting thread does not see.
+_LOOK_SECONDS = 0.2
+
+
+class MeetingOffError(Exception):
+    """Another device has failed, or the run was cancelled before each device had begun. So there is nobody to wait for."""
+
+
+class Meeting:
+    """Puts together what each device of a run brings, in rounds. A device that waits is woken when another one fails, ends, or never begins.
+
+    `devices` are those that have items in this run. Every device has to come to the same rounds in the same order.
+    """
+
+    def __init__(self, names: Sequence[str], devices: Iterable[int]) -> None:
+        self._names = names
+        self._devices = sorted(devices)
+        self._condition = threading.Condition()
+        self._threads: dict[int, int] = {}  # the device of each worker that has begun
+        self._brought: dict[int, Any] = {}  # by device, in the present round
+        self._topic = ""
+        self._result: Any = None  # of the last round; the next one cannot end before everybody has taken it
+        self._round = 0
+        self._ended: set[int] = set()
+        self._off = False
+        self.waited = [0.0] * len(names)  # seconds of each device
+
+    def begin(self, device: int) -> None:
+        """Note that the calling thread runs the micro-batch of this device."""
+        self._threads[threading.get_ident()] = device
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the calling thread is one that has begun."""
+        return threading.get_ident() in self._threads
+
+    def meet(self, topic: str, brought: _T, merge: Callable[[list[_T]], _R]) -> _R:
+        """Wait until every device has come, and return what `merge` makes of all that they brought, in the order of the devices.
+
+        Raises
+        ------
+        MeetingOffError
+            If another device has failed, or the run was cancelled before all had begun.
+        InvalidArgument
+            If another device has come for another `topic`, or has ended its micro-batch.
+        """
+        device = self._threads[threading.get_ident()]
+        with self._condition:
+            if self._brought and self._topic != topic:
+                raise self._apart(device, topic, next(iter(self._brought)), f"runs {self._topic}")
+            self._topic = topic
+            self._brought[device] = brought
+            if len(self._brought) == len(self._devices):
+                self._result = merge([self._brought[one] for one in self._devices])
+                self._brought = {}
+                self._round += 1
+                self._condition.notify_all()
+                result: _R = self._result
+                return result
+            this, since = self._round, time.perf_counter()
+            while self._round == this:
+                if self._off:
+                    raise MeetingOffError
+                if self._ended:
+                    raise self._apart(device, topic, min(self._ended), "has ended its slice")
+                self._condition.wait(_LOOK_SECONDS)
+            self.waited[device] += time.perf_counter() - since
+            result = self._result
+            return result
+
+    def end(self, device: int) -> None:
+        """Note that the device runs nothing more. If it has not begun, the run was cancelled."""
+        with self._condition:
+            if device in self._threads.values():
+                self._ended.add(device)
+            else:
+                self._off = True
+            self._condition.notify_all()
+
+    def call_off(self) -> None:
+        """Wake everybody, since a device has failed."""
+        with self._condition:
+            self._off = True
+            self._condition.notify_all()
+
+    def _apart(self, device: int, topic: str, other: int, does: str) -> InvalidArgument:
+        return InvalidArgument(
+            f"batch_norm='synchronised': {self._names[device]} runs {topic}, and {self._names[other]} {does}. All slices of a batch have to run the "
+            "same normalisations in the same order, forward and backward. Let loss_fn take no branch that depends on its slice, or use "
+            "batch_norm='apart'."
+        )
