@@ -23,6 +23,7 @@ ENDLESS = ["--steps", "1000000", "--save-every", "5"]
 
 
 def finish(command: list[str], **options: Any) -> str:
+    done: subprocess.CompletedProcess[str]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
