@@ -42,7 +42,7 @@ def test_the_program_for_ray_trains_without_gpus_in_local_mode() -> None:
     program = found[1]
     for gpus, none in (
         (r"ScalingConfig\(.*\)", "ScalingConfig(num_workers=0)"),
-        (r"\[str\(gpu\) for gpu in ray.train.torch.get_devices\(\)\]", '["host:0"]'),
+        (r"devices=ray.train.torch.get_devices\(\)", 'devices=["host:0"]'),
         (r"\n(ray.train.torch.TorchTrainer)", r"\nresult = \1"),
     ):
         program, count = re.subn(gpus, none, program)
