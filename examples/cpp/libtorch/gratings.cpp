@@ -109,6 +109,7 @@ bool gradients_agree(const Gratings& data, const char* type, double tolerance) {
   network.to(kType);
   (loss_sum(network, images, labels) / static_cast<double>(kBatch)).backward();
   const torch::Tensor whole = gradient_of(network);
+  network.zero_grad();  // so that what follows is the step's
 
   Training<T> training(network, kBatch / 10);  // several micro-batches for each device, and a smaller one
   training.step(images, labels);
