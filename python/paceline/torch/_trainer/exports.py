@@ -36,7 +36,7 @@ def _busy(device: dict[str, Any]) -> float:
 class Collector:
     """A collector for ``prometheus_client``, whose registry calls `collect` at each scrape. It starts no server and registers nothing.
 
-    Samples of devices have the label ``device``, and for GPUs ``uuid`` and ``pci_bus_id``, by which they join with those of DCGM. All samples
+    Samples of devices have the label ``device``, and for GPUs ``pci_bus_id``, by which they join with those of DCGM. All samples
     have the caller's own `labels`.
     """
 
@@ -46,8 +46,8 @@ class Collector:
         facts = gpu_facts()
         self._labels: dict[str, list[str]] = {}
         for device in group.devices:
-            gpu = facts[device.index] if device.kind == "cuda" else {}
-            self._labels[device.name] = [device.name, str(gpu.get("uuid", "")), str(gpu.get("pci_bus_id", ""))]
+            bus = str(facts[device.index]["pci_bus_id"]) if device.kind == "cuda" else ""
+            self._labels[device.name] = [device.name, bus]
 
     def describe(self) -> list[Any]:
         """Nothing, so that registering reads no figures."""
@@ -75,7 +75,7 @@ class Collector:
             family = kind(name, help_text, labels=common)
             family.add_metric(values, value)
             yield family
-        yield from self._of_devices(report, [*common, "device", "uuid", "pci_bus_id"], values)
+        yield from self._of_devices(report, [*common, "device", "pci_bus_id"], values)
 
     def _of_devices(self, report: dict[str, Any], labels: list[str], values: list[str]) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -97,6 +97,6 @@ class Collector:
         for device, sizes in report["memory"].items():
             for kind, size in sizes.items():
                 if kind.endswith("_bytes"):
-                    where = self._labels.get(device, [device, "", ""])
+                    where = self._labels.get(device, [device, ""])
                     memory.add_metric([*values, *where, kind.removesuffix("_bytes")], size)
         yield memory
