@@ -89,7 +89,9 @@ def main() -> int:
         if saved < step:
             save(args.checkpoint, step, model, optimizer)
     if step < args.steps:
-        print(f"{stop.signal.name if stop.signal else 'stop'} after step {step}; the same command continues")
+        print(
+            f"{signal.Signals(stop.signal).name if stop.signal else 'stop'} after step {step}; the same command continues"
+        )
         return os.EX_TEMPFAIL
     return 0
 

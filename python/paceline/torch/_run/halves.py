@@ -37,7 +37,7 @@ class ForwardRun(PredictRun):
         self._wanted = [tensor.requires_grad for _, tensor in whole.tensors()]
         self._own = {id(parameter) for replica in self.replicas for parameter in replica.parameters}
         self.slices: list[list[Slice]] = [[] for _ in self.replicas]
-        self.outside: dict[int, torch.Tensor] = {}  # leaves that belong neither to the module nor to the batch
+        self.outside_leaves: dict[int, torch.Tensor] = {}  # leaves that belong neither to the module nor to the batch
 
     def compute(self, device: int, begin: int, end: int) -> bool:
         inputs: list[torch.Tensor] = []
@@ -65,12 +65,12 @@ class ForwardRun(PredictRun):
         known = self._own.union(map(id, inputs))
         for root in outputs:
             if root.requires_grad:
-                self.outside.update({id(one): one for one in leaves_of(root) if id(one) not in known})
+                self.outside_leaves.update({id(one): one for one in leaves_of(root) if id(one) not in known})
         self.slices[device].append(Slice(begin, end, inputs, outputs))
         return True
 
     def gathered(self) -> tuple[list[torch.Tensor], Any]:
-        """The outputs of the batch, detached: as a list, and as the nest that the module returned, with indices into the list."""
+        """The outputs of the batch, detached: as a list, and as the nest that the module returned, with placeholders in the order of the list."""
         tensors: list[torch.Tensor] = []
 
         def leaf(pieces: list[Piece], path: str) -> Any:
@@ -128,7 +128,7 @@ class BackwardRun(TrainRun):
             return False
         self.with_gradient = True
         if self.outside is not None:
-            self.outside.hold([*part.inputs, *self._forward.outside.values()])
+            self.outside.hold([*part.inputs, *self._forward.outside_leaves.values()])
         with self.draws.watches[device] if self._refuses_recomputation else contextlib.nullcontext():
             backward_watched(roots, gradients)
         return True

@@ -46,7 +46,7 @@ class Passes:
         trained = [index for index, parameter in enumerate(replicas.parameters) if parameter.requires_grad]
         parameters = [replicas.parameters[index] for index in trained]
         sources = [tensor for tensor in inputs if tensor.requires_grad]
-        outside = list(run.outside.values())
+        outside = list(run.outside_leaves.values())
         runs: list[ForwardRun] = [run]  # taken out by the backward, which frees the graphs
 
         def backward(gradients: _Gradients) -> _Gradients:
