@@ -8,13 +8,16 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
 
+#include <paceline/runtime/backend.hpp>
 #include <paceline/runtime/device_group.hpp>
 
 #include "collective_cases.hpp"
+#include "comm/link.hpp"
 #include "nccl_machine.hpp"
 #include "orders.hpp"
 
@@ -216,6 +219,40 @@ TEST(CudaCommunicator, ReducesElementsThatLieAcrossTheirBorders) {
       }
       ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, 1));
     }
+  }
+}
+
+TEST(CopyLink, LetsAnEndpointWriteItsMemoryAgainOnlyWhenAllOthersHaveReadIt) {
+  constexpr std::size_t bytes = 16;
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+    fake::Nccl& nccl = boot(seed, 2);
+    {
+      const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
+      std::vector<internal::Endpoint> endpoints;
+      std::vector<std::unique_ptr<Buffer>> memory;
+      internal::Piece piece;
+      for (const Device& device : group.devices()) {
+        const std::shared_ptr<AsyncDevice> opened = backend_of(device).open(device);
+        endpoints.push_back({device, opened, opened->make_stream()});
+        memory.push_back(opened->allocate(bytes, *endpoints.back().stream));
+        piece.at.push_back(memory.back()->data());
+      }
+      const auto write = [&] {
+        for (std::size_t r = 0; r < 2; ++r) endpoints[r].stream->zero(piece.at[r], bytes);
+      };
+      const std::unique_ptr<internal::Link> link = internal::make_copy_link(endpoints, "as asked for");
+      write();
+      link->broadcast({&piece, 1}, bytes);
+      write();
+      link->reduce({&piece, 1}, bytes / sizeof(float), DType::float32, ReduceOp::sum);
+      write();
+      for (const internal::Endpoint& endpoint : endpoints) {
+        const std::unique_ptr<Event> event = endpoint.opened->make_event(false);
+        endpoint.stream->record(*event);
+        wait_for(*event);
+      }
+    }
+    ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, seed));
   }
 }
 
