@@ -107,11 +107,11 @@ class Reader:
 
     def _adds_up_turned(self) -> bool:
         """Whether slices along dimension 1 add up."""
-        if not self.probe.batch.may_be_turned:
+        batch = _AlongDimension1(self.probe.batch) if self.probe.batch.may_be_turned else None
+        if batch is None or batch.size < 2:
             return False
-        batch = _AlongDimension1(self.probe.batch)
         probe = dataclasses.replace(self.probe, batch=batch, objective=Objective(None, batch.size, "mean", None))
-        return batch.size > 1 and self._adds_up(probe)
+        return self._adds_up(probe)
 
     def _adds_up(self, probe: Probe) -> bool:
         """Whether slices of the probe's batch add up: as the trainer adds them, or with a weight that can be found."""
