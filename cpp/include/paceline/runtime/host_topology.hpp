@@ -66,10 +66,10 @@ struct HostTopology {
 
 /// The device host:`index`. From `device_count` on, host:`index` shares the cores of host:(index modulo device_count).
 ///
-/// If there are as many devices as cores, each device gets one core. The first hyperthreads are dealt out first, so that
-/// the devices of a small group do not share a physical core. If a quota allows fewer devices than there are cores,
-/// each device gets a run of neighbouring cores, and every core is used. Otherwise two jobs with quotas would both pin
-/// themselves to the machine's first cores.
+/// If there are as many devices as cores, each device gets one core. The first hyperthreads are dealt out first, so
+/// that the devices of a small group do not share a physical core. If a quota allows fewer devices than there are
+/// cores, each device gets a run of neighbouring cores, and every core is used. Otherwise two jobs with quotas would
+/// both pin themselves to the machine's first cores.
 [[nodiscard]] PACELINE_API Device host_device(const HostTopology& topology, std::int32_t index);
 
 }  // namespace paceline
