@@ -64,11 +64,11 @@ class Module(nn.Module):
             replicate=replicate,
             timeout=timeout,
             transport=transport,
-            corrections=False,
+            corrections=False,  # one micro-batch per device
         )
         self.module = module
         self.trainer = trainer
-        hooks: Any = self
+        hooks: Any = self  # PyTorch does not type the method
         hooks.register_load_state_dict_pre_hook(_with_prefix)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
