@@ -122,6 +122,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     monkeypatch.setattr(cuda, "on_stream", fake.on_stream)
     monkeypatch.setattr(cuda, "CopyStream", CopyStream)
     monkeypatch.setattr(cuda, "generator", lambda index: torch.default_generator)
+    monkeypatch.setattr(cuda, "uuid", lambda index: f"GPU-{index}")
     monkeypatch.setattr(cuda, "keep_for", lambda tensor, index, handle: None)
     monkeypatch.setattr(cuda, "is_capturing", lambda: False)
     monkeypatch.setattr(cuda, "pinned", lambda count, dtype: torch.empty(count, dtype=dtype))

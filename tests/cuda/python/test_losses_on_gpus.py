@@ -1,0 +1,69 @@
+"""Losses that carry gradients, outputs beside the loss, `Module`, checkpoints and comparisons of replicas on GPUs."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_cases import BOXES, expect_same, module_and_batch, plain
+from paceline.torch import DataParallel, Module
+from torch_support import classify
+
+
+def _with_sums(module: Any, batch: Any) -> Any:
+    return classify(module, batch), {"sums": batch[0].sum(1)}
+
+
+@pytest.mark.parametrize("box", BOXES)
+def test_a_loss_hands_out_gradients_and_outputs_come_back_in_the_batchs_order(fake: Any, box: str) -> None:
+    module, batch = module_and_batch()
+    value, expected = plain(module, batch)
+    with DataParallel(module, BOXES[box], balance="even", micro_batch=4) as trainer:
+        for _ in range(3):
+            module.zero_grad()
+            loss = trainer.loss(_with_sums, batch)
+            (2 * loss).backward()
+            torch.testing.assert_close(loss.detach(), value, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(trainer.extras["sums"], batch[0].sum(1), rtol=1e-12, atol=1e-12)
+            expect_same(module, [None if one is None else 2 * one for one in expected])
+
+
+@pytest.mark.parametrize("box", BOXES)
+def test_forward_and_backward_apart_are_exact(fake: Any, box: str) -> None:
+    module, batch = module_and_batch()
+    coupled = torch.randn(24, 24, dtype=torch.float64)
+
+    def loss_fn(one: Any, items: Any) -> torch.Tensor:
+        rows = one(items[0])
+        return (coupled * (rows @ rows.T)).logsumexp(1).mean()
+
+    _, expected = plain(module, batch, loss_fn)
+    apart = Module(module, BOXES[box])
+    with apart.trainer:
+        for _ in range(3):
+            module.zero_grad()
+            loss_fn(apart, batch).backward()
+            expect_same(module, expected)
+
+
+@pytest.mark.parametrize("box", BOXES)
+def test_a_checkpoint_has_the_parameters_of_its_step(fake: Any, box: str, tmp_path: Path) -> None:
+    module, batch = module_and_batch()
+    optimizer = torch.optim.AdamW(module.parameters())
+    with DataParallel(module, BOXES[box], balance="even") as trainer:
+        for step in range(3):
+            trainer.step(classify, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                saved = copy.deepcopy(module.state_dict())
+                trainer.save_async(tmp_path, optimizer=optimizer)
+        assert trainer.verify_replicas(classify, batch)
+        trainer.load(tmp_path, optimizer=optimizer)
+        for name, tensor in module.state_dict().items():
+            assert torch.equal(tensor, saved[name])
+        assert optimizer.state[next(module.parameters())]["step"] == 2
