@@ -320,6 +320,12 @@ TEST(Balancer, CountsOneStepAndOneMoveAsOne) {
   ASSERT_EQ(balancer.move_count(), 1);
   EXPECT_NE(balancer.explain().find(" steps measured, 1 move"), std::string::npos) << balancer.explain();
   EXPECT_EQ(balancer.explain().find("1 moves"), std::string::npos) << balancer.explain();
+  for (int k = 0; balancer.move_count() < 4 && k < 600; ++k) {
+    const bool late = k / 50 % 2 == 1;
+    balancer.record(proportional(balancer.next_plan(64).shares, {1.0, late ? 0.5 : 1.0}));
+  }
+  ASSERT_EQ(balancer.move_count(), 4);
+  EXPECT_NE(balancer.explain().find("The last 3 of 4 moves:\nMove at step"), std::string::npos) << balancer.explain();
 }
 
 TEST(Balancer, TellsTheCausesItIsGivenBehindTheDevicesTheyAreOf) {
