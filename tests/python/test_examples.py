@@ -147,9 +147,7 @@ def test_the_interval_of_a_median_holds_it_as_often_as_it_says() -> None:
 
 @pytest.mark.slow
 @needs_two_cores
-@pytest.mark.parametrize(
-    ("load", "network", "sizes"), [("quiet", "transformer", "64"), ("busy", "convolution", "16,64")]
-)
+@pytest.mark.parametrize(("load", "network", "sizes"), [("quiet", "transformer", "8"), ("busy", "convolution", "8,16")])
 def test_the_race_ends_with_a_line_of_json(load: str, network: str, sizes: str) -> None:
     options = ["--busy"] if load == "busy" else ["--ratio-seconds", "2"]
     output = run(RACE, "--network", network, "--steps", "2", "--rounds", "1", "--batch", sizes, "--json", *options)
