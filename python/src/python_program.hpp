@@ -88,7 +88,10 @@ class QueuedProgram final : public PythonProgram {
   bool run(const MicroBatch& micro_batch) override;
   void finish(DeviceId device) override;
   std::vector<ReductionSegment> reduction() override;
-  void stamp(std::vector<ClaimRecord>& claims) const override { times_->stamp(claims); }
+  void stamp(std::vector<ClaimRecord>& claims) const override {
+    times_->stamp(claims);
+    PythonProgram::stamp(claims);
+  }
   [[nodiscard]] bool settled() const override { return times_->settled(); }
   void settle() const override { times_->wait(); }
   void release() override;

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from paceline import Cancelled, InvalidArgument
 from paceline.torch import DataParallel
 from paceline.torch._devices.meeting import Meeting, MeetingOffError
-from paceline.torch._trainer.arguments import check_batch_norm
 from torch_support import (
     TWO,
     assert_same_gradients,
@@ -377,12 +376,6 @@ def test_a_ledger_of_several_micro_batches_is_refused(tmp_path: Path) -> None:
 def test_options_that_do_not_go_together_are_refused(options: Any, named: str) -> None:
     with pytest.raises(InvalidArgument, match=named):
         DataParallel(rows(), TWO, **options)
-
-
-def test_gpus_are_refused_except_one_alone() -> None:
-    with pytest.raises(InvalidArgument, match=r"Use host devices, one GPU, or torch\.nn\.SyncBatchNorm"):
-        check_batch_norm("synchronised", [True, False])
-    check_batch_norm("synchronised", [True])
 
 
 def test_what_cannot_run_at_the_same_time_is_refused_with_the_reason() -> None:

@@ -1,4 +1,4 @@
-"""Losses that carry gradients, outputs beside the loss, `Module`, checkpoints and comparisons of replicas on GPUs."""
+"""Losses that carry gradients, outputs beside the loss, `Module`, checkpoints and synchronised BatchNorm on GPUs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from gpu_cases import BOXES, expect_same, module_and_batch, plain
 from paceline.torch import DataParallel, Module
@@ -37,7 +38,7 @@ def test_forward_and_backward_apart_are_exact(fake: Any, box: str) -> None:
     module, batch = module_and_batch()
     coupled = torch.randn(24, 24, dtype=torch.float64)
 
-    def loss_fn(one: Any, items: Any) -> torch.Tensor:
+    def loss_fn(one: Any, items: Any) -> Any:
         rows = one(items[0])
         return (coupled * (rows @ rows.T)).logsumexp(1).mean()
 
@@ -67,3 +68,22 @@ def test_a_checkpoint_has_the_parameters_of_its_step(fake: Any, box: str, tmp_pa
         for name, tensor in module.state_dict().items():
             assert torch.equal(tensor, saved[name])
         assert optimizer.state[next(module.parameters())]["step"] == 2
+
+
+@pytest.mark.parametrize("box", BOXES)
+def test_batch_norm_over_all_gpus_is_that_of_one_device(fake: Any, box: str) -> None:
+    _, batch = module_and_batch()
+    module = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Tanh(), nn.Linear(10, 3)).double()
+    alone = copy.deepcopy(module)
+    with DataParallel(module, BOXES[box], batch_norm="synchronised") as trainer:
+        for _ in range(4):
+            alone.zero_grad()
+            module.zero_grad()
+            value = classify(alone, batch)
+            value.backward()
+            loss = trainer.step(classify, batch)
+            torch.testing.assert_close(loss, value.detach(), rtol=1e-12, atol=1e-12)
+            expect_same(module, [parameter.grad for parameter in alone.parameters()])
+            for ours, theirs in zip(module.buffers(), alone.buffers(), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+        assert 0 not in trainer.shares.values()

@@ -94,8 +94,8 @@ class _Meets(TorchFunctionMode):
         if not training:
             return _batch_norm(values, running_mean, running_var, weight, bias, False, momentum, eps)
         with torch.no_grad():
-            found = torch.var_mean(_wide(values), _axes(values), correction=0)
-            part = Statistics(values.numel() // values.shape[1], found[1].double(), found[0].double())
+            variance, mean = _on_host(torch.stack(torch.var_mean(_wide(values), _axes(values), correction=0)))
+            part = Statistics(values.numel() // values.shape[1], mean, variance)
             whole = self._meeting.meet(f"the forward of {self._name}", part, merged)
             # Through `data`, as PyTorch's own kernel does not count these writes as changes of the buffers.
             if running_mean is not None:
@@ -147,7 +147,7 @@ class _Normalised(torch.autograd.Function):
         sums = torch.stack([gradient.sum(axes), (gradient * normal).sum(axes)])
         found: torch.Tensor | None = None
         if of_values:
-            means = ctx.meeting.meet(ctx.topic, sums.double(), _total).to(sums) / ctx.count
+            means = ctx.meeting.meet(ctx.topic, _on_host(sums), _total).to(sums) / ctx.count
             scale = inverse if weight is None else inverse * weight
             found = gradient - _channels(means[0], values) - normal * _channels(means[1], values)
             found = found * _channels(scale, values)
@@ -156,6 +156,11 @@ class _Normalised(torch.autograd.Function):
 
 def _total(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(parts).sum(0)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """In double precision, where every device can read it. The worker of a GPU waits here for what comes before."""
+    return tensor.double().cpu()
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

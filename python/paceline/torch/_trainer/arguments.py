@@ -96,7 +96,7 @@ def check_corrections(corrections: object, policy: str, micro_batch: int | None)
         )
 
 
-def check_batch_norm(batch_norm: object, on_gpu: Sequence[bool], **options: Any) -> None:
+def check_batch_norm(batch_norm: object, **options: Any) -> None:
     """Raise if `batch_norm` is not a choice, or if devices that wait for each other cannot do what `options` say."""
     if batch_norm not in get_args(BatchNorm):
         raise InvalidArgument(f"DataParallel: batch_norm is {batch_norm!r}; it must be 'apart' or 'synchronised'.")
@@ -108,11 +108,6 @@ def check_batch_norm(batch_norm: object, on_gpu: Sequence[bool], **options: Any)
                 f"DataParallel: batch_norm='synchronised' together with {name}={value!r}. For the statistics of the batch all devices run their shares "
                 f"at the same time, each as one micro-batch. Leave {name}= out, or use batch_norm='apart'."
             )
-    if any(on_gpu) and len(on_gpu) > 1:
-        raise InvalidArgument(
-            "DataParallel: batch_norm='synchronised' on several devices with GPUs among them. Devices exchange statistics through the host's memory, "
-            "for which GPUs would have to wait in every layer. Use host devices, one GPU, or torch.nn.SyncBatchNorm with DistributedDataParallel."
-        )
 
 
 def check_trains(call: str, loss_fn: object) -> None:

@@ -139,8 +139,9 @@ class DataParallel:
     batch_norm
         What batch normalisation in training normalises over. ``"apart"``: each micro-batch by itself. ``"synchronised"``: the whole batch, as
         on one device. Each device then runs its share as one micro-batch, all at the same time, and they meet in each BatchNorm module,
-        forward and backward. Gradients and running statistics are those of the whole batch. For host devices or a single GPU, without
-        `micro_batch`, `memory`, ``corrections=True``, ``cost=`` and ``torch.compile``. Gradients of gradients are refused.
+        forward and backward. Gradients and running statistics are those of the whole batch. Several GPUs meet in the host's memory, so each
+        waits in every such module. Not together with `micro_batch`, `memory`, ``corrections=True``, ``cost=`` and ``torch.compile``. Gradients
+        of gradients are refused.
 
     Notes
     -----
@@ -210,7 +211,7 @@ class DataParallel:
                     "DataParallel: batch_norm='synchronised' together with group= or reducer=: devices meet within one process only, so each rank "
                     "would normalise over its own part of the batch. Use GroupNorm or LayerNorm, or one process."
                 )
-            check_batch_norm(batch_norm, places.on_gpu, micro_batch=micro_batch, memory=memory, corrections=corrections)
+            check_batch_norm(batch_norm, micro_batch=micro_batch, memory=memory, corrections=corrections)
             options: dict[str, Any] = {
                 "balance": policy,
                 "weights": weights,
