@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -49,7 +50,8 @@ def stop_on(*signals: signal.Signals | int) -> Iterator[StopRequest]:
     """Within the ``with`` block these signals ask for a stop instead of ending the program.
 
     A handler only sets a flag, so a step ends as usual, and the loop saves and leaves at the next look. Then the handler calls the one that
-    was there before, if that is a function of yours. At the end of the block the earlier handlers are back.
+    was there before, if that is a function of yours. At the end of the block the earlier handlers are back. Handlers that are not Python's,
+    such as those of `faulthandler.register`, are not: register them again. In a forked child the signals do what they do by default.
 
     Parameters
     ----------
@@ -78,7 +80,13 @@ def stop_on(*signals: signal.Signals | int) -> Iterator[StopRequest]:
     stop = StopRequest()
     earlier: dict[int, object] = {}
 
+    owner = os.getpid()
+
     def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a child, such as a worker of a pool, whose parent ends it by a signal
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         if stop.signal is None:
             stop.signal = number
         stop.request()

@@ -95,3 +95,13 @@ def test_a_program_saves_and_ends_with_status_0() -> None:
         print("saved")
     """
     assert output_of(program) == "saved"
+
+
+def test_a_forked_child_ends_by_the_signal_as_if_nothing_were_set() -> None:
+    with paceline.stop_on(signal.SIGTERM) as stop:
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert not stop

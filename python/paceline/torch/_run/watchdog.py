@@ -126,7 +126,7 @@ class Watchdog:
                 for line in self._queues():
                     file.write(line)
                     file.flush()
-        except OSError as error:
+        except Exception as error:  # the thread has to go on
             call.report = f"{begun}. Its state could not be written: {error}. {native}"
             self._warn(call.report)
 
@@ -174,7 +174,7 @@ class Watchdog:
 
     @staticmethod
     def _warn(message: str) -> None:
-        with contextlib.suppress(UserWarning):  # where warnings are errors; the thread has to go on
+        with contextlib.suppress(Exception):  # such as the warning itself, where warnings are errors
             warnings.warn(f"paceline {message}", UserWarning, stacklevel=1)
 
 

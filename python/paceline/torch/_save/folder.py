@@ -7,12 +7,15 @@ checksums of the other files. It is written under another name, brought to the d
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import re
 import shutil
+import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +35,22 @@ _STATE, _MANIFEST = "state.json", "manifest.json"
 def commit(root: Path, tensors: Mapping[str, Image], state: bytes, keep: int) -> Path:
     """Write a save and bring it to the disk, then remove all but the `keep` newest. Returns the folder of the save.
 
-    One process at a time may write to `root`.
+    Raises
+    ------
+    OSError
+        If the save cannot be written, or if another process writes to `root`. What cannot be removed stays, and is no error.
     """
+    with _only_writer(root):
+        return _committed(root, tensors, state, keep)
+
+
+def _committed(root: Path, tensors: Mapping[str, Image], state: bytes, keep: int) -> Path:
     for left in root.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(left)
+        shutil.rmtree(left, ignore_errors=True)
     earlier = _saves(root)
     number = 1 + (_number(earlier[-1]) if earlier else 0)
     folder = root / f"save-{number:08}"
-    unfinished = root / f"{_UNFINISHED}{folder.name}"
+    unfinished = _unfinished(folder)
     unfinished.mkdir()
     try:
         stamps = {
@@ -55,13 +66,40 @@ def commit(root: Path, tensors: Mapping[str, Image], state: bytes, keep: int) ->
         shutil.rmtree(unfinished, ignore_errors=True)  # it would keep a full disk full
         raise
     _sync_folder(root)
-    if not earlier:  # the folder of the saves may be new, too
-        with contextlib.suppress(PermissionError):
-            _sync_folder(root.parent)
+    if not earlier:  # the folder of the saves may be new, and those above it
+        for parent in root.parents:
+            with contextlib.suppress(PermissionError):
+                _sync_folder(parent)
     for old in [*earlier, folder][:-keep]:
         # Without its name it is no save any more, whenever the process ends.
-        shutil.rmtree(old.rename(root / f"{_UNFINISHED}{old.name}"))
+        with contextlib.suppress(OSError):
+            shutil.rmtree(old.rename(_unfinished(old)), ignore_errors=True)
     return folder
+
+
+@contextlib.contextmanager
+def _only_writer(root: Path) -> Iterator[None]:
+    """Hold the lock of the folder, where the file system has locks."""
+    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(
+                error.errno,
+                "another process writes to this folder, and only one may. If several ranks train together, call save_async on one of them",
+                str(root),
+            ) from None
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _unfinished(folder: Path) -> Path:
+    """A free name for the folder while it is no save."""
+    return folder.with_name(f"{_UNFINISHED}{folder.name}-{time.time_ns()}")
 
 
 def newest(root: Path) -> tuple[Path, dict[str, Any]]:
@@ -73,12 +111,18 @@ def newest(root: Path) -> tuple[Path, dict[str, Any]]:
         If there is no save.
     Error
         If all saves are damaged.
+    OSError
+        If the file system fails in another way, as for too many open files.
     """
     reasons = []
     for folder in reversed(_saves(root)):
         try:
             parts = _parts(folder)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            if isinstance(error, FileNotFoundError) and not folder.exists():
+                return newest(root)  # its writer has replaced it by a newer one
+            if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO):
+                raise  # it says nothing about the save
             reasons.append(f"{folder.name}: {error or type(error).__name__}")
             continue
         if reasons:

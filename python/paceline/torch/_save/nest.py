@@ -14,6 +14,7 @@ from paceline import InvalidArgument
 
 # JSON has no tensors, tuples and infinities, and its keys are strings. An object with one of these keys stands for what has none in JSON.
 _TENSOR, _DICT, _COUNTER, _TUPLE, _FLOAT = "$tensor", "$dict", "$counter", "$tuple", "$float"
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _RESERVED = "__metadata__"  # a safetensors file has other things under this name
 
 
@@ -60,6 +61,9 @@ class Packed:
         raise self._refused(path, f"is a {type(value).__name__}. Tensors, numbers, strings, None, lists, tuples and ")
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> dict[str, Any]:
+        # A subclass may be without memory of its own, or mean something else by its values.
+        if type(tensor) not in _PLAIN:
+            raise self._refused(path, f"is a {type(tensor).__name__}. Plain tensors and ")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
             raise self._refused(path, f"is a {tensor.device.type} tensor of layout {tensor.layout}. Dense tensors and ")
         name = ".".join(filter(None, path)) or "value"

@@ -164,7 +164,7 @@ def read(path: Path, stamp: Stamp) -> dict[str, torch.Tensor]:
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
             first, end = end, end + math.prod(shape) * dtype.itemsize
-            if entry["data_offsets"] != [first, end] or 8 + length + end > stamp.bytes:
+            if min(shape, default=0) < 0 or entry["data_offsets"] != [first, end] or 8 + length + end > stamp.bytes:
                 raise ValueError(f"{path.name} has no place for {name}")
             tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
             reader.fill(memory_of(tensors[name]))

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -158,7 +159,14 @@ class Saving:
             states = (
                 None if optimizer is None else {name: one.state_dict() for name, one in _named(optimizer, "save_async")}
             )
-            parts = {"model": self._module.state_dict(), "optimizer": states, "trainer": self._state(), "extra": extra}
+            model = self._module.state_dict()
+            parts = {
+                "model": model,
+                "versions": getattr(model, "_metadata", None),  # of the modules' own formats
+                "optimizer": states,
+                "trainer": self._state(),
+                "extra": extra,
+            }
             packed = {name: Packed(part, "save_async", name) for name, part in parts.items()}
             with_tensors = {name: part for name, part in packed.items() if part.tensors}
             images = self._staging.copied(
@@ -223,7 +231,9 @@ class Saving:
                 )
             _check_state("load", parts["trainer"])
             try:
-                self._module.load_state_dict(parts["model"])
+                model: Any = OrderedDict(parts["model"])
+                model._metadata = parts["versions"]
+                self._module.load_state_dict(model)
                 for name, one in wanted:
                     one.load_state_dict(saved[name])
             except Exception as error:
