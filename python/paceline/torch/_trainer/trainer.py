@@ -21,7 +21,8 @@ from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.execution import Execution
-from paceline.torch._run.ranks import GroupRanks, Ranks
+from paceline.torch._run.group_ranks import GroupRanks
+from paceline.torch._run.ranks import Ranks
 from paceline.torch._run.reducer import Reducer, ReducerRanks
 from paceline.torch._run.run import LossFunction
 from paceline.torch._run.watchdog import Watchdog
