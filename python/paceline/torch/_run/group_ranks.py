@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -11,9 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import DeviceLost, Error, InvalidArgument, Timeout
+from paceline._stop import stop_requested
+from paceline._words import plural
+from paceline.balance import Balancer
+from paceline.torch._batch.global_sampler import GlobalBatchSampler
 from paceline.torch._devices.failures import noted
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.gradients import DTYPES
+from paceline.torch._run.rank_shares import RankShares
 from paceline.torch._run.ranks import Header, Ranks, Whole, error_of_lost
 
 _PING = 7331  # the tag of messages that only ask whether a rank is there
@@ -48,6 +54,7 @@ class GroupRanks(Ranks):
         # Headers lie on the host if the backend takes host memory, so that nothing waits for a GPU on their behalf.
         self._place = torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else home
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self.dealt: RankShares | None = None  # set where global batches are dealt out to the ranks
         self._numbers = [dist.get_global_rank(group, rank) for rank in range(self._size)]
 
     def share(self, replicas: Replicas) -> None:
@@ -64,7 +71,69 @@ class GroupRanks(Ranks):
                 dist.broadcast(flat, self._numbers[0], group=self._group)
                 tensor.copy_(flat.view(tensor.dtype).reshape(tensor.shape))
 
+    def deal(
+        self,
+        make: Callable[[int, int], GlobalBatchSampler],
+        policy_of: Callable[[], tuple[str, list[float]]],
+        kind: int,
+        ledger: bool,
+    ) -> GlobalBatchSampler:
+        """A sampler of global batches for this rank, which `make` makes for a rank of so many.
+
+        Parameters
+        ----------
+        policy_of
+            Returns how to share a batch: a policy of `Balancer`, and its ratios. What it returns on rank 0 counts.
+        kind
+            A checksum of the devices of this rank. Ranks of equal kind count as equally fast until measured.
+        ledger
+            Whether rank 0 keeps a ledger.
+        """
+        self.dealt = None
+        names = [f"rank {number}" for number in self._numbers]
+        with self.together("batch_sampler"):
+            policy, ratios = policy_of()
+            options: dict[str, Any] = {"policy": policy, "weights": ratios or None, "ledger": ledger}
+            if ratios and len(ratios) != self._size:
+                raise InvalidArgument(
+                    f"batch_sampler: balance has {plural(len(ratios), 'ratio')} for {plural(self._size, 'rank')}. Give one for each rank of the group."
+                )
+            Balancer(names, **options)  # raises on every rank if it cannot be made
+            sampler = make(self._rank, self._size)
+            self._meet(Header(0, stop_requested(), self._code, batch=sampler.mark()))
+        with self._talking():
+            kinds = self._gather(torch.tensor([kind]))[:, 0].tolist()
+            classes = [f"kind {kinds.index(one) + 1}" for one in kinds]
+            balancer = None if self._rank else Balancer(names, device_classes=classes, **options)
+            self.dealt = RankShares(sampler, balancer)
+            with sampler.lock:
+                self._follow(self.dealt, 0)
+        return sampler
+
+    def _follow(self, dealt: RankShares, first: int) -> None:
+        """Bring the shares that rank 0 has decided on to all ranks, for global batches from `first` on."""
+        numbers = torch.tensor([dealt.plan, *dealt.shares], device=self._place)
+        dist.broadcast(numbers, self._numbers[0], group=self._group)
+        plan, *shares = numbers.tolist()
+        dealt.follow(first, plan, shares)
+
     def _exchange(self, header: Header, error: BaseException | None) -> Whole:
+        if self.dealt is None:
+            return self._exchanged_headers(header, error)[1]
+        dealt = self.dealt
+        # No batch is drawn meanwhile, also not by a thread of the caller's: each rank says how many it has drawn, and new shares hold after these.
+        with dealt.sampler.lock:
+            dealt.decide()
+            header = header._replace(batch=dealt.sampler.mark(), drawn=dealt.sampler.drawn, plan=dealt.plan)
+            headers, whole = self._exchanged_headers(header, error)
+            if header.seconds and not header.failed:
+                dealt.measured(headers)
+            if headers[0].plan != dealt.followed:
+                with self._talking():
+                    self._follow(dealt, int(max(one.drawn for one in headers)))
+        return whole
+
+    def _exchanged_headers(self, header: Header, error: BaseException | None) -> tuple[list[Header], Whole]:
         with self._talking():
             found = self._gather(torch.tensor(header, dtype=torch.float64))
             headers = [Header(*row) for row in found.tolist()]
@@ -88,7 +157,7 @@ class GroupRanks(Ranks):
             if header.seconds:
                 self.last = [{"items": int(one.items), "seconds": one.seconds} for one in headers]
         number = max(one.loss_type for one in headers)
-        return Whole(
+        return headers, Whole(
             weight=sum(one.weight for one in headers),
             loss=sum(one.loss for one in headers),
             loss_type=next((dtype for dtype, code in DTYPES.items() if code == number), torch.float32),
@@ -109,6 +178,11 @@ class GroupRanks(Ranks):
                 raise InvalidArgument(
                     f"{who} has other parameters than {other}: names, shapes, types and requires_grad have to be equal. Make the same module on all "
                     "ranks, and freeze the same parameters."
+                )
+            if one.batch != first.batch:
+                raise InvalidArgument(
+                    f"{who} has another sampler than {other}, or is at another global batch. All ranks make the same sampler, of the same size, seed and "
+                    "state, and take all of its batches in the same order."
                 )
             if one.total != first.total:
                 raise InvalidArgument(

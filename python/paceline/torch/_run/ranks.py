@@ -35,6 +35,10 @@ class Header(NamedTuple):
     loss: float = 0  # the weighted sum of the items' losses
     loss_type: float = -1  # its number in DTYPES
     seconds: float = 0  # of the rank's own work
+    between: float = -1  # seconds of its own from the last exchange of gradients to this call; negative if unknown
+    batch: float = 0  # a checksum of the sampler and of the global batch
+    drawn: float = 0  # how many global batches the rank has drawn
+    plan: float = 0  # the number of the newest plan of shares; that of rank 0 counts
 
 
 class Whole(NamedTuple):
@@ -65,6 +69,7 @@ class Ranks:
         self._call = ""
         self._exchanged = True  # whether the ranks have exchanged headers in this call
         self._began = 0.0
+        self._ended: float | None = None  # when the ranks had last exchanged gradients, unless a call has failed since
         self._checksum: tuple[int, int] = (
             -1,
             0,
@@ -85,6 +90,7 @@ class Ranks:
             if not self._exchanged:  # a call without gradients
                 self._meet(Header(0, stop_requested(), self._code))
         except BaseException as error:
+            self._ended = None
             if not self._exchanged:
                 with contextlib.suppress(Error):  # of a rank that is gone; the error at hand says more
                     self._meet(Header(1, stop_requested(), self._code), error)
@@ -121,6 +127,7 @@ class Ranks:
                 loss=0 if loss is None else float(loss) * objective.divisor,
                 loss_type=-1 if loss is None else DTYPES.get(loss.dtype, 0),
                 seconds=time.perf_counter() - self._began,
+                between=-1 if self._ended is None else self._began - self._ended,
             )
         )
         divisor = objective.total or whole.weight
@@ -143,6 +150,7 @@ class Ranks:
                 "frozen?)."
             )
         self._agree()
+        self._ended = time.perf_counter()
         found = layout.gradients(buckets)
         value = torch.tensor(whole.loss / divisor, dtype=whole.loss_type, device=self._home)
         return value, [found.get(index) for index in range(len(gradients))]

@@ -42,6 +42,7 @@ from paceline.torch._trainer.arguments import (
     policy_of,
     watchdog_folder,
 )
+from paceline.torch._trainer.data import Data
 from paceline.torch._trainer.host_workers import HostWorkers
 from paceline.torch._trainer.lifetime import Lifetime
 from paceline.torch._trainer.optimizer import spread
@@ -244,10 +245,13 @@ class DataParallel:
         self._trials = Trials(works, execution, lifetime, self._training)
         self._verification = Verification(works, execution, lifetime, self._training, verify_every)
         self._reports = Reports(module, works, execution, lifetime, self._gaps)
-        self._saving = Saving(module, execution, lifetime)
+        self._data = Data(execution, lifetime, local)
+        self._saving = Saving(module, execution, lifetime, self._data)
         self._alarms = Alarms(self._reports.report, works, local.devices)
 
     batch = carried_out_by("_training", Training.batch)
+    batch_sampler = carried_out_by("_data", Data.batch_sampler)
+    rank_ledger = carried_out_by("_data", Data.rank_ledger)
     predict = carried_out_by("_predictions", Predictions.predict)
     replay_claims = carried_out_by("_training", Training.replay_claims)
     check = carried_out_by("_trials", Trials.check)
