@@ -131,7 +131,8 @@ class DataParallel:
         differ. Nothing is committed then. None: never.
     group
         The processes that train the module together, such as ``torch.distributed.group.WORLD``: one process for each machine, which is one
-        rank and owns all `devices`. Each rank passes its own part of the batch, of any size, or None if it has none left. The objective and
+        rank and owns all `devices`. Each rank passes its own part of the batch, of any size, or None if it has none left; `batch_sampler` makes
+        parts by how fast ranks are. The objective and
         its gradients are those of the whole batch, on every rank. All ranks call `step`, `loss` and `batch` in the same order. At the start
         all ranks get the parameters and buffers of rank 0. ``"alone"``: there are no other processes.
     reducer
