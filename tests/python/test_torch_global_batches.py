@@ -205,14 +205,17 @@ def part_of_an_epoch(rank: int, state: bytes | None, steps: int, fails: bool) ->
     with trainer_of(module) as trainer:
         if state is not None:
             trainer.load_state_dict(torch.load(io.BytesIO(state), weights_only=True)["trainer"])
-        sampler = trainer.batch_sampler(ITEMS, BATCH, seed=3 if state is None else 99)
-        loader = loader_of(sampler, 1)
+        if state is None:
+            sampler = trainer.batch_sampler(ITEMS, BATCH, seed=3, balance=[1.0, 0.0])
+        else:
+            sampler = trainer.batch_sampler(ITEMS, BATCH)
+        loader = loader_of(sampler, 1 if rank == 0 else 0)
         for batch in itertools.islice(sampler.batches(loader), steps):
             done.append(stepped(trainer, batch))
         if fails:  # a batch that was handed out, but not trained on
-            for _ in sampler.batches(loader):
-                with pytest.raises(KeyError if rank else Error):
-                    trainer.step(failing if rank else loss_of, batch)
+            for batch in sampler.batches(loader):
+                with pytest.raises(Error if rank else KeyError):
+                    trainer.step(failing, batch)
                 break
         file = io.BytesIO()
         torch.save({"trainer": trainer.state_dict()}, file)
