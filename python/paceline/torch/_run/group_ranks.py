@@ -123,8 +123,9 @@ class GroupRanks(Ranks):
         dealt = self.dealt
         # No batch is drawn meanwhile, also not by a thread of the caller's: each rank says how many it has drawn, and new shares hold after these.
         with dealt.sampler.lock:
-            dealt.decide()
-            header = header._replace(batch=dealt.sampler.mark(), drawn=dealt.sampler.drawn, plan=dealt.plan)
+            with self._talking():  # an interrupt in here leaves the other ranks waiting
+                dealt.decide()
+                header = header._replace(batch=dealt.sampler.mark(), drawn=dealt.sampler.drawn, plan=dealt.plan)
             headers, whole = self._exchanged_headers(header, error)
             if header.seconds and not header.failed:
                 dealt.measured(headers)
