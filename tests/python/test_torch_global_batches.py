@@ -219,7 +219,7 @@ def part_of_an_epoch(rank: int, state: bytes | None, steps: int, fails: bool) ->
                 break
         file = io.BytesIO()
         torch.save({"trainer": trainer.state_dict()}, file)
-        return done, file.getvalue(), trainer.state_dict()["sampler"]
+        return done, file.getvalue(), trainer.state_dict()
 
 
 def failing(module: Any, batch: Any) -> Any:
@@ -235,10 +235,11 @@ def test_a_resumed_run_goes_on_with_the_very_next_global_batch_on_any_number_of_
 ) -> None:
     wanted = one_device(18)[0]
     first = processes.results(2, tmp_path / "two", part_of_an_epoch, None, 4, True)
-    assert [state["position"] for _, _, state in first] == [4, 4], "the batch that failed would be lost"
+    assert [state["sampler"]["position"] for _, _, state in first] == [4, 4], "the batch that failed would be lost"
     second = processes.results(3, tmp_path / "three", part_of_an_epoch, first[0][1], 99, False)
     assert joined(first) + joined(second) == wanted[:9]
-    assert second[0][2]["epoch"] == 1
+    assert [state["steps"] for _, _, state in first] == [4, 4], "a rank without items has done the steps, too"
+    assert second[0][2]["sampler"]["epoch"] == 1
     with DataParallel(classifier(1)[0], hosts(1)) as trainer:  # without a group
         sampler = trainer.batch_sampler(ITEMS, BATCH)
         trainer.load_state_dict(torch.load(io.BytesIO(second[0][1]), weights_only=True)["trainer"])

@@ -345,6 +345,7 @@ class Execution:
                     user.restore()
                 raise
         self.items, self.extras = [0] * len(self._names), None
+        self.steps += 1
         if self.sampler is not None:
             self.sampler.trained()
         return loss, totals
