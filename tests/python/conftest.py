@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,3 +21,19 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
             f"{package} {metadata.version(package)} from {spec.origin}" if spec else f"{package}: not installed"
         )
     return lines
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Any]:
+    """Processes that are the ranks of a group, which start when they are needed."""
+    from rank_processes import Processes  # imports torch
+
+    found = Processes()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def on_ranks(processes: Any, tmp_path: Path) -> Callable[..., list[Any]]:
+    """A function that runs another function on so many ranks, and returns what they return."""
+    return lambda size, call, *given: processes.results(size, tmp_path / "store", call, *given)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import os
-import pickle
 import signal
-import traceback
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +19,7 @@ from paceline import DeviceLost, Error, InvalidArgument, Timeout
 from paceline.torch import DataParallel
 from paceline.torch._run.gradients import UserGradients
 from paceline.torch._trainer.arguments import named_devices
+from rank_processes import DEAD, Processes
 from torch_support import (
     assert_same_gradients,
     classifier,
@@ -36,89 +33,6 @@ from torch_support import (
 )
 
 SIZES = [[14, 6], [9, 0, 8], [0, 12, 5]]
-
-
-DEAD = "dead"
-# Processes are forked from a server that has imported torch already, which takes seconds.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "paceline.torch", "pytest"])
-
-
-def serve(pipe: Any) -> None:
-    """What a process does: it takes the part of a rank in one test after another."""
-    torch.set_num_threads(1)
-    while True:
-        rank, size, store, seconds, call, given = pipe.recv()
-        result: Any
-        try:
-            dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
-            )
-            result = call(rank, *given), None
-        except Exception:
-            result = None, traceback.format_exc()
-        pipe.send_bytes(pickle.dumps(result))
-        pipe.recv()  # a rank that leaves closes its connections, and the others may not have their errors yet
-        dist.destroy_process_group()
-
-
-class Processes:
-    """Processes that wait for what to do."""
-
-    def __init__(self) -> None:
-        self._alive: list[tuple[Any, Any]] = []
-
-    def results(self, size: int, store: Path, call: Callable[..., Any], *given: Any, seconds: float = 40) -> list[Any]:
-        """What ``call(rank, *given)`` returns on each rank of a new group, or `DEAD`."""
-        while len(self._alive) < size:
-            ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=serve, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            self._alive.append((process, ours))
-        ranks = self._alive[:size]
-        for rank, (_, pipe) in enumerate(ranks):
-            pipe.send((rank, size, str(store), seconds, call, given))
-        answers = [self._answer(*entry) for entry in ranks]
-        for (process, pipe), answer in zip(ranks, answers, strict=True):
-            if answer is DEAD:
-                self._alive.remove((process, pipe))
-            else:
-                pipe.send(None)
-        errors = [
-            f"rank {rank}: {answer[1]}" for rank, answer in enumerate(answers) if answer is not DEAD and answer[1]
-        ]
-        assert not errors, "\n".join(errors)
-        return [DEAD if answer is DEAD else answer[0] for answer in answers]
-
-    def _answer(self, process: Any, pipe: Any) -> Any:
-        if not pipe.poll(50):
-            process.kill()
-            pytest.fail("a rank does not answer")
-        try:
-            return pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            return DEAD
-
-    def close(self) -> None:
-        for process, _ in self._alive:
-            process.kill()
-            process.join()
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    found = Processes()
-    yield found
-    found.close()
-
-
-@pytest.fixture
-def on_ranks(processes: Processes, tmp_path: Path) -> Callable[..., list[Any]]:
-    """A function that runs another function on so many ranks, and returns what they return."""
-    return lambda size, call, *given: processes.results(size, tmp_path / "store", call, *given)
-
-
 Run = Callable[..., list[Any]]
 
 

@@ -13,6 +13,7 @@ Rival = Literal[
     "threads",
     "jax",
     "paceline",
+    "ranks",
     "ratio",
     "alone",
     "together",

@@ -1,14 +1,30 @@
-"""The ranks of DistributedDataParallel over gloo, one process each."""
+"""The ranks of a process group over gloo, one process each: of DistributedDataParallel, and of paceline."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 
+import torch
 from torch import distributed, nn
+from torch.utils.data import Dataset
 
 from race.job import Job
 
 _kept: list[nn.Module] = []
+
+
+class InMemory(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Items in memory, which a loader fetches in one piece, because loading data is not part of this race."""
+
+    def __init__(self, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        self._data = inputs, labels
+
+    def __len__(self) -> int:
+        return len(self._data[1])
+
+    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, ...]:
+        chosen = torch.tensor(indices)
+        return tuple(tensor[chosen] for tensor in self._data)
 
 
 def meet(job: Job) -> None:

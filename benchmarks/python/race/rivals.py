@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import distributed, nn
+from torch.utils.data import DataLoader
 
 from race import model, ranks
 from race.figures import median_interval
@@ -26,9 +27,15 @@ Step = Callable[[Any], float]
 class Variant:
     """A training loop, step by step, on an endless series of batches."""
 
-    def __init__(self, step: Step, job: Job, prepare: Callable[[model.Pair], Any] = lambda batch: batch) -> None:
+    def __init__(
+        self,
+        step: Step,
+        job: Job,
+        prepare: Callable[[model.Pair], Any] = lambda batch: batch,
+        batches: Iterator[Any] | None = None,
+    ) -> None:
         self._step = step
-        self._batches: Iterator[Any] = itertools.cycle(map(prepare, model.batches(job.folder, job.batch)))
+        self._batches = batches or itertools.cycle(map(prepare, model.batches(job.folder, job.batch)))
         losses = [self._step(next(self._batches)) for _ in range(job.warm_up)]
         self.checked_loss = losses[CHECKED_STEPS - 1]
 
@@ -122,6 +129,27 @@ def paceline(job: Job) -> Answer:
         return blocks, [variant.checked_loss for variant in variants.values()]
 
 
+def in_ranks(job: Job) -> Answer:
+    """A rank of a trainer over several processes, which has one device and loads its own part of each batch."""
+    from paceline.torch import DataParallel
+
+    torch.set_num_threads(1)
+    ranks.meet(job)
+    pairs = model.batches(job.folder, job.batch)
+    data = ranks.InMemory(torch.cat([inputs for inputs, _ in pairs]), torch.cat([labels for _, labels in pairs]))
+    trainer = DataParallel(model.network(job.network), group=distributed.group.WORLD)
+    sampler = trainer.batch_sampler(len(data), job.batch, shuffle=False)
+    loader = DataLoader(data, batch_sampler=sampler, collate_fn=tuple)
+
+    def batches() -> Iterator[Any]:
+        while True:
+            yield from sampler.batches(loader)
+
+    variant = Variant(paceline_step(trainer), job, batches=batches())
+    distributed.barrier()
+    return {"ranks": [variant.run(job.steps)]}, [variant.checked_loss]
+
+
 def paceline_step(trainer: DataParallel) -> Step:
     optimizer = model.optimizer(trainer.module)
 
@@ -169,5 +197,6 @@ RIVALS: dict[str, Callable[[Job], Answer]] = {
     "alone": alone,
     "together": together,
     "paceline": paceline,
+    "ranks": in_ranks,
     "ratio": paceline,
 }

@@ -53,7 +53,7 @@ def load(rival: Rival) -> tuple[Measure, dict[str, Any]]:
         from race import rivals
 
         measure = rivals.RIVALS[rival]
-        ours = measure is rivals.paceline
+        ours = measure in (rivals.paceline, rivals.in_ranks)
     if ours:
         import paceline.torch  # noqa: F401
     return measure, versions

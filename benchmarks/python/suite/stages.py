@@ -35,6 +35,7 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
     race = (*tried, "--batch", "16,64") if quick else _RACE
     malloc = (*tried, "--batch", "64") if quick else ("--time-limit", "150")
     text = ("--steps", "2", "--rounds", "1", "--batch", "32") if quick else ("--rounds", "3")
+    ranks = ("--steps", "2", "--rounds", "1", "--batch", "64", "--warm-up", "4") if quick else ()
     straggler = ("--steps", "12", "--batch", "64", "--onsets", "2") if quick else ()
     no_gpu = "" if gpu else "PyTorch sees no GPU"
     short = ("--short",) if quick else ()
@@ -52,6 +53,8 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
         _script("race_ddp", "--network", "transformer", *race, limit=1200),
         _script("race_ddp", "--network", "transformer", "--busy", *race, limit=1200),
         _script("race_ddp", "--busy", "--malloc", *malloc, limit=600),
+        _script("race_ranks", *ranks, limit=600),
+        _script("race_ranks", "--busy", *ranks, limit=600),
         _script("race_text", *text, limit=900),
         _script("race_text", "--busy", *text, limit=900),
         _script("all_reduce", *reduce, limit=900),

@@ -8,6 +8,7 @@ try:
 except ImportError as error:
     raise ImportError("paceline.torch needs PyTorch, which is not installed: pip install 'paceline[torch]'") from error
 
+from paceline.torch._batch.global_sampler import GlobalBatchSampler
 from paceline.torch._batch.sampler import BalancedBatchSampler
 from paceline.torch._check.agreement import ReplicaReport
 from paceline.torch._check.report import Cause, CheckReport, SplitResult
@@ -27,6 +28,7 @@ __all__ = [
     "CheckReport",
     "DataParallel",
     "GlobalBatch",
+    "GlobalBatchSampler",
     "MicroBatch",
     "Module",
     "PendingSave",

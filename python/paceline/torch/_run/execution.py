@@ -14,6 +14,7 @@ from paceline import DeviceGroup, Error, InvalidArgument, OutOfMemory
 from paceline._core.engine import StepLoop
 from paceline.torch._batch.batch import Batch, concatenate
 from paceline.torch._batch.edits import Edits
+from paceline.torch._batch.global_sampler import GlobalBatchSampler
 from paceline.torch._batch.items import Items
 from paceline.torch._batch.objective import Objective
 from paceline.torch._devices import forward_ad
@@ -103,6 +104,7 @@ class Execution:
         self.watchdog: Watchdog | None = None
         self.faults: Callable[[int], Around] | None = None  # what to inject into a call with this number, for tests
         self.ranks: Ranks | None = None  # the other processes that train the module
+        self.sampler: GlobalBatchSampler | None = None  # the trainer's own; it is told what was trained on
         self.module = module
         self._names = places.names
         self.places = places
@@ -343,6 +345,9 @@ class Execution:
                     user.restore()
                 raise
         self.items, self.extras = [0] * len(self._names), None
+        self.steps += 1
+        if self.sampler is not None:
+            self.sampler.trained()
         return loss, totals
 
     def together(self, call: str) -> contextlib.AbstractContextManager[None]:
@@ -511,6 +516,8 @@ class Execution:
             self.committed = outcome
             self.items = outcome.items
             self.steps += 1
+            if self.sampler is not None:
+                self.sampler.trained()
 
     def _commit_buffers(self, outcome: Any) -> None:
         if not self.replicas.shared:

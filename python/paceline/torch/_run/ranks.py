@@ -6,28 +6,19 @@ import contextlib
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from paceline import DeviceLost, Error, InvalidArgument, Timeout
+from paceline import DeviceLost, Error, InvalidArgument
 from paceline._stop import stop_requested
 from paceline.torch._batch.objective import Objective
-from paceline.torch._devices.failures import noted
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.buckets import Layout
 from paceline.torch._run.gradients import DTYPES
 
 Gradients = list[torch.Tensor | None]
-
-_PING = 7331  # the tag of messages that only ask whether a rank is there
-_PATIENCE = timedelta(
-    seconds=5
-)  # how long to wait for an answer; other ranks notice the failure at about the same time
-_TEXT_BYTES = 400  # of an error's text that the other ranks get to know
 
 
 class Header(NamedTuple):
@@ -44,6 +35,10 @@ class Header(NamedTuple):
     loss: float = 0  # the weighted sum of the items' losses
     loss_type: float = -1  # its number in DTYPES
     seconds: float = 0  # of the rank's own work
+    between: float = -1  # seconds of its own from the last exchange of gradients to this call; negative if unknown
+    batch: float = 0  # a checksum of the sampler and of the global batch
+    drawn: float = 0  # how many global batches the rank has drawn
+    plan: float = 0  # the number of the newest plan of shares; that of rank 0 counts
 
 
 class Whole(NamedTuple):
@@ -74,6 +69,7 @@ class Ranks:
         self._call = ""
         self._exchanged = True  # whether the ranks have exchanged headers in this call
         self._began = 0.0
+        self._ended: float | None = None  # when the ranks had last exchanged gradients, unless a call has failed since
         self._checksum: tuple[int, int] = (
             -1,
             0,
@@ -87,13 +83,14 @@ class Ranks:
     def together(self, call: str) -> Iterator[None]:
         """One call that all ranks make. If it fails here, the other ranks are told; if it fails elsewhere, it raises here."""
         if self._broken:
-            raise _lost(DeviceLost, f"{call}: {self._broken}", self._gone)
+            raise error_of_lost(DeviceLost, f"{call}: {self._broken}", self._gone)
         self._call, self._exchanged, self._began = call, False, time.perf_counter()
         try:
             yield
             if not self._exchanged:  # a call without gradients
                 self._meet(Header(0, stop_requested(), self._code))
         except BaseException as error:
+            self._ended = None
             if not self._exchanged:
                 with contextlib.suppress(Error):  # of a rank that is gone; the error at hand says more
                     self._meet(Header(1, stop_requested(), self._code), error)
@@ -130,6 +127,7 @@ class Ranks:
                 loss=0 if loss is None else float(loss) * objective.divisor,
                 loss_type=-1 if loss is None else DTYPES.get(loss.dtype, 0),
                 seconds=time.perf_counter() - self._began,
+                between=-1 if self._ended is None else self._began - self._ended,
             )
         )
         divisor = objective.total or whole.weight
@@ -152,6 +150,7 @@ class Ranks:
                 "frozen?)."
             )
         self._agree()
+        self._ended = time.perf_counter()
         found = layout.gradients(buckets)
         value = torch.tensor(whole.loss / divisor, dtype=whole.loss_type, device=self._home)
         return value, [found.get(index) for index in range(len(gradients))]
@@ -219,157 +218,7 @@ class Ranks:
         return zlib.crc32(bytes(one.requires_grad for one in replicas.parameters), self._checksum[1])
 
 
-class GroupRanks(Ranks):
-    """The ranks of a process group.
-
-    Parameters
-    ----------
-    group
-        The process group. Its backend has to move memory of `home`.
-    module
-        The trainer's module.
-    home
-        Where the parameters are.
-
-    Raises
-    ------
-    InvalidArgument
-        If `group` or `module` cannot be used.
-    """
-
-    def __init__(self, group: Any, module: nn.Module, home: torch.device) -> None:
-        super().__init__(module, home)
-        _check_group(group, home)
-        self._group = group
-        # Headers lie on the host if the backend takes host memory, so that nothing waits for a GPU on their behalf.
-        self._place = torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else home
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._numbers = [dist.get_global_rank(group, rank) for rank in range(self._size)]
-
-    def share(self, replicas: Replicas) -> None:
-        """Give all ranks the parameters and buffers of rank 0, as DistributedDataParallel does."""
-        buffers = [buffer for part in replicas.modules for buffer in part._buffers.values() if buffer is not None]
-        with self.together("DataParallel"):
-            text = repr([(tuple(buffer.shape), str(buffer.dtype)) for buffer in buffers])
-            self._meet(Header(0, 0, self._code, zlib.crc32(text.encode(), self._layout_of(replicas))))
-        with self._talking(), torch.no_grad():
-            for tensor in [*replicas.parameters, *buffers]:
-                there = tensor.detach() if self._place.type == "cpu" else tensor.detach().to(self._home)
-                # As bytes, since backends do not know all types.
-                flat = there.contiguous().reshape(-1).view(torch.uint8)
-                dist.broadcast(flat, self._numbers[0], group=self._group)
-                tensor.copy_(flat.view(tensor.dtype).reshape(tensor.shape))
-
-    def _exchange(self, header: Header, error: BaseException | None) -> Whole:
-        with self._talking():
-            found = self._gather(torch.tensor(header, dtype=torch.float64))
-            headers = [Header(*row) for row in found.tolist()]
-            self.stop = any(one.stop for one in headers)
-            failed = [rank for rank, one in enumerate(headers) if one.failed]
-            texts = self._texts(error) if failed else []
-        others = [rank for rank in failed if rank != self._rank]
-        what = "; ".join(f"rank {self._numbers[rank]}: {texts[rank]}" for rank in others)
-        if error is not None:
-            noted(
-                error,
-                f"raised on rank {self._numbers[self._rank]}; no rank has committed anything{'; ' * bool(what)}{what}",
-            )
-        elif failed:
-            raise Error(
-                f"{self._call}: {'ranks' if len(others) > 1 else 'a rank'} failed, so no rank has committed anything, and .grad is as before. "
-                f"{what}. That process has the whole traceback."
-            )
-        else:
-            self._check(headers)
-            if header.seconds:
-                self.last = [{"items": int(one.items), "seconds": one.seconds} for one in headers]
-        number = max(one.loss_type for one in headers)
-        return Whole(
-            weight=sum(one.weight for one in headers),
-            loss=sum(one.loss for one in headers),
-            loss_type=next((dtype for dtype, code in DTYPES.items() if code == number), torch.float32),
-            same_gradients=all(one.present == headers[0].present for one in headers),
-        )
-
-    def _check(self, headers: list[Header]) -> None:
-        """Raise, on every rank, if ranks differ in what has to be equal."""
-        first = headers[0]
-        for rank, one in enumerate(headers):
-            who, other = f"{self._call}: rank {self._numbers[rank]}", f"rank {self._numbers[0]}"
-            if one.call != first.call:
-                raise InvalidArgument(
-                    f"{who} has called something else than {other}. All ranks of a group make the same calls of the trainer in the same order, also "
-                    "where a rank has no items left: batch=None."
-                )
-            if one.layout != first.layout:
-                raise InvalidArgument(
-                    f"{who} has other parameters than {other}: names, shapes, types and requires_grad have to be equal. Make the same module on all "
-                    "ranks, and freeze the same parameters."
-                )
-            if one.total != first.total:
-                raise InvalidArgument(
-                    f"{who} has total={one.total or None}, {other} has total={first.total or None}. It is the denominator over all ranks, so give "
-                    "all the same number, or leave it out."
-                )
-
-    def _union(self, present: list[bool]) -> list[bool]:
-        found: list[bool] = self._gather(torch.tensor(present, dtype=torch.uint8)).any(0).tolist()
-        return found
-
-    def _add(self, bucket: torch.Tensor) -> None:
-        dist.all_reduce(bucket, group=self._group)
-
-    def _gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """The tensors of all ranks, one per row, on the host."""
-        mine = mine.to(self._place)
-        found = [torch.empty_like(mine) for _ in range(self._size)]
-        dist.all_gather(found, mine, group=self._group)
-        return torch.stack(found).cpu()
-
-    def _texts(self, error: BaseException | None) -> list[str]:
-        """What each rank says of its error."""
-        text = "" if error is None else f"{type(error).__name__}: {error}"
-        cut = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
-        rows = self._gather(torch.frombuffer(bytearray(cut), dtype=torch.uint8))
-        return [bytes(row.tolist()).decode(errors="ignore").strip() for row in rows]
-
-    def _lost(self, error: RuntimeError) -> Error:
-        reason = str(error).strip().splitlines()[0]
-        late = "timed out" in reason.lower() or "timeout" in reason.lower()
-        gone = self._unreachable()
-        self._gone = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else None
-        self._broken = (
-            f"{self._gone or 'another rank'} {'did not answer in time' if late else 'is gone'} ({reason}). The step that noticed it has committed "
-            "nothing, and left .grad as before. The process group is of no further use: save what you need, end all ranks and start them anew."
-        )
-        return _lost(Timeout if late else DeviceLost, f"{self._call}: {self._broken}", self._gone)
-
-    def _unreachable(self) -> list[int]:
-        """The ranks that cannot be reached after an exchange has failed, as far as that can be told: the error says it of none."""
-        others = [number for rank, number in enumerate(self._numbers) if rank != self._rank]
-        if len(others) == 1:
-            return others
-        if self._place.type != "cpu":  # NCCL would wait
-            return []
-        closed: list[int] = []
-        asked: list[tuple[int, Any, Any]] = []
-        for number in others:
-            try:  # this raises at once where the connection is closed; the other ranks ask in the same way
-                sent = dist.isend(torch.zeros(1), number, group=self._group, tag=_PING)
-                asked.append((number, sent, dist.irecv(torch.zeros(1), number, group=self._group, tag=_PING)))
-            except RuntimeError:
-                closed.append(number)
-        silent = []
-        for number, *works in asked:
-            try:
-                for work in works:
-                    work.wait(_PATIENCE)
-            except RuntimeError:
-                silent.append(number)
-        return closed or silent
-
-
-def _lost(kind: type[Error], message: str, ranks: str | None) -> Error:
+def error_of_lost(kind: type[Error], message: str, ranks: str | None) -> Error:
     """An error that names the ranks in place of a device."""
     error = kind(message)
     error.device = ranks
@@ -377,34 +226,6 @@ def _lost(kind: type[Error], message: str, ranks: str | None) -> Error:
 
 
 _FROZEN = torch.empty(0)  # takes the place of a parameter that no rank has a gradient of
-
-
-def _check_group(group: Any, home: torch.device) -> None:
-    """Raise for what is no process group, and for one that cannot carry the gradients."""
-    if not dist.is_available():
-        raise InvalidArgument(
-            "DataParallel: group= needs torch.distributed, which this build of PyTorch does not have."
-        )
-    if group is None:
-        raise InvalidArgument(
-            "DataParallel: group is None, as dist.group.WORLD is before torch.distributed.init_process_group(). Call that first. To train "
-            "on this machine alone leave group= out."
-        )
-    if not isinstance(group, dist.ProcessGroup):
-        raise InvalidArgument(
-            f"DataParallel: group is {group!r}; a torch.distributed.ProcessGroup is needed: dist.group.WORLD, or what new_group() returns on a member."
-        )
-    config = dist.get_backend_config(group)
-    if f"{home.type}:" not in config:
-        raise InvalidArgument(
-            f"DataParallel: the module is on {home}, and the group's backends are {config}, none for {home.type} memory. Use "
-            f"init_process_group('{'gloo' if home.type == 'cpu' else 'cpu:gloo,cuda:nccl'}')."
-        )
-    bound = getattr(group, "bound_device_id", None)
-    if home.type == "cuda" and bound is not None and bound != home:
-        raise InvalidArgument(
-            f"DataParallel: the group is bound to {bound}, and the module is on {home}. Give init_process_group the module's GPU: device_id={home}."
-        )
 
 
 def _check_module(module: nn.Module) -> None:

@@ -72,13 +72,13 @@ def named_devices(devices: str | Sequence[str | Device | torch.device], module: 
     return sorted(gpus, key=lambda gpu: gpu.index != parameter.device.index)
 
 
-def policy_of(balance: Balance) -> tuple[str, list[float]]:
+def policy_of(balance: Balance, call: str = "DataParallel", unit: str = "device") -> tuple[str, list[float]]:
     """The name of the policy, and its ratios if it has any."""
     if isinstance(balance, str) and balance in ("auto", "even"):
         return balance, []
     if isinstance(balance, str) or not isinstance(balance, Sequence) or not all(map(is_number, balance)):
         raise InvalidArgument(
-            f"DataParallel: balance is {balance!r}; it must be 'auto', 'even' or a list with one ratio per device."
+            f"{call}: balance is {balance!r}; it must be 'auto', 'even' or a list with one ratio per {unit}."
         )
     return "weighted", [float(ratio) for ratio in balance]
 

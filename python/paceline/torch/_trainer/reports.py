@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 import torch
 from torch import nn
 
-from paceline.balance import WhatIfAnswer
+from paceline.balance import Balancer, WhatIfAnswer
 from paceline.torch._run.alone import Measured
 from paceline.torch._run.execution import Execution, Workload
+from paceline.torch._run.group_ranks import GroupRanks
 from paceline.torch._trainer.exports import Collector, scalars_of
 from paceline.torch._trainer.lifetime import Lifetime
 from paceline.torch._trainer.step_gaps import StepGaps
@@ -67,6 +68,9 @@ class Reports:
 
             ``ranks``, with `group`: for each rank ``items`` and ``seconds`` of its own part of the last step. All else is about this process.
 
+            ``rank_shares``, on rank 0 after `batch_sampler`: how global batches are dealt out to the ranks, as `paceline.balance.Balancer.report` says
+            it. Here ``devices`` are ranks.
+
             ``out_of_memory``: how often a step ran again in smaller pieces because memory had run out.
 
             ``sizes``: for each device the sizes of micro-batches that ever ran, in items.
@@ -91,6 +95,9 @@ class Reports:
             device["retired"] = index in self._works.retired
         if self._execution.ranks is not None and self._execution.ranks.last:
             figures["ranks"] = list(self._execution.ranks.last)
+        dealt = self._dealt
+        if dealt is not None:
+            figures["rank_shares"] = dealt.report()
         return {
             **figures,
             "out_of_memory": self._execution.out_of_memory,
@@ -98,6 +105,12 @@ class Reports:
             "memory": self._memory(),
             "runs": runs,
         }
+
+    @property
+    def _dealt(self) -> Balancer | None:
+        """What decides on the shares of ranks, in this process."""
+        ranks = self._execution.ranks
+        return ranks.dealt.balancer if isinstance(ranks, GroupRanks) and ranks.dealt is not None else None
 
     def _memory(self) -> dict[str, dict[str, float]]:
         """What steps know of each device with a limit, and of each GPU the peak of the pool."""
@@ -241,6 +254,8 @@ class Reports:
         texts[0] += self._execution.places.explain() + self._execution.explain()
         if not any(self._execution.places.on_gpu):
             texts[0] += self._gaps.explain()
+        if self._dealt is not None:
+            texts.append(f"ranks: {self._dealt.explain()}")
         return "\n".join(texts)
 
     def what_if(

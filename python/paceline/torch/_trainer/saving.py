@@ -23,6 +23,7 @@ from paceline.torch._save.folder import commit, newest
 from paceline.torch._save.nest import Packed
 from paceline.torch._save.tensor_file import Staging
 from paceline.torch._trainer.arguments import is_whole
+from paceline.torch._trainer.data import Data
 from paceline.torch._trainer.lifetime import Lifetime
 
 _VERSION = 1
@@ -41,11 +42,12 @@ class Stateful(Protocol):
 class Saving:
     """Saves training runs and goes on with them, on any devices."""
 
-    def __init__(self, module: nn.Module, execution: Execution, lifetime: Lifetime) -> None:
+    def __init__(self, module: nn.Module, execution: Execution, lifetime: Lifetime, data: Data) -> None:
         self._module = module
         self._execution = execution
         self._places = execution.places
         self._lifetime = lifetime
+        self._data = data
         self._staging = Staging()
 
     def state_dict(self) -> dict[str, Any]:
@@ -56,7 +58,7 @@ class Saving:
         dict
             ``version``; ``steps``: how many steps (and runs of `batch`) were done, in all processes; ``random``: the states of the random
             generators, for the caller's host generator under ``"host"`` and for GPUs under their UUIDs. Host devices draw what the caller's
-            generator decides. Only numbers, strings, dictionaries and host tensors, so ``torch.load(..., weights_only=True)`` reads it.
+            generator decides. ``sampler``, after `batch_sampler`: the ``state_dict()`` of the sampler. Only numbers, strings, dictionaries and host tensors, so ``torch.load(..., weights_only=True)`` reads it.
             The states of Python's and NumPy's generators, which a trainer does not use, are not in it. Nor are the devices' speeds: they
             are measured anew.
 
@@ -95,6 +97,7 @@ class Saving:
         """
         with self._lifetime.between_steps("load_state_dict"):
             _check_state("load_state_dict", state_dict)
+            self._data.check(state_dict)
             self._load_state(state_dict)
 
     def save_async(
@@ -230,6 +233,7 @@ class Saving:
                     "dictionary with the same names, or None to leave them out."
                 )
             _check_state("load", parts["trainer"])
+            self._data.check(parts["trainer"])
             try:
                 model: Any = OrderedDict(parts["model"])
                 model._metadata = parts["versions"]
@@ -245,9 +249,10 @@ class Saving:
     def _state(self) -> dict[str, Any]:
         generators = self._places.named_generators()
         random = {name: generator.get_state() for name, generator in generators.items()}
-        return {"version": _VERSION, "steps": self._execution.steps, "random": random}
+        return {"version": _VERSION, "steps": self._execution.steps, "random": random, **self._data.state()}
 
     def _load_state(self, state: dict[str, Any]) -> None:
+        self._data.load(state)
         restore_random(self._places.named_generators(), state["random"])
         self._execution.steps = state["steps"]
 

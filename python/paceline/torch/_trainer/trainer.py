@@ -21,7 +21,8 @@ from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.execution import Execution
-from paceline.torch._run.ranks import GroupRanks, Ranks
+from paceline.torch._run.group_ranks import GroupRanks
+from paceline.torch._run.ranks import Ranks
 from paceline.torch._run.reducer import Reducer, ReducerRanks
 from paceline.torch._run.run import LossFunction
 from paceline.torch._run.watchdog import Watchdog
@@ -41,6 +42,7 @@ from paceline.torch._trainer.arguments import (
     policy_of,
     watchdog_folder,
 )
+from paceline.torch._trainer.data import Data
 from paceline.torch._trainer.host_workers import HostWorkers
 from paceline.torch._trainer.lifetime import Lifetime
 from paceline.torch._trainer.optimizer import spread
@@ -129,7 +131,8 @@ class DataParallel:
         differ. Nothing is committed then. None: never.
     group
         The processes that train the module together, such as ``torch.distributed.group.WORLD``: one process for each machine, which is one
-        rank and owns all `devices`. Each rank passes its own part of the batch, of any size, or None if it has none left. The objective and
+        rank and owns all `devices`. Each rank passes its own part of the batch, of any size, or None if it has none left; `batch_sampler` makes
+        parts by how fast ranks are. The objective and
         its gradients are those of the whole batch, on every rank. All ranks call `step`, `loss` and `batch` in the same order. At the start
         all ranks get the parameters and buffers of rank 0. ``"alone"``: there are no other processes.
     reducer
@@ -244,10 +247,13 @@ class DataParallel:
         self._trials = Trials(works, execution, lifetime, self._training)
         self._verification = Verification(works, execution, lifetime, self._training, verify_every)
         self._reports = Reports(module, works, execution, lifetime, self._gaps)
-        self._saving = Saving(module, execution, lifetime)
+        self._data = Data(execution, lifetime, local)
+        self._saving = Saving(module, execution, lifetime, self._data)
         self._alarms = Alarms(self._reports.report, works, local.devices)
 
     batch = carried_out_by("_training", Training.batch)
+    batch_sampler = carried_out_by("_data", Data.batch_sampler)
+    rank_ledger = carried_out_by("_data", Data.rank_ledger)
     predict = carried_out_by("_predictions", Predictions.predict)
     replay_claims = carried_out_by("_training", Training.replay_claims)
     check = carried_out_by("_trials", Trials.check)

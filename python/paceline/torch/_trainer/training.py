@@ -76,6 +76,8 @@ class Training:
         batch_dim: BatchDim,
     ) -> tuple[Batch | None, Objective, list[float] | None]:
         """The batch to train on, the objective over it, and the items' costs. With other ranks a batch without weight is None."""
+        if self._execution.sampler is not None:
+            self._execution.sampler.check_handed_out()
         if self._execution.ranks is None:
             whole, objective = self.prepared(batch, weight, total, collate, batch_dim)
             return whole, objective, self.costs(cost, batch, whole.size)

@@ -1,0 +1,299 @@
+"""Global batches of a data set, of which each rank loads its own part."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import Sampler
+
+from paceline import InvalidArgument
+from paceline._words import plural
+
+_VERSION = 1
+
+
+class Stamp(NamedTuple):
+    """Which global batch this is, and how it was dealt out. Equal on all ranks."""
+
+    serial: int  # how many global batches of this process came before it
+    epoch: int
+    position: int  # in the epoch
+    size: int  # items on all ranks
+    plan: int  # the number of the plan that dealt it out
+    shares: tuple[int, ...]  # items of each rank
+
+
+class GlobalBatchSampler(Sampler[list[int]]):
+    """Global batches of a data set, of which each rank loads its own part. `DataParallel.batch_sampler` makes it.
+
+    All ranks draw the same permutation, from the seed and the epoch. A global batch is a range of it, and each rank has a range of the global
+    batch. So each item comes exactly once in an epoch, on one rank. Nothing is repeated to fill a batch; the last one may be smaller.
+
+    A loader draws batches ahead, so a batch may come from an older split than the present one. Therefore every global batch is stamped with its
+    split when it is drawn, and `batches` hands the stamps out in step with the loader's batches. That works for any dataset and any number of
+    loader processes: samplers run in the process of the loop, and loaders keep their order.
+
+    Attributes
+    ----------
+    epoch
+        The epoch that the next batch belongs to. It goes up at the end of `batches`.
+    current
+        The stamp of the global batch that `batches` has handed out last, or None outside of its loop.
+
+    Examples
+    --------
+    >>> sampler = trainer.batch_sampler(len(dataset), batch_size=512)                # doctest: +SKIP
+    >>> loader = DataLoader(dataset, batch_sampler=sampler, num_workers=4)
+    >>> while sampler.epoch < epochs:
+    ...     for batch in sampler.batches(loader):
+    ...         trainer.step(loss_fn, batch)
+    ...         optimizer.step(); optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        items: int,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        super().__init__()
+        self.items, self.seed, self.shuffle, self.drop_last = items, seed, shuffle, drop_last
+        self.batch_size = min(batch_size, items)  # of a full batch
+        self.epoch = 0
+        self.current: Stamp | None = None
+        self.lock = (
+            threading.Lock()
+        )  # held while a batch is drawn, and while ranks agree from which batch on a plan holds
+        self._asked = batch_size
+        self._rank = rank
+        self._position = 0  # the index in the epoch of the batch handed out last, or of the next one
+        self._trained = False  # whether that batch was handed out and trained on
+        self._serial = 0  # of that batch
+        self._drawn = 0  # the serial of the next batch to draw
+        self._stamps: deque[Stamp] = deque()  # drawn, but not handed out
+        self._iteration = 0  # which iteration draws
+        if batch_size < ranks:
+            raise InvalidArgument(
+                f"batch_sampler: batch_size is {batch_size} for {plural(ranks, 'rank')}. It counts the items of the global batch, over all ranks: give "
+                f"at least {ranks}."
+            )
+        least = batch_size if drop_last else 1
+        if items < least:
+            raise InvalidArgument(
+                f"batch_sampler: {plural(items, 'item')} for a data set; one batch needs {least}{' with drop_last' if drop_last else ''}."
+            )
+        whole, rest = divmod(self.batch_size, ranks)
+        even = tuple(whole + (rank < rest) for rank in range(ranks))
+        self._plans: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, even)]  # the first serial, the number, the shares
+
+    def __len__(self) -> int:
+        """Global batches in an epoch, the same on every rank."""
+        full, rest = divmod(self.items, self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the indices of this rank in each global batch, from the position on. Without items it is one index, whose batch `batches` drops."""
+        with self.lock:
+            self._settle()
+            self._iteration += 1
+            mine, epoch, first = self._iteration, self.epoch, self._position
+        order = self._order(epoch)
+        for index in range(first, len(self)):
+            begin = index * self.batch_size
+            with self.lock:
+                if mine != self._iteration:
+                    return
+                shares = self._shares(self._drawn, min(self.batch_size, self.items - begin))
+                plan = self._plan(self._drawn)[1]
+                self._stamps.append(Stamp(self._drawn, epoch, index, sum(shares), plan, shares))
+                self._drawn += 1
+            own = begin + (sum(shares[: self._rank]) if shares[self._rank] else 0)
+            # Collate functions do not take empty lists, so a rank without items loads one, and `batches` drops it.
+            found: list[int] = order[own : own + max(1, shares[self._rank])].tolist()
+            yield found
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The batches of a loader with this sampler, to the end of the epoch. None where this rank has no items.
+
+        All ranks loop over it in the same way. A loop that ends early is continued by the next one: with the batch after the last one that
+        was trained on, whatever the loader had drawn ahead.
+
+        Parameters
+        ----------
+        loader
+            A ``DataLoader`` that was made with ``batch_sampler=`` this sampler. It may have workers, and prefetch as it likes.
+
+        Raises
+        ------
+        InvalidArgument
+            If the loader has another sampler, or does not keep the order (``in_order=False``). In the loop: if another iteration has begun, or
+            a state was loaded.
+        """
+        if getattr(loader, "batch_sampler", None) is not self:
+            raise InvalidArgument(
+                "batches: the loader does not have this sampler. Make it so: DataLoader(dataset, batch_sampler=sampler)."
+            )
+        if not getattr(loader, "in_order", True):
+            raise InvalidArgument(
+                "batches: the loader has in_order=False, so its batches come in another order than on other ranks. Leave it out."
+            )
+        mine = None
+        try:
+            for batch in loader:
+                if mine is None:
+                    mine = self._iteration
+                stamp = self._hand_out(mine)
+                yield batch if stamp.shares[self._rank] else None
+            with self.lock:
+                self._check_goes_on(self._iteration if mine is None else mine)
+                self._settle()
+                self.epoch, self._position = self.epoch + 1, 0
+        finally:
+            if mine == self._iteration:
+                with self.lock:
+                    self._settle()
+                    self._iteration += 1  # the loader's iterator draws nothing more
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch. Not needed in a loop over `batches`. The present epoch goes on where it is."""
+        with self.lock:
+            self._settle()
+            if epoch != self.epoch:
+                self.epoch, self._position = epoch, 0
+                self._iteration += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training is in the data: numbers only. It does not depend on the number of ranks, their devices, or what was drawn ahead.
+
+        ``position`` is the index in the epoch of the first global batch that was not trained on. A trainer's ``state_dict`` has this, too.
+        """
+        with self.lock:
+            return {
+                "version": _VERSION,
+                **self._data(),
+                "epoch": self.epoch,
+                "position": self._position + self._trained,
+            }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with the global batch that a state says. All ranks load the same.
+
+        Raises
+        ------
+        InvalidArgument
+            If it is no such state, or if it is of a data set or batches of another size. Nothing is changed then.
+        """
+        self.check_state(state_dict)
+        with self.lock:
+            self._settle()
+            self._iteration += 1
+            self.seed, self.epoch, self._position = (int(state_dict[name]) for name in ("seed", "epoch", "position"))
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise if `load_state_dict` would."""
+        wanted = {"version": _VERSION, **self._data(), "epoch": 0, "position": 0}
+        if not isinstance(state_dict, Mapping) or not all(isinstance(state_dict.get(name), int) for name in wanted):
+            raise InvalidArgument(
+                "load_state_dict: this is not a state of a sampler. Give what state_dict() of a GlobalBatchSampler returned."
+            )
+        for name, value in wanted.items():
+            if name not in ("seed", "epoch", "position") and state_dict[name] != value:
+                raise InvalidArgument(
+                    f"load_state_dict: the sampler was saved with {name}={state_dict[name]}, and this one has {value}. Its position counts global batches, "
+                    "so make the sampler as it was."
+                )
+
+    @property
+    def drawn(self) -> int:
+        """The serial of the next global batch to draw here. Requires `lock`."""
+        return self._drawn
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Items of each rank, in a full batch that is drawn now."""
+        return self._plan(self._drawn)[2]
+
+    def follow(self, first: int, plan: int, shares: Sequence[int]) -> None:
+        """Deal batches out in this way from a serial on. Requires `lock`, and that no rank has drawn this batch."""
+        self._plans = [one for one in self._plans if one[0] < first][-2:]  # batches in between may be drawn again
+        self._plans.append((first, plan, tuple(shares)))
+
+    def trained(self) -> None:
+        """To be called when a batch was trained on: it does not come again."""
+        self._trained = self.current is not None
+
+    def mark(self) -> int:
+        """A checksum of what all ranks have to agree on: the data, and the batch that is being trained on."""
+        return zlib.crc32(repr((*self._data().values(), self.current or (self.epoch, self._position))).encode())
+
+    def check_handed_out(self) -> None:
+        """Raise if batches were drawn, but not through `batches`: who has them is unknown then."""
+        if self.current is None and self._stamps:
+            raise InvalidArgument(
+                "a loader with the trainer's sampler was iterated directly, so the trainer does not know which global batch this is. Write: for "
+                "batch in sampler.batches(loader)."
+            )
+
+    def _data(self) -> dict[str, int]:
+        return {
+            "items": self.items,
+            "batch_size": self._asked,
+            "seed": self.seed,
+            "shuffle": int(self.shuffle),
+            "drop_last": int(self.drop_last),
+        }
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        if not self.shuffle:
+            return torch.arange(self.items)
+        generator = torch.Generator().manual_seed(zlib.crc32(repr((self.seed, epoch)).encode()))
+        return torch.randperm(self.items, generator=generator)
+
+    def _plan(self, serial: int) -> tuple[int, int, tuple[int, ...]]:
+        return next(plan for plan in reversed(self._plans) if plan[0] <= serial)
+
+    def _shares(self, serial: int, size: int) -> tuple[int, ...]:
+        return scaled(self._plan(serial)[2], size)
+
+    def _hand_out(self, iteration: int) -> Stamp:
+        with self.lock:
+            self._check_goes_on(iteration)
+            stamp = self._stamps.popleft()
+            self.current, self._trained = stamp, False
+            self._position, self._serial = stamp.position, stamp.serial
+            return stamp
+
+    def _check_goes_on(self, iteration: int) -> None:
+        if iteration != self._iteration:
+            raise InvalidArgument(
+                "batches: another iteration of the sampler has begun, or a state was loaded or an epoch set, so this loop cannot go on. Begin a "
+                "new one over sampler.batches(loader)."
+            )
+
+    def _settle(self) -> None:
+        """Forget what was drawn ahead. The next batch is the one after the last that was trained on."""
+        self._position += self._trained
+        self._serial += self._trained
+        self.current, self._trained = None, False
+        self._stamps.clear()
+        self._drawn = self._serial
+
+
+def scaled(shares: Sequence[int], size: int) -> tuple[int, ...]:
+    """Shares of a batch of another size, in proportion. Only integers decide, so all machines get the same."""
+    total = sum(shares)
+    found = [size * share // total for share in shares]
+    by_rest = sorted(range(len(shares)), key=lambda rank: (-(size * shares[rank] % total), rank))
+    for rank in by_rest[: size - sum(found)]:
+        found[rank] += 1
+    return tuple(found)

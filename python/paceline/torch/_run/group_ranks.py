@@ -1,0 +1,276 @@
+"""The ranks of a process group of torch.distributed."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline import DeviceLost, Error, InvalidArgument, Timeout
+from paceline._stop import stop_requested
+from paceline._words import plural
+from paceline.balance import Balancer
+from paceline.torch._batch.global_sampler import GlobalBatchSampler
+from paceline.torch._devices.failures import noted
+from paceline.torch._replicas.replicas import Replicas
+from paceline.torch._run.gradients import DTYPES
+from paceline.torch._run.rank_shares import RankShares
+from paceline.torch._run.ranks import Header, Ranks, Whole, error_of_lost
+
+_PING = 7331  # the tag of messages that only ask whether a rank is there
+_PATIENCE = timedelta(
+    seconds=5
+)  # how long to wait for an answer; other ranks notice the failure at about the same time
+_TEXT_BYTES = 400  # of an error's text that the other ranks get to know
+
+
+class GroupRanks(Ranks):
+    """The ranks of a process group.
+
+    Parameters
+    ----------
+    group
+        The process group. Its backend has to move memory of `home`.
+    module
+        The trainer's module.
+    home
+        Where the parameters are.
+
+    Raises
+    ------
+    InvalidArgument
+        If `group` or `module` cannot be used.
+    """
+
+    def __init__(self, group: Any, module: nn.Module, home: torch.device) -> None:
+        super().__init__(module, home)
+        _check_group(group, home)
+        self._group = group
+        # Headers lie on the host if the backend takes host memory, so that nothing waits for a GPU on their behalf.
+        self._place = torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else home
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self.dealt: RankShares | None = None  # set where global batches are dealt out to the ranks
+        self._numbers = [dist.get_global_rank(group, rank) for rank in range(self._size)]
+
+    def share(self, replicas: Replicas) -> None:
+        """Give all ranks the parameters and buffers of rank 0, as DistributedDataParallel does."""
+        buffers = [buffer for part in replicas.modules for buffer in part._buffers.values() if buffer is not None]
+        with self.together("DataParallel"):
+            text = repr([(tuple(buffer.shape), str(buffer.dtype)) for buffer in buffers])
+            self._meet(Header(0, 0, self._code, zlib.crc32(text.encode(), self._layout_of(replicas))))
+        with self._talking(), torch.no_grad():
+            for tensor in [*replicas.parameters, *buffers]:
+                there = tensor.detach() if self._place.type == "cpu" else tensor.detach().to(self._home)
+                # As bytes, since backends do not know all types.
+                flat = there.contiguous().reshape(-1).view(torch.uint8)
+                dist.broadcast(flat, self._numbers[0], group=self._group)
+                tensor.copy_(flat.view(tensor.dtype).reshape(tensor.shape))
+
+    def deal(
+        self,
+        make: Callable[[int, int], GlobalBatchSampler],
+        policy_of: Callable[[], tuple[str, list[float]]],
+        kind: int,
+        ledger: bool,
+    ) -> GlobalBatchSampler:
+        """A sampler of global batches for this rank, which `make` makes for a rank of so many.
+
+        Parameters
+        ----------
+        policy_of
+            Returns how to share a batch: a policy of `Balancer`, and its ratios. What it returns on rank 0 counts.
+        kind
+            A checksum of the devices of this rank. Ranks of equal kind count as equally fast until measured.
+        ledger
+            Whether rank 0 keeps a ledger.
+        """
+        self.dealt = None
+        names = [f"rank {number}" for number in self._numbers]
+        with self.together("batch_sampler"):
+            policy, ratios = policy_of()
+            options: dict[str, Any] = {"policy": policy, "weights": ratios or None, "ledger": ledger}
+            if ratios and len(ratios) != self._size:
+                raise InvalidArgument(
+                    f"batch_sampler: balance has {plural(len(ratios), 'ratio')} for {plural(self._size, 'rank')}. Give one for each rank of the group."
+                )
+            Balancer(names, **options)  # raises on every rank if it cannot be made
+            sampler = make(self._rank, self._size)
+            self._meet(Header(0, stop_requested(), self._code, batch=sampler.mark()))
+        with self._talking():
+            kinds = self._gather(torch.tensor([kind]))[:, 0].tolist()
+            classes = [f"kind {kinds.index(one) + 1}" for one in kinds]
+            balancer = None if self._rank else Balancer(names, device_classes=classes, **options)
+            self.dealt = RankShares(sampler, balancer)
+            with sampler.lock:
+                self._follow(self.dealt, 0)
+        return sampler
+
+    def _follow(self, dealt: RankShares, first: int) -> None:
+        """Bring the shares that rank 0 has decided on to all ranks, for global batches from `first` on."""
+        numbers = torch.tensor([dealt.plan, *dealt.shares], device=self._place)
+        dist.broadcast(numbers, self._numbers[0], group=self._group)
+        plan, *shares = numbers.tolist()
+        dealt.follow(first, plan, shares)
+
+    def _exchange(self, header: Header, error: BaseException | None) -> Whole:
+        if self.dealt is None:
+            return self._exchanged_headers(header, error)[1]
+        dealt = self.dealt
+        # No batch is drawn meanwhile, also not by a thread of the caller's: each rank says how many it has drawn, and new shares hold after these.
+        with dealt.sampler.lock:
+            with self._talking():  # an interrupt in here leaves the other ranks waiting
+                dealt.decide()
+                header = header._replace(batch=dealt.sampler.mark(), drawn=dealt.sampler.drawn, plan=dealt.plan)
+            headers, whole = self._exchanged_headers(header, error)
+            if header.seconds and not header.failed:
+                dealt.measured(headers)
+            if headers[0].plan != dealt.followed:
+                with self._talking():
+                    self._follow(dealt, int(max(one.drawn for one in headers)))
+        return whole
+
+    def _exchanged_headers(self, header: Header, error: BaseException | None) -> tuple[list[Header], Whole]:
+        with self._talking():
+            found = self._gather(torch.tensor(header, dtype=torch.float64))
+            headers = [Header(*row) for row in found.tolist()]
+            self.stop = any(one.stop for one in headers)
+            failed = [rank for rank, one in enumerate(headers) if one.failed]
+            texts = self._texts(error) if failed else []
+        others = [rank for rank in failed if rank != self._rank]
+        what = "; ".join(f"rank {self._numbers[rank]}: {texts[rank]}" for rank in others)
+        if error is not None:
+            noted(
+                error,
+                f"raised on rank {self._numbers[self._rank]}; no rank has committed anything{'; ' * bool(what)}{what}",
+            )
+        elif failed:
+            raise Error(
+                f"{self._call}: {'ranks' if len(others) > 1 else 'a rank'} failed, so no rank has committed anything, and .grad is as before. "
+                f"{what}. That process has the whole traceback."
+            )
+        else:
+            self._check(headers)
+            if header.seconds:
+                self.last = [{"items": int(one.items), "seconds": one.seconds} for one in headers]
+        number = max(one.loss_type for one in headers)
+        return headers, Whole(
+            weight=sum(one.weight for one in headers),
+            loss=sum(one.loss for one in headers),
+            loss_type=next((dtype for dtype, code in DTYPES.items() if code == number), torch.float32),
+            same_gradients=all(one.present == headers[0].present for one in headers),
+        )
+
+    def _check(self, headers: list[Header]) -> None:
+        """Raise, on every rank, if ranks differ in what has to be equal."""
+        first = headers[0]
+        for rank, one in enumerate(headers):
+            who, other = f"{self._call}: rank {self._numbers[rank]}", f"rank {self._numbers[0]}"
+            if one.call != first.call:
+                raise InvalidArgument(
+                    f"{who} has called something else than {other}. All ranks of a group make the same calls of the trainer in the same order, also "
+                    "where a rank has no items left: batch=None."
+                )
+            if one.layout != first.layout:
+                raise InvalidArgument(
+                    f"{who} has other parameters than {other}: names, shapes, types and requires_grad have to be equal. Make the same module on all "
+                    "ranks, and freeze the same parameters."
+                )
+            if one.batch != first.batch:
+                raise InvalidArgument(
+                    f"{who} has another sampler than {other}, or is at another global batch. All ranks make the same sampler, of the same size, seed and "
+                    "state, and take all of its batches in the same order."
+                )
+            if one.total != first.total:
+                raise InvalidArgument(
+                    f"{who} has total={one.total or None}, {other} has total={first.total or None}. It is the denominator over all ranks, so give "
+                    "all the same number, or leave it out."
+                )
+
+    def _union(self, present: list[bool]) -> list[bool]:
+        found: list[bool] = self._gather(torch.tensor(present, dtype=torch.uint8)).any(0).tolist()
+        return found
+
+    def _add(self, bucket: torch.Tensor) -> None:
+        dist.all_reduce(bucket, group=self._group)
+
+    def _gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """The tensors of all ranks, one per row, on the host."""
+        mine = mine.to(self._place)
+        found = [torch.empty_like(mine) for _ in range(self._size)]
+        dist.all_gather(found, mine, group=self._group)
+        return torch.stack(found).cpu()
+
+    def _texts(self, error: BaseException | None) -> list[str]:
+        """What each rank says of its error."""
+        text = "" if error is None else f"{type(error).__name__}: {error}"
+        cut = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
+        rows = self._gather(torch.frombuffer(bytearray(cut), dtype=torch.uint8))
+        return [bytes(row.tolist()).decode(errors="ignore").strip() for row in rows]
+
+    def _lost(self, error: RuntimeError) -> Error:
+        reason = str(error).strip().splitlines()[0]
+        late = "timed out" in reason.lower() or "timeout" in reason.lower()
+        gone = self._unreachable()
+        self._gone = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else None
+        self._broken = (
+            f"{self._gone or 'another rank'} {'did not answer in time' if late else 'is gone'} ({reason}). The step that noticed it has committed "
+            "nothing, and left .grad as before. The process group is of no further use: save what you need, end all ranks and start them anew."
+        )
+        return error_of_lost(Timeout if late else DeviceLost, f"{self._call}: {self._broken}", self._gone)
+
+    def _unreachable(self) -> list[int]:
+        """The ranks that cannot be reached after an exchange has failed, as far as that can be told: the error says it of none."""
+        others = [number for rank, number in enumerate(self._numbers) if rank != self._rank]
+        if len(others) == 1:
+            return others
+        if self._place.type != "cpu":  # NCCL would wait
+            return []
+        closed: list[int] = []
+        asked: list[tuple[int, Any, Any]] = []
+        for number in others:
+            try:  # this raises at once where the connection is closed; the other ranks ask in the same way
+                sent = dist.isend(torch.zeros(1), number, group=self._group, tag=_PING)
+                asked.append((number, sent, dist.irecv(torch.zeros(1), number, group=self._group, tag=_PING)))
+            except RuntimeError:
+                closed.append(number)
+        silent = []
+        for number, *works in asked:
+            try:
+                for work in works:
+                    work.wait(_PATIENCE)
+            except RuntimeError:
+                silent.append(number)
+        return closed or silent
+
+
+def _check_group(group: Any, home: torch.device) -> None:
+    """Raise for what is no process group, and for one that cannot carry the gradients."""
+    if not dist.is_available():
+        raise InvalidArgument(
+            "DataParallel: group= needs torch.distributed, which this build of PyTorch does not have."
+        )
+    if group is None:
+        raise InvalidArgument(
+            "DataParallel: group is None, as dist.group.WORLD is before torch.distributed.init_process_group(). Call that first. To train "
+            "on this machine alone leave group= out."
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise InvalidArgument(
+            f"DataParallel: group is {group!r}; a torch.distributed.ProcessGroup is needed: dist.group.WORLD, or what new_group() returns on a member."
+        )
+    config = dist.get_backend_config(group)
+    if f"{home.type}:" not in config:
+        raise InvalidArgument(
+            f"DataParallel: the module is on {home}, and the group's backends are {config}, none for {home.type} memory. Use "
+            f"init_process_group('{'gloo' if home.type == 'cpu' else 'cpu:gloo,cuda:nccl'}')."
+        )
+    bound = getattr(group, "bound_device_id", None)
+    if home.type == "cuda" and bound is not None and bound != home:
+        raise InvalidArgument(
+            f"DataParallel: the group is bound to {bound}, and the module is on {home}. Give init_process_group the module's GPU: device_id={home}."
+        )

@@ -1,0 +1,106 @@
+"""Which part of each global batch each rank gets, by how long ranks take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from paceline.balance import Balancer
+from paceline.torch._batch.global_sampler import GlobalBatchSampler, Stamp
+
+
+class Measured(Protocol):
+    """What a rank says of its part of a global batch."""
+
+    @property
+    def items(self) -> float:
+        """How many it has."""
+
+    @property
+    def loss_type(self) -> float:
+        """Negative if none of them ran."""
+
+    @property
+    def seconds(self) -> float:
+        """What its own work took, without waiting for others."""
+
+    @property
+    def between(self) -> float:
+        """The seconds of its own work between the step before and this one; negative if unknown."""
+
+
+class RankShares:
+    """Deals global batches out to the ranks of a group.
+
+    Rank 0 decides, with the balancer that splits batches over devices: here a rank is a device. Floating-point code may decide differently on
+    two types of processors, so no other rank computes a plan. They get its integers.
+
+    The balancer plans, is told what came of it, and plans again. Between a plan and its first batch lie the batches that loaders have drawn ahead.
+    They are left out of the record: they say nothing about this plan, and without them the ledger is that of a loop without delay.
+
+    Parameters
+    ----------
+    sampler
+        This rank's sampler.
+    balancer
+        On rank 0, None elsewhere.
+    """
+
+    def __init__(self, sampler: GlobalBatchSampler, balancer: Balancer | None) -> None:
+        self.sampler = sampler
+        self.balancer = balancer
+        self.plan = 0  # the number of the newest plan that this rank knows of
+        self.followed = 0  # the number of the newest plan that all ranks know of
+        self.shares: tuple[int, ...] = sampler.shares  # of the newest plan
+        self._batch: Stamp | None = None  # the one that `_calls` are about
+        self._calls: list[Sequence[Measured]] = []
+        self._warm = False  # whether a batch has run; the first one takes longer than others
+        if balancer is not None:
+            self._decide(balancer)
+
+    def decide(self) -> None:
+        """Before an exchange: on rank 0, plan by what the last global batch took, if all of its calls have been made."""
+        if self.balancer is None or self._batch is None or self._batch == self.sampler.current:
+            return
+        batch, calls, self._batch, self._calls = self._batch, self._calls, None, []
+        if batch.plan != self.plan or batch.size != self.sampler.batch_size:
+            return
+        if any(rank.items != items for call in calls for rank, items in zip(call, batch.shares, strict=True)):
+            return  # another batch than the sampler's
+        if not self._warm:
+            self._warm = True
+            return
+        seconds = [sum(call[rank].seconds for call in calls) for rank in range(len(batch.shares))]
+        ran = [any(call[rank].loss_type >= 0 for call in calls) for rank in range(len(batch.shares))]
+        first = [rank.between for rank in calls[0]]
+        starts: list[float | None] = []
+        if min(first) >= 0:
+            starts = [late - min(first) if items else None for late, items in zip(first, batch.shares, strict=True)]
+        ends = [(late or 0.0) + own for late, own in zip(starts or [0.0] * len(seconds), seconds, strict=True)]
+        self.balancer.record(
+            [
+                [(items, own, not really)] if items else []
+                for items, own, really in zip(batch.shares, seconds, ran, strict=True)
+            ],
+            max(end for end, items in zip(ends, batch.shares, strict=True) if items),
+            startup_seconds=starts,
+        )
+        self._decide(self.balancer)
+
+    def measured(self, ranks: Sequence[Measured]) -> None:
+        """After an exchange in which all ranks had succeeded."""
+        if self.balancer is None or self.sampler.current is None:
+            return
+        if self._batch != self.sampler.current:
+            self._batch, self._calls = self.sampler.current, []
+        self._calls.append(ranks)
+
+    def follow(self, first: int, plan: int, shares: Sequence[int]) -> None:
+        """Do what rank 0 has decided, from the batch with the serial `first` on."""
+        self.plan, self.followed, self.shares = plan, plan, tuple(shares)
+        self.sampler.follow(first, plan, shares)
+
+    def _decide(self, balancer: Balancer) -> None:
+        shares = tuple(balancer.next_plan(self.sampler.batch_size).shares)
+        if shares != self.shares:
+            self.plan, self.shares = self.plan + 1, shares

@@ -1,0 +1,145 @@
+"""Global batches of a data set, dealt out to the ranks by how long they take."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from paceline import DeviceGroup, InvalidArgument
+from paceline.torch._batch.global_sampler import GlobalBatchSampler
+from paceline.torch._run.execution import Execution
+from paceline.torch._run.group_ranks import GroupRanks
+from paceline.torch._trainer.arguments import Balance, check_count, is_whole, policy_of
+from paceline.torch._trainer.lifetime import Lifetime
+
+
+class Data:
+    """The sampler of a trainer, if it has one."""
+
+    def __init__(self, execution: Execution, lifetime: Lifetime, group: DeviceGroup) -> None:
+        self._execution = execution
+        self._lifetime = lifetime
+        self._group = group
+        self._loaded: Mapping[str, Any] | None = None  # the state for a sampler that is yet to be made
+
+    def batch_sampler(
+        self,
+        items: int,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        balance: Balance = "auto",
+        ledger: bool = False,
+    ) -> GlobalBatchSampler:
+        """Make a sampler of global batches, which gives each rank of `group` as many items as it runs in the same time.
+
+        Give it to a ``DataLoader`` as ``batch_sampler=``, and loop over ``sampler.batches(loader)``. All ranks make the same sampler. Rank 0
+        decides on the shares, from the times of all ranks, and the others follow from the same global batch on. A rank without items
+        gets None as its batch, for `step`. Without `group` the sampler has whole batches. `state_dict` of the trainer has its state. If a state
+        was loaded before, the sampler begins there, with the seed of that state.
+
+        Parameters
+        ----------
+        items
+            How many the data set has: ``len(dataset)``.
+        batch_size
+            Items of a global batch, over all ranks; at least one for each rank.
+        seed
+            Seed of the permutations. Each epoch has another one.
+        shuffle
+            False: in the order of the data set.
+        drop_last
+            Leave out the last batch of an epoch if it is smaller than the others.
+        balance
+            ``"auto"``: by the measured times. ``"even"``: equal shares. A list with one number per rank: fixed ratios.
+        ledger
+            Whether rank 0 keeps all measurements and decisions about ranks in memory. `rank_ledger` returns them.
+
+        Returns
+        -------
+        GlobalBatchSampler
+            It takes the place of an earlier one of this trainer.
+
+        Raises
+        ------
+        InvalidArgument
+            On all ranks: for sizes or ratios that do not fit, or if the ranks' samplers differ. With `reducer`, whose ranks are not known.
+
+        Examples
+        --------
+        >>> sampler = trainer.batch_sampler(len(dataset), batch_size=512)            # doctest: +SKIP
+        >>> loader = DataLoader(dataset, batch_sampler=sampler, num_workers=4)
+        >>> for batch in sampler.batches(loader):
+        ...     trainer.step(loss_fn, batch)
+        """
+        with self._lifetime.between_steps("batch_sampler"):
+            ranks = self._execution.ranks
+            if ranks is not None and not isinstance(ranks, GroupRanks):
+                raise InvalidArgument(
+                    "batch_sampler: it needs group=, since with reducer= ranks come and go. Deal the batch out to the ranks of each step yourself."
+                )
+
+            def make(rank: int, size: int) -> GlobalBatchSampler:
+                check_count("batch_sampler", "items", items)
+                check_count("batch_sampler", "batch_size", batch_size)
+                if not is_whole(seed):
+                    raise InvalidArgument(f"batch_sampler: seed is {seed!r}; it must be an integer.")
+                sampler = GlobalBatchSampler(
+                    int(items),
+                    int(batch_size),
+                    seed=int(seed),
+                    shuffle=shuffle,
+                    drop_last=drop_last,
+                    rank=rank,
+                    ranks=size,
+                )
+                if self._loaded is not None:
+                    sampler.load_state_dict(self._loaded)
+                return sampler
+
+            if ranks is None:
+                policy_of(balance, "batch_sampler", "rank")
+                sampler = make(0, 1)
+            else:
+                devices = sorted((device.kind, device.sm_count or 0) for device in self._group.devices)
+                kind = zlib.crc32(repr(devices).encode())
+                sampler = ranks.deal(make, lambda: policy_of(balance, "batch_sampler", "rank"), kind, ledger)
+            self._execution.sampler, self._loaded = sampler, None
+            return sampler
+
+    def rank_ledger(self) -> str:
+        """The ledger of the ranks' shares, as JSON lines for `paceline.balance.replay`. Here devices are ranks.
+
+        Raises
+        ------
+        InvalidArgument
+            If this is not rank 0, or without ``batch_sampler(..., ledger=True)``.
+        """
+        ranks = self._execution.ranks
+        balancer = ranks.dealt.balancer if isinstance(ranks, GroupRanks) and ranks.dealt is not None else None
+        if balancer is None:
+            raise InvalidArgument("rank_ledger: only rank 0 of a group has one, after batch_sampler(..., ledger=True).")
+        return balancer.ledger()
+
+    def state(self) -> dict[str, Any]:
+        """What a state of the trainer has of the sampler."""
+        if self._execution.sampler is not None:
+            return {"sampler": self._execution.sampler.state_dict()}
+        return {} if self._loaded is None else {"sampler": dict(self._loaded)}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise if `load` would."""
+        if "sampler" in state and self._execution.sampler is not None:
+            self._execution.sampler.check_state(state["sampler"])
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of the trainer. If there is no sampler yet, the next one will."""
+        if "sampler" not in state:
+            return
+        if self._execution.sampler is None:
+            self._loaded = state["sampler"]
+        else:
+            self._execution.sampler.load_state_dict(state["sampler"])
