@@ -17,6 +17,7 @@ from torch import nn
 import paceline
 from paceline import DeviceLost, Error, InvalidArgument, Timeout
 from paceline.torch import DataParallel
+from paceline.torch._run.buckets import Layout
 from paceline.torch._run.gradients import UserGradients
 from paceline.torch._trainer.arguments import named_devices
 from rank_processes import DEAD, Processes
@@ -621,3 +622,81 @@ def test_a_module_alone_is_trained_as_before() -> None:
         trainer.step(classify, batch)
         assert "ranks" not in trainer.report()
     assert_same_gradients(module, wanted)
+
+
+# What one rank alone knows
+
+
+def left_in_the_middle(rank: int) -> Any:
+    """On rank 0 an interrupt comes after all ranks have exchanged what they need to commit the step, and before rank 0 has it."""
+    module, batch = classifier(20)
+
+    def interrupt(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with trainer_of(module, rank) as trainer, pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(Layout, "gradients", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                trainer.step(classify, part_of(batch, rank, [14, 6]))
+            return error_of(lambda: trainer.step(classify, part_of(batch, rank, [14, 6])))
+        trainer.step(classify, part_of(batch, rank, [14, 6]))
+    return None
+
+
+def test_a_rank_that_has_left_a_step_in_the_middle_does_not_go_on(on_ranks: Run) -> None:
+    (kind, text), _ = on_ranks(2, left_in_the_middle)
+    assert kind is DeviceLost
+    assert "has left step in the middle (KeyboardInterrupt)" in text
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise TypeError("no words")
+
+
+def failing_with(rank: int, error: Exception) -> Any:
+    module, batch = classifier(20)
+
+    def loss_fn(one: Any, part: Any) -> Any:
+        if rank == 0:
+            raise error
+        return classify(one, part)
+
+    with trainer_of(module, rank) as trainer:
+        try:
+            trainer.step(loss_fn, part_of(batch, rank, [14, 6]))
+        except Exception as caught:
+            kind = type(caught)
+        trainer.step(classify, part_of(batch, rank, [14, 6]))
+    return kind
+
+
+@pytest.mark.parametrize("error", [ValueError("cannot decode /data/\udcff.jpg"), Unspeakable()], ids=["text", "none"])
+def test_an_error_that_cannot_be_told_is_an_error_on_all(on_ranks: Run, error: Exception) -> None:
+    first, second = on_ranks(2, failing_with, error)
+    assert first is type(error)
+    assert second is Error
+
+
+def resumed(rank: int, folder: Path, other: Path) -> Any:
+    module, batch = classifier(20)
+    part = part_of(batch, rank, [14, 6])
+    with trainer_of(module, rank) as trainer:
+        for path in (other, folder):
+            trainer.step(classify, part)
+            if rank == 0:
+                trainer.save_async(path).wait()
+        trainer.step(classify, part)
+        trainer.load(folder)
+        drawn = torch.rand(4)
+        trainer.step(classify, part)
+        trainer.load(other if rank else folder)
+        return drawn, *error_of(lambda: trainer.step(classify, part))
+
+
+def test_ranks_that_load_different_saves_are_told_and_draw_different_numbers(on_ranks: Run, tmp_path: Path) -> None:
+    (first, kind, text), (second, *_) = on_ranks(2, resumed, tmp_path / "a", tmp_path / "b")
+    assert not torch.equal(first, second)
+    assert kind is InvalidArgument
+    assert "rank 1 has trained 1 steps before, rank 0 2" in text

@@ -276,3 +276,34 @@ def test_a_reducer_without_its_methods_or_beside_a_group_is_refused() -> None:
         DataParallel(nn.Linear(2, 2), hosts(1), reducer=object())  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="Leave one of them out"):
         DataParallel(nn.Linear(2, 2), hosts(1), reducer=Quorum(1).members[0], group=None)
+
+
+class Failing:
+    """A reducer whose first sum fails: with an error, or silently, as torchft's does."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+        self._fails = True
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        if self._error is not None and self._fails:
+            self._fails = False
+            raise self._error
+
+    def should_commit(self) -> bool:
+        return not self._fails
+
+
+def test_an_error_of_the_reducer_of_any_type_ends_one_step_only() -> None:
+    module, batch = classifier(8)
+    with DataParallel(module, hosts(2), reducer=Failing(TimeoutError("no answer"))) as trainer:
+        with pytest.raises(Error, match="the reducer has failed: no answer"):
+            trainer.step(classify, batch)
+        trainer.step(classify, batch)
+
+
+def test_a_sum_that_failed_silently_is_cancelled_on_a_rank_without_items() -> None:
+    module, _ = classifier(8)
+    with DataParallel(module, hosts(2), reducer=Failing(None)) as trainer:
+        with pytest.raises(Cancelled):
+            trainer.step(classify, None)

@@ -70,6 +70,7 @@ class Objective:
         total: Total | None = None,
         part: bool = False,
     ) -> None:
+        self.reduction = reduction
         self._mean = reduction == "mean"
         self._weights: torch.Tensor | None = None
         self.size = size

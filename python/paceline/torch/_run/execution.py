@@ -276,7 +276,6 @@ class Execution:
         # With one device the user's module itself runs, so its buffers are saved in case the step fails.
         kept = None if self.replicas.shared else KeptBuffers(self.replicas.modules)
         user = UserGradients(self.replicas, adds=not run.carries)
-        agreed = False  # whether all ranks commit the step, so that this one has to
         try:
             run.outside = self._outside
             replicas = [replica.parameters for replica in self.replicas.list]
@@ -298,8 +297,9 @@ class Execution:
                 totals = user.totals(run.left_out) if run.buckets is None else run.buckets.totals()
                 if keep and self.ranks is not None:
                     self._check_for_ranks(outcome)
-                    loss, totals = self.ranks.sum(self.replicas, run.objective, loss, totals)
-                    agreed = True
+                    loss, totals = self.ranks.sum(
+                        self.replicas, run.objective, loss, totals, scale=run.scale, steps=self.steps
+                    )
                 if keep:
                     self._commit(work, run, user, totals, outcome)
                     self.extras = extras
@@ -309,9 +309,10 @@ class Execution:
                 self._put_back(user, kept)
             return loss, totals, outcome
         except BaseException:
-            if user.written or agreed:  # interrupted in the middle of writing: a step is done or not done
+            agreed = self.ranks.agreed if keep and self.ranks is not None else None
+            if user.written or agreed is not None:  # interrupted in the middle of writing: a step is done or not done
                 with torch.no_grad():
-                    self._commit(work, run, user, totals, outcome)
+                    self._commit(work, run, user, totals if agreed is None else agreed[1], outcome)
                 raise
             self._put_back(user, kept)
             raise
@@ -332,22 +333,25 @@ class Execution:
         self.replicas.refresh(function, hooks=carries)
         user = UserGradients(self.replicas)
         totals: Gradients = [None] * len(self.replicas.parameters)
-        agreed = False
-        with torch.no_grad():
+        self.calls += 1
+        watch = contextlib.nullcontext() if self.watchdog is None else self.watchdog.watch(self.calls, lambda: None)
+        with torch.no_grad(), watch:
             try:
-                loss, totals = self.ranks.sum(self.replicas, objective, None, totals)
-                agreed = True
+                loss, totals = self.ranks.sum(self.replicas, objective, None, totals, steps=self.steps)
                 user.commit([None] * len(totals) if carries else totals)
             except BaseException:
-                if agreed:  # interrupted in the middle of writing
-                    user.commit([None] * len(totals) if carries else totals)
+                agreed = self.ranks.agreed
+                if agreed is not None:  # interrupted in the middle of writing
+                    user.commit([None] * len(totals) if carries else agreed[1])
                 else:
                     user.restore()
                 raise
-        self.items, self.extras = [0] * len(self._names), None
-        self.steps += 1
-        if self.sampler is not None:
-            self.sampler.trained()
+            finally:
+                if self.ranks.agreed is not None:
+                    self.items, self.extras = [0] * len(self._names), None
+                    self.steps += 1
+                    if self.sampler is not None:
+                        self.sampler.trained()
         return loss, totals
 
     def together(self, call: str) -> contextlib.AbstractContextManager[None]:

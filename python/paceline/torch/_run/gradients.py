@@ -111,7 +111,7 @@ class UserGradients:
         for name, gradient in zip(replicas.names, self._before, strict=True):
             if gradient is None:
                 continue
-            if gradient.layout is not torch.strided and adds and len(replicas.list) > 1:
+            if gradient.layout is not torch.strided and adds and replicas.shared:
                 raise InvalidArgument(
                     f"step: the .grad of parameter {name} is sparse; a dense gradient cannot be added to it. Set it to None first."
                 )

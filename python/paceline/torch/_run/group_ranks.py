@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
@@ -53,7 +54,7 @@ class GroupRanks(Ranks):
         self._group = group
         # Headers lie on the host if the backend takes host memory, so that nothing waits for a GPU on their behalf.
         self._place = torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else home
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self.dealt: RankShares | None = None  # set where global batches are dealt out to the ranks
         self._numbers = [dist.get_global_rank(group, rank) for rank in range(self._size)]
 
@@ -63,13 +64,15 @@ class GroupRanks(Ranks):
         with self.together("DataParallel"):
             text = repr([(tuple(buffer.shape), str(buffer.dtype)) for buffer in buffers])
             self._meet(Header(0, 0, self._code, zlib.crc32(text.encode(), self._layout_of(replicas))))
-        with self._talking(), torch.no_grad():
+        with torch.no_grad():
             for tensor in [*replicas.parameters, *buffers]:
                 there = tensor.detach() if self._place.type == "cpu" else tensor.detach().to(self._home)
                 # As bytes, since backends do not know all types.
                 flat = there.contiguous().reshape(-1).view(torch.uint8)
-                dist.broadcast(flat, self._numbers[0], group=self._group)
-                tensor.copy_(flat.view(tensor.dtype).reshape(tensor.shape))
+                with self._talking():
+                    dist.broadcast(flat, self._numbers[0], group=self._group)
+                if self.rank > 0:
+                    tensor.copy_(flat.view(tensor.dtype).reshape(tensor.shape))
 
     def deal(
         self,
@@ -99,12 +102,12 @@ class GroupRanks(Ranks):
                     f"batch_sampler: balance has {plural(len(ratios), 'ratio')} for {plural(self._size, 'rank')}. Give one for each rank of the group."
                 )
             Balancer(names, **options)  # raises on every rank if it cannot be made
-            sampler = make(self._rank, self._size)
+            sampler = make(self.rank, self._size)
             self._meet(Header(0, stop_requested(), self._code, batch=sampler.mark()))
         with self._talking():
             kinds = self._gather(torch.tensor([kind]))[:, 0].tolist()
             classes = [f"kind {kinds.index(one) + 1}" for one in kinds]
-            balancer = None if self._rank else Balancer(names, device_classes=classes, **options)
+            balancer = None if self.rank else Balancer(names, device_classes=classes, **options)
             self.dealt = RankShares(sampler, balancer)
             with sampler.lock:
                 self._follow(self.dealt, 0)
@@ -123,9 +126,8 @@ class GroupRanks(Ranks):
         dealt = self.dealt
         # No batch is drawn meanwhile, also not by a thread of the caller's: each rank says how many it has drawn, and new shares hold after these.
         with dealt.sampler.lock:
-            with self._talking():  # an interrupt in here leaves the other ranks waiting
-                dealt.decide()
-                header = header._replace(batch=dealt.sampler.mark(), drawn=dealt.sampler.drawn, plan=dealt.plan)
+            dealt.decide()
+            header = header._replace(batch=dealt.sampler.mark(), drawn=dealt.sampler.drawn, plan=dealt.plan)
             headers, whole = self._exchanged_headers(header, error)
             if header.seconds and not header.failed:
                 dealt.measured(headers)
@@ -141,12 +143,12 @@ class GroupRanks(Ranks):
             self.stop = any(one.stop for one in headers)
             failed = [rank for rank, one in enumerate(headers) if one.failed]
             texts = self._texts(error) if failed else []
-        others = [rank for rank in failed if rank != self._rank]
+        others = [rank for rank in failed if rank != self.rank]
         what = "; ".join(f"rank {self._numbers[rank]}: {texts[rank]}" for rank in others)
         if error is not None:
             noted(
                 error,
-                f"raised on rank {self._numbers[self._rank]}; no rank has committed anything{'; ' * bool(what)}{what}",
+                f"raised on rank {self._numbers[self.rank]}; no rank has committed anything{'; ' * bool(what)}{what}",
             )
         elif failed:
             raise Error(
@@ -185,6 +187,15 @@ class GroupRanks(Ranks):
                     f"{who} has another sampler than {other}, or is at another global batch. All ranks make the same sampler, of the same size, seed and "
                     "state, and take all of its batches in the same order."
                 )
+            if one.steps != first.steps:
+                raise InvalidArgument(
+                    f"{who} has trained {int(one.steps)} steps before, {other} {int(first.steps)}. Load the same save on all ranks: "
+                    "load() warns if it takes an older one than the newest."
+                )
+            if one.scale and first.scale and one.scale != first.scale:
+                raise InvalidArgument(
+                    f"{who} has a scaler with the scale {one.scale}, {other} with {first.scale}. Give all ranks scalers of the same state."
+                )
             if one.total != first.total:
                 raise InvalidArgument(
                     f"{who} has total={one.total or None}, {other} has total={first.total or None}. It is the denominator over all ranks, so give "
@@ -207,12 +218,14 @@ class GroupRanks(Ranks):
 
     def _texts(self, error: BaseException | None) -> list[str]:
         """What each rank says of its error."""
-        text = "" if error is None else f"{type(error).__name__}: {error}"
-        cut = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
+        text = "" if error is None else type(error).__name__
+        with contextlib.suppress(Exception):  # of an error that cannot say what it is
+            text += "" if error is None else f": {error}"
+        cut = text.encode(errors="replace")[:_TEXT_BYTES].ljust(_TEXT_BYTES)
         rows = self._gather(torch.frombuffer(bytearray(cut), dtype=torch.uint8))
         return [bytes(row.tolist()).decode(errors="ignore").strip() for row in rows]
 
-    def _lost(self, error: RuntimeError) -> Error:
+    def _lost(self, error: Exception) -> Error:
         reason = str(error).strip().splitlines()[0]
         late = "timed out" in reason.lower() or "timeout" in reason.lower()
         gone = self._unreachable()
@@ -225,7 +238,7 @@ class GroupRanks(Ranks):
 
     def _unreachable(self) -> list[int]:
         """The ranks that cannot be reached after an exchange has failed, as far as that can be told: the error says it of none."""
-        others = [number for rank, number in enumerate(self._numbers) if rank != self._rank]
+        others = [number for rank, number in enumerate(self._numbers) if rank != self.rank]
         if len(others) == 1:
             return others
         if self._place.type != "cpu":  # NCCL would wait

@@ -30,6 +30,8 @@ class Header(NamedTuple):
     layout: float = 0  # a checksum of names, shapes and types of the parameters
     present: float = 0  # a checksum of which gradients there are
     total: float = 0  # the caller's own denominator, or 0
+    scale: float = 0  # of a scaler; 0 without one, and on a rank without items
+    steps: float = 0  # that were trained before
     items: float = 0
     weight: float = 0
     loss: float = 0  # the weighted sum of the items' losses
@@ -68,6 +70,9 @@ class Ranks:
         self._gone: str | None = None  # the ranks that cannot be reached, if that is known
         self._call = ""
         self._exchanged = True  # whether the ranks have exchanged headers in this call
+        self._alone = False  # whether an error of this rank would be news to the others, which go on
+        self.agreed: tuple[torch.Tensor, Gradients] | None = None  # the objective and gradients that all ranks commit
+        self.rank = 0
         self._began = 0.0
         self._ended: float | None = None  # when the ranks had last exchanged gradients, unless a call has failed since
         self._checksum: tuple[int, int] = (
@@ -84,7 +89,8 @@ class Ranks:
         """One call that all ranks make. If it fails here, the other ranks are told; if it fails elsewhere, it raises here."""
         if self._broken:
             raise error_of_lost(DeviceLost, f"{call}: {self._broken}", self._gone)
-        self._call, self._exchanged, self._began = call, False, time.perf_counter()
+        self._call, self._exchanged, self._alone, self._began = call, False, False, time.perf_counter()
+        self.agreed = None
         try:
             yield
             if not self._exchanged:  # a call without gradients
@@ -94,17 +100,38 @@ class Ranks:
             if not self._exchanged:
                 with contextlib.suppress(Error):  # of a rank that is gone; the error at hand says more
                     self._meet(Header(1, stop_requested(), self._code), error)
+            elif self._alone and not self._broken:
+                self._broken = (
+                    f"this rank has left {call} in the middle ({type(error).__name__}), and the other ranks have not. End all ranks and start them "
+                    "anew from what you saved last."
+                )
             raise
 
     def sum(
-        self, replicas: Replicas, objective: Objective, loss: torch.Tensor | None, gradients: Gradients
+        self,
+        replicas: Replicas,
+        objective: Objective,
+        loss: torch.Tensor | None,
+        gradients: Gradients,
+        *,
+        scale: torch.Tensor | None = None,
+        steps: int = 0,
     ) -> tuple[torch.Tensor, Gradients]:
-        """The objective over all ranks and its gradients, from those of this rank's part of the batch. `loss` is None if that is empty.
+        """The objective over all ranks and its gradients, from those of this rank's part of the batch. They are `agreed` from now on.
+
+        Parameters
+        ----------
+        loss
+            None if this rank's part is empty.
+        scale
+            What the gradients are multiplied by, if they are.
+        steps
+            How many steps this rank has trained before.
 
         Raises
         ------
         InvalidArgument
-            On all ranks, if they do not agree about the call, the parameters or `total`, or if no rank has weight.
+            On all ranks, if they do not agree about the call, the parameters, `total`, `scale` or `steps`, or if no rank has weight.
         RuntimeError
             On all ranks, if no rank has a gradient.
         DeviceLost, Timeout
@@ -118,47 +145,66 @@ class Ranks:
             Header(
                 failed=0,
                 stop=stop_requested(),
-                call=self._code,
+                call=zlib.crc32(f"{self._call} {objective.reduction}".encode()),
                 layout=self._layout_of(replicas),
                 present=zlib.crc32(bytes(present)),
                 total=objective.total or 0,
+                scale=0 if scale is None or loss is None else float(scale),
+                steps=steps,
                 items=objective.size,
                 weight=objective.weight,
                 loss=0 if loss is None else float(loss) * objective.divisor,
                 loss_type=-1 if loss is None else DTYPES.get(loss.dtype, 0),
                 seconds=time.perf_counter() - self._began,
                 between=-1 if self._ended is None else self._began - self._ended,
-            )
+            ),
+            goes_on=True,
         )
         divisor = objective.total or whole.weight
         if not divisor > 0:
+            self._agree()
+            self._alone = False
             raise InvalidArgument(
                 f"{self._call}: the weights of all ranks sum to {divisor}; the objective is divided by that sum, so it must be positive. Skip "
                 "batches without weight, on all ranks."
             )
-        with self._talking():
-            if not whole.same_gradients:
+        if not whole.same_gradients:
+            with self._talking():
                 present = self._union(present)
-                layout, buckets = self._filled(replicas, gradients, present)
-            for bucket in buckets:
-                if objective.divisor != divisor:
-                    bucket.mul_(objective.divisor / divisor)
+            layout, buckets = self._filled(replicas, gradients, present)
+        for bucket in buckets:
+            if objective.divisor != divisor:
+                bucket.mul_(objective.divisor / divisor)
+            with self._talking():
                 self._add(bucket)
+        self._agree()
         if not any(present):
+            self._alone = False
             raise RuntimeError(  # the type that plain PyTorch raises
                 f"{self._call}: the loss does not require grad on any rank: no parameter that does reaches it (is it detached, or everything "
                 "frozen?)."
             )
-        self._agree()
         self._ended = time.perf_counter()
         found = layout.gradients(buckets)
         value = torch.tensor(whole.loss / divisor, dtype=whole.loss_type, device=self._home)
-        return value, [found.get(index) for index in range(len(gradients))]
+        self.agreed = agreed = value, [found.get(index) for index in range(len(gradients))]
+        self._alone = False
+        return agreed
 
-    def _meet(self, header: Header, error: BaseException | None = None) -> Whole:
-        """Exchange the headers of all ranks. `error`: why this rank has failed, which it raises itself."""
+    def _meet(self, header: Header, error: BaseException | None = None, *, goes_on: bool = False) -> Whole:
+        """Exchange the headers of all ranks.
+
+        `error`: why this rank has failed, which it raises itself. `goes_on`: whether other exchanges follow, if all have succeeded.
+        """
+        self._alone = True
         self._exchanged = True
-        return self._exchange(header, error)
+        try:
+            whole = self._exchange(header, error)
+        except Error:  # all ranks raise it, or cannot be reached
+            self._alone = False
+            raise
+        self._alone = goes_on
+        return whole
 
     def _exchange(self, header: Header, error: BaseException | None) -> Whole:
         """Raise on every rank unless all are in the same call and have succeeded."""
@@ -173,7 +219,7 @@ class Ranks:
         raise TypeError("Ranks._add is for subclasses")
 
     def _agree(self) -> None:
-        """Raise unless the step may be committed."""
+        """Raise, on all ranks, unless the sums were complete."""
 
     def _filled(
         self, replicas: Replicas, gradients: Gradients, present: Sequence[bool]
@@ -192,16 +238,15 @@ class Ranks:
 
     @contextlib.contextmanager
     def _talking(self) -> Iterator[None]:
-        """Around everything that ranks have to do in the same order. After an error they cannot go on together."""
+        """Around an exchange, and nothing else."""
         try:
             yield
-        except RuntimeError as error:
-            raise self._lost(error) from error
-        except BaseException:
-            self._broken = "an interrupt left an exchange between the ranks. End all ranks and start them anew from what you saved last."
-            raise
+        except Exception as error:
+            lost = self._lost(error)
+            self._alone = False
+            raise lost from error
 
-    def _lost(self, error: RuntimeError) -> Error:
+    def _lost(self, error: Exception) -> Error:
         """What to raise for an error of the exchange."""
         raise TypeError("Ranks._lost is for subclasses")
 

@@ -70,6 +70,7 @@ class ReducerRanks(Ranks):
         else:
             for same, what in ((call, "calls"), (layout, "parameters"), (denominator, "values of total")):
                 if not same:
+                    self._agree()  # otherwise the numbers mean nothing
                     raise InvalidArgument(
                         f"{self._call}: ranks differ in their {what}. All make the same calls in the same order, with equal modules and equal "
                         "total; a rank without items passes batch=None."
@@ -89,13 +90,16 @@ class ReducerRanks(Ranks):
             work.wait()
 
     def _agree(self) -> None:
-        if not self._reducer.should_commit():
+        with self._talking():
+            complete = self._reducer.should_commit()
+        if not complete:
+            self._alone = False
             raise Cancelled(
                 f"{self._call}: the reducer does not commit this step, since a rank is gone or has joined. Nothing was committed, and .grad is as "
                 "before. Run the step again, with the batch dealt out to the ranks that there are now."
             )
 
-    def _lost(self, error: RuntimeError) -> Error:
+    def _lost(self, error: Exception) -> Error:
         return Error(
             f"{self._call}: the reducer has failed: {error}. Nothing was committed, and .grad is as before. Whether another step works is for "
             "the reducer to say."

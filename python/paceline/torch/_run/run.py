@@ -246,6 +246,7 @@ class TrainRun(Run):
         replicas, places = self.replicas, self.places
         self.loss_fn = loss_fn
         self.objective = objective
+        self.scale = scale
         self.scales: list[torch.Tensor | None] = [scale] * len(places)
         self.carries = carries  # whether the gradients go to whoever calls backward, and not to .grad
         self.extras = Extras(objective)

@@ -253,18 +253,26 @@ class Saving:
 
     def _load_state(self, state: dict[str, Any]) -> None:
         self._data.load(state)
-        restore_random(self._places.named_generators(), state["random"])
+        ranks = self._execution.ranks
+        restore_random(self._places.named_generators(), state["random"], 0 if ranks is None else ranks.rank)
         self._execution.steps = state["steps"]
 
 
-def restore_random(generators: Mapping[str, torch.Generator], states: Mapping[str, torch.Tensor]) -> None:
-    """Set generators to states by name. Others get different seeds that follow from the state of ``"host"``."""
+def restore_random(
+    generators: Mapping[str, torch.Generator], states: Mapping[str, torch.Tensor], rank: int = 0
+) -> None:
+    """Set generators to states by name. Others get different seeds that follow from the state of ``"host"``.
+
+    The states are those of rank 0. Another rank must not draw the same numbers for its items, so all of its generators get seeds.
+    """
     host = bytes_of(states["host"].cpu())
+    known = {} if rank else states
     for name, generator in generators.items():
-        if name in states:
-            generator.set_state(states[name].cpu())
-    for index, name in enumerate(name for name in generators if name not in states):
-        seed = hashlib.blake2b(host + index.to_bytes(8, "little"), digest_size=8).digest()
+        if name in known:
+            generator.set_state(known[name].cpu())
+    for index, name in enumerate(name for name in generators if name not in known):
+        number = rank.to_bytes(8, "little") + index.to_bytes(8, "little")
+        seed = hashlib.blake2b(host + number, digest_size=8).digest()
         generators[name].manual_seed(int.from_bytes(seed, "little"))
 
 
