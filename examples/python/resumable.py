@@ -1,8 +1,8 @@
 """Train a small network, stop between two steps when a signal asks for it, and continue where the last run stopped.
 
-    python resumable.py --checkpoint run.pt                    SIGTERM or SIGUSR1: saves and ends with status 75
-    python resumable.py --checkpoint run.pt                    the same command continues, on any devices
-    python resumable.py --checkpoint run.pt --devices host:0   for example on one core
+    python resumable.py --saves run                    SIGTERM or SIGUSR1: saves and ends with status 75
+    python resumable.py --saves run                    the same command continues, on any devices
+    python resumable.py --saves run --devices host:0   for example on one core
 
 Status 75 means "try again later" to many programs (EX_TEMPFAIL), so a job script knows that the training is not finished. Status 0 means
 that it is. examples/cluster has job scripts for SLURM and Kubernetes. Lines that differ from a plain training script are marked with (*).
@@ -11,6 +11,7 @@ that it is. examples/cluster has job scripts for SLURM and Kubernetes. Lines tha
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import signal
@@ -39,23 +40,13 @@ def spirals(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rows_of(step: int) -> torch.Tensor:
-    """The items of a step. They follow from its number alone, so the number is all that a checkpoint has to say about the data."""
+    """The items of a step. They follow from its number alone, so the number is all that a save has to say about the data."""
     return torch.randint(0, ITEMS, (BATCH,), generator=torch.Generator().manual_seed(SEED + 1 + step))
 
 
 def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     points, labels = batch
     return nn.functional.cross_entropy(model(points), labels)
-
-
-def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write to another name first, so that the earlier checkpoint stays whole if the process is killed meanwhile."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def main() -> int:
@@ -68,11 +59,8 @@ def main() -> int:
 
     with paceline.stop_on(signal.SIGTERM, signal.SIGUSR1) as stop, DataParallel(model, args.devices) as trainer:  # (*)
         optimizer = trainer.optimizer(torch.optim.SGD, lr=0.3, momentum=0.9)  # (*)
-        if args.checkpoint.exists():
-            state = torch.load(args.checkpoint, weights_only=True)
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            step = state["step"]
+        with contextlib.suppress(FileNotFoundError):  # there is none at the first start
+            step = trainer.load(args.saves, optimizer)["step"]  # (*)
         names = ", ".join(device.name for device in trainer.group.devices)
         print(f"step {step} of {args.steps}, on {names}", flush=True)
         saved = step
@@ -83,11 +71,13 @@ def main() -> int:
             optimizer.zero_grad()
             step += 1
             if step % args.save_every == 0:
-                save(args.checkpoint, step, model, optimizer)
+                trainer.save_async(args.saves, optimizer=optimizer, extra={"step": step})  # (*)
                 saved = step
                 print(f"step {step}: loss {loss:.4f}", flush=True)
         if saved < step:
-            save(args.checkpoint, step, model, optimizer)
+            trainer.save_async(
+                args.saves, optimizer=optimizer, extra={"step": step}
+            )  # (*) closing the trainer waits for it
     if step < args.steps:
         print(
             f"{signal.Signals(stop.signal).name if stop.signal else 'stop'} after step {step}; the same command continues"
@@ -98,10 +88,10 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--checkpoint", type=Path, required=True, help="the file to save to and to continue from")
+    parser.add_argument("--saves", type=Path, required=True, help="the folder to save to and to continue from")
     parser.add_argument("--devices", default="auto", help="such as host:0,host:1; default: all host devices")
     parser.add_argument("--steps", type=int, default=1000, help="how long to train, with earlier runs (default: 1000)")
-    parser.add_argument("--save-every", type=int, default=200, help="steps between two checkpoints (default: 200)")
+    parser.add_argument("--save-every", type=int, default=200, help="steps between two saves (default: 200)")
     parser.add_argument("--double", action="store_true", help="compute in double precision")
     args = parser.parse_args()
     if args.steps < 1 or args.save_every < 1:

@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.torch._save.folder import newest
+
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
 RESUMABLE = ROOT / "examples" / "python" / "resumable.py"
@@ -35,39 +37,39 @@ def read_until_it_trains(process: subprocess.Popen[str]) -> None:
         assert line, "it has ended"
 
 
-def tensors(checkpoint: dict[str, Any]) -> list[torch.Tensor]:
-    """Of the model and the optimizer."""
-    momenta = [state["momentum_buffer"] for state in checkpoint["optimizer"]["state"].values()]
-    return [*checkpoint["model"].values(), *momenta]
+def saved(folder: Path) -> tuple[int, list[torch.Tensor]]:
+    """The step of the newest save, and the tensors of the model and the optimizer."""
+    _, parts = newest(folder)
+    momenta = [state["momentum_buffer"] for state in parts["optimizer"][""]["state"].values()]
+    return parts["extra"]["step"], [*parts["model"].values(), *momenta]
 
 
 def test_a_run_that_was_stopped_continues_on_other_devices_to_the_result_of_a_run_without_a_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def command(checkpoint: str, *arguments: str) -> list[str]:
-        return [str(RESUMABLE), "--double", "--checkpoint", str(tmp_path / checkpoint), *arguments]
+    def command(folder: str, *arguments: str) -> list[str]:
+        return [str(RESUMABLE), "--double", "--saves", str(tmp_path / folder), *arguments]
 
-    parts = [sys.executable, *command("parts.pt")]
+    parts = [sys.executable, *command("parts")]
     with subprocess.Popen([*parts, *ENDLESS, "--devices", "host:0,host:1"], stdout=subprocess.PIPE, text=True) as run:
         read_until_it_trains(run)
         run.send_signal(signal.SIGTERM)
         rest, _ = run.communicate(timeout=60)
     assert run.returncode == os.EX_TEMPFAIL
-    stopped = torch.load(tmp_path / "parts.pt")["step"]
+    stopped, _ = saved(tmp_path / "parts")
     assert f"SIGTERM after step {stopped};" in rest
     end = str(stopped + 20)
     assert f"step {stopped} of {end}, on host:0\n" in finish([*parts, "--steps", end, "--devices", "host:0"])
 
-    monkeypatch.setattr(sys, "argv", command("whole.pt", "--steps", end, "--devices", "host:0,host:1"))
+    monkeypatch.setattr(sys, "argv", command("whole", "--steps", end, "--devices", "host:0,host:1"))
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(RESUMABLE), run_name="__main__")
     assert ended.value.code == 0
-    ours, theirs = torch.load(tmp_path / "parts.pt"), torch.load(tmp_path / "whole.pt")
-    assert ours["step"] == theirs["step"] == stopped + 20
-    pairs = list(zip(tensors(ours), tensors(theirs), strict=True))
+    (step, ours), (whole, theirs) = saved(tmp_path / "parts"), saved(tmp_path / "whole")
+    assert step == whole == stopped + 20
+    pairs = list(zip(ours, theirs, strict=True))
     assert len(pairs) == 12
     assert max((a - b).abs().max().item() for a, b in pairs) < 1e-12
-    assert not list(tmp_path.glob("*.partial"))
 
 
 def stand_in(folder: Path, name: str, script: str) -> None:
@@ -87,7 +89,7 @@ def test_the_slurm_job_requeues_itself_until_the_training_is_done(tmp_path: Path
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "CALLS": str(calls),
         "PIDS": str(pids),
-        "CHECKPOINT": str(tmp_path / "run.pt"),
+        "SAVES": str(tmp_path / "run"),
         "SLURM_JOB_ID": "17",
         "SLURM_CPUS_PER_TASK": "2",
     }
@@ -98,7 +100,7 @@ def test_the_slurm_job_requeues_itself_until_the_training_is_done(tmp_path: Path
         rest, _ = job.communicate(timeout=60)
     assert job.returncode == os.EX_TEMPFAIL
     assert calls.read_text() == "requeue 17\n"
-    stopped = torch.load(tmp_path / "run.pt")["step"]
+    stopped, _ = saved(tmp_path / "run")
     assert f"SIGUSR1 after step {stopped};" in rest
     assert f"step {stopped} of {stopped + 1}" in finish(
         [*command, "--steps", str(stopped + 1)], cwd=ROOT, env=environment
