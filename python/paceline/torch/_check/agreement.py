@@ -16,9 +16,10 @@ from paceline.torch._devices.noise import Noise
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.buffers import KeptAttributes
 from paceline.torch._replicas.replicas import Replicas, is_compiled, is_compiled_function
-from paceline.torch._run.execution import Execution, Workload
+from paceline.torch._run.execution import Execution
 from paceline.torch._run.gradients import UserGradients
 from paceline.torch._run.run import LossFunction
+from paceline.torch._run.workload import Workload
 
 
 @dataclasses.dataclass(frozen=True)

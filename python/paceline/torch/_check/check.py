@@ -25,9 +25,10 @@ from paceline.torch._devices.run_draws import Drawing, RunDraws
 from paceline.torch._replicas.batch_norm import standing_still, using_batch_statistics
 from paceline.torch._replicas.buffers import KeptAttributes
 from paceline.torch._replicas.replicas import is_compiled, is_compiled_function
-from paceline.torch._run.execution import Execution, Workload
+from paceline.torch._run.execution import Execution
 from paceline.torch._run.gradients import UserGradients
 from paceline.torch._run.run import Frame, LossFunction, TrainRun
+from paceline.torch._run.workload import Workload
 
 _DIVIDES = (
     'with reduction="sum" the objective is the sum divided by {}: its gradient is that part of the gradient that the sum has on one device. To '

@@ -12,8 +12,9 @@ from torch import nn
 
 from paceline.balance import Balancer, WhatIfAnswer
 from paceline.torch._run.alone import Measured
-from paceline.torch._run.execution import Execution, Workload
+from paceline.torch._run.execution import Execution
 from paceline.torch._run.group_ranks import GroupRanks
+from paceline.torch._run.workload import Workload
 from paceline.torch._trainer.exports import Collector, scalars_of
 from paceline.torch._trainer.lifetime import Lifetime
 from paceline.torch._trainer.step_gaps import StepGaps

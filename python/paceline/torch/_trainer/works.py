@@ -10,7 +10,7 @@ from paceline import Device, DeviceGroup, InvalidArgument
 from paceline._core.engine import StepLoop
 from paceline.torch._devices.places import Places
 from paceline.torch._run.alone import AloneTrials
-from paceline.torch._run.execution import Workload
+from paceline.torch._run.workload import Workload
 
 _RUN = "run "
 

@@ -1,0 +1,55 @@
+"""One kind of work of a trainer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable
+from typing import Any
+
+from paceline import DeviceGroup
+from paceline._core.engine import StepLoop
+from paceline.torch._devices.places import Places
+from paceline.torch._run.alone import AloneTrials
+from paceline.torch._run.launch import LaunchClock
+from paceline.torch._run.seen import Seen
+
+_MOST_KINDS = 256  # kinds of batches that keep their number; the engine remembers fewer
+
+
+class Workload:
+    """One kind of work, with its own times, sizes and memory. These say nothing about another kind."""
+
+    def __init__(
+        self, group: DeviceGroup, places: Places, limits: list[int | None], *, searches: bool = False, **options: Any
+    ) -> None:
+        self.step_loop = StepLoop(
+            group, memory_limits=[limit or 0 for limit in limits], search_sizes=searches, **options
+        )
+        self.limits = limits
+        self.searches = searches  # whether to search for the size of micro-batches
+        self.fixed = options.get("balance") != "auto"  # whether shares stay the same whatever the times
+        self.seen = Seen(len(group))
+        self.launches = LaunchClock(places.on_gpu)
+        # Whether corrections are on by default.
+        self.corrects = len(group) > 1 and not any(places.on_gpu) and options.get("balance", "auto") == "auto"
+        self.corrects &= not options.get("micro_batch") and options.get("corrections") is None
+        # Whether the forward writes buffers. If it does, the number of forwards changes the result. None: not known yet.
+        self.writes_buffers: bool | None = None
+        self.mode: Any = None  # the mode in which `writes_buffers` was found out
+        self.given: tuple[int, bool | None] | None = (
+            None  # the least items and the corrections that the StepLoop was given
+        )
+        self.normalises = False  # whether something other than the known modules normalises over a micro-batch
+        self.alone: AloneTrials | None = None  # set where one device may be faster than all
+        self._kinds: dict[Hashable, int] = {}  # least recently used first
+        self._numbers = itertools.count()
+
+    def kind(self, key: Hashable) -> int:
+        """A number for all batches with this key, for the engine. The least recently used of many keys is forgotten."""
+        number = self._kinds.pop(key, None)
+        if number is None:
+            number = next(self._numbers)
+        if len(self._kinds) >= _MOST_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        self._kinds[key] = number
+        return number
