@@ -241,9 +241,9 @@ class Check:
                 "does. Splits were compared with the same draws for each item.",
             )
 
-    def _splits(self, whole: Probed) -> list[SplitResult]:
+    def _splits(self, whole: Probed, probe: Probe | None = None) -> list[SplitResult]:
         splits = {described_sizes(sizes): spans_of(sizes) for sizes in self._sizes()}
-        return [self._tried(name, whole, partial(self.probe.split, spans)) for name, spans in splits.items()]
+        return [self._tried(name, whole, partial((probe or self.probe).split, spans)) for name, spans in splits.items()]
 
     def _dealt_out(self, whole: Probed, probe: Probe, spans: list[Span]) -> SplitResult:
         """Run the slices that the devices get by cost, one after the other. They have items from anywhere in the batch."""
@@ -277,7 +277,11 @@ class Check:
                     f"loss_fn works on the whole batch and raises on a slice ({errors[0].name}): {errors[0].error}. It must take any number of items.",
                 )
                 return
-            self._add(*Reader(self.probe, self._sizes(), self.reduction, self.tolerance).read())
+            for name, probe in self.probe.terms():
+                if name and _largest(self._splits(probe.split([(0, probe.batch.size)]), probe)) <= self.tolerance:
+                    continue
+                kind, text = Reader(probe, self._sizes(), self.reduction, self.tolerance).read()
+                self._add(kind, f"term {name!r}: {text}" if name else text)
 
     def _note_buffers(self, splits: list[SplitResult]) -> None:
         changed = sorted({name for split in splits for name in split.buffers})

@@ -99,6 +99,22 @@ class Ranks:
                     self._meet(Header(1, stop_requested(), self._code), error)
             raise
 
+    def weights(self, described: str, mine: list[float]) -> list[float]:
+        """The weights of several terms over all ranks. One rescaling afterwards cannot do, so they are exchanged before the step.
+
+        Raises
+        ------
+        InvalidArgument
+            On all ranks, if they do not agree about the terms, which are `described`.
+        """
+        self._meet(Header(0, stop_requested(), zlib.crc32(f"{self._call} {described}".encode())))
+        self._exchanged = False
+        found = torch.tensor(mine, dtype=torch.float64, device=self._home)
+        with self._talking():
+            self._add(found)
+        numbers: list[float] = found.tolist()
+        return numbers
+
     def sum(
         self, replicas: Replicas, objective: Objective, loss: torch.Tensor | None, gradients: Gradients
     ) -> tuple[torch.Tensor, Gradients]:
@@ -298,8 +314,8 @@ class GroupRanks(Ranks):
             who, other = f"{self._call}: rank {self._numbers[rank]}", f"rank {self._numbers[0]}"
             if one.call != first.call:
                 raise InvalidArgument(
-                    f"{who} has called something else than {other}. All ranks of a group make the same calls of the trainer in the same order, also "
-                    "where a rank has no items left: batch=None."
+                    f"{who} has called something else than {other}. All ranks of a group make the same calls of the trainer in the same order, with "
+                    "the same terms in weight= and total=, also where a rank has no items left: batch=None."
                 )
             if one.layout != first.layout:
                 raise InvalidArgument(

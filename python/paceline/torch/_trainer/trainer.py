@@ -288,7 +288,7 @@ class DataParallel:
         loss_fn
             ``loss_fn(module, slice)`` is called once per micro-batch, with a replica and a slice of `batch`. It returns the loss,
             0-dimensional or with one entry per item of the slice. It may return a pair ``(loss, extras)`` with a tensor or a nest of tensors
-            beside the loss; `extras` then has them for the whole batch.
+            beside the loss; `extras` then has them for the whole batch. If `weight` is a mapping, the loss is a mapping with the same keys.
         batch
             With `group` of the trainer: this rank's part of the batch, or None if that is empty. Else the whole batch.
             A tensor, or any nest of tuples, lists, mappings and dataclasses. Tensors with dimensions are split along dimension 0, where all
@@ -296,7 +296,10 @@ class DataParallel:
             refused, since it seems to have one entry per item but cannot be split.
         weight
             How much each item counts in the mean: a 1-D tensor with one weight per item, or a callable that makes one from the whole
-            batch, e.g. the number of unmasked tokens. Default: every item counts 1. Slices without weight are not run.
+            batch, e.g. the number of unmasked tokens. Default: every item counts 1. Slices without weight are not run. A mapping from names
+            to such weights (or None) is for a loss of several terms, each of which is a mean over something else. The objective is the sum of
+            the terms, each divided by its own weight. A term that nothing has weight in adds nothing. A slice's loss of a term that has no
+            weight there is not used, and may be missing.
         scaler
             A ``torch.amp.GradScaler``: gradients come out scaled, as after ``scaler.scale(loss).backward()``.
         cost
@@ -308,7 +311,9 @@ class DataParallel:
             saved. Steps with `cost` and steps without are measured apart.
         total
             What to divide the sum over the items by, in place of the total weight: a positive number. For a mean over more than this batch,
-            such as all micro-batches of an accumulation. With `group` the number is for all ranks together, and equal on all. With 1, and ``reduction="sum"``, the objective is the plain sum.
+            such as all micro-batches of an accumulation. With `group` the number is for all ranks together, and equal on all. With 1, and
+            ``reduction="sum"``, the objective is the plain sum. If `weight` is a mapping, one number is for all terms, and a mapping is for those
+            that it names.
         collate
             ``collate(samples)`` makes a slice. Then `batch` is a list of samples, of any type, one per item, and each worker puts its
             own slices together. For what no tensor of the whole batch can hold: packed sequences, graphs, strings, images of many sizes.
@@ -421,7 +426,8 @@ class DataParallel:
 
         `loss_fn` returns ``(loss, extras)``, where extras are a tensor or a nest of them. A tensor with one row per item comes back with the
         rows of all items, in the order of the batch. A 0-dimensional tensor is taken for a mean over its slice, and comes back as the mean
-        over the batch, weighted like the loss. The tensors are detached. With `group` they are those of this rank's part of the batch.
+        over the batch, weighted like the loss. If `weight` is a mapping, ``extras["name"]`` is weighted like the term of that name, and other
+        means count all items. The tensors are detached. With `group` they are those of this rank's part of the batch.
         """
         return self._execution.extras
 

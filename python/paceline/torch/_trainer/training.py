@@ -15,6 +15,7 @@ from paceline.torch._batch.batch import Batch, BatchDim
 from paceline.torch._batch.items import Cost, costs_of
 from paceline.torch._batch.objective import Objective, Reduction, Total, Weight, already_backward
 from paceline.torch._batch.samples import Collate, Samples
+from paceline.torch._batch.terms import Terms, objective_over
 from paceline.torch._run.carried import Carried
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.run import Frame, LossFunction, TrainRun
@@ -64,7 +65,7 @@ class Training:
         self, batch: Any, size: int, weight: Weight | None, total: Total | None, *, part: bool = False
     ) -> Objective:
         places = self._places
-        return Objective(batch, size, self.reduction, weight, places.pin, places.check_values, total, part)
+        return objective_over(batch, size, self.reduction, weight, places.pin, places.check_values, total, part)
 
     def _prepared(
         self,
@@ -76,14 +77,15 @@ class Training:
         batch_dim: BatchDim,
     ) -> tuple[Batch | None, Objective, list[float] | None]:
         """The batch to train on, the objective over it, and the items' costs. With other ranks a batch without weight is None."""
+        whole: Batch | None
         if self._execution.ranks is None:
             whole, objective = self.prepared(batch, weight, total, collate, batch_dim)
             return whole, objective, self.costs(cost, batch, whole.size)
-        if batch is None:
-            return None, self._objective(None, 0, None, total, part=True), None
-        whole = self.whole(batch, collate, batch_dim)
-        objective = self._objective(batch, whole.size, weight, total, part=True)
-        costs = self.costs(cost, batch, whole.size)
+        whole = None if batch is None else self.whole(batch, collate, batch_dim)
+        objective = self._objective(batch, 0 if whole is None else whole.size, weight, total, part=True)
+        costs = None if whole is None else self.costs(cost, batch, whole.size)
+        if isinstance(objective, Terms):
+            objective.divide(self._execution.ranks.weights(objective.described, objective.weights))
         return whole if objective.magnitude else None, objective, costs
 
     def costs(self, cost: Cost | None, batch: Any, size: int) -> list[float] | None:
