@@ -191,7 +191,7 @@ def update(module: nn.Module) -> None:
 def training(rank: int, sizes: list[int]) -> Any:
     module, batch = classifier(sum(sizes), seed=rank)  # only rank 0 begins with the parameters of the reference
     batch = classifier(sum(sizes))[1]
-    with trainer_of(module, rank) as trainer:
+    with trainer_of(module, rank, verify_every=3) as trainer:
         for _ in range(4):
             (trainer.loss(classify, part_of(batch, rank, sizes)) / 2).backward()
             trainer.step(classify, part_of(batch, rank, sizes))

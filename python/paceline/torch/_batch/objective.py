@@ -191,14 +191,15 @@ class Objective:
 
 def _cure(loss: Any, of: str) -> str:
     """Advice on a wrong return value of ``loss_fn``, or nothing."""
+    pair = " To return more than the loss, return a pair (loss, extras): trainer.extras then has the extras of the whole batch."
     if isinstance(loss, Mapping) and not of:
-        return " To return several terms, name them in weight=, a mapping from each term to the weights of its items."
+        return f"{pair} For a loss of several terms name them in weight=, a mapping from each term to the weights of its items."
     if isinstance(loss, float):
         return " Return the tensor itself: backward needs its graph, which item() leaves behind."
     if isinstance(getattr(loss, "loss", None), torch.Tensor):
         return " Return its .loss."
     if isinstance(loss, (tuple, list)):
-        return " To return more than the loss, return a pair (loss, extras): trainer.extras then has the extras of the whole batch."
+        return pair
     return ""
 
 

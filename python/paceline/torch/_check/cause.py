@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from paceline.torch._batch.batch import Batch, Move, same
+from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.moving import Move, same
 from paceline.torch._batch.objective import Objective, Reduction
 from paceline.torch._check.fit import READINGS, Fit, Share, couples_items, read_raw
 from paceline.torch._check.probe import Probe

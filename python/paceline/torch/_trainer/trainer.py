@@ -14,8 +14,10 @@ from paceline._stop import stop_requested
 from paceline.comm import Transport
 from paceline.torch._batch.batch import BatchDim
 from paceline.torch._batch.items import Cost
+from paceline.torch._batch.layout import Layout
 from paceline.torch._batch.objective import Reduction, Total, Weight
 from paceline.torch._batch.samples import Collate
+from paceline.torch._batch.splits import Split
 from paceline.torch._devices.places import Places
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.replicas import Replicas
@@ -280,6 +282,7 @@ class DataParallel:
         total: Total | None = None,
         collate: Collate | None = None,
         batch_dim: BatchDim = 0,
+        split: Split | None = None,
     ) -> torch.Tensor:
         """Run one forward and backward over `batch` on all devices and add the gradient to the parameters' ``.grad``.
 
@@ -321,6 +324,10 @@ class DataParallel:
             Which dimension of the tensors is the item: a number for all of them, or a nest like `batch`, where a number is for all tensors
             below it. Entries that a mapping leaves out have 0. None is for a tensor that belongs to the whole batch and is not split. For
             the batch ``(x, (hidden, cell))`` of an LSTM with ``batch_first=True`` it is ``(0, 1)``.
+        split
+            For batches of a type of your own: ``split(batch, begin, end)`` returns items ``[begin, end)`` of a batch, whose number of items is
+            ``len(batch)``. Or an object with ``length(batch)`` and ``slice(batch, begin, end)``. A mapping from types to these is for objects
+            inside of `batch`. Workers call it at the same time. Not together with `cost`. Packed sequences and nested tensors need no `split`.
 
         Returns
         -------
@@ -359,8 +366,7 @@ class DataParallel:
             "scaler": scaler,
             "cost": cost,
             "total": total,
-            "collate": collate,
-            "batch_dim": batch_dim,
+            "layout": Layout(collate, batch_dim, split),
         }
         return self._measured("step", loss_fn, batch, options)
 
@@ -375,6 +381,7 @@ class DataParallel:
         total: Total | None = None,
         collate: Collate | None = None,
         batch_dim: BatchDim = 0,
+        split: Split | None = None,
     ) -> torch.Tensor:
         """Run `step`, and return a loss that carries the gradients. Its ``backward`` adds them to ``.grad``.
 
@@ -385,7 +392,7 @@ class DataParallel:
 
         Parameters
         ----------
-        loss_fn, batch, weight, cost, total, collate, batch_dim
+        loss_fn, batch, weight, cost, total, collate, batch_dim, split
             As for `step`. A loss that depends on tensors outside of the module gives these their gradients, too.
         scaler
             The ``torch.amp.GradScaler`` that ``scaler.scale(loss)`` is called on. The devices then scale their losses before their own
@@ -415,8 +422,7 @@ class DataParallel:
             "scaler": scaler,
             "cost": cost,
             "total": total,
-            "collate": collate,
-            "batch_dim": batch_dim,
+            "layout": Layout(collate, batch_dim, split),
         }
         return self._measured("loss", loss_fn, batch, options, carries=True)
 
