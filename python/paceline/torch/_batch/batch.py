@@ -62,6 +62,9 @@ class Batch:
                 time = first_path if self._item_shapes[0][0][:1] == (size,) else path
                 turns = size in self._item_shapes[0][0][:1] or self.size in shape[:1]
                 turn = f" If {time} is [time, batch], pass {time}.transpose(0, 1)." if turns else ""
+                leading = self._leaves[0].movedim(0, self._dims[0]).shape[:2]
+                if leading.numel() == size and len(leading) == 2:
+                    turn += f" If {path} is flattened, pass it in the shape {list(leading)} of {first_path}, and flatten it in loss_fn."
                 raise InvalidArgument(
                     f"batch: {path} has {plural(size, 'item')} along dimension {dim}, but {first_path} has {self.size}. All tensors of a batch need the "
                     f"same length there; make what belongs to the whole batch 0-dimensional, or give it to loss_fn by a closure.{turn} "

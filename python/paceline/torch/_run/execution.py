@@ -453,6 +453,8 @@ class Execution:
                     work.normalises = True
                     raise _TryAgainError from error
                 items = run.batch.described(begin, end) if end > begin else ""
+                if end - begin == 1 < run.batch.size and type(error) in (ValueError, RuntimeError, IndexError):
+                    items += ", a slice of one item (where squeeze() also drops the dimension of the items, and squeeze(-1) does not)"
                 raise_failure(error, where, items, run.kept)
             finally:
                 del error  # it refers to this frame, and a dropped trainer must end without the garbage collector
