@@ -82,6 +82,35 @@ def test_activation_checkpointing_meets_again_in_the_backward() -> None:
     assert_same_gradients(module, gradients(reference))
 
 
+def adversarial(generator: nn.Module, critic: nn.Module, x: torch.Tensor, noise: torch.Tensor) -> None:
+    """One step of each network, as in PyTorch's DCGAN: the critic's second forward on the generator's outputs has both backward."""
+    ones, losses = torch.ones(len(x)).double(), nn.BCEWithLogitsLoss()
+    critic.zero_grad()
+    losses(critic(x)[:, 0], ones).backward()
+    fake = generator(noise)
+    losses(critic(fake.detach())[:, 0], 0 * ones).backward()
+    with torch.no_grad():
+        for parameter in critic.parameters():
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad)
+    generator.zero_grad()
+    losses(critic(fake)[:, 0], ones).backward()
+
+
+def test_a_loop_over_two_networks_stays_as_it_is() -> None:
+    first, (noise, _) = case("rows")
+    generator = nn.Sequential(first, nn.Linear(3, 6).double())
+    critic, (x, _) = case("rows")
+    twins = [copy.deepcopy(one) for one in (generator, critic)]
+    with synchronised(generator) as ours, synchronised(critic, balance=(1, 2)) as theirs:
+        for _ in range(2):
+            adversarial(ours, theirs, x, noise)
+            adversarial(twins[0], twins[1], x, noise)
+    for module, twin in zip((generator, critic), twins, strict=True):
+        assert_same_gradients(module, gradients(twin))
+        assert same_buffers(module, twin)
+
+
 class Raising(torch.autograd.Function):
     """Raises in the backward of the slice with a marked item."""
 

@@ -157,9 +157,11 @@ def test_a_check_names_the_term_whose_weight_is_wrong() -> None:
     module, batch = tasks(16, labelled=16)
     with DataParallel(module, TWO) as trainer:
         report = trainer.check(losses_of, batch, weight={"label": None, "depth": None})
+        added = trainer.check(total_of, batch)
     assert not report.exact
     assert [cause.kind for cause in report.causes] == ["weight"]
-    assert "term 'depth': loss_fn returns a mean over" in str(report)
+    assert "term 'depth': loss_fn returns a mean over" in report.causes[0].text
+    assert "return these as a mapping, and give weight= a mapping" in added.causes[0].text
 
 
 @pytest.mark.parametrize(
