@@ -151,6 +151,11 @@ def test_terms_may_be_means_over_all_items_and_backward_may_be_by_hand() -> None
             global_batch.run(lambda m, micro: micro.backward(fn(m, micro.data)))
         assert_same_gradients(module, wanted)
         assert trainer.check(fn, batch, weight=weight).exact
+        assert trainer.verify_replicas(fn, batch, weight=weight).agree
+        found = trainer.find_batch_size(fn, lambda n: tasks(n)[1], weight=weight, smallest=8, largest=8, seconds=0.001)
+        assert list(found.seconds) == [8]
+        with pytest.raises(InvalidArgument, match="weight is a Tensor, which fits one size"):
+            trainer.find_batch_size(fn, lambda n: tasks(n)[1], weight={"label": torch.ones(8)})
 
 
 def test_a_check_names_the_term_whose_weight_is_wrong() -> None:

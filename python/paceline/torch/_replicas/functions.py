@@ -36,7 +36,10 @@ class Seen(NamedTuple):
 
     @property
     def same(self) -> bool:
-        return getattr(self.owner, self.name, None) is self.value
+        try:
+            return getattr(self.owner, self.name) is self.value
+        except ValueError:  # a variable that was deleted
+            return False
 
 
 class _UnsafeError(Exception):
