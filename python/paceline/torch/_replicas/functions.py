@@ -23,6 +23,11 @@ from paceline.torch._replicas.hook_code import codes_of
 from paceline.torch._replicas.reach import SIMPLE, closure_of
 
 _UNCHANGING = (type, types.ModuleType, types.MethodDescriptorType, types.WrapperDescriptorType, enum.Enum)
+_NOBODYS = (
+    type,
+    types.ModuleType,
+    types.NoneType,
+)  # what a built-in function is bound to that is no method of an object
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _CONTAINERS = (list, dict, OrderedDict)
 
@@ -71,9 +76,10 @@ class Functions:
     def give(self, ours: Any, theirs: Any) -> None:
         """Put new functions into the attributes of `theirs`, a copy of `ours`."""
         if ours is not theirs:
-            attributes = vars(theirs)
-            for name, value in list(attributes.items()):
-                attributes[name] = self.renewed(value, vars(ours).get(name))
+            for name, value in list(vars(theirs).items()):
+                renewed = self.renewed(value, vars(ours).get(name))
+                if renewed is not value:
+                    vars(theirs)[name] = renewed
 
     def renewed(self, value: Any, source: Any) -> Any:
         """What takes the place of `value`, a copy of `source`. Lists and dictionaries get new functions in place."""
@@ -104,9 +110,7 @@ class Functions:
             return self._counterparts[id(value)]
         if type(value) in SIMPLE or isinstance(value, _UNCHANGING) or id(value) in self._own:
             return value
-        if isinstance(value, types.BuiltinFunctionType) and isinstance(
-            value.__self__, (type, types.ModuleType, types.NoneType)
-        ):
+        if isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, _NOBODYS):
             return value
         if type(value) is tuple:
             parts = tuple(self._of(one, name) for one in value)
@@ -117,13 +121,10 @@ class Functions:
             return value if same else types.MethodType(function, owner)
         if type(value) is functools.partial and not value.__dict__:
             parts = (value.func, value.args, tuple(value.keywords.values()))
-            function, arguments, options = new = self._of(parts, name)
-            same = new is parts
-            return (
-                value
-                if same
-                else functools.partial(function, *arguments, **dict(zip(value.keywords, options, strict=True)))
-            )
+            new = self._of(parts, name)
+            if new is parts:
+                return value
+            return functools.partial(new[0], *new[1], **dict(zip(value.keywords, new[2], strict=True)))
         if isinstance(value, types.FunctionType):
             return self._function(value)
         raise _UnsafeError(f"it also refers to '{name}' ({type(value).__name__}), which all devices would share")
@@ -134,10 +135,8 @@ class Functions:
         refers = self._refers(function, set())
         if not refers and str(function.__module__).startswith("torch."):
             return function
-        code, cells = (
-            function.__code__,
-            dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)),
-        )
+        code = function.__code__
+        cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
         if function.__dict__.keys() - {"__wrapped__"}:
             raise _UnsafeError(f"{function.__name__} has attributes, which all devices would share")
         contents = dict(closure_of(function))
