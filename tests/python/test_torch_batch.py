@@ -172,9 +172,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "array": ((X, np.zeros(8)), r"batch\[1\] is an array \(ndarray\) of 8.*torch\.as_tensor"),
     "array alone": (np.zeros((8, 6)), "no items to split"),
     "gradient": ((X, X.clone().requires_grad_()), r"batch\[1\] requires grad.*batch\[1\]\.detach\(\)"),
+    "flattened": (
+        (torch.zeros(7, 8), torch.zeros(56)),
+        r"batch\[1\] has 56 items.*If batch\[1\] is flattened, pass it in the shape \[7, 8\] of batch\[0\]",
+    ),
     "nested": (
-        {"x": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)},
-        r"batch\['x'\] is a nested tensor.*torch\.nested\.to_padded_tensor\(batch\['x'\], 0\.0\)",
+        {"x": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged).unsqueeze(1)},
+        r"batch\['x'\] is a nested tensor with .* its ragged dimension elsewhere than after the items.*transpose it in loss_fn",
     ),
     "sparse": (
         (X.to_sparse(), X),

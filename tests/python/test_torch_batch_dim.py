@@ -229,3 +229,18 @@ def test_a_slice_that_loss_fn_edits_is_its_own() -> None:
     with DataParallel(module, TWO, balance="even") as trainer:
         trainer.step(loss_fn, (x, states), batch_dim=1)
     assert torch.equal(x, before)
+
+
+def test_batch_sizes_are_searched_and_devices_compared_along_that_dimension() -> None:
+    module, x, states = sequences()
+
+    def make_batch(items: int) -> Any:
+        return x[:, :items], tuple(state[:, :items] for state in states)
+
+    with DataParallel(module, TWO, verify_every=1) as trainer:
+        found = trainer.find_batch_size(with_states, make_batch, batch_dim=1, smallest=3, largest=6, seconds=0.001)
+        assert list(found.seconds) == [3, 6]
+        trainer.step(with_states, (x, states), batch_dim=1)
+        assert trainer.verify_replicas(with_states, (x, states), batch_dim=1).agree
+    _, expected = plain(module, with_states, (x, states))
+    assert_same_gradients(module, expected)

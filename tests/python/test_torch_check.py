@@ -334,8 +334,8 @@ def test_a_loss_that_goes_by_the_order_is_named_with_costs_only() -> None:
         return F.cross_entropy(module(pairs), y)
 
     module = network()
-    assert checked(module, with_its_neighbour, (inputs_, labels)).exact
-    report = checked(module, with_its_neighbour, (inputs_, labels), cost=torch.rand(24))
+    assert checked(module, with_its_neighbour, (inputs_, labels), micro_batch=4).exact
+    report = checked(module, with_its_neighbour, (inputs_, labels), micro_batch=4, cost=torch.rand(24))
     assert kinds(report) == ["order"]
     assert not report.exact
     assert "Put what belongs to an item into the batch" in report.causes[0].text
@@ -383,3 +383,21 @@ def test_what_cannot_be_checked_is_refused() -> None:
             trainer.check(classify, batch)
         with pytest.raises(InvalidArgument, match="check: loss_fn is a Tensor"):
             trainer.check(batch[0], batch)  # type: ignore[arg-type]
+
+
+def test_a_loss_that_fails_over_one_item_is_named_though_other_splits_are_exact() -> None:
+    module, (x, y) = classifier(16)
+    squeezed = nn.Sequential(module, nn.Linear(3, 1)).double()
+
+    def loss_fn(m: Any, b: Any) -> Any:
+        return nn.functional.binary_cross_entropy(m(b[0]).squeeze().sigmoid(), b[1])
+
+    batch = (x, (y > 1).double())
+    with DataParallel(squeezed, TWO, balance=[15, 1]) as trainer:
+        report = trainer.check(loss_fn, batch)
+        assert report.verdict.startswith("not exact: error")
+        assert "one item" in str(report)
+        assert "squeeze(-1)" in str(report)
+        with pytest.raises(ValueError, match="target size") as raised:
+            trainer.step(loss_fn, batch)
+        assert "squeeze(-1)" in str(getattr(raised.value, "__notes__", raised.value.__cause__))

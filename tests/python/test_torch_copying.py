@@ -46,28 +46,13 @@ def stored_activation() -> nn.Module:
     return module
 
 
-def old_weight_norm() -> nn.Module:
-    with pytest.warns(FutureWarning):
-        layer = nn.utils.weight_norm(nn.Linear(6, 3))
-    layer(torch.zeros(1, 6))
-    return nn.Sequential(nn.Identity(), layer)
-
-
-def old_spectral_norm() -> nn.Module:
-    layer = nn.utils.spectral_norm(nn.Linear(6, 3))
-    layer(torch.zeros(1, 6))
-    return nn.Sequential(nn.Identity(), layer)
-
-
 @pytest.mark.parametrize(
     ("make", "attribute"),
     [
         (stored_activation, r"'1\.last' \(Tensor\)"),
         (lambda: nn.Sequential(nn.Identity(), Locking()), r"'1\.guard' \(lock\)"),
-        (old_weight_norm, r"'1\.weight' \(Tensor\)"),
-        (old_spectral_norm, r"'1\.weight' \(Tensor\)"),
     ],
-    ids=["stored activation", "lock", "old weight_norm", "old spectral_norm"],
+    ids=["stored activation", "lock"],
 )
 def test_what_cannot_be_copied_is_named_and_one_device_takes_it(make: Callable[[], nn.Module], attribute: str) -> None:
     module = make()

@@ -82,13 +82,6 @@ def by_variable(module: Any) -> Any:
     return hook, lambda _: feature
 
 
-def by_original(module: Any) -> Any:
-    def hook(_: Any, inputs: Any, output: Any) -> None:
-        module.features = output
-
-    return hook, lambda replica: replica.features
-
-
 def by_partial(module: Any) -> Any:
     features: dict[str, Any] = {}
     return functools.partial(keep_in, features, "x"), lambda _: features["x"]
@@ -125,7 +118,6 @@ TAPS: dict[str, Callable[[Any], Any]] = {
     "global dictionary": lambda m: (keep_globally, lambda _: FEATURES.pop("x")),
     "global dictionary by a function": lambda m: (keep_by_helper, lambda _: FEATURES.pop("x")),
     "global variable": lambda m: (keep_by_statement, lambda _: latest),
-    "the original module": by_original,
     "partial": by_partial,
     "method": lambda m: by_tap("method"),
     "callable": lambda m: by_tap("callable"),

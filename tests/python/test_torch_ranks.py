@@ -21,6 +21,7 @@ from paceline.torch._run.buckets import Layout
 from paceline.torch._run.gradients import UserGradients
 from paceline.torch._trainer.arguments import named_devices
 from rank_processes import DEAD, Processes
+from test_torch_terms import COUNTS, losses_of, tasks, total_of
 from torch_support import (
     assert_same_gradients,
     classifier,
@@ -105,7 +106,7 @@ def update(module: nn.Module) -> None:
 def training(rank: int, sizes: list[int]) -> Any:
     module, batch = classifier(sum(sizes), seed=rank)  # only rank 0 begins with the parameters of the reference
     batch = classifier(sum(sizes))[1]
-    with trainer_of(module, rank) as trainer:
+    with trainer_of(module, rank, verify_every=3) as trainer:
         for _ in range(4):
             (trainer.loss(classify, part_of(batch, rank, sizes)) / 2).backward()
             trainer.step(classify, part_of(batch, rank, sizes))
@@ -216,6 +217,60 @@ def test_runs_of_a_batch_sum_the_gradients_that_they_are_for(on_ranks: Run) -> N
     for found, theirs, _ in results:
         assert found.item() == pytest.approx(loss.item(), rel=1e-13)
         assert worst_difference(theirs, wanted) < 1e-12
+
+
+def terms(rank: int, sizes: list[int], totals: Any) -> Any:
+    module, batch = tasks(sum(sizes))
+    part = part_of(batch, rank, sizes)
+    with trainer_of(module, rank) as trainer:
+        losses = [trainer.step(losses_of, part, weight=COUNTS, total=totals)]
+        losses.append(trainer.loss(losses_of, part, weight=COUNTS, total=totals))
+        losses[1].backward()
+        with trainer.batch(part, weight=COUNTS, total=totals) as global_batch:
+            losses.append(global_batch.run(lambda m, micro: micro.backward(losses_of(m, micro.data))))
+    return [loss.detach() for loss in losses], gradients(module)
+
+
+@pytest.mark.parametrize("totals", [None, {"label": 3, "depth": 5}], ids=["own weights", "totals"])
+@pytest.mark.parametrize("sizes", [[14, 6], [9, 0, 8]])
+def test_each_term_is_divided_by_its_weight_over_all_ranks(on_ranks: Run, sizes: list[int], totals: Any) -> None:
+    module, batch = tasks(sum(sizes))  # the last rank has no label
+    assert not COUNTS["label"](batch)[sizes[0] :].any()
+    counts = {name: int(of(batch).sum()) for name, of in COUNTS.items()}
+    factors = {name: 1 if totals is None else count / totals[name] for name, count in counts.items()}
+
+    def objective(m: Any, b: Any) -> torch.Tensor:
+        return torch.stack([factors[key] * one for key, one in losses_of(m, b).items()]).sum()
+
+    loss, wanted = plain(module, objective, batch)
+    for found, theirs in on_ranks(len(sizes), terms, sizes, totals):
+        assert worst_difference(theirs, [None if one is None else 3 * one for one in wanted]) < 1e-12
+        for one in found:
+            assert one.item() == pytest.approx(loss.item(), rel=1e-13)
+
+
+def other_terms(rank: int) -> Any:
+    module, batch = tasks(20)
+    part = part_of(batch, rank, [14, 6])
+    names = [{"label": None, "depth": None}, {"depth": None, "label": None}]
+    with trainer_of(module, rank) as trainer:
+        found = error_of(lambda: trainer.step(losses_of, part, weight=names[rank]))
+        failing = error_of(lambda: trainer.step(losses_of, part, weight={**COUNTS, "depth": torch.ones(6)}))
+        trainer.step(losses_of, part, weight=COUNTS)
+    return found, failing, gradients(module)
+
+
+def test_ranks_whose_terms_differ_or_fail_raise_and_go_on(on_ranks: Run) -> None:
+    module, batch = tasks(20)
+    wanted = plain(module, total_of, batch)[1]
+    results = on_ranks(2, other_terms)
+    for (kind, text), _, found in results:
+        assert kind is InvalidArgument
+        assert "with the same terms in weight= and total=" in text
+        assert worst_difference(found, wanted) < 1e-12
+    assert results[0][1][0] is InvalidArgument  # its weights have another length
+    assert results[1][1][0] is Error
+    assert "rank 0: InvalidArgument: weight['depth']: (6,)" in results[1][1][1]
 
 
 class Mixed(nn.Module):

@@ -13,6 +13,7 @@ from torch import nn
 
 from paceline import Cancelled, Error, InvalidArgument
 from paceline.torch import DataParallel
+from test_torch_terms import COUNTS, losses_of, tasks, total_of
 from torch_support import classifier, classify, gradients, hosts, plain, worst_difference
 
 SECONDS = 20  # after which a test has hung
@@ -49,7 +50,8 @@ class Quorum:
 
     def die(self, member: Member) -> None:
         with self.changed:
-            self.alive.remove(member)
+            if member in self.alive:  # a step that fails tells the others, which a killed process would not
+                self.alive.remove(member)
             self.changed.notify_all()
         raise Dead
 
@@ -205,6 +207,33 @@ def test_if_a_rank_dies_the_other_repeats_the_step_with_all_items(sums: int) -> 
     assert dead is None
     assert refused == [(dies_in, True, [None] * 4)]
     assert worst_difference(survivor, [parameter.detach() for parameter in reference.parameters()]) < 1e-12
+
+
+@pytest.mark.parametrize("dies_at", [-1, 1], ids=["nobody dies", "dies before the weights are summed"])
+def test_terms_are_divided_by_their_weights_over_the_ranks_that_are_left(dies_at: int) -> None:
+    module, batch = tasks(20)  # the second rank has no label
+    wanted = plain(module, total_of, batch)[1]
+    quorum = Quorum(2)
+    quorum.members[1].dies_at = dies_at
+    refused = []
+
+    def rank(member: Member) -> Any:
+        own = copy.deepcopy(module)
+        with DataParallel(own, [f"host:{member.rank}"], reducer=member) as trainer:
+            while True:
+                alone = member.begin() == 1
+                mine = slice(0, 20) if alone else slice(0, 14) if member.rank == 0 else slice(14, 20)
+                try:
+                    trainer.step(losses_of, {name: one[mine] for name, one in batch.items()}, weight=COUNTS)
+                    return gradients(own)
+                except Cancelled:
+                    refused.append(gradients(own))
+
+    results = [found for found in on_threads(quorum.members, rank) if found is not None]
+    assert len(results) == (2 if dies_at < 0 else 1)
+    assert len(refused) == (0 if dies_at < 0 else 1)
+    for found in results:
+        assert worst_difference(found, wanted) < 1e-12
 
 
 def test_if_one_rank_fails_no_rank_commits() -> None:

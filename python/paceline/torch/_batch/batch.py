@@ -13,23 +13,22 @@ import torch
 
 from paceline import InvalidArgument
 from paceline._words import plural
+from paceline.torch._batch.moving import Move, moved, same, set_field
+from paceline.torch._batch.splits import Leaf as OwnLeaf
+from paceline.torch._batch.splits import Offsets, Split, cutters_of, leaf_of
 
-Move = Callable[[torch.Tensor], torch.Tensor]
 # The first function takes items out of a tensor, the second brings a tensor to where it is needed.
 Slicer = Callable[[Move, Move], Any]
 # Which dimension is the item: of all tensors, or a nest for a nest of tensors. None: a tensor that is not cut.
 BatchDim = int | Mapping[Any, Any] | Sequence[Any] | None
 
 
-def same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 class Batch:
     """A batch that can be cut along its items.
 
     Tensors with dimensions are cut along dimension 0, as views. Everything else goes along unchanged. With `gradients` tensors that are cut
-    may require gradients. `batch_dim` says where tensors have the item in another dimension; their slices are contiguous copies.
+    may require gradients. `batch_dim` says where tensors have the item in another dimension; their slices are contiguous copies. `split` cuts
+    the batch, or objects of the types that it names.
 
     Raises
     ------
@@ -38,8 +37,13 @@ class Batch:
         is not a tensor, or if `batch_dim` does not fit. The message names the leaf.
     """
 
-    def __init__(self, data: Any, batch_dim: BatchDim = 0, *, gradients: bool = False) -> None:
+    def __init__(
+        self, data: Any, batch_dim: BatchDim = 0, *, gradients: bool = False, split: Split | None = None
+    ) -> None:
         self._gradients = gradients
+        self._cutters = cutters_of(split, data)
+        self._offsets: dict[int, Offsets] = {}
+        self.in_order = False  # whether it can be cut into neighbouring items only
         self._leaves: list[torch.Tensor] = []  # views with the item first
         self._sized: list[tuple[str, int]] = []
         self._dims: list[int] = []  # where the user's tensors have the item
@@ -50,7 +54,7 @@ class Batch:
         if not self._sized:
             raise InvalidArgument(
                 f"batch: no tensor with dimensions in it ({_described(data)}), so there are no items to split. Pass tensors whose dimension 0 "
-                "is the item; torch.from_numpy and torch.as_tensor make them."
+                "is the item; torch.from_numpy and torch.as_tensor make them. For objects of another type say split= how to cut them."
             )
         first_path, self.size = self._sized[0]
         for (path, size), (shape, _), dim in zip(self._sized, self._item_shapes, self._dims, strict=True):
@@ -58,6 +62,9 @@ class Batch:
                 time = first_path if self._item_shapes[0][0][:1] == (size,) else path
                 turns = size in self._item_shapes[0][0][:1] or self.size in shape[:1]
                 turn = f" If {time} is [time, batch], pass {time}.transpose(0, 1)." if turns else ""
+                leading = self._leaves[0].movedim(0, self._dims[0]).shape[:2]
+                if leading.numel() == size and len(leading) == 2:
+                    turn += f" If {path} is flattened, pass it in the shape {list(leading)} of {first_path}, and flatten it in loss_fn."
                 raise InvalidArgument(
                     f"batch: {path} has {plural(size, 'item')} along dimension {dim}, but {first_path} has {self.size}. All tensors of a batch need the "
                     f"same length there; make what belongs to the whole batch 0-dimensional, or give it to loss_fn by a closure.{turn} "
@@ -127,6 +134,9 @@ class Batch:
 
     def _slicer(self, node: Any, path: str, dim: BatchDim) -> Slicer | None:
         """A function that cuts `node`, or None if `node` goes along unchanged."""
+        own = leaf_of(node, path, self._cutters, self._offsets)
+        if own is not None:
+            return self._own(node, own, path, dim)
         if isinstance(node, torch.Tensor):
             return self._tensor(node, path, dim)
         if dataclasses.is_dataclass(node) and not isinstance(node, type):
@@ -139,6 +149,24 @@ class Batch:
         if isinstance(shape, tuple) and shape and isinstance(shape[0], int):
             self._lists.append((path, shape[0], f"an array ({type(node).__name__})"))
         return None
+
+    def _own(self, node: Any, leaf: OwnLeaf, path: str, dim: BatchDim) -> Slicer:
+        for place in leaf.places:
+            self.places.setdefault(place, path)
+        if dim is None:
+            return lambda take, move: moved(node, move)
+        if dim != 0:
+            raise InvalidArgument(
+                f"batch_dim: {dim!r} for {path}, a {type(node).__name__}, which has no dimension to choose. Leave it out there."
+            )
+        self.in_order |= leaf.in_order
+        # Its items are cut wherever those of a tensor with their indices are.
+        index = torch.arange(leaf.size)
+        self._leaves.append(index)
+        self._sized.append((path, leaf.size))
+        self._dims.append(0)
+        self._item_shapes.append((torch.Size(()), index.dtype))
+        return lambda take, move: leaf.cut(take(index), move)
 
     def _tensor(self, node: torch.Tensor, path: str, dim: BatchDim) -> Slicer | None:
         _check_layout(node, path)
@@ -254,11 +282,6 @@ def _dims_of(dim: BatchDim, keys: Sequence[Any], path: str, *, ordered: bool = F
 
 def _check_layout(node: torch.Tensor, path: str) -> None:
     """Raise for tensors that cannot be cut along dimension 0."""
-    if node.is_nested:
-        raise InvalidArgument(
-            f"batch: {path} is a nested tensor, which cannot be cut into slices. Pass it padded, torch.nested.to_padded_tensor({path}, 0.0), "
-            "and the lengths as a tensor beside it; with cost= the lengths, devices get equal work."
-        )
     if node.layout != torch.strided:
         raise InvalidArgument(
             f"batch: {path} is sparse ({node.layout}), and PyTorch does not cut such tensors into slices. Pass {path}.to_dense(). If that "
@@ -272,14 +295,6 @@ def _described(data: Any) -> str:
     if isinstance(data, (list, tuple)):
         return f"a {type(data).__name__} of {', '.join(sorted({type(entry).__name__ for entry in data})) or 'nothing'}"
     return f"a {type(data).__name__}"
-
-
-def set_field(target: Any, name: str, value: Any) -> None:
-    """Set a field with the class's own ``__setattr__``: a dataclass that is also a mapping may keep a second copy. Works for frozen ones, too."""
-    try:
-        setattr(target, name, value)
-    except dataclasses.FrozenInstanceError:
-        object.__setattr__(target, name, value)
 
 
 def _described_entries(node: Any) -> str:

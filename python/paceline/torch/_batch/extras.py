@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from paceline import InvalidArgument
-from paceline.torch._batch.batch import Move, Piece, check_rows, joined, rows_of
+from paceline.torch._batch.batch import Piece, check_rows, joined, rows_of
 from paceline.torch._batch.items import Items
+from paceline.torch._batch.moving import Move
 from paceline.torch._batch.objective import Objective
 
 
 def parted(result: Any) -> tuple[Any, Any]:
-    """The loss, and the extras or None. Only a plain pair that begins with a tensor has extras."""
-    if type(result) is tuple and len(result) == 2 and isinstance(result[0], torch.Tensor):
+    """The loss, and the extras or None. Only a plain pair that begins with a loss has extras."""
+    if type(result) is tuple and len(result) == 2 and isinstance(result[0], (torch.Tensor, Mapping)):
         return result
     return result, None
 
@@ -23,7 +25,7 @@ class Extras:
     """The extras of one run of a batch.
 
     Tensors with dimensions have one row per item, and come back in the order of the batch. 0-dimensional tensors are means over the items of
-    their slice, and come back as the mean over the batch, weighted like the loss.
+    their slice, and come back as the mean over the batch, weighted like the loss, or like the term of the same name.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -57,10 +59,11 @@ class Extras:
         def leaf(pieces: list[Piece], path: str) -> torch.Tensor:
             if any(tensor.dim() for _, _, tensor in pieces):
                 return rows_of(pieces, path, move, torch.clone if items is None else items.restored, "step")
-            busy = [piece for piece in pieces if not self._objective.idle(*piece[:2])]
+            objective = self._objective.of_extra(path)
+            busy = [piece for piece in pieces if not objective.idle(*piece[:2])]
             if not busy:  # a batch without weight, which only total= allows
                 return torch.full_like(pieces[0][2], torch.nan)
-            parts = [move(tensor).double() * self._objective.share(begin, end) for begin, end, tensor in busy]
+            parts = [move(tensor).double() * objective.share(begin, end) for begin, end, tensor in busy]
             mean: torch.Tensor = torch.stack(parts).sum().to(pieces[0][2].dtype)
             return mean
 

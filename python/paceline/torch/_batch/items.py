@@ -10,7 +10,8 @@ import torch
 from paceline import InvalidArgument
 from paceline._core.engine import BatchPlan
 from paceline._words import plural
-from paceline.torch._batch.batch import Batch, Move, same
+from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.moving import Move, same
 from paceline.torch._batch.objective import Check, Objective, Pin, accept
 
 Cost = torch.Tensor | Callable[[Any], torch.Tensor]

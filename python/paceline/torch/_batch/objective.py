@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -14,8 +14,11 @@ from paceline import InvalidArgument
 from paceline._words import plural
 
 Reduction = Literal["mean", "sum"]
-Weight = torch.Tensor | Callable[[Any], torch.Tensor]
-Total = float | torch.Tensor
+ItemWeight = torch.Tensor | Callable[[Any], torch.Tensor]
+# A mapping has the weight of each term of a loss with several terms. None: every item counts 1.
+Weight = ItemWeight | Mapping[str, ItemWeight | None]
+Divisor = float | torch.Tensor
+Total = Divisor | Mapping[str, Divisor]
 
 Pin = Callable[[torch.Tensor], torch.Tensor]
 
@@ -57,6 +60,8 @@ class Objective:
 
     A batch may be a `part` of a larger one, whose weight is not known yet. Its weights may sum to anything. Its terms are divided by some
     positive number, which is `divisor`. Whoever knows the whole weight multiplies by ``divisor / weight``.
+
+    `term` names the term of the loss, in errors, if there are several.
     """
 
     def __init__(
@@ -64,14 +69,16 @@ class Objective:
         batch: Any,
         size: int,
         reduction: Reduction,
-        weight: Weight | None,
+        weight: ItemWeight | None,
         pin: Pin = keep,
         check: Check = accept,
-        total: Total | None = None,
+        total: Divisor | None = None,
         part: bool = False,
+        term: str | None = None,
     ) -> None:
         self.reduction = reduction
         self._mean = reduction == "mean"
+        self._of = "" if term is None else f"[{term!r}]"
         self._weights: torch.Tensor | None = None
         self.size = size
         self.weight: int | float = size  # of the whole batch
@@ -81,35 +88,35 @@ class Objective:
         counts = self.magnitude > 0 or total is None  # a batch without weight adds nothing to the caller's own total
         if not part and self.weight <= 0 and counts:
             raise InvalidArgument(
-                f"weight: the weights of the batch sum to {self.weight}; the objective is divided by that sum, so it must be positive and "
+                f"weight{self._of}: the weights of the batch sum to {self.weight}; the objective is divided by that sum, so it must be positive and "
                 "finite. Skip batches without weight."
             )
-        self.total = None if total is None else _positive(total, check)  # the caller's own
+        self.total = None if total is None else _positive(total, check, self._of)  # the caller's own
         # What the sum is divided by.
         self.divisor = self.total or ((self.magnitude or 1) if part else self.weight)
 
-    def _weigh(self, batch: Any, size: int, weight: Weight, pin: Pin, check: Check) -> None:
+    def _weigh(self, batch: Any, size: int, weight: ItemWeight, pin: Pin, check: Check) -> None:
         if not isinstance(weight, torch.Tensor) and not callable(weight):
             raise InvalidArgument(
-                f"weight: {type(weight).__name__}; a 1-D tensor with one weight per item, or a callable that makes one from the batch, "
+                f"weight{self._of}: {type(weight).__name__}; a 1-D tensor with one weight per item, or a callable that makes one from the batch, "
                 "is needed."
             )
         values = weight if isinstance(weight, torch.Tensor) else weight(batch)
         if not isinstance(values, torch.Tensor) or values.dim() != 1 or values.shape[0] != size:
             shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
             raise InvalidArgument(
-                f"weight: {shape} for a batch of {plural(size, 'item')}; a 1-D tensor with one weight per item is needed."
+                f"weight{self._of}: {shape} for a batch of {plural(size, 'item')}; a 1-D tensor with one weight per item is needed."
             )
         if values.is_complex():
-            raise InvalidArgument("weight: complex weights; real ones are needed.")
-        check(values, "weight")
+            raise InvalidArgument(f"weight{self._of}: complex weights; real ones are needed.")
+        check(values, f"weight{self._of}")
         # The sum is exact: integers stay integers. Everything else is summed in double precision, on the host.
         values = values.detach().to("cpu", torch.float64 if values.is_floating_point() else torch.int64)
         self._weights = pin(values)
         self.weight, self.magnitude = values.sum().item(), values.abs().sum().item()
         if not math.isfinite(self.magnitude):
             raise InvalidArgument(
-                f"weight: the weights of the batch sum to {self.weight}; the objective is divided by that sum, so it must be positive and "
+                f"weight{self._of}: the weights of the batch sum to {self.weight}; the objective is divided by that sum, so it must be positive and "
                 "finite. Skip batches without weight."
             )
 
@@ -142,19 +149,23 @@ class Objective:
         return self._weights is not None and not bool(self._weights[begin:end].any())
 
     def share(self, begin: int, end: int) -> float:
-        """The part of the total weight that a slice has."""
-        return self._weight_of(begin, end) / self.weight
+        """The part of the total weight that a slice has. NaN if the weights cancel, which those of a part of a batch may."""
+        return self._weight_of(begin, end) / self.weight if self.weight else math.nan
 
-    def term(self, loss: Any, begin: int, end: int) -> torch.Tensor:
-        """The slice's term, 0-dimensional, with its graph."""
+    def of_extra(self, path: str) -> Objective:
+        """The objective by whose weights a 0-dimensional extra is put together."""
+        return self
+
+    def term(self, loss: Any, begin: int, end: int, *, all_run: bool = False) -> torch.Tensor:
+        """The slice's term, 0-dimensional, with its graph. `all_run`: slices without weight run, too, so their loss has to be finite."""
         items = end - begin
         if not isinstance(loss, torch.Tensor) or loss.dim() > 1 or (loss.dim() == 1 and loss.shape[0] != items):
             got = (
                 f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{type(loss).__name__}"
             )
             raise InvalidArgument(
-                f"loss_fn returned {got} for a slice of {plural(items, 'item')}; a 0-dim tensor or a 1-D tensor with one loss per item is needed."
-                f"{_cure(loss)}"
+                f"loss_fn returned {got}{self._of and f' as {self._of}'} for a slice of {plural(items, 'item')}; a 0-dim tensor or a 1-D tensor with one loss per item is needed."
+                f"{_cure(loss, self._of)}"
             )
         if loss.dtype in _HALF:
             loss = loss.float()  # the division by W must not round to half precision
@@ -166,6 +177,11 @@ class Objective:
             loss = loss.sum()
             factor = 1 / self.divisor
         term: torch.Tensor = loss if factor == 1 else loss * factor
+        if all_run and self.idle(begin, end) and not bool(term.isfinite()):
+            raise InvalidArgument(
+                "batch_norm='synchronised': no item of a slice has weight, and loss_fn returned a mean over nothing (0/0). Such items still count in "
+                "the statistics of the batch, so they have to run. Return one loss per item, or divide by at least 1: .sum() / count.clamp(min=1)."
+            )
         return term
 
     def _weight_of(self, begin: int, end: int) -> int | float:
@@ -174,25 +190,28 @@ class Objective:
         return self._weights[begin:end].sum().item()
 
 
-def _cure(loss: Any) -> str:
+def _cure(loss: Any, of: str) -> str:
     """Advice on a wrong return value of ``loss_fn``, or nothing."""
+    pair = " To return more than the loss, return a pair (loss, extras): trainer.extras then has the extras of the whole batch."
+    if isinstance(loss, Mapping) and not of:
+        return f"{pair} For a loss of several terms name them in weight=, a mapping from each term to the weights of its items."
     if isinstance(loss, float):
         return " Return the tensor itself: backward needs its graph, which item() leaves behind."
     if isinstance(getattr(loss, "loss", None), torch.Tensor):
         return " Return its .loss."
-    if isinstance(loss, (tuple, list, dict)):
-        return " To return more than the loss, return a pair (loss, extras): trainer.extras then has the extras of the whole batch."
+    if isinstance(loss, (tuple, list)):
+        return pair
     return ""
 
 
-def _positive(total: Any, check: Check) -> float:
+def _positive(total: Any, check: Check, of: str) -> float:
     """The caller's own denominator as a number."""
     if isinstance(total, torch.Tensor):
-        check(total, "total")
+        check(total, f"total{of}")
         total = total.item() if total.dim() == 0 else math.nan
     if isinstance(total, bool) or not isinstance(total, numbers.Real) or not 0 < float(total) < math.inf:
         raise InvalidArgument(
-            f"total: {total!r}; a positive finite number, which the sum over the items is divided by, or a 0-dim tensor of it, is needed."
+            f"total{of}: {total!r}; a positive finite number, which the sum over the items is divided by, or a 0-dim tensor of it, is needed."
         )
     return float(total)
 

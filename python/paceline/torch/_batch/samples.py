@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from paceline import InvalidArgument
-from paceline.torch._batch.batch import Batch, Move, same, set_field
+from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.moving import Move, moved, same
 
 Collate = Callable[[list[Any]], Any]
 
@@ -44,6 +43,7 @@ class Samples(Batch):
         self.size = len(data)
         self.places = {}
         self.item_shapes = ()
+        self.in_order = False
 
     def slice(self, begin: int, end: int, move: Move = same) -> Any:
         return moved(self._collate(self._samples[begin:end]), move)
@@ -61,24 +61,3 @@ class Samples(Batch):
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """None: samples are not cut."""
         return []
-
-
-def moved(node: Any, move: Move) -> Any:
-    """The nest with its tensors moved. Objects with a method ``to``, such as packed sequences, are moved by it."""
-    if isinstance(node, torch.Tensor):
-        return move(node)
-    if move is same:
-        return node
-    if callable(getattr(node, "to", None)):
-        return node.to(move(torch.empty(0)).device)
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        result: Any = copy.copy(node)
-        for field in dataclasses.fields(node):
-            set_field(result, field.name, moved(getattr(node, field.name), move))
-        return result
-    if isinstance(node, Mapping):
-        return {key: moved(value, move) for key, value in node.items()}
-    if isinstance(node, (list, tuple)):
-        values = [moved(value, move) for value in node]
-        return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
-    return node

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from paceline.torch._batch.batch import Batch, Move, same
+from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.moving import Move, same
 from paceline.torch._batch.objective import Objective, Reduction
 from paceline.torch._check.fit import READINGS, Fit, Share, couples_items, read_raw
 from paceline.torch._check.probe import Probe
@@ -139,7 +140,8 @@ class Reader:
             return (
                 "coupled items",
                 "the loss of an item depends on which other items are with it, as in contrastive and pairwise losses, or by statistics "
-                "over the batch. Such a loss is no sum over items, and no split of it is exact.",
+                "over the batch. Such a loss is no sum over items, and no split of it is exact. If it adds up means over different things, such as "
+                "labelled items and valid pixels, return these as a mapping, and give weight= a mapping with the weights of each.",
             )
         return (
             "batch size",

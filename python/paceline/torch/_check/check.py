@@ -22,7 +22,7 @@ from paceline.torch._check.weights import known_tensors
 from paceline.torch._devices.noise import Noise
 from paceline.torch._devices.places import RandomStates
 from paceline.torch._devices.run_draws import Drawing, RunDraws
-from paceline.torch._replicas.batch_norm import standing_still, using_batch_statistics
+from paceline.torch._replicas.batch_norm import fails_over_one_item, standing_still, using_batch_statistics
 from paceline.torch._replicas.buffers import KeptAttributes
 from paceline.torch._replicas.replicas import is_compiled, is_compiled_function
 from paceline.torch._run.execution import Execution
@@ -60,6 +60,7 @@ def check(
     *,
     reduction: Reduction,
     micro_batch: int | None,
+    granularity: int,
     tolerance: float | None,
     costs: list[float] | None,
 ) -> CheckReport:
@@ -104,6 +105,7 @@ def check(
             replicas.names,
             reduction,
             micro_batch,
+            granularity,
             tolerance,
             lambda: execution.repeated(attempt),
             by_cost,
@@ -151,6 +153,7 @@ class Check:
     names: Sequence[str]
     reduction: Reduction
     micro_batch: int | None
+    granularity: int
     tolerance: float
     train: Callable[[], Trained]
     by_cost: tuple[Probe, list[Span]] | None
@@ -195,7 +198,24 @@ class Check:
                 "module shares state between the threads of the devices, or the copies of the module that the devices run are not what the "
                 "module is: see whether replicate= or copy.deepcopy leaves something out.",
             )
+        splits += self._one_item()
         return self._report(splits)
+
+    def _one_item(self) -> list[SplitResult]:
+        """What a slice of one item raises, which a device may get. Batch normalisation refuses it, and then gets two."""
+        if self.micro_batch is not None or self.granularity > 1 or self.causes:
+            return []
+        try:
+            self.probe.split([(0, 1)])
+        except Exception as error:
+            if not fails_over_one_item(error):
+                self._add(
+                    "error",
+                    f"loss_fn raises on a slice of one item: {error}. If it uses squeeze(), name the dimension, squeeze(-1): the dimension of the items "
+                    "has to stay.",
+                )
+                return [SplitResult("1 item", 0.0, {}, (), f"{type(error).__name__}: {error}")]
+        return []
 
     def _twice(self) -> list[Probed]:
         """Run the whole batch twice: the first run records its draws, and the second replays them."""
@@ -242,9 +262,9 @@ class Check:
                 "does. Splits were compared with the same draws for each item.",
             )
 
-    def _splits(self, whole: Probed) -> list[SplitResult]:
+    def _splits(self, whole: Probed, probe: Probe | None = None) -> list[SplitResult]:
         splits = {described_sizes(sizes): spans_of(sizes) for sizes in self._sizes()}
-        return [self._tried(name, whole, partial(self.probe.split, spans)) for name, spans in splits.items()]
+        return [self._tried(name, whole, partial((probe or self.probe).split, spans)) for name, spans in splits.items()]
 
     def _dealt_out(self, whole: Probed, probe: Probe, spans: list[Span]) -> SplitResult:
         """Run the slices that the devices get by cost, one after the other. They have items from anywhere in the batch."""
@@ -278,7 +298,11 @@ class Check:
                     f"loss_fn works on the whole batch and raises on a slice ({errors[0].name}): {errors[0].error}. It must take any number of items.",
                 )
                 return
-            self._add(*Reader(self.probe, self._sizes(), self.reduction, self.tolerance).read())
+            for name, probe in self.probe.terms():
+                if name and _largest(self._splits(probe.split([(0, probe.batch.size)]), probe)) <= self.tolerance:
+                    continue
+                kind, text = Reader(probe, self._sizes(), self.reduction, self.tolerance).read()
+                self._add(kind, f"term {name!r}: {text}" if name else text)
 
     def _note_buffers(self, splits: list[SplitResult]) -> None:
         changed = sorted({name for split in splits for name in split.buffers})

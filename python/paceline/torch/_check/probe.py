@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, groupby, pairwise, zip_longest
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 
 from paceline.torch._batch.extras import parted
 from paceline.torch._batch.objective import Objective
+from paceline.torch._batch.terms import Terms
 from paceline.torch._devices.noise import Noise, OtherGenerators
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.buffers import KeptBuffers
@@ -95,6 +96,19 @@ class Probe:
     modules: Sequence[
         tuple[str, nn.Module]
     ]  # with their names: the module, its submodules, the modules in its plain lists
+
+    def terms(self) -> Iterator[tuple[str, Probe]]:
+        """The terms of the loss by name, each as a loss of its own. A loss with one term has no name."""
+        if not isinstance(self.objective, Terms):
+            yield "", self
+            return
+        for name, objective in self.objective.parts.items():
+
+            def one(module: nn.Module, part: Any, name: str = name) -> Any:
+                losses = parted(self.loss_fn(module, part))[0]
+                return losses[name]
+
+            yield name, dataclasses.replace(self, loss_fn=one, objective=objective)
 
     def split(self, spans: Sequence[Span]) -> Probed:
         """The objective, summed over slices as `step` sums them."""

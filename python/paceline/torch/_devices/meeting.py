@@ -21,6 +21,33 @@ class MeetingOffError(Exception):
     """Another device has failed, or the run was cancelled before each device had begun. So there is nobody to wait for."""
 
 
+class MeetingPoint:
+    """Where the devices of one trainer meet. Graphs keep this one, since their backward may be in a later run than their forward."""
+
+    def __init__(self) -> None:
+        self.now: Meeting | None = None  # of the present run
+
+    def meet(self, topic: str, brought: _T, merge: Callable[[list[_T]], _R]) -> _R:
+        """Meet in the present run.
+
+        Raises
+        ------
+        RuntimeError
+            If the calling thread is none of its devices.
+        """
+        if self.now is None or not self.now.is_here:
+            raise RuntimeError(
+                f"batch_norm='synchronised': {topic} outside of the devices' run, where there is nobody to meet. Call backward on what the trainer "
+                "returns, or on the thread that runs loss_fn."
+            )
+        return self.now.meet(topic, brought, merge)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the calling thread is a device of the present run."""
+        return self.now is not None and self.now.is_here
+
+
 class Meeting:
     """Puts together what each device of a run brings, in rounds. A device that waits is woken when another one fails, ends, or never begins.
 

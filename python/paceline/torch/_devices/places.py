@@ -13,7 +13,8 @@ from paceline import DeviceGroup, DeviceLost, Error, InvalidArgument
 from paceline._core.engine import DeviceQueues
 from paceline._nccl import find_installed_nccl
 from paceline.comm import Transport
-from paceline.torch._batch.batch import Batch, Move, same
+from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.moving import Move, same
 from paceline.torch._devices import cuda
 from paceline.torch._devices.caller_state import bytes_of
 from paceline.torch._devices.worker_draws import WorkerGenerator

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from paceline import InvalidArgument
+from paceline.torch._replicas.functions import Functions
 from paceline.torch._replicas.reach import BARE, LONGEST, SIMPLE, Reach, attributes_of, has_slots
 
 # These tables hold hooks by number. A number is never used again. Further tables hold flags, by the same numbers.
@@ -230,11 +231,13 @@ def _is_trained(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad or isinstance(tensor, nn.Parameter)
 
 
-def carry(changes: list[Change], holders: list[Any], counterparts: dict[int, Any]) -> None:
+def carry(
+    changes: list[Change], holders: list[Any], counterparts: dict[int, Any], functions: Functions | None = None
+) -> None:
     """Make changes of the user's `holders` on a replica, too.
 
     Values that are not simple are copied, and `counterparts` gets the copies. References to the user's objects become references to the
-    replica's.
+    replica's, those of `functions` included.
     """
     for change in changes:
         holder = counterparts.get(id(holders[change.holder]))
@@ -244,7 +247,8 @@ def carry(changes: list[Change], holders: list[Any], counterparts: dict[int, Any
             vars(holder).pop(change.name, None)
             continue
         try:
-            vars(holder)[change.name] = copy.deepcopy(change.value, counterparts)
+            value = copy.deepcopy(change.value, counterparts)
+            vars(holder)[change.name] = value if functions is None else functions.renewed(value, change.value)
         except Exception as error:
             raise InvalidArgument(
                 f"step: attribute '{change.name}' ({type(change.value).__name__}) was set after the trainer was made, and cannot be copied to the "
@@ -252,12 +256,15 @@ def carry(changes: list[Change], holders: list[Any], counterparts: dict[int, Any
             ) from error
 
 
-def carry_hooks(ours: nn.Module, theirs: nn.Module | None, counterparts: dict[int, Any]) -> None:
+def carry_hooks(
+    ours: nn.Module, theirs: nn.Module | None, counterparts: dict[int, Any], functions: Functions | None = None
+) -> None:
     """Give a replica's module the hooks of the user's module."""
     if theirs is None or theirs is ours:
         return
     for name in (*HOOKS, *_HOOK_FLAGS):
-        vars(theirs)[name] = copy.deepcopy(vars(ours)[name], counterparts)
+        table = copy.deepcopy(vars(ours)[name], counterparts)
+        vars(theirs)[name] = table if functions is None else functions.renewed(table, vars(ours)[name])
     theirs._is_full_backward_hook = ours._is_full_backward_hook
 
 

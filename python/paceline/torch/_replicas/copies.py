@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch._replicas.attributes import align, align_hooks
+from paceline.torch._replicas.derived import derived_in
+from paceline.torch._replicas.functions import Functions
 from paceline.torch._replicas.parametrized import give_own_cache
 from paceline.torch._replicas.reach import Reach
 
@@ -27,6 +29,7 @@ class Copied:
 
     module: nn.Module
     counterparts: dict[int, Any]
+    functions: Functions | None = None  # what it has made again, if the module was copied
 
 
 def alias_of(parameter: torch.Tensor, storage: torch.Tensor | None = None) -> torch.Tensor:
@@ -88,6 +91,8 @@ def copied(module: nn.Module, reach: Reach, alias: Alias) -> Copied:
     """A deep copy of the module. It shares the registered parameters and the ones that `reach` has found beside them."""
     parameters = [*module.parameters(), *reach.unregistered.values()]
     memo: dict[int, Any] = {id(parameter): alias(parameter) for parameter in parameters}
+    derived = derived_in(part for _, part in reach.modules)
+    memo.update({id(vars(one.module)[one.name]): one for one in derived})  # until `derive` computes it
     try:
         made = copy.deepcopy(module, memo)
     except Exception as error:
@@ -98,7 +103,19 @@ def copied(module: nn.Module, reach: Reach, alias: Alias) -> Copied:
     wanted = [*parameters, *(part for _, part in reach.modules), *reach.objects.values()]
     counterparts = {id(one): memo[id(one)] for one in wanted if id(one) in memo}
     give_own_cache([counterparts[id(part)] for _, part in reach.modules if id(part) in counterparts])
-    return Copied(made, counterparts)
+    functions = Functions(counterparts, map(id, [*parameters, *(part for _, part in reach.modules)]))
+    for one in (*(part for _, part in reach.modules), *reach.objects.values()):
+        if id(one) in counterparts:
+            functions.give(one, counterparts[id(one)])
+    return Copied(made, counterparts, functions)
+
+
+def derive(modules: Iterable[nn.Module], counterparts: dict[int, Any]) -> None:
+    """Compute what hooks derive from parameters, on a device's module whose parameters and buffers are where they belong."""
+    for one in derived_in(modules):
+        theirs = counterparts.get(id(one.module), one.module)
+        if theirs is not one.module:
+            vars(theirs)[one.name] = one.compute(theirs)
 
 
 def _culprit(module: nn.Module, error: Exception) -> str:

@@ -56,14 +56,14 @@ class Reach:
         """Whether there is a parameter or a module that is not registered."""
         return bool(self.unregistered) or len(self.modules) > self.registered
 
-    def captured(self) -> Iterator[tuple[str, str]]:
-        """Functions whose closure refers to a module or a parameter, which copying does not change: (path, variable)."""
+    def captured(self) -> Iterator[tuple[str, str, types.FunctionType]]:
+        """Functions whose closure refers to a module or a parameter, which copying does not change: (path, variable, function)."""
         wanted = self._own | {id(part) for _, part in self.modules} | {id(one) for one in self.unregistered.values()}
         for path, function in self._functions:
             for variable, content in closure_of(function):
                 inside = content if isinstance(content, (list, tuple)) else (content,)
                 if any(id(getattr(one, "__self__", one)) in wanted for one in inside):
-                    yield path, variable
+                    yield path, variable, function
 
     def _visit(self, path: str, value: Any, depth: int) -> None:
         if type(value) in SIMPLE or isinstance(value, _CLOSED) or id(value) in self.seen or id(value) in self._own:

@@ -16,7 +16,16 @@ from paceline import InvalidArgument
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.attributes import Attributes, Change, carry, carry_hooks, is_of_a_forward
 from paceline.torch._replicas.buffers import Buffers
-from paceline.torch._replicas.copies import Copied, Replicate, alias_of, check_hooks, check_trainable, copied, made_by
+from paceline.torch._replicas.copies import (
+    Copied,
+    Replicate,
+    alias_of,
+    check_hooks,
+    check_trainable,
+    copied,
+    derive,
+    made_by,
+)
 from paceline.torch._replicas.hooks import Reader, check_global_hooks, guard_hooks
 from paceline.torch._replicas.original import guarded
 from paceline.torch._replicas.parametrized import forget
@@ -39,6 +48,7 @@ class Replica:
         self.module = copied.module
         self.shared = reader is not None  # False: this is the user's module itself
         self.counterparts = copied.counterparts
+        self.functions = copied.functions
         self.written: Written | None = None
         self.parameters: list[torch.Tensor] = [copied.counterparts[id(parameter)] for parameter in parameters]
         pairs = [(ours, copied.counterparts.get(id(ours), ours)) for _, ours in reach.modules]
@@ -60,9 +70,10 @@ class Replica:
     def carry(self, changes: list[Change], hooked: list[int], holders: list[Any]) -> dict[int, Any]:
         """Make changes of attributes and hooks of the user's `holders` on this replica, too. Returns all counterparts, old and new."""
         memo = dict(self.counterparts)
-        carry(changes, holders, memo)
+        functions = None if self.functions is None else self.functions.among(memo)
+        carry(changes, holders, memo, functions)
         for index in hooked:
-            carry_hooks(holders[index], memo.get(id(holders[index])), memo)
+            carry_hooks(holders[index], memo.get(id(holders[index])), memo, functions)
         if hooked and self._reader is not None:
             guard_hooks(self._copied, self.module, self._reader)
         return memo
@@ -125,7 +136,8 @@ class Replicas:
         self.list = made
         self.generation += 1
         self.parameters, self.names = parameters, list(named)
-        self.captured = list(reach.captured()) if self.shared else []
+        self._functions = made[0].functions
+        self._captured = list(reach.captured()) if self.shared else []
         self._attributes = _watched(reach, made[0].counterparts) if self.shared else None
         self._watch_forwards()
         self.named_modules, self.modules = reach.modules, modules  # also those in plain lists
@@ -170,6 +182,8 @@ class Replicas:
         for _, ours in reach.modules if storages else ():
             buffers = made.counterparts[id(ours)]._buffers
             buffers |= {name: one.to(self._places.devices[device]) for name, one in buffers.items() if one is not None}
+        if replicate is None:
+            derive((part for _, part in reach.modules), made.counterparts)
         return Replica(made, reach, parameters, self._reader)
 
     def _send(self, copies: dict[int, dict[int, torch.Tensor]], ours: list[torch.Tensor]) -> None:
@@ -186,17 +200,21 @@ class Replicas:
     @property
     def blame(self) -> str:
         """Why a replica's loss may have reached the user's module, and what to do."""
-        if not self.captured:
+        functions = self._functions
+        # Those that were made again for each replica are not to blame.
+        captured = [one for one in self._captured if functions is None or id(one[2]) not in functions.made]
+        if not captured:
             return (
                 "loss_fn (or a closure, a patched forward, a stored reference) uses the original module instead of the one it is given. "
                 "Use the module argument of loss_fn(module, batch)."
             )
-        path, variable = self.captured[0]
+        path, variable, function = captured[0]
+        because = None if functions is None else functions.refused.get(id(function))
         return (
             f"attribute '{path}' (a patched forward, a lambda) is a function that refers to a part of the original module by its variable "
-            f"'{variable}'. Functions are not copied with the module. Make it a method, a functools.partial, or a module of its own; or give "
-            "replicate=, a callable that builds the module anew, functions included. If it is loss_fn that uses the original module: use "
-            "its module argument."
+            f"'{variable}'. It is not copied with the module{f', because {because}' if because else ''}. Make it a method, a functools.partial, or a "
+            "module of its own; or give replicate=, a callable that builds the module anew, functions included. If it is loss_fn that uses the "
+            "original module: use its module argument."
         )
 
     @property
@@ -212,6 +230,7 @@ class Replicas:
     def release(self) -> None:
         """Release the modules of the devices. The user's module stays."""
         self.list = [] if self.shared else self.list
+        self._functions = None
         self._sent = {}
 
     def share(self) -> None:
@@ -306,6 +325,7 @@ class Replicas:
             and all(map(operator.is_, self._all_entries(), self._entries))
             and list(map(_data_ptr, self.parameters)) == self._storages
             and (self._attributes is None or self._attributes.same_types)
+            and (self._functions is None or all(seen.same for seen in self._functions.seen))
         )
 
     def _all_dicts(self) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from paceline.torch._devices.meeting import Meeting
+from paceline.torch._devices.meeting import MeetingPoint
 
 _batch_norm = nn.functional.batch_norm
 
@@ -33,7 +33,7 @@ def merged(parts: list[Statistics]) -> Statistics:
 
 
 @contextlib.contextmanager
-def synchronised(norms: Iterable[tuple[str, nn.Module]], meeting: Meeting) -> Iterator[None]:
+def synchronised(norms: Iterable[tuple[str, nn.Module]], meeting: MeetingPoint) -> Iterator[None]:
     """Let these modules, which belong to the devices, normalise over the batch of all devices that come to the `meeting`.
 
     A module's own forward runs, and counts and averages as it always does. What it calls to normalise is another function.
@@ -55,7 +55,7 @@ def synchronised(norms: Iterable[tuple[str, nn.Module]], meeting: Meeting) -> It
 class _Forward:
     """Takes the place of a module's forward. Activation checkpointing calls it again in a backward pass, and the devices meet again."""
 
-    def __init__(self, forward: Callable[..., Any], meeting: Meeting, name: str) -> None:
+    def __init__(self, forward: Callable[..., Any], meeting: MeetingPoint, name: str) -> None:
         self._forward = forward
         self._meeting = meeting
         self._name = name
@@ -70,7 +70,7 @@ class _Forward:
 class _Meets(TorchFunctionMode):
     """Puts the normalisation over all devices in the place of ``torch.nn.functional.batch_norm``, inside of one module's forward."""
 
-    def __init__(self, meeting: Meeting, name: str) -> None:
+    def __init__(self, meeting: MeetingPoint, name: str) -> None:
         super().__init__()
         self._meeting = meeting
         self._name = name
@@ -123,7 +123,7 @@ class _Normalised(torch.autograd.Function):
         bias: torch.Tensor | None,
         whole: Statistics,
         eps: float,
-        meeting: Meeting,
+        meeting: MeetingPoint,
         topic: str,
     ) -> torch.Tensor:
         wide = _wide(values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -18,7 +18,7 @@ from paceline.torch._batch.objective import Objective
 from paceline.torch._devices import forward_ad
 from paceline.torch._devices.caller_state import CallerState
 from paceline.torch._devices.failures import raise_failure, warn_caller
-from paceline.torch._devices.meeting import Meeting
+from paceline.torch._devices.meeting import Meeting, MeetingPoint
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._devices.run_draws import UnseededDrawsWarning
 from paceline.torch._replicas.batch_norm import (
@@ -67,6 +67,7 @@ class Execution:
         self._warned = False  # about draws without a seed
         self._outside = OutsideGradients()
         self._synchronises = synchronises  # batch normalisation, if there is any
+        self._meeting_point = MeetingPoint()
         self._warned_of_norms = False  # that they normalise over a part of the batch
         self.committed: Any = None  # the last committed outcome
         self._enqueued: Any = None  # the last outcome, committed or not
@@ -141,7 +142,8 @@ class Execution:
                 "runs alone while it compiles. Train without torch.compile, or use batch_norm='apart'."
             )
 
-    def _meeting(self, run: Run, shares: list[int]) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _meeting(self, run: Run, shares: list[int]) -> Iterator[None]:
         """Let the devices meet in the normalisations of this run. A device that has all items has their statistics by itself."""
         parts = [len(part) for part in run.claims] if run.claims is not None else [int(share > 0) for share in shares]
         if max(parts) > 1:
@@ -150,16 +152,21 @@ class Execution:
                 "need one. Replay it with batch_norm='apart', as it was written."
             )
         if sum(parts) < 2:
-            return contextlib.nullcontext()
-        run.meeting = Meeting(self._names, (device for device, count in enumerate(parts) if count))
-        return synchronised(
-            [
-                (name, replica.counterparts.get(id(part), part))
-                for replica in self.replicas.list
-                for name, part in self.replicas.norms
-            ],
-            run.meeting,
+            yield
+            return
+        pairs = [
+            (name, replica.counterparts.get(id(part), part))
+            for replica in self.replicas.list
+            for name, part in self.replicas.norms
+        ]
+        self._meeting_point.now = run.meeting = Meeting(
+            self._names, (device for device, count in enumerate(parts) if count)
         )
+        try:
+            with synchronised(pairs, self._meeting_point):
+                yield
+        finally:
+            self._meeting_point.now = None
 
     def follow_modules(self, work: Workload) -> int:
         """Before a plan: fit the micro-batches to the modules as they are now. Returns the least items of a micro-batch.
@@ -410,6 +417,8 @@ class Execution:
                     work.normalises = True
                     raise _TryAgainError from error
                 items = run.batch.described(begin, end) if end > begin else ""
+                if end - begin == 1 < run.batch.size and type(error) in (ValueError, RuntimeError, IndexError):
+                    items += ", a slice of one item (where squeeze() also drops the dimension of the items, and squeeze(-1) does not)"
                 raise_failure(error, where, items, run.kept)
             finally:
                 del error  # it refers to this frame, and a dropped trainer must end without the garbage collector

@@ -174,8 +174,8 @@ class GroupRanks(Ranks):
             who, other = f"{self._call}: rank {self._numbers[rank]}", f"rank {self._numbers[0]}"
             if one.call != first.call:
                 raise InvalidArgument(
-                    f"{who} has called something else than {other}. All ranks of a group make the same calls of the trainer in the same order, also "
-                    "where a rank has no items left: batch=None."
+                    f"{who} has called something else than {other}. All ranks of a group make the same calls of the trainer in the same order, with "
+                    "the same terms in weight= and total=, and the same reduction=, also where a rank has no items left: batch=None."
                 )
             if one.layout != first.layout:
                 raise InvalidArgument(

@@ -107,6 +107,7 @@ class BackwardRun(TrainRun):
                 "backward: the module was changed since its forward (another structure, or other parameters), so the devices have new copies of "
                 "it, which know nothing of that forward. Change it between backward and the next forward."
             )
+        self.synchronised = forward.synchronised  # the module may be in another mode now
         self._forward = forward
         self._gradients = gradients
         self.claims = [[(part.begin, part.end) for part in parts] for parts in forward.slices]

@@ -107,6 +107,22 @@ class Ranks:
                 )
             raise
 
+    def weights(self, described: str, mine: list[float]) -> list[float]:
+        """The weights of several terms over all ranks. One rescaling afterwards cannot do, so they are exchanged before the step.
+
+        Raises
+        ------
+        InvalidArgument
+            On all ranks, if they do not agree about the terms, which are `described`.
+        """
+        self._meet(Header(0, stop_requested(), zlib.crc32(f"{self._call} {described}".encode())), goes_on=True)
+        found = torch.tensor(mine, dtype=torch.float64, device=self._home)
+        with self._talking():
+            self._add(found)
+        self._exchanged = self._alone = False
+        numbers: list[float] = found.tolist()
+        return numbers
+
     def sum(
         self,
         replicas: Replicas,

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,9 @@ from paceline.torch._run.memory import metered
 from paceline.torch._run.outside import OutsideGradients, code_of
 from paceline.torch._run.seen import Seen
 
-LossFunction = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, Any]]
+# One loss, or those of several terms by name, and what is returned beside them.
+Loss = torch.Tensor | Mapping[str, torch.Tensor]
+LossFunction = Callable[[nn.Module, Any], Loss | tuple[Loss, Any]]
 
 # Sizes per device. A compiler that meets so many has long switched to dynamic shapes, or given up (its own limit is 8).
 _MOST_SIZES = 64
@@ -295,13 +297,7 @@ class TrainRun(Run):
 
     def term_of(self, loss: Any, begin: int, end: int) -> torch.Tensor:
         """The slice's term of the objective, 0-dimensional, with its graph."""
-        term = self.objective.term(loss, begin, end)
-        if self.synchronised and self.objective.idle(begin, end) and not bool(term.isfinite()):
-            raise InvalidArgument(
-                "batch_norm='synchronised': no item of a slice has weight, and loss_fn returned a mean over nothing (0/0). Such items still count in "
-                "the statistics of the batch, so they have to run. Return one loss per item, or divide by at least 1: .sum() / count.clamp(min=1)."
-            )
-        return term
+        return self.objective.term(loss, begin, end, all_run=self.synchronised)
 
     def any_gradient(self, device: int) -> bool:
         """Whether a parameter of the device's replica has a gradient. None has one before the first backward of a run."""

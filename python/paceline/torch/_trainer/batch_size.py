@@ -95,9 +95,11 @@ def check_arguments(make_batch: object, weight: object, seconds: float) -> None:
             f"find_batch_size: make_batch is a {type(make_batch).__name__}, not a function. It is find_batch_size(loss_fn, make_batch), "
             "with make_batch(items), which returns a batch of so many items."
         )
-    if weight is not None and not callable(weight):
+    weights = weight.values() if isinstance(weight, Mapping) else [weight]
+    fixed = [one for one in weights if one is not None and not callable(one)]
+    if fixed:
         raise InvalidArgument(
-            f"find_batch_size: weight is a {type(weight).__name__}, which fits one size of batches only; give a function that makes the "
+            f"find_batch_size: weight is a {type(fixed[0]).__name__}, which fits one size of batches only; give a function that makes the "
             "weights from a batch."
         )
     if not is_number(seconds) or not 0 <= seconds < math.inf:

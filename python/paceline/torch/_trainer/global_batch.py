@@ -11,7 +11,7 @@ from torch import nn
 from paceline import InvalidArgument
 from paceline.torch._batch.objective import Objective
 from paceline.torch._replicas.replicas import Replicas
-from paceline.torch._run.run import Frame, TrainRun
+from paceline.torch._run.run import Frame, Loss, TrainRun
 
 RunFunction = Callable[[nn.Module, "MicroBatch"], Any]
 
@@ -39,23 +39,24 @@ class MicroBatch:
     def __len__(self) -> int:
         return self.end - self.begin
 
-    def weigh(self, loss: torch.Tensor) -> torch.Tensor:
+    def weigh(self, loss: Loss) -> torch.Tensor:
         """The slice's term of the objective, 0-dimensional, with its graph, for calling ``backward`` yourself.
 
-        `loss` is what ``loss_fn`` would return: the mean over the slice (or the sum, if the trainer has ``reduction="sum"``), or one loss for each item.
+        `loss` is what ``loss_fn`` would return: the mean over the slice (or the sum, if the trainer has ``reduction="sum"``), or one loss for each item,
+        or a mapping of these if `weight` of `DataParallel.batch` is one.
         The term counts into what `GlobalBatch.run` returns. With a ``scaler`` the term is scaled. If random numbers cannot be seeded (parts of
         one GPU), activation checkpointing draws other numbers when it recomputes, and only `backward` notices that.
         """
         return self._run.weighed(self._device, self._term(loss))
 
-    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+    def backward(self, loss: Loss, *, retain_graph: bool = False) -> None:
         """Add to the gradients of the replica, as ``weigh(loss).backward()``.
 
         May be called several times. The objective is the sum of all losses.
         """
         self._run.backward_of(self._device, self._term(loss), retain_graph)
 
-    def _term(self, loss: torch.Tensor) -> torch.Tensor:
+    def _term(self, loss: Loss) -> torch.Tensor:
         term = self._run.term_of(loss, self.begin, self.end)
         self.terms.append(term.detach())
         return term

@@ -11,7 +11,7 @@ from torch import nn
 from paceline import Device, DeviceGroup, InvalidArgument
 from paceline.comm import Transport
 from paceline.torch._replicas.copies import Replicate
-from paceline.torch._trainer.arguments import Balance
+from paceline.torch._trainer.arguments import Balance, BatchNorm
 from paceline.torch._trainer.trainer import DataParallel
 
 _T = TypeVar("_T", bound="Module")
@@ -31,13 +31,13 @@ class Module(nn.Module):
     ----------
     module
         The module to run. It is `module` of this one. The keys of ``state_dict`` are those of `module`.
-    devices, balance, replicate, timeout, transport
-        As for `DataParallel`.
+    devices, balance, replicate, timeout, transport, batch_norm
+        As for `DataParallel`. With ``batch_norm="synchronised"`` the devices also meet in the backward.
 
     Notes
     -----
     Where no gradients are wanted, as under ``torch.no_grad()``, the call is `DataParallel.predict`. BatchNorm in training normalises over each
-    device's share. ``backward`` may run once for each forward. With ``create_graph=True`` it raises.
+    device's share, unless ``batch_norm="synchronised"``. ``backward`` may run once for each forward. With ``create_graph=True`` it raises.
 
     Examples
     --------
@@ -55,6 +55,7 @@ class Module(nn.Module):
         replicate: Replicate | None = None,
         timeout: float = 600.0,
         transport: Transport = "auto",
+        batch_norm: BatchNorm = "apart",
     ) -> None:
         super().__init__()
         trainer = DataParallel(
@@ -65,6 +66,7 @@ class Module(nn.Module):
             timeout=timeout,
             transport=transport,
             corrections=False,  # one micro-batch per device
+            batch_norm=batch_norm,
         )
         self.module = module
         self.trainer = trainer

@@ -10,7 +10,9 @@ from torch import nn
 
 from paceline.torch._batch.batch import Batch, BatchDim
 from paceline.torch._batch.items import Cost
+from paceline.torch._batch.layout import Layout
 from paceline.torch._batch.samples import Collate
+from paceline.torch._batch.splits import Split
 from paceline.torch._devices.failures import noted
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.run import PredictRun
@@ -36,12 +38,13 @@ class Predictions:
         cost: Cost | None = None,
         collate: Collate | None = None,
         batch_dim: BatchDim = 0,
+        split: Split | None = None,
     ) -> Any:
         """Run the module forward over `batch` on all devices, without gradients.
 
         Parameters
         ----------
-        batch, collate, batch_dim
+        batch, collate, batch_dim, split
             As for `step`.
         fn
             ``fn(module, slice)``; default ``module(slice)``. Returns a tensor, or a nest of them, whose dimension 0 is the item.
@@ -64,8 +67,9 @@ class Predictions:
             What `fn` raised on a worker, with a note that names the device.
         """
         with self._lifetime.between_steps("predict"):
-            whole = self._training.whole(batch, collate, batch_dim, gradients=not torch.is_grad_enabled())
-            costs = self._training.costs(cost, batch, whole.size)
+            layout = Layout(collate, batch_dim, split)
+            whole = layout.whole(batch, gradients=not torch.is_grad_enabled())
+            costs = self._training.costs(cost, batch, whole)
             return self._predict(whole, fn if fn is not None else _forward, costs)
 
     def _predict(self, whole: Batch, fn: Callable[[nn.Module, Any], Any], costs: list[float] | None) -> Any:

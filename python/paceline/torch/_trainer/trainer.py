@@ -14,8 +14,10 @@ from paceline._stop import stop_requested
 from paceline.comm import Transport
 from paceline.torch._batch.batch import BatchDim
 from paceline.torch._batch.items import Cost
+from paceline.torch._batch.layout import Layout
 from paceline.torch._batch.objective import Reduction, Total, Weight
 from paceline.torch._batch.samples import Collate
+from paceline.torch._batch.splits import Split
 from paceline.torch._devices.places import Places
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.replicas import Replicas
@@ -287,6 +289,7 @@ class DataParallel:
         total: Total | None = None,
         collate: Collate | None = None,
         batch_dim: BatchDim = 0,
+        split: Split | None = None,
     ) -> torch.Tensor:
         """Run one forward and backward over `batch` on all devices and add the gradient to the parameters' ``.grad``.
 
@@ -295,7 +298,7 @@ class DataParallel:
         loss_fn
             ``loss_fn(module, slice)`` is called once per micro-batch, with a replica and a slice of `batch`. It returns the loss,
             0-dimensional or with one entry per item of the slice. It may return a pair ``(loss, extras)`` with a tensor or a nest of tensors
-            beside the loss; `extras` then has them for the whole batch.
+            beside the loss; `extras` then has them for the whole batch. If `weight` is a mapping, the loss is a mapping with the same keys.
         batch
             With `group` of the trainer: this rank's part of the batch, or None if that is empty. Else the whole batch.
             A tensor, or any nest of tuples, lists, mappings and dataclasses. Tensors with dimensions are split along dimension 0, where all
@@ -303,7 +306,10 @@ class DataParallel:
             refused, since it seems to have one entry per item but cannot be split.
         weight
             How much each item counts in the mean: a 1-D tensor with one weight per item, or a callable that makes one from the whole
-            batch, e.g. the number of unmasked tokens. Default: every item counts 1. Slices without weight are not run.
+            batch, e.g. the number of unmasked tokens. Default: every item counts 1. Slices without weight are not run. A mapping from names
+            to such weights (or None) is for a loss of several terms, each of which is a mean over something else. The objective is the sum of
+            the terms, each divided by its own weight. A term that nothing has weight in adds nothing. A slice's loss of a term that has no
+            weight there is not used, and may be missing.
         scaler
             A ``torch.amp.GradScaler``: gradients come out scaled, as after ``scaler.scale(loss).backward()``.
         cost
@@ -315,7 +321,9 @@ class DataParallel:
             saved. Steps with `cost` and steps without are measured apart.
         total
             What to divide the sum over the items by, in place of the total weight: a positive number. For a mean over more than this batch,
-            such as all micro-batches of an accumulation. With `group` the number is for all ranks together, and equal on all. With 1, and ``reduction="sum"``, the objective is the plain sum.
+            such as all micro-batches of an accumulation. With `group` the number is for all ranks together, and equal on all. With 1, and
+            ``reduction="sum"``, the objective is the plain sum. If `weight` is a mapping, one number is for all terms, and a mapping is for those
+            that it names.
         collate
             ``collate(samples)`` makes a slice. Then `batch` is a list of samples, of any type, one per item, and each worker puts its
             own slices together. For what no tensor of the whole batch can hold: packed sequences, graphs, strings, images of many sizes.
@@ -323,6 +331,10 @@ class DataParallel:
             Which dimension of the tensors is the item: a number for all of them, or a nest like `batch`, where a number is for all tensors
             below it. Entries that a mapping leaves out have 0. None is for a tensor that belongs to the whole batch and is not split. For
             the batch ``(x, (hidden, cell))`` of an LSTM with ``batch_first=True`` it is ``(0, 1)``.
+        split
+            For batches of a type of your own: ``split(batch, begin, end)`` returns items ``[begin, end)`` of a batch, whose number of items is
+            ``len(batch)``. Or an object with ``length(batch)`` and ``slice(batch, begin, end)``. A mapping from types to these is for objects
+            inside of `batch`. Workers call it at the same time. Not together with `cost`. Packed sequences and nested tensors need no `split`.
 
         Returns
         -------
@@ -361,8 +373,7 @@ class DataParallel:
             "scaler": scaler,
             "cost": cost,
             "total": total,
-            "collate": collate,
-            "batch_dim": batch_dim,
+            "layout": Layout(collate, batch_dim, split),
         }
         return self._measured("step", loss_fn, batch, options)
 
@@ -377,6 +388,7 @@ class DataParallel:
         total: Total | None = None,
         collate: Collate | None = None,
         batch_dim: BatchDim = 0,
+        split: Split | None = None,
     ) -> torch.Tensor:
         """Run `step`, and return a loss that carries the gradients. Its ``backward`` adds them to ``.grad``.
 
@@ -387,7 +399,7 @@ class DataParallel:
 
         Parameters
         ----------
-        loss_fn, batch, weight, cost, total, collate, batch_dim
+        loss_fn, batch, weight, cost, total, collate, batch_dim, split
             As for `step`. A loss that depends on tensors outside of the module gives these their gradients, too.
         scaler
             The ``torch.amp.GradScaler`` that ``scaler.scale(loss)`` is called on. The devices then scale their losses before their own
@@ -417,8 +429,7 @@ class DataParallel:
             "scaler": scaler,
             "cost": cost,
             "total": total,
-            "collate": collate,
-            "batch_dim": batch_dim,
+            "layout": Layout(collate, batch_dim, split),
         }
         return self._measured("loss", loss_fn, batch, options, carries=True)
 
@@ -428,7 +439,8 @@ class DataParallel:
 
         `loss_fn` returns ``(loss, extras)``, where extras are a tensor or a nest of them. A tensor with one row per item comes back with the
         rows of all items, in the order of the batch. A 0-dimensional tensor is taken for a mean over its slice, and comes back as the mean
-        over the batch, weighted like the loss. The tensors are detached. With `group` they are those of this rank's part of the batch.
+        over the batch, weighted like the loss. If `weight` is a mapping, ``extras["name"]`` is weighted like the term of that name, and other
+        means count all items. The tensors are detached. With `group` they are those of this rank's part of the batch.
         """
         return self._execution.extras
 

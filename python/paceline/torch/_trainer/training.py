@@ -13,8 +13,11 @@ from torch import nn
 from paceline import InvalidArgument
 from paceline.torch._batch.batch import Batch, BatchDim
 from paceline.torch._batch.items import Cost, costs_of
+from paceline.torch._batch.layout import Layout
 from paceline.torch._batch.objective import Objective, Reduction, Total, Weight, already_backward
-from paceline.torch._batch.samples import Collate, Samples
+from paceline.torch._batch.samples import Collate
+from paceline.torch._batch.splits import Split
+from paceline.torch._batch.terms import Terms, objective_over
 from paceline.torch._run.carried import Carried
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.run import Frame, LossFunction, TrainRun
@@ -23,6 +26,8 @@ from paceline.torch._trainer.claims import ClaimScript
 from paceline.torch._trainer.global_batch import FunctionRun, GlobalBatch, RunFunction
 from paceline.torch._trainer.lifetime import Lifetime
 from paceline.torch._trainer.works import Works, kind_of
+
+_PLAIN = Layout()
 
 
 class Training:
@@ -42,29 +47,24 @@ class Training:
         batch: Any,
         weight: Weight | None,
         total: Total | None = None,
-        collate: Collate | None = None,
-        batch_dim: BatchDim = 0,
+        layout: Layout = _PLAIN,
     ) -> tuple[Batch, Objective]:
         """The batch and the objective over it."""
-        whole = self.whole(batch, collate, batch_dim)
+        whole = layout.whole(batch)
         return whole, self._objective(batch, whole.size, weight, total)
 
-    def whole(self, batch: Any, collate: Collate | None, batch_dim: BatchDim = 0, *, gradients: bool = False) -> Batch:
-        """The batch. `gradients`: whether its tensors may require them."""
-        if collate is None:
-            return Batch(batch, batch_dim, gradients=gradients)
-        if batch_dim != 0:
-            raise InvalidArgument(
-                "batch_dim= together with collate=, whose batch is a list of samples, one per item. What collate makes of some samples is not cut, so "
-                "its tensors may have any layout. Leave batch_dim= out."
-            )
-        return Samples(batch, collate)
+    def has_weight(self, batch: Any, weight: Weight | None, layout: Layout) -> bool:
+        """Whether this process has items that count."""
+        if batch is None:
+            return False
+        objective = self._objective(batch, layout.whole(batch).size, weight, None, part=True)
+        return bool(objective.magnitude)
 
     def _objective(
         self, batch: Any, size: int, weight: Weight | None, total: Total | None, *, part: bool = False
     ) -> Objective:
         places = self._places
-        return Objective(batch, size, self.reduction, weight, places.pin, places.check_values, total, part)
+        return objective_over(batch, size, self.reduction, weight, places.pin, places.check_values, total, part)
 
     def _prepared(
         self,
@@ -72,25 +72,30 @@ class Training:
         weight: Weight | None,
         cost: Cost | None,
         total: Total | None,
-        collate: Collate | None,
-        batch_dim: BatchDim,
+        layout: Layout,
     ) -> tuple[Batch | None, Objective, list[float] | None]:
         """The batch to train on, the objective over it, and the items' costs. With other ranks a batch without weight is None."""
         if self._execution.sampler is not None:
             self._execution.sampler.check_handed_out()
+        whole: Batch | None
         if self._execution.ranks is None:
-            whole, objective = self.prepared(batch, weight, total, collate, batch_dim)
-            return whole, objective, self.costs(cost, batch, whole.size)
-        if batch is None:
-            return None, self._objective(None, 0, None, total, part=True), None
-        whole = self.whole(batch, collate, batch_dim)
-        objective = self._objective(batch, whole.size, weight, total, part=True)
-        costs = self.costs(cost, batch, whole.size)
+            whole, objective = self.prepared(batch, weight, total, layout)
+            return whole, objective, self.costs(cost, batch, whole)
+        whole = None if batch is None else layout.whole(batch)
+        objective = self._objective(batch, 0 if whole is None else whole.size, weight, total, part=True)
+        costs = None if whole is None else self.costs(cost, batch, whole)
+        if isinstance(objective, Terms):
+            objective.divide(self._execution.ranks.weights(objective.described, objective.weights))
         return whole if objective.magnitude else None, objective, costs
 
-    def costs(self, cost: Cost | None, batch: Any, size: int) -> list[float] | None:
-        """What each of `size` items costs, if `cost` says it."""
-        costs = costs_of(cost, batch, size, self._places.check_values)
+    def costs(self, cost: Cost | None, batch: Any, whole: Batch) -> list[float] | None:
+        """What each item of the `whole` batch costs, if `cost` says it."""
+        costs = costs_of(cost, batch, whole.size, self._places.check_values)
+        if costs is not None and whole.in_order:
+            raise InvalidArgument(
+                "cost= together with split=, which cuts neighbouring items: by cost, slices hold items from anywhere in the batch. Pass a list of "
+                "samples, with collate=."
+            )
         if costs is not None and self._works.options["granularity"] > 1:
             raise InvalidArgument(
                 "cost= together with granularity=, which counts items: by cost, devices get other numbers of them. Make the trainer without "
@@ -107,15 +112,14 @@ class Training:
         scaler: Any,
         cost: Cost | None,
         total: Total | None,
-        collate: Collate | None,
-        batch_dim: BatchDim,
+        layout: Layout,
         carries: bool = False,
     ) -> torch.Tensor:
         """Carry out `DataParallel.step`, or `DataParallel.loss`, which `carries` the gradients, inside of an exclusive call."""
         call = "loss" if carries else "step"
         check_trains(call, loss_fn)
         check_scaler(call, scaler)
-        whole, objective, costs = self._prepared(batch, weight, cost, total, collate, batch_dim)
+        whole, objective, costs = self._prepared(batch, weight, cost, total, layout)
         scale = self._scale_of(scaler)
         if carries:
             self._replicas.share()
@@ -147,6 +151,7 @@ class Training:
         total: Total | None = None,
         collate: Collate | None = None,
         batch_dim: BatchDim = 0,
+        split: Split | None = None,
     ) -> GlobalBatch:
         """Take `step` apart, for several optimizers, adversarial networks, several losses, or a backward of your own.
 
@@ -155,7 +160,7 @@ class Training:
 
         Parameters
         ----------
-        batch, weight, cost, total, collate, batch_dim
+        batch, weight, cost, total, collate, batch_dim, split
             As for `step`. With `cost` every run of the batch deals out its items by cost, and by the times that this run has measured.
 
         Returns
@@ -183,7 +188,8 @@ class Training:
         """
         together = self._execution.together
         with self._lifetime.exclusive("batch"), together("batch"):
-            whole, objective, costs = self._prepared(batch, weight, cost, total, collate, batch_dim)
+            layout = Layout(collate, batch_dim, split)
+            whole, objective, costs = self._prepared(batch, weight, cost, total, layout)
 
         def start(fn: RunFunction, wanted: list[nn.Parameter] | None, scaler: Any, name: str) -> torch.Tensor:
             def run_of(frame: Frame, objective: Objective) -> TrainRun:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from paceline.torch._batch.batch import BatchDim
 from paceline.torch._batch.items import Cost
+from paceline.torch._batch.layout import Layout
 from paceline.torch._batch.objective import Total, Weight
 from paceline.torch._batch.samples import Collate
+from paceline.torch._batch.splits import Split
 from paceline.torch._check.check import check
 from paceline.torch._check.report import CheckReport
 from paceline.torch._replicas.buffers import KeptAttributes
@@ -45,6 +45,7 @@ class Trials:
         total: Total | None = None,
         collate: Collate | None = None,
         batch_dim: BatchDim = 0,
+        split: Split | None = None,
     ) -> CheckReport:
         """Run one batch whole and in several splits, compare the results, and say what makes a difference.
 
@@ -58,7 +59,7 @@ class Trials:
 
         Parameters
         ----------
-        loss_fn, batch, weight, cost, total, collate, batch_dim
+        loss_fn, batch, weight, cost, total, collate, batch_dim, split
             As for `step`. Use at least 8 items; more are not necessary. With `cost` the batch also runs in the order that the costs give.
         tolerance
             Up to this relative difference results count as equal. Default: what rounding may cause for the types of the parameters.
@@ -82,8 +83,9 @@ class Trials:
         """
         with self._lifetime.between_steps("check"), self._works.no_trace():
             check_trains("check", loss_fn)
-            whole, objective = self._training.prepared(batch, weight, total, collate, batch_dim)
-            costs = self._training.costs(cost, batch, whole.size)
+            layout = Layout(collate, batch_dim, split)
+            whole, objective = self._training.prepared(batch, weight, total, layout)
+            costs = self._training.costs(cost, batch, whole)
             self._execution.places.begin(whole)
             micro_batch = self._works.options["micro_batch"]
             return check(
@@ -94,6 +96,7 @@ class Trials:
                 loss_fn,
                 reduction=self._training.reduction,
                 micro_batch=micro_batch or None,
+                granularity=self._works.options["granularity"],
                 tolerance=tolerance,
                 costs=costs,
             )
@@ -103,7 +106,11 @@ class Trials:
         loss_fn: LossFunction,
         make_batch: Callable[[int], Any],
         *,
-        weight: Callable[[Any], torch.Tensor] | None = None,
+        weight: Weight | None = None,
+        total: Total | None = None,
+        collate: Collate | None = None,
+        batch_dim: BatchDim = 0,
+        split: Split | None = None,
         smallest: int = 8,
         largest: int = 65536,
         efficiency: float = 0.9,
@@ -117,8 +124,8 @@ class Trials:
 
         Parameters
         ----------
-        loss_fn, weight
-            As for `step`. `weight` has to be a callable, since batches differ in size.
+        loss_fn, weight, total, collate, batch_dim, split
+            As for `step`. `weight` has to be a callable, or a mapping of callables, since batches differ in size.
         make_batch
             ``make_batch(items)`` returns a batch of so many items.
         smallest, largest
@@ -141,6 +148,7 @@ class Trials:
         with self._lifetime.between_steps("find_batch_size"), self._works.no_trace():
             check_trains("find_batch_size", loss_fn)
             check_arguments(make_batch, weight, seconds)
+            layout = Layout(collate, batch_dim, split)
             own = self._works.options["micro_batch"]
 
             def workload(micro_batch: int | None) -> Workload:
@@ -154,7 +162,7 @@ class Trials:
             timer = StepTimer(self._execution, loss_fn, workload)
 
             def measure(size: int, micro_batch: int | None) -> float:
-                whole, objective = self._training.prepared(make_batch(size), weight)
+                whole, objective = self._training.prepared(make_batch(size), weight, total, layout)
                 check_size(whole.size, size)
                 self._execution.places.begin(whole)
                 return timer.seconds(whole, objective, micro_batch, seconds)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from paceline import Error
+from paceline.torch._batch.batch import BatchDim
+from paceline.torch._batch.layout import Layout
 from paceline.torch._batch.objective import Total, Weight
 from paceline.torch._batch.samples import Collate
+from paceline.torch._batch.splits import Split
 from paceline.torch._check.agreement import ReplicaReport, verify
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.run import LossFunction
@@ -38,6 +41,8 @@ class Verification:
         tolerance: float | None = None,
         total: Total | None = None,
         collate: Collate | None = None,
+        batch_dim: BatchDim = 0,
+        split: Split | None = None,
     ) -> ReplicaReport:
         """Find out whether all devices have the same parameters and compute the same, for hardware that makes silent errors.
 
@@ -49,7 +54,7 @@ class Verification:
 
         Parameters
         ----------
-        loss_fn, batch, weight, total, collate
+        loss_fn, batch, weight, total, collate, batch_dim, split
             As for `step`.
         tolerance
             Up to this relative difference results count as equal. Default: what rounding may cause for the types of the parameters.
@@ -71,7 +76,7 @@ class Verification:
         """
         with self._lifetime.between_steps("verify_replicas"):
             check_trains("verify_replicas", loss_fn)
-            return self._verify(loss_fn, batch, weight, tolerance, total, collate)
+            return self._verify(loss_fn, batch, weight, tolerance, total, Layout(collate, batch_dim, split))
 
     def before_step(self, loss_fn: LossFunction, batch: Any, options: dict[str, Any]) -> None:
         """Compare, if it is time, inside of the exclusive call of the step.
@@ -86,8 +91,10 @@ class Verification:
         self._steps += 1
         if self._steps % self._every:
             return
+        if self._execution.ranks is not None and not self._training.has_weight(batch, options["weight"], options["layout"]):
+            return
         check_trains("step", loss_fn)
-        report = self._verify(loss_fn, batch, options["weight"], None, options["total"], options["collate"])
+        report = self._verify(loss_fn, batch, options["weight"], None, options["total"], options["layout"])
         if not report.agree:
             error = Error(
                 f"step: {report.verdict}. Rounding explains {report.tolerance:.0e}. Nothing was committed. retire() takes a device out; what was "
@@ -103,10 +110,10 @@ class Verification:
         weight: Weight | None,
         tolerance: float | None,
         total: Total | None,
-        collate: Collate | None,
+        layout: Layout,
     ) -> ReplicaReport:
         with self._works.no_trace():
-            whole, objective = self._training.prepared(batch, weight, total, collate)
+            whole, objective = self._training.prepared(batch, weight, total, layout)
             self._execution.places.begin(whole)
             devices = [device for device in range(len(self._works.names)) if device not in self._works.retired]
             return verify(

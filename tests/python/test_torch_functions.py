@@ -1,0 +1,296 @@
+"""Copies of modules with functions over their own parts, and with tensors that hooks derive from parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from paceline import InvalidArgument
+from paceline.torch import DataParallel
+from torch_support import TWO, assert_same_gradients, classify, gradients, hosts
+
+
+class Net(nn.Module):
+    """``act`` is what the test makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 5)
+        self.gate = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 3)
+        self.slope = nn.Parameter(torch.ones(5))
+        self.act: Any = torch.tanh
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.first(x)
+        for act in self.act.values() if isinstance(self.act, dict) else [self.act]:
+            hidden = act(hidden)
+        return self.last(hidden)
+
+
+def scaled(x: torch.Tensor, scale: torch.Tensor, *, gate: Any = torch.sigmoid) -> Any:
+    return x * scale * gate(x)
+
+
+def tripled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return 3 * forward(*args, **kwargs)
+
+    return wrapper
+
+
+def repeating(net: Net) -> Any:
+    def act(x: torch.Tensor, depth: int = 2) -> Any:
+        return act(net.gate(x), depth - 1) if depth else x.tanh()
+
+    return act
+
+
+def over_tuple(net: Net) -> Any:
+    parts = (net.gate, 2.0, torch.tanh)
+    return lambda x: parts[2](parts[0](x)) * parts[1]
+
+
+def set_hook(net: Net) -> Any:
+    net.gate.register_forward_hook(lambda layer, _, output: output * net.slope)
+    return net.gate
+
+
+def set_feature_hook(net: Net) -> Any:
+    def keep(_: Any, __: Any, output: torch.Tensor) -> None:
+        net.kept = output
+
+    net.gate.register_forward_hook(keep)
+    return lambda x: net.gate(x).tanh() + net.kept
+
+
+ACTS: dict[str, Callable[[Net], Any]] = {
+    "submodule": lambda net: (lambda gate: lambda x: gate(x).tanh())(net.gate),
+    "self": lambda net: lambda x: net.gate(x) * net.slope,
+    "parameter": lambda net: (lambda slope: lambda x: x * slope)(net.slope),
+    "bound method": lambda net: (lambda forward: lambda x: forward(x).tanh())(net.gate.forward),
+    "default argument": lambda net: lambda x, gate=net.gate, *, slope=net.slope: gate(x) * slope,
+    "partial": lambda net: functools.partial(scaled, scale=net.slope, gate=net.gate),
+    "partial in a closure": lambda net: (lambda f: lambda x: f(x))(functools.partial(scaled, scale=net.slope)),
+    "functions in a dictionary": lambda net: {"a": lambda x: net.gate(x), "b": lambda x: x.tanh() * net.slope},
+    "tuple": over_tuple,
+    "itself": repeating,
+    "hook": set_hook,
+    "hook that keeps features on the module": set_feature_hook,
+    "wrapped method": lambda net: tripled(net.gate.forward),
+}
+
+
+def batch_of(items: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(items, 6, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 3, (items,), generator=generator)
+
+
+def made(kind: str) -> Net:
+    net = Net()
+    net.act = ACTS[kind](net)
+    return net
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "later"])
+@pytest.mark.parametrize("kind", ACTS)
+def test_functions_over_parts_of_the_module_are_those_of_the_replica(kind: str, late: bool) -> None:
+    reference, batch = made(kind), batch_of()
+    classify(reference, batch).backward()
+    net = Net() if late else made(kind)
+    with DataParallel(net, TWO, balance=[2, 1]) as trainer:
+        if late:
+            trainer.step(classify, batch)
+            net.zero_grad()
+            net.act = ACTS[kind](net)
+        act = net.act
+        cells = [cell.cell_contents for cell in getattr(act, "__closure__", None) or ()]
+        trainer.step(classify, batch)
+        assert_same_gradients(net, gradients(reference))
+        assert net.act is act
+        assert all(a.cell_contents is b for a, b in zip(getattr(act, "__closure__", None) or (), cells, strict=True))
+        classify(net, batch).backward()  # the user's module is as it was
+        assert_same_gradients(net, [None if one is None else 2 * one for one in gradients(reference)])
+
+
+def test_a_patched_forward_may_call_the_one_before_it() -> None:
+    net, batch = Net(), batch_of()
+    before = net.forward
+    net.forward = lambda x: before(x) * 2  # type: ignore[method-assign]
+    classify(net, batch).backward()
+    wanted = gradients(net)
+    net.zero_grad()
+    with DataParallel(net, hosts(3)) as trainer:
+        trainer.step(classify, batch)
+    assert_same_gradients(net, wanted)
+
+
+def test_variables_of_a_function_are_followed() -> None:
+    net, batch = Net(), batch_of()
+    net.other = nn.Linear(5, 5).double()
+    layer, scale = net.gate, 1.0
+    net.act = lambda x: layer(x) * scale
+    with DataParallel(net, TWO) as trainer:
+        for new in (net.other, net.other, net.gate):
+            net.zero_grad()
+            classify(net, batch).backward()
+            wanted = gradients(net)
+            net.zero_grad()
+            trainer.step(classify, batch)
+            assert_same_gradients(net, wanted)
+            layer, scale = new, scale + 1
+        del net.act.__closure__[0].cell_contents
+        with pytest.raises(NameError, match="'layer'"):
+            trainer.step(classify, batch)
+
+
+def over_cache(net: Net) -> Any:
+    cache: dict[str, Any] = {}
+    return lambda x: cache.setdefault("factor", 2.0) * net.gate(x)
+
+
+def over_counter(net: Net) -> Any:
+    calls = 0
+
+    def act(x: torch.Tensor) -> Any:
+        nonlocal calls
+        calls += 1
+        return net.gate(x)
+
+    return act
+
+
+def over_helper(net: Net) -> Any:
+    seen: list[Any] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x)
+        return x
+
+    return lambda x: note(net.gate(x))
+
+
+def over_method(net: Net) -> Any:
+    keep: Any = [].append
+
+    def act(x: torch.Tensor) -> Any:
+        keep(1)
+        return net.gate(x)
+
+    return act
+
+
+def with_attribute(net: Net) -> Any:
+    def act(x: torch.Tensor) -> Any:
+        return net.gate(x)
+
+    act.calls = 0  # type: ignore[attr-defined]
+    return act
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (over_cache, r"also refers to 'cache' \(dict\)"),
+        (over_counter, r"variable 'calls' is set later, or by the function itself"),
+        (over_helper, r"also refers to 'seen' \(list\)"),
+        (with_attribute, r"act has attributes"),
+        (lambda net: (lambda teacher: lambda x: net.gate(x) + teacher(x))(nn.Tanh()), r"'teacher' \(Tanh\)"),
+        (over_method, r"'keep' \(builtin_function_or_method\)"),
+    ],
+)
+def test_functions_with_state_that_devices_would_share_stay_refused(make: Any, reason: str) -> None:
+    net = Net()
+    net.act = make(net)
+    message = rf"parameter gate\.weight .*attribute 'act' .*{reason}.*replicate="
+    with DataParallel(net, TWO) as trainer, pytest.raises(InvalidArgument, match=message):
+        trainer.step(classify, batch_of())
+
+
+def weight_norm(net: Net) -> None:
+    with pytest.warns(FutureWarning):
+        nn.utils.weight_norm(net.gate)
+
+
+def pruned(net: Net) -> None:
+    prune.random_unstructured(net.gate, "weight", amount=0.3)
+    prune.l1_unstructured(net.gate, "weight", amount=0.2)  # a container of two methods
+    prune.global_unstructured([(net.first, "weight"), (net.last, "bias")], prune.L1Unstructured, amount=0.25)
+
+
+DERIVED: dict[str, Callable[[Net], Any]] = {
+    "weight_norm": weight_norm,
+    "spectral_norm": lambda net: nn.utils.spectral_norm(net.gate, n_power_iterations=2),
+    "pruned": pruned,
+}
+
+
+def update(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad)
+    module.zero_grad()
+
+
+def copied_by_state(net: Net, kind: str) -> Net:
+    twin = Net()
+    twin.act = nn.Sequential(twin.gate, nn.Tanh())
+    DERIVED[kind](twin)
+    twin.load_state_dict(net.state_dict())
+    return twin
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "later"])
+@pytest.mark.parametrize("kind", DERIVED)
+def test_tensors_that_hooks_derive_from_parameters_are_computed_on_each_device(kind: str, late: bool) -> None:
+    net, batch = Net(), batch_of()
+    net.act = nn.Sequential(net.gate, nn.Tanh())
+
+    def change() -> Net:
+        """Change the module, and return one like it."""
+        DERIVED[kind](net)
+        twin = copied_by_state(net, kind)
+        for one in (net, twin):
+            one(batch[0])  # leaves the tensor with its graph
+        return twin
+
+    reference = net if late else change()
+    with DataParallel(net, TWO, balance="even") as trainer:
+        if late:
+            trainer.step(classify, batch)
+            net.zero_grad()
+            reference = change()
+        weight: Any = net.gate.weight
+        for _ in range(3):
+            classify(reference, batch).backward()
+            trainer.step(classify, batch)
+            assert_same_gradients(net, gradients(reference))
+            for module in (net, reference):
+                update(module)
+        assert net.gate.weight is weight  # the user's attribute is the user's
+        for (name, one), (_, other) in zip(net.named_buffers(), reference.named_buffers(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12, msg=name)
+        torch.testing.assert_close(net.eval()(batch[0]), reference.eval()(batch[0]), rtol=1e-9, atol=1e-12)
+
+
+def test_a_derived_tensor_may_be_read_without_its_modules_forward() -> None:
+    net, batch = Net(), batch_of()
+    weight_norm(net)
+    net.act = lambda x: x @ net.gate.weight
+    classify(net, batch).backward()
+    wanted = gradients(net)
+    net.zero_grad()
+    with DataParallel(net, TWO, corrections=False) as trainer:  # on one device, too, a second backward would fail
+        trainer.step(classify, batch)
+    assert_same_gradients(net, wanted)
