@@ -134,6 +134,7 @@ class Ranks:
         )
         divisor = objective.total or whole.weight
         if not divisor > 0:
+            self._agree()
             raise InvalidArgument(
                 f"{self._call}: the weights of all ranks sum to {divisor}; the objective is divided by that sum, so it must be positive. Skip "
                 "batches without weight, on all ranks."
@@ -146,12 +147,12 @@ class Ranks:
                 if objective.divisor != divisor:
                     bucket.mul_(objective.divisor / divisor)
                 self._add(bucket)
+        self._agree()
         if not any(present):
             raise RuntimeError(  # the type that plain PyTorch raises
                 f"{self._call}: the loss does not require grad on any rank: no parameter that does reaches it (is it detached, or everything "
                 "frozen?)."
             )
-        self._agree()
         found = layout.gradients(buckets)
         value = torch.tensor(whole.loss / divisor, dtype=whole.loss_type, device=self._home)
         return value, [found.get(index) for index in range(len(gradients))]
