@@ -11,37 +11,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
-from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from frameworks_support import EVEN, adam, dataset, difference, loss_fn, network
 from paceline.torch import DataParallel
-
-OPTIONS: dict[str, Any] = {"devices": ["host:0", "host:1"], "balance": "even"}
-
-
-def loss_fn(module: Any, batch: Any) -> Any:
-    return nn.functional.cross_entropy(module(batch[0]), batch[1])
-
-
-def network(seed: int = 0, dropout: float = 0.0) -> Any:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 16), nn.Dropout(dropout), nn.Linear(16, 3)).double()
-
-
-def dataset() -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(40, 6, generator=generator, dtype=torch.float64)
-    return TensorDataset(x, torch.randint(0, 3, (40,), generator=generator))
-
-
-def difference(ours: nn.Module, theirs: nn.Module) -> float:
-    return max((a - b).abs().max().item() for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
 def trained(module: Any, batches: Iterable[Any]) -> Any:
     """On one device."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    optimizer = adam(module)
     for batch in batches:
         loss_fn(module, batch).backward()
         optimizer.step()
@@ -58,7 +36,7 @@ def train(trainer: DataParallel, optimizer: Any, batches: Iterable[Any]) -> None
 
 def test_safetensors_of_a_trained_module_load_into_plain_pytorch(tmp_path: Path) -> None:
     module, other = network(), network(seed=1)
-    with DataParallel(module, **OPTIONS) as trainer:
+    with DataParallel(module, **EVEN) as trainer:
         train(trainer, trainer.optimizer(torch.optim.AdamW, lr=1e-2), [dataset()[:]])
         save_file(module.state_dict(), tmp_path / "model.safetensors")
     other.load_state_dict(load_file(tmp_path / "model.safetensors"))
@@ -72,7 +50,7 @@ def test_a_stateful_loader_goes_on_in_the_middle_of_an_epoch(workers: int) -> No
 
     state: dict[str, Any] = {}
     module = network(dropout=0.5)
-    with DataParallel(module, **OPTIONS) as trainer:
+    with DataParallel(module, **EVEN) as trainer:
         optimizer = trainer.optimizer(torch.optim.AdamW, lr=1e-2)
         batches = loader()
         for index, batch in enumerate(batches):
@@ -85,7 +63,7 @@ def test_a_stateful_loader_goes_on_in_the_middle_of_an_epoch(workers: int) -> No
     state = torch.load(io.BytesIO(saved.getvalue()), weights_only=True)
     resumed = network(seed=7, dropout=0.5)
     resumed.load_state_dict(state["model"])
-    with DataParallel(resumed, **OPTIONS) as trainer:
+    with DataParallel(resumed, **EVEN) as trainer:
         optimizer = trainer.optimizer(torch.optim.AdamW, lr=1e-2)
         optimizer.load_state_dict(state["optimizer"])
         batches = loader()
@@ -114,7 +92,7 @@ def test_webdataset(tmp_path: Path) -> None:
         return webdataset.WebLoader(samples.batched(8), batch_size=None, num_workers=1)
 
     module = network()
-    with DataParallel(module, **OPTIONS) as trainer:
+    with DataParallel(module, **EVEN) as trainer:
         train(trainer, trainer.optimizer(torch.optim.AdamW, lr=1e-2), loader())
     assert difference(module, trained(network(), loader())) < 1e-12
     assert difference(module, network()) > 1e-2

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from frameworks_support import difference
+
 README = (Path(__file__).resolve().parents[2] / "python" / "README.md").read_text()
 SECTION = README[README.index("\n## Frameworks\n") : README.index("\n## Several machines\n")]
 SHARED = re.search(r"```python\n(.*?)```", SECTION, re.DOTALL)[1]  # type: ignore[index]
@@ -102,12 +104,6 @@ def run(program: str, yours: str = "") -> dict[str, Any]:
     return variables
 
 
-def difference(ours: Any, theirs: Any) -> float:
-    mine, others = ours.state_dict(), theirs.state_dict()
-    assert all(torch.is_tensor(value) for value in mine.values())
-    return float(max((mine[key] - value).abs().max().item() for key, value in others.items()))
-
-
 def reference(epochs: int = 1) -> Any:
     """One epoch on one device."""
     loop = before_and_after("A loop of your own")[0]
@@ -144,6 +140,23 @@ def test_the_sample_trains_as_a_plain_loop_does(title: str, yours: str) -> None:
     before, after = before_and_after(title)
     compile(before, title, "exec")  # it starts four processes
     assert difference(run(after, yours)["model"], reference()) < 1e-12
+
+
+def test_a_module_in_place_of_nn_data_parallel_has_its_attributes_and_takes_its_files() -> None:
+    before, after = before_and_after("nn.DataParallel")
+    theirs, ours = run(before)["model"], run(after)["model"]
+    assert theirs.module.state_dict().keys() == ours.module.state_dict().keys() == ours.state_dict().keys()
+    assert (theirs.training, theirs.module[0].in_features) == (ours.training, ours.module[0].in_features)
+    assert [name for name, _ in theirs.named_parameters()] == [name for name, _ in ours.named_parameters()]
+    ours.eval()
+    assert not ours.module[0].training
+    state = {key: value + 1 for key, value in theirs.state_dict().items()}
+    with pytest.raises(RuntimeError, match="Missing key"):
+        ours.load_state_dict(state)
+    assert "consume_prefix_in_state_dict_if_present" in SECTION
+    torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")
+    ours.load_state_dict(state)
+    assert difference(ours.module, theirs.module) == 1
 
 
 def test_the_sample_for_fabric_in_half_precision() -> None:
