@@ -68,7 +68,8 @@ class PacelineStrategy(SingleDeviceStrategy):
         self._devices = devices
         self._step_options = {"weight": weight, "cost": cost}
         self._options = options
-        self._state: dict[str, Any] | None = None  # of the `DataParallel` that is yet to come, or that has ended
+        self._loaded: dict[str, Any] | None = None  # the state in a checkpoint that the next run goes on from
+        self._last: dict[str, Any] | None = None  # the state of the last fit, for a checkpoint after it
 
     @property
     def root_device(self) -> torch.device:
@@ -79,6 +80,7 @@ class PacelineStrategy(SingleDeviceStrategy):
     def setup(self, trainer: Any) -> None:
         """Refuse what cannot be split, and go on from the state in a checkpoint, before loaders draw random numbers."""
         super().setup(trainer)
+        state, self._loaded = self._loaded, None
         if trainer.state.fn != TrainerFn.FITTING:
             return
         module: Any = self.lightning_module
@@ -93,12 +95,12 @@ class PacelineStrategy(SingleDeviceStrategy):
                 "training_step(batch, batch_idx)."
             )
         self.data_parallel = DataParallel(module, self._devices, **self._options)
-        if self._state is not None:
-            self.data_parallel.load_state_dict(self._state)
+        if state is not None:
+            self.data_parallel.load_state_dict(state)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save the state of the `DataParallel`, too."""
-        state = self._state if self.data_parallel is None else self.data_parallel.state_dict()
+        state = self._last if self.data_parallel is None else self.data_parallel.state_dict()
         if state is not None:
             checkpoint["paceline"] = state
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -106,7 +108,7 @@ class PacelineStrategy(SingleDeviceStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Keep the state for the `DataParallel`."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
-        self._state = checkpoint.get("paceline")
+        self._loaded = checkpoint.get("paceline")
         return checkpoint
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -162,7 +164,7 @@ class PacelineStrategy(SingleDeviceStrategy):
         """End the workers, before the module moves."""
         if self.data_parallel is not None:
             with contextlib.suppress(Error):  # in the middle of an interrupted step there is none
-                self._state = self.data_parallel.state_dict()  # for a checkpoint after the fit
+                self._last = self.data_parallel.state_dict()
             self.data_parallel.close()
             self.data_parallel = None
         super().teardown()

@@ -66,6 +66,27 @@ def test_accelerate() -> None:
     assert difference(module, reference) < 1e-12
 
 
+def test_accelerate_with_a_scaler() -> None:
+    """Half precision needs a GPU there, so the scaler is put in by hand."""
+    module, batches = setting()
+    reference = copy.deepcopy(module)
+    for parallel in (False, True):
+        ours = module if parallel else reference
+        accelerator: Any = Accelerator(cpu=True)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        model, optimizer = accelerator.prepare(ours, torch.optim.SGD(ours.parameters(), lr=0.5))
+        with DataParallel(accelerator.unwrap_model(model), TWO) as trainer:
+            for batch in batches:
+                loss = trainer.loss(loss_fn, batch, scaler=accelerator.scaler) if parallel else loss_fn(model, batch)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert accelerator.scaler.get_scale() == 1024.0
+        accelerator.free_memory()
+    assert difference(module, reference) < 1e-12
+    assert difference(module, setting()[0]) > 0.1
+
+
 # One process for each machine; DistributedDataParallel takes the average of their gradients.
 RANK = """
 import os, sys

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -31,18 +32,33 @@ class Lit(pl.LightningModule):
         return adam(self)
 
 
-def fit(epochs: int, *, seed: int, resume: Any = None, save: Any = None) -> Any:
-    module = Lit(seed)
-    trainer = pl.Trainer(
+def lightning_trainer(epochs: int) -> Any:
+    return pl.Trainer(
         accelerator="cpu", devices=1, max_epochs=epochs, strategy=PacelineStrategy(**EVEN), logger=False, enable_progress_bar=False,
         enable_model_summary=False, enable_checkpointing=False,
     )  # fmt: skip
+
+
+def fit(epochs: int, *, seed: int, resume: Any = None, save: Any = None) -> Any:
+    module, trainer = Lit(seed), lightning_trainer(epochs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(module, DataLoader(dataset(), batch_size=10, shuffle=True), ckpt_path=resume)
     if save is not None:
         trainer.save_checkpoint(save)
     return module
+
+
+def test_a_second_fit_does_not_go_on_from_the_random_numbers_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Any] = []
+    monkeypatch.setattr(DataParallel, "load_state_dict", lambda trainer, state: loaded.append(state))
+    module, trainer = Lit(0), lightning_trainer(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for epochs in (1, 2):
+            trainer.fit_loop.max_epochs = epochs
+            trainer.fit(module, DataLoader(dataset(), batch_size=10))
+    assert (trainer.current_epoch, loaded) == (2, [])
 
 
 def test_lightning(tmp_path: Path) -> None:
