@@ -133,6 +133,19 @@ def test_both_sides_of_the_sample_train_the_same(title: str, yours: str) -> None
     assert difference(start, untrained) > 1e-4
 
 
+def test_the_sample_for_timm_with_its_scaler_and_clipping() -> None:
+    yours = YOURS_FOR_TIMM + "from timm.utils import NativeScaler\nloss_scaler = NativeScaler(device='cpu')\n"
+    update = "    _loss.backward()\n    optimizer.step()\n"
+    scaled = "    loss_scaler(_loss, optimizer, clip_grad=0.5, parameters=model.parameters())\n"
+    assert "`scaler=loss_scaler._scaler`" in SECTION
+    before, after = (side.replace(update, scaled) for side in before_and_after("timm"))
+    after = after.replace(
+        "(input, target))\n    loss_scaler", "(input, target), scaler=loss_scaler._scaler)\n    loss_scaler"
+    )
+    assert (before.count("loss_scaler"), after.count("loss_scaler")) == (1, 2)
+    assert difference(run(after, yours)["task"], run(before, yours)["task"]) < 1e-12
+
+
 @pytest.mark.parametrize(
     ("title", "yours"), [("Lightning", YOURS_FOR_LIGHTNING), ("Fabric", "")], ids=["Lightning", "Fabric"]
 )
