@@ -147,12 +147,13 @@ class Ranks:
                 if objective.divisor != divisor:
                     bucket.mul_(objective.divisor / divisor)
                 self._add(bucket)
-        self._agree()
         if not any(present):
+            self._agree()
             raise RuntimeError(  # the type that plain PyTorch raises
                 f"{self._call}: the loss does not require grad on any rank: no parameter that does reaches it (is it detached, or everything "
                 "frozen?)."
             )
+        self._agree()
         found = layout.gradients(buckets)
         value = torch.tensor(whole.loss / divisor, dtype=whole.loss_type, device=self._home)
         return value, [found.get(index) for index in range(len(gradients))]

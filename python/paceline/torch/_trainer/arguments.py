@@ -52,6 +52,14 @@ def check_transport(transport: object) -> None:
         )
 
 
+def _has_cores_of_its_own() -> bool:
+    """Whether the launcher has divided the cores: it may run on more of them than this process. In a container, `os.cpu_count` would not tell."""
+    try:
+        return os.sched_getaffinity(0) < os.sched_getaffinity(os.getppid())
+    except OSError:  # the launcher has ended
+        return False
+
+
 def named_devices(devices: str | Sequence[str | Device | torch.device], module: nn.Module) -> str | list[str | Device]:
     """What to make a group of. "auto" follows the module: if it is on a GPU, all GPUs, its own first; else all host devices."""
     if devices != "auto":
@@ -71,14 +79,6 @@ def named_devices(devices: str | Sequence[str | Device | torch.device], module: 
         return "auto"
     gpus = [device for device in all_devices() if device.kind == "cuda"]
     return sorted(gpus, key=lambda gpu: gpu.index != parameter.device.index)
-
-
-def _has_cores_of_its_own() -> bool:
-    """Whether the launcher has divided the cores: it may run on more of them than this process. In a container, `os.cpu_count` would not tell."""
-    try:
-        return os.sched_getaffinity(0) < os.sched_getaffinity(os.getppid())
-    except OSError:  # the launcher has ended
-        return False
 
 
 def policy_of(balance: Balance) -> tuple[str, list[float]]:
