@@ -207,26 +207,6 @@ def test_if_a_rank_dies_the_other_repeats_the_step_with_all_items(sums: int) -> 
     assert worst_difference(survivor, [parameter.detach() for parameter in reference.parameters()]) < 1e-12
 
 
-@pytest.mark.parametrize("part", ["none of it is summed", "a part of it is summed"])
-@pytest.mark.parametrize("empty", [False, True], ids=["with items", "without items"])
-def test_an_incomplete_sum_is_no_disagreement(part: str, empty: bool) -> None:
-    module, batch = classifier(16)
-
-    class Broken:
-        """As if the other rank had died while a sum was on its way."""
-
-        def all_reduce(self, tensor: torch.Tensor) -> None:
-            if part == "a part of it is summed":
-                tensor[: len(tensor) // 2] *= 2
-
-        def should_commit(self) -> bool:
-            return False
-
-    with DataParallel(module, hosts(1), reducer=Broken()) as trainer, pytest.raises(Cancelled, match="Run the step"):
-        trainer.step(classify, None if empty else batch)
-    assert gradients(module) == [None] * 4
-
-
 def test_if_one_rank_fails_no_rank_commits() -> None:
     module, batch = classifier(16)
 

@@ -134,7 +134,6 @@ class Ranks:
         )
         divisor = objective.total or whole.weight
         if not divisor > 0:
-            self._agree()
             raise InvalidArgument(
                 f"{self._call}: the weights of all ranks sum to {divisor}; the objective is divided by that sum, so it must be positive. Skip "
                 "batches without weight, on all ranks."
@@ -148,7 +147,6 @@ class Ranks:
                     bucket.mul_(objective.divisor / divisor)
                 self._add(bucket)
         if not any(present):
-            self._agree()
             raise RuntimeError(  # the type that plain PyTorch raises
                 f"{self._call}: the loss does not require grad on any rank: no parameter that does reaches it (is it detached, or everything "
                 "frozen?)."

@@ -70,7 +70,6 @@ class ReducerRanks(Ranks):
         else:
             for same, what in ((call, "calls"), (layout, "parameters"), (denominator, "values of total")):
                 if not same:
-                    self._agree()  # unless they only seem to differ, since the sum is not complete
                     raise InvalidArgument(
                         f"{self._call}: ranks differ in their {what}. All make the same calls in the same order, with equal modules and equal "
                         "total; a rank without items passes batch=None."
