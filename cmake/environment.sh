@@ -156,7 +156,7 @@ import ast, pathlib, re, sys
 
 text = pathlib.Path(sys.argv[1]).read_text()
 for name in sys.argv[2:]:
-    print(*ast.literal_eval(re.search(rf"^{name} = (\[.*?\])", text, re.S | re.M)[1]), sep="\n")
+    print(*ast.literal_eval(re.search(rf"^{name} = (\[.*?\])$", text, re.S | re.M)[1]), sep="\n")
 PYTHON
 }
 

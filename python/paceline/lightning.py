@@ -5,6 +5,7 @@ Needs lightning 2.6 and PyTorch, which this package does not install by itself.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torchmetrics import Metric
 
-from paceline import InvalidArgument
+from paceline import Error, InvalidArgument
 from paceline.torch import DataParallel
 
 __all__ = ["PacelineStrategy"]
@@ -31,7 +32,7 @@ class PacelineStrategy(SingleDeviceStrategy):
 
     The loader yields the batch of all devices together. Each device's copy of the `LightningModule` runs ``training_step`` on its slices.
     What the slices log is merged, and logged once. Loss, accumulation, clipping, precision, callbacks and checkpoints are those of one device.
-    Validation, test and prediction run on the module's own device.
+    Checkpoints have one more entry, ``"paceline"``: `DataParallel.state_dict`, with the states of the random generators. Validation, test and prediction run on the module's own device.
 
     Parameters
     ----------
@@ -45,7 +46,7 @@ class PacelineStrategy(SingleDeviceStrategy):
     Attributes
     ----------
     data_parallel
-        The `DataParallel`, from the first step to the end of the fit.
+        The `DataParallel`, from the start to the end of a fit.
 
     Raises
     ------
@@ -67,6 +68,8 @@ class PacelineStrategy(SingleDeviceStrategy):
         self._devices = devices
         self._step_options = {"weight": weight, "cost": cost}
         self._options = options
+        self._loaded: dict[str, Any] | None = None  # the state in a checkpoint that the next run goes on from
+        self._last: dict[str, Any] | None = None  # the state of the last fit, for a checkpoint after it
 
     @property
     def root_device(self) -> torch.device:
@@ -75,8 +78,9 @@ class PacelineStrategy(SingleDeviceStrategy):
         return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
 
     def setup(self, trainer: Any) -> None:
-        """Refuse what cannot be split before anything runs."""
+        """Refuse what cannot be split, and go on from the state in a checkpoint, before loaders draw random numbers."""
         super().setup(trainer)
+        state, self._loaded = self._loaded, None
         if trainer.state.fn != TrainerFn.FITTING:
             return
         module: Any = self.lightning_module
@@ -90,6 +94,22 @@ class PacelineStrategy(SingleDeviceStrategy):
                 "PacelineStrategy: training_step(dataloader_iter) fetches batches itself, so there is nothing to split. Use "
                 "training_step(batch, batch_idx)."
             )
+        self.data_parallel = DataParallel(module, self._devices, **self._options)
+        if state is not None:
+            self.data_parallel.load_state_dict(state)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save the state of the `DataParallel`, too."""
+        state = self._last if self.data_parallel is None else self.data_parallel.state_dict()
+        if state is not None:
+            checkpoint["paceline"] = state
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Keep the state for the `DataParallel`."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        self._loaded = checkpoint.get("paceline")
+        return checkpoint
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Leave batches for training on the host, since each device copies its own slices."""
@@ -102,8 +122,7 @@ class PacelineStrategy(SingleDeviceStrategy):
         """The loss of the whole batch, which carries the gradients, and what ``training_step`` returns beside it."""
         module: Any = self.lightning_module
         batch, *others = arguments
-        if self.data_parallel is None:
-            self.data_parallel = DataParallel(module, self._devices, **self._options)
+        assert self.data_parallel is not None  # since `setup`
         owner = module.trainer
         size = extract_batch_size(batch)
         kinds: dict[str, _Kind] = {}  # filled by the workers, which all log the same names
@@ -144,6 +163,8 @@ class PacelineStrategy(SingleDeviceStrategy):
     def teardown(self) -> None:
         """End the workers, before the module moves."""
         if self.data_parallel is not None:
+            with contextlib.suppress(Error):  # in the middle of an interrupted step there is none
+                self._last = self.data_parallel.state_dict()
             self.data_parallel.close()
             self.data_parallel = None
         super().teardown()

@@ -5,6 +5,7 @@ Needs transformers 5 and PyTorch, which this package does not install by itself.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +26,9 @@ class PacelineMixin:
     `data_parallel_options`, an attribute of your class, has further arguments of `paceline.torch.DataParallel`, such as
     ``{"devices": ["host:0", "host:1"]}``. `data_parallel` is that object while ``train`` runs; ``trainer.data_parallel.explain()``, called
     in a callback, says what it does.
+
+    Checkpoints have one more file, ``paceline_0.pt``: `DataParallel.state_dict`, with the states of all GPUs' random generators, of which the
+    Trainer saves the current one only. ``resume_from_checkpoint`` goes on from it, on any devices.
 
     Some models ignore ``num_items_in_batch``, such as `BertForSequenceClassification`. The Trainer on one device then adds the means of
     accumulated batches up without dividing by their number. Here the gradient is that of the mean over all of them.
@@ -79,9 +83,7 @@ class PacelineMixin:
         one_device = super().compute_loss  # type: ignore[misc]
         if return_outputs or not torch.is_grad_enabled():
             return one_device(model, inputs, return_outputs, num_items_in_batch)
-        if self.data_parallel is None:
-            self.data_parallel = DataParallel(trainer.accelerator.unwrap_model(model), **self.data_parallel_options)
-
+        parallel = self._parallel()
         shifted = trainer._loss_shifts_labels
 
         def loss_fn(module: Any, part: Any) -> Any:
@@ -95,10 +97,33 @@ class PacelineMixin:
             items = items / (
                 trainer.accelerator.num_processes // trainer.get_tp_size()
             )  # the processes average gradients
-        loss = self.data_parallel.loss(
+        loss = parallel.loss(
             loss_fn, inputs, weight=weight, total=items, scaler=getattr(trainer.accelerator, "scaler", None)
         )
         return loss if items is not None else loss / trainer.current_gradient_accumulation_steps
+
+    def _parallel(self) -> DataParallel:
+        trainer: Any = self
+        if self.data_parallel is None:
+            module = trainer.accelerator.unwrap_model(trainer.model)
+            self.data_parallel = DataParallel(module, **self.data_parallel_options)
+        return self.data_parallel
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """The Trainer calls this for each checkpoint."""
+        super()._save_rng_state(output_dir)  # type: ignore[misc]
+        if self.data_parallel is not None:
+            torch.save(self.data_parallel.state_dict(), self._state_file(output_dir))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """The Trainer calls this after `_load_from_checkpoint`, when the next thing to draw random numbers is training."""
+        super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None and (file := self._state_file(checkpoint)).exists():
+            self._parallel().load_state_dict(torch.load(file, weights_only=True))
+
+    def _state_file(self, checkpoint: str) -> Path:
+        """Each process draws random numbers of its own."""
+        return Path(checkpoint) / f"paceline_{self.args.process_index}.pt"  # type: ignore[attr-defined]
 
 
 def _labels_per_item(inputs: Any, *, shifted: bool) -> torch.Tensor | None:

@@ -1,9 +1,8 @@
-"""The guide to clusters where it needs more than PyTorch: the manifest for Kubernetes and the program for Ray Train."""
+"""The guide to clusters where it needs more than PyTorch: the manifest for Kubernetes."""
 
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -32,21 +31,3 @@ def test_the_job_of_kubernetes_fits_the_training_script() -> None:
     (mount,) = container["volumeMounts"]
     assert container["command"][-1].startswith(mount["mountPath"] + "/")
     assert [volume["name"] for volume in pod["volumes"]] == [mount["name"]]
-
-
-@pytest.mark.slow
-def test_the_program_for_ray_trains_without_gpus_in_local_mode() -> None:
-    pytest.importorskip("ray.train", reason="Ray is not among the frameworks of this suite: pip install 'ray[train]'")
-    found = re.search(r"## Ray Train.*?```python\n(.*?)```", (CLUSTER / "README.md").read_text(), re.DOTALL)
-    assert found is not None
-    program = found[1]
-    for gpus, none in (
-        (r"ScalingConfig\(.*\)", "ScalingConfig(num_workers=0)"),
-        (r"devices=ray.train.torch.get_devices\(\)", 'devices=["host:0"]'),
-        (r"\n(ray.train.torch.TorchTrainer)", r"\nresult = \1"),
-    ):
-        program, count = re.subn(gpus, none, program)
-        assert count == 1
-    variables: dict[str, object] = {}
-    exec(program, variables)
-    assert variables["result"].metrics["loss"] < 8  # type: ignore[attr-defined]

@@ -13,29 +13,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from lightning.fabric import Fabric
-from torch import nn
 
+from frameworks_support import TWO, adam, difference, loss_fn, setting
 from paceline.torch import DataParallel
-
-TWO = ["host:0", "host:1"]
-
-
-def loss_fn(module: Any, batch: Any) -> Any:
-    return nn.functional.cross_entropy(module(batch[0]), batch[1])
-
-
-def setting(dtype: torch.dtype = torch.float64) -> tuple[Any, list[Any]]:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
-    return module, [(torch.randn(20, 6, dtype=dtype), torch.randint(0, 3, (20,))) for _ in range(8)]
-
-
-def adam(module: nn.Module) -> Any:
-    return torch.optim.AdamW(module.parameters(), lr=1e-2)
-
-
-def difference(ours: nn.Module, theirs: nn.Module) -> float:
-    return max((a - b).abs().max().item() for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
@@ -86,6 +66,27 @@ def test_accelerate() -> None:
     assert difference(module, reference) < 1e-12
 
 
+def test_accelerate_with_a_scaler() -> None:
+    """Half precision needs a GPU there, so the scaler is put in by hand."""
+    module, batches = setting()
+    reference = copy.deepcopy(module)
+    for parallel in (False, True):
+        ours = module if parallel else reference
+        accelerator: Any = Accelerator(cpu=True)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        model, optimizer = accelerator.prepare(ours, torch.optim.SGD(ours.parameters(), lr=0.5))
+        with DataParallel(accelerator.unwrap_model(model), TWO) as trainer:
+            for batch in batches:
+                loss = trainer.loss(loss_fn, batch, scaler=accelerator.scaler) if parallel else loss_fn(model, batch)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert accelerator.scaler.get_scale() == 1024.0
+        accelerator.free_memory()
+    assert difference(module, reference) < 1e-12
+    assert difference(module, setting()[0]) > 0.1
+
+
 # One process for each machine; DistributedDataParallel takes the average of their gradients.
 RANK = """
 import os, sys
@@ -94,7 +95,7 @@ import torch.distributed as dist
 from torch import nn
 from paceline.torch import DataParallel
 sys.path.insert(0, os.environ["TESTS"])
-from test_loss_in_frameworks import adam, loss_fn, setting
+from frameworks_support import adam, loss_fn, setting
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()

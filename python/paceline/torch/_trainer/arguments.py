@@ -52,6 +52,14 @@ def check_transport(transport: object) -> None:
         )
 
 
+def _has_cores_of_its_own() -> bool:
+    """Whether the launcher has divided the cores: it may run on more of them than this process. In a container, `os.cpu_count` would not tell."""
+    try:
+        return os.sched_getaffinity(0) < os.sched_getaffinity(os.getppid())
+    except OSError:  # the launcher has ended
+        return False
+
+
 def named_devices(devices: str | Sequence[str | Device | torch.device], module: nn.Module) -> str | list[str | Device]:
     """What to make a group of. "auto" follows the module: if it is on a GPU, all GPUs, its own first; else all host devices."""
     if devices != "auto":
@@ -59,14 +67,15 @@ def named_devices(devices: str | Sequence[str | Device | torch.device], module: 
             return devices
         return [str(device) if isinstance(device, torch.device) else device for device in devices]
     processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    if processes.isdigit() and int(processes) > 1:
+    parameter = next(module.parameters(), None)
+    on_gpu = parameter is not None and parameter.device.type == "cuda"
+    if processes.isdigit() and int(processes) > 1 and (on_gpu or not _has_cores_of_its_own()):
         raise InvalidArgument(
             f"DataParallel: devices='auto' in one of {processes} processes on this machine (LOCAL_WORLD_SIZE), and each would take all of its "
             "devices. Start one process for each machine (torchrun --nproc-per-node 1), or name the devices of this process: devices=['cuda:0'] or "
             "devices=ray.train.torch.get_devices()."
         )
-    parameter = next(module.parameters(), None)
-    if parameter is None or parameter.device.type != "cuda":
+    if parameter is None or not on_gpu:
         return "auto"
     gpus = [device for device in all_devices() if device.kind == "cuda"]
     return sorted(gpus, key=lambda gpu: gpu.index != parameter.device.index)

@@ -84,7 +84,8 @@ class DataParallel:
     devices
         ``"auto"`` (every GPU if the module is on one, else every host device), names such as ``["host:0", "host:1"]`` or
         ``["cuda:0", "cuda:1"]``, what `paceline.partition` returns, GPUs as ``torch.device``, or a `paceline.DeviceGroup`, which then stays
-        open on `close`. ``"auto"`` is refused if several processes run on this machine (``LOCAL_WORLD_SIZE``).
+        open on `close`. ``"auto"`` is refused if several processes run on this machine (``LOCAL_WORLD_SIZE``), unless their launcher gave
+        each of them cores of its own.
     balance
         ``"auto"``: shares follow the measured speeds, and a device that is done early takes over work. If steps on host devices take less
         than 20 ms, a few of them (after 32 steps, then ever more seldom) run on one device alone. From these, `explain` and `what_if` know
