@@ -204,3 +204,37 @@ def test_what_is_no_limit_is_refused(arguments: Any, options: Any, message: str)
     with DataParallel(classifier(4)[0], TWO) as trainer:
         with pytest.raises(InvalidArgument, match=message):
             trainer.on_alarm(*arguments, **options)
+
+
+def _sample(step: int, idle: float, alone: int = 0) -> Any:
+    device = {"busy_seconds": float(step), "idle_seconds": idle, "retired": False}
+    return alarms.Sample(
+        1.0 * step, {"steps": step, "step_seconds": 2.0 * step, "devices": {"host:0": device}}, {}, {}, alone
+    )
+
+
+def test_an_alarm_stays_on_while_it_cannot_be_judged() -> None:
+    found: list[str] = []
+    watch = alarms.Watch(lambda alarm: found.append(alarm.kind), alarms.Limits(0.7, None, False, None), 1)
+    for sample in (_sample(1, 0), _sample(2, 10), _sample(3, 20, alone=1), _sample(4, 30, alone=1)):
+        watch.after_step(lambda limits, given=sample: given)  # type: ignore[misc]
+    assert found == ["busy"]
+    watch.after_step(lambda limits: _sample(5, 30, alone=1))
+    watch.after_step(lambda limits: _sample(6, 40, alone=1))
+    assert found == ["busy", "busy"]
+
+
+def test_an_alarm_whose_turn_another_callback_took_comes_the_next_time() -> None:
+    found: list[str] = []
+
+    def callback(alarm: Alarm) -> None:
+        found.append(alarm.kind)
+        if len(found) == 1:
+            raise ArithmeticError
+
+    watch = alarms.Watch(callback, alarms.Limits(0.7, None, False, 1e-9), 1)
+    watch.after_step(lambda limits: _sample(1, 0))
+    with pytest.raises(ArithmeticError):
+        watch.after_step(lambda limits: _sample(2, 10))
+    watch.after_step(lambda limits: _sample(3, 20))
+    assert found == ["step_seconds", "busy"]

@@ -401,3 +401,27 @@ def test_a_loss_that_fails_over_one_item_is_named_though_other_splits_are_exact(
         with pytest.raises(ValueError, match="target size") as raised:
             trainer.step(loss_fn, batch)
         assert "squeeze(-1)" in str(getattr(raised.value, "__notes__", raised.value.__cause__))
+
+
+def test_a_loss_whose_terms_cancel_is_exact() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(3, 1).double()
+    advantages = torch.randn(16, dtype=torch.double)
+
+    def ratio_times_advantage(one: Any, part: Any) -> Any:
+        logits = -one(part[0]).squeeze(-1).square()
+        return -(torch.exp(logits - logits.detach()) * part[1])
+
+    with DataParallel(module, TWO) as trainer:
+        batch = torch.randn(16, 3, dtype=torch.double), advantages - advantages.mean()
+        assert trainer.check(ratio_times_advantage, batch).exact
+        assert trainer.verify_replicas(ratio_times_advantage, batch)
+
+
+@pytest.mark.parametrize("batch_norm", ["apart", "synchronised"])
+def test_batch_norm_without_parameters_and_statistics_is_checked_in_the_modules_type(batch_norm: Any) -> None:
+    module = nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False, track_running_stats=False), nn.Linear(4, 3)
+    ).double()
+    with DataParallel(module, TWO, batch_norm=batch_norm) as trainer:
+        trainer.check(classify, (torch.randn(16, 3, dtype=torch.double), torch.randint(3, (16,))))

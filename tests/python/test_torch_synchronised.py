@@ -654,3 +654,49 @@ print("end")
 """
     )
     assert output_of(program) == "end"
+
+
+# Norms over a part of the slice
+
+
+class Masked(nn.Module):
+    """Normalises the rows that a mask chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        return self.head(self.norm(self.first(x)[mask]))
+
+
+def sum_of_squares(module: Any, batch: Any) -> Any:
+    return module(*batch).square().sum()
+
+
+def test_a_slice_may_bring_no_values_to_a_norm() -> None:
+    module = Masked().double()
+    mask = torch.tensor([False] * 8 + [True] * 8)
+    batch = torch.randn(16, 6, dtype=torch.double), mask
+    reference = copy.deepcopy(module)
+    (sum_of_squares(reference, batch) / 8).backward()
+    with DataParallel(module, TWO, balance="even", reduction="sum", **Synchronised) as trainer:
+        trainer.step(sum_of_squares, batch, total=8)
+        assert_same_gradients(module, gradients(reference))
+        assert same_buffers(module, reference)
+        with pytest.raises(
+            ValueError, match="more than 1 value per channel is needed, and all devices together have 1"
+        ):
+            trainer.step(sum_of_squares, (batch[0], torch.arange(16) == 3), total=1)
+
+
+class Own(nn.BatchNorm1d):
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.batch_norm(x, self.weight, self.bias, self.running_mean, self.running_var, True, 0.1, 1e-5, False)
+
+
+def test_a_norm_that_cannot_be_synchronised_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(6, 4), Own(4), nn.Linear(4, 3)).double()
+    with DataParallel(module, TWO, **Synchronised) as trainer:
+        with pytest.raises(InvalidArgument, match=r"1 normalises without torch\.nn\.functional\.batch_norm"):
+            trainer.step(classify, case("rows")[1])

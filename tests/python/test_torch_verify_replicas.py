@@ -215,3 +215,13 @@ def test_a_copy_in_another_memory_space_with_a_flipped_bit_is_named() -> None:
 def test_what_is_no_number_of_steps_is_refused(every: Any) -> None:
     with pytest.raises(InvalidArgument, match="verify_every is"):
         DataParallel(classifier(4)[0], TWO, verify_every=every)
+
+
+def test_a_batch_without_weight_is_nothing_to_compare() -> None:
+    module, batch = classifier(8)
+    with DataParallel(module, TWO, verify_every=1) as trainer:
+        trainer.step(classify, batch, weight=torch.zeros(8), total=4)
+        assert (
+            "no item of the batch has weight"
+            in trainer.verify_replicas(classify, batch, weight=torch.zeros(8), total=4).verdict
+        )

@@ -11,7 +11,7 @@ import torch
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.objective import Objective
 from paceline.torch._check.check import TrialRun, tolerance_for
-from paceline.torch._check.probe import OutsideLeaves, Probe, Probed, Span, distances
+from paceline.torch._check.probe import OutsideLeaves, Probe, Probed, Span, distances, loss_distance
 from paceline.torch._devices.noise import Noise
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.buffers import KeptAttributes
@@ -98,7 +98,10 @@ def verify(
     execution.replicas.refresh(loss_fn, hooks=True)
     module, places, replicas = execution.module, execution.places, execution.replicas
     tolerance = tolerance_for(module, places.home) if tolerance is None else tolerance
-    begin, end = span = _micro_batch(batch, objective, len(devices))
+    span = _micro_batch(batch, objective, len(devices))
+    if span is None:
+        return ReplicaReport((0, 0), {}, tolerance, {}, "no item of the batch has weight")
+    begin, end = span
     if any(one._backward_hooks or getattr(one, "_post_accumulate_grad_hooks", None) for one in replicas.parameters):
         return ReplicaReport(
             span, {}, tolerance, {}, "parameters have gradient hooks, which would run for a trial, too"
@@ -123,10 +126,8 @@ def verify(
         return execution.repeated(attempt)
 
     def distance(wanted: Probed, got: Probed) -> float:
-        scale = max(abs(wanted.loss), 1e-300)
         found = distances(wanted.gradients[: len(replicas.names)], got.gradients[: len(replicas.names)])
-        loss = abs(wanted.loss - got.loss) / scale
-        return max([loss if loss == loss else math.inf, *found.values()])
+        return max([loss_distance(wanted, got), *found.values()])
 
     user = UserGradients(replicas)
     random, attributes = RandomStates(places), KeptAttributes(replicas.all_modules)
@@ -151,11 +152,11 @@ def verify(
         execution.drop_gradients()
 
 
-def _micro_batch(batch: Batch, objective: Objective, devices: int) -> Span:
-    """A device's share of the batch, the first one in which an item counts. It has at least two items, for batch normalisation."""
+def _micro_batch(batch: Batch, objective: Objective, devices: int) -> Span | None:
+    """A device's share of the batch, the first one in which an item counts, or None. It has at least two items, for batch normalisation."""
     size = min(batch.size, max(2, -(-batch.size // devices)))
     begins = [*range(0, batch.size - size + 1, size), batch.size - size]
-    return next((begin, begin + size) for begin in begins if not objective.idle(begin, begin + size))
+    return next(((begin, begin + size) for begin in begins if not objective.idle(begin, begin + size)), None)
 
 
 def _unknown(own: Probed, repeated: float, tolerance: float) -> str:

@@ -16,7 +16,16 @@ from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.items import Items
 from paceline.torch._batch.objective import Objective, Reduction
 from paceline.torch._check.cause import Reader
-from paceline.torch._check.probe import OutsideLeaves, Probe, Probed, Span, described_sizes, distances, spans_of
+from paceline.torch._check.probe import (
+    OutsideLeaves,
+    Probe,
+    Probed,
+    Span,
+    described_sizes,
+    distances,
+    loss_distance,
+    spans_of,
+)
 from paceline.torch._check.report import Cause, CheckReport, Kind, SplitResult
 from paceline.torch._check.weights import known_tensors
 from paceline.torch._devices.noise import Noise
@@ -173,9 +182,10 @@ class Check:
                 "be said of splits.",
             )
             return self._report([])
+        like = next(iter(self.probe.parameters), torch.empty(0))
         for self.probe.noise.interleaved in (False, True):
             self.causes.clear()
-            with standing_still(self.norms):
+            with standing_still(self.norms, like):
                 calm = self._whole() if self.norms else whole
                 splits = self._splits(calm)
                 if self._cannot_tell():
@@ -285,7 +295,7 @@ class Check:
         if _largest(splits) <= self.tolerance:
             return
         norms = [part for _, part in using_batch_statistics(self.probe.modules)]
-        with standing_still(norms):
+        with standing_still(norms, next(iter(self.probe.parameters), torch.empty(0))):
             if norms:
                 calm = self._whole()
                 splits = self._splits(calm)
@@ -356,7 +366,7 @@ class Check:
             key for key, value in whole.buffers.items() if not _close(value, other.buffers.get(key), self.tolerance)
         ]
         differences = distances(whole.gradients, other.gradients, self._gradient_names())
-        return SplitResult(name, _relative(whole.loss, other.loss), differences, tuple(buffers), None)
+        return SplitResult(name, loss_distance(whole, other), differences, tuple(buffers), None)
 
     def _gradient_names(self) -> list[str]:
         """The names of the gradients. A leaf outside of the module has the name that loss_fn has for it."""
@@ -378,12 +388,6 @@ class Check:
 
 def _largest(splits: Sequence[SplitResult]) -> float:
     return max(split.largest for split in splits)
-
-
-def _relative(wanted: float, got: float) -> float:
-    if wanted != wanted or got != got:
-        return float("inf")
-    return abs(got - wanted) / max(abs(wanted), 1e-300) if got != wanted else 0.0
 
 
 def _close(wanted: torch.Tensor, got: torch.Tensor | None, tolerance: float) -> bool:

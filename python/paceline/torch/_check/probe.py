@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, groupby, pairwise, zip_longest
@@ -79,6 +80,17 @@ class Probed:
     loss: float
     gradients: list[torch.Tensor | None]
     buffers: dict[str, torch.Tensor]
+
+
+def loss_distance(wanted: Probed, got: Probed) -> float:
+    """How much the losses differ, relative to the loss. One that is near zero, where large terms cancel, is held against the gradients."""
+    if math.isnan(wanted.loss) or math.isnan(got.loss):
+        return math.inf
+    largest = (
+        float(gradient.abs().max()) for gradient in wanted.gradients if gradient is not None and gradient.numel()
+    )
+    scale = max([abs(wanted.loss), *(1e-3 * one for one in largest)])
+    return abs(got.loss - wanted.loss) / max(scale, 1e-300) if got.loss != wanted.loss else 0.0
 
 
 @dataclasses.dataclass

@@ -45,15 +45,15 @@ def fails_over_one_item(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def standing_still(norms: Sequence[Any]) -> Iterator[None]:
-    """Let these modules normalise by their running statistics, or not at all if they keep none."""
+def standing_still(norms: Sequence[Any], like: torch.Tensor) -> Iterator[None]:
+    """Let these modules normalise by their running statistics, or not at all if they keep none. `like`: some parameter of the module."""
     before = [(part, part.training, part.running_mean, part.running_var) for part in norms]
     try:
         for part, _, mean, _ in before:
             part.training = False
             if mean is None:
-                like = next(part.parameters(), torch.empty(0))
-                part.running_mean = torch.zeros(part.num_features, dtype=like.dtype, device=like.device)
+                own = next(part.parameters(), like)
+                part.running_mean = torch.zeros(part.num_features, dtype=own.dtype, device=own.device)
                 part.running_var = torch.ones_like(part.running_mean)
         yield
     finally:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from paceline import InvalidArgument
 from paceline.torch._devices.meeting import MeetingPoint
 
 _batch_norm = nn.functional.batch_norm
@@ -26,6 +27,9 @@ class Statistics(NamedTuple):
 def merged(parts: list[Statistics]) -> Statistics:
     """The statistics of all parts together, by their counts (Chan, Golub, LeVeque 1979). Nothing cancels if the means are large."""
     size = sum(part.size for part in parts)
+    parts = [part for part in parts if part.size]
+    if size < 2:
+        return Statistics(size, torch.empty(0), torch.empty(0))
     mean = _total([part.mean * (part.size / size) for part in parts])
     squares = [part.variance + (part.mean - mean).square() for part in parts]
     variance = _total([square * (part.size / size) for square, part in zip(squares, parts, strict=True)])
@@ -63,8 +67,15 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._meeting.is_here:  # a thread that loss_fn has started
             return self._forward(*args, **kwargs)
-        with _Meets(self._meeting, self._name):
-            return self._forward(*args, **kwargs)
+        meets = _Meets(self._meeting, self._name)
+        with meets:
+            output = self._forward(*args, **kwargs)
+        if not meets.seen:
+            raise InvalidArgument(
+                f"batch_norm='synchronised': {self._name} normalises without torch.nn.functional.batch_norm, so it cannot be synchronised. Let its "
+                "forward call that function, or use batch_norm='apart'."
+            )
+        return output
 
 
 class _Meets(TorchFunctionMode):
@@ -72,11 +83,13 @@ class _Meets(TorchFunctionMode):
 
     def __init__(self, meeting: MeetingPoint, name: str) -> None:
         super().__init__()
+        self.seen = False  # whether the module has called that function
         self._meeting = meeting
         self._name = name
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _batch_norm:
+            self.seen = True
             return self._normalised(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -94,9 +107,12 @@ class _Meets(TorchFunctionMode):
         if not training:
             return _batch_norm(values, running_mean, running_var, weight, bias, False, momentum, eps)
         with torch.no_grad():
-            variance, mean = _on_host(torch.stack(torch.var_mean(_wide(values), _axes(values), correction=0)))
-            part = Statistics(values.numel() // values.shape[1], mean, variance)
-            whole = self._meeting.meet(f"the forward of {self._name}", part, merged)
+            whole = self._meeting.meet(f"the forward of {self._name}", _statistics_of(values), merged)
+            if whole.size < 2:
+                raise ValueError(  # the type that PyTorch raises
+                    f"batch_norm='synchronised': {self._name}: more than 1 value per channel is needed, and all devices together have "
+                    f"{whole.size}. Leave such batches out."
+                )
             # Through `data`, as PyTorch's own kernel does not count these writes as changes of the buffers.
             if running_mean is not None:
                 running_mean.data.lerp_(whole.mean.to(running_mean), momentum)
@@ -152,6 +168,13 @@ class _Normalised(torch.autograd.Function):
             found = gradient - _channels(means[0], values) - normal * _channels(means[1], values)
             found = found * _channels(scale, values)
         return found, sums[1] if of_weight else None, sums[0] if of_bias else None, *[None] * 4
+
+
+def _statistics_of(values: torch.Tensor) -> Statistics:
+    if values.numel() == 0:
+        return Statistics(0, torch.empty(0), torch.empty(0))
+    variance, mean = _on_host(torch.stack(torch.var_mean(_wide(values), _axes(values), correction=0)))
+    return Statistics(values.numel() // values.shape[1], mean, variance)
 
 
 def _total(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -100,7 +100,7 @@ class Run:
             if self.synchronised and self._begun[device]:
                 raise InvalidArgument(
                     "batch_norm='synchronised': a device would run its share in several micro-batches, as memory ran out earlier or as replayed "
-                    "claims say. Statistics of the batch need one. Take a smaller batch, or batch_norm='apart'."
+                    "claims say. Statistics of the batch need one. Make a new trainer, with a smaller batch if that was too large, or use batch_norm='apart'."
                 )
             if self.meeting is not None:
                 self.meeting.begin(device)

@@ -84,8 +84,8 @@ class Limits:
             before = last.report["devices"][name]
             busy = device["busy_seconds"] - before["busy_seconds"]
             whole = busy + device["idle_seconds"] - before["idle_seconds"]
-            together = now.steps_alone == last.steps_alone and not device["retired"]
-            if self.busy is not None and together and whole > 0 and busy / whole < self.busy:
+            judged = not self.cannot_judge(("busy", name), last, now)
+            if self.busy is not None and judged and whole > 0 and busy / whole < self.busy:
                 text = f"{name} computes in {busy / whole:.0%} of the time of the steps, less than {self.busy:.0%}"
                 yield Alarm("busy", name, busy / whole, self.busy, step, text)
             if self.throttled:
@@ -99,6 +99,13 @@ class Limits:
             if growth > most:
                 text = f"memory of {space} has grown by {growth:.0%} to {used / 2**30:.2f} GiB, by more than {most:.0%}"
                 yield Alarm("memory_growth", space, growth, most, step, text)
+
+    def cannot_judge(self, key: tuple[Kind, str | None], last: Sample, now: Sample) -> bool:
+        """Whether the time between two samples says nothing about an alarm of this kind."""
+        kind, device = key
+        return kind == "busy" and (
+            now.steps_alone != last.steps_alone or bool(now.report["devices"][device]["retired"])
+        )
 
 
 class Watch:
@@ -126,10 +133,11 @@ class Watch:
             self._first = now
             return
         found = {(alarm.kind, alarm.device): alarm for alarm in self._limits.alarms(self._first, last, now)}
-        new = [alarm for key, alarm in found.items() if key not in self._on]
-        self._on = set(found)
-        for alarm in new:
-            self._callback(alarm)
+        self._on = {key for key in self._on if key in found or self._limits.cannot_judge(key, last, now)}
+        for key, alarm in found.items():
+            if key not in self._on:
+                self._on.add(key)  # each by itself: a callback may raise, and then the others are called next time
+                self._callback(alarm)
 
 
 class Alarms:

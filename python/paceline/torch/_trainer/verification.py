@@ -91,7 +91,9 @@ class Verification:
         self._steps += 1
         if self._steps % self._every:
             return
-        if self._execution.ranks is not None and not self._training.has_weight(batch, options["weight"], options["layout"]):
+        if self._execution.ranks is not None and not self._training.has_weight(
+            batch, options["weight"], options["layout"]
+        ):
             return
         check_trains("step", loss_fn)
         report = self._verify(loss_fn, batch, options["weight"], None, options["total"], options["layout"])
