@@ -215,6 +215,18 @@ def test_a_state_holds_tensors_numbers_and_strings_only() -> None:
             "not a state of a trainer",
         ),
         ({"version": 1, "steps": 1, "random": {"host": torch.zeros(8)}}, "not a state of a trainer"),
+        *(
+            (
+                {
+                    "version": 1,
+                    "steps": 1,
+                    "random": {"host": torch.zeros(8, dtype=torch.uint8)},
+                    "speeds": {"step": {"host": torch.tensor(rows)}},
+                },
+                "not a state of a trainer",
+            )
+            for rows in ([[1.0, -1.0]], [[torch.nan, 1.0]], [[torch.inf, 1.0]], [[1.0]], [1.0, 1.0])
+        ),
         ({"version": 2}, "has version 2, and this paceline reads version 1"),
         (None, "not a state of a trainer"),
     ],

@@ -169,7 +169,9 @@ Proposal AutoPolicy::propose(const PolicyContext& context) {
             fmt::format("the last move made steps {:.1f} % longer and is taken back", 100.0 * verdict.loss)};
   }
   const auto even = [&] { return split_by_weights(context, std::vector<double>(context.limits.size(), 1.0)); };
-  if (!calibration_.done()) {
+  // The hints also say what calibration would find out. It deals surplus out evenly, which would overload a slow
+  // device.
+  if (context.hints == nullptr && !calibration_.done()) {
     if (auto shares = calibration_.shares(context, even())) {
       planned_ = Planned::calibration;
       return {*std::move(shares), "calibration: sizes off the even split tell fixed from per-item time", even()};
@@ -177,7 +179,9 @@ Proposal AutoPolicy::propose(const PolicyContext& context) {
   }
   const bool first = context.incumbent == nullptr;
   if (!context.estimator.has_evidence()) {
-    return {first ? even() : *context.incumbent, "even: nothing measured yet"};
+    if (context.hints == nullptr) return {first ? even() : *context.incumbent, "even: nothing measured yet"};
+    return {first ? best_split(context, *context.hints, false) : *context.incumbent,
+            "by the speeds of an earlier run: nothing measured yet"};
   }
   const std::vector<std::int64_t> present =
       first ? best_split(context, estimated_models(context), false) : *context.incumbent;

@@ -12,6 +12,7 @@
 #include "balance/balancer_state.hpp"
 #include "balance/make_room.hpp"
 #include "balance/target.hpp"
+#include "plural.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -67,6 +68,25 @@ std::vector<std::size_t> classes_of(const Estimator& estimator, std::size_t coun
   return classes;
 }
 
+/// A model for each device. Those that have none take the fastest one's of their class, or else of all devices, as
+/// Estimator::model does. None at all if no device has one.
+std::vector<plan::CostModel> completed(std::span<const std::optional<plan::CostModel>> models,
+                                       const std::vector<DeviceProfile>& devices) {
+  std::vector<plan::CostModel> all;
+  for (std::size_t i = 0; i < models.size(); ++i) {
+    const auto rank = [&](std::size_t j) {
+      return std::pair(devices[j].device_class != devices[i].device_class, models[j]->seconds(1));
+    };
+    std::optional<std::size_t> best = models[i] ? std::optional(i) : std::nullopt;
+    for (std::size_t j = 0; !models[i] && j < models.size(); ++j) {
+      if (models[j] && (!best || rank(j) < rank(*best))) best = j;
+    }
+    if (!best) return {};
+    all.push_back(*models[*best]);
+  }
+  return all;
+}
+
 /// By the clock, or the slowest device's sum. 0 where a compilation or first run makes the step incomparable.
 double makespan_of(const StepTimings& timings) {
   double longest = 0.0;
@@ -106,7 +126,8 @@ PolicyContext Balancer::State::context(std::int64_t batch_size) const {
           .reduction_seconds = reduction.seconds(),
           .step = step,
           .batch_size = batch_size,
-          .incumbent = incumbent == incumbents.end() ? nullptr : &incumbent->second.shares};
+          .incumbent = incumbent == incumbents.end() ? nullptr : &incumbent->second.shares,
+          .hints = hints.empty() ? nullptr : &hints};
 }
 
 void Balancer::State::fit_limits(std::int64_t batch_size) {
@@ -160,7 +181,7 @@ StepPlan Balancer::State::make_plan(std::int64_t batch_size) {
   return made;
 }
 
-/// Plans in force are of other devices.
+/// Plans in force are of other devices, or of devices about which something else was known.
 void Balancer::State::devices_changed() {
   incumbents.clear();
   awaiting_record = false;
@@ -252,6 +273,24 @@ bool Balancer::retired(DeviceId device) const {
   return state.retired[device];
 }
 
+void Balancer::hint(std::span<const std::optional<plan::CostModel>> models) {
+  State& state = *state_;
+  if (models.size() != state.options.devices.size()) {
+    throw InvalidArgument(fmt::format("hint: {} for a balancer of {}; give one per device, or none for a device",
+                                      plural(models.size(), "model"), plural(state.options.devices.size(), "device")));
+  }
+  if (state.estimator.has_evidence()) return;
+  std::vector<plan::CostModel> hints = completed(models, state.options.devices);
+  if (hints.empty()) return;
+  state.hints = std::move(hints);
+  state.hinted.assign(models.begin(), models.end());
+  for (std::size_t i = 0; i < models.size(); ++i) {
+    if (models[i] && models[i]->per_item_seconds() > 0.0) state.estimator.hint(i, *models[i]);
+  }
+  if (state.ledger) state.ledger->hint(state.hinted);
+  state.devices_changed();
+}
+
 void Balancer::set_least_items(std::int64_t items) {
   State& state = *state_;
   if (items < 1) throw InvalidArgument(fmt::format("least_items is {}: a share has at least one item", items));
@@ -273,6 +312,7 @@ void Balancer::write_to(std::shared_ptr<LedgerWriter> ledger) {
   if (!state_->ledger) return;
   state_->ledger->header(state_->options);
   if (state_->least_items > 1) state_->ledger->least_items(state_->least_items);
+  if (!state_->hinted.empty()) state_->ledger->hint(state_->hinted);
   for (std::size_t i = 0; i < state_->retired.size(); ++i) {
     if (state_->retired[i]) state_->ledger->retire(i);
   }

@@ -55,6 +55,11 @@ Estimator::Estimator(const std::vector<DeviceProfile>& profiles, bool proportion
   }
 }
 
+void Estimator::hint(DeviceId device, const plan::CostModel& model) {
+  devices_[device].hint = model;
+  shapes_[devices_[device].device_class].hint(model.fixed_seconds() / model.per_item_seconds());
+}
+
 Estimator::Evidence Estimator::evidence_of(std::int64_t step, const std::vector<MicroBatchTiming>& timings) {
   Evidence evidence;
   evidence.step = step;
@@ -301,7 +306,7 @@ plan::CostModel Estimator::model(DeviceId device) const {
   };
   if (estimates_[device].scale > 0.0) return affine(device);
   // A device that was never measured counts as fast as the fastest of its class, or else of all devices. So it gets
-  // work and is measured.
+  // work and is measured. If an earlier run measured both, it counts as much slower as it was then.
   std::size_t best = devices_.size();
   bool best_in_class = false;
   for (std::size_t i = 0; i < devices_.size(); ++i) {
@@ -313,7 +318,11 @@ plan::CostModel Estimator::model(DeviceId device) const {
     best = i;
     best_in_class = in_class;
   }
-  return affine(best);
+  const std::optional<plan::CostModel>& own = devices_[device].hint;
+  const std::optional<plan::CostModel>& other = devices_[best].hint;
+  if (!own || !other) return affine(best);
+  const std::int64_t items = std::max<std::int64_t>(1, std::llround(estimates_[best].centre_items));
+  return affine(best).scaled(own->seconds(items) / other->seconds(items));
 }
 
 double Estimator::error_at(DeviceId device, double items) const {

@@ -26,6 +26,7 @@ struct PolicyContext {
   std::int64_t step = 0;                         ///< number of the step being planned or observed
   std::int64_t batch_size = 0;
   const std::vector<std::int64_t>* incumbent = nullptr;  ///< the split in force for this batch size, or null
+  const std::vector<plan::CostModel>* hints = nullptr;   ///< what an earlier run measured of all devices, or null
 };
 
 struct Proposal {

@@ -243,7 +243,7 @@ class DataParallel:
         self._trials = Trials(works, execution, lifetime, self._training)
         self._verification = Verification(works, execution, lifetime, self._training, verify_every)
         self._reports = Reports(module, works, execution, lifetime, self._gaps)
-        self._saving = Saving(module, execution, lifetime)
+        self._saving = Saving(module, works, execution, lifetime)
         self._alarms = Alarms(self._reports.report, works, local.devices)
 
     batch = carried_out_by("_training", Training.batch)
