@@ -4,11 +4,14 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <memory>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <vector>
 
 #include <paceline/balance/balancer.hpp>
+#include <paceline/balance/ledger.hpp>
 #include <paceline/error.hpp>
 
 namespace paceline::balance {
@@ -107,9 +110,13 @@ TEST(Hint, DoesNothingForFixedSharesAndAfterTheFirstTiming) {
   even.hint(models({1.0, 3.0}));
   EXPECT_EQ(even.next_plan(80).shares, (Shares{40, 40}));
 
+  std::ostringstream ledger;
   Balancer measured(of_classes({"host", "host"}));
+  measured.write_to(std::make_shared<LedgerWriter>(ledger));
   for (int k = 0; k < 10; ++k) step(measured, {1.0, 1.0}, 80);
+  const std::string before = ledger.str();
   measured.hint(models({1.0, 3.0}));
+  EXPECT_EQ(ledger.str(), before);
   EXPECT_EQ(measured.next_plan(80).shares, (Shares{40, 40}));
 
   Balancer unknown(of_classes({"host", "host"}));
