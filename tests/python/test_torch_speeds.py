@@ -52,8 +52,12 @@ def learned() -> dict[str, Any]:
         return read_back(trainer.state_dict())
 
 
-def speed_tables(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {kind: table for kind, tables in state["speeds"].items() for table in tables.values()}
+def speeds_in(state: dict[str, Any]) -> dict[str, list[list[float]]]:
+    return {kind: speeds for kind, rows in json.loads(state["speeds"]).items() for speeds in rows.values()}
+
+
+def with_speeds(state: dict[str, Any], speeds: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "speeds": json.dumps(speeds)}
 
 
 def first_shares(state: dict[str, Any], devices: list[str], tmp_path: Path, **options: Any) -> list[int]:
@@ -71,15 +75,11 @@ def first_shares(state: dict[str, Any], devices: list[str], tmp_path: Path, **op
         return shares
 
 
-def test_a_state_has_a_row_for_each_device_and_kind_of_work(learned: dict[str, Any]) -> None:
-    tables = speed_tables(learned)
-    assert set(tables) == {"step", "step by cost", "run backward"}
-    for table in tables.values():
-        assert table.shape == (2, 2)
-        assert table.dtype == torch.float64
-        fixed, per_item = table.unbind(1)
-        whole = fixed + ITEMS * per_item if table is not tables["step by cost"] else per_item
-        assert whole[1] > 1.5 * whole[0]
+def test_a_state_has_the_speed_of_each_device_by_kind_of_work(learned: dict[str, Any]) -> None:
+    speeds = speeds_in(learned)
+    assert set(speeds) == {"step", "step by cost", "run backward"}
+    for kind, ((_, first), (_, second)) in speeds.items():
+        assert second > 1.5 * first > 0, kind
 
 
 def test_the_first_plan_has_the_learned_shares(learned: dict[str, Any], tmp_path: Path) -> None:
@@ -97,8 +97,7 @@ def test_other_devices_and_fixed_shares_work_too(learned: dict[str, Any], tmp_pa
 
 
 def test_a_class_of_devices_that_is_not_there_gives_no_hint(learned: dict[str, Any], tmp_path: Path) -> None:
-    (table,) = learned["speeds"]["step"].values()
-    unknown = {**learned, "speeds": {"step": {"a GPU": table}}}
+    unknown = with_speeds(learned, {"step": {"a GPU": speeds_in(learned)["step"]}})
     without = {name: value for name, value in learned.items() if name != "speeds"}  # as earlier versions wrote it
     assert first_shares(unknown, TWO, tmp_path) == first_shares(without, TWO, tmp_path)
 
@@ -107,15 +106,15 @@ def test_steps_with_costs_and_runs_of_a_batch_begin_with_them_too(learned: dict[
     module, _ = classifier(ITEMS)
     with DataParallel(module, TWO, corrections=False, micro_batch=1) as trainer:
         trainer.load_state_dict(learned)
-        assert speed_tables(trainer.state_dict()).keys() == speed_tables(learned).keys()  # also of what has not run yet
+        assert speeds_in(trainer.state_dict()).keys() == speeds_in(learned).keys()  # also of what has not run yet
         loops = [trainer._works.of(kind).step_loop for kind in ("step", "run backward")]
         for plan in loops[0].plan([1.0] * ITEMS), loops[1].plan(ITEMS):
             assert plan.shares[1] < FEW
 
 
 def test_wrong_speeds_are_corrected(learned: dict[str, Any]) -> None:
-    (name,) = learned["speeds"]["step"]
-    wrong = {**learned, "speeds": {"step": {name: learned["speeds"]["step"][name].flip(0)}}}
+    (name,) = json.loads(learned["speeds"])["step"]
+    wrong = with_speeds(learned, {"step": {name: speeds_in(learned)["step"][::-1]}})
     module, batch = classifier(ITEMS)
     with (
         DataParallel(module, TWO, corrections=False) as trainer,

@@ -23,7 +23,7 @@ from paceline.torch._save.nest import Packed
 from paceline.torch._save.tensor_file import Staging
 from paceline.torch._trainer.arguments import is_whole
 from paceline.torch._trainer.lifetime import Lifetime
-from paceline.torch._trainer.speeds import are_speeds
+from paceline.torch._trainer.speeds import read, written
 from paceline.torch._trainer.works import Works
 
 _VERSION = 1
@@ -58,8 +58,8 @@ class Saving:
         dict
             ``version``; ``steps``: how many steps (and runs of `batch`) were done, in all processes; ``random``: the states of the random
             generators, for the caller's host generator under ``"host"`` and for GPUs under their UUIDs. Host devices draw what the caller's
-            generator decides. ``speeds``: by kind of work and class of devices (model of the GPU or of the processor) what was measured, in
-            seconds: a hint for the first plans of another run. Only numbers, strings, dictionaries and host tensors, so
+            generator decides. ``speeds``: a JSON text with what was measured, by kind of work and class of devices (model of the GPU or of the
+            processor): a hint for the first plans of another run. Only numbers, strings, dictionaries and host tensors, so
             ``torch.load(..., weights_only=True)`` reads it. The states of Python's and NumPy's generators, which a trainer does not use,
             are not in it.
 
@@ -245,12 +245,17 @@ class Saving:
     def _state(self) -> dict[str, Any]:
         generators = self._places.named_generators()
         random = {name: generator.get_state() for name, generator in generators.items()}
-        return {"version": _VERSION, "steps": self._execution.steps, "random": random, "speeds": self._works.speeds()}
+        return {
+            "version": _VERSION,
+            "steps": self._execution.steps,
+            "random": random,
+            "speeds": written(self._works.speeds()),
+        }
 
     def _load_state(self, state: dict[str, Any]) -> None:
         restore_random(self._places.named_generators(), state["random"])
         self._execution.steps = state["steps"]
-        self._works.hint(state.get("speeds", {}))  # earlier versions had none
+        self._works.hint(read(state.get("speeds", "{}")))  # earlier versions had none
 
 
 def restore_random(generators: Mapping[str, torch.Generator], states: Mapping[str, torch.Tensor]) -> None:
@@ -286,13 +291,11 @@ def _check_state(call: str, state: Any) -> None:
         raise InvalidArgument(
             f"{call}: the state has version {version}, and this paceline reads version {_VERSION}. Use the paceline that saved it."
         )
-    good = (
-        are_speeds(fields.get("speeds", {}))
-        and is_whole(version)
-        and is_whole(fields.get("steps"))
-        and isinstance(random, Mapping)
-        and "host" in random
-    )
+    good = is_whole(version) and is_whole(fields.get("steps")) and isinstance(random, Mapping) and "host" in random
+    try:
+        read(fields.get("speeds", "{}"))
+    except (ValueError, TypeError, AttributeError):
+        good = False
     if not good or not all(isinstance(one, torch.Tensor) and one.dtype == torch.uint8 for one in random.values()):
         raise InvalidArgument(
             f"{call}: this is not a state of a trainer. Give what state_dict() of a DataParallel returned."
