@@ -68,25 +68,6 @@ std::vector<std::size_t> classes_of(const Estimator& estimator, std::size_t coun
   return classes;
 }
 
-/// A model for each device. Those that have none take the fastest one's of their class, or else of all devices, as
-/// Estimator::model does. None at all if no device has one.
-std::vector<plan::CostModel> completed(std::span<const std::optional<plan::CostModel>> models,
-                                       const std::vector<DeviceProfile>& devices) {
-  std::vector<plan::CostModel> all;
-  for (std::size_t i = 0; i < models.size(); ++i) {
-    const auto rank = [&](std::size_t j) {
-      return std::pair(devices[j].device_class != devices[i].device_class, models[j]->seconds(1));
-    };
-    std::optional<std::size_t> best = models[i] ? std::optional(i) : std::nullopt;
-    for (std::size_t j = 0; !models[i] && j < models.size(); ++j) {
-      if (models[j] && (!best || rank(j) < rank(*best))) best = j;
-    }
-    if (!best) return {};
-    all.push_back(*models[*best]);
-  }
-  return all;
-}
-
 /// By the clock, or the slowest device's sum. 0 where a compilation or first run makes the step incomparable.
 double makespan_of(const StepTimings& timings) {
   double longest = 0.0;
@@ -280,7 +261,7 @@ void Balancer::hint(std::span<const std::optional<plan::CostModel>> models) {
                                       plural(models.size(), "model"), plural(state.options.devices.size(), "device")));
   }
   if (state.estimator.has_evidence()) return;
-  std::vector<plan::CostModel> hints = completed(models, state.options.devices);
+  std::vector<plan::CostModel> hints = completed_models(models, state.options.devices);
   if (hints.empty()) return;
   state.hints = std::move(hints);
   state.hinted.assign(models.begin(), models.end());

@@ -14,9 +14,8 @@ constexpr std::size_t kSamplesPerCell = 16;  // more samples add little
 constexpr std::size_t kCellsPerGroup = 6;    // sizes come from a small set: planned chunk, corrections of floor * 2^k
 constexpr std::size_t kClosedGroups = 4;
 constexpr std::int64_t kStepsPerGroup = 48;  // long against noise, short against heating up
-constexpr double kHintError =
-    0.1;  // weak enough that two steps of other sizes outweigh a hint of another model or machine
-constexpr double kLargestFraction = 0.98;  // with a slope of zero a device could take any number of items
+constexpr double kHintError = 0.1;           // weak, so that two steps of other sizes outweigh a hint that is wrong
+constexpr double kLargestFraction = 0.98;    // with a slope of zero a device could take any number of items
 constexpr int kIterations = 6;
 
 }  // namespace
