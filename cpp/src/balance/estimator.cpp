@@ -56,7 +56,6 @@ Estimator::Estimator(const std::vector<DeviceProfile>& profiles, bool proportion
 }
 
 void Estimator::hint(DeviceId device, const plan::CostModel& model) {
-  devices_[device].hint = model;
   shapes_[devices_[device].device_class].hint(model.fixed_seconds() / model.per_item_seconds());
 }
 
@@ -306,7 +305,7 @@ plan::CostModel Estimator::model(DeviceId device) const {
   };
   if (estimates_[device].scale > 0.0) return affine(device);
   // A device that was never measured counts as fast as the fastest of its class, or else of all devices. So it gets
-  // work and is measured. If an earlier run measured both, it counts as much slower as it was then.
+  // work and is measured, also if a hint says that it is too slow to help: a wrong one would hold for good.
   std::size_t best = devices_.size();
   bool best_in_class = false;
   for (std::size_t i = 0; i < devices_.size(); ++i) {
@@ -318,11 +317,7 @@ plan::CostModel Estimator::model(DeviceId device) const {
     best = i;
     best_in_class = in_class;
   }
-  const std::optional<plan::CostModel>& own = devices_[device].hint;
-  const std::optional<plan::CostModel>& other = devices_[best].hint;
-  if (!own || !other) return affine(best);
-  const std::int64_t items = std::max<std::int64_t>(1, std::llround(estimates_[best].centre_items));
-  return affine(best).scaled(own->seconds(items) / other->seconds(items));
+  return affine(best);
 }
 
 double Estimator::error_at(DeviceId device, double items) const {

@@ -59,8 +59,7 @@ class Estimator {
   /// `proportional`: as BalancerOptions::proportional.
   explicit Estimator(const std::vector<DeviceProfile>& profiles, bool proportional = false);
 
-  /// What an earlier run measured of the device: how the times of its class depend on the size, as a weak prior, and
-  /// until it is measured, how its speed compares with that of others.
+  /// What an earlier run measured of the device. Says how the times of its class depend on the size, as a weak prior.
   void hint(DeviceId device, const plan::CostModel& model);
   /// Takes the evidence of one step. Excluded timings and devices without work leave everything as it is.
   void record(std::int64_t step, const StepTimings& timings);
@@ -121,7 +120,6 @@ class Estimator {
     std::int64_t last_step = 0;      // whose sample was none of these
     double change_size = 0.0;        // of the last change point, in logs; 0: there was none, or it was a way back
     std::optional<Grouped> grouped;  // at last
-    std::optional<plan::CostModel> hint;
   };
 
   [[nodiscard]] static Evidence evidence_of(std::int64_t step, const std::vector<MicroBatchTiming>& timings);

@@ -86,14 +86,24 @@ TEST(Hint, OfAnotherFixedPartIsCorrected) {
   EXPECT_LE(std::abs(shares[0] - 433), 6) << balancer.explain();
 }
 
-TEST(Hint, KeepsWorkFromADeviceThatItCallsTooSlowToHelp) {
-  Balancer balancer(of_classes({"host", "host", "host"}));
-  balancer.hint({{plan::CostModel::affine(0.002, 0.0001), plan::CostModel::affine(0.002, 0.0001),
-                  plan::CostModel::affine(0.2, 0.01)}});
-  for (int k = 0; k < 8; ++k) {
-    const Shares shares = balancer.next_plan(100).shares;
-    EXPECT_EQ(shares, (Shares{50, 50, 0})) << k;
-    balancer.record({.devices = {{{50, 0.007}}, {{50, 0.007}}, {}}});
+TEST(Hint, DoesNotKeepADeviceWithoutWorkForGood) {
+  for (const double slowness : {1.0, 100.0}) {
+    Balancer balancer(of_classes({"host", "host", "host"}));
+    balancer.hint({{plan::CostModel::affine(0.002, 0.0001), plan::CostModel::affine(0.002, 0.0001),
+                    plan::CostModel::affine(0.2, 0.01)}});
+    Shares shares;
+    for (int k = 0; k < 10; ++k) {
+      shares = balancer.next_plan(90).shares;
+      EXPECT_TRUE(k > 0 || shares == (Shares{45, 45, 0}));
+      StepTimings timings;
+      for (std::size_t i = 0; i < 3; ++i) {
+        auto& runs = timings.devices.emplace_back();
+        const double seconds = (0.002 + 0.0001 * static_cast<double>(shares[i])) * (i == 2 ? slowness : 1.0);
+        if (shares[i] > 0) runs.push_back({shares[i], seconds});
+      }
+      balancer.record(timings);
+    }
+    EXPECT_LE(std::abs(shares[2] - (slowness > 1.0 ? 0 : 30)), 2) << balancer.explain();
   }
 }
 

@@ -116,8 +116,9 @@ class PACELINE_API Balancer {
   /// What an earlier run measured of each device (DeviceReport), or none. Policy "auto" then begins with the best split
   /// by these models, in place of the even split and the calibration. Without a model, a device counts as fast as the
   /// fastest of its class that has one, or else as the fastest of all. Timings take the place of the models: only how
-  /// the time depends on the size stays, as a weak guess, and the speeds of devices that get no work. So a wrong model
-  /// is corrected like any shares that do not fit. After the first timing, and without any model, hint() does nothing.
+  /// the time depends on the size stays, as a weak guess. So a wrong model is corrected like any shares that do not
+  /// fit, and a device that got no work is tried soon. After the first timing, and without any model, hint() does
+  /// nothing.
   /// @throws InvalidArgument for another number of models than devices.
   void hint(std::span<const std::optional<plan::CostModel>> models);
 
