@@ -72,6 +72,15 @@ TEST(Hint, IsCorrectedWhereItIsWrong) {
   for (std::size_t i = 0; i < 3; ++i) EXPECT_LE(std::abs(shares[i] - right[i]), 6);
 }
 
+TEST(Hint, IsCorrectedWhereItsSharesAreExtreme) {
+  Balancer balancer(of_classes({"host", "host"}));
+  balancer.hint(models({1.0, 15.0}));
+  EXPECT_EQ(step(balancer, {3.0, 1.0}, 48), (Shares{3, 45}));
+  Shares shares;
+  for (int k = 0; k < 16; ++k) shares = step(balancer, {3.0, 1.0}, 48);
+  EXPECT_LE(std::abs(shares[0] - 36), 2) << balancer.explain();
+}
+
 TEST(Hint, OfAnotherFixedPartIsCorrected) {
   Balancer balancer(of_classes({"host", "host"}));
   balancer.hint({{plan::CostModel::affine(0.0, 0.001), plan::CostModel::affine(0.0, 0.002)}});
