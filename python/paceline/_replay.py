@@ -126,10 +126,14 @@ class _Replay:
                 self.balancer.restore(_as(int, _get(restore, "device")))
             case {"least_items": items}:
                 self.balancer.set_least_items(_as(int, items))
+            case {"hint": models}:
+                self.balancer.hint([None if model is None else _pair(model) for model in _as(list, models)])
             case {"claims": _}:  # the micro-batches that ran; no decision to compare
                 pass
             case _:
-                raise InvalidArgument('neither "plan" nor "record", "retire", "restore" or "least_items" is there')
+                raise InvalidArgument(
+                    'neither "plan" nor "record", "retire", "restore", "hint" or "least_items" is there'
+                )
 
     def _plan(self, line: int, written: Any) -> None:
         made = self.balancer.next_plan(_as(int, _get(written, "batch_size")))
@@ -186,6 +190,12 @@ def _micro_batch(run: Any) -> tuple[int, float, bool]:
     if not isinstance(run, list) or len(run) not in (2, 3):
         raise InvalidArgument("a micro-batch is [items, seconds] or [items, seconds, excluded]")
     return _as(int, run[0]), _as(float, run[1]), _as(bool, run[2] if len(run) == 3 else False)
+
+
+def _pair(model: Any) -> tuple[float, float]:
+    if not isinstance(model, list) or len(model) != 2:
+        raise InvalidArgument("a model is [fixed_seconds, per_item_seconds] or null")
+    return _as(float, model[0]), _as(float, model[1])
 
 
 def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

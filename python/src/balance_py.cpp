@@ -196,6 +196,24 @@ startup_seconds
     get work, the whole `step_seconds`. Empty: unknown.)")
       .def("retire", &RecordedBalancer::retire, py::arg("device"), "Give the device with this index no further work.")
       .def("restore", &RecordedBalancer::restore, py::arg("device"), "Give a retired device work again.")
+      .def(
+          "hint",
+          [](RecordedBalancer& self, const std::vector<std::optional<std::pair<double, double>>>& models) {
+            self.hint(hints_of(models));
+          },
+          py::arg("models"), R"(Begin with the best split for speeds that an earlier run measured.
+
+"auto" only: it takes the place of the even split and of the calibration. Timings take its place, so wrong speeds are corrected. After the first timing it does nothing.
+
+Parameters
+----------
+models
+    Per device (fixed_seconds, per_item_seconds), as in `report`, or None: as fast as the fastest of its class, or else of all.
+
+Raises
+------
+InvalidArgument
+    For another number of models than devices, and for numbers that are negative or not finite.)")
       .def("set_least_items", &RecordedBalancer::set_least_items, py::arg("items"),
            "From the next plan on, every nonzero share has at least so many items, unless the batch has fewer. 1: no "
            "minimum.")

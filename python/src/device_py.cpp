@@ -96,6 +96,10 @@ A plain value: the name and the properties of the place. `devices`, `find_device
       .def_readonly(
           "memory_space", &Device::memory_space,
           "Devices of one memory space share memory without copying: all parts of ``cuda:0`` are in ``cuda:0``.")
+      .def_readonly(
+          "device_class", &Device::device_class,
+          "The model of a GPU and its multiprocessors, ``host`` for all host devices. Devices of one class count "
+          "as equally fast until measured.")
       .def_property_readonly(
           "sm_count",
           [](const Device& device) { return device.sm_count == 0 ? std::nullopt : std::optional(device.sm_count); },

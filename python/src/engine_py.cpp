@@ -209,6 +209,26 @@ void bind_engine(py::module_& module) {
       .def("retire", &StepLoop::retire, py::arg("device"),
            "The device with this index gets no work from the next step on, and no step waits for it.")
       .def("restore", &StepLoop::restore, py::arg("device"), "It gets work again.")
+      .def(
+          "speeds",
+          [](StepLoop& step_loop, bool by_cost) {
+            step_loop.settle();
+            std::vector<std::optional<std::pair<double, double>>> speeds;
+            for (const std::optional<plan::CostModel>& model : step_loop.speeds(by_cost)) {
+              speeds.emplace_back();
+              if (model) speeds.back() = {model->fixed_seconds(), model->per_item_seconds()};
+            }
+            return speeds;
+          },
+          py::arg("by_cost") = false,
+          "Per device, the measured (fixed seconds, seconds per item), by_cost per unit of work; None: not measured.")
+      .def(
+          "hint",
+          [](StepLoop& step_loop, const std::vector<std::optional<std::pair<double, double>>>& speeds, bool by_cost) {
+            step_loop.hint(hints_of(speeds), by_cost);
+          },
+          py::arg("speeds"), py::arg("by_cost") = false,
+          "Begin with shares that fit these speeds, until something is measured. As `speeds` returns them.")
       .def("set_least_items", &StepLoop::set_least_items, py::arg("items"),
            "Of a micro-batch from the next plan on, unless the batch has fewer.")
       .def(

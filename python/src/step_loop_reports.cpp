@@ -30,6 +30,16 @@ const char* name_of(balance::MoveOutcome outcome) {
 
 }  // namespace
 
+std::vector<std::optional<plan::CostModel>> hints_of(
+    const std::vector<std::optional<std::pair<double, double>>>& pairs) {
+  std::vector<std::optional<plan::CostModel>> models;
+  for (const auto& pair : pairs) {
+    models.emplace_back();
+    if (pair) models.back() = plan::CostModel::affine(pair->first, pair->second);
+  }
+  return models;
+}
+
 py::list move_dicts(const std::vector<balance::MoveReport>& moves) {
   py::list dicts;
   for (const balance::MoveReport& move : moves) {
@@ -58,18 +68,24 @@ py::dict metrics_dict(StepLoop& step_loop) {
                                             : 0.0;
     py::dict entry("share"_a = device.last_items, "items"_a = device.items, "busy_seconds"_a = device.busy_seconds,
                    "idle_seconds"_a = device.idle_seconds, "items_per_second"_a = device.items_per_second,
-                   "speed"_a = speed);
+                   "speed"_a = speed, "retired"_a = device.retired);
     if (any_costs) {
       entry["cost"] = device.cost;
       entry["cost_per_second"] = device.cost_per_second;
     }
     devices[py::str(device.name)] = entry;
   }
+  py::list counts;  // cumulative, as Prometheus has them
+  std::int64_t count = 0;
+  for (std::size_t k = 0; k < observe::kStepBounds.size(); ++k) {
+    count += metrics.step_counts[k];
+    counts.append(py::make_tuple(observe::kStepBounds[k], count));
+  }
   const balance::BalanceReport decided = step_loop.balancer().report();
   return py::dict("devices"_a = devices, "steps"_a = metrics.steps, "moves"_a = metrics.moves,
                   "taken_back"_a = decided.taken_back, "recent_moves"_a = move_dicts(decided.recent_moves),
                   "imbalance"_a = metrics.imbalance, "compute_seconds"_a = metrics.compute_seconds,
-                  "step_seconds"_a = metrics.step_seconds);
+                  "step_seconds"_a = metrics.step_seconds, "step_counts"_a = counts);
 }
 
 py::object items_dict(StepLoop& step_loop) {

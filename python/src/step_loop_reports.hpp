@@ -3,6 +3,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include <paceline/balance/report.hpp>
@@ -19,6 +21,10 @@ pybind11::list events_list(StepLoop& step_loop);
 pybind11::list history_list(StepLoop& step_loop);
 /// By the name of the device. Devices without a limit are left out.
 pybind11::dict memory_dict(const StepLoop& step_loop);
+
+/// Models of pairs (fixed seconds, seconds per item).
+std::vector<std::optional<plan::CostModel>> hints_of(
+    const std::vector<std::optional<std::pair<double, double>>>& pairs);
 
 /// The outcome of each change of shares.
 pybind11::list move_dicts(const std::vector<balance::MoveReport>& moves);

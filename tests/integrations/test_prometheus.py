@@ -42,12 +42,20 @@ def samples(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
     return found
 
 
+def buckets(registry: CollectorRegistry) -> list[tuple[str, float]]:
+    parse: Any = text_string_to_metric_families
+    families = {family.name: family for family in parse(text_of(registry))}
+    found = families["paceline_step_seconds"].samples
+    return [(one.labels["le"], one.value) for one in found if one.name.endswith("_bucket")]
+
+
 def test_samples_are_those_of_the_report() -> None:
     registry = CollectorRegistry()
     with trained(registry, run="a") as trainer:
         found = samples(registry)
         assert found["paceline_step_seconds_count", ""] == 3
         assert found["paceline_step_seconds_sum", ""] == trainer.report()["step_seconds"]
+        assert buckets(registry) == [*((str(bound), n) for bound, n in trainer.report()["step_counts"]), ("+Inf", 3)]
         assert found["paceline_device_share_items", "host:1"] == 12
         assert found["paceline_device_items_total", "host:0"] == 12
         assert 0 < found["paceline_device_busy_ratio", "host:1"] <= 1

@@ -64,6 +64,7 @@ def test_every_option_and_every_call_is_replayed(proportional: bool, tmp_path: P
     }
     balancer = Balancer([*STRANGE_NAMES, "c"], **options, ledger=True)
     rng = random.Random(7)
+    balancer.hint([(0.0, 0.001), None, (0.001, 1 / 3000)])
     for step in range(120):
         if step in (0, 40, 60):
             balancer.set_least_items({0: 3, 40: 1, 60: 2}[step])
@@ -143,6 +144,8 @@ GOOD = eventful()[:3]
         ('{"weather": 1}', "neither"),
         ('{"retire": {"device": 17}}', "no device 17"),
         ('{"retire": {"device": -1}}', "-1"),
+        ('{"hint": [[0.1, 0.2]]}', "1 model for a balancer of"),
+        ('{"hint": [[1]]}', "a model is"),
         ('{"least_items": 0}', "least_items is 0"),
         ('{"record": {"step": 1, "devices": []}}', "a record of step 1 after the plan of step 0"),
         ('{"record": {"step": 0, "devices": [], "step_seconds": NaN}}', "nan is not a finite number"),

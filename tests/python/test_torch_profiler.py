@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from paceline.torch import DataParallel
@@ -67,3 +69,57 @@ def test_without_a_profiler_there_are_none() -> None:
             trainer.step(loss_fn, batch)
         trainer.step(loss_fn, batch)
     assert seen == [0, 0, 1, 1, 0, 0]
+
+
+@pytest.fixture
+def ranges(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """What a PyTorch with CUDA would have pushed and popped: thread and name, or an empty name for a pop."""
+    seen: list[tuple[int, str]] = []
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: seen.append((threading.get_ident(), name)))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append((threading.get_ident(), "")))
+    monkeypatch.delenv("NSYS_PROFILING_SESSION_ID", raising=False)
+    return seen
+
+
+@pytest.mark.parametrize("asks", ["nsys", "emit_nvtx", "torch.profiler", "nobody"])
+def test_micro_batches_are_ranges_of_nvtx_where_something_reads_them(
+    asks: str, ranges: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, batch = classifier(12)
+    kind = torch._C._profiler.ActiveProfilerType
+    if asks == "nsys":
+        monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "7")
+    if asks == "emit_nvtx":  # which itself needs CUDA
+        monkeypatch.setattr(torch._C._autograd, "_profiler_type", lambda: kind.NVTX)
+    _, wanted = plain(module, classify, batch)
+    with DataParallel(module, TWO, balance="even", micro_batch=3) as trainer:
+        if asks == "torch.profiler":
+            with profiled():
+                trainer.step(classify, batch)
+        else:
+            trainer.step(classify, batch)
+    assert_same_gradients(module, wanted)
+    if asks in ("torch.profiler", "nobody"):
+        assert ranges == []
+        return
+    threads = {thread for thread, _ in ranges}
+    assert len(threads) == 2
+    for thread in threads:  # each range ends on the thread that began it, before the next one
+        names = [name for one, name in ranges if one == thread]
+        assert names == [names[0], ""] * 2
+    assert {name for _, name in ranges} == {"", *(f"paceline.micro_batch {name}" for name in TWO)}
+
+
+def test_a_range_of_nvtx_ends_if_the_micro_batch_fails(
+    ranges: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "7")
+    module, batch = classifier(4)
+
+    def fails(replica: Any, part: Any) -> Any:
+        raise RuntimeError("planned")
+
+    with DataParallel(module, ["host:0"]) as trainer, pytest.raises(RuntimeError, match="planned"):
+        trainer.step(fails, batch)
+    assert [name for _, name in ranges] == ["paceline.micro_batch host:0", ""]

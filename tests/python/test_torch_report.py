@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import inspect
 import threading
 import time
@@ -37,6 +38,7 @@ def test_the_report_adds_up() -> None:
         for _ in range(5):
             trainer.step(classify, batch)
         report = trainer.report()
+        longest = max(row["longest_step_seconds"] for row in trainer.history())
     assert set(report) >= {"devices", "imbalance", "moves", "steps", "compute_seconds", "step_seconds"}
     assert (report["steps"], report["moves"]) == (5, 0)
     assert list(report["devices"]) == TWO
@@ -49,6 +51,12 @@ def test_the_report_adds_up() -> None:
         assert device["items_per_second"] > 0
         assert device["busy_seconds"] + device["idle_seconds"] == pytest.approx(report["compute_seconds"], rel=0.05)
     assert 0 < report["compute_seconds"] <= report["step_seconds"]
+    bounds, counts = zip(*report["step_counts"], strict=True)
+    assert list(bounds) == sorted(bounds)
+    assert (bounds[0], bounds[-1]) == (0.001, 300.0)
+    assert list(counts) == sorted(counts)  # each counts the shorter steps, too
+    assert counts[-1] == report["steps"]
+    assert counts[bisect.bisect_left(bounds, longest)] == report["steps"]
     assert report["imbalance"] >= 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,13 @@ def test_runs_of_a_batch_and_optimizers_go_without_it_too() -> None:
                 whole.run(lambda one, part: part.backward(classify(one, part.data)))
             optimizer.step()
             (run,) = trainer.report()["runs"].values()
+            for figures in run, trainer.report():
+                assert {name: one["retired"] for name, one in figures["devices"].items()} == {
+                    "host:0": False,
+                    "host:1": retired,
+                    "host:2": False,
+                }
+            assert trainer.scalars()["paceline/retired/host_1"] == retired
             items = {name: entry["items"] for name, entry in run["devices"].items()}
             assert items == (
                 {"host:0": 24, "host:1": 0, "host:2": 24} if retired else {"host:0": 40, "host:1": 16, "host:2": 40}
@@ -94,3 +102,23 @@ def test_a_ledger_has_it_and_replays(tmp_path: Path) -> None:
     result = replay(path)
     assert result.records == 12
     assert result.mismatches == []
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    calls = [line for line in lines if not line.keys() & {"claims", "record", "paceline_ledger", "least_items"}]
+    assert [next(iter(line)) for line in calls] == [*4 * ["plan"], "retire", *4 * ["plan"], "restore", *4 * ["plan"]]
+    assert calls[4]["retire"] == calls[9]["restore"] == {"device": 2}
+
+
+def test_a_ledger_that_begins_later_has_it_too(tmp_path: Path) -> None:
+    module, batch = classifier()
+    path = tmp_path / "ledger.jsonl"
+    with DataParallel(module, THREE) as trainer:
+        trainer.retire("host:1")
+        trainer.write_ledger(path)
+        for _ in range(2):
+            trainer.step(classify, batch)
+            trainer.step(classify, batch, cost=torch.arange(1, 49))
+    assert [line for line in path.read_text().splitlines() if '"retire"' in line] == [
+        '{"retire": {"device": 1}}',
+        '{"balancer": 1, "retire": {"device": 1}}',
+    ]
+    assert replay(path).mismatches == []

@@ -215,6 +215,13 @@ def test_a_state_holds_tensors_numbers_and_strings_only() -> None:
             "not a state of a trainer",
         ),
         ({"version": 1, "steps": 1, "random": {"host": torch.zeros(8)}}, "not a state of a trainer"),
+        *(
+            (
+                {"version": 1, "steps": 1, "random": {"host": torch.zeros(8, dtype=torch.uint8)}, "speeds": speeds},
+                "not a state of a trainer",
+            )
+            for speeds in (None, "{", "[]", '{"step": []}', '{"step": {"host": 1}}', '{"step": {"host": [[1, -1]]}}')
+        ),
         ({"version": 2}, "has version 2, and this paceline reads version 1"),
         (None, "not a state of a trainer"),
     ],
@@ -641,6 +648,7 @@ def test_distributed_checkpoints_of_two_devices_load_into_plain_pytorch(tmp_path
         train(trainer, optimizer, batches(3))
         model_state, optimizer_state = get_state_dict(module, optimizer)
         parts: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "trainer": trainer.state_dict()}
+        speeds = parts["trainer"]["speeds"]
         dcp.save(parts, checkpoint_id=tmp_path, no_dist=True)
         drawn = torch.rand(3)
         train(trainer, optimizer, batches(1))
@@ -652,6 +660,7 @@ def test_distributed_checkpoints_of_two_devices_load_into_plain_pytorch(tmp_path
         dcp.load(parts, checkpoint_id=tmp_path, no_dist=True)
         trainer.load_state_dict(parts["trainer"])
         assert trainer.state_dict()["steps"] == 3
+        assert trainer.state_dict()["speeds"] == speeds != "{}"
         assert torch.equal(torch.rand(3), drawn)
     set_state_dict(other, plain, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
     classify(other, batches(1)[0]).backward()

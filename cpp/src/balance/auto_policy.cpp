@@ -14,6 +14,7 @@ namespace {
 
 constexpr double kLeastGain = 0.01;
 constexpr double kGainErrors = 2.0;
+constexpr double kWrongHint = 0.1;            // of a step's time; noise promises less
 constexpr std::size_t kLeastSamples = 2;      // one step alone may be a spike
 constexpr std::size_t kSettledSamples = 48;   // a standard error of 0.5 % at 3 % noise: half of what the gate asks
 constexpr std::size_t kProvisionalKept = 32;  // batch sizes; sequences with lengths have many
@@ -169,15 +170,23 @@ Proposal AutoPolicy::propose(const PolicyContext& context) {
             fmt::format("the last move made steps {:.1f} % longer and is taken back", 100.0 * verdict.loss)};
   }
   const auto even = [&] { return split_by_weights(context, std::vector<double>(context.limits.size(), 1.0)); };
-  if (!calibration_.done()) {
+  const bool first = context.incumbent == nullptr;
+  // Hints also say what calibration would find out, which overloads slow devices. But where they are wrong, their sizes
+  // may be so unequal that no gain could be told from the error of the shape: then begin as without hints.
+  const auto hints_are_wrong = [&] {
+    return !first && context.estimator.has_evidence() && fewest_samples(context, *context.incumbent) >= kLeastSamples &&
+           decide(context, *context.incumbent, true, kLeastGain).gain > kWrongHint;
+  };
+  if (!calibration_.done() && (context.hints == nullptr || hints_are_wrong())) {
     if (auto shares = calibration_.shares(context, even())) {
       planned_ = Planned::calibration;
       return {*std::move(shares), "calibration: sizes off the even split tell fixed from per-item time", even()};
     }
   }
-  const bool first = context.incumbent == nullptr;
   if (!context.estimator.has_evidence()) {
-    return {first ? even() : *context.incumbent, "even: nothing measured yet"};
+    if (context.hints == nullptr) return {first ? even() : *context.incumbent, "even: nothing measured yet"};
+    return {first ? best_split(context, *context.hints, false) : *context.incumbent,
+            "by the speeds of an earlier run: nothing measured yet"};
   }
   const std::vector<std::int64_t> present =
       first ? best_split(context, estimated_models(context), false) : *context.incumbent;

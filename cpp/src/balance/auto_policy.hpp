@@ -17,8 +17,9 @@ namespace paceline::balance {
 ///
 /// propose() returns the first of these that applies:
 /// 1. the old shares, if the last move is taken back;
-/// 2. calibration shares, in the first steps;
-/// 3. the even split, while nothing is measured;
+/// 2. calibration shares, in the first steps, or with hints (Balancer::hint) only once the measured speeds contradict
+/// them;
+/// 3. while nothing is measured, the even split, or the best split by the hints;
 /// 4. a probe of a device that has had no work for long, also at a batch size without shares: sizes that change with
 ///    each step would otherwise never probe;
 /// 5. the target, at a batch size without shares;

@@ -12,6 +12,7 @@
 #include "balance/balancer_state.hpp"
 #include "balance/make_room.hpp"
 #include "balance/target.hpp"
+#include "plural.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -106,7 +107,8 @@ PolicyContext Balancer::State::context(std::int64_t batch_size) const {
           .reduction_seconds = reduction.seconds(),
           .step = step,
           .batch_size = batch_size,
-          .incumbent = incumbent == incumbents.end() ? nullptr : &incumbent->second.shares};
+          .incumbent = incumbent == incumbents.end() ? nullptr : &incumbent->second.shares,
+          .hints = hints.empty() ? nullptr : &hints};
 }
 
 void Balancer::State::fit_limits(std::int64_t batch_size) {
@@ -160,7 +162,7 @@ StepPlan Balancer::State::make_plan(std::int64_t batch_size) {
   return made;
 }
 
-/// Plans in force are of other devices.
+/// Plans in force are of other devices, or of devices about which something else was known.
 void Balancer::State::devices_changed() {
   incumbents.clear();
   awaiting_record = false;
@@ -252,6 +254,24 @@ bool Balancer::retired(DeviceId device) const {
   return state.retired[device];
 }
 
+void Balancer::hint(std::span<const std::optional<plan::CostModel>> models) {
+  State& state = *state_;
+  if (models.size() != state.options.devices.size()) {
+    throw InvalidArgument(fmt::format("hint: {} for a balancer of {}; give one per device, or none for a device",
+                                      plural(models.size(), "model"), plural(state.options.devices.size(), "device")));
+  }
+  if (state.estimator.has_evidence()) return;
+  std::vector<plan::CostModel> hints = completed_models(models, state.options.devices);
+  if (hints.empty()) return;
+  state.hints = std::move(hints);
+  state.hinted.assign(models.begin(), models.end());
+  for (std::size_t i = 0; i < models.size(); ++i) {
+    if (models[i] && models[i]->per_item_seconds() > 0.0) state.estimator.hint(i, *models[i]);
+  }
+  if (state.ledger) state.ledger->hint(state.hinted);
+  state.devices_changed();
+}
+
 void Balancer::set_least_items(std::int64_t items) {
   State& state = *state_;
   if (items < 1) throw InvalidArgument(fmt::format("least_items is {}: a share has at least one item", items));
@@ -273,6 +293,7 @@ void Balancer::write_to(std::shared_ptr<LedgerWriter> ledger) {
   if (!state_->ledger) return;
   state_->ledger->header(state_->options);
   if (state_->least_items > 1) state_->ledger->least_items(state_->least_items);
+  if (!state_->hinted.empty()) state_->ledger->hint(state_->hinted);
   for (std::size_t i = 0; i < state_->retired.size(); ++i) {
     if (state_->retired[i]) state_->ledger->retire(i);
   }

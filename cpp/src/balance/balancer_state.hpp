@@ -12,6 +12,7 @@
 #include <paceline/balance/balancer.hpp>
 #include <paceline/balance/ledger.hpp>
 #include <paceline/device_id.hpp>
+#include <paceline/plan/cost_model.hpp>
 
 #include "balance/auto_policy.hpp"
 #include "balance/estimator.hpp"
@@ -50,10 +51,12 @@ struct Balancer::State {
   ReductionCost reduction;
   StartupCost startup;
   SizeHistory sizes;
-  std::vector<double> ratios;                    // of shares that do not follow from measurements
-  std::optional<AutoPolicy> automatic;           // otherwise
-  std::map<std::int64_t, Incumbent> incumbents;  // by batch size
-  std::optional<StepPlan> plan;                  // the last one
+  std::vector<std::optional<plan::CostModel>> hinted;  // what an earlier run measured of the devices; empty: nothing
+  std::vector<plan::CostModel> hints;                  // the same, with a guess for devices that it lacks
+  std::vector<double> ratios;                          // of shares that do not follow from measurements
+  std::optional<AutoPolicy> automatic;                 // otherwise
+  std::map<std::int64_t, Incumbent> incumbents;        // by batch size
+  std::optional<StepPlan> plan;                        // the last one
   bool awaiting_record = false;
   bool called = false;
   std::int64_t step = 0;

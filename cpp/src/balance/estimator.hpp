@@ -59,6 +59,8 @@ class Estimator {
   /// `proportional`: as BalancerOptions::proportional.
   explicit Estimator(const std::vector<DeviceProfile>& profiles, bool proportional = false);
 
+  /// What an earlier run measured of the device. Says how the times of its class depend on the size, as a weak prior.
+  void hint(DeviceId device, const plan::CostModel& model);
   /// Takes the evidence of one step. Excluded timings and devices without work leave everything as it is.
   void record(std::int64_t step, const StepTimings& timings);
 

@@ -103,6 +103,14 @@ void LedgerWriter::claims(std::int64_t step, std::int64_t batch_size, std::span<
 
 void LedgerWriter::least_items(std::int64_t items) { line(fmt::format(R"("least_items": {})", items)); }
 
+void LedgerWriter::hint(std::span<const std::optional<plan::CostModel>> models) {
+  std::vector<std::string> devices;
+  for (const std::optional<plan::CostModel>& model : models) {
+    devices.push_back(model ? fmt::format("[{}, {}]", model->fixed_seconds(), model->per_item_seconds()) : "null");
+  }
+  line(fmt::format(R"("hint": [{}])", fmt::join(devices, ", ")));
+}
+
 void LedgerWriter::retire(DeviceId device) { line(fmt::format(R"("retire": {{"device": {}}})", device)); }
 void LedgerWriter::restore(DeviceId device) { line(fmt::format(R"("restore": {{"device": {}}})", device)); }
 

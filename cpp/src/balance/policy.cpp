@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include <paceline/error.hpp>
 
@@ -86,6 +87,23 @@ std::vector<std::int64_t> split_by_weights(const PolicyContext& context, const s
   if (sum <= 0.0) throw InvalidArgument("every device with a weight is gone: give the others a weight");
   if (unlimited(context)) return plan::split_weighted(context.batch_size, left);
   return plan::split_batch(context.batch_size, models, options).shares;
+}
+
+std::vector<plan::CostModel> completed_models(std::span<const std::optional<plan::CostModel>> models,
+                                              const std::vector<DeviceProfile>& devices) {
+  std::vector<plan::CostModel> all;
+  for (std::size_t i = 0; i < models.size(); ++i) {
+    const auto rank = [&](std::size_t j) {
+      return std::pair(devices[j].device_class != devices[i].device_class, models[j]->seconds(1));
+    };
+    std::optional<std::size_t> best = models[i] ? std::optional(i) : std::nullopt;
+    for (std::size_t j = 0; !models[i] && j < models.size(); ++j) {
+      if (models[j] && (!best || rank(j) < rank(*best))) best = j;
+    }
+    if (!best) return {};
+    all.push_back(*models[*best]);
+  }
+  return all;
 }
 
 double makespan(const PolicyContext& context, const std::vector<plan::CostModel>& models,

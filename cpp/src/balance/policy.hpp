@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -26,6 +27,7 @@ struct PolicyContext {
   std::int64_t step = 0;                         ///< number of the step being planned or observed
   std::int64_t batch_size = 0;
   const std::vector<std::int64_t>* incumbent = nullptr;  ///< the split in force for this batch size, or null
+  const std::vector<plan::CostModel>* hints = nullptr;   ///< what an earlier run measured of all devices, or null
 };
 
 struct Proposal {
@@ -45,6 +47,11 @@ struct Proposal {
 
 /// The split options of a context, without a previous split.
 [[nodiscard]] plan::SplitOptions split_options(const PolicyContext& context);
+
+/// A model for each device. Those that have none take the fastest one's of their class, or else of all devices, as
+/// Estimator::model does. None at all if no device has one.
+[[nodiscard]] std::vector<plan::CostModel> completed_models(std::span<const std::optional<plan::CostModel>> models,
+                                                            const std::vector<DeviceProfile>& devices);
 
 /// Makespan of `shares` by `models`, start-up and the reduction of as many devices as have work included.
 [[nodiscard]] double makespan(const PolicyContext& context, const std::vector<plan::CostModel>& models,

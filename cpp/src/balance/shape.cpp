@@ -14,9 +14,8 @@ constexpr std::size_t kSamplesPerCell = 16;  // more samples add little
 constexpr std::size_t kCellsPerGroup = 6;    // sizes come from a small set: planned chunk, corrections of floor * 2^k
 constexpr std::size_t kClosedGroups = 4;
 constexpr std::int64_t kStepsPerGroup = 48;  // long against noise, short against heating up
-constexpr double kPriorFraction = 0.3;       // fixed parts of 0 to 60 % at an even share are what training shows
-constexpr double kPriorError = 0.3;
-constexpr double kLargestFraction = 0.98;  // with a slope of zero a device could take any number of items
+constexpr double kHintError = 0.1;           // weak, so that two steps of other sizes outweigh a hint that is wrong
+constexpr double kLargestFraction = 0.98;    // with a slope of zero a device could take any number of items
 constexpr int kIterations = 6;
 
 }  // namespace
@@ -38,6 +37,11 @@ double ShapeEstimator::Group::information(double reference) const {
 void ShapeEstimator::set_reference(double items) {
   shape_.reference_items = items;
   has_reference_ = true;
+  if (!hinted_items_ || proportional_) return;
+  const double whole = *hinted_items_ + items;
+  shape_.fixed_fraction = std::isfinite(whole) ? std::min(*hinted_items_ / whole, kLargestFraction) : kLargestFraction;
+  prior_fraction_ = shape_.fixed_fraction;
+  prior_error_ = error_ = kHintError;
 }
 
 void ShapeEstimator::add(std::size_t index, std::int64_t step, std::int64_t items, double seconds) {
@@ -100,9 +104,9 @@ ShapeEstimator::Sums ShapeEstimator::accumulate(const Group& group) const {
 void ShapeEstimator::fit(double noise) {
   if (!stale_) return;
   stale_ = false;
-  const double prior = noise * noise / (kPriorError * kPriorError);
+  const double prior = noise * noise / (prior_error_ * prior_error_);
   for (int iteration = 0; iteration < kIterations; ++iteration) {
-    Sums total{prior, prior * (kPriorFraction - shape_.fixed_fraction)};
+    Sums total{prior, prior * (prior_fraction_ - shape_.fixed_fraction)};
     const auto add = [&](const Group& group) {
       if (group.cells.size() < 2) return;
       const Sums sums = accumulate(group);

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace paceline::balance {
@@ -12,7 +13,7 @@ namespace paceline::balance {
 /// The only unknown is phi, the fixed part of the time at the reference size. A device's time is its scale times f.
 struct Shape {
   double reference_items = 1.0;
-  double fixed_fraction = 0.3;
+  double fixed_fraction = 0.3;  // fixed parts of 0 to 60 % at an even share are what training shows
 
   [[nodiscard]] double at(double items) const {
     return fixed_fraction + (1.0 - fixed_fraction) * items / reference_items;
@@ -44,6 +45,8 @@ class ShapeEstimator {
     if (proportional) shape_.fixed_fraction = error_ = 0.0;
   }
 
+  /// What an earlier run measured: the fixed part of the time is that of so many items. Takes the prior's place.
+  void hint(double fixed_items) { hinted_items_ = fixed_items; }
   /// Where f is 1; set once, before the first sample.
   void set_reference(double items);
   [[nodiscard]] bool has_reference() const { return has_reference_; }
@@ -86,7 +89,10 @@ class ShapeEstimator {
   std::vector<Member> members_;
   bool proportional_;
   Shape shape_;
+  std::optional<double> hinted_items_;
+  double prior_fraction_ = shape_.fixed_fraction;
   double error_ = 0.3;
+  double prior_error_ = error_;
   bool has_reference_ = false;
   bool stale_ = false;
 };

@@ -33,6 +33,13 @@ void MetricsRecorder::add(const StepSample& sample) {
   total_.moves += sample.moved ? 1 : 0;
   total_.compute_seconds += sample.compute_seconds;
   total_.step_seconds += sample.step_seconds;
+  const auto bound = std::lower_bound(kStepBounds.begin(), kStepBounds.end(), sample.step_seconds);
+  ++total_.step_counts[static_cast<std::size_t>(bound - kStepBounds.begin())];
+}
+
+void MetricsRecorder::set_retired(std::size_t device, bool retired) {
+  const std::lock_guard lock(mutex_);
+  total_.devices[device].retired = retired;
 }
 
 Metrics MetricsRecorder::snapshot() const {

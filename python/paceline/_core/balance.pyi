@@ -165,6 +165,27 @@ class Balancer:
         """
         Text: what was measured, what was decided and why, what a move would gain, and what is unknown.
         """
+    def hint(
+        self,
+        models: collections.abc.Sequence[
+            tuple[typing.SupportsFloat | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex] | None
+        ],
+    ) -> None:
+        """
+        Begin with the best split for speeds that an earlier run measured.
+
+        "auto" only: it takes the place of the even split and of the calibration. Timings take its place, so wrong speeds are corrected. After the first timing it does nothing.
+
+        Parameters
+        ----------
+        models
+            Per device (fixed_seconds, per_item_seconds), as in `report`, or None: as fast as the fastest of its class, or else of all.
+
+        Raises
+        ------
+        InvalidArgument
+            For another number of models than devices, and for numbers that are negative or not finite.
+        """
     def ledger(self) -> str:
         """
         The calls so far as JSON lines, for `replay`.

@@ -182,6 +182,16 @@ class StepLoop:
         Tell the balancer and the metrics about a step that succeeded.
         """
     def explain(self) -> str: ...
+    def hint(
+        self,
+        speeds: collections.abc.Sequence[
+            tuple[typing.SupportsFloat | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex] | None
+        ],
+        by_cost: bool = False,
+    ) -> None:
+        """
+        Begin with shares that fit these speeds, until something is measured. As `speeds` returns them.
+        """
     @typing.overload
     def plan(
         self,
@@ -244,6 +254,10 @@ class StepLoop:
     def shrink(self, outcome: StepOutcome, limited: bool) -> bool:
         """
         After a step whose body ran out of memory: at most half of that runs at once from now on, on all devices of the memory, or where its own limit was reached on this device. False if there is nothing smaller.
+        """
+    def speeds(self, by_cost: bool = False) -> list[tuple[float, float] | None]:
+        """
+        Per device, the measured (fixed seconds, seconds per item), by_cost per unit of work; None: not measured.
         """
     def what_if(
         self,

@@ -33,6 +33,11 @@ class Device:
         The cores that the worker is pinned to; empty if pinning is impossible.
         """
     @property
+    def device_class(self) -> str:
+        """
+        The model of a GPU and its multiprocessors, ``host`` for all host devices. Devices of one class count as equally fast until measured.
+        """
+    @property
     def fraction(self) -> float:
         """
         The fraction of the GPU that `partition` was asked for; 1.0 for a whole device.

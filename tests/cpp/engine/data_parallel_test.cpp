@@ -150,6 +150,21 @@ TEST(DataParallel, DoesWithoutADeviceThatIsRetired) {
   EXPECT_EQ(trainer.shares(), (std::vector<std::int64_t>{32, 32}));
 }
 
+TEST(DataParallel, BeginsWithTheSpeedsOfAnEarlierRun) {
+  const auto body = [](const MicroBatch& mb, Trainer::Replica& replica) {
+    for (double& g : replica.gradients) g += static_cast<double>(mb.size());
+    return 0.0;
+  };
+  Trainer trainer(host_group(2), {.parameter_count = 1, .corrections = false});
+  EXPECT_FALSE(trainer.speeds()[0]);
+  trainer.hint({plan::CostModel::affine(0.0, 0.003), plan::CostModel::affine(0.0, 0.001)});
+  trainer.step(64, body);
+  EXPECT_EQ(trainer.shares(), (std::vector<std::int64_t>{16, 48}));
+  EXPECT_EQ(trainer.gradients()[0], 1.0);
+  trainer.step(64, body);  // the first run of a size is no evidence
+  EXPECT_TRUE(trainer.speeds()[0]);
+}
+
 TEST(DataParallel, KeepsTheTypeOfWhatABodyThrows) {
   Trainer trainer(host_group(2), {.parameter_count = 1});
   const auto full = [](const MicroBatch&, Trainer::Replica&) -> double { throw std::bad_alloc(); };

@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <memory>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -148,6 +149,7 @@ TEST(StepLoop, GivesADeviceThatIsRetiredNothingOfEitherKind) {
   ran(false);
   step_loop.retire(1);
   EXPECT_TRUE(step_loop.retired(1));
+  EXPECT_TRUE(step_loop.metrics().devices[1].retired);
   for (const bool costs : {false, true, false, true}) {
     const std::vector<std::int64_t> items = ran(costs);
     EXPECT_EQ(items[1], 0) << costs;
@@ -155,6 +157,7 @@ TEST(StepLoop, GivesADeviceThatIsRetiredNothingOfEitherKind) {
   }
   step_loop.restore(1);
   EXPECT_FALSE(step_loop.retired(1));
+  EXPECT_FALSE(step_loop.metrics().devices[1].retired);
   for (const bool costs : {false, true}) {
     ran(costs);
     EXPECT_GT(step_loop.last_plan().shares[1], 0) << costs;
@@ -163,6 +166,25 @@ TEST(StepLoop, GivesADeviceThatIsRetiredNothingOfEitherKind) {
   step_loop.retire(1);
   EXPECT_THROW(step_loop.retire(2), InvalidArgument);
   EXPECT_THROW(step_loop.retire(3), InvalidArgument);
+}
+
+TEST(StepLoop, BeginsWithTheSpeedsOfAnEarlierRun) {
+  StepLoop earlier(host_group(2), {});
+  for (const std::optional<plan::CostModel>& speed : earlier.speeds()) EXPECT_FALSE(speed);
+  const std::vector<std::optional<plan::CostModel>> speeds = {plan::CostModel::affine(0.0, 0.003),
+                                                              plan::CostModel::affine(0.0, 0.001)};
+  Recorded later;
+  later.step_loop.hint(speeds, true);
+  EXPECT_NE(later.step_loop.plan(8)->shares, (std::vector<std::int64_t>{2, 6})) << "it was for steps with costs";
+  EXPECT_EQ(later.step_loop.plan(std::vector<double>(8, 1.0))->shares, (std::vector<std::int64_t>{2, 6}));
+  later.step_loop.hint(speeds);
+  EXPECT_EQ(later.step_loop.plan(8)->shares, (std::vector<std::int64_t>{2, 6}));
+  EXPECT_EQ(later.lines_with(R"({"hint": [[0, 0.003], [0, 0.001]]})"), 1);
+  EXPECT_EQ(later.lines_with(R"({"balancer": 1, "hint": [[0, 0.003], [0, 0.001]]})"), 1);
+  for (int k = 0; k < 4; ++k) step(later.step_loop, false);
+  const auto measured = later.step_loop.speeds();
+  EXPECT_TRUE(measured[0] || measured[1]);
+  for (const std::optional<plan::CostModel>& speed : later.step_loop.speeds(true)) EXPECT_FALSE(speed);
 }
 
 TEST(StepLoopLedger, EndsForBothKinds) {

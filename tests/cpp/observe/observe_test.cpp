@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
+#include <numeric>
 #include <thread>
 #include <vector>
 
@@ -53,6 +54,29 @@ TEST(Metrics, AddsUpItemsBusyAndIdleTime) {
   EXPECT_NEAR(metrics.devices[1].idle_seconds, 0.6, 1e-12);
   EXPECT_NEAR(metrics.devices[1].items_per_second, 22 / 1.4, 1e-12);
   EXPECT_NEAR(metrics.imbalance, 1.9 / ((1.9 + 1.4) / 2) - 1, 1e-12);
+}
+
+TEST(Metrics, CountsStepsByTheirTime) {
+  MetricsRecorder recorder({"host:0"});
+  for (const double seconds : {0.0002, 0.001, 0.0011, 0.03, 290.0, 4000.0}) {
+    recorder.add({.items = {1}, .busy_seconds = {seconds}, .compute_seconds = seconds, .step_seconds = seconds});
+  }
+  const auto counts = recorder.snapshot().step_counts;
+  EXPECT_EQ(counts[0], 2) << "a bound belongs to its own bucket";
+  EXPECT_EQ(counts[1], 1);
+  EXPECT_EQ(counts[5], 1) << kStepBounds[5];
+  EXPECT_EQ(counts[kStepBounds.size() - 1], 1);
+  EXPECT_EQ(counts[kStepBounds.size()], 1);
+  EXPECT_EQ(std::accumulate(counts.begin(), counts.end(), std::int64_t{0}), 6);
+}
+
+TEST(Metrics, SayWhichDevicesGetNoWork) {
+  MetricsRecorder recorder({"host:0", "host:1"});
+  recorder.set_retired(1, true);
+  EXPECT_FALSE(recorder.snapshot().devices[0].retired);
+  EXPECT_TRUE(recorder.snapshot().devices[1].retired);
+  recorder.set_retired(1, false);
+  EXPECT_FALSE(recorder.snapshot().devices[1].retired);
 }
 
 TEST(Metrics, TellsCostsOfTheStepsThatHadThem) {

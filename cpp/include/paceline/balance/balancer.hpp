@@ -75,8 +75,8 @@ struct StepPlan {
 };
 
 /// The closed loop: timings in, plans out. Every plan is a pure function of the options and of the calls
-/// made so far (batch sizes asked, timings recorded, devices retired): no clock, no random numbers, no thread. A ledger
-/// of the calls (ledger.hpp) replays to the same plans. Not thread-safe; one thread at a time.
+/// made so far (batch sizes asked, timings recorded, devices retired, hints): no clock, no random numbers, no thread. A
+/// ledger of the calls (ledger.hpp) replays to the same plans. Not thread-safe; one thread at a time.
 ///
 /// "auto" calibrates on the first steps, then keeps an even split until measured differences are worth more than their
 /// uncertainty: it moves when the promised gain exceeds max(1 %, 2 standard errors), and takes back a move that
@@ -112,6 +112,15 @@ class PACELINE_API Balancer {
   /// @throws InvalidArgument if there is no such device.
   void restore(DeviceId device);
   [[nodiscard]] bool retired(DeviceId device) const;
+
+  /// What an earlier run measured of each device (DeviceReport), or none. Policy "auto" then begins with the best split
+  /// by these models, in place of the even split and the calibration. Without a model, a device counts as fast as the
+  /// fastest of its class that has one, or else as the fastest of all. Timings take the place of the models: only how
+  /// the time depends on the size stays, as a weak guess. So a wrong model is corrected like any shares that do not
+  /// fit, and a device that got no work is tried soon. After the first timing, and without any model, hint() does
+  /// nothing.
+  /// @throws InvalidArgument for another number of models than devices.
+  void hint(std::span<const std::optional<plan::CostModel>> models);
 
   /// From the next plan on no share has fewer items, unless it is zero or the batch itself has fewer: fewer devices
   /// then run a small batch. Shares in force that are too small are planned anew. 1, as at first: any share will do.

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <iosfwd>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -12,6 +13,7 @@
 #include <paceline/balance/balancer.hpp>
 #include <paceline/device_id.hpp>
 #include <paceline/export.hpp>
+#include <paceline/plan/cost_model.hpp>
 
 namespace paceline::balance {
 
@@ -29,9 +31,9 @@ struct LedgerClaim {
 };
 
 /// Writes the calls of a balancer as JSON lines: a header with the format's version and the options, then one line
-/// per next_plan, record, retire, restore and change of set_least_items. Doubles are written so that they read back bit
-/// for bit. `paceline.balance.replay` (Python) and `paceline replay` run a fresh balancer through these calls and
-/// compare plans.
+/// per next_plan, record, retire, restore, hint and change of set_least_items. Doubles are written so that they read
+/// back bit for bit. `paceline.balance.replay` (Python) and `paceline replay` run a fresh balancer through these calls
+/// and compare plans.
 ///
 ///   {"paceline_ledger": 7, "options": {...}}
 ///   {"plan": {"step": 0, "batch_size": 512, "shares": [256, 256], "moved": false, "predicted_seconds": 0, "reason":
@@ -40,6 +42,7 @@ struct LedgerClaim {
 ///   {"retire": {"device": 1}}
 ///   {"restore": {"device": 1}}
 ///   {"least_items": 2}
+///   {"hint": [[0.001, 0.0001], null]}
 ///   {"claims": {"step": 0, "batch_size": 512, "ran": [[0, 0, 256, 0.0001, 0.03], [1, 256, 512, 0.0001, 0.031]]}}
 ///
 /// The last is no call: it says what really ran, by device in the order it ran, [device, begin, end, start, finish]
@@ -67,6 +70,7 @@ class PACELINE_API LedgerWriter {
   void retire(DeviceId device);
   void restore(DeviceId device);
   void least_items(std::int64_t items);
+  void hint(std::span<const std::optional<plan::CostModel>> models);
   void claims(std::int64_t step, std::int64_t batch_size, std::span<const LedgerClaim> ran,
               std::span<const LedgerClaim> pieces, std::span<const std::int64_t> order = {});
 

@@ -21,6 +21,7 @@
 #include <paceline/engine/objective.hpp>
 #include <paceline/engine/step.hpp>
 #include <paceline/export.hpp>
+#include <paceline/plan/cost_model.hpp>
 #include <paceline/runtime/device_group.hpp>
 
 namespace paceline {
@@ -140,6 +141,11 @@ class PACELINE_API BasicDataParallel {
   /// @throws InvalidArgument if the group has no such device, or it is the last one that works.
   void retire(std::string_view device);
   void restore(std::string_view device);
+
+  /// What is measured of each device, for a checkpoint of yours; hint() lets another run begin with it. See
+  /// StepLoop::speeds and StepLoop::hint, which says what is thrown. Waits until the times of all steps are known.
+  [[nodiscard]] std::vector<std::optional<plan::CostModel>> speeds(bool by_cost = false);
+  void hint(const std::vector<std::optional<plan::CostModel>>& models, bool by_cost = false);
 
   [[nodiscard]] std::span<T> parameters() noexcept;
   /// Of the last successful step, already divided by W. Always the same memory, as parameters().

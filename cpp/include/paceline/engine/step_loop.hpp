@@ -18,6 +18,7 @@
 #include <paceline/observe/event_ring.hpp>
 #include <paceline/observe/history.hpp>
 #include <paceline/observe/metrics.hpp>
+#include <paceline/plan/cost_model.hpp>
 #include <paceline/runtime/device_group.hpp>
 
 namespace paceline {
@@ -109,6 +110,14 @@ class PACELINE_API StepLoop {
   void retire(DeviceId device);
   void restore(DeviceId device);
   [[nodiscard]] bool retired(DeviceId device) const;
+
+  /// What is measured of each device: the seconds of n items, or with `by_cost` of n units of work. None for a device
+  /// that has not been measured. Another run may begin with it: see hint().
+  [[nodiscard]] std::vector<std::optional<plan::CostModel>> speeds(bool by_cost = false) const;
+  /// Plans begin with the shares that fit these speeds, in place of even ones, until something is measured
+  /// (Balancer::hint). With `by_cost`: plans of steps with costs.
+  /// @throws InvalidArgument for another number of models than devices, or while a step runs.
+  void hint(const std::vector<std::optional<plan::CostModel>>& models, bool by_cost = false);
 
   /// Cancels the running step, if any (see Step::cancel). Any thread may call it, also while another thread is in
   /// begin() or commit().

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -21,6 +22,11 @@ struct StepSample {
   std::vector<double> costs{};         ///< of the items, in the caller's unit; empty for a step without costs
 };
 
+/// Upper bounds of the buckets in which step times are counted, in seconds: from a step of a millisecond to one of
+/// minutes, about 2.5 times apart. Longer steps have a bucket of their own.
+inline constexpr std::array kStepBounds{0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1,   0.25, 0.5,
+                                        1.0,   2.5,    5.0,   10.0, 25.0,  60.0, 150.0, 300.0};
+
 /// What one device did. Totals are since the recorder's creation.
 struct DeviceMetrics {
   std::string name;
@@ -30,6 +36,7 @@ struct DeviceMetrics {
   double idle_seconds = 0.0;      ///< inside makespans, waiting for slower devices
   double items_per_second = 0.0;  ///< over the last steps (kWindow), while busy
   double cost = 0.0;              ///< since the start, of the steps with costs
+  bool retired = false;           ///< gets no work, by request
   double cost_per_second = 0.0;   ///< as items_per_second; 0 unless all of those steps had costs
 };
 
@@ -40,6 +47,8 @@ struct Metrics {
   std::int64_t moves = 0;
   double compute_seconds = 0.0;  ///< of makespans
   double step_seconds = 0.0;     ///< with reductions
+  /// How many steps took at most kStepBounds[k], but more than the bound before it; the last entry: longer ones.
+  std::array<std::int64_t, kStepBounds.size() + 1> step_counts{};
   /// Slowest device's busy time over the mean, minus 1, over the last steps (kWindow): 0 is perfectly even.
   double imbalance = 0.0;
 };
@@ -53,6 +62,8 @@ class PACELINE_API MetricsRecorder {
   explicit MetricsRecorder(std::vector<std::string> device_names);
   /// Requires: one entry per device in the sample's vectors. O(devices).
   void add(const StepSample& sample);
+  /// From now on the snapshots say whether the device gets no work.
+  void set_retired(std::size_t device, bool retired);
   /// Totals, and rates over the last steps. Time grows with kWindow and the number of devices.
   [[nodiscard]] Metrics snapshot() const;
 

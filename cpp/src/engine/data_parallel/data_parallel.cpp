@@ -201,6 +201,15 @@ void BasicDataParallel<T>::restore(std::string_view device) {
   state_->step_loop.restore(index_of(group(), device));
 }
 template <class T>
+std::vector<std::optional<plan::CostModel>> BasicDataParallel<T>::speeds(bool by_cost) {
+  state_->step_loop.settle();
+  return state_->step_loop.speeds(by_cost);
+}
+template <class T>
+void BasicDataParallel<T>::hint(const std::vector<std::optional<plan::CostModel>>& models, bool by_cost) {
+  state_->step_loop.hint(models, by_cost);
+}
+template <class T>
 std::span<T> BasicDataParallel<T>::parameters() noexcept {
   return state_->memory->parameters;
 }

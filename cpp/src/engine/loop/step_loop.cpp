@@ -386,14 +386,34 @@ void StepLoop::set_least_items(std::int64_t items) { state_->set(&StepLoopOption
 void StepLoop::retire(DeviceId device) {
   require_idle();
   state_->change_devices([device](balance::Balancer& balancer) { balancer.retire(device); });
+  state_->metrics.set_retired(device, true);
 }
 
 void StepLoop::restore(DeviceId device) {
   require_idle();
   state_->change_devices([device](balance::Balancer& balancer) { balancer.restore(device); });
+  state_->metrics.set_retired(device, false);
 }
 
 bool StepLoop::retired(DeviceId device) const { return balancer().retired(device); }
+
+std::vector<std::optional<plan::CostModel>> StepLoop::speeds(bool by_cost) const {
+  std::vector<std::optional<plan::CostModel>> models;
+  for (const balance::DeviceReport& device : (by_cost ? state_->by_cost : state_->alike).balancer.report().devices) {
+    models.emplace_back();
+    if (device.measured) models.back() = plan::CostModel::affine(device.fixed_seconds, device.per_item_seconds);
+  }
+  return models;
+}
+
+void StepLoop::hint(const std::vector<std::optional<plan::CostModel>>& models, bool by_cost) {
+  require_idle();
+  state_->collect(0);
+  Planner& planner = by_cost ? state_->by_cost : state_->alike;
+  planner.balancer.hint(models);
+  planner.forget();
+  state_->plan = nullptr;
+}
 
 void StepLoop::cancel() {
   const std::lock_guard lock(state_->cancel_mutex);

@@ -30,7 +30,7 @@ from paceline.torch._replicas.batch_norm import (
 from paceline.torch._replicas.buffers import KeptBuffers
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._replicas.synchronised import synchronised
-from paceline.torch._run.around import Around, profiling, spans
+from paceline.torch._run.around import Around, profiled
 from paceline.torch._run.buckets import Buckets
 from paceline.torch._run.gradients import UserGradients
 from paceline.torch._run.memory import is_out_of_memory
@@ -377,8 +377,7 @@ class Execution:
         run.queues_empty = self._queues_are_empty()
         if self.watchdog is not None and self.watchdog.call is not None:
             run.around.insert(0, self.watchdog.call.micro_batch)
-        if profiling():
-            run.around.insert(0, spans(self._names))
+        run.around[:0] = profiled(self._names)
         calls = (run.body, run.end, self.places.queues, run.sums)
         with self._level(run), run.draws.run(), self.replicas.guarded():
             plan = run.items.plan if run.items is not None else None

@@ -25,6 +25,7 @@ def scalars_of(report: dict[str, Any], prefix: str) -> dict[str, float]:
         found[f"share/{plain}"] = device["share"]
         found[f"items_per_second/{plain}"] = device["items_per_second"]
         found[f"busy_ratio/{plain}"] = _busy(device)
+        found[f"retired/{plain}"] = device["retired"]
     return {f"{prefix}{name}": float(value) for name, value in found.items()}
 
 
@@ -55,17 +56,23 @@ class Collector:
 
     def collect(self) -> Iterator[Any]:
         """The present figures. Reading them waits for GPUs."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, SummaryMetricFamily
+        from prometheus_client.core import (
+            CounterMetricFamily,
+            GaugeMetricFamily,
+            HistogramMetricFamily,
+            InfoMetricFamily,
+        )
 
         report = self._report()
         common, values = list(self._common), list(self._common.values())
         info = InfoMetricFamily("paceline_build", "The version of paceline.", labels=common)
         info.add_metric(values, {"version": __version__})
         yield info
-        seconds = SummaryMetricFamily(
+        seconds = HistogramMetricFamily(
             "paceline_step_seconds", "Time of training steps, with the reduction.", labels=common
         )
-        seconds.add_metric(values, report["steps"], report["step_seconds"])
+        buckets = [(str(bound), steps) for bound, steps in report["step_counts"]] + [("+Inf", report["steps"])]
+        seconds.add_metric(values, buckets, report["step_seconds"])
         yield seconds
         for kind, name, help_text, value in (
             (CounterMetricFamily, "paceline_moves", "Changes of the devices' shares.", report["moves"]),

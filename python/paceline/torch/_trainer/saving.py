@@ -25,6 +25,8 @@ from paceline.torch._save.tensor_file import Staging
 from paceline.torch._trainer.arguments import is_whole
 from paceline.torch._trainer.data import Data
 from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.speeds import read, written
+from paceline.torch._trainer.works import Works
 
 _VERSION = 1
 
@@ -42,8 +44,9 @@ class Stateful(Protocol):
 class Saving:
     """Saves training runs and goes on with them, on any devices."""
 
-    def __init__(self, module: nn.Module, execution: Execution, lifetime: Lifetime, data: Data) -> None:
+    def __init__(self, module: nn.Module, works: Works, execution: Execution, lifetime: Lifetime, data: Data) -> None:
         self._module = module
+        self._works = works
         self._execution = execution
         self._places = execution.places
         self._lifetime = lifetime
@@ -58,9 +61,12 @@ class Saving:
         dict
             ``version``; ``steps``: how many steps (and runs of `batch`) were done, in all processes; ``random``: the states of the random
             generators, for the caller's host generator under ``"host"`` and for GPUs under their UUIDs. Host devices draw what the caller's
-            generator decides. ``sampler``, after `batch_sampler`: the ``state_dict()`` of the sampler. Only numbers, strings, dictionaries and host tensors, so ``torch.load(..., weights_only=True)`` reads it.
-            The states of Python's and NumPy's generators, which a trainer does not use, are not in it. Nor are the devices' speeds: they
-            are measured anew.
+            generator decides. ``speeds``: a JSON text with what was measured, by kind of work and class of devices (model of the GPU or of the
+            processor): a hint for the first plans of another run. ``sampler``, after `batch_sampler`: the ``state_dict()`` of the sampler. Only
+            numbers, strings, dictionaries and host tensors, so ``torch.load(..., weights_only=True)`` reads it. The states of Python's and
+            NumPy's generators, which a trainer does not use, are not in it.
+
+            Reading the speeds waits for GPUs.
 
         Raises
         ------
@@ -82,6 +88,10 @@ class Saving:
         With the same parameters, optimizer, batches and shares, a run on host devices then draws the same random numbers and computes the same
         bits as the one that was saved. ``balance="even"`` and fixed ratios give the same shares on as many devices. GPUs that the state does not
         know get seeds that follow from it, another one for each.
+
+        With ``balance="auto"`` the first steps have shares that fit the speeds in the state, in place of even ones. The k-th device of a class
+        takes the k-th speed of that class; a device without a speed counts as fast as the fastest of its class, or else of all. The first
+        timings take the place of these speeds, so wrong ones are soon corrected. Kinds of work that have run already keep their own.
 
         Parameters
         ----------
@@ -249,13 +259,20 @@ class Saving:
     def _state(self) -> dict[str, Any]:
         generators = self._places.named_generators()
         random = {name: generator.get_state() for name, generator in generators.items()}
-        return {"version": _VERSION, "steps": self._execution.steps, "random": random, **self._data.state()}
+        return {
+            "version": _VERSION,
+            "steps": self._execution.steps,
+            "random": random,
+            "speeds": written(self._works.speeds()),
+            **self._data.state(),
+        }
 
     def _load_state(self, state: dict[str, Any]) -> None:
         self._data.load(state)
         ranks = self._execution.ranks
         restore_random(self._places.named_generators(), state["random"], 0 if ranks is None else ranks.rank)
         self._execution.steps = state["steps"]
+        self._works.hint(read(state.get("speeds", "{}")))  # earlier versions had none
 
 
 def restore_random(
@@ -299,6 +316,10 @@ def _check_state(call: str, state: Any) -> None:
             f"{call}: the state has version {version}, and this paceline reads version {_VERSION}. Use the paceline that saved it."
         )
     good = is_whole(version) and is_whole(fields.get("steps")) and isinstance(random, Mapping) and "host" in random
+    try:
+        read(fields.get("speeds", "{}"))
+    except (ValueError, TypeError, AttributeError):
+        good = False
     if not good or not all(isinstance(one, torch.Tensor) and one.dtype == torch.uint8 for one in random.values()):
         raise InvalidArgument(
             f"{call}: this is not a state of a trainer. Give what state_dict() of a DataParallel returned."

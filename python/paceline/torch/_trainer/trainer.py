@@ -251,7 +251,7 @@ class DataParallel:
         self._verification = Verification(works, execution, lifetime, self._training, verify_every)
         self._reports = Reports(module, works, execution, lifetime, self._gaps)
         self._data = Data(execution, lifetime, local)
-        self._saving = Saving(module, execution, lifetime, self._data)
+        self._saving = Saving(module, works, execution, lifetime, self._data)
         self._alarms = Alarms(self._reports.report, works, local.devices)
 
     batch = carried_out_by("_training", Training.batch)

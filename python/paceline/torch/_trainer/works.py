@@ -11,6 +11,7 @@ from paceline._core.engine import StepLoop
 from paceline.torch._devices.places import Places
 from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.workload import Workload
+from paceline.torch._trainer.speeds import Speeds, give_hints, speeds_of
 
 _RUN = "run "
 
@@ -41,6 +42,7 @@ class Works:
         self._group = group
         self._places = places
         self._limits = limits
+        self._hints: Speeds = {}  # of an earlier run
         self._temporary: list[Workload] = []  # of a call that leaves no trace
         self.steps = self._new(options | {"searches": searches})
         self._by_kind = {kind_of(None): self.steps}
@@ -49,7 +51,18 @@ class Works:
         """The work of this kind, which is made when it is first needed."""
         if kind not in self._by_kind:
             self._by_kind[kind] = self._new(self.options)
+            give_hints(self._hints, kind, self._by_kind[kind], self._group)
         return self._by_kind[kind]
+
+    def speeds(self) -> Speeds:
+        """The measured speeds, by kind of work. What an earlier run measured stays for kinds that have not run yet."""
+        return {**self._hints, **speeds_of(self._by_kind, self._group)}
+
+    def hint(self, speeds: Speeds) -> None:
+        """Begin with the speeds of an earlier run. Kinds of work that were measured keep their own."""
+        self._hints = speeds
+        for kind, work in self._by_kind.items():
+            give_hints(speeds, kind, work, self._group)
 
     def runs(self) -> dict[str, Workload]:
         """The work of each run of `batch`, by name."""
