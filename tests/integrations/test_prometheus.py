@@ -8,13 +8,16 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from torch import nn
 
+from paceline import InvalidArgument
 from paceline.torch import DataParallel
+from paceline.torch._trainer import exports
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,3 +98,13 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     assert len(asked) >= 6
     for name in {name for expression in asked for name in re.findall(r"paceline_\w+", expression)}:
         assert name in known
+
+
+def test_labels_that_join_with_those_of_dcgm() -> None:
+    assert exports._dcgm_bus_id("0000:1b:00.0") == "00000000:1B:00.0"
+    assert exports._dcgm_bus_id("0001:53:00.0") == "00000001:53:00.0"
+
+
+def test_labels_that_the_samples_have_are_refused() -> None:
+    with trained(CollectorRegistry()) as trainer, pytest.raises(InvalidArgument, match="labels device, kind already"):
+        trainer.prometheus(device="x", kind="y", run="z")

@@ -128,7 +128,7 @@ def uneven(rank: int) -> Any:
     module = classifier(1)[0]
 
     def slow(m: Any, batch: Any) -> Any:
-        time.sleep(len(batch[0]) * (0.001 if rank else 0.0002))
+        time.sleep(len(batch[0]) * (0.003 if rank else 0.0006))
         return loss_of(m, batch)
 
     with trainer_of(module) as trainer:

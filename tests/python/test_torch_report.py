@@ -253,3 +253,20 @@ def test_methods_that_parts_carry_out_look_like_the_trainers_own() -> None:
         assert method.__qualname__ == f"DataParallel.{name}"
         assert inspect.getdoc(method)
     assert list(inspect.signature(DataParallel.what_if).parameters) == ["self", "speeds", "add", "remove", "batch_size"]
+
+
+def test_scalars_are_about_the_steps_since_the_last_call() -> None:
+    module, batch = classifier(8)
+
+    def slow(one: Any, part: Any) -> Any:
+        time.sleep(0.02)
+        return classify(one, part)
+
+    with DataParallel(module, TWO, balance="even") as trainer:
+        trainer.step(slow, batch)
+        first = trainer.scalars()["paceline/step_seconds"]
+        for _ in range(20):
+            trainer.step(classify, batch)
+        report = trainer.report()
+        assert trainer.scalars()["paceline/step_seconds"] == pytest.approx((report["step_seconds"] - first) / 20)
+        assert trainer.scalars()["paceline/step_seconds"] == pytest.approx(report["step_seconds"] / 21)

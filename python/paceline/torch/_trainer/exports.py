@@ -5,50 +5,78 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from paceline import DeviceGroup, __version__
+from paceline import DeviceGroup, InvalidArgument, __version__
 from paceline._core.runtime import gpu_facts
+from paceline.torch._devices import cuda
 
 Report = Callable[[], dict[str, Any]]
 
-
-def scalars_of(report: dict[str, Any], prefix: str) -> dict[str, float]:
-    """The figures of a report by flat names. Names of devices have ``_`` in place of ``:`` and ``/``."""
-    steps = max(1, report["steps"])
-    found = {
-        "step_seconds": report["step_seconds"] / steps,
-        "compute_seconds": report["compute_seconds"] / steps,
-        "imbalance": report["imbalance"],
-        "moves": report["moves"],
-    }
-    for name, device in report["devices"].items():
-        plain = name.replace(":", "_").replace("/", "_")
-        found[f"share/{plain}"] = device["share"]
-        found[f"items_per_second/{plain}"] = device["items_per_second"]
-        found[f"busy_ratio/{plain}"] = _busy(device)
-        found[f"retired/{plain}"] = device["retired"]
-    return {f"{prefix}{name}": float(value) for name, value in found.items()}
+_OF_DEVICES = ("device", "pci_bus_id", "uuid")
 
 
-def _busy(device: dict[str, Any]) -> float:
-    whole = device["busy_seconds"] + device["idle_seconds"]
-    return float(device["busy_seconds"] / whole) if whole else 0.0
+class Scalars:
+    """The figures of reports by flat names. Names of devices have ``_`` in place of ``:`` and ``/``."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, Any] = {}  # the last report
+
+    def of(self, report: dict[str, Any], prefix: str) -> dict[str, float]:
+        """Those of the steps since the report before, or of all steps if there were none since."""
+        before = self._before if report["steps"] > self._before.get("steps", 0) else {}
+        self._before = report
+        steps = max(1, _since(report, before, "steps"))
+        found = {
+            "step_seconds": _since(report, before, "step_seconds") / steps,
+            "compute_seconds": _since(report, before, "compute_seconds") / steps,
+            "imbalance": report["imbalance"],
+            "moves": report["moves"],
+        }
+        for name, device in report["devices"].items():
+            plain = name.replace(":", "_").replace("/", "_")
+            found[f"share/{plain}"] = device["share"]
+            found[f"items_per_second/{plain}"] = device["items_per_second"]
+            found[f"busy_ratio/{plain}"] = _busy(device, before.get("devices", {}).get(name, {}))
+            found[f"retired/{plain}"] = device["retired"]
+        return {f"{prefix}{name}": float(value) for name, value in found.items()}
+
+
+def _since(now: dict[str, Any], before: dict[str, Any], name: str) -> float:
+    return float(now[name] - before.get(name, 0))
+
+
+def _busy(device: dict[str, Any], before: dict[str, Any]) -> float:
+    busy = _since(device, before, "busy_seconds")
+    whole = busy + _since(device, before, "idle_seconds")
+    return busy / whole if whole else 0.0
+
+
+def _dcgm_bus_id(bus_id: str) -> str:
+    """CUDA's ``0000:1B:00.0`` as DCGM writes it, with eight digits of the domain."""
+    domain, rest = bus_id.split(":", 1)
+    return f"{int(domain, 16):08X}:{rest.upper()}"
 
 
 class Collector:
     """A collector for ``prometheus_client``, whose registry calls `collect` at each scrape. It starts no server and registers nothing.
 
-    Samples of devices have the label ``device``, and for GPUs ``pci_bus_id``, by which they join with those of DCGM. All samples
-    have the caller's own `labels`.
+    Samples of devices have the label ``device``, and for GPUs ``pci_bus_id`` and ``uuid`` as DCGM writes them, by which they join. All
+    samples have the caller's own `labels`.
     """
 
     def __init__(self, report: Report, group: DeviceGroup, labels: dict[str, str]) -> None:
+        if taken := sorted({"kind", "le", "version", *_OF_DEVICES} & set(labels)):
+            raise InvalidArgument(
+                f"prometheus: the samples have labels {', '.join(taken)} already. Give yours another name."
+            )
         self._report = report
         self._common = labels
         facts = gpu_facts()
         self._labels: dict[str, list[str]] = {}
         for device in group.devices:
-            bus = str(facts[device.index]["pci_bus_id"]) if device.kind == "cuda" else ""
-            self._labels[device.name] = [device.name, bus]
+            names = ["", ""]
+            if device.kind == "cuda":
+                names = [_dcgm_bus_id(str(facts[device.index]["pci_bus_id"])), f"GPU-{cuda.uuid(device.index)}"]
+            self._labels[device.name] = [device.name, *names]
 
     def describe(self) -> list[Any]:
         """Nothing, so that registering reads no figures."""
@@ -82,14 +110,14 @@ class Collector:
             family = kind(name, help_text, labels=common)
             family.add_metric(values, value)
             yield family
-        yield from self._of_devices(report, [*common, "device", "pci_bus_id"], values)
+        yield from self._of_devices(report, [*common, *_OF_DEVICES], values)
 
     def _of_devices(self, report: dict[str, Any], labels: list[str], values: list[str]) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         figures: tuple[tuple[Any, str, str, Callable[[dict[str, Any]], float]], ...] = (
             (GaugeMetricFamily, "paceline_device_share_items", "Items of the last step.", lambda one: one["share"]),
-            (GaugeMetricFamily, "paceline_device_busy_ratio", "Part of the devices' common time in which it computed.", _busy),
+            (GaugeMetricFamily, "paceline_device_busy_ratio", "Part of the devices' common time since the start in which it computed.", lambda one: _busy(one, {})),
             (GaugeMetricFamily, "paceline_device_items_per_second", "Recent speed while computing.", lambda one: one["items_per_second"]),
             (GaugeMetricFamily, "paceline_device_retired", "1 while it gets no work by request.", lambda one: one["retired"]),
             (CounterMetricFamily, "paceline_device_items", "Items run.", lambda one: one["items"]),
@@ -104,6 +132,6 @@ class Collector:
         for device, sizes in report["memory"].items():
             for kind, size in sizes.items():
                 if kind.endswith("_bytes"):
-                    where = self._labels.get(device, [device, ""])
+                    where = self._labels.get(device, [device, "", ""])
                     memory.add_metric([*values, *where, kind.removesuffix("_bytes")], size)
         yield memory

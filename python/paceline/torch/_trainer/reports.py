@@ -15,7 +15,7 @@ from paceline.torch._run.alone import Measured
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.group_ranks import GroupRanks
 from paceline.torch._run.workload import Workload
-from paceline.torch._trainer.exports import Collector, scalars_of
+from paceline.torch._trainer.exports import Collector, Scalars
 from paceline.torch._trainer.lifetime import Lifetime
 from paceline.torch._trainer.step_gaps import StepGaps
 from paceline.torch._trainer.works import Works, kind_of
@@ -43,6 +43,7 @@ class Reports:
         self._execution = execution
         self._lifetime = lifetime
         self._gaps = gaps
+        self._scalars = Scalars()
 
     def report(self) -> dict[str, Any]:
         """Figures for a dashboard.
@@ -122,14 +123,14 @@ class Reports:
     def scalars(self, prefix: str = "paceline/") -> dict[str, float]:
         """Some figures of `report` by flat names, for TensorBoard, W&B, MLflow or ``self.log_dict``.
 
-        ``step_seconds`` and ``compute_seconds`` are means of a step. By device, as in ``share/host_0``: ``share``, ``items_per_second``
+        ``step_seconds`` and ``compute_seconds`` are means over the steps since the last call. By device, as in ``share/host_0``: ``share``, ``items_per_second``
         and ``busy_ratio``, the part of the devices' common time in which it computed.
 
         Examples
         --------
         >>> wandb.log(trainer.scalars(), step=step)                                  # doctest: +SKIP
         """
-        return scalars_of(self.report(), prefix)
+        return self._scalars.of(self.report(), prefix)
 
     def prometheus(self, /, **labels: str) -> Collector:
         """A collector of ``prometheus_client`` with the figures of `report`, which you register. It starts no server.
@@ -138,6 +139,11 @@ class Reports:
         ----------
         labels
             Labels of your own for all samples: ``prometheus(run="a")``. Several trainers in one registry need different ones.
+
+        Raises
+        ------
+        InvalidArgument
+            For labels that the samples have already: ``device``, ``pci_bus_id``, ``uuid``, ``kind``, ``le``, ``version``.
 
         Examples
         --------
