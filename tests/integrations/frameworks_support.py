@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch.utils.data import TensorDataset
 TWO = ["host:0", "host:1"]
 # On as many devices a resumed run then draws the same random numbers.
 EVEN: dict[str, Any] = {"devices": TWO, "balance": "even"}
+
+differences: dict[str, float] = {}  # to one device, by test; a table of them follows the tests' results
 
 
 def loss_fn(module: Any, batch: Any) -> Any:
@@ -44,3 +47,10 @@ def difference(ours: nn.Module, theirs: nn.Module) -> float:
     """The largest difference of a parameter or buffer."""
     mine, others = ours.state_dict(), theirs.state_dict()
     return float(max((mine[key] - value).abs().max().item() for key, value in others.items()))
+
+
+def within(difference: float, tolerance: float) -> bool:
+    """Whether a difference to one device is below the tolerance. Notes it for the table."""
+    test = os.environ["PYTEST_CURRENT_TEST"].split("::", 1)[1].removesuffix(" (call)")
+    differences[test] = max(difference, differences.get(test, 0.0))
+    return difference < tolerance

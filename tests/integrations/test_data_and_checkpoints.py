@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from frameworks_support import EVEN, adam, dataset, difference, loss_fn, network
+from frameworks_support import EVEN, adam, dataset, difference, loss_fn, network, within
 from paceline.torch import DataParallel
 
 
@@ -40,7 +40,7 @@ def test_safetensors_of_a_trained_module_load_into_plain_pytorch(tmp_path: Path)
         train(trainer, trainer.optimizer(torch.optim.AdamW, lr=1e-2), [dataset()[:]])
         save_file(module.state_dict(), tmp_path / "model.safetensors")
     other.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    assert difference(other, trained(network(), [dataset()[:]])) < 1e-12
+    assert within(difference(other, trained(network(), [dataset()[:]])), 1e-12)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -71,7 +71,7 @@ def test_a_stateful_loader_goes_on_in_the_middle_of_an_epoch(workers: int) -> No
         rest = iter(batches)
         trainer.load_state_dict(state["trainer"])  # after the loader has drawn its seeds
         train(trainer, optimizer, rest)
-    assert difference(resumed, module) < 1e-12
+    assert within(difference(resumed, module), 1e-12)
 
 
 def test_webdataset(tmp_path: Path) -> None:
@@ -94,5 +94,5 @@ def test_webdataset(tmp_path: Path) -> None:
     module = network()
     with DataParallel(module, **EVEN) as trainer:
         train(trainer, trainer.optimizer(torch.optim.AdamW, lr=1e-2), loader())
-    assert difference(module, trained(network(), loader())) < 1e-12
+    assert within(difference(module, trained(network(), loader())), 1e-12)
     assert difference(module, network()) > 1e-2

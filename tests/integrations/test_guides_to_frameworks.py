@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from frameworks_support import difference
+from frameworks_support import difference, within
 
 README = (Path(__file__).resolve().parents[2] / "python" / "README.md").read_text()
 SECTION = README[README.index("\n## Frameworks\n") : README.index("\n## Several machines\n")]
@@ -130,7 +130,7 @@ def test_both_sides_of_the_sample_train_the_same(title: str, yours: str) -> None
     untrained = run("", yours)["model"]
     plain = [variables["task" if "task" in variables else "model"] for variables in (theirs, ours)]
     mine, others = (getattr(model, "module", model) for model in plain)
-    assert difference(mine, others) < 1e-12
+    assert within(difference(mine, others), 1e-12)
     start = getattr(mine, "trainable_module", mine)
     assert difference(start, untrained) > 1e-4
 
@@ -145,7 +145,7 @@ def test_the_sample_for_timm_with_its_scaler() -> None:
         "(input, target))\n    loss_scaler", "(input, target), scaler=loss_scaler._scaler)\n    loss_scaler"
     )
     assert (before.count("loss_scaler"), after.count("loss_scaler")) == (1, 2)
-    assert difference(run(after, yours)["task"], run(before, yours)["task"]) < 1e-12
+    assert within(difference(run(after, yours)["task"], run(before, yours)["task"]), 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_the_sample_for_timm_with_its_scaler() -> None:
 def test_the_sample_trains_as_a_plain_loop_does(title: str, yours: str) -> None:
     before, after = before_and_after(title)
     compile(before, title, "exec")  # it starts four processes
-    assert difference(run(after, yours)["model"], reference()) < 1e-12
+    assert within(difference(run(after, yours)["model"], reference()), 1e-12)
 
 
 def test_a_module_in_place_of_nn_data_parallel_has_its_attributes_and_takes_its_files() -> None:
@@ -220,7 +220,7 @@ def test_ddp_on_one_machine_and_the_same_program_without_it_train_the_same(tmp_p
     launch(tmp_path, before, machines=1, processes=2)
     ours = run(after)["model"].state_dict()
     for theirs in saved(tmp_path):
-        assert max((ours[key] - value).abs().max().item() for key, value in theirs.items()) < 1e-12
+        assert within(max((ours[key] - value).abs().max().item() for key, value in theirs.items()), 1e-12)
     assert len(saved(tmp_path)) == 2
 
 
@@ -231,5 +231,5 @@ def test_ddp_on_several_machines_and_the_same_program_with_a_group_train_the_sam
     launch(tmp_path, after, machines=2, processes=1)
     theirs = reference(epochs=2).state_dict()
     for ours in saved(tmp_path):
-        assert max((ours[key] - value).abs().max().item() for key, value in theirs.items()) < 1e-12
+        assert within(max((ours[key] - value).abs().max().item() for key, value in theirs.items()), 1e-12)
     assert len(saved(tmp_path)) == 2

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from lightning.fabric import Fabric
 
-from frameworks_support import TWO, adam, difference, loss_fn, setting
+from frameworks_support import TWO, adam, difference, loss_fn, setting, within
 from paceline.torch import DataParallel
 
 
@@ -43,7 +43,7 @@ def test_fabric(precision: Any) -> None:
             optimizer.step()
     assert seen == {torch.bfloat16 if mixed else torch.float64}
     # Fabric's own module rounds its double outputs to single precision, and the trainer's loss does not.
-    assert difference(module, reference) < (2e-3 if mixed else 1e-7)
+    assert within(difference(module, reference), 2e-3 if mixed else 1e-7)
 
 
 def test_accelerate() -> None:
@@ -63,7 +63,7 @@ def test_accelerate() -> None:
                     optimizer.step()
                     optimizer.zero_grad()
         accelerator.free_memory()
-    assert difference(module, reference) < 1e-12
+    assert within(difference(module, reference), 1e-12)
 
 
 def test_accelerate_with_a_scaler() -> None:
@@ -83,7 +83,7 @@ def test_accelerate_with_a_scaler() -> None:
                 optimizer.zero_grad()
         assert accelerator.scaler.get_scale() == 1024.0
         accelerator.free_memory()
-    assert difference(module, reference) < 1e-12
+    assert within(difference(module, reference), 1e-12)
     assert difference(module, setting()[0]) > 0.1
 
 
@@ -139,4 +139,4 @@ def test_distributed_data_parallel_over_machines_with_unequal_batches(tmp_path: 
     for rank in range(2):
         theirs = copy.deepcopy(module)
         theirs.load_state_dict(torch.load(tmp_path / f"rank{rank}"))
-        assert difference(module, theirs) < 1e-12
+        assert within(difference(module, theirs), 1e-12)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
-from frameworks_support import EVEN, adam, dataset, difference, loss_fn, network
+from frameworks_support import EVEN, adam, dataset, difference, loss_fn, network, within
 from paceline.lightning import PacelineStrategy
 from paceline.torch import DataParallel
 from paceline.transformers import PacelineMixin
@@ -65,7 +65,7 @@ def test_lightning(tmp_path: Path) -> None:
     whole = fit(3, seed=0)
     fit(1, seed=0, save=tmp_path / "one.ckpt")
     resumed = fit(3, seed=7, resume=str(tmp_path / "one.ckpt"))
-    assert difference(resumed, whole) < 1e-12
+    assert within(difference(resumed, whole), 1e-12)
     assert torch.load(tmp_path / "one.ckpt", weights_only=True)["paceline"]["steps"] == 4
 
 
@@ -106,7 +106,7 @@ def test_transformers(tmp_path: Path) -> None:
     state = torch.load(tmp_path / "checkpoint-3" / "paceline_0.pt", weights_only=True)
     assert state["steps"] == 3
     resumed, steps = train(str(tmp_path / "checkpoint-3"))
-    assert difference(resumed, whole) < 1e-12
+    assert within(difference(resumed, whole), 1e-12)
     assert steps == 6
 
 
@@ -131,4 +131,4 @@ def test_accelerate(tmp_path: Path) -> None:
 
     whole = train(0, range(6))
     train(0, range(3), save=True)
-    assert difference(train(7, range(3, 6), resume=True), whole) < 1e-12
+    assert within(difference(train(7, range(3, 6), resume=True), whole), 1e-12)
