@@ -31,7 +31,7 @@ class PacelineStrategy(SingleDeviceStrategy):
     """Runs ``training_step`` on all devices: ``Trainer(strategy=PacelineStrategy(), devices=1)``.
 
     The loader yields the batch of all devices together. Each device's copy of the `LightningModule` runs ``training_step`` on its slices.
-    What the slices log is merged, and logged once. Loss, accumulation, clipping, precision, callbacks and checkpoints are those of one device.
+    What the slices log is merged, and logged once. ``training_step`` may return tensors beside the loss: a row per item, or a mean. Loss, accumulation, clipping, precision, callbacks and checkpoints are those of one device.
     Checkpoints have one more entry, ``"paceline"``: `DataParallel.state_dict`, with the states of the random generators. Validation, test and prediction run on the module's own device.
 
     Parameters
@@ -52,10 +52,16 @@ class PacelineStrategy(SingleDeviceStrategy):
     ------
     InvalidArgument
         For what a split would make wrong: manual optimization, ``training_step(dataloader_iter)``, torchmetrics that a training step updates or
-        logs, and reductions of its own in ``self.log``.
+        logs, reductions of its own in ``self.log``, and numbers that ``training_step`` returns beside the loss.
 
     Notes
     -----
+    A mean that is logged without `batch_size` is weighted like the loss. Numbers that ``training_step`` logs are those of a slice: the mean of
+    ``len(batch)`` is that of the slices' lengths. ``reduce_fx="sum"`` counts.
+
+    `batch_size` in ``self.log`` is the slice's own, such as ``len(batch)`` or its number of tokens. It weighs the slice's mean, and the
+    sum over the slices weighs the batch in the mean over an epoch. If all slices give the size of a full batch, it is taken for the batch's.
+
     What ``training_step`` writes to attributes of the module stays with the copy that ran, except for simple values and tensors without a graph
     (see `DataParallel`).
     """
@@ -68,6 +74,7 @@ class PacelineStrategy(SingleDeviceStrategy):
         self._devices = devices
         self._step_options = {"weight": weight, "cost": cost}
         self._options = options
+        self._full = 0  # the size of the largest batch of this fit
         self._loaded: dict[str, Any] | None = None  # the state in a checkpoint that the next run goes on from
         self._last: dict[str, Any] | None = None  # the state of the last fit, for a checkpoint after it
 
@@ -95,6 +102,7 @@ class PacelineStrategy(SingleDeviceStrategy):
                 "training_step(batch, batch_idx)."
             )
         self.data_parallel = DataParallel(module, self._devices, **self._options)
+        self._full = 0
         if state is not None:
             self.data_parallel.load_state_dict(state)
 
@@ -125,11 +133,12 @@ class PacelineStrategy(SingleDeviceStrategy):
         assert self.data_parallel is not None  # since `setup`
         owner = module.trainer
         size = extract_batch_size(batch)
+        self._full = max(self._full, size)
         kinds: dict[str, _Kind] = {}  # filled by the workers, which all log the same names
         counts = any(isinstance(part, Metric) for part in module.modules())
 
         def loss_fn(replica: Any, part: Any) -> Any:
-            log = _Log(kinds, part, size)
+            log = _Log(kinds, part)
             replica._trainer = owner  # copies leave it out
             vars(replica)["log"] = log.log
             before = _updates(replica) if counts else []
@@ -146,6 +155,12 @@ class PacelineStrategy(SingleDeviceStrategy):
                     "PacelineStrategy: training_step returned no loss for a slice of the batch. A slice cannot be skipped by itself. Return a loss "
                     "for each, and skip a batch before it reaches training_step."
                 )
+            for name, value in beside.items():
+                if isinstance(value, (int, float, str)):
+                    raise InvalidArgument(
+                        f"PacelineStrategy: training_step returned {name!r}, a value of type {type(value).__name__}, for a slice of the batch. Such "
+                        "values cannot be merged from slices. Return a tensor with a row per item, or a 0-dimensional tensor that is a mean."
+                    )
             return loss, (log.values, beside)
 
         loss: Any
@@ -156,8 +171,8 @@ class PacelineStrategy(SingleDeviceStrategy):
         logged, beside = self.data_parallel.extras
         for name, value in logged.items():
             reduction, log_options = kinds[name]
-            merged, size_of = _merged(reduction, value, size)
-            module.log(name, merged, reduce_fx=reduction, batch_size=size_of, **log_options)
+            merged, counts_as = _merged(reduction, value, size, self._full)
+            module.log(name, merged, reduce_fx=reduction, batch_size=counts_as, **log_options)
         return {"loss": loss, **beside} if beside else loss
 
     def teardown(self) -> None:
@@ -173,17 +188,16 @@ class PacelineStrategy(SingleDeviceStrategy):
 class _Log:
     """Takes the place of ``self.log`` of a device's copy for one slice, and keeps the values as extras.
 
-    A mean is 0-dimensional, so it is weighted like the loss. If it has a `batch_size` of its own, that counts: then it has a row per item, and
-    beside it two rows, of the `batch_size` and of the part that an item is of its slice. Sums, minima and maxima have rows, too.
+    A mean without a `batch_size` of its own is 0-dimensional, so it is weighted like the loss. All else has a row per item, and beside it two
+    rows, of the `batch_size` and of the part that an item is of its slice.
     """
 
     _signature = inspect.signature(LightningModule.log)
 
-    def __init__(self, kinds: dict[str, _Kind], part: Any, size: int) -> None:
+    def __init__(self, kinds: dict[str, _Kind], part: Any) -> None:
         self.values: dict[str, Any] = {}
         self._kinds = kinds
         self._part = part
-        self._size = size  # of the whole batch
 
     def log(self, *arguments: Any, **options: Any) -> None:
         given = self._signature.bind(None, *arguments, **options).arguments
@@ -203,26 +217,30 @@ class _Log:
             )
         value = torch.as_tensor(value).detach().double().reshape(())
         self._kinds[name] = reduction, given
-        items = self._size if reduction == "mean" and weight is None else extract_batch_size(self._part)
-        if reduction == "mean" and weight in (None, self._size, items):
+        if reduction == "mean" and weight is None:
             self.values[name] = value
             return
+        items = extract_batch_size(self._part)
         row = (value / items if reduction == "sum" else value).expand(items)
-        self.values[name] = row, torch.full_like(row, weight or items), torch.full_like(row, 1 / items)
+        self.values[name] = (
+            row,
+            torch.full_like(row, items if weight is None else weight),
+            torch.full_like(row, 1 / items),
+        )
 
 
-def _merged(reduction: str, value: Any, size: int) -> tuple[torch.Tensor, int]:
-    """What is logged for the batch, and how much it counts in an epoch's mean."""
+def _merged(reduction: str, value: Any, size: int, full: int) -> tuple[torch.Tensor, int]:
+    """What is logged for a batch of `size` items, and how much it counts in an epoch's mean. `full` is the size of a full batch."""
     if isinstance(value, torch.Tensor):
         return value, size
     rows, given, part = value
-    constant = given[0].item()
-    if reduction == "mean" and bool(
-        (given == constant).all()
-    ):  # a constant of the caller's, which says nothing about slices
-        return rows.mean(), round(constant)
+    if reduction == "mean" and bool((given == full).all()):  # the caller's constant, which says nothing about slices
+        return rows.mean(), full
     weights = given * part
-    merged = {"mean": (rows * weights).sum() / weights.sum(), "sum": rows.sum(), "min": rows.amin(), "max": rows.amax()}
+    mean = (rows * weights)[
+        weights > 0
+    ].sum() / weights.sum()  # without slices that count nothing: their means may be 0/0
+    merged = {"mean": mean, "sum": rows.sum(), "min": rows.amin(), "max": rows.amax()}
     return merged[reduction], max(1, round(weights.sum().item()))
 
 

@@ -12,6 +12,7 @@ import torch
 
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
+from paceline.torch._devices.failures import warn_caller
 
 __all__ = ["PacelineMixin"]
 
@@ -33,6 +34,15 @@ class PacelineMixin:
     Some models ignore ``num_items_in_batch``, such as `BertForSequenceClassification`. The Trainer on one device then adds the means of
     accumulated batches up without dividing by their number. Here the gradient is that of the mean over all of them.
 
+    A batch whose labels are all -100 runs on the model's own device, where its loss is what the model makes of no labels.
+
+    A ``compute_loss`` of your own runs once per slice if it is the one of a class after the mixin: ``class MyTrainer(PacelineMixin, MyOwn)``. One
+    in `MyTrainer` itself replaces the mixin's. It has to call ``super().compute_loss`` without `return_outputs`, or batches run on the model's
+    own device, which ``train`` warns of.
+
+    Router losses of mixtures of experts (``config.output_router_logits``) are not those of one device. They couple the items of a batch. Here
+    each slice has its own, and they are weighted by labels. ``train`` warns of this.
+
     Raises
     ------
     InvalidArgument
@@ -45,9 +55,9 @@ class PacelineMixin:
     >>> MyTrainer(model, arguments, train_dataset=data).train()                      # doctest: +SKIP
     """
 
-    loss_is_scaled_for_ga = True  # `compute_loss` divides by what was accumulated, and the Trainer must not do it again
     data_parallel_options: ClassVar[dict[str, Any]] = {}
     data_parallel: DataParallel | None = None
+    _reached = False  # whether `compute_loss` was called for training, or the warning was given that it is not
 
     def __init__(self, model: Any = None, args: Any = None, *arguments: Any, **options: Any) -> None:
         if args is not None:
@@ -75,6 +85,19 @@ class PacelineMixin:
                 self.data_parallel.close()
                 self.data_parallel = None
 
+    def training_step(self, *arguments: Any, **options: Any) -> Any:
+        """As `Trainer.training_step`. Warns once if the batch did not reach the devices."""
+        loss = super().training_step(*arguments, **options)  # type: ignore[misc]
+        if not self._reached:
+            self._reached = True
+            warn_caller(
+                f"PacelineMixin: compute_loss of {type(self).__name__} trains on one device. It did not call PacelineMixin.compute_loss, or it asked "
+                f"for outputs, which only one device has. Move it to a class after the mixin, class {type(self).__name__}(PacelineMixin, MyOwn), or "
+                "call super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch) in it.",
+                UserWarning,
+            )
+        return loss
+
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -83,7 +106,10 @@ class PacelineMixin:
         one_device = super().compute_loss  # type: ignore[misc]
         if return_outputs or not torch.is_grad_enabled():
             return one_device(model, inputs, return_outputs, num_items_in_batch)
-        parallel = self._parallel()
+        self._reached = True
+        self.loss_is_scaled_for_ga = (
+            True  # what was accumulated is divided by here, and the Trainer must not do it again
+        )
         shifted = trainer._loss_shifts_labels
 
         def loss_fn(module: Any, part: Any) -> Any:
@@ -93,19 +119,27 @@ class PacelineMixin:
 
         weight = _labels_per_item(inputs, shifted=shifted)
         items = num_items_in_batch
+        if items is None:
+            empty = weight is not None and not weight.any() and trainer.accelerator.num_processes == 1
+        else:
+            empty = items == 0  # in all processes
         if items is not None and trainer.args.average_tokens_across_devices:
             items = items / (
                 trainer.accelerator.num_processes // trainer.get_tp_size()
             )  # the processes average gradients
-        loss = parallel.loss(
-            loss_fn, inputs, weight=weight, total=items, scaler=getattr(trainer.accelerator, "scaler", None)
-        )
+        if empty:  # there is nothing to divide by
+            loss = one_device(model, inputs, num_items_in_batch=num_items_in_batch)
+        else:
+            loss = self._parallel().loss(
+                loss_fn, inputs, weight=weight, total=items, scaler=getattr(trainer.accelerator, "scaler", None)
+            )
         return loss if items is not None else loss / trainer.current_gradient_accumulation_steps
 
     def _parallel(self) -> DataParallel:
         trainer: Any = self
         if self.data_parallel is None:
             module = trainer.accelerator.unwrap_model(trainer.model)
+            _warn_of_router_losses(getattr(module, "config", None))
             self.data_parallel = DataParallel(module, **self.data_parallel_options)
         return self.data_parallel
 
@@ -135,3 +169,15 @@ def _labels_per_item(inputs: Any, *, shifted: bool) -> torch.Tensor | None:
         labels = labels[..., 1:]
     counts: torch.Tensor = labels.ne(-100).reshape(len(labels), -1).sum(1)
     return counts
+
+
+def _warn_of_router_losses(config: Any) -> None:
+    """Of a mixture of experts, also inside of a model for text and images."""
+    for one in (config, getattr(config, "text_config", None)):
+        if getattr(one, "output_router_logits", False) and getattr(one, "router_aux_loss_coef", 1) != 0:
+            warn_caller(
+                "PacelineMixin: output_router_logits=True adds a router loss, which couples the items of a batch. Each slice has its own here, so "
+                "loss and gradients are not those of one device. Set config.output_router_logits = False to train without it.",
+                UserWarning,
+            )
+            return

@@ -160,8 +160,10 @@ def test_weights_of_a_mean_over_tokens(tmp_path: Any) -> None:
             weight = batch[1].double()  # some slices have none
             losses = nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
             loss = (losses * weight).sum() / weight.sum()
-            self.log("loss", loss, on_step=True, batch_size=len(batch[0]))
-            self.log("mean_of_sizes", loss.detach() + 1, on_step=True)
+            right = (self.net(batch[0]).argmax(1) == batch[1]).double().mean()
+            self.log("loss", loss, on_step=True)
+            self.log("mean over tokens", loss, on_step=True, batch_size=int(weight.sum()))
+            self.log("mean over items", right, on_step=True, on_epoch=True, batch_size=len(batch[0]))
             return loss
 
     ours, theirs = Masked(), Masked()
@@ -172,6 +174,29 @@ def test_weights_of_a_mean_over_tokens(tmp_path: Any) -> None:
         assert mine == pytest.approx(reference, rel=1e-9)
     worst = max((a - b).abs().max().item() for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
     assert within(worst, 1e-12)
+
+
+@pytest.mark.parametrize("balance", ["even", [1, 2]])
+def test_sizes_of_slices_add_up_also_if_they_are_equal(balance: Any, tmp_path: Any) -> None:
+    class Tokens(Classifier):
+        """Logs with a number of tokens that is that of the items in some slices, and that of the batch's items in others."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            losses = nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+            tokens = batch[1].double()
+            self.log("text of one length", losses.mean(), on_epoch=True, batch_size=len(batch[0]) * 4)
+            self.log("masked", (losses * tokens).sum() / tokens.sum(), on_epoch=True, batch_size=int(tokens.sum()))
+            return losses.mean()
+
+    def run(strategy: Any) -> tuple[list[dict[str, float]], dict[str, float]]:
+        trainer, got = fit(Tokens(), strategy, tmp_path, max_epochs=1, limit_train_batches=5)
+        return got.steps, {key: float(value) for key, value in trainer.callback_metrics.items()}
+
+    steps, means = run(PacelineStrategy(TWO, balance=balance, micro_batch=3))
+    wanted_steps, wanted_means = run(None)
+    for mine, reference in zip(steps, wanted_steps, strict=True):
+        assert mine == pytest.approx(reference, rel=1e-9)
+    assert means == pytest.approx(wanted_means, rel=1e-9)
 
 
 class Manual(Classifier):
@@ -213,6 +238,11 @@ class OwnReduction(Classifier):
         return super().training_step(batch, batch_idx)
 
 
+class Counts(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "items": len(batch[0])}
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
@@ -222,6 +252,7 @@ class OwnReduction(Classifier):
         (LogsMetric, "with a torchmetrics object"),
         (OwnReduction, "reduce_fx=median"),
         (Skips, "returned no loss for a slice"),
+        (Counts, "returned 'items', a value of type int"),
     ],
 )
 def test_what_a_split_would_make_wrong_is_refused(module: Any, message: str, tmp_path: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, ClassVar
 
 import pytest
@@ -12,6 +13,8 @@ from transformers import (
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -151,3 +154,87 @@ def test_evaluation_and_a_callback_that_asks_for_the_shares(tmp_path: Any) -> No
     assert shares == [{"host:0": 3, "host:1": 6}] * 3
     assert trainer.data_parallel is None
     assert trainer.evaluate()["eval_loss"] > 0
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_batches_without_labels_do_what_they_do_on_one_device(steps: int, tmp_path: Any) -> None:
+    def masked(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        batch = pad(samples)
+        nothing = next(batches) in (0, 3, 4, 5)
+        return {**batch, "labels": torch.full_like(batch["labels"], -100)} if nothing else batch
+
+    runs = []
+    for kind in (Parallel, Trainer):
+        batches = iter(range(6))
+        runs.append(train(kind, llama(), tmp_path, masked, max_steps=6 // steps, gradient_accumulation_steps=steps))
+    (ours, got), (theirs, wanted) = runs
+    assert len(got) == 6 // steps
+    assert got == [pytest.approx(pair, rel=1e-5, nan_ok=True) for pair in wanted]
+    worst = max((a - b).abs().max().item() for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    assert worst < 1e-5
+
+
+class Plain(Trainer):
+    """For models that do not take ``num_items_in_batch``: the Trainer divides the loss by the number of accumulated batches."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.model_accepts_loss_kwargs = False
+
+
+class OwnLoss(Plain):
+    """As the documentation of transformers shows it."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**{key: value for key, value in inputs.items() if key != "labels"})
+        loss = smoothed_sum(outputs, inputs["labels"])
+        return (loss, outputs) if return_outputs else loss
+
+
+class Before(PacelineMixin, Plain):
+    compute_loss = OwnLoss.compute_loss
+
+
+class Outputs(Parallel):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **options)
+        return (loss, outputs) if return_outputs else loss
+
+
+class After(PacelineMixin, OwnLoss):
+    data_parallel_options: ClassVar[dict[str, Any]] = {"devices": TWO, "balance": [1, 2]}
+
+
+@pytest.mark.parametrize(("kind", "reference"), [(Before, OwnLoss), (Outputs, Trainer)])
+def test_a_loss_that_does_not_reach_the_devices_warns_once(kind: Any, reference: Any, tmp_path: Any) -> None:
+    options = {"max_steps": 2, "gradient_accumulation_steps": 2}
+    with pytest.warns(UserWarning, match=f"compute_loss of {kind.__name__} trains on one device") as found:
+        _, got = train(kind, llama(), tmp_path, **options)
+    assert len([one for one in found if "PacelineMixin" in str(one.message)]) == 1
+    _, wanted = train(reference, llama(), tmp_path, **options)
+    assert got == [pytest.approx(pair, rel=1e-6) for pair in wanted]
+
+
+def test_a_loss_in_a_class_after_the_mixin_runs_on_the_devices(tmp_path: Any) -> None:
+    options = {"max_steps": 2, "gradient_accumulation_steps": 2}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "PacelineMixin")
+        ours, got = train(After, llama(), tmp_path, **options)
+    theirs, wanted = train(OwnLoss, llama(), tmp_path, **options)
+    assert got == [pytest.approx(pair, rel=1e-6) for pair in wanted]
+    worst = max((a - b).abs().max().item() for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    assert worst < 1e-10
+
+
+@pytest.mark.parametrize(("coefficient", "warned"), [(0.5, 1), (0.0, 0)])
+def test_router_losses_warn(coefficient: float, warned: int, tmp_path: Any) -> None:
+    config = MixtralConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        num_local_experts=4, output_router_logits=True, router_aux_loss_coef=coefficient,
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train(Parallel, MixtralForCausalLM(config), tmp_path, max_steps=1)
+    assert sum("adds a router loss" in str(one.message) for one in found) == warned
