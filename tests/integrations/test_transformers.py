@@ -198,7 +198,7 @@ class Before(PacelineMixin, Plain):
 
 
 class Outputs(Parallel):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:  # type: ignore[override]
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **options)
         return (loss, outputs) if return_outputs else loss
 
