@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.util import find_spec
@@ -21,6 +23,16 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
             f"{package} {metadata.version(package)} from {spec.origin}" if spec else f"{package}: not installed"
         )
     return lines
+
+
+@pytest.fixture(autouse=True)
+def symbolic_tracing_off(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Put PyTorch's flag of symbolic tracing back. It is one for all threads, and a worker that is cancelled while it compiles leaves it on."""
+    yield
+    tracing = sys.modules.get("torch.fx._symbolic_trace")
+    if tracing is not None and tracing._is_fx_tracing_flag:
+        tracing.__dict__["_is_fx_tracing_flag"] = False
+        warnings.warn(f"{request.node.nodeid} has left PyTorch's flag of symbolic tracing on", stacklevel=1)
 
 
 @pytest.fixture(scope="module")

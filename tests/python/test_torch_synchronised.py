@@ -446,7 +446,7 @@ def test_shares_follow_speeds_without_the_time_that_a_device_waits() -> None:
         slow: list[Any] = []
 
         def loss_fn(replica: Any, part: Any) -> Any:
-            time.sleep(len(part[0]) * (1.5e-3 if replica is slow[0] else 5e-4))
+            time.sleep(len(part[0]) * (6e-3 if replica is slow[0] else 2e-3))
             return classify(replica, part)
 
         trainer.step(classify, batch)

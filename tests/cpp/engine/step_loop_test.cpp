@@ -138,7 +138,7 @@ TEST(StepLoopLedger, HasWhatLeftAndCameBack) {
 }
 
 TEST(StepLoop, GivesADeviceThatIsRetiredNothingOfEitherKind) {
-  StepLoop step_loop(host_group(3), {});
+  StepLoop step_loop(host_group(3), {.balance = Balance::even});
   const auto ran = [&](bool costs) {
     const auto program = std::make_shared<Nothing>();
     const auto plan = costs ? step_loop.plan(std::vector<double>(12, 1.0)) : step_loop.plan(12);
