@@ -96,12 +96,13 @@ std::vector<plan::CostModel> completed_models(std::span<const std::optional<plan
     const auto rank = [&](std::size_t j) {
       return std::pair(devices[j].device_class != devices[i].device_class, models[j]->seconds(1));
     };
-    std::optional<std::size_t> best = models[i] ? std::optional(i) : std::nullopt;
+    const std::size_t none = models.size();
+    std::size_t best = models[i] ? i : none;
     for (std::size_t j = 0; !models[i] && j < models.size(); ++j) {
-      if (models[j] && (!best || rank(j) < rank(*best))) best = j;
+      if (models[j] && (best == none || rank(j) < rank(best))) best = j;
     }
-    if (!best) return {};
-    all.push_back(*models[*best]);
+    if (best == none) return {};
+    all.push_back(*models[best]);
   }
   return all;
 }
