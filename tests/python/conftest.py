@@ -27,7 +27,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def symbolic_tracing_off(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Put PyTorch's flag of symbolic tracing back. It is one for all threads, and a worker that is cancelled while it compiles leaves it on."""
+    """Put PyTorch's flag of symbolic tracing back. It is one for all threads, so two workers in ``torch.func.linearize`` may leave it on."""
     yield
     tracing = sys.modules.get("torch.fx._symbolic_trace")
     if tracing is not None and tracing._is_fx_tracing_flag:
