@@ -305,7 +305,7 @@ plan::CostModel Estimator::model(DeviceId device) const {
   };
   if (estimates_[device].scale > 0.0) return affine(device);
   // A device that was never measured counts as fast as the fastest of its class, or else of all devices. So it gets
-  // work and is measured, also if a hint says that it is too slow to help: a wrong one would hold for good.
+  // work and is measured, also if a hint says that it is too slow to help. Otherwise a wrong hint would hold for good.
   std::size_t best = devices_.size();
   bool best_in_class = false;
   for (std::size_t i = 0; i < devices_.size(); ++i) {

@@ -71,9 +71,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.batch_size = min(batch_size, items)  # of a full batch
         self.epoch = 0
         self.current: Stamp | None = None
-        self.lock = (
-            threading.Lock()
-        )  # held while a batch is drawn, and while ranks agree from which batch on a plan holds
+        # Held while a batch is drawn, and while ranks agree from which batch on a plan holds.
+        self.lock = threading.Lock()
         self._asked = batch_size
         self._rank = rank
         self._position = 0  # the index in the epoch of the batch handed out last, or of the next one

@@ -96,7 +96,7 @@ class _Own(Leaf):
 
     def cut(self, rows: torch.Tensor, move: Move) -> Any:
         begin = int(rows[0])
-        if not _neighbours(rows):  # costs are refused before, so this is a check that looks at pairs of items
+        if not _neighbours(rows):  # only `check` asks for such rows; a step with costs is refused earlier
             raise InvalidArgument("split: the items of a slice are no neighbours.")
         return moved(self._slice(self._node, begin, begin + len(rows)), move)
 

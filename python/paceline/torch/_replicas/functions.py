@@ -23,11 +23,8 @@ from paceline.torch._replicas.hook_code import codes_of
 from paceline.torch._replicas.reach import SIMPLE, closure_of
 
 _UNCHANGING = (type, types.ModuleType, types.MethodDescriptorType, types.WrapperDescriptorType, enum.Enum)
-_NOBODYS = (
-    type,
-    types.ModuleType,
-    types.NoneType,
-)  # what a built-in function is bound to that is no method of an object
+# What a built-in function is bound to that is no method of an object.
+_NOBODYS = (type, types.ModuleType, types.NoneType)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _CONTAINERS = (list, dict, OrderedDict)
 

@@ -29,6 +29,21 @@ _PATIENCE = timedelta(
 )  # how long to wait for an answer; other ranks notice the failure at about the same time
 _TEXT_BYTES = 400  # of an error's text that the other ranks get to know
 
+# What has to be equal on all ranks, and what to say if it is not.
+_EQUAL = {
+    "call": "called something else than {other}. All ranks of a group make the same calls of the trainer in the same order, with the same "
+    "terms in weight= and total=, and the same reduction=, also where a rank has no items left: batch=None.",
+    "layout": "other parameters than {other}: names, shapes, types and requires_grad have to be equal. Make the same module on all ranks, and "
+    "freeze the same parameters.",
+    "batch": "another sampler than {other}, or is at another global batch. All ranks make the same sampler, of the same size, seed and state, "
+    "and take all of its batches in the same order.",
+    "steps": "trained {mine:g} steps before, {other} {theirs:g}. Load the same save on all ranks: load() warns if it takes an older one than "
+    "the newest.",
+    "scale": "a scaler with the scale {mine:g}, {other} with {theirs:g}. Give all ranks scalers of the same state.",
+    "total": "total={mine}, {other} has total={theirs} (0: none). It is the denominator over all ranks, so give all the same number, or leave "
+    "it out.",
+}
+
 
 class GroupRanks(Ranks):
     """The ranks of a process group.
@@ -171,35 +186,13 @@ class GroupRanks(Ranks):
         """Raise, on every rank, if ranks differ in what has to be equal."""
         first = headers[0]
         for rank, one in enumerate(headers):
-            who, other = f"{self._call}: rank {self._numbers[rank]}", f"rank {self._numbers[0]}"
-            if one.call != first.call:
+            for field, text in _EQUAL.items():
+                mine, theirs = getattr(one, field), getattr(first, field)
+                if mine == theirs or (field == "scale" and not (mine and theirs)):
+                    continue
+                other = f"rank {self._numbers[0]}"
                 raise InvalidArgument(
-                    f"{who} has called something else than {other}. All ranks of a group make the same calls of the trainer in the same order, with "
-                    "the same terms in weight= and total=, and the same reduction=, also where a rank has no items left: batch=None."
-                )
-            if one.layout != first.layout:
-                raise InvalidArgument(
-                    f"{who} has other parameters than {other}: names, shapes, types and requires_grad have to be equal. Make the same module on all "
-                    "ranks, and freeze the same parameters."
-                )
-            if one.batch != first.batch:
-                raise InvalidArgument(
-                    f"{who} has another sampler than {other}, or is at another global batch. All ranks make the same sampler, of the same size, seed and "
-                    "state, and take all of its batches in the same order."
-                )
-            if one.steps != first.steps:
-                raise InvalidArgument(
-                    f"{who} has trained {int(one.steps)} steps before, {other} {int(first.steps)}. Load the same save on all ranks: "
-                    "load() warns if it takes an older one than the newest."
-                )
-            if one.scale and first.scale and one.scale != first.scale:
-                raise InvalidArgument(
-                    f"{who} has a scaler with the scale {one.scale}, {other} with {first.scale}. Give all ranks scalers of the same state."
-                )
-            if one.total != first.total:
-                raise InvalidArgument(
-                    f"{who} has total={one.total or None}, {other} has total={first.total or None}. It is the denominator over all ranks, so give "
-                    "all the same number, or leave it out."
+                    f"{self._call}: rank {self._numbers[rank]} has {text.format(mine=mine, theirs=theirs, other=other)}"
                 )
 
     def _union(self, present: list[bool]) -> list[bool]:
