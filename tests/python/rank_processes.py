@@ -13,8 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+
+from paceline.torch import DataParallel
+from torch_support import hosts
 
 DEAD = "dead"
+Run = Callable[..., list[Any]]  # what the fixture `on_ranks` is
 # Processes are forked from a server that has imported torch already, which takes seconds.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "paceline.torch", "pytest"])
@@ -83,3 +88,26 @@ class Processes:
         for process, _ in self._alive:
             process.kill()
             process.join()
+
+
+def part_of(batch: Any, rank: int, sizes: list[int]) -> Any:
+    """The rank's part of a batch, or None if it has no items."""
+    begin, end = sum(sizes[:rank]), sum(sizes[: rank + 1])
+    if isinstance(batch, dict):
+        return {name: tensor[begin:end] for name, tensor in batch.items()} if end > begin else None
+    return tuple(tensor[begin:end] for tensor in batch) if end > begin else None
+
+
+def trainer_of(module: nn.Module, rank: int, *, more: int = 0, **options: Any) -> DataParallel:
+    """Rank r has r + 1 host devices, and some `more`."""
+    return DataParallel(module, hosts(rank + 1 + more), group=dist.group.WORLD, **options)
+
+
+def error_of(call: Callable[[], Any]) -> tuple[type, str]:
+    """The type and the text of what a call raises, with its notes."""
+    try:
+        call()
+    except Exception as error:
+        notes = getattr(error, "__notes__", []) or [str(error.__cause__)]
+        return type(error), "; ".join([str(error), *notes])
+    return type(None), ""

@@ -171,8 +171,8 @@ Proposal AutoPolicy::propose(const PolicyContext& context) {
   }
   const auto even = [&] { return split_by_weights(context, std::vector<double>(context.limits.size(), 1.0)); };
   const bool first = context.incumbent == nullptr;
-  // Hints say what calibration would find out, and calibration overloads slow devices. But wrong hints may give sizes so
-  // unequal that no gain can be told from the error of the shape. Then the balancer begins as without hints.
+  // Hints say what calibration would find out, and calibration overloads slow devices. But wrong hints may give sizes
+  // so unequal that no gain can be told from the error of the shape. Then the balancer begins as without hints.
   const auto hints_are_wrong = [&] {
     return !first && context.estimator.has_evidence() && fewest_samples(context, *context.incumbent) >= kLeastSamples &&
            decide(context, *context.incumbent, true, kLeastGain).gain > kWrongHint;
