@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -23,6 +24,14 @@ namespace paceline {
 namespace {
 
 constexpr std::chrono::milliseconds kBetween{50};
+
+/// A lane is free again when its micro-batch has left the first stage for the last time.
+std::size_t lanes_of(const plan::Schedule& schedule) {
+  const auto count = static_cast<std::size_t>(schedule.micro_batches);
+  const auto in_flight = static_cast<std::size_t>(plan::in_flight(schedule, 0));
+  // Forwards only: one in each stage, and one that waits, keep all stages busy.
+  return in_flight > 0 ? in_flight : std::min(count, schedule.stages.size() + 1);
+}
 
 }  // namespace
 
@@ -147,7 +156,7 @@ struct Lanes::State {
 Lanes::Lanes(LaneThreads& threads, const plan::Schedule& schedule, Body body) : state_(std::make_shared<State>()) {
   state_->threads = threads.state_;
   state_->body = std::move(body);
-  state_->lanes = static_cast<std::size_t>(plan::in_flight(schedule, 0));
+  state_->lanes = lanes_of(schedule);
   state_->micro_batches.resize(static_cast<std::size_t>(schedule.micro_batches));
   for (const auto& actions : schedule.stages) {
     for (const plan::Action& action : actions)
