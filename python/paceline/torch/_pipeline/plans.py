@@ -19,7 +19,8 @@ class PipelinePlan(NamedTuple):
     @property
     def lanes(self) -> int:
         """How many micro-batches are under way at once."""
-        return core.in_flight(self.schedule, 0)
+        stages, count = len(self.cuts), len(self.sizes)
+        return max(core.in_flight(self.schedule, 0), min(count, stages + 1))  # the latter for predictions
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
