@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from paceline import InvalidArgument
 from paceline._plot import figure_class, save
@@ -175,7 +175,7 @@ def _extent(rows: Sequence[ScheduleRow]) -> tuple[float, float]:
     """When the first span starts, and when the last one ends."""
     for row in rows:
         for one in row.spans:
-            if one.kind not in _COLOURS or one.kind == "bubble":
+            if one.kind not in get_args(SpanKind):
                 raise InvalidArgument(
                     f"plot_schedule: stage {row.stage} on {row.device} has a span of kind {one.kind!r}; it must be 'forward', 'backward', 'wait' or 'send'."
                 )
