@@ -51,9 +51,11 @@ from paceline.torch._trainer.optimizer import spread
 from paceline.torch._trainer.parts import carried_out_by
 from paceline.torch._trainer.passes import Passes
 from paceline.torch._trainer.predictions import Predictions
+from paceline.torch._trainer.recent_steps import RecentSteps
 from paceline.torch._trainer.reports import Reports
 from paceline.torch._trainer.saving import Saving
 from paceline.torch._trainer.step_gaps import StepGaps
+from paceline.torch._trainer.tracing import Tracing
 from paceline.torch._trainer.training import Training
 from paceline.torch._trainer.trials import Trials
 from paceline.torch._trainer.verification import Verification
@@ -243,8 +245,9 @@ class DataParallel:
         self._works = works
         self._execution = execution
         self._gaps = StepGaps()
-        self._lifetime = lifetime = Lifetime(local, owned, execution, works, self._gaps)
-        self._training = Training(works, execution, lifetime, reduction)
+        self._recent = RecentSteps(on_gpu=any(places.on_gpu))
+        self._lifetime = lifetime = Lifetime(local, owned, execution, works, self._gaps, self._recent)
+        self._training = Training(works, execution, lifetime, self._recent, reduction)
         self._predictions = Predictions(works, execution, lifetime, self._training)
         self._passes = Passes(works, execution, lifetime)
         self._trials = Trials(works, execution, lifetime, self._training)
@@ -253,6 +256,7 @@ class DataParallel:
         self._data = Data(execution, lifetime, local)
         self._saving = Saving(module, works, execution, lifetime, self._data)
         self._alarms = Alarms(self._reports.report, works, local.devices)
+        self._tracing = Tracing(module, works.names, self._recent, self._gaps, self._alarms)
 
     batch = carried_out_by("_training", Training.batch)
     batch_sampler = carried_out_by("_data", Data.batch_sampler)
@@ -270,6 +274,7 @@ class DataParallel:
     events = carried_out_by("_reports", Reports.events)
     history = carried_out_by("_reports", Reports.history)
     plot = carried_out_by("_reports", Reports.plot)
+    trace = carried_out_by("_tracing", Tracing.trace)
     explain = carried_out_by("_reports", Reports.explain)
     what_if = carried_out_by("_reports", Reports.what_if)
     write_ledger = carried_out_by("_reports", Reports.write_ledger)
@@ -460,9 +465,8 @@ class DataParallel:
             What `cls` raises for these parameters and options. If its ``step`` raises on a worker, as for a gradient of another type, the
             parts of other workers may be updated or not. Go on from what you saved last.
         """
-        return spread(
-            cls, self.module.parameters() if parameters is None else parameters, HostWorkers(self._lifetime), options
-        )
+        workers = HostWorkers(self._lifetime, self._recent.optimizer_times)
+        return spread(cls, self.module.parameters() if parameters is None else parameters, workers, options)
 
     def retire(self, device: str | Device) -> None:
         """Give the device no work from the next call on. Nothing waits for it. Its share goes to the others; no item is lost.
