@@ -274,7 +274,10 @@ def test_steps_of_gpus_follow_each_other_and_are_read_when_they_are_done(path: P
         trainer.step(classify, batch)
         recent = trainer._tracing._recent = RecentSteps(on_gpu=True)
         # The host enqueues the second step a second after the first, which the device needs four seconds for.
-        outcomes = [Outcome(100.0 + number, [(0, 0, 16, 0.5, 4.5, False, False)]) for number in range(3)]
+        outcomes = [
+            Outcome(100.0 + number, [(0, 0, 12, 0.5, 4.0, True, False), (0, 12, 16, 4.0, 4.5, False, True)])
+            for number in range(3)
+        ]
         for number, outcome in enumerate(outcomes):
             outcome.settled = number == 0
             with recent.step("step", trainer._execution) as step:
@@ -283,7 +286,8 @@ def test_steps_of_gpus_follow_each_other_and_are_read_when_they_are_done(path: P
         assert [step.outcome is None for step in recent.steps] == [True, False, False]
         trace = traced(trainer, path)
     spans = trace.of("micro_batch", "host:0")
-    assert [one["start"] - spans[0]["start"] for one in spans] == [0, 4e9, 8e9]
+    assert [(one["start"] - spans[0]["start"]) / 1e9 for one in spans] == [0, 3.5, 4, 7.5, 8, 11.5]
+    assert [(one["args"]["excluded"], one["args"]["correction"]) for one in spans] == 3 * [(True, False), (False, True)]
     assert trace.of("wait", "host:0")[1:] == []
     assert trace.of("reduction") == []
 
