@@ -21,7 +21,7 @@ from paceline.torch._pipeline.loop import Outcome, PipelineWork
 from paceline.torch._pipeline.plans import PipelinePlan
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.execution import Execution
-from paceline.torch._run.run import FAILED, Frame, Run, TrainRun
+from paceline.torch._run.run import Frame, Run, TrainRun
 from paceline.torch._run.workload import Workload
 
 
@@ -36,7 +36,9 @@ class PipelineExecution(Execution):
         self.threads = LaneThreads()
         self.watcher: Callable[[int], Watcher] | None = None  # makes one for each micro-batch, by its number
         self._group = group
-        self._warned_of_norms = True  # the promise is about these micro-batches, over which norms do what they do on one device
+        self._warned_of_norms = (
+            True  # the promise is about these micro-batches, over which norms do what they do on one device
+        )
 
     def frame(
         self,

@@ -151,7 +151,9 @@ class Journey:
         if now is None:
             raise MeetingOffError
         if now[:2] != (stage, kind):
-            raise RuntimeError(f"pipeline: micro-batch {self._micro_batch} got the turn of {now} instead of {kind} of stage {stage}")
+            raise RuntimeError(
+                f"pipeline: micro-batch {self._micro_batch} got the turn of {now} instead of {kind} of stage {stage}"
+            )
         self._arrived(stage)
 
 

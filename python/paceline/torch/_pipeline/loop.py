@@ -59,9 +59,7 @@ class Outcome:
             within = blocks[journey.block].name if journey is not None and kind == "F" and journey.block >= 0 else ""
             what = "the forward" if kind == "F" else "the backward"
             at = f"in or after block {within} " if within else ""
-            self.failed_where = (
-                f"{names[plan.order[self.failed_stage]]} in {what} {at}(stage {self.failed_stage}, blocks {blocks[first].name} to {blocks[last].name})"
-            )
+            self.failed_where = f"{names[plan.order[self.failed_stage]]} in {what} {at}(stage {self.failed_stage}, blocks {blocks[first].name} to {blocks[last].name})"
 
     @property
     def claims(self) -> list[Any]:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from paceline import DeviceGroup, InvalidArgument
+from paceline import DeviceGroup
 from paceline._core import engine as core
 from paceline.torch._pipeline.plans import PipelinePlan
 
@@ -41,7 +41,11 @@ class Planner:
         cuts = tuple(self._cuts or (self._blocks * s // stages for s in range(stages)))
         even, more = divmod(items, count)
         sizes = tuple(even + (m < more) for m in range(count))
-        schedule = core.gpipe(len(cuts), count) if self._schedule == "gpipe" else core.one_f_one_b(len(cuts), count, [1] * len(cuts))
+        schedule = (
+            core.gpipe(len(cuts), count)
+            if self._schedule == "gpipe"
+            else core.one_f_one_b(len(cuts), count, [1] * len(cuts))
+        )
         return PipelinePlan(cuts, tuple(range(len(cuts))), sizes, schedule)
 
     def record(self, plan: PipelinePlan, record: Any) -> bool:
