@@ -154,7 +154,8 @@ void bind_pipeline(py::module_& module) {
             return tuple_of(*now);
           },
           py::arg("micro_batch"), "The action whose turn the micro-batch has.")
-      .def_property_readonly("count", [](const PythonLanes& lanes) { return lanes.lanes()->lanes(); }, "How many lanes.")
+      .def_property_readonly(
+          "count", [](const PythonLanes& lanes) { return lanes.lanes()->lanes(); }, "How many lanes.")
       .def("cancel", &PythonLanes::cancel, "End the step that runs once every lane has left its action. Any thread.");
 
   py::class_<LaneStep, std::shared_ptr<LaneStep>>(module, "PipelineOutcome", "How one step of a pipeline ended.")
@@ -183,10 +184,11 @@ void bind_pipeline(py::module_& module) {
           },
           "Per stage what ran, in order: ('F' or 'B', micro-batch, start seconds, finish seconds) each.");
 
-  module.def("in_flight", [](const std::string& text, std::size_t stage) { return plan::in_flight(plan::schedule_of(text), stage); });
-  module.def("forward_only", [](std::size_t stages, std::int64_t count) { return plan::to_text(plan::forward_only(stages, count)); });
-  module.def("gpipe", [](std::size_t stages, std::int64_t count) { return plan::to_text(plan::gpipe(stages, count)); });
-  module.def("one_f_one_b", [](std::size_t stages, std::int64_t count, const std::vector<std::int64_t>& extra) { return plan::to_text(plan::one_f_one_b(stages, count, extra)); });
+  module.def("in_flight", [](const std::string& text, std::size_t stage) {
+    return plan::in_flight(plan::schedule_of(text), stage);
+  });
+  module.def("forward_only",
+             [](std::size_t stages, std::int64_t count) { return plan::to_text(plan::forward_only(stages, count)); });
   module.def("run_pipeline", &run, py::arg("group"), py::arg("lanes"), py::arg("schedule"), py::arg("devices"),
              "Run one step: the schedule as text (plan.to_text), with the device index of each stage.");
 }

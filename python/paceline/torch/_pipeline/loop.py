@@ -5,18 +5,20 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline import DeviceGroup, InvalidArgument
 from paceline.torch._batch.batch import Batch
 from paceline.torch._devices.places import Places
 from paceline.torch._pipeline.blocks import Block
 from paceline.torch._pipeline.gates import Journey
-from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.plans import PipelinePlan
 from paceline.torch._run.launch import LaunchClock
 from paceline.torch._run.seen import Seen
 from paceline.torch._run.workload import Workload
+
+if TYPE_CHECKING:
+    from paceline.torch._pipeline.planner import Planner
 
 _BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)  # seconds of the step counts
 _RECENT = 32  # steps whose times make a speed
@@ -42,8 +44,11 @@ class Outcome:
         names: Sequence[str],
         begin: int | None,
         journey: Journey | None,
+        *,
+        evidence: bool,
     ) -> None:
         self.plan = plan
+        self.evidence = evidence  # whether its times say how fast the devices are
         self.failed = step.failed
         self.failed_device = None
         self.failed_begin = begin  # the first item of the micro-batch that failed
@@ -141,8 +146,9 @@ class PipelineLoop:
         self._steps += 1
         self._seconds += seconds
         self._counts[bisect.bisect_left(_BOUNDS, seconds)] += 1
-        moved = self.planner.record(outcome.plan, outcome.record)
-        self._add_row(outcome, items, busy, seconds, moved)
+        moves = self.planner.moves
+        self.planner.record(outcome.plan, outcome.record, evidence=outcome.evidence)
+        self._add_row(outcome, items, busy, seconds, self.planner.moves > moves)
 
     def _add_row(self, outcome: Outcome, items: int, busy: list[float], seconds: float, moved: bool) -> None:
         of_device = dict(zip(outcome.plan.order, busy, strict=True))
@@ -228,7 +234,7 @@ class PipelineLoop:
 
     def shrink(self, outcome: Outcome, limited: bool) -> bool:
         """After a step that ran out of memory: whether there is another plan that takes less."""
-        return outcome.failed_stage is not None and self.planner.out_of_memory(outcome.plan, outcome.failed_stage)
+        return outcome.failed_stage is not None and self.planner.out_of_memory(outcome.failed_stage)
 
     def retire(self, device: int) -> None:
         self.planner.retire(device)

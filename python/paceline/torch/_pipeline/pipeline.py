@@ -18,7 +18,7 @@ from paceline.torch._pipeline.planner import Planner
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.workload import Workload
-from paceline.torch._trainer.arguments import Memory, check_devices, named_devices
+from paceline.torch._trainer.arguments import Memory, check_devices, memory_limits, named_devices
 from paceline.torch._trainer.base import Trainer
 from paceline.torch._trainer.works import Works
 
@@ -49,7 +49,16 @@ class Pipeline(Trainer):
         owned = local is not devices
         try:
             places = Places(local, module, 600.0, "auto")
-            planner = Planner(local, len(found), cuts=cuts, schedule=schedule, micro_batches=micro_batches)
+            limits = memory_limits(memory, local)
+            planner = Planner(
+                local,
+                found,
+                list(module.parameters()),
+                limits,
+                cuts=cuts,
+                schedule=schedule,
+                micro_batches=micro_batches,
+            )
             works = PipelineWorks(local, places, planner)
             replicas = Replicas(module, _OneCopy(places), replicate)
             replicas.share()
