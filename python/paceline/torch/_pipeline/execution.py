@@ -84,7 +84,8 @@ class PipelineExecution(Execution):
 
     def _run_devices(self, work: Workload, run: Run) -> Any:
         passage = run.passage
-        assert isinstance(passage, _Passage) and isinstance(work, PipelineWork)
+        assert isinstance(passage, _Passage)
+        assert isinstance(work, PipelineWork)
         return passage.run(work, run, self._group, self.threads)
 
     def _first_failure(self, run: Run, outcome: Outcome) -> tuple[int | None, int, int, BaseException]:

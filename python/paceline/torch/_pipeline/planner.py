@@ -45,11 +45,10 @@ class Planner:
         self.measured: list[Measured] = []
         self.balancer: StageBalancer | None = None
         self.costs: list[BlockCost] = []
-        self.last: dict[str, Any] = {}  # what the balancer says of the last plan
         self._names = [device.name for device in group.devices]
         spaces = list(dict.fromkeys(device.memory_space for device in group.devices))
         self._spaces = [spaces.index(device.memory_space) for device in group.devices]
-        self._blocks = blocks
+        self.blocks = blocks
         self._limits = list(limits)
         self._given: dict[str, Any] = {"schedule": schedule, "cuts": list(cuts or []), "micro_batches": micro_batches}
         inside = {id(one) for block in blocks for one in block.module.parameters()}
@@ -64,8 +63,7 @@ class Planner:
         """What the next step runs."""
         if self.balancer is None:
             return self._measuring(items)
-        self.last = self.balancer.plan(items)
-        return _plan_of(self.last)
+        return _plan_of(self.balancer.plan(items))
 
     @property
     def measures(self) -> Measured | None:
@@ -74,14 +72,14 @@ class Planner:
 
     def clock(self, replica: Sequence[torch.Tensor]) -> BlockClock:
         """A clock for one micro-batch. `replica` has the parameters that get gradients."""
-        return BlockClock(len(self._blocks), [replica[index] for index in self._glue])
+        return BlockClock(len(self.blocks), [replica[index] for index in self._glue])
 
     def record(self, plan: PipelinePlan, record: Sequence[Sequence[Action]], *, evidence: bool) -> None:
         """Take note of a step that was committed."""
         if self.balancer is None:
             self.add(self._next)
             return
-        if tuple(self.last["sizes"]) != plan.sizes or self.last["schedule"] != plan.schedule:
+        if not plan.figures:
             return  # it ran one micro-batch at a time
         self.balancer.record([(*_seconds_of(actions), not evidence) for actions in record])
 
@@ -116,7 +114,7 @@ class Planner:
     def _trials(self) -> list[tuple[int, bool]]:
         """The steps that measure: how many micro-batches, and whether each stage is on the next device."""
         count = self._given["micro_batches"] or _MICRO_BATCHES
-        several = len(self._names) - len(self.retired) > 1 and len(self._blocks) > 1
+        several = len(self._names) - len(self.retired) > 1 and len(self.blocks) > 1
         return [(count, False), *([(count, True)] if several else []), (2 * count, False)]
 
     def _measuring(self, items: int) -> PipelinePlan:
@@ -149,7 +147,7 @@ class Planner:
             speeds = speeds_of(first, turned[0], len(self._names))
             self._speeds = speeds if max(speeds) / min(speeds) > 1 + _LEAST_DIFFERENCE else [1.0] * len(speeds)
         sizes = self.parameter_bytes(first.clocks[0].reached)
-        classes = [_class_of(block.module, first.clocks[0].boundary[k]) for k, block in enumerate(self._blocks)]
+        classes = [_class_of(block.module, first.clocks[0].boundary[k]) for k, block in enumerate(self.blocks)]
         self.costs = costs_of(self.measured, self._speeds, classes, sizes)
         self.balancer = self._balancer(self.costs, self._given)
         for device in self.retired:
@@ -157,7 +155,7 @@ class Planner:
 
     def parameter_bytes(self, reached: dict[int, int]) -> list[int]:
         """Of each block, with gradients and the optimizer's state. `reached`: the blocks that parameters outside belong to."""
-        sizes = [sum(map(self._bytes, block.module.parameters())) for block in self._blocks]
+        sizes = [sum(map(self._bytes, block.module.parameters())) for block in self.blocks]
         for number, index in enumerate(self._glue):
             sizes[reached.get(number, len(sizes) - 1)] += self._bytes(self._parameters[index])
         return sizes
@@ -190,9 +188,11 @@ class Planner:
         speeds = self._speeds if self.balancer is None else self.balancer.speeds
         return [speed / max(speeds) for speed in speeds]
 
-    def memory(self) -> dict[str, dict[str, float]]:
-        """For each device with a limit: the limit, and the bytes of its stage in the last plan."""
-        used = dict(zip(self.last.get("order", ()), self.last.get("bytes", ()), strict=True))
+    def memory(self, last: PipelinePlan | None) -> dict[str, dict[str, float]]:
+        """For each device with a limit: the limit, and the bytes of its stage in the `last` plan."""
+        used: dict[int, float] = {}
+        if last is not None and last.figures:
+            used = dict(zip(last.order, last.figures["bytes"], strict=True))
         return {
             name: {"limit_bytes": limit, "stage_bytes": used.get(device, 0)}
             for device, (name, limit) in enumerate(zip(self._names, self._limits, strict=True))
@@ -202,10 +202,7 @@ class Planner:
     def explain(self) -> str:
         if self.balancer is None:
             return "Measuring the blocks: the first steps run one micro-batch after the other.\n"
-        if not self.last:
-            return "The blocks are measured. No step has been planned yet.\n"
-        text: str = self.balancer.explain()
-        return text if text.endswith("\n") else f"{text}\n"
+        return f"{self.balancer.explain().rstrip()}\n"
 
 
 def sizes_of(items: int, count: int) -> tuple[int, ...]:
@@ -215,7 +212,7 @@ def sizes_of(items: int, count: int) -> tuple[int, ...]:
 
 
 def _plan_of(plan: dict[str, Any]) -> PipelinePlan:
-    return PipelinePlan(tuple(plan["cuts"]), tuple(plan["order"]), tuple(plan["sizes"]), plan["schedule"])
+    return PipelinePlan(tuple(plan["cuts"]), tuple(plan["order"]), tuple(plan["sizes"]), plan["schedule"], plan)
 
 
 def _seconds_of(actions: Sequence[Action]) -> tuple[list[float], list[float]]:
