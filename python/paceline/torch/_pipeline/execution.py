@@ -185,4 +185,5 @@ class _Passage:
             begin,
             journey,
             evidence=not any(codes),
+            trains=trains,
         )
