@@ -37,7 +37,6 @@ ParameterParts parts_of(const BlockCost& block) {
 }
 
 double reduction_seconds(const LinkCost& link, std::size_t spaces, std::int64_t bytes) {
-  if (spaces < 2) return 0.0;
   const auto count = static_cast<double>(spaces);
   const double copies = link.bytes_per_second > 0.0
                             ? 2.0 * (count - 1.0) / count * static_cast<double>(bytes) / link.bytes_per_second
