@@ -140,6 +140,7 @@ void StageBalancer::State::adopt(const plan::StagePlan& next, StageMove::Kind ki
     const std::string why = reason(kind);
     if (recent.size() == kRecentMoves) recent.erase(recent.begin());
     recent.push_back({.kind = kind,
+                      .number = changes++,
                       .step = step,
                       .from_cuts = cuts,
                       .to_cuts = next.cuts,
@@ -148,6 +149,7 @@ void StageBalancer::State::adopt(const plan::StagePlan& next, StageMove::Kind ki
                       .seconds_before = before,
                       .seconds_after = next.seconds,
                       .moved_bytes = bytes,
+                      .cost_seconds = price(bytes),
                       .reason = why});
     if (moves_stages) ++moves;
   }
