@@ -354,6 +354,7 @@ void StageBalancer::retire(DeviceId device) {
     throw InvalidArgument(fmt::format("{} is the last device: it cannot be retired", name), name);
   }
   state.retired[device] = true;
+  state.better.reset();
   state.stages_invalid = state.cuts.empty() || std::ranges::find(state.order, device) != state.order.end();
   state.why_invalid = StageMove::Kind::devices;
   state.next_look = state.step;
@@ -363,6 +364,7 @@ void StageBalancer::restore(DeviceId device) {
   State& state = *state_;
   if (!retired(device)) return;
   state.retired[device] = false;
+  state.better.reset();
   state.caps[device] = state.given.devices[device].memory_bytes;
   state.next_look = state.step;
 }

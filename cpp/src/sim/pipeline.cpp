@@ -83,6 +83,8 @@ PipelineOutcome PipelineBox::run(std::int64_t step, const plan::StagePlan& plan)
   Finishes backward = forward;
   PipelineOutcome out;
   out.timings.resize(stages);
+  out.actions.resize(stages);
+  double busy = 0.0;
   std::vector<Random> noises;
   std::vector<std::size_t> next(stages, 0);
   std::vector<double> free(stages, 0.0);
@@ -117,7 +119,10 @@ PipelineOutcome PipelineBox::run(std::int64_t step, const plan::StagePlan& plan)
         const double noise = problem.devices[plan.order[i]].noise;
         const double sigma = std::sqrt(std::log1p(noise * noise));
         if (noise > 0.0) seconds *= std::exp(sigma * noises[i].normal() - 0.5 * sigma * sigma);
-        free[i] = std::max(free[i], input) + seconds;
+        const double start = std::max(free[i], input);
+        free[i] = start + seconds;
+        busy += seconds;
+        out.actions[i].push_back({start, free[i]});
         (forwards ? forward : backward)[i][j] = free[i];
         (forwards ? out.timings[i].forwards : out.timings[i].backwards)[j] = seconds;
         ++next[i];
@@ -126,7 +131,23 @@ PipelineOutcome PipelineBox::run(std::int64_t step, const plan::StagePlan& plan)
     }
   }
   out.seconds = *std::ranges::max_element(free);
+  out.bubble = out.seconds > 0.0 ? 1.0 - busy / (static_cast<double>(stages) * out.seconds) : 0.0;
   return out;
+}
+
+plan::StagePlan even_pipeline(const plan::StageProblem& problem, std::int64_t micro_batches, bool gpipe) {
+  const std::size_t stages = problem.devices.size();
+  if (problem.blocks.size() < stages) {
+    throw InvalidArgument(fmt::format("{} blocks cannot be divided among {} devices", problem.blocks.size(), stages));
+  }
+  std::vector<std::size_t> cuts;
+  std::vector<std::size_t> order;
+  for (std::size_t i = 0; i < stages; ++i) {
+    cuts.push_back(problem.blocks.size() * i / stages);
+    order.push_back(i);
+  }
+  const plan::Schedule schedule = gpipe ? plan::gpipe(stages, micro_batches) : plan::one_f_one_b(stages, micro_batches);
+  return plan::evaluate_stages(problem, cuts, order, micro_batches, schedule);
 }
 
 PipelineSimulationResult simulate_pipeline(const PipelineSimulationOptions& options) {

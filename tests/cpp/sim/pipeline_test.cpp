@@ -6,6 +6,7 @@
 #include <cmath>
 #include <numeric>
 #include <string>
+#include <vector>
 
 #include <paceline/error.hpp>
 
@@ -38,6 +39,22 @@ TEST(PipelineBox, WithoutNoiseAStepTakesWhatThePlannerPredicts) {
   const PipelineOutcome outcome = PipelineBox(given.pipeline).run(0, plan);
   EXPECT_NEAR(outcome.seconds / plan.seconds, 1.0, 1e-9);
   EXPECT_GT(PipelineBox(given.pipeline).run(20, plan).seconds, 1.3 * outcome.seconds);
+}
+
+TEST(PipelineBox, TheEvenPipelineHasTheBubbleOfTheFormula) {
+  plan::StageProblem problem = options().pipeline.problem;
+  for (plan::StageDevice& device : problem.devices) device.memory_space = 0;
+  problem.batch_size = 24;
+  for (const bool gpipe : {false, true}) {
+    const plan::StagePlan plan = even_pipeline(problem, 8, gpipe);
+    EXPECT_EQ(plan.cuts, (std::vector<std::size_t>{0, 5}));
+    const PipelineOutcome outcome = PipelineBox({.problem = problem}).run(0, plan);
+    EXPECT_NEAR(outcome.bubble, 1.0 / 9.0, 1e-9);  // (k - 1) / (m + k - 1)
+    EXPECT_EQ(outcome.actions[1].size(), 16u);
+    EXPECT_NEAR(outcome.actions[1][0].start, outcome.actions[0][0].finish, 1e-12);
+  }
+  problem.blocks.resize(1);
+  EXPECT_THROW((void)even_pipeline(problem, 8, false), InvalidArgument);
 }
 
 TEST(PipelineBox, NoiseHasMeanOneAndTheGivenDeviation) {

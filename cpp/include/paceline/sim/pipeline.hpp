@@ -22,7 +22,9 @@ struct PipelineOptions {
 /// What one step of a simulated pipeline took.
 struct PipelineOutcome {
   double seconds = 0.0;
-  std::vector<balance::StageTimings> timings;  ///< per stage
+  std::vector<balance::StageTimings> timings;          ///< per stage
+  std::vector<std::vector<plan::ActionSpan>> actions;  ///< per stage, in the order of its schedule
+  double bubble = 0.0;                                 ///< the part of the step in which stages are idle
 };
 
 /// The devices of a pipeline on a virtual clock. The time of an action depends only on the seed, the step, the device,
@@ -42,6 +44,11 @@ class PACELINE_API PipelineBox {
  private:
   PipelineOptions options_;
 };
+
+/// The usual pipeline: the blocks divided evenly by number among all devices, in their order.
+/// @throws InvalidArgument for fewer blocks than devices; OutOfMemory if a stage does not fit its device.
+[[nodiscard]] PACELINE_API plan::StagePlan even_pipeline(const plan::StageProblem& problem, std::int64_t micro_batches,
+                                                         bool gpipe);
 
 struct PipelineSimulationOptions {
   PipelineOptions pipeline = {};
