@@ -26,6 +26,18 @@ struct StageSearch {
 /// win. False, with nothing tried, if these are too many.
 bool try_all(const StageSearch& search, const std::vector<std::int64_t>& micro_batches);
 
+/// Numbers of micro-batches to try: all of them up to 64. Beyond, one for each largest size on a grid of ratio 1.2. For
+/// given cuts a step takes about a + b m + c / m, which stays within 2 % of its least if m is off by 1.2, and the search
+/// then improves m itself. Not more than 1,024: what more would save of filling and draining is below 1 / 1,024 of the
+/// step per stage.
+[[nodiscard]] std::vector<std::int64_t> micro_batch_grid(std::int64_t batch_size);
+
+/// Finds partitions by the subset program: for each number of micro-batches, those that meet lower and lower bounds.
+void try_sets(const StageSearch& search, const std::vector<std::int64_t>& micro_batches);
+
+/// Improves the best plans step by step: other cuts, orders, devices, and numbers of micro-batches.
+void try_neighbours(const StageSearch& search);
+
 /// Why nothing fits. @throws OutOfMemory
 [[noreturn]] void refuse_memory(const StageCosts& costs, const StageOptions& options);
 

@@ -61,13 +61,12 @@ StagePlan plan_stages(const StageProblem& problem, const StageOptions& options) 
   Finalists finalists(costs, options);
   StageClock clock(costs);
   const StageSearch search{costs, options, finalists, clock};
-  std::vector<std::int64_t> micro_batches;
-  if (options.micro_batches) {
-    micro_batches = {*options.micro_batches};
-  } else {
-    for (std::int64_t m = 1; m <= problem.batch_size && m <= 64; ++m) micro_batches.push_back(m);
+  const std::vector<std::int64_t> micro_batches = options.micro_batches ? std::vector{*options.micro_batches}
+                                                                        : micro_batch_grid(problem.batch_size);
+  if (!try_all(search, micro_batches)) {
+    try_sets(search, micro_batches);
+    try_neighbours(search);
   }
-  try_all(search, micro_batches);
   if (finalists.best() == nullptr) refuse_memory(costs, options);
   const Candidate winner = finalists.winner();
   Schedule schedule = schedule_of_depths(winner.depths, winner.micro_batches);
