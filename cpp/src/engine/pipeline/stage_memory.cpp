@@ -120,6 +120,7 @@ bool StageMemory::arrange(const plan::StagePlan& plan) {
         lay_out(s, items, static_cast<std::byte*>(stage.buffer->data()));
       }
       for (std::size_t s = 0; s < boundaries_.size(); ++s) connect(s);
+      devices_.drain();  // memory comes in the order of its device's stream, and links copy into it on others
       items_ = items;
     } catch (...) {
       boundaries_.clear();
