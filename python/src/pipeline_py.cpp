@@ -33,49 +33,6 @@ char letter_of(plan::Action::Kind kind) { return kind == plan::Action::Kind::for
 
 ActionTuple tuple_of(const StageAction& action) { return {action.stage, letter_of(action.kind), action.micro_batch}; }
 
-/// Carries micro-batches by a Python callable: body(lane, micro_batch, lanes) -> int, negative if it has failed. The
-/// callable keeps the exception.
-class PythonLanes {
- public:
-  PythonLanes(LaneThreads& threads, const plan::Schedule& schedule, py::object body) : body_(std::move(body)) {
-    lanes_ = std::make_shared<Lanes>(threads, schedule,
-                                     [this](std::size_t lane, std::int64_t micro_batch) { call(lane, micro_batch); });
-  }
-  ~PythonLanes() { drop(body_); }
-  PythonLanes(const PythonLanes&) = delete;
-  PythonLanes& operator=(const PythonLanes&) = delete;
-
-  [[nodiscard]] const std::shared_ptr<Lanes>& lanes() const noexcept { return lanes_; }
-  /// Call it with the GIL held, when no lane runs the callable any more.
-  void release() { body_ = py::object(); }
-
- private:
-  void call(std::size_t lane, std::int64_t micro_batch) {
-    with_interpreter([&] {
-      // Plain pointers, because the interpreter may end inside the call, and the unwinding must not touch reference
-      // counts.
-      PyObject* arguments[] = {PyLong_FromSize_t(lane), PyLong_FromLongLong(micro_batch)};
-      PyObject* result = nullptr;
-      if (arguments[0] != nullptr && arguments[1] != nullptr) {
-        pause_collection();
-        result = PyObject_Vectorcall(body_.ptr(), arguments, 2, nullptr);
-        resume_collection();
-      }
-      for (PyObject* const argument : arguments) Py_XDECREF(argument);
-      const long code = result == nullptr ? -1 : PyLong_AsLong(result);
-      Py_XDECREF(result);
-      if (code < 0 || PyErr_Occurred() != nullptr) {
-        PyErr_Clear();
-        throw BodyFailed();
-      }
-      return 0;
-    });
-  }
-
-  py::object body_;
-  std::shared_ptr<Lanes> lanes_;
-};
-
 /// A step whose end is that of its lanes, too.
 struct LaneStep {
   PipelineStep step;
@@ -86,10 +43,68 @@ struct LaneStep {
   void cancel() { step.cancel(); }
 };
 
+/// Carries micro-batches by a Python callable: body(lane, micro_batch) -> int, negative if it has failed. The callable
+/// keeps the exception.
+class PythonLanes {
+ public:
+  PythonLanes(LaneThreads& threads, const plan::Schedule& schedule, py::object body)
+      : body_(std::make_shared<Body>(std::move(body))) {
+    lanes_ = std::make_shared<Lanes>(threads, schedule, [body = body_](std::size_t lane, std::int64_t micro_batch) {
+      body->call(lane, micro_batch);
+    });
+  }
+
+  [[nodiscard]] const std::shared_ptr<Lanes>& lanes() const noexcept { return lanes_; }
+  /// Call it with the GIL held, when no lane runs the callable any more.
+  void release() { body_->callable = py::object(); }
+  void begin(const std::shared_ptr<LaneStep>& step) { step_ = step; }
+  void cancel() const {
+    if (const auto step = step_.lock()) step->cancel();
+  }
+
+ private:
+  // Shared with the lanes, which a second Ctrl-C leaves behind.
+  struct Body {
+    explicit Body(py::object body) : callable(std::move(body)) {}
+    ~Body() { drop(callable); }
+    Body(const Body&) = delete;
+    Body& operator=(const Body&) = delete;
+    void call(std::size_t lane, std::int64_t micro_batch) const;
+    py::object callable;
+  };
+
+  std::shared_ptr<Body> body_;
+  std::shared_ptr<Lanes> lanes_;
+  std::weak_ptr<LaneStep> step_;  // under the GIL
+};
+
+void PythonLanes::Body::call(std::size_t lane, std::int64_t micro_batch) const {
+  with_interpreter([&] {
+    // Plain pointers, because the interpreter may end inside the call, and the unwinding must not touch reference
+    // counts.
+    PyObject* arguments[] = {PyLong_FromSize_t(lane), PyLong_FromLongLong(micro_batch)};
+    PyObject* result = nullptr;
+    if (arguments[0] != nullptr && arguments[1] != nullptr) {
+      pause_collection();
+      result = PyObject_Vectorcall(callable.ptr(), arguments, 2, nullptr);
+      resume_collection();
+    }
+    for (PyObject* const argument : arguments) Py_XDECREF(argument);
+    const long code = result == nullptr ? -1 : PyLong_AsLong(result);
+    Py_XDECREF(result);
+    if (code < 0 || PyErr_Occurred() != nullptr) {
+      PyErr_Clear();
+      throw BodyFailed();
+    }
+    return 0;
+  });
+}
+
 std::shared_ptr<LaneStep> run(const DeviceGroup& group, const std::shared_ptr<PythonLanes>& lanes,
                               const std::string& schedule, std::vector<DeviceId> devices) {
   std::shared_ptr<LaneStep> step(new LaneStep{
       PipelineStep(group, lanes->lanes(), plan::schedule_of(schedule), std::move(devices)), lanes->lanes()});
+  lanes->begin(step);
   run_interruptibly(*step, [&] { lanes->release(); });
   lanes->release();
   if (const PipelineFailure* failure = step->step.failure()) {
@@ -138,7 +153,9 @@ void bind_pipeline(py::module_& module) {
             if (!now) return std::nullopt;
             return tuple_of(*now);
           },
-          py::arg("micro_batch"), "The action whose turn the micro-batch has.");
+          py::arg("micro_batch"), "The action whose turn the micro-batch has.")
+      .def_property_readonly("count", [](const PythonLanes& lanes) { return lanes.lanes()->lanes(); }, "How many lanes.")
+      .def("cancel", &PythonLanes::cancel, "End the step that runs once every lane has left its action. Any thread.");
 
   py::class_<LaneStep, std::shared_ptr<LaneStep>>(module, "PipelineOutcome", "How one step of a pipeline ended.")
       .def_property_readonly(
@@ -166,6 +183,10 @@ void bind_pipeline(py::module_& module) {
           },
           "Per stage what ran, in order: ('F' or 'B', micro-batch, start seconds, finish seconds) each.");
 
+  module.def("in_flight", [](const std::string& text, std::size_t stage) { return plan::in_flight(plan::schedule_of(text), stage); });
+  module.def("forward_only", [](std::size_t stages, std::int64_t count) { return plan::to_text(plan::forward_only(stages, count)); });
+  module.def("gpipe", [](std::size_t stages, std::int64_t count) { return plan::to_text(plan::gpipe(stages, count)); });
+  module.def("one_f_one_b", [](std::size_t stages, std::int64_t count, const std::vector<std::int64_t>& extra) { return plan::to_text(plan::one_f_one_b(stages, count, extra)); });
   module.def("run_pipeline", &run, py::arg("group"), py::arg("lanes"), py::arg("schedule"), py::arg("devices"),
              "Run one step: the schedule as text (plan.to_text), with the device index of each stage.");
 }

@@ -27,9 +27,9 @@ namespace paceline {
 ///   lanes = std::make_shared<Lanes>(threads, schedule, body);
 ///   PipelineStep step(group, lanes, schedule, devices);
 ///
-/// There are as many lanes as the first stage has micro-batches in flight. Without backwards, which free no lane, there
-/// are 2 k - 1 for k stages, so that no stage waits for a lane. A lane runs one micro-batch after another. Other turns
-/// of a body that returns early are taken and given back for it, so that no stage waits for it.
+/// There are as many lanes as the first stage has micro-batches in flight. Without backwards there
+/// is one more than stages, so that all stages are busy and one micro-batch waits. A lane runs one micro-batch after
+/// another. Other turns of a body that returns early are taken and given back for it, so that no stage waits for it.
 ///
 /// A thread belongs to one lane number for good. If a lane of an earlier step is still in its body, because a wait was
 /// given up, its next micro-batch waits until it has left. After fork() the child has no such threads: there the

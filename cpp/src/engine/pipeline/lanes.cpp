@@ -190,7 +190,8 @@ Lanes::Lanes(LaneThreads& threads, const plan::Schedule& schedule, Body body) : 
     }
   }
   const internal::Slots slots = internal::slots_of(schedule, 0);
-  const std::size_t most = 2 * schedule.stages.size() - 1;
+  // Forwards only: one micro-batch in each stage, and one that waits, keep all stages busy.
+  const std::size_t most = schedule.stages.size() + 1;
   state_->lanes.resize(forward_only ? std::min(state_->micro_batches.size(), most) : slots.count);
   std::size_t next = 0;
   for (const plan::Action& action : schedule.stages.front()) {
