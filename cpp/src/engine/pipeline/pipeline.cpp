@@ -78,17 +78,20 @@ void BasicPipeline<T>::update(const std::function<void(const Update&)>& body) {
 
 template <class T>
 std::span<T> BasicPipeline<T>::parameters(std::size_t block) {
-  return span_of<T>(state_->core.block(block).parameters, state_->core.sizes(block).parameter_count);
+  std::byte* const data = state_->core.block(block).parameters;  // first, since it checks the number
+  return span_of<T>(data, state_->core.sizes(block).parameter_count);
 }
 
 template <class T>
 std::span<T> BasicPipeline<T>::gradients(std::size_t block) {
-  return span_of<T>(state_->core.block(block).gradients, state_->core.sizes(block).parameter_count);
+  std::byte* const data = state_->core.block(block).gradients;  // first, since it checks the number
+  return span_of<T>(data, state_->core.sizes(block).parameter_count);
 }
 
 template <class T>
 std::span<T> BasicPipeline<T>::state(std::size_t block) {
-  return span_of<T>(state_->core.block(block).state, state_->core.sizes(block).state_count);
+  std::byte* const data = state_->core.block(block).state;  // first, since it checks the number
+  return span_of<T>(data, state_->core.sizes(block).state_count);
 }
 
 template <class T>

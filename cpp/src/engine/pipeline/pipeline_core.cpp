@@ -186,7 +186,7 @@ Objective PipelineCore::step(std::int64_t batch_size, const BlockCalls& calls, d
     step.start();
     step.wait();
     if (const PipelineFailure* const failure = step.failure()) {
-      memory_.drain();
+      devices_.drain();
       try {
         rethrow(*run, *failure);
       } catch (const OutOfMemory&) {

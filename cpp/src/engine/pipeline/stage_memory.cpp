@@ -90,7 +90,7 @@ bool StageMemory::arrange(const plan::StagePlan& plan) {
   for (std::size_t s = 0; s < plan.cuts.size(); ++s) slots.push_back(slots_of(plan.schedule, s));
   const bool ready = fits(plan, slots);
   if (!ready) {
-    drain();
+    devices_.drain();
     boundaries_.clear();
     stages_.clear();
     std::vector<Stage> stages(plan.cuts.size());
@@ -193,20 +193,12 @@ void StageMemory::connect(std::size_t index) {
   const DeviceId behind = stages_[index + 1].device;
   if (devices_.space(before) == devices_.space(behind)) return;
   const auto open = [&](StageLink& link, DeviceId sender, DeviceId receiver) {
-    link.maker = devices_.opened(devices_.opened(receiver) != nullptr ? receiver : sender);
-    link.stream = link.maker->make_stream();
-    link.arrived = link.maker->make_event(false);
+    AsyncDevice& maker = *devices_.opened(devices_.opened(receiver) != nullptr ? receiver : sender);
+    link.stream = maker.make_stream();
+    link.arrived = maker.make_event(false);
   };
   open(boundaries_[index].forward, before, behind);
   open(boundaries_[index].backward, behind, before);
-}
-
-void StageMemory::drain() noexcept {
-  devices_.drain();
-  for (StageBoundary& boundary : boundaries_) {
-    devices_.drain(boundary.forward.maker, boundary.forward.stream.get());
-    devices_.drain(boundary.backward.maker, boundary.backward.stream.get());
-  }
 }
 
 }  // namespace paceline::internal

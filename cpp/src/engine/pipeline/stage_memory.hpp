@@ -41,9 +41,10 @@ struct StageSlot {
   std::vector<std::byte*> outputs;
 };
 
-/// How data crosses the boundary in one direction, if it has to be copied.
+/// How data crosses the boundary in one direction, if it has to be copied: on a stream of the receiver, or of the
+/// sender if the receiver is a host device. The receiver's work waits for each copy, so links need no draining of their
+/// own.
 struct StageLink {
-  AsyncDevice* maker = nullptr;  ///< the receiver, or the sender if the receiver is a host device
   std::unique_ptr<Stream> stream;
   std::unique_ptr<Event> arrived;
 };
@@ -88,7 +89,7 @@ class StageMemory {
   /// @throws OutOfMemory naming the device.
   StageMemory(StageDevices& devices, std::vector<BlockBytes> blocks, std::vector<std::int64_t> limits,
               const plan::StagePlan& plan);
-  ~StageMemory() { drain(); }
+  ~StageMemory() { devices_.drain(); }
   StageMemory(const StageMemory&) = delete;
   StageMemory& operator=(const StageMemory&) = delete;
 
@@ -105,8 +106,6 @@ class StageMemory {
   [[nodiscard]] BlockMemory& block(std::size_t index) { return owned_[index]; }
   [[nodiscard]] const BlockBytes& bytes(std::size_t block) const { return blocks_[block]; }
   [[nodiscard]] StageDevices& devices() noexcept { return devices_; }
-  /// Returns when no work is left.
-  void drain() noexcept;
 
  private:
   [[nodiscard]] BlockMemory make(std::size_t block, DeviceId device) const;
