@@ -103,15 +103,15 @@ class StageTask final : public GroupTask {
       const std::lock_guard lock(mutex_);
       if (error_ == nullptr) {
         error_ = std::current_exception();
-        device_ = device;
+        stage_ = *stage_of_[device];
       }
     }
     if (left_.fetch_sub(1, std::memory_order_acq_rel) == 1) wake_caller();
   }
   [[nodiscard]] bool complete() const noexcept override { return left_.load(std::memory_order_acquire) == 0; }
-  // When it is complete.
+  // When it is complete: the first error, and where it was.
   [[nodiscard]] const std::exception_ptr& error() const noexcept { return error_; }
-  [[nodiscard]] DeviceId device() const noexcept { return device_; }
+  [[nodiscard]] std::size_t stage() const noexcept { return stage_; }
 
  private:
   std::vector<std::optional<std::size_t>> stage_of_;
@@ -119,7 +119,7 @@ class StageTask final : public GroupTask {
   std::function<void(std::size_t)> body_;
   std::mutex mutex_;
   std::exception_ptr error_;
-  DeviceId device_ = 0;
+  std::size_t stage_ = 0;
 };
 
 double median(std::vector<double> values) {
@@ -194,7 +194,9 @@ Objective PipelineCore::step(std::int64_t batch_size, const BlockCalls& calls, d
       }
       continue;
     }
-    on_stages("step", [&](std::size_t stage) { run->commit(stage, 1.0 / weight, dtype_); });
+    on_stages(
+        "step", [&](std::size_t stage) { run->commit(stage, 1.0 / weight, dtype_); },
+        [](std::size_t stage) { return fmt::format("the sum of the gradients of stage {}", stage); });
     planner_.ran();
     plan_ = plan;
     pending_.push_back({plan, marks, step.record(), first, measures});
@@ -214,20 +216,28 @@ Objective PipelineCore::step(std::int64_t batch_size, const BlockCalls& calls, d
 void PipelineCore::update(const std::function<void(std::size_t, BlockMemory&, void*)>& body) {
   devices_.check();
   if (memory_.stages().empty()) memory_.arrange(*plan_);
-  on_stages("update", [&](std::size_t s) {
-    const Stage& stage = memory_.stages()[s];
-    for (std::size_t b = stage.begin; b < stage.end; ++b) body(b, memory_.block(b), stream(stage.device));
-  });
+  std::vector<std::size_t> at(memory_.stages().size());
+  on_stages(
+      "update",
+      [&](std::size_t s) {
+        const Stage& stage = memory_.stages()[s];
+        for (std::size_t b = at[s] = stage.begin; b < stage.end; at[s] = ++b) {
+          body(b, memory_.block(b), stream(stage.device));
+        }
+      },
+      [&](std::size_t s) { return fmt::format("block {}", at[s]); });
 }
 
-void PipelineCore::on_stages(const char* call, const std::function<void(std::size_t)>& body) {
+void PipelineCore::on_stages(const char* call, const std::function<void(std::size_t)>& body,
+                             const std::function<std::string(std::size_t)>& what) {
   const auto task = std::make_shared<StageTask>(group_.size(), memory_.stages(), body);
   group_.submit(task);
   group_.wait(*task);
   if (task->error() == nullptr) return;
-  const std::string& device = devices_.name(task->device());
-  internal::rethrow(task->error(), call, device, true,
-                    [&](const std::string& what) { return fmt::format("{}: {} failed: {}", call, device, what); });
+  const std::string& device = devices_.name(memory_.stages()[task->stage()].device);
+  internal::rethrow(task->error(), call, device, true, [&](const std::string& why) {
+    return fmt::format("{}: {} failed on {}: {}", call, what(task->stage()), device, why);
+  });
 }
 
 void PipelineCore::settle() {

@@ -6,6 +6,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -54,7 +55,9 @@ class PipelineCore {
   [[nodiscard]] std::vector<BlockSample> samples(const Pending& step) const;
   void stamp(Pending& step) const;
   [[noreturn]] void rethrow(const PipelineRun& run, const PipelineFailure& failure) const;
-  void on_stages(const char* call, const std::function<void(std::size_t stage)>& body);
+  /// Calls `body` for each stage on its device's worker. An error says `what` it was at.
+  void on_stages(const char* call, const std::function<void(std::size_t stage)>& body,
+                 const std::function<std::string(std::size_t stage)>& what);
 
   DeviceGroup group_;
   std::vector<PipelineBlock> blocks_;
