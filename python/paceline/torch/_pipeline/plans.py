@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from paceline._core import engine as core
 
@@ -15,6 +17,8 @@ class PipelinePlan(NamedTuple):
     order: tuple[int, ...]  # the device of each stage
     sizes: tuple[int, ...]  # items of each micro-batch
     schedule: str  # as text, one line per stage
+    # What the balancer says of it: "seconds", "ideal_seconds", "bytes" and "times" by stage. Empty if it is not the balancer's.
+    figures: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def lanes(self) -> int:
@@ -40,4 +44,4 @@ class PipelinePlan(NamedTuple):
     def alone(self) -> PipelinePlan:
         """The same with one micro-batch at a time."""
         line = " ".join(f"F{m} B{m}" for m in range(len(self.sizes)))
-        return self._replace(schedule="\n".join([line] * len(self.cuts)))
+        return self._replace(schedule="\n".join([line] * len(self.cuts)), figures={})

@@ -43,6 +43,8 @@ class Trainer:
 
     module: nn.Module
     group: DeviceGroup
+    _kind_of_reports: type[Reports] = Reports
+    _kind_of_tracing: type[Tracing] = Tracing
 
     def _assemble(
         self,
@@ -67,11 +69,11 @@ class Trainer:
         self._predictions = Predictions(works, execution, lifetime, self._training)
         self._trials = Trials(works, execution, lifetime, self._training)
         self._verification = Verification(works, execution, lifetime, self._training, verify_every)
-        self._reports = Reports(module, works, execution, lifetime, self._gaps)
+        self._reports = self._kind_of_reports(module, works, execution, lifetime, self._gaps)
         self._data = Data(execution, lifetime, group)
         self._saving = Saving(module, works, execution, lifetime, self._data)
         self._alarms = Alarms(self._reports.report, works, group.devices)
-        self._tracing = Tracing(module, works.names, self._recent, self._gaps, self._alarms)
+        self._tracing = self._kind_of_tracing(module, works.names, self._recent, self._gaps, self._alarms)
 
     predict = carried_out_by("_predictions", Predictions.predict)
     check = carried_out_by("_trials", Trials.check)
