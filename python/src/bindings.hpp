@@ -17,6 +17,8 @@ void bind_plan_items(pybind11::module_& module);
 void bind_plan_stages(pybind11::module_& module);
 void bind_balance(pybind11::module_& module);
 void bind_sim(pybind11::module_& module);
+// Pipelines; called by bind_sim.
+void bind_sim_pipeline(pybind11::module_& module);
 void bind_runtime(pybind11::module_& module);
 // Finding devices; called by bind_runtime.
 void bind_device(pybind11::module_& module);
@@ -28,6 +30,10 @@ void bind_comm(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
 // The parts of `engine` for asynchronous devices; called by bind_engine.
 void bind_queues(pybind11::module_& module);
+// Pipelines; called by bind_engine.
+void bind_pipeline(pybind11::module_& module);
+// The balancer of pipelines; called by bind_balance.
+void bind_stage_balancer(pybind11::module_& module);
 
 /// Parses "auto", "nccl" or "copies". `call` names the caller in the message. @throws InvalidArgument for others.
 Transport transport_of(const char* call, const std::string& name);
