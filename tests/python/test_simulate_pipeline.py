@@ -73,7 +73,15 @@ def test_moves_over_a_link_take_time(capsys: pytest.CaptureFixture[str]) -> None
 def test_the_text_names_stages_and_the_usual_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(*BOX, "--slow", "1:3@5-30", "--steps", "30") == 0
     text = capsys.readouterr().out
-    for part in ("16 micro-batches", "planned", "1F1B on the even cut", "GPipe on the even cut", "does not fit: stage", "GiB", "30 steps:"):
+    for part in (
+        "16 micro-batches",
+        "planned",
+        "1F1B on the even cut",
+        "GPipe on the even cut",
+        "does not fit: stage",
+        "GiB",
+        "30 steps:",
+    ):
         assert part in text
     assert any(line.startswith("step ") and "cuts [" in line for line in text.splitlines()), text
 
