@@ -306,17 +306,21 @@ TEST(StageBalancer, ADeviceThatStaysSlowIsTriedForFewSteps) {
 }
 
 TEST(StageBalancer, AnotherBatchSizeKeepsTheStages) {
-  Box pipeline = box(problem(12, 2), {}, {});
+  plan::StageProblem unequal = problem(12, 2);
+  unequal.devices[1].speed = 0.5;  // one item alone would run on the other device only
+  Box pipeline = box(unequal, {}, {});
   pipeline.run(5);
   const plan::StagePlan large = pipeline.balancer.plan(32);
-  pipeline.batch = 5;
-  const plan::StagePlan small = pipeline.balancer.plan(5);
-  EXPECT_EQ(small.cuts, large.cuts);
-  EXPECT_EQ(small.order, large.order);
-  std::int64_t items = 0;
-  for (const std::int64_t size : small.sizes) items += size;
-  EXPECT_EQ(items, 5);
-  pipeline.step();
+  ASSERT_EQ(large.cuts.size(), 2u);
+  for (const std::int64_t batch : {5, 1}) {
+    pipeline.batch = batch;
+    const plan::StagePlan small = pipeline.balancer.plan(batch);
+    EXPECT_EQ(small.cuts, large.cuts);
+    EXPECT_EQ(small.order, large.order);
+    std::int64_t items = 0;
+    for (const std::int64_t size : small.sizes) items += size;
+    EXPECT_EQ(items, batch);
+  }
 }
 
 TEST(StageBalancer, TheSameCallsGiveTheSamePlans) {
