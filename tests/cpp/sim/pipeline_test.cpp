@@ -96,7 +96,8 @@ TEST(PipelineSimulation, MovesTakeTheTimeOfTheirBytes) {
   const PipelineSimulationResult result = simulate_pipeline(given);
   double costs = 0.0;
   for (const balance::StageMove& move : result.moves) {
-    if (move.moved_bytes > 0) EXPECT_NEAR(move.cost_seconds, static_cast<double>(move.moved_bytes) / 1e8 + 0.5, 1e-12);
+    const double bytes = static_cast<double>(move.moved_bytes);
+    EXPECT_NEAR(move.cost_seconds, move.moved_bytes > 0 ? bytes / 1e8 + 0.5 : 0.0, 1e-12);
     costs += move.cost_seconds;
   }
   EXPECT_GT(costs, 0.5);
