@@ -120,6 +120,19 @@ TEST(StagePlanner, GivesARestoredDeviceAStageAgain) {
   EXPECT_TRUE(back) << planner.explain();
 }
 
+TEST(StagePlanner, LeavesOutADeviceThatWasRetiredWhileItMeasured) {
+  StagePlanner planner(kBox.problem(), {}, {}, true);
+  for (int step = 0; step < 9; ++step) {
+    if (step == 1) planner.retire(2);
+    const bool measures = planner.measures();
+    const auto plan = planner.plan(32);
+    EXPECT_EQ(blocks_of_devices(*plan, kBox)[2] > 0, step == 0) << step;
+    planner.ran();
+    if (measures) planner.record(kBox.samples(*plan));
+  }
+  EXPECT_FALSE(planner.measures());
+}
+
 TEST(StagePlanner, IgnoresTheTimesOfAPlanThatWasReplaced) {
   plan::StageProblem problem = kBox.problem();
   problem.blocks = kBox.costs;
