@@ -35,8 +35,10 @@ def test_sends_and_unequal_micro_batches_take_their_time() -> None:
     times = pipeline_times(
         one_f_one_b(2, 2), [1.0, 1.0], [2.0, 2.0], send_forward=[0.5, 0.0], send_backward=[0.0, 0.25], scale=[1.0, 0.5]
     )
-    # F0 there 1.5, stage 1 busy 4.5, back 0.125, B1 1.
-    assert times.seconds == pytest.approx(1.5 + 4.5 + 0.125 + 1.0)
+    # Stage 1 has F0 at 1.5, runs it and B0 until 4.5, and F1 and B1 until 6. Stage 0 has B0's gradient at 4.75 and is in B0 until 6.75, when
+    # that of B1 is there, since 6.125.
+    assert times.actions[0][2] == pytest.approx((4.75, 6.75))
+    assert times.seconds == pytest.approx(7.75)
 
 
 @pytest.mark.parametrize(
