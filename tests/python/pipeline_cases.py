@@ -97,7 +97,8 @@ class Case:
             model(words).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none"
         )
         counted = (targets >= 0).sum()
-        return losses.sum() / (counted if self.weighted else targets.numel())
+        loss: torch.Tensor = losses.sum() / (counted if self.weighted else targets.numel())
+        return loss
 
 
 @dataclass
