@@ -219,6 +219,8 @@ def test_a_grad_scaler_scales_as_on_one_device() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     with two_stages(model) as trainer:
         for _ in range(4):
+            model.zero_grad()
+            plain.zero_grad()
             loss = trainer.step(loss_inside, text(), scaler=scaler)
             for part in slices(text(), trainer.report()["micro_batches"]):
                 scaler.scale(loss_inside(plain, part) * (len(part[0]) / 9)).backward()
@@ -372,10 +374,10 @@ def test_a_model_without_memory_is_filled_part_by_part() -> None:
 
     with two_stages(model, init=init) as trainer:
         for _ in range(4):
+            model.zero_grad()
             trainer.step(loss_inside, text())
-        for _ in range(4):
-            for part in slices(text(), trainer.report()["micro_batches"]):
-                (loss_inside(wanted, part) * (len(part[0]) / 9)).backward()
+        for part in slices(text(), trainer.report()["micro_batches"]):
+            (loss_inside(wanted, part) * (len(part[0]) / 9)).backward()
     assert len(filled) == len(set(filled))
     assert model.lm_head.weight is model.transformer["wte"].weight
     assert_equal(model, wanted)

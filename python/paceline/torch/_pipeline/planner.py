@@ -113,9 +113,11 @@ class Planner:
 
     def _trials(self) -> list[tuple[int, bool]]:
         """The steps that measure: how many micro-batches, and whether each stage is on the next device."""
-        count = self._given["micro_batches"] or _MICRO_BATCHES
+        given = self._given["micro_batches"]
+        count = given or _MICRO_BATCHES
         several = len(self._names) - len(self.retired) > 1 and len(self.blocks) > 1
-        return [(count, False), *([(count, True)] if several else []), (2 * count, False)]
+        # Another size tells the fixed part of a micro-batch's time, which only the choice of their number needs.
+        return [(count, False), *([(count, True)] if several else []), *([] if given else [(2 * count, False)])]
 
     def _measuring(self, items: int) -> PipelinePlan:
         count, turned = self._trials()[min(len(self.measured), len(self._trials()) - 1)]
