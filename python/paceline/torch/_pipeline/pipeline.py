@@ -139,6 +139,11 @@ class Pipeline(Trainer):
         owned = local is not devices
         try:
             check_on_host(local)
+            if cuts is not None and len(cuts) > len(local):
+                raise InvalidArgument(
+                    f"Pipeline: cuts is {list(cuts)!r}, and each stage needs a device of its own: there are {len(local)} devices. Leave out cuts, "
+                    "or name more devices; several host devices may share a core."
+                )
             places = Places(local, module, 600.0, "auto")
             limits = memory_limits(memory, local)
             planner = Planner(
@@ -177,6 +182,8 @@ def check_cuts(cuts: Sequence[int] | None, blocks: int) -> None:
     """Raise if cuts are not the first blocks of stages."""
     if cuts is None:
         return
+    if not isinstance(cuts, Sequence):
+        raise InvalidArgument(f"Pipeline: cuts is {cuts!r}; give a list of the first blocks of the stages: [0, 3].")
     if (
         not all(map(is_whole, cuts))
         or not cuts
