@@ -254,5 +254,11 @@ class PipelineWorks(Works):
         options: dict[str, Any] = {"balance": "auto", "micro_batch": 0, "granularity": 1}
         super().__init__(group, places, [None] * len(group), options)
 
+    def of(self, kind: str) -> Workload:
+        work = super().of(kind)
+        if kind == "predict":
+            work.predicts = True
+        return work
+
     def _new(self, options: dict[str, Any]) -> Workload:
         return PipelineWork(self._group, self._places, self._planner)
