@@ -141,6 +141,8 @@ void bind_stage_balancer(py::module_& module) {
       .def(
           "plan", [](StageBalancer& balancer, std::int64_t items) { return dict_of(balancer.plan(items)); },
           py::arg("batch_size"), "What the next step runs.")
+      .def("set_least_items", &StageBalancer::set_least_items, py::arg("items"),
+           "From the next plan on, every micro-batch has at least so many items, unless the batch has fewer.")
       .def(
           "record", &record, py::arg("stages"),
           "The times of the last plan: per stage (seconds of its forwards, of its backwards, whether to exclude them).")

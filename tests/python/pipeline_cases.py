@@ -80,7 +80,7 @@ class Case:
     """One random pipeline."""
 
     model: nn.Module
-    batch: tuple[torch.Tensor, torch.Tensor]
+    batch: tuple[torch.Tensor, ...]
     devices: int
     options: dict[str, Any]
     weighted: bool
@@ -99,6 +99,25 @@ class Case:
         counted = (targets >= 0).sum()
         loss: torch.Tensor = losses.sum() / (counted if self.weighted else targets.numel())
         return loss
+
+
+@dataclass
+class ModelCase(Case):
+    """A pipeline of a model with a loss of its own."""
+
+    loss: Callable[[Any, Any], Any]
+
+    def loss_fn(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        result: torch.Tensor = self.loss(model, batch)
+        return result
+
+
+def differences_with(
+    model: nn.Module, loss: Callable[[Any, Any], Any], batch: tuple[torch.Tensor, ...], steps: int = 4, **options: Any
+) -> list[str]:
+    """As `differences`, of a model in two stages and four micro-batches. The first three steps measure, with one micro-batch at a time."""
+    options = {"cuts": [0, 2], "micro_batches": 4, "schedule": "1f1b", **options}
+    return differences_of(ModelCase(model, batch, 2, options, False, loss), steps)
 
 
 def random_case(seed: int) -> Case:
@@ -158,7 +177,11 @@ def accumulated(case: Case, model: nn.Module, sizes: list[int]) -> torch.Tensor:
 
 def differences(seed: int, steps: int = 5) -> list[str]:
     """The names of what is not equal to the last bit in some step, where plans may change between steps."""
-    case = random_case(seed)
+    return differences_of(random_case(seed), steps)
+
+
+def differences_of(case: Case, steps: int = 5) -> list[str]:
+    """As `differences`, of a case."""
     plain = copy.deepcopy(case.model)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -98,8 +98,14 @@ plan::StageOptions StageBalancer::State::fixed(const ActiveProblem& problem) con
   return out;
 }
 
-plan::StagePlan StageBalancer::State::search(const ActiveProblem& problem, const plan::StageOptions& with) const {
+plan::StagePlan StageBalancer::State::search(const ActiveProblem& problem, plan::StageOptions with) const {
+  const std::int64_t most = std::max<std::int64_t>(1, problem.problem.batch_size / least_items);
+  if (with.micro_batches) with.micro_batches = std::min(*with.micro_batches, most);
   plan::StagePlan out = plan::plan_stages(problem.problem, with);
+  if (out.schedule.micro_batches > most) {  // as many as there may be are then the nearest to the best
+    with.micro_batches = most;
+    out = plan::plan_stages(problem.problem, with);
+  }
   for (std::size_t& device : out.order) device = problem.devices[device];
   return out;
 }
@@ -275,6 +281,16 @@ const plan::StagePlan& StageBalancer::plan(std::int64_t batch_size) {
   state.awaiting_record = true;
   state.plans.at(batch_size).last_used = state.step;
   return state.current();
+}
+
+void StageBalancer::set_least_items(std::int64_t items) {
+  State& state = *state_;
+  require(items >= 1, fmt::format("a micro-batch has at least {} items: it must be at least one", items));
+  if (std::exchange(state.least_items, items) == items) return;
+  state.plans.clear();
+  state.better.reset();
+  state.batch_size = 0;
+  state.awaiting_record = false;
 }
 
 void StageBalancer::record(std::span<const StageTimings> stages) {

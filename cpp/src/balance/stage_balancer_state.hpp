@@ -52,6 +52,7 @@ struct StageBalancer::State {
   std::vector<std::size_t> cuts, order;   // of the present stages; empty: none
   std::map<std::int64_t, Planned> plans;  // per batch size, of the present stages
   std::int64_t batch_size = 0;            // of the last plan; 0: none
+  std::int64_t least_items = 1;           // of a micro-batch
   bool awaiting_record = false;
   bool stages_invalid = true;  // devices or memory changed: plan anew
   StageMove::Kind why_invalid = StageMove::Kind::devices;
@@ -71,7 +72,7 @@ struct StageBalancer::State {
   [[nodiscard]] plan::StageOptions wanted(const ActiveProblem& problem) const;
   /// The same, with the present stages.
   [[nodiscard]] plan::StageOptions fixed(const ActiveProblem& problem) const;
-  [[nodiscard]] plan::StagePlan search(const ActiveProblem& problem, const plan::StageOptions& with) const;
+  [[nodiscard]] plan::StagePlan search(const ActiveProblem& problem, plan::StageOptions with) const;
   [[nodiscard]] plan::StagePlan evaluate(const ActiveProblem& problem, const plan::StagePlan& plan) const;
   [[nodiscard]] Promise promise(const ActiveProblem& problem, const plan::StagePlan& now, plan::StagePlan other) const;
 

@@ -323,6 +323,23 @@ TEST(StageBalancer, AnotherBatchSizeKeepsTheStages) {
   }
 }
 
+TEST(StageBalancer, ABatchWithFewItemsHasFewerMicroBatchesThanWereAskedFor) {
+  StageBalancer balancer(problem(8, 2), in_micro_batches(4));
+  EXPECT_EQ(balancer.plan(3).sizes, std::vector<std::int64_t>({1, 1, 1}));
+  EXPECT_EQ(balancer.plan(9).sizes, std::vector<std::int64_t>({3, 2, 2, 2}));
+}
+
+TEST(StageBalancer, MicroBatchesHaveTheLeastItems) {
+  for (const plan::StageOptions& options : {plan::StageOptions{}, in_micro_batches(16)}) {
+    StageBalancer balancer(problem(8, 2), options);
+    ASSERT_EQ(balancer.plan(17).sizes.back(), 1);
+    balancer.set_least_items(2);
+    EXPECT_EQ(balancer.plan(17).sizes.back(), 2);
+    EXPECT_EQ(balancer.plan(1).sizes, std::vector<std::int64_t>({1}));
+    EXPECT_THROW(balancer.set_least_items(0), InvalidArgument);
+  }
+}
+
 TEST(StageBalancer, TheSameCallsGiveTheSamePlans) {
   std::vector<std::vector<std::size_t>> cuts[2];
   std::string text[2];

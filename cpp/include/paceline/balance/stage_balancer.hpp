@@ -74,7 +74,8 @@ struct StageMove {
 /// @endcode
 class PACELINE_API StageBalancer {
  public:
-  /// The batch size of the problem is not used. `previous_*` and `indifference` of the options are set here.
+  /// The batch size of the problem is not used. `previous_*` and `indifference` of the options are set here. A batch
+  /// with too few items for the `micro_batches` of the options is planned with as many as it has items for.
   /// @throws InvalidArgument for a problem without blocks or devices, or a negative cost of moves.
   explicit StageBalancer(plan::StageProblem problem, plan::StageOptions options = {}, MoveCost cost = {});
   ~StageBalancer();
@@ -86,6 +87,11 @@ class PACELINE_API StageBalancer {
   /// until the next call of plan() or out_of_memory().
   /// @throws as plan::plan_stages(); nothing changes then.
   const plan::StagePlan& plan(std::int64_t batch_size);
+
+  /// From the next plan on, every micro-batch has at least so many items, unless the batch has fewer: batch
+  /// normalisation needs two. 1: no minimum.
+  /// @throws InvalidArgument for less than 1.
+  void set_least_items(std::int64_t items);
 
   /// The times of the plan that plan() last returned, one entry per stage. A step that failed is never recorded.
   /// @throws InvalidArgument without a plan, for another number of stages or micro-batches, for a time that is negative

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -38,8 +38,12 @@ def blocks_of(module: nn.Module, blocks: Blocks | None) -> list[Block]:
         found = _children(module, blocks)
     elif blocks is None:
         found = _found(module)
-    else:
+    elif isinstance(blocks, Iterable):
         found = list(blocks)
+    else:
+        raise InvalidArgument(
+            f"Pipeline: blocks is a {type(blocks).__name__}; give the name of a list of modules, or the modules in the order of the forward."
+        )
     if not found:
         raise InvalidArgument(
             "Pipeline: the module has no list or sequence of two or more parts of one class, so it is not known where to cut it. Name its blocks: "

@@ -289,7 +289,11 @@ class PipelineLoop:
 
     def shrink(self, outcome: Outcome, limited: bool) -> bool:
         """After a step that ran out of memory: whether there is another plan that takes less."""
-        return outcome.failed_stage is not None and self.planner.out_of_memory(outcome.failed_stage)
+        if outcome.failed_stage is None:
+            return False
+        if not outcome.trains:
+            return self.planner.out_of_memory_predicting(outcome.plan)
+        return self.planner.out_of_memory(outcome.failed_stage)
 
     def retire(self, device: int) -> None:
         self.planner.retire(device)
@@ -335,6 +339,7 @@ class PipelineWork(Workload):
     def __init__(self, group: DeviceGroup, places: Places, planner: Planner) -> None:
         self.step_loop: Any = PipelineLoop(group, planner)
         self.planner = planner
+        self.predicts = False
         self.limits = [None] * len(group)
         self.searches = self.fixed = self.corrects = self.normalises = False
         self.seen = Seen(1)
@@ -347,6 +352,10 @@ class PipelineWork(Workload):
 
     def plan_for(self, whole: Batch, least: int, must_run_alone: Callable[[PipelinePlan], bool]) -> PipelinePlan:
         """What the next step runs."""
-        self.planner.least_items = 2 if self.normalises else least
+        least = 2 if self.normalises else least
+        if self.predicts:
+            plan = self.planner.predictions(whole.size, least)
+            return plan.in_one_stage() if must_run_alone(plan) else plan
+        self.planner.least_items = least
         plan = self.planner.plan(whole.size)
         return plan.alone() if must_run_alone(plan) else plan

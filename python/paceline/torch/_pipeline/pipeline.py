@@ -38,7 +38,7 @@ class Pipeline(Trainer):
 
     The module stays as it is, and `loss_fn` is written as for one device. Its *blocks*, such as the layers of a transformer, are divided among
     the devices: a run of neighbouring blocks is a *stage*. `step` cuts the batch into micro-batches, and each stage works on another one.
-    The first three steps run one micro-batch after the other and measure the blocks and the devices. From then on the cuts, the order of the
+    The first two or three steps run one micro-batch after the other and measure the blocks and the devices. From then on the cuts, the order of the
     devices, the number of micro-batches and how many of them are in flight are planned for the least time within the devices' memory, and
     planned again when a device becomes faster or slower.
 
@@ -67,8 +67,9 @@ class Pipeline(Trainer):
     replicate
         As for `DataParallel`.
     init
-        ``init(name, part)`` fills a part of the module whose parameters are on the device ``"meta"``, after memory was allocated for it: a block,
-        or a module outside of the blocks. `name` is its name in the module. For modules that were made without memory.
+        ``init(name, part)`` fills a part of the module whose parameters or buffers are on the device ``"meta"``, after memory was allocated for
+        it: a block, or a module outside of the blocks, which fills what it has itself. `name` is its name in the module. For modules that were
+        made without memory. Tied parameters stay tied; `init` fills them once for each part that has them.
     group
         Only ``"alone"``: stages are devices of one process.
 
@@ -139,6 +140,11 @@ class Pipeline(Trainer):
         owned = local is not devices
         try:
             check_on_host(local)
+            if cuts is not None and len(cuts) > len(local):
+                raise InvalidArgument(
+                    f"Pipeline: cuts is {list(cuts)!r}, and each stage needs a device of its own: there are {len(local)} devices. Leave out cuts, "
+                    "or name more devices; several host devices may share a core."
+                )
             places = Places(local, module, 600.0, "auto")
             limits = memory_limits(memory, local)
             planner = Planner(
@@ -176,6 +182,8 @@ def check_cuts(cuts: Sequence[int] | None, blocks: int) -> None:
     """Raise if cuts are not the first blocks of stages."""
     if cuts is None:
         return
+    if not isinstance(cuts, Sequence):
+        raise InvalidArgument(f"Pipeline: cuts is {cuts!r}; give a list of the first blocks of the stages: [0, 3].")
     if (
         not all(map(is_whole, cuts))
         or not cuts
@@ -209,16 +217,33 @@ def materialise(module: nn.Module, blocks: Sequence[Block], init: Init | None) -
             f"Pipeline: {name} is on the device 'meta', so it has no values. Give init=, a function init(name, part) that fills a part of the "
             "module once it has memory, for example from a file."
         )
-    inside = {id(part): block for block in blocks for part in block.module.modules()}
-    parts = [(part_name, part) for part_name, part in module.named_modules() if id(part) not in inside]
+    inside = {id(part) for block in blocks for part in block.module.modules()}
+    outside = [(part_name, part) for part_name, part in module.named_modules() if id(part) not in inside]
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity, since several parts may share a tensor
     with torch.no_grad():
-        for part_name, part in parts:
-            part.to_empty(device="cpu", recurse=False)
-            if any(True for _ in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
-                init(part_name, part)
+        unfilled = [pair for pair in outside if _allocate([pair[1]], made)]
+        for part_name, part in unfilled:
+            init(part_name, part)
         for block in blocks:
-            block.module.to_empty(device="cpu")
-            init(block.name, block.module)
+            if _allocate(block.module.modules(), made):
+                init(block.name, block.module)
+
+
+def _allocate(parts: Iterable[nn.Module], made: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Give memory to the tensors of these parts that have none. Returns whether there were any."""
+    found = False
+    for part in parts:
+        for tensors in (part._parameters, part._buffers):
+            for name, one in tensors.items():
+                if one is None or not one.is_meta:
+                    continue
+                found = True
+                if id(one) not in made:
+                    empty = torch.empty_like(one, device="cpu", requires_grad=False)
+                    is_parameter = isinstance(one, nn.Parameter)
+                    made[id(one)] = (one, nn.Parameter(empty, one.requires_grad) if is_parameter else empty)
+                tensors[name] = made[id(one)][1]
+    return found
 
 
 class PipelineWorks(Works):
@@ -228,6 +253,12 @@ class PipelineWorks(Works):
         self._planner = planner
         options: dict[str, Any] = {"balance": "auto", "micro_batch": 0, "granularity": 1}
         super().__init__(group, places, [None] * len(group), options)
+
+    def of(self, kind: str) -> Workload:
+        work = super().of(kind)
+        if kind == "predict":
+            work.predicts = True
+        return work
 
     def _new(self, options: dict[str, Any]) -> Workload:
         return PipelineWork(self._group, self._places, self._planner)

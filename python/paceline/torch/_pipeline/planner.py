@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from paceline import DeviceGroup
+from paceline._core import engine as core
 from paceline._core.balance import StageBalancer
 from paceline.torch._pipeline.blocks import Block
 from paceline.torch._pipeline.measure import BlockClock, BlockCost, Measured, costs_of, speeds_of
@@ -55,14 +56,39 @@ class Planner:
         self._parameters = parameters
         self._states = _STATES_OF_OTHERS
         self._speeds = [1.0] * len(group)
+        self._last: PipelinePlan | None = None  # of a step, on the present devices
+        self._predicts_items: int | None = None  # the most items of a micro-batch, after memory ran out
 
     # What `PipelineExecution` asks
 
     def plan(self, items: int) -> PipelinePlan:
         """What the next step runs."""
         if self.balancer is None:
-            return self._measuring(items)
-        return _plan_of(self.balancer.plan(items))
+            self._last = self._measuring(items)
+        else:
+            self.balancer.set_least_items(self.least_items)
+            self._last = _plan_of(self.balancer.plan(items))
+        return self._last
+
+    def predictions(self, items: int, least: int) -> PipelinePlan:
+        """What a prediction runs: the stages of training, in at least as many micro-batches, none larger than in training.
+
+        The balancer is not asked: nothing is saved for a backward, so a batch may be larger than one that trains.
+        """
+        if self._last is None:
+            (cuts, order), count, largest = self._first_cuts(), self._given["micro_batches"] or _MICRO_BATCHES, items
+        else:
+            (cuts, order), count, largest = self._last[:2], len(self._last.sizes), self._last.sizes[0]
+        largest = max(least, min(largest, self._predicts_items or largest))
+        count = min(max(count, -(-items // largest)), max(1, items // least))
+        return PipelinePlan(cuts, order, sizes_of(items, count), core.forward_only(len(cuts), count))
+
+    def out_of_memory_predicting(self, plan: PipelinePlan) -> bool:
+        """Whether predictions go on in smaller micro-batches."""
+        if plan.sizes[0] == 1:
+            return False
+        self._predicts_items = plan.sizes[0] // 2
+        return True
 
     @property
     def measures(self) -> Measured | None:
@@ -96,6 +122,7 @@ class Planner:
         if self.balancer is not None:
             self.balancer.retire(device)
         self.retired.add(device)
+        self._last = None
 
     def restore(self, device: int) -> None:
         if self.balancer is not None:
@@ -112,9 +139,11 @@ class Planner:
 
     def _trials(self) -> list[tuple[int, bool]]:
         """The steps that measure: how many micro-batches, and whether each stage is on the next device."""
-        count = self._given["micro_batches"] or _MICRO_BATCHES
+        given = self._given["micro_batches"]
+        count = given or _MICRO_BATCHES
         several = len(self._names) - len(self.retired) > 1 and len(self.blocks) > 1
-        return [(count, False), *([(count, True)] if several else []), (2 * count, False)]
+        # Another size tells the fixed part of a micro-batch's time, which only the choice of their number needs.
+        return [(count, False), *([(count, True)] if several else []), *([] if given else [(2 * count, False)])]
 
     def _measuring(self, items: int) -> PipelinePlan:
         count, turned = self._trials()[min(len(self.measured), len(self._trials()) - 1)]

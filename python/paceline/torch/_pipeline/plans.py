@@ -44,6 +44,10 @@ class PipelinePlan(NamedTuple):
         """The stage of each block."""
         return [sum(cut <= block for cut in self.cuts) - 1 for block in range(blocks)]
 
+    def in_one_stage(self) -> PipelinePlan:
+        """The same micro-batches on one device, for predictions: one at a time."""
+        return self._replace(cuts=(0,), order=self.order[:1], schedule=core.forward_only(1, len(self.sizes)))
+
     def alone(self) -> PipelinePlan:
         """The same with one micro-batch at a time."""
         line = " ".join(f"F{m} B{m}" for m in range(len(self.sizes)))

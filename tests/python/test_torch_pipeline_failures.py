@@ -1,0 +1,412 @@
+"""Failures in a pipeline: raised once, with the stage that they come from, and nothing is left of the step."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import sys
+import threading
+import time
+import traceback
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import Cancelled, InvalidArgument
+from paceline.torch import Pipeline
+from torch_support import TWO, gradients, output_of, run_script
+
+
+class Unlucky(RuntimeError):
+    """Raised by the tests only."""
+
+
+class Token:
+    """Lives as long as the graph of a micro-batch."""
+
+
+TOKENS: list[weakref.ref[Token]] = []
+
+
+class Raise(torch.autograd.Function):
+    """Raises in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bad: bool) -> torch.Tensor:
+        ctx.bad = bad
+        ctx.token = Token()
+        TOKENS.append(weakref.ref(ctx.token))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if ctx.bad:
+            raise Unlucky("as planned")
+        return gradients[0], None
+
+
+class Layer(nn.Module):
+    """A block with a buffer that counts its micro-batches. It raises over the item whose first feature is 100."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+        self.fails = ""
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, marks = pair
+        self.seen += 1
+        bad = bool((marks == 100).any())
+        if bad and self.fails == "forward":
+            raise Unlucky("as planned")
+        return torch.tanh(Raise.apply(self.linear(x), bad and self.fails == "backward")), marks
+
+
+class Chain(nn.Module):
+    """Four blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers: Any = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pair = (x, x[:, 0])
+        for layer in self.layers:
+            pair = layer(pair)
+        return pair[0]
+
+
+def squares(module: Any, batch: Any) -> Any:
+    return module(batch).pow(2).mean()
+
+
+def marked(item: int, items: int = 8) -> torch.Tensor:
+    x = torch.linspace(-1, 1, 4 * items).view(items, 4)
+    x[item, 0] = 100
+    return x
+
+
+def two_stages(module: nn.Module, **options: Any) -> Pipeline:
+    return Pipeline(module, TWO, **{"cuts": [0, 2], "micro_batches": 4, "schedule": "1f1b", **options})
+
+
+def trained(module: Any, trainer: Pipeline, batch: torch.Tensor, steps: int = 4) -> None:
+    """Until blocks have been measured, and the pipeline runs as planned."""
+    for _ in range(steps):
+        module.zero_grad()
+        trainer.step(squares, batch)
+    assert trainer.report()["pipeline"]["predicted_seconds"] is not None
+
+
+def plain_gradients(module: nn.Module, batch: torch.Tensor, sizes: list[int]) -> list[torch.Tensor | None]:
+    plain = copy.deepcopy(module)
+    plain.zero_grad()
+    for part in batch.split(sizes):
+        (squares(plain, part) * (len(part) / len(batch))).backward()
+    return gradients(plain)
+
+
+def assert_next_step_is_exact(module: Any, trainer: Pipeline, batch: torch.Tensor) -> None:
+    module.zero_grad()
+    trainer.step(squares, batch)
+    wanted = plain_gradients(module, batch, trainer.report()["micro_batches"])
+    assert all(one is not None for one in wanted)
+    for one, other in zip(gradients(module), wanted, strict=True):
+        assert torch.equal(one, other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("measuring", [True, False])
+@pytest.mark.parametrize("way", ["forward", "backward"])
+@pytest.mark.parametrize("block", [0, 3])
+def test_an_error_has_its_place_and_the_step_leaves_nothing(block: int, way: str, measuring: bool) -> None:
+    module, batch = Chain(), marked(5)
+    with two_stages(module) as trainer:
+        if not measuring:
+            trained(module, trainer, batch)
+        before = gradients(module)
+        buffers = [one.clone() for one in module.buffers()]
+        stages = trainer.report()["pipeline"].get("stages", [{"device": name} for name in TWO])
+        module.layers[block].fails = way
+        with pytest.raises(Unlucky, match="as planned") as caught:
+            trainer.step(squares, batch)
+        module.layers[block].fails = ""
+        for one, other in zip(before, gradients(module), strict=True):
+            assert other is None if one is None else torch.equal(one, other)  # type: ignore[arg-type]
+        assert all(map(torch.equal, buffers, module.buffers()))
+        assert traceback.extract_tb(caught.value.__traceback__)[-1].name == way
+        note = caught.value.__notes__[0] if sys.version_info >= (3, 11) else str(caught.value.__cause__)
+        assert f"raised on {stages[block // 2]['device']} in the {way} " in note
+        assert "items 4 to 5 of the batch" in note
+        assert f"stage {block // 2}" in note
+        assert f"blocks layers.{block // 2 * 2} to layers.{block // 2 * 2 + 1}" in note
+        assert way == "backward" or f"block layers.{block} " in note
+        assert "gradients and buffers are as before" in note
+        assert_next_step_is_exact(module, trainer, batch)
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_a_failed_step_keeps_no_graph(way: str) -> None:
+    module, batch = Chain(), marked(5)
+
+    with two_stages(module) as trainer:
+        trained(module, trainer, batch)
+        gc.collect()
+        gc.disable()
+        try:
+            for fails in (way, "", way, ""):
+                TOKENS.clear()
+                module.layers[1].fails = fails
+                with contextlib.suppress(Unlucky):
+                    trainer.step(squares, batch)
+                assert len(TOKENS) > 2
+            # A thread may hold on to the last micro-batch that it gave up, until its next one.
+            assert [token() for token in TOKENS if token() is not None] == []
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("error", [MemoryError("as planned"), torch.OutOfMemoryError("as planned")])
+def test_out_of_memory_runs_the_same_step_with_less_in_flight(error: BaseException) -> None:
+    module, batch = Chain(), marked(5)
+    with two_stages(module) as trainer:
+        trained(module, trainer, batch)
+        in_flight = trainer.report()["pipeline"]["stages"][0]["in_flight"]
+        module.zero_grad()
+        layer: Any = module.layers[0]
+        calls = []
+
+        def once(*_: Any) -> None:
+            calls.append(1)
+            if len(calls) == 3:
+                raise error
+
+        handle = layer.register_forward_pre_hook(once)
+        trainer.step(squares, batch)
+        handle.remove()
+        report = trainer.report()
+        assert report["out_of_memory"] == 1
+        assert report["pipeline"]["stages"][0]["in_flight"] < in_flight
+        assert report["recent_moves"][-1]["kind"] == "memory"
+        for one, other in zip(gradients(module), plain_gradients(module, batch, report["micro_batches"]), strict=True):
+            assert torch.equal(one, other)  # type: ignore[arg-type]
+        assert_next_step_is_exact(module, trainer, batch)
+
+
+def test_memory_that_nothing_fits_in_names_device_and_bytes() -> None:
+    with pytest.raises(MemoryError, match=r"host:\d") as caught, two_stages(Chain(), memory=500) as trainer:
+        trainer.step(squares, marked(0))
+    assert "500" in str(caught.value)
+
+
+def test_closing_the_trainer_in_another_thread_cancels_the_step() -> None:
+    module, batch = Chain(), marked(0, 64)
+    inside = threading.Event()
+
+    def loss_fn(replica: Any, part: Any) -> Any:
+        output = replica(part)
+        inside.set()
+        time.sleep(0.1)
+        return output.pow(2).mean()
+
+    trainer = two_stages(module, micro_batches=64)
+    trained(module, trainer, batch)
+    module.zero_grad()
+    raised: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            trainer.step(loss_fn, batch)
+        except Cancelled as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert inside.wait(30)
+    begin = time.monotonic()
+    trainer.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert time.monotonic() - begin < 3  # the whole step takes at least 6.4 s
+    assert len(raised) == 1
+    assert gradients(module) == [None] * 8
+
+
+def test_a_step_inside_of_a_step_and_a_close_are_refused() -> None:
+    module, batch = Chain(), marked(0)
+    with two_stages(module) as trainer:
+        for call in (lambda: trainer.step(squares, batch), trainer.close):
+
+            def loss_fn(replica: Any, part: Any, call: Any = call) -> Any:
+                call()
+                return squares(replica, part)
+
+            with pytest.raises(InvalidArgument):
+                trainer.step(loss_fn, batch)
+        assert_next_step_is_exact(module, trainer, batch)
+
+
+SETUP = """
+from paceline.torch import Pipeline
+torch.manual_seed(0)
+module = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+batch = torch.linspace(-1, 1, 64).view(16, 4)
+plain = __import__("copy").deepcopy(module)
+trainer = Pipeline(module, ["host:0", "host:1"], cuts=[0, 2], micro_batches=16, schedule="1f1b")
+for _ in range(4):
+    module.zero_grad()
+    trainer.step(mean_of_squares, batch)
+module.zero_grad()
+for part in batch.split(1):
+    (mean_of_squares(plain, part) * (1 / 16)).backward()
+
+def same_gradients():
+    return all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), plain.parameters()))
+
+def slow(replica, part):
+    loss = mean_of_squares(replica, part)
+    time.sleep(0.2)
+    return loss
+"""
+
+
+def test_ctrl_c_raises_promptly_and_the_next_step_works() -> None:
+    program = (
+        SETUP
+        + """
+for _ in range(2):
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    begin = time.monotonic()
+    try:
+        trainer.step(slow, batch)
+    except KeyboardInterrupt:
+        assert 0.3 < time.monotonic() - begin < 2.9        # the whole step takes at least 3.2 s
+    else:
+        raise SystemExit("no KeyboardInterrupt")
+    assert all(parameter.grad is None for parameter in module.parameters())
+trainer.step(mean_of_squares, batch)
+print(same_gradients())
+"""
+    )
+    assert output_of(program) == "True"
+
+
+def test_a_second_ctrl_c_leaves_a_lane_behind_that_does_not_return() -> None:
+    program = (
+        SETUP
+        + """
+import paceline
+leave = threading.Event()
+def stuck(replica, part):
+    loss = mean_of_squares(replica, part)
+    leave.wait(30)
+    return loss
+
+for seconds in (0.3, 0.8):
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+begin = time.monotonic()
+try:
+    trainer.step(stuck, batch)
+except KeyboardInterrupt:
+    assert 0.7 < time.monotonic() - begin < 8
+try:
+    trainer.step(mean_of_squares, batch)
+except paceline.InvalidArgument as error:
+    assert "has not ended" in str(error), error
+else:
+    raise SystemExit("not refused")
+leave.set()
+for _ in range(500):
+    if not trainer.group.busy:
+        break
+    time.sleep(0.01)
+time.sleep(0.1)
+assert all(parameter.grad is None for parameter in module.parameters())
+trainer.step(mean_of_squares, batch)
+print(same_gradients())
+"""
+    )
+    assert output_of(program) == "True"
+
+
+def test_a_program_may_end_without_closing_and_in_the_middle_of_a_step() -> None:
+    assert output_of(SETUP + "print('end')") == "end"
+    program = (
+        SETUP
+        + """
+inside = threading.Event()
+def endless(replica, part):
+    loss = mean_of_squares(replica, part)
+    inside.set()
+    time.sleep(0.3)
+    return loss
+def loop():
+    while True:
+        trainer.step(endless, batch)
+threading.Thread(target=loop, daemon=True).start()
+inside.wait()
+print("end")
+"""
+    )
+    done = run_script(program, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "end"), done.stderr
+    assert "Fatal" not in done.stderr
+
+
+def test_dropping_a_pipeline_ends_its_threads() -> None:
+    program = (
+        "before = thread_count()\n"
+        + SETUP
+        + """
+gc.collect()
+gc.disable()
+del trainer
+for _ in range(200):
+    if thread_count() == before:
+        break
+    time.sleep(0.01)
+print(thread_count() - before)
+"""
+    )
+    assert output_of(program) == "0"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_cannot_step_but_may_leave_in_every_way() -> None:
+    program = (
+        SETUP
+        + """
+import paceline, warnings
+warnings.simplefilter("ignore")
+faulthandler.cancel_dump_traceback_later()  # a child that ends would wait for its thread, which the fork did not copy
+def child(what):
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    try:
+        if what == "step":
+            try:
+                trainer.step(mean_of_squares, batch)
+            except paceline.Unavailable as error:
+                os._exit(3 if "fork" in str(error) else 4)
+        if what == "close":
+            trainer.close()
+        if what == "drop":
+            globals().pop("trainer")
+            gc.collect()
+        if what == "exit":
+            sys.exit(0)
+    except Exception:
+        os._exit(5)
+    os._exit(0)
+print([child(what) for what in ("step", "close", "drop", "exit", "nothing")], flush=True)
+trainer.step(mean_of_squares, batch)
+assert same_gradients()
+"""
+    )
+    assert output_of(program, timeout=60) == "[3, 0, 0, 0, 0]"
