@@ -11,18 +11,11 @@
 #include <paceline/error.hpp>
 
 #include "balance/stage_balancer_state.hpp"
+#include "bytes_text.hpp"
 #include "plural.hpp"
 
 namespace paceline::balance {
 namespace {
-
-std::string bytes_text(std::int64_t bytes) {
-  const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
-  auto value = static_cast<double>(bytes);
-  std::size_t unit = 0;
-  for (; value >= 1024.0 && unit + 1 < std::size(units); ++unit) value /= 1024.0;
-  return unit == 0 ? fmt::format("{} B", bytes) : fmt::format("{:.1f} {}", value, units[unit]);
-}
 
 /// "would make steps 3.1 % shorter"
 std::string gain_text(double now, double then) {

@@ -13,7 +13,9 @@ from paceline.torch._batch.sampler import BalancedBatchSampler
 from paceline.torch._check.agreement import ReplicaReport
 from paceline.torch._check.report import Cause, CheckReport, SplitResult
 from paceline.torch._devices.run_draws import UnseededDrawsWarning
+from paceline.torch._pipeline.layout import Candidate, Layout, layout
 from paceline.torch._pipeline.pipeline import Pipeline
+from paceline.torch._pipeline.replicated import PipelineReplicas
 from paceline.torch._save.background import PendingSave
 from paceline.torch._trainer.alarms import Alarm
 from paceline.torch._trainer.batch_size import BatchSizeSearch
@@ -25,16 +27,20 @@ __all__ = [
     "Alarm",
     "BalancedBatchSampler",
     "BatchSizeSearch",
+    "Candidate",
     "Cause",
     "CheckReport",
     "DataParallel",
     "GlobalBatch",
     "GlobalBatchSampler",
+    "Layout",
     "MicroBatch",
     "Module",
     "PendingSave",
     "Pipeline",
+    "PipelineReplicas",
     "ReplicaReport",
     "SplitResult",
     "UnseededDrawsWarning",
+    "layout",
 ]

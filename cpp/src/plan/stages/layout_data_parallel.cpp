@@ -4,6 +4,7 @@
 #include <bit>
 #include <numeric>
 
+#include "bytes_text.hpp"
 #include "plan/stages/layout_parts.hpp"
 
 namespace paceline::plan {
@@ -152,8 +153,6 @@ std::vector<std::vector<std::size_t>> subsets(const StageProblem& problem) {
   return out;
 }
 
-std::string gib(std::int64_t bytes) { return fmt::format("{:.2f} GiB", static_cast<double>(bytes) / (1 << 30)); }
-
 }  // namespace
 
 Layout data_parallel_layout(const StageProblem& problem, const LayoutOptions& options, bool sharded) {
@@ -172,17 +171,18 @@ Layout data_parallel_layout(const StageProblem& problem, const LayoutOptions& op
                               sharded ? "cannot run yet; " : "",
                               std::ranges::count_if(best.items, [](std::int64_t n) { return n > 0; }),
                               problem.devices.size(), 100.0 * best.reduction_seconds / best.seconds);
-    if (sharded) best.reason += fmt::format("; {} of the optimizer's state are divided", gib(whole.optimizer));
+    if (sharded) best.reason += fmt::format("; {} of the optimizer's state are divided", bytes_text(whole.optimizer));
     return best;
   }
   const StageDevice& most = *std::ranges::max_element(problem.devices, {}, &StageDevice::memory_bytes);
-  best.reason = sharded ? fmt::format(
-                              "weights and gradients take {} on each device, and the optimizer's state {} on "
-                              "all together, and an item {} more; {} has the most memory, {}",
-                              gib(whole.weights + whole.gradients), gib(whole.optimizer), gib(whole.item_bytes),
-                              most.name, gib(most.memory_bytes))
-                        : fmt::format("the whole model takes {}, and an item {} more; {} has the most memory, {}",
-                                      gib(all), gib(whole.item_bytes), most.name, gib(most.memory_bytes));
+  best.reason =
+      sharded ? fmt::format(
+                    "weights and gradients take {} on each device, and the optimizer's state {} on "
+                    "all together, and an item {} more; {} has the most memory, {}",
+                    bytes_text(whole.weights + whole.gradients), bytes_text(whole.optimizer),
+                    bytes_text(whole.item_bytes), most.name, bytes_text(most.memory_bytes))
+              : fmt::format("the whole model takes {}, and an item {} more; {} has the most memory, {}",
+                            bytes_text(all), bytes_text(whole.item_bytes), most.name, bytes_text(most.memory_bytes));
   return best;
 }
 

@@ -8,6 +8,7 @@
 #include <paceline/error.hpp>
 
 #include "plan/stages/layout_parts.hpp"
+#include "plural.hpp"
 
 namespace paceline::plan {
 namespace {
@@ -201,8 +202,9 @@ Layout pipeline_layout(const StageProblem& problem, const LayoutOptions& options
   }
   const auto stages = static_cast<double>(plan.order.size());
   out.bubble = std::max(0.0, 1.0 - busy_seconds(plan, problem.batch_size) / (stages * plan.seconds));
-  out.reason = fmt::format("{} of {} devices, {} micro-batches, the bubble takes {:.1f} % of a step", plan.order.size(),
-                           problem.devices.size(), plan.sizes.size(), 100.0 * out.bubble);
+  out.reason = fmt::format("{} of {} devices, {}, the bubble takes {:.1f} % of a step", plan.order.size(),
+                           problem.devices.size(), plural(plan.sizes.size(), "micro-batch", "micro-batches"),
+                           100.0 * out.bubble);
   return out;
 }
 
@@ -268,13 +270,15 @@ Layout replicas_layout(const StageProblem& problem, const LayoutOptions& options
     compute = std::max(compute, plan.seconds);
     busy += busy_seconds(plan, items);
     stages += static_cast<double>(plan.order.size());
-    texts.push_back(fmt::format("[{}] run {}", fmt::join(plan.order, ", "), best.counts[g]));
+    std::vector<std::string> names;
+    for (const std::size_t device : plan.order) names.push_back(problem.devices[device].name);
+    texts.push_back(fmt::format("[{}] run {}", fmt::join(names, ", "), best.counts[g]));
     out.pipelines.push_back(std::move(plan));
   }
   out.seconds = compute + out.reduction_seconds;
   out.bubble = std::max(0.0, 1.0 - busy / (stages * compute));
   out.reason = fmt::format(
-      "of {} micro-batches, devices {}; bubbles take {:.1f} % of a step, and the exposed reduction "
+      "of {} micro-batches {}; bubbles take {:.1f} % of a step, and the exposed reduction "
       "{:.1f} %",
       count, fmt::join(texts, " and "), 100.0 * out.bubble * compute / out.seconds,
       100.0 * out.reduction_seconds / out.seconds);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 
 from paceline.torch._devices.places import Places
 from paceline.torch._devices.worker_draws import WorkerGenerator
@@ -25,20 +26,19 @@ class LanePlaces(Places):
 
 
 class SharedPlaces(Places):
-    """One place for all `lanes`, whose modules share parameters, gradients and buffers."""
+    """Places for the lanes of pipelines. The modules of a pipeline's lanes share parameters, gradients and buffers."""
 
-    def __init__(self, base: Places) -> None:
+    def __init__(self, base: Places, pipelines: int = 1) -> None:
         vars(self).update(vars(base))
-        self.lanes = 1
+        self._lanes = [1] * pipelines
+        self.need(dict.fromkeys(range(pipelines), 1))
 
     def __len__(self) -> int:
-        return self.lanes
+        return len(self.pipelines)
 
-    @property
-    def lanes(self) -> int:
-        """How many there are."""
-        return len(self.spaces)
-
-    @lanes.setter
-    def lanes(self, count: int) -> None:
-        self.spaces = [self.home_space] * count
+    def need(self, lanes: Mapping[int, int]) -> None:
+        """Have at least so many lanes for these pipelines."""
+        for pipeline, count in lanes.items():
+            self._lanes[pipeline] = max(self._lanes[pipeline], count)
+        self.pipelines = [pipeline for pipeline, count in enumerate(self._lanes) for _ in range(count)]  # of each place
+        self.spaces = [self.home_space] * len(self.pipelines)

@@ -14,13 +14,13 @@ from paceline import DeviceGroup, InvalidArgument
 from paceline._core.engine import Lanes, LaneThreads, run_pipeline
 from paceline.torch._batch.batch import Batch
 from paceline.torch._devices.caller_state import CallerState
-from paceline.torch._devices.lanes import LanePlaces, SharedPlaces
+from paceline.torch._devices.lanes import LanePlaces
 from paceline.torch._devices.places import Places
 from paceline.torch._pipeline.blocks import Block, any_compiled
 from paceline.torch._pipeline.gates import Journey, Separated, gated, journey_here, travelling
 from paceline.torch._pipeline.loop import Outcome, PipelineWork
 from paceline.torch._pipeline.plans import PipelinePlan
-from paceline.torch._replicas.replicas import LaneReplicas
+from paceline.torch._replicas.replicas import LaneReplicas, Replica
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.run import Frame, Run, TrainRun
 from paceline.torch._run.workload import Workload
@@ -35,13 +35,11 @@ class PipelineExecution(Execution):
         module: nn.Module,
         places: Places,
         replicas: LaneReplicas,
-        shared: SharedPlaces,
         blocks: list[Block],
     ) -> None:
         super().__init__(group, module, places, replicas)
         self.blocks = blocks
         self._lane_replicas = replicas
-        self._shared = shared
         self._one_module = any_compiled(blocks)  # for all lanes, since each module compiles by itself
         self.threads = LaneThreads()
         self._group = group
@@ -70,19 +68,28 @@ class PipelineExecution(Execution):
         work.seen.sizes = [work.seen.sizes[0]] * lanes
         work.seen.ever = [work.seen.ever[0]] * lanes
         places = LanePlaces(self.places, lanes)
-        if not self._one_module and lanes > self._shared.lanes:
-            self._shared.lanes = lanes
-            self._lane_replicas.grow()
-        replicas = self.replicas.list * lanes if self._one_module else self.replicas.list[:lanes]
         return frame._replace(
-            replicas=replicas,
+            replicas=self._replicas_of_lanes(plan),
             state=CallerState(self.places.types, lanes),
             places=places,
             limits=[None] * lanes,
             searches=False,
             divides=False,
-            passage=_Passage(self, plan),
+            passage=self._passage_of(plan),
         )
+
+    def _replicas_of_lanes(self, plan: Any) -> list[Replica]:
+        lanes = plan.lanes_of
+        if not self._one_module:
+            self._lane_replicas.need(lanes)
+        found: list[Replica] = []
+        for pipeline, count in lanes.items():
+            own = self._lane_replicas.of(pipeline)
+            found += own[:1] * count if self._one_module else own[:count]
+        return found
+
+    def _passage_of(self, plan: Any) -> Any:
+        return Passage(self.blocks, plan, self.replicas.list[0])
 
     def _must_run_alone(self, work: Workload, whole: Batch) -> Callable[[PipelinePlan], bool]:
         """Whether some block may compile for the sizes of a plan. Dynamo is not thread-safe, so micro-batches then run one after the other."""
@@ -96,10 +103,17 @@ class PipelineExecution(Execution):
         return must
 
     def _run_devices(self, work: Workload, run: Run) -> Any:
-        passage = run.passage
-        assert isinstance(passage, _Passage)
+        passage: Any = run.passage
         assert isinstance(work, PipelineWork)
-        return passage.run(work, run, self._group, self.threads)
+        loop = work.step_loop
+
+        def begun(lanes: Lanes) -> None:
+            loop.lanes = lanes
+
+        try:
+            return passage.run(work.planner, run, self._group, self.threads, begun)
+        finally:
+            loop.lanes = None
 
     def _first_failure(self, run: Run, outcome: Outcome) -> tuple[int | None, int, int, BaseException]:
         failed = outcome.failed_begin
@@ -124,18 +138,24 @@ class PipelineExecution(Execution):
         self.threads.close()
 
 
-class _Passage:
-    """How the micro-batches of one run pass through the stages."""
+class Passage:
+    """How the micro-batches of one run pass through the stages of one pipeline.
 
-    def __init__(self, execution: PipelineExecution, plan: PipelinePlan) -> None:
+    `replica`: the module of one of its lanes. `first_item` and `first_lane`: where its part of the batch and of the run's lanes begins.
+    """
+
+    def __init__(
+        self, blocks: list[Block], plan: PipelinePlan, replica: Replica, first_item: int = 0, first_lane: int = 0
+    ) -> None:
         self.plan = plan
-        self._execution = execution
-        self._blocks = execution.blocks
-        self._separate = Separated(execution.replicas.list[0].parameters)
-        self._stage_of = plan.stage_of(len(execution.blocks))
+        self.first_item = first_item
+        self.first_lane = first_lane
+        self._blocks = blocks
+        self._separate = Separated(replica.parameters)
+        self._stage_of = plan.stage_of(len(blocks))
 
     def begins(self, begin: int) -> bool:
-        return begin == 0
+        return begin == self.first_item
 
     def turn_back(self) -> list[torch.Tensor]:
         journey = journey_here()
@@ -147,17 +167,21 @@ class _Passage:
         assert journey is not None
         journey.end()
 
-    def run(self, work: PipelineWork, run: Run, group: DeviceGroup, threads: LaneThreads) -> Outcome:
-        """Run all micro-batches. Failures are in the run."""
-        plan, bounds = self.plan, self.plan.bounds
-        parameters = run.replicas[0].parameters  # those of all lanes
+    def run(
+        self, planner: Any, run: Run, group: DeviceGroup, threads: LaneThreads, begun: Callable[[Lanes], None]
+    ) -> Outcome:
+        """Run all micro-batches. Failures are in the run. `begun` gets what can cancel it."""
+        plan = self.plan
+        bounds = [(begin + self.first_item, end + self.first_item) for begin, end in plan.bounds]
+        replicas = run.replicas[self.first_lane : self.first_lane + plan.lanes]
+        parameters = replicas[0].parameters  # those of all lanes
         modules = [
             [replica.counterparts.get(id(block.module), block.module) for block in self._blocks]
-            for replica in dict.fromkeys(run.replicas)
+            for replica in dict.fromkeys(replicas)
         ]
         trains = isinstance(run, TrainRun)
         schedule = plan.schedule if trains else plan.forward_schedule
-        measured = work.planner.measures if trains else None
+        measured = planner.measures if trains else None
         codes: list[int] = []
         last_lane = 0
         at: dict[int, Journey] = {}
@@ -170,7 +194,7 @@ class _Passage:
                 last_lane = lane
             clock = None
             if measured is not None:
-                clock = measured.clocks[micro_batch] = work.planner.clock(parameters)
+                clock = measured.clocks[micro_batch] = planner.clock(parameters)
             journey = Journey(
                 lanes,
                 micro_batch,
@@ -188,19 +212,16 @@ class _Passage:
                     stack.enter_context(travelling(journey))
                     if clock is not None and micro_batch == 0:
                         stack.enter_context(clock.counting_saved(parameters))
-                    code = run.body(lane, begin, end, 0)
+                    code = run.body(self.first_lane + lane, begin, end, 0)
                 codes.append(code if isinstance(code, int) else code[0])
                 return codes[-1]
             finally:
                 journey.forget()
 
         lanes = Lanes(threads, schedule, carry)
-        work.step_loop.lanes = lanes
-        try:
-            with gated(modules):
-                outcome = run_pipeline(group, lanes, schedule, list(plan.order))
-        finally:
-            work.step_loop.lanes = None
+        begun(lanes)
+        with gated(modules):
+            outcome = run_pipeline(group, lanes, schedule, list(plan.order))
         begin = None
         if run.failures:
             failed = outcome.failed_action
@@ -216,4 +237,5 @@ class _Passage:
             evidence=not any(codes),
             trains=trains,
             last_lane=last_lane,
+            first_item=self.first_item,
         )

@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from paceline import DeviceGroup, InvalidArgument
-from paceline._core.engine import in_flight, pipeline_actions
 from paceline.torch._batch.batch import Batch
 from paceline.torch._devices.places import Places
 from paceline.torch._pipeline.blocks import Block
@@ -46,8 +45,10 @@ class Outcome:
         evidence: bool,
         trains: bool,
         last_lane: int,
+        first_item: int = 0,
     ) -> None:
         self.plan = plan
+        self.bounds = [(begin + first_item, end + first_item) for begin, end in plan.bounds]
         self.evidence = evidence  # whether its times say how fast the devices are
         self.trains = trains
         self.last_lane = last_lane  # the one that carried the last micro-batch
@@ -73,7 +74,7 @@ class Outcome:
     def claims(self) -> list[Any]:
         """What ran, for traces: (device, begin, end, start seconds, finish seconds, stage, "F" or "B") each."""
         return [
-            (self.plan.order[stage], *self.plan.bounds[micro_batch], start, finish, stage, kind)
+            (self.plan.order[stage], *self.bounds[micro_batch], start, finish, stage, kind)
             for stage, actions in enumerate(self.record)
             for kind, micro_batch, start, finish in actions
         ]
@@ -124,11 +125,13 @@ class PipelineLoop:
         for stage, device in enumerate(outcome.plan.order):
             before = self._totals[device]
             self._totals[device] = _Totals(
-                before.items + items, before.busy + busy[stage], before.idle + max(0.0, seconds - busy[stage])
+                before.items + outcome.items[device],
+                before.busy + busy[stage],
+                before.idle + max(0.0, seconds - busy[stage]),
             )
-            self._recent[device].append((items, busy[stage]))
+            self._recent[device].append((outcome.items[device], busy[stage]))
             for kind, micro_batch, start, finish in outcome.record[stage]:
-                begin, end = outcome.plan.bounds[micro_batch]
+                begin, end = outcome.bounds[micro_batch]
                 self._events.append(
                     {
                         "kind": "forward" if kind == "F" else "backward",
@@ -157,14 +160,14 @@ class PipelineLoop:
         moves = self.planner.moves
         if outcome.trains:
             self.planner.record(outcome.plan, outcome.record, evidence=outcome.evidence)
-        self._add_row(outcome, items, busy, seconds, self.planner.moves > moves)
+        self._add_row(outcome, busy, seconds, self.planner.moves > moves)
 
-    def _add_row(self, outcome: Outcome, items: int, busy: list[float], seconds: float, moved: bool) -> None:
+    def _add_row(self, outcome: Outcome, busy: list[float], seconds: float, moved: bool) -> None:
         of_device = dict(zip(outcome.plan.order, busy, strict=True))
         row = {
             "first_step": self._steps - 1,
             "steps": 1,
-            "items": {name: items if d in of_device else 0 for d, name in enumerate(self._names)},
+            "items": dict(zip(self._names, outcome.items, strict=True)),
             "busy_seconds": {name: of_device.get(d, 0.0) for d, name in enumerate(self._names)},
             "costs": None,
             "step_seconds": seconds,
@@ -239,7 +242,7 @@ class PipelineLoop:
             return figures
         planned = last.plan.figures
         busy, seconds = last.busy(), last.seconds
-        ends = [*last.plan.cuts[1:], len(planner.blocks)]
+        ends = [cut or len(planner.blocks) for cut in (*last.plan.cuts[1:], 0)]  # a stage behind a last one begins at 0
         figures["stages"] = [
             {
                 "device": self._names[last.plan.order[stage]],
@@ -248,7 +251,7 @@ class PipelineLoop:
                 "blocks": end - first,
                 "busy_seconds": busy[stage],
                 "bytes": planned["bytes"][stage] if planned else None,
-                "in_flight": in_flight(last.plan.schedule, stage),
+                "in_flight": last.plan.in_flight(stage),
             }
             for stage, (first, end) in enumerate(zip(last.plan.cuts, ends, strict=True))
         ]
@@ -261,9 +264,7 @@ class PipelineLoop:
 
     def planned_actions(self) -> list[list[Action]] | None:
         """When the actions of the last step were planned to run. None if it was a step that measured."""
-        if self.last is None or not self.last.plan.figures:
-            return None
-        return pipeline_actions(self.last.plan.schedule, self.last.plan.figures["times"])
+        return None if self.last is None else self.last.plan.actions()
 
     @property
     def memory(self) -> dict[str, dict[str, float]]:

@@ -158,8 +158,8 @@ class Pipeline(Trainer):
             )
             self._planner = planner
             works = PipelineWorks(local, places, planner)
-            shared = SharedPlaces(places)
-            execution = PipelineExecution(local, module, places, LaneReplicas(module, shared, replicate), shared, found)
+            replicas = LaneReplicas(module, SharedPlaces(places), replicate)
+            execution = PipelineExecution(local, module, places, replicas, found)
         except BaseException:
             if owned:
                 local.close()
@@ -249,7 +249,7 @@ def _allocate(parts: Iterable[nn.Module], made: dict[int, tuple[torch.Tensor, to
 class PipelineWorks(Works):
     """The kinds of work of a pipeline."""
 
-    def __init__(self, group: DeviceGroup, places: Places, planner: Planner) -> None:
+    def __init__(self, group: DeviceGroup, places: Places, planner: Any) -> None:
         self._planner = planner
         options: dict[str, Any] = {"balance": "auto", "micro_batch": 0, "granularity": 1}
         super().__init__(group, places, [None] * len(group), options)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from paceline import DeviceGroup
+from paceline import DeviceGroup, OutOfMemory
 from paceline._core import engine as core
-from paceline._core.balance import StageBalancer
+from paceline._core.balance import StageBalancer, layouts
 from paceline.torch._pipeline.blocks import Block
 from paceline.torch._pipeline.measure import BlockClock, BlockCost, Measured, costs_of, speeds_of
 from paceline.torch._pipeline.plans import Action, PipelinePlan
@@ -49,7 +49,7 @@ class Planner:
         spaces = list(dict.fromkeys(device.memory_space for device in group.devices))
         self._spaces = [spaces.index(device.memory_space) for device in group.devices]
         self.blocks = blocks
-        self._limits = list(limits)
+        self.limits = list(limits)
         self._given: dict[str, Any] = {"schedule": schedule, "cuts": list(cuts or []), "micro_batches": micro_batches}
         inside = {id(one) for block in blocks for one in block.module.parameters()}
         self._glue = [index for index, one in enumerate(parameters) if id(one) not in inside]
@@ -58,6 +58,7 @@ class Planner:
         self._speeds = [1.0] * len(group)
         self._last: PipelinePlan | None = None  # of a step, on the present devices
         self._predicts_items: int | None = None  # the most items of a micro-batch, after memory ran out
+        self._reached: dict[int, int] = {}  # blocks, by the parameters outside that belong to them
 
     # What `PipelineExecution` asks
 
@@ -67,7 +68,7 @@ class Planner:
             self._last = self._measuring(items)
         else:
             self.balancer.set_least_items(self.least_items)
-            self._last = _plan_of(self.balancer.plan(items))
+            self._last = plan_of(self.balancer.plan(items))
         return self._last
 
     def predictions(self, items: int, least: int) -> PipelinePlan:
@@ -165,7 +166,7 @@ class Planner:
         blocks = [BlockCost(0.0, 1e-9 * size + 1e-6, 0.0, 0.0, size, 0, 0, 0) for size in sizes]
         given = {**self._given, "schedule": "1f1b", "micro_batches": len(self._names)}
         balancer = self._balancer(blocks, given)
-        plan = _plan_of(balancer.plan(len(self._names)))
+        plan = plan_of(balancer.plan(len(self._names)))
         return plan.cuts, plan.order
 
     def _know(self) -> None:
@@ -174,18 +175,42 @@ class Planner:
         if turned:
             speeds = speeds_of(first, turned[0], len(self._names))
             self._speeds = speeds if max(speeds) / min(speeds) > 1 + _LEAST_DIFFERENCE else [1.0] * len(speeds)
-        sizes = self.parameter_bytes(first.clocks[0].reached)
+        self._reached = first.clocks[0].reached
         classes = [_class_of(block.module, first.clocks[0].boundary[k]) for k, block in enumerate(self.blocks)]
-        self.costs = costs_of(self.measured, self._speeds, classes, sizes)
+        self.know(costs_of(self.measured, self._speeds, classes, self.parameter_bytes(self._reached)), self._speeds)
+
+    @property
+    def known(self) -> tuple[list[BlockCost], list[float]]:
+        """What was measured: the costs of blocks on a device of speed 1, and the devices' speeds."""
+        return self.costs, self._speeds
+
+    def know(self, costs: Sequence[BlockCost], speeds: Sequence[float]) -> None:
+        """Plan all steps from now on with these costs of blocks and speeds of devices."""
+        self.costs, self._speeds = list(costs), list(speeds)
         self.balancer = self._balancer(self.costs, self._given)
-        for device in self.retired:
-            self.balancer.retire(device)
+
+    def layouts(self, items: int) -> list[dict[str, Any]]:
+        """All ways of laying out the module for a batch of so many items, the best first. Requires: the costs are known."""
+        assert self.balancer is not None
+        weights = self._bytes_of_blocks(self._reached, lambda one: one.nbytes)
+        gradients = self._bytes_of_blocks(self._reached, lambda one: one.nbytes if one.requires_grad else 0)
+        return layouts(self.balancer, items, weight_bytes=weights, gradient_bytes=gradients)
+
+    def pipeline_seconds(self, items: int) -> float:
+        """Seconds of a step of so many items on these devices. Requires: the costs are known."""
+        found = next(one for one in self.layouts(items) if one["kind"] == "pipeline")
+        if not found["fits"]:
+            raise OutOfMemory(found["reason"])
+        return float(found["seconds"])
 
     def parameter_bytes(self, reached: dict[int, int]) -> list[int]:
         """Of each block, with gradients and the optimizer's state. `reached`: the blocks that parameters outside belong to."""
-        sizes = [sum(map(self._bytes, block.module.parameters())) for block in self.blocks]
+        return self._bytes_of_blocks(reached, self._bytes)
+
+    def _bytes_of_blocks(self, reached: dict[int, int], of: Callable[[torch.Tensor], int]) -> list[int]:
+        sizes = [sum(map(of, block.module.parameters())) for block in self.blocks]
         for number, index in enumerate(self._glue):
-            sizes[reached.get(number, len(sizes) - 1)] += self._bytes(self._parameters[index])
+            sizes[reached.get(number, len(sizes) - 1)] += of(self._parameters[index])
         return sizes
 
     def _bytes(self, parameter: torch.Tensor) -> int:
@@ -194,7 +219,7 @@ class Planner:
     def _balancer(self, blocks: Sequence[BlockCost], given: dict[str, Any]) -> StageBalancer:
         devices = [
             (name, speed, 0.0, limit, space)
-            for name, speed, limit, space in zip(self._names, self._speeds, self._limits, self._spaces, strict=True)
+            for name, speed, limit, space in zip(self._names, self._speeds, self.limits, self._spaces, strict=True)
         ]
         balancer = StageBalancer(list(blocks), devices, **given)
         for device in self.retired:
@@ -223,7 +248,7 @@ class Planner:
             used = dict(zip(last.order, last.figures["bytes"], strict=True))
         return {
             name: {"limit_bytes": limit, "stage_bytes": used.get(device, 0)}
-            for device, (name, limit) in enumerate(zip(self._names, self._limits, strict=True))
+            for device, (name, limit) in enumerate(zip(self._names, self.limits, strict=True))
             if limit is not None
         }
 
@@ -239,7 +264,7 @@ def sizes_of(items: int, count: int) -> tuple[int, ...]:
     return tuple(even + (number < more) for number in range(count))
 
 
-def _plan_of(plan: dict[str, Any]) -> PipelinePlan:
+def plan_of(plan: dict[str, Any]) -> PipelinePlan:
     return PipelinePlan(tuple(plan["cuts"]), tuple(plan["order"]), tuple(plan["sizes"]), plan["schedule"], plan)
 
 

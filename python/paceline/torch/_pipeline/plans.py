@@ -27,7 +27,12 @@ class PipelinePlan(NamedTuple):
     def lanes(self) -> int:
         """How many micro-batches are under way at once."""
         stages, count = len(self.cuts), len(self.sizes)
-        return max(core.in_flight(self.schedule, 0), min(count, stages + 1))  # the latter for predictions
+        return max(self.in_flight(0), min(count, stages + 1))  # the latter for predictions
+
+    @property
+    def lanes_of(self) -> dict[int, int]:
+        """By pipeline: how many lanes. This is the plan of the only one."""
+        return {0: self.lanes}
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -39,6 +44,14 @@ class PipelinePlan(NamedTuple):
     def forward_schedule(self) -> str:
         """The same micro-batches without backward."""
         return core.forward_only(len(self.cuts), len(self.sizes))
+
+    def in_flight(self, stage: int) -> int:
+        """The most micro-batches that are in flight at once on a stage."""
+        return core.in_flight(self.schedule, stage)
+
+    def actions(self) -> list[list[Action]] | None:
+        """When the actions of each stage are planned to run. None if this is not the balancer's plan."""
+        return core.pipeline_actions(self.schedule, self.figures["times"]) if self.figures else None
 
     def stage_of(self, blocks: int) -> list[int]:
         """The stage of each block."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from paceline import InvalidArgument
+from paceline.torch._devices.lanes import SharedPlaces
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.attributes import Attributes, Change, carry, carry_hooks, is_of_a_forward
 from paceline.torch._replicas.buffers import Buffers
@@ -175,7 +176,7 @@ class Replicas:
         storages = copies.get(self._places.spaces[device], {})
 
         def alias(parameter: torch.Tensor) -> torch.Tensor:
-            return self._alias(parameter, storages.get(id(parameter)))
+            return self._alias(parameter, storages.get(id(parameter)), device)
 
         replicate = self._replicate
         made = made_by(replicate, self._module, reach, alias) if replicate else copied(self._module, reach, alias)
@@ -184,14 +185,14 @@ class Replicas:
             buffers |= {name: one.to(self._places.devices[device]) for name, one in buffers.items() if one is not None}
         if replicate is None:
             derive((part for _, part in reach.modules), made.counterparts)
-        self._share(made, reach)
+        self._share(made, reach, device)
         return Replica(made, reach, parameters, self._reader)
 
-    def _alias(self, parameter: torch.Tensor, storage: torch.Tensor | None) -> torch.Tensor:
+    def _alias(self, parameter: torch.Tensor, storage: torch.Tensor | None, device: int) -> torch.Tensor:
         """What a device's module has in the place of a parameter."""
         return alias_of(parameter, storage)
 
-    def _share(self, made: Copied, reach: Reach) -> None:
+    def _share(self, made: Copied, reach: Reach, device: int) -> None:
         """Called for each device's module when its parameters and buffers are in place."""
 
     def _send(self, copies: dict[int, dict[int, torch.Tensor]], ours: list[torch.Tensor]) -> None:
@@ -347,42 +348,49 @@ class Replicas:
 
 
 class LaneReplicas(Replicas):
-    """Modules of lanes, which each carry one micro-batch at a time through all stages.
+    """Modules of lanes, which each carry one micro-batch at a time through all stages of a pipeline.
 
-    They share gradients and buffers, too: each stage takes micro-batches in order, so these are what they would be with one module. What a
-    forward writes to attributes of its module belongs to its micro-batch, so each lane has a module of its own.
+    Those of a pipeline share gradients and buffers, too: each stage takes micro-batches in order, so these are what they would be with one
+    module. What a forward writes to attributes of its module belongs to its micro-batch, so each lane has a module of its own.
     """
 
-    def __init__(self, module: nn.Module, places: Places, replicate: Replicate | None) -> None:
-        self._aliases: dict[int, torch.Tensor] = {}
-        self._first: Copied | None = None
+    def __init__(self, module: nn.Module, places: SharedPlaces, replicate: Replicate | None) -> None:
+        self._lanes = places
+        self._aliases: dict[tuple[int, int], torch.Tensor] = {}
+        self._first: dict[int, Copied] = {}  # the module of each pipeline's first lane
         super().__init__(module, places, replicate)
         self.share()
 
-    def grow(self) -> None:
-        """Make modules for as many lanes as there are now."""
-        if len(self.list) < len(self._places):
+    def need(self, lanes: Mapping[int, int]) -> None:
+        """Have modules for at least so many lanes of these pipelines."""
+        self._lanes.need(lanes)
+        if len(self.list) < len(self._lanes):
             with torch.inference_mode(False):
                 self._build()
 
+    def of(self, pipeline: int) -> list[Replica]:
+        """Those of the lanes of a pipeline."""
+        return [one for one, owner in zip(self.list, self._lanes.pipelines, strict=True) if owner == pipeline]
+
     def _build(self) -> None:
         self._aliases.clear()
-        self._first = None
+        self._first.clear()
         super()._build()
-        for replica in self.list[1:]:
-            replica.buffers = None  # those of the first one
+        for pipeline in set(self._lanes.pipelines):
+            for replica in self.of(pipeline)[1:]:
+                replica.buffers = None  # those of the first one
 
-    def _alias(self, parameter: torch.Tensor, storage: torch.Tensor | None) -> torch.Tensor:
-        if id(parameter) not in self._aliases:
-            self._aliases[id(parameter)] = super()._alias(parameter, storage)
-        return self._aliases[id(parameter)]
+    def _alias(self, parameter: torch.Tensor, storage: torch.Tensor | None, device: int) -> torch.Tensor:
+        key = self._lanes.pipelines[device], id(parameter)
+        if key not in self._aliases:
+            self._aliases[key] = super()._alias(parameter, storage, device)
+        return self._aliases[key]
 
-    def _share(self, made: Copied, reach: Reach) -> None:
-        if self._first is None:
-            self._first = made
-            return
-        for _, ours in reach.modules:
-            vars(made.counterparts[id(ours)])["_buffers"] = self._first.counterparts[id(ours)]._buffers
+    def _share(self, made: Copied, reach: Reach, device: int) -> None:
+        first = self._first.setdefault(self._lanes.pipelines[device], made)
+        if first is not made:
+            for _, ours in reach.modules:
+                vars(made.counterparts[id(ours)])["_buffers"] = first.counterparts[id(ours)]._buffers
 
 
 def _watched(reach: Reach, counterparts: dict[int, Any]) -> Attributes:

@@ -1,0 +1,351 @@
+"""`layout`: which way to train a module on these devices, from what its blocks were measured to take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from paceline import Device, DeviceGroup, InvalidArgument, OutOfMemory
+from paceline.torch._batch.batch import BatchDim
+from paceline.torch._batch.layout import Layout as BatchLayout
+from paceline.torch._batch.objective import Reduction, Weight
+from paceline.torch._batch.samples import Collate
+from paceline.torch._batch.splits import Split
+from paceline.torch._devices.places import RandomStates
+from paceline.torch._pipeline.blocks import Blocks
+from paceline.torch._pipeline.measure import BlockCost
+from paceline.torch._pipeline.pipeline import Init, Pipeline
+from paceline.torch._pipeline.planner import plan_of
+from paceline.torch._pipeline.replicated import PipelineReplicas
+from paceline.torch._replicas.copies import Replicate
+from paceline.torch._run.run import LossFunction, TrainRun
+from paceline.torch._trainer.arguments import Memory, check_trains
+from paceline.torch._trainer.base import Trainer
+from paceline.torch._trainer.trainer import DataParallel
+
+Kind = Literal["data parallel", "pipeline", "replicas of pipelines", "sharded data parallel"]
+_KINDS: tuple[Kind, ...] = ("data parallel", "pipeline", "replicas of pipelines", "sharded data parallel")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way of laying out a module on devices, with its predicted step.
+
+    Attributes
+    ----------
+    kind
+        ``"data parallel"``: the whole module on each device that takes part. ``"pipeline"``: one pipeline. ``"replicas of pipelines"``: several
+        pipelines on devices of their own. ``"sharded data parallel"``: data parallel, with the optimizer's state divided among the devices.
+    fits
+        Whether it fits into the devices' memory. If not, `reason` says what is missing, and there are no numbers.
+    runnable
+        False: planned only. This version cannot run it.
+    seconds, reduction_seconds
+        Of a step, without the optimizer, and the part of it in which gradients are reduced while nothing else runs.
+    bubble
+        The part of the computing time in which the devices that take part wait, between 0 and 1.
+    bytes, items
+        By device that takes part: what it needs of its memory, and how many items of the batch it runs (in a pipeline: those of the pipeline).
+    optimizer_shares
+        Of the sharded kind, by device: its part of the optimizer's state.
+    stages
+        Of pipelines, by device: the first and the last of its blocks, by number.
+    reason
+        The numbers that decide, in words.
+    """
+
+    kind: Kind
+    fits: bool
+    runnable: bool
+    reason: str
+    seconds: float = 0.0
+    reduction_seconds: float = 0.0
+    bubble: float = 0.0
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    items: Mapping[str, int] = field(default_factory=dict)
+    optimizer_shares: Mapping[str, float] = field(default_factory=dict)
+    stages: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+class _Asked(NamedTuple):
+    """What `layout` was asked for, as far as trainers need it."""
+
+    module: nn.Module
+    devices: DeviceGroup | list[Device]
+    blocks: Blocks | None
+    memory: Memory | None
+    reduction: Reduction
+    replicate: Replicate | None
+
+
+class Layout:
+    """The ways of training a module on devices, the best first. ``print`` shows them as a table.
+
+    Attributes
+    ----------
+    candidates
+        All ways. Those that fit stand first, the fastest of them first. Among ways within 1 % the simplest stands first.
+    """
+
+    def __init__(
+        self, asked: _Asked, names: list[str], limits: list[int | None], items: int, costs: list[BlockCost],
+        speeds: list[float], found: list[dict[str, Any]],
+    ) -> None:  # fmt: skip
+        self._asked, self._names, self._limits, self._items = asked, names, limits, items
+        self._costs, self._speeds = costs, speeds
+        self._plans = {one["kind"]: [plan_of(plan) for plan in one["pipelines"]] for one in found}
+        self.candidates = tuple(self._candidate(one) for one in found)
+
+    @property
+    def best(self) -> Candidate:
+        """The first candidate that fits and can run."""
+        return next(one for one in self.candidates if one.fits and one.runnable)
+
+    def trainer(self, kind: Kind | None = None) -> Trainer:
+        """Make the trainer of a candidate, on the devices that take part in it. It begins with what was measured.
+
+        Parameters
+        ----------
+        kind
+            Default: that of the best one that can run.
+
+        Returns
+        -------
+        DataParallel, Pipeline or PipelineReplicas
+            For ``"data parallel"`` with `memory`, each device's micro-batches get what the limit leaves beside parameters, gradients and the
+            optimizer's state.
+
+        Raises
+        ------
+        InvalidArgument
+            For a kind that does not fit, that cannot run, or that there is not.
+        """
+        if kind is not None and kind not in _KINDS:
+            raise InvalidArgument(f"trainer: there is no layout {kind!r}; there are {', '.join(map(repr, _KINDS))}.")
+        chosen = self.best if kind is None else next(one for one in self.candidates if one.kind == kind)
+        if not chosen.fits:
+            raise InvalidArgument(f"trainer: {chosen.kind} does not fit: {chosen.reason}. Choose {self.best.kind!r}.")
+        if chosen.kind == "data parallel":
+            return self._data_parallel(chosen)
+        if chosen.kind == "pipeline":
+            return self._pipeline()
+        if chosen.kind == "replicas of pipelines":
+            return self._replicas()
+        raise InvalidArgument(
+            f"trainer: {chosen.kind} is planned only, this version cannot run it. Choose {self.best.kind!r}."
+        )
+
+    def _data_parallel(self, chosen: Candidate) -> DataParallel:
+        asked = self._asked
+        devices: Any = asked.devices
+        if len(chosen.items) < len(self._names):
+            all_of = asked.devices.devices if isinstance(asked.devices, DeviceGroup) else asked.devices
+            devices = [device for device in all_of if device.name in chosen.items]
+        held = sum(cost.parameter_bytes for cost in self._costs)
+        named = zip(self._names, self._limits, strict=True)
+        memory = {name: max(1, limit - held) for name, limit in named if limit is not None and name in chosen.items}
+        return DataParallel(
+            asked.module, devices, memory=memory or None, reduction=asked.reduction, replicate=asked.replicate
+        )
+
+    def _pipeline(self) -> Pipeline:
+        asked = self._asked
+        trainer = Pipeline(
+            asked.module,
+            asked.devices,
+            blocks=asked.blocks,
+            memory=asked.memory,
+            reduction=asked.reduction,
+            replicate=asked.replicate,
+        )
+        trainer._planner.know(self._costs, self._speeds)
+        return trainer
+
+    def _replicas(self) -> PipelineReplicas:
+        asked = self._asked
+        devices = list(asked.devices.devices) if isinstance(asked.devices, DeviceGroup) else asked.devices
+        orders = [plan.order for plan in self._plans["replicas of pipelines"]]
+        memory = {name: limit for name, limit in zip(self._names, self._limits, strict=True) if limit is not None}
+        taking_part = {devices[index].name for order in orders for index in order}
+        return PipelineReplicas(
+            asked.module,
+            [[devices[index] for index in order] for order in orders],
+            costs=self._costs,
+            speeds=[[self._speeds[index] for index in order] for order in orders],
+            blocks=asked.blocks,
+            memory={name: limit for name, limit in memory.items() if name in taking_part} or None,
+            reduction=asked.reduction,
+            replicate=asked.replicate,
+        )
+
+    def _candidate(self, found: dict[str, Any]) -> Candidate:
+        if not found["fits"]:
+            return Candidate(found["kind"], False, found["runnable"], found["reason"])
+
+        def by_device(values: Sequence[Any]) -> dict[str, Any]:
+            takes_part = [bytes_ > 0 for bytes_ in found["bytes"]]
+            return {name: value for name, value, part in zip(self._names, values, takes_part, strict=True) if part}
+
+        stages = {
+            self._names[device]: (first, end - 1)
+            for plan in self._plans[found["kind"]]
+            for device, first, end in zip(plan.order, plan.cuts, [*plan.cuts[1:], len(self._costs)], strict=True)
+        }
+        return Candidate(
+            found["kind"],
+            True,
+            found["runnable"],
+            found["reason"],
+            found["seconds"],
+            found["reduction_seconds"],
+            found["bubble"],
+            by_device(found["bytes"]),
+            by_device(found["items"]),
+            by_device(found["optimizer_shares"]) if found["optimizer_shares"] else {},
+            stages,
+        )
+
+    def __str__(self) -> str:
+        header = ["", "ms a step", *self._names]
+        rows = [[one.kind, _time(one), *(self._cell(one, name) for name in self._names)] for one in self.candidates]
+        limits = ["no limit" if limit is None else _size(limit) for limit in self._limits]
+        table = [header, *rows, ["memory", "", *limits]]
+        widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+        lines = [f"{type(self._asked.module).__name__}: {len(self._costs)} blocks, {self._items} items a step"]
+        for row in table:
+            cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+            lines.append("  ".join(cells).rstrip())
+        lines.append("")
+        for one in self.candidates:
+            verdict = "best" if one is self.best else "does not fit" if not one.fits else ""
+            verdict = "planned" if one.fits and not one.runnable else verdict
+            lines.append(f"{one.kind}{f' ({verdict})' if verdict else ''}: {one.reason}")
+        return "\n".join(lines)
+
+    def _cell(self, one: Candidate, name: str) -> str:
+        if name not in one.bytes:
+            return "-"
+        parts = [_size(one.bytes[name])]
+        if name in one.stages:
+            first, last = one.stages[name]
+            parts.append(f"block {first}" if first == last else f"blocks {first}-{last}")
+        if one.kind != "pipeline":
+            parts.append(f"{one.items[name] / self._items:.0%} of items")
+        if name in one.optimizer_shares:
+            parts.append(f"{one.optimizer_shares[name]:.0%} of state")
+        return ", ".join(parts)
+
+
+def _time(one: Candidate) -> str:
+    return f"{1e3 * one.seconds:.1f}" if one.fits else "does not fit"
+
+
+def _size(count: int) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} B"
+
+
+def layout(
+    module: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    devices: str | Sequence[str | Device | torch.device] | DeviceGroup = "auto",
+    *,
+    weight: Weight | None = None,
+    blocks: Blocks | None = None,
+    memory: Memory | None = None,
+    reduction: Reduction = "mean",
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    replicate: Replicate | None = None,
+    init: Init | None = None,
+    collate: Collate | None = None,
+    batch_dim: BatchDim = 0,
+    split: Split | None = None,
+) -> Layout:
+    """Measure the blocks of a module, and predict which way of training it on these devices is the fastest one that fits.
+
+    The batch runs three times as the first steps of a `Pipeline` do (twice on one device), one micro-batch after the other. What blocks and
+    devices take then predicts a step of data parallel, of a pipeline, of replicas of pipelines, and of sharded data parallel.
+
+    Leaves no trace: gradients (also of parameters outside of the module), buffers, the module's attributes and random generators are as
+    before. What `loss_fn` changes in Python stays changed.
+
+    Parameters
+    ----------
+    module, devices, blocks, replicate, init
+        As for `Pipeline`.
+    loss_fn, batch, weight, collate, batch_dim, split
+        As for `step`. Use a batch of the size that you train with: how many items there are decides.
+    memory
+        How much memory each device has for everything: parameters, gradients, the optimizer's state, and what is saved of micro-batches.
+        Bytes, or a fraction of its own, for all or by name. None: no limit.
+    reduction
+        As for `DataParallel`.
+    optimizer
+        The class of the optimizer that will train the module. Its state takes memory.
+
+    Returns
+    -------
+    Layout
+        ``print`` shows the table, ``trainer()`` makes the trainer, `candidates` are for programs.
+
+    Raises
+    ------
+    OutOfMemory
+        If no way fits. The message names the device that comes closest, its bytes, and what would help.
+    InvalidArgument
+        As `Pipeline` and `step`.
+    Exception
+        What `loss_fn` raised.
+
+    Examples
+    --------
+    >>> found = layout(model, loss_fn, batch, memory=8 * 2**30)                   # doctest: +SKIP
+    >>> print(found)                                                             # doctest: +SKIP
+    >>> trainer = found.trainer()                                                # doctest: +SKIP
+    """
+    with Pipeline(
+        module, devices, blocks=blocks, memory=memory, reduction=reduction, replicate=replicate, init=init
+    ) as pipeline:
+        planner = pipeline._planner
+        planner.optimized_by(optimizer, {})
+        check_trains("layout", loss_fn)
+        items = _measure(pipeline, loss_fn, batch, weight, BatchLayout(collate, batch_dim, split))
+        found = planner.layouts(items)
+        if not any(one["fits"] and one["runnable"] for one in found):
+            raise OutOfMemory(f"layout: {next(one['reason'] for one in found if one['kind'] == 'pipeline')}")
+        given = devices if isinstance(devices, DeviceGroup) else list(pipeline.group.devices)
+        asked = _Asked(module, given, blocks, memory, reduction, replicate)
+        names = [device.name for device in pipeline.group.devices]
+        return Layout(asked, names, planner.limits, items, *planner.known, found)
+
+
+def _measure(
+    pipeline: Pipeline, loss_fn: LossFunction, batch: Any, weight: Weight | None, batch_layout: BatchLayout
+) -> int:
+    """Run the steps that measure, and commit nothing. Returns the number of items."""
+    execution, planner, work = pipeline._execution, pipeline._planner, pipeline._works.steps
+    with pipeline._lifetime.between_steps("layout"):
+        whole, objective = pipeline._training.prepared(batch, weight, None, batch_layout)
+        execution.places.begin(whole)
+
+        def attempt() -> None:
+            frame = execution.frame(work, whole, loss_fn)
+            run = TrainRun(frame, loss_fn=loss_fn, objective=objective, scale=None, names=execution.replicas.names)
+            execution.train(work, run, keep=False)
+
+        random = RandomStates(execution.places)
+        try:
+            while planner.balancer is None:
+                execution.repeated(attempt)
+                assert planner.measures is not None
+                planner.add(planner.measures)
+        finally:
+            random.restore()
+    return whole.size

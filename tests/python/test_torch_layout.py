@@ -1,0 +1,244 @@
+"""`layout`: which way to train a module, from what its blocks take, and the trainers that it makes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from paceline import InvalidArgument, OutOfMemory  # noqa: E402
+from paceline.torch import DataParallel, Layout, Pipeline, PipelineReplicas, layout  # noqa: E402
+from torch_support import TWO, hosts, worst_difference  # noqa: E402
+
+WIDTH, BLOCKS, ITEMS = 8, 6, 24
+ADAM = 4  # parameters, gradients and two states
+HELD = BLOCKS * (WIDTH * WIDTH + WIDTH) * 8 * ADAM
+
+
+class Block(nn.Module):
+    """A layer that counts its forwards, in an attribute and in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    seen: Any
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        self.seen += 1
+        return torch.tanh(self.linear(nn.functional.dropout(x, 0.1, self.training)))
+
+
+def chain(blocks: int = BLOCKS) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(blocks)))
+
+
+def squares(module: Any, batch: Any) -> Any:
+    return module(batch).square().mean()
+
+
+def inputs() -> Any:
+    return torch.randn(ITEMS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def found(devices: list[str], *, share: float | None = None) -> tuple[Any, Layout]:
+    """A module without dropout and its layout, on devices that hold this share of it each."""
+    module = chain().eval()
+    return module, layout(
+        module,
+        squares,
+        inputs(),
+        devices,
+        memory=None if share is None else int(share * HELD),
+        optimizer=torch.optim.Adam,
+    )
+
+
+def state_of(module: Any) -> list[Any]:
+    parts = [(part.calls, part.seen.clone()) for part in module]
+    return [*parts, *(None if p.grad is None else p.grad.clone() for p in module.parameters()), torch.get_rng_state()]
+
+
+def test_a_layout_leaves_no_trace() -> None:
+    module = chain()
+    squares(module, inputs()).backward()
+    module[0].linear.bias.grad = None
+    before = state_of(module)
+    assert layout(module, squares, inputs(), TWO).best.kind
+    for one, other in zip(before, state_of(module), strict=True):
+        assert type(one) is type(other)
+        pairs = zip(one, other, strict=True) if isinstance(one, tuple) else [(one, other)]
+        assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+def test_data_parallel_is_best_where_the_module_fits_each_device() -> None:
+    module, ways = found(TWO)
+    assert next(one.kind for one in ways.candidates) == "data parallel"
+    assert set(ways.best.items) == set(TWO)
+    assert sum(ways.best.items.values()) == ITEMS
+    pipeline = next(one for one in ways.candidates if one.kind == "pipeline")
+    assert pipeline.seconds > ways.best.seconds
+    assert "bubble" in ways.best.reason
+    with ways.trainer() as trainer:
+        assert isinstance(trainer, DataParallel)
+        trainer.step(squares, inputs())
+    assert module[0].linear.weight.grad is not None
+
+
+def test_data_parallel_gets_what_the_limit_leaves_beside_the_module() -> None:
+    _, ways = found(TWO, share=1.5)
+    with ways.trainer("data parallel") as trainer:
+        trainer.step(squares, inputs())
+        limits = {name: one["limit_bytes"] for name, one in trainer.report()["memory"].items() if "limit_bytes" in one}
+    assert limits == dict.fromkeys(TWO, HELD // 2)
+
+
+def test_a_pipeline_is_best_where_no_device_holds_the_module() -> None:
+    module, ways = found(TWO, share=0.8)
+    plain = copy.deepcopy(module)
+    assert ways.best.kind == "pipeline"
+    assert not next(one for one in ways.candidates if one.kind == "data parallel").fits
+    assert all(0 < count <= 0.8 * HELD for count in ways.best.bytes.values())
+    assert sorted(block for stage in ways.best.stages.values() for block in range(stage[0], stage[1] + 1)) == list(
+        range(BLOCKS)
+    )
+    with ways.trainer() as trainer:
+        assert isinstance(trainer, Pipeline)
+        trainer.step(squares, inputs())
+        assert not trainer.report()["pipeline"]["measuring"]
+        cuts = {one["device"]: one["blocks"] for one in trainer.report()["pipeline"]["stages"]}
+    assert cuts == {name: last - first + 1 for name, (first, last) in ways.best.stages.items()}
+    squares(plain, inputs()).backward()
+    assert worst_difference([p.grad for p in module.parameters()], [p.grad for p in plain.parameters()]) < 1e-12
+
+
+# With 0.3 the parameters do not fit. With 0.501 they do, but not what an item saves.
+@pytest.mark.parametrize("share", [0.3, 0.501])
+def test_where_nothing_fits_an_error_names_device_and_bytes(share: float) -> None:
+    with pytest.raises(OutOfMemory, match=r"needs \d+ bytes on host:[01], which has \d+") as error:
+        found(TWO, share=share)
+    assert "memory limits" in str(error.value)
+
+
+def test_the_table_has_the_numbers_of_all_ways() -> None:
+    _, ways = found(TWO, share=0.9)
+    text = str(ways)
+    sharded = next(one for one in ways.candidates if one.kind == "sharded data parallel")
+    assert not sharded.runnable
+    assert sum(sharded.optimizer_shares.values()) == pytest.approx(1)
+    for one in ways.candidates:
+        line = next(line for line in text.splitlines() if line.startswith(one.kind))
+        assert (f"{1e3 * one.seconds:.1f}" if one.fits else "does not fit") in line
+        assert one.reason in text
+    assert "sharded data parallel (planned): cannot run yet" in text
+    assert "of state" in text
+    assert f"{int(0.9 * HELD) / 1024:.1f} KiB" in text
+
+
+def test_a_layout_that_cannot_run_is_refused() -> None:
+    _, ways = found(TWO, share=0.9)
+    with pytest.raises(InvalidArgument, match=r"planned only.*Choose 'pipeline'"):
+        ways.trainer("sharded data parallel")
+    with pytest.raises(InvalidArgument, match="data parallel does not fit"):
+        ways.trainer("data parallel")
+    with pytest.raises(InvalidArgument, match="there is no layout 'zero'"):
+        ways.trainer("zero")  # type: ignore[arg-type]
+
+
+def replicas() -> tuple[Any, PipelineReplicas]:
+    """Two pipelines of two devices each."""
+    module, ways = found(hosts(4), share=0.9)
+    trainer = ways.trainer("replicas of pipelines")
+    assert isinstance(trainer, PipelineReplicas)
+    return module, trainer
+
+
+def test_replicas_of_pipelines_train_as_one_device() -> None:
+    module, trainer = replicas()
+    plain = copy.deepcopy(module)
+    with trainer:
+        for optimizer in (optimizers := [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, plain)]):
+            optimizer.zero_grad()
+        for items in (ITEMS, 7, 1, ITEMS):
+            batch = inputs()[:items]
+            loss = trainer.step(squares, batch)
+            wanted = squares(plain, batch)
+            wanted.backward()
+            assert abs(loss - wanted) < 1e-12
+            assert worst_difference([p.grad for p in module.parameters()], [p.grad for p in plain.parameters()]) < 1e-12
+            assert torch.allclose(trainer.predict(batch), plain(batch), atol=1e-12)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        report = trainer.report()
+    stages = report["pipeline"]["stages"]
+    assert len({stage["device"] for stage in stages}) == 4
+    assert sum(stage["blocks"] for stage in stages) == 2 * BLOCKS
+    assert sum(report["micro_batches"]) == ITEMS
+    assert "Pipeline 1:" in trainer.explain()
+
+
+def test_a_failure_in_one_pipeline_commits_nothing() -> None:
+    module, trainer = replicas()
+    batch = inputs()
+    with trainer:
+        trainer.step(squares, batch)
+        before = [p.grad.clone() for p in module.parameters()]
+
+        def fail(module: Any, part: Any) -> Any:
+            if bool((part == batch[-1]).all(1).any()):
+                raise RuntimeError("the last item is bad")
+            return squares(module, part)
+
+        with pytest.raises(RuntimeError, match="the last item is bad") as error:
+            trainer.step(fail, batch)
+        assert "pipeline 1" in "".join(error.value.__notes__)
+        assert all(torch.equal(p.grad, one) for p, one in zip(module.parameters(), before, strict=True))
+        module.zero_grad()
+        trainer.step(squares, batch)
+    assert worst_difference([p.grad for p in module.parameters()], before) < 1e-12
+
+
+def test_shares_follow_the_times_of_pipelines() -> None:
+    _, trainer = replicas()
+    with trainer:
+        trainer.step(squares, inputs())
+        planner = trainer._planner
+        first = planner.shares(ITEMS)
+        for _ in range(30):  # the stages of the first pipeline take three times as long as planned
+            plan = planner.plan(ITEMS)
+            record = []
+            for number, part in plan.parts:
+                for forward, backward, _, _ in part.figures["times"]:
+                    times = {"F": forward * (3, 1)[number], "B": backward * (3, 1)[number]}
+                    record.append([(kind, one, 0.0, times[kind]) for kind in "FB" for one in range(len(part.sizes))])
+            planner.record(plan, record, evidence=True)
+        assert planner.shares(ITEMS)[0] < first[0]
+        assert sum(planner.shares(ITEMS)) == ITEMS
+
+
+def test_a_pipeline_whose_devices_are_retired_gets_no_items() -> None:
+    module, trainer = replicas()
+    with trainer:
+        trainer.step(squares, inputs())
+        wanted = [p.grad.clone() for p in module.parameters()]
+        idle = [stage["device"] for stage in trainer.report()["pipeline"]["stages"]][:2]
+        for name in idle:
+            trainer.retire(name)
+        module.zero_grad()
+        trainer.step(squares, inputs())
+        assert [trainer.shares[name] for name in idle] == [0, 0]
+        assert worst_difference([p.grad for p in module.parameters()], wanted) < 1e-12
+        for name in idle:
+            trainer.restore(name)
+        trainer.step(squares, inputs())
+        assert all(trainer.shares[name] for name in idle)
