@@ -45,7 +45,7 @@ class Embedding(nn.Module):
         self.tokens = nn.Embedding(256, width)
         self.positions = nn.Parameter(0.02 * torch.randn(LENGTH, width))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor) -> Any:
         return self.tokens(tokens) + self.positions[: tokens.shape[1]]
 
 
@@ -61,7 +61,7 @@ class Transformer(nn.Module):
         )
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor) -> Any:
         x = self.embedding(tokens)
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device, dtype=x.dtype)
         for block in self.blocks:

@@ -93,8 +93,7 @@ def torch_pipelining(job: Job) -> Answer:
     def step(batch: model.Pair) -> float:
         tokens, labels = batch
         losses: list[torch.Tensor] = []
-        arguments = {"target": labels, "losses": losses} if last else {}
-        schedule.step(*([tokens] if first else []), **arguments)
+        schedule.step(*([tokens] if first else []), target=labels if last else None, losses=losses if last else None)
         optimizer.step()
         optimizer.zero_grad()
         return float(torch.stack(losses).mean()) if last else 0.0
