@@ -27,6 +27,8 @@ void bind_comm(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
 // The parts of `engine` for asynchronous devices; called by bind_engine.
 void bind_queues(pybind11::module_& module);
+// Pipelines; called by bind_engine.
+void bind_pipeline(pybind11::module_& module);
 
 /// Parses "auto", "nccl" or "copies". `call` names the caller in the message. @throws InvalidArgument for others.
 Transport transport_of(const char* call, const std::string& name);

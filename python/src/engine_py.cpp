@@ -19,6 +19,7 @@
 
 #include "bindings.hpp"
 #include "garbage_collection.hpp"
+#include "interruptible.hpp"
 #include "python_program.hpp"
 #include "step_loop_reports.hpp"
 #include "what_if_arguments.hpp"
@@ -90,18 +91,6 @@ void write_ledger(StepLoop& step_loop, const std::string& path) {
   step_loop.write_to(std::shared_ptr<balance::LedgerWriter>(ledger, &ledger->writer));
 }
 
-// Hands a step to the workers without the GIL; with it they would wake up only to wait for it. Returns true if the step
-// is over before it is time to look for signals.
-bool start(Step& step) {
-  const BlockingRegion region;
-  step.start();
-  return step.wait([] { return false; });
-}
-
-// Waits without the GIL, and looks for signals at least every 50 ms. After the first signal no further micro-batch
-// starts, and those that run come to their end, so that nothing writes gradients after the exception has been thrown. A
-// second signal ends the wait at once.
-//
 // With `queues` the devices work after the call, and are waited for only if the step fails.
 std::shared_ptr<Step> run(StepLoop& step_loop, const std::shared_ptr<BatchPlan>& plan, py::object body,
                           py::object finish, const std::optional<std::shared_ptr<TrainerQueues>>& shared,
@@ -117,23 +106,10 @@ std::shared_ptr<Step> run(StepLoop& step_loop, const std::shared_ptr<BatchPlan>&
   }
   std::shared_ptr<Step> step = step_loop.prepare(plan, program, {micro_batches_of(claims), micro_batches_of(pieces)});
   program->begin(*step);
-  // A flag, because wait() returns true if the step ends while the signal's handler runs.
-  bool signalled = false;
-  const auto no_signal = [&signalled] {
-    signalled = PyErr_CheckSignals() != 0;
-    return !signalled;
-  };
-  if (!start(*step) && no_signal()) step->wait(no_signal);
-  if (signalled) {
-    py::error_already_set interrupt;
-    signalled = false;
-    step->cancel();
-    step->wait(no_signal);
-    if (signalled) throw py::error_already_set();
+  run_interruptibly(*step, [&] {
     program->release();
     if (queues != nullptr) queues->drain();
-    throw interrupt;  // NOLINT: the object that was caught first is the one to go on
-  }
+  });
   program->release();
   if (const StepFailure* failure = step->failure()) {
     if (queues != nullptr) queues->drain();
@@ -166,6 +142,7 @@ void bind_engine(py::module_& module) {
           "What ran: (device index, begin, end, start seconds, finish seconds, excluded, correction) each.");
 
   bind_queues(module);
+  bind_pipeline(module);
 
   py::class_<BatchPlan, std::shared_ptr<BatchPlan>>(
       module, "BatchPlan",

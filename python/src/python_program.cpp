@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "python_program.hpp"
 
-#include <cxxabi.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <iterator>
 #include <utility>
@@ -15,18 +12,6 @@ namespace py = pybind11;
 
 namespace paceline::python {
 namespace {
-
-// Runs `call` with the GIL held. CPython up to 3.13 ends a thread that asks for the GIL during shutdown by unwinding
-// its stack. No C++ frame may swallow or stop the unwinding, so such a thread sleeps here until the process ends.
-template <class Call>
-auto with_interpreter(Call call) {
-  try {
-    const WorkerGil gil;
-    return call();
-  } catch (abi::__forced_unwind&) {
-    for (;;) pause();
-  }
-}
 
 [[noreturn]] void fail() {
   PyErr_Clear();

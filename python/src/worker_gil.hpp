@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cxxabi.h>
 #include <pybind11/pybind11.h>
+#include <unistd.h>
 
 namespace paceline::python {
 
@@ -16,6 +18,18 @@ class WorkerGil {
   WorkerGil(const WorkerGil&) = delete;
   WorkerGil& operator=(const WorkerGil&) = delete;
 };
+
+/// Runs `call` with the GIL held. CPython up to 3.13 ends a thread that asks for the GIL during shutdown by unwinding
+/// its stack. No C++ frame may swallow or stop the unwinding, so such a thread sleeps here until the process ends.
+template <class Call>
+auto with_interpreter(Call call) {
+  try {
+    const WorkerGil gil;
+    return call();
+  } catch (abi::__forced_unwind&) {
+    for (;;) pause();
+  }
+}
 
 /// True once only the main thread may enter Python.
 bool interpreter_is_ending() noexcept;

@@ -23,7 +23,10 @@
 #include <paceline/plan/item_packing.hpp>
 #include <paceline/plan/items.hpp>
 #include <paceline/plan/padded_items.hpp>
+#include <paceline/plan/pipeline_time.hpp>
+#include <paceline/plan/schedule.hpp>
 #include <paceline/plan/split.hpp>
+#include <paceline/plan/stages.hpp>
 #include <paceline/runtime/backend.hpp>
 #include <paceline/runtime/device.hpp>
 #include <paceline/runtime/device_group.hpp>

@@ -19,8 +19,8 @@ namespace paceline {
 ///
 ///   auto lanes = std::make_shared<Lanes>(threads, schedule, [&](std::size_t lane, std::int64_t micro_batch) {
 ///     // here the lane has the turn for the forward of stage 0
-///     first_stage();  lanes->advance(micro_batch);   // gives that turn back, and waits for the next: forward of stage 1
-///     second_stage(); lanes->advance(micro_batch);   // backward of stage 1
+///     first_stage();  lanes->advance(micro_batch);   // gives that turn back, and waits for the next: forward of stage
+///     1 second_stage(); lanes->advance(micro_batch);   // backward of stage 1
 ///     ...
 ///   });
 ///   PipelineStep step(group, lanes, schedule, devices);

@@ -78,8 +78,8 @@ class PACELINE_API PipelineStep {
   [[nodiscard]] const std::vector<DeviceId>& devices() const noexcept;
   /// After wait(): what went wrong, or null.
   [[nodiscard]] const PipelineFailure* failure() const noexcept;
-  /// After wait(): throws if there was a failure, as Step::rethrow_failure(): the error keeps its type, and names stage,
-  /// device and micro-batch.
+  /// After wait(): throws if there was a failure, as Step::rethrow_failure(): the error keeps its type, and names
+  /// stage, device and micro-batch.
   void rethrow_failure() const;
   /// After wait(): what ran, per stage in order.
   [[nodiscard]] std::vector<std::vector<ActionRecord>> record() const;

@@ -26,13 +26,14 @@ struct ActionSpan {
 
 /// When everything happens, in seconds after the first action may start.
 struct PipelineTimes {
-  double seconds = 0.0;                         ///< when the last action ends
-  std::vector<double> busy_seconds;             ///< per stage
+  double seconds = 0.0;                          ///< when the last action ends
+  std::vector<double> busy_seconds;              ///< per stage
   std::vector<std::vector<ActionSpan>> actions;  ///< as Schedule::stages
 };
 
 /// The exact recurrence: an action starts when its stage is free and its input has arrived. A forward's input is the
-/// output of the stage before; a backward's is the gradient of the stage behind, or, on the last stage, its own forward.
+/// output of the stage before; a backward's is the gradient of the stage behind, or, on the last stage, its own
+/// forward.
 ///
 /// `stages` has one entry per stage. `scale` has one factor per micro-batch, for micro-batches of unequal size; empty:
 /// 1 each. O(stages * micro-batches).

@@ -43,10 +43,18 @@ struct Schedule {
 [[nodiscard]] PACELINE_API Schedule one_f_one_b(std::size_t stages, std::int64_t micro_batches,
                                                 std::span<const std::int64_t> extra = {});
 
+/// One forward, one backward, with the most micro-batches in flight given for each stage: stage i first runs
+/// min(m, depths[i]) forwards. gpipe() has m on every stage, one_f_one_b() k - i on stage i of k.
+/// @throws InvalidArgument unless there is at least one stage and one micro-batch, and for a depth below 1 or above
+/// that of the stage before, which could never start.
+[[nodiscard]] PACELINE_API Schedule schedule_of_depths(std::span<const std::int64_t> depths,
+                                                       std::int64_t micro_batches);
+
 /// Forwards only, for predictions.
 [[nodiscard]] PACELINE_API Schedule forward_only(std::size_t stages, std::int64_t micro_batches);
 
 /// The most micro-batches that a stage has begun and not ended at one time: those whose saved activations it holds.
+/// 0 if it runs no backward, since it saves nothing then.
 [[nodiscard]] PACELINE_API std::int64_t in_flight(const Schedule& schedule, std::size_t stage);
 
 /// @throws InvalidArgument naming stage and action, unless every stage runs the forward of each micro-batch once and

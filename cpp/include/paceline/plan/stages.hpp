@@ -18,21 +18,21 @@ namespace paceline::plan {
 /// 1. What comes before the first block (an embedding) belongs to the first block, and what comes after the last one (a
 /// head, its logits, the loss) belongs to the last block.
 struct BlockCost {
-  double forward_fixed = 0.0;              ///< seconds of a micro-batch whatever its size
-  double forward_per_item = 0.0;           ///< seconds
+  double forward_fixed = 0.0;     ///< seconds of a micro-batch whatever its size
+  double forward_per_item = 0.0;  ///< seconds
   double backward_fixed = 0.0;
   double backward_per_item = 0.0;
-  std::int64_t parameter_bytes = 0;        ///< parameters, their gradients and the optimizer's state
-  std::int64_t saved_bytes_per_item = 0;   ///< what autograd keeps of it from forward to backward
-  std::int64_t boundary_bytes_per_item = 0;  ///< its input, which is sent if a stage begins with it
+  std::int64_t parameter_bytes = 0;           ///< parameters, their gradients and the optimizer's state
+  std::int64_t saved_bytes_per_item = 0;      ///< what autograd keeps of it from forward to backward
+  std::int64_t boundary_bytes_per_item = 0;   ///< its input, which is sent if a stage begins with it
   std::int64_t workspace_bytes_per_item = 0;  ///< what it needs only while it runs
 };
 
 /// One device, as far as a pipeline is concerned.
 struct StageDevice {
   std::string name{};
-  double speed = 1.0;          ///< 2: blocks take half of the time
-  double noise = 0.0;          ///< relative standard deviation of the time of an action
+  double speed = 1.0;  ///< 2: blocks take half of the time
+  double noise = 0.0;  ///< relative standard deviation of the time of an action
   std::int64_t memory_bytes = kUnlimitedBytes;
   std::size_t memory_space = 0;  ///< devices of one memory space send nothing to each other, and share tied parameters
   static constexpr std::int64_t kUnlimitedBytes = INT64_MAX;
@@ -41,15 +41,16 @@ struct StageDevice {
 /// How long it takes to send n bytes from one memory space to another: latency + n / bandwidth.
 struct LinkCost {
   double latency_seconds = 0.0;
-  double bytes_per_second = 0.0;  ///< 0: sending takes no time
+  double bytes_per_second = 0.0;  ///< 0: bytes take no time
 };
 
 struct StageProblem {
   std::vector<BlockCost> blocks;
   std::vector<StageDevice> devices;
-  std::int64_t batch_size = 1;                ///< items of a step
-  LinkCost link{};                            ///< between any two memory spaces
-  /// Bytes of parameters that the first and the last block share. If both lie in one memory space they count once.
+  std::int64_t batch_size = 1;  ///< items of a step
+  LinkCost link{};              ///< between any two memory spaces
+  /// Bytes of parameters that the first and the last block share; the parameter_bytes of both blocks include them. If
+  /// both blocks lie in one memory space, only the first one's device holds them.
   std::int64_t tied_bytes = 0;
 };
 
@@ -67,23 +68,24 @@ struct StageOptions {
   /// Plans whose time is within this part of the best count as equal. Among these, the one that moves the fewest bytes
   /// from `previous` wins.
   double indifference = 0.0;
-  /// First blocks and devices of the present stages; empty: none.
+  /// First blocks and devices of the present stages; empty: none. A number that is no device's stands for one that is
+  /// gone.
   std::vector<std::size_t> previous_cuts{};
   std::vector<std::size_t> previous_order{};
 };
 
 /// A cut model on devices, with what will run.
 struct StagePlan {
-  std::vector<std::size_t> cuts;        ///< the first block of each stage; cuts[0] is 0
-  std::vector<std::size_t> order;       ///< the device of each stage
-  std::vector<std::int64_t> sizes;      ///< items of each micro-batch; they sum to the batch and differ by at most one
+  std::vector<std::size_t> cuts;    ///< the first block of each stage; cuts[0] is 0
+  std::vector<std::size_t> order;   ///< the device of each stage
+  std::vector<std::int64_t> sizes;  ///< items of each micro-batch, larger ones first; they differ by at most one
   Schedule schedule;
-  std::vector<StageTimes> times;        ///< of a micro-batch of the largest size
-  std::vector<std::int64_t> bytes;      ///< per stage, what its device needs
-  double seconds = 0.0;                 ///< of a step, expected with noise
-  double ideal_seconds = 0.0;           ///< the work of the step over the sum of the speeds of all devices
-  double bound_seconds = 0.0;           ///< pipeline_bound() of these stages
-  std::int64_t moved_bytes = 0;         ///< parameters that are elsewhere than in `previous`
+  std::vector<StageTimes> times;    ///< of a micro-batch of the largest size
+  std::vector<std::int64_t> bytes;  ///< per stage, what its device needs
+  double seconds = 0.0;             ///< of a step, expected with noise
+  double ideal_seconds = 0.0;       ///< the work of the step over the sum of the speeds of all devices
+  double bound_seconds = 0.0;       ///< pipeline_bound() of these stages
+  std::int64_t moved_bytes = 0;     ///< parameter_bytes that are in another memory space than in `previous`
 };
 
 /// Cuts a model into stages of neighbouring blocks and gives each to a device, in any order of the devices, so that a

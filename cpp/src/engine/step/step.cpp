@@ -4,12 +4,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <new>
 #include <numeric>
 #include <utility>
 
 #include <paceline/error.hpp>
 
+#include "engine/rethrow.hpp"
 #include "engine/step/step_pieces.hpp"
 #include "engine/step/step_source.hpp"
 #include "plural.hpp"
@@ -125,58 +125,18 @@ std::vector<std::int64_t> StepRecord::items(std::size_t device_count) const {
   return items;
 }
 
-namespace {
-
-/// Throws an error of the type of the exception that is being handled, and nests that in it.
-[[noreturn]] void throw_of_this_type(const std::string& message, const std::string& device) {
-  try {
-    throw;
-  } catch (const InvalidArgument&) {
-    std::throw_with_nested(InvalidArgument(message, device));
-  } catch (const Unavailable&) {
-    std::throw_with_nested(Unavailable(message, device));
-  } catch (const Timeout&) {
-    std::throw_with_nested(Timeout(message, device));
-  } catch (const OutOfMemory&) {
-    std::throw_with_nested(OutOfMemory(message, device));
-  } catch (const std::bad_alloc&) {
-    std::throw_with_nested(OutOfMemory(message, device));
-  } catch (const DeviceLost&) {
-    std::throw_with_nested(DeviceLost(message, device));
-  } catch (...) {
-    std::throw_with_nested(Error(message, device));
-  }
-}
-
-}  // namespace
-
 void Step::rethrow_failure() const {
   const StepFailure* failure = source_->failure();
   if (failure == nullptr) return;
   const std::optional<MicroBatch>& at = failure->micro_batch;
   const std::string device = at ? group_.devices()[at->device].name : "";
   const bool at_items = at && at->size() > 0;
-  const auto message = [&](const char* what) {
+  const auto message = [&](const std::string& what) {
     const std::string where = at_items ? fmt::format("{} failed at items [{}, {})", device, at->begin, at->end)
                                        : fmt::format("{} failed", at ? device : "the reduction");
     return fmt::format("step: {}: {}. Nothing was committed.", where, what);
   };
-  try {
-    std::rethrow_exception(failure->error);
-  } catch (const Cancelled&) {
-    throw;
-  } catch (const Error& error) {
-    // It may be another device's, which this one waited for.
-    const std::string& named = error.device().empty() ? device : error.device();
-    throw_of_this_type(at_items || error.device().empty()
-                           ? message(error.what())
-                           : fmt::format("step: {}. Nothing was committed.", error.what()),
-                       named);
-  } catch (const std::exception& error) {
-    throw_of_this_type(message(error.what()), device);
-  } catch (...) {
-    throw_of_this_type(message("an exception that is no std::exception"), device);
-  }
+  internal::rethrow(failure->error, "step", device, at_items, message);
 }
 
 StepRecord run_step(const DeviceGroup& group, const std::shared_ptr<StepProgram>& program, StepOptions options,

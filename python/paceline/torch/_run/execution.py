@@ -378,23 +378,14 @@ class Execution:
         if self.watchdog is not None and self.watchdog.call is not None:
             run.around.insert(0, self.watchdog.call.micro_batch)
         run.around[:0] = profiled(self._names)
-        calls = (run.body, run.end, self.places.queues, run.sums)
         with self._level(run), run.draws.run(), self.replicas.guarded():
-            plan = run.items.plan if run.items is not None else None
-            if plan is None:
-                shapes = run.batch.item_shapes
-                speed = work.kind((shapes, run.seen.mode, self.replicas.generation)) if run.searches else 0
-                plan = step_loop.plan(run.batch.size, work.kind(shapes), speed, run.searches)
-            run.plan = plan
-            with self._meeting(run, plan.shares) if run.synchronised else contextlib.nullcontext():
-                outcome = step_loop.run(plan, *calls, run.claims, run.pieces)
-        if run.draws.must_run_again() and (self.places.hosts_share or (work.fixed and run.searches)):
+            outcome = self._run_devices(work, run)
+        if run.draws.must_run_again() and (run.places.hosts_share or (work.fixed and run.searches)):
             complete = not run.failures
             run.failures.clear()
             raise _TryAgainError(complete=complete)
         if run.failures:
-            failed = outcome.failed_device
-            device, begin, end, error = next((one for one in run.failures if one[0] == failed), run.failures[0])
+            device, begin, end, error = self._first_failure(run, outcome)
             run.failures.clear()
             try:
                 if len(self._names) > 1 and forward_ad.wanted(error) is not None:
@@ -402,7 +393,7 @@ class Execution:
                         run.seen.forward_ad = True
                         raise _TryAgainError from error
                     error = forward_ad.refused(error)
-                where = "what adds the gradients up" if device is None else self._names[device]
+                where = "what adds the gradients up" if device is None else self._where(device, outcome)
                 if (
                     device is not None
                     and run.repeatable
@@ -436,6 +427,32 @@ class Execution:
             raise _TryAgainError
         self._edits.check()
         return outcome
+
+    def _run_devices(self, work: Workload, run: Run) -> Any:
+        """Let the devices run everything. Returns the outcome, also of a run that has failed."""
+        step_loop = work.step_loop
+        calls = (run.body, run.end, self.places.queues, run.sums)
+        plan = run.items.plan if run.items is not None else None
+        if plan is None:
+            shapes = run.batch.item_shapes
+            speed = work.kind((shapes, run.seen.mode, self.replicas.generation)) if run.searches else 0
+            plan = step_loop.plan(run.batch.size, work.kind(shapes), speed, run.searches)
+        run.plan = plan
+        with self._meeting(run, plan.shares) if run.synchronised else contextlib.nullcontext():
+            return step_loop.run(plan, *calls, run.claims, run.pieces)
+
+    def _first_failure(self, run: Run, outcome: Any) -> tuple[int | None, int, int, BaseException]:
+        failed = outcome.failed_device
+        return next((one for one in run.failures if one[0] == failed), run.failures[0])
+
+    def _where(self, device: int, outcome: Any) -> str:
+        """Where the first failure was, in words."""
+        return self._names[device]
+
+    def _most(self, outcome: Any) -> int:
+        """The replica that ran most items of a step. What it has written goes to the user's module."""
+        ran: list[int] = outcome.items
+        return ran.index(max(ran))
 
     def _end_draws(self, run: Run) -> None:
         unseeded = run.draws.finish()
@@ -489,15 +506,13 @@ class Execution:
     def _commit_buffers(self, outcome: Any) -> None:
         if not self.replicas.shared:
             return
-        ran = outcome.items
-        buffers = self.replicas.list[ran.index(max(ran))].buffers
+        buffers = self.replicas.list[self._most(outcome)].buffers
         if buffers is not None:
             buffers.push()
 
     def _commit_attributes(self, outcome: Any) -> None:
-        ran = outcome.items
         if self.replicas.shared:
-            self.replicas.push_written(ran.index(max(ran)))
+            self.replicas.push_written(self._most(outcome))
 
 
 class _TryAgainError(Exception):

@@ -7,7 +7,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -47,6 +47,19 @@ CONTINUES = 1
 MEASURE = 2
 
 
+class Passage(Protocol):
+    """How micro-batches pass through the stages of a module, each on a lane of its own. The lanes share one replica."""
+
+    def begins(self, begin: int) -> bool:
+        """Whether the micro-batch that begins at this item is the first, so that no other one can have run backward before its forward is over."""
+
+    def turn_back(self) -> list[torch.Tensor]:
+        """Called on the lane between forward and backward. Returns the roots of the backward beside the loss."""
+
+    def end(self) -> None:
+        """Called on the lane after the backward."""
+
+
 class Frame(NamedTuple):
     """What every run starts from."""
 
@@ -62,6 +75,7 @@ class Frame(NamedTuple):
     least: int = 1  # the fewest items of a micro-batch
     divides: bool = False  # whether a device may run its part in several micro-batches without being asked to
     synchronised: bool = False  # whether batch normalisation is over the batch of all devices
+    passage: Passage | None = None  # set if devices are stages; then `replicas` and others have one entry for each lane
 
 
 class Run:
@@ -73,7 +87,7 @@ class Run:
         self.batch, self.replicas, self.seen, self.state, _, self.places, self.limits, self.items, self.searches = (
             frame[:9]
         )
-        self.least, self.divides, self.synchronised = frame[9:]
+        self.least, self.divides, self.synchronised, self.passage = frame[9:]
         self.meeting: Meeting | None = None  # where devices wait for each other in their micro-batches, if they do
         places = self.places
         self._fresh = [True] * len(places)  # per device: whether it runs the first piece of a claim
@@ -277,7 +291,7 @@ class TrainRun(Run):
             self.extras.add(begin, end, extras)
         if idle:
             return True
-        if not self.terms[device] and self.any_gradient(device):
+        if not self.terms[device] and self.any_gradient(device, begin):
             raise InvalidArgument(
                 "step: loss_fn called backward itself, so gradients would count twice. Return the loss; step calls backward. Backward "
                 "by hand is what trainer.batch() is for."
@@ -299,8 +313,10 @@ class TrainRun(Run):
         """The slice's term of the objective, 0-dimensional, with its graph."""
         return self.objective.term(loss, begin, end, all_run=self.synchronised)
 
-    def any_gradient(self, device: int) -> bool:
+    def any_gradient(self, device: int, begin: int = 0) -> bool:
         """Whether a parameter of the device's replica has a gradient. None has one before the first backward of a run."""
+        if self.passage is not None and not self.passage.begins(begin):
+            return False
         return any(parameter.grad is not None for parameter in self.replicas[device].parameters)
 
     def backward(
@@ -315,9 +331,12 @@ class TrainRun(Run):
             return
         if inputs is None and self.outside is not None:
             self.outside.look(root)
+        roots = [root] if self.passage is None else [root, *self.passage.turn_back()]
         if self.draws.watches:
             with self.draws.watches[device]:
-                backward_watched([root], [torch.ones_like(root)], retain_graph, inputs)
+                backward_watched(roots, [torch.ones_like(one) for one in roots], retain_graph, inputs)
+        elif len(roots) > 1:
+            torch.autograd.backward(roots, [torch.ones_like(one) for one in roots])
         else:
             root.backward(retain_graph=retain_graph, inputs=inputs)
         if not retain_graph:  # PyTorch itself empties the cache only when no thread is inside cached()
@@ -333,12 +352,17 @@ class TrainRun(Run):
         return term * scale
 
     def launched(self, device: int, seconds: float) -> None:
+        if self.passage is not None:
+            return
         # When a later piece of a step comes, the device may still be busy with the piece before. Nothing tells whether it is.
         room = self.queues_empty if not self._begun[device] else None
         self.launches.append(Launch(device, seconds, room))
 
     def after(self, device: int) -> None:
-        self._storages[device].separate()
+        if self.passage is not None:
+            self.passage.end()
+        else:
+            self._storages[device].separate()
 
     def finish(self, device: int) -> list[View | None] | None:
         if len(self.replicas) == 1:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paceline import Device, DeviceGroup, InvalidArgument
-from paceline._core.engine import StepLoop
 from paceline.torch._devices.places import Places
 from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.workload import Workload
@@ -88,11 +87,11 @@ class Works:
 
     def retire(self, device: str | Device) -> None:
         """Give a device no work from now on."""
-        self._change(device, StepLoop.retire, self.retired.add)
+        self._change(device, "retire", self.retired.add)
 
     def restore(self, device: str | Device) -> None:
         """Give a device work again."""
-        self._change(device, StepLoop.restore, self.retired.discard)
+        self._change(device, "restore", self.retired.discard)
 
     def _new(self, options: dict[str, Any]) -> Workload:
         work = Workload(self._group, self._places, self._limits, **options)
@@ -100,9 +99,7 @@ class Works:
             work.step_loop.retire(index)
         return work
 
-    def _change(
-        self, device: str | Device, change: Callable[[StepLoop, int], None], note: Callable[[int], None]
-    ) -> None:
+    def _change(self, device: str | Device, change: str, note: Callable[[int], None]) -> None:
         name = device if isinstance(device, str) else device.name
         if name not in self.names:
             raise InvalidArgument(
@@ -110,7 +107,7 @@ class Works:
             )
         index = self.names.index(name)
         for work in self.all():
-            change(work.step_loop, index)
+            getattr(work.step_loop, change)(index)
         note(index)
         for work in self.all():
             if work.alone is not None:

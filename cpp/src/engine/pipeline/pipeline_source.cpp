@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/pipeline/pipeline_source.hpp"
+
+#include <utility>
+
+namespace paceline::internal {
+namespace {
+
+using Kind = plan::Action::Kind;
+constexpr std::size_t kKinds = 3;
+
+}  // namespace
+
+PipelineSource::PipelineSource(std::shared_ptr<PipelineProgram> program, plan::Schedule schedule,
+                               std::vector<DeviceId> devices, std::size_t device_count)
+    : program_(std::move(program)),
+      schedule_(std::move(schedule)),
+      devices_(std::move(devices)),
+      stage_of_(device_count),
+      stages_(devices_.size()),
+      ended_(devices_.size() * kKinds * static_cast<std::size_t>(schedule_.micro_batches)) {
+  for (std::size_t s = 0; s < devices_.size(); ++s) {
+    stage_of_[devices_[s]] = s;
+    stages_[s].record.reserve(schedule_.stages[s].size());
+  }
+}
+
+StageAction PipelineSource::action(std::size_t stage, std::size_t position) const {
+  const plan::Action& action = schedule_.stages[stage][position];
+  return {.stage = stage, .device = devices_[stage], .kind = action.kind, .micro_batch = action.micro_batch};
+}
+
+std::atomic<bool>& PipelineSource::ended(std::size_t stage, const plan::Action& action) {
+  const auto count = static_cast<std::size_t>(schedule_.micro_batches);
+  return ended_[(stage * kKinds + static_cast<std::size_t>(action.kind)) * count +
+                static_cast<std::size_t>(action.micro_batch)];
+}
+
+bool PipelineSource::has_ended(std::size_t stage, Kind kind, std::int64_t micro_batch) const {
+  return const_cast<PipelineSource*>(this)->ended(stage, {kind, micro_batch}).load(std::memory_order_acquire);
+}
+
+bool PipelineSource::ready(const StageAction& action) const {
+  const std::size_t stage = action.stage;
+  if (action.kind == Kind::forward) return stage == 0 || has_ended(stage - 1, Kind::forward, action.micro_batch);
+  if (action.kind == Kind::weight_gradient) return has_ended(stage, Kind::backward, action.micro_batch);
+  if (stage + 1 == stages_.size()) return has_ended(stage, Kind::forward, action.micro_batch);
+  return has_ended(stage + 1, Kind::backward, action.micro_batch);
+}
+
+NextWork PipelineSource::next(DeviceId device, Clock::time_point) noexcept {
+  if (!stage_of_[device]) return NextWork::done();
+  const std::size_t stage = *stage_of_[device];
+  const StageState& state = stages_[stage];
+  if (over_.load(std::memory_order_acquire) || state.position == schedule_.stages[stage].size()) {
+    leave(stage);
+    return NextWork::done();
+  }
+  if (!ready(action(stage, state.position))) return NextWork::wait();  // the neighbour's done() wakes the worker
+  return NextWork::take(static_cast<std::int64_t>(state.position));
+}
+
+void PipelineSource::perform(DeviceId device, std::int64_t work, Turn& turn) {
+  program_->run(action(*stage_of_[device], static_cast<std::size_t>(work)), turn);
+}
+
+void PipelineSource::done(DeviceId device, std::int64_t work, const WorkTiming& timing) noexcept {
+  const std::size_t stage = *stage_of_[device];
+  StageState& state = stages_[stage];
+  const StageAction ran = action(stage, static_cast<std::size_t>(work));
+  state.record.push_back({ran, seconds_at(timing.start), seconds_at(timing.finish)});
+  ++state.position;
+  ended(stage, {ran.kind, ran.micro_batch}).store(true, std::memory_order_release);
+  if (ran.kind == Kind::forward && stage + 1 < stages_.size()) wake(devices_[stage + 1]);
+  if (ran.kind == Kind::backward && stage > 0) wake(devices_[stage - 1]);
+}
+
+void PipelineSource::failed(DeviceId device, std::int64_t work, std::exception_ptr error) noexcept {
+  fail(std::move(error), action(*stage_of_[device], static_cast<std::size_t>(work)));
+}
+
+void PipelineSource::cancel(std::exception_ptr reason) noexcept {
+  fail(std::move(reason), {.device = devices_.front()});
+}
+
+std::vector<std::vector<ActionRecord>> PipelineSource::record() const {
+  std::vector<std::vector<ActionRecord>> record;
+  for (const StageState& state : stages_) record.push_back(state.record);
+  return record;
+}
+
+void PipelineSource::leave(std::size_t stage) noexcept {
+  if (std::exchange(stages_[stage].left, true)) return;
+  if (left_.fetch_add(1, std::memory_order_acq_rel) + 1 < stages_.size()) return;
+  {
+    const std::lock_guard lock(failure_mutex_);
+    decided_ = true;
+  }
+  complete_.store(true, std::memory_order_release);
+  wake_caller();
+}
+
+void PipelineSource::fail(std::exception_ptr error, const StageAction& at) noexcept {
+  {
+    const std::lock_guard lock(failure_mutex_);
+    if (decided_ || failure_) return;
+    failure_ = PipelineFailure{std::move(error), at};
+  }
+  over_.store(true, std::memory_order_release);
+  program_->give_up();
+  wake_all();
+}
+
+double PipelineSource::seconds_at(Clock::time_point time) const {
+  return std::chrono::duration<double>(time - start_).count();
+}
+
+}  // namespace paceline::internal

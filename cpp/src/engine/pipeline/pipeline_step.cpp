@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/engine/pipeline_step.hpp>
+
+#include <fmt/format.h>
+
+#include <utility>
+
+#include <paceline/error.hpp>
+
+#include "engine/pipeline/pipeline_source.hpp"
+#include "engine/rethrow.hpp"
+#include "plural.hpp"
+
+namespace paceline {
+
+PipelineProgram::~PipelineProgram() = default;
+
+namespace {
+
+void check(const DeviceGroup& group, const plan::Schedule& schedule, const std::vector<DeviceId>& devices) {
+  plan::check(schedule);
+  if (devices.size() != schedule.stages.size()) {
+    throw InvalidArgument(fmt::format("pipeline: {} for {}; one device per stage is needed.",
+                                      plural(devices.size(), "device"), plural(schedule.stages.size(), "stage")));
+  }
+  std::vector<bool> taken(group.size(), false);
+  for (const DeviceId device : devices) {
+    if (device >= group.size()) {
+      throw InvalidArgument(fmt::format("pipeline: a stage is on device {} of a group of {}.", device, group.size()));
+    }
+    if (taken[device]) {
+      throw InvalidArgument(
+          fmt::format("pipeline: {} has two stages. Merge them into one.", group.devices()[device].name));
+    }
+    taken[device] = true;
+  }
+}
+
+}  // namespace
+
+PipelineStep::PipelineStep(DeviceGroup group, std::shared_ptr<PipelineProgram> program, plan::Schedule schedule,
+                           std::vector<DeviceId> devices)
+    : group_(std::move(group)) {
+  check(group_, schedule, devices);
+  source_ = std::make_shared<internal::PipelineSource>(std::move(program), std::move(schedule), std::move(devices),
+                                                       group_.size());
+}
+
+PipelineStep::~PipelineStep() = default;
+
+void PipelineStep::start() {
+  source_->start_clock();
+  group_.submit(source_);
+}
+
+bool PipelineStep::wait(const DeviceGroup::Between& between) { return group_.wait(*source_, between); }
+
+void PipelineStep::cancel() {
+  source_->cancel(std::make_exception_ptr(Cancelled("pipeline: cancelled before it was done; nothing was committed.")));
+}
+
+const plan::Schedule& PipelineStep::schedule() const noexcept { return source_->schedule(); }
+const std::vector<DeviceId>& PipelineStep::devices() const noexcept { return source_->devices(); }
+const PipelineFailure* PipelineStep::failure() const noexcept { return source_->failure(); }
+std::vector<std::vector<ActionRecord>> PipelineStep::record() const { return source_->record(); }
+
+void PipelineStep::rethrow_failure() const {
+  const PipelineFailure* failure = source_->failure();
+  if (failure == nullptr) return;
+  const StageAction& at = failure->action;
+  const std::string device = group_.devices()[at.device].name;
+  const char* kind = at.kind == plan::Action::Kind::forward ? "forward" : "backward";
+  internal::rethrow(failure->error, "pipeline", device, true, [&](const std::string& what) {
+    return fmt::format("pipeline: stage {} on {} failed in the {} of micro-batch {}: {}. Nothing was committed.",
+                       at.stage, device, kind, at.micro_batch, what);
+  });
+}
+
+}  // namespace paceline

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plan/stages/stage_clock.hpp"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+namespace paceline::plan {
+
+bool StageClock::set(const Partition& partition, const BatchSizes& sizes, std::int64_t most_in_flight) {
+  const std::size_t stages = partition.stages();
+  count_ = sizes.count;
+  larger_count_ = sizes.larger_count;
+  times_.resize(stages);
+  most_.resize(stages);
+  std::int64_t limit = most_in_flight == 0 ? count_ : std::min(count_, most_in_flight);
+  for (std::size_t i = 0; i < stages; ++i) {
+    const std::size_t from = partition.cuts[i];
+    const std::size_t to = i + 1 < stages ? partition.cuts[i + 1] : costs_.blocks();
+    const std::size_t device = partition.order[i];
+    std::int64_t fixed = costs_.fixed_bytes(from, to, sizes.larger);
+    if (i + 1 == stages && fixed != std::numeric_limits<std::int64_t>::max())
+      fixed -= costs_.tied_bytes(partition.order[0], device);
+    const std::int64_t left = costs_.problem().devices[device].memory_bytes - fixed;
+    const std::int64_t each = costs_.flight_bytes(from, to, sizes.larger);
+    if (left < each) return false;
+    if (each > 0) limit = std::min(limit, left / each);
+    most_[i] = limit;
+    for (std::size_t size = 0; size < 2; ++size) {
+      const std::int64_t items = size == 0 ? sizes.larger : sizes.smaller;
+      Times& times = times_[i];
+      times.forward[size] = costs_.forward(from, to, device, static_cast<double>(items));
+      times.backward[size] = costs_.backward(from, to, device, static_cast<double>(items));
+      times.send_forward[size] = 0.0;
+      times.send_backward[size] = 0.0;
+      if (i == 0) continue;
+      const double send = costs_.send(from, partition.order[i - 1], device, items);
+      times_[i - 1].send_forward[size] = send;
+      times.send_backward[size] = send;
+    }
+  }
+  bound_ = stage_bound(costs_, partition, sizes);
+  return true;
+}
+
+double StageClock::seconds(std::span<const std::int64_t> depths) {
+  const std::size_t stages = times_.size();
+  const auto count = static_cast<std::size_t>(count_);
+  free_.assign(stages, 0.0);
+  arrival_.resize(stages * count);
+  actions_ += 2 * count_ * static_cast<std::int64_t>(stages);
+  const auto forward = [&](std::size_t stage, std::int64_t batch) {
+    const std::size_t size = batch < larger_count_ ? 0 : 1;
+    const std::size_t at = stage * count + static_cast<std::size_t>(batch);
+    double start = free_[stage];
+    if (stage > 0 && arrival_[at - count] > start) start = arrival_[at - count];
+    free_[stage] = start + times_[stage].forward[size];
+    arrival_[at] = free_[stage] + times_[stage].send_forward[size];
+  };
+  for (std::size_t stage = 0; stage < stages; ++stage) {
+    for (std::int64_t batch = 0; batch < std::min(depths[stage], count_); ++batch) forward(stage, batch);
+  }
+  // Backward j of a stage comes after its forward j + depth - 1. The inputs of the forwards of a round are ready, since
+  // no stage is deeper than the one before it.
+  for (std::int64_t batch = 0; batch < count_; ++batch) {
+    if (batch > 0) {
+      for (std::size_t stage = 0; stage < stages; ++stage) {
+        const std::int64_t next = batch + depths[stage] - 1;
+        if (next < count_) forward(stage, next);
+      }
+    }
+    const std::size_t size = batch < larger_count_ ? 0 : 1;
+    double arrival = 0.0;
+    for (std::size_t stage = stages; stage-- > 0;) {
+      const double start = std::max(free_[stage], arrival);
+      free_[stage] = start + times_[stage].backward[size];
+      arrival = free_[stage] + times_[stage].send_backward[size];
+    }
+  }
+  return free_[0];
+}
+
+std::int64_t depth_count(const StageClock& clock) {
+  // ways[d]: depths of the stages so far, counted from the last but one, whose largest is d.
+  const std::vector<std::int64_t>& most = clock.most_depths();
+  std::vector<std::int64_t> ways(static_cast<std::size_t>(most[0]) + 1, 0);
+  ways[1] = 1;
+  for (std::size_t stage = most.size() - 1; stage-- > 0;) {
+    for (std::size_t d = 1; d < ways.size(); ++d)
+      ways[d] = static_cast<std::int64_t>(d) > most[stage] ? 0 : saturating_add(ways[d], ways[d - 1]);
+  }
+  return std::accumulate(ways.begin(), ways.end(), std::int64_t{0}, &saturating_add);
+}
+
+namespace {
+
+std::int64_t total(const std::vector<std::int64_t>& depths) {
+  return std::accumulate(depths.begin(), depths.end(), std::int64_t{0});
+}
+
+bool improves(double seconds, const std::vector<std::int64_t>& depths, const Depths& best) {
+  if (best.depths.empty() || seconds < best.seconds * (1.0 - kTie)) return true;
+  return seconds <= best.seconds * (1.0 + kTie) && total(depths) < total(best.depths);
+}
+
+void try_depths(StageClock& clock, std::vector<std::int64_t>& depths, std::size_t stage, Depths& best) {
+  if (stage == 0) {
+    const double seconds = clock.seconds(depths);
+    if (improves(seconds, depths, best)) best = {depths, seconds};
+    return;
+  }
+  for (std::int64_t depth = depths[stage]; depth <= clock.most_depths()[stage - 1]; ++depth) {
+    depths[stage - 1] = depth;
+    try_depths(clock, depths, stage - 1, best);
+  }
+}
+
+}  // namespace
+
+Depths best_depths(StageClock& clock) {
+  std::vector<std::int64_t> depths(clock.most_depths().size(), 1);
+  Depths best;
+  try_depths(clock, depths, depths.size() - 1, best);
+  return best;
+}
+
+Depths good_depths(StageClock& clock, double hopeless) {
+  const std::vector<std::int64_t>& most = clock.most_depths();
+  const std::size_t stages = most.size();
+  Depths best;
+  if (clock.bound() > hopeless) return {std::vector<std::int64_t>(stages, 1), std::numeric_limits<double>::infinity()};
+  const auto offer = [&](std::vector<std::int64_t> depths) {
+    depths.back() = 1;
+    for (std::size_t i = 0; i < stages; ++i) depths[i] = std::clamp(depths[i], std::int64_t{1}, most[i]);
+    for (std::size_t i = stages - 1; i-- > 0;) depths[i] = std::max(depths[i], depths[i + 1]);
+    if (depths == best.depths) return;
+    const double seconds = clock.seconds(depths);
+    if (improves(seconds, depths, best)) best = {std::move(depths), seconds};
+  };
+  std::vector<std::int64_t> plain(stages);
+  std::vector<std::int64_t> hiding(stages);  // as many as hide a link between any two stages
+  for (std::size_t i = 0; i < stages; ++i) {
+    plain[i] = static_cast<std::int64_t>(stages - i);
+    hiding[i] = 2 * plain[i] - 1;
+  }
+  const auto met = [&] { return best.seconds <= clock.bound() * (1.0 + kTie); };
+  offer(plain);
+  if (!met()) offer(hiding);
+  if (!met()) offer(most);
+  // A step up or down on one stage: neighbours follow where depths would rise.
+  for (bool improved = true; improved && stages > 1 && !met();) {
+    const double before = best.seconds;
+    for (std::size_t i = stages - 1; i-- > 0;) {
+      for (const std::int64_t change : {1, -1, 2, -2, 4, -4}) {
+        std::vector<std::int64_t> depths = best.depths;
+        depths[i] += change;
+        if (change < 0)
+          for (std::size_t j = i + 1; j < stages; ++j)
+            depths[j] = std::min(depths[j], std::max<std::int64_t>(depths[i], 1));
+        offer(std::move(depths));
+      }
+    }
+    improved = best.seconds < before * (1.0 - kTie);
+  }
+  return best;
+}
+
+}  // namespace paceline::plan

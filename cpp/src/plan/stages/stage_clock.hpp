@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "plan/stages/stage_costs.hpp"
+
+namespace paceline::plan {
+
+/// The recurrence of pipeline_times() for one partition, one number of micro-batches, and any depths. It does what
+/// replay() does, to the bit, without making a schedule.
+class StageClock {
+ public:
+  explicit StageClock(const StageCosts& costs) : costs_(costs) {}
+
+  /// False, with nothing else to be asked, if a stage does not fit its device with one micro-batch in flight.
+  /// `most_in_flight`: 0 for no limit but memory.
+  bool set(const Partition& partition, const BatchSizes& sizes, std::int64_t most_in_flight);
+
+  /// The most that each stage may have in flight, not rising from stage to stage.
+  [[nodiscard]] const std::vector<std::int64_t>& most_depths() const { return most_; }
+  [[nodiscard]] double bound() const { return bound_; }
+  [[nodiscard]] std::int64_t micro_batches() const { return count_; }
+
+  /// Seconds of a step with these depths, which are at most most_depths() and do not rise.
+  [[nodiscard]] double seconds(std::span<const std::int64_t> depths);
+  /// Actions that seconds() has gone through in all: what a search costs, independent of the machine.
+  [[nodiscard]] std::int64_t actions() const { return actions_; }
+
+ private:
+  struct Times {
+    double forward[2], backward[2], send_forward[2], send_backward[2];  // of a larger and of a smaller micro-batch
+  };
+
+  const StageCosts& costs_;
+  std::int64_t count_ = 0;
+  std::int64_t larger_count_ = 0;
+  std::vector<Times> times_;
+  std::vector<std::int64_t> most_;
+  double bound_ = 0.0;
+  std::vector<double> free_;
+  std::vector<double> arrival_;  // of the forwards, stage by stage
+  std::int64_t actions_ = 0;
+};
+
+/// The depths that make a step shortest.
+struct Depths {
+  std::vector<std::int64_t> depths;
+  double seconds = 0.0;
+};
+
+/// All depths that do not rise from stage to stage are tried, with 1 on the last stage: more there only delays its
+/// backwards. Among equal times the fewest in flight win.
+[[nodiscard]] Depths best_depths(StageClock& clock);
+/// So many depths would best_depths() try; INT64_MAX if there are more.
+[[nodiscard]] std::int64_t depth_count(const StageClock& clock);
+/// A few usual depths, the best of which is improved stage by stage, until it meets the bound or stays.
+/// Gives up as soon as it sees that the time will not come below `hopeless`.
+[[nodiscard]] Depths good_depths(StageClock& clock, double hopeless);
+
+/// Equal but for rounding: sums of the same times in another order.
+inline constexpr double kTie = 1e-9;
+
+}  // namespace paceline::plan

@@ -1,0 +1,1 @@
+"""Trains a module that is cut into stages on several devices."""

@@ -1,0 +1,104 @@
+"""Where a module may be cut: its blocks, which its forward calls one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from paceline import InvalidArgument
+from paceline.torch._replicas.replicas import is_compiled
+
+Blocks = str | Sequence[nn.Module]
+_ENOUGH = 4  # blocks; with fewer, smaller ones are looked for inside of them
+_MOST_OF = 0.9  # of the parameters that lie in blocks have to lie in smaller ones, too
+
+
+class Block(NamedTuple):
+    """A block with its name in the module."""
+
+    name: str
+    module: nn.Module
+
+
+def blocks_of(module: nn.Module, blocks: Blocks | None) -> list[Block]:
+    """The blocks of a module, in the order of its forward.
+
+    None: those parts of one class in lists and sequences (`nn.ModuleList`, `nn.Sequential`) that have most of the parameters. In a
+    transformer these are its layers, in a ResNet the blocks of all its layers.
+
+    Raises
+    ------
+    InvalidArgument
+        If there are none, or if they are compiled together.
+    """
+    names = {id(part): name for name, part in module.named_modules()}
+    if isinstance(blocks, str):
+        found = _children(module, blocks)
+    elif blocks is None:
+        found = _found(module)
+    else:
+        found = list(blocks)
+    if not found:
+        raise InvalidArgument(
+            "Pipeline: the module has no list or sequence of two or more parts of one class, so it is not known where to cut it. Name its blocks: "
+            "blocks='transformer.h', or a list of modules in the order in which the forward calls them."
+        )
+    for index, part in enumerate(found):
+        if not isinstance(part, nn.Module) or id(part) not in names:
+            raise InvalidArgument(
+                f"Pipeline: blocks[{index}] is {type(part).__name__}, and no part of the module. Give modules that are in it."
+            )
+    if len({id(part) for part in found}) < len(found):
+        raise InvalidArgument("Pipeline: blocks has a module twice. A block runs once in a forward.")
+    named = [Block(names[id(part)], part) for part in found]
+    _check_compiled(module, named)
+    return named
+
+
+def _children(module: nn.Module, path: str) -> list[nn.Module]:
+    try:
+        part = module.get_submodule(path)
+    except AttributeError as error:
+        raise InvalidArgument(f"Pipeline: blocks={path!r}, and the module has no part of this name: {error}.") from error
+    return list(part.children())
+
+
+def _found(module: nn.Module) -> list[nn.Module]:
+    by_class: dict[type, list[nn.Module]] = {}
+    for part in module.modules():
+        if isinstance(part, (nn.ModuleList, nn.Sequential)):
+            for child in part.children():
+                ones = by_class.setdefault(type(child), [])
+                if not any(child is one for one in ones):
+                    ones.append(child)
+    weights = {kind: sum(map(_elements, ones)) for kind, ones in by_class.items() if len(ones) > 1}
+    if not weights or not max(weights.values()):
+        return list(module.children()) if isinstance(module, nn.Sequential) else []
+    most = max(weights.values())
+    # Outer blocks come first: named_modules() goes from the outside to the inside.
+    candidates = [by_class[kind] for kind, weight in weights.items() if weight >= _MOST_OF * most]
+    return next((ones for ones in candidates if len(ones) >= _ENOUGH), max(candidates, key=len))
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _check_compiled(module: nn.Module, blocks: list[Block]) -> None:
+    """Raise if something that is compiled as a whole has several blocks in it: a compiled graph has no calls of blocks."""
+    ours = {id(block.module) for block in blocks}
+    for name, part in module.named_modules():
+        inside = sum(id(one) in ours for one in part.modules())
+        compiled = type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None
+        if compiled and inside > 1:
+            raise InvalidArgument(
+                f"Pipeline: {name or 'the module'} is compiled as a whole, so there are no calls of blocks to cut it at. Compile the blocks "
+                "instead: for block in blocks: block.compile()."
+            )
+
+
+def any_compiled(blocks: Sequence[Block]) -> bool:
+    """Whether a block is compiled."""
+    return any(is_compiled(block.module) for block in blocks)

@@ -1,0 +1,225 @@
+"""Hands the turn of a device on to the next stage, where the forward of an unchanged module calls a block.
+
+A micro-batch runs on one thread, a *lane*, from the first stage to the last and back, since a Python frame cannot change threads. What
+moves is the right to use a device, its turn. In the forward a gate is the call of a block. In the backward it is a node of the graph that
+was made at that call. Autograd runs the nodes that are ready in the reverse order of their making. So it comes to a gate's node when it has
+run all nodes of the stage behind, and none of the stage before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from paceline import InvalidArgument
+from paceline.torch._devices.meeting import MeetingOffError
+from paceline.torch._pipeline.blocks import Block
+from paceline.torch._run.gradients import OwnStorages
+
+_lane = threading.local()  # its `journey` is the journey of the micro-batch that the thread carries
+
+
+class Turns(Protocol):
+    """The lanes of one step."""
+
+    def advance(self, micro_batch: int) -> tuple[int, str, int] | None:
+        """Give the turn back, and wait for that of the next action. None: the step ends early."""
+
+
+class Watcher(Protocol):
+    """Who is told where a micro-batch is, as the one who measures blocks."""
+
+    def entered(self, index: int) -> None:
+        """The forward calls a block."""
+
+    def turned(self) -> None:
+        """The forward is over, and the backward begins."""
+
+    def left(self, index: int) -> None:
+        """The backward of a block, and of what came behind it, is over."""
+
+
+class Journey:
+    """The way of one micro-batch through the stages and back."""
+
+    def __init__(
+        self,
+        turns: Turns,
+        micro_batch: int,
+        blocks: Sequence[Block],
+        stage_of: Sequence[int],
+        separate: Callable[[], None],
+        arrived: Callable[[int], None],
+        *,
+        trains: bool,
+        watcher: Watcher | None = None,
+    ) -> None:
+        self._turns = turns
+        self._micro_batch = micro_batch
+        self._blocks = blocks
+        self._stage_of = stage_of  # of each block
+        self._separate = separate
+        self._arrived = arrived
+        self._watcher = watcher
+        self._trains = trains
+        self._leaf: torch.Tensor | None = None
+        self._gates: list[torch.Tensor] = []
+        self.block = -1  # the last one that was called
+        self.stage = 0
+        self.backward = False
+        arrived(0)
+
+    def enter(self, index: int) -> None:
+        """Before a block runs: bring the micro-batch to its stage."""
+        stage = self._stage_of[index]
+        name = self._blocks[index].name
+        if self.backward:
+            if stage != self.stage:
+                raise InvalidArgument(
+                    f"Pipeline: activation checkpointing runs {name} again, which is in stage {stage}, in the backward of stage {self.stage}. A "
+                    "checkpointed region has to lie within one stage: checkpoint each block by itself, with use_reentrant=False."
+                )
+            return
+        if index <= self.block:
+            last = self._blocks[self.block].name
+            raise InvalidArgument(
+                f"Pipeline: the forward calls {name} {'again' if index == self.block else f'after {last}'}. Each block runs once, in the order of "
+                "the blocks, in a call of loss_fn. Give blocks= in the order of the forward; a module that loops over its blocks, or a loss_fn that "
+                "calls the module twice, cannot be cut: use DataParallel."
+            )
+        self.block = index
+        while self.stage < stage:
+            self._on()
+        if self._watcher is not None:
+            self._mark(-1 - index)
+            self._watcher.entered(index)
+
+    def turn_back(self) -> list[torch.Tensor]:
+        """Between forward and backward. Returns the roots that the backward needs beside the loss."""
+        last = self._stage_of[-1]
+        while self.stage < last:  # blocks that the forward did not call
+            self._on()
+        if self._watcher is not None:
+            self._watcher.turned()
+        self._move("B", last)
+        self.backward = True
+        gates, self._gates = self._gates, []
+        return gates
+
+    def end(self) -> None:
+        """After forward and backward, on the thread that still has the turn of stage 0."""
+        if self.backward:
+            if self._watcher is not None:
+                self._watcher.left(-1)
+            self._separate()
+
+    def forget(self) -> None:
+        """Drop what would keep a graph alive."""
+        self._gates.clear()
+
+    def back(self, gate: int) -> None:
+        """Autograd has come to a gate."""
+        if gate < 0:
+            if self._watcher is not None:
+                self._watcher.left(-1 - gate)
+            return
+        self._separate()
+        self._move("B", gate - 1)
+        self.stage = gate - 1
+
+    def _on(self) -> None:
+        self._mark(self.stage + 1)
+        self._move("F", self.stage + 1)
+        self.stage += 1
+
+    def _mark(self, gate: int) -> None:
+        """Put a gate into the graph, of which nothing depends on it and it on nothing. Its place in the order is all that counts."""
+        if not self._trains:
+            return
+        with torch._C.DisableTorchFunction(), torch.enable_grad():
+            if self._leaf is None:
+                self._leaf = torch.empty(0, requires_grad=True)
+            apply: Any = _Gate.apply
+            self._gates.append(apply(self._leaf, self, gate))
+
+    def _move(self, kind: str, stage: int) -> None:
+        now = self._turns.advance(self._micro_batch)
+        if now is None:
+            raise MeetingOffError
+        if now[:2] != (stage, kind):
+            raise RuntimeError(f"pipeline: micro-batch {self._micro_batch} got the turn of {now} instead of {kind} of stage {stage}")
+        self._arrived(stage)
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, journey: Journey, gate: int) -> torch.Tensor:
+        ctx.journey, ctx.gate = journey, gate
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.journey.back(ctx.gate)
+        return None, None, None
+
+
+class Separated:
+    """`OwnStorages` of the parameters that all stages share. A stage looks after each backward, before the next one may add."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._own = OwnStorages(parameters)
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            self._own.separate()
+
+
+@contextlib.contextmanager
+def travelling(journey: Journey) -> Iterator[None]:
+    """While the calling thread carries a micro-batch."""
+    _lane.journey = journey
+    try:
+        yield
+    finally:
+        del _lane.journey
+
+
+def journey_here() -> Journey | None:
+    """The journey of the micro-batch that the calling thread carries."""
+    return getattr(_lane, "journey", None)
+
+
+@contextlib.contextmanager
+def gated(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Let the calls of these modules, which are the blocks in order, pass through gates.
+
+    The gate is around the whole call, hooks of the user included: PyTorch calls `_compiled_call_impl` of a module in the place of all that.
+    """
+    before = [vars(module).get("_compiled_call_impl") for module in modules]
+    for index, module in enumerate(modules):
+        vars(module)["_compiled_call_impl"] = _Call(index, module._compiled_call_impl or module._call_impl)
+    try:
+        yield
+    finally:
+        for module, call in zip(modules, before, strict=True):
+            if call is None:
+                del vars(module)["_compiled_call_impl"]
+            else:
+                vars(module)["_compiled_call_impl"] = call
+
+
+class _Call:
+    def __init__(self, index: int, call: Callable[..., Any]) -> None:
+        self._index = index
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        journey = journey_here()
+        if journey is not None:
+            journey.enter(self._index)
+        return self._call(*args, **kwargs)

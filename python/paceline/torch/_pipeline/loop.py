@@ -1,0 +1,293 @@
+"""The steps of a pipeline, one after the other: which plan each runs, and what was measured."""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+from paceline import DeviceGroup, InvalidArgument
+from paceline.torch._batch.batch import Batch
+from paceline.torch._devices.places import Places
+from paceline.torch._pipeline.blocks import Block
+from paceline.torch._pipeline.gates import Journey
+from paceline.torch._pipeline.planner import Planner
+from paceline.torch._pipeline.plans import PipelinePlan
+from paceline.torch._run.launch import LaunchClock
+from paceline.torch._run.seen import Seen
+from paceline.torch._run.workload import Workload
+
+_BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)  # seconds of the step counts
+_RECENT = 32  # steps whose times make a speed
+_MOST_EVENTS = 4096
+_MOST_ROWS = 1024
+
+# An action that ran: "F" or "B", micro-batch, start and finish in seconds since the step began.
+Action = tuple[str, int, float, float]
+
+
+class Outcome:
+    """How one step ended, in the words of `Execution`."""
+
+    divided = False
+    settled = True
+    micro_batches = 1  # a step is one run of the whole batch, in the micro-batches of its plan
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        step: Any,
+        blocks: Sequence[Block],
+        names: Sequence[str],
+        begin: int | None,
+        journey: Journey | None,
+    ) -> None:
+        self.plan = plan
+        self.failed = step.failed
+        self.failed_device = None
+        self.failed_begin = begin  # the first item of the micro-batch that failed
+        self.failed_stage: int | None = None
+        self.failed_where = "the pipeline"
+        self.record: list[list[Action]] = step.record
+        whole = sum(plan.sizes)
+        self.items = [whole if device in plan.order else 0 for device in range(len(names))]
+        if step.failed_action is not None:
+            self.failed_stage, kind, _ = step.failed_action
+            first = plan.cuts[self.failed_stage]
+            last = [*plan.cuts, len(blocks)][self.failed_stage + 1] - 1
+            within = blocks[journey.block].name if journey is not None and kind == "F" and journey.block >= 0 else ""
+            what = "the forward" if kind == "F" else "the backward"
+            at = f"in or after block {within} " if within else ""
+            self.failed_where = (
+                f"{names[plan.order[self.failed_stage]]} in {what} {at}(stage {self.failed_stage}, blocks {blocks[first].name} to {blocks[last].name})"
+            )
+
+    @property
+    def claims(self) -> list[Any]:
+        return []
+
+    @property
+    def seconds(self) -> float:
+        """From the first action to the last."""
+        return max((actions[-1][3] for actions in self.record if actions), default=0.0) - min(
+            (actions[0][2] for actions in self.record if actions), default=0.0
+        )
+
+    def busy(self) -> list[float]:
+        """Seconds that each stage computed."""
+        return [sum(finish - start for _, _, start, finish in actions) for actions in self.record]
+
+
+class _Totals(NamedTuple):
+    items: int = 0
+    busy: float = 0.0
+    idle: float = 0.0
+
+
+class PipelineLoop:
+    """What was measured in the steps of one kind, in the words of `StepLoop`."""
+
+    items = None  # of steps with costs, which a pipeline has not
+
+    def __init__(self, group: DeviceGroup, planner: Planner) -> None:
+        self.planner = planner
+        self.last: Outcome | None = None
+        self.lanes: Any = None  # of the step that runs
+        self._names = [device.name for device in group.devices]
+        self._totals = [_Totals() for _ in self._names]
+        self._recent: list[deque[tuple[int, float]]] = [deque(maxlen=_RECENT) for _ in self._names]
+        self._steps = 0
+        self._seconds = 0.0
+        self._counts = [0] * (len(_BOUNDS) + 1)
+        self._events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS)
+        self._rows: list[dict[str, Any]] = []
+        self._per_row = 1
+
+    def commit(self, outcome: Outcome) -> None:
+        """Take note of a step that succeeded and whose result was committed."""
+        self.last = outcome
+        seconds, busy = outcome.seconds, outcome.busy()
+        items = sum(outcome.plan.sizes)
+        begun = self._seconds
+        for stage, device in enumerate(outcome.plan.order):
+            before = self._totals[device]
+            self._totals[device] = _Totals(
+                before.items + items, before.busy + busy[stage], before.idle + max(0.0, seconds - busy[stage])
+            )
+            self._recent[device].append((items, busy[stage]))
+            for kind, micro_batch, start, finish in outcome.record[stage]:
+                begin, end = outcome.plan.bounds[micro_batch]
+                self._events.append(
+                    {
+                        "kind": "forward" if kind == "F" else "backward",
+                        "device": self._names[device],
+                        "step": self._steps,
+                        "begin": begin,
+                        "end": end,
+                        "start_seconds": begun + start,
+                        "duration_seconds": finish - start,
+                    }
+                )
+        self._events.append(
+            {
+                "kind": "step",
+                "device": None,
+                "step": self._steps,
+                "begin": 0,
+                "end": items,
+                "start_seconds": begun,
+                "duration_seconds": seconds,
+            }
+        )
+        self._steps += 1
+        self._seconds += seconds
+        self._counts[bisect.bisect_left(_BOUNDS, seconds)] += 1
+        moved = self.planner.record(outcome.plan, outcome.record)
+        self._add_row(outcome, items, busy, seconds, moved)
+
+    def _add_row(self, outcome: Outcome, items: int, busy: list[float], seconds: float, moved: bool) -> None:
+        of_device = dict(zip(outcome.plan.order, busy, strict=True))
+        row = {
+            "first_step": self._steps - 1,
+            "steps": 1,
+            "items": {name: items if d in of_device else 0 for d, name in enumerate(self._names)},
+            "busy_seconds": {name: of_device.get(d, 0.0) for d, name in enumerate(self._names)},
+            "costs": None,
+            "step_seconds": seconds,
+            "longest_step_seconds": seconds,
+            "moves": int(moved),
+        }
+        last = self._rows[-1] if self._rows else None
+        if last is not None and last["steps"] < self._per_row:
+            self._rows[-1] = _sum(last, row)
+        else:
+            self._rows.append(row)
+        if len(self._rows) > _MOST_ROWS:
+            self._per_row *= 2
+            pairs = [self._rows[k : k + 2] for k in range(0, len(self._rows), 2)]
+            self._rows = [_sum(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The figures of `Reports.report`."""
+        rates = [
+            sum(n for n, _ in recent) / busy if (busy := sum(s for _, s in recent)) > 0 else 0.0
+            for recent in self._recent
+        ]
+        in_use = set() if self.last is None else set(self.last.plan.order)
+        recent = [sum(s for _, s in self._recent[d]) for d in sorted(in_use)]
+        speeds = self.planner.speeds
+        counts = 0
+        step_counts = []
+        for bound, count in zip(_BOUNDS, self._counts, strict=False):
+            counts += count
+            step_counts.append((bound, counts))
+        return {
+            "devices": {
+                name: {
+                    "share": 0 if self.last is None else self.last.items[d],
+                    "items": self._totals[d].items,
+                    "busy_seconds": self._totals[d].busy,
+                    "idle_seconds": self._totals[d].idle,
+                    "items_per_second": rates[d],
+                    "speed": speeds[d],
+                    "retired": d in self.planner.retired,
+                }
+                for d, name in enumerate(self._names)
+            },
+            "imbalance": max(recent) / (sum(recent) / len(recent)) - 1 if recent and sum(recent) else 0.0,
+            "moves": self.planner.moves,
+            "recent_moves": list(self.planner.recent_moves),
+            "taken_back": 0,
+            "steps": self._steps,
+            "step_counts": step_counts,
+            "compute_seconds": self._seconds,
+            "step_seconds": self._seconds,
+        }
+
+    @property
+    def memory(self) -> dict[str, dict[str, float]]:
+        """What is known of each device with a limit."""
+        return self.planner.memory()
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return list(self._events)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        return list(self._rows)
+
+    def explain(self) -> str:
+        return self.planner.explain()
+
+    def cancel(self) -> None:
+        """End the step that runs, if any."""
+        lanes = self.lanes
+        if lanes is not None:
+            lanes.cancel()
+
+    def shrink(self, outcome: Outcome, limited: bool) -> bool:
+        """After a step that ran out of memory: whether there is another plan that takes less."""
+        return outcome.failed_stage is not None and self.planner.out_of_memory(outcome.plan, outcome.failed_stage)
+
+    def retire(self, device: int) -> None:
+        self.planner.retire(device)
+
+    def restore(self, device: int) -> None:
+        self.planner.restore(device)
+
+    def speeds(self, by_cost: bool = False) -> list[tuple[float, float] | None]:
+        """Nothing that another trainer could begin with: the times are those of blocks."""
+        return [None] * len(self._names)
+
+    def hint(self, speeds: Sequence[tuple[float, float] | None], by_cost: bool = False) -> None:
+        """Ignore what another trainer has measured, since blocks are measured anew."""
+
+    def set_least_items(self, items: int) -> None:
+        self.planner.least_items = items
+
+    def settle(self) -> None:
+        """Do nothing: times are known when a step is over."""
+
+    def write_ledger(self, path: str) -> None:
+        raise InvalidArgument("write_ledger: a pipeline has no ledger of shares. report()['pipeline'] has its plan.")
+
+
+def _sum(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    def added(key: str) -> dict[str, Any]:
+        return {name: value + second[key][name] for name, value in first[key].items()}
+
+    return {
+        **first,
+        "steps": first["steps"] + second["steps"],
+        "items": added("items"),
+        "busy_seconds": added("busy_seconds"),
+        "step_seconds": first["step_seconds"] + second["step_seconds"],
+        "longest_step_seconds": max(first["longest_step_seconds"], second["longest_step_seconds"]),
+        "moves": first["moves"] + second["moves"],
+    }
+
+
+class PipelineWork(Workload):
+    """One kind of work of a pipeline."""
+
+    def __init__(self, group: DeviceGroup, places: Places, planner: Planner) -> None:
+        self.step_loop: Any = PipelineLoop(group, planner)
+        self.planner = planner
+        self.limits = [None] * len(group)
+        self.searches = self.fixed = self.corrects = self.normalises = False
+        self.seen = Seen(1)
+        self.launches = LaunchClock([False])
+        self.writes_buffers = False
+        self.mode = None
+        self.given = None
+        self.alone = None
+        self._kinds: dict[Hashable, int] = {}
+
+    def plan_for(self, whole: Batch, least: int, must_run_alone: Callable[[PipelinePlan], bool]) -> PipelinePlan:
+        """What the next step runs."""
+        self.planner.least_items = 2 if self.normalises else least
+        plan = self.planner.plan(whole.size)
+        return plan.alone() if must_run_alone(plan) else plan

@@ -1,0 +1,42 @@
+"""What one step of a pipeline runs: where the module is cut, on which devices, in which micro-batches and in what order."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+from paceline._core import engine as core
+
+
+class PipelinePlan(NamedTuple):
+    """A cut module on devices, with what will run. Stages are in the order of the forward."""
+
+    cuts: tuple[int, ...]  # the first block of each stage
+    order: tuple[int, ...]  # the device of each stage
+    sizes: tuple[int, ...]  # items of each micro-batch
+    schedule: str  # as text, one line per stage
+
+    @property
+    def lanes(self) -> int:
+        """How many micro-batches are under way at once."""
+        return core.in_flight(self.schedule, 0)
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """The items [begin, end) of each micro-batch."""
+        ends = list(itertools.accumulate(self.sizes))
+        return list(zip([0, *ends[:-1]], ends, strict=True))
+
+    @property
+    def forward_schedule(self) -> str:
+        """The same micro-batches without backward."""
+        return core.forward_only(len(self.cuts), len(self.sizes))
+
+    def stage_of(self, blocks: int) -> list[int]:
+        """The stage of each block."""
+        return [sum(cut <= block for cut in self.cuts) - 1 for block in range(blocks)]
+
+    def alone(self) -> PipelinePlan:
+        """The same with one micro-batch at a time."""
+        line = " ".join(f"F{m} B{m}" for m in range(len(self.sizes)))
+        return self._replace(schedule="\n".join([line] * len(self.cuts)))

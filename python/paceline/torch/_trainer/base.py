@@ -1,0 +1,351 @@
+"""What all trainers have in common: a step of one batch, its figures, its state and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from paceline import Device, DeviceGroup
+from paceline._stop import stop_requested
+from paceline.torch._batch.batch import BatchDim
+from paceline.torch._batch.items import Cost
+from paceline.torch._batch.layout import Layout
+from paceline.torch._batch.objective import Reduction, Total, Weight
+from paceline.torch._batch.samples import Collate
+from paceline.torch._batch.splits import Split
+from paceline.torch._run.execution import Execution
+from paceline.torch._run.run import LossFunction
+from paceline.torch._trainer.alarms import Alarms
+from paceline.torch._trainer.data import Data
+from paceline.torch._trainer.host_workers import HostWorkers
+from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.optimizer import spread
+from paceline.torch._trainer.parts import carried_out_by
+from paceline.torch._trainer.predictions import Predictions
+from paceline.torch._trainer.reports import Reports
+from paceline.torch._trainer.saving import Saving
+from paceline.torch._trainer.step_gaps import StepGaps
+from paceline.torch._trainer.training import Training
+from paceline.torch._trainer.trials import Trials
+from paceline.torch._trainer.verification import Verification
+from paceline.torch._trainer.works import Works
+
+_T = TypeVar("_T", bound="Trainer")
+
+
+class Trainer:
+    """A module, the devices that train it, and the parts that carry out the calls. `DataParallel` and `Pipeline` make these."""
+
+    module: nn.Module
+    group: DeviceGroup
+
+    def _assemble(
+        self,
+        module: nn.Module,
+        group: DeviceGroup,
+        *,
+        owned: bool,
+        works: Works,
+        execution: Execution,
+        reduction: Reduction,
+        verify_every: int | None = None,
+    ) -> None:
+        """Make the parts. `owned`: whether the group ends with the trainer."""
+        self.module = module
+        self.group = group
+        self._works = works
+        self._execution = execution
+        self._gaps = StepGaps()
+        self._lifetime = lifetime = Lifetime(group, owned, execution, works, self._gaps)
+        self._training = Training(works, execution, lifetime, reduction)
+        self._predictions = Predictions(works, execution, lifetime, self._training)
+        self._trials = Trials(works, execution, lifetime, self._training)
+        self._verification = Verification(works, execution, lifetime, self._training, verify_every)
+        self._reports = Reports(module, works, execution, lifetime, self._gaps)
+        self._data = Data(execution, lifetime, group)
+        self._saving = Saving(module, works, execution, lifetime, self._data)
+        self._alarms = Alarms(self._reports.report, works, group.devices)
+
+    predict = carried_out_by("_predictions", Predictions.predict)
+    check = carried_out_by("_trials", Trials.check)
+    report = carried_out_by("_reports", Reports.report)
+    progress = carried_out_by("_reports", Reports.progress)
+    scalars = carried_out_by("_reports", Reports.scalars)
+    prometheus = carried_out_by("_reports", Reports.prometheus)
+    on_alarm = carried_out_by("_alarms", Alarms.on_alarm)
+    events = carried_out_by("_reports", Reports.events)
+    history = carried_out_by("_reports", Reports.history)
+    plot = carried_out_by("_reports", Reports.plot)
+    explain = carried_out_by("_reports", Reports.explain)
+    state_dict = carried_out_by("_saving", Saving.state_dict)
+    load_state_dict = carried_out_by("_saving", Saving.load_state_dict)
+    save_async = carried_out_by("_saving", Saving.save_async)
+    load = carried_out_by("_saving", Saving.load)
+    close = carried_out_by("_lifetime", Lifetime.close)
+
+    def step(
+        self,
+        loss_fn: LossFunction,
+        batch: Any,
+        weight: Weight | None = None,
+        scaler: Any = None,
+        *,
+        cost: Cost | None = None,
+        total: Total | None = None,
+        collate: Collate | None = None,
+        batch_dim: BatchDim = 0,
+        split: Split | None = None,
+    ) -> torch.Tensor:
+        """Run one forward and backward over `batch` on all devices and add the gradient to the parameters' ``.grad``.
+
+        Parameters
+        ----------
+        loss_fn
+            ``loss_fn(module, slice)`` is called once per micro-batch, with a replica and a slice of `batch`. It returns the loss,
+            0-dimensional or with one entry per item of the slice. It may return a pair ``(loss, extras)`` with a tensor or a nest of tensors
+            beside the loss; `extras` then has them for the whole batch. If `weight` is a mapping, the loss is a mapping with the same keys.
+        batch
+            With `group` of the trainer: this rank's part of the batch, or None if that is empty. Else the whole batch.
+            A tensor, or any nest of tuples, lists, mappings and dataclasses. Tensors with dimensions are split along dimension 0, where all
+            need the same length B. 0-dimensional tensors and other objects go along unchanged. A list or an array with B entries is
+            refused, since it seems to have one entry per item but cannot be split.
+        weight
+            How much each item counts in the mean: a 1-D tensor with one weight per item, or a callable that makes one from the whole
+            batch, e.g. the number of unmasked tokens. Default: every item counts 1. Slices without weight are not run. A mapping from names
+            to such weights (or None) is for a loss of several terms, each of which is a mean over something else. The objective is the sum of
+            the terms, each divided by its own weight. A term that nothing has weight in adds nothing. A slice's loss of a term that has no
+            weight there is not used, and may be missing.
+        scaler
+            A ``torch.amp.GradScaler``: gradients come out scaled, as after ``scaler.scale(loss).backward()``.
+        cost
+            What each item costs, in any unit: a 1-D tensor with one number per item, or a callable that makes one from the whole batch,
+            e.g. its length in tokens. Then the *costs* of the devices are balanced instead of their items. Each device's items are sorted
+            and packed into micro-batches of similar cost, of at most `micro_batch` items. So a slice holds items from anywhere in the
+            batch, longest first. `loss_fn` saves time if it trims the slice: ``tokens = b["tokens"][:, : b["length"].max()]``. The trainer
+            learns the time of items as a function of their cost, up to its square. `explain` says this time, and how much padding was
+            saved. Steps with `cost` and steps without are measured apart.
+        total
+            What to divide the sum over the items by, in place of the total weight: a positive number. For a mean over more than this batch,
+            such as all micro-batches of an accumulation. With `group` the number is for all ranks together, and equal on all. With 1, and
+            ``reduction="sum"``, the objective is the plain sum. If `weight` is a mapping, one number is for all terms, and a mapping is for those
+            that it names.
+        collate
+            ``collate(samples)`` makes a slice. Then `batch` is a list of samples, of any type, one per item, and each worker puts its
+            own slices together. For what no tensor of the whole batch can hold: packed sequences, graphs, strings, images of many sizes.
+        batch_dim
+            Which dimension of the tensors is the item: a number for all of them, or a nest like `batch`, where a number is for all tensors
+            below it. Entries that a mapping leaves out have 0. None is for a tensor that belongs to the whole batch and is not split. For
+            the batch ``(x, (hidden, cell))`` of an LSTM with ``batch_first=True`` it is ``(0, 1)``.
+        split
+            For batches of a type of your own: ``split(batch, begin, end)`` returns items ``[begin, end)`` of a batch, whose number of items is
+            ``len(batch)``. Or an object with ``length(batch)`` and ``slice(batch, begin, end)``. A mapping from types to these is for objects
+            inside of `batch`. Workers call it at the same time. Not together with `cost`. Packed sequences and nested tensors need no `split`.
+
+        Returns
+        -------
+        torch.Tensor
+            The objective over the whole batch, with `group` over those of all ranks: 0-dimensional, detached, unscaled. With GPUs it is
+            on the module's GPU.
+
+        Raises
+        ------
+        InvalidArgument
+            For a batch, weight, loss or module that cannot be used. The message says what to do.
+        RuntimeError
+            If the loss depends on no parameter.
+        Timeout, DeviceLost
+            If a GPU hangs, and after that, or after an error that only a new process repairs. The error may come from an earlier step. With
+            `group`: if a rank is gone, or does not answer within the group's own time limit; the message names it where that is known.
+        Error
+            With `group`: if another rank has failed. The message has that rank and its error. No rank has committed anything.
+            If NCCL fails, with the device's name. The next step makes new connections. If NCCL fails after `step` has returned, the next
+            call raises the error. Then the gradients of that step are undefined, and so is what an optimizer has made of them. Go back to
+            what you saved last. With `verify_every`: if devices differ, before anything is committed.
+        Exception
+            What `loss_fn` raised on a worker, with its own traceback and a note that names the device. Gradients and buffers are then as
+            before the step (random generators and Python state are not), and the next step works.
+        KeyboardInterrupt
+            On Ctrl-C. The first Ctrl-C ends the step like a failure, once every worker has left its micro-batch. If it comes while the
+            gradients are being written, it is too late: the step is done, and ``report()["steps"]`` counts it. A second Ctrl-C does not
+            wait: the trainer refuses steps until the workers are out. Until then a single device, which runs the module itself, may write
+            to its ``.grad``, so call ``zero_grad`` afterwards. With GPUs the first Ctrl-C also waits until nothing runs any more; the
+            second leaves that to the next step or `close`.
+        Cancelled
+            If another thread closed the trainer, or the `reducer` does not commit. Gradients and buffers are as before the step.
+        """
+        options = {
+            "weight": weight,
+            "scaler": scaler,
+            "cost": cost,
+            "total": total,
+            "layout": Layout(collate, batch_dim, split),
+        }
+        return self._measured("step", loss_fn, batch, options)
+
+    def loss(
+        self,
+        loss_fn: LossFunction,
+        batch: Any,
+        *,
+        weight: Weight | None = None,
+        cost: Cost | None = None,
+        scaler: Any = None,
+        total: Total | None = None,
+        collate: Collate | None = None,
+        batch_dim: BatchDim = 0,
+        split: Split | None = None,
+    ) -> torch.Tensor:
+        """Run `step`, and return a loss that carries the gradients. Its ``backward`` adds them to ``.grad``.
+
+        For code that calls ``backward`` itself: training frameworks, gradient accumulation, a loss with more terms. ``loss / k``,
+        ``3 * loss + penalty``, ``scaler.scale(loss)``, `torch.autograd.grad` and parameter hooks do what they do on one device. Hooks run
+        once, on the caller's thread, with the gradient of the whole batch. The loss keeps one set of gradients alive until its ``backward``.
+        From the first call on, a single device works on a copy of the module, too, and `step` refuses what it refuses on several devices.
+
+        Parameters
+        ----------
+        loss_fn, batch, weight, cost, total, collate, batch_dim, split
+            As for `step`. A loss that depends on tensors outside of the module gives these their gradients, too.
+        scaler
+            The ``torch.amp.GradScaler`` that ``scaler.scale(loss)`` is called on. The devices then scale their losses before their own
+            backward, so that half-precision gradients do not vanish, and the loss counts the scale once.
+
+        Returns
+        -------
+        torch.Tensor
+            The objective over the whole batch: 0-dimensional, unscaled, with a graph.
+
+        Raises
+        ------
+        InvalidArgument, RuntimeError, Timeout, DeviceLost, Error, Exception, KeyboardInterrupt, Cancelled
+            As `step`. Gradients are as before, whether it raises or returns.
+
+        Its ``backward`` raises RuntimeError if it is called a second time, with ``create_graph=True``, or after a parameter was written in
+        place.
+
+        Examples
+        --------
+        >>> for batch in loader:                                                     # doctest: +SKIP
+        ...     loss = trainer.loss(loss_fn, batch)
+        ...     (loss / 4 + penalty(model)).backward()
+        """
+        options = {
+            "weight": weight,
+            "scaler": scaler,
+            "cost": cost,
+            "total": total,
+            "layout": Layout(collate, batch_dim, split),
+        }
+        return self._measured("loss", loss_fn, batch, options, carries=True)
+
+    @property
+    def extras(self) -> Any:
+        """What `loss_fn` returned beside the loss in the last step, for the whole batch, or None.
+
+        `loss_fn` returns ``(loss, extras)``, where extras are a tensor or a nest of them. A tensor with one row per item comes back with the
+        rows of all items, in the order of the batch. A 0-dimensional tensor is taken for a mean over its slice, and comes back as the mean
+        over the batch, weighted like the loss. If `weight` is a mapping, ``extras["name"]`` is weighted like the term of that name, and other
+        means count all items. The tensors are detached. With `group` they are those of this rank's part of the batch.
+        """
+        return self._execution.extras
+
+    def optimizer(
+        self, cls: type[torch.optim.Optimizer], parameters: Iterable[Any] | None = None, /, **options: Any
+    ) -> torch.optim.Optimizer:
+        """Make ``cls(parameters, **options)``, by default over the module's parameters. They may come in groups, as `cls` takes them.
+
+        On several host devices its ``step`` runs on all of their workers, each with a part of the parameters, if there is enough to do and
+        `cls` is an optimizer of PyTorch that treats parameters one by one (all but LBFGS and SparseAdam). The result is the same bit for
+        bit. Instances, states, hooks and schedulers are those of `cls`.
+
+        Raises
+        ------
+        Exception
+            What `cls` raises for these parameters and options. If its ``step`` raises on a worker, as for a gradient of another type, the
+            parts of other workers may be updated or not. Go on from what you saved last.
+        """
+        return spread(
+            cls, self.module.parameters() if parameters is None else parameters, HostWorkers(self._lifetime), options
+        )
+
+    def retire(self, device: str | Device) -> None:
+        """Give the device no work from the next call on. Nothing waits for it. Its share goes to the others; no item is lost.
+
+        It stays in the group, with its replica and its worker, until `restore` brings it back. Use it for a GPU that somebody else needs for
+        a while, for a core that a data loader needs, or for a device that you do not trust.
+
+        Parameters
+        ----------
+        device
+            A device of the trainer, or its name: ``"host:1"``. One that is retired already stays so.
+
+        Raises
+        ------
+        InvalidArgument
+            If the trainer has no such device, or no other one works.
+        """
+        with self._lifetime.exclusive("retire"):
+            self._works.retire(device)
+
+    def restore(self, device: str | Device) -> None:
+        """Give work to a retired device again. Its speed from before counts at first, and a change is noticed as usual.
+
+        Parameters
+        ----------
+        device
+            As for `retire`. One that works stays as it is.
+
+        Raises
+        ------
+        InvalidArgument
+            If the trainer has no such device.
+        """
+        with self._lifetime.exclusive("restore"):
+            self._works.restore(device)
+
+    @property
+    def shares(self) -> dict[str, int]:
+        """Items that each device really ran in the last step."""
+        return dict(zip(self._works.names, self._execution.items, strict=True))
+
+    def _measured(
+        self, call: str, loss_fn: LossFunction, batch: Any, options: dict[str, Any], *, carries: bool = False
+    ) -> torch.Tensor:
+        """A training step, whose time since the step before counts as waiting for the caller."""
+        with self._lifetime.exclusive(call), self._execution.together(call):
+            began = self._gaps.begin()
+            try:
+                self._verification.before_step(loss_fn, batch, options)
+                loss = self._training.step(loss_fn, batch, **options, carries=carries)
+                self._reports.loss = (
+                    loss.detach().clone() if carries else loss
+                )  # the caller may change the loss in place
+            except BaseException:
+                self._gaps.interrupted()
+                raise
+            self._gaps.end(began)
+        self._alarms.after_step()  # outside of the call, so that a callback may use the trainer
+        return loss
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a signal or a call has asked for a stop, in any `paceline.stop_on` that is open.
+
+        With `group`: in any process, as of the last step. All ranks see the same value after the same step.
+        """
+        ranks = self._execution.ranks
+        return stop_requested() if ranks is None else ranks.stop
+
+    def __enter__(self: _T) -> _T:
+        return self
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        self._lifetime.leave(raised=kind is not None)
+
+    def __repr__(self) -> str:
+        state = "open" if self._lifetime.is_open else "closed"
+        names = ", ".join(self._works.names)
+        return f"<paceline.torch.{type(self).__name__} {type(self.module).__name__} on {names}, {self._works.options['balance']}, {state}>"

@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <paceline/engine/lanes.hpp>
+#include <paceline/engine/pipeline_step.hpp>
+#include <paceline/plan/schedule.hpp>
+
+#include "bindings.hpp"
+#include "garbage_collection.hpp"
+#include "interruptible.hpp"
+#include "python_program.hpp"
+#include "worker_gil.hpp"
+
+namespace py = pybind11;
+
+namespace paceline::python {
+namespace {
+
+/// (stage, "F" or "B", micro-batch)
+using ActionTuple = std::tuple<std::size_t, char, std::int64_t>;
+using Record = std::tuple<char, std::int64_t, double, double>;
+
+char letter_of(plan::Action::Kind kind) { return kind == plan::Action::Kind::forward ? 'F' : 'B'; }
+
+ActionTuple tuple_of(const StageAction& action) { return {action.stage, letter_of(action.kind), action.micro_batch}; }
+
+/// A step whose end is that of its lanes, too.
+struct LaneStep {
+  PipelineStep step;
+  std::shared_ptr<Lanes> lanes;
+
+  void start() { step.start(); }
+  bool wait(const DeviceGroup::Between& between) { return step.wait(between) && lanes->wait(between); }
+  void cancel() { step.cancel(); }
+};
+
+/// Carries micro-batches by a Python callable: body(lane, micro_batch) -> int, negative if it has failed. The callable
+/// keeps the exception.
+class PythonLanes {
+ public:
+  PythonLanes(LaneThreads& threads, const plan::Schedule& schedule, py::object body)
+      : body_(std::make_shared<Body>(std::move(body))) {
+    lanes_ = std::make_shared<Lanes>(threads, schedule, [body = body_](std::size_t lane, std::int64_t micro_batch) {
+      body->call(lane, micro_batch);
+    });
+  }
+
+  [[nodiscard]] const std::shared_ptr<Lanes>& lanes() const noexcept { return lanes_; }
+  /// Call it with the GIL held, when no lane runs the callable any more.
+  void release() { body_->callable = py::object(); }
+  void begin(const std::shared_ptr<LaneStep>& step) { step_ = step; }
+  void cancel() const {
+    if (const auto step = step_.lock()) step->cancel();
+  }
+
+ private:
+  // Shared with the lanes, which a second Ctrl-C leaves behind.
+  struct Body {
+    explicit Body(py::object body) : callable(std::move(body)) {}
+    ~Body() { drop(callable); }
+    Body(const Body&) = delete;
+    Body& operator=(const Body&) = delete;
+    void call(std::size_t lane, std::int64_t micro_batch) const;
+    py::object callable;
+  };
+
+  std::shared_ptr<Body> body_;
+  std::shared_ptr<Lanes> lanes_;
+  std::weak_ptr<LaneStep> step_;  // under the GIL
+};
+
+void PythonLanes::Body::call(std::size_t lane, std::int64_t micro_batch) const {
+  with_interpreter([&] {
+    // Plain pointers, because the interpreter may end inside the call, and the unwinding must not touch reference
+    // counts.
+    PyObject* arguments[] = {PyLong_FromSize_t(lane), PyLong_FromLongLong(micro_batch)};
+    PyObject* result = nullptr;
+    if (arguments[0] != nullptr && arguments[1] != nullptr) {
+      pause_collection();
+      result = PyObject_Vectorcall(callable.ptr(), arguments, 2, nullptr);
+      resume_collection();
+    }
+    for (PyObject* const argument : arguments) Py_XDECREF(argument);
+    const long code = result == nullptr ? -1 : PyLong_AsLong(result);
+    Py_XDECREF(result);
+    if (code < 0 || PyErr_Occurred() != nullptr) {
+      PyErr_Clear();
+      throw BodyFailed();
+    }
+    return 0;
+  });
+}
+
+std::shared_ptr<LaneStep> run(const DeviceGroup& group, const std::shared_ptr<PythonLanes>& lanes,
+                              const std::string& schedule, std::vector<DeviceId> devices) {
+  std::shared_ptr<LaneStep> step(new LaneStep{
+      PipelineStep(group, lanes->lanes(), plan::schedule_of(schedule), std::move(devices)), lanes->lanes()});
+  lanes->begin(step);
+  run_interruptibly(*step, [&] { lanes->release(); });
+  lanes->release();
+  if (const PipelineFailure* failure = step->step.failure()) {
+    try {
+      std::rethrow_exception(failure->error);
+    } catch (const BodyFailed&) {  // the Python side has the exception and raises it itself
+    } catch (...) {
+      step->step.rethrow_failure();
+    }
+  }
+  return step;
+}
+
+}  // namespace
+
+void bind_pipeline(py::module_& module) {
+  py::class_<LaneThreads, std::shared_ptr<LaneThreads>>(module, "LaneThreads",
+                                                        "Threads that carry micro-batches through a pipeline.")
+      .def(py::init<>())
+      .def_property_readonly("size", &LaneThreads::size, "How many threads there are.")
+      .def("close", &LaneThreads::close, py::call_guard<py::gil_scoped_release>(), "End the threads.");
+
+  py::class_<PythonLanes, std::shared_ptr<PythonLanes>>(
+      module, "Lanes", "The lanes of one step: body(lane, micro_batch) -> int carries a micro-batch; negative: failed.")
+      .def(py::init([](LaneThreads& threads, const std::string& schedule, py::object body) {
+             return std::make_shared<PythonLanes>(threads, plan::schedule_of(schedule), std::move(body));
+           }),
+           py::arg("threads"), py::arg("schedule"), py::arg("body"))
+      .def(
+          "advance",
+          [](const PythonLanes& lanes, std::int64_t micro_batch) -> std::optional<ActionTuple> {
+            const std::shared_ptr<Lanes> kept = lanes.lanes();
+            const auto next = [&] {
+              const py::gil_scoped_release release;
+              return kept->advance(micro_batch);
+            }();
+            if (!next) return std::nullopt;
+            return tuple_of(*next);
+          },
+          py::arg("micro_batch"),
+          "Give the turn back, and wait for that of the next action: (stage, 'F' or 'B', micro-batch). None: give up.")
+      .def(
+          "current",
+          [](const PythonLanes& lanes, std::int64_t micro_batch) -> std::optional<ActionTuple> {
+            const auto now = lanes.lanes()->current(micro_batch);
+            if (!now) return std::nullopt;
+            return tuple_of(*now);
+          },
+          py::arg("micro_batch"), "The action whose turn the micro-batch has.")
+      .def_property_readonly("count", [](const PythonLanes& lanes) { return lanes.lanes()->lanes(); }, "How many lanes.")
+      .def("cancel", &PythonLanes::cancel, "End the step that runs once every lane has left its action. Any thread.");
+
+  py::class_<LaneStep, std::shared_ptr<LaneStep>>(module, "PipelineOutcome", "How one step of a pipeline ended.")
+      .def_property_readonly(
+          "failed", [](const LaneStep& step) { return step.step.failure() != nullptr; }, "Whether an action failed.")
+      .def_property_readonly(
+          "failed_action",
+          [](const LaneStep& step) -> std::optional<ActionTuple> {
+            const PipelineFailure* failure = step.step.failure();
+            if (failure == nullptr) return std::nullopt;
+            return tuple_of(failure->action);
+          },
+          "The action that failed first: (stage, 'F' or 'B', micro-batch), or None.")
+      .def_property_readonly(
+          "record",
+          [](const LaneStep& step) {
+            std::vector<std::vector<Record>> stages;
+            for (const auto& actions : step.step.record()) {
+              auto& stage = stages.emplace_back();
+              for (const ActionRecord& one : actions) {
+                stage.emplace_back(letter_of(one.action.kind), one.action.micro_batch, one.start_seconds,
+                                   one.finish_seconds);
+              }
+            }
+            return stages;
+          },
+          "Per stage what ran, in order: ('F' or 'B', micro-batch, start seconds, finish seconds) each.");
+
+  module.def("in_flight", [](const std::string& text, std::size_t stage) { return plan::in_flight(plan::schedule_of(text), stage); });
+  module.def("forward_only", [](std::size_t stages, std::int64_t count) { return plan::to_text(plan::forward_only(stages, count)); });
+  module.def("gpipe", [](std::size_t stages, std::int64_t count) { return plan::to_text(plan::gpipe(stages, count)); });
+  module.def("one_f_one_b", [](std::size_t stages, std::int64_t count, const std::vector<std::int64_t>& extra) { return plan::to_text(plan::one_f_one_b(stages, count, extra)); });
+  module.def("run_pipeline", &run, py::arg("group"), py::arg("lanes"), py::arg("schedule"), py::arg("devices"),
+             "Run one step: the schedule as text (plan.to_text), with the device index of each stage.");
+}
+
+}  // namespace paceline::python
