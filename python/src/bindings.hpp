@@ -29,6 +29,8 @@ void bind_engine(pybind11::module_& module);
 void bind_queues(pybind11::module_& module);
 // Pipelines; called by bind_engine.
 void bind_pipeline(pybind11::module_& module);
+// The balancer of pipelines; called by bind_balance.
+void bind_stage_balancer(pybind11::module_& module);
 
 /// Parses "auto", "nccl" or "copies". `call` names the caller in the message. @throws InvalidArgument for others.
 Transport transport_of(const char* call, const std::string& name);

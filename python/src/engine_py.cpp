@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <cstdint>
 #include <fstream>
 #include <memory>
@@ -139,7 +140,25 @@ void bind_engine(py::module_& module) {
                              "Whether a device ran several, not counting those that memory asked for.")
       .def_property_readonly(
           "claims", &claims_of,
-          "What ran: (device index, begin, end, start seconds, finish seconds, excluded, correction) each.");
+          "What ran: (device index, begin, end, start seconds, finish seconds, excluded, correction) each.")
+      .def_property_readonly(
+          "started",
+          [](const Step& step) { return std::chrono::duration<double>(step.started().time_since_epoch()).count(); },
+          "When the step was handed to the workers, in seconds of time.perf_counter. Its own clock starts here.")
+      .def_property_readonly(
+          "reduce_seconds",
+          [](const Step& step) {
+            step.settle();
+            return step.record().reduce_seconds;
+          },
+          "From the end of the last micro-batch to the end of the reduction; 0 (not timed) with GPUs.")
+      .def_property_readonly(
+          "move",
+          [](const Step& step) {
+            const balance::StepPlan& plan = step.plan()->balance;
+            return plan.moved ? std::optional(plan.reason) : std::nullopt;
+          },
+          "Why the shares differ from those of the step before, in a sentence; None if they do not.");
 
   bind_queues(module);
   bind_pipeline(module);

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -12,6 +13,7 @@
 
 #include <paceline/engine/lanes.hpp>
 #include <paceline/engine/pipeline_step.hpp>
+#include <paceline/plan/pipeline_time.hpp>
 #include <paceline/plan/schedule.hpp>
 
 #include "bindings.hpp"
@@ -37,8 +39,12 @@ ActionTuple tuple_of(const StageAction& action) { return {action.stage, letter_o
 struct LaneStep {
   PipelineStep step;
   std::shared_ptr<Lanes> lanes;
+  double started = 0.0;  // by the clock of time.perf_counter()
 
-  void start() { step.start(); }
+  void start() {
+    started = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    step.start();
+  }
   bool wait(const DeviceGroup::Between& between) { return step.wait(between) && lanes->wait(between); }
   void cancel() { step.cancel(); }
 };
@@ -154,7 +160,8 @@ void bind_pipeline(py::module_& module) {
             return tuple_of(*now);
           },
           py::arg("micro_batch"), "The action whose turn the micro-batch has.")
-      .def_property_readonly("count", [](const PythonLanes& lanes) { return lanes.lanes()->lanes(); }, "How many lanes.")
+      .def_property_readonly(
+          "count", [](const PythonLanes& lanes) { return lanes.lanes()->lanes(); }, "How many lanes.")
       .def("cancel", &PythonLanes::cancel, "End the step that runs once every lane has left its action. Any thread.");
 
   py::class_<LaneStep, std::shared_ptr<LaneStep>>(module, "PipelineOutcome", "How one step of a pipeline ended.")
@@ -168,6 +175,9 @@ void bind_pipeline(py::module_& module) {
             return tuple_of(failure->action);
           },
           "The action that failed first: (stage, 'F' or 'B', micro-batch), or None.")
+      .def_property_readonly(
+          "started", [](const LaneStep& step) { return step.started; },
+          "When the workers got the step, in seconds of time.perf_counter().")
       .def_property_readonly(
           "record",
           [](const LaneStep& step) {
@@ -183,10 +193,34 @@ void bind_pipeline(py::module_& module) {
           },
           "Per stage what ran, in order: ('F' or 'B', micro-batch, start seconds, finish seconds) each.");
 
-  module.def("in_flight", [](const std::string& text, std::size_t stage) { return plan::in_flight(plan::schedule_of(text), stage); });
-  module.def("forward_only", [](std::size_t stages, std::int64_t count) { return plan::to_text(plan::forward_only(stages, count)); });
-  module.def("gpipe", [](std::size_t stages, std::int64_t count) { return plan::to_text(plan::gpipe(stages, count)); });
-  module.def("one_f_one_b", [](std::size_t stages, std::int64_t count, const std::vector<std::int64_t>& extra) { return plan::to_text(plan::one_f_one_b(stages, count, extra)); });
+  module.def("in_flight", [](const std::string& text, std::size_t stage) {
+    return plan::in_flight(plan::schedule_of(text), stage);
+  });
+  module.def("forward_only",
+             [](std::size_t stages, std::int64_t count) { return plan::to_text(plan::forward_only(stages, count)); });
+  module.def(
+      "pipeline_actions",
+      [](const std::string& text, const std::vector<std::tuple<double, double, double, double>>& times) {
+        const plan::Schedule schedule = plan::schedule_of(text);
+        std::vector<plan::StageTimes> stages;
+        for (const auto& [forward, backward, send_forward, send_backward] : times) {
+          stages.push_back({forward, backward, send_forward, send_backward});
+        }
+        const plan::PipelineTimes planned = plan::pipeline_times(schedule, stages);
+        std::vector<std::vector<Record>> lists;
+        for (std::size_t s = 0; s < schedule.stages.size(); ++s) {
+          auto& list = lists.emplace_back();
+          for (std::size_t a = 0; a < schedule.stages[s].size(); ++a) {
+            const plan::Action& action = schedule.stages[s][a];
+            const plan::ActionSpan& span = planned.actions[s][a];
+            list.emplace_back(letter_of(action.kind), action.micro_batch, span.start, span.finish);
+          }
+        }
+        return lists;
+      },
+      py::arg("schedule"), py::arg("times"),
+      "When the actions of a schedule run, as PipelineOutcome.record. times: per stage (forward, backward, send "
+      "forward, send backward) in seconds.");
   module.def("run_pipeline", &run, py::arg("group"), py::arg("lanes"), py::arg("schedule"), py::arg("devices"),
              "Run one step: the schedule as text (plan.to_text), with the device index of each stage.");
 }

@@ -43,9 +43,24 @@ class StepOutcome:
         How many micro-batches ran.
         """
     @property
+    def move(self) -> str | None:
+        """
+        Why the shares differ from those of the step before, in a sentence; None if they do not.
+        """
+    @property
+    def reduce_seconds(self) -> float:
+        """
+        From the end of the last micro-batch to the end of the reduction; 0 (not timed) with GPUs.
+        """
+    @property
     def settled(self) -> bool:
         """
         Whether the devices have done all that the step enqueued.
+        """
+    @property
+    def started(self) -> float:
+        """
+        When the step was handed to the workers, in seconds of time.perf_counter. Its own clock starts here.
         """
 
 class DeviceQueues:

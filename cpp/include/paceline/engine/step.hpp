@@ -126,6 +126,8 @@ class PACELINE_API Step {
   Step& operator=(const Step&) = delete;
 
   void start();
+  /// When start() was called, which is 0 on the step's clock.
+  [[nodiscard]] std::chrono::steady_clock::time_point started() const noexcept;
   /// Waits like DeviceGroup::wait. Returns true when the step has succeeded or failed.
   bool wait(const DeviceGroup::Between& between = {});
   /// Lets no further micro-batch start. Those that run come to their end, then failure() holds Cancelled. Has no effect

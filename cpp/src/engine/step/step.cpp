@@ -92,6 +92,8 @@ void Step::start() {
   group_.submit(source_);
 }
 
+std::chrono::steady_clock::time_point Step::started() const noexcept { return source_->started(); }
+
 bool Step::wait(const DeviceGroup::Between& between) { return group_.wait(*source_, between); }
 
 void Step::cancel() {

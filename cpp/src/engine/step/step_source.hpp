@@ -34,6 +34,7 @@ class StepSource final : public WorkSource {
 
   /// Sets the step's clock to 0. Call it right before the workers get the step.
   void start_clock() { start_ = Clock::now(); }
+  [[nodiscard]] Clock::time_point started() const noexcept { return start_; }
 
   [[nodiscard]] NextWork next(DeviceId device, Clock::time_point now) noexcept override;
   void perform(DeviceId device, std::int64_t work, Turn& turn) override;

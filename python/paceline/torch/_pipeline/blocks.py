@@ -61,7 +61,9 @@ def _children(module: nn.Module, path: str) -> list[nn.Module]:
     try:
         part = module.get_submodule(path)
     except AttributeError as error:
-        raise InvalidArgument(f"Pipeline: blocks={path!r}, and the module has no part of this name: {error}.") from error
+        raise InvalidArgument(
+            f"Pipeline: blocks={path!r}, and the module has no part of this name: {error}."
+        ) from error
     return list(part.children())
 
 

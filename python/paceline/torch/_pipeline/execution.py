@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +17,12 @@ from paceline.torch._devices.caller_state import CallerState
 from paceline.torch._devices.lanes import LanePlaces
 from paceline.torch._devices.places import Places
 from paceline.torch._pipeline.blocks import Block
-from paceline.torch._pipeline.gates import Journey, Separated, Watcher, gated, journey_here, travelling
+from paceline.torch._pipeline.gates import Journey, Separated, gated, journey_here, travelling
 from paceline.torch._pipeline.loop import Outcome, PipelineWork
 from paceline.torch._pipeline.plans import PipelinePlan
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.execution import Execution
-from paceline.torch._run.run import FAILED, Frame, Run, TrainRun
+from paceline.torch._run.run import Frame, Run, TrainRun
 from paceline.torch._run.workload import Workload
 
 
@@ -34,9 +35,10 @@ class PipelineExecution(Execution):
         super().__init__(group, module, places, replicas)
         self.blocks = blocks
         self.threads = LaneThreads()
-        self.watcher: Callable[[int], Watcher] | None = None  # makes one for each micro-batch, by its number
         self._group = group
-        self._warned_of_norms = True  # the promise is about these micro-batches, over which norms do what they do on one device
+        self._warned_of_norms = (
+            True  # the promise is about these micro-batches, over which norms do what they do on one device
+        )
 
     def frame(
         self,
@@ -82,7 +84,8 @@ class PipelineExecution(Execution):
 
     def _run_devices(self, work: Workload, run: Run) -> Any:
         passage = run.passage
-        assert isinstance(passage, _Passage) and isinstance(work, PipelineWork)
+        assert isinstance(passage, _Passage)
+        assert isinstance(work, PipelineWork)
         return passage.run(work, run, self._group, self.threads)
 
     def _first_failure(self, run: Run, outcome: Outcome) -> tuple[int | None, int, int, BaseException]:
@@ -129,12 +132,16 @@ class _Passage:
         modules = [replica.counterparts.get(id(block.module), block.module) for block in self._blocks]
         trains = isinstance(run, TrainRun)
         schedule = plan.schedule if trains else plan.forward_schedule
+        measured = work.planner.measures if trains else None
+        codes: list[int] = []
         at: dict[int, Journey] = {}
         lock = threading.Lock()
 
         def carry(lane: int, micro_batch: int) -> int:
             begin, end = bounds[micro_batch]
-            watcher = None if self._execution.watcher is None else self._execution.watcher(micro_batch)
+            clock = None
+            if measured is not None:
+                clock = measured.clocks[micro_batch] = work.planner.clock(replica.parameters)
             journey = Journey(
                 lanes,
                 micro_batch,
@@ -143,14 +150,18 @@ class _Passage:
                 self._separate,
                 lambda stage: None,
                 trains=trains,
-                watcher=watcher,
+                watcher=clock,
             )
             with lock:
                 at[begin] = journey
             try:
-                with travelling(journey):
+                with contextlib.ExitStack() as stack:
+                    stack.enter_context(travelling(journey))
+                    if clock is not None and micro_batch == 0:
+                        stack.enter_context(clock.counting_saved(replica.parameters))
                     code = run.body(lane, begin, end, 0)
-                return code if isinstance(code, int) else code[0]
+                codes.append(code if isinstance(code, int) else code[0])
+                return codes[-1]
             finally:
                 journey.forget()
 
@@ -166,4 +177,13 @@ class _Passage:
             failed = outcome.failed_action
             begin = bounds[failed[2]][0] if failed is not None else run.failures[0][1]
         journey = None if begin is None else at.get(begin)
-        return Outcome(plan, outcome, self._blocks, [device.name for device in group.devices], begin, journey)
+        return Outcome(
+            plan,
+            outcome,
+            self._blocks,
+            [device.name for device in group.devices],
+            begin,
+            journey,
+            evidence=not any(codes),
+            trains=trains,
+        )

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,14 +34,17 @@ class Turns(Protocol):
 class Watcher(Protocol):
     """Who is told where a micro-batch is, as the one who measures blocks."""
 
-    def entered(self, index: int) -> None:
-        """The forward calls a block."""
+    def entered(self, index: int, tensors: Iterable[torch.Tensor]) -> None:
+        """The forward calls a block with these tensors."""
 
     def turned(self) -> None:
         """The forward is over, and the backward begins."""
 
     def left(self, index: int) -> None:
-        """The backward of a block, and of what came behind it, is over."""
+        """The backward of a block, and of what came behind it, is over. -1: that of everything."""
+
+    def paused(self, seconds: float) -> None:
+        """The lane has waited for a turn."""
 
 
 class Journey:
@@ -73,8 +77,8 @@ class Journey:
         self.backward = False
         arrived(0)
 
-    def enter(self, index: int) -> None:
-        """Before a block runs: bring the micro-batch to its stage."""
+    def enter(self, index: int, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+        """Before a block runs on these arguments: bring the micro-batch to its stage."""
         stage = self._stage_of[index]
         name = self._blocks[index].name
         if self.backward:
@@ -96,7 +100,8 @@ class Journey:
             self._on()
         if self._watcher is not None:
             self._mark(-1 - index)
-            self._watcher.entered(index)
+            tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
+            self._watcher.entered(index, tensors)
 
     def turn_back(self) -> list[torch.Tensor]:
         """Between forward and backward. Returns the roots that the backward needs beside the loss."""
@@ -147,11 +152,16 @@ class Journey:
             self._gates.append(apply(self._leaf, self, gate))
 
     def _move(self, kind: str, stage: int) -> None:
+        began = time.perf_counter()
         now = self._turns.advance(self._micro_batch)
         if now is None:
             raise MeetingOffError
+        if self._watcher is not None:
+            self._watcher.paused(time.perf_counter() - began)
         if now[:2] != (stage, kind):
-            raise RuntimeError(f"pipeline: micro-batch {self._micro_batch} got the turn of {now} instead of {kind} of stage {stage}")
+            raise RuntimeError(
+                f"pipeline: micro-batch {self._micro_batch} got the turn of {now} instead of {kind} of stage {stage}"
+            )
         self._arrived(stage)
 
 
@@ -221,5 +231,5 @@ class _Call:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         journey = journey_here()
         if journey is not None:
-            journey.enter(self._index)
+            journey.enter(self._index, args, kwargs)
         return self._call(*args, **kwargs)

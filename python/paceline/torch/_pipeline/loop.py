@@ -5,18 +5,21 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline import DeviceGroup, InvalidArgument
+from paceline._core.engine import in_flight, pipeline_actions
 from paceline.torch._batch.batch import Batch
 from paceline.torch._devices.places import Places
 from paceline.torch._pipeline.blocks import Block
 from paceline.torch._pipeline.gates import Journey
-from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.plans import PipelinePlan
 from paceline.torch._run.launch import LaunchClock
 from paceline.torch._run.seen import Seen
 from paceline.torch._run.workload import Workload
+
+if TYPE_CHECKING:
+    from paceline.torch._pipeline.planner import Planner
 
 _BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)  # seconds of the step counts
 _RECENT = 32  # steps whose times make a speed
@@ -31,6 +34,8 @@ class Outcome:
     """How one step ended, in the words of `Execution`."""
 
     divided = False
+    reduce_seconds = 0.0  # gradients of micro-batches are added up on the way
+    move = None
     settled = True
     micro_batches = 1  # a step is one run of the whole batch, in the micro-batches of its plan
 
@@ -42,14 +47,20 @@ class Outcome:
         names: Sequence[str],
         begin: int | None,
         journey: Journey | None,
+        *,
+        evidence: bool,
+        trains: bool,
     ) -> None:
         self.plan = plan
+        self.evidence = evidence  # whether its times say how fast the devices are
+        self.trains = trains
         self.failed = step.failed
         self.failed_device = None
         self.failed_begin = begin  # the first item of the micro-batch that failed
         self.failed_stage: int | None = None
         self.failed_where = "the pipeline"
         self.record: list[list[Action]] = step.record
+        self.started: float = step.started
         whole = sum(plan.sizes)
         self.items = [whole if device in plan.order else 0 for device in range(len(names))]
         if step.failed_action is not None:
@@ -59,13 +70,16 @@ class Outcome:
             within = blocks[journey.block].name if journey is not None and kind == "F" and journey.block >= 0 else ""
             what = "the forward" if kind == "F" else "the backward"
             at = f"in or after block {within} " if within else ""
-            self.failed_where = (
-                f"{names[plan.order[self.failed_stage]]} in {what} {at}(stage {self.failed_stage}, blocks {blocks[first].name} to {blocks[last].name})"
-            )
+            self.failed_where = f"{names[plan.order[self.failed_stage]]} in {what} {at}(stage {self.failed_stage}, blocks {blocks[first].name} to {blocks[last].name})"
 
     @property
     def claims(self) -> list[Any]:
-        return []
+        """What ran, for traces: (device, begin, end, start seconds, finish seconds, stage, "F" or "B") each."""
+        return [
+            (self.plan.order[stage], *self.plan.bounds[micro_batch], start, finish, stage, kind)
+            for stage, actions in enumerate(self.record)
+            for kind, micro_batch, start, finish in actions
+        ]
 
     @property
     def seconds(self) -> float:
@@ -143,8 +157,10 @@ class PipelineLoop:
         self._steps += 1
         self._seconds += seconds
         self._counts[bisect.bisect_left(_BOUNDS, seconds)] += 1
-        moved = self.planner.record(outcome.plan, outcome.record)
-        self._add_row(outcome, items, busy, seconds, moved)
+        moves = self.planner.moves
+        if outcome.trains:
+            self.planner.record(outcome.plan, outcome.record, evidence=outcome.evidence)
+        self._add_row(outcome, items, busy, seconds, self.planner.moves > moves)
 
     def _add_row(self, outcome: Outcome, items: int, busy: list[float], seconds: float, moved: bool) -> None:
         of_device = dict(zip(outcome.plan.order, busy, strict=True))
@@ -206,10 +222,56 @@ class PipelineLoop:
             "step_seconds": self._seconds,
         }
 
+    def pipeline(self) -> dict[str, Any]:
+        """The last step as a pipeline, and what is known of the blocks."""
+        planner, last = self.planner, self.last
+        costs = [
+            {
+                "name": block.name,
+                "fixed_seconds": cost.forward_fixed + cost.backward_fixed,
+                "forward_seconds": cost.forward_per_item,
+                "backward_seconds": cost.backward_per_item,
+                "parameter_bytes": cost.parameter_bytes,
+                "saved_bytes": cost.saved_bytes_per_item,
+                "boundary_bytes": cost.boundary_bytes_per_item,
+            }
+            for block, cost in zip(planner.blocks, planner.costs, strict=False)
+        ]
+        figures: dict[str, Any] = {"measuring": planner.balancer is None, "blocks": costs}
+        if last is None:
+            return figures
+        planned = last.plan.figures
+        busy, seconds = last.busy(), last.seconds
+        ends = [*last.plan.cuts[1:], len(planner.blocks)]
+        figures["stages"] = [
+            {
+                "device": self._names[last.plan.order[stage]],
+                "first_block": planner.blocks[first].name,
+                "last_block": planner.blocks[end - 1].name,
+                "blocks": end - first,
+                "busy_seconds": busy[stage],
+                "bytes": planned["bytes"][stage] if planned else None,
+                "in_flight": in_flight(last.plan.schedule, stage),
+            }
+            for stage, (first, end) in enumerate(zip(last.plan.cuts, ends, strict=True))
+        ]
+        figures["schedule"] = last.plan.schedule
+        figures["seconds"] = seconds
+        figures["predicted_seconds"] = planned.get("seconds")
+        figures["ideal_seconds"] = planned.get("ideal_seconds")
+        figures["bubble"] = 1 - sum(busy) / (seconds * len(busy)) if seconds > 0 else 0.0
+        return figures
+
+    def planned_actions(self) -> list[list[Action]] | None:
+        """When the actions of the last step were planned to run. None if it was a step that measured."""
+        if self.last is None or not self.last.plan.figures:
+            return None
+        return pipeline_actions(self.last.plan.schedule, self.last.plan.figures["times"])
+
     @property
     def memory(self) -> dict[str, dict[str, float]]:
         """What is known of each device with a limit."""
-        return self.planner.memory()
+        return self.planner.memory(None if self.last is None else self.last.plan)
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -230,7 +292,7 @@ class PipelineLoop:
 
     def shrink(self, outcome: Outcome, limited: bool) -> bool:
         """After a step that ran out of memory: whether there is another plan that takes less."""
-        return outcome.failed_stage is not None and self.planner.out_of_memory(outcome.plan, outcome.failed_stage)
+        return outcome.failed_stage is not None and self.planner.out_of_memory(outcome.failed_stage)
 
     def retire(self, device: int) -> None:
         self.planner.retire(device)

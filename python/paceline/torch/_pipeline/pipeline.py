@@ -15,11 +15,13 @@ from paceline.torch._pipeline.blocks import Blocks, blocks_of
 from paceline.torch._pipeline.execution import PipelineExecution
 from paceline.torch._pipeline.loop import PipelineWork
 from paceline.torch._pipeline.planner import Planner
+from paceline.torch._pipeline.reports import PipelineReports, PipelineTracing
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.workload import Workload
-from paceline.torch._trainer.arguments import Memory, check_devices, named_devices
+from paceline.torch._trainer.arguments import Memory, check_devices, memory_limits, named_devices
 from paceline.torch._trainer.base import Trainer
+from paceline.torch._trainer.parts import carried_out_by
 from paceline.torch._trainer.works import Works
 
 Schedule = Literal["auto", "gpipe", "1f1b"]
@@ -27,6 +29,10 @@ Schedule = Literal["auto", "gpipe", "1f1b"]
 
 class Pipeline(Trainer):
     """Trains a module that is cut into stages."""
+
+    _kind_of_reports = PipelineReports
+    _kind_of_tracing = PipelineTracing
+    _reports: PipelineReports
 
     def __init__(
         self,
@@ -49,7 +55,16 @@ class Pipeline(Trainer):
         owned = local is not devices
         try:
             places = Places(local, module, 600.0, "auto")
-            planner = Planner(local, len(found), cuts=cuts, schedule=schedule, micro_batches=micro_batches)
+            limits = memory_limits(memory, local)
+            planner = Planner(
+                local,
+                found,
+                list(module.parameters()),
+                limits,
+                cuts=cuts,
+                schedule=schedule,
+                micro_batches=micro_batches,
+            )
             works = PipelineWorks(local, places, planner)
             replicas = Replicas(module, _OneCopy(places), replicate)
             replicas.share()
@@ -59,6 +74,9 @@ class Pipeline(Trainer):
                 local.close()
             raise
         self._assemble(module, local, owned=owned, works=works, execution=execution, reduction=reduction)
+
+    report = carried_out_by("_reports", PipelineReports.report)
+    plot_schedule = carried_out_by("_reports", PipelineReports.plot_schedule)
 
 
 class _OneCopy(Places):

@@ -1,23 +1,40 @@
-"""Plans the steps of a pipeline from what was measured of its blocks and devices."""
+"""Plans the steps of a pipeline: the first few measure blocks and devices, and the balancer plans all others."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from paceline import DeviceGroup, InvalidArgument
-from paceline._core import engine as core
+import torch
+
+from paceline import DeviceGroup
+from paceline._core.balance import StageBalancer
+from paceline.torch._pipeline.blocks import Block
+from paceline.torch._pipeline.loop import Action
+from paceline.torch._pipeline.measure import BlockClock, BlockCost, Measured, costs_of, speeds_of
 from paceline.torch._pipeline.plans import PipelinePlan
+
+_MICRO_BATCHES = 8  # of a step that measures
+_STATES = {
+    "SGD": 1,
+    "Adagrad": 1,
+    "RMSprop": 1,
+    "Lion": 1,
+    "Muon": 1,
+}  # copies of the parameters that an optimizer keeps
+_STATES_OF_OTHERS = 2  # as Adam does
+_LEAST_DIFFERENCE = 0.05  # between two devices' speeds, to be taken for more than noise
 
 
 class Planner:
-    """The closed loop of a pipeline: block costs and speeds in, plans out."""
+    """The closed loop of a pipeline."""
 
     def __init__(
         self,
         group: DeviceGroup,
-        blocks: int,
+        blocks: Sequence[Block],
+        parameters: Sequence[torch.Tensor],
+        limits: Sequence[int | None],
         *,
         cuts: Sequence[int] | None,
         schedule: str,
@@ -25,39 +42,187 @@ class Planner:
     ) -> None:
         self.retired: set[int] = set()
         self.least_items = 1
-        self.moves = 0
-        self.recent_moves: deque[dict[str, Any]] = deque(maxlen=16)
-        self.speeds = [1.0] * len(group)
-        self._blocks = blocks
-        self._cuts = cuts
-        self._schedule = schedule
-        self._micro_batches = micro_batches
-        self._devices = len(group)
+        self.measured: list[Measured] = []
+        self.balancer: StageBalancer | None = None
+        self.costs: list[BlockCost] = []
+        self._names = [device.name for device in group.devices]
+        spaces = list(dict.fromkeys(device.memory_space for device in group.devices))
+        self._spaces = [spaces.index(device.memory_space) for device in group.devices]
+        self.blocks = blocks
+        self._limits = list(limits)
+        self._given: dict[str, Any] = {"schedule": schedule, "cuts": list(cuts or []), "micro_batches": micro_batches}
+        inside = {id(one) for block in blocks for one in block.module.parameters()}
+        self._glue = [index for index, one in enumerate(parameters) if id(one) not in inside]
+        self._parameters = parameters
+        self._states = _STATES_OF_OTHERS
+        self._speeds = [1.0] * len(group)
+
+    # What `PipelineExecution` asks
 
     def plan(self, items: int) -> PipelinePlan:
-        """The plan of a step of so many items."""
-        count = min(self._micro_batches or 8, max(1, items // self.least_items))
-        stages = min(self._devices, self._blocks)
-        cuts = tuple(self._cuts or (self._blocks * s // stages for s in range(stages)))
-        even, more = divmod(items, count)
-        sizes = tuple(even + (m < more) for m in range(count))
-        schedule = core.gpipe(len(cuts), count) if self._schedule == "gpipe" else core.one_f_one_b(len(cuts), count, [1] * len(cuts))
-        return PipelinePlan(cuts, tuple(range(len(cuts))), sizes, schedule)
+        """What the next step runs."""
+        if self.balancer is None:
+            return self._measuring(items)
+        return _plan_of(self.balancer.plan(items))
 
-    def record(self, plan: PipelinePlan, record: Any) -> bool:
-        return False
+    @property
+    def measures(self) -> Measured | None:
+        """Where the next step puts what it measures of blocks, or None if all is known."""
+        return None if self.balancer is not None else self._next
 
-    def memory(self) -> dict[str, dict[str, float]]:
-        return {}
+    def clock(self, replica: Sequence[torch.Tensor]) -> BlockClock:
+        """A clock for one micro-batch. `replica` has the parameters that get gradients."""
+        return BlockClock(len(self.blocks), [replica[index] for index in self._glue])
 
-    def explain(self) -> str:
-        return ""
+    def record(self, plan: PipelinePlan, record: Sequence[Sequence[Action]], *, evidence: bool) -> None:
+        """Take note of a step that was committed."""
+        if self.balancer is None:
+            self.add(self._next)
+            return
+        if not plan.figures:
+            return  # it ran one micro-batch at a time
+        self.balancer.record([(*_seconds_of(actions), not evidence) for actions in record])
 
-    def out_of_memory(self, plan: PipelinePlan, stage: int) -> bool:
-        return False
+    def add(self, step: Measured) -> None:
+        """Take note of a step that has measured."""
+        self.measured.append(step)
+        if len(self.measured) == len(self._trials()):
+            self._know()
+
+    def out_of_memory(self, stage: int) -> bool:
+        """Whether there is a plan that takes less."""
+        return self.balancer is not None and bool(self.balancer.out_of_memory(stage))
 
     def retire(self, device: int) -> None:
+        if self.balancer is not None:
+            self.balancer.retire(device)
         self.retired.add(device)
 
     def restore(self, device: int) -> None:
+        if self.balancer is not None:
+            self.balancer.restore(device)
         self.retired.discard(device)
+
+    def optimized_by(self, cls: type, options: dict[str, Any]) -> None:
+        """Note what the optimizer will keep for each parameter."""
+        self._states = _STATES.get(cls.__name__, _STATES_OF_OTHERS)
+        if cls.__name__ == "SGD" and not options.get("momentum"):
+            self._states = 0
+
+    # Measuring
+
+    def _trials(self) -> list[tuple[int, bool]]:
+        """The steps that measure: how many micro-batches, and whether each stage is on the next device."""
+        count = self._given["micro_batches"] or _MICRO_BATCHES
+        several = len(self._names) - len(self.retired) > 1 and len(self.blocks) > 1
+        return [(count, False), *([(count, True)] if several else []), (2 * count, False)]
+
+    def _measuring(self, items: int) -> PipelinePlan:
+        count, turned = self._trials()[min(len(self.measured), len(self._trials()) - 1)]
+        if self.measured and not turned:
+            plan = self.measured[0].plan
+            cuts, order = plan.cuts, plan.order
+        else:
+            cuts, order = self._first_cuts()
+        if turned:
+            order = (*order[1:], order[0])
+        most = max(1, items // self.least_items)
+        plan = PipelinePlan(cuts, order, sizes_of(items, min(count, most)), "").alone()
+        self._next = Measured(plan)
+        return plan
+
+    def _first_cuts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where to cut while nothing but the parameters is known, so that these fit: blocks as slow as their parameters are large."""
+        sizes = self.parameter_bytes({})
+        blocks = [BlockCost(0.0, 1e-9 * size + 1e-6, 0.0, 0.0, size, 0, 0, 0) for size in sizes]
+        given = {**self._given, "schedule": "1f1b", "micro_batches": len(self._names)}
+        balancer = self._balancer(blocks, given)
+        plan = _plan_of(balancer.plan(len(self._names)))
+        return plan.cuts, plan.order
+
+    def _know(self) -> None:
+        first = self.measured[0]
+        turned = [step for step in self.measured if step.plan.order != first.plan.order]
+        if turned:
+            speeds = speeds_of(first, turned[0], len(self._names))
+            self._speeds = speeds if max(speeds) / min(speeds) > 1 + _LEAST_DIFFERENCE else [1.0] * len(speeds)
+        sizes = self.parameter_bytes(first.clocks[0].reached)
+        classes = [_class_of(block.module, first.clocks[0].boundary[k]) for k, block in enumerate(self.blocks)]
+        self.costs = costs_of(self.measured, self._speeds, classes, sizes)
+        self.balancer = self._balancer(self.costs, self._given)
+        for device in self.retired:
+            self.balancer.retire(device)
+
+    def parameter_bytes(self, reached: dict[int, int]) -> list[int]:
+        """Of each block, with gradients and the optimizer's state. `reached`: the blocks that parameters outside belong to."""
+        sizes = [sum(map(self._bytes, block.module.parameters())) for block in self.blocks]
+        for number, index in enumerate(self._glue):
+            sizes[reached.get(number, len(sizes) - 1)] += self._bytes(self._parameters[index])
+        return sizes
+
+    def _bytes(self, parameter: torch.Tensor) -> int:
+        return parameter.nbytes * (2 + self._states if parameter.requires_grad else 1)
+
+    def _balancer(self, blocks: Sequence[BlockCost], given: dict[str, Any]) -> StageBalancer:
+        devices = [
+            (name, speed, 0.0, limit, space)
+            for name, speed, limit, space in zip(self._names, self._speeds, self._limits, self._spaces, strict=True)
+        ]
+        balancer = StageBalancer([tuple(block) for block in blocks], devices, **given)
+        for device in self.retired:
+            balancer.retire(device)
+        return balancer
+
+    # What reports say
+
+    @property
+    def moves(self) -> int:
+        return 0 if self.balancer is None else self.balancer.moves
+
+    @property
+    def recent_moves(self) -> list[dict[str, Any]]:
+        return [] if self.balancer is None else self.balancer.recent_moves
+
+    @property
+    def speeds(self) -> list[float]:
+        speeds = self._speeds if self.balancer is None else self.balancer.speeds
+        return [speed / max(speeds) for speed in speeds]
+
+    def memory(self, last: PipelinePlan | None) -> dict[str, dict[str, float]]:
+        """For each device with a limit: the limit, and the bytes of its stage in the `last` plan."""
+        used: dict[int, float] = {}
+        if last is not None and last.figures:
+            used = dict(zip(last.order, last.figures["bytes"], strict=True))
+        return {
+            name: {"limit_bytes": limit, "stage_bytes": used.get(device, 0)}
+            for device, (name, limit) in enumerate(zip(self._names, self._limits, strict=True))
+            if limit is not None
+        }
+
+    def explain(self) -> str:
+        if self.balancer is None:
+            return "Measuring the blocks: the first steps run one micro-batch after the other.\n"
+        return f"{self.balancer.explain().rstrip()}\n"
+
+
+def sizes_of(items: int, count: int) -> tuple[int, ...]:
+    """The sizes of so many micro-batches: as equal as they can be, larger ones first."""
+    even, more = divmod(items, count)
+    return tuple(even + (number < more) for number in range(count))
+
+
+def _plan_of(plan: dict[str, Any]) -> PipelinePlan:
+    return PipelinePlan(tuple(plan["cuts"]), tuple(plan["order"]), tuple(plan["sizes"]), plan["schedule"], plan)
+
+
+def _seconds_of(actions: Sequence[Action]) -> tuple[list[float], list[float]]:
+    ordered = sorted(actions, key=lambda action: action[1])
+    return (
+        [finish - start for kind, _, start, finish in ordered if kind == "F"],
+        [finish - start for kind, _, start, finish in ordered if kind == "B"],
+    )
+
+
+def _class_of(module: torch.nn.Module, boundary: int) -> tuple[Any, ...]:
+    shapes = tuple((tuple(one.shape), one.dtype, one.requires_grad) for one in module.parameters())
+    return type(module), shapes, boundary

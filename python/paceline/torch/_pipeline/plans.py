@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from paceline._core import engine as core
 
@@ -15,11 +17,14 @@ class PipelinePlan(NamedTuple):
     order: tuple[int, ...]  # the device of each stage
     sizes: tuple[int, ...]  # items of each micro-batch
     schedule: str  # as text, one line per stage
+    # What the balancer says of it: "seconds", "ideal_seconds", "bytes" and "times" by stage. Empty if it is not the balancer's.
+    figures: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def lanes(self) -> int:
         """How many micro-batches are under way at once."""
-        return core.in_flight(self.schedule, 0)
+        stages, count = len(self.cuts), len(self.sizes)
+        return max(core.in_flight(self.schedule, 0), min(count, stages + 1))  # the latter for predictions
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -39,4 +44,4 @@ class PipelinePlan(NamedTuple):
     def alone(self) -> PipelinePlan:
         """The same with one micro-batch at a time."""
         line = " ".join(f"F{m} B{m}" for m in range(len(self.sizes)))
-        return self._replace(schedule="\n".join([line] * len(self.cuts)))
+        return self._replace(schedule="\n".join([line] * len(self.cuts)), figures={})

@@ -53,6 +53,7 @@ class Execution:
         self.running: Run | None = None
         self.items = [0] * len(group)  # how many each device ran in the last committed step
         self.steps = 0  # how many runs that train were committed, also in earlier processes if a state was loaded
+        self.failed_on: str | None = None  # the device that the last failure is to blame on, if it is one device
         self.out_of_memory = 0  # how often a step had to run again in smaller pieces
         self.extras: Any = None  # what loss_fn returned beside the loss in that step
         self.calls = 0  # how many have begun
@@ -204,6 +205,7 @@ class Execution:
         """What `attempt` returns. If memory runs out, or on `_TryAgainError`, `attempt` runs again from the same state of the generators."""
         self._random = cast("RandomStates | None", None)  # `frame`, which an attempt calls, sets it
         self.calls += 1
+        self.failed_on = None
         try:
             if self.watchdog is None:
                 return self._repeated(attempt)
@@ -386,6 +388,8 @@ class Execution:
             raise _TryAgainError(complete=complete)
         if run.failures:
             device, begin, end, error = self._first_failure(run, outcome)
+            failed = outcome.failed_device
+            self.failed_on = None if failed is None else self._names[failed]
             run.failures.clear()
             try:
                 if len(self._names) > 1 and forward_ad.wanted(error) is not None:

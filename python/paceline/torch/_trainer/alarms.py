@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -148,6 +148,7 @@ class Alarms:
         self._works = works
         self._devices = devices
         self._watches: OrderedDict[int, Watch] = OrderedDict()
+        self.recent: deque[tuple[float, Alarm]] = deque(maxlen=64)  # with the moment of each, by time.perf_counter
 
     def on_alarm(
         self,
@@ -209,8 +210,13 @@ class Alarms:
                 bounds = "above 0 and at most 1" if most == 1.0 else "above 0"
                 raise InvalidArgument(f"on_alarm: {name} is {value!r}; it must be a number {bounds}, or None.")
         check_count("on_alarm", "every", every)
+
+        def noted(alarm: Alarm) -> None:
+            self.recent.append((time.perf_counter(), alarm))
+            callback(alarm)
+
         handle = RemovableHandle(self._watches)
-        self._watches[handle.id] = Watch(callback, Limits(busy, memory_growth, throttled, step_seconds), every)
+        self._watches[handle.id] = Watch(noted, Limits(busy, memory_growth, throttled, step_seconds), every)
         return handle
 
     def after_step(self) -> None:

@@ -25,9 +25,11 @@ from paceline.torch._trainer.lifetime import Lifetime
 from paceline.torch._trainer.optimizer import spread
 from paceline.torch._trainer.parts import carried_out_by
 from paceline.torch._trainer.predictions import Predictions
+from paceline.torch._trainer.recent_steps import RecentSteps
 from paceline.torch._trainer.reports import Reports
 from paceline.torch._trainer.saving import Saving
 from paceline.torch._trainer.step_gaps import StepGaps
+from paceline.torch._trainer.tracing import Tracing
 from paceline.torch._trainer.training import Training
 from paceline.torch._trainer.trials import Trials
 from paceline.torch._trainer.verification import Verification
@@ -41,6 +43,8 @@ class Trainer:
 
     module: nn.Module
     group: DeviceGroup
+    _kind_of_reports: type[Reports] = Reports
+    _kind_of_tracing: type[Tracing] = Tracing
 
     def _assemble(
         self,
@@ -59,15 +63,17 @@ class Trainer:
         self._works = works
         self._execution = execution
         self._gaps = StepGaps()
-        self._lifetime = lifetime = Lifetime(group, owned, execution, works, self._gaps)
-        self._training = Training(works, execution, lifetime, reduction)
+        self._recent = RecentSteps(on_gpu=any(execution.places.on_gpu))
+        self._lifetime = lifetime = Lifetime(group, owned, execution, works, self._gaps, self._recent)
+        self._training = Training(works, execution, lifetime, self._recent, reduction)
         self._predictions = Predictions(works, execution, lifetime, self._training)
         self._trials = Trials(works, execution, lifetime, self._training)
         self._verification = Verification(works, execution, lifetime, self._training, verify_every)
-        self._reports = Reports(module, works, execution, lifetime, self._gaps)
+        self._reports = self._kind_of_reports(module, works, execution, lifetime, self._gaps)
         self._data = Data(execution, lifetime, group)
         self._saving = Saving(module, works, execution, lifetime, self._data)
         self._alarms = Alarms(self._reports.report, works, group.devices)
+        self._tracing = self._kind_of_tracing(module, works.names, self._recent, self._gaps, self._alarms)
 
     predict = carried_out_by("_predictions", Predictions.predict)
     check = carried_out_by("_trials", Trials.check)
@@ -79,6 +85,7 @@ class Trainer:
     events = carried_out_by("_reports", Reports.events)
     history = carried_out_by("_reports", Reports.history)
     plot = carried_out_by("_reports", Reports.plot)
+    trace = carried_out_by("_tracing", Tracing.trace)
     explain = carried_out_by("_reports", Reports.explain)
     state_dict = carried_out_by("_saving", Saving.state_dict)
     load_state_dict = carried_out_by("_saving", Saving.load_state_dict)
@@ -267,9 +274,8 @@ class Trainer:
             What `cls` raises for these parameters and options. If its ``step`` raises on a worker, as for a gradient of another type, the
             parts of other workers may be updated or not. Go on from what you saved last.
         """
-        return spread(
-            cls, self.module.parameters() if parameters is None else parameters, HostWorkers(self._lifetime), options
-        )
+        workers = HostWorkers(self._lifetime, self._recent.optimizer_times)
+        return spread(cls, self.module.parameters() if parameters is None else parameters, workers, options)
 
     def retire(self, device: str | Device) -> None:
         """Give the device no work from the next call on. Nothing waits for it. Its share goes to the others; no item is lost.

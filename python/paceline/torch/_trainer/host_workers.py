@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 
 from paceline._core.engine import StepLoop
 from paceline.torch._run.run import DONE, FAILED
@@ -13,10 +14,14 @@ _PARTS_PER_DEVICE = 2  # so that other devices can take parts of a late device
 
 
 class HostWorkers:
-    """Runs tasks on the workers of a trainer whose devices are all host devices. Does not keep the trainer alive."""
+    """Runs tasks on the workers of a trainer whose devices are all host devices. Does not keep the trainer alive.
 
-    def __init__(self, lifetime: Lifetime) -> None:
+    `times` gets the begin and the end of each step of an optimizer.
+    """
+
+    def __init__(self, lifetime: Lifetime, times: MutableSequence[tuple[float, float]]) -> None:
         self._lifetime = weakref.ref(lifetime)
+        self._times = times
         self._step_loop: StepLoop | None = None
         self._without: set[int] = set()  # devices that it gives no work
 
@@ -26,6 +31,10 @@ class HostWorkers:
         if lifetime is None or lifetime.places.queues is not None or len(lifetime.group) == 1:
             return 1
         return _PARTS_PER_DEVICE * len(lifetime.group)
+
+    def stepped(self, began: float) -> None:
+        """Note that a step of an optimizer began then and ends now."""
+        self._times.append((began, time.perf_counter()))
 
     def run_parts(self, tasks: Sequence[Callable[[], None]]) -> bool:
         """Run each task once, on whichever device is free. False: nothing was run, since the trainer is gone or in another call.

@@ -13,6 +13,7 @@ from paceline.torch._devices.caller_state import CallerThreads
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.run import Run
 from paceline.torch._save.background import Saver
+from paceline.torch._trainer.recent_steps import RecentSteps
 from paceline.torch._trainer.step_gaps import StepGaps
 from paceline.torch._trainer.works import Works
 
@@ -23,13 +24,22 @@ _SECONDS_TO_LEAVE = 0.2  # for a daemon thread to release what its step held; re
 class Lifetime:
     """Whether a trainer is open, inside a call, abandoned by one, or closed."""
 
-    def __init__(self, group: DeviceGroup, owned: bool, execution: Execution, works: Works, gaps: StepGaps) -> None:
+    def __init__(
+        self,
+        group: DeviceGroup,
+        owned: bool,
+        execution: Execution,
+        works: Works,
+        gaps: StepGaps,
+        recent: RecentSteps,
+    ) -> None:
         self.group = group
         self.places = execution.places
         self.works = works
         self.saver = Saver()
         self._execution = execution
         self._gaps = gaps
+        self._recent = recent
         self._lock = threading.Lock()
         self._caller: threading.Thread | None = None  # the thread of the present call, or of the last one
         self._abandoned = False  # by a second Ctrl-C: workers were still inside when the call ended
@@ -147,6 +157,7 @@ class Lifetime:
         with contextlib.suppress(Error):  # a lost device, which an earlier call has reported
             for work in self.works.all():
                 work.step_loop.settle()
+        self._recent.settle()
         self.places.drain()  # a late device may still write to memory that is about to be released
         self._execution.release()
         self._execution.replicas.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -36,6 +37,9 @@ class Workers(Protocol):
     def run_parts(self, tasks: Sequence[Task]) -> bool:
         """Run each task once, on any worker. False: nothing was run, since the workers are not available."""
 
+    def stepped(self, began: float) -> None:
+        """Note that a step of the optimizer began then, in seconds of ``time.perf_counter``, and ends now."""
+
 
 def spread(cls: type[Optimizer], parameters: Iterable[Any], workers: Workers, options: dict[str, Any]) -> Optimizer:
     """``cls(parameters, **options)``, whose step divides the parameters over the workers if that changes nothing but the time.
@@ -66,9 +70,11 @@ def _spread_class(cls: type[Optimizer]) -> Any:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
+            began = time.perf_counter()
             step = _unhooked(cls.step)
             if not self._runs_in_parts(step):
                 step(self)
+            self._workers.stepped(began)
             return loss
 
         def _runs_in_parts(self, step: Callable[[Any], Any]) -> bool:

@@ -92,7 +92,6 @@ class Reports:
             ``measure``: whether it follows the ``"padded"`` cost, the ``"sum"`` or the ``"count"`` alone.
         """
         runs = {name: _metrics_of(work) for name, work in self._works.runs().items()}
-        sizes = {name: sorted(ran) for name, ran in zip(self._works.names, self._works.steps.seen.ever, strict=True)}
         figures = _metrics_of(self._works.steps)
         if self._execution.ranks is not None and self._execution.ranks.last:
             figures["ranks"] = list(self._execution.ranks.last)
@@ -102,7 +101,7 @@ class Reports:
         return {
             **figures,
             "out_of_memory": self._execution.out_of_memory,
-            "sizes": sizes,
+            "sizes": self._sizes(),
             "memory": self._memory(),
             "runs": runs,
         }
@@ -112,6 +111,10 @@ class Reports:
         """What decides on the shares of ranks, in this process."""
         ranks = self._execution.ranks
         return ranks.dealt.balancer if isinstance(ranks, GroupRanks) and ranks.dealt is not None else None
+
+    def _sizes(self) -> dict[str, list[int]]:
+        """By device, the sizes of micro-batches that ever ran."""
+        return {name: sorted(ran) for name, ran in zip(self._works.names, self._works.steps.seen.ever, strict=True)}
 
     def _memory(self) -> dict[str, dict[str, float]]:
         """What steps know of each device with a limit, and of each GPU the peak of the pool."""

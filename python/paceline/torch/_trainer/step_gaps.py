@@ -11,6 +11,7 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 _RECENT = 50  # steps
+_WAITS = 64  # for batches; some steps take several
 _LEAST = 8  # steps before anything is said; the first ones compile and allocate
 _MUCH = 0.2  # of the time from step to step is much
 _LEAST_SECONDS = 1e-3  # shorter gaps are not mentioned
@@ -25,6 +26,7 @@ class StepGaps:
             maxlen=_RECENT
         )  # seconds between two steps, how many of these went into waiting for a batch, and seconds inside of the step
         self._waited = 0.0  # for batches, since the last step
+        self.waits: deque[tuple[float, float]] = deque(maxlen=_WAITS)  # when waiting for a batch began and ended
 
     def begin(self) -> float:
         """Note that a step begins. Returns what to pass to `end`."""
@@ -50,7 +52,9 @@ class StepGaps:
                 batch = next(iterator)
             except StopIteration:
                 return
-            self._waited += time.perf_counter() - began
+            ended = time.perf_counter()
+            self._waited += ended - began
+            self.waits.append((began, ended))
             yield batch
 
     def explain(self) -> str:

@@ -25,6 +25,7 @@ from paceline.torch._trainer.arguments import check_scaler, check_trains
 from paceline.torch._trainer.claims import ClaimScript
 from paceline.torch._trainer.global_batch import FunctionRun, GlobalBatch, RunFunction
 from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.recent_steps import RecentSteps
 from paceline.torch._trainer.works import Works, kind_of
 
 _PLAIN = Layout()
@@ -33,13 +34,16 @@ _PLAIN = Layout()
 class Training:
     """Trains on batches: as the balancer plans, or as the claims that are replayed say."""
 
-    def __init__(self, works: Works, execution: Execution, lifetime: Lifetime, reduction: Reduction) -> None:
+    def __init__(
+        self, works: Works, execution: Execution, lifetime: Lifetime, recent: RecentSteps, reduction: Reduction
+    ) -> None:
         self.reduction: Reduction = reduction
         self._works = works
         self._execution = execution
         self._places = execution.places
         self._replicas = execution.replicas
         self._lifetime = lifetime
+        self._recent = recent
         self._scripts: dict[str, ClaimScript] = {}  # the ledgers that are being replayed, by kind of work
 
     def prepared(
@@ -260,6 +264,7 @@ class Training:
 
         def attempt() -> tuple[torch.Tensor, list[torch.Tensor | None], TrainRun]:
             began = time.perf_counter()
+            step.attempts += 1
             work, script = self._works.of(kind), self._scripts.get(kind)
             claims = None
             if script is not None:
@@ -286,7 +291,10 @@ class Training:
                     trials.add(of_kind, whole.size, time.perf_counter() - began)
                 return loss, gradients, run
             finally:  # also after an interrupt: if it comes while gradients are written, the run is done
-                if script is not None and self._execution.committed is not before:
-                    script.advance()
+                if self._execution.committed is not before:
+                    step.outcome = self._execution.committed
+                    if script is not None:
+                        script.advance()
 
-        return self._execution.repeated(attempt)
+        with self._recent.step(kind, self._execution) as step:
+            return self._execution.repeated(attempt)

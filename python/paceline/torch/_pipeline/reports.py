@@ -1,0 +1,126 @@
+"""What can be read about the steps of a pipeline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from paceline import InvalidArgument
+from paceline._chrome_trace import ChromeTrace
+from paceline._plot_schedule import ScheduleRow, ScheduleSpan, draw_schedule
+from paceline.torch._pipeline.loop import Action, Outcome, PipelineLoop
+from paceline.torch._trainer.recent_steps import Times
+from paceline.torch._trainer.reports import Reports
+from paceline.torch._trainer.tracing import Tracing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_NAMES = {"F": "forward", "B": "backward"}
+
+
+class PipelineReports(Reports):
+    """The figures of a trainer whose devices are stages."""
+
+    def report(self) -> dict[str, Any]:
+        """Figures for a dashboard: those of `DataParallel.report`, where each device that has a stage runs all items, and those of the pipeline.
+
+        Returns
+        -------
+        dict
+            ``micro_batches``: the sizes of the micro-batches of the last step, in items and in order. Plain accumulation of these on one
+            device gives the same gradient, bit for bit.
+
+            ``pipeline``: ``stages``, a list of dictionaries: ``device``, ``first_block`` and ``last_block`` by name, ``blocks`` (how many),
+            ``busy_seconds`` of the last step, ``bytes`` as planned, ``in_flight`` (the most micro-batches at once). ``schedule``: a text with a
+            line for each stage. ``seconds``: of the last step, from its first action to its last. ``predicted_seconds``: the same as planned,
+            with the noise that was measured; ``ideal_seconds``: if all devices worked all the time; both None while blocks are measured.
+            ``bubble``: the part of the last step in which devices with a stage did not compute. ``measuring``: whether the next step measures
+            blocks. ``blocks``: for each block ``name``, ``forward_seconds`` and ``backward_seconds`` of a micro-batch of one item on the fastest
+            device beyond ``fixed_seconds``, ``parameter_bytes`` (with gradients and the optimizer's state), and ``saved_bytes`` and
+            ``boundary_bytes`` per item.
+
+            ``recent_moves``: the last 16 changes of plans, oldest first: ``kind`` (``"depth"``, ``"cuts"``, ``"memory"``, ``"devices"``),
+            ``step``, ``from_cuts``, ``to_cuts``, ``from_order``, ``to_order``, ``seconds_before``, ``seconds_after``, ``moved_bytes``, ``reason``.
+        """
+        figures = super().report()
+        loop = self._loop
+        figures["micro_batches"] = [] if loop.last is None else list(loop.last.plan.sizes)
+        figures["pipeline"] = loop.pipeline()
+        return figures
+
+    @property
+    def _loop(self) -> PipelineLoop:
+        loop: PipelineLoop = self._works.steps.step_loop
+        return loop
+
+    def _sizes(self) -> dict[str, list[int]]:
+        ran = sorted(self._works.steps.seen.ever[0])
+        in_use = set() if self._loop.last is None else set(self._loop.last.plan.order)
+        return {name: ran if device in in_use else [] for device, name in enumerate(self._works.names)}
+
+    def plot_schedule(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw the last step as it ran: a bar for each device, forward, backward and waits, the bubble in per cent, and the plan beside it.
+
+        Parameters
+        ----------
+        path
+            A file to write, as .png, .svg, .pdf or another format of matplotlib. None: only make the figure.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            A figure to add to and to save. No window opens, and pyplot is not used.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed. ``pip install 'paceline[plot]'`` brings it.
+        InvalidArgument
+            Before the first step.
+        """
+        last = self._loop.last
+        if last is None:
+            raise InvalidArgument("plot_schedule: no step has run yet, so there is nothing to draw.")
+        planned = self._loop.planned_actions()
+        title = f"{type(self._module).__name__}: {len(last.plan.cuts)} stages, {len(last.plan.sizes)} micro-batches"
+        return draw_schedule(
+            path,
+            self._rows(last, last.record),
+            title=title,
+            planned=None if planned is None else self._rows(last, planned),
+        )
+
+    def _rows(self, last: Outcome, record: Sequence[Sequence[Action]]) -> list[ScheduleRow]:
+        rows = []
+        begin = min(actions[0][2] for actions in record)
+        for stage, actions in enumerate(record):
+            spans, free = [], begin
+            for kind, micro_batch, start, finish in actions:
+                if start > free:
+                    spans.append(ScheduleSpan("wait", micro_batch, free, start))
+                spans.append(ScheduleSpan("forward" if kind == "F" else "backward", micro_batch, start, finish))
+                free = finish
+            rows.append(ScheduleRow(self._works.names[last.plan.order[stage]], stage, spans))
+        return rows
+
+
+class PipelineTracing(Tracing):
+    """Traces of steps whose devices are stages."""
+
+    def _add_devices(self, trace: ChromeTrace, number: int, times: Times, free_at: list[float]) -> None:
+        for device, begin, end, start, finish, stage, kind in times.claims:
+            name = self._names[device]
+            trace.span(
+                name,
+                f"{_NAMES[str(kind)]} {begin}-{end - 1}",
+                times.started + start,
+                times.started + finish,
+                kind=_NAMES[str(kind)],
+                step=number,
+                stage=stage,
+                begin=begin,
+                end=end,
+            )
+            free_at[device] = times.started + finish

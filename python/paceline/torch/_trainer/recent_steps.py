@@ -1,0 +1,88 @@
+"""Remembers the last steps of a trainer, for a trace that somebody may ask for later."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from paceline import Error
+from paceline._core.engine import StepOutcome
+from paceline.torch._run.execution import Execution
+
+_KEPT = 8  # steps; more would be more than anybody looks at
+_MARKS = 64  # other things, of which there may be several in a step
+
+Claim = tuple[int, int, int, float, float, bool, bool]
+
+
+class Times(NamedTuple):
+    """What the devices did in a step. `claims` as `StepOutcome` has them, in seconds since `started`."""
+
+    started: float
+    claims: list[Claim]
+    reduce_seconds: float
+    move: str | None
+
+
+@dataclass
+class Step:
+    """One call that trains: a step, or a run of `batch`. Seconds are those of ``time.perf_counter``."""
+
+    kind: str
+    number: int  # how many had been committed before
+    began: float
+    ended: float = 0.0
+    attempts: int = 0
+    outcome: StepOutcome | None = None  # None: it failed, or `times` are known
+    times: Times | None = None
+    error: str = ""
+    failed_on: str | None = None  # the device to blame
+
+    def settle(self) -> None:
+        """Read the times of the devices, and let the outcome go. Waits for GPUs."""
+        outcome, self.outcome = self.outcome, None
+        if outcome is not None:
+            with contextlib.suppress(Error):  # a lost device, which a call of the trainer has reported, or will
+                self.times = Times(outcome.started, outcome.claims, outcome.reduce_seconds, outcome.move)
+
+
+class RecentSteps:
+    """The last steps and what happened between them. Noting a step costs a few microseconds; it reads no times.
+
+    An outcome of GPUs holds their events. So it is kept only until they are done, and then its times are read.
+    """
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self.steps: deque[Step] = deque(maxlen=_KEPT)
+        self.optimizer_times: deque[tuple[float, float]] = deque(
+            maxlen=_MARKS
+        )  # when steps of optimizers began and ended
+        self._on_gpu = on_gpu
+
+    @contextlib.contextmanager
+    def step(self, kind: str, execution: Execution) -> Iterator[Step]:
+        """Around a step. Its outcome is noted in what this yields."""
+        if self._on_gpu:
+            for earlier in self.steps:
+                with contextlib.suppress(Error):
+                    if earlier.outcome is not None and earlier.outcome.settled:
+                        earlier.settle()
+        step = Step(kind, execution.steps, time.perf_counter())
+        try:
+            yield step
+        except BaseException as error:
+            step.error = type(error).__name__
+            step.failed_on = execution.failed_on or getattr(error, "device", None)
+            raise
+        finally:
+            step.ended = time.perf_counter()
+            self.steps.append(step)
+
+    def settle(self) -> None:
+        """Read the times of all steps, and let their outcomes go. Waits for GPUs."""
+        for step in list(self.steps):
+            step.settle()
