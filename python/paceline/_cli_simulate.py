@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from paceline import _cli_simulate_pipeline
 from paceline._words import plural
 
 if TYPE_CHECKING:
@@ -67,11 +68,29 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--fixed-ms", type=float, default=4.0, metavar="MS", help="fixed time of a step at speed 1 (4)")
     parser.add_argument("--per-item-ms", type=float, default=0.1, metavar="MS", help="time per item at speed 1 (0.1)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument(
+        "--pipeline",
+        action="store_true",
+        help="cut a model into stages instead: the plan, plain 1F1B and GPipe beside it, and, with --slow or --noise, how "
+        "the balancer moves blocks while steps go by",
+    )
+    pipeline = _cli_simulate_pipeline.add_arguments(parser)
+    pipeline.add_argument(
+        "--slow",
+        dest="throttle",
+        type=throttle,
+        action="append",
+        default=[],
+        metavar="DEVICE:FACTOR@FROM-TO",
+        help=f"{throttled}; repeatable, and the same as --throttle",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate all policies and print. Returns the exit status; bad arguments exit with 2."""
+    if args.pipeline:
+        return _cli_simulate_pipeline.run(args)
     if args.suite:
         return _run_suite(args)
     from paceline.sim import simulate

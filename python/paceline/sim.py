@@ -1,5 +1,23 @@
 """Simulated devices with a virtual clock and the library's own balancer: try settings without the hardware."""
 
-from paceline._core.sim import Event, Scenario, ScenarioResult, SimulationResult, run_suite, scenarios, simulate
+from paceline._core.sim import (
+    Event,
+    Scenario,
+    ScenarioResult,
+    SimulationResult,
+    run_suite,
+    scenarios,
+    simulate,
+    simulate_pipeline,
+)
 
-__all__ = ["Event", "Scenario", "ScenarioResult", "SimulationResult", "run_suite", "scenarios", "simulate"]
+__all__ = [
+    "Event",
+    "Scenario",
+    "ScenarioResult",
+    "SimulationResult",
+    "run_suite",
+    "scenarios",
+    "simulate",
+    "simulate_pipeline",
+]

@@ -16,6 +16,8 @@ void bind_plan(pybind11::module_& module);
 void bind_plan_items(pybind11::module_& module);
 void bind_balance(pybind11::module_& module);
 void bind_sim(pybind11::module_& module);
+// Pipelines; called by bind_sim.
+void bind_sim_pipeline(pybind11::module_& module);
 void bind_runtime(pybind11::module_& module);
 // Finding devices; called by bind_runtime.
 void bind_device(pybind11::module_& module);

@@ -129,7 +129,13 @@ std::shared_ptr<LaneStep> run(const DeviceGroup& group, const std::shared_ptr<Py
 void bind_pipeline(py::module_& module) {
   py::class_<LaneThreads, std::shared_ptr<LaneThreads>>(module, "LaneThreads",
                                                         "Threads that carry micro-batches through a pipeline.")
-      .def(py::init<>())
+      .def(py::init([] {
+        // Without the GIL, which the threads need to end.
+        return std::shared_ptr<LaneThreads>(new LaneThreads(), [](LaneThreads* threads) {
+          const py::gil_scoped_release release;
+          delete threads;
+        });
+      }))
       .def_property_readonly("size", &LaneThreads::size, "How many threads there are.")
       .def("close", &LaneThreads::close, py::call_guard<py::gil_scoped_release>(), "End the threads.");
 

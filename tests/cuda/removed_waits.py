@@ -1,4 +1,4 @@
-"""Removes each wait of the engine's asynchronous step and of the collectives in turn, and says which test notices.
+"""Removes each wait of the engine's asynchronous steps and of the collectives in turn, and says which test notices.
 
     python tests/cuda/removed_waits.py BUILD [PART_OF_A_FILE_NAME]       ten minutes on two cores, an hour after many changes
     python tests/cuda/removed_waits.py BUILD --sample 5 [--seed 7]       some minutes: five waits, others with every seed
@@ -28,11 +28,16 @@ PROJECT = Path(__file__).resolve().parents[2]
 ROOMS = PROJECT / "cpp" / "src"
 OF_STEPS = ["data_parallel", "device_queues", "step_times"]
 OF_COLLECTIVES = ["communicator", "communicator_failures"]
+OF_PIPELINES = ["pipeline"]
 # Each source, and the tests that run it.
 SOURCES = {
     ROOMS / "engine" / "queues" / "device_queues.cpp": OF_STEPS,
     ROOMS / "engine" / "queues" / "step_times.cpp": OF_STEPS,
     ROOMS / "engine" / "data_parallel" / "async_memory.cpp": OF_STEPS,
+    ROOMS / "engine" / "pipeline" / "pipeline_core.cpp": OF_PIPELINES,
+    ROOMS / "engine" / "pipeline" / "pipeline_run.cpp": OF_PIPELINES,
+    ROOMS / "engine" / "pipeline" / "stage_devices.cpp": OF_PIPELINES,
+    ROOMS / "engine" / "pipeline" / "stage_memory.cpp": OF_PIPELINES,
     ROOMS / "comm" / "async_collectives.cpp": OF_COLLECTIVES,
     ROOMS / "comm" / "copy_link.cpp": OF_COLLECTIVES,
     ROOMS / "comm" / "memory_spaces.cpp": OF_COLLECTIVES,

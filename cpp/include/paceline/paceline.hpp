@@ -9,6 +9,9 @@
 #include <paceline/device_id.hpp>
 #include <paceline/engine/batch_plan.hpp>
 #include <paceline/engine/data_parallel.hpp>
+#include <paceline/engine/lanes.hpp>
+#include <paceline/engine/pipeline.hpp>
+#include <paceline/engine/pipeline_step.hpp>
 #include <paceline/engine/step.hpp>
 #include <paceline/engine/step_loop.hpp>
 #include <paceline/error.hpp>

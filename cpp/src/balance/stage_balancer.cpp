@@ -140,6 +140,7 @@ void StageBalancer::State::adopt(const plan::StagePlan& next, StageMove::Kind ki
     const std::string why = reason(kind);
     if (recent.size() == kRecentMoves) recent.erase(recent.begin());
     recent.push_back({.kind = kind,
+                      .number = changes++,
                       .step = step,
                       .from_cuts = cuts,
                       .to_cuts = next.cuts,
@@ -148,6 +149,7 @@ void StageBalancer::State::adopt(const plan::StagePlan& next, StageMove::Kind ki
                       .seconds_before = before,
                       .seconds_after = next.seconds,
                       .moved_bytes = bytes,
+                      .cost_seconds = price(bytes),
                       .reason = why});
     if (moves_stages) ++moves;
   }
@@ -352,6 +354,7 @@ void StageBalancer::retire(DeviceId device) {
     throw InvalidArgument(fmt::format("{} is the last device: it cannot be retired", name), name);
   }
   state.retired[device] = true;
+  state.better.reset();
   state.stages_invalid = state.cuts.empty() || std::ranges::find(state.order, device) != state.order.end();
   state.why_invalid = StageMove::Kind::devices;
   state.next_look = state.step;
@@ -361,6 +364,7 @@ void StageBalancer::restore(DeviceId device) {
   State& state = *state_;
   if (!retired(device)) return;
   state.retired[device] = false;
+  state.better.reset();
   state.caps[device] = state.given.devices[device].memory_bytes;
   state.next_look = state.step;
 }

@@ -56,7 +56,8 @@ struct StageBalancer::State {
   bool stages_invalid = true;  // devices or memory changed: plan anew
   StageMove::Kind why_invalid = StageMove::Kind::devices;
   std::int64_t step = 0;
-  std::int64_t moves = 0;
+  std::int64_t moves = 0;         // of cuts or devices
+  std::int64_t changes = 0;       // of anything
   double regret = 0.0;            // summed since the last move
   std::optional<Promise> better;  // other cuts, as far as is known
   std::int64_t next_look = 0;

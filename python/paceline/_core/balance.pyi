@@ -5,7 +5,100 @@ import typing
 
 import paceline._core.plan
 
-__all__: list[str] = ["Balancer", "LEDGER_VERSION", "StepPlan", "WhatIfAnswer"]
+__all__: list[str] = ["Balancer", "LEDGER_VERSION", "StageBalancer", "StepPlan", "WhatIfAnswer"]
+
+class StageBalancer:
+    """
+    The closed loop of a pipeline: times of stages in, plans out.
+    """
+    def __init__(
+        self,
+        blocks: collections.abc.Sequence[
+            tuple[
+                typing.SupportsFloat | typing.SupportsIndex,
+                typing.SupportsFloat | typing.SupportsIndex,
+                typing.SupportsFloat | typing.SupportsIndex,
+                typing.SupportsFloat | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+            ]
+        ],
+        devices: collections.abc.Sequence[
+            tuple[
+                str,
+                typing.SupportsFloat | typing.SupportsIndex,
+                typing.SupportsFloat | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex | None,
+                typing.SupportsInt | typing.SupportsIndex,
+            ]
+        ],
+        *,
+        link: tuple[typing.SupportsFloat | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex] = (
+            0.0,
+            0.0,
+        ),
+        tied_bytes: typing.SupportsInt | typing.SupportsIndex = 0,
+        micro_batches: typing.SupportsInt | typing.SupportsIndex | None = None,
+        cuts: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = [],
+        order: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = [],
+        schedule: str = "auto",
+        first_run_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    ) -> None: ...
+    def explain(self) -> str:
+        """
+        Which stage sets the pace, bubble, bytes, what would help.
+        """
+    def out_of_memory(self, stage: typing.SupportsInt | typing.SupportsIndex) -> bool:
+        """
+        After a stage ran out of memory: whether there is another plan.
+        """
+    def plan(self, batch_size: typing.SupportsInt | typing.SupportsIndex) -> dict[str, typing.Any]:
+        """
+        What the next step runs.
+        """
+    def record(
+        self,
+        stages: collections.abc.Sequence[
+            tuple[
+                collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+                collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+                bool,
+            ]
+        ],
+    ) -> None:
+        """
+        The times of the last plan: per stage (seconds of its forwards, of its backwards, whether to exclude them).
+        """
+    def restore(self, device: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        It may get one again.
+        """
+    def retire(self, device: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        The device gets no stage from the next plan on.
+        """
+    @property
+    def moves(self) -> int:
+        """
+        Changes of cuts or devices so far.
+        """
+    @property
+    def noise(self) -> list[float]:
+        """
+        Of each device: the relative standard deviation of an action's time.
+        """
+    @property
+    def recent_moves(self) -> list[typing.Any]:
+        """
+        The last 16 changes, oldest first.
+        """
+    @property
+    def speeds(self) -> list[float]:
+        """
+        Of each device, as measured, in the units of the problem.
+        """
 
 class WhatIfAnswer:
     """

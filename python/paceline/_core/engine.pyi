@@ -6,7 +6,20 @@ import typing
 import paceline._core.balance
 import paceline._core.runtime
 
-__all__: list[str] = ["BatchPlan", "DeviceQueues", "StepLoop", "StepOutcome", "collect_garbage_if_due"]
+__all__: list[str] = [
+    "BatchPlan",
+    "DeviceQueues",
+    "LaneThreads",
+    "Lanes",
+    "PipelineOutcome",
+    "StepLoop",
+    "StepOutcome",
+    "collect_garbage_if_due",
+    "forward_only",
+    "in_flight",
+    "pipeline_actions",
+    "run_pipeline",
+]
 
 class StepOutcome:
     """
@@ -135,6 +148,69 @@ class DeviceQueues:
     def transport(self) -> str:
         """
         How data gets from one GPU to another, with the reason; empty with one GPU.
+        """
+
+class LaneThreads:
+    """
+    Threads that carry micro-batches through a pipeline.
+    """
+    def __init__(self) -> None: ...
+    def close(self) -> None:
+        """
+        End the threads.
+        """
+    @property
+    def size(self) -> int:
+        """
+        How many threads there are.
+        """
+
+class Lanes:
+    """
+    The lanes of one step: body(lane, micro_batch) -> int carries a micro-batch; negative: failed.
+    """
+    def __init__(self, threads: LaneThreads, schedule: str, body: typing.Any) -> None: ...
+    def advance(self, micro_batch: typing.SupportsInt | typing.SupportsIndex) -> tuple[int, str, int] | None:
+        """
+        Give the turn back, and wait for that of the next action: (stage, 'F' or 'B', micro-batch). None: give up.
+        """
+    def cancel(self) -> None:
+        """
+        End the step that runs once every lane has left its action. Any thread.
+        """
+    def current(self, micro_batch: typing.SupportsInt | typing.SupportsIndex) -> tuple[int, str, int] | None:
+        """
+        The action whose turn the micro-batch has.
+        """
+    @property
+    def count(self) -> int:
+        """
+        How many lanes.
+        """
+
+class PipelineOutcome:
+    """
+    How one step of a pipeline ended.
+    """
+    @property
+    def failed(self) -> bool:
+        """
+        Whether an action failed.
+        """
+    @property
+    def failed_action(self) -> tuple[int, str, int] | None:
+        """
+        The action that failed first: (stage, 'F' or 'B', micro-batch), or None.
+        """
+    @property
+    def record(self) -> list[list[tuple[str, int, float, float]]]:
+        """
+        Per stage what ran, in order: ('F' or 'B', micro-batch, start seconds, finish seconds) each.
+        """
+    @property
+    def started(self) -> float:
+        """
+        When the workers got the step, in seconds of time.perf_counter().
         """
 
 class BatchPlan:
@@ -320,4 +396,33 @@ class StepLoop:
 def collect_garbage_if_due() -> None:
     """
     On a worker between two pieces of work: what Python's collector, which waits meanwhile, would have collected.
+    """
+
+def forward_only(
+    arg0: typing.SupportsInt | typing.SupportsIndex, arg1: typing.SupportsInt | typing.SupportsIndex
+) -> str: ...
+def in_flight(arg0: str, arg1: typing.SupportsInt | typing.SupportsIndex) -> int: ...
+def pipeline_actions(
+    schedule: str,
+    times: collections.abc.Sequence[
+        tuple[
+            typing.SupportsFloat | typing.SupportsIndex,
+            typing.SupportsFloat | typing.SupportsIndex,
+            typing.SupportsFloat | typing.SupportsIndex,
+            typing.SupportsFloat | typing.SupportsIndex,
+        ]
+    ],
+) -> list[list[tuple[str, int, float, float]]]:
+    """
+    When the actions of a schedule run, as PipelineOutcome.record. times: per stage (forward, backward, send forward, send backward) in seconds.
+    """
+
+def run_pipeline(
+    group: paceline._core.runtime.DeviceGroup,
+    lanes: Lanes,
+    schedule: str,
+    devices: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+) -> PipelineOutcome:
+    """
+    Run one step: the schedule as text (plan.to_text), with the device index of each stage.
     """

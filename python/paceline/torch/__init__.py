@@ -1,4 +1,4 @@
-"""PyTorch on all devices of one machine: `DataParallel`, or `Module` in place of `torch.nn.DataParallel`; for those who stay on DDP or FSDP, `BalancedBatchSampler`.
+"""PyTorch on all devices of one machine: `DataParallel`, `Pipeline` for modules larger than a device, or `Module` in place of `torch.nn.DataParallel`; for those who stay on DDP or FSDP, `BalancedBatchSampler`.
 
 Needs PyTorch, which this package does not install by itself: ``pip install "paceline[torch]"``.
 """
@@ -13,6 +13,7 @@ from paceline.torch._batch.sampler import BalancedBatchSampler
 from paceline.torch._check.agreement import ReplicaReport
 from paceline.torch._check.report import Cause, CheckReport, SplitResult
 from paceline.torch._devices.run_draws import UnseededDrawsWarning
+from paceline.torch._pipeline.pipeline import Pipeline
 from paceline.torch._save.background import PendingSave
 from paceline.torch._trainer.alarms import Alarm
 from paceline.torch._trainer.batch_size import BatchSizeSearch
@@ -32,6 +33,7 @@ __all__ = [
     "MicroBatch",
     "Module",
     "PendingSave",
+    "Pipeline",
     "ReplicaReport",
     "SplitResult",
     "UnseededDrawsWarning",

@@ -37,12 +37,14 @@ struct StageMove {
     devices,  ///< a device was retired or restored
   };
   Kind kind = Kind::cuts;
+  std::int64_t number = 0;  ///< of this change, from 0
   std::int64_t step = 0;
   std::vector<std::size_t> from_cuts, to_cuts;
   std::vector<std::size_t> from_order, to_order;
   double seconds_before = 0.0;   ///< of a step, as predicted
   double seconds_after = 0.0;    ///< of a step, as predicted
   std::int64_t moved_bytes = 0;  ///< that went to another memory space
+  double cost_seconds = 0.0;     ///< what that takes, by MoveCost
   std::string reason;            ///< what had changed before
 };
 

@@ -26,6 +26,10 @@ struct BlockCost {
   std::int64_t saved_bytes_per_item = 0;      ///< what autograd keeps of it from forward to backward
   std::int64_t boundary_bytes_per_item = 0;   ///< its input, which is sent if a stage begins with it
   std::int64_t workspace_bytes_per_item = 0;  ///< what it needs only while it runs
+  /// Of parameter_bytes: the parameters themselves and their gradients; the rest is the optimizer's state. Both 0: a
+  /// quarter each, as with Adam in single precision.
+  std::int64_t weight_bytes = 0;
+  std::int64_t gradient_bytes = 0;
 };
 
 /// One device, as far as a pipeline is concerned.

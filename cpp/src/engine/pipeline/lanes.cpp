@@ -12,6 +12,7 @@
 #include <exception>
 #include <mutex>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -20,57 +21,67 @@
 #include <paceline/runtime/blocking.hpp>
 #include <paceline/runtime/turn.hpp>
 
+#include "engine/pipeline/slots.hpp"
+
 namespace paceline {
 namespace {
 
 constexpr std::chrono::milliseconds kBetween{50};
 
-/// A lane is free again when its micro-batch has left the first stage for the last time.
-std::size_t lanes_of(const plan::Schedule& schedule) {
-  const auto count = static_cast<std::size_t>(schedule.micro_batches);
-  const auto in_flight = static_cast<std::size_t>(plan::in_flight(schedule, 0));
-  // Forwards only: one in each stage, and one that waits, keep all stages busy.
-  return in_flight > 0 ? in_flight : std::min(count, schedule.stages.size() + 1);
-}
-
 }  // namespace
 
 /// Shared with the threads, so that one that is stuck in user code can be left behind.
 struct LaneThreads::State {
+  struct Job {
+    std::function<void(std::size_t)> run;
+    std::size_t left = 0;  // lanes that have not left it
+  };
+
   std::mutex mutex;
-  std::condition_variable changed;  // for the threads
-  std::condition_variable ended;    // for who waits for a job
-  std::function<void(std::size_t)> job;
-  std::size_t wanted = 0;  // threads that the job needs
-  std::size_t active = 0;  // threads that have not left the job
-  std::uint64_t jobs = 0;
-  bool stop = false;
+  std::condition_variable changed;                     // for the threads
+  std::condition_variable ended;                       // for who waits for a job
+  std::vector<std::deque<std::shared_ptr<Job>>> jobs;  // of each thread, in order
   std::vector<std::thread> threads;
+  std::size_t busy = 0;  // threads that have not let go of a job
+  bool stop = false;
   pid_t owner = getpid();
 
   static void work(const std::shared_ptr<State>& state, std::size_t lane) {
     pthread_setname_np(pthread_self(), ("pl lane " + std::to_string(lane)).substr(0, 15).c_str());
-    std::uint64_t seen = 0;
     std::unique_lock lock(state->mutex);
     for (;;) {
-      state->changed.wait(lock, [&] { return state->stop || (state->jobs != seen && lane < state->wanted); });
+      state->changed.wait(lock, [&] { return state->stop || !state->jobs[lane].empty(); });
       if (state->stop) return;
-      seen = state->jobs;
-      const auto job = state->job;
+      std::shared_ptr<Job> job = std::move(state->jobs[lane].front());
+      state->jobs[lane].pop_front();
+      ++state->busy;
       lock.unlock();
-      job(lane);
+      job->run(lane);
       lock.lock();
-      if (--state->active == 0) state->ended.notify_all();
+      if (--job->left == 0) state->ended.notify_all();
+      lock.unlock();
+      job.reset();  // it may destroy what belongs to the user, even the LaneThreads
+      lock.lock();
+      --state->busy;
     }
   }
 
-  void start(const std::shared_ptr<State>& self, std::size_t count, std::function<void(std::size_t)> next) {
+  std::shared_ptr<Job> start(const std::shared_ptr<State>& self, std::size_t count,
+                             std::function<void(std::size_t)> run) {
     const std::lock_guard lock(mutex);
-    job = std::move(next);
-    wanted = active = count;
-    ++jobs;
-    while (threads.size() < count) threads.emplace_back(work, self, threads.size());
+    if (stop) throw Unavailable("pipeline: the threads of its lanes were closed. Make new ones.");
+    if (jobs.size() < count) jobs.resize(count);
+    try {
+      while (threads.size() < count) threads.emplace_back(work, self, threads.size());
+    } catch (const std::system_error& error) {
+      throw Unavailable("pipeline: no thread could be started for a micro-batch in flight (" +
+                        std::string(error.what()) + "). Raise the limit on threads (ulimit -u, or pids.max of the " +
+                        "cgroup), or let fewer micro-batches be in flight.");
+    }
+    auto job = std::make_shared<Job>(Job{std::move(run), count});
+    for (std::size_t lane = 0; lane < count; ++lane) jobs[lane].push_back(job);
     changed.notify_all();
+    return job;
   }
 };
 
@@ -89,12 +100,14 @@ void LaneThreads::close() noexcept {
     return;
   }
   std::vector<std::thread> threads;
+  std::vector<std::deque<std::shared_ptr<State::Job>>> jobs;  // destroyed without the lock
   bool idle = true;
   {
     const std::lock_guard lock(state_->mutex);
     state_->stop = true;
     threads.swap(state_->threads);
-    idle = state_->active == 0;
+    state_->jobs.swap(jobs);
+    idle = state_->busy == 0;
     state_->changed.notify_all();
   }
   for (std::thread& thread : threads) {
@@ -117,10 +130,18 @@ struct Lanes::State {
   };
 
   std::shared_ptr<LaneThreads::State> threads;
+  std::weak_ptr<LaneThreads::State::Job> job;  // the job owns this state
   Body body;
-  std::size_t lanes = 1;
+  std::vector<std::vector<std::size_t>> lanes;  // the micro-batches of each lane, in order
   std::deque<MicroBatch> micro_batches;
   std::atomic<bool> started{false};
+
+  MicroBatch& at(std::int64_t micro_batch) {
+    const auto m = static_cast<std::size_t>(micro_batch);
+    if (m < micro_batches.size()) return micro_batches[m];
+    throw InvalidArgument("lanes: there is no micro-batch " + std::to_string(micro_batch) + " among " +
+                          std::to_string(micro_batches.size()) + ".");
+  }
 
   bool borrow(MicroBatch& one) {
     if (one.left == 0) return false;
@@ -135,7 +156,7 @@ struct Lanes::State {
   }
 
   void work(std::size_t lane) {
-    for (std::size_t m = lane; m < micro_batches.size(); m += lanes) {
+    for (const std::size_t m : lanes[lane]) {
       MicroBatch& one = micro_batches[m];
       if (!borrow(one)) return;
       try {
@@ -154,40 +175,63 @@ struct Lanes::State {
 };
 
 Lanes::Lanes(LaneThreads& threads, const plan::Schedule& schedule, Body body) : state_(std::make_shared<State>()) {
+  plan::check(schedule);
   state_->threads = threads.state_;
   state_->body = std::move(body);
-  state_->lanes = lanes_of(schedule);
   state_->micro_batches.resize(static_cast<std::size_t>(schedule.micro_batches));
+  bool forward_only = true;
   for (const auto& actions : schedule.stages) {
-    for (const plan::Action& action : actions)
-      ++state_->micro_batches[static_cast<std::size_t>(action.micro_batch)].left;
+    for (const plan::Action& action : actions) {
+      if (action.kind == plan::Action::Kind::weight_gradient) {
+        throw InvalidArgument("lanes: the schedule has weight gradients, which no lane runs beside its backward.");
+      }
+      forward_only = forward_only && action.kind == plan::Action::Kind::forward;
+      ++state_->at(action.micro_batch).left;
+    }
+  }
+  const internal::Slots slots = internal::slots_of(schedule, 0);
+  // Forwards only: one micro-batch in each stage, and one that waits, keep all stages busy.
+  const std::size_t most = schedule.stages.size() + 1;
+  state_->lanes.resize(forward_only ? std::min(state_->micro_batches.size(), most) : slots.count);
+  std::size_t next = 0;
+  for (const plan::Action& action : schedule.stages.front()) {
+    if (action.kind != plan::Action::Kind::forward) continue;
+    const auto m = static_cast<std::size_t>(action.micro_batch);
+    state_->lanes[forward_only ? next++ % state_->lanes.size() : slots.of[m]].push_back(m);
   }
 }
 
-Lanes::~Lanes() { give_up(); }
+Lanes::~Lanes() {
+  if (state_->threads->owner != getpid()) {  // a forked child: its copies of locks may be taken by nobody
+    new std::shared_ptr<State>(state_);
+    return;
+  }
+  give_up();
+}
 
-std::size_t Lanes::lanes() const noexcept { return state_->lanes; }
+std::size_t Lanes::lanes() const noexcept { return state_->lanes.size(); }
 
 std::optional<StageAction> Lanes::advance(std::int64_t micro_batch) {
-  State::MicroBatch& one = state_->micro_batches[static_cast<std::size_t>(micro_batch)];
+  State::MicroBatch& one = state_->at(micro_batch);
   State::give_back(one);
   if (!state_->borrow(one)) return std::nullopt;
   return one.current;
 }
 
 std::optional<StageAction> Lanes::current(std::int64_t micro_batch) const {
-  const State::MicroBatch& one = state_->micro_batches[static_cast<std::size_t>(micro_batch)];
+  const State::MicroBatch& one = state_->at(micro_batch);
   return one.holds ? one.current : std::nullopt;
 }
 
 bool Lanes::wait(const DeviceGroup::Between& between) {
-  if (!state_->started.load()) return true;
+  const std::shared_ptr<LaneThreads::State::Job> job = state_->job.lock();
+  if (job == nullptr) return true;  // not begun, or all lanes have let go of it
   LaneThreads::State& threads = *state_->threads;
   for (;;) {
     {
       const BlockingRegion region;
       std::unique_lock lock(threads.mutex);
-      if (threads.ended.wait_for(lock, kBetween, [&] { return threads.active == 0; })) return true;
+      if (threads.ended.wait_for(lock, kBetween, [&] { return job->left == 0; })) return true;
     }
     if (between && !between()) return false;
   }
@@ -195,9 +239,15 @@ bool Lanes::wait(const DeviceGroup::Between& between) {
 
 void Lanes::run(const StageAction& action, Turn& turn) {
   if (!state_->started.exchange(true)) {
-    state_->threads->start(state_->threads, state_->lanes, [state = state_](std::size_t lane) { state->work(lane); });
+    state_->job = state_->threads->start(state_->threads, state_->lanes.size(),
+                                         [state = state_](std::size_t lane) { state->work(lane); });
   }
-  State::MicroBatch& one = state_->micro_batches[static_cast<std::size_t>(action.micro_batch)];
+  State::MicroBatch& one = state_->at(action.micro_batch);
+  if (one.left == 0) {
+    throw InvalidArgument(
+        "lanes: micro-batch " + std::to_string(action.micro_batch) +
+        " has run all of its actions. Lanes are for one step, of the schedule that they were made with.");
+  }
   one.current = action;
   if (!turn.lend(one.loan)) throw Cancelled("pipeline: the step was given up.");
   if (one.error) std::rethrow_exception(one.error);

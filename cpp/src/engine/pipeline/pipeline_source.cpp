@@ -105,8 +105,10 @@ void PipelineSource::fail(std::exception_ptr error, const StageAction& at) noexc
     const std::lock_guard lock(failure_mutex_);
     if (decided_ || failure_) return;
     failure_ = PipelineFailure{std::move(error), at};
+    // Under the lock: a worker whose own failure comes second must not find the step still open, and run its action
+    // again.
+    over_.store(true, std::memory_order_release);
   }
-  over_.store(true, std::memory_order_release);
   program_->give_up();
   wake_all();
 }

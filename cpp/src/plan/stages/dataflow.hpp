@@ -51,7 +51,8 @@ double replay(const std::vector<FlowAction>& flow, std::size_t stages, const Sec
     if (action.input != FlowAction::kNone && arrival[action.input] > start) start = arrival[action.input];
     const double finish = start + seconds(action);
     free[action.stage] = finish;
-    arrival[action.output] = finish + send(action);
+    // The last stage's outputs stay there.
+    arrival[action.output] = action.forward && action.stage + 1 == stages ? finish : finish + send(action);
     if (finish > last) last = finish;
     done(action, ActionSpan{start, finish});
   }

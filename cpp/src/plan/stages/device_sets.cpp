@@ -3,19 +3,10 @@
 
 #include <algorithm>
 #include <iterator>
-#include <tuple>
+#include <utility>
 
 namespace paceline::plan {
 namespace {
-
-/// What makes devices exchangeable. Devices that are alone in their memory space are alike in this respect.
-auto class_of(const StageCosts& costs, std::size_t device) {
-  const std::vector<StageDevice>& devices = costs.problem().devices;
-  const StageDevice& one = devices[device];
-  const auto together = std::ranges::count(devices, one.memory_space, &StageDevice::memory_space);
-  const std::size_t space = together == 1 ? 0 : one.memory_space + 1;
-  return std::tuple(one.speed, one.memory_bytes, one.noise, together > 1, space);
-}
 
 std::size_t set_count(const std::vector<std::vector<std::size_t>>& classes) {
   std::size_t count = 1;
@@ -32,13 +23,13 @@ DeviceSets::DeviceSets(const StageCosts& costs, const std::vector<std::size_t>& 
   if (order.empty()) {
     std::vector<std::size_t> devices(costs.devices());
     for (std::size_t i = 0; i < devices.size(); ++i) devices[i] = i;
-    std::ranges::stable_sort(devices, {}, [&](std::size_t i) { return class_of(costs, i); });
+    const auto speed = [&](std::size_t device) { return costs.problem().devices[device].speed; };
+    std::ranges::stable_sort(devices, {}, [&](std::size_t i) { return std::pair(speed(i), costs.device_class(i)); });
     for (const std::size_t device : devices) {
-      if (members_.empty() || class_of(costs, members_.back().back()) != class_of(costs, device))
+      if (members_.empty() || costs.device_class(members_.back().back()) != costs.device_class(device))
         members_.emplace_back();
       members_.back().push_back(device);
     }
-    const auto speed = [&](std::size_t device) { return costs.problem().devices[device].speed; };
     while (set_count(members_) > most && members_.size() > 1) {
       std::size_t closest = 1;
       const auto ratio = [&](std::size_t i) { return speed(members_[i].back()) / speed(members_[i - 1].front()); };

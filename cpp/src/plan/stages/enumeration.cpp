@@ -9,7 +9,7 @@ namespace paceline::plan {
 namespace {
 
 // Most of what is counted falls to the bound, so this many take a few milliseconds.
-constexpr double kMostPlans = 50'000;
+constexpr double kMostPlans = 200'000;
 
 double choose(double n, double k) {
   double ways = 1.0;
@@ -46,7 +46,7 @@ class Enumeration {
     const StageOptions& options = search_.options;
     const std::size_t blocks = search_.costs.blocks();
     if (from == blocks) {
-      if (options.order.empty() || options.order.size() == stage) search_.offer(partition_, micro_batches_, true);
+      if (options.order.empty() || options.order.size() == stage) search_.offer_all(partition_, micro_batches_);
       return;
     }
     for (std::size_t device = 0; device < used_.size(); ++device) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "plan/stages/stage_clock.hpp"
@@ -13,7 +14,7 @@ struct Candidate {
   Partition partition;
   std::int64_t micro_batches = 1;
   std::vector<std::int64_t> depths;
-  double seconds = 0.0;
+  double seconds = std::numeric_limits<double>::infinity();
   std::int64_t moved_bytes = 0;
 };
 

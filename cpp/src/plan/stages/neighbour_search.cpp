@@ -9,9 +9,11 @@ namespace paceline::plan {
 namespace {
 
 // Actions that the recurrence goes through in all: a few milliseconds for few devices, half a second for many.
-constexpr std::int64_t kFewActions = 2'000'000;
+constexpr std::int64_t kFewActions = 5'000'000;
 constexpr std::int64_t kManyActions = 60'000'000;
 constexpr std::size_t kFewDevices = 8;
+// A neighbour whose time with the depths at hand is this close to the best may become the best with its own depths.
+constexpr double kPromising = 1.005;
 
 class Neighbours {
  public:
@@ -19,24 +21,25 @@ class Neighbours {
     most_actions_ = search.clock.actions() + (search.costs.devices() <= kFewDevices ? kFewActions : kManyActions);
   }
 
-  /// Goes from plan to better plan until no neighbour is better.
-  void improve(Partition partition, std::int64_t m) {
-    if (!search_.offer(partition, m, false)) return;
-    for (;;) {
-      const double before = search_.finalists.best_seconds();
-      around(partition, m);
-      const Candidate& best = *search_.finalists.best();
-      if (!(best.seconds < before * (1.0 - kTie)) || spent()) return;
-      partition = best.partition;
-      m = best.micro_batches;
-    }
+  /// Goes from a plan to better ones until no neighbour is better. `most_actions`: when to give up.
+  void improve(const Candidate& start, std::int64_t most_actions) {
+    most_actions_ = search_.clock.actions() + most_actions;
+    next_ = start;
+    do {
+      now_ = next_;
+      around(now_.partition, now_.micro_batches);
+    } while (better() && !spent());
   }
 
  private:
   [[nodiscard]] bool spent() const { return search_.clock.actions() > most_actions_; }
+  [[nodiscard]] bool better() const { return next_.seconds < now_.seconds * (1.0 - kTie); }
 
+  /// Nothing more is offered once something better is found: its own neighbours come next.
   void offer(const Partition& partition, std::int64_t m) {
-    if (!spent()) search_.offer(partition, m, false);
+    if (spent() || better()) return;
+    Depths depths = search_.offer(partition, m, now_.seconds * kPromising, now_.depths);
+    if (depths.seconds < next_.seconds) next_ = {partition, m, std::move(depths.depths), depths.seconds, 0};
   }
 
   void around(const Partition& partition, std::int64_t m) {
@@ -57,7 +60,8 @@ class Neighbours {
           for (std::size_t i = first; i <= last; ++i)
             other.cuts[i] = static_cast<std::size_t>(static_cast<std::ptrdiff_t>(other.cuts[i]) + change);
           const std::size_t end = last + 1 < stages ? other.cuts[last + 1] : search_.costs.blocks();
-          const bool room = static_cast<std::ptrdiff_t>(partition.cuts[first]) + change > static_cast<std::ptrdiff_t>(partition.cuts[first - 1]);
+          const bool room = static_cast<std::ptrdiff_t>(partition.cuts[first]) + change >
+                            static_cast<std::ptrdiff_t>(partition.cuts[first - 1]);
           if (room && other.cuts[last] < end) offer(other, m);
         }
       }
@@ -71,11 +75,17 @@ class Neighbours {
     return devices;
   }
 
+  /// Whether it makes no difference which of two devices is used.
+  [[nodiscard]] bool alike(std::size_t a, std::size_t b) const {
+    return search_.options.previous_cuts.empty() && search_.costs.device_class(a) == search_.costs.device_class(b);
+  }
+
   /// Swaps two devices, with and without their numbers of blocks; replaces one by one that is not used.
   void other_devices(const Partition& partition, std::int64_t m) {
     const std::size_t stages = partition.stages();
     for (std::size_t i = 0; i < stages; ++i) {
       for (std::size_t j = i + 1; j < stages; ++j) {
+        if (alike(partition.order[i], partition.order[j])) continue;
         Partition other = partition;
         std::swap(other.order[i], other.order[j]);
         offer(other, m);
@@ -87,6 +97,7 @@ class Neighbours {
         offer(other, m);
       }
       for (const std::size_t device : unused(partition)) {
+        if (alike(device, partition.order[i])) continue;
         Partition other = partition;
         other.order[i] = device;
         offer(other, m);
@@ -130,16 +141,16 @@ class Neighbours {
 
   const StageSearch& search_;
   std::int64_t most_actions_ = 0;
+  Candidate now_;
+  Candidate next_;  // the best neighbour so far
 };
 
 }  // namespace
 
-void try_neighbours(const StageSearch& search) {
+void try_neighbours(const StageSearch& search, const std::vector<Candidate>& starts) {
+  const std::int64_t actions = search.costs.devices() <= kFewDevices ? kFewActions : kManyActions;
   Neighbours neighbours(search);
-  if (const Candidate* best = search.finalists.best()) {
-    const Candidate start = *best;
-    neighbours.improve(start.partition, start.micro_batches);
-  }
+  for (const Candidate& start : starts) neighbours.improve(start, actions / static_cast<std::int64_t>(starts.size()));
 }
 
 }  // namespace paceline::plan

@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <map>
+#include <utility>
 #include <vector>
 
 #include "plan/stages/stage_search.hpp"
@@ -13,8 +15,15 @@ namespace {
 // Sets of devices: all of 8 unlike devices have 256. More sets than this take too long for plans in a second.
 constexpr std::size_t kMostSets = 2048;
 // The search for the least bound stops at this part of it. The steps from cut to cut that follow are finer.
-constexpr double kPrecision = 0.004;
-constexpr std::int64_t kAllUpTo = 64;
+constexpr double kPrecision = 0.008;
+// Beyond so many devices, only some numbers of stages are tried where memory binds.
+constexpr std::size_t kFewDevices = 8;
+// The recurrence comes this close to the bound or closer with most partitions; a number of micro-batches whose least
+// bound is higher by more than this does not win. Where memory keeps few in flight, the recurrence stays further away.
+constexpr double kSlack = 1.02;
+constexpr double kTightSlack = 1.1;
+// So many plans are improved step by step.
+constexpr std::size_t kStarts = 4;
 constexpr double kGrid = 1.2;
 constexpr std::int64_t kMostMicroBatches = 1024;
 
@@ -32,76 +41,96 @@ class SetSearch {
            costs.problem().devices[0].speed / speeds_;
   }
 
-  /// Lowers the bound of partitions that obey the rule for depths, beginning below the best plan so far.
-  void lower(std::int64_t m, const DepthRule& depth) {
+  /// Lowers the bound of partitions that obey the rule for depths, beginning below what can win. Returns the least
+  /// bound that was met, or infinity.
+  double lower(std::int64_t m, const DepthRule& depth) {
+    const double infinity = std::numeric_limits<double>::infinity();
+    double& least_bound =
+        least_bounds_.try_emplace({depth.most == m ? 0 : depth.most, depth.stages}, infinity).first->second;
+    const double limit =
+        std::min(search_.finalists.best_seconds(), least_bound * (depth.stages == 0 ? kSlack : kTightSlack));
     double low = ideal(m);
-    double high = std::min(search_.finalists.best_seconds(), most_seconds(m));
-    PartitionGoal goal{BatchSizes(search_.costs.problem().batch_size, m), depth, high * (1.0 - kPrecision), 0};
-    if (std::isinf(search_.finalists.best_seconds())) goal.seconds = std::numeric_limits<double>::infinity();
-    while (goal.seconds > low) {
+    double high = infinity;
+    PartitionGoal goal{BatchSizes(search_.costs.problem().batch_size, m), depth, limit, 0};
+    while (low * (1.0 + kPrecision) < std::min(high, limit)) {
       const std::optional<Partition> found = program_.find(goal);
       if (found) {
-        search_.offer(*found, m, false);
-        high = std::min(goal.seconds, stage_bound(search_.costs, *found, goal.sizes));
+        high = stage_bound(search_.costs, *found, goal.sizes);
+        Depths depths = search_.offer(*found, m, search_.finalists.best_seconds());
+        Candidate& best = best_[m];
+        if (depths.seconds < best.seconds) best = {*found, m, std::move(depths.depths), depths.seconds, 0};
+        least_bound = std::min(least_bound, high);
       } else {
+        if (std::isinf(high)) return high;
         low = goal.seconds;
-        if (std::isinf(low)) return;
       }
-      if (high <= low * (1.0 + kPrecision)) return;
       goal.seconds = low + (high - low) / 2.0;
     }
+    return high;
+  }
+
+  /// The best plans of the best sizes: to another size is a long way by single steps.
+  [[nodiscard]] std::vector<Candidate> best() const {
+    std::vector<Candidate> plans;
+    for (const auto& [m, plan] : best_)
+      if (!std::isinf(plan.seconds)) plans.push_back(plan);
+    std::ranges::stable_sort(plans, {}, &Candidate::seconds);
+    if (plans.size() > kStarts) plans.resize(kStarts);
+    return plans;
   }
 
  private:
-  /// All work on the slowest device.
-  [[nodiscard]] double most_seconds(std::int64_t m) const {
-    double slowest = std::numeric_limits<double>::infinity();
-    for (const StageDevice& device : search_.costs.problem().devices) slowest = std::min(slowest, device.speed);
-    return ideal(m) * speeds_ / slowest * 2.0;
-  }
-
   const StageSearch& search_;
   SubsetProgram program_;
   double speeds_ = 0.0;
+  std::map<std::pair<std::int64_t, std::size_t>, double> least_bounds_;  // of each rule for depths
+  std::map<std::int64_t, Candidate> best_;                               // by the largest size of a micro-batch
 };
 
 }  // namespace
 
-std::vector<std::int64_t> micro_batch_grid(std::int64_t batch_size) {
-  std::vector<std::int64_t> grid;
-  if (batch_size <= kAllUpTo) {
-    for (std::int64_t m = 1; m <= batch_size; ++m) grid.push_back(m);
-    return grid;
+std::vector<std::int64_t> micro_batch_grid(std::int64_t batch_size, std::int64_t all_up_to) {
+  const std::int64_t most = std::min(batch_size, kMostMicroBatches);
+  std::vector<std::int64_t> grid{most};
+  for (std::int64_t m = 1; m < most;) {
+    const std::int64_t size = (batch_size - 1) / m + 1;
+    grid.push_back(m);
+    grid.push_back((batch_size - 1) / size + 1);
+    m = m < all_up_to ? m + 1 : std::max(m + 1, static_cast<std::int64_t>(static_cast<double>(m) * kGrid));
   }
-  for (double size = static_cast<double>(batch_size);; size = std::min(size - 1.0, size / kGrid)) {
-    const auto largest = static_cast<std::int64_t>(std::max(size, 1.0));
-    const std::int64_t m = (batch_size - 1) / largest + 1;
-    if (m > kMostMicroBatches) break;
-    if (grid.empty() || m > grid.back()) grid.push_back(m);
-    if (largest == 1) break;
-  }
+  std::ranges::sort(grid);
+  grid.erase(std::unique(grid.begin(), grid.end()), grid.end());
   return grid;
 }
 
-void try_sets(const StageSearch& search, const std::vector<std::int64_t>& micro_batches) {
-  const DeviceSets sets(search.costs, search.options.order, kMostSets);
+std::vector<Candidate> try_sets(const StageSearch& search) {
+  const StageOptions& options = search.options;
+  const DeviceSets sets(search.costs, options.order, kMostSets);
   SetSearch program(search, sets);
-  // Likely numbers first: what comes later is then cut short by what was found.
-  const double likely = 4.0 * static_cast<double>(std::min(search.costs.devices(), search.costs.blocks()));
-  std::vector<std::int64_t> in_order = micro_batches;
-  std::ranges::stable_sort(in_order, {}, [&](std::int64_t m) { return std::abs(std::log(static_cast<double>(m) / likely)); });
   const std::size_t most_stages = std::min(search.costs.devices(), search.costs.blocks());
-  for (const std::int64_t m : in_order) {
-    if (program.ideal(m) > search.finalists.best_seconds()) continue;
-    if (search.options.schedule == StageOptions::Kind::gpipe) {
+  std::vector<std::int64_t> micro_batches = options.micro_batches
+                                                ? std::vector{*options.micro_batches}
+                                                : micro_batch_grid(search.costs.problem().batch_size, 8);
+  // Likely numbers first: what comes later is then cut short by what was found.
+  const double likely = 4.0 * static_cast<double>(most_stages);
+  std::ranges::stable_sort(micro_batches, {},
+                           [&](std::int64_t m) { return std::abs(std::log(static_cast<double>(m) / likely)); });
+  bool binds = false;
+  for (const std::int64_t m : micro_batches) {
+    if (options.schedule == StageOptions::Kind::gpipe) {
       program.lower(m, {m, 0});
       continue;
     }
-    const std::int64_t most = search.options.most_in_flight == 0 ? m : std::min(m, search.options.most_in_flight);
-    program.lower(m, {most, 0});
-    program.lower(m, {1, 0});
-    for (std::size_t stages = 2; stages <= most_stages; ++stages) program.lower(m, {most, stages});
+    const std::int64_t most = options.most_in_flight == 0 ? m : std::min(m, options.most_in_flight);
+    const double deep = program.lower(m, {most, 0});
+    // Where memory does not bind, nothing better is found with less in flight.
+    binds = program.lower(m, {1, 0}) < deep * (1.0 - kPrecision) || binds;
+    if (!binds) continue;
+    const std::size_t step = most_stages <= kFewDevices ? 1 : most_stages / 4;
+    for (std::size_t stages = most_stages; stages > 1; stages -= std::min(step, stages))
+      program.lower(m, {most, stages});
   }
+  return program.best();
 }
 
 }  // namespace paceline::plan

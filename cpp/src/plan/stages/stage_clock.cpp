@@ -124,11 +124,10 @@ Depths best_depths(StageClock& clock) {
   return best;
 }
 
-Depths good_depths(StageClock& clock, double hopeless) {
+Depths good_depths(StageClock& clock, double promising, std::span<const std::int64_t> hint) {
   const std::vector<std::int64_t>& most = clock.most_depths();
   const std::size_t stages = most.size();
   Depths best;
-  if (clock.bound() > hopeless) return {std::vector<std::int64_t>(stages, 1), std::numeric_limits<double>::infinity()};
   const auto offer = [&](std::vector<std::int64_t> depths) {
     depths.back() = 1;
     for (std::size_t i = 0; i < stages; ++i) depths[i] = std::clamp(depths[i], std::int64_t{1}, most[i]);
@@ -145,10 +144,11 @@ Depths good_depths(StageClock& clock, double hopeless) {
   }
   const auto met = [&] { return best.seconds <= clock.bound() * (1.0 + kTie); };
   offer(plain);
+  if (!met() && hint.size() == stages) offer({hint.begin(), hint.end()});
   if (!met()) offer(hiding);
   if (!met()) offer(most);
   // A step up or down on one stage: neighbours follow where depths would rise.
-  for (bool improved = true; improved && stages > 1 && !met();) {
+  for (bool improved = best.seconds < promising; improved && stages > 1 && !met();) {
     const double before = best.seconds;
     for (std::size_t i = stages - 1; i-- > 0;) {
       for (const std::int64_t change : {1, -1, 2, -2, 4, -4}) {

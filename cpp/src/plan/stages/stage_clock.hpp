@@ -57,9 +57,9 @@ struct Depths {
 [[nodiscard]] Depths best_depths(StageClock& clock);
 /// So many depths would best_depths() try; INT64_MAX if there are more.
 [[nodiscard]] std::int64_t depth_count(const StageClock& clock);
-/// A few usual depths, the best of which is improved stage by stage, until it meets the bound or stays.
-/// Gives up as soon as it sees that the time will not come below `hopeless`.
-[[nodiscard]] Depths good_depths(StageClock& clock, double hopeless);
+/// The best of a few usual depths and `hint` (empty: none). If it is below `promising`, it is improved stage by stage
+/// until it meets the bound or stays.
+[[nodiscard]] Depths good_depths(StageClock& clock, double promising, std::span<const std::int64_t> hint);
 
 /// Equal but for rounding: sums of the same times in another order.
 inline constexpr double kTie = 1e-9;

@@ -61,11 +61,12 @@ void check_problem(const StageProblem& problem) {
                     problem.tied_bytes, least));
 }
 
-std::string name_of(const StageDevice& device, std::size_t index) {
-  return device.name.empty() ? fmt::format("device {}", index) : device.name;
-}
-
 }  // namespace
+
+std::string device_name(const StageProblem& problem, std::size_t device) {
+  const std::string& name = problem.devices[device].name;
+  return name.empty() ? fmt::format("device {}", device) : name;
+}
 
 std::int64_t saturating_add(std::int64_t a, std::int64_t b) {
   std::int64_t sum = 0;
@@ -86,15 +87,29 @@ BatchSizes::BatchSizes(std::int64_t batch_size, std::int64_t micro_batches)
 StageCosts::StageCosts(const StageProblem& problem) : problem_(problem) {
   check_problem(problem_);
   const std::size_t count = blocks();
-  for (auto* sums : {&forward_fixed_, &forward_item_, &backward_fixed_, &backward_item_}) sums->push_back(0.0);
+  const auto alike = [&](const StageDevice& a, const StageDevice& b) {
+    const auto together = [&](const StageDevice& device) {
+      return std::ranges::count(problem_.devices, device.memory_space, &StageDevice::memory_space) > 1;
+    };
+    return a.speed == b.speed && a.noise == b.noise && a.memory_bytes == b.memory_bytes &&
+           (a.memory_space == b.memory_space || (!together(a) && !together(b)));
+  };
+  for (const StageDevice& device : problem_.devices) {
+    const auto first =
+        std::ranges::find_if(problem_.devices, [&](const StageDevice& other) { return alike(other, device); });
+    classes_.push_back(static_cast<std::size_t>(first - problem_.devices.begin()));
+  }
+  for (auto* sums : {&forward_, &backward_, &both_}) sums->emplace_back();
   parameters_.push_back(0);
   saved_.push_back(0);
   workspace_.emplace_back();
   for (const BlockCost& block : problem_.blocks) {
-    forward_fixed_.push_back(forward_fixed_.back() + block.forward_fixed);
-    forward_item_.push_back(forward_item_.back() + block.forward_per_item);
-    backward_fixed_.push_back(backward_fixed_.back() + block.backward_fixed);
-    backward_item_.push_back(backward_item_.back() + block.backward_per_item);
+    forward_.push_back(
+        {forward_.back().fixed + block.forward_fixed, forward_.back().per_item + block.forward_per_item});
+    backward_.push_back(
+        {backward_.back().fixed + block.backward_fixed, backward_.back().per_item + block.backward_per_item});
+    both_.push_back(
+        {forward_.back().fixed + backward_.back().fixed, forward_.back().per_item + backward_.back().per_item});
     parameters_.push_back(saturating_add(parameters_.back(), block.parameter_bytes));
     saved_.push_back(saturating_add(saved_.back(), block.saved_bytes_per_item));
     workspace_[0].push_back(block.workspace_bytes_per_item);
@@ -108,16 +123,6 @@ StageCosts::StageCosts(const StageProblem& problem) : problem_(problem) {
     for (std::size_t i = 0; i + 2 * width <= count; ++i) whole.push_back(std::max(half[i], half[i + width]));
     workspace_.push_back(std::move(whole));
   }
-}
-
-double StageCosts::forward(std::size_t from, std::size_t to, std::size_t device, double items, double runs) const {
-  return ((forward_fixed_[to] - forward_fixed_[from]) * runs + (forward_item_[to] - forward_item_[from]) * items) /
-         problem_.devices[device].speed;
-}
-
-double StageCosts::backward(std::size_t from, std::size_t to, std::size_t device, double items, double runs) const {
-  return ((backward_fixed_[to] - backward_fixed_[from]) * runs + (backward_item_[to] - backward_item_[from]) * items) /
-         problem_.devices[device].speed;
 }
 
 double StageCosts::send(std::size_t block, std::size_t source, std::size_t target, std::int64_t items) const {
@@ -227,7 +232,7 @@ StagePlan stage_plan(const StageCosts& costs, const Partition& partition, const 
   for (std::size_t i = 0; i < partition.stages(); ++i) {
     const StageDevice& device = problem.devices[partition.order[i]];
     if (plan.bytes[i] <= device.memory_bytes) continue;
-    const std::string name = name_of(device, partition.order[i]);
+    const std::string name = device_name(problem, partition.order[i]);
     throw OutOfMemory(
         fmt::format("stage {} needs {} bytes on {}, which has {}: {} of up to {} are in flight there; keep fewer in "
                     "flight, make micro-batches smaller, checkpoint activations, or give the stage fewer blocks",

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 #include <paceline/plan/stages.hpp>
@@ -38,19 +39,24 @@ class StageCosts {
   [[nodiscard]] std::size_t blocks() const { return problem_.blocks.size(); }
   [[nodiscard]] std::size_t devices() const { return problem_.devices.size(); }
 
-  [[nodiscard]] double forward(std::size_t from, std::size_t to, std::size_t device, double items,
-                               double runs = 1) const;
-  [[nodiscard]] double backward(std::size_t from, std::size_t to, std::size_t device, double items,
-                                double runs = 1) const;
+  [[nodiscard]] double forward(std::size_t from, std::size_t to, std::size_t device, double items) const {
+    return seconds(forward_, from, to, device, items, 1.0);
+  }
+  [[nodiscard]] double backward(std::size_t from, std::size_t to, std::size_t device, double items) const {
+    return seconds(backward_, from, to, device, items, 1.0);
+  }
   /// What `runs` micro-batches with `items` in all take on a device, forward and backward.
   [[nodiscard]] double work(std::size_t from, std::size_t to, std::size_t device, double items, double runs) const {
-    return forward(from, to, device, items, runs) + backward(from, to, device, items, runs);
+    return seconds(both_, from, to, device, items, runs);
   }
   /// Seconds from one device to another for the input of a block.
   [[nodiscard]] double send(std::size_t block, std::size_t source, std::size_t target, std::int64_t items) const;
   [[nodiscard]] bool same_space(std::size_t a, std::size_t b) const {
     return problem_.devices[a].memory_space == problem_.devices[b].memory_space;
   }
+
+  /// Devices of one class are exchangeable: equal, and alone in their memory spaces or all in one.
+  [[nodiscard]] std::size_t device_class(std::size_t device) const { return classes_[device]; }
 
   /// Bytes of a stage that do not depend on how many micro-batches are in flight; INT64_MAX if they exceed it.
   [[nodiscard]] std::int64_t fixed_bytes(std::size_t from, std::size_t to, std::int64_t items) const;
@@ -63,9 +69,20 @@ class StageCosts {
   [[nodiscard]] std::int64_t moved_bytes(const Partition& partition, const Partition& previous) const;
 
  private:
+  struct Seconds {
+    double fixed = 0.0;
+    double per_item = 0.0;
+  };
+  [[nodiscard]] double seconds(const std::vector<Seconds>& sums, std::size_t from, std::size_t to, std::size_t device,
+                               double items, double runs) const {
+    return ((sums[to].fixed - sums[from].fixed) * runs + (sums[to].per_item - sums[from].per_item) * items) /
+           problem_.devices[device].speed;
+  }
+
   StageProblem problem_;
+  std::vector<std::size_t> classes_;  // the first device of the same class
   // Sums over the blocks before the index.
-  std::vector<double> forward_fixed_, forward_item_, backward_fixed_, backward_item_;
+  std::vector<Seconds> forward_, backward_, both_;
   std::vector<std::int64_t> parameters_, saved_;
   std::vector<std::vector<std::int64_t>> workspace_;  // [j][i]: the most of blocks i to i + 2^j
 };
@@ -81,6 +98,9 @@ class StageCosts {
 
 /// The plan of a partition with a schedule. @throws OutOfMemory if a stage does not fit its device
 [[nodiscard]] StagePlan stage_plan(const StageCosts& costs, const Partition& partition, const Schedule& schedule);
+
+/// For messages.
+[[nodiscard]] std::string device_name(const StageProblem& problem, std::size_t device);
 
 /// @throws InvalidArgument for cuts or devices that are not there
 void check_cuts(const StageCosts& costs, std::span<const std::size_t> cuts, const char* name);

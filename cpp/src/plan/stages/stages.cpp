@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include <paceline/error.hpp>
 
@@ -39,20 +40,50 @@ void check_options(const StageCosts& costs, const StageOptions& options) {
                                       options.previous_cuts.size(), options.previous_order.size()));
 }
 
+/// Plans that move little are near the present one.
+void try_previous(const StageSearch& search) {
+  const StageOptions& options = search.options;
+  const Partition previous{options.previous_cuts, options.previous_order};
+  const auto gone = [&](std::size_t device) {
+    return device >= search.costs.devices() || std::ranges::count(previous.order, device) > 1;
+  };
+  if (search.finalists.best() == nullptr || previous.cuts.empty() || !options.cuts.empty() || !options.order.empty() ||
+      std::ranges::any_of(previous.order, gone))
+    return;
+  const std::int64_t micro_batches = search.finalists.best()->micro_batches;
+  Depths depths = search.offer(previous, micro_batches, std::numeric_limits<double>::infinity());
+  if (!depths.depths.empty())
+    try_neighbours(search, {{previous, micro_batches, std::move(depths.depths), depths.seconds, 0}});
+}
+
 }  // namespace
 
-bool StageSearch::offer(const Partition& partition, std::int64_t micro_batches, bool all) const {
+bool StageSearch::set_clock(const Partition& partition, std::int64_t micro_batches) const {
   const BatchSizes sizes(costs.problem().batch_size, micro_batches);
-  const double limit = finalists.limit(partition.stages());
-  if (!clock.set(partition, sizes, options.most_in_flight) || clock.bound() > limit) return false;
+  return stage_bound(costs, partition, sizes) <= finalists.limit(partition.stages()) &&
+         clock.set(partition, sizes, options.most_in_flight);
+}
+
+void StageSearch::offer_all(const Partition& partition, std::int64_t micro_batches) const {
   if (options.schedule == StageOptions::Kind::gpipe) {
-    const std::vector<std::int64_t> depths(partition.stages(), micro_batches);
-    if (clock.most_depths().back() < micro_batches) return false;
-    finalists.offer(partition, micro_batches, {depths, clock.seconds(depths)});
-    return true;
+    (void)offer(partition, micro_batches, 1.0);
+  } else if (set_clock(partition, micro_batches)) {
+    finalists.offer(partition, micro_batches, best_depths(clock));
   }
-  finalists.offer(partition, micro_batches, all ? best_depths(clock) : good_depths(clock, limit));
-  return true;
+}
+
+Depths StageSearch::offer(const Partition& partition, std::int64_t micro_batches, double promising,
+                          std::span<const std::int64_t> hint) const {
+  Depths depths{{}, std::numeric_limits<double>::infinity()};
+  if (!set_clock(partition, micro_batches)) return depths;
+  if (options.schedule != StageOptions::Kind::gpipe) {
+    depths = good_depths(clock, promising, hint);
+  } else if (clock.most_depths().back() == micro_batches) {
+    depths.depths.assign(partition.stages(), micro_batches);
+    depths.seconds = clock.seconds(depths.depths);
+  }
+  if (!depths.depths.empty()) finalists.offer(partition, micro_batches, depths);
+  return depths;
 }
 
 StagePlan plan_stages(const StageProblem& problem, const StageOptions& options) {
@@ -61,16 +92,22 @@ StagePlan plan_stages(const StageProblem& problem, const StageOptions& options) 
   Finalists finalists(costs, options);
   StageClock clock(costs);
   const StageSearch search{costs, options, finalists, clock};
-  const std::vector<std::int64_t> micro_batches = options.micro_batches ? std::vector{*options.micro_batches}
-                                                                        : micro_batch_grid(problem.batch_size);
-  if (!try_all(search, micro_batches)) {
-    try_sets(search, micro_batches);
-    try_neighbours(search);
+  const std::vector<std::int64_t> micro_batches =
+      options.micro_batches ? std::vector{*options.micro_batches} : micro_batch_grid(problem.batch_size, 64);
+  const bool all = try_all(search, micro_batches);
+  if (!all) {
+    std::vector<Candidate> starts = try_sets(search);
+    if (starts.empty()) try_least_memory(search, micro_batches.back());
+    if (starts.empty() && finalists.best() != nullptr) starts.push_back(*finalists.best());
+    try_neighbours(search, starts);
+    try_previous(search);
   }
+  // The grid ends before the smallest micro-batches, which need the least memory.
+  if (finalists.best() == nullptr && !(all && micro_batches.back() == problem.batch_size))
+    try_least_memory(search, options.micro_batches.value_or(problem.batch_size));
   if (finalists.best() == nullptr) refuse_memory(costs, options);
   const Candidate winner = finalists.winner();
-  Schedule schedule = schedule_of_depths(winner.depths, winner.micro_batches);
-  StagePlan plan = stage_plan(costs, winner.partition, schedule);
+  StagePlan plan = stage_plan(costs, winner.partition, schedule_of_depths(winner.depths, winner.micro_batches));
   plan.moved_bytes = winner.moved_bytes;
   return plan;
 }

@@ -24,7 +24,7 @@ std::optional<Partition> SubsetProgram::find_from(const PartitionGoal& goal, boo
     const std::size_t stages = sets_.used(set);
     const Reach& last = reached_[set * width_ + width_ - 1];
     const bool complete = last.group != Reach::kNone && last.block == blocks;
-    const bool enough = goal.depth.stages != 0       ? stages == goal.depth.stages
+    const bool enough = goal.depth.stages != 0    ? stages == goal.depth.stages
                         : !options_.order.empty() ? stages == options_.order.size()
                                                   : true;
     if (complete && enough) return trace(set, exact);
@@ -75,8 +75,8 @@ void SubsetProgram::extend(const PartitionGoal& goal, bool exact, std::size_t fi
       return bytes <= memory;
     };
     const auto reaches = [&](std::size_t to) {
-      const double there = around + costs_.forward(from, to, device, first_size) +
-                           costs_.backward(from, to, device, last_size);
+      const double there =
+          around + costs_.forward(from, to, device, first_size) + costs_.backward(from, to, device, last_size);
       const std::size_t next = sets_.with(set, group);
       Reach& now = reached_[next * width_ + (exact ? to : 0)];
       if (now.group == Reach::kNone || to > now.block || (to == now.block && there < now.around))

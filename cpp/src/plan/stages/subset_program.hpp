@@ -22,9 +22,9 @@ struct PartitionGoal {
 };
 
 /// The dynamic program over sets of devices: for each set, the furthest block that stages on its devices reach; among
-/// equals, with the least time for a micro-batch to get there and back. For `exact`, all blocks that they reach with the
-/// least such time are kept, which shows whether anything fits where boundaries or ties make an early start the better
-/// one; it takes O(sets * classes * blocks^2).
+/// equals, with the least time for a micro-batch to get there and back. For `exact`, all blocks that they reach with
+/// the least such time are kept, which shows whether anything fits where boundaries or ties make an early start the
+/// better one; it takes O(sets * classes * blocks^2).
 ///
 /// Source: chains of tasks on unequal processors, Pinar, Tabak & Aykanat, JPDC 68, 2008; here with free order.
 class SubsetProgram {
@@ -54,8 +54,8 @@ class SubsetProgram {
   const StageCosts& costs_;
   const StageOptions& options_;
   const DeviceSets& sets_;
-  std::size_t width_ = 1;        // entries per set
-  std::vector<Reach> reached_;   // by set; for `exact`, by set and block
+  std::size_t width_ = 1;       // entries per set
+  std::vector<Reach> reached_;  // by set; for `exact`, by set and block
 };
 
 }  // namespace paceline::plan

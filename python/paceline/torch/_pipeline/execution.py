@@ -101,6 +101,9 @@ class PipelineExecution(Execution):
     def explain(self) -> str:
         return ""
 
+    def end(self) -> None:
+        self.threads.close()
+
 
 class _Passage:
     """How the micro-batches of one run pass through the stages."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 from paceline import Device, DeviceGroup, InvalidArgument
 from paceline.torch._batch.objective import Reduction
 from paceline.torch._devices.places import Places
-from paceline.torch._pipeline.blocks import Blocks, blocks_of
+from paceline.torch._pipeline.blocks import Block, Blocks, blocks_of
 from paceline.torch._pipeline.execution import PipelineExecution
 from paceline.torch._pipeline.loop import PipelineWork
 from paceline.torch._pipeline.planner import Planner
@@ -19,16 +20,83 @@ from paceline.torch._pipeline.reports import PipelineReports, PipelineTracing
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.workload import Workload
-from paceline.torch._trainer.arguments import Memory, check_devices, memory_limits, named_devices
+from paceline.torch._trainer.arguments import Memory, check_count, check_devices, is_whole, memory_limits, named_devices
 from paceline.torch._trainer.base import Trainer
 from paceline.torch._trainer.parts import carried_out_by
 from paceline.torch._trainer.works import Works
 
 Schedule = Literal["auto", "gpipe", "1f1b"]
+Init = Callable[[str, nn.Module], object]
 
 
 class Pipeline(Trainer):
-    """Trains a module that is cut into stages."""
+    """Trains `module` cut into stages on several devices of this machine, with exactly the gradient of one.
+
+    For a module that fits on no single device, or whose parameters take long to send. Where the module fits, `DataParallel` is usually
+    faster: stages wait for each other at the beginning and at the end of a step. `layout` measures which way is faster.
+
+    The module stays as it is, and `loss_fn` is written as for one device. Its *blocks*, such as the layers of a transformer, are divided among
+    the devices: a run of neighbouring blocks is a *stage*. `step` cuts the batch into micro-batches, and each stage works on another one.
+    The first three steps run one micro-batch after the other and measure the blocks and the devices. From then on the cuts, the order of the
+    devices, the number of micro-batches and how many of them are in flight are planned for the least time within the devices' memory, and
+    planned again when a device becomes faster or slower.
+
+    Parameters
+    ----------
+    module
+        The module to train. Its forward calls its blocks one after the other, each once. What lies between them, before and after may be any
+        code: masks, caches, tied weights and long skips are allowed. As with `DataParallel` the devices run a copy that shares the parameters.
+    devices
+        As for `DataParallel`. Devices that do not pay are left out. So far host devices only.
+    blocks
+        Where the module may be cut: the name of a list of modules in it (``"transformer.h"``), or a list of modules in the order of the forward.
+        None: the parts of one class in lists and sequences that have most of the parameters.
+    cuts
+        The first blocks of the stages, in place of planned cuts: ``[0, 6, 9]`` for three stages.
+    schedule
+        ``"gpipe"``: all forwards, then all backwards. ``"1f1b"``: one forward, one backward, after a warm-up that is planned. ``"auto"``: the
+        faster one that fits.
+    micro_batches
+        How many micro-batches a batch is cut into, in place of a planned number.
+    memory
+        How much memory each device has for its stage: bytes, or a fraction of its own, for all or by name. It holds the parameters of the
+        stage with their gradients and the optimizer's state, and what is saved of each micro-batch in flight.
+    reduction
+        As for `DataParallel`.
+    replicate
+        As for `DataParallel`.
+    init
+        ``init(name, part)`` fills a part of the module whose parameters are on the device ``"meta"``, after memory was allocated for it: a block,
+        or a module outside of the blocks. `name` is its name in the module. For modules that were made without memory.
+    group
+        Only ``"alone"``: stages are devices of one process.
+
+    Raises
+    ------
+    InvalidArgument
+        For arguments that cannot be used, and for modules that cannot be cut: without blocks, or compiled as a whole.
+
+    Notes
+    -----
+    *Exact* means: the gradient of a step is that of plain accumulation of the same micro-batches, in order, on one device, bit for bit
+    on host devices, wherever the cuts lie, whatever the order of the devices and the number of micro-batches in flight.
+    ``report()["micro_batches"]`` has their sizes. So batch normalisation, too, does what it does in plain accumulation (but for its running
+    statistics inside of activation checkpointing, which updates them again in the backward). If the step draws
+    random numbers, it draws those that ``Pipeline(devices=["host:0"])`` draws.
+
+    `step` refuses a forward that calls a block twice or out of order, and activation checkpointing over more than one stage (checkpoint each
+    block by itself, with ``use_reentrant=False``). Compile blocks (``block.compile()``), not the module.
+
+    If memory runs out, the step runs again with fewer micro-batches in flight, then with other cuts.
+
+    Examples
+    --------
+    >>> with Pipeline(model, devices="auto") as trainer:                         # doctest: +SKIP
+    ...     optimizer = trainer.optimizer(torch.optim.AdamW, lr=3e-4)
+    ...     for batch in loader:
+    ...         loss = trainer.step(lambda module, b: loss_fn(module(b[0]), b[1]), batch)
+    ...         optimizer.step(); optimizer.zero_grad()
+    """
 
     _kind_of_reports = PipelineReports
     _kind_of_tracing = PipelineTracing
@@ -46,14 +114,30 @@ class Pipeline(Trainer):
         memory: Memory | None = None,
         reduction: Reduction = "mean",
         replicate: Replicate | None = None,
+        init: Init | None = None,
+        group: Literal["alone"] = "alone",
     ) -> None:
         if not isinstance(module, nn.Module):
             raise InvalidArgument(f"Pipeline: module is a {type(module).__name__}; a torch.nn.Module is needed.")
         check_devices(devices)
+        if reduction not in ("mean", "sum"):
+            raise InvalidArgument(f"Pipeline: reduction is {reduction!r}; it must be 'mean' or 'sum'.")
+        if group != "alone":
+            raise InvalidArgument(
+                "Pipeline: group=, and stages are devices of one process: several processes would sum the gradients of parameters that lie on "
+                "different devices in each. Use DataParallel(group=) for several machines, or one process."
+            )
+        if schedule not in get_args(Schedule):
+            raise InvalidArgument(f"Pipeline: schedule is {schedule!r}; it must be 'auto', 'gpipe' or '1f1b'.")
+        if micro_batches is not None:
+            check_count("Pipeline", "micro_batches", micro_batches)
         found = blocks_of(module, blocks)
+        check_cuts(cuts, len(found))
+        materialise(module, found, init)
         local = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices(devices, module))
         owned = local is not devices
         try:
+            check_on_host(local)
             places = Places(local, module, 600.0, "auto")
             limits = memory_limits(memory, local)
             planner = Planner(
@@ -65,6 +149,7 @@ class Pipeline(Trainer):
                 schedule=schedule,
                 micro_batches=micro_batches,
             )
+            self._planner = planner
             works = PipelineWorks(local, places, planner)
             replicas = Replicas(module, _OneCopy(places), replicate)
             replicas.share()
@@ -77,6 +162,63 @@ class Pipeline(Trainer):
 
     report = carried_out_by("_reports", PipelineReports.report)
     plot_schedule = carried_out_by("_reports", PipelineReports.plot_schedule)
+
+    def optimizer(
+        self, cls: type[torch.optim.Optimizer], parameters: Iterable[Any] | None = None, /, **options: Any
+    ) -> torch.optim.Optimizer:
+        self._planner.optimized_by(cls, options)
+        return super().optimizer(cls, parameters, **options)
+
+    optimizer.__doc__ = Trainer.optimizer.__doc__
+
+
+def check_cuts(cuts: Sequence[int] | None, blocks: int) -> None:
+    """Raise if cuts are not the first blocks of stages."""
+    if cuts is None:
+        return
+    if (
+        not all(map(is_whole, cuts))
+        or not cuts
+        or cuts[0] != 0
+        or any(b <= a for a, b in pairwise(cuts))
+        or cuts[-1] >= blocks
+    ):
+        raise InvalidArgument(
+            f"Pipeline: cuts is {list(cuts)!r} for {blocks} blocks. Give the number of the first block of each stage, beginning with 0, each "
+            f"greater than the one before and less than {blocks}."
+        )
+
+
+def check_on_host(group: DeviceGroup) -> None:
+    """Raise if a device is a GPU."""
+    gpus = [device.name for device in group.devices if device.kind != "host"]
+    if gpus:
+        raise InvalidArgument(
+            f"Pipeline: {gpus[0]} is a GPU, and stages run on host devices only so far. Use DataParallel on GPUs, or devices=['host:0', 'host:1']."
+        )
+
+
+def materialise(module: nn.Module, blocks: Sequence[Block], init: Init | None) -> None:
+    """Give memory to a module that was made on the device "meta", part by part, and let `init` fill it."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    name = next((name for name, one in named if one.is_meta), None)
+    if name is None:
+        return
+    if init is None:
+        raise InvalidArgument(
+            f"Pipeline: {name} is on the device 'meta', so it has no values. Give init=, a function init(name, part) that fills a part of the "
+            "module once it has memory, for example from a file."
+        )
+    inside = {id(part): block for block in blocks for part in block.module.modules()}
+    parts = [(part_name, part) for part_name, part in module.named_modules() if id(part) not in inside]
+    with torch.no_grad():
+        for part_name, part in parts:
+            part.to_empty(device="cpu", recurse=False)
+            if any(True for _ in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
+                init(part_name, part)
+        for block in blocks:
+            block.module.to_empty(device="cpu")
+            init(block.name, block.module)
 
 
 class _OneCopy(Places):

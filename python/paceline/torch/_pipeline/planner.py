@@ -168,7 +168,7 @@ class Planner:
             (name, speed, 0.0, limit, space)
             for name, speed, limit, space in zip(self._names, self._speeds, self._limits, self._spaces, strict=True)
         ]
-        balancer = StageBalancer([tuple(block) for block in blocks], devices, **given)
+        balancer = StageBalancer(list(blocks), devices, **given)
         for device in self.retired:
             balancer.retire(device)
         return balancer

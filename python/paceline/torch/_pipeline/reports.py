@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from paceline import InvalidArgument
 from paceline._chrome_trace import ChromeTrace
@@ -52,8 +52,7 @@ class PipelineReports(Reports):
 
     @property
     def _loop(self) -> PipelineLoop:
-        loop: PipelineLoop = self._works.steps.step_loop
-        return loop
+        return cast(PipelineLoop, self._works.steps.step_loop)
 
     def _sizes(self) -> dict[str, list[int]]:
         ran = sorted(self._works.steps.seen.ever[0])

@@ -364,6 +364,9 @@ class Execution:
             for replica in self.replicas.list:
                 replica.clear_gradients()
 
+    def end(self) -> None:
+        """Called when the workers have ended, or are left behind."""
+
     def release(self) -> None:
         """Drop what was kept for the devices to read. Requires: the devices have ended."""
         self.committed = self._enqueued = None

@@ -72,6 +72,7 @@ class Lifetime:
             )
         self._cancel()
         self._finalizer()
+        self._execution.end()
         if self._execution.watchdog is not None:
             self._execution.watchdog.close()
         self._release_if_idle()

@@ -1,0 +1,342 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/pipeline/pipeline_core.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <exception>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include <paceline/error.hpp>
+
+#include "engine/data_parallel/objective_state.hpp"
+#include "engine/rethrow.hpp"
+#include "plural.hpp"
+
+namespace paceline::internal {
+namespace {
+
+using Kind = plan::Action::Kind;
+
+constexpr std::size_t kStepsAhead = 2;  // of the GPUs
+
+const PipelineOptions& checked(const DeviceGroup& group, const PipelineOptions& options) {
+  const auto fits = [&](std::size_t size, std::size_t wanted, const char* what, const char* of) {
+    if (size == 0 || size == wanted) return;
+    throw InvalidArgument(fmt::format("Pipeline: {} has {} for {}; give one each, or none.", what,
+                                      plural(size, "entry", "entries"), plural(wanted, of)));
+  };
+  if (options.blocks.empty())
+    throw InvalidArgument("Pipeline: there are no blocks. Give the sizes of the model's blocks.");
+  if (options.blocks.back().output_count != 0) {
+    throw InvalidArgument(
+        "Pipeline: the last block has an output, which no block would read. It computes the loss: set its output_count "
+        "to 0.");
+  }
+  if (options.batch_size < 1) {
+    throw InvalidArgument(
+        fmt::format("Pipeline: batch_size is {}; give the items of a usual step.", options.batch_size));
+  }
+  fits(options.costs.size(), options.blocks.size(), "costs", "block");
+  fits(options.speeds.size(), group.size(), "speeds", "device");
+  fits(options.memory_limits.size(), group.size(), "memory_limits", "device");
+  return options;
+}
+
+plan::StageProblem problem_of(const DeviceGroup& group, const PipelineOptions& options, std::size_t element) {
+  plan::StageProblem problem{
+      .blocks = checked(group, options).costs, .devices = {}, .batch_size = options.batch_size, .link = options.link};
+  // Without costs: any times that are equal. They are replaced as soon as the blocks are measured.
+  if (problem.blocks.empty()) {
+    problem.blocks.resize(options.blocks.size(), {.forward_per_item = 1e-3, .backward_per_item = 2e-3});
+  }
+  const auto bytes = [&](std::size_t count) { return static_cast<std::int64_t>(count * element); };
+  for (std::size_t b = 0; b < options.blocks.size(); ++b) {
+    const PipelineBlock& sizes = options.blocks[b];
+    plan::BlockCost& cost = problem.blocks[b];
+    cost.parameter_bytes = bytes(3 * sizes.parameter_count + sizes.state_count);  // gradients and their sums
+    const std::size_t input = b == 0 ? 0 : options.blocks[b - 1].output_count;
+    cost.saved_bytes_per_item = bytes(sizes.saved_count + sizes.output_count);
+    cost.boundary_bytes_per_item = bytes(input);
+    // Gradients between blocks, by turns, and one place more for those at the boundary than the stage has in flight.
+    cost.workspace_bytes_per_item += bytes(2 * std::max(input, sizes.output_count) + input);
+  }
+  for (std::size_t d = 0; d < group.size(); ++d) {
+    const Device& device = group.devices()[d];
+    plan::StageDevice one{.name = device.name};
+    if (!options.speeds.empty()) one.speed = options.speeds[d];
+    if (!options.memory_limits.empty() && options.memory_limits[d] > 0) one.memory_bytes = options.memory_limits[d];
+    for (one.memory_space = 0; group.devices()[one.memory_space].memory_space != device.memory_space;) {
+      ++one.memory_space;  // the number of the first device there
+    }
+    problem.devices.push_back(std::move(one));
+  }
+  return problem;
+}
+
+std::vector<BlockBytes> bytes_of(const PipelineOptions& options, std::size_t element) {
+  std::vector<BlockBytes> all;
+  for (const PipelineBlock& one : options.blocks) {
+    all.push_back({one.parameter_count * element, one.state_count * element, one.output_count * element,
+                   one.saved_count * element});
+  }
+  return all;
+}
+
+/// Calls a function on the worker of each stage's device. Other workers are not waited for.
+class StageTask final : public GroupTask {
+ public:
+  StageTask(std::size_t devices, const std::vector<Stage>& stages, std::function<void(std::size_t)> body)
+      : stage_of_(devices), left_(stages.size()), body_(std::move(body)) {
+    for (std::size_t s = 0; s < stages.size(); ++s) stage_of_[stages[s].device] = s;
+  }
+  void run(DeviceId device) noexcept override {
+    if (!stage_of_[device]) return;
+    try {
+      body_(*stage_of_[device]);
+    } catch (...) {
+      const std::lock_guard lock(mutex_);
+      if (error_ == nullptr) {
+        error_ = std::current_exception();
+        stage_ = *stage_of_[device];
+      }
+    }
+    if (left_.fetch_sub(1, std::memory_order_acq_rel) == 1) wake_caller();
+  }
+  [[nodiscard]] bool complete() const noexcept override { return left_.load(std::memory_order_acquire) == 0; }
+  // When it is complete: the first error, and where it was.
+  [[nodiscard]] const std::exception_ptr& error() const noexcept { return error_; }
+  [[nodiscard]] std::size_t stage() const noexcept { return stage_; }
+
+ private:
+  std::vector<std::optional<std::size_t>> stage_of_;
+  std::atomic<std::size_t> left_;
+  std::function<void(std::size_t)> body_;
+  std::mutex mutex_;
+  std::exception_ptr error_;
+  std::size_t stage_ = 0;
+};
+
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+}  // namespace
+
+PipelineCore::PipelineCore(DeviceGroup group, const PipelineOptions& options, DType dtype)
+    : group_(std::move(group)),
+      blocks_(options.blocks),
+      dtype_(dtype),
+      devices_(group_, options.timeout),
+      planner_(problem_of(group_, options, size_of(dtype)), options.stages, options.moves, options.costs.empty()),
+      plan_(planner_.plan(options.batch_size)),
+      memory_(devices_, bytes_of(options, size_of(dtype)), options.memory_limits, *plan_) {}
+
+std::shared_ptr<StepMarks> PipelineCore::take_marks(const plan::StagePlan& plan) {
+  const auto count = static_cast<std::size_t>(plan.schedule.micro_batches);
+  for (const auto& one : marks_) {
+    if (one.use_count() == 1 && one->actions.front()[0].size() == count) return one;
+  }
+  std::erase_if(marks_, [](const auto& one) { return one.use_count() == 1; });
+  auto marks = std::make_shared<StepMarks>(plan.order.size(), plan.schedule.micro_batches);
+  for (std::size_t s = 0; s < plan.order.size(); ++s) {
+    if (AsyncDevice* const device = devices_.opened(plan.order[s])) marks->over[s] = device->make_event(false);
+  }
+  if (marks->over.back() != nullptr) marks->loss = devices_.allocate_pinned(sizeof(double));
+  return marks_.emplace_back(std::move(marks));
+}
+
+Objective PipelineCore::step(std::int64_t batch_size, const BlockCalls& calls, double weight) {
+  if (batch_size < 1) throw InvalidArgument(fmt::format("step: batch_size is {}; it must be 1 or more.", batch_size));
+  if (!std::isfinite(weight) || weight <= 0.0) {
+    throw InvalidArgument(fmt::format(
+        "step: the total weight is {}; the objective is divided by it, so it must be positive and finite. Skip batches "
+        "without weight.",
+        weight));
+  }
+  devices_.check();
+  while (!pending_.empty() &&
+         (pending_.size() >= kStepsAhead || planner_.awaits_samples() || pending_.front().marks->done())) {
+    settle();
+  }
+  for (;;) {
+    const std::shared_ptr<const plan::StagePlan> plan = planner_.plan(batch_size);
+    bool first = false;
+    try {
+      first = memory_.arrange(*plan);
+    } catch (const OutOfMemory& error) {
+      const auto is_there = [&](std::size_t device) { return devices_.name(device) == error.device(); };
+      const auto at = std::ranges::find_if(plan->order, is_there);
+      if (at == plan->order.end()) throw;
+      if (!planner_.out_of_memory(static_cast<std::size_t>(at - plan->order.begin()))) throw;
+      continue;
+    }
+    if (first) marks_.clear();  // their events belong to the devices of the stages
+    std::shared_ptr<StepMarks> marks = take_marks(*plan);
+    const bool measures = planner_.measures();
+    const auto run = std::make_shared<PipelineRun>(memory_, plan, calls, marks, measures);
+    PipelineStep step(group_, run, plan->schedule, plan->order);
+    step.start();
+    step.wait();
+    if (const PipelineFailure* const failure = step.failure()) {
+      devices_.drain();
+      try {
+        rethrow(*run, *failure);
+      } catch (const OutOfMemory&) {
+        if (!planner_.out_of_memory(failure->action.stage)) throw;
+      }
+      continue;
+    }
+    on_stages(
+        "step", [&](std::size_t stage) { run->commit(stage, 1.0 / weight, dtype_); },
+        [](std::size_t stage) { return fmt::format("the sum of the gradients of stage {}", stage); });
+    planner_.ran();
+    plan_ = plan;
+    pending_.push_back({plan, marks, step.record(), first, measures});
+    if (!devices_.asynchronous()) {
+      settle();
+      return Objective(run->loss() / weight);
+    }
+    return Objective::State::objective(std::make_shared<Objective::State>(
+        [marks = std::move(marks), known = run->loss(), weight, timeout = devices_.timeout()] {
+          marks->wait(timeout);
+          const double there = marks->loss == nullptr ? 0.0 : *static_cast<const double*>(marks->loss->data());
+          return (there + known) / weight;
+        }));
+  }
+}
+
+void PipelineCore::update(const std::function<void(std::size_t, BlockMemory&, void*)>& body) {
+  devices_.check();
+  if (memory_.stages().empty()) memory_.arrange(*plan_);
+  std::vector<std::size_t> at(memory_.stages().size());
+  on_stages(
+      "update",
+      [&](std::size_t s) {
+        const Stage& stage = memory_.stages()[s];
+        for (std::size_t b = at[s] = stage.begin; b < stage.end; at[s] = ++b) {
+          body(b, memory_.block(b), stream(stage.device));
+        }
+      },
+      [&](std::size_t s) { return fmt::format("block {}", at[s]); });
+}
+
+void PipelineCore::on_stages(const char* call, const std::function<void(std::size_t)>& body,
+                             const std::function<std::string(std::size_t)>& what) {
+  const auto task = std::make_shared<StageTask>(group_.size(), memory_.stages(), body);
+  group_.submit(task);
+  group_.wait(*task);
+  if (task->error() == nullptr) return;
+  const std::string& device = devices_.name(memory_.stages()[task->stage()].device);
+  internal::rethrow(task->error(), call, device, true, [&](const std::string& why) {
+    return fmt::format("{}: {} failed on {}: {}", call, what(task->stage()), device, why);
+  });
+}
+
+void PipelineCore::settle() {
+  Pending step = std::move(pending_.front());
+  pending_.pop_front();
+  for (const auto& event : step.marks->over) {
+    if (event != nullptr) devices_.await(*event);
+  }
+  if (step.measures) {
+    planner_.record(samples(step));
+  } else {
+    std::vector<balance::StageTimings> timings(step.plan->order.size());
+    for (std::size_t s = 0; s < timings.size(); ++s) {
+      timings[s].excluded = step.first;
+      for (std::int64_t m = 0; m < step.plan->schedule.micro_batches; ++m) {
+        timings[s].forwards.push_back(step.marks->at(s, Kind::forward, m).seconds());
+        timings[s].backwards.push_back(step.marks->at(s, Kind::backward, m).seconds());
+      }
+    }
+    planner_.record(*step.plan, timings);
+  }
+  stamp(step);
+  last_step_ = {.plan = *step.plan, .actions = std::move(step.record), .step_seconds = 0.0};
+  for (const auto& actions : last_step_.actions) {
+    last_step_.step_seconds = std::max(last_step_.step_seconds, actions.back().finish_seconds);
+  }
+}
+
+std::vector<BlockSample> PipelineCore::samples(const Pending& step) const {
+  const plan::StagePlan& plan = *step.plan;
+  const std::int64_t items = plan.sizes[plan.sizes.size() / 2];
+  std::vector<BlockSample> samples;
+  for (std::size_t s = 0; s < plan.order.size(); ++s) {
+    const std::size_t begin = plan.cuts[s];
+    const std::size_t end = s + 1 < plan.cuts.size() ? plan.cuts[s + 1] : blocks_.size();
+    for (std::size_t b = begin; b < end; ++b) {
+      for (const Kind kind : {Kind::forward, Kind::backward}) {
+        const std::size_t k = kind == Kind::forward ? b - begin : end - 1 - b;
+        std::vector<double> seconds;
+        for (std::size_t m = 0; m < plan.sizes.size(); ++m) {
+          if (plan.sizes[m] != items) continue;
+          seconds.push_back(step.marks->at(s, kind, static_cast<std::int64_t>(m)).seconds(k, k + 1));
+        }
+        samples.push_back({b, plan.order[s], kind == Kind::backward, items, median(std::move(seconds))});
+      }
+    }
+  }
+  return samples;
+}
+
+/// Puts the times of the devices in the place of those of the host, which only enqueued the work.
+void PipelineCore::stamp(Pending& step) const {
+  for (std::size_t s = 0; s < step.record.size(); ++s) {
+    std::vector<ActionRecord>& actions = step.record[s];
+    const auto marks = [&](const ActionRecord& one) -> const ActionMarks& {
+      return step.marks->at(s, one.action.kind, one.action.micro_batch);
+    };
+    const Event* const origin = marks(actions.front()).begin();
+    if (origin == nullptr) continue;
+    const double zero = actions.front().start_seconds;
+    for (ActionRecord& one : actions) {
+      const ActionMarks& mine = marks(one);
+      one.start_seconds = zero + (mine.begin() == origin ? 0.0 : mine.begin()->seconds_since(*origin));
+      one.finish_seconds = one.start_seconds + mine.seconds();
+    }
+  }
+}
+
+void PipelineCore::rethrow(const PipelineRun& run, const PipelineFailure& failure) const {
+  const StageAction& at = failure.action;
+  const Stage& stage = memory_.stages()[at.stage];
+  const std::string& device = devices_.name(at.device);
+  internal::rethrow(failure.error, "step", device, true, [&](const std::string& what) {
+    return fmt::format(
+        "step: block {} of stage {} (blocks {} to {}) failed on {} in the {} of micro-batch {}, items [{}, {}): {}. "
+        "Nothing was committed.",
+        run.block(at.stage), at.stage, stage.begin, stage.end - 1, device,
+        at.kind == Kind::forward ? "forward" : "backward", at.micro_batch, run.begin(at.micro_batch),
+        run.end(at.micro_batch), what);
+  });
+}
+
+BlockMemory& PipelineCore::block(std::size_t index) {
+  if (index < blocks_.size()) return memory_.block(index);
+  throw InvalidArgument(fmt::format("Pipeline: there is no block {} among {}.", index, blocks_.size()));
+}
+
+void* PipelineCore::stream(DeviceId device) const {
+  const Stream* const work = devices_.work(device);
+  return work == nullptr ? nullptr : work->native();
+}
+
+DeviceId PipelineCore::device(std::string_view name) const {
+  std::vector<std::string> names;
+  for (DeviceId d = 0; d < devices_.size(); ++d) {
+    if (devices_.name(d) == name) return d;
+    names.push_back(devices_.name(d));
+  }
+  throw InvalidArgument(fmt::format("the group has no device {}; it has {}", name, fmt::join(names, ", ")));
+}
+
+}  // namespace paceline::internal

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <paceline/engine/pipeline.hpp>
+#include <paceline/runtime/dtype.hpp>
+
+#include "engine/pipeline/pipeline_run.hpp"
+#include "engine/pipeline/stage_memory.hpp"
+#include "engine/pipeline/stage_planner.hpp"
+
+namespace paceline::internal {
+
+/// BasicPipeline without the type of its elements.
+class PipelineCore {
+ public:
+  PipelineCore(DeviceGroup group, const PipelineOptions& options, DType dtype);
+
+  Objective step(std::int64_t batch_size, const BlockCalls& calls, double weight);
+  void update(const std::function<void(std::size_t block, BlockMemory& memory, void* stream)>& body);
+
+  [[nodiscard]] BlockMemory& block(std::size_t index);
+  [[nodiscard]] const PipelineBlock& sizes(std::size_t block) const { return blocks_[block]; }
+  [[nodiscard]] std::size_t input_count(std::size_t block) const {
+    return block == 0 ? 0 : blocks_[block - 1].output_count;
+  }
+  [[nodiscard]] void* stream(DeviceId device) const;
+  [[nodiscard]] DeviceId device(std::string_view name) const;
+  [[nodiscard]] StagePlanner& planner() noexcept { return planner_; }
+  [[nodiscard]] const plan::StagePlan& plan() const noexcept { return *plan_; }
+  [[nodiscard]] const PipelineRecord& last_step() const noexcept { return last_step_; }
+  [[nodiscard]] const DeviceGroup& group() const noexcept { return group_; }
+
+ private:
+  /// A step whose times may not be known yet.
+  struct Pending {
+    std::shared_ptr<const plan::StagePlan> plan;
+    std::shared_ptr<StepMarks> marks;
+    std::vector<std::vector<ActionRecord>> record;
+    bool first = false;  // with these stages
+    bool measures = false;
+  };
+
+  [[nodiscard]] std::shared_ptr<StepMarks> take_marks(const plan::StagePlan& plan);
+  /// Hands the times of the oldest pending step on. Waits for them.
+  void settle();
+  [[nodiscard]] std::vector<BlockSample> samples(const Pending& step) const;
+  void stamp(Pending& step) const;
+  [[noreturn]] void rethrow(const PipelineRun& run, const PipelineFailure& failure) const;
+  /// Calls `body` for each stage on its device's worker. An error says `what` it was at.
+  void on_stages(const char* call, const std::function<void(std::size_t stage)>& body,
+                 const std::function<std::string(std::size_t stage)>& what);
+
+  DeviceGroup group_;
+  std::vector<PipelineBlock> blocks_;
+  DType dtype_;
+  StageDevices devices_;
+  StagePlanner planner_;
+  std::shared_ptr<const plan::StagePlan> plan_;
+  StageMemory memory_;
+  std::vector<std::shared_ptr<StepMarks>> marks_;
+  std::deque<Pending> pending_;
+  PipelineRecord last_step_;
+};
+
+}  // namespace paceline::internal

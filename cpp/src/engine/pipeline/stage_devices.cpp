@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/pipeline/stage_devices.hpp"
+
+#include <fmt/format.h>
+
+#include <cstring>
+#include <map>
+#include <new>
+
+#include <paceline/error.hpp>
+#include <paceline/runtime/backend.hpp>
+
+namespace paceline::internal {
+namespace {
+
+constexpr std::align_val_t kAlignment{64};  // a cache line
+
+class HostBuffer final : public Buffer {
+ public:
+  explicit HostBuffer(std::size_t bytes) : data_(::operator new(bytes, kAlignment)), bytes_(bytes) {}
+  ~HostBuffer() override { ::operator delete(data_, kAlignment); }
+  HostBuffer(const HostBuffer&) = delete;
+  HostBuffer& operator=(const HostBuffer&) = delete;
+  [[nodiscard]] void* data() const noexcept override { return data_; }
+  [[nodiscard]] std::size_t bytes() const noexcept override { return bytes_; }
+
+ private:
+  void* data_;
+  std::size_t bytes_;
+};
+
+}  // namespace
+
+StageDevices::StageDevices(const DeviceGroup& group, std::chrono::nanoseconds timeout) : timeout_(timeout) {
+  std::map<std::string, std::size_t> spaces;
+  for (const Device& device : group.devices()) {
+    Entry& entry = devices_.emplace_back();
+    entry.name = device.name;
+    entry.space = spaces.emplace(device.memory_space, spaces.size()).first->second;
+    entry.opened = backend_of(device).open(device);
+    if (entry.opened == nullptr) continue;
+    entry.work = entry.opened->make_stream();
+    if (pinning_ == nullptr) pinning_ = entry.opened.get();
+  }
+}
+
+std::unique_ptr<Buffer> StageDevices::allocate(DeviceId device, std::size_t bytes) const {
+  const Entry& entry = devices_[device];
+  if (entry.opened != nullptr) {
+    try {
+      return entry.opened->allocate(bytes, *entry.work);
+    } catch (const OutOfMemory& error) {  // it may name the whole GPU
+      throw OutOfMemory(error.what(), entry.name);
+    }
+  }
+  if (pinning_ != nullptr) return pinning_->allocate_pinned(bytes);
+  try {
+    return std::make_unique<HostBuffer>(bytes);
+  } catch (const std::bad_alloc&) {
+    throw OutOfMemory(fmt::format("pipeline: {} has no memory for {} bytes", entry.name, bytes), entry.name);
+  }
+}
+
+void StageDevices::zero(DeviceId device, void* data, std::size_t bytes) const {
+  if (bytes == 0) return;
+  if (Stream* const stream = work(device)) {
+    stream->zero(data, bytes);
+  } else {
+    std::memset(data, 0, bytes);
+  }
+}
+
+void StageDevices::await(const Event& event) {
+  try {
+    wait_for(event, timeout_);
+  } catch (const Timeout&) {
+    hung_ = true;
+    throw;
+  }
+}
+
+void StageDevices::check() const {
+  if (!hung_) return;
+  throw DeviceLost(
+      "pipeline: a device did not end what an earlier step gave it, and may still be at it. Start a new process.");
+}
+
+void StageDevices::drain(AsyncDevice* device, Stream* stream) noexcept {
+  if (device == nullptr || stream == nullptr || hung_) return;
+  try {
+    const std::unique_ptr<Event> event = device->make_event(false);
+    stream->record(*event);
+    await(*event);
+  } catch (...) {  // a device that fails has no work left
+  }
+}
+
+void StageDevices::drain() noexcept {
+  for (const Entry& entry : devices_) drain(entry.opened.get(), entry.work.get());
+}
+
+}  // namespace paceline::internal

@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cmath>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <paceline/error.hpp>
+#include <paceline/sim/pipeline.hpp>
+
+#include "bindings.hpp"
+
+namespace py = pybind11;
+
+namespace paceline::python {
+namespace {
+
+using namespace sim;
+
+using ThrottleTuple = std::tuple<std::size_t, double, std::int64_t, std::int64_t>;
+
+/// A plan, and how a step of it would run without noise.
+struct Planned {
+  plan::StagePlan plan;
+  PipelineOutcome step;
+};
+
+struct Comparison {
+  Planned planned;
+  std::optional<Planned> one_f_one_b;  // on the even cut; none: `why_not`
+  std::optional<Planned> gpipe;
+  std::string why_not_one_f_one_b;
+  std::string why_not_gpipe;
+  std::optional<PipelineSimulationResult> run;
+  std::vector<std::string> devices;
+};
+
+const char* name_of(balance::StageMove::Kind kind) {
+  using Kind = balance::StageMove::Kind;
+  return kind == Kind::depth ? "depth" : kind == Kind::memory ? "memory" : kind == Kind::devices ? "devices" : "cuts";
+}
+
+py::dict dict_of(const Planned& planned, const std::vector<std::string>& devices) {
+  const plan::StagePlan& plan = planned.plan;
+  py::list stages;
+  for (std::size_t i = 0; i < plan.cuts.size(); ++i) {
+    py::list actions;
+    for (std::size_t a = 0; a < planned.step.actions[i].size(); ++a) {
+      const plan::Action& action = plan.schedule.stages[i][a];
+      const plan::ActionSpan& span = planned.step.actions[i][a];
+      actions.append(py::make_tuple(action.kind == plan::Action::Kind::forward ? "forward" : "backward",
+                                    action.micro_batch, span.start, span.finish));
+    }
+    py::dict stage;
+    stage["device"] = devices[plan.order[i]];
+    stage["first_block"] = plan.cuts[i];
+    stage["in_flight"] = plan::in_flight(plan.schedule, i);
+    stage["bytes"] = plan.bytes[i];
+    stage["actions"] = actions;
+    stages.append(stage);
+  }
+  py::dict dict;
+  dict["seconds"] = plan.seconds;
+  dict["ideal_seconds"] = plan.ideal_seconds;
+  dict["bound_seconds"] = plan.bound_seconds;
+  dict["bubble"] = planned.step.bubble;
+  dict["sizes"] = plan.sizes;
+  dict["schedule"] = plan::to_text(plan.schedule);
+  dict["stages"] = stages;
+  return dict;
+}
+
+py::dict dict_of(const PipelineSimulationResult& run) {
+  py::list moves;
+  for (const balance::StageMove& move : run.moves) {
+    py::dict dict;
+    dict["step"] = move.step;
+    dict["kind"] = name_of(move.kind);
+    dict["from_cuts"] = move.from_cuts;
+    dict["to_cuts"] = move.to_cuts;
+    dict["from_order"] = move.from_order;
+    dict["to_order"] = move.to_order;
+    dict["seconds_before"] = move.seconds_before;
+    dict["seconds_after"] = move.seconds_after;
+    dict["moved_bytes"] = move.moved_bytes;
+    dict["cost_seconds"] = move.cost_seconds;
+    dict["reason"] = move.reason;
+    moves.append(dict);
+  }
+  py::dict dict;
+  dict["elapsed_seconds"] = run.elapsed_seconds;
+  dict["unmoved_seconds"] = run.unmoved_seconds;
+  dict["oracle_seconds"] = run.oracle_seconds;
+  dict["step_seconds"] = run.step_seconds;
+  dict["moves"] = moves;
+  dict["explanation"] = run.explanation;
+  return dict;
+}
+
+/// The even cut, or why it cannot run.
+std::optional<Planned> even(const plan::StageProblem& problem, std::int64_t micro_batches, bool gpipe,
+                            const PipelineBox& quiet, std::string& why_not) {
+  try {
+    plan::StagePlan plan = even_pipeline(problem, micro_batches, gpipe);
+    PipelineOutcome step = quiet.run(0, plan);
+    return Planned{std::move(plan), std::move(step)};
+  } catch (const Error& error) {
+    why_not = error.what();
+    return std::nullopt;
+  }
+}
+
+Comparison compare(const PipelineSimulationOptions& options) {
+  const plan::StageProblem& problem = options.pipeline.problem;
+  Comparison out;
+  for (const plan::StageDevice& device : problem.devices) out.devices.push_back(device.name);
+  PipelineOptions silent{.problem = problem};
+  for (plan::StageDevice& device : silent.problem.devices) device.noise = 0.0;
+  const PipelineBox quiet(silent);
+  out.planned.plan = plan::plan_stages(problem, options.plan);
+  out.planned.step = quiet.run(0, out.planned.plan);
+  const auto micro_batches = static_cast<std::int64_t>(out.planned.plan.sizes.size());
+  out.one_f_one_b = even(problem, micro_batches, false, quiet, out.why_not_one_f_one_b);
+  out.gpipe = even(problem, micro_batches, true, quiet, out.why_not_gpipe);
+  if (options.steps > 0) out.run = simulate_pipeline(options);
+  return out;
+}
+
+py::dict simulate_pipeline_py(const std::vector<double>& speeds, std::size_t blocks, std::int64_t batch_size,
+                              const std::optional<std::int64_t>& micro_batches, std::int64_t steps,
+                              double fixed_seconds, double per_item_seconds,
+                              const std::optional<std::vector<std::int64_t>>& memory_bytes,
+                              std::int64_t parameter_bytes, std::int64_t saved_bytes_per_item,
+                              std::int64_t boundary_bytes_per_item, double link_bytes_per_second,
+                              double first_run_seconds, double noise, const std::vector<ThrottleTuple>& throttles,
+                              std::uint64_t seed) {
+  if (blocks == 0) throw InvalidArgument("blocks is 0: a model to cut has at least one");
+  if (memory_bytes && memory_bytes->size() != speeds.size()) {
+    throw InvalidArgument(fmt::format("memory_bytes is of length {} instead of {}; pass one per device",
+                                      memory_bytes->size(), speeds.size()));
+  }
+  PipelineSimulationOptions options;
+  plan::StageProblem& problem = options.pipeline.problem;
+  const auto count = static_cast<double>(blocks);
+  const auto whole = static_cast<std::int64_t>(blocks);
+  // A backward takes twice as long as a forward: it has the gradients of inputs and of parameters to compute.
+  problem.blocks.assign(blocks, {.forward_fixed = fixed_seconds / count / 3.0,
+                                 .forward_per_item = per_item_seconds / count / 3.0,
+                                 .backward_fixed = fixed_seconds / count * 2.0 / 3.0,
+                                 .backward_per_item = per_item_seconds / count * 2.0 / 3.0,
+                                 .parameter_bytes = parameter_bytes / whole,
+                                 .saved_bytes_per_item = saved_bytes_per_item / whole,
+                                 .boundary_bytes_per_item = boundary_bytes_per_item});
+  for (std::size_t i = 0; i < speeds.size(); ++i) {
+    problem.devices.push_back({.name = fmt::format("sim:{}", i),
+                               .speed = speeds[i],
+                               .noise = noise,
+                               .memory_bytes = memory_bytes ? (*memory_bytes)[i] : plan::StageDevice::kUnlimitedBytes,
+                               .memory_space = link_bytes_per_second > 0.0 ? i : 0});
+  }
+  problem.batch_size = batch_size;
+  problem.link.bytes_per_second = link_bytes_per_second;
+  options.plan.micro_batches = micro_batches;
+  options.move_cost.first_run_seconds = first_run_seconds;
+  options.steps = steps;
+  options.pipeline.seed = seed;
+  for (const auto& [device, factor, from, to] : throttles) {
+    options.pipeline.throttles.push_back({.device = device, .factor = factor, .from = from, .to = to});
+  }
+  const Comparison found = [&] {
+    const py::gil_scoped_release release;
+    return compare(options);
+  }();
+  const auto or_why_not = [&](const std::optional<Planned>& plan, const std::string& why_not) -> py::object {
+    return plan ? py::object(dict_of(*plan, found.devices)) : py::object(py::str(why_not));
+  };
+  py::dict out;
+  out["planned"] = dict_of(found.planned, found.devices);
+  out["one_f_one_b"] = or_why_not(found.one_f_one_b, found.why_not_one_f_one_b);
+  out["gpipe"] = or_why_not(found.gpipe, found.why_not_gpipe);
+  out["run"] = found.run ? py::object(dict_of(*found.run)) : py::object(py::none());
+  return out;
+}
+
+}  // namespace
+
+void bind_sim_pipeline(py::module_& module) {
+  module.def("simulate_pipeline", &simulate_pipeline_py, py::arg("speeds"), py::kw_only(), py::arg("blocks") = 24,
+             py::arg("batch_size") = 512, py::arg("micro_batches") = py::none(), py::arg("steps") = 0,
+             py::arg("fixed_seconds") = 0.004, py::arg("per_item_seconds") = 0.0001,
+             py::arg("memory_bytes") = py::none(), py::arg("parameter_bytes") = 0, py::arg("saved_bytes_per_item") = 0,
+             py::arg("boundary_bytes_per_item") = 0, py::arg("link_bytes_per_second") = 0.0,
+             py::arg("first_run_seconds") = 0.0, py::arg("noise") = 0.0,
+             py::arg("throttles") = std::vector<ThrottleTuple>{}, py::arg("seed") = 0,
+             R"(Plan a pipeline for simulated devices, and run it with its balancer on a virtual clock.
+
+Deterministic: equal arguments give equal results.
+
+Parameters
+----------
+speeds
+    One speed per device.
+blocks
+    The number of equal blocks between which the model may be cut.
+batch_size
+    Items per step.
+micro_batches
+    Their number. Default: planned.
+steps
+    The number of simulated steps. 0: only plan.
+fixed_seconds, per_item_seconds
+    What a micro-batch takes in the whole model on a device of speed 1: fixed + per item. A third of it is forward.
+memory_bytes
+    One limit per device. Default: none.
+parameter_bytes
+    Of the whole model: parameters, gradients and optimizer state.
+saved_bytes_per_item
+    What the whole model keeps of an item from forward to backward.
+boundary_bytes_per_item, link_bytes_per_second
+    What is sent of an item from a stage to the next, and how fast. 0 bytes per second: all devices share one memory, so that
+    sends and moves of blocks take no time.
+first_run_seconds
+    What the first step after a move of blocks between memories takes longer.
+noise
+    The relative standard deviation of the time of an action.
+throttles
+    (device, factor, from, to): the device takes `factor` times as long in steps [from, to).
+seed
+    The seed of the noise.
+
+Returns
+-------
+dict
+    `planned`, and `one_f_one_b` and `gpipe` on the even cut: each a dict with `seconds` of a step, `ideal_seconds`,
+    `bound_seconds`, `bubble` (a fraction of the step), `sizes` of micro-batches, `schedule` and `stages`; or a str that says
+    why the even cut cannot run. A stage has `device`, `first_block`, `in_flight`, `bytes` and `actions`: (kind, micro-batch,
+    start, finish) in seconds. `run` is None, or a dict of the simulated steps: `elapsed_seconds`; `unmoved_seconds` with the
+    first plan throughout; `oracle_seconds` with the best plan at each step; `step_seconds`, `moves` and `explanation`.
+
+Raises
+------
+InvalidArgument
+    For invalid arguments. The message names the device or throttle.
+OutOfMemory
+    If no plan fits.)");
+}
+
+}  // namespace paceline::python

@@ -1,0 +1,141 @@
+"""`Pipeline`: the gradient of plain accumulation, bit for bit, and what can be read about its steps."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from paceline.torch import Pipeline  # noqa: E402
+from pipeline_cases import differences  # noqa: E402
+from torch_support import TWO, hosts  # noqa: E402
+
+ROUNDS = 100
+PARTS = 10
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_gradients_equal_plain_accumulation_bit_for_bit(part: int) -> None:
+    found = {seed: differences(seed) for seed in range(part, ROUNDS, PARTS)}
+    assert {seed: names for seed, names in found.items() if names} == {}
+
+
+def chain(blocks: int = 6, *, dropout: float = 0.0) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(dropout)) for _ in range(blocks)))
+
+
+def squares(module: Any, batch: Any) -> Any:
+    return module(batch).square().mean()
+
+
+def test_dropout_draws_what_one_device_draws() -> None:
+    batch = torch.randn(12, 8)
+    gradients = []
+    for devices in (["host:0"], TWO, hosts(3)):
+        module = chain(dropout=0.5)
+        torch.manual_seed(7)
+        with Pipeline(module, devices=devices, micro_batches=4) as trainer:
+            for _ in range(5):
+                module.zero_grad()
+                trainer.step(squares, batch)
+        gradients.append([parameter.grad for parameter in module.parameters()])
+    for others in gradients[1:]:
+        assert all(map(torch.equal, gradients[0], others))
+
+
+def test_a_step_adds_to_gradients_that_are_there() -> None:
+    module, batch = chain(), torch.randn(8, 8)
+    plain = copy.deepcopy(module)
+    with Pipeline(module, devices=TWO, micro_batches=1) as trainer:
+        for _ in range(2):
+            trainer.step(squares, batch)
+            squares(plain, batch).backward()
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_the_report_says_where_the_module_is_cut() -> None:
+    module = chain()
+    with Pipeline(module, devices=TWO, cuts=[0, 4], micro_batches=4) as trainer:
+        assert trainer.report()["pipeline"]["measuring"]
+        for _ in range(4):
+            trainer.step(squares, torch.randn(10, 8))
+        report = trainer.report()
+        pipeline = report["pipeline"]
+        assert report["micro_batches"] == [3, 3, 2, 2]
+        assert [stage["blocks"] for stage in pipeline["stages"]] == [4, 2]
+        assert pipeline["stages"][0]["first_block"] == "0"
+        assert pipeline["stages"][1]["last_block"] == "5"
+        assert not pipeline["measuring"]
+        assert pipeline["predicted_seconds"] >= pipeline["ideal_seconds"] > 0
+        assert 0 <= pipeline["bubble"] < 1
+        assert len(pipeline["schedule"].splitlines()) == 2
+        # A linear layer has 72 parameters of 4 bytes, with a gradient and two states of Adam.
+        assert [block["parameter_bytes"] for block in pipeline["blocks"]] == [72 * 4 * 4] * 6
+        assert report["devices"]["host:0"]["items"] == 40
+        assert "sets the pace" in trainer.explain()
+
+
+def test_saved_bytes_are_those_of_distinct_tensors() -> None:
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(4)))
+    with Pipeline(module, devices=TWO, blocks=list(module), micro_batches=2) as trainer:
+        for _ in range(3):
+            trainer.step(squares, torch.randn(8, 8))
+        blocks = trainer.report()["pipeline"]["blocks"]
+    # Tanh's output is the input of the second layer. The first layer's own input is kept, too, except that of the batch.
+    assert blocks[1]["saved_bytes"] == (8 + 16) * 4
+    assert blocks[1]["boundary_bytes"] == 8 * 4
+
+
+def test_predictions_come_in_the_order_of_the_items() -> None:
+    module, batch = chain(), torch.randn(11, 8)
+    with Pipeline(module, devices=TWO, micro_batches=4) as trainer:
+        assert torch.equal(trainer.predict(batch), module(batch))
+        for _ in range(4):
+            trainer.step(squares, batch)
+        assert torch.allclose(trainer.predict(batch), module(batch), atol=1e-7)
+
+
+def test_a_trace_has_every_action_once(tmp_path: Path) -> None:
+    module = chain()
+    with Pipeline(module, devices=TWO, cuts=[0, 3], micro_batches=3) as trainer:
+        trainer.step(squares, torch.randn(6, 8))
+        trainer.trace(tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    actions = [
+        (event["name"], event["args"]["stage"]) for event in events if event.get("cat") in ("forward", "backward")
+    ]
+    wanted = [(f"{kind} {b}-{b + 1}", stage) for kind in ("forward", "backward") for b in (0, 2, 4) for stage in (0, 1)]
+    assert sorted(actions) == sorted(wanted)
+
+
+def test_the_schedule_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    module = chain()
+    with Pipeline(module, devices=TWO, micro_batches=4) as trainer:
+        for _ in range(4):
+            trainer.step(squares, torch.randn(8, 8))
+        figure = trainer.plot_schedule(tmp_path / "pipe.svg")
+    assert (tmp_path / "pipe.svg").read_text().lstrip().startswith("<?xml")
+    assert figure.axes
+
+
+def test_a_retired_device_has_no_stage() -> None:
+    module, batch = chain(), torch.randn(8, 8)
+    with Pipeline(module, devices=hosts(3), micro_batches=4) as trainer:
+        for _ in range(4):
+            trainer.step(squares, batch)
+        trainer.retire("host:1")
+        trainer.step(squares, batch)
+        assert trainer.shares["host:1"] == 0
+        assert "host:1" not in [stage["device"] for stage in trainer.report()["pipeline"]["stages"]]
+        trainer.restore("host:1")
+        trainer.step(squares, batch)
