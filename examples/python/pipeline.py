@@ -27,6 +27,7 @@ from paceline.torch import Pipeline
 
 TEXT = Path(__file__).with_name("alice.txt")
 LENGTH = 64  # tokens of a piece
+MEASURING = "measuring the blocks"  # in the first steps, before anything is planned
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 # A stand-in for another program: a busy loop on one core. It ends by itself when its parent is gone for any reason.
@@ -104,9 +105,9 @@ def main() -> int:
             losses.append(float(loss))
             before, stages = stages, placed(trainer.report()["pipeline"])
             if stages != before or step % max(1, args.steps // 10) == 0:
-                moved = "  <- a cut moved" if before and stages != before else ""
+                mark = "  <- a cut moved" if before not in ("", MEASURING, stages) else ""
                 milliseconds = 1e3 * (time.perf_counter() - start)
-                print(f"step {step:4}  loss {losses[-1]:.3f}  {milliseconds:6.1f} ms  {stages}{moved}", flush=True)
+                print(f"step {step:4}  loss {losses[-1]:.3f}  {milliseconds:6.1f} ms  {stages}{mark}", flush=True)
         print()
         print(trainer.explain())
         trainer.plot_schedule(args.plot)
@@ -128,11 +129,12 @@ def show_that_one_is_too_small(device: str, memory: dict[str, int]) -> None:
         print(f"{device} alone would have been enough: --memory is too large to show anything\n", file=sys.stderr)
 
 
-def placed(plan: dict[str, Any]) -> str:
-    """Which blocks each device has."""
-    ends = [*plan["cuts"][1:], plan["blocks"]]
+def placed(pipeline: dict[str, Any]) -> str:
+    """Which blocks each device had in the last step."""
+    if pipeline["predicted_seconds"] is None:
+        return MEASURING
     return ", ".join(
-        f"{name} blocks {first}-{end - 1}" for name, first, end in zip(plan["devices"], plan["cuts"], ends, strict=True)
+        f"{stage['device']} {stage['first_block']} to {stage['last_block']}" for stage in pipeline["stages"]
     )
 
 

@@ -26,7 +26,7 @@ def rounds(*, busy: bool = False, block_seconds: float = 0.006) -> Rounds:
                 "auto": [[auto] * 3],
                 "inside": [[auto * 0.96, auto * 0.96, 9.0]],
                 "predicted": [[auto * 0.8, auto * 0.8, 9.0]],
-                "cuts": [[0.0, 4.0]],
+                "placed": [[4.0, 2.0]],
             },
         )
         made.add_alone(
@@ -49,7 +49,7 @@ def test_the_result_begins_with_the_promised_figures() -> None:
     assert (found["auto"], found["single"], found["data_parallel"]) == (72.0, 30.0, 75.0)
     assert found["predicted"] == 90.0  # the median of 100 and 80
     assert found["measured_over_predicted"] == 1.2
-    assert found["cuts"] == [[0, 4], [0, 4]]
+    assert found["blocks_of_devices"] == [[4, 2], [4, 2]]
 
 
 def test_ratios_are_taken_within_rounds_and_against_the_better_of_torch() -> None:

@@ -44,7 +44,7 @@ class Rounds:
         self._block_seconds: list[float] = []  # medians of a core without a busy loop
         self._predicted: list[float] = []  # samples/s
         self._over_predicted: list[float] = []
-        self._cuts: list[list[int]] = []
+        self._placed: list[list[int]] = []
 
     def add(self, name: str, blocks: Blocks) -> None:
         """A round of one rival. Only that of "auto" adds to what was predicted."""
@@ -53,7 +53,7 @@ class Rounds:
             (inside,), (predicted,) = blocks["inside"], blocks["predicted"]
             self._predicted.append(self._batch / statistics.median(predicted))
             self._over_predicted.append(statistics.median(inside) / statistics.median(predicted))
-            self._cuts.append([int(first) for first in blocks["cuts"][0]])
+            self._placed.append([int(count) for count in blocks["placed"][0]])
 
     def add_alone(self, cores: Mapping[str, Blocks]) -> None:
         """A round of every core alone, by device."""
@@ -83,7 +83,7 @@ class Rounds:
             "block_milliseconds": round(1e3 * statistics.median(self._block_seconds), 2),
             "spread": {name: round(spread(self._rates[name]), 4) for name in LABELS},
             "alone": {device: round(speed, 2) for device, speed in alone.items()},
-            "cuts": self._cuts,
+            "blocks_of_devices": self._placed,
             "rates": {name: [round(speed, 2) for speed in self._rates[name]] for name in LABELS},
         }
         return found | {"goals": goals(found, self._micro_batches)}
@@ -114,7 +114,9 @@ class Rounds:
         """The table, and whether the goals are met."""
         found = self.summary()
         lines = ["{:<48}{:>10}  {:>7}  {:>8}  {:>8}  {:>9}".format(*row) for row in (HEAD, *self.rows())]
-        lines.append(f"the cuts planned, by round: {found['cuts']}; a block takes {found['block_milliseconds']} ms")
+        lines.append(
+            f"planned blocks of the devices, by round: {found['blocks_of_devices']}; a block takes {found['block_milliseconds']} ms"
+        )
         lines.append(f"measured / predicted step: {found['measured_over_predicted']:.3f}")
         if not found["goals"]:
             lines.append(f"Goals count from {LEAST_BLOCK_MILLISECONDS:.0f} ms a block on.")

@@ -107,7 +107,8 @@ def torch_pipelining(job: Job) -> Answer:
 def pipeline(job: Job) -> Answer:
     """paceline's pipeline, at the even cut (`pipeline-even`) or as it is planned (`pipeline-auto`).
 
-    Beside the whole steps: the time inside of `Pipeline.step`, without the optimizer, and what was predicted for it before.
+    Beside the whole steps: the time inside of `Pipeline.step`, without the optimizer, and what was predicted for it; how many blocks each
+    device had in the last step.
     """
     from paceline.torch import Pipeline
 
@@ -135,18 +136,17 @@ def pipeline(job: Job) -> Answer:
         seconds: list[float] = []
         predicted: list[float] = []
         for _ in range(job.steps):
-            predicted.append(trainer.report()["pipeline"]["predicted_seconds"])
             seconds += variant.run(1)
-        last_cuts = [float(first) for first in trainer.report()["pipeline"]["cuts"]]
-    return (
-        {
-            figure_name(job.rival): [seconds],
-            "inside": [inside[job.warm_up :]],
-            "predicted": [predicted],
-            "cuts": [last_cuts],
-        },
-        [variant.checked_loss],
-    )
+            ran = trainer.report()["pipeline"]
+            predicted.append(ran["predicted_seconds"])
+    counts = {stage["device"]: stage["blocks"] for stage in ran["stages"]}
+    blocks = {
+        figure_name(job.rival): [seconds],
+        "inside": [inside[job.warm_up :]],
+        "predicted": [predicted],
+        "placed": [[float(counts.get(device, 0)) for device in job.devices]],
+    }
+    return blocks, [variant.checked_loss]
 
 
 def data_parallel(job: Job) -> Answer:
