@@ -1,6 +1,6 @@
 """Train a character transformer that no device may hold alone: its blocks are cut into stages over several devices.
 
-    python pipeline.py                              over host:0 and host:1; about half a minute on two cores
+    python pipeline.py                              over host:0 and host:1; about a minute on two cores
     python pipeline.py --slow host:1                from the middle on, a busy loop takes half of host:1 away: a cut moves
     python pipeline.py --steps 20 --plot step.svg   shorter, with the schedule of the last step drawn into another file
 
@@ -53,7 +53,7 @@ class Embedding(nn.Module):
 class Transformer(nn.Module):
     """Predicts the next byte at each position."""
 
-    def __init__(self, width: int = 128, blocks: int = 6) -> None:
+    def __init__(self, width: int = 256, blocks: int = 6) -> None:
         super().__init__()
         self.embedding = Embedding(width)
         self.blocks = nn.ModuleList(
@@ -154,13 +154,13 @@ def busy_loop(device: str) -> Iterator[None]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--devices", default="host:0,host:1", help="of the stages (default: host:0,host:1)")
-    parser.add_argument("--memory", type=int, default=20, help="MiB that each device may use (default: 20)")
+    parser.add_argument("--memory", type=int, default=68, help="MiB of each device (default: 68)")
     parser.add_argument("--slow", metavar="DEVICE", help="hold a busy loop on this device's core from the middle on")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", default=Path("pipeline.png"), help="(default: pipeline.png)"
     )
     parser.add_argument("--steps", type=int, default=80, help="how long to train (default: 80)")
-    parser.add_argument("--batch", type=int, default=32, help="pieces of a step (default: 32)")
+    parser.add_argument("--batch", type=int, default=16, help="pieces of a step (default: 16)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.devices = args.devices.split(",")
