@@ -135,13 +135,16 @@ def _ends(plan: dict[str, Any], blocks: int) -> list[int]:
     return [*(stage["first_block"] for stage in plan["stages"][1:]), blocks]
 
 
-def _row(title: str, plan: dict[str, Any] | str, blocks: int) -> str:
-    if isinstance(plan, str):
-        return f"{title:<24}{'cannot run':>10}: {plan}"
+def _row(title: str, plan: dict[str, Any] | None, blocks: int) -> str:
+    if plan is None:
+        return f"{title:<24}{'-':>10}: there are fewer blocks than devices"
     counts = [end - stage["first_block"] for end, stage in zip(_ends(plan, blocks), plan["stages"], strict=True)]
     cut = ", ".join(f"{n} on {stage['device']}" for n, stage in zip(counts, plan["stages"], strict=True))
     seconds, ideal = plan["seconds"], plan["ideal_seconds"]
-    return f"{title:<24}{seconds * 1e3:>10.2f}{seconds / ideal:>9.3f}{plan['bubble']:>9.1%}  {cut}"
+    line = f"{title:<24}{seconds * 1e3:>10.2f}{seconds / ideal:>9.3f}{plan['bubble']:>9.1%}  {cut}"
+    if plan["does_not_fit"]:
+        line += f"\n{'':<24}does not fit: {plan['does_not_fit'].split(': ')[0]}"
+    return line
 
 
 def _run_lines(run: dict[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ namespace paceline::python {
 void bind_errors(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_plan_items(pybind11::module_& module);
+void bind_plan_stages(pybind11::module_& module);
 void bind_balance(pybind11::module_& module);
 void bind_sim(pybind11::module_& module);
 // Pipelines; called by bind_sim.

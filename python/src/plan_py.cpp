@@ -163,10 +163,11 @@ InvalidArgument
 }  // namespace
 
 void bind_plan(py::module_& module) {
-  module.doc() = "Pure decisions: cost models, splits of batches and of items.";
+  module.doc() = "Pure decisions: cost models, splits of batches and of items, stages of pipelines.";
   bind_cost_model(module);
   bind_splits(module);
   bind_plan_items(module);
+  bind_plan_stages(module);
 }
 
 }  // namespace paceline::python

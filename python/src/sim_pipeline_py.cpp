@@ -29,14 +29,13 @@ using ThrottleTuple = std::tuple<std::size_t, double, std::int64_t, std::int64_t
 struct Planned {
   plan::StagePlan plan;
   PipelineOutcome step;
+  std::string does_not_fit = {};
 };
 
 struct Comparison {
   Planned planned;
-  std::optional<Planned> one_f_one_b;  // on the even cut; none: `why_not`
+  std::optional<Planned> one_f_one_b;  // on the even cut; none: there are fewer blocks than devices
   std::optional<Planned> gpipe;
-  std::string why_not_one_f_one_b;
-  std::string why_not_gpipe;
   std::optional<PipelineSimulationResult> run;
   std::vector<std::string> devices;
 };
@@ -73,6 +72,8 @@ py::dict dict_of(const Planned& planned, const std::vector<std::string>& devices
   dict["sizes"] = plan.sizes;
   dict["schedule"] = plan::to_text(plan.schedule);
   dict["stages"] = stages;
+  dict["does_not_fit"] =
+      planned.does_not_fit.empty() ? py::object(py::none()) : py::object(py::str(planned.does_not_fit));
   return dict;
 }
 
@@ -103,17 +104,20 @@ py::dict dict_of(const PipelineSimulationResult& run) {
   return dict;
 }
 
-/// The even cut, or why it cannot run.
-std::optional<Planned> even(const plan::StageProblem& problem, std::int64_t micro_batches, bool gpipe,
-                            const PipelineBox& quiet, std::string& why_not) {
+/// The even cut. If it does not fit, how it would run with enough memory.
+std::optional<Planned> even(plan::StageProblem problem, std::int64_t micro_batches, bool gpipe,
+                            const PipelineBox& quiet) {
+  if (problem.blocks.size() < problem.devices.size()) return std::nullopt;
+  std::string does_not_fit;
   try {
-    plan::StagePlan plan = even_pipeline(problem, micro_batches, gpipe);
-    PipelineOutcome step = quiet.run(0, plan);
-    return Planned{std::move(plan), std::move(step)};
-  } catch (const Error& error) {
-    why_not = error.what();
-    return std::nullopt;
+    (void)even_pipeline(problem, micro_batches, gpipe);
+  } catch (const OutOfMemory& error) {
+    does_not_fit = error.what();
+    for (plan::StageDevice& device : problem.devices) device.memory_bytes = plan::StageDevice::kUnlimitedBytes;
   }
+  plan::StagePlan plan = even_pipeline(problem, micro_batches, gpipe);
+  PipelineOutcome step = quiet.run(0, plan);
+  return Planned{std::move(plan), std::move(step), std::move(does_not_fit)};
 }
 
 Comparison compare(const PipelineSimulationOptions& options) {
@@ -126,8 +130,8 @@ Comparison compare(const PipelineSimulationOptions& options) {
   out.planned.plan = plan::plan_stages(problem, options.plan);
   out.planned.step = quiet.run(0, out.planned.plan);
   const auto micro_batches = static_cast<std::int64_t>(out.planned.plan.sizes.size());
-  out.one_f_one_b = even(problem, micro_batches, false, quiet, out.why_not_one_f_one_b);
-  out.gpipe = even(problem, micro_batches, true, quiet, out.why_not_gpipe);
+  out.one_f_one_b = even(problem, micro_batches, false, quiet);
+  out.gpipe = even(problem, micro_batches, true, quiet);
   if (options.steps > 0) out.run = simulate_pipeline(options);
   return out;
 }
@@ -177,13 +181,13 @@ py::dict simulate_pipeline_py(const std::vector<double>& speeds, std::size_t blo
     const py::gil_scoped_release release;
     return compare(options);
   }();
-  const auto or_why_not = [&](const std::optional<Planned>& plan, const std::string& why_not) -> py::object {
-    return plan ? py::object(dict_of(*plan, found.devices)) : py::object(py::str(why_not));
+  const auto or_none = [&](const std::optional<Planned>& plan) -> py::object {
+    return plan ? py::object(dict_of(*plan, found.devices)) : py::object(py::none());
   };
   py::dict out;
   out["planned"] = dict_of(found.planned, found.devices);
-  out["one_f_one_b"] = or_why_not(found.one_f_one_b, found.why_not_one_f_one_b);
-  out["gpipe"] = or_why_not(found.gpipe, found.why_not_gpipe);
+  out["one_f_one_b"] = or_none(found.one_f_one_b);
+  out["gpipe"] = or_none(found.gpipe);
   out["run"] = found.run ? py::object(dict_of(*found.run)) : py::object(py::none());
   return out;
 }
@@ -238,9 +242,10 @@ Returns
 -------
 dict
     `planned`, and `one_f_one_b` and `gpipe` on the even cut: each a dict with `seconds` of a step, `ideal_seconds`,
-    `bound_seconds`, `bubble` (a fraction of the step), `sizes` of micro-batches, `schedule` and `stages`; or a str that says
-    why the even cut cannot run. A stage has `device`, `first_block`, `in_flight`, `bytes` and `actions`: (kind, micro-batch,
-    start, finish) in seconds. `run` is None, or a dict of the simulated steps: `elapsed_seconds`; `unmoved_seconds` with the
+    `bound_seconds`, `bubble` (a fraction of the step), `sizes` of micro-batches, `schedule`, `stages`, and `does_not_fit`: None, or
+    a str that says which stage of the even cut needs more memory than it has; the figures are then those with enough memory. The
+    even cut is None if there are fewer blocks than devices. A stage has `device`, `first_block`, `in_flight`, `bytes` and `actions`:
+    (kind, micro-batch, start, finish) in seconds. `run` is None, or a dict of the simulated steps: `elapsed_seconds`; `unmoved_seconds` with the
     first plan throughout; `oracle_seconds` with the best plan at each step; `step_seconds`, `moves` and `explanation`.
 
 Raises

@@ -13,6 +13,7 @@
 #include <paceline/error.hpp>
 
 #include "bindings.hpp"
+#include "stage_plan.hpp"
 
 namespace py = pybind11;
 
@@ -72,24 +73,6 @@ std::unique_ptr<StageBalancer> make(const std::vector<Block>& blocks, const std:
                                          balance::MoveCost{.first_run_seconds = first_run_seconds});
 }
 
-py::dict dict_of(const plan::StagePlan& plan) {
-  py::dict dict;
-  dict["cuts"] = plan.cuts;
-  dict["order"] = plan.order;
-  dict["sizes"] = plan.sizes;
-  dict["schedule"] = plan::to_text(plan.schedule);
-  dict["bytes"] = plan.bytes;
-  dict["seconds"] = plan.seconds;
-  dict["ideal_seconds"] = plan.ideal_seconds;
-  dict["bound_seconds"] = plan.bound_seconds;
-  py::list times;
-  for (const plan::StageTimes& one : plan.times) {
-    times.append(py::make_tuple(one.forward, one.backward, one.send_forward, one.send_backward));
-  }
-  dict["times"] = times;
-  return dict;
-}
-
 const char* name_of(StageMove::Kind kind) {
   switch (kind) {
     case StageMove::Kind::depth:
@@ -131,6 +114,24 @@ void record(StageBalancer& balancer, const std::vector<StageTiming>& stages) {
 
 }  // namespace
 
+py::dict dict_of(const plan::StagePlan& plan) {
+  py::dict dict;
+  dict["cuts"] = plan.cuts;
+  dict["order"] = plan.order;
+  dict["sizes"] = plan.sizes;
+  dict["schedule"] = plan::to_text(plan.schedule);
+  dict["bytes"] = plan.bytes;
+  dict["seconds"] = plan.seconds;
+  dict["ideal_seconds"] = plan.ideal_seconds;
+  dict["bound_seconds"] = plan.bound_seconds;
+  py::list times;
+  for (const plan::StageTimes& one : plan.times) {
+    times.append(py::make_tuple(one.forward, one.backward, one.send_forward, one.send_backward));
+  }
+  dict["times"] = times;
+  return dict;
+}
+
 void bind_stage_balancer(py::module_& module) {
   py::class_<StageBalancer>(module, "StageBalancer", "The closed loop of a pipeline: times of stages in, plans out.")
       .def(py::init(&make), py::arg("blocks"), py::arg("devices"), py::kw_only(), py::arg("link") = std::pair(0.0, 0.0),
@@ -166,6 +167,7 @@ void bind_stage_balancer(py::module_& module) {
           },
           "Of each device: the relative standard deviation of an action's time.")
       .def("explain", &StageBalancer::explain, "Which stage sets the pace, bubble, bytes, what would help.");
+  bind_layouts(module);
 }
 
 }  // namespace paceline::python

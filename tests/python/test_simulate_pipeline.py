@@ -35,9 +35,10 @@ def test_the_plan_fits_each_device_and_beats_the_even_cut(capsys: pytest.Capture
         assert len(stage["actions"]) == 2 * 16
     assert sum(planned["sizes"]) == 512
     for usual in ("one_f_one_b", "gpipe"):
-        # Without limits the even cut runs, and is slower.
-        assert isinstance(summary[usual], str) or summary[usual]["seconds"] > planned["seconds"]
+        assert "sim:" in summary[usual]["does_not_fit"]
+        assert summary[usual]["seconds"] > planned["seconds"]
     free = run_json(capsys, "--speeds", "1,1,0.5", "--micro-batches", "16")
+    assert free["one_f_one_b"]["does_not_fit"] is None
     assert free["one_f_one_b"]["seconds"] > 1.1 * free["planned"]["seconds"]
     assert summary["run"] is None
     assert summary["config"]["memory"] == [8, 8, 4]
@@ -72,7 +73,15 @@ def test_moves_over_a_link_take_time(capsys: pytest.CaptureFixture[str]) -> None
 def test_the_text_names_stages_and_the_usual_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(*BOX, "--slow", "1:3@5-30", "--steps", "30") == 0
     text = capsys.readouterr().out
-    for part in ("16 micro-batches", "planned", "1F1B on the even cut", "GPipe on the even cut", "GiB", "30 steps:"):
+    for part in (
+        "16 micro-batches",
+        "planned",
+        "1F1B on the even cut",
+        "GPipe on the even cut",
+        "does not fit: stage",
+        "GiB",
+        "30 steps:",
+    ):
         assert part in text
     assert any(line.startswith("step ") and "cuts [" in line for line in text.splitlines()), text
 
@@ -82,7 +91,7 @@ def test_plot_draws_the_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[s
     path = tmp_path / "schedule.svg"
     assert run_command(*BOX, "--plot", str(path)) == 0
     assert "planned" in capsys.readouterr().out
-    assert path.read_text().count("% bubble") or path.stat().st_size > 10_000
+    assert path.stat().st_size > 10_000
 
 
 def test_what_does_not_fit_is_an_error_with_bytes(capsys: pytest.CaptureFixture[str]) -> None:

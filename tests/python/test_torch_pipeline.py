@@ -139,3 +139,37 @@ def test_a_retired_device_has_no_stage() -> None:
         assert "host:1" not in [stage["device"] for stage in trainer.report()["pipeline"]["stages"]]
         trainer.restore("host:1")
         trainer.step(squares, batch)
+
+
+class Remembers(nn.Module):
+    """A block that leaves a term of the loss on itself, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.penalty: Any = None
+
+    def forward(self, x: Any) -> Any:
+        x = self.layer(x).tanh()
+        self.penalty = x.abs().mean()
+        return x
+
+
+def test_what_a_forward_writes_on_its_module_belongs_to_its_micro_batch() -> None:
+    torch.manual_seed(0)
+    module, batch = nn.Sequential(*(Remembers() for _ in range(4))), torch.randn(12, 8)
+    plain = copy.deepcopy(module)
+
+    def loss_fn(module: Any, batch: Any) -> Any:
+        return module(batch).square().mean() + sum(block.penalty for block in module)
+
+    with Pipeline(module, devices=TWO, micro_batches=4, schedule="gpipe") as trainer:
+        for _ in range(4):
+            module.zero_grad()
+            trainer.step(loss_fn, batch)
+        sizes = trainer.report()["micro_batches"]
+    for part in batch.split(sizes):
+        (loss_fn(plain, part) * (len(part) / 12)).backward()
+    assert all(
+        torch.equal(one.grad, other.grad) for one, other in zip(module.parameters(), plain.parameters(), strict=True)
+    )

@@ -21,6 +21,7 @@ from paceline._core.engine import StepOutcome
 from paceline.testing import faults
 from paceline.torch import DataParallel
 from paceline.torch._trainer.recent_steps import RecentSteps
+from test_torch_reducer import Quorum, on_threads
 from torch_support import TWO, classifier, classify, hosts, noting
 
 THREE = hosts(3)
@@ -245,6 +246,18 @@ def test_a_replay_and_the_runs_of_a_batch_are_traced(path: Path, tmp_path: Path)
     assert [again.ran(name, 0) for name in TWO] == [first.ran(name, 0) for name in TWO]
     assert [call["name"] for call in again.of("step", "caller")] == ["step 0", "run critic 1"]
     assert sum(end - begin for name in TWO for begin, end in again.ran(name, 1)) == 24
+
+
+def test_a_rank_without_items_has_its_step_on_the_caller_s_row(tmp_path: Path) -> None:
+    def rank(member: Any) -> Trace:
+        module, batch = classifier(16)
+        with DataParallel(module, hosts(1), reducer=member) as trainer:
+            trainer.step(classify, batch if member.rank == 0 else None)
+            return traced(trainer, tmp_path / str(member.rank))
+
+    for trace, counts in zip(on_threads(Quorum(2).members, rank), (1, 0), strict=True):
+        assert [step["name"] for step in trace.of("step", "caller")] == ["step 0"]
+        assert len(trace.of("reduction", "host:0")) == counts
 
 
 def test_before_the_first_step_there_is_nothing_to_trace(path: Path) -> None:

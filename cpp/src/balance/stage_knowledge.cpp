@@ -15,7 +15,8 @@ constexpr double kBelievedOfBlocks = 1.5;   // blocks were measured; devices cha
 constexpr double kErrors = 3.0;             // standard errors; smaller deviations of new blocks are chance
 constexpr double kLeastCorrection = 0.02;   // below, no cut would move
 constexpr std::int64_t kRecentlySeen = 16;  // steps without a stage after which a device's speed may be another
-constexpr std::int64_t kTryAfter = 64;      // steps without a stage; a try costs a few slow steps
+constexpr std::int64_t kTryAfter = 64;      // steps without a stage
+constexpr double kTryPart = 0.05;           // of these steps, that a try may cost
 constexpr std::int64_t kLongestTryAfter = 4096;
 constexpr double kSlow = 1.05;  // over the best scale: a device that is left out for its speed
 constexpr std::size_t kNoiseSteps = 32;
@@ -74,13 +75,15 @@ void StageKnowledge::record(std::int64_t step, const plan::StagePlan& plan, std:
     const DeviceId id = plan.order[i];
     Device& device = devices_[id];
     const Range blocks{plan.cuts[i], i + 1 < plan.cuts.size() ? plan.cuts[i + 1] : problem_.blocks.size()};
-    if (!device.last_seen || !(device.blocks == blocks)) {
+    const bool others = !(device.blocks == blocks);
+    if (!device.last_seen || others || step > *device.last_seen + 1) {
       const bool recent = device.last_seen && step - *device.last_seen <= kRecentlySeen && !device.settling;
       device.tried_again = trying_again(id, step);
       device.known = std::exchange(device.blocks, blocks);
-      device.judging = recent && estimator_.devices()[id].samples > 0 && !estimator_.doubtful(id);
+      device.judging = recent && others && estimator_.devices()[id].samples > 0 && !estimator_.doubtful(id);
       device.waiting.clear();
       device.settling = true;
+      hurry_ = false;
     }
     device.last_seen = step;
     if (stages[i].excluded) continue;
@@ -92,7 +95,9 @@ void StageKnowledge::record(std::int64_t step, const plan::StagePlan& plan, std:
     measure_noise(device, plan, stages[i]);
     if (device.settling) {
       device.waiting.push_back(sample);
-      if (device.waiting.size() == kSettled) settled.push_back(id);
+      // A device that is tried again and is still nearer to its old speed has failed at once.
+      const bool failed = device.tried_again && sample.ratio() > std::sqrt(scale(id) * best_scale());
+      if (device.waiting.size() == kSettled || failed) settled.push_back(id);
       if (device.judging) continue;
     }
     timings.devices[id].push_back(
@@ -129,11 +134,12 @@ void StageKnowledge::settle(DeviceId id, const plan::StagePlan& plan) {
   if (device.tried_again) {
     device.tried_again = false;
     const bool slow = scale(id) > kSlow * best_scale();
+    hurry_ = hurry_ || slow;
     device.try_after = slow ? std::min(2 * device.try_after, kLongestTryAfter) : kTryAfter;
   }
   std::vector<Sample> sorted = samples;
   std::ranges::sort(sorted, {}, &Sample::ratio);
-  correct_blocks(id, plan, sorted[kSettled / 2]);
+  correct_blocks(id, plan, sorted[sorted.size() / 2]);
   if (!std::exchange(device.judging, false)) return;
   for (const Sample& sample : samples) {  // the estimator has not had them yet
     StepTimings timings;
@@ -193,6 +199,7 @@ void StageKnowledge::correct_blocks(DeviceId id, const plan::StagePlan& plan, co
 }
 
 bool StageKnowledge::unsettled() const {
+  if (hurry_) return false;
   return estimator_.unsettled() ||
          std::ranges::any_of(devices_, [](const Device& device) { return device.settling && device.judging; });
 }
@@ -218,7 +225,11 @@ double StageKnowledge::scale(DeviceId id) const {
 bool StageKnowledge::trying_again(DeviceId id, std::int64_t step) const {
   const Device& device = devices_[id];
   if (device.tried_again) return true;
-  return device.last_seen && step - *device.last_seen > device.try_after && scale(id) > kSlow * best_scale();
+  const double slowdown = scale(id) / best_scale();
+  if (!device.last_seen || slowdown <= kSlow) return false;
+  const double wait =
+      static_cast<double>(device.try_after) * std::max(1.0, slowdown / (kTryPart * static_cast<double>(kTryAfter)));
+  return static_cast<double>(step - *device.last_seen) > wait;
 }
 
 plan::StageProblem StageKnowledge::problem(std::int64_t step) const {

@@ -69,6 +69,7 @@ class StageKnowledge {
   plan::StageProblem problem_;  // devices as given, blocks corrected
   Estimator estimator_;
   std::vector<Device> devices_;
+  bool hurry_ = false;  // a device was tried again in vain: to leave it out is more urgent than to learn about blocks
 };
 
 }  // namespace paceline::balance

@@ -5,7 +5,7 @@ import typing
 
 import paceline._core.plan
 
-__all__: list[str] = ["Balancer", "LEDGER_VERSION", "StageBalancer", "StepPlan", "WhatIfAnswer"]
+__all__: list[str] = ["Balancer", "LEDGER_VERSION", "StageBalancer", "StepPlan", "WhatIfAnswer", "layouts"]
 
 class StageBalancer:
     """
@@ -391,5 +391,44 @@ class Balancer:
         """
         Changes of shares so far, not counting changes of the batch size.
         """
+
+def layouts(
+    balancer: StageBalancer,
+    batch_size: typing.SupportsInt | typing.SupportsIndex,
+    *,
+    micro_batches: typing.SupportsInt | typing.SupportsIndex | None = None,
+    overlap: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    weight_bytes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] | None = None,
+    gradient_bytes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] | None = None,
+) -> list[typing.Any]:
+    """
+    Rank all ways of laying out a model, by what a `StageBalancer` knows of its blocks and devices.
+
+    Parameters
+    ----------
+    balancer
+        What was measured. Nothing changes.
+    batch_size
+        Items of a step.
+    micro_batches
+        Of a step in pipelines. Default: planned.
+    overlap
+        The part of a reduction of gradients that is hidden behind computing, from 0 to 1.
+    weight_bytes, gradient_bytes
+        Per block, the parts of its parameter bytes that are not the optimizer's state. Default: a quarter each, as with Adam.
+
+    Returns
+    -------
+    list of dict
+        Those that fit first, the best first. `kind` is "data parallel", "pipeline", "replicas of pipelines" or "sharded data
+        parallel"; `runnable` is False for the last one, which is only planned. `seconds` of a step, `reduction_seconds` of it that
+        nothing hides, and `bubble`, the idle part of the computing time. `bytes` and `items` per device, `optimizer_shares` per
+        device of the sharded one, `pipelines` with one plan each, and `reason`, a sentence with the numbers that decide.
+
+    Raises
+    ------
+    InvalidArgument
+        For invalid arguments. What does not fit is no error.
+    """
 
 LEDGER_VERSION: int = 7

@@ -3,7 +3,16 @@ from __future__ import annotations
 import collections.abc
 import typing
 
-__all__: list[str] = ["Event", "Scenario", "ScenarioResult", "SimulationResult", "run_suite", "scenarios", "simulate"]
+__all__: list[str] = [
+    "Event",
+    "Scenario",
+    "ScenarioResult",
+    "SimulationResult",
+    "run_suite",
+    "scenarios",
+    "simulate",
+    "simulate_pipeline",
+]
 
 class Scenario:
     """
@@ -322,4 +331,85 @@ def simulate(
     ------
     InvalidArgument
         For invalid arguments. The message names the device or event.
+    """
+
+def simulate_pipeline(
+    speeds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+    *,
+    blocks: typing.SupportsInt | typing.SupportsIndex = 24,
+    batch_size: typing.SupportsInt | typing.SupportsIndex = 512,
+    micro_batches: typing.SupportsInt | typing.SupportsIndex | None = None,
+    steps: typing.SupportsInt | typing.SupportsIndex = 0,
+    fixed_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.004,
+    per_item_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0001,
+    memory_bytes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] | None = None,
+    parameter_bytes: typing.SupportsInt | typing.SupportsIndex = 0,
+    saved_bytes_per_item: typing.SupportsInt | typing.SupportsIndex = 0,
+    boundary_bytes_per_item: typing.SupportsInt | typing.SupportsIndex = 0,
+    link_bytes_per_second: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    first_run_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    noise: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    throttles: collections.abc.Sequence[
+        tuple[
+            typing.SupportsInt | typing.SupportsIndex,
+            typing.SupportsFloat | typing.SupportsIndex,
+            typing.SupportsInt | typing.SupportsIndex,
+            typing.SupportsInt | typing.SupportsIndex,
+        ]
+    ] = [],
+    seed: typing.SupportsInt | typing.SupportsIndex = 0,
+) -> dict[str, typing.Any]:
+    """
+    Plan a pipeline for simulated devices, and run it with its balancer on a virtual clock.
+
+    Deterministic: equal arguments give equal results.
+
+    Parameters
+    ----------
+    speeds
+        One speed per device.
+    blocks
+        The number of equal blocks between which the model may be cut.
+    batch_size
+        Items per step.
+    micro_batches
+        Their number. Default: planned.
+    steps
+        The number of simulated steps. 0: only plan.
+    fixed_seconds, per_item_seconds
+        What a micro-batch takes in the whole model on a device of speed 1: fixed + per item. A third of it is forward.
+    memory_bytes
+        One limit per device. Default: none.
+    parameter_bytes
+        Of the whole model: parameters, gradients and optimizer state.
+    saved_bytes_per_item
+        What the whole model keeps of an item from forward to backward.
+    boundary_bytes_per_item, link_bytes_per_second
+        What is sent of an item from a stage to the next, and how fast. 0 bytes per second: all devices share one memory, so that
+        sends and moves of blocks take no time.
+    first_run_seconds
+        What the first step after a move of blocks between memories takes longer.
+    noise
+        The relative standard deviation of the time of an action.
+    throttles
+        (device, factor, from, to): the device takes `factor` times as long in steps [from, to).
+    seed
+        The seed of the noise.
+
+    Returns
+    -------
+    dict
+        `planned`, and `one_f_one_b` and `gpipe` on the even cut: each a dict with `seconds` of a step, `ideal_seconds`,
+        `bound_seconds`, `bubble` (a fraction of the step), `sizes` of micro-batches, `schedule`, `stages`, and `does_not_fit`: None, or
+        a str that says which stage of the even cut needs more memory than it has; the figures are then those with enough memory. The
+        even cut is None if there are fewer blocks than devices. A stage has `device`, `first_block`, `in_flight`, `bytes` and `actions`:
+        (kind, micro-batch, start, finish) in seconds. `run` is None, or a dict of the simulated steps: `elapsed_seconds`; `unmoved_seconds` with the
+        first plan throughout; `oracle_seconds` with the best plan at each step; `step_seconds`, `moves` and `explanation`.
+
+    Raises
+    ------
+    InvalidArgument
+        For invalid arguments. The message names the device or throttle.
+    OutOfMemory
+        If no plan fits.
     """

@@ -62,6 +62,17 @@ TEST(BlockCosts, CountADeviceThatSharesNoBlockAsAverage) {
   EXPECT_DOUBLE_EQ(fitted[1].forward_per_item, 2.0) << "of one size all of it counts per item";
 }
 
+TEST(BlockCosts, WeighTimesByTheirLengthWhenTheyCompareDevices) {
+  std::vector<BlockSample> samples;
+  for (std::size_t b = 0; b < 3; ++b) samples.insert(samples.end(), {{b, 0, false, 4, 1e-6}, {b, 1, false, 4, 1e-6}});
+  for (const bool backward : {false, true}) {
+    samples.insert(samples.end(), {{3, 0, backward, 4, 1.0}, {3, 1, backward, 4, 3.0}});
+  }
+  std::vector<plan::BlockCost> fitted(4);
+  const BlockFit fit = fit_costs(samples, 2, fitted);
+  EXPECT_DOUBLE_EQ(fit.speeds[0] / fit.speeds[1], 3.0);
+}
+
 TEST(BlockCosts, AreNeverNegative) {
   std::vector<plan::BlockCost> fitted(2);
   const std::vector<BlockSample> samples{{0, 0, false, 4, 8.0},

@@ -298,11 +298,25 @@ TEST(Lanes, AreForOneStepOfTheirSchedule) {
   EXPECT_THROW(late.step->rethrow_failure(), Unavailable);
 }
 
+/// The exit status of a child that calls `body`; one that hangs is ended by a signal.
+int status_of_child(const std::function<void()>& body) {
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    body();
+    _exit(0);
+  }
+  int status = -1;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  return status;
+}
+
 TEST(Lanes, AreOnlyDroppedInAForkedChild) {
   const DeviceGroup group = host_group(2);
   const plan::Schedule schedule = plan::one_f_one_b(2, 3);
   auto threads = std::make_unique<LaneThreads>();
   expect_works(group, *threads, schedule);
+  EXPECT_EQ(status_of_child([&] { threads.reset(); }), 0) << "of idle lanes";
   std::latch inside(1);
   std::latch go(1);
   auto step = std::make_unique<LaneStep>(group, *threads, schedule, [&](Lanes&, std::size_t, std::int64_t m) {
@@ -312,15 +326,11 @@ TEST(Lanes, AreOnlyDroppedInAForkedChild) {
   });
   step->step->start();
   inside.wait();
-  const pid_t child = fork();  // while a lane is in its body
-  if (child == 0) {
-    step->lanes.reset();
+  const auto drop = [&] {
+    step.reset();
     threads.reset();
-    _exit(0);
-  }
-  int status = -1;
-  ASSERT_EQ(waitpid(child, &status, 0), child);
-  EXPECT_EQ(status, 0);
+  };
+  EXPECT_EQ(status_of_child(drop), 0) << "while a lane is in its body";
   go.count_down();
   ASSERT_TRUE(step->step->wait());
   ASSERT_TRUE(step->lanes->wait());

@@ -105,6 +105,32 @@ TEST(Step, RunsEveryItemOnceUnderStealingDelaysAndExceptions) {
   EXPECT_GT(failed, 50);
 }
 
+TEST(Step, PlacesItsTimesOnTheSteadyClock) {
+  const DeviceGroup group = host_group(2);
+  using Clock = std::chrono::steady_clock;
+  class Noting final : public StepProgram {
+   public:
+    bool run(const MicroBatch& mb) override {
+      inside[mb.device] = Clock::now();
+      return false;
+    }
+    std::array<Clock::time_point, 2> inside;
+  };
+  const auto program = std::make_shared<Noting>();
+  const Clock::time_point before = Clock::now();
+  Step step(group, program, {.shares = {1, 1}, .stealing = false});
+  step.start();
+  step.wait();
+  EXPECT_LE(before, step.started());
+  const StepRecord record = step.record();
+  ASSERT_EQ(record.claims.size(), 2u);
+  for (const ClaimRecord& claim : record.claims) {
+    const std::chrono::duration<double> inside = program->inside.at(claim.micro_batch.device) - step.started();
+    EXPECT_LE(claim.start_seconds, inside.count());
+    EXPECT_LE(inside.count(), claim.finish_seconds);
+  }
+}
+
 /// Complete at once for the caller, while one worker is delayed in it, as when the system gives its core to other
 /// programs.
 class HoldingUp final : public GroupTask {

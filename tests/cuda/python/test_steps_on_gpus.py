@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 import threading
 import time
+from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -227,3 +230,23 @@ def test_shares_follow_speeds_though_nobody_waits(fake: Any) -> None:
         for _ in range(30):
             trainer.step(loss_fn, batch)  # no report() in between, which would wait
         assert trainer.shares["cuda:0"] >= 17
+
+
+def test_a_trace_has_the_times_of_the_gpus_in_the_order_of_steps_after_close_too(fake: Any, tmp_path: Path) -> None:
+    module, batch = module_and_batch()
+    with DataParallel(module, BOXES["two"], balance="even", micro_batch=4) as trainer:
+        for _ in range(3):
+            trainer.step(classify, batch)
+        recent = trainer._recent.steps
+        events = trainer.events()
+    assert all(step.outcome is None and step.times is not None for step in recent), "events of closed queues are held"
+    trainer.trace(tmp_path / "step.json")
+    spans = [event for event in json.loads((tmp_path / "step.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    for row, name in enumerate(BOXES["two"], start=1):
+        own = [span for span in spans if span["tid"] == row]
+        ran = [(span["args"]["begin"], span["args"]["end"]) for span in own if span["cat"] == "micro_batch"]
+        assert ran == [(event["begin"], event["end"]) for event in events if event["device"] == name]
+        assert all(one["ts"] + one["dur"] <= other["ts"] + 1e-3 for one, other in pairwise(own))
+        seconds = [span["dur"] / 1e6 for span in own if span["cat"] == "micro_batch"]
+        timed = [event["duration_seconds"] for event in events if event["device"] == name]
+        assert seconds == pytest.approx(timed, abs=2e-9)

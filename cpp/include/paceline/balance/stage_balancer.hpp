@@ -63,8 +63,9 @@ struct StageMove {
 /// - Cuts and devices move by ski rental (Karlin et al., Algorithmica 3, 1988): each step adds the regret T(now) -
 ///   T(best) - 2 standard errors, and they move when the sum reaches what the move costs. Among plans within 1 % of the
 ///   best the one wins that moves the fewest bytes.
-/// - A device that was left out because it was slow counts as fast as at first after 64 steps, so that it is measured
-///   again. If it still is slow, it waits twice as long the next time.
+/// - A device that was left out because it was slow counts as fast as at first after 64 steps, or after 20 for each
+/// time
+///   that it is slower, so that it is measured again. If it still is slow, it waits twice as long the next time.
 ///
 /// @code
 /// StageBalancer balancer(problem);

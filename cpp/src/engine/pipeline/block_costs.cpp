@@ -10,10 +10,20 @@
 namespace paceline::internal {
 namespace {
 
-double median(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
+struct Ratio {
+  double value = 0.0;
+  double weight = 0.0;
+};
+
+/// Half of the weight lies on each side of it.
+double weighted_median(std::vector<Ratio> ratios) {
+  std::ranges::sort(ratios, {}, &Ratio::value);
+  double left = 0.0;
+  for (const Ratio& one : ratios) left += one.weight / 2.0;
+  for (const Ratio& one : ratios) {
+    if ((left -= one.weight) <= 0.0) return one.value;
+  }
+  return ratios.back().value;
 }
 
 /// Speeds by what devices have run in common, beginning with the device that ran most.
@@ -30,16 +40,17 @@ std::vector<double> speeds_of(std::span<const BlockSample> samples, std::size_t 
     found = false;
     for (std::size_t d = 0; d < device_count; ++d) {
       if (speeds[d]) continue;
-      std::vector<double> ratios;
+      std::vector<Ratio> ratios;
       for (std::size_t other = 0; other < device_count; ++other) {
         if (!speeds[other]) continue;
         for (const auto& [key, seconds] : times[d]) {
           const auto theirs = times[other].find(key);
-          if (theirs != times[other].end()) ratios.push_back(*speeds[other] * theirs->second / seconds);
+          if (theirs == times[other].end()) continue;
+          ratios.push_back({*speeds[other] * theirs->second / seconds, seconds});
         }
       }
       if (ratios.empty()) continue;
-      speeds[d] = median(std::move(ratios));
+      speeds[d] = weighted_median(std::move(ratios));
       found = true;
     }
   }
@@ -72,7 +83,7 @@ void fit_line(const std::vector<std::pair<double, double>>& points, double& fixe
     xy += (items - x) * (seconds - y);
   }
   per_item = xx > 0.0 ? std::clamp(xy / xx, 0.0, y / x) : y / x;
-  fixed = y - per_item * x;
+  fixed = std::max(y - per_item * x, 0.0);  // rounding may bring it below 0
 }
 
 }  // namespace

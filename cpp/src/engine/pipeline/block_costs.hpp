@@ -27,9 +27,9 @@ struct BlockFit {
 /// Finds how fast devices are and what blocks cost, from times of blocks on devices: seconds = cost(block, items) /
 /// speed(device). Writes the times of `blocks`, and leaves their bytes.
 ///
-/// A device's speed against another one is the median over what both have run; devices that have no block in common are
-/// compared through others. A cost is a line in the number of items, fitted by least squares with both coefficients at
-/// least 0. With one size only all of it counts per item.
+/// A device's speed against another one is the median over what both have run, weighted by time, since short times are
+/// the least sure. Devices that have no block in common are compared through others. A cost is a line in the number of
+/// items, fitted by least squares with both coefficients at least 0. With one size only all of it counts per item.
 BlockFit fit_costs(std::span<const BlockSample> samples, std::size_t device_count,
                    std::vector<plan::BlockCost>& blocks);
 

@@ -54,6 +54,8 @@ double Finalists::limit(std::size_t stages) const {
   return seconds;
 }
 
+double Finalists::limit() const { return best_ * (noisy_ ? std::max(factor(), kNoiseMatters) : factor()); }
+
 const Candidate* Finalists::best() const { return front_.empty() ? nullptr : &front_.back(); }
 
 void Finalists::offer(const Partition& partition, std::int64_t micro_batches, const Depths& depths) {

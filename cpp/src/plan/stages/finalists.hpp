@@ -27,6 +27,8 @@ class Finalists {
 
   /// A plan of so many stages that takes longer cannot win.
   [[nodiscard]] double limit(std::size_t stages) const;
+  /// No plan that takes longer can win.
+  [[nodiscard]] double limit() const;
   /// Seconds of the quickest; infinity if there is none.
   [[nodiscard]] double best_seconds() const { return best_; }
   /// The quickest; nullptr if there is none.

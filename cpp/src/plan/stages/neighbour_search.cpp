@@ -12,8 +12,6 @@ namespace {
 constexpr std::int64_t kFewActions = 5'000'000;
 constexpr std::int64_t kManyActions = 60'000'000;
 constexpr std::size_t kFewDevices = 8;
-// A neighbour whose time with the depths at hand is this close to the best may become the best with its own depths.
-constexpr double kPromising = 1.005;
 
 class Neighbours {
  public:

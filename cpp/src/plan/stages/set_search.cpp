@@ -41,15 +41,20 @@ class SetSearch {
            costs.problem().devices[0].speed / speeds_;
   }
 
-  /// Lowers the bound of partitions that obey the rule for depths, beginning below what can win. Returns the least
-  /// bound that was met, or infinity.
-  double lower(std::int64_t m, const DepthRule& depth) {
+  /// Bounds of partitions that obey a rule for depths.
+  struct Bounds {
+    double unmet = 0.0;  ///< no partition has one as low as this
+    double met = 0.0;    ///< the least that was found; infinity if none was
+  };
+
+  /// Lowers the bound of partitions that obey the rule, beginning below what can win. `unmet` is known before.
+  Bounds lower(std::int64_t m, const DepthRule& depth, double unmet = 0.0) {
     const double infinity = std::numeric_limits<double>::infinity();
     double& least_bound =
         least_bounds_.try_emplace({depth.most == m ? 0 : depth.most, depth.stages}, infinity).first->second;
     const double limit =
         std::min(search_.finalists.best_seconds(), least_bound * (depth.stages == 0 ? kSlack : kTightSlack));
-    double low = ideal(m);
+    double low = std::max(ideal(m), unmet);
     double high = infinity;
     PartitionGoal goal{BatchSizes(search_.costs.problem().batch_size, m), depth, limit, 0};
     while (low * (1.0 + kPrecision) < std::min(high, limit)) {
@@ -61,12 +66,12 @@ class SetSearch {
         if (depths.seconds < best.seconds) best = {*found, m, std::move(depths.depths), depths.seconds, 0};
         least_bound = std::min(least_bound, high);
       } else {
-        if (std::isinf(high)) return high;
         low = goal.seconds;
+        if (std::isinf(high)) break;
       }
       goal.seconds = low + (high - low) / 2.0;
     }
-    return high;
+    return {low, high};
   }
 
   /// The best plans of the best sizes: to another size is a long way by single steps.
@@ -118,17 +123,18 @@ std::vector<Candidate> try_sets(const StageSearch& search) {
   bool binds = false;
   for (const std::int64_t m : micro_batches) {
     if (options.schedule == StageOptions::Kind::gpipe) {
-      program.lower(m, {m, 0});
+      (void)program.lower(m, {m, 0});
       continue;
     }
     const std::int64_t most = options.most_in_flight == 0 ? m : std::min(m, options.most_in_flight);
-    const double deep = program.lower(m, {most, 0});
+    const SetSearch::Bounds deep = program.lower(m, {most, 0});
     // Where memory does not bind, nothing better is found with less in flight.
-    binds = program.lower(m, {1, 0}) < deep * (1.0 - kPrecision) || binds;
+    const SetSearch::Bounds shallow = program.lower(m, {1, 0});
+    binds = shallow.met < deep.met * (1.0 - kPrecision) || binds;
     if (!binds) continue;
     const std::size_t step = most_stages <= kFewDevices ? 1 : most_stages / 4;
     for (std::size_t stages = most_stages; stages > 1; stages -= std::min(step, stages))
-      program.lower(m, {most, stages});
+      (void)program.lower(m, {most, stages}, shallow.unmet);
   }
   return program.best();
 }

@@ -8,6 +8,9 @@
 
 namespace paceline::plan {
 
+/// A plan whose time with usual depths is this close to the best may become the best with its own depths.
+inline constexpr double kPromising = 1.005;
+
 /// What the searches of plan_stages() share.
 struct StageSearch {
   const StageCosts& costs;
@@ -47,6 +50,10 @@ std::vector<Candidate> try_sets(const StageSearch& search);
 
 /// Improves each plan step by step: other cuts, orders, devices, and numbers of micro-batches.
 void try_neighbours(const StageSearch& search, const std::vector<Candidate>& starts);
+
+/// Goes through the partitions that can win for the numbers of micro-batches of `starts`, one after the other, until it
+/// has taken too long. Where blocks are few, this finds what steps from neighbour to neighbour do not reach.
+void try_partitions(const StageSearch& search, const std::vector<Candidate>& starts);
 
 /// Offers the partition that needs the least memory: with one micro-batch in flight on each stage.
 void try_least_memory(const StageSearch& search, std::int64_t micro_batches);

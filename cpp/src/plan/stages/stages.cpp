@@ -14,6 +14,9 @@
 namespace paceline::plan {
 namespace {
 
+// So few depths are all tried for a partition that may win.
+constexpr std::int64_t kAllDepths = 400;
+
 void check_options(const StageCosts& costs, const StageOptions& options) {
   const std::int64_t batch = costs.problem().batch_size;
   if (options.micro_batches && (*options.micro_batches < 1 || *options.micro_batches > batch))
@@ -78,6 +81,7 @@ Depths StageSearch::offer(const Partition& partition, std::int64_t micro_batches
   if (!set_clock(partition, micro_batches)) return depths;
   if (options.schedule != StageOptions::Kind::gpipe) {
     depths = good_depths(clock, promising, hint);
+    if (depths.seconds < promising && depth_count(clock) <= kAllDepths) depths = best_depths(clock);
   } else if (clock.most_depths().back() == micro_batches) {
     depths.depths.assign(partition.stages(), micro_batches);
     depths.seconds = clock.seconds(depths.depths);
@@ -100,6 +104,8 @@ StagePlan plan_stages(const StageProblem& problem, const StageOptions& options) 
     if (starts.empty()) try_least_memory(search, micro_batches.back());
     if (starts.empty() && finalists.best() != nullptr) starts.push_back(*finalists.best());
     try_neighbours(search, starts);
+    if (const Candidate* best = finalists.best()) starts.insert(starts.begin(), *best);
+    try_partitions(search, starts);
     try_previous(search);
   }
   // The grid ends before the smallest micro-batches, which need the least memory.

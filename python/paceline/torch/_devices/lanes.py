@@ -22,3 +22,23 @@ class LanePlaces(Places):
 
     def enter(self, device: int) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+
+class SharedPlaces(Places):
+    """One place for all `lanes`, whose modules share parameters, gradients and buffers."""
+
+    def __init__(self, base: Places) -> None:
+        vars(self).update(vars(base))
+        self.lanes = 1
+
+    def __len__(self) -> int:
+        return self.lanes
+
+    @property
+    def lanes(self) -> int:
+        """How many there are."""
+        return len(self.spaces)
+
+    @lanes.setter
+    def lanes(self, count: int) -> None:
+        self.spaces = [self.home_space] * count

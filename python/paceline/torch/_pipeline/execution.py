@@ -14,13 +14,13 @@ from paceline import DeviceGroup, InvalidArgument
 from paceline._core.engine import Lanes, LaneThreads, run_pipeline
 from paceline.torch._batch.batch import Batch
 from paceline.torch._devices.caller_state import CallerState
-from paceline.torch._devices.lanes import LanePlaces
+from paceline.torch._devices.lanes import LanePlaces, SharedPlaces
 from paceline.torch._devices.places import Places
-from paceline.torch._pipeline.blocks import Block
+from paceline.torch._pipeline.blocks import Block, any_compiled
 from paceline.torch._pipeline.gates import Journey, Separated, gated, journey_here, travelling
 from paceline.torch._pipeline.loop import Outcome, PipelineWork
 from paceline.torch._pipeline.plans import PipelinePlan
-from paceline.torch._replicas.replicas import Replicas
+from paceline.torch._replicas.replicas import LaneReplicas
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.run import Frame, Run, TrainRun
 from paceline.torch._run.workload import Workload
@@ -30,10 +30,19 @@ class PipelineExecution(Execution):
     """An `Execution` whose devices are the stages of one copy of the module."""
 
     def __init__(
-        self, group: DeviceGroup, module: nn.Module, places: Places, replicas: Replicas, blocks: list[Block]
+        self,
+        group: DeviceGroup,
+        module: nn.Module,
+        places: Places,
+        replicas: LaneReplicas,
+        shared: SharedPlaces,
+        blocks: list[Block],
     ) -> None:
         super().__init__(group, module, places, replicas)
         self.blocks = blocks
+        self._lane_replicas = replicas
+        self._shared = shared
+        self._one_module = any_compiled(blocks)  # for all lanes, since each module compiles by itself
         self.threads = LaneThreads()
         self._group = group
         self._warned_of_norms = (
@@ -61,8 +70,12 @@ class PipelineExecution(Execution):
         work.seen.sizes = [work.seen.sizes[0]] * lanes
         work.seen.ever = [work.seen.ever[0]] * lanes
         places = LanePlaces(self.places, lanes)
+        if not self._one_module and lanes > self._shared.lanes:
+            self._shared.lanes = lanes
+            self._lane_replicas.grow()
+        replicas = self.replicas.list * lanes if self._one_module else self.replicas.list[:lanes]
         return frame._replace(
-            replicas=self.replicas.list * lanes,
+            replicas=replicas,
             state=CallerState(self.places.types, lanes),
             places=places,
             limits=[None] * lanes,
@@ -96,7 +109,13 @@ class PipelineExecution(Execution):
         return outcome.failed_where
 
     def _most(self, outcome: Any) -> int:
-        return 0
+        lane: int = outcome.last_lane
+        return lane if lane < len(self.replicas.list) else 0
+
+    def _commit_buffers(self, outcome: Any) -> None:
+        buffers = self.replicas.list[0].buffers  # those of all lanes
+        if buffers is not None:
+            buffers.push()
 
     def explain(self) -> str:
         return ""
@@ -131,20 +150,27 @@ class _Passage:
     def run(self, work: PipelineWork, run: Run, group: DeviceGroup, threads: LaneThreads) -> Outcome:
         """Run all micro-batches. Failures are in the run."""
         plan, bounds = self.plan, self.plan.bounds
-        replica = run.replicas[0]
-        modules = [replica.counterparts.get(id(block.module), block.module) for block in self._blocks]
+        parameters = run.replicas[0].parameters  # those of all lanes
+        modules = [
+            [replica.counterparts.get(id(block.module), block.module) for block in self._blocks]
+            for replica in dict.fromkeys(run.replicas)
+        ]
         trains = isinstance(run, TrainRun)
         schedule = plan.schedule if trains else plan.forward_schedule
         measured = work.planner.measures if trains else None
         codes: list[int] = []
+        last_lane = 0
         at: dict[int, Journey] = {}
         lock = threading.Lock()
 
         def carry(lane: int, micro_batch: int) -> int:
+            nonlocal last_lane
             begin, end = bounds[micro_batch]
+            if micro_batch == len(bounds) - 1:
+                last_lane = lane
             clock = None
             if measured is not None:
-                clock = measured.clocks[micro_batch] = work.planner.clock(replica.parameters)
+                clock = measured.clocks[micro_batch] = work.planner.clock(parameters)
             journey = Journey(
                 lanes,
                 micro_batch,
@@ -161,7 +187,7 @@ class _Passage:
                 with contextlib.ExitStack() as stack:
                     stack.enter_context(travelling(journey))
                     if clock is not None and micro_batch == 0:
-                        stack.enter_context(clock.counting_saved(replica.parameters))
+                        stack.enter_context(clock.counting_saved(parameters))
                     code = run.body(lane, begin, end, 0)
                 codes.append(code if isinstance(code, int) else code[0])
                 return codes[-1]
@@ -189,4 +215,5 @@ class _Passage:
             journey,
             evidence=not any(codes),
             trains=trains,
+            last_lane=last_lane,
         )

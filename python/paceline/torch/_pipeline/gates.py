@@ -205,18 +205,20 @@ def journey_here() -> Journey | None:
 
 
 @contextlib.contextmanager
-def gated(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Let the calls of these modules, which are the blocks in order, pass through gates.
+def gated(lanes: Iterable[Sequence[torch.nn.Module]]) -> Iterator[None]:
+    """Let the calls of these modules pass through gates: for each lane, its blocks in order.
 
     The gate is around the whole call, hooks of the user included: PyTorch calls `_compiled_call_impl` of a module in the place of all that.
     """
-    before = [vars(module).get("_compiled_call_impl") for module in modules]
-    for index, module in enumerate(modules):
-        vars(module)["_compiled_call_impl"] = _Call(index, module._compiled_call_impl or module._call_impl)
+    before = []
+    for modules in lanes:
+        for index, module in enumerate(modules):
+            before.append((module, vars(module).get("_compiled_call_impl")))
+            vars(module)["_compiled_call_impl"] = _Call(index, module._compiled_call_impl or module._call_impl)
     try:
         yield
     finally:
-        for module, call in zip(modules, before, strict=True):
+        for module, call in before:
             if call is None:
                 del vars(module)["_compiled_call_impl"]
             else:

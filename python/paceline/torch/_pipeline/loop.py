@@ -50,10 +50,12 @@ class Outcome:
         *,
         evidence: bool,
         trains: bool,
+        last_lane: int,
     ) -> None:
         self.plan = plan
         self.evidence = evidence  # whether its times say how fast the devices are
         self.trains = trains
+        self.last_lane = last_lane  # the one that carried the last micro-batch
         self.failed = step.failed
         self.failed_device = None
         self.failed_begin = begin  # the first item of the micro-batch that failed

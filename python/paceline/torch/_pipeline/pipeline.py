@@ -11,6 +11,7 @@ from torch import nn
 
 from paceline import Device, DeviceGroup, InvalidArgument
 from paceline.torch._batch.objective import Reduction
+from paceline.torch._devices.lanes import SharedPlaces
 from paceline.torch._devices.places import Places
 from paceline.torch._pipeline.blocks import Block, Blocks, blocks_of
 from paceline.torch._pipeline.execution import PipelineExecution
@@ -18,7 +19,7 @@ from paceline.torch._pipeline.loop import PipelineWork
 from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.reports import PipelineReports, PipelineTracing
 from paceline.torch._replicas.copies import Replicate
-from paceline.torch._replicas.replicas import Replicas
+from paceline.torch._replicas.replicas import LaneReplicas
 from paceline.torch._run.workload import Workload
 from paceline.torch._trainer.arguments import Memory, check_count, check_devices, is_whole, memory_limits, named_devices
 from paceline.torch._trainer.base import Trainer
@@ -151,9 +152,8 @@ class Pipeline(Trainer):
             )
             self._planner = planner
             works = PipelineWorks(local, places, planner)
-            replicas = Replicas(module, _OneCopy(places), replicate)
-            replicas.share()
-            execution = PipelineExecution(local, module, places, replicas, found)
+            shared = SharedPlaces(places)
+            execution = PipelineExecution(local, module, places, LaneReplicas(module, shared, replicate), shared, found)
         except BaseException:
             if owned:
                 local.close()
@@ -219,17 +219,6 @@ def materialise(module: nn.Module, blocks: Sequence[Block], init: Init | None) -
         for block in blocks:
             block.module.to_empty(device="cpu")
             init(block.name, block.module)
-
-
-class _OneCopy(Places):
-    """The places of a trainer whose devices share one copy of the module."""
-
-    def __init__(self, base: Places) -> None:
-        vars(self).update(vars(base))
-        self.spaces = [base.home_space]
-
-    def __len__(self) -> int:
-        return 1
 
 
 class PipelineWorks(Works):

@@ -175,7 +175,7 @@ class Replicas:
         storages = copies.get(self._places.spaces[device], {})
 
         def alias(parameter: torch.Tensor) -> torch.Tensor:
-            return alias_of(parameter, storages.get(id(parameter)))
+            return self._alias(parameter, storages.get(id(parameter)))
 
         replicate = self._replicate
         made = made_by(replicate, self._module, reach, alias) if replicate else copied(self._module, reach, alias)
@@ -184,7 +184,15 @@ class Replicas:
             buffers |= {name: one.to(self._places.devices[device]) for name, one in buffers.items() if one is not None}
         if replicate is None:
             derive((part for _, part in reach.modules), made.counterparts)
+        self._share(made, reach)
         return Replica(made, reach, parameters, self._reader)
+
+    def _alias(self, parameter: torch.Tensor, storage: torch.Tensor | None) -> torch.Tensor:
+        """What a device's module has in the place of a parameter."""
+        return alias_of(parameter, storage)
+
+    def _share(self, made: Copied, reach: Reach) -> None:
+        """Called for each device's module when its parameters and buffers are in place."""
 
     def _send(self, copies: dict[int, dict[int, torch.Tensor]], ours: list[torch.Tensor]) -> None:
         """Let every step begin by copying the parameters to the other memory spaces."""
@@ -336,6 +344,45 @@ class Replicas:
         """Every parameter (None if it is not set) and every submodule, in the order of the modules."""
         parameters, modules = self._dicts[::3], self._dicts[2::3]
         return list(chain(*map(dict.values, parameters), *map(dict.values, modules)))
+
+
+class LaneReplicas(Replicas):
+    """Modules of lanes, which each carry one micro-batch at a time through all stages.
+
+    They share gradients and buffers, too: each stage takes micro-batches in order, so these are what they would be with one module. What a
+    forward writes to attributes of its module belongs to its micro-batch, so each lane has a module of its own.
+    """
+
+    def __init__(self, module: nn.Module, places: Places, replicate: Replicate | None) -> None:
+        self._aliases: dict[int, torch.Tensor] = {}
+        self._first: Copied | None = None
+        super().__init__(module, places, replicate)
+        self.share()
+
+    def grow(self) -> None:
+        """Make modules for as many lanes as there are now."""
+        if len(self.list) < len(self._places):
+            with torch.inference_mode(False):
+                self._build()
+
+    def _build(self) -> None:
+        self._aliases.clear()
+        self._first = None
+        super()._build()
+        for replica in self.list[1:]:
+            replica.buffers = None  # those of the first one
+
+    def _alias(self, parameter: torch.Tensor, storage: torch.Tensor | None) -> torch.Tensor:
+        if id(parameter) not in self._aliases:
+            self._aliases[id(parameter)] = super()._alias(parameter, storage)
+        return self._aliases[id(parameter)]
+
+    def _share(self, made: Copied, reach: Reach) -> None:
+        if self._first is None:
+            self._first = made
+            return
+        for _, ours in reach.modules:
+            vars(made.counterparts[id(ours)])["_buffers"] = self._first.counterparts[id(ours)]._buffers
 
 
 def _watched(reach: Reach, counterparts: dict[int, Any]) -> Attributes:

@@ -298,6 +298,7 @@ class Execution:
         user = UserGradients(self.replicas)
         totals: Gradients = [None] * len(self.replicas.parameters)
         self.calls += 1
+        self.failed_on = None
         watch = contextlib.nullcontext() if self.watchdog is None else self.watchdog.watch(self.calls, lambda: None)
         with torch.no_grad(), watch:
             try:

@@ -134,7 +134,8 @@ class Training:
 
         outside: list[tuple[torch.Tensor, torch.Tensor]] = []
         if whole is None:
-            loss, gradients = self._execution.take_part(loss_fn, objective, carries=carries)
+            with self._recent.step(kind_of(None), self._execution):
+                loss, gradients = self._execution.take_part(loss_fn, objective, carries=carries)
         else:
             loss, gradients, run = self._train(kind_of(None), whole, objective, costs, loss_fn, run_of, hooks=carries)
             outside = run.outside_gradients
@@ -204,7 +205,8 @@ class Training:
                 check_scaler("run", scaler)
                 if whole is None:
                     self._scale_of(scaler)
-                    loss, _ = self._execution.take_part(fn, objective, carries=False)
+                    with self._recent.step(kind_of(name), self._execution):
+                        loss, _ = self._execution.take_part(fn, objective, carries=False)
                 else:
                     loss, _, _ = self._train(kind_of(name), whole, objective, costs, fn, run_of)
                 return already_backward(loss)

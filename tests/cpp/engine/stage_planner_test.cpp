@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/pipeline/stage_planner.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <set>
+#include <utility>
+#include <vector>
+
+namespace paceline::internal {
+namespace {
+
+/// Devices whose times follow from numbers: a block takes its fixed and per-item seconds over the device's speed.
+struct Box {
+  std::vector<plan::BlockCost> costs;
+  std::vector<double> speeds;
+
+  [[nodiscard]] plan::StageProblem problem() const {
+    plan::StageProblem guess{.blocks = costs, .devices = {}};
+    for (auto& block : guess.blocks) block = {.forward_per_item = 1.0, .backward_per_item = 2.0};
+    for (std::size_t d = 0; d < speeds.size(); ++d) guess.devices.push_back({.name = "host:" + std::to_string(d)});
+    return guess;
+  }
+  [[nodiscard]] double seconds(std::size_t block, DeviceId device, bool backward, std::int64_t items) const {
+    const plan::BlockCost& cost = costs[block];
+    const double n = static_cast<double>(items);
+    return (backward ? cost.backward_fixed + cost.backward_per_item * n
+                     : cost.forward_fixed + cost.forward_per_item * n) /
+           speeds[device];
+  }
+  template <class Call>
+  void for_each_block(const plan::StagePlan& plan, Call call) const {
+    for (std::size_t s = 0; s < plan.order.size(); ++s) {
+      const std::size_t end = s + 1 < plan.cuts.size() ? plan.cuts[s + 1] : costs.size();
+      for (std::size_t b = plan.cuts[s]; b < end; ++b) call(s, b);
+    }
+  }
+  [[nodiscard]] std::vector<BlockSample> samples(const plan::StagePlan& plan) const {
+    std::vector<BlockSample> all;
+    const std::int64_t items = plan.sizes.front();
+    for_each_block(plan, [&](std::size_t s, std::size_t b) {
+      for (const bool backward : {false, true}) {
+        all.push_back({b, plan.order[s], backward, items, seconds(b, plan.order[s], backward, items)});
+      }
+    });
+    return all;
+  }
+  [[nodiscard]] std::vector<balance::StageTimings> timings(const plan::StagePlan& plan) const {
+    std::vector<balance::StageTimings> all(plan.order.size());
+    for (auto& stage : all) stage.forwards = stage.backwards = std::vector<double>(plan.sizes.size(), 0.0);
+    for_each_block(plan, [&](std::size_t s, std::size_t b) {
+      for (std::size_t m = 0; m < plan.sizes.size(); ++m) {
+        all[s].forwards[m] += seconds(b, plan.order[s], false, plan.sizes[m]);
+        all[s].backwards[m] += seconds(b, plan.order[s], true, plan.sizes[m]);
+      }
+    });
+    return all;
+  }
+};
+
+std::vector<std::size_t> blocks_of_devices(const plan::StagePlan& plan, const Box& box) {
+  std::vector<std::size_t> blocks(box.speeds.size(), 0);
+  box.for_each_block(plan, [&](std::size_t s, std::size_t) { ++blocks[plan.order[s]]; });
+  return blocks;
+}
+
+const Box kBox{
+    std::vector<plan::BlockCost>(8, {.forward_fixed = 1e-3, .forward_per_item = 1e-3, .backward_per_item = 2e-3}),
+    {1.0, 0.3, 1.0}};
+
+TEST(StagePlanner, MeasuresEachBlockOnEachDeviceInTwoSizesAndThenKnowsThem) {
+  StagePlanner planner(kBox.problem(), {}, {}, true);
+  std::set<std::pair<std::size_t, std::size_t>> seen;
+  std::set<std::int64_t> sizes;
+  int steps = 0;
+  while (planner.measures()) {
+    const auto plan = planner.plan(32);
+    EXPECT_TRUE(same_run(*plan, *planner.plan(32))) << "a step that failed is planned again";
+    kBox.for_each_block(*plan, [&](std::size_t s, std::size_t b) { seen.insert({b, plan->order[s]}); });
+    sizes.insert(plan->sizes.front());
+    planner.ran();
+    EXPECT_EQ(planner.awaits_samples(), !planner.measures());
+    planner.record(kBox.samples(*plan));
+    ++steps;
+  }
+  EXPECT_EQ(steps, 6);
+  EXPECT_GE(seen.size(), 16U);
+  EXPECT_EQ(sizes.size(), 2U);
+  EXPECT_FALSE(planner.awaits_samples());
+
+  const auto plan = planner.plan(32);
+  const std::vector<std::size_t> blocks = blocks_of_devices(*plan, kBox);
+  EXPECT_LT(blocks[1], 2U) << planner.explain();
+  plan::StageProblem known = kBox.problem();
+  known.blocks = kBox.costs;
+  for (std::size_t d = 0; d < 3; ++d) known.devices[d].speed = kBox.speeds[d];
+  known.batch_size = 32;
+  EXPECT_NEAR(plan->seconds, plan::plan_stages(known).seconds, 1e-6) << "as if it had been told";
+}
+
+TEST(StagePlanner, GivesARestoredDeviceAStageAgain) {
+  plan::StageProblem problem = kBox.problem();
+  problem.blocks = kBox.costs;
+  problem.devices[1].speed = 0.3;
+  StagePlanner planner(problem, {}, {}, false);
+  const auto runs_on = [&](DeviceId device) {
+    const auto plan = planner.plan(32);
+    planner.record(*plan, kBox.timings(*plan));
+    return blocks_of_devices(*plan, kBox)[device] > 0;
+  };
+  EXPECT_TRUE(runs_on(2));
+  planner.retire(2);
+  for (int k = 0; k < 4; ++k) EXPECT_FALSE(runs_on(2));
+  planner.restore(2);
+  bool back = false;
+  for (int k = 0; k < 20 && !back; ++k) back = runs_on(2);
+  EXPECT_TRUE(back) << planner.explain();
+}
+
+TEST(StagePlanner, LeavesOutADeviceThatWasRetiredWhileItMeasured) {
+  StagePlanner planner(kBox.problem(), {}, {}, true);
+  for (int step = 0; step < 9; ++step) {
+    if (step == 1) planner.retire(2);
+    const bool measures = planner.measures();
+    const auto plan = planner.plan(32);
+    EXPECT_EQ(blocks_of_devices(*plan, kBox)[2] > 0, step == 0) << step;
+    planner.ran();
+    if (measures) planner.record(kBox.samples(*plan));
+  }
+  EXPECT_FALSE(planner.measures());
+}
+
+TEST(StagePlanner, IgnoresTheTimesOfAPlanThatWasReplaced) {
+  plan::StageProblem problem = kBox.problem();
+  problem.blocks = kBox.costs;
+  StagePlanner planner(problem, {}, {}, false);
+  const auto old = planner.plan(32);
+  planner.retire(0);
+  const auto now = planner.plan(32);
+  ASSERT_FALSE(same_run(*old, *now));
+  planner.record(*old, kBox.timings(*old));
+  EXPECT_EQ(planner.balancer().steps(), 0);
+  planner.record(*now, kBox.timings(*now));
+  EXPECT_EQ(planner.balancer().steps(), 1);
+}
+
+}  // namespace
+}  // namespace paceline::internal

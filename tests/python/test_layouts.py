@@ -1,0 +1,62 @@
+"""`layouts`: which way of laying out a model is best, by what a balancer of stages knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline import InvalidArgument
+from paceline._core.balance import StageBalancer, layouts
+
+MIB = 1 << 20
+
+
+def balancer(limit: int | None, link: float = 1e10) -> StageBalancer:
+    blocks = [(1e-4, 4e-4, 2e-4, 8e-4, 64 * MIB, MIB, MIB // 16, 0)] * 6
+    devices = [(f"gpu:{i}", 1.0, 0.0, limit, i) for i in range(3)]
+    return StageBalancer(blocks, devices, link=(0.0, link))
+
+
+def ranked(*args: Any, **options: Any) -> list[dict[str, Any]]:
+    found = layouts(balancer(*args), 48, micro_batches=8, **options)
+    assert sorted(layout["kind"] for layout in found) == [
+        "data parallel",
+        "pipeline",
+        "replicas of pipelines",
+        "sharded data parallel",
+    ]
+    return found
+
+
+def test_what_fits_everywhere_is_data_parallel() -> None:
+    first = ranked(None)[0]
+    assert first["kind"] == "data parallel"
+    assert first["items"] == [16, 16, 16]
+    assert first["reduction_seconds"] == pytest.approx(4 / 3 * 6 * 16 * MIB / 1e10)
+    assert "bubble of a pipeline" in first["reason"]
+
+
+def test_what_fits_no_device_is_cut() -> None:
+    found = ranked(300 * MIB)
+    first = next(layout for layout in found if layout["runnable"])
+    assert first["kind"] == "pipeline"
+    (plan,) = first["pipelines"]
+    assert plan["cuts"][0] == 0
+    assert max(first["bytes"]) <= 300 * MIB
+    data = next(layout for layout in found if layout["kind"] == "data parallel")
+    assert not data["fits"]
+    assert "GiB" in data["reason"]
+    sharded = next(layout for layout in found if layout["kind"] == "sharded data parallel")
+    assert sharded["fits"]
+    assert not sharded["runnable"]
+    assert sum(sharded["optimizer_shares"]) == pytest.approx(1.0)
+
+
+def test_gradient_bytes_may_be_given() -> None:
+    first = ranked(None, weight_bytes=[62 * MIB] * 6, gradient_bytes=[2 * MIB] * 6)[0]
+    assert first["reduction_seconds"] == pytest.approx(4 / 3 * 6 * 2 * MIB / 1e10)
+    with pytest.raises(InvalidArgument, match="weight_bytes is of length 1 instead of 6"):
+        ranked(None, weight_bytes=[1])
+    with pytest.raises(InvalidArgument, match="overlap"):
+        ranked(None, overlap=2.0)
