@@ -1,5 +1,5 @@
 """
-Pure decisions: cost models, splits of batches and of items.
+Pure decisions: cost models, splits of batches and of items, stages of pipelines.
 """
 
 from __future__ import annotations
@@ -8,12 +8,20 @@ import collections.abc
 import typing
 
 __all__: list[str] = [
+    "BlockCost",
     "CostModel",
     "ItemCostFit",
     "ItemSplit",
+    "PipelineTimes",
     "Split",
+    "StageDevice",
+    "StagePlan",
     "correction_floor",
     "fit_item_cost",
+    "gpipe",
+    "one_f_one_b",
+    "pipeline_times",
+    "plan_stages",
     "split_batch",
     "split_even",
     "split_items",
@@ -161,6 +169,154 @@ class ItemCostFit:
         Per device, its time relative to the fastest device; 0 for a device without samples.
         """
 
+class BlockCost:
+    """
+    What one block of a model costs: one of the layers between which it may be cut.
+
+    Seconds are on a device of speed 1. What comes before the first block belongs to the first block; what comes after the last one
+    (a head, its logits, the loss) belongs to the last block.
+    """
+    def __init__(
+        self,
+        *,
+        forward_per_item: typing.SupportsFloat | typing.SupportsIndex,
+        backward_per_item: typing.SupportsFloat | typing.SupportsIndex,
+        forward_fixed: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        backward_fixed: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        parameter_bytes: typing.SupportsInt | typing.SupportsIndex = 0,
+        saved_bytes_per_item: typing.SupportsInt | typing.SupportsIndex = 0,
+        boundary_bytes_per_item: typing.SupportsInt | typing.SupportsIndex = 0,
+        workspace_bytes_per_item: typing.SupportsInt | typing.SupportsIndex = 0,
+    ) -> None:
+        """
+        Parameters
+        ----------
+        forward_per_item, backward_per_item
+            Seconds per item of a micro-batch.
+        forward_fixed, backward_fixed
+            Seconds of a micro-batch whatever its size.
+        parameter_bytes
+            Bytes of parameters, their gradients and the optimizer's state.
+        saved_bytes_per_item
+            What autograd keeps from forward to backward.
+        boundary_bytes_per_item
+            The input, which is sent if a stage begins with this block.
+        workspace_bytes_per_item
+            What it needs only while it runs.
+        """
+    def __repr__(self) -> str: ...
+
+class StageDevice:
+    """
+    One device, as far as a pipeline is concerned.
+    """
+    def __init__(
+        self,
+        name: str = "",
+        *,
+        speed: typing.SupportsFloat | typing.SupportsIndex = 1.0,
+        noise: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        memory_bytes: typing.SupportsInt | typing.SupportsIndex | None = None,
+        memory_space: typing.SupportsInt | typing.SupportsIndex = 0,
+    ) -> None:
+        """
+        Parameters
+        ----------
+        name
+            For messages.
+        speed
+            2: blocks take half of the time.
+        noise
+            Relative standard deviation of the time of a forward or backward.
+        memory_bytes
+            None: no limit.
+        memory_space
+            Devices of one memory space send nothing to each other, and share tied parameters.
+        """
+    def __repr__(self) -> str: ...
+
+class PipelineTimes:
+    """
+    When everything happens in a pipeline, in seconds.
+    """
+    def __repr__(self) -> str: ...
+    @property
+    def actions(self) -> list[list[tuple[float, float]]]:
+        """
+        Per stage, start and finish of each of its actions.
+        """
+    @property
+    def busy_seconds(self) -> list[float]:
+        """
+        Per stage, how long it works.
+        """
+    @property
+    def seconds(self) -> float:
+        """
+        When the last action ends.
+        """
+
+class StagePlan:
+    """
+    A model that is cut into stages, with the device and the actions of each.
+    """
+    def __repr__(self) -> str: ...
+    @property
+    def bound_seconds(self) -> float:
+        """
+        No schedule of these stages is quicker.
+        """
+    @property
+    def bytes(self) -> list[int]:
+        """
+        Bytes that each stage needs.
+        """
+    @property
+    def cuts(self) -> list[int]:
+        """
+        The first block of each stage.
+        """
+    @property
+    def ideal_seconds(self) -> float:
+        """
+        The work of the step over the speeds of all devices.
+        """
+    @property
+    def in_flight(self) -> list[int]:
+        """
+        The most micro-batches that each stage has in flight.
+        """
+    @property
+    def moved_bytes(self) -> int:
+        """
+        Parameter bytes in another memory space than in the previous plan.
+        """
+    @property
+    def order(self) -> list[int]:
+        """
+        The device of each stage.
+        """
+    @property
+    def schedule(self) -> list[list[tuple[str, int]]]:
+        """
+        Per stage, what it does, in order: ("F", micro-batch) or ("B", micro-batch).
+        """
+    @property
+    def schedule_text(self) -> str:
+        """
+        The schedule, a line per stage.
+        """
+    @property
+    def seconds(self) -> float:
+        """
+        Seconds of a step, expected with noise.
+        """
+    @property
+    def sizes(self) -> list[int]:
+        """
+        Items of each micro-batch; they differ by at most one.
+        """
+
 def correction_floor(
     model: CostModel,
     overhead: typing.SupportsFloat | typing.SupportsIndex = 0.25,
@@ -211,6 +367,180 @@ def fit_item_cost(
     >>> fit = fit_item_cost([100, 200, 400], [0.2, 0.3, 0.5])
     >>> round(fit.fixed_seconds, 6), round(fit.per_token_seconds, 6), round(fit.relative_rms, 6)
     (0.1, 0.001, 0.0)
+    """
+
+def gpipe(
+    stages: typing.SupportsInt | typing.SupportsIndex, micro_batches: typing.SupportsInt | typing.SupportsIndex
+) -> list[list[tuple[str, int]]]:
+    """
+    All forwards, then all backwards. Every stage keeps all micro-batches in flight.
+
+    Parameters
+    ----------
+    stages, micro_batches
+        How many; each at least 1.
+
+    Returns
+    -------
+    list of list of (str, int)
+        Per stage, what it does, in order: ("F", micro-batch) or ("B", micro-batch).
+
+    Raises
+    ------
+    InvalidArgument
+        If there is no stage or no micro-batch.
+
+    Notes
+    -----
+    Huang et al., GPipe, NeurIPS 2019. Backwards run in the order of the micro-batches, too, so that gradients are summed in that order.
+    """
+
+def one_f_one_b(
+    stages: typing.SupportsInt | typing.SupportsIndex,
+    micro_batches: typing.SupportsInt | typing.SupportsIndex,
+    extra: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] | None = None,
+) -> list[list[tuple[str, int]]]:
+    """
+    One forward, one backward: stage i of k first runs k - i + extra[i] forwards, then alternates backwards and forwards.
+
+    Parameters
+    ----------
+    stages, micro_batches
+        How many; each at least 1.
+    extra
+        Additional forwards before the first backward, per stage; None: none. More in flight hides links and noise. No stage has
+        fewer in flight than the next one: where `extra` says so, it is raised.
+
+    Returns
+    -------
+    list of list of (str, int)
+        Per stage, what it does, in order: ("F", micro-batch) or ("B", micro-batch).
+
+    Raises
+    ------
+    InvalidArgument
+        If there is no stage or no micro-batch, or for an `extra` of another size or with a negative number.
+
+    Notes
+    -----
+    Narayanan et al., PipeDream, SOSP 2019.
+
+    Examples
+    --------
+    >>> from paceline.plan import one_f_one_b
+    >>> one_f_one_b(2, 2)[1]
+    [('F', 0), ('B', 0), ('F', 1), ('B', 1)]
+    """
+
+def pipeline_times(
+    schedule: collections.abc.Sequence[collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]]],
+    forward: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+    backward: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+    *,
+    send_forward: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | None = None,
+    send_backward: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | None = None,
+    scale: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | None = None,
+) -> PipelineTimes:
+    """
+    The exact times of a schedule: an action starts when its stage is free and its input has arrived.
+
+    Parameters
+    ----------
+    schedule
+        Per stage, a list of ("F", micro-batch) and ("B", micro-batch), as `gpipe` and `one_f_one_b` return it.
+    forward, backward
+        Seconds of one micro-batch on each stage.
+    send_forward, send_backward
+        Seconds until the next stage has the output, and the stage before the gradient, per sending stage. None: 0.
+    scale
+        One factor per micro-batch for all its times, for unequal sizes. None: 1.
+
+    Returns
+    -------
+    PipelineTimes
+        `seconds`, `busy_seconds` and `actions`.
+
+    Raises
+    ------
+    InvalidArgument
+        For sizes that do not match, negative or not finite times, and schedules that cannot run: the message names stage and action.
+
+    Examples
+    --------
+    >>> from paceline.plan import one_f_one_b, pipeline_times
+    >>> pipeline_times(one_f_one_b(2, 4), [1.0, 1.0], [2.0, 2.0]).seconds
+    15.0
+    """
+
+def plan_stages(
+    blocks: collections.abc.Sequence[BlockCost],
+    devices: collections.abc.Sequence[StageDevice],
+    *,
+    batch_size: typing.SupportsInt | typing.SupportsIndex,
+    micro_batches: typing.SupportsInt | typing.SupportsIndex | None = None,
+    cuts: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] | None = None,
+    order: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] | None = None,
+    schedule: str = "auto",
+    most_in_flight: typing.SupportsInt | typing.SupportsIndex = 0,
+    link_latency_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    link_bytes_per_second: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    tied_bytes: typing.SupportsInt | typing.SupportsIndex = 0,
+    previous_cuts: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] | None = None,
+    previous_order: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] | None = None,
+    indifference: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+) -> StagePlan:
+    """
+    Cut a model into stages over unequal devices so that a step takes as little time as possible and every stage fits.
+
+    Parameters
+    ----------
+    blocks
+        A `BlockCost` for each block, in order.
+    devices
+        A `StageDevice` for each device. Devices that do not pay are left out.
+    batch_size
+        Items of a step.
+    micro_batches
+        How many. None: planned, 1 to batch_size.
+    cuts, order
+        The first block, and the device, of each stage. None: planned.
+    schedule
+        "auto", "gpipe" or "1f1b". GPipe is never quicker than 1F1B with as many in flight, so "auto" is 1F1B.
+    most_in_flight
+        The most micro-batches that a stage may have in flight; 0: as many as fit.
+    link_latency_seconds, link_bytes_per_second
+        How long it takes to send bytes between two memory spaces; 0 bytes per second: bytes take no time.
+    tied_bytes
+        Parameter bytes that the first and the last block share. Both blocks' `parameter_bytes` include them.
+    previous_cuts, previous_order
+        The present stages. Among plans whose time is within `indifference` of the best, the one that moves the fewest bytes wins.
+    indifference
+        0.01: times within 1 % count as equal.
+
+    Returns
+    -------
+    StagePlan
+        Cuts, order, sizes, schedule, bytes and seconds.
+
+    Raises
+    ------
+    InvalidArgument
+        For numbers that make no sense.
+    OutOfMemory
+        If no plan fits. The message names the device that comes closest, its bytes, and what would help.
+
+    Notes
+    -----
+    Small cases are searched completely. Up to 8 devices, a dynamic program over sets of devices gives partitions (Pinar, Tabak & Aykanat,
+    JPDC 68, 2008), which are compared by the exact times of their schedules and improved step by step.
+
+    Examples
+    --------
+    >>> from paceline.plan import BlockCost, StageDevice, plan_stages
+    >>> block = BlockCost(forward_per_item=1.0, backward_per_item=2.0)
+    >>> plan = plan_stages([block] * 6, [StageDevice("fast", speed=2.0), StageDevice("slow")], batch_size=8)
+    >>> plan.cuts, plan.order
+    ([0, 2], [1, 0])
     """
 
 def split_batch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from paceline import DeviceGroup, InvalidArgument
 from paceline._core.engine import in_flight, pipeline_actions
@@ -13,21 +13,16 @@ from paceline.torch._batch.batch import Batch
 from paceline.torch._devices.places import Places
 from paceline.torch._pipeline.blocks import Block
 from paceline.torch._pipeline.gates import Journey
-from paceline.torch._pipeline.plans import PipelinePlan
+from paceline.torch._pipeline.planner import Planner
+from paceline.torch._pipeline.plans import Action, PipelinePlan
 from paceline.torch._run.launch import LaunchClock
 from paceline.torch._run.seen import Seen
 from paceline.torch._run.workload import Workload
-
-if TYPE_CHECKING:
-    from paceline.torch._pipeline.planner import Planner
 
 _BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)  # seconds of the step counts
 _RECENT = 32  # steps whose times make a speed
 _MOST_EVENTS = 4096
 _MOST_ROWS = 1024
-
-# An action that ran: "F" or "B", micro-batch, start and finish in seconds since the step began.
-Action = tuple[str, int, float, float]
 
 
 class Outcome:

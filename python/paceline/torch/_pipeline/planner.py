@@ -10,9 +10,8 @@ import torch
 from paceline import DeviceGroup
 from paceline._core.balance import StageBalancer
 from paceline.torch._pipeline.blocks import Block
-from paceline.torch._pipeline.loop import Action
 from paceline.torch._pipeline.measure import BlockClock, BlockCost, Measured, costs_of, speeds_of
-from paceline.torch._pipeline.plans import PipelinePlan
+from paceline.torch._pipeline.plans import Action, PipelinePlan
 
 _MICRO_BATCHES = 8  # of a step that measures
 _STATES = {

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 from paceline._core import engine as core
 
+# An action that ran: "F" or "B", micro-batch, start and finish in seconds since the step began.
+Action = tuple[str, int, float, float]
+
 
 class PipelinePlan(NamedTuple):
     """A cut module on devices, with what will run. Stages are in the order of the forward."""

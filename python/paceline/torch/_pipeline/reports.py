@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 from paceline import InvalidArgument
 from paceline._chrome_trace import ChromeTrace
 from paceline._plot_schedule import ScheduleRow, ScheduleSpan, draw_schedule
-from paceline.torch._pipeline.loop import Action, Outcome, PipelineLoop
+from paceline.torch._pipeline.loop import Outcome, PipelineLoop
+from paceline.torch._pipeline.plans import Action
 from paceline.torch._trainer.recent_steps import Times
 from paceline.torch._trainer.reports import Reports
 from paceline.torch._trainer.tracing import Tracing
