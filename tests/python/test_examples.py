@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DIGITS = ROOT / "examples" / "python" / "digits.py"
 TWO_OPTIMIZERS = ROOT / "examples" / "python" / "two_optimizers.py"
 TEXT = ROOT / "examples" / "python" / "text.py"
+PIPELINE = ROOT / "examples" / "python" / "pipeline.py"
+PIPELINE_RACE = ROOT / "benchmarks" / "python" / "race_pipeline.py"
 TEXT_RACE = ROOT / "benchmarks" / "python" / "race_text.py"
 RACE = ROOT / "benchmarks" / "python" / "race_ddp.py"
 
@@ -185,3 +187,43 @@ def test_the_race_on_text_ends_with_figures_of_every_rival() -> None:
     assert 0 < summary["split_of_ideal"] <= 1
     assert 1 <= summary["padded"] <= summary["contiguous"]
     assert all(value > 0 for value in summary["milliseconds"].values())
+
+
+@needs_two_cores
+def test_pipeline_trains_what_no_device_holds_alone_and_draws_its_schedule(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "step.png"
+    output = run(PIPELINE, "--steps", "6", "--batch", "4", "--slow", "host:1", "--plot", str(picture))
+    assert re.search(r"^host:0 alone: no plan fits: .*bytes on host:0", output), output
+    rows = re.findall(r"^step +\d+  loss \d\.\d+ +\d+\.\d ms  (.*)$", output, flags=re.MULTILINE)
+    assert len(rows) == 6, output
+    assert set(rows[:3]) == {"measuring the blocks"}
+    for row in rows[3:]:  # every block is on one device, and neither device has all
+        found = re.fullmatch(r"host:[01] blocks\.0 to blocks\.(\d), host:[01] blocks\.(\d) to blocks\.5.*", row)
+        assert found, output
+        assert int(found[2]) == int(found[1]) + 1, output
+    assert output.count("a busy loop begins on host:1") == 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    first, end = re.findall(r"loss per byte: (\d\.\d\d) at first, (\d\.\d\d) in the end", output)[0]
+    assert float(end) < float(first)
+
+
+def test_pipeline_says_which_devices_could_be_slowed() -> None:
+    done = subprocess.run([sys.executable, str(PIPELINE), "--slow", "host:7"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--slow host:7" in done.stderr
+    assert "there are host:0, host:1" in done.stderr
+
+
+@pytest.mark.slow
+@needs_two_cores
+def test_the_race_of_pipelines_ends_with_a_line_of_json() -> None:
+    size = ("--width", "32", "--items", "1", "--micro-batches", "4")
+    output = run(PIPELINE_RACE, "--busy", "--steps", "1", "--rounds", "1", "--warm-up", "3", *size, "--json")
+    result = json.loads(output.splitlines()[-1])
+    assert result["busy"] is True
+    for name in ("torch_gpipe", "torch_1f1b", "even", "auto", "single", "data_parallel", "predicted", "ideal"):
+        assert result[name] > 0, name
+    better = result[result["better_of_torch"]]
+    assert result["auto_over_torch"] == pytest.approx(result["auto"] / better, rel=1e-2)
+    assert {"hardware", "versions", "setting", "tables", "goals"} <= set(result)

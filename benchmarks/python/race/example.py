@@ -1,4 +1,4 @@
-"""Load the example that trains a transformer on text, so that the races train the documented network."""
+"""Load an example that trains a transformer, so that the races train the documented network."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _FOLDER = Path(__file__).resolve().parents[3] / "examples" / "python"
 TEXT = _FOLDER / "alice.txt"
 
 
-def load() -> Any:
-    """Import examples/python/text.py as a module."""
-    spec = importlib.util.spec_from_file_location("text_example", _FOLDER / "text.py")
+def load(name: str = "text") -> Any:
+    """Import examples/python/NAME.py as a module."""
+    spec = importlib.util.spec_from_file_location(f"{name}_example", _FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -24,6 +24,12 @@ Rival = Literal[
     "text-alone",
     "all-reduce-gloo",
     "all-reduce-paceline",
+    "pipeline-torch-gpipe",
+    "pipeline-torch-1f1b",
+    "pipeline-even",
+    "pipeline-auto",
+    "pipeline-data-parallel",
+    "pipeline-single",
 ]
 
 # After this many steps all rivals must have the same loss. Later their losses drift apart, because they add in different orders.
@@ -51,6 +57,9 @@ class Job:
     tolerance: float = 0.0  # ratio: the wanted width of the interval
     seconds: float = 0.0  # ratio: the time limit; together: the time from the start, with warm-up
     sizes: list[int] = dataclasses.field(default_factory=list)  # all-reduce: bytes per buffer
+    micro_batches: int = 1  # pipelines: how many in a batch
+    blocks: int = 0  # pipelines: of the transformer
+    width: int = 0  # pipelines: of its blocks
 
 
 def to_text(jobs: Sequence[Job]) -> str:

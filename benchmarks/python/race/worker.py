@@ -49,6 +49,11 @@ def load(rival: Rival) -> tuple[Measure, dict[str, Any]]:
 
         measure = reduce_rivals.RIVALS[rival]
         ours = measure is reduce_rivals.paceline
+    elif rival.startswith("pipeline-"):
+        from race import pipeline_rivals
+
+        measure = pipeline_rivals.RIVALS[rival]
+        ours = measure in (pipeline_rivals.pipeline, pipeline_rivals.data_parallel)
     else:
         from race import rivals
 

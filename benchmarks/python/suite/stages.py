@@ -36,6 +36,8 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
     malloc = (*tried, "--batch", "64") if quick else ("--time-limit", "150")
     text = ("--steps", "2", "--rounds", "1", "--batch", "32") if quick else ("--rounds", "3")
     ranks = ("--steps", "2", "--rounds", "1", "--batch", "64", "--warm-up", "4") if quick else ()
+    tiny = ("--warm-up", "3", "--width", "32", "--items", "1", "--steps", "1", "--rounds", "1")
+    pipeline = tiny if quick else ("--steps", "6", "--rounds", "3")
     straggler = ("--steps", "12", "--batch", "64", "--onsets", "2") if quick else ()
     no_gpu = "" if gpu else "PyTorch sees no GPU"
     short = ("--short",) if quick else ()
@@ -57,6 +59,8 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
         _script("race_ranks", "--busy", *ranks, limit=600),
         _script("race_text", *text, limit=900),
         _script("race_text", "--busy", *text, limit=900),
+        _script("race_pipeline", *pipeline, limit=1200),
+        _script("race_pipeline", "--busy", *pipeline, limit=1200),
         _script("all_reduce", *reduce, limit=900),
         _script("step_overhead", *overhead, limit=300),
         _script("step_profile", *profile, limit=300),
