@@ -87,7 +87,9 @@ class Residual(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.conv2, self.bn2 = nn.Conv2d(planes, planes, 3, 1, 1, bias=False), nn.BatchNorm2d(planes)
         same = inputs == planes and stride == 1
-        self.downsample = None if same else nn.Sequential(nn.Conv2d(inputs, planes, 1, stride, bias=False), nn.BatchNorm2d(planes))
+        self.downsample = (
+            None if same else nn.Sequential(nn.Conv2d(inputs, planes, 1, stride, bias=False), nn.BatchNorm2d(planes))
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         early = x if self.downsample is None else self.downsample(x)
@@ -187,10 +189,17 @@ def two_stages(model: nn.Module, **options: Any) -> Pipeline:
 
 def assert_equal(got: nn.Module, wanted: nn.Module) -> None:
     """Gradients and buffers, to the last bit."""
-    pairs = [(name, one.grad, other.grad) for (name, one), other in zip(got.named_parameters(), wanted.parameters(), strict=True)]
+    pairs = [
+        (name, one.grad, other.grad)
+        for (name, one), other in zip(got.named_parameters(), wanted.parameters(), strict=True)
+    ]
     pairs += [(name, one, other) for (name, one), other in zip(got.named_buffers(), wanted.buffers(), strict=True)]
     assert any(one is not None for _, one, _ in pairs)
-    different = [name for name, one, other in pairs if (one is None) != (other is None) or (one is not None and not torch.equal(one, other))]
+    different = [
+        name
+        for name, one, other in pairs
+        if (one is None) != (other is None) or (one is not None and not torch.equal(one, other))
+    ]
     assert different == []
 
 

@@ -58,10 +58,19 @@ def spanning(layers: Any, x: Any, *, use_reentrant: bool) -> Any:
 
 CALLS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "a block twice": (lambda layers, x: in_order(layers, x, [0, 1, 1, 2, 3]), "layers.1 again"),
-    "out of order": (lambda layers, x: in_order(layers, x, [0, 2, 1, 3]), "layers.1 after layers.2.*order of the forward"),
+    "out of order": (
+        lambda layers, x: in_order(layers, x, [0, 2, 1, 3]),
+        "layers.1 after layers.2.*order of the forward",
+    ),
     "a loop": (lambda layers, x: in_order(layers, x, [0, 1, 2, 3] * 2), "layers.0 after layers.3.*DataParallel"),
-    "a checkpoint over a cut": (lambda layers, x: spanning(layers, x, use_reentrant=False), "checkpoint.*each block by itself"),
-    "a reentrant checkpoint over a cut": (lambda layers, x: spanning(layers, x, use_reentrant=True), "use_reentrant=False"),
+    "a checkpoint over a cut": (
+        lambda layers, x: spanning(layers, x, use_reentrant=False),
+        "checkpoint.*each block by itself",
+    ),
+    "a reentrant checkpoint over a cut": (
+        lambda layers, x: spanning(layers, x, use_reentrant=True),
+        "use_reentrant=False",
+    ),
     "a reentrant checkpoint at a cut": (
         lambda layers, x: layers[3](checkpoint(layers[2], layers[:2](x), use_reentrant=True)),
         "use_reentrant=False",
@@ -139,7 +148,9 @@ ARGUMENTS: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "options", "message"), ARGUMENTS, ids=[str(number) for number in range(len(ARGUMENTS))])
+@pytest.mark.parametrize(
+    ("make", "options", "message"), ARGUMENTS, ids=[str(number) for number in range(len(ARGUMENTS))]
+)
 def test_arguments_that_cannot_be_used(make: Callable[[], nn.Module], options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         Pipeline(make(), TWO, **options)
