@@ -195,7 +195,7 @@ def differences_of(case: Case, steps: int = 5) -> list[str]:
         with Pipeline(case.model, devices=names, **case.options) as trainer:
             for step in range(steps):
                 if step == steps - 1 and len(names) > 1 and "cuts" not in case.options:
-                    trainer.retire(names[seed % len(names)])  # blocks move to the others
+                    trainer.retire(names[len(case.batch[0]) % len(names)])  # blocks move to the others
                 loss = trainer.step(case.loss_fn, case.batch, case.weight)
                 wanted = accumulated(case, plain, trainer.report()["micro_batches"])
                 if not torch.equal(loss, wanted):

@@ -55,6 +55,7 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
+        self.seen: torch.Tensor
         self.register_buffer("seen", torch.zeros(()))
         self.fails = ""
 
@@ -64,7 +65,8 @@ class Layer(nn.Module):
         bad = bool((marks == 100).any())
         if bad and self.fails == "forward":
             raise Unlucky("as planned")
-        return torch.tanh(Raise.apply(self.linear(x), bad and self.fails == "backward")), marks
+        apply: Any = Raise.apply
+        return torch.tanh(apply(self.linear(x), bad and self.fails == "backward")), marks
 
 
 class Chain(nn.Module):

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from paceline.torch import Pipeline
-from pipeline_cases import accumulated, differences_with
+from pipeline_cases import differences_with
 from torch_support import TWO, classify, gradients
 
 WIDTH = 8
@@ -32,12 +32,16 @@ class Block(nn.Module):
         self.checkpointed = checkpointed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self._forward, x, use_reentrant=False) if self.checkpointed else self._forward(x)
+        result: torch.Tensor = (
+            checkpoint(self._forward, x, use_reentrant=False) if self.checkpointed else self._forward(x)
+        )
+        return result
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.attention(self.norm(x)).chunk(3, -1)
         x = x + self.dropout(functional.scaled_dot_product_attention(q, k, v, is_causal=True))
-        return x + self.down(functional.gelu(self.up(x)))
+        hidden: torch.Tensor = x + self.down(functional.gelu(self.up(x)))
+        return hidden
 
 
 class NanoGpt(nn.Module):
@@ -45,7 +49,7 @@ class NanoGpt(nn.Module):
 
     def __init__(self, layers: int = 4, **options: Any) -> None:
         super().__init__()
-        self.transformer = nn.ModuleDict(
+        self.transformer: Any = nn.ModuleDict(
             {
                 "wte": nn.Embedding(20, WIDTH),
                 "wpe": nn.Embedding(6, WIDTH),
@@ -95,7 +99,8 @@ class Residual(nn.Module):
         early = x if self.downsample is None else self.downsample(x)
         x = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
         x += early
-        return self.relu(x)
+        result: torch.Tensor = self.relu(x)
+        return result
 
 
 class ResNet(nn.Module):
@@ -112,7 +117,8 @@ class ResNet(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layer2(self.layer1(self.relu(self.bn1(self.conv1(x)))))
-        return self.fc(self.layer4(self.layer3(x)).mean((2, 3)))
+        logits: torch.Tensor = self.fc(self.layer4(self.layer3(x)).mean((2, 3)))
+        return logits
 
 
 class UNet(nn.Module):
@@ -189,7 +195,7 @@ def two_stages(model: nn.Module, **options: Any) -> Pipeline:
 
 def assert_equal(got: nn.Module, wanted: nn.Module) -> None:
     """Gradients and buffers, to the last bit."""
-    pairs = [
+    pairs: list[tuple[str, Any, Any]] = [
         (name, one.grad, other.grad)
         for (name, one), other in zip(got.named_parameters(), wanted.parameters(), strict=True)
     ]
@@ -274,7 +280,8 @@ def test_loss_carries_gradients_to_backward() -> None:
         for part in slices(text(), trainer.report()["micro_batches"]):
             (loss_inside(plain, part) * (len(part[0]) / 9)).backward()
     for one, other in zip(gradients(model), gradients(plain), strict=True):
-        assert one is not None and other is not None
+        assert one is not None
+        assert other is not None
         assert torch.equal(one, other * 3)
 
 
@@ -336,6 +343,7 @@ def test_the_user_s_hooks_on_blocks_run_once_per_micro_batch() -> None:
         calls.append(len(output))
         return output * 0.5
 
+    one: Any
     for one in (model, plain):
         one.transformer["h"][2].register_forward_hook(halve)
         one.transformer["h"][2].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
@@ -351,7 +359,7 @@ def test_the_user_s_hooks_on_blocks_run_once_per_micro_batch() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_the_optimizer_updates_as_on_one_device(optimizer: type[torch.optim.Optimizer]) -> None:
+def test_the_optimizer_updates_as_on_one_device(optimizer: Any) -> None:
     torch.manual_seed(0)
     model = NanoGpt()
     plain = copy.deepcopy(model)
@@ -362,9 +370,9 @@ def test_the_optimizer_updates_as_on_one_device(optimizer: type[torch.optim.Opti
             trainer.step(loss_inside, text())
             for part in slices(text(), trainer.report()["micro_batches"]):
                 (loss_inside(plain, part) * (len(part[0]) / 9)).backward()
-            for one in (ours, theirs):
-                one.step()
-                one.zero_grad()
+            for each in (ours, theirs):
+                each.step()
+                each.zero_grad()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, other)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
@@ -233,7 +233,8 @@ def _allocate(parts: Iterable[nn.Module], made: dict[int, tuple[torch.Tensor, to
     """Give memory to the tensors of these parts that have none. Returns whether there were any."""
     found = False
     for part in parts:
-        for tensors in (part._parameters, part._buffers):
+        slots: list[dict[str, Any]] = [part._parameters, part._buffers]
+        for tensors in slots:
             for name, one in tensors.items():
                 if one is None or not one.is_meta:
                     continue
@@ -257,7 +258,7 @@ class PipelineWorks(Works):
     def of(self, kind: str) -> Workload:
         work = super().of(kind)
         if kind == "predict":
-            work.predicts = True
+            cast(PipelineWork, work).predicts = True
         return work
 
     def _new(self, options: dict[str, Any]) -> Workload:
