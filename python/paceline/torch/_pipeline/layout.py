@@ -17,8 +17,9 @@ from paceline.torch._batch.samples import Collate
 from paceline.torch._batch.splits import Split
 from paceline.torch._devices.places import RandomStates
 from paceline.torch._pipeline.blocks import Blocks
+from paceline.torch._pipeline.materialise import Init
 from paceline.torch._pipeline.measure import BlockCost
-from paceline.torch._pipeline.pipeline import Init, Pipeline
+from paceline.torch._pipeline.pipeline import Pipeline
 from paceline.torch._pipeline.planner import plan_of
 from paceline.torch._pipeline.replicated import PipelineReplicas
 from paceline.torch._replicas.copies import Replicate

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -13,21 +12,22 @@ from paceline import Device, DeviceGroup, InvalidArgument
 from paceline.torch._batch.objective import Reduction
 from paceline.torch._devices.lanes import SharedPlaces
 from paceline.torch._devices.places import Places
-from paceline.torch._pipeline.blocks import Block, Blocks, blocks_of
+from paceline.torch._pipeline.arguments import check_cuts, check_on_host
+from paceline.torch._pipeline.blocks import Blocks, blocks_of
 from paceline.torch._pipeline.execution import PipelineExecution
 from paceline.torch._pipeline.loop import PipelineWork
+from paceline.torch._pipeline.materialise import Init, materialise
 from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.reports import PipelineReports, PipelineTracing
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.replicas import LaneReplicas
 from paceline.torch._run.workload import Workload
-from paceline.torch._trainer.arguments import Memory, check_count, check_devices, is_whole, memory_limits, named_devices
+from paceline.torch._trainer.arguments import Memory, check_count, check_devices, memory_limits, named_devices
 from paceline.torch._trainer.base import Trainer
 from paceline.torch._trainer.parts import carried_out_by
 from paceline.torch._trainer.works import Works
 
 Schedule = Literal["auto", "gpipe", "1f1b"]
-Init = Callable[[str, nn.Module], object]
 
 
 class Pipeline(Trainer):
@@ -176,75 +176,6 @@ class Pipeline(Trainer):
         return super().optimizer(cls, parameters, **options)
 
     optimizer.__doc__ = Trainer.optimizer.__doc__
-
-
-def check_cuts(cuts: Sequence[int] | None, blocks: int) -> None:
-    """Raise if cuts are not the first blocks of stages."""
-    if cuts is None:
-        return
-    if not isinstance(cuts, Sequence):
-        raise InvalidArgument(f"Pipeline: cuts is {cuts!r}; give a list of the first blocks of the stages: [0, 3].")
-    if (
-        not all(map(is_whole, cuts))
-        or not cuts
-        or cuts[0] != 0
-        or any(b <= a for a, b in pairwise(cuts))
-        or cuts[-1] >= blocks
-    ):
-        raise InvalidArgument(
-            f"Pipeline: cuts is {list(cuts)!r} for {blocks} blocks. Give the number of the first block of each stage, beginning with 0, each "
-            f"greater than the one before and less than {blocks}."
-        )
-
-
-def check_on_host(group: DeviceGroup) -> None:
-    """Raise if a device is a GPU."""
-    gpus = [device.name for device in group.devices if device.kind != "host"]
-    if gpus:
-        raise InvalidArgument(
-            f"Pipeline: {gpus[0]} is a GPU, and stages run on host devices only so far. Use DataParallel on GPUs, or devices=['host:0', 'host:1']."
-        )
-
-
-def materialise(module: nn.Module, blocks: Sequence[Block], init: Init | None) -> None:
-    """Give memory to a module that was made on the device "meta", part by part, and let `init` fill it."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    name = next((name for name, one in named if one.is_meta), None)
-    if name is None:
-        return
-    if init is None:
-        raise InvalidArgument(
-            f"Pipeline: {name} is on the device 'meta', so it has no values. Give init=, a function init(name, part) that fills a part of the "
-            "module once it has memory, for example from a file."
-        )
-    inside = {id(part) for block in blocks for part in block.module.modules()}
-    outside = [(part_name, part) for part_name, part in module.named_modules() if id(part) not in inside]
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity, since several parts may share a tensor
-    with torch.no_grad():
-        unfilled = [pair for pair in outside if _allocate([pair[1]], made)]
-        for part_name, part in unfilled:
-            init(part_name, part)
-        for block in blocks:
-            if _allocate(block.module.modules(), made):
-                init(block.name, block.module)
-
-
-def _allocate(parts: Iterable[nn.Module], made: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Give memory to the tensors of these parts that have none. Returns whether there were any."""
-    found = False
-    for part in parts:
-        slots: list[dict[str, Any]] = [part._parameters, part._buffers]
-        for tensors in slots:
-            for name, one in tensors.items():
-                if one is None or not one.is_meta:
-                    continue
-                found = True
-                if id(one) not in made:
-                    empty = torch.empty_like(one, device="cpu", requires_grad=False)
-                    is_parameter = isinstance(one, nn.Parameter)
-                    made[id(one)] = (one, nn.Parameter(empty, one.requires_grad) if is_parameter else empty)
-                tensors[name] = made[id(one)][1]
-    return found
 
 
 class PipelineWorks(Works):

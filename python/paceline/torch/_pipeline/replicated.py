@@ -12,9 +12,10 @@ from paceline import Device, DeviceGroup
 from paceline.torch._batch.objective import Reduction
 from paceline.torch._devices.lanes import SharedPlaces
 from paceline.torch._devices.places import Places
+from paceline.torch._pipeline.arguments import check_on_host
 from paceline.torch._pipeline.blocks import Blocks, blocks_of
 from paceline.torch._pipeline.measure import BlockCost
-from paceline.torch._pipeline.pipeline import PipelineWorks, check_on_host
+from paceline.torch._pipeline.pipeline import PipelineWorks
 from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.replicas_execution import ReplicasExecution
 from paceline.torch._pipeline.replicas_plan import ReplicasPlanner

@@ -1,0 +1,37 @@
+"""Checks the arguments of `Pipeline`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from paceline import DeviceGroup, InvalidArgument
+from paceline.torch._trainer.arguments import is_whole
+
+
+def check_cuts(cuts: Sequence[int] | None, blocks: int) -> None:
+    """Raise if cuts are not the first blocks of stages."""
+    if cuts is None:
+        return
+    if not isinstance(cuts, Sequence):
+        raise InvalidArgument(f"Pipeline: cuts is {cuts!r}; give a list of the first blocks of the stages: [0, 3].")
+    if (
+        not all(map(is_whole, cuts))
+        or not cuts
+        or cuts[0] != 0
+        or any(b <= a for a, b in pairwise(cuts))
+        or cuts[-1] >= blocks
+    ):
+        raise InvalidArgument(
+            f"Pipeline: cuts is {list(cuts)!r} for {blocks} blocks. Give the number of the first block of each stage, beginning with 0, each "
+            f"greater than the one before and less than {blocks}."
+        )
+
+
+def check_on_host(group: DeviceGroup) -> None:
+    """Raise if a device is a GPU."""
+    gpus = [device.name for device in group.devices if device.kind != "host"]
+    if gpus:
+        raise InvalidArgument(
+            f"Pipeline: {gpus[0]} is a GPU, and stages run on host devices only so far. Use DataParallel on GPUs, or devices=['host:0', 'host:1']."
+        )
