@@ -332,9 +332,9 @@ TEST(StageBalancer, ABatchWithFewItemsHasFewerMicroBatchesThanWereAskedFor) {
 TEST(StageBalancer, MicroBatchesHaveTheLeastItems) {
   for (const plan::StageOptions& options : {plan::StageOptions{}, in_micro_batches(16)}) {
     StageBalancer balancer(problem(8, 2), options);
-    ASSERT_EQ(balancer.plan(17).sizes.back(), 1);
-    balancer.set_least_items(2);
-    EXPECT_EQ(balancer.plan(17).sizes.back(), 2);
+    ASSERT_LT(balancer.plan(17).sizes.back(), 5);
+    balancer.set_least_items(5);
+    EXPECT_GE(balancer.plan(17).sizes.back(), 5);
     EXPECT_EQ(balancer.plan(1).sizes, std::vector<std::int64_t>({1}));
     EXPECT_THROW(balancer.set_least_items(0), InvalidArgument);
   }
