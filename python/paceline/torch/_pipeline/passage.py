@@ -11,13 +11,14 @@ import torch
 
 from paceline import DeviceGroup
 from paceline._core.engine import Lanes, LaneThreads, run_pipeline
+from paceline.torch._devices.caller_state import forget_failed_backward
 from paceline.torch._pipeline.blocks import Block
 from paceline.torch._pipeline.gates import Journey, Separated, gated, journey_here, travelling
 from paceline.torch._pipeline.loop import Outcome
 from paceline.torch._pipeline.measure import BlockClock
 from paceline.torch._pipeline.plans import PipelinePlan
 from paceline.torch._replicas.replicas import Replica
-from paceline.torch._run.run import Run, TrainRun
+from paceline.torch._run.run import FAILED, Run, TrainRun
 
 
 class Passage:
@@ -89,6 +90,8 @@ class Passage:
                     code = run.body(self.first_lane + lane, begin, end, 0)
                 code = code if isinstance(code, int) else code[0]
                 codes.append(code)
+                if code == FAILED and trains:
+                    forget_failed_backward()  # this lane may have nothing to do in the next attempt
                 return code
             finally:
                 journey.forget()
