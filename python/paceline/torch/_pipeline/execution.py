@@ -43,9 +43,6 @@ class PipelineExecution(Execution):
         self._one_module = any_compiled(blocks)  # for all lanes, since each module compiles by itself
         self.threads = LaneThreads()
         self._group = group
-        self._warned_of_norms = (
-            True  # the promise is about these micro-batches, over which norms do what they do on one device
-        )
 
     def frame(
         self,
