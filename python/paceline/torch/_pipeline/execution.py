@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -179,6 +180,7 @@ class Passage:
         trains = isinstance(run, TrainRun)
         schedule = plan.schedule if trains else plan.forward_schedule
         measured = planner.measures if trains else None
+        separate = partial(self._separate, run.outside if isinstance(run, TrainRun) else None)
         codes: list[int] = []
         last_lane = 0
         at: dict[int, Journey] = {}
@@ -197,7 +199,7 @@ class Passage:
                 micro_batch,
                 self._blocks,
                 self._stage_of,
-                self._separate,
+                separate,
                 lambda stage: None,
                 trains=trains,
                 watcher=clock,

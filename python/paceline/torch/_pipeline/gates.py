@@ -20,6 +20,7 @@ from paceline import InvalidArgument
 from paceline.torch._devices.meeting import MeetingOffError
 from paceline.torch._pipeline.blocks import Block
 from paceline.torch._run.gradients import OwnStorages
+from paceline.torch._run.outside import OutsideGradients
 
 _lane = threading.local()  # its `journey` is the journey of the micro-batch that the thread carries
 
@@ -181,11 +182,17 @@ class Separated:
     """`OwnStorages` of the parameters that all stages share. A stage looks after each backward, before the next one may add."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._own = OwnStorages(parameters)
+        self._own = OwnStorages(parameters, midway=True)
+        self._outside: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
 
-    def __call__(self) -> None:
+    def __call__(self, outside: OutsideGradients | None) -> None:
+        """`outside`: the other tensors that get gradients, which become known on the way."""
         with self._lock:
+            if outside is not None:
+                new = {id(one): one for one in outside.tensors if id(one) not in self._outside}
+                self._own.add(new.values())
+                self._outside |= new
             self._own.separate()
 
 

@@ -1,0 +1,71 @@
+"""`Pipeline` where autograd, autocast and the compiler share something between micro-batches that are under way at once."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from paceline.torch import Pipeline  # noqa: E402
+from torch_support import TWO  # noqa: E402
+
+WIDTH, ITEMS = 16, 4
+
+
+def squares(module: Any, batch: Any) -> Any:
+    return module(batch).square().mean()
+
+
+def assert_exact(module: Any, batch: Any, loss_fn: Any = squares, *, outside: Any = (), steps: int = 12) -> None:
+    """Train in single items, as many in flight as there can be, beside plain accumulation."""
+    plain = copy.deepcopy(module)
+    with Pipeline(module, TWO, cuts=[0, 2], micro_batches=ITEMS, schedule="gpipe") as trainer:
+        for _ in range(steps):
+            for tensor in [*module.parameters(), *plain.parameters(), *outside]:
+                tensor.grad = None
+            trainer.step(loss_fn, batch)
+            got = [one.grad for one in (*module.parameters(), *outside)]
+            for tensor in outside:
+                tensor.grad = None
+            for item in batch.split(1):
+                (loss_fn(plain, item) * (1 / ITEMS)).backward()
+            wanted = [one.grad for one in (*plain.parameters(), *outside)]
+            assert all(map(torch.equal, got, wanted))
+
+
+class AddsView(nn.Module):
+    """Adds a tensor by a view that autograd takes the gradient of without a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(WIDTH))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        x = x + self.shift[None]
+        return x + self.linear(x).tanh()
+
+
+def test_a_gradient_that_flows_on_is_not_added_to() -> None:
+    torch.manual_seed(0)
+    assert_exact(nn.Sequential(*(AddsView() for _ in range(4))), torch.randn(ITEMS, WIDTH))
+
+
+OUTSIDE = torch.linspace(-1, 1, WIDTH).requires_grad_()
+
+
+class AddsOutside(AddsView):
+    """Adds a tensor that no module has."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x + OUTSIDE[None])
+
+
+def test_nor_is_that_of_a_tensor_outside_of_the_module() -> None:
+    torch.manual_seed(0)
+    assert_exact(nn.Sequential(*(AddsOutside() for _ in range(4))), torch.randn(ITEMS, WIDTH), outside=[OUTSIDE])
