@@ -69,3 +69,27 @@ class AddsOutside(AddsView):
 def test_nor_is_that_of_a_tensor_outside_of_the_module() -> None:
     torch.manual_seed(0)
     assert_exact(nn.Sequential(*(AddsOutside() for _ in range(4))), torch.randn(ITEMS, WIDTH), outside=[OUTSIDE])
+
+
+def test_compiled_blocks_run_alone_where_something_new_is_compiled() -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    module: Any = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+    plain = copy.deepcopy(module)
+    for block in module:
+        block.compile(backend="eager")
+
+    with Pipeline(module, TWO, cuts=[0, 2], micro_batches=4) as trainer:
+        known, new = [(5, True, False)] * 5, [(9, True, False), (9, False, False), (9, True, True), (7, False, True)]
+        for length, training, autocast in [*known, *new, *new]:
+            batch = torch.randn(8, length, WIDTH)
+            for one in (module, plain):
+                one.train(training).zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                trainer.step(squares, batch)
+                for part in batch.split(2):
+                    (squares(plain, part) * 0.25).backward()
+            assert all(
+                torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), plain.parameters(), strict=True)
+            )
+    torch.compiler.reset()

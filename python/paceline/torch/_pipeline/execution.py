@@ -95,8 +95,7 @@ class PipelineExecution(Execution):
         def must(plan: PipelinePlan) -> bool:
             if not work.seen.compiled:
                 return False
-            known = {size[0] for size in work.seen.sizes[0]}
-            return not known.issuperset(plan.sizes)
+            return any(work.seen.size_of(whole, *bounds) not in work.seen.sizes[0] for bounds in plan.bounds)
 
         return must
 
