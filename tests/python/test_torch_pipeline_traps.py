@@ -21,9 +21,11 @@ def squares(module: Any, batch: Any) -> Any:
     return module(batch).square().mean()
 
 
-def assert_exact(module: Any, batch: Any, loss_fn: Any = squares, *, outside: Any = (), steps: int = 12) -> None:
+def assert_exact(
+    module: Any, batch: Any, loss_fn: Any = squares, *, plain: Any = None, outside: Any = (), steps: int = 12
+) -> None:
     """Train in single items, as many in flight as there can be, beside plain accumulation."""
-    plain = copy.deepcopy(module)
+    plain = copy.deepcopy(module) if plain is None else plain
     with Pipeline(module, TWO, cuts=[0, 2], micro_batches=ITEMS, schedule="gpipe") as trainer:
         for _ in range(steps):
             for tensor in [*module.parameters(), *plain.parameters(), *outside]:
@@ -92,4 +94,31 @@ def test_compiled_blocks_run_alone_where_something_new_is_compiled() -> None:
             assert all(
                 torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), plain.parameters(), strict=True)
             )
+    torch.compiler.reset()
+
+
+class Keeps(nn.Module):
+    """Has a value of its forward in an attribute, around compiled blocks."""
+
+    kept: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Any) -> Any:
+        self.kept = x * 1.5
+        for layer in self.layers:
+            x = layer(x)
+        return x + self.kept
+
+
+def test_lanes_share_compiled_blocks_and_nothing_else() -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    module = Keeps()
+    plain = copy.deepcopy(module)
+    for layer in module.layers:
+        layer.compile(backend="eager")
+    assert_exact(module, torch.randn(ITEMS, WIDTH), plain=plain)
     torch.compiler.reset()

@@ -17,7 +17,7 @@ from paceline.torch._batch.batch import Batch
 from paceline.torch._devices.caller_state import CallerState
 from paceline.torch._devices.lanes import LanePlaces
 from paceline.torch._devices.places import Places
-from paceline.torch._pipeline.blocks import Block, any_compiled
+from paceline.torch._pipeline.blocks import Block
 from paceline.torch._pipeline.gates import Journey, Separated, gated, journey_here, travelling
 from paceline.torch._pipeline.loop import Outcome, PipelineWork
 from paceline.torch._pipeline.plans import PipelinePlan
@@ -41,7 +41,6 @@ class PipelineExecution(Execution):
         super().__init__(group, module, places, replicas)
         self.blocks = blocks
         self._lane_replicas = replicas
-        self._one_module = any_compiled(blocks)  # for all lanes, since each module compiles by itself
         self.threads = LaneThreads()
         self._group = group
 
@@ -77,14 +76,8 @@ class PipelineExecution(Execution):
         )
 
     def _replicas_of_lanes(self, plan: Any) -> list[Replica]:
-        lanes = plan.lanes_of
-        if not self._one_module:
-            self._lane_replicas.need(lanes)
-        found: list[Replica] = []
-        for pipeline, count in lanes.items():
-            own = self._lane_replicas.of(pipeline)
-            found += own[:1] * count if self._one_module else own[:count]
-        return found
+        self._lane_replicas.need(plan.lanes_of)
+        return [one for pipeline, count in plan.lanes_of.items() for one in self._lane_replicas.of(pipeline)[:count]]
 
     def _passage_of(self, plan: Any) -> Any:
         return Passage(self.blocks, plan, self.replicas.list[0])

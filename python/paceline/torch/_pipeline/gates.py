@@ -220,6 +220,8 @@ def gated(lanes: Iterable[Sequence[torch.nn.Module]]) -> Iterator[None]:
     before = []
     for modules in lanes:
         for index, module in enumerate(modules):
+            if isinstance(module._compiled_call_impl, _Call):
+                continue  # lanes share what is compiled
             before.append((module, vars(module).get("_compiled_call_impl")))
             vars(module)["_compiled_call_impl"] = _Call(index, module._compiled_call_impl or module._call_impl)
     try:

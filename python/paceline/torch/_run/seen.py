@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.batch import Batch, OrderedBatch
 from paceline.torch._devices.caller_state import CallerState
 from paceline.torch._devices.run_draws import Drawing
 from paceline.torch._replicas.replicas import Replicas, is_compiled, is_compiled_function
@@ -46,7 +46,7 @@ class Seen:
         self.tunes = self.compiled or (state.on_gpu and torch.backends.cudnn.benchmark)
         self.mode = (module.training, state.autocast, fn if compiled_fn else None)
 
-    def size_of(self, batch: Batch, begin: int, end: int) -> tuple[Any, ...]:
+    def size_of(self, batch: Batch | OrderedBatch, begin: int, end: int) -> tuple[Any, ...]:
         """All that code may be compiled anew for: the entry in `sizes` of these items as a micro-batch."""
         # Costs may all differ, so they are kept only where something is tuned by size.
         padded_to = batch.padded_to(begin, end) if self.tunes else None
