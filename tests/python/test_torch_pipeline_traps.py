@@ -22,7 +22,14 @@ def squares(module: Any, batch: Any) -> Any:
 
 
 def assert_exact(
-    module: Any, batch: Any, loss_fn: Any = squares, *, plain: Any = None, outside: Any = (), steps: int = 12
+    module: Any,
+    batch: Any,
+    loss_fn: Any = squares,
+    *,
+    plain: Any = None,
+    reference: Any = None,
+    outside: Any = (),
+    steps: int = 12,
 ) -> None:
     """Train in single items, as many in flight as there can be, beside plain accumulation."""
     plain = copy.deepcopy(module) if plain is None else plain
@@ -35,7 +42,7 @@ def assert_exact(
             for tensor in outside:
                 tensor.grad = None
             for item in batch.split(1):
-                (loss_fn(plain, item) * (1 / ITEMS)).backward()
+                ((reference or loss_fn)(plain, item) * (1 / ITEMS)).backward()
             wanted = [one.grad for one in (*plain.parameters(), *outside)]
             assert all(map(torch.equal, got, wanted))
 
@@ -122,3 +129,32 @@ def test_lanes_share_compiled_blocks_and_nothing_else() -> None:
         layer.compile(backend="eager")
     assert_exact(module, torch.randn(ITEMS, WIDTH), plain=plain)
     torch.compiler.reset()
+
+
+class SharesWeight(nn.Module):
+    """Has one weight in blocks of both stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), shared, nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def in_bfloat16(module: Any, batch: Any) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return squares(module, batch)
+
+
+def without_cache(module: Any, batch: Any) -> Any:
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        return squares(module, batch)
+
+
+def test_lanes_share_no_casts() -> None:
+    torch.manual_seed(0)
+    assert_exact(SharesWeight(), torch.randn(ITEMS, WIDTH), in_bfloat16, reference=without_cache)

@@ -67,7 +67,7 @@ class PipelineExecution(Execution):
         places = LanePlaces(self.places, lanes)
         return frame._replace(
             replicas=self._replicas_of_lanes(plan),
-            state=CallerState(self.places.types, lanes),
+            state=CallerState(self.places.types, lanes, caches_casts=False),
             places=places,
             limits=[None] * lanes,
             searches=False,

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.torch._batch.batch import Batch, OrderedBatch
+from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.items import OrderedBatch
 from paceline.torch._devices.caller_state import CallerState
 from paceline.torch._devices.run_draws import Drawing
 from paceline.torch._replicas.replicas import Replicas, is_compiled, is_compiled_function
