@@ -185,6 +185,7 @@ class Passage:
                 last_lane = lane
             clock = None
             if measured is not None:
+                counts = not any(one.ran for one in measured.clocks.values())
                 clock = measured.clocks[micro_batch] = planner.clock(parameters)
             journey = Journey(
                 lanes,
@@ -201,8 +202,10 @@ class Passage:
             try:
                 with contextlib.ExitStack() as stack:
                     stack.enter_context(travelling(journey))
-                    if clock is not None and micro_batch == 0:
-                        stack.enter_context(clock.counting_saved(parameters))
+                    if clock is not None and counts:
+                        assert isinstance(run.batch, Batch)
+                        there = [*parameters, *(tensor for _, tensor in run.batch.tensors())]
+                        stack.enter_context(clock.counting_saved(there))
                     code = run.body(self.first_lane + lane, begin, end, 0)
                 codes.append(code if isinstance(code, int) else code[0])
                 return codes[-1]

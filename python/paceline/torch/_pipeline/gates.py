@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from paceline import InvalidArgument
 from paceline.torch._devices.meeting import MeetingOffError
@@ -101,8 +102,7 @@ class Journey:
             self._on()
         if self._watcher is not None:
             self._mark(-1 - index)
-            tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
-            self._watcher.entered(index, tensors)
+            self._watcher.entered(index, (one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)))
 
     def turn_back(self) -> list[torch.Tensor]:
         """Between forward and backward. Returns the roots that the backward needs beside the loss."""

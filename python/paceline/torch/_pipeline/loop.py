@@ -358,5 +358,6 @@ class PipelineWork(Workload):
             plan = self.planner.predictions(whole.size, least)
             return plan.in_one_stage() if must_run_alone(plan) else plan
         self.planner.least_items = least
+        self.planner.follow(whole.size, sum(shape.numel() * dtype.itemsize for shape, dtype in whole.item_shapes))
         plan = self.planner.plan(whole.size)
         return plan.alone() if must_run_alone(plan) else plan

@@ -97,6 +97,9 @@ class ReplicasPlanner:
             int, list[tuple[float, float]]
         ] = {}  # by items: seconds of each pipeline, fixed and per item
 
+    def follow(self, items: int, item_bytes: int) -> None:
+        """Nothing is measured again: `layout` has measured all."""
+
     def plan(self, items: int) -> ReplicasPlan:
         """What the next step runs."""
         return self._plans(items, lambda planner, share: planner.plan(share))
