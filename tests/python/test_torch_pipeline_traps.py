@@ -158,3 +158,48 @@ def without_cache(module: Any, batch: Any) -> Any:
 def test_lanes_share_no_casts() -> None:
     torch.manual_seed(0)
     assert_exact(SharesWeight(), torch.randn(ITEMS, WIDTH), in_bfloat16, reference=without_cache)
+
+
+def test_a_profiler_sees_more_micro_batches_than_devices() -> None:
+    batch = torch.randn(8, WIDTH)
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    with Pipeline(module, TWO, cuts=[0, 2], micro_batches=8, schedule="gpipe") as trainer:
+        for _ in range(3):
+            trainer.step(squares, batch)
+        with torch.profiler.profile():
+            trainer.step(squares, batch)
+
+
+def test_a_forward_that_catches_exceptions_does_not_run_on_without_its_turn() -> None:
+    went_on = []
+
+    class Catches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+        def forward(self, x: Any) -> Any:
+            for layer in self.layers:
+                try:
+                    x = layer(x)
+                except RuntimeError:
+                    raise
+                except Exception:
+                    went_on.append(1)
+            return x
+
+    def fails(module: Any, batch: Any) -> Any:
+        loss = squares(module, batch)
+        if bool((batch == 1).any()):
+            raise RuntimeError("as planned")
+        return loss
+
+    batch = torch.zeros(8, WIDTH)
+    batch[0] = 1
+    with Pipeline(Catches(), TWO, cuts=[0, 2], micro_batches=8, schedule="gpipe") as trainer:
+        for _ in range(4):
+            trainer.step(squares, batch)
+        for _ in range(5):
+            with pytest.raises(RuntimeError, match="as planned"):
+                trainer.step(fails, batch)
+    assert went_on == []

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from paceline import DeviceGroup, InvalidArgument
 from paceline.torch._trainer.arguments import is_whole
 
 
-def check_cuts(cuts: Sequence[int] | None, blocks: int) -> None:
+def check_cuts(cuts: Any, blocks: int) -> None:
     """Raise if cuts are not the first blocks of stages."""
     if cuts is None:
         return
-    if not isinstance(cuts, Sequence):
+    if isinstance(cuts, str) or not isinstance(cuts, Sequence):
         raise InvalidArgument(f"Pipeline: cuts is {cuts!r}; give a list of the first blocks of the stages: [0, 3].")
     if (
         not all(map(is_whole, cuts))

@@ -69,7 +69,8 @@ class Pipeline(Trainer):
     init
         ``init(name, part)`` fills a part of the module whose parameters or buffers are on the device ``"meta"``, after memory was allocated for
         it: a block, or a module outside of the blocks, which fills what it has itself. `name` is its name in the module. For modules that were
-        made without memory. Tied parameters stay tied; `init` fills them once for each part that has them.
+        made without memory. Tied parameters stay tied; `init` fills them once for each part that has them. Or the path of a ``state_dict`` that
+        ``torch.save`` has written.
     group
         Only ``"alone"``: stages are devices of one process.
 
