@@ -203,3 +203,15 @@ def test_a_forward_that_catches_exceptions_does_not_run_on_without_its_turn() ->
             with pytest.raises(RuntimeError, match="as planned"):
                 trainer.step(fails, batch)
     assert went_on == []
+
+
+def test_draws_from_a_generator_of_the_user_are_warned_of() -> None:
+    generator = torch.Generator()
+
+    def noisy(module: Any, batch: Any) -> Any:
+        return squares(module, batch + torch.randn(batch.shape, generator=generator))
+
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    with Pipeline(module, TWO, cuts=[0, 2], micro_batches=4) as trainer, pytest.warns(UserWarning, match="generator="):
+        for _ in range(5):
+            trainer.step(noisy, torch.randn(8, WIDTH))
