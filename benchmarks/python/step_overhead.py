@@ -8,7 +8,7 @@ parameter with one item per device. In turns with it, plain PyTorch runs the sam
 device, because Python runs one thread at a time. Its time is subtracted. `pipeline` is `paceline.torch.Pipeline.step` with one stage per
 device, each of two blocks of one parameter, and eight micro-batches. In turns with it, plain PyTorch accumulates the same micro-batches.
 The difference is divided by the actions, which are a forward and a backward per stage and micro-batch: that is what an action costs beside
-its work, hand-overs included.
+its work. `hand-over` is the part of it in which a device's turn goes from one micro-batch to the next: 1F1B with lanes that do nothing else.
 
 Each level runs on one device and on two, in two states. Spinning: steps follow each other at once. Parked: a pause before each step, which
 is not counted, lets the workers go to sleep. Shares are even, because balanced shares would leave a device without work out. Figures are
@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline._core.engine import StepLoop
+from paceline._core.engine import Lanes, LaneThreads, StepLoop, run_pipeline
 from paceline.torch import DataParallel, Pipeline
 from race import host
 
@@ -122,11 +122,29 @@ def pipeline(names: list[str], pause: float, steps: int) -> dict[str, float]:
         for item in batch.split(1):
             loss_fn(plain, item).backward()
 
+    def hand_over() -> None:
+        lanes: Any = None
+
+        def carry(lane: int, micro_batch: int) -> int:
+            for _ in range(2 * len(names) - 1):
+                lanes.advance(micro_batch)
+            return 0
+
+        lanes = Lanes(threads, schedule, carry)
+        run_pipeline(group, lanes, schedule, list(range(len(names))))
+
     cuts = list(range(0, 2 * len(names), 2))
     with Pipeline(blocks(), names, cuts=cuts, micro_batches=MICRO_BATCHES, reduction="sum") as trainer:
         ours, theirs = in_turns([lambda: trainer.step(loss_fn, batch), plain_step], pause, steps)
-    whole, work = (1e6 * statistics.median(seconds) / (2 * MICRO_BATCHES * len(names)) for seconds in (ours, theirs))
+        schedule = trainer.report()["pipeline"]["schedule"]
+    with paceline.DeviceGroup(names) as group:
+        threads = LaneThreads()
+        (empty,) = in_turns([hand_over], pause, steps)
+        threads.close()
+    actions = 2 * MICRO_BATCHES * len(names)
+    whole, work, alone = (1e6 * statistics.median(seconds) / actions for seconds in (ours, theirs, empty))
     return {
+        "hand_over_us": round(alone, 1),
         "pipeline_us": round(whole, 1),
         "accumulation_us": round(work, 1),
         "pipeline_own_us": round(whole - work, 1),
@@ -154,13 +172,13 @@ def in_turns(variants: list[Step], pause: float, steps: int) -> list[list[float]
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        f"{'us per device and step':<24}{'engine':>8}{'trainer':>9}{'plain':>8}{'trainer - plain':>17}{'per action: pipeline':>23}{'plain':>8}{'difference':>12}"
+        f"{'us per device and step':<24}{'engine':>8}{'trainer':>9}{'plain':>8}{'trainer - plain':>17}{'per action: hand-over':>24}{'pipeline':>10}{'plain':>8}{'difference':>12}"
     ]
     for row in rows:
         name = f"{row['devices']} device{'s' if row['devices'] > 1 else ''}, {row['state']}"
         lines.append(
             f"{name:<24}{row['engine_us']:>8.1f}{row['trainer_us']:>9.1f}{row['plain_us']:>8.1f}{row['trainer_own_us']:>17.1f}"
-            f"{row['pipeline_us']:>23.1f}{row['accumulation_us']:>8.1f}{row['pipeline_own_us']:>12.1f}"
+            f"{row['hand_over_us']:>24.1f}{row['pipeline_us']:>10.1f}{row['accumulation_us']:>8.1f}{row['pipeline_own_us']:>12.1f}"
         )
     return "\n".join(lines)
 
