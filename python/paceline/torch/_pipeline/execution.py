@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -172,7 +171,7 @@ class Passage:
         trains = isinstance(run, TrainRun)
         schedule = plan.schedule if trains else plan.forward_schedule
         measured = planner.measures if trains else None
-        separate = partial(self._separate, run.outside if isinstance(run, TrainRun) else None)
+        self._separate.outside = run.outside if isinstance(run, TrainRun) else None
         codes: list[int] = []
         last_lane = 0
         at: dict[int, Journey] = {}
@@ -192,7 +191,7 @@ class Passage:
                 micro_batch,
                 self._blocks,
                 self._stage_of,
-                separate,
+                self._separate,
                 lambda stage: None,
                 trains=trains,
                 watcher=clock,

@@ -182,15 +182,15 @@ class Separated:
     """`OwnStorages` of the parameters that all stages share. A stage looks after each backward, before the next one may add."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.outside: OutsideGradients | None = None  # the other tensors that get gradients, which become known on the way
         self._own = OwnStorages(parameters, midway=True)
-        self._outside: dict[int, torch.Tensor] = {}
+        self._outside: dict[int, torch.Tensor] = {}  # those that are known
         self._lock = threading.Lock()
 
-    def __call__(self, outside: OutsideGradients | None) -> None:
-        """`outside`: the other tensors that get gradients, which become known on the way."""
+    def __call__(self) -> None:
         with self._lock:
-            if outside is not None:
-                new = {id(one): one for one in outside.tensors if id(one) not in self._outside}
+            if self.outside is not None:
+                new = {id(one): one for one in self.outside.tensors if id(one) not in self._outside}
                 self._own.add(new.values())
                 self._outside |= new
             self._own.separate()
