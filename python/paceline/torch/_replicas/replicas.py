@@ -162,7 +162,7 @@ class Replicas:
         place = self._places.devices[device]
         if not parameter.is_contiguous() and torch.empty_like(parameter).stride() != parameter.stride():
             raise InvalidArgument(
-                f"DataParallel: parameter {name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, with gaps or overlaps; "
+                f"paceline: parameter {name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, with gaps or overlaps; "
                 f"such memory is not sent to {self._places.names[device]}. Make it contiguous, or use devices that share its memory."
             )
         if place.type == "cpu" and self._places.home.type != "cpu":

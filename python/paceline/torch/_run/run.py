@@ -292,7 +292,7 @@ class TrainRun(Run):
         if not self.terms[device] and self.any_gradient(device, begin):
             raise InvalidArgument(
                 "step: loss_fn called backward itself, so gradients would count twice. Return the loss; step calls backward. Backward "
-                "by hand is what trainer.batch() is for."
+                "by hand is what DataParallel.batch() is for."
             )
         term = self.term_of(loss, begin, end)
         self.terms[device].append((begin, term.detach()))
