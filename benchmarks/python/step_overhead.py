@@ -2,14 +2,17 @@
 
     python step_overhead.py             run it alone on the machine
 
-Two levels. `engine` is the lowest level that Python has: the compiled StepLoop plans, hands out work, waits and records, and calls empty
+Three levels. `engine` is the lowest level that Python has: the compiled StepLoop plans, hands out work, waits and records, and calls empty
 Python functions on the workers. All of its time is the library's. `trainer` is `paceline.torch.DataParallel.step` on a network of one
 parameter with one item per device. In turns with it, plain PyTorch runs the same forward and backward on the calling thread, once per
-device, because Python runs one thread at a time. Its time is subtracted.
+device, because Python runs one thread at a time. Its time is subtracted. `pipeline` is `paceline.torch.Pipeline.step` with one stage per
+device, each of two blocks of one parameter, and eight micro-batches. In turns with it, plain PyTorch accumulates the same micro-batches.
+The difference is divided by the actions, which are a forward and a backward per stage and micro-batch: that is what an action costs beside
+its work. `hand-over` is the part of it in which a device's turn goes from one micro-batch to the next: 1F1B with lanes that do nothing else.
 
 Each level runs on one device and on two, in two states. Spinning: steps follow each other at once. Parked: a pause before each step, which
 is not counted, lets the workers go to sleep. Shares are even, because balanced shares would leave a device without work out. Figures are
-microseconds per device and step, medians over all steps.
+microseconds per device and step, for pipelines per action; they are medians over all steps.
 """
 
 from __future__ import annotations
@@ -28,13 +31,14 @@ import torch
 from torch import nn
 
 import paceline
-from paceline._core.engine import StepLoop
-from paceline.torch import DataParallel
+from paceline._core.engine import Lanes, LaneThreads, StepLoop, run_pipeline
+from paceline.torch import DataParallel, Pipeline
 from race import host
 
 PAUSE_SECONDS = 0.002  # long enough for every worker to go to sleep
 BLOCK = 20  # steps of one variant before the next one's turn
 WARM_UP_STEPS = 200
+MICRO_BATCHES = 8
 
 Step = Callable[[], object]
 
@@ -52,6 +56,7 @@ def main() -> int:
         for state, pause in (("spinning", 0.0), ("parked", PAUSE_SECONDS)):
             rows.append({"devices": count, "state": state, **engine(names, pause, args.steps)})
             rows[-1] |= trainer(names, pause, args.steps)
+            rows[-1] |= pipeline(names, pause, args.steps)
     print(table(rows))
     if args.json:
         versions = {"paceline": paceline.__version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -100,6 +105,52 @@ def trainer(names: list[str], pause: float, steps: int) -> dict[str, float]:
     return {"trainer_us": round(whole, 1), "plain_us": round(work, 1), "trainer_own_us": round(whole - work, 1)}
 
 
+def pipeline(names: list[str], pause: float, steps: int) -> dict[str, float]:
+    """`Pipeline.step`, and plain PyTorch that accumulates the same micro-batches."""
+
+    def loss_fn(module: nn.Module, items: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = module(items).sum()
+        return loss
+
+    def blocks() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(2 * len(names))))
+
+    plain = blocks()
+    batch = torch.ones(MICRO_BATCHES, 1)
+
+    def plain_step() -> None:
+        for item in batch.split(1):
+            loss_fn(plain, item).backward()
+
+    def hand_over() -> None:
+        lanes: Any = None
+
+        def carry(lane: int, micro_batch: int) -> int:
+            for _ in range(2 * len(names) - 1):
+                lanes.advance(micro_batch)
+            return 0
+
+        lanes = Lanes(threads, schedule, carry)
+        run_pipeline(group, lanes, schedule, list(range(len(names))))
+
+    cuts = list(range(0, 2 * len(names), 2))
+    with Pipeline(blocks(), names, cuts=cuts, micro_batches=MICRO_BATCHES, reduction="sum") as trainer:
+        ours, theirs = in_turns([lambda: trainer.step(loss_fn, batch), plain_step], pause, steps)
+        schedule = trainer.report()["pipeline"]["schedule"]
+    with paceline.DeviceGroup(names) as group:
+        threads = LaneThreads()
+        (empty,) = in_turns([hand_over], pause, steps)
+        threads.close()
+    actions = 2 * MICRO_BATCHES * len(names)
+    whole, work, alone = (1e6 * statistics.median(seconds) / actions for seconds in (ours, theirs, empty))
+    return {
+        "hand_over_us": round(alone, 1),
+        "pipeline_us": round(whole, 1),
+        "accumulation_us": round(work, 1),
+        "pipeline_own_us": round(whole - work, 1),
+    }
+
+
 def in_turns(variants: list[Step], pause: float, steps: int) -> list[list[float]]:
     """The seconds of each variant's steps, in blocks A B, B A, ..., so that slow changes affect both alike."""
     seconds: list[list[float]] = [[] for _ in variants]
@@ -120,11 +171,14 @@ def in_turns(variants: list[Step], pause: float, steps: int) -> list[list[float]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'us per device and step':<24}{'engine':>8}{'trainer':>9}{'plain':>8}{'trainer - plain':>17}"]
+    lines = [
+        f"{'us per device and step':<24}{'engine':>8}{'trainer':>9}{'plain':>8}{'trainer - plain':>17}{'per action: hand-over':>24}{'pipeline':>10}{'plain':>8}{'difference':>12}"
+    ]
     for row in rows:
         name = f"{row['devices']} device{'s' if row['devices'] > 1 else ''}, {row['state']}"
         lines.append(
             f"{name:<24}{row['engine_us']:>8.1f}{row['trainer_us']:>9.1f}{row['plain_us']:>8.1f}{row['trainer_own_us']:>17.1f}"
+            f"{row['hand_over_us']:>24.1f}{row['pipeline_us']:>10.1f}{row['accumulation_us']:>8.1f}{row['pipeline_own_us']:>12.1f}"
         )
     return "\n".join(lines)
 

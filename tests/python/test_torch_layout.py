@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 
 from paceline import InvalidArgument, OutOfMemory  # noqa: E402
 from paceline.torch import DataParallel, Layout, Pipeline, PipelineReplicas, layout  # noqa: E402
-from torch_support import TWO, hosts, worst_difference  # noqa: E402
+from torch_support import TWO, hosts, output_of, worst_difference  # noqa: E402
 
 WIDTH, BLOCKS, ITEMS = 8, 6, 24
 ADAM = 4  # parameters, gradients and two states
@@ -187,6 +187,17 @@ def test_replicas_of_pipelines_train_as_one_device() -> None:
     assert "Pipeline 1:" in trainer.explain()
 
 
+def test_norms_over_a_micro_batch_are_warned_of_where_pipelines_share_a_batch() -> None:
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(6))).double()
+    held = sum(parameter.nbytes for parameter in module.parameters()) * 4
+    ways = layout(module, squares, inputs(), hosts(4), memory=int(0.9 * held))
+    with (
+        ways.trainer("replicas of pipelines") as trainer,
+        pytest.warns(UserWarning, match="normalised by its own mean"),
+    ):
+        trainer.step(squares, inputs())
+
+
 def test_a_failure_in_one_pipeline_commits_nothing() -> None:
     module, trainer = replicas()
     batch = inputs()
@@ -242,3 +253,37 @@ def test_a_pipeline_whose_devices_are_retired_gets_no_items() -> None:
             trainer.restore(name)
         trainer.step(squares, inputs())
         assert all(trainer.shares[name] for name in idle)
+
+
+def test_ctrl_c_ends_the_step_of_all_pipelines_and_the_next_one_works() -> None:
+    program = """
+import copy
+from paceline.torch import layout
+torch.manual_seed(0)
+module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6))).double()
+batch = torch.randn(24, 8, dtype=torch.double)
+plain = copy.deepcopy(module)
+mean_of_squares(plain, batch).backward()
+parameters = sum(parameter.nbytes for parameter in module.parameters())
+ways = layout(module, mean_of_squares, batch, [f"host:{k}" for k in range(4)], memory=int(3.6 * parameters))
+trainer = ways.trainer("replicas of pipelines")
+threads = set()
+
+def slow(replica, part):
+    threads.add(threading.get_ident())
+    time.sleep(0.5)
+    return mean_of_squares(replica, part)
+
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    trainer.step(slow, batch)
+except KeyboardInterrupt:
+    pass
+else:
+    raise SystemExit("no KeyboardInterrupt")
+assert len(threads) >= 2, threads
+assert all(parameter.grad is None for parameter in module.parameters())
+trainer.step(mean_of_squares, batch)
+print(all(torch.allclose(a.grad, b.grad, rtol=1e-12) for a, b in zip(module.parameters(), plain.parameters())))
+"""
+    assert output_of(program) == "True"

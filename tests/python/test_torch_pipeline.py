@@ -98,7 +98,7 @@ def test_saved_bytes_are_those_of_distinct_tensors() -> None:
 def test_predictions_come_in_the_order_of_the_items() -> None:
     module, batch = chain(), torch.randn(11, 8)
     with Pipeline(module, devices=TWO, micro_batches=4) as trainer:
-        assert torch.equal(trainer.predict(batch), module(batch))
+        assert torch.allclose(trainer.predict(batch), module(batch), atol=1e-7)
         for _ in range(4):
             trainer.step(squares, batch)
         assert torch.allclose(trainer.predict(batch), module(batch), atol=1e-7)

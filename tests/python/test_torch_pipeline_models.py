@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from paceline import InvalidArgument
 from paceline.torch import Pipeline
 from pipeline_cases import differences_with
 from torch_support import TWO, classify, gradients
@@ -398,6 +400,24 @@ def test_a_model_without_memory_is_filled_part_by_part() -> None:
     assert len(filled) == len(set(filled))
     assert model.lm_head.weight is model.transformer["wte"].weight
     assert_equal(model, wanted)
+
+
+def test_a_model_without_memory_is_filled_from_a_file(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    wanted = NanoGpt()
+    torch.save(wanted.state_dict(), tmp_path / "state.pt")
+    with torch.device("meta"):
+        model = NanoGpt()
+    two_stages(model, init=tmp_path / "state.pt").close()
+    assert all(map(torch.equal, model.parameters(), wanted.parameters()))
+    assert model.lm_head.weight is model.transformer["wte"].weight
+
+
+def test_what_init_leaves_out_is_named() -> None:
+    with torch.device("meta"):
+        model = NanoGpt()
+    with pytest.raises(InvalidArgument, match=r"wte\.weight was on the device 'meta', and init= has not filled it"):
+        two_stages(model, init=lambda name, part: None)
 
 
 @pytest.mark.slow

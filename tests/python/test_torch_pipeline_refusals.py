@@ -136,6 +136,8 @@ ARGUMENTS: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (chain, {"cuts": [0, 2, 1]}, "each greater than the one before"),
     (chain, {"cuts": [0, 4]}, "less than 4"),
     (chain, {"cuts": 2}, "cuts"),
+    (chain, {"cuts": "auto"}, "give a list"),
+    (chain, {"init": 3}, "init is 3"),
     (chain, {"cuts": [0, 1, 2]}, "2 devices"),
     (chain, {"schedule": "zero-bubble"}, "'auto', 'gpipe' or '1f1b'"),
     (chain, {"micro_batches": 0}, "micro_batches"),

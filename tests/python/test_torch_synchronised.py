@@ -585,13 +585,13 @@ def test_a_step_that_is_cancelled_at_any_moment_ends() -> None:
 def test_a_device_that_never_comes_is_not_waited_for(began: bool) -> None:
     """A device that has begun ends without having met. One that has not begun got no items, since the run was cancelled."""
     meeting = Meeting(TWO, [0, 1])
-    outcome: list[Exception] = []
+    outcome: list[BaseException] = []
 
     def first() -> None:
         meeting.begin(0)
         try:
             meeting.meet("the forward of norm", 1, sum)
-        except Exception as error:
+        except BaseException as error:
             outcome.append(error)
 
     thread = threading.Thread(target=first)

@@ -79,6 +79,10 @@ class StageBalancer:
         """
         The device gets no stage from the next plan on.
         """
+    def set_least_items(self, items: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        From the next plan on, every micro-batch has at least so many items, unless the batch has fewer.
+        """
     @property
     def moves(self) -> int:
         """

@@ -45,7 +45,7 @@ struct Operation {
   const char* name = "";
 };
 
-inline constexpr const char* kRelease = "a release";
+inline constexpr char kRelease[] = "a release";  // an array: one address, by which it is known
 
 struct GreenContext {
   int device = 0;

@@ -65,9 +65,9 @@ class PipelineCore {
   StageDevices devices_;
   StagePlanner planner_;
   std::shared_ptr<const plan::StagePlan> plan_;
-  StageMemory memory_;
   std::vector<std::shared_ptr<StepMarks>> marks_;
   std::deque<Pending> pending_;
+  StageMemory memory_;  // goes before the marks, when the devices have written to them for the last time
   PipelineRecord last_step_;
 };
 

@@ -54,7 +54,7 @@ class Edits:
 
 def _refusal(path: str) -> InvalidArgument:
     return InvalidArgument(
-        f"DataParallel: {path} is changed in place by the function that runs on the devices, and its items have to run a second time: "
+        f"paceline: {path} is changed in place by the function that runs on the devices, and its items have to run a second time: "
         "memory ran out, or random numbers were drawn, buffers written or a single item refused for the first time. They would be changed "
         f"twice. Change a copy of the slice (x = x.clone()). Nothing was committed, but {path} is changed."
     )

@@ -228,7 +228,7 @@ def already_backward(loss: torch.Tensor) -> torch.Tensor:
 def _refuse_backward(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(  # the type that plain PyTorch raises
         "backward: the trainer has already called it for this loss, on all devices, and added the gradients to .grad. Remove this call. For "
-        "backward by hand use trainer.batch()."
+        "backward by hand use DataParallel.batch()."
     )
 
 

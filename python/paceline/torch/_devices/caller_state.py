@@ -27,12 +27,12 @@ class CallerState:
     variables for each device. Modes are pushed on the worker's stack and not entered again, since entering may reset what they collect.
     """
 
-    def __init__(self, device_types: list[str], device_count: int) -> None:
+    def __init__(self, device_types: list[str], device_count: int, *, caches_casts: bool = True) -> None:
         self.autocast = tuple(
             [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types]
         )
         self.on_gpu = "cuda" in device_types
-        self._autocast_cache = torch.is_autocast_cache_enabled()
+        self._autocast_cache = caches_casts and torch.is_autocast_cache_enabled()
         self._function_modes = _get_current_function_mode_stack()
         self._dispatch_modes = _get_current_dispatch_mode_stack()
         self._saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 
+import torch
+
 from paceline.torch._devices.places import Places
 from paceline.torch._devices.worker_draws import WorkerGenerator
 
@@ -22,6 +24,8 @@ class LanePlaces(Places):
         self.own_generators = [WorkerGenerator() for _ in range(lanes)]
 
     def enter(self, device: int) -> contextlib.AbstractContextManager[None]:
+        # Autocast keeps casts of parameters by tensor, for all threads: a lane would use the nodes of another lane's graph. The thread is ours.
+        torch.set_autocast_cache_enabled(False)
         return contextlib.nullcontext()
 
 

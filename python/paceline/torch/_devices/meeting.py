@@ -17,8 +17,11 @@ _R = TypeVar("_R")
 _LOOK_SECONDS = 0.2
 
 
-class MeetingOffError(Exception):
-    """Another device has failed, or the run was cancelled before each device had begun. So there is nobody to wait for."""
+class MeetingOffError(BaseException):
+    """Another device has failed, or the run was cancelled before each device had begun. So there is nobody to wait for.
+
+    No `Exception`, so that a forward that catches those does not go on.
+    """
 
 
 class MeetingPoint:

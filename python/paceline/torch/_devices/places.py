@@ -282,7 +282,7 @@ def _check_home(module: nn.Module, home: torch.device, first_gpu: str) -> None:
     for name, parameter in module.named_parameters():
         if parameter.device != home and not isinstance(parameter, nn.parameter.UninitializedParameter):
             raise InvalidArgument(
-                f"DataParallel: parameter {name} is on {parameter.device}, but {why}. Move the module there first: module.to('{home}')."
+                f"paceline: parameter {name} is on {parameter.device}, but {why}. Move the module there first: module.to('{home}')."
             )
 
 

@@ -108,7 +108,7 @@ class RunDraws:
         """End the run, on the caller's thread. Returns what drew on the host without a seed, or an empty string."""
         own = self._own
         if self._first and self._drawing.draws is None:
-            self._drawing.draws = self._moved_on_host() or (own is not None and own.drew)
+            self._drawing.draws = self._moved_on_host() or (own is not None and (own.drew or bool(own.given)))
         if own is not None:
             own.advance()
         return self._unseeded() if any(self._moved) or own is not None else ""

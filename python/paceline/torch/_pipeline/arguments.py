@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from paceline import DeviceGroup, InvalidArgument
-from paceline.torch._pipeline.blocks import Block, any_compiled
+from paceline.torch._pipeline.blocks import Block
+from paceline.torch._replicas.replicas import is_compiled
 from paceline.torch._trainer.arguments import is_whole
 
 
-def check_cuts(cuts: Sequence[int] | None, blocks: int) -> None:
+def check_cuts(cuts: Any, blocks: int) -> None:
     """Raise if cuts are not the first blocks of stages."""
     if cuts is None:
         return
-    if not isinstance(cuts, Sequence):
+    if isinstance(cuts, str) or not isinstance(cuts, Sequence):
         raise InvalidArgument(f"Pipeline: cuts is {cuts!r}; give a list of the first blocks of the stages: [0, 3].")
     if (
         not all(map(is_whole, cuts))
@@ -37,7 +39,7 @@ def check_whole_gpus(group: DeviceGroup, blocks: Sequence[Block]) -> None:
                 f"Pipeline: {device.name} is a part of a GPU. Stages in one GPU's memory would share its allocator, which does not know when "
                 "another part's stream is done with a tensor. Use whole GPUs, or DataParallel on parts."
             )
-    if any(device.kind != "host" for device in group.devices) and any_compiled(blocks):
+    if any(device.kind != "host" for device in group.devices) and any(is_compiled(block.module) for block in blocks):
         raise InvalidArgument(
             "Pipeline: compiled blocks on GPUs. Compiled code is made for one device and shared by all micro-batches, and a block may move. "
             "Leave out compile()."

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from paceline import InvalidArgument
-from paceline.torch._replicas.replicas import is_compiled
+from paceline.torch._replicas.replicas import compiles
 
 Blocks = str | Sequence[nn.Module]
 _ENOUGH = 4  # blocks; with fewer, smaller ones are looked for inside of them
@@ -97,14 +97,8 @@ def _check_compiled(module: nn.Module, blocks: list[Block]) -> None:
     ours = {id(block.module) for block in blocks}
     for name, part in module.named_modules():
         inside = sum(id(one) in ours for one in part.modules())
-        compiled = type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None
-        if compiled and inside > 1:
+        if inside > 1 and compiles(part):
             raise InvalidArgument(
                 f"Pipeline: {name or 'the module'} is compiled as a whole, so there are no calls of blocks to cut it at. Compile the blocks "
                 "instead: for block in blocks: block.compile()."
             )
-
-
-def any_compiled(blocks: Sequence[Block]) -> bool:
-    """Whether a block is compiled."""
-    return any(is_compiled(block.module) for block in blocks)

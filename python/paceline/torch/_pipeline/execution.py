@@ -13,7 +13,7 @@ from paceline.torch._batch.batch import Batch
 from paceline.torch._devices.caller_state import CallerState
 from paceline.torch._devices.lanes import LanePlaces
 from paceline.torch._devices.places import Places
-from paceline.torch._pipeline.blocks import Block, any_compiled
+from paceline.torch._pipeline.blocks import Block
 from paceline.torch._pipeline.loop import Outcome, PipelineWork
 from paceline.torch._pipeline.passage import Passage
 from paceline.torch._pipeline.plans import PipelinePlan
@@ -37,12 +37,8 @@ class PipelineExecution(Execution):
         super().__init__(group, module, places, replicas)
         self.blocks = blocks
         self._lane_replicas = replicas
-        self._one_module = any_compiled(blocks)  # for all lanes, since each module compiles by itself
         self.threads = LaneThreads()
         self._group = group
-        self._warned_of_norms = (
-            True  # the promise is about these micro-batches, over which norms do what they do on one device
-        )
 
     def frame(
         self,
@@ -68,7 +64,7 @@ class PipelineExecution(Execution):
         places = self._places_of(plan)
         return frame._replace(
             replicas=self._replicas_of_lanes(plan),
-            state=CallerState(self.places.types, lanes),
+            state=CallerState(self.places.types, lanes, caches_casts=False),
             places=places,
             limits=[None] * lanes,
             searches=False,
@@ -83,14 +79,8 @@ class PipelineExecution(Execution):
         return LanePlaces(self.places, plan.lanes)
 
     def _replicas_of_lanes(self, plan: Any) -> list[Replica]:
-        lanes = plan.lanes_of
-        if not self._one_module:
-            self._lane_replicas.need(lanes)
-        found: list[Replica] = []
-        for pipeline, count in lanes.items():
-            own = self._lane_replicas.of(pipeline)
-            found += own[:1] * count if self._one_module else own[:count]
-        return found
+        self._lane_replicas.need(plan.lanes_of)
+        return [one for pipeline, count in plan.lanes_of.items() for one in self._lane_replicas.of(pipeline)[:count]]
 
     def _passage_of(self, plan: Any) -> Any:
         return Passage(self.blocks, plan, self.replicas.list[0])
@@ -101,8 +91,7 @@ class PipelineExecution(Execution):
         def must(plan: PipelinePlan) -> bool:
             if not work.seen.compiled:
                 return False
-            known = {size[0] for size in work.seen.sizes[0]}
-            return not known.issuperset(plan.sizes)
+            return any(work.seen.size_of(whole, *bounds) not in work.seen.sizes[0] for bounds in plan.bounds)
 
         return must
 

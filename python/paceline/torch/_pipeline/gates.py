@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from paceline import InvalidArgument
 from paceline.torch._devices.meeting import MeetingOffError
 from paceline.torch._pipeline.blocks import Block
 from paceline.torch._run.gradients import OwnStorages
+from paceline.torch._run.outside import OutsideGradients
 
 _lane = threading.local()  # its `journey` is the journey of the micro-batch that the thread carries
 
@@ -100,8 +102,7 @@ class Journey:
             self._on()
         if self._watcher is not None:
             self._mark(-1 - index)
-            tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
-            self._watcher.entered(index, tensors)
+            self._watcher.entered(index, (one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)))
         return args, kwargs
 
     def turn_back(self) -> list[torch.Tensor]:
@@ -182,11 +183,19 @@ class Separated:
     """`OwnStorages` of the parameters that all stages share. A stage looks after each backward, before the next one may add."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._own = OwnStorages(parameters)
+        self.outside: OutsideGradients | None = (
+            None  # the other tensors that get gradients, which become known on the way
+        )
+        self._own = OwnStorages(parameters, midway=True)
+        self._outside: dict[int, torch.Tensor] = {}  # those that are known
         self._lock = threading.Lock()
 
     def __call__(self) -> None:
         with self._lock:
+            if self.outside is not None:
+                new = {id(one): one for one in self.outside.tensors if id(one) not in self._outside}
+                self._own.add(new.values())
+                self._outside |= new
             self._own.separate()
 
 
@@ -220,6 +229,8 @@ def calls_replaced(modules: Iterable[tuple[torch.nn.Module, Callable[[Any, Any],
     """For each module, in the place of its call: what a function makes of something about the module, and of its call."""
     before = []
     for module, make, about in modules:
+        if isinstance(module._compiled_call_impl, _Call):
+            continue  # lanes share what is compiled
         before.append((module, vars(module).get("_compiled_call_impl")))
         vars(module)["_compiled_call_impl"] = make(about, module._compiled_call_impl or module._call_impl)
     try:

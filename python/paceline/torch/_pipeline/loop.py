@@ -31,7 +31,7 @@ class Outcome:
     reduce_seconds = 0.0  # gradients of micro-batches are added up on the way
     move = None
     settled = True
-    micro_batches = 1  # a step is one run of the whole batch, in the micro-batches of its plan
+    micro_batches = 1  # the promise is about those of the plan, over which norms do what they do on one device
 
     def __init__(
         self,
@@ -358,5 +358,6 @@ class PipelineWork(Workload):
             plan = self.planner.predictions(whole.size, least)
             return plan.in_one_stage() if must_run_alone(plan) else plan
         self.planner.least_items = least
+        self.planner.follow(whole.size, sum(shape.numel() * dtype.itemsize for shape, dtype in whole.item_shapes))
         plan = self.planner.plan(whole.size)
         return plan.alone() if must_run_alone(plan) else plan

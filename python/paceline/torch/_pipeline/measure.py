@@ -40,6 +40,7 @@ class BlockClock:
             int, int
         ] = {}  # parameters outside of the blocks, by index, with the block of their gradient
         self._glue = glue
+        self.counts = False  # what is saved, which takes time
         self._known: set[int] = set()
         self._block = 0
         self._last = time.perf_counter()
@@ -53,6 +54,11 @@ class BlockClock:
             self._lap(self.forward, self._block)
         self._block = index
         self.boundary[index] = sum(one.nbytes for one in tensors if one.requires_grad)
+
+    @property
+    def ran(self) -> bool:
+        """Whether the micro-batch ran, as one without weight does not."""
+        return any(self.forward)
 
     def turned(self) -> None:
         self._lap(self.forward, self._block)
@@ -70,9 +76,10 @@ class BlockClock:
         self._last = now
 
     @contextlib.contextmanager
-    def counting_saved(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Count what autograd saves. This takes time, so such a micro-batch is no measure of it."""
-        self._known.update(one.untyped_storage().data_ptr() for one in parameters)
+    def counting_saved(self, there: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Count what autograd saves, but for what is `there` anyway. This takes time, so such a micro-batch is no measure of it."""
+        self.counts = True
+        self._known.update(one.untyped_storage().data_ptr() for one in there if one.layout is torch.strided)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.layout is torch.strided:
@@ -93,11 +100,20 @@ class Measured:
     plan: PipelinePlan
     clocks: dict[int, BlockClock] = field(default_factory=dict)  # by micro-batch
 
+    @property
+    def counted(self) -> tuple[BlockClock, int]:
+        """The clock that has counted what is saved, and the items of its micro-batch."""
+        return next((one, self.plan.sizes[number]) for number, one in self.clocks.items() if one.counts and one.ran)
+
+    @property
+    def has_run(self) -> bool:
+        return any(one.ran for one in self.clocks.values())
+
     def seconds(self, block: int) -> tuple[float, float]:
-        """The medians of forward and backward of a block, without the first micro-batch, which warms up."""
-        largest = self.plan.sizes[0]
-        used = [one for number, one in self.clocks.items() if number > 0 and self.plan.sizes[number] == largest]
-        used = used or list(self.clocks.values())
+        """The medians of forward and backward of a block, without the first micro-batch that ran, which warms up."""
+        ran = [(self.plan.sizes[number], one) for number, one in self.clocks.items() if one.ran]
+        largest = max(size for size, _ in ran)
+        used = [one for size, one in ran if size == largest and not one.counts] or [one for _, one in ran]
         return (
             statistics.median(one.forward[block] for one in used),
             statistics.median(one.backward[block] for one in used),
@@ -112,11 +128,14 @@ def speeds_of(first: Measured, turned: Measured, devices: int) -> list[float]:
     speeds = [1.0] * devices
     order, blocks = first.plan.order, len(next(iter(first.clocks.values())).forward)
     stage_of = first.plan.stage_of(blocks)
-    logs = []
+    found: list[float | None] = []
     for stage in range(len(order)):
         ours = [block for block in range(blocks) if stage_of[block] == stage]
-        logs.append(statistics.median(math.log(sum(first.seconds(b)) / sum(turned.seconds(b))) for b in ours))
-    drift = statistics.fmean(logs)
+        both = [(sum(first.seconds(block)), sum(turned.seconds(block))) for block in ours]
+        ratios = [math.log(one / other) for one, other in both if one > 0 < other]  # a forward may leave blocks out
+        found.append(statistics.median(ratios) if ratios else None)
+    drift = statistics.fmean([log for log in found if log is not None] or [0.0])
+    logs = [drift if log is None else log for log in found]
     slow = 0.0  # log of the time of the present device, over the first one's
     for stage, log in enumerate(logs[:-1]):
         slow -= log - drift
@@ -146,7 +165,7 @@ def costs_of(
 
 
 def _bytes_of(step: Measured, keys: Sequence[Any]) -> dict[Any, tuple[int, int, int]]:
-    clock, items = step.clocks[0], step.plan.sizes[0]
+    clock, items = step.counted
     found: dict[Any, tuple[int, int, int]] = {}
     for block, key in enumerate(keys):
         saved, boundary = -(-clock.saved[block] // items), -(-clock.boundary[block] // items)

@@ -11,6 +11,7 @@ import torch
 
 from paceline import DeviceGroup
 from paceline._core.engine import Lanes, LaneThreads, run_pipeline
+from paceline.torch._batch.batch import Batch
 from paceline.torch._devices.caller_state import forget_failed_backward
 from paceline.torch._pipeline.blocks import Block
 from paceline.torch._pipeline.gates import Journey, Separated, gated, journey_here, travelling
@@ -65,6 +66,7 @@ class Passage:
         trains = isinstance(run, TrainRun)
         schedule = plan.schedule if trains else plan.forward_schedule
         measured = planner.measures if trains else None
+        self._separate.outside = run.outside if isinstance(run, TrainRun) else None
         codes: list[int] = []
         last_lane = 0
         at: dict[int, Journey] = {}
@@ -77,6 +79,7 @@ class Passage:
                 last_lane = lane
             clock = None
             if measured is not None:
+                counts = not any(one.ran for one in measured.clocks.values())
                 clock = measured.clocks[micro_batch] = self._clock(planner, parameters)
             journey = self._journey(lanes, micro_batch, clock, trains=trains)
             with lock:
@@ -84,8 +87,10 @@ class Passage:
             try:
                 with contextlib.ExitStack() as stack:
                     stack.enter_context(travelling(journey))
-                    if clock is not None and micro_batch == 0:
-                        stack.enter_context(clock.counting_saved(parameters))
+                    if clock is not None and counts:
+                        assert isinstance(run.batch, Batch)
+                        there = [*parameters, *(tensor for _, tensor in run.batch.tensors())]
+                        stack.enter_context(clock.counting_saved(there))
                     self._surround(stack, journey)
                     code = run.body(self.first_lane + lane, begin, end, 0)
                 code = code if isinstance(code, int) else code[0]

@@ -71,7 +71,8 @@ class Pipeline(Trainer):
     init
         ``init(name, part)`` fills a part of the module whose parameters or buffers are on the device ``"meta"``, after memory was allocated for
         it: a block, or a module outside of the blocks, which fills what it has itself. `name` is its name in the module. For modules that were
-        made without memory. Tied parameters stay tied; `init` fills them once for each part that has them.
+        made without memory. Tied parameters stay tied; `init` fills them once for each part that has them. Or the path of a ``state_dict`` that
+        ``torch.save`` has written.
     group
         Only ``"alone"``: stages are devices of one process.
 
@@ -86,7 +87,10 @@ class Pipeline(Trainer):
     on host devices, wherever the cuts lie, whatever the order of the devices and the number of micro-batches in flight.
     ``report()["micro_batches"]`` has their sizes. So batch normalisation, too, does what it does in plain accumulation (but for its running
     statistics inside of activation checkpointing, which updates them again in the backward). If the step draws
-    random numbers, it draws those that ``Pipeline(devices=["host:0"])`` draws.
+    random numbers, it draws those that ``Pipeline(devices=["host:0"])`` draws. Autocast casts at each use, as with ``cache_enabled=False``.
+
+    Several micro-batches are under way at once. So what a forward leaves for the next one is exact within one stage only: a buffer that one
+    stage writes and another one reads, or a count in an attribute, has what it had for some earlier micro-batch.
 
     `step` refuses a forward that calls a block twice or out of order, and activation checkpointing over more than one stage (checkpoint each
     block by itself, with ``use_reentrant=False``). Compile blocks (``block.compile()``), not the module.

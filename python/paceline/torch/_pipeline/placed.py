@@ -196,6 +196,10 @@ class EventClock(BlockClock):
         self._last: Any = None
         self._forward = True
 
+    @property
+    def ran(self) -> bool:
+        return bool(self._laps)
+
     def leaving(self) -> None:
         """The micro-batch is about to give a turn back."""
         self._lap(self.forward if self._forward else self.backward, self._block)

@@ -24,6 +24,7 @@ _STATES = {
 }  # copies of the parameters that an optimizer keeps
 _STATES_OF_OTHERS = 2  # as Adam does
 _LEAST_DIFFERENCE = 0.05  # between two devices' speeds, to be taken for more than noise
+_GROWTH = 1.5  # of an item over those that were measured, at which blocks are measured again
 
 
 class Planner:
@@ -59,8 +60,30 @@ class Planner:
         self._last: PipelinePlan | None = None  # of a step, on the present devices
         self._predicts_items: int | None = None  # the most items of a micro-batch, after memory ran out
         self._reached: dict[int, int] = {}  # blocks, by the parameters outside that belong to them
+        self._measured_in = _MICRO_BATCHES if micro_batches is None else micro_batches
+        self._trained: list[bool] = []  # which parameters were, when the blocks were measured
+        self._measured_bytes = 0  # of an item then
+        self._moves = 0  # of balancers from before blocks were measured again
 
     # What `PipelineExecution` asks
+
+    def follow(self, items: int, item_bytes: int) -> None:
+        """Measure the blocks again if they cost something else by now.
+
+        So it is if items are longer, if other parameters are trained, and if the batch can tell what a micro-batch costs beside its items,
+        where the first one was too small for that.
+        """
+        trained = [parameter.requires_grad for parameter in self._parameters]
+        tiny = self._given["micro_batches"] is None and bool(self.measured) and items >= 2 * self._measured_in
+        tiny = tiny and len({step.plan.sizes[0] for step in self.measured}) == 1
+        longer = 0 < _GROWTH * self._measured_bytes < item_bytes
+        if self.balancer is not None and (tiny or longer or trained != self._trained):
+            self._moves += self.balancer.moves
+            self.balancer, self.measured = None, []
+        if self.balancer is None:
+            self._trained = trained
+        if self.balancer is None or self._measured_bytes == 0:
+            self._measured_bytes = max(self._measured_bytes, item_bytes)
 
     def plan(self, items: int) -> PipelinePlan:
         """What the next step runs."""
@@ -112,22 +135,32 @@ class Planner:
     def add(self, step: Measured) -> None:
         """Take note of a step that has measured."""
         self.measured.append(step)
-        if len(self.measured) == len(self._trials()):
+        if len(self.measured) >= len(self._trials()):
             self._know()
 
     def out_of_memory(self, stage: int) -> bool:
         """Whether there is a plan that takes less."""
-        return self.balancer is not None and bool(self.balancer.out_of_memory(stage))
+        if self.balancer is not None:
+            return bool(self.balancer.out_of_memory(stage))
+        if self._given["micro_batches"] is not None or self._next.plan.sizes[0] == 1:
+            return False
+        self._measured_in = 2 * len(self._next.plan.sizes)
+        self.measured = []
+        return True
 
     def retire(self, device: int) -> None:
         if self.balancer is not None:
             self.balancer.retire(device)
+        else:
+            self.measured = []  # with devices that are no longer there
         self.retired.add(device)
         self._last = None
 
     def restore(self, device: int) -> None:
         if self.balancer is not None:
             self.balancer.restore(device)
+        else:
+            self.measured = []
         self.retired.discard(device)
 
     def optimized_by(self, cls: type, options: dict[str, Any]) -> None:
@@ -138,25 +171,27 @@ class Planner:
 
     # Measuring
 
-    def _trials(self) -> list[tuple[int, bool]]:
-        """The steps that measure: how many micro-batches, and whether each stage is on the next device."""
-        given = self._given["micro_batches"]
-        count = given or _MICRO_BATCHES
+    def _trials(self) -> list[bool]:
+        """The steps that measure: whether each stage is on the next device."""
         several = len(self._names) - len(self.retired) > 1 and len(self.blocks) > 1
         # Another size tells the fixed part of a micro-batch's time, which only the choice of their number needs.
-        return [(count, False), *([(count, True)] if several else []), *([] if given else [(2 * count, False)])]
+        return [False, *([True] if several else []), *([False] if self._given["micro_batches"] is None else [])]
 
     def _measuring(self, items: int) -> PipelinePlan:
-        count, turned = self._trials()[min(len(self.measured), len(self._trials()) - 1)]
-        if self.measured and not turned:
+        trials = self._trials()
+        trial = min(len(self.measured), len(trials) - 1)
+        most = max(1, items // self.least_items)
+        count = min(self._measured_in, most)
+        if trial > 0 and not trials[trial]:  # smaller micro-batches, or larger ones if the batch allows no smaller ones
+            count = 2 * count if 2 * count <= most else max(1, count // 2)
+        if self.measured and not trials[trial]:
             plan = self.measured[0].plan
             cuts, order = plan.cuts, plan.order
         else:
             cuts, order = self._first_cuts()
-        if turned:
+        if trials[trial]:
             order = (*order[1:], order[0])
-        most = max(1, items // self.least_items)
-        plan = PipelinePlan(cuts, order, sizes_of(items, min(count, most)), "").alone()
+        plan = PipelinePlan(cuts, order, sizes_of(items, count), "").alone()
         self._next = Measured(plan)
         return plan
 
@@ -187,6 +222,7 @@ class Planner:
     def know(self, costs: Sequence[BlockCost], speeds: Sequence[float]) -> None:
         """Plan all steps from now on with these costs of blocks and speeds of devices."""
         self.costs, self._speeds = list(costs), list(speeds)
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
         self.balancer = self._balancer(self.costs, self._given)
 
     def layouts(self, items: int) -> list[dict[str, Any]]:
@@ -230,7 +266,7 @@ class Planner:
 
     @property
     def moves(self) -> int:
-        return 0 if self.balancer is None else self.balancer.moves
+        return self._moves + (0 if self.balancer is None else self.balancer.moves)
 
     @property
     def recent_moves(self) -> list[dict[str, Any]]:

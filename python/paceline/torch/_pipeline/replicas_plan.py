@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -61,6 +61,10 @@ class ReplicasPlan:
         """The same with one micro-batch at a time in each pipeline."""
         return ReplicasPlan([(number, plan.alone()) for number, plan in self.parts], self._first_devices)
 
+    def in_one_stage(self) -> ReplicasPlan:
+        """The same micro-batches with one device for each pipeline, for predictions."""
+        return ReplicasPlan([(number, plan.in_one_stage()) for number, plan in self.parts], self._first_devices)
+
 
 def _renumbered(schedule: str, first: int) -> str:
     return re.sub(r"(?<=[FB])\d+", lambda number: str(int(number[0]) + first), schedule)
@@ -93,10 +97,20 @@ class ReplicasPlanner:
             int, list[tuple[float, float]]
         ] = {}  # by items: seconds of each pipeline, fixed and per item
 
+    def follow(self, items: int, item_bytes: int) -> None:
+        """Nothing is measured again: `layout` has measured all."""
+
     def plan(self, items: int) -> ReplicasPlan:
         """What the next step runs."""
+        return self._plans(items, lambda planner, share: planner.plan(share))
+
+    def predictions(self, items: int, least: int) -> ReplicasPlan:
+        """What a prediction runs."""
+        return self._plans(items, lambda planner, share: planner.predictions(share, least))
+
+    def _plans(self, items: int, plan: Callable[[Planner, int], PipelinePlan]) -> ReplicasPlan:
         shares = self.shares(items)
-        parts = [(number, self.planners[number].plan(share)) for number, share in enumerate(shares) if share]
+        parts = [(number, plan(self.planners[number], share)) for number, share in enumerate(shares) if share]
         return ReplicasPlan(parts, self._first_devices)
 
     def shares(self, items: int) -> list[int]:
@@ -132,6 +146,11 @@ class ReplicasPlanner:
         """Whether there is a plan that takes less. `stage`: counted over all pipelines of the last plan."""
         number, own = self._last_stages[stage]
         return self.planners[number].out_of_memory(own)
+
+    def out_of_memory_predicting(self, plan: ReplicasPlan) -> bool:
+        """Whether predictions go on in smaller micro-batches."""
+        smaller = [self.planners[number].out_of_memory_predicting(part) for number, part in plan.parts]
+        return any(smaller)
 
     def note_stages(self, plan: ReplicasPlan) -> None:
         """Note which pipeline each stage of a plan belongs to."""

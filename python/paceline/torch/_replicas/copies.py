@@ -61,18 +61,18 @@ def check_trainable(module: nn.Module, reach: Reach, shared: bool) -> None:
     for name, part in reach.modules:
         if isinstance(part, torch.jit.ScriptModule):
             raise InvalidArgument(
-                f"DataParallel: {f'submodule {name}' if name else 'the module'} is a torch.jit.ScriptModule, which keeps its parameters out of "
+                f"paceline: {f'submodule {name}' if name else 'the module'} is a torch.jit.ScriptModule, which keeps its parameters out of "
                 "reach of Python, so replicas could not share them. Pass the module it was made from; torch.compile(module) is supported."
             )
     for name, parameter in (*module.named_parameters(), *reach.unregistered.items()):
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise InvalidArgument(
-                f"DataParallel: parameter {name} is not initialised yet (a lazy module). Run one forward pass first."
+                f"paceline: parameter {name} is not initialised yet (a lazy module). Run one forward pass first."
             )
     for name, buffer in module.named_buffers():
         if shared and buffer.requires_grad:
             raise InvalidArgument(
-                f"DataParallel: buffer {name} requires a gradient. Every device has buffers of its own, so the gradient would be lost. Make it "
+                f"paceline: buffer {name} requires a gradient. Every device has buffers of its own, so the gradient would be lost. Make it "
                 "a parameter, or use one device."
             )
 
@@ -81,7 +81,7 @@ def check_hooks(name: str, parameter: torch.Tensor) -> None:
     """Raise for a parameter with a gradient hook. Copies of the parameter would silently lose it."""
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise InvalidArgument(
-            f"DataParallel: parameter {name} has a gradient hook. With two or more devices it would see the gradient of a slice, not of "
+            f"paceline: parameter {name} has a gradient hook. With two or more devices it would see the gradient of a slice, not of "
             "the batch, so it is refused. loss = trainer.loss(...); loss.backward() calls it once, with the gradient of the batch. Or remove "
             "it and work on .grad after step(), or use one device."
         )
@@ -97,7 +97,7 @@ def copied(module: nn.Module, reach: Reach, alias: Alias) -> Copied:
         made = copy.deepcopy(module, memo)
     except Exception as error:
         raise InvalidArgument(
-            f"DataParallel: the module cannot be copied for a second device: {_culprit(module, error)}. Give replicate=, a callable that "
+            f"paceline: the module cannot be copied for a second device: {_culprit(module, error)}. Give replicate=, a callable that "
             "takes the module and returns a new one of the same structure; the user's parameters are put into it."
         ) from error
     wanted = [*parameters, *(part for _, part in reach.modules), *reach.objects.values()]
@@ -140,12 +140,12 @@ def made_by(replicate: Replicate, module: nn.Module, reach: Reach, alias: Alias)
     if reach.leads_out:
         unregistered = next(iter(reach.unregistered), None) or reach.modules[-1][0]
         raise InvalidArgument(
-            f"DataParallel: {unregistered} is not registered with the module, so it has no name by which it could be found in what "
+            f"paceline: {unregistered} is not registered with the module, so it has no name by which it could be found in what "
             "replicate(module) returns. Keep modules in nn.ModuleList or nn.ModuleDict, parameters in nn.ParameterList or as attributes."
         )
     replica = replicate(module)
     if not isinstance(replica, nn.Module) or replica is module:
-        raise InvalidArgument("DataParallel: replicate(module) must return a new nn.Module, not the module itself.")
+        raise InvalidArgument("paceline: replicate(module) must return a new nn.Module, not the module itself.")
     _check_same_names(module, replica)
     parts = dict(replica.named_modules(remove_duplicate=False))  # which may have been registered in another order
     counterparts: dict[int, Any] = {id(part): parts[name] for name, part in module.named_modules()}
@@ -154,7 +154,7 @@ def made_by(replicate: Replicate, module: nn.Module, reach: Reach, alias: Alias)
         slots, key = slots_of[name]
         if slots[key].shape != parameter.shape:
             raise InvalidArgument(
-                f"DataParallel: what replicate(module) returned has no parameter {name} of shape {tuple(parameter.shape)}."
+                f"paceline: what replicate(module) returned has no parameter {name} of shape {tuple(parameter.shape)}."
             )
         if id(parameter) not in counterparts:
             counterparts[id(parameter)] = alias(parameter)
@@ -185,5 +185,5 @@ def _check_same_names(module: nn.Module, replica: nn.Module) -> None:
         problems += [f"has {name}, which the module has not" for name in sorted(theirs - ours)]
         if problems:
             raise InvalidArgument(
-                f"DataParallel: what replicate(module) returned must have the same {kind}s as the module, by name; it {', '.join(problems[:3])}."
+                f"paceline: what replicate(module) returned must have the same {kind}s as the module, by name; it {', '.join(problems[:3])}."
             )

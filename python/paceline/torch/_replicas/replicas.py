@@ -162,7 +162,7 @@ class Replicas:
         place = self._places.devices[device]
         if not parameter.is_contiguous() and torch.empty_like(parameter).stride() != parameter.stride():
             raise InvalidArgument(
-                f"DataParallel: parameter {name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, with gaps or overlaps; "
+                f"paceline: parameter {name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, with gaps or overlaps; "
                 f"such memory is not sent to {self._places.names[device]}. Make it contiguous, or use devices that share its memory."
             )
         if place.type == "cpu" and self._places.home.type != "cpu":
@@ -351,7 +351,8 @@ class LaneReplicas(Replicas):
     """Modules of lanes, which each carry one micro-batch at a time through all stages of a pipeline.
 
     Those of a pipeline share gradients and buffers, too: each stage takes micro-batches in order, so these are what they would be with one
-    module. What a forward writes to attributes of its module belongs to its micro-batch, so each lane has a module of its own.
+    module. What a forward writes to attributes of its module belongs to its micro-batch, so each lane has a module of its own. Its compiled
+    parts are those of the first lane, since each module compiles by itself.
     """
 
     def __init__(self, module: nn.Module, places: SharedPlaces, replicate: Replicate | None) -> None:
@@ -388,9 +389,16 @@ class LaneReplicas(Replicas):
 
     def _share(self, made: Copied, reach: Reach, device: int) -> None:
         first = self._first.setdefault(self._lanes.pipelines[device], made)
-        if first is not made:
-            for _, ours in reach.modules:
-                vars(made.counterparts[id(ours)])["_buffers"] = first.counterparts[id(ours)]._buffers
+        if first is made:
+            return
+        for _, ours in reach.modules:
+            vars(made.counterparts[id(ours)])["_buffers"] = first.counterparts[id(ours)]._buffers
+        for _, ours in reach.modules:
+            for name, part in ours._modules.items():
+                if part is not None and compiles(part):
+                    made.counterparts[id(ours)]._modules[name] = first.counterparts[id(part)]
+                    for inner in part.modules():
+                        made.counterparts[id(inner)] = first.counterparts[id(inner)]
 
 
 def _watched(reach: Reach, counterparts: dict[int, Any]) -> Attributes:
@@ -401,10 +409,12 @@ def _watched(reach: Reach, counterparts: dict[int, Any]) -> Attributes:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether `module` or a part of it runs through ``torch.compile``."""
-    return any(
-        type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None
-        for part in module.modules()
-    )
+    return any(map(compiles, module.modules()))
+
+
+def compiles(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` or ``module.compile()`` has compiled this very module."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def is_compiled_function(fn: Any) -> bool:

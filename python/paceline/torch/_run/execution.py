@@ -385,7 +385,7 @@ class Execution:
         run.queues_empty = self._queues_are_empty()
         if self.watchdog is not None and self.watchdog.call is not None:
             run.around.insert(0, self.watchdog.call.micro_batch)
-        run.around[:0] = profiled(self._names)
+        run.around[:0] = profiled(run.places.names)
         with self._level(run), run.draws.run(), self.replicas.guarded():
             outcome = self._run_devices(work, run)
         if run.draws.must_run_again() and (run.places.hosts_share or (work.fixed and run.searches)):

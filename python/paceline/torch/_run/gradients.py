@@ -65,23 +65,35 @@ def views(replica: Replica, names: list[str]) -> tuple[list[View | None], list[i
     return found, left_out
 
 
+def _is_held_elsewhere(storage: torch.UntypedStorage) -> bool:
+    """Whether there is a user beside one tensor and the Python object that is asked."""
+    return torch._C._storage_Use_Count(storage._cdata) > 2
+
+
 class OwnStorages:
     """Gives every gradient of a replica memory of its own, for one step.
 
     Autograd may give two parameters views of one tensor, as after ``a + b`` where nothing is broadcast. That is harmless until a second
     backward or the reduction adds to them in place: each would get what is meant for the other, too.
+
+    With `midway` the other may be the backward itself, which still has the tensor as the gradient of what it comes to next.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], *, midway: bool = False) -> None:
         self._waiting: Sequence[torch.Tensor] = parameters  # parameters that have no gradient yet
         self._known: set[int] = set()
+        self._midway = midway
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Look after the gradients of these, too."""
+        self._waiting = [*self._waiting, *tensors]
 
     def separate(self) -> None:
-        """Copy new gradients that share memory with others. To be called after each backward."""
+        """Copy new gradients that share memory with others. To be called after each backward, or `midway` in one."""
         if not self._waiting:
             return
         gradients = [gradient for gradient in map(_grad, self._waiting) if gradient is not None]
-        if len(gradients) == len(self._waiting) and _are_strided(gradients):
+        if not self._midway and len(gradients) == len(self._waiting) and _are_strided(gradients):
             addresses = {gradient.untyped_storage().data_ptr() for gradient in gradients}
             if len(addresses) == len(gradients) and addresses.isdisjoint(self._known):
                 self._known |= addresses
@@ -93,8 +105,9 @@ class OwnStorages:
             if gradient is None:
                 waiting.append(parameter)
             elif gradient.layout is torch.strided:
-                address = gradient.untyped_storage().data_ptr()
-                if address in self._known:
+                storage = gradient.untyped_storage()
+                address = storage.data_ptr()
+                if address in self._known or (self._midway and _is_held_elsewhere(storage)):
                     parameter.grad = gradient.clone()
                 else:
                     self._known.add(address)

@@ -99,6 +99,12 @@ class OutsideGradients:
         self._parameters, self._own = [], None
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those whose gradients are set aside for the step that runs."""
+        with self._lock:
+            return [leaf for leaf, _, _ in self._before.values()]
+
+    @property
     def reached(self) -> torch.Size | None:
         """The shape of a tensor that got a gradient in the step, or None if there is none."""
         return next((leaf.shape for leaf, _, _ in self._before.values() if leaf.grad is not None), None)

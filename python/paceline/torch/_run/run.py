@@ -213,9 +213,7 @@ class Run:
     def _compute(self, device: int, begin: int, end: int) -> tuple[bool, int]:
         """Run one micro-batch. Returns whether there was anything to do, and the code for the engine."""
         sizes = self.seen.sizes[device]
-        # Costs may all differ, so they are kept only where something is tuned by size.
-        padded_to = self.batch.padded_to(begin, end) if self.seen.tunes else None
-        size = (end - begin, self.seen.mode, self.batch.item_shapes, padded_to)
+        size = self.seen.size_of(self.batch, begin, end)
         first = not sizes or (self.seen.tunes and size not in sizes and len(sizes) < _MOST_SIZES)
         gate = self.seen.gate.enter(first) if self.seen.compiled else contextlib.nullcontext(False)
         with gate as waited, self.draws.micro_batch(device, begin), self.state.replayed():
@@ -294,7 +292,7 @@ class TrainRun(Run):
         if not self.terms[device] and self.any_gradient(device, begin):
             raise InvalidArgument(
                 "step: loss_fn called backward itself, so gradients would count twice. Return the loss; step calls backward. Backward "
-                "by hand is what trainer.batch() is for."
+                "by hand is what DataParallel.batch() is for."
             )
         term = self.term_of(loss, begin, end)
         self.terms[device].append((begin, term.detach()))

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.items import OrderedBatch
 from paceline.torch._devices.caller_state import CallerState
 from paceline.torch._devices.run_draws import Drawing
 from paceline.torch._replicas.replicas import Replicas, is_compiled, is_compiled_function
@@ -44,6 +46,12 @@ class Seen:
         # cuDNN searches the fastest algorithm for each new size. Like compilation, this takes long once.
         self.tunes = self.compiled or (state.on_gpu and torch.backends.cudnn.benchmark)
         self.mode = (module.training, state.autocast, fn if compiled_fn else None)
+
+    def size_of(self, batch: Batch | OrderedBatch, begin: int, end: int) -> tuple[Any, ...]:
+        """All that code may be compiled anew for: the entry in `sizes` of these items as a micro-batch."""
+        # Costs may all differ, so they are kept only where something is tuned by size.
+        padded_to = batch.padded_to(begin, end) if self.tunes else None
+        return (end - begin, self.mode, batch.item_shapes, padded_to)
 
 
 class CompileGate:

@@ -40,7 +40,7 @@ def check_devices(devices: object) -> None:
     )
     if not known:
         raise InvalidArgument(
-            f"DataParallel: devices is {devices!r}; give 'auto', a list of names such as ['host:0', 'host:1'], or a DeviceGroup."
+            f"paceline: devices is {devices!r}; give 'auto', a list of names such as ['host:0', 'host:1'], or a DeviceGroup."
         )
 
 
@@ -165,7 +165,7 @@ def memory_limits(memory: Memory | None, group: DeviceGroup) -> list[int | None]
     unknown = [name for name in given if name not in names]
     if unknown:
         raise InvalidArgument(
-            f"DataParallel: memory names {unknown[0]!r}, which is none of the devices {', '.join(names)}."
+            f"paceline: memory names {unknown[0]!r}, which is none of the devices {', '.join(names)}."
         )
     limits: list[int | None] = []
     for device in group.devices:
@@ -174,11 +174,11 @@ def memory_limits(memory: Memory | None, group: DeviceGroup) -> list[int | None]
             isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 2**62
         ):
             raise InvalidArgument(
-                f"DataParallel: memory is {value!r} for {device.name}; give bytes, or a fraction of its memory such as 0.5."
+                f"paceline: memory is {value!r} for {device.name}; give bytes, or a fraction of its memory such as 0.5."
             )
         if isinstance(value, float) and value > 1 and (value < _LEAST_FLOAT_BYTES or not value.is_integer()):
             raise InvalidArgument(
-                f"DataParallel: memory is {value!r} for {device.name}; a fraction of its memory is at most 1.0. To give bytes, write a whole "
+                f"paceline: memory is {value!r} for {device.name}; a fraction of its memory is at most 1.0. To give bytes, write a whole "
                 "number such as 2 * 2**30."
             )
         if value is not None and isinstance(value, float) and value <= 1:

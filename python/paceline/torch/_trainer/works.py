@@ -103,7 +103,7 @@ class Works:
         name = device if isinstance(device, str) else device.name
         if name not in self.names:
             raise InvalidArgument(
-                f"DataParallel: there is no device {name} in this trainer; it has {', '.join(self.names)}."
+                f"paceline: there is no device {name} in this trainer; it has {', '.join(self.names)}."
             )
         index = self.names.index(name)
         for work in self.all():

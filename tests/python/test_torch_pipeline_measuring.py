@@ -1,0 +1,149 @@
+"""What `Pipeline` measures of blocks in its first steps, and when it measures again."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from paceline.torch import Pipeline  # noqa: E402
+from torch_support import TWO  # noqa: E402
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        return torch.tanh(self.linear(x))
+
+
+class Slow(Block):
+    """Takes 3 ms however few items there are."""
+
+    def forward(self, x: Any) -> Any:
+        time.sleep(0.003)
+        return super().forward(x)
+
+
+def chain(kind: Any = Block, blocks: int = 4) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(*(kind() for _ in range(blocks)))
+
+
+def squares(module: Any, batch: Any) -> Any:
+    return module(batch).square().mean()
+
+
+def saved(trainer: Any) -> list[int]:
+    return [block["saved_bytes"] for block in trainer.report()["pipeline"]["blocks"]]
+
+
+def measuring(trainer: Any) -> bool:
+    return bool(trainer.report()["pipeline"]["measuring"])
+
+
+def measure(trainer: Any, batch: Any, weight: Any = None) -> None:
+    """Make the three steps that measure."""
+    for step in range(3):
+        trainer.step(squares, batch, weight)
+        assert measuring(trainer) == (step < 2)
+
+
+def test_a_batch_as_small_as_the_micro_batches_tells_what_each_of_them_costs() -> None:
+    with Pipeline(chain(Slow), TWO) as trainer:
+        for _ in range(5):
+            trainer.step(squares, torch.randn(8, WIDTH))
+        assert len(trainer.report()["micro_batches"]) <= 4
+
+
+def test_a_larger_batch_is_measured_where_one_item_told_nothing() -> None:
+    with Pipeline(chain(Slow), TWO) as trainer:
+        measure(trainer, torch.randn(1, WIDTH))
+        measure(trainer, torch.randn(64, WIDTH))
+        trainer.step(squares, torch.randn(64, WIDTH))
+        assert len(trainer.report()["micro_batches"]) <= 16
+
+
+def test_the_batch_itself_is_not_what_a_micro_batch_saves() -> None:
+    with Pipeline(chain(), TWO, micro_batches=16) as trainer:
+        for _ in range(2):
+            trainer.step(squares, torch.randn(64, WIDTH))
+        assert max(saved(trainer)) <= 2 * WIDTH * 4
+
+
+def test_micro_batches_without_weight_measure_nothing() -> None:
+    weight = torch.ones(16)
+    weight[:10] = 0
+    with Pipeline(chain(), TWO) as trainer:
+        measure(trainer, torch.randn(16, WIDTH), weight)
+        assert min(saved(trainer)[1:]) > 0
+        trainer.step(squares, torch.randn(16, WIDTH), weight)
+
+
+def test_a_forward_may_leave_blocks_out() -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = chain()
+
+        def forward(self, x: Any) -> Any:
+            for layer in (self.layers[0], self.layers[2]):
+                x = layer(x)
+            return x
+
+    with Pipeline(Skips(), TWO) as trainer:
+        measure(trainer, torch.randn(16, WIDTH))
+        trainer.step(squares, torch.randn(16, WIDTH))
+        assert trainer.report()["steps"] == 4
+
+
+@pytest.mark.parametrize("before", [1, 2])
+def test_a_device_retired_while_blocks_are_measured_gets_no_stage(before: int) -> None:
+    with Pipeline(chain(), TWO) as trainer:
+        for _ in range(before):
+            trainer.step(squares, torch.randn(16, WIDTH))
+        trainer.retire("host:1")
+        for _ in range(3):
+            trainer.step(squares, torch.randn(16, WIDTH))
+            assert trainer.shares["host:1"] == 0
+        assert not measuring(trainer)
+
+
+def test_longer_items_and_other_trained_parameters_are_measured_again() -> None:
+    module = chain()
+    for parameter in module[3].parameters():
+        parameter.requires_grad_(False)
+    with Pipeline(module, TWO) as trainer:
+        measure(trainer, torch.randn(16, 4, WIDTH))
+        short = saved(trainer)
+        trainer.step(squares, torch.randn(16, 5, WIDTH))
+        assert not measuring(trainer)
+        trainer.step(squares, torch.randn(16, 40, WIDTH))
+        assert measuring(trainer)
+        for _ in range(2):
+            trainer.step(squares, torch.randn(16, 40, WIDTH))
+        assert saved(trainer)[1] == 10 * short[1]
+        frozen = trainer.report()["pipeline"]["blocks"][3]["parameter_bytes"]
+        module[3].requires_grad_(True)
+        measure(trainer, torch.randn(16, 40, WIDTH))
+        assert trainer.report()["pipeline"]["blocks"][3]["parameter_bytes"] == 4 * frozen
+
+
+def test_memory_that_runs_out_while_blocks_are_measured_makes_smaller_micro_batches() -> None:
+    def loss_fn(module: Any, batch: Any) -> Any:
+        if len(batch) > 2:
+            raise MemoryError("as planned")
+        return squares(module, batch)
+
+    with Pipeline(chain(), TWO) as trainer:
+        trainer.step(loss_fn, torch.randn(32, WIDTH))
+        assert trainer.report()["micro_batches"] == [2] * 16

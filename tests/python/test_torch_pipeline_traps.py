@@ -1,0 +1,217 @@
+"""`Pipeline` where autograd, autocast and the compiler share something between micro-batches that are under way at once."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from paceline.torch import Pipeline  # noqa: E402
+from torch_support import TWO  # noqa: E402
+
+WIDTH, ITEMS = 16, 4
+
+
+def squares(module: Any, batch: Any) -> Any:
+    return module(batch).square().mean()
+
+
+def assert_exact(
+    module: Any,
+    batch: Any,
+    loss_fn: Any = squares,
+    *,
+    plain: Any = None,
+    reference: Any = None,
+    outside: Any = (),
+    steps: int = 12,
+) -> None:
+    """Train in single items, as many in flight as there can be, beside plain accumulation."""
+    plain = copy.deepcopy(module) if plain is None else plain
+    with Pipeline(module, TWO, cuts=[0, 2], micro_batches=ITEMS, schedule="gpipe") as trainer:
+        for _ in range(steps):
+            for tensor in [*module.parameters(), *plain.parameters(), *outside]:
+                tensor.grad = None
+            trainer.step(loss_fn, batch)
+            got = [one.grad for one in (*module.parameters(), *outside)]
+            for tensor in outside:
+                tensor.grad = None
+            for item in batch.split(1):
+                ((reference or loss_fn)(plain, item) * (1 / ITEMS)).backward()
+            wanted = [one.grad for one in (*plain.parameters(), *outside)]
+            assert all(map(torch.equal, got, wanted))
+
+
+class AddsView(nn.Module):
+    """Adds a tensor by a view that autograd takes the gradient of without a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(WIDTH))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        x = x + self.shift[None]
+        return x + self.linear(x).tanh()
+
+
+def test_a_gradient_that_flows_on_is_not_added_to() -> None:
+    torch.manual_seed(0)
+    assert_exact(nn.Sequential(*(AddsView() for _ in range(4))), torch.randn(ITEMS, WIDTH))
+
+
+OUTSIDE = torch.linspace(-1, 1, WIDTH).requires_grad_()
+
+
+class AddsOutside(AddsView):
+    """Adds a tensor that no module has."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x + OUTSIDE[None])
+
+
+def test_nor_is_that_of_a_tensor_outside_of_the_module() -> None:
+    torch.manual_seed(0)
+    assert_exact(nn.Sequential(*(AddsOutside() for _ in range(4))), torch.randn(ITEMS, WIDTH), outside=[OUTSIDE])
+
+
+def test_compiled_blocks_run_alone_where_something_new_is_compiled() -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    module: Any = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+    plain = copy.deepcopy(module)
+    for block in module:
+        block.compile(backend="eager")
+
+    with Pipeline(module, TWO, cuts=[0, 2], micro_batches=4) as trainer:
+        known, new = [(5, True, False)] * 5, [(9, True, False), (9, False, False), (9, True, True), (7, False, True)]
+        for length, training, autocast in [*known, *new, *new]:
+            batch = torch.randn(8, length, WIDTH)
+            for one in (module, plain):
+                one.train(training).zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                trainer.step(squares, batch)
+                for part in batch.split(2):
+                    (squares(plain, part) * 0.25).backward()
+            assert all(
+                torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), plain.parameters(), strict=True)
+            )
+    torch.compiler.reset()
+
+
+class Keeps(nn.Module):
+    """Has a value of its forward in an attribute, around compiled blocks."""
+
+    kept: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Any) -> Any:
+        self.kept = x * 1.5
+        for layer in self.layers:
+            x = layer(x)
+        return x + self.kept
+
+
+def test_lanes_share_compiled_blocks_and_nothing_else() -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    module = Keeps()
+    plain = copy.deepcopy(module)
+    for layer in module.layers:
+        layer.compile(backend="eager")
+    assert_exact(module, torch.randn(ITEMS, WIDTH), plain=plain)
+    torch.compiler.reset()
+
+
+class SharesWeight(nn.Module):
+    """Has one weight in blocks of both stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), shared, nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def in_bfloat16(module: Any, batch: Any) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return squares(module, batch)
+
+
+def without_cache(module: Any, batch: Any) -> Any:
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        return squares(module, batch)
+
+
+def test_lanes_share_no_casts() -> None:
+    torch.manual_seed(0)
+    assert_exact(SharesWeight(), torch.randn(ITEMS, WIDTH), in_bfloat16, reference=without_cache)
+
+
+def test_a_profiler_sees_more_micro_batches_than_devices() -> None:
+    batch = torch.randn(8, WIDTH)
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    with Pipeline(module, TWO, cuts=[0, 2], micro_batches=8, schedule="gpipe") as trainer:
+        for _ in range(3):
+            trainer.step(squares, batch)
+        with torch.profiler.profile():
+            trainer.step(squares, batch)
+
+
+def test_a_forward_that_catches_exceptions_does_not_run_on_without_its_turn() -> None:
+    went_on = []
+
+    class Catches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+        def forward(self, x: Any) -> Any:
+            for layer in self.layers:
+                try:
+                    x = layer(x)
+                except RuntimeError:
+                    raise
+                except Exception:
+                    went_on.append(1)
+            return x
+
+    def fails(module: Any, batch: Any) -> Any:
+        loss = squares(module, batch)
+        if bool((batch == 1).any()):
+            raise RuntimeError("as planned")
+        return loss
+
+    batch = torch.zeros(8, WIDTH)
+    batch[0] = 1
+    with Pipeline(Catches(), TWO, cuts=[0, 2], micro_batches=8, schedule="gpipe") as trainer:
+        for _ in range(4):
+            trainer.step(squares, batch)
+        for _ in range(5):
+            with pytest.raises(RuntimeError, match="as planned"):
+                trainer.step(fails, batch)
+    assert went_on == []
+
+
+def test_draws_from_a_generator_of_the_user_are_warned_of() -> None:
+    generator = torch.Generator()
+
+    def noisy(module: Any, batch: Any) -> Any:
+        return squares(module, batch + torch.randn(batch.shape, generator=generator))
+
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    with Pipeline(module, TWO, cuts=[0, 2], micro_batches=4) as trainer, pytest.warns(UserWarning, match="generator="):
+        for _ in range(5):
+            trainer.step(noisy, torch.randn(8, WIDTH))
