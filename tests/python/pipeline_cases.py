@@ -61,8 +61,8 @@ class Text(nn.Module):
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         length = words.shape[1]
-        mask = torch.ones(length, length, dtype=torch.bool).tril()
-        rotary = torch.linspace(0, 1, self.last.normalized_shape[0])
+        mask = torch.ones(length, length, dtype=torch.bool, device=words.device).tril()
+        rotary = torch.linspace(0, 1, self.last.normalized_shape[0], device=words.device)
         x = self.embedding(words)
         early = x
         for index, layer in enumerate(self.layers):
@@ -120,8 +120,8 @@ def differences_with(
     return differences_of(ModelCase(model, batch, 2, options, False, loss), steps)
 
 
-def random_case(seed: int) -> Case:
-    """The case of a seed."""
+def random_case(seed: int, most: int = 3) -> Case:
+    """The case of a seed, on at most so many devices."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     layers = rng.randint(2, 6)
@@ -140,7 +140,7 @@ def random_case(seed: int) -> Case:
             parameter.requires_grad_(False)
     if rng.random() < 0.1:
         model.embedding.weight.requires_grad_(False)
-    devices = rng.randint(1, min(3, layers))
+    devices = rng.randint(1, min(most, layers))
     items = rng.randint(1, 13)
     words = torch.randint(0, WORDS, (items, 5))
     targets = torch.randint(0, WORDS, (items, 5))

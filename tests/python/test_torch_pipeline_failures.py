@@ -167,8 +167,8 @@ def test_a_failed_step_keeps_no_graph(way: str) -> None:
                 with contextlib.suppress(Unlucky):
                     trainer.step(squares, batch)
                 assert len(TOKENS) > 2
-            # A thread may hold on to the last micro-batch that it gave up, until its next one.
-            assert [token() for token in TOKENS if token() is not None] == []
+                # The next attempt may give some lanes nothing to do, so none may wait for that to drop what it had.
+                assert [token() for token in TOKENS if token() is not None] == []
         finally:
             gc.enable()
 

@@ -95,6 +95,18 @@ def backward_watched(
     torch.autograd.graph._engine_run_backward(*given, allow_unreachable=True, accumulate_grad=True)
 
 
+def forget_failed_backward() -> None:
+    """Drop what a backward that failed on this thread has left behind.
+
+    The engine keeps the nodes that were ready, with their graph and all that it has saved, until the thread's next backward. So this runs one.
+    """
+    with torch._C.DisableTorchFunction(), torch.enable_grad():
+        leaf = torch.zeros((), requires_grad=True, device="cpu")
+        torch.autograd.graph._engine_run_backward(
+            (leaf * 1,), (torch.ones((), device="cpu"),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+
+
 def bytes_of(state: torch.Tensor) -> bytes:
     """The bytes of a generator's state. No operator runs, so the user's modes do not see this."""
     return ctypes.string_at(state.data_ptr(), state.numel())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 
@@ -67,6 +68,55 @@ class CopyStream:
         compute.wait_stream(self._stream)
         there.record_stream(compute)
         return there
+
+
+class Queue:
+    """A stream of one GPU, and what orders it among others. PyTorch keeps its streams until the process ends."""
+
+    def __init__(self, index: int) -> None:
+        self._stream = torch.cuda.Stream(index)
+
+    def enter(self) -> None:
+        """Send to it what the calling thread does on its GPU from now on. The GPU becomes the thread's own."""
+        torch.cuda.set_stream(self._stream)
+
+    def mark(self) -> Any:
+        """An event after all that was enqueued so far. `wait` and `seconds_between` take it."""
+        return _marked(self._stream)
+
+    def follow(self, event: Any) -> None:
+        """Let what is enqueued from now on wait for the event."""
+        self._stream.wait_event(event)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep PyTorch from reusing the tensor's memory before the stream has finished its present work."""
+        tensor.record_stream(self._stream)
+
+
+def _marked(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
+
+
+def mark_current(index: int) -> Any:
+    """An event after all that the calling thread's stream on that GPU has to do so far."""
+    return _marked(torch.cuda.current_stream(index))
+
+
+def wait(event: Any) -> None:
+    """Hold the calling thread until the GPU has come to the event."""
+    event.synchronize()
+
+
+def seconds_between(first: Any, last: Any) -> float:
+    """Seconds from one event of a GPU to a later one. Both have been waited for."""
+    return 1e-3 * float(first.elapsed_time(last))
+
+
+def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Host memory for a copy of the tensor, which a GPU can write while the host goes on."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
 def generator(index: int) -> torch.Generator:

@@ -245,6 +245,11 @@ class Places:
         if self.queues is not None:
             cuda.release_memory(self._any_part)
 
+    @property
+    def holds(self) -> bool:
+        """Whether there is something to release at the end."""
+        return self.queues is not None
+
     def close(self) -> None:
         """Wait for all enqueued work, and give the streams back."""
         if self.queues is None:

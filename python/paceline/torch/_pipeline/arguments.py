@@ -7,6 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 from paceline import DeviceGroup, InvalidArgument
+from paceline.torch._pipeline.blocks import Block
+from paceline.torch._replicas.replicas import is_compiled
 from paceline.torch._trainer.arguments import is_whole
 
 
@@ -29,10 +31,25 @@ def check_cuts(cuts: Any, blocks: int) -> None:
         )
 
 
-def check_on_host(group: DeviceGroup) -> None:
+def check_whole_gpus(group: DeviceGroup, blocks: Sequence[Block]) -> None:
+    """Raise for parts of GPUs, and for compiled blocks on GPUs."""
+    for device in group.devices:
+        if device.part is not None:
+            raise InvalidArgument(
+                f"Pipeline: {device.name} is a part of a GPU. Stages in one GPU's memory would share its allocator, which does not know when "
+                "another part's stream is done with a tensor. Use whole GPUs, or DataParallel on parts."
+            )
+    if any(device.kind != "host" for device in group.devices) and any(is_compiled(block.module) for block in blocks):
+        raise InvalidArgument(
+            "Pipeline: compiled blocks on GPUs. Compiled code is made for one device and shared by all micro-batches, and a block may move. "
+            "Leave out compile()."
+        )
+
+
+def check_on_host(call: str, group: DeviceGroup) -> None:
     """Raise if a device is a GPU."""
     gpus = [device.name for device in group.devices if device.kind != "host"]
     if gpus:
         raise InvalidArgument(
-            f"Pipeline: {gpus[0]} is a GPU, and stages run on host devices only so far. Use DataParallel on GPUs, or devices=['host:0', 'host:1']."
+            f"{call}: {gpus[0]} is a GPU, and this runs on host devices only so far. Use Pipeline or DataParallel on GPUs."
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -79,8 +79,8 @@ class Journey:
         self.backward = False
         arrived(0)
 
-    def enter(self, index: int, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-        """Before a block runs on these arguments: bring the micro-batch to its stage."""
+    def enter(self, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Before a block runs on these arguments: bring the micro-batch to its stage. Returns the arguments that it runs on."""
         stage = self._stage_of[index]
         name = self._blocks[index].name
         if self.backward:
@@ -89,7 +89,7 @@ class Journey:
                     f"Pipeline: activation checkpointing runs {name} again, which is in stage {stage}, in the backward of stage {self.stage}. A "
                     "checkpointed region has to lie within one stage: checkpoint each block by itself, with use_reentrant=False."
                 )
-            return
+            return args, kwargs
         if index <= self.block:
             last = self._blocks[self.block].name
             raise InvalidArgument(
@@ -103,6 +103,7 @@ class Journey:
         if self._watcher is not None:
             self._mark(-1 - index)
             self._watcher.entered(index, (one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)))
+        return args, kwargs
 
     def turn_back(self) -> list[torch.Tensor]:
         """Between forward and backward. Returns the roots that the backward needs beside the loss."""
@@ -219,17 +220,23 @@ def gated(lanes: Iterable[Sequence[torch.nn.Module]]) -> Iterator[None]:
 
     The gate is around the whole call, hooks of the user included: PyTorch calls `_compiled_call_impl` of a module in the place of all that.
     """
+    with calls_replaced((module, _Call, index) for modules in lanes for index, module in enumerate(modules)):
+        yield
+
+
+@contextlib.contextmanager
+def calls_replaced(modules: Iterable[tuple[torch.nn.Module, Callable[[Any, Any], Any], Any]]) -> Iterator[None]:
+    """For each module, in the place of its call: what a function makes of something about the module, and of its call."""
     before = []
-    for modules in lanes:
-        for index, module in enumerate(modules):
-            if isinstance(module._compiled_call_impl, _Call):
-                continue  # lanes share what is compiled
-            before.append((module, vars(module).get("_compiled_call_impl")))
-            vars(module)["_compiled_call_impl"] = _Call(index, module._compiled_call_impl or module._call_impl)
+    for module, make, about in modules:
+        if isinstance(module._compiled_call_impl, _Call):
+            continue  # lanes share what is compiled
+        before.append((module, vars(module).get("_compiled_call_impl")))
+        vars(module)["_compiled_call_impl"] = make(about, module._compiled_call_impl or module._call_impl)
     try:
         yield
     finally:
-        for module, call in before:
+        for module, call in reversed(before):
             if call is None:
                 del vars(module)["_compiled_call_impl"]
             else:
@@ -244,5 +251,5 @@ class _Call:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         journey = journey_here()
         if journey is not None:
-            journey.enter(self._index, args, kwargs)
+            args, kwargs = journey.enter(self._index, args, kwargs)
         return self._call(*args, **kwargs)

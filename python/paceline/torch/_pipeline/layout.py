@@ -16,6 +16,7 @@ from paceline.torch._batch.objective import Reduction, Weight
 from paceline.torch._batch.samples import Collate
 from paceline.torch._batch.splits import Split
 from paceline.torch._devices.places import RandomStates
+from paceline.torch._pipeline.arguments import check_on_host
 from paceline.torch._pipeline.blocks import Blocks
 from paceline.torch._pipeline.materialise import Init
 from paceline.torch._pipeline.measure import BlockCost
@@ -314,6 +315,7 @@ def layout(
     with Pipeline(
         module, devices, blocks=blocks, memory=memory, reduction=reduction, replicate=replicate, init=init
     ) as pipeline:
+        check_on_host("layout", pipeline.group)
         planner = pipeline._planner
         planner.optimized_by(optimizer, {})
         check_trains("layout", loss_fn)

@@ -12,11 +12,13 @@ from paceline import Device, DeviceGroup, InvalidArgument
 from paceline.torch._batch.objective import Reduction
 from paceline.torch._devices.lanes import SharedPlaces
 from paceline.torch._devices.places import Places
-from paceline.torch._pipeline.arguments import check_cuts, check_on_host
+from paceline.torch._devices.stages import StagePlaces
+from paceline.torch._pipeline.arguments import check_cuts, check_whole_gpus
 from paceline.torch._pipeline.blocks import Blocks, blocks_of
 from paceline.torch._pipeline.execution import PipelineExecution
 from paceline.torch._pipeline.loop import PipelineWork
 from paceline.torch._pipeline.materialise import Init, materialise
+from paceline.torch._pipeline.placed_execution import PlacedExecution
 from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.reports import PipelineReports, PipelineTracing
 from paceline.torch._replicas.copies import Replicate
@@ -48,7 +50,7 @@ class Pipeline(Trainer):
         The module to train. Its forward calls its blocks one after the other, each once. What lies between them, before and after may be any
         code: masks, caches, tied weights and long skips are allowed. As with `DataParallel` the devices run a copy that shares the parameters.
     devices
-        As for `DataParallel`. Devices that do not pay are left out. So far host devices only.
+        As for `DataParallel`, but for parts of GPUs. Devices that do not pay are left out. Stages on GPUs have not run on a GPU yet.
     blocks
         Where the module may be cut: the name of a list of modules in it (``"transformer.h"``), or a list of modules in the order of the forward.
         None: the parts of one class in lists and sequences that have most of the parameters.
@@ -94,6 +96,11 @@ class Pipeline(Trainer):
     block by itself, with ``use_reentrant=False``). Compile blocks (``block.compile()``), not the module.
 
     If memory runs out, the step runs again with fewer micro-batches in flight, then with other cuts.
+
+    With GPUs the parameters, buffers, gradients and optimizer states of a stage lie on its device until `close`, in the same objects. So only the
+    trainer can run the module until then. The loss and what `predict` returns are where the module was. Exact then means: to the bit on GPUs of
+    one architecture whose kernels are deterministic, but for tensors that need a gradient and are used by several stages (the order of their sums
+    changes) and for random draws, since each GPU has a generator of its own.
 
     Examples
     --------
@@ -143,13 +150,14 @@ class Pipeline(Trainer):
         local = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices(devices, module))
         owned = local is not devices
         try:
-            check_on_host(local)
+            check_whole_gpus(local, found)
             if cuts is not None and len(cuts) > len(local):
                 raise InvalidArgument(
                     f"Pipeline: cuts is {list(cuts)!r}, and each stage needs a device of its own: there are {len(local)} devices. Leave out cuts, "
                     "or name more devices; several host devices may share a core."
                 )
-            places = Places(local, module, 600.0, "auto")
+            on_gpus = any(device.kind == "cuda" for device in local.devices)
+            places = StagePlaces(local, module) if on_gpus else Places(local, module, 600.0, "auto")
             limits = memory_limits(memory, local)
             planner = Planner(
                 local,
@@ -163,7 +171,11 @@ class Pipeline(Trainer):
             self._planner = planner
             works = PipelineWorks(local, places, planner)
             replicas = LaneReplicas(module, SharedPlaces(places), replicate)
-            execution = PipelineExecution(local, module, places, replicas, found)
+            execution = (
+                PlacedExecution(local, module, places, replicas, found)
+                if isinstance(places, StagePlaces)
+                else PipelineExecution(local, module, places, replicas, found)
+            )
         except BaseException:
             if owned:
                 local.close()

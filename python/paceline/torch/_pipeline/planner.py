@@ -119,9 +119,9 @@ class Planner:
         """Where the next step puts what it measures of blocks, or None if all is known."""
         return None if self.balancer is not None else self._next
 
-    def clock(self, replica: Sequence[torch.Tensor]) -> BlockClock:
+    def clock(self, replica: Sequence[torch.Tensor], kind: type[BlockClock] = BlockClock) -> BlockClock:
         """A clock for one micro-batch. `replica` has the parameters that get gradients."""
-        return BlockClock(len(self.blocks), [replica[index] for index in self._glue])
+        return kind(len(self.blocks), [replica[index] for index in self._glue])
 
     def record(self, plan: PipelinePlan, record: Sequence[Sequence[Action]], *, evidence: bool) -> None:
         """Take note of a step that was committed."""

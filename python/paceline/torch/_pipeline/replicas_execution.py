@@ -13,8 +13,9 @@ from paceline import Cancelled, DeviceGroup, InvalidArgument
 from paceline._core.engine import Lanes, LaneThreads
 from paceline.torch._devices.places import Places
 from paceline.torch._pipeline.blocks import Block
-from paceline.torch._pipeline.execution import Passage, PipelineExecution
+from paceline.torch._pipeline.execution import PipelineExecution
 from paceline.torch._pipeline.loop import Outcome
+from paceline.torch._pipeline.passage import Passage
 from paceline.torch._pipeline.replicas_plan import ReplicasPlan, ReplicasPlanner
 from paceline.torch._replicas.replicas import LaneReplicas, Replica
 from paceline.torch._run.run import Run

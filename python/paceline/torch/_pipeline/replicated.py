@@ -67,7 +67,7 @@ class PipelineReplicas(Trainer):
         local = DeviceGroup([device for devices in pipelines for device in devices])
         groups: list[DeviceGroup] = []
         try:
-            check_on_host(local)
+            check_on_host("replicas of pipelines", local)
             groups += [DeviceGroup(list(devices)) for devices in pipelines]
             limits = iter(memory_limits(memory, local))
             planners = []

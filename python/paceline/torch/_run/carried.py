@@ -74,10 +74,10 @@ class Carried:
         factor = factor.detach() if self._scale is None else factor.detach() / self._scale
         if factor.device.type != "cpu" or factor.item() != 1:  # a GPU is not asked, since the host would wait for it
             present = [gradient for gradient in gradients if gradient is not None]
-            torch._foreach_mul_([one for one in present if one.device == factor.device], factor)
-            for gradient in present:
-                if gradient.device != factor.device:  # of a tensor outside of the module
-                    gradient.mul_(factor.to(gradient.device))
+            for device in {
+                gradient.device for gradient in present
+            }:  # stages and tensors outside of the module have their own
+                torch._foreach_mul_([one for one in present if one.device == device], factor.to(device))
         return gradients
 
 

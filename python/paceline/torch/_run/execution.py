@@ -47,6 +47,8 @@ Gradients = list[torch.Tensor | None]
 class Execution:
     """Runs one call at a time. It uses the replicas' gradients freely, and writes the user's gradients at the end."""
 
+    cannot_check = ""  # why `DataParallel.check` cannot run, and what to do
+
     def __init__(
         self, group: DeviceGroup, module: nn.Module, places: Places, replicas: Replicas, *, synchronises: bool = False
     ) -> None:
@@ -256,7 +258,7 @@ class Execution:
                 self._warned_of_norms = True
                 warn_of_normalised_apart(using_batch_statistics(self.replicas.norms))
             with torch.no_grad():
-                loss = run.loss()
+                loss = self.places.to_home(run.loss())
                 extras = run.extras.whole(run.items, self.places.to_home)
                 totals = user.totals(run.left_out) if run.buckets is None else run.buckets.totals()
                 if keep and self.ranks is not None:
@@ -401,6 +403,8 @@ class Execution:
                         run.seen.forward_ad = True
                         raise _TryAgainError from error
                     error = forward_ad.refused(error)
+                if self._tries_again(error):
+                    raise _TryAgainError from error
                 where = "what adds the gradients up" if device is None else self._where(device, outcome)
                 if (
                     device is not None
@@ -452,6 +456,10 @@ class Execution:
     def _first_failure(self, run: Run, outcome: Any) -> tuple[int | None, int, int, BaseException]:
         failed = outcome.failed_device
         return next((one for one in run.failures if one[0] == failed), run.failures[0])
+
+    def _tries_again(self, error: BaseException) -> bool:
+        """Whether the run has been changed such that it may succeed where this error came."""
+        return False
 
     def _where(self, device: int, outcome: Any) -> str:
         """Where the first failure was, in words."""

@@ -78,7 +78,7 @@ class Staging:
             placed[file] = (header, total, total + size)
             total += -(-size // _ALIGNMENT) * _ALIGNMENT
         with torch.inference_mode(False), torch.no_grad():
-            gpus = {tensor.device.index for tensor, _ in copies if tensor.device.type == "cuda"}
+            gpus = {tensor.device.index for tensor, _ in copies if tensor.device.type != "cpu"}
             if total > self._block.numel():
                 self._block = cuda.pinned(total, torch.uint8) if gpus else _host_memory(total)
             for tensor, offset in copies:

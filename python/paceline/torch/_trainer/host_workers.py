@@ -28,7 +28,7 @@ class HostWorkers:
     def part_count(self) -> int:
         """How many parts to make of the work: several for each device, or one if there is one device, or a GPU."""
         lifetime = self._lifetime()
-        if lifetime is None or lifetime.places.queues is not None or len(lifetime.group) == 1:
+        if lifetime is None or any(lifetime.places.on_gpu) or len(lifetime.group) == 1:
             return 1
         return _PARTS_PER_DEVICE * len(lifetime.group)
 

@@ -147,7 +147,7 @@ class Lifetime:
 
     def _release_if_idle(self) -> None:
         """Release what the devices hold. If a call or a worker is still inside, the call does it when it leaves."""
-        if self.places.queues is not None and not self.group.busy and self._lock.acquire(blocking=False):
+        if self.places.holds and not self.group.busy and self._lock.acquire(blocking=False):
             try:
                 self._release()
             finally:

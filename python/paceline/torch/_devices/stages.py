@@ -1,0 +1,220 @@
+"""The places of stages: a stage's part of the module lies in its own device's memory, and tensors go from one memory to another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline import DeviceGroup, InvalidArgument
+from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.moving import Move
+from paceline.torch._devices import cuda
+from paceline.torch._devices.lanes import LanePlaces
+from paceline.torch._devices.places import Places
+
+_HOST = torch.device("cpu")
+_here = threading.local()  # its `device` is the one whose turn the thread has
+
+
+class StagePlaces(Places):
+    """Places of a group with GPUs whose devices are stages.
+
+    *Home* is where the module was when the trainer was made, and is again after it. In between each stage's part of it lies on its device.
+    Each GPU has a stream that computes for all lanes, whose turns order what they enqueue, and two streams for copies. So no stream that
+    computes waits for what another device has queued, but only for the copy that it needs.
+    """
+
+    def __init__(self, group: DeviceGroup, module: nn.Module) -> None:
+        self.names = [device.name for device in group.devices]
+        self.space_names = [device.memory_space for device in group.devices]
+        self._gpu = [device.index if device.kind == "cuda" else None for device in group.devices]
+        self.devices = [_HOST if gpu is None else cuda.device(gpu) for gpu in self._gpu]
+        self.home = _home_of(module, self.devices)
+        self.types = sorted({device.type for device in (*self.devices, _HOST)})
+        self._any_part = False
+        self._threads = [max(1, len(one.cores)) if one.kind == "host" else 1 for one in group.devices]
+        self.queues = None
+        self.transport = ""
+        self.spaces = [0] * len(group)  # the lanes' modules share parameters, wherever these are
+        self.home_space = 0
+        self.own_generators = [None] * len(group)
+        self._pool_peaks = {}
+        self._open = True
+        self._gpus = [gpu for gpu in self._gpu if gpu is not None]
+        self._computes, self._sends, self._receives = (
+            {cuda.device(gpu): cuda.Queue(gpu) for gpu in self._gpus} for _ in range(3)
+        )
+
+    # Before and after a run, on the caller's thread
+
+    def begin(self, batch: Batch) -> None:
+        for place, path in batch.places.items():
+            self._check_place(place, f"batch: {path}")
+
+    def check_values(self, tensor: torch.Tensor, what: str) -> None:
+        self._check_place(tensor.device, f"{what}: the tensor")
+
+    def _check_place(self, place: torch.device, what: str) -> None:
+        if place != _HOST and place not in self._computes:
+            raise InvalidArgument(
+                f"{what} is on {place}, which is none of the devices. Put it on the host, or on one of them."
+            )
+
+    @property
+    def holds(self) -> bool:
+        return self._open
+
+    def close(self) -> None:
+        self._open = False
+
+    def marks(self) -> list[Any]:
+        """For each device an event of its stream; None for those on the host."""
+        return [
+            None if gpu is None else self._computes[place].mark()
+            for gpu, place in zip(self._gpu, self.devices, strict=True)
+        ]
+
+    def follow_caller(self) -> None:
+        """Let the GPUs wait for what the calling thread has enqueued on them. It may read memory that a run is about to reuse."""
+        for gpu in self._gpus:
+            event = cuda.mark_current(gpu)
+            for queues in (self._computes, self._sends, self._receives):
+                queues[cuda.device(gpu)].follow(event)
+
+    def drain(self) -> None:
+        """Hold the calling thread until the GPUs have done everything, also what this thread has enqueued."""
+        for gpu in self._gpus:
+            cuda.wait(cuda.mark_current(gpu))
+        for queue in (*self._sends.values(), *self._receives.values(), *self._computes.values()):
+            cuda.wait(queue.mark())
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        return list(dict.fromkeys([torch.default_generator, *map(self.generator, range(len(self)))]))
+
+    def has_finished(self, device: int) -> bool:
+        return True  # a step waits for its devices
+
+    def release_memory(self) -> None:
+        cuda.release_memory(False)
+
+    # On the threads of lanes
+
+    def open(self) -> None:
+        """Send what the calling thread does on any GPU to the stream that computes there."""
+        for queue in self._computes.values():
+            queue.enter()
+
+    def arrive(self, device: int) -> None:
+        """The calling thread has got the turn of this device."""
+        _here.device = device
+        self._enter_here()
+
+    def _enter_here(self) -> None:
+        queue = self._computes.get(self.here)
+        if queue is not None:
+            queue.enter()
+
+    @property
+    def here(self) -> torch.device:
+        """Where the calling thread computes."""
+        here: int = _here.device
+        return self.devices[here]
+
+    def stamp(self) -> Any:
+        """The time of the device that the calling thread has the turn of: a moment on the host, or an event of its stream."""
+        queue = self._computes.get(self.here)
+        return time.perf_counter() if queue is None else queue.mark()
+
+    def send(self, tensor: torch.Tensor, target: torch.device) -> Sent:
+        """Begin to copy what the stream that computes on the tensor's GPU will have written, to another memory.
+
+        What is sent from a GPU is a copy in its own memory: nothing else would keep code that follows, autograd's sums included, from
+        writing to the tensor before it has left.
+        """
+        source = tensor.device
+        with torch.no_grad():
+            tensor = tensor.detach()
+            if source in self._sends:
+                self._computes[source].enter()
+                tensor = tensor.clone()
+                self._sends[source].follow(self._computes[source].mark())
+                self._sends[source].enter()
+                self._sends[source].keep(tensor)
+            if target in self._receives:
+                self._receives[target].enter()
+                there = (tensor if source != _HOST else cuda.pin(tensor)).to(target, non_blocking=True)
+                arrived = self._receives[target].mark()
+            else:
+                there = cuda.pinned_like(tensor)
+                there.copy_(tensor, non_blocking=True)
+                arrived = self._sends[source].mark()
+        for device in (source, target):
+            if device in self._computes:
+                self._computes[device].enter()
+        self._enter_here()
+        return Sent(there, arrived, self._computes.get(target))
+
+    def moves(self, tensor: torch.Tensor, target: torch.device) -> bool:
+        """Whether a tensor has to move to be used there. Operators take a 0-dimensional host tensor anywhere."""
+        return (
+            tensor.device != target and tensor.layout is torch.strided and (tensor.dim() > 0 or tensor.device != _HOST)
+        )
+
+
+class Sent:
+    """A copy of a tensor that is on its way to another memory."""
+
+    def __init__(self, there: torch.Tensor, arrived: Any, reader: cuda.Queue | None) -> None:
+        self.there = there
+        self._arrived = arrived
+        self._reader = reader  # None: the host
+
+    def received(self) -> torch.Tensor:
+        """The copy, for what is enqueued there from now on. On the host this waits."""
+        if self._reader is None:
+            cuda.wait(self._arrived)
+        else:
+            self._reader.follow(self._arrived)
+            self._reader.keep(self.there)
+        return self.there
+
+
+class StageLanePlaces(LanePlaces):
+    """Lanes of stages on GPUs. Slices of the batch lie where the last stage is, with its loss."""
+
+    def __init__(self, base: StagePlaces, lanes: int, last: int) -> None:
+        super().__init__(base, lanes)
+        self._stages = base
+        self.devices = [base.devices[last]] * lanes
+
+    def prepare_worker(self, device: int) -> None:
+        super().prepare_worker(device)
+        # Otherwise the backward of a GPU runs on a thread of its own, which has no turn. This is set for the thread's whole life.
+        torch.autograd.set_multithreading_enabled(False)
+
+    def mover(self, device: int) -> Move:
+        stages, target = self._stages, self.devices[device]
+        return lambda tensor: stages.send(tensor, target).received() if stages.moves(tensor, target) else tensor
+
+    def drain(self) -> None:
+        self._stages.drain()
+
+
+def _home_of(module: nn.Module, devices: Sequence[torch.device]) -> torch.device:
+    """Where the module is: on the host, or on one of the devices."""
+    homes: dict[torch.device, str] = {}
+    for name, one in (*module.named_parameters(), *module.named_buffers()):
+        homes.setdefault(one.device, name)
+    for home, name in homes.items():
+        if len(homes) > 1 or (home != _HOST and home not in devices):
+            raise InvalidArgument(
+                f"Pipeline: {name} is on {home}. A module lies on the host as a whole, or on one of the devices; stages get their parts from there. "
+                "Move it first: module.to('cpu')."
+            )
+    return next(iter(homes), _HOST)

@@ -1,0 +1,97 @@
+"""Where the parameters and buffers of a module live whose stages are on GPUs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from paceline.torch._devices.stages import StagePlaces
+from paceline.torch._pipeline.blocks import Block
+from paceline.torch._pipeline.plans import PipelinePlan
+
+
+class Placement:
+    """Moves parameters and buffers between steps: those of a block to the device of its stage, others to that of the stage that calls them.
+
+    The objects stay the same. Gradients and the state of optimizers, also of those that the user has made, move with their parameters.
+    """
+
+    def __init__(self, module: nn.Module, blocks: Sequence[Block], places: StagePlaces) -> None:
+        self._module = module
+        self._blocks = blocks
+        self._places = places
+        self.called: dict[str, int] = {}  # modules outside of the blocks, with the last block before their first call
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        itself = weakref.ref(self)
+
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            placement = itself()
+            if placement is not None:
+                placement._follow(optimizer)
+
+        self._hook = register_optimizer_step_pre_hook(before_step)
+        weakref.finalize(self, self._hook.remove)
+
+    def follow(self, plan: PipelinePlan) -> bool:
+        """Bring everything to where the plan's stages are. Returns whether anything has moved."""
+        stage_of = plan.stage_of(len(self._blocks))
+        wanted: dict[int, tuple[torch.Tensor, torch.device]] = {}
+        for one, block in self._owned():
+            device = self._places.devices[plan.order[stage_of[block]]]
+            wanted.setdefault(id(one), (one, device))
+        return self._move(list(wanted.values()))
+
+    def home(self) -> None:
+        """Bring everything back to where the module was, as the trainer ends."""
+        self._hook.remove()
+        home = self._places.home
+        self._move([(one, home) for one in (*self._module.parameters(), *self._module.buffers())])
+        for optimizer in self._optimizers:
+            self._follow(optimizer)
+
+    def _owned(self) -> list[tuple[torch.Tensor, int]]:
+        """All parameters and buffers with their blocks, in the order of use: those that are tied belong to the first."""
+        found = [
+            ((index, 0), one, index)
+            for index, block in enumerate(self._blocks)
+            for one in (*block.module.parameters(), *block.module.buffers())
+        ]
+        inside = {id(part) for block in self._blocks for part in block.module.modules()}
+        guess = -1  # what is registered before the blocks is probably called before them
+        for name, part in self._module.named_modules():
+            if id(part) in inside:
+                guess = len(self._blocks) - 1
+                continue
+            block = self.called.get(name, guess)
+            own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
+            found += [((block, 1), one, max(block, 0)) for one in own]
+        return [(one, block) for _, one, block in sorted(found, key=lambda entry: entry[0])]
+
+    def _move(self, wanted: list[tuple[torch.Tensor, torch.device]]) -> bool:
+        moving = [(one, device) for one, device in wanted if one.device != device]
+        if not moving:
+            return False
+        self._places.drain()
+        with torch.no_grad():
+            for one, device in moving:
+                gradient, one.grad = one.grad, None
+                one.data = one.data.to(device)
+                one.grad = None if gradient is None else gradient.to(device)
+        self._places.drain()
+        return True
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring the state of an optimizer to its parameters. Counters stay on the host."""
+        ours = {id(one) for one in self._module.parameters()}
+        for parameter, state in optimizer.state.items():
+            if id(parameter) not in ours:
+                continue
+            self._optimizers.add(optimizer)
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim() and value.device != parameter.device:
+                    state[name] = value.to(parameter.device)
