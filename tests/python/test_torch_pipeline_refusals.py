@@ -180,3 +180,31 @@ def test_batch_normalisation_gets_two_items_in_each_micro_batch() -> None:
             for _ in range(6):
                 trainer.step(squares, BATCH)
                 assert min(trainer.report()["micro_batches"]) > 1
+
+
+@pytest.mark.parametrize("steps", [0, 4])
+@pytest.mark.parametrize("change", ["tied", "replaced", "added"])
+def test_a_module_that_was_changed_since(change: str, steps: int) -> None:
+    module, batch = chain(), torch.randn(8, 4)
+    with Pipeline(module, TWO) as trainer:
+        for _ in range(steps):
+            trainer.step(squares, batch)
+        if change == "tied":
+            module[3][0].weight = module[0][0].weight
+        elif change == "replaced":
+            module[2] = block()
+        else:
+            module[3].append(nn.Linear(4, 4))
+        with pytest.raises(InvalidArgument, match="make a new Pipeline"):
+            trainer.step(squares, batch)
+
+
+def test_parameters_that_take_the_place_of_others_are_followed() -> None:
+    module, batch = chain(), torch.randn(8, 4)
+    with Pipeline(module, TWO) as trainer:
+        for _ in range(5):
+            trainer.step(squares, batch)
+            module.load_state_dict({name: one.clone() for name, one in module.state_dict().items()}, assign=True)
+        assert all(parameter.grad is None for parameter in module.parameters())
+        trainer.step(squares, batch)
+        assert all(parameter.grad is not None for parameter in module.parameters())

@@ -37,6 +37,8 @@ class PipelineExecution(Execution):
         super().__init__(group, module, places, replicas)
         self.blocks = blocks
         self._lane_replicas = replicas
+        self._generation = replicas.generation
+        self._count = len(replicas.parameters)
         self.threads = LaneThreads()
         self._group = group
 
@@ -56,6 +58,8 @@ class PipelineExecution(Execution):
             )
         assert isinstance(work, PipelineWork)
         frame = super().frame(work, whole, fn, hooks=hooks)
+        if self.replicas.generation != self._generation:
+            self._check_module()
         plan = work.plan_for(whole, frame.least, self._must_run_alone(work, whole))
         self._place(plan, fn, hooks=hooks)
         lanes = plan.lanes
@@ -71,6 +75,16 @@ class PipelineExecution(Execution):
             divides=False,
             passage=self._passage_of(plan),
         )
+
+    def _check_module(self) -> None:
+        """Raise if the module has other blocks or parameters than when it was cut."""
+        parts = dict(self.replicas.named_modules)
+        if len(self.replicas.parameters) != self._count or any(parts.get(name) is not part for name, part in self.blocks):
+            raise InvalidArgument(
+                "Pipeline: the module has other blocks or parameters than when the Pipeline was made, so it is cut in the wrong places: parts were "
+                "replaced, added or tied since. Close this one and make a new Pipeline."
+            )
+        self._generation = self.replicas.generation
 
     def _place(self, plan: PipelinePlan, fn: Callable[..., Any], *, hooks: bool) -> None:
         """Bring the module to where the plan's stages are."""
