@@ -209,19 +209,22 @@ def test_memory_that_runs_out_on_a_gpu_lets_less_be_in_flight(gpus: Any) -> None
     with Pipeline(model, BOXES["two"], cuts=[0, 2], micro_batches=8, schedule="1f1b") as trainer:
         for _ in range(4):
             trainer.step(case.loss_fn, batch)
-        first = trainer.report()["pipeline"]["stages"][0]
-        gpu = BOXES["two"].index(first["device"])
-        model.zero_grad()
-        gpus.reset_peak(gpu)
-        before = gpus.peak(gpu)
-        trainer.step(case.loss_fn, batch)
-        model.zero_grad()
-        gpus.limit(gpu, before + (gpus.peak(gpu) - before) * 4 // 5)
-        try:
+        for _ in range(10):  # measured times may change the plan between two steps, and with it what fits
+            model.zero_grad()
+            gpu = BOXES["two"].index(trainer.report()["pipeline"]["stages"][0]["device"])
+            gpus.reset_peak(gpu)
+            before = gpus.peak(gpu)
             trainer.step(case.loss_fn, batch)
-        finally:
-            gpus.limit(gpu, 0)
-        report = trainer.report()
+            first = trainer.report()["pipeline"]["stages"][0]
+            model.zero_grad()
+            gpus.limit(gpu, before + (gpus.peak(gpu) - before) * 4 // 5)
+            try:
+                trainer.step(case.loss_fn, batch)
+            finally:
+                gpus.limit(gpu, 0)
+            report = trainer.report()
+            if report["out_of_memory"] > 0:
+                break
         assert report["out_of_memory"] > 0
         assert report["pipeline"]["stages"][0]["in_flight"] < first["in_flight"]
 
