@@ -21,7 +21,7 @@ def extension() -> Any:
     """The extension, which is compiled when it is first needed (20 s). A test that cannot have it is skipped."""
     if not _built:
         root = Path(__file__).parents[2]
-        folder = root / f"build/fake_device-{torch.__version__}"
+        folder = Path(os.environ.get("PACELINE_BUILD_DIR", root / "build")) / f"fake_device-{torch.__version__}"
         folder.mkdir(parents=True, exist_ok=True)
         source = root / "tests/cuda/python/fake_device.cpp"
         os.environ["PATH"] += f":{Path(sys.executable).parent}"  # where ninja may be
