@@ -79,7 +79,9 @@ class PipelineExecution(Execution):
     def _check_module(self) -> None:
         """Raise if the module has other blocks or parameters than when it was cut."""
         parts = dict(self.replicas.named_modules)
-        if len(self.replicas.parameters) != self._count or any(parts.get(name) is not part for name, part in self.blocks):
+        if len(self.replicas.parameters) != self._count or any(
+            parts.get(name) is not part for name, part in self.blocks
+        ):
             raise InvalidArgument(
                 "Pipeline: the module has other blocks or parameters than when the Pipeline was made, so it is cut in the wrong places: parts were "
                 "replaced, added or tied since. Close this one and make a new Pipeline."

@@ -32,7 +32,27 @@ from paceline.torch._trainer.works import Works
 Schedule = Literal["auto", "gpipe", "1f1b"]
 
 
-class Pipeline(Trainer):
+class StagesTrainer(Trainer):
+    """What trainers with stages have in common."""
+
+    _kind_of_reports = PipelineReports
+    _kind_of_tracing = PipelineTracing
+    _reports: PipelineReports
+    _planner: Any
+
+    report = carried_out_by("_reports", PipelineReports.report)
+    plot_schedule = carried_out_by("_reports", PipelineReports.plot_schedule)
+
+    def optimizer(
+        self, cls: type[torch.optim.Optimizer], parameters: Iterable[Any] | None = None, /, **options: Any
+    ) -> torch.optim.Optimizer:
+        self._planner.optimized_by(cls, options)
+        return super().optimizer(cls, parameters, **options)
+
+    optimizer.__doc__ = Trainer.optimizer.__doc__
+
+
+class Pipeline(StagesTrainer):
     """Trains `module` cut into stages on several devices of this machine, with exactly the gradient of one.
 
     For a module that fits on no single device, or whose parameters take long to send. Where the module fits, `DataParallel` is usually
@@ -111,9 +131,7 @@ class Pipeline(Trainer):
     ...         optimizer.step(); optimizer.zero_grad()
     """
 
-    _kind_of_reports = PipelineReports
-    _kind_of_tracing = PipelineTracing
-    _reports: PipelineReports
+    _planner: Planner
 
     def __init__(
         self,
@@ -181,17 +199,6 @@ class Pipeline(Trainer):
                 local.close()
             raise
         self._assemble(module, local, owned=owned, works=works, execution=execution, reduction=reduction)
-
-    report = carried_out_by("_reports", PipelineReports.report)
-    plot_schedule = carried_out_by("_reports", PipelineReports.plot_schedule)
-
-    def optimizer(
-        self, cls: type[torch.optim.Optimizer], parameters: Iterable[Any] | None = None, /, **options: Any
-    ) -> torch.optim.Optimizer:
-        self._planner.optimized_by(cls, options)
-        return super().optimizer(cls, parameters, **options)
-
-    optimizer.__doc__ = Trainer.optimizer.__doc__
 
 
 class PipelineWorks(Works):

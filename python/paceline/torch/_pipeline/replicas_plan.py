@@ -172,6 +172,11 @@ class ReplicasPlanner:
             if self._first_devices[number] + other in self.retired:
                 self.planners[number].retire(other)
 
+    def optimized_by(self, cls: type, options: dict[str, Any]) -> None:
+        """Note what the optimizer will keep for each parameter."""
+        for planner in self.planners:
+            planner.optimized_by(cls, options)
+
     def _place(self, device: int) -> tuple[int, int]:
         number = max(k for k, first in enumerate(self._first_devices) if first <= device)
         return number, device - self._first_devices[number]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from paceline import Device, DeviceGroup
@@ -15,19 +13,16 @@ from paceline.torch._devices.places import Places
 from paceline.torch._pipeline.arguments import check_on_host
 from paceline.torch._pipeline.blocks import Blocks, blocks_of
 from paceline.torch._pipeline.measure import BlockCost
-from paceline.torch._pipeline.pipeline import PipelineWorks
+from paceline.torch._pipeline.pipeline import PipelineWorks, StagesTrainer
 from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.replicas_execution import ReplicasExecution
 from paceline.torch._pipeline.replicas_plan import ReplicasPlanner
-from paceline.torch._pipeline.reports import PipelineReports, PipelineTracing
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.replicas import LaneReplicas
 from paceline.torch._trainer.arguments import Memory, memory_limits
-from paceline.torch._trainer.base import Trainer
-from paceline.torch._trainer.parts import carried_out_by
 
 
-class PipelineReplicas(Trainer):
+class PipelineReplicas(StagesTrainer):
     """Trains `module` on several pipelines at once, each with a part of every batch. `Layout.trainer` makes these.
 
     Each pipeline has a copy of the module, which shares the parameters, on devices of its own. The parts are as large as makes all pipelines
@@ -47,9 +42,7 @@ class PipelineReplicas(Trainer):
         What `layout` has measured: of the blocks, and of all devices in order.
     """
 
-    _kind_of_reports = PipelineReports
-    _kind_of_tracing = PipelineTracing
-    _reports: PipelineReports
+    _planner: ReplicasPlanner
 
     def __init__(
         self,
@@ -88,15 +81,3 @@ class PipelineReplicas(Trainer):
                 group.close()
             raise
         self._assemble(module, local, owned=True, works=works, execution=execution, reduction=reduction)
-
-    report = carried_out_by("_reports", PipelineReports.report)
-    plot_schedule = carried_out_by("_reports", PipelineReports.plot_schedule)
-
-    def optimizer(
-        self, cls: type[torch.optim.Optimizer], parameters: Iterable[Any] | None = None, /, **options: Any
-    ) -> torch.optim.Optimizer:
-        for planner in self._planner.planners:
-            planner.optimized_by(cls, options)
-        return super().optimizer(cls, parameters, **options)
-
-    optimizer.__doc__ = Trainer.optimizer.__doc__
