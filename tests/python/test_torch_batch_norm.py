@@ -174,7 +174,7 @@ def test_that_micro_batches_are_normalised_apart_is_said_once_where_it_was_calle
         for _ in range(3):
             trainer.step(classify, batch_of(8))
         (message,) = told(record)
-        assert message.startswith("DataParallel: 1 (BatchNorm1d): each micro-batch is normalised")
+        assert message.startswith("paceline: 1 (BatchNorm1d): each micro-batch is normalised")
         (warning,) = (one for one in record if str(one.message) == message)
         assert warning.category is UserWarning
         assert warning.filename == __file__
@@ -236,7 +236,7 @@ def test_batch_normalisation_that_no_module_shows_is_given_two_items(kind: str) 
         assert sizes.seen == [3]
         with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
             trainer.step(loss_fn, batch_of(1))
-        with pytest.warns(UserWarning, match="DataParallel: loss_fn, or .* calls batch_norm: each micro-batch is"):
+        with pytest.warns(UserWarning, match="paceline: loss_fn, or .* calls batch_norm: each micro-batch is"):
             trainer.step(loss_fn, batch_of(8))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -217,3 +218,14 @@ def test_draws_from_a_generator_of_the_user_are_warned_of() -> None:
             trainer.step(noisy, torch.randn(8, WIDTH))
         with pytest.warns(UserWarning, match="generator="):
             trainer.step(noisy, torch.randn(8, WIDTH))
+
+
+def test_norms_over_planned_micro_batches_are_warned_of() -> None:
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(4)))
+    with Pipeline(module, TWO, micro_batches=2) as trainer, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.step(squares, torch.randn(8, WIDTH))
+    with Pipeline(module, TWO) as trainer:
+        with pytest.warns(UserWarning, match="Fix it with micro_batches="):
+            trainer.step(squares, torch.randn(8, WIDTH))
+        assert "0.1 (BatchNorm1d)" in trainer.explain()

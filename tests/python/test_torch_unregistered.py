@@ -225,7 +225,7 @@ def test_the_warning_of_micro_batches_names_batch_norm_in_a_plain_list() -> None
     module = Holder([linear(6, 3), nn.BatchNorm1d(3).double()], through_all).double()
     with (
         DataParallel(module, TWO) as trainer,
-        pytest.warns(UserWarning, match=r"DataParallel: held\[1\] \(BatchNorm1d\): each micro-batch is"),
+        pytest.warns(UserWarning, match=r"paceline: held\[1\] \(BatchNorm1d\): each micro-batch is"),
     ):
         trainer.step(classify, classifier()[1])
 

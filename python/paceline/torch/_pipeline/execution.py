@@ -26,6 +26,11 @@ from paceline.torch._run.workload import Workload
 class PipelineExecution(Execution):
     """An `Execution` whose devices are the stages of one copy of the module."""
 
+    cure_of_norms = (
+        "Their number is planned from measured times. Fix it with micro_batches=, so that runs repeat, and as small as memory allows; 1 gives the "
+        "statistics of the batch. Or use GroupNorm or LayerNorm, or evaluation mode for these modules."
+    )
+
     def __init__(
         self,
         group: DeviceGroup,
@@ -120,7 +125,10 @@ class PipelineExecution(Execution):
             loop.lanes = lanes
 
         try:
-            return passage.run(work.planner, run, self._group, self.threads, begun)
+            outcome = passage.run(work.planner, run, self._group, self.threads, begun)
+            if work.planner.plans_micro_batches:
+                outcome.micro_batches = len(outcome.bounds)
+            return outcome
         finally:
             loop.lanes = None
 
@@ -139,9 +147,6 @@ class PipelineExecution(Execution):
         buffers = self.replicas.list[0].buffers  # those of all lanes
         if buffers is not None:
             buffers.push()
-
-    def explain(self) -> str:
-        return ""
 
     def end(self) -> None:
         self.threads.close()

@@ -31,7 +31,7 @@ class Outcome:
     reduce_seconds = 0.0  # gradients of micro-batches are added up on the way
     move = None
     settled = True
-    micro_batches = 1  # the promise is about those of the plan, over which norms do what they do on one device
+    micro_batches = 1  # of which norms see one: the user knows if he has fixed their number
 
     def __init__(
         self,

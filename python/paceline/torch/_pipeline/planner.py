@@ -74,7 +74,7 @@ class Planner:
         where the first one was too small for that.
         """
         trained = [parameter.requires_grad for parameter in self._parameters]
-        tiny = self._given["micro_batches"] is None and bool(self.measured) and items >= 2 * self._measured_in
+        tiny = self.plans_micro_batches and bool(self.measured) and items >= 2 * self._measured_in
         tiny = tiny and len({step.plan.sizes[0] for step in self.measured}) == 1
         longer = 0 < _GROWTH * self._measured_bytes < item_bytes
         if self.balancer is not None and (tiny or longer or trained != self._trained):
@@ -115,6 +115,11 @@ class Planner:
         return True
 
     @property
+    def plans_micro_batches(self) -> bool:
+        """Whether the user has not fixed their number."""
+        return self._given["micro_batches"] is None
+
+    @property
     def measures(self) -> Measured | None:
         """Where the next step puts what it measures of blocks, or None if all is known."""
         return None if self.balancer is not None else self._next
@@ -142,7 +147,7 @@ class Planner:
         """Whether there is a plan that takes less."""
         if self.balancer is not None:
             return bool(self.balancer.out_of_memory(stage))
-        if self._given["micro_batches"] is not None or self._next.plan.sizes[0] == 1:
+        if not self.plans_micro_batches or self._next.plan.sizes[0] == 1:
             return False
         self._measured_in = 2 * len(self._next.plan.sizes)
         self.measured = []
@@ -175,7 +180,7 @@ class Planner:
         """The steps that measure: whether each stage is on the next device."""
         several = len(self._names) - len(self.retired) > 1 and len(self.blocks) > 1
         # Another size tells the fixed part of a micro-batch's time, which only the choice of their number needs.
-        return [False, *([True] if several else []), *([False] if self._given["micro_batches"] is None else [])]
+        return [False, *([True] if several else []), *([False] if self.plans_micro_batches else [])]
 
     def _measuring(self, items: int) -> PipelinePlan:
         trials = self._trials()

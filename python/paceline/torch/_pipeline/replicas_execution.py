@@ -27,7 +27,6 @@ class ReplicasOutcome(Outcome):
     def __init__(self, plan: ReplicasPlan, parts: Sequence[Outcome], devices: int) -> None:
         self.plan: Any = plan
         self.bounds = plan.bounds
-        self.micro_batches = len(parts)  # of which norms see one, and running statistics are from one
         self.evidence = all(part.evidence for part in parts)
         self.trains = parts[0].trains
         number = max(range(len(parts)), key=lambda k: sum(parts[k].plan.sizes))

@@ -21,22 +21,26 @@ def using_batch_statistics(modules: Sequence[Named]) -> list[Named]:
     return [(name, part) for name, part in norms if part.training or part.running_mean is None]
 
 
-def normalised_apart(norms: Sequence[Named]) -> str:
+CURE = (
+    "Running statistics come from the device with the largest share. DataParallel(..., batch_norm='synchronised') normalises over the batch. Or use "
+    "GroupNorm or LayerNorm, evaluation mode for these modules, larger batches, or one device."
+)
+
+
+def normalised_apart(norms: Sequence[Named], cure: str) -> str:
     """What these modules do if a batch runs in several micro-batches. An empty list stands for code that calls ``batch_norm`` itself."""
     named = [f"{name or 'the module'} ({type(part).__name__})" for name, part in norms]
     named = named or ["loss_fn, or a module of its own kind, calls batch_norm"]
     more = f" and {len(named) - 2} more" if len(named) > 2 else ""
     return (
         f"{', '.join(named[:2])}{more}: each micro-batch is normalised by its own mean and variance instead of the batch's, so gradients differ from "
-        "those of one device that takes the batch at once. Running statistics come from the device with the largest share. DataParallel(..., "
-        "batch_norm='synchronised') normalises over the batch. Or use GroupNorm or LayerNorm, evaluation mode for these modules, larger batches, "
-        "or one device."
+        f"those of one device that takes the batch at once. {cure}"
     )
 
 
-def warn_of_normalised_apart(norms: Sequence[Named]) -> None:
+def warn_of_normalised_apart(norms: Sequence[Named], cure: str) -> None:
     """Warn, at the line that called this package, that each micro-batch is normalised by itself."""
-    warn_caller(f"DataParallel: {normalised_apart(norms)}", UserWarning)
+    warn_caller(f"paceline: {normalised_apart(norms, cure)}", UserWarning)
 
 
 def fails_over_one_item(error: BaseException) -> bool:

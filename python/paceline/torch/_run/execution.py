@@ -22,6 +22,7 @@ from paceline.torch._devices.meeting import Meeting, MeetingPoint
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._devices.run_draws import UnseededDrawsWarning
 from paceline.torch._replicas.batch_norm import (
+    CURE,
     fails_over_one_item,
     normalised_apart,
     using_batch_statistics,
@@ -47,6 +48,7 @@ Gradients = list[torch.Tensor | None]
 class Execution:
     """Runs one call at a time. It uses the replicas' gradients freely, and writes the user's gradients at the end."""
 
+    cure_of_norms = CURE  # that normalise over a part of the batch
     cannot_check = ""  # why `DataParallel.check` cannot run, and what to do
 
     def __init__(
@@ -193,7 +195,7 @@ class Execution:
     def explain(self) -> str:
         """A line about modules that normalise over a part of the batch instead of the whole; empty if there are none."""
         norms = using_batch_statistics(self.replicas.norms) if self._warned_of_norms else []
-        return f"{normalised_apart(norms)}\n" if norms else ""
+        return f"{normalised_apart(norms, self.cure_of_norms)}\n" if norms else ""
 
     def _searches(self, work: Workload) -> bool:
         """Whether to search for sizes. Not if other sizes have to be compiled, or would draw other random numbers under fixed shares."""
@@ -256,7 +258,7 @@ class Execution:
             self._end_draws(run)
             if keep and run.least > 1 and outcome.micro_batches > 1 and not self._warned_of_norms:
                 self._warned_of_norms = True
-                warn_of_normalised_apart(using_batch_statistics(self.replicas.norms))
+                warn_of_normalised_apart(using_batch_statistics(self.replicas.norms), self.cure_of_norms)
             with torch.no_grad():
                 loss = self.places.to_home(run.loss())
                 extras = run.extras.whole(run.items, self.places.to_home)

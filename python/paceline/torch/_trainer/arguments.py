@@ -18,7 +18,7 @@ from paceline._core.runtime import gpu_facts
 from paceline.comm import Transport
 
 Memory = float | Mapping[str, float]  # bytes, or a fraction if at most 1
-_LEAST_FLOAT_BYTES = 2**20  # a float such as 8e9 means bytes; 2.0 and 80.0 are mistakes
+_LEAST_FLOAT_BYTES = 10_000  # a float such as 8e9 means bytes; 2.0 and 80.0 are mistakes
 Balance = Literal["auto", "even"] | Sequence[float]
 BatchNorm = Literal["apart", "synchronised"]
 
