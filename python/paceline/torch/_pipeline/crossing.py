@@ -146,7 +146,7 @@ class _Arrive(torch.autograd.Function):
 class Strays(TorchFunctionMode):
     """Brings tensors that reach an operator from elsewhere, as a long skip by closure does.
 
-    It costs some microseconds for every call of PyTorch, so it is on only where an operator has failed without it. What is written in place
+    It slows every call of PyTorch, so it is on only where an operator has failed without it. What is written in place
     is not brought, since the copy would be written.
     """
 

@@ -183,9 +183,7 @@ class Separated:
     """`OwnStorages` of the parameters that all stages share. A stage looks after each backward, before the next one may add."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self.outside: OutsideGradients | None = (
-            None  # the other tensors that get gradients, which become known on the way
-        )
+        self.outside: OutsideGradients | None = None  # the run's other tensors that get gradients
         self._own = OwnStorages(parameters, midway=True)
         self._outside: dict[int, torch.Tensor] = {}  # those that are known
         self._lock = threading.Lock()

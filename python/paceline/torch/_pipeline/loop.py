@@ -31,7 +31,7 @@ class Outcome:
     reduce_seconds = 0.0  # gradients of micro-batches are added up on the way
     move = None
     settled = True
-    micro_batches = 1  # of which norms see one: the user knows if he has fixed their number
+    micro_batches = 1  # over which norms may warn. 1: the user has fixed their number
 
     def __init__(
         self,

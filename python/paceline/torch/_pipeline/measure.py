@@ -105,10 +105,6 @@ class Measured:
         """The clock that has counted what is saved, and the items of its micro-batch."""
         return next((one, self.plan.sizes[number]) for number, one in self.clocks.items() if one.counts and one.ran)
 
-    @property
-    def has_run(self) -> bool:
-        return any(one.ran for one in self.clocks.values())
-
     def seconds(self, block: int) -> tuple[float, float]:
         """The medians of forward and backward of a block, without the first micro-batch that ran, which warms up."""
         ran = [(self.plan.sizes[number], one) for number, one in self.clocks.items() if one.ran]

@@ -74,9 +74,8 @@ class Carried:
         factor = factor.detach() if self._scale is None else factor.detach() / self._scale
         if factor.device.type != "cpu" or factor.item() != 1:  # a GPU is not asked, since the host would wait for it
             present = [gradient for gradient in gradients if gradient is not None]
-            for device in {
-                gradient.device for gradient in present
-            }:  # stages and tensors outside of the module have their own
+            # Stages and tensors outside of the module have devices of their own.
+            for device in {gradient.device for gradient in present}:
                 torch._foreach_mul_([one for one in present if one.device == device], factor.to(device))
         return gradients
 
