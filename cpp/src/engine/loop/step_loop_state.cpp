@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/loop/step_loop_state.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+
+#include <paceline/error.hpp>
+#include <paceline/runtime/backend.hpp>
+
+#include "engine/step/step_pieces.hpp"
+
+namespace paceline {
+namespace {
+
+/// A property of each device of the group.
+std::vector<std::string> of_each(const DeviceGroup& group, std::string Device::* property) {
+  std::vector<std::string> values;
+  for (const Device& device : group.devices()) values.push_back(device.*property);
+  return values;
+}
+
+constexpr std::size_t kMostSearches = 8;  // kinds of batches that have a search for sizes
+
+/// Keeps the sizes of micro-batches the same when shares move, for devices that compile, capture or choose algorithms
+/// by size: with a fixed micro-batch, every share is a multiple of it, except for the rest of the batch.
+StepLoopOptions with_stable_shapes(StepLoopOptions options, bool asynchronous) {
+  if (asynchronous && options.micro_batch > 0 && options.granularity == 1) options.granularity = options.micro_batch;
+  return options;
+}
+
+/// StepOptions::run_ahead for the devices of the group.
+std::vector<std::int64_t> run_ahead_of(const DeviceGroup& group, const StepLoopOptions& options) {
+  if (!group.asynchronous()) return {};
+  std::vector<std::int64_t> run_ahead;
+  for (const Device& device : group.devices()) {
+    run_ahead.push_back(backend_of(device).asynchronous() ? options.run_ahead : 0);
+  }
+  return run_ahead;
+}
+
+/// `proportional`: see balance::BalancerOptions.
+balance::Balancer make_balancer(const DeviceGroup& group, const StepLoopOptions& options, bool proportional) {
+  balance::BalancerOptions balancer;
+  balancer.proportional = proportional;
+  balancer.policy = options.balance;
+  balancer.weights = options.weights;
+  balancer.granularity = options.granularity;
+  for (const Device& device : group.devices()) {
+    balance::DeviceProfile& profile = balancer.devices.emplace_back();
+    profile.name = device.name;
+    profile.device_class = device.device_class;
+  }
+  return balance::Balancer(std::move(balancer));
+}
+
+}  // namespace
+
+StepLoop::State::State(DeviceGroup the_group, StepLoopOptions the_options)
+    : group(std::move(the_group)),
+      asynchronous(group.asynchronous()),
+      options(with_stable_shapes(std::move(the_options), asynchronous)),
+      run_ahead(run_ahead_of(group, options)),
+      alike(make_balancer(group, options, false)),
+      by_cost(make_balancer(group, options, true)),
+      work(of_each(group, &Device::device_class), options.micro_batch, options.balance != Balance::automatic),
+      caps(std::make_shared<internal::MemoryCaps>(group, options.memory_limits)),
+      metrics(of_each(group, &Device::name)),
+      health(group.devices()),
+      origin(std::chrono::steady_clock::now()) {}
+
+void StepLoop::State::check(const StepLoopOptions& options) {
+  if (options.micro_batch < 0) {
+    throw InvalidArgument(
+        fmt::format("micro_batch is {}; give a size of at least 1, or 0 to have it planned.", options.micro_batch));
+  }
+  if (options.least_items < 1) {
+    throw InvalidArgument(fmt::format("least_items is {}; a micro-batch has at least one.", options.least_items));
+  }
+  if (options.corrections == true && (options.micro_batch > 0 || options.balance != Balance::automatic)) {
+    throw InvalidArgument(
+        "corrections are pieces of planned shares, of sizes that follow the speeds: they need balance 'auto', and a "
+        "micro_batch of 0. With a micro-batch of fixed size, devices that are done early take over whole ones anyway.");
+  }
+}
+
+std::shared_ptr<const BatchPlan> StepLoop::State::next_plan(std::int64_t batch_size, const BatchKind& kind) {
+  const bool again = alike.latest.batch_size == batch_size && alike.balancer.least_items() == least_items();
+  collect(again ? kMostPending - 1 : 0);
+  alike.balancer.set_least_items(least_items());
+  auto made = std::make_shared<BatchPlan>();
+  made->size = batch_size;
+  made->kind = kind;
+  made->balance = alike.decide(batch_size, ledger);
+  made->shares = made->balance.shares;
+  last = &alike;
+  return plan = std::move(made);
+}
+
+std::shared_ptr<const BatchPlan> StepLoop::State::next_plan(std::span<const double> costs) {
+  collect(by_cost.latest.batch_size == work.batch_units(costs) ? kMostPending - 1 : 0);
+  balance::StepPlan decided = by_cost.decide(work.begin(costs), ledger);
+  last = &by_cost;
+  return plan = work.arrange(costs, std::move(decided), least_items());
+}
+
+std::shared_ptr<balance::SizeSearch> StepLoop::State::search_for(const BatchPlan& batch) {
+  const bool may = options.search_sizes && options.micro_batch == 0 && options.granularity == 1 && !asynchronous &&
+                   least_items() == 1 && !batch.by_cost() && batch.kind.any_size;
+  if (!may) return nullptr;
+  const auto key = std::pair(batch.size, batch.kind.speed);
+  const auto known = std::ranges::find(searches, key, [](const auto& one) { return one.first; });
+  if (known == searches.end()) {
+    if (searches.size() == kMostSearches) searches.erase(searches.begin());
+    searches.emplace_back(key, std::make_shared<balance::SizeSearch>());
+  } else {
+    std::rotate(known, known + 1, searches.end());  // the one that was asked for last is forgotten last
+  }
+  return last_search = searches.back().second;
+}
+
+void StepLoop::State::change_devices(const std::function<void(balance::Balancer&)>& change) {
+  collect(0);
+  for (internal::Planner* const planner : {&alike, &by_cost}) {
+    change(planner->balancer);
+    planner->forget();
+  }
+  plan = nullptr;
+}
+
+void StepLoop::State::note(const Step& done) {
+  const BatchPlan& ran_by = *done.plan();
+  record = done.record();
+  internal::Planner& planner = ran_by.by_cost() ? by_cost : alike;
+  planner.record(ran_by, record, done.pieces()->ran());
+  if (ran_by.by_cost()) work.record(ran_by, record, planner.balancer);
+  observe::StepSample sample;
+  sample.items = record.items(group.size());
+  sample.costs = ran_by.costs_of(record);
+  sample.compute_seconds = record.compute_seconds;
+  sample.step_seconds = record.step_seconds;
+  sample.moved = ran_by.balance.moved;
+  sample.busy_seconds.assign(group.size(), 0.0);
+  for (const ClaimRecord& claim : record.claims) {
+    sample.busy_seconds[claim.micro_batch.device] += claim.finish_seconds - claim.start_seconds;
+  }
+  metrics.add(sample);
+  history.add(sample);
+  note_events(ran_by, record);
+}
+
+void StepLoop::State::collect(std::size_t most) {
+  while (!pending.empty()) {
+    const Step& oldest = *pending.front();
+    try {
+      if (pending.size() <= most && !oldest.settled()) return;
+      oldest.settle();
+    } catch (const Error&) {
+      pending.clear();  // so that a failed device is reported only once
+      throw;
+    }
+    const std::shared_ptr<const Step> taken = std::move(pending.front());
+    pending.pop_front();
+    note(*taken);
+  }
+}
+
+void StepLoop::State::note_events(const BatchPlan& ran_by, const StepRecord& done) {
+  const balance::StepPlan& planned = ran_by.balance;
+  const double end = std::chrono::duration<double>(std::chrono::steady_clock::now() - origin).count();
+  const double start = end - done.step_seconds;
+  if (planned.moved) events.push({.kind = observe::EventKind::move, .step = planned.step, .start_seconds = start});
+  events.push({.kind = observe::EventKind::step,
+               .step = planned.step,
+               .end = ran_by.size,
+               .start_seconds = start,
+               .duration_seconds = done.step_seconds});
+  for (const ClaimRecord& claim : done.claims) {
+    events.push({.kind = observe::EventKind::micro_batch,
+                 .device = claim.micro_batch.device,
+                 .step = planned.step,
+                 .begin = claim.micro_batch.begin,
+                 .end = claim.micro_batch.end,
+                 .start_seconds = start + claim.start_seconds,
+                 .duration_seconds = claim.finish_seconds - claim.start_seconds});
+  }
+  events.push({.kind = observe::EventKind::reduction,
+               .step = planned.step,
+               .start_seconds = end - done.reduce_seconds,
+               .duration_seconds = done.reduce_seconds});
+}
+
+}  // namespace paceline
