@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from norm_cases import Images, case, rows, same_buffers
 from paceline.torch import Module
-from test_torch_synchronised import Images, case, rows, same_buffers
 from torch_support import TWO, assert_same_gradients, gradients, hosts
 
 pytestmark = pytest.mark.filterwarnings("error:DataParallel. .*each micro-batch is normalised")
