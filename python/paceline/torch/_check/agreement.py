@@ -18,7 +18,7 @@ from paceline.torch._replicas.buffers import KeptAttributes
 from paceline.torch._replicas.replicas import Replicas, is_compiled, is_compiled_function
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.gradients import UserGradients
-from paceline.torch._run.run import LossFunction
+from paceline.torch._run.train_run import LossFunction
 from paceline.torch._run.workload import Workload
 
 

@@ -36,7 +36,8 @@ from paceline.torch._replicas.buffers import KeptAttributes
 from paceline.torch._replicas.replicas import is_compiled, is_compiled_function
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.gradients import UserGradients
-from paceline.torch._run.run import Frame, LossFunction, TrainRun
+from paceline.torch._run.run import Frame
+from paceline.torch._run.train_run import LossFunction, TrainRun
 from paceline.torch._run.workload import Workload
 
 _DIVIDES = (

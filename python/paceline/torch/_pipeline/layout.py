@@ -24,7 +24,7 @@ from paceline.torch._pipeline.pipeline import Pipeline
 from paceline.torch._pipeline.planner import plan_of
 from paceline.torch._pipeline.replicated import PipelineReplicas
 from paceline.torch._replicas.copies import Replicate
-from paceline.torch._run.run import LossFunction, TrainRun
+from paceline.torch._run.train_run import LossFunction, TrainRun
 from paceline.torch._trainer.arguments import Memory, check_trains
 from paceline.torch._trainer.base import Trainer
 from paceline.torch._trainer.trainer import DataParallel

@@ -22,8 +22,9 @@ from paceline.torch._run.buckets import Buckets
 from paceline.torch._run.gradients import UserGradients
 from paceline.torch._run.outside import OutsideGradients
 from paceline.torch._run.ranks import Ranks
-from paceline.torch._run.run import PredictRun, TrainRun
+from paceline.torch._run.run import PredictRun
 from paceline.torch._run.runner import Runner
+from paceline.torch._run.train_run import TrainRun
 from paceline.torch._run.workload import Workload
 
 Gradients = list[torch.Tensor | None]

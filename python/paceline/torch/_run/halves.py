@@ -15,7 +15,8 @@ from paceline.torch._batch.batch import Batch, Piece, joined, rows_of
 from paceline.torch._batch.objective import Objective
 from paceline.torch._devices.caller_state import RecomputeWatch, backward_watched
 from paceline.torch._run.outside import leaves_of
-from paceline.torch._run.run import Frame, PredictRun, TrainRun
+from paceline.torch._run.run import Frame, PredictRun
+from paceline.torch._run.train_run import TrainRun
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from paceline.torch._batch.objective import Reduction, Total, Weight
 from paceline.torch._batch.samples import Collate
 from paceline.torch._batch.splits import Split
 from paceline.torch._run.execution import Execution
-from paceline.torch._run.run import LossFunction
+from paceline.torch._run.train_run import LossFunction
 from paceline.torch._trainer.alarms import Alarms
 from paceline.torch._trainer.data import Data
 from paceline.torch._trainer.host_workers import HostWorkers

@@ -11,7 +11,8 @@ from torch import nn
 from paceline import InvalidArgument
 from paceline.torch._batch.objective import Objective
 from paceline.torch._replicas.replicas import Replicas
-from paceline.torch._run.run import Frame, Loss, TrainRun
+from paceline.torch._run.run import Frame
+from paceline.torch._run.train_run import Loss, TrainRun
 
 RunFunction = Callable[[nn.Module, "MicroBatch"], Any]
 

@@ -11,7 +11,7 @@ from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.objective import Objective
 from paceline.torch._devices.places import RandomStates
 from paceline.torch._run.execution import Execution
-from paceline.torch._run.run import LossFunction, TrainRun
+from paceline.torch._run.train_run import LossFunction, TrainRun
 from paceline.torch._run.workload import Workload
 
 _WARM_UP = 3  # steps; first runs of a size are slow, and shares have to settle

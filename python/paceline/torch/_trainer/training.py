@@ -20,7 +20,8 @@ from paceline.torch._batch.splits import Split
 from paceline.torch._batch.terms import Terms, objective_over
 from paceline.torch._run.carried import Carried
 from paceline.torch._run.execution import Execution
-from paceline.torch._run.run import Frame, LossFunction, TrainRun
+from paceline.torch._run.run import Frame
+from paceline.torch._run.train_run import LossFunction, TrainRun
 from paceline.torch._trainer.arguments import check_scaler, check_trains
 from paceline.torch._trainer.claims import ClaimScript
 from paceline.torch._trainer.global_batch import FunctionRun, GlobalBatch, RunFunction

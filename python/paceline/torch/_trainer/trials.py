@@ -16,7 +16,7 @@ from paceline.torch._check.check import check
 from paceline.torch._check.report import CheckReport
 from paceline.torch._replicas.buffers import KeptAttributes
 from paceline.torch._run.execution import Execution
-from paceline.torch._run.run import LossFunction
+from paceline.torch._run.train_run import LossFunction
 from paceline.torch._run.workload import Workload
 from paceline.torch._trainer.arguments import check_trains
 from paceline.torch._trainer.batch_size import BatchSizeSearch, check_arguments, check_size, search

@@ -12,7 +12,7 @@ from paceline.torch._batch.samples import Collate
 from paceline.torch._batch.splits import Split
 from paceline.torch._check.agreement import ReplicaReport, verify
 from paceline.torch._run.execution import Execution
-from paceline.torch._run.run import LossFunction
+from paceline.torch._run.train_run import LossFunction
 from paceline.torch._trainer.arguments import check_trains
 from paceline.torch._trainer.lifetime import Lifetime
 from paceline.torch._trainer.training import Training

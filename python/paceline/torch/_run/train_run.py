@@ -1,0 +1,198 @@
+"""What the workers run in one step: forward, backward and a term of the objective."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline import InvalidArgument
+from paceline.torch._batch.extras import Extras, parted
+from paceline.torch._batch.objective import Objective
+from paceline.torch._devices.caller_state import backward_watched
+from paceline.torch._run.buckets import Buckets
+from paceline.torch._run.gradients import OwnStorages, View, views
+from paceline.torch._run.launch import Launch
+from paceline.torch._run.outside import OutsideGradients, code_of
+from paceline.torch._run.run import MOST_SIZES, Frame, Run
+
+# One loss, or those of several terms by name, and what is returned beside them.
+Loss = torch.Tensor | Mapping[str, torch.Tensor]
+LossFunction = Callable[[nn.Module, Any], Loss | tuple[Loss, Any]]
+
+
+class TrainRun(Run):
+    """Forward, backward and the slice's term of the objective."""
+
+    def __init__(
+        self,
+        frame: Frame,
+        *,
+        loss_fn: LossFunction,
+        objective: Objective,
+        scale: torch.Tensor | None,
+        names: list[str],
+        carries: bool = False,
+    ) -> None:
+        super().__init__(frame)
+        replicas, places = self.replicas, self.places
+        self.loss_fn = loss_fn
+        self.objective = objective
+        self.scale = scale
+        self.scales: list[torch.Tensor | None] = [scale] * len(places)
+        self.carries = carries  # whether the gradients go to whoever calls backward, and not to .grad
+        self.extras = Extras(objective)
+        self._skipped = False  # whether items without weight did not run
+        self.names = names
+        self.terms: list[list[tuple[int, torch.Tensor]]] = [[] for _ in replicas]
+        self.launches: list[Launch] = []
+        self.buckets = Buckets(replicas, names, places) if places.queues is not None and len(replicas) > 1 else None
+        self.left_out: dict[int, set[int]] = {}
+        self.outside: OutsideGradients | None = None  # set if they are put back after a failure
+        self.outside_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their tensors, if the run carries
+        self._storages = [OwnStorages(replica.parameters) for replica in replicas]
+        self.without_gradient = self.with_gradient = False
+        self.part = False  # whether other ranks run other parts of the batch, which may have the gradient
+
+    def compute(self, device: int, begin: int, end: int) -> bool:
+        idle = self.idle(begin, end)
+        if idle and code_of(self.loss_fn) not in self.seen.extras:
+            self._skipped = True
+            return False
+        part = self.bring(device, begin, end)
+        with torch.no_grad() if idle else contextlib.nullcontext():
+            loss, extras = parted(self.loss_fn(self.replicas[device].module, part))
+        self.draws.look(device)
+        if extras is not None:
+            self.extras.add(begin, end, extras)
+        if idle:
+            return True
+        if not self.terms[device] and self.any_gradient(device, begin):
+            raise InvalidArgument(
+                "step: loss_fn called backward itself, so gradients would count twice. Return the loss; step calls backward. Backward "
+                "by hand is what DataParallel.batch() is for."
+            )
+        term = self.term_of(loss, begin, end)
+        self.terms[device].append((begin, term.detach()))
+        if not term.requires_grad:  # nothing in this slice depends on a parameter: its gradient is zero
+            self.without_gradient = True
+            return False
+        self.with_gradient = True
+        self.backward(device, self.scaled(device, term))
+        return True
+
+    def idle(self, begin: int, end: int) -> bool:
+        """Whether the slice is left out, since no item of it has weight. In statistics over the batch such items count, too."""
+        return not self.synchronised and self.objective.idle(begin, end)
+
+    def term_of(self, loss: Any, begin: int, end: int) -> torch.Tensor:
+        """The slice's term of the objective, 0-dimensional, with its graph."""
+        return self.objective.term(loss, begin, end, all_run=self.synchronised)
+
+    def any_gradient(self, device: int, begin: int = 0) -> bool:
+        """Whether a parameter of the device's replica has a gradient. None has one before the first backward of a run."""
+        if self.passage is not None and not self.passage.begins(begin):
+            return False
+        return any(parameter.grad is not None for parameter in self.replicas[device].parameters)
+
+    def backward(
+        self,
+        device: int,
+        root: torch.Tensor,
+        retain_graph: bool = False,
+        inputs: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Fill the gradients of the device's replica, all or those of `inputs`."""
+        if inputs is not None and not inputs:
+            return
+        if inputs is None and self.outside is not None:
+            self.outside.look(root)
+        roots = [root] if self.passage is None else [root, *self.passage.turn_back()]
+        if self.draws.watches:
+            with self.draws.watches[device]:
+                backward_watched(roots, [torch.ones_like(one) for one in roots], retain_graph, inputs)
+        elif len(roots) > 1:
+            torch.autograd.backward(roots, [torch.ones_like(one) for one in roots])
+        else:
+            root.backward(retain_graph=retain_graph, inputs=inputs)
+        if not retain_graph:  # PyTorch itself empties the cache only when no thread is inside cached()
+            self.replicas[device].forget_cached()
+
+    def scaled(self, device: int, term: torch.Tensor) -> torch.Tensor:
+        """The term as the caller's GradScaler wants it."""
+        scale = self.scales[device]
+        if scale is None:
+            return term
+        if scale.device != self.places.devices[device]:
+            scale = self.scales[device] = self.places.mover(device)(scale)
+        return term * scale
+
+    def launched(self, device: int, seconds: float) -> None:
+        if self.passage is not None:
+            return
+        # When a later piece of a step comes, the device may still be busy with the piece before. Nothing tells whether it is.
+        room = self.queues_empty if not self._begun[device] else None
+        self.launches.append(Launch(device, seconds, room))
+
+    def after(self, device: int) -> None:
+        if self.passage is not None:
+            self.passage.end()
+        else:
+            self._storages[device].separate()
+
+    def finish(self, device: int) -> list[View | None] | None:
+        if len(self.replicas) == 1:
+            return []
+        try:
+            if self.buckets is not None:
+                with self.places.enter(device):
+                    return self.buckets.fill(device, [term for _, term in self.terms[device]])
+            found, left_out = views(self.replicas[device], self.names)
+        except BaseException as error:
+            self.failures.append((device, 0, 0, error))
+            return None
+        self.left_out[device] = set(left_out)
+        return found
+
+    def sums(self) -> list[View | None] | None:
+        try:
+            return [] if self.buckets is None else self.buckets.sums()
+        except BaseException as error:
+            self.failures.append((None, 0, 0, error))
+            return None
+
+    def check(self) -> None:
+        """After all have run: raise if there is no gradient, or one that is silently wrong."""
+        if self.without_gradient and not self.with_gradient and not self.part:
+            raise RuntimeError(  # the type that plain PyTorch raises
+                "step: the loss does not require grad: no parameter that does reaches it (is it detached, or everything frozen?)."
+            )
+        self.draws.check()
+
+    @property
+    def lacks_extras(self) -> bool:
+        """Whether items did not run because they have no weight, though each of them has extras."""
+        return self._skipped and bool(self.extras)
+
+    def note_extras(self) -> None:
+        """Let items without weight run from now on, for the sake of their extras."""
+        if len(self.seen.extras) >= MOST_SIZES:
+            self.seen.extras.clear()
+        self.seen.extras.add(code_of(self.loss_fn))
+
+    def loss(self) -> torch.Tensor:
+        """The objective: the sum of the terms, in the order of the items where they lie in one memory."""
+        if self.buckets is not None:
+            dtypes = [term.dtype for terms in self.terms for _, term in terms]
+            return self.buckets.loss().to(dtypes[0] if dtypes else torch.float32)
+        if not any(self.terms):  # the caller's backward passes were their own
+            return torch.zeros((), device=self.places.home)
+        terms = [
+            term for _, term in sorted((entry for terms in self.terms for entry in terms), key=lambda entry: entry[0])
+        ]
+        if len(terms) <= 2:
+            return terms[0].clone() if len(terms) == 1 else terms[0] + terms[1]
+        return torch.stack(terms).sum()
