@@ -76,6 +76,7 @@ def check(
     """Check on the user's own module, whose result the devices have to reproduce. `work` is for this check alone."""
     if batch.size < 2:
         raise InvalidArgument("check: the batch has one item, which cannot be split. Use a batch of at least 8.")
+    execution.fill()
     execution.replicas.refresh()
     module, places, replicas = execution.module, execution.places, execution.replicas
     tolerance = tolerance_for(module, places.home) if tolerance is None else tolerance

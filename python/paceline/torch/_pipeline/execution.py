@@ -5,20 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
-from paceline import DeviceGroup, InvalidArgument
+from paceline import DeviceGroup, InvalidArgument, OutOfMemory
 from paceline._core.engine import Lanes, LaneThreads
 from paceline.torch._batch.batch import Batch
 from paceline.torch._devices.caller_state import CallerState
 from paceline.torch._devices.lanes import LanePlaces
-from paceline.torch._devices.places import Places
+from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._pipeline.blocks import Block
+from paceline.torch._pipeline.chain import Chain
 from paceline.torch._pipeline.loop import Outcome, PipelineWork
+from paceline.torch._pipeline.materialise import Unfilled
+from paceline.torch._pipeline.measure import BlockClock
 from paceline.torch._pipeline.passage import Passage
+from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.plans import PipelinePlan
+from paceline.torch._replicas.buffers import KeptAttributes
 from paceline.torch._replicas.replicas import LaneReplicas, Replica
 from paceline.torch._run.execution import Execution
+from paceline.torch._run.memory import is_out_of_memory
 from paceline.torch._run.run import Frame, Run
 from paceline.torch._run.workload import Workload
 
@@ -44,6 +51,7 @@ class PipelineExecution(Execution):
         self._lane_replicas = replicas
         self._generation = replicas.generation
         self._count = len(replicas.parameters)
+        self.unfilled: Unfilled | None = None  # if the module has no memory yet
         self.threads = LaneThreads()
         self._group = group
 
@@ -62,9 +70,13 @@ class PipelineExecution(Execution):
                 "cost=: a pipeline runs the items in their order, in micro-batches of equal size, so costs have nothing to balance. Leave it out."
             )
         assert isinstance(work, PipelineWork)
+        if self.unfilled is not None and not work.predicts:
+            self.measure(work, whole, fn)
+        self.fill()
         frame = super().frame(work, whole, fn, hooks=hooks)
         if self.replicas.generation != self._generation:
             self._check_module()
+            work.planner.renewed(self.replicas.parameters)
         plan = work.plan_for(whole, frame.least, self._must_run_alone(work, whole))
         self._place(plan, fn, hooks=hooks)
         lanes = plan.lanes
@@ -80,6 +92,43 @@ class PipelineExecution(Execution):
             divides=False,
             passage=self._passage_of(plan),
         )
+
+    def measure(self, work: PipelineWork, whole: Batch, fn: Callable[..., Any]) -> None:
+        """Measure the blocks of a module without memory one after the other, and plan the step."""
+        planner = work.planner
+        if self.unfilled is None or planner.balancer is not None:
+            return
+        work.follow(whole, self.follow_modules(work))
+        chain = Chain(self.module, self.blocks, self.unfilled.outside, planner.glue)
+        random, attributes = RandomStates(self.places), KeptAttributes(self.module.modules())
+
+        def run(size: int, counts: bool) -> BlockClock:
+            return chain.run(fn, whole.slice(0, size, torch.clone), counts=counts)
+
+        try:
+            while not self._measured(planner, whole.size, run):
+                pass
+        finally:
+            attributes.restore()
+            random.restore()
+        planner.plan(whole.size)  # which tells whether it fits, before it has any memory
+
+    @staticmethod
+    def _measured(planner: Planner, items: int, run: Callable[[int, bool], BlockClock]) -> bool:
+        """Whether all is measured. If not, memory ran out, and smaller micro-batches may do."""
+        try:
+            planner.measure(items, run)
+            return True
+        except Exception as error:
+            if isinstance(error, OutOfMemory) or not is_out_of_memory(error) or not planner.out_of_memory(0):
+                raise
+            return False
+
+    def fill(self) -> None:
+        if self.unfilled is not None:
+            self.unfilled.fill()
+            self.unfilled = None
+            self.replicas.renew()
 
     def _check_module(self) -> None:
         """Raise if the module has other blocks or parameters than when it was cut."""

@@ -17,7 +17,7 @@ from paceline.torch._pipeline.arguments import check_cuts, check_whole_gpus
 from paceline.torch._pipeline.blocks import Blocks, blocks_of
 from paceline.torch._pipeline.execution import PipelineExecution
 from paceline.torch._pipeline.loop import PipelineWork
-from paceline.torch._pipeline.materialise import Init, materialise
+from paceline.torch._pipeline.materialise import Init, unfilled
 from paceline.torch._pipeline.placed_execution import PlacedExecution
 from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.reports import PipelineReports, PipelineTracing
@@ -92,7 +92,9 @@ class Pipeline(StagesTrainer):
         ``init(name, part)`` fills a part of the module whose parameters or buffers are on the device ``"meta"``, after memory was allocated for
         it: a block, or a module outside of the blocks, which fills what it has itself. `name` is its name in the module. For modules that were
         made without memory. Tied parameters stay tied; `init` fills them once for each part that has them. Or the path of a ``state_dict`` that
-        ``torch.save`` has written.
+        ``torch.save`` has written. The module is filled in the first call that runs it, loads it or saves it, and `init` is called then. If that is a
+        step on host devices, blocks are measured before: one after the other, each with memory for its turn only and with values that are not
+        `init`'s. Then the stages are planned, and only then filled. With GPUs the module is filled in host memory at once.
     group
         Only ``"alone"``: stages are devices of one process.
 
@@ -132,6 +134,7 @@ class Pipeline(StagesTrainer):
     """
 
     _planner: Planner
+    _execution: PipelineExecution
 
     def __init__(
         self,
@@ -164,7 +167,7 @@ class Pipeline(StagesTrainer):
             check_count("Pipeline", "micro_batches", micro_batches)
         found = blocks_of(module, blocks)
         check_cuts(cuts, len(found))
-        materialise(module, found, init)
+        without_memory = unfilled(module, found, init)
         local = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices(devices, module))
         owned = local is not devices
         try:
@@ -175,7 +178,11 @@ class Pipeline(StagesTrainer):
                     "or name more devices; several host devices may share a core."
                 )
             on_gpus = any(device.kind == "cuda" for device in local.devices)
-            places = StagePlaces(local, module) if on_gpus else Places(local, module, 600.0, "auto")
+            if without_memory is not None and on_gpus:
+                without_memory.fill()
+                without_memory = None
+            known = nn.Module() if without_memory is not None else module  # what has to be where the devices are
+            places = StagePlaces(local, module) if on_gpus else Places(local, known, 600.0, "auto")
             limits = memory_limits(memory, local)
             planner = Planner(
                 local,
@@ -194,6 +201,7 @@ class Pipeline(StagesTrainer):
                 if isinstance(places, StagePlaces)
                 else PipelineExecution(local, module, places, replicas, found)
             )
+            execution.unfilled = without_memory
         except BaseException:
             if owned:
                 local.close()

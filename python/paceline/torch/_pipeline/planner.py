@@ -67,6 +67,15 @@ class Planner:
 
     # What `PipelineExecution` asks
 
+    def renewed(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Others have taken the place of the module's parameters, or not. Those that are not registered come last."""
+        self._parameters = parameters[: len(self._parameters)]
+
+    @property
+    def glue(self) -> list[torch.Tensor]:
+        """The parameters outside of the blocks."""
+        return [self._parameters[index] for index in self._glue]
+
     def follow(self, items: int, item_bytes: int) -> None:
         """Measure the blocks again if they cost something else by now.
 
@@ -176,6 +185,26 @@ class Planner:
 
     # Measuring
 
+    def measure(self, items: int, run: Callable[[int, bool], BlockClock]) -> None:
+        """Measure the blocks before the first step, by `run(size, counts)`, which takes one micro-batch through one block after the other.
+
+        Devices count as equally fast until steps tell.
+        """
+        self._measuring(items)
+        plan = self._next.plan
+        for count in self._counts(items):
+            size = sizes_of(items, count)[0]
+            clocks = {number: run(size, counts) for number, counts in enumerate((True, False))}
+            self.measured.append(Measured(plan._replace(sizes=(size, size)), clocks))
+        self._know()
+
+    def _counts(self, items: int) -> list[int]:
+        """The numbers of micro-batches of steps that measure. The second one is larger, or smaller if the batch allows no larger one."""
+        most = max(1, items // self.least_items)
+        count = min(self._measured_in, most)
+        other = 2 * count if 2 * count <= most else max(1, count // 2)
+        return [count, other] if self.plans_micro_batches else [count]
+
     def _trials(self) -> list[bool]:
         """The steps that measure: whether each stage is on the next device."""
         several = len(self._names) - len(self.retired) > 1 and len(self.blocks) > 1
@@ -185,10 +214,7 @@ class Planner:
     def _measuring(self, items: int) -> PipelinePlan:
         trials = self._trials()
         trial = min(len(self.measured), len(trials) - 1)
-        most = max(1, items // self.least_items)
-        count = min(self._measured_in, most)
-        if trial > 0 and not trials[trial]:  # smaller micro-batches, or larger ones if the batch allows no smaller ones
-            count = 2 * count if 2 * count <= most else max(1, count // 2)
+        count = self._counts(items)[-1 if trial > 0 and not trials[trial] else 0]
         if self.measured and not trials[trial]:
             plan = self.measured[0].plan
             cuts, order = plan.cuts, plan.order

@@ -101,6 +101,11 @@ class ReplicasPlanner:
     def follow(self, items: int, item_bytes: int) -> None:
         """Nothing is measured again: `layout` has measured all."""
 
+    def renewed(self, parameters: Sequence[Any]) -> None:
+        """Others have taken the place of the module's parameters, or not."""
+        for planner in self.planners:
+            planner.renewed(parameters)
+
     def plan(self, items: int) -> ReplicasPlan:
         """What the next step runs."""
         return self._plans(items, lambda planner, share: planner.plan(share))
