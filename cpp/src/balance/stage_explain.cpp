@@ -120,6 +120,10 @@ std::string StageBalancer::explain() const {
       out += fmt::format(" and costs {:.4g} s, of which steps have lost {:.4g} s so far", price, state.regret);
     out += ".\n";
   }
+  if (state.try_at > 0) {
+    out += state.proven ? fmt::format("Memory ran out before. Now all of it is tried again.\n")
+                        : fmt::format("Memory ran out. More of it is tried again at step {}.\n", state.try_at);
+  }
   return state.recent.empty() ? out : out + move_text(state.recent.back());
 }
 

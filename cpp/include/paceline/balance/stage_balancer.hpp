@@ -99,7 +99,9 @@ class PACELINE_API StageBalancer {
   void record(std::span<const StageTimings> stages);
 
   /// A stage of the last plan ran out of memory. First fewer micro-batches are in flight on all stages; where that does
-  /// not help the stage, other cuts are planned with less memory on its device.
+  /// not help the stage, other cuts are planned with less memory on its device. After 64 steps, what did not fit is
+  /// tried again, since another program may have used the memory, or items have become smaller. If memory runs out
+  /// once more, the plan is at once what fitted before, and the next try comes after twice as many steps.
   /// @return true if plan() now has another plan for the same batch; false if nothing is left to try.
   /// @throws InvalidArgument without a plan or for a stage that it does not have.
   bool out_of_memory(std::size_t stage);

@@ -117,7 +117,8 @@ class Pipeline(StagesTrainer):
     `step` refuses a forward that calls a block twice or out of order, and activation checkpointing over more than one stage (checkpoint each
     block by itself, with ``use_reentrant=False``). Compile blocks (``block.compile()``), not the module.
 
-    If memory runs out, the step runs again with fewer micro-batches in flight, then with other cuts.
+    If memory runs out, the step runs again with fewer micro-batches in flight, then with other cuts. After 64 steps, what did not fit is tried
+    again, since another program may have used the memory; if it still does not fit, the next try comes after twice as many steps.
 
     With GPUs the parameters, buffers, gradients and optimizer states of a stage lie on its device until `close`, in the same objects. So only the
     trainer can run the module until then. The loss and what `predict` returns are where the module was. Exact then means: to the bit on GPUs of
