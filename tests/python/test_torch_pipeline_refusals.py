@@ -182,6 +182,14 @@ def test_batch_normalisation_gets_two_items_in_each_micro_batch() -> None:
                 assert min(trainer.report()["micro_batches"]) > 1
 
 
+def test_check_names_cures_that_a_pipeline_has() -> None:
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(4)))
+    with Pipeline(module, TWO) as trainer:
+        text = " ".join(str(trainer.check(squares, BATCH)).split())
+    assert "Fix it with micro_batches=" in text
+    assert "DataParallel" not in text
+
+
 @pytest.mark.parametrize("steps", [0, 4])
 @pytest.mark.parametrize("change", ["tied", "replaced", "added"])
 def test_a_module_that_was_changed_since(change: str, steps: int) -> None:

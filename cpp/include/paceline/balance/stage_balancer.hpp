@@ -126,7 +126,8 @@ class PACELINE_API StageBalancer {
 
   /// In words: which stage sets the pace, how much of the step is bubble, bytes per device, what one more device or one
   /// more micro-batch would bring, and why it moved last. Plans twice, so it takes as long.
-  [[nodiscard]] std::string explain() const;
+  /// `steps_before`: how many steps ran before the first plan. Numbers of steps in the text count them.
+  [[nodiscard]] std::string explain(std::int64_t steps_before = 0) const;
 
  private:
   struct State;

@@ -120,6 +120,7 @@ def check(
             lambda: execution.repeated(attempt),
             by_cost,
             norms,
+            cure=execution.cure_of_running_statistics,
         ).run()
         user.check()
         return report
@@ -168,6 +169,7 @@ class Check:
     train: Callable[[], Trained]
     by_cost: tuple[Probe, list[Span]] | None
     norms: Sequence[nn.Module] = ()
+    cure: str = ""  # of normalisation over micro-batches
     causes: list[Cause] = dataclasses.field(default_factory=list)
 
     def run(self) -> CheckReport:
@@ -328,7 +330,7 @@ class Check:
         if norms:
             text = (
                 f"{modules}{more} normalises over the micro-batch instead of the batch, and its running statistics depend on the split. "
-                "Use DataParallel(..., batch_norm='synchronised'), GroupNorm or LayerNorm, or evaluation mode for these."
+                f"{self.cure}"
             )
         self._add("running statistics", text, owners)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from paceline.torch._devices.lanes import LanePlaces
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._pipeline.blocks import Block
 from paceline.torch._pipeline.chain import Chain
+from paceline.torch._pipeline.gates import journey_here
 from paceline.torch._pipeline.loop import Outcome, PipelineWork
 from paceline.torch._pipeline.materialise import Unfilled
 from paceline.torch._pipeline.measure import BlockClock
@@ -24,9 +26,10 @@ from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.plans import PipelinePlan
 from paceline.torch._replicas.buffers import KeptAttributes
 from paceline.torch._replicas.replicas import LaneReplicas, Replica
+from paceline.torch._run.around import Around
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.memory import is_out_of_memory
-from paceline.torch._run.run import Frame, Run
+from paceline.torch._run.run import Frame, Run, TrainRun
 from paceline.torch._run.workload import Workload
 
 
@@ -37,6 +40,8 @@ class PipelineExecution(Execution):
         "Their number is planned from measured times. Fix it with micro_batches=, so that runs repeat, and as small as memory allows; 1 gives the "
         "statistics of the batch. Or use GroupNorm or LayerNorm, or evaluation mode for these modules."
     )
+
+    cure_of_running_statistics = cure_of_norms
 
     def __init__(
         self,
@@ -129,6 +134,14 @@ class PipelineExecution(Execution):
             self.unfilled.fill()
             self.unfilled = None
             self.replicas.renew()
+
+    def _inject(self, run: TrainRun, faults: Around) -> None:
+        def around(lane: int, begin: int, end: int) -> contextlib.AbstractContextManager[None]:
+            journey = journey_here()
+            assert journey is not None
+            return journey.surrounded(lambda device: faults(self._names.index(device), begin, end))
+
+        run.around.append(around)
 
     def _check_module(self) -> None:
         """Raise if the module has other blocks or parameters than when it was cut."""

@@ -77,7 +77,22 @@ class Journey:
         self.block = -1  # the last one that was called
         self.stage = 0
         self.backward = False
+        self.devices: Sequence[str] = []  # of the stages, by name
+        self._around: Callable[[str], contextlib.AbstractContextManager[object]] | None = None
+        self._around_action = contextlib.ExitStack()  # what is around the present action
         arrived(0)
+
+    @contextlib.contextmanager
+    def surrounded(self, around: Callable[[str], contextlib.AbstractContextManager[object]]) -> Iterator[None]:
+        """Let every action, from this one on, be in a context that `around` makes from the name of its device."""
+        self._around = around
+        self._begin_action(0)
+        yield
+        self._around_action.close()
+
+    def _begin_action(self, stage: int) -> None:
+        if self._around is not None:
+            self._around_action.enter_context(self._around(self.devices[stage]))
 
     def enter(self, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before a block runs on these arguments: bring the micro-batch to its stage. Returns the arguments that it runs on."""
@@ -154,6 +169,7 @@ class Journey:
             self._gates.append(apply(self._leaf, self, gate))
 
     def _move(self, kind: str, stage: int) -> None:
+        self._around_action.close()
         began = time.perf_counter()
         now = self._turns.advance(self._micro_batch)
         if now is None:
@@ -165,6 +181,7 @@ class Journey:
                 f"pipeline: micro-batch {self._micro_batch} got the turn of {now} instead of {kind} of stage {stage}"
             )
         self._arrived(stage)
+        self._begin_action(stage)
 
 
 class _Gate(torch.autograd.Function):

@@ -63,6 +63,8 @@ class Planner:
         self._measured_in = _MICRO_BATCHES if micro_batches is None else micro_batches
         self._trained: list[bool] = []  # which parameters were, when the blocks were measured
         self._measured_bytes = 0  # of an item then
+        self._steps = 0  # that were recorded
+        self._steps_before = 0  # the balancer's first plan
         self._moves = 0  # of balancers from before blocks were measured again
 
     # What `PipelineExecution` asks
@@ -139,11 +141,11 @@ class Planner:
 
     def record(self, plan: PipelinePlan, record: Sequence[Sequence[Action]], *, evidence: bool) -> None:
         """Take note of a step that was committed."""
+        self._steps += 1
         if self.balancer is None:
             self.add(self._next)
             return
-        if not plan.figures:
-            return  # it ran one micro-batch at a time
+        evidence = evidence and bool(plan.figures)  # else it ran one micro-batch at a time
         self.balancer.record([(*_seconds_of(actions), not evidence) for actions in record])
 
     def add(self, step: Measured) -> None:
@@ -255,6 +257,7 @@ class Planner:
         self.costs, self._speeds = list(costs), list(speeds)
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         self.balancer = self._balancer(self.costs, self._given)
+        self._steps_before = self._steps
 
     def layouts(self, items: int) -> list[dict[str, Any]]:
         """All ways of laying out the module for a batch of so many items, the best first. Requires: the costs are known."""
@@ -301,7 +304,8 @@ class Planner:
 
     @property
     def recent_moves(self) -> list[dict[str, Any]]:
-        return [] if self.balancer is None else self.balancer.recent_moves
+        moves = [] if self.balancer is None else self.balancer.recent_moves
+        return [{**move, "step": move["step"] + self._steps_before} for move in moves]
 
     @property
     def speeds(self) -> list[float]:
@@ -322,7 +326,7 @@ class Planner:
     def explain(self) -> str:
         if self.balancer is None:
             return "Measuring the blocks: the first steps run one micro-batch after the other.\n"
-        return f"{self.balancer.explain().rstrip()}\n"
+        return f"{self.balancer.explain(self._steps_before).rstrip()}\n"
 
 
 def sizes_of(items: int, count: int) -> tuple[int, ...]:
