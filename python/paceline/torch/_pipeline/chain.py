@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline import InvalidArgument
 from paceline.torch._batch.extras import parted
-from paceline.torch._pipeline.blocks import Block
+from paceline.torch._pipeline.blocks import Block, OtherOrderError
 from paceline.torch._pipeline.gates import calls_replaced
 from paceline.torch._pipeline.measure import BlockClock
 
@@ -43,6 +43,8 @@ class Chain:
         blocks: Sequence[Block],
         outside: Sequence[tuple[str, nn.Module]],
         glue: Sequence[torch.Tensor],
+        *,
+        reorders: bool,
     ) -> None:
         self._module = module
         self._blocks = blocks
@@ -52,6 +54,7 @@ class Chain:
             id(part): [numbers[id(one)] for one in part.parameters(recurse=False) if id(one) in numbers]
             for part in self._outside
         }
+        self._reorders = reorders
         self._memory = _Memory()
         self._all_at_once = False  # whether everything outside of the blocks has memory all the time
 
@@ -76,6 +79,7 @@ class Chain:
         self._there = [one for one in tree_leaves(part) if isinstance(one, torch.Tensor)]
         self._known: dict[Any, list[_Known]] = {}
         self._inside = False
+        self._calls: list[int] = []
         calls: list[tuple[nn.Module, Any, Any]] = [
             (block.module, self._call(self._block), index) for index, block in enumerate(self._blocks)
         ]
@@ -90,6 +94,8 @@ class Chain:
                     stack.enter_context(self._clock.counting_saved(self._there))
                 stack.enter_context(calls_replaced(calls))
                 loss, _ = parted(fn(self._module, part))
+                if self._reorders and self._calls != sorted(self._calls) and len(set(self._calls)) == len(self._calls):
+                    raise OtherOrderError(self._calls)
                 self._clock.turned()
                 self._through_glue(loss, len(self._blocks) - 1)
         finally:
@@ -115,6 +121,7 @@ class Chain:
             with self._memory.lent(self._blocks[index].module.modules()):
                 return call(*args, **kwargs)
         self._through_glue((args, kwargs), max(index - 1, 0))
+        self._calls.append(index)
         self._clock.entered(index, _tensors((args, kwargs)))
         began = time.perf_counter()
         self._inside = True

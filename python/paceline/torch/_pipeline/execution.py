@@ -15,7 +15,7 @@ from paceline.torch._batch.batch import Batch
 from paceline.torch._devices.caller_state import CallerState
 from paceline.torch._devices.lanes import LanePlaces
 from paceline.torch._devices.places import Places, RandomStates
-from paceline.torch._pipeline.blocks import Block
+from paceline.torch._pipeline.blocks import Block, OtherOrderError, in_order_of
 from paceline.torch._pipeline.chain import Chain
 from paceline.torch._pipeline.gates import journey_here
 from paceline.torch._pipeline.loop import Outcome, PipelineWork
@@ -104,7 +104,7 @@ class PipelineExecution(Execution):
         if self.unfilled is None or planner.balancer is not None:
             return
         work.follow(whole, self.follow_modules(work))
-        chain = Chain(self.module, self.blocks, self.unfilled.outside, planner.glue)
+        chain = Chain(self.module, self.blocks, self.unfilled.outside, planner.glue, reorders=planner.finds_order)
         random, attributes = RandomStates(self.places), KeptAttributes(self.module.modules())
 
         def run(size: int, counts: bool) -> BlockClock:
@@ -124,6 +124,9 @@ class PipelineExecution(Execution):
         try:
             planner.measure(items, run)
             return True
+        except OtherOrderError as error:
+            in_order_of(error.calls, planner.blocks)
+            return False
         except Exception as error:
             if isinstance(error, OutOfMemory) or not is_out_of_memory(error) or not planner.out_of_memory(0):
                 raise
@@ -134,6 +137,12 @@ class PipelineExecution(Execution):
             self.unfilled.fill()
             self.unfilled = None
             self.replicas.renew()
+
+    def _tries_again(self, error: BaseException) -> bool:
+        if not isinstance(error, OtherOrderError):
+            return False
+        in_order_of(error.calls, self.blocks)
+        return True
 
     def _inject(self, run: TrainRun, faults: Around) -> None:
         def around(lane: int, begin: int, end: int) -> contextlib.AbstractContextManager[None]:

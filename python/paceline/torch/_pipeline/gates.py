@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline import InvalidArgument
 from paceline.torch._devices.meeting import MeetingOffError
-from paceline.torch._pipeline.blocks import Block
+from paceline.torch._pipeline.blocks import Block, OtherOrderError
 from paceline.torch._run.gradients import OwnStorages
 from paceline.torch._run.outside import OutsideGradients
 
@@ -78,6 +78,9 @@ class Journey:
         self.stage = 0
         self.backward = False
         self.devices: Sequence[str] = []  # of the stages, by name
+        self.reorders = False  # whether the blocks may get another order
+        self._calls: list[int] = []  # of blocks, in order
+        self._strays = False  # the calls are in another order than the blocks, and only noted
         self._around: Callable[[str], contextlib.AbstractContextManager[object]] | None = None
         self._around_action = contextlib.ExitStack()  # what is around the present action
         arrived(0)
@@ -105,6 +108,11 @@ class Journey:
                     "checkpointed region has to lie within one stage: checkpoint each block by itself, with use_reentrant=False."
                 )
             return args, kwargs
+        if (self.reorders and index < self.block and index not in self._calls) or self._strays:
+            self._strays = index not in self._calls
+        self._calls.append(index)
+        if self._strays:
+            return args, kwargs
         if index <= self.block:
             last = self._blocks[self.block].name
             raise InvalidArgument(
@@ -122,6 +130,8 @@ class Journey:
 
     def turn_back(self) -> list[torch.Tensor]:
         """Between forward and backward. Returns the roots that the backward needs beside the loss."""
+        if self._strays:
+            raise OtherOrderError(self._calls)
         last = self._stage_of[-1]
         while self.stage < last:  # blocks that the forward did not call
             self._on()

@@ -335,7 +335,8 @@ def layout(
         if not any(one["fits"] and one["runnable"] for one in found):
             raise OutOfMemory(f"layout: {next(one['reason'] for one in found if one['kind'] == 'pipeline')}")
         given = devices if isinstance(devices, DeviceGroup) else list(pipeline.group.devices)
-        asked = _Asked(module, given, blocks, memory, reduction, replicate, init)
+        found_blocks = [block.module for block in planner.blocks]
+        asked = _Asked(module, given, found_blocks, memory, reduction, replicate, init)
         names = [device.name for device in pipeline.group.devices]
         return Layout(asked, names, planner.limits, items, *planner.known, found)
 

@@ -73,7 +73,8 @@ class Pipeline(StagesTrainer):
         As for `DataParallel`, but for parts of GPUs. Devices that do not pay are left out. Stages on GPUs have not run on a GPU yet.
     blocks
         Where the module may be cut: the name of a list of modules in it (``"transformer.h"``), or a list of modules in the order of the forward.
-        None: the parts of one class in lists and sequences that have most of the parameters.
+        None: the parts of one class in lists and sequences that have most of the parameters, with parts of other classes beside them that have at
+        least a quarter as many: the layers of encoder and decoder. On host devices the first step finds out in which order the forward calls them.
     cuts
         The first blocks of the stages, in place of planned cuts: ``[0, 6, 9]`` for three stages.
     schedule
@@ -194,6 +195,7 @@ class Pipeline(StagesTrainer):
                 schedule=schedule,
                 micro_batches=micro_batches,
             )
+            planner.finds_order = blocks is None and not on_gpus
             self._planner = planner
             works = PipelineWorks(local, places, planner)
             replicas = LaneReplicas(module, SharedPlaces(places), replicate)

@@ -33,7 +33,7 @@ class Planner:
     def __init__(
         self,
         group: DeviceGroup,
-        blocks: Sequence[Block],
+        blocks: list[Block],
         parameters: Sequence[torch.Tensor],
         limits: Sequence[int | None],
         *,
@@ -42,6 +42,7 @@ class Planner:
         micro_batches: int | None,
     ) -> None:
         self.retired: set[int] = set()
+        self.finds_order = False  # of the blocks: theirs is not given
         self.least_items = 1
         self.measured: list[Measured] = []
         self.balancer: StageBalancer | None = None
