@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from paceline import InvalidArgument
 from paceline.torch._batch.extras import parted
 from paceline.torch._pipeline.blocks import Block, OtherOrderError
-from paceline.torch._pipeline.gates import calls_replaced
+from paceline.torch._pipeline.gates import calls_replaced, refuse_transforms
 from paceline.torch._pipeline.measure import BlockClock
 
 _TIMED = 3  # blocks of a class: the fewest whose median is no outlier
@@ -117,6 +117,7 @@ class Chain:
 
     def _block(self, index: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of a block."""
+        refuse_transforms()
         if self._inside or torch._C._current_graph_task_id() != -1:  # a checkpoint runs it again
             with self._memory.lent(self._blocks[index].module.modules()):
                 return call(*args, **kwargs)

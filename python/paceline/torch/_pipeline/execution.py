@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from paceline import DeviceGroup, InvalidArgument, OutOfMemory
 from paceline._core.engine import Lanes, LaneThreads
 from paceline.torch._batch.batch import Batch
 from paceline.torch._devices.caller_state import CallerState
+from paceline.torch._devices.failures import warn_caller
 from paceline.torch._devices.lanes import LanePlaces
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._pipeline.blocks import Block, OtherOrderError, in_order_of
+from paceline.torch._pipeline.carried import Carried, message
 from paceline.torch._pipeline.chain import Chain
-from paceline.torch._pipeline.gates import journey_here
+from paceline.torch._pipeline.gates import journey_here, without_transforms
 from paceline.torch._pipeline.loop import Outcome, PipelineWork
 from paceline.torch._pipeline.materialise import Unfilled
 from paceline.torch._pipeline.measure import BlockClock
@@ -54,6 +57,7 @@ class PipelineExecution(Execution):
         super().__init__(group, module, places, replicas)
         self.blocks = blocks
         self._lane_replicas = replicas
+        self._warned_of_carried = False
         self._generation = replicas.generation
         self._count = len(replicas.parameters)
         self.unfilled: Unfilled | None = None  # if the module has no memory yet
@@ -128,6 +132,9 @@ class PipelineExecution(Execution):
             in_order_of(error.calls, planner.blocks)
             return False
         except Exception as error:
+            refused = without_transforms(error)
+            if refused is not error:
+                raise refused from error
             if isinstance(error, OutOfMemory) or not is_out_of_memory(error) or not planner.out_of_memory(0):
                 raise
             return False
@@ -195,17 +202,41 @@ class PipelineExecution(Execution):
         def begun(lanes: Lanes) -> None:
             loop.lanes = lanes
 
+        watches = isinstance(run, TrainRun) and (work.planner.measures is not None or self.committed is None)
+        carried = self._watched(run) if watches and len(self._group) > 1 and not run.seen.compiled else None
         try:
             outcome = passage.run(work.planner, run, self._group, self.threads, begun)
             if work.planner.plans_micro_batches:
                 outcome.micro_batches = len(outcome.bounds)
+            if carried is not None and carried.found and not self._warned_of_carried:
+                self._warned_of_carried = True
+                warn_caller(message(list(carried.found)), UserWarning)
             return outcome
         finally:
             loop.lanes = None
 
+    def _watched(self, run: Run) -> Carried:
+        """Look in this run, which measures or is the first one, for what forwards leave to the next micro-batch."""
+        carried = Carried(self.blocks, self.replicas.named_modules)
+
+        @contextlib.contextmanager
+        def around(lane: int, begin: int, end: int) -> Iterator[None]:
+            began = time.perf_counter()
+            theirs = run.replicas[lane].counterparts
+            named = [(name, theirs.get(id(part), part)) for name, part in self.replicas.named_modules]
+            with carried.micro_batch(lane, named):
+                journey = journey_here()
+                if journey is not None:
+                    journey.paused(time.perf_counter() - began)
+                yield
+
+        run.around.append(around)
+        return carried
+
     def _first_failure(self, run: Run, outcome: Outcome) -> tuple[int | None, int, int, BaseException]:
         failed = outcome.failed_begin
-        return next((one for one in run.failures if one[1] == failed), run.failures[0])
+        device, begin, end, error = next((one for one in run.failures if one[1] == failed), run.failures[0])
+        return device, begin, end, without_transforms(error)
 
     def _where(self, device: int, outcome: Outcome) -> str:
         return outcome.failed_where

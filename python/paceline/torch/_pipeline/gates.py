@@ -26,6 +26,28 @@ from paceline.torch._run.outside import OutsideGradients
 _lane = threading.local()  # its `journey` is the journey of the micro-batch that the thread carries
 
 
+_TRANSFORMS = (
+    "Pipeline: loss_fn or the module uses a transform of torch.func (grad, vmap, jvp, jacrev, ...). A pipeline leads a micro-batch from stage to stage "
+    "where blocks are called, and measures what autograd saves, and transforms allow neither. Leave it out, or use DataParallel, which supports "
+    "them. torch.func.functional_call alone works."
+)
+
+
+def refuse_transforms() -> None:
+    """Raise if a block is called inside of a transform of ``torch.func``."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise InvalidArgument(_TRANSFORMS)
+
+
+def without_transforms(error: BaseException) -> BaseException:
+    """The error itself, or our refusal if a transform has refused the hooks that count what autograd saves."""
+    if isinstance(error, RuntimeError) and "torch.func" in str(error) and "saved tensor hooks" in str(error):
+        refusal = InvalidArgument(_TRANSFORMS)
+        refusal.__cause__ = error
+        return refusal.with_traceback(error.__traceback__)
+    return error
+
+
 class Turns(Protocol):
     """The lanes of one step."""
 
@@ -46,7 +68,7 @@ class Watcher(Protocol):
         """The backward of a block, and of what came behind it, is over. -1: that of everything."""
 
     def paused(self, seconds: float) -> None:
-        """The lane has waited for a turn."""
+        """The lane has waited for a turn, or done something else."""
 
 
 class Journey:
@@ -99,6 +121,7 @@ class Journey:
 
     def enter(self, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before a block runs on these arguments: bring the micro-batch to its stage. Returns the arguments that it runs on."""
+        refuse_transforms()
         stage = self._stage_of[index]
         name = self._blocks[index].name
         if self.backward:
@@ -149,6 +172,11 @@ class Journey:
                 self._watcher.left(-1)
             self._separate()
 
+    def paused(self, seconds: float) -> None:
+        """So much time was spent on something else than the micro-batch."""
+        if self._watcher is not None:
+            self._watcher.paused(seconds)
+
     def forget(self) -> None:
         """Drop what would keep a graph alive."""
         self._gates.clear()
@@ -184,8 +212,7 @@ class Journey:
         now = self._turns.advance(self._micro_batch)
         if now is None:
             raise MeetingOffError
-        if self._watcher is not None:
-            self._watcher.paused(time.perf_counter() - began)
+        self.paused(time.perf_counter() - began)
         if now[:2] != (stage, kind):
             raise RuntimeError(
                 f"pipeline: micro-batch {self._micro_batch} got the turn of {now} instead of {kind} of stage {stage}"

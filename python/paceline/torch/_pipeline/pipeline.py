@@ -113,7 +113,8 @@ class Pipeline(StagesTrainer):
     random numbers, it draws those that ``Pipeline(devices=["host:0"])`` draws. Autocast casts at each use, as with ``cache_enabled=False``.
 
     Several micro-batches are under way at once. So what a forward leaves for the next one is exact within one stage only: a buffer that one
-    stage writes and another one reads, or a count in an attribute, has what it had for some earlier micro-batch.
+    stage writes and another one reads, or a count in an attribute, has what it had for some earlier micro-batch. The steps that measure blocks
+    warn of attributes that a forward reads and changes, and of buffers that several blocks share.
 
     `step` refuses a forward that calls a block twice or out of order, and activation checkpointing over more than one stage (checkpoint each
     block by itself, with ``use_reentrant=False``). Compile blocks (``block.compile()``), not the module.
