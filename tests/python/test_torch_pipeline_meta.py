@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from pathlib import Path
 from typing import Any
@@ -101,12 +102,17 @@ def test_one_block_has_memory_at_a_time_until_the_stages_are_planned() -> None:
     one_block = sum(one.nbytes for one in (full.blocks[0].up.weight, full.blocks[0].down.weight))
     before = held()
     calls: list[str] = []
-    Block.seen = []
+    measuring: list[int] = []
+    Block.seen = measuring
+
+    def init(name: str, part: nn.Module) -> None:
+        Block.seen = []  # measuring is over
+        filled_from(full, calls)(name, part)
+
     try:
-        with Pipeline(empty, TWO, init=filled_from(full, calls)) as trainer:
+        with Pipeline(empty, TWO, init=init) as trainer:
             assert all(one.is_meta for one in [*empty.parameters(), *empty.buffers()])
             trainer.step(loss_fn, TOKENS)
-            measuring = Block.seen[: Block.seen.index(max(Block.seen))]
             assert measuring
             assert max(measuring) - before <= 2 * one_block  # a block and its gradients
             assert max(Block.seen) - before >= BLOCKS * one_block
@@ -212,6 +218,21 @@ def test_layout_measures_without_filling() -> None:
     full, empty = models()
     with layout(empty, loss_fn, TOKENS, TWO, init=filled_from(full)).trainer("data parallel") as trainer:
         trainer.step(loss_fn, TOKENS)
+
+
+def test_measuring_leaves_what_has_memory_as_it_is() -> None:
+    full, empty = models()
+    empty.embedding = copy.deepcopy(full.embedding)
+    empty.blocks[0].norm = copy.deepcopy(full.blocks[0].norm)
+    empty.embedding.weight.grad = gradient = torch.ones_like(empty.embedding.weight)
+    outside = torch.ones(1, requires_grad=True)
+    layout(empty, lambda module, tokens: loss_fn(module, tokens) * outside, TOKENS, TWO, init=filled_from(full))
+    assert empty.embedding.weight.grad is gradient
+    assert torch.equal(gradient, torch.ones_like(gradient))
+    assert outside.grad is None
+    assert empty.blocks[0].norm.weight.grad is None
+    assert all(map(torch.equal, empty.blocks[0].norm.buffers(), full.blocks[0].norm.buffers()))
+    assert empty.blocks[1].norm.weight.is_meta
 
 
 def test_a_block_whose_tensors_are_used_outside_of_its_call_is_refused_with_the_cure() -> None:

@@ -21,6 +21,7 @@ from paceline.torch._batch.extras import parted
 from paceline.torch._pipeline.blocks import Block, OtherOrderError
 from paceline.torch._pipeline.gates import calls_replaced, refuse_transforms
 from paceline.torch._pipeline.measure import BlockClock
+from paceline.torch._run.outside import leaves_of
 
 _TIMED = 3  # blocks of a class: the fewest whose median is no outlier
 
@@ -171,25 +172,21 @@ class Chain:
         saved = clock.saved[index]
         began = time.perf_counter()
         out = call(*args, **kwargs)
-        turned = time.perf_counter()
+        forward = time.perf_counter() - began
         wants = [one.requires_grad for one in _tensors(out)]
-        roots = [one for one in _tensors(out) if one.requires_grad]
-        if roots and not clock.counts:
-            torch.autograd.backward(roots, [torch.ones_like(one) for one in roots])
-        took = _Known(turned - began, time.perf_counter() - turned, clock.saved[index] - saved, wants)
+        backward = 0.0 if clock.counts else _backward([one for one in _tensors(out) if one.requires_grad])
+        took = _Known(forward, backward, clock.saved[index] - saved, wants)
         clock.saved[index] = saved
         return out, took
 
     def _through_glue(self, values: Any, index: int) -> None:
         """Run the backward of what lies between the block before and these values. Its time is the block's with this index."""
-        roots = [one for one in _tensors(values) if one.grad_fn is not None]
-        if self._clock.counts or not roots:
+        if self._clock.counts:
             return
         began = time.perf_counter()
-        torch.autograd.backward(roots, [torch.ones_like(one) for one in roots], retain_graph=True)  # skips come again
-        seconds = time.perf_counter() - began
+        seconds = _backward([one for one in _tensors(values) if one.grad_fn is not None])
         self._clock.backward[index] += seconds
-        self._clock.paused(seconds)
+        self._clock.paused(time.perf_counter() - began)
 
 
 class _Memory:
@@ -201,7 +198,23 @@ class _Memory:
 
     @contextlib.contextmanager
     def lent(self, parts: Iterable[nn.Module]) -> Iterator[list[torch.Tensor]]:
-        """Let parameters and buffers of these modules have memory with some finite values. Yields them."""
+        """Let parameters and buffers of these modules have memory with some finite values. Yields them.
+
+        Buffers that have memory already are written to in a copy.
+        """
+        parts = list(parts)
+        buffers = [(one._buffers, dict(one._buffers)) for one in parts if one._buffers]
+        for own, values in buffers:
+            own.update({name: one.clone() for name, one in values.items() if one is not None and not one.is_meta})
+        try:
+            with self._lent_where_there_is_none(parts) as lent:
+                yield lent
+        finally:
+            for own, values in buffers:
+                own.update(values)
+
+    @contextlib.contextmanager
+    def _lent_where_there_is_none(self, parts: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
         slots: list[tuple[dict[str, Any], str, torch.Tensor]] = [
             (own, name, one)
             for part in parts
@@ -225,8 +238,23 @@ class _Memory:
         finally:
             for own, name, before in slots:
                 own[name] = before
-            for one in lent:
-                one.grad = None
+
+
+def _backward(roots: Sequence[torch.Tensor]) -> float:
+    """Run the backward, also where it comes again, as it does through long skips. Returns its seconds. No gradient is left anywhere."""
+    if not roots:
+        return 0.0
+    before = {id(leaf): (leaf, leaf.grad) for root in roots for leaf in leaves_of(root)}
+    for leaf, _ in before.values():
+        leaf.grad = None
+    gradients = [torch.ones_like(one) for one in roots]
+    began = time.perf_counter()
+    try:
+        torch.autograd.backward(roots, gradients, retain_graph=True)
+        return time.perf_counter() - began
+    finally:
+        for leaf, gradient in before.values():
+            leaf.grad = gradient
 
 
 def _filled(one: torch.Tensor) -> torch.Tensor:
