@@ -127,6 +127,40 @@ def test_a_layout_keeps_the_order() -> None:
         assert trainer.report()["pipeline"]["blocks"][0]["name"] == "downs.0"
 
 
+def test_a_prediction_may_come_first() -> None:
+    module, batch = UNet(), torch.randn(8, 3, 6, 6)
+    with Pipeline(module, TWO) as trainer:
+        torch.testing.assert_close(trainer.predict(batch), module(batch).detach())
+        trainer.step(squares, batch)
+
+
+class Alternates(nn.Module):
+    """Every other forward calls the blocks in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.count = 0
+
+    def forward(self, x: Any) -> Any:
+        self.count += 1
+        for index in (0, 1, 2, 3) if self.count % 2 else (1, 0, 2, 3):
+            x = self.blocks[index](x)
+        return x
+
+
+def test_an_order_that_changes_is_refused() -> None:
+    batch = torch.randn(8, 4)
+
+    def steps() -> None:
+        for _ in range(3):
+            trainer.step(squares, batch)
+
+    with Pipeline(Alternates(), TWO, micro_batches=4) as trainer:
+        with pytest.raises(InvalidArgument, match="in the order of the blocks"):
+            steps()
+
+
 def test_an_order_that_was_given_is_kept() -> None:
     module = UNet()
     with Pipeline(module, TWO, blocks=[*module.ups, *module.downs]) as trainer:

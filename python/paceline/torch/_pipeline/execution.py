@@ -17,7 +17,7 @@ from paceline.torch._devices.caller_state import CallerState
 from paceline.torch._devices.failures import warn_caller
 from paceline.torch._devices.lanes import LanePlaces
 from paceline.torch._devices.places import Places, RandomStates
-from paceline.torch._pipeline.blocks import Block, OtherOrderError, in_order_of
+from paceline.torch._pipeline.blocks import Block, OtherOrderError
 from paceline.torch._pipeline.carried import Carried, message
 from paceline.torch._pipeline.chain import Chain
 from paceline.torch._pipeline.gates import journey_here, without_transforms
@@ -129,7 +129,7 @@ class PipelineExecution(Execution):
             planner.measure(items, run)
             return True
         except OtherOrderError as error:
-            in_order_of(error.calls, planner.blocks)
+            planner.reorder(error.calls)
             return False
         except Exception as error:
             refused = without_transforms(error)
@@ -148,7 +148,7 @@ class PipelineExecution(Execution):
     def _tries_again(self, error: BaseException) -> bool:
         if not isinstance(error, OtherOrderError):
             return False
-        in_order_of(error.calls, self.blocks)
+        self._reorder(error.calls)
         return True
 
     def _inject(self, run: TrainRun, faults: Around) -> None:
@@ -204,6 +204,10 @@ class PipelineExecution(Execution):
 
         watches = isinstance(run, TrainRun) and (work.planner.measures is not None or self.committed is None)
         carried = self._watched(run) if watches and len(self._group) > 1 and not run.seen.compiled else None
+        planner: Any = work.planner
+        if planner.finds_order:
+            self._reorder = planner.reorder
+            run.around.append(_in_order)
         try:
             outcome = passage.run(work.planner, run, self._group, self.threads, begun)
             if work.planner.plans_micro_batches:
@@ -211,6 +215,7 @@ class PipelineExecution(Execution):
             if carried is not None and carried.found and not self._warned_of_carried:
                 self._warned_of_carried = True
                 warn_caller(message(list(carried.found)), UserWarning)
+            planner.finds_order = planner.finds_order and bool(outcome.failed)
             return outcome
         finally:
             loop.lanes = None
@@ -252,3 +257,11 @@ class PipelineExecution(Execution):
 
     def end(self) -> None:
         self.threads.close()
+
+
+@contextlib.contextmanager
+def _in_order(lane: int, begin: int, end: int) -> Iterator[None]:
+    yield
+    journey = journey_here()
+    if journey is not None:
+        journey.check_order()

@@ -151,10 +151,14 @@ class Journey:
             self._watcher.entered(index, (one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)))
         return args, kwargs
 
-    def turn_back(self) -> list[torch.Tensor]:
-        """Between forward and backward. Returns the roots that the backward needs beside the loss."""
+    def check_order(self) -> None:
+        """After a forward: raise if the blocks were called in another order than theirs."""
         if self._strays:
             raise OtherOrderError(self._calls)
+
+    def turn_back(self) -> list[torch.Tensor]:
+        """Between forward and backward. Returns the roots that the backward needs beside the loss."""
+        self.check_order()
         last = self._stage_of[-1]
         while self.stage < last:  # blocks that the forward did not call
             self._on()

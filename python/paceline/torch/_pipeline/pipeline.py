@@ -74,7 +74,7 @@ class Pipeline(StagesTrainer):
     blocks
         Where the module may be cut: the name of a list of modules in it (``"transformer.h"``), or a list of modules in the order of the forward.
         None: the parts of one class in lists and sequences that have most of the parameters, with parts of other classes beside them that have at
-        least a quarter as many: the layers of encoder and decoder. On host devices the first step finds out in which order the forward calls them.
+        least a quarter as many: the layers of encoder and decoder. On host devices the first call finds out in which order the forward calls them.
     cuts
         The first blocks of the stages, in place of planned cuts: ``[0, 6, 9]`` for three stages.
     schedule

@@ -10,7 +10,7 @@ import torch
 from paceline import DeviceGroup, OutOfMemory
 from paceline._core import engine as core
 from paceline._core.balance import StageBalancer, layouts
-from paceline.torch._pipeline.blocks import Block
+from paceline.torch._pipeline.blocks import Block, in_order_of
 from paceline.torch._pipeline.measure import BlockClock, BlockCost, Measured, costs_of, speeds_of
 from paceline.torch._pipeline.plans import Action, PipelinePlan
 
@@ -42,7 +42,7 @@ class Planner:
         micro_batches: int | None,
     ) -> None:
         self.retired: set[int] = set()
-        self.finds_order = False  # of the blocks: theirs is not given
+        self.finds_order = False  # of the blocks, since it is not given, and nothing has run yet
         self.least_items = 1
         self.measured: list[Measured] = []
         self.balancer: StageBalancer | None = None
@@ -73,6 +73,11 @@ class Planner:
     def renewed(self, parameters: Sequence[torch.Tensor]) -> None:
         """Others have taken the place of the module's parameters, or not. Those that are not registered come last."""
         self._parameters = parameters[: len(self._parameters)]
+
+    def reorder(self, calls: Sequence[int]) -> None:
+        """Put the blocks into the order of these calls, once."""
+        in_order_of(calls, self.blocks)
+        self.finds_order = False
 
     @property
     def glue(self) -> list[torch.Tensor]:

@@ -84,6 +84,7 @@ class ReplicasPlanner:
     """Plans the steps of all pipelines: their shares of the batch, and by their own planners all else."""
 
     measures = None  # all is known from the start
+    finds_order = False
     plans_micro_batches = True
 
     def __init__(self, groups: Sequence[DeviceGroup], planners: Sequence[Planner]) -> None:
