@@ -190,6 +190,21 @@ def test_after_an_init_that_failed_the_next_step_begins_anew() -> None:
     assert torch.equal(empty.blocks[3].up.weight, full.blocks[3].up.weight)
 
 
+def test_the_state_of_an_optimizer_may_be_loaded_before_the_first_step() -> None:
+    full, empty = models()
+    for one in full.parameters():
+        one.grad = torch.ones_like(one)
+    before = torch.optim.AdamW(full.parameters(), lr=0.1)
+    before.step()
+    with Pipeline(empty, TWO, init=filled_from(full)) as trainer:
+        optimizer = trainer.optimizer(torch.optim.AdamW, lr=0.1)
+        optimizer.load_state_dict(before.state_dict())
+        for one, other in zip(empty.parameters(), full.parameters(), strict=True):
+            assert torch.equal(optimizer.state[one]["exp_avg"], before.state[other]["exp_avg"])
+        trainer.step(loss_fn, TOKENS)
+        optimizer.step()
+
+
 @pytest.mark.parametrize("call", ["predict", "check", "save", "load"])
 def test_other_calls_fill_the_module(call: str, tmp_path: Path) -> None:
     full, empty = models()

@@ -1,6 +1,6 @@
 """Measures the blocks of a module on the device "meta" one after the other. Each has memory for its turn only.
 
-The forward of the unchanged module runs once. Where it calls a block, the block gets memory, runs forward and, at once, backward, and loses its
+The forward of the unchanged module runs. Where it calls a block, the block gets memory, runs forward and, at once, backward, and loses its
 memory again. What the block returns goes on without a graph. Modules outside of the blocks have memory while they are called.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast, get_args
 
@@ -47,7 +48,16 @@ class StagesTrainer(Trainer):
         self, cls: type[torch.optim.Optimizer], parameters: Iterable[Any] | None = None, /, **options: Any
     ) -> torch.optim.Optimizer:
         self._planner.optimized_by(cls, options)
-        return super().optimizer(cls, parameters, **options)
+        made = super().optimizer(cls, parameters, **options)
+        execution = weakref.ref(self._execution)
+
+        def before_load(optimizer: Any, state: Any) -> None:
+            owner = execution()
+            if owner is not None:
+                owner.fill()  # a state goes to where its parameters are
+
+        made.register_load_state_dict_pre_hook(before_load)
+        return made
 
     optimizer.__doc__ = Trainer.optimizer.__doc__
 
@@ -95,7 +105,8 @@ class Pipeline(StagesTrainer):
         made without memory. Tied parameters stay tied; `init` fills them once for each part that has them. Or the path of a ``state_dict`` that
         ``torch.save`` has written. The module is filled in the first call that runs it, loads it or saves it, and `init` is called then. If that is a
         step on host devices, blocks are measured before: one after the other, each with memory for its turn only and with values that are not
-        `init`'s. Then the stages are planned, and only then filled. With GPUs the module is filled in host memory at once.
+        `init`'s. Then the stages are planned, and only then filled. Loading the state of an optimizer that `optimizer` has made fills the module, too;
+        load that of another one after the first step. With GPUs the module is filled in host memory at once.
     group
         Only ``"alone"``: stages are devices of one process.
 
