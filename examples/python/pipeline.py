@@ -164,6 +164,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.devices = args.devices.split(",")
+    if len(args.devices) < 2:
+        parser.error(
+            f"--devices {args.devices[0]}: name two devices or more, since no single one has memory for the model"
+        )
     if min(args.steps, args.batch, args.memory) < 1:
         parser.error("--steps, --batch and --memory must be at least 1")
     if args.slow and (args.slow not in args.devices or not paceline.find_device(args.slow).cores):
@@ -174,4 +178,7 @@ def arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except paceline.OutOfMemory as error:
+        sys.exit(f"error: {error}. Raise --memory, or name more --devices.")

@@ -61,6 +61,10 @@ def run(args: argparse.Namespace) -> int:
     for option, given in unused:
         if given:
             raise InvalidArgument(f"{option} is not for pipelines; --slow and --noise are")
+    if args.memory is not None and len(args.memory) != len(args.speeds):
+        raise InvalidArgument(
+            f"--memory has {plural(len(args.memory), 'value')} for {plural(len(args.speeds), 'device')}: give one for each of --speeds"
+        )
     saved = round(args.activations * _GIB / max(1, args.batch))
     found = simulate_pipeline(
         args.speeds,

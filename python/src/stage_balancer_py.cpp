@@ -168,7 +168,8 @@ void bind_stage_balancer(py::module_& module) {
             return noise;
           },
           "Of each device: the relative standard deviation of an action's time.")
-      .def("explain", &StageBalancer::explain, "Which stage sets the pace, bubble, bytes, what would help.");
+      .def("explain", &StageBalancer::explain, py::arg("steps_before") = 0,
+           "Which stage sets the pace, bubble, bytes, what would help.");
   bind_layouts(module);
 }
 

@@ -13,9 +13,13 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
+from paceline.torch import Pipeline
 from pipeline_cases import differences_with
+from torch_support import TWO
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 SMALL: dict[str, Any] = {"vocab_size": 30, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4}
@@ -31,6 +35,9 @@ def model_of(name: str, attention: str) -> Any:
         llama = LlamaConfig(**SMALL, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16)
         llama._attn_implementation = attention
         return LlamaForCausalLM(llama)
+    if name == "T5":
+        sizes: dict[str, Any] = {"vocab_size": 30, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 3, "num_heads": 2}
+        return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
     bert = BertConfig(
         **SMALL,
         num_attention_heads=2,
@@ -59,10 +66,40 @@ def loss_inside(model: Any, batch: Any) -> Any:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", "BERT"])
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "BERT", "T5"])
 def test_a_transformer_trains_bit_for_bit(name: str, attention: str, checkpointing: bool) -> None:
     model = model_of(name, attention)
     model.train()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert differences_with(model, loss_inside, batch_of(name)) == []
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "BERT", "T5"])
+def test_a_transformer_without_memory_is_measured_and_filled(name: str, checkpointing: bool) -> None:
+    full = model_of(name, "sdpa")
+    with torch.device("meta"):
+        empty = model_of(name, "sdpa")
+    parts = dict(full.named_modules())
+
+    def init(path: str, part: Any) -> None:
+        for own, theirs in ((part.parameters(), parts[path].parameters()), (part.buffers(), parts[path].buffers())):
+            for one, other in zip(own, theirs, strict=True):
+                if not one.is_meta:
+                    one.copy_(other)
+
+    found = []
+    pairs: list[tuple[Any, dict[str, Any]]] = [(full, {}), (empty, {"init": init})]
+    for model, options in pairs:
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        with Pipeline(model, TWO, micro_batches=3, cuts=[0, 2], **options) as trainer:
+            trainer.step(loss_inside, batch_of(name))
+            assert len(trainer.report()["pipeline"]["stages"]) == 2
+            assert len(trainer.report()["pipeline"]["blocks"]) == (0 if model is full else 6 if name == "T5" else 4)
+        found.append([one.grad for one in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)

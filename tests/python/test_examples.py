@@ -215,6 +215,12 @@ def test_pipeline_says_which_devices_could_be_slowed() -> None:
     assert "there are host:0, host:1" in done.stderr
 
 
+def test_pipeline_on_one_device_ends_with_one_line() -> None:
+    done = subprocess.run([sys.executable, str(PIPELINE), "--devices", "host:0"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--devices host:0: name two devices or more" in done.stderr.splitlines()[-1]
+
+
 @pytest.mark.slow
 @needs_two_cores
 def test_the_race_of_pipelines_ends_with_a_line_of_json() -> None:

@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_an_error_with_bytes(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--speeds", "1,1", "--memory", "8"), "memory_bytes"),
+        (("--speeds", "1,1", "--memory", "8"), "--memory has 1 value for 2 devices"),
         (("--speeds", "1,1", "--blocks", "0"), "blocks"),
         (("--speeds", "1,1", "--slow", "2:2@0-5"), "device 2"),
         (("--speeds", "1,1", "--fail", "1@5"), "--fail"),

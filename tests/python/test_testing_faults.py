@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline import DeviceLost, InvalidArgument
 from paceline.testing import faults
-from paceline.torch import DataParallel, Module
+from paceline.torch import DataParallel, Module, Pipeline
 from torch_support import (
     TWO,
     assert_same_gradients,
@@ -186,6 +186,60 @@ def test_runs_of_a_batch_and_losses_are_steps_and_predictions_are_not() -> None:
                 whole.run(lambda one, part: part.backward(classify(one, part.data)))
             trainer.step(classify, batch)
         assert [entry.step for entry in injection.log] == [1, 2]
+
+
+def in_stages(**options: Any) -> tuple[Any, Any, Pipeline]:
+    module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    batch = torch.randn(8, 4)
+    return module, batch, Pipeline(module, TWO, cuts=[0, 2], micro_batches=4, **options)
+
+
+def squares(module: Any, part: Any) -> Any:
+    return module(part).square().mean()
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_stages_of_a_pipeline_raise_hang_and_run_out_of_memory(name: str) -> None:
+    module, batch, trainer = in_stages()
+    with trainer:
+        for _ in range(3):
+            trainer.step(squares, batch)
+        wanted = [one.grad / 3 for one in module.parameters()]
+        plan = faults.Error(name, steps=0), faults.OutOfMemory(name, steps=1), faults.Hang(name, steps=2, seconds=0.01)
+        with faults.inject(trainer, *plan) as injection:
+            module.zero_grad()
+            with pytest.raises(faults.InjectedError, match=name):
+                trainer.step(squares, batch)
+            assert all(one.grad is None for one in module.parameters())
+            for _ in range(2):
+                module.zero_grad()
+                trainer.step(squares, batch)
+                torch.testing.assert_close([one.grad for one in module.parameters()], wanted)
+        assert injection.log == [(0, name, "error"), (1, name, "out_of_memory"), (2, name, "hang")]
+        assert trainer.report()["out_of_memory"] == 1
+        with faults.inject(trainer, faults.Lost(name, steps=0)):
+            for _ in range(2):
+                with pytest.raises(DeviceLost, match=name):
+                    trainer.step(squares, batch)
+        trainer.step(squares, batch)
+
+
+def test_a_slow_stage_takes_longer() -> None:
+    _, batch, trainer = in_stages()
+
+    def slowly(module: Any, part: Any) -> Any:
+        time.sleep(0.002)  # in stage 0
+        return squares(module, part)
+
+    with trainer:
+        for _ in range(3):
+            trainer.step(slowly, batch)
+        with faults.inject(trainer, faults.Slow("host:0", factor=5)) as injection:
+            trainer.step(slowly, batch)
+        busy = {stage["device"]: stage["busy_seconds"] for stage in trainer.report()["pipeline"]["stages"]}
+        slow = trainer.report()["pipeline"]["stages"][0]["device"]
+    assert injection.log == [(0, "host:0", "slow")]
+    assert slow != "host:0" or busy["host:0"] > 4 * 5 * 0.002
 
 
 def test_a_module_has_faults_in_its_backward() -> None:

@@ -138,6 +138,32 @@ def test_longer_items_and_other_trained_parameters_are_measured_again() -> None:
         assert trainer.report()["pipeline"]["blocks"][3]["parameter_bytes"] == 4 * frozen
 
 
+def test_parameters_that_took_the_place_of_others_are_measured_again_when_they_are_trained() -> None:
+    module = chain()
+    module[3].requires_grad_(False)
+    with Pipeline(module, TWO) as trainer:
+        measure(trainer, torch.randn(16, WIDTH))
+        frozen = trainer.report()["pipeline"]["blocks"][3]["parameter_bytes"]
+        module.load_state_dict({name: one.clone() for name, one in module.state_dict().items()}, assign=True)
+        trainer.step(squares, torch.randn(16, WIDTH))
+        assert not measuring(trainer)
+        module[3].requires_grad_(True)
+        measure(trainer, torch.randn(16, WIDTH))
+        assert trainer.report()["pipeline"]["blocks"][3]["parameter_bytes"] == 4 * frozen
+
+
+def test_steps_are_counted_as_they_were_called() -> None:
+    with Pipeline(chain(), TWO, cuts=[0, 2], micro_batches=4) as trainer:
+        for _ in range(5):
+            trainer.step(squares, torch.randn(16, WIDTH))
+        assert "; 5 steps measured" in " ".join(trainer.explain().split())
+        assert trainer.report()["steps"] == 5
+        trainer.retire("host:1")
+        trainer.step(squares, torch.randn(16, WIDTH))
+        assert "Last change at step 5" in trainer.explain()
+        assert trainer.report()["recent_moves"][-1]["step"] == 5
+
+
 def test_memory_that_runs_out_while_blocks_are_measured_makes_smaller_micro_batches() -> None:
     def loss_fn(module: Any, batch: Any) -> Any:
         if len(batch) > 2:

@@ -159,7 +159,8 @@ def test_a_model_without_memory_is_filled_from_a_file(tmp_path: Path) -> None:
     torch.save(wanted.state_dict(), tmp_path / "state.pt")
     with torch.device("meta"):
         model = NanoGpt()
-    two_stages(model, init=tmp_path / "state.pt").close()
+    with two_stages(model, init=tmp_path / "state.pt") as trainer:
+        trainer.predict(text(), lambda module, part: module(*part)[0])
     assert all(map(torch.equal, model.parameters(), wanted.parameters()))
     assert model.lm_head.weight is model.transformer["wte"].weight
 
@@ -167,8 +168,9 @@ def test_a_model_without_memory_is_filled_from_a_file(tmp_path: Path) -> None:
 def test_what_init_leaves_out_is_named() -> None:
     with torch.device("meta"):
         model = NanoGpt()
-    with pytest.raises(InvalidArgument, match=r"wte\.weight was on the device 'meta', and init= has not filled it"):
-        two_stages(model, init=lambda name, part: None)
+    with two_stages(model, init=lambda name, part: None) as trainer:
+        with pytest.raises(InvalidArgument, match=r"wte\.weight was on the device 'meta', and init= has not filled it"):
+            trainer.step(loss_inside, text())
 
 
 @pytest.mark.slow

@@ -91,6 +91,47 @@ def test_a_forward_that_cannot_be_cut(what: str) -> None:
         trainer.step(squares, BATCH)  # the next step works
 
 
+def penalty(module: Any, part: Any) -> Any:
+    slope = torch.func.grad(lambda x: squares(module, x))(part)
+    return squares(module, part) + slope.square().mean()
+
+
+TRANSFORMS: dict[str, Callable[[Any, Any], Any]] = {
+    "grad": penalty,
+    "vmap": lambda module, part: torch.func.vmap(module)(part).square().mean(),
+    "jvp": lambda module, part: torch.func.jvp(module, (part,), (part,))[1].square().mean(),
+    "jacrev": lambda module, part: torch.func.jacrev(module)(part).square().mean(),
+}
+
+
+@pytest.mark.parametrize("what", TRANSFORMS)
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_transforms_of_torch_func(what: str, steps: int, on_meta: bool) -> None:
+    module, options = chain(), TWO_STAGES
+    if on_meta:
+        full, module = module, chain().to("meta")
+        parts = dict(full.named_modules())
+        options = {**TWO_STAGES, "init": lambda name, part: part.load_state_dict(parts[name].state_dict())}
+    with Pipeline(module, TWO, **options) as trainer:
+        for _ in range(steps):
+            trainer.step(squares, BATCH)
+        module.zero_grad()
+        with pytest.raises(InvalidArgument, match=r"transform of torch\.func.*use DataParallel"):
+            trainer.step(TRANSFORMS[what], BATCH)
+        assert gradients(module) == [None] * 8
+        trainer.step(squares, BATCH)
+
+
+def test_functional_call_alone_works() -> None:
+    def loss_fn(module: Any, part: Any) -> Any:
+        return torch.func.functional_call(module, dict(module.named_parameters()), (part,)).pow(2).mean()
+
+    with Pipeline(chain(), TWO, **TWO_STAGES) as trainer:
+        for _ in range(3):
+            trainer.step(loss_fn, BATCH)
+
+
 def test_a_loss_that_calls_the_module_twice() -> None:
     with Pipeline(chain(), TWO, **TWO_STAGES) as trainer:
         with pytest.raises(InvalidArgument, match=r"loss_fn that\s+calls the module twice"):
@@ -180,6 +221,14 @@ def test_batch_normalisation_gets_two_items_in_each_micro_batch() -> None:
             for _ in range(6):
                 trainer.step(squares, BATCH)
                 assert min(trainer.report()["micro_batches"]) > 1
+
+
+def test_check_names_cures_that_a_pipeline_has() -> None:
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(4)))
+    with Pipeline(module, TWO) as trainer:
+        text = " ".join(str(trainer.check(squares, BATCH)).split())
+    assert "Fix it with micro_batches=" in text
+    assert "DataParallel" not in text
 
 
 @pytest.mark.parametrize("steps", [0, 4])

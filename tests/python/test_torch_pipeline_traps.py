@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from typing import Any
 
@@ -218,6 +219,73 @@ def test_draws_from_a_generator_of_the_user_are_warned_of() -> None:
             trainer.step(noisy, torch.randn(8, WIDTH))
         with pytest.warns(UserWarning, match="generator="):
             trainer.step(noisy, torch.randn(8, WIDTH))
+
+
+class Leaves(nn.Module):
+    """Leaves something for its next forward, or seems to."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.count = 0
+        self.mean = torch.zeros(4)
+        self.seen: list[float] = []
+        self.cache: Any = None
+        if kind == "a shared norm":
+            norm = nn.BatchNorm1d(4)
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), norm) for _ in range(4))
+
+    def forward(self, x: Any) -> Any:
+        if self.kind == "a count":
+            self.count += 1
+            x = x * self.count
+        elif self.kind == "a tensor":
+            self.mean = 0.9 * self.mean + x.detach().mean(0)
+            x = x - self.mean
+        elif self.kind == "a tensor in place":
+            self.mean.mul_(0.9).add_(x.detach().mean(0))
+            x = x - self.mean
+        elif self.kind == "a list":
+            self.seen.append(float(x.mean()))
+        elif self.kind == "a result":
+            self.mean = x.detach().mean(0)
+            x = x - self.mean
+        elif self.kind == "a cache":
+            if self.cache is None:
+                self.cache = torch.ones(4)
+            x = x * self.cache
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+CARRIED = {
+    "a count": "attribute count",
+    "a tensor": "attribute mean",
+    "a tensor in place": "attribute mean",
+    "a list": "attribute seen",
+    "a shared norm": r"buffer layers\.0\.1\.running_mean, which layers\.0 and layers\.1 share",
+    "a result": None,
+    "a cache": None,
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("kind", CARRIED)
+def test_what_a_forward_leaves_for_the_next_is_warned_of_once(kind: str) -> None:
+    wanted = CARRIED[kind]
+    with (
+        Pipeline(Leaves(kind), TWO, micro_batches=8, cuts=[0, 2]) as trainer,
+        warnings.catch_warnings(record=True) as seen,
+    ):
+        warnings.simplefilter("always")
+        for _ in range(4):
+            trainer.step(lambda module, part: module(part).square().mean(), torch.randn(16, 4))
+    ours = [str(one.message) for one in seen if "leaves something for the next" in str(one.message)]
+    assert len(ours) == (wanted is not None)
+    if wanted is not None:
+        assert re.search(wanted, ours[0])
 
 
 def test_norms_over_planned_micro_batches_are_warned_of() -> None:

@@ -62,6 +62,7 @@ StageBalancer::State::State(plan::StageProblem problem, plan::StageOptions with,
                       cost.bytes_per_second));
   if (cost.bytes_per_second <= 0.0) cost.bytes_per_second = given.link.bytes_per_second;
   for (const plan::StageDevice& device : given.devices) caps.push_back(device.memory_bytes);
+  most_in_flight = options.most_in_flight;
 }
 
 ActiveProblem StageBalancer::State::active(std::int64_t items) const {
@@ -272,6 +273,7 @@ const plan::StagePlan& StageBalancer::plan(std::int64_t batch_size) {
       state.plan_anew(problem);
     } else if (!state.awaiting_record) {
       if (before != batch_size) state.next_look = state.step;
+      state.try_memory_again();
       state.reconsider(problem);
     }
   } catch (...) {
@@ -320,42 +322,6 @@ void StageBalancer::record(std::span<const StageTimings> stages) {
   ++state.step;
 }
 
-bool StageBalancer::out_of_memory(std::size_t stage) {
-  State& state = *state_;
-  require(state.batch_size > 0 && !state.stages_invalid, "out_of_memory without a plan: call plan first");
-  const plan::StagePlan now = state.current();
-  require(stage < now.cuts.size(),
-          fmt::format("there is no stage {}: the plan has {}", stage, plural(now.cuts.size(), "stage")));
-  const DeviceId device = now.order[stage];
-  const std::int64_t cap = state.caps[device];
-  const std::int64_t most_in_flight = state.options.most_in_flight;
-  state.caps[device] = std::min(cap, now.bytes[stage] - 1);  // so much did not fit
-  const auto attempt = [&](const plan::StageOptions& with, const ActiveProblem& problem) {
-    try {
-      const plan::StagePlan next = state.search(problem, with);
-      state.plans.clear();
-      state.adopt(next, StageMove::Kind::memory, now.seconds, next.moved_bytes);
-      return true;
-    } catch (const OutOfMemory&) {
-      return false;
-    }
-  };
-  for (std::int64_t most = plan::in_flight(now.schedule, stage) - 1; most >= 1; --most) {
-    state.options.most_in_flight = most;
-    const ActiveProblem problem = state.active(state.batch_size);
-    plan::StageOptions with = state.fixed(problem);
-    with.micro_batches = now.schedule.micro_batches;
-    if (attempt(with, problem)) return true;
-  }
-  // The stage may need more than was planned for it, so one byte less would not do.
-  state.options.most_in_flight = most_in_flight;
-  state.caps[device] = std::min(cap, now.bytes[stage] - now.bytes[stage] / 16 - 1);
-  const ActiveProblem problem = state.active(state.batch_size);
-  if (attempt(state.wanted(problem), problem)) return true;
-  state.caps[device] = cap;
-  return false;
-}
-
 bool StageBalancer::retired(DeviceId device) const {
   require(device < state_->retired.size(),
           fmt::format("there is no device {}: there are {}", device, state_->retired.size()));
@@ -382,6 +348,7 @@ void StageBalancer::restore(DeviceId device) {
   state.retired[device] = false;
   state.better.reset();
   state.caps[device] = state.given.devices[device].memory_bytes;
+  if (state.proven) state.proven->caps[device] = state.caps[device];
   state.next_look = state.step;
 }
 

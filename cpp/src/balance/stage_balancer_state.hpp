@@ -27,6 +27,15 @@ struct ActiveProblem {
   [[nodiscard]] std::vector<std::size_t> local(std::span<const std::size_t> order) const;
 };
 
+/// What plans keep to, so that memory does not run out.
+struct MemoryLimits {
+  std::vector<std::int64_t> caps;  ///< bytes per device
+  std::int64_t most_in_flight = 0;
+};
+
+// A step that runs out of memory runs twice. After 64 steps that is at most 1.6 %, and each try in vain doubles them.
+constexpr std::int64_t kTryAfter = 64;
+
 struct StageBalancer::State {
   State(plan::StageProblem given, plan::StageOptions wanted, MoveCost price);
 
@@ -49,6 +58,7 @@ struct StageBalancer::State {
   StageKnowledge knowledge;
   std::vector<bool> retired;
   std::vector<std::int64_t> caps;         // memory that may be used, per device
+  std::int64_t most_in_flight = 0;        // as given; that of the options is lower after memory ran out
   std::vector<std::size_t> cuts, order;   // of the present stages; empty: none
   std::map<std::int64_t, Planned> plans;  // per batch size, of the present stages
   std::int64_t batch_size = 0;            // of the last plan; 0: none
@@ -56,6 +66,9 @@ struct StageBalancer::State {
   bool awaiting_record = false;
   bool stages_invalid = true;  // devices or memory changed: plan anew
   StageMove::Kind why_invalid = StageMove::Kind::devices;
+  std::int64_t try_at = 0;             // the step that tries again what did not fit in memory; 0: all did
+  std::int64_t try_after = kTryAfter;  // steps; twice as many after each try in vain
+  std::optional<MemoryLimits> proven;  // what fitted, while more is tried again
   std::int64_t step = 0;
   std::int64_t moves = 0;         // of cuts or devices
   std::int64_t changes = 0;       // of anything
@@ -75,6 +88,12 @@ struct StageBalancer::State {
   [[nodiscard]] plan::StagePlan search(const ActiveProblem& problem, plan::StageOptions with) const;
   [[nodiscard]] plan::StagePlan evaluate(const ActiveProblem& problem, const plan::StagePlan& plan) const;
   [[nodiscard]] Promise promise(const ActiveProblem& problem, const plan::StagePlan& now, plan::StagePlan other) const;
+
+  bool out_of_memory(std::size_t stage);
+  /// Plan with all memory again, if it ran out long enough ago.
+  void try_memory_again();
+  [[nodiscard]] MemoryLimits limits() const { return {caps, options.most_in_flight}; }
+  void limit(const MemoryLimits& to);
 
   void plan_anew(const ActiveProblem& problem);
   void reconsider(const ActiveProblem& problem);

@@ -38,8 +38,8 @@ const char* name_of(StageMove::Kind kind) {
   return "other cuts";
 }
 
-std::string move_text(const StageMove& move) {
-  std::string out = fmt::format("Last change at step {}, {}", move.step, name_of(move.kind));
+std::string move_text(const StageMove& move, std::int64_t steps_before) {
+  std::string out = fmt::format("Last change at step {}, {}", move.step + steps_before, name_of(move.kind));
   if (move.from_cuts != move.to_cuts || move.from_order != move.to_order) {
     out += fmt::format(": cuts [{}] on devices [{}] to [{}] on [{}], {} moved", fmt::join(move.from_cuts, ", "),
                        fmt::join(move.from_order, ", "), fmt::join(move.to_cuts, ", "), fmt::join(move.to_order, ", "),
@@ -54,7 +54,7 @@ std::string move_text(const StageMove& move) {
 
 }  // namespace
 
-std::string StageBalancer::explain() const {
+std::string StageBalancer::explain(std::int64_t steps_before) const {
   const State& state = *state_;
   if (state.batch_size == 0 || state.stages_invalid) return "Nothing is planned yet.\n";
   const ActiveProblem problem = state.active(state.batch_size);
@@ -72,7 +72,7 @@ std::string StageBalancer::explain() const {
       "busy; bubble {:.1f} %; {} measured, {}\n",
       plural(busy.size(), "stage"), busy.size(), plural(problem.devices.size(), "device"), state.batch_size,
       plural(now.sizes.size(), "micro-batch", "micro-batches"), now.seconds, now.ideal_seconds,
-      100.0 * std::max(0.0, 1.0 - sum / (stages * now.seconds)), plural(state.step, "step"),
+      100.0 * std::max(0.0, 1.0 - sum / (stages * now.seconds)), plural(state.step + steps_before, "step"),
       plural(state.moves, "move"));
   for (std::size_t i = 0; i < busy.size(); ++i) {
     const plan::StageDevice& device = problem.problem.devices[problem.local(now.order[i])];
@@ -120,7 +120,12 @@ std::string StageBalancer::explain() const {
       out += fmt::format(" and costs {:.4g} s, of which steps have lost {:.4g} s so far", price, state.regret);
     out += ".\n";
   }
-  return state.recent.empty() ? out : out + move_text(state.recent.back());
+  if (state.try_at > 0) {
+    out += state.proven
+               ? fmt::format("Memory ran out before. Now all of it is tried again.\n")
+               : fmt::format("Memory ran out. More of it is tried again at step {}.\n", state.try_at + steps_before);
+  }
+  return state.recent.empty() ? out : out + move_text(state.recent.back(), steps_before);
 }
 
 }  // namespace paceline::balance

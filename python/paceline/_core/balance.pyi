@@ -46,7 +46,7 @@ class StageBalancer:
         schedule: str = "auto",
         first_run_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
     ) -> None: ...
-    def explain(self) -> str:
+    def explain(self, steps_before: typing.SupportsInt | typing.SupportsIndex = 0) -> str:
         """
         Which stage sets the pace, bubble, bytes, what would help.
         """

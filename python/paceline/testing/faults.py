@@ -27,8 +27,9 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from paceline import DeviceLost, InvalidArgument
-from paceline.torch import DataParallel, Module
+from paceline.torch import Module
 from paceline.torch._run.around import Around
+from paceline.torch._trainer.base import Trainer
 
 __all__ = ["Error", "Fault", "Hang", "Injected", "InjectedError", "Injection", "Lost", "OutOfMemory", "Slow", "inject"]
 
@@ -262,13 +263,14 @@ class Injection:
 
 
 @contextlib.contextmanager
-def inject(trainer: DataParallel | Module, *faults: Fault, seed: int = 0) -> Iterator[Injection]:
+def inject(trainer: Trainer | Module, *faults: Fault, seed: int = 0) -> Iterator[Injection]:
     """Inject faults into the steps of a trainer within a ``with`` block.
 
     Parameters
     ----------
     trainer
-        The trainer, or a `paceline.torch.Module`, whose backward passes are its steps.
+        A `DataParallel` or `Pipeline`, or a `paceline.torch.Module`, whose backward passes are its steps. The devices of a `Pipeline` run
+        forwards and backwards of their stages in the place of micro-batches.
     faults
         `Slow`, `Hang`, `OutOfMemory`, `Error` and `Lost`. One that raises keeps those after it from happening in that micro-batch.
     seed
@@ -281,9 +283,9 @@ def inject(trainer: DataParallel | Module, *faults: Fault, seed: int = 0) -> Ite
         if faults are injected into this trainer already.
     """
     owner = trainer.trainer if isinstance(trainer, Module) else trainer
-    if not isinstance(owner, DataParallel):
+    if not isinstance(owner, Trainer):
         raise InvalidArgument(
-            f"inject: trainer is a {type(trainer).__name__}; a paceline.torch.DataParallel or Module is needed."
+            f"inject: trainer is a {type(trainer).__name__}; a paceline.torch.DataParallel, Pipeline or Module is needed."
         )
     names = [device.name for device in owner.group.devices]
     for fault in faults:

@@ -267,6 +267,31 @@ TEST(StageBalancer, OutOfMemoryFirstLowersTheDepthThenMovesCutsThenGivesUp) {
   pipeline.step();
 }
 
+TEST(StageBalancer, TriesAgainWhatDidNotFitInMemoryAndWaitsTwiceAsLongAfterEachTryInVain) {
+  Box pipeline = box(problem(6, 2));
+  const auto depth = [&] { return plan::in_flight(pipeline.balancer.plan(32).schedule, 0); };
+  pipeline.run(2);
+  const std::int64_t high = depth();
+  ASSERT_GT(high, 1);
+  ASSERT_TRUE(pipeline.balancer.out_of_memory(0));
+  const std::int64_t low = depth();
+  ASSERT_LT(low, high);
+  const auto steps_until_tried = [&] {
+    int steps = 0;
+    for (; depth() == low && steps < 1000; ++steps) pipeline.step();
+    return steps;
+  };
+  EXPECT_EQ(steps_until_tried(), 64);
+  EXPECT_EQ(depth(), high);
+  ASSERT_TRUE(pipeline.balancer.out_of_memory(0));
+  EXPECT_EQ(depth(), low);  // at once what had fitted
+  EXPECT_EQ(steps_until_tried(), 128);
+  pipeline.run(200);  // the memory is there again
+  EXPECT_EQ(depth(), high);
+  ASSERT_TRUE(pipeline.balancer.out_of_memory(0));
+  EXPECT_EQ(steps_until_tried(), 64);
+}
+
 TEST(StageBalancer, ADeviceThatLeavesGetsNoStageUntilItIsRestored) {
   Box pipeline = box(problem(9, 3));
   pipeline.run(5);

@@ -99,7 +99,9 @@ class PACELINE_API StageBalancer {
   void record(std::span<const StageTimings> stages);
 
   /// A stage of the last plan ran out of memory. First fewer micro-batches are in flight on all stages; where that does
-  /// not help the stage, other cuts are planned with less memory on its device.
+  /// not help the stage, other cuts are planned with less memory on its device. After 64 steps, what did not fit is
+  /// tried again, since another program may have used the memory, or items have become smaller. If memory runs out
+  /// once more, the plan is at once what fitted before, and the next try comes after twice as many steps.
   /// @return true if plan() now has another plan for the same batch; false if nothing is left to try.
   /// @throws InvalidArgument without a plan or for a stage that it does not have.
   bool out_of_memory(std::size_t stage);
@@ -124,7 +126,8 @@ class PACELINE_API StageBalancer {
 
   /// In words: which stage sets the pace, how much of the step is bubble, bytes per device, what one more device or one
   /// more micro-batch would bring, and why it moved last. Plans twice, so it takes as long.
-  [[nodiscard]] std::string explain() const;
+  /// `steps_before`: how many steps ran before the first plan. Numbers of steps in the text count them.
+  [[nodiscard]] std::string explain(std::int64_t steps_before = 0) const;
 
  private:
   struct State;

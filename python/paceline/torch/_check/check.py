@@ -77,6 +77,7 @@ def check(
     """Check on the user's own module, whose result the devices have to reproduce. `work` is for this check alone."""
     if batch.size < 2:
         raise InvalidArgument("check: the batch has one item, which cannot be split. Use a batch of at least 8.")
+    execution.fill()
     execution.replicas.refresh()
     module, places, replicas = execution.module, execution.places, execution.replicas
     tolerance = tolerance_for(module, places.home) if tolerance is None else tolerance
@@ -120,6 +121,7 @@ def check(
             lambda: execution.repeated(attempt),
             by_cost,
             norms,
+            cure=execution.cure_of_running_statistics,
         ).run()
         user.check()
         return report
@@ -168,6 +170,7 @@ class Check:
     train: Callable[[], Trained]
     by_cost: tuple[Probe, list[Span]] | None
     norms: Sequence[nn.Module] = ()
+    cure: str = ""  # of normalisation over micro-batches
     causes: list[Cause] = dataclasses.field(default_factory=list)
 
     def run(self) -> CheckReport:
@@ -328,7 +331,7 @@ class Check:
         if norms:
             text = (
                 f"{modules}{more} normalises over the micro-batch instead of the batch, and its running statistics depend on the split. "
-                "Use DataParallel(..., batch_norm='synchronised'), GroupNorm or LayerNorm, or evaluation mode for these."
+                f"{self.cure}"
             )
         self._add("running statistics", text, owners)
 

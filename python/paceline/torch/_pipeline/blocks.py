@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -13,6 +13,9 @@ from paceline.torch._replicas.replicas import compiles
 Blocks = str | Sequence[nn.Module]
 _ENOUGH = 4  # blocks; with fewer, smaller ones are looked for inside of them
 _MOST_OF = 0.9  # of the parameters that lie in blocks have to lie in smaller ones, too
+_WORTH = (
+    0.25  # of the parameters of these blocks: other blocks with as many, such as those of an encoder, are blocks, too
+)
 
 
 class Block(NamedTuple):
@@ -25,8 +28,9 @@ class Block(NamedTuple):
 def blocks_of(module: nn.Module, blocks: Blocks | None) -> list[Block]:
     """The blocks of a module, in the order of its forward.
 
-    None: those parts of one class in lists and sequences (`nn.ModuleList`, `nn.Sequential`) that have most of the parameters. In a
-    transformer these are its layers, in a ResNet the blocks of all its layers.
+    None: those parts of one class in lists and sequences (`nn.ModuleList`, `nn.Sequential`) that have most of the parameters, and parts of other
+    classes beside them that have many. In a transformer these are its layers, those of encoder and decoder, in a ResNet the blocks of all its
+    layers. They are in the order in which they are registered, which need not be that of the forward.
 
     Raises
     ------
@@ -54,6 +58,11 @@ def blocks_of(module: nn.Module, blocks: Blocks | None) -> list[Block]:
             raise InvalidArgument(
                 f"Pipeline: blocks[{index}] is {type(part).__name__}, and no part of the module. Give modules that are in it."
             )
+        if not _has_forward(part):
+            raise InvalidArgument(
+                f"Pipeline: blocks[{index}], {names[id(part)]}, is a {type(part).__name__}, which has no forward, so nothing calls it. Give the "
+                "modules in it that the forward calls, in this order."
+            )
     if len({id(part) for part in found}) < len(found):
         raise InvalidArgument("Pipeline: blocks has a module twice. A block runs once in a forward.")
     named = [Block(names[id(part)], part) for part in found]
@@ -75,7 +84,7 @@ def _found(module: nn.Module) -> list[nn.Module]:
     by_class: dict[type, list[nn.Module]] = {}
     for part in module.modules():
         if isinstance(part, (nn.ModuleList, nn.Sequential)):
-            for child in part.children():
+            for child in _called_parts(part):
                 ones = by_class.setdefault(type(child), [])
                 if not any(child is one for one in ones):
                     ones.append(child)
@@ -84,8 +93,55 @@ def _found(module: nn.Module) -> list[nn.Module]:
         return list(module.children()) if isinstance(module, nn.Sequential) else []
     most = max(weights.values())
     # Outer blocks come first: named_modules() goes from the outside to the inside.
-    candidates = [by_class[kind] for kind, weight in weights.items() if weight >= _MOST_OF * most]
+    candidates = [
+        _with_others(module, kind, by_class, weights) for kind, weight in weights.items() if weight >= _MOST_OF * most
+    ]
     return next((ones for ones in candidates if len(ones) >= _ENOUGH), max(candidates, key=len))
+
+
+def _with_others(
+    module: nn.Module, kind: type, by_class: dict[type, list[nn.Module]], weights: dict[type, int]
+) -> list[nn.Module]:
+    """The blocks of one class with those of others that lie beside them and are worth it."""
+    chosen = list(by_class[kind])
+    for other, weight in weights.items():
+        inside = {id(part) for one in chosen for part in one.modules()}
+        around = {id(one) for one in chosen}
+        beside = not any(
+            id(one) in inside or any(id(part) in around for part in one.modules()) for one in by_class[other]
+        )
+        if beside and weight >= _WORTH * weights[kind]:
+            chosen += by_class[other]
+    wanted = {id(one) for one in chosen}
+    return [part for part in module.modules() if id(part) in wanted]
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether it may be called, as a list of modules may not."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _called_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The parts of a list, and in the place of parts that are lists themselves their parts."""
+    for child in module.children():
+        if _has_forward(child):
+            yield child
+        else:
+            yield from _called_parts(child)
+
+
+class OtherOrderError(Exception):
+    """The forward calls the blocks in another order than thought."""
+
+    def __init__(self, calls: Sequence[int]) -> None:
+        super().__init__()
+        self.calls = calls  # of blocks, by number
+
+
+def in_order_of(calls: Sequence[int], blocks: list[Block]) -> None:
+    """Put the blocks into the order in which they were called. Those that were not called come last."""
+    rest = [index for index in range(len(blocks)) if index not in calls]
+    blocks[:] = [blocks[index] for index in (*calls, *rest)]
 
 
 def _elements(module: nn.Module) -> int:

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
-from paceline import DeviceGroup, InvalidArgument
+from paceline import DeviceGroup, InvalidArgument, OutOfMemory
 from paceline._core.engine import Lanes, LaneThreads
 from paceline.torch._batch.batch import Batch
 from paceline.torch._devices.caller_state import CallerState
+from paceline.torch._devices.failures import warn_caller
 from paceline.torch._devices.lanes import LanePlaces
-from paceline.torch._devices.places import Places
-from paceline.torch._pipeline.blocks import Block
+from paceline.torch._devices.places import Places, RandomStates
+from paceline.torch._pipeline.blocks import Block, OtherOrderError
+from paceline.torch._pipeline.carried import Carried, message
+from paceline.torch._pipeline.chain import Chain
+from paceline.torch._pipeline.gates import journey_here, without_transforms
 from paceline.torch._pipeline.loop import Outcome, PipelineWork
+from paceline.torch._pipeline.materialise import Unfilled
+from paceline.torch._pipeline.measure import BlockClock
 from paceline.torch._pipeline.passage import Passage
+from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.plans import PipelinePlan
+from paceline.torch._replicas.buffers import KeptAttributes
 from paceline.torch._replicas.replicas import LaneReplicas, Replica
+from paceline.torch._run.around import Around
 from paceline.torch._run.execution import Execution
-from paceline.torch._run.run import Frame, Run
+from paceline.torch._run.memory import is_out_of_memory
+from paceline.torch._run.run import Frame, Run, TrainRun
 from paceline.torch._run.workload import Workload
 
 
@@ -30,6 +43,8 @@ class PipelineExecution(Execution):
         "Their number is planned from measured times. Fix it with micro_batches=, so that runs repeat, and as small as memory allows; 1 gives the "
         "statistics of the batch. Or use GroupNorm or LayerNorm, or evaluation mode for these modules."
     )
+
+    cure_of_running_statistics = cure_of_norms
 
     def __init__(
         self,
@@ -42,8 +57,10 @@ class PipelineExecution(Execution):
         super().__init__(group, module, places, replicas)
         self.blocks = blocks
         self._lane_replicas = replicas
+        self._warned_of_carried = False
         self._generation = replicas.generation
         self._count = len(replicas.parameters)
+        self.unfilled: Unfilled | None = None  # if the module has no memory yet
         self.threads = LaneThreads()
         self._group = group
 
@@ -62,9 +79,13 @@ class PipelineExecution(Execution):
                 "cost=: a pipeline runs the items in their order, in micro-batches of equal size, so costs have nothing to balance. Leave it out."
             )
         assert isinstance(work, PipelineWork)
+        if self.unfilled is not None and not work.predicts:
+            self.measure(work, whole, fn)
+        self.fill()
         frame = super().frame(work, whole, fn, hooks=hooks)
         if self.replicas.generation != self._generation:
             self._check_module()
+            work.planner.renewed(self.replicas.parameters)
         plan = work.plan_for(whole, frame.least, self._must_run_alone(work, whole))
         self._place(plan, fn, hooks=hooks)
         lanes = plan.lanes
@@ -80,6 +101,63 @@ class PipelineExecution(Execution):
             divides=False,
             passage=self._passage_of(plan),
         )
+
+    def measure(self, work: PipelineWork, whole: Batch, fn: Callable[..., Any]) -> None:
+        """Measure the blocks of a module without memory one after the other, and plan the step."""
+        planner = work.planner
+        if self.unfilled is None or planner.balancer is not None:
+            return
+        work.follow(whole, self.follow_modules(work))
+        chain = Chain(self.module, self.blocks, self.unfilled.outside, planner.glue, reorders=planner.finds_order)
+        random, attributes = RandomStates(self.places), KeptAttributes(self.module.modules())
+
+        def run(size: int, counts: bool) -> BlockClock:
+            return chain.run(fn, whole.slice(0, size, torch.clone), counts=counts)
+
+        try:
+            while not self._measured(planner, whole.size, run):
+                pass
+        finally:
+            attributes.restore()
+            random.restore()
+        planner.plan(whole.size)  # which tells whether it fits, before it has any memory
+
+    @staticmethod
+    def _measured(planner: Planner, items: int, run: Callable[[int, bool], BlockClock]) -> bool:
+        """Whether all is measured. If not, memory ran out, and smaller micro-batches may do."""
+        try:
+            planner.measure(items, run)
+            return True
+        except OtherOrderError as error:
+            planner.reorder(error.calls)
+            return False
+        except Exception as error:
+            refused = without_transforms(error)
+            if refused is not error:
+                raise refused from error
+            if isinstance(error, OutOfMemory) or not is_out_of_memory(error) or not planner.out_of_memory(0):
+                raise
+            return False
+
+    def fill(self) -> None:
+        if self.unfilled is not None:
+            self.unfilled.fill()
+            self.unfilled = None
+            self.replicas.renew()
+
+    def _tries_again(self, error: BaseException) -> bool:
+        if not isinstance(error, OtherOrderError):
+            return False
+        self._reorder(error.calls)
+        return True
+
+    def _inject(self, run: TrainRun, faults: Around) -> None:
+        def around(lane: int, begin: int, end: int) -> contextlib.AbstractContextManager[None]:
+            journey = journey_here()
+            assert journey is not None
+            return journey.surrounded(lambda device: faults(self._names.index(device), begin, end))
+
+        run.around.append(around)
 
     def _check_module(self) -> None:
         """Raise if the module has other blocks or parameters than when it was cut."""
@@ -124,17 +202,46 @@ class PipelineExecution(Execution):
         def begun(lanes: Lanes) -> None:
             loop.lanes = lanes
 
+        watches = isinstance(run, TrainRun) and (work.planner.measures is not None or self.committed is None)
+        carried = self._watched(run) if watches and len(self._group) > 1 and not run.seen.compiled else None
+        planner: Any = work.planner
+        if planner.finds_order:
+            self._reorder = planner.reorder
+            run.around.append(_in_order)
         try:
             outcome = passage.run(work.planner, run, self._group, self.threads, begun)
             if work.planner.plans_micro_batches:
                 outcome.micro_batches = len(outcome.bounds)
+            if carried is not None and carried.found and not self._warned_of_carried:
+                self._warned_of_carried = True
+                warn_caller(message(list(carried.found)), UserWarning)
+            planner.finds_order = planner.finds_order and bool(outcome.failed)
             return outcome
         finally:
             loop.lanes = None
 
+    def _watched(self, run: Run) -> Carried:
+        """Look in this run, which measures or is the first one, for what forwards leave to the next micro-batch."""
+        carried = Carried(self.blocks, self.replicas.named_modules)
+
+        @contextlib.contextmanager
+        def around(lane: int, begin: int, end: int) -> Iterator[None]:
+            began = time.perf_counter()
+            theirs = run.replicas[lane].counterparts
+            named = [(name, theirs.get(id(part), part)) for name, part in self.replicas.named_modules]
+            with carried.micro_batch(lane, named):
+                journey = journey_here()
+                if journey is not None:
+                    journey.paused(time.perf_counter() - began)
+                yield
+
+        run.around.append(around)
+        return carried
+
     def _first_failure(self, run: Run, outcome: Outcome) -> tuple[int | None, int, int, BaseException]:
         failed = outcome.failed_begin
-        return next((one for one in run.failures if one[1] == failed), run.failures[0])
+        device, begin, end, error = next((one for one in run.failures if one[1] == failed), run.failures[0])
+        return device, begin, end, without_transforms(error)
 
     def _where(self, device: int, outcome: Outcome) -> str:
         return outcome.failed_where
@@ -150,3 +257,11 @@ class PipelineExecution(Execution):
 
     def end(self) -> None:
         self.threads.close()
+
+
+@contextlib.contextmanager
+def _in_order(lane: int, begin: int, end: int) -> Iterator[None]:
+    yield
+    journey = journey_here()
+    if journey is not None:
+        journey.check_order()

@@ -19,11 +19,33 @@ from torch.utils._pytree import tree_leaves
 
 from paceline import InvalidArgument
 from paceline.torch._devices.meeting import MeetingOffError
-from paceline.torch._pipeline.blocks import Block
+from paceline.torch._pipeline.blocks import Block, OtherOrderError
 from paceline.torch._run.gradients import OwnStorages
 from paceline.torch._run.outside import OutsideGradients
 
 _lane = threading.local()  # its `journey` is the journey of the micro-batch that the thread carries
+
+
+_TRANSFORMS = (
+    "Pipeline: loss_fn or the module uses a transform of torch.func (grad, vmap, jvp, jacrev, ...). A pipeline leads a micro-batch from stage to stage "
+    "where blocks are called, and measures what autograd saves, and transforms allow neither. Leave it out, or use DataParallel, which supports "
+    "them. torch.func.functional_call alone works."
+)
+
+
+def refuse_transforms() -> None:
+    """Raise if a block is called inside of a transform of ``torch.func``."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise InvalidArgument(_TRANSFORMS)
+
+
+def without_transforms(error: BaseException) -> BaseException:
+    """The error itself, or our refusal if a transform has refused the hooks that count what autograd saves."""
+    if isinstance(error, RuntimeError) and "torch.func" in str(error) and "saved tensor hooks" in str(error):
+        refusal = InvalidArgument(_TRANSFORMS)
+        refusal.__cause__ = error
+        return refusal.with_traceback(error.__traceback__)
+    return error
 
 
 class Turns(Protocol):
@@ -46,7 +68,7 @@ class Watcher(Protocol):
         """The backward of a block, and of what came behind it, is over. -1: that of everything."""
 
     def paused(self, seconds: float) -> None:
-        """The lane has waited for a turn."""
+        """The lane has waited for a turn, or done something else."""
 
 
 class Journey:
@@ -77,10 +99,29 @@ class Journey:
         self.block = -1  # the last one that was called
         self.stage = 0
         self.backward = False
+        self.devices: Sequence[str] = []  # of the stages, by name
+        self.reorders = False  # whether the blocks may get another order
+        self._calls: list[int] = []  # of blocks, in order
+        self._strays = False  # the calls are in another order than the blocks, and only noted
+        self._around: Callable[[str], contextlib.AbstractContextManager[object]] | None = None
+        self._around_action = contextlib.ExitStack()  # what is around the present action
         arrived(0)
+
+    @contextlib.contextmanager
+    def surrounded(self, around: Callable[[str], contextlib.AbstractContextManager[object]]) -> Iterator[None]:
+        """Let every action, from this one on, be in a context that `around` makes from the name of its device."""
+        self._around = around
+        self._begin_action(0)
+        yield
+        self._around_action.close()
+
+    def _begin_action(self, stage: int) -> None:
+        if self._around is not None:
+            self._around_action.enter_context(self._around(self.devices[stage]))
 
     def enter(self, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before a block runs on these arguments: bring the micro-batch to its stage. Returns the arguments that it runs on."""
+        refuse_transforms()
         stage = self._stage_of[index]
         name = self._blocks[index].name
         if self.backward:
@@ -89,6 +130,11 @@ class Journey:
                     f"Pipeline: activation checkpointing runs {name} again, which is in stage {stage}, in the backward of stage {self.stage}. A "
                     "checkpointed region has to lie within one stage: checkpoint each block by itself, with use_reentrant=False."
                 )
+            return args, kwargs
+        if (self.reorders and index < self.block and index not in self._calls) or self._strays:
+            self._strays = index not in self._calls
+        self._calls.append(index)
+        if self._strays:
             return args, kwargs
         if index <= self.block:
             last = self._blocks[self.block].name
@@ -105,8 +151,14 @@ class Journey:
             self._watcher.entered(index, (one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)))
         return args, kwargs
 
+    def check_order(self) -> None:
+        """After a forward: raise if the blocks were called in another order than theirs."""
+        if self._strays:
+            raise OtherOrderError(self._calls)
+
     def turn_back(self) -> list[torch.Tensor]:
         """Between forward and backward. Returns the roots that the backward needs beside the loss."""
+        self.check_order()
         last = self._stage_of[-1]
         while self.stage < last:  # blocks that the forward did not call
             self._on()
@@ -123,6 +175,11 @@ class Journey:
             if self._watcher is not None:
                 self._watcher.left(-1)
             self._separate()
+
+    def paused(self, seconds: float) -> None:
+        """So much time was spent on something else than the micro-batch."""
+        if self._watcher is not None:
+            self._watcher.paused(seconds)
 
     def forget(self) -> None:
         """Drop what would keep a graph alive."""
@@ -154,17 +211,18 @@ class Journey:
             self._gates.append(apply(self._leaf, self, gate))
 
     def _move(self, kind: str, stage: int) -> None:
+        self._around_action.close()
         began = time.perf_counter()
         now = self._turns.advance(self._micro_batch)
         if now is None:
             raise MeetingOffError
-        if self._watcher is not None:
-            self._watcher.paused(time.perf_counter() - began)
+        self.paused(time.perf_counter() - began)
         if now[:2] != (stage, kind):
             raise RuntimeError(
                 f"pipeline: micro-batch {self._micro_batch} got the turn of {now} instead of {kind} of stage {stage}"
             )
         self._arrived(stage)
+        self._begin_action(stage)
 
 
 class _Gate(torch.autograd.Function):

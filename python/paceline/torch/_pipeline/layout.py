@@ -17,8 +17,9 @@ from paceline.torch._batch.samples import Collate
 from paceline.torch._batch.splits import Split
 from paceline.torch._devices.places import RandomStates
 from paceline.torch._pipeline.arguments import check_on_host
-from paceline.torch._pipeline.blocks import Blocks
-from paceline.torch._pipeline.materialise import Init
+from paceline.torch._pipeline.blocks import Blocks, blocks_of
+from paceline.torch._pipeline.loop import PipelineWork
+from paceline.torch._pipeline.materialise import Init, unfilled
 from paceline.torch._pipeline.measure import BlockCost
 from paceline.torch._pipeline.pipeline import Pipeline
 from paceline.torch._pipeline.planner import plan_of
@@ -82,6 +83,7 @@ class _Asked(NamedTuple):
     memory: Memory | None
     reduction: Reduction
     replicate: Replicate | None
+    init: Init | None
 
 
 class Layout:
@@ -141,7 +143,14 @@ class Layout:
             f"trainer: {chosen.kind} is planned only, this version cannot run it. Choose {self.best.kind!r}."
         )
 
+    def _fill(self) -> None:
+        module = self._asked.module
+        without_memory = unfilled(module, blocks_of(module, self._asked.blocks), self._asked.init)
+        if without_memory is not None:
+            without_memory.fill()
+
     def _data_parallel(self, chosen: Candidate) -> DataParallel:
+        self._fill()
         asked = self._asked
         devices: Any = asked.devices
         if len(chosen.items) < len(self._names):
@@ -163,11 +172,13 @@ class Layout:
             memory=asked.memory,
             reduction=asked.reduction,
             replicate=asked.replicate,
+            init=asked.init,
         )
         trainer._planner.know(self._costs, self._speeds)
         return trainer
 
     def _replicas(self) -> PipelineReplicas:
+        self._fill()
         asked = self._asked
         devices = list(asked.devices.devices) if isinstance(asked.devices, DeviceGroup) else asked.devices
         orders = [plan.order for plan in self._plans["replicas of pipelines"]]
@@ -324,7 +335,8 @@ def layout(
         if not any(one["fits"] and one["runnable"] for one in found):
             raise OutOfMemory(f"layout: {next(one['reason'] for one in found if one['kind'] == 'pipeline')}")
         given = devices if isinstance(devices, DeviceGroup) else list(pipeline.group.devices)
-        asked = _Asked(module, given, blocks, memory, reduction, replicate)
+        found_blocks = [block.module for block in planner.blocks]
+        asked = _Asked(module, given, found_blocks, memory, reduction, replicate, init)
         names = [device.name for device in pipeline.group.devices]
         return Layout(asked, names, planner.limits, items, *planner.known, found)
 
@@ -337,6 +349,11 @@ def _measure(
     with pipeline._lifetime.between_steps("layout"):
         whole, objective = pipeline._training.prepared(batch, weight, None, batch_layout)
         execution.places.begin(whole)
+
+        if pipeline._execution.unfilled is not None:
+            assert isinstance(work, PipelineWork)
+            execution.measure(work, whole, loss_fn)
+            return whole.size
 
         def attempt() -> None:
             frame = execution.frame(work, whole, loss_fn)

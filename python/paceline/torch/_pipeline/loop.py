@@ -351,13 +351,17 @@ class PipelineWork(Workload):
         self.alone = None
         self._kinds: dict[Hashable, int] = {}
 
+    def follow(self, whole: Batch, least: int) -> None:
+        """Fit what is planned to the batch of the next step. `least`: the fewest items of a micro-batch."""
+        self.planner.least_items = least
+        self.planner.follow(whole.size, sum(shape.numel() * dtype.itemsize for shape, dtype in whole.item_shapes))
+
     def plan_for(self, whole: Batch, least: int, must_run_alone: Callable[[PipelinePlan], bool]) -> PipelinePlan:
         """What the next step runs."""
         least = 2 if self.normalises else least
         if self.predicts:
             plan = self.planner.predictions(whole.size, least)
             return plan.in_one_stage() if must_run_alone(plan) else plan
-        self.planner.least_items = least
-        self.planner.follow(whole.size, sum(shape.numel() * dtype.itemsize for shape, dtype in whole.item_shapes))
+        self.follow(whole, least)
         plan = self.planner.plan(whole.size)
         return plan.alone() if must_run_alone(plan) else plan

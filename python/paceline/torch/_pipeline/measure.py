@@ -45,6 +45,11 @@ class BlockClock:
         self._block = 0
         self._last = time.perf_counter()
 
+    @property
+    def block(self) -> int:
+        """The last block that was entered, or the first."""
+        return self._block
+
     def paused(self, seconds: float) -> None:
         """The lane has waited for a turn."""
         self._last += seconds
@@ -75,11 +80,21 @@ class BlockClock:
         seconds[index] += now - self._last
         self._last = now
 
+    def knows(self, there: Iterable[torch.Tensor], *, anew: bool = False) -> None:
+        """Do not count what is `there` anyway. `anew`: everything else is gone, and its addresses may come again."""
+        if anew:
+            self._known.clear()
+        self._known.update(one.untyped_storage().data_ptr() for one in there if one.layout is torch.strided)
+
+    def has_counted(self, tensor: torch.Tensor) -> bool:
+        """Whether its memory is not counted any more."""
+        return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in self._known
+
     @contextlib.contextmanager
     def counting_saved(self, there: Iterable[torch.Tensor]) -> Iterator[None]:
         """Count what autograd saves, but for what is `there` anyway. This takes time, so such a micro-batch is no measure of it."""
         self.counts = True
-        self._known.update(one.untyped_storage().data_ptr() for one in there if one.layout is torch.strided)
+        self.knows(there)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.layout is torch.strided:

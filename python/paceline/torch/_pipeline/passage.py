@@ -83,6 +83,8 @@ class Passage:
                 counts = not any(one.ran for one in measured.clocks.values())
                 clock = measured.clocks[micro_batch] = self._clock(planner, parameters)
             journey = self._journey(lanes, micro_batch, clock, trains=trains)
+            journey.reorders = planner.finds_order
+            journey.devices = [group.devices[device].name for device in plan.order]
             with lock:
                 at[begin] = journey
             try:

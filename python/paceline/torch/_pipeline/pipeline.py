@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast, get_args
 
@@ -17,7 +18,7 @@ from paceline.torch._pipeline.arguments import check_cuts, check_whole_gpus
 from paceline.torch._pipeline.blocks import Blocks, blocks_of
 from paceline.torch._pipeline.execution import PipelineExecution
 from paceline.torch._pipeline.loop import PipelineWork
-from paceline.torch._pipeline.materialise import Init, materialise
+from paceline.torch._pipeline.materialise import Init, unfilled
 from paceline.torch._pipeline.placed_execution import PlacedExecution
 from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.reports import PipelineReports, PipelineTracing
@@ -47,7 +48,16 @@ class StagesTrainer(Trainer):
         self, cls: type[torch.optim.Optimizer], parameters: Iterable[Any] | None = None, /, **options: Any
     ) -> torch.optim.Optimizer:
         self._planner.optimized_by(cls, options)
-        return super().optimizer(cls, parameters, **options)
+        made = super().optimizer(cls, parameters, **options)
+        execution = weakref.ref(self._execution)
+
+        def before_load(optimizer: Any, state: Any) -> None:
+            owner = execution()
+            if owner is not None:
+                owner.fill()  # a state goes to where its parameters are
+
+        made.register_load_state_dict_pre_hook(before_load)
+        return made
 
     optimizer.__doc__ = Trainer.optimizer.__doc__
 
@@ -73,7 +83,8 @@ class Pipeline(StagesTrainer):
         As for `DataParallel`, but for parts of GPUs. Devices that do not pay are left out. Stages on GPUs have not run on a GPU yet.
     blocks
         Where the module may be cut: the name of a list of modules in it (``"transformer.h"``), or a list of modules in the order of the forward.
-        None: the parts of one class in lists and sequences that have most of the parameters.
+        None: the parts of one class in lists and sequences that have most of the parameters, with parts of other classes beside them that have at
+        least a quarter as many: the layers of encoder and decoder. On host devices the first call finds out in which order the forward calls them.
     cuts
         The first blocks of the stages, in place of planned cuts: ``[0, 6, 9]`` for three stages.
     schedule
@@ -92,7 +103,10 @@ class Pipeline(StagesTrainer):
         ``init(name, part)`` fills a part of the module whose parameters or buffers are on the device ``"meta"``, after memory was allocated for
         it: a block, or a module outside of the blocks, which fills what it has itself. `name` is its name in the module. For modules that were
         made without memory. Tied parameters stay tied; `init` fills them once for each part that has them. Or the path of a ``state_dict`` that
-        ``torch.save`` has written.
+        ``torch.save`` has written. The module is filled in the first call that runs it, loads it or saves it, and `init` is called then. If that is a
+        step on host devices, blocks are measured before: one after the other, each with memory for its turn only and with values that are not
+        `init`'s. Then the stages are planned, and only then filled. Loading the state of an optimizer that `optimizer` has made fills the module, too;
+        load that of another one after the first step. With GPUs the module is filled in host memory at once.
     group
         Only ``"alone"``: stages are devices of one process.
 
@@ -110,12 +124,14 @@ class Pipeline(StagesTrainer):
     random numbers, it draws those that ``Pipeline(devices=["host:0"])`` draws. Autocast casts at each use, as with ``cache_enabled=False``.
 
     Several micro-batches are under way at once. So what a forward leaves for the next one is exact within one stage only: a buffer that one
-    stage writes and another one reads, or a count in an attribute, has what it had for some earlier micro-batch.
+    stage writes and another one reads, or a count in an attribute, has what it had for some earlier micro-batch. The steps that measure blocks
+    warn of attributes that a forward reads and changes, and of buffers that several blocks share.
 
     `step` refuses a forward that calls a block twice or out of order, and activation checkpointing over more than one stage (checkpoint each
     block by itself, with ``use_reentrant=False``). Compile blocks (``block.compile()``), not the module.
 
-    If memory runs out, the step runs again with fewer micro-batches in flight, then with other cuts.
+    If memory runs out, the step runs again with fewer micro-batches in flight, then with other cuts. After 64 steps, what did not fit is tried
+    again, since another program may have used the memory; if it still does not fit, the next try comes after twice as many steps.
 
     With GPUs the parameters, buffers, gradients and optimizer states of a stage lie on its device until `close`, in the same objects. So only the
     trainer can run the module until then. The loss and what `predict` returns are where the module was. Exact then means: to the bit on GPUs of
@@ -132,6 +148,7 @@ class Pipeline(StagesTrainer):
     """
 
     _planner: Planner
+    _execution: PipelineExecution
 
     def __init__(
         self,
@@ -164,7 +181,7 @@ class Pipeline(StagesTrainer):
             check_count("Pipeline", "micro_batches", micro_batches)
         found = blocks_of(module, blocks)
         check_cuts(cuts, len(found))
-        materialise(module, found, init)
+        without_memory = unfilled(module, found, init)
         local = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices(devices, module))
         owned = local is not devices
         try:
@@ -175,7 +192,11 @@ class Pipeline(StagesTrainer):
                     "or name more devices; several host devices may share a core."
                 )
             on_gpus = any(device.kind == "cuda" for device in local.devices)
-            places = StagePlaces(local, module) if on_gpus else Places(local, module, 600.0, "auto")
+            if without_memory is not None and on_gpus:
+                without_memory.fill()
+                without_memory = None
+            known = nn.Module() if without_memory is not None else module  # what has to be where the devices are
+            places = StagePlaces(local, module) if on_gpus else Places(local, known, 600.0, "auto")
             limits = memory_limits(memory, local)
             planner = Planner(
                 local,
@@ -186,6 +207,7 @@ class Pipeline(StagesTrainer):
                 schedule=schedule,
                 micro_batches=micro_batches,
             )
+            planner.finds_order = blocks is None and not on_gpus
             self._planner = planner
             works = PipelineWorks(local, places, planner)
             replicas = LaneReplicas(module, SharedPlaces(places), replicate)
@@ -194,6 +216,7 @@ class Pipeline(StagesTrainer):
                 if isinstance(places, StagePlaces)
                 else PipelineExecution(local, module, places, replicas, found)
             )
+            execution.unfilled = without_memory
         except BaseException:
             if owned:
                 local.close()

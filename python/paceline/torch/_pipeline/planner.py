@@ -10,7 +10,7 @@ import torch
 from paceline import DeviceGroup, OutOfMemory
 from paceline._core import engine as core
 from paceline._core.balance import StageBalancer, layouts
-from paceline.torch._pipeline.blocks import Block
+from paceline.torch._pipeline.blocks import Block, in_order_of
 from paceline.torch._pipeline.measure import BlockClock, BlockCost, Measured, costs_of, speeds_of
 from paceline.torch._pipeline.plans import Action, PipelinePlan
 
@@ -33,7 +33,7 @@ class Planner:
     def __init__(
         self,
         group: DeviceGroup,
-        blocks: Sequence[Block],
+        blocks: list[Block],
         parameters: Sequence[torch.Tensor],
         limits: Sequence[int | None],
         *,
@@ -42,6 +42,7 @@ class Planner:
         micro_batches: int | None,
     ) -> None:
         self.retired: set[int] = set()
+        self.finds_order = False  # of the blocks, since it is not given, and nothing has run yet
         self.least_items = 1
         self.measured: list[Measured] = []
         self.balancer: StageBalancer | None = None
@@ -63,9 +64,25 @@ class Planner:
         self._measured_in = _MICRO_BATCHES if micro_batches is None else micro_batches
         self._trained: list[bool] = []  # which parameters were, when the blocks were measured
         self._measured_bytes = 0  # of an item then
+        self._steps = 0  # that were recorded
+        self._steps_before = 0  # the balancer's first plan
         self._moves = 0  # of balancers from before blocks were measured again
 
     # What `PipelineExecution` asks
+
+    def renewed(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Others have taken the place of the module's parameters, or not. Those that are not registered come last."""
+        self._parameters = parameters[: len(self._parameters)]
+
+    def reorder(self, calls: Sequence[int]) -> None:
+        """Put the blocks into the order of these calls, once."""
+        in_order_of(calls, self.blocks)
+        self.finds_order = False
+
+    @property
+    def glue(self) -> list[torch.Tensor]:
+        """The parameters outside of the blocks."""
+        return [self._parameters[index] for index in self._glue]
 
     def follow(self, items: int, item_bytes: int) -> None:
         """Measure the blocks again if they cost something else by now.
@@ -130,11 +147,11 @@ class Planner:
 
     def record(self, plan: PipelinePlan, record: Sequence[Sequence[Action]], *, evidence: bool) -> None:
         """Take note of a step that was committed."""
+        self._steps += 1
         if self.balancer is None:
             self.add(self._next)
             return
-        if not plan.figures:
-            return  # it ran one micro-batch at a time
+        evidence = evidence and bool(plan.figures)  # else it ran one micro-batch at a time
         self.balancer.record([(*_seconds_of(actions), not evidence) for actions in record])
 
     def add(self, step: Measured) -> None:
@@ -176,6 +193,26 @@ class Planner:
 
     # Measuring
 
+    def measure(self, items: int, run: Callable[[int, bool], BlockClock]) -> None:
+        """Measure the blocks before the first step, by `run(size, counts)`, which takes one micro-batch through one block after the other.
+
+        Devices count as equally fast until steps tell.
+        """
+        self._measuring(items)
+        plan = self._next.plan
+        for count in self._counts(items):
+            size = sizes_of(items, count)[0]
+            clocks = {number: run(size, counts) for number, counts in enumerate((True, False))}
+            self.measured.append(Measured(plan._replace(sizes=(size, size)), clocks))
+        self._know()
+
+    def _counts(self, items: int) -> list[int]:
+        """The numbers of micro-batches of steps that measure. The second one is larger, or smaller if the batch allows no larger one."""
+        most = max(1, items // self.least_items)
+        count = min(self._measured_in, most)
+        other = 2 * count if 2 * count <= most else max(1, count // 2)
+        return [count, other] if self.plans_micro_batches else [count]
+
     def _trials(self) -> list[bool]:
         """The steps that measure: whether each stage is on the next device."""
         several = len(self._names) - len(self.retired) > 1 and len(self.blocks) > 1
@@ -185,10 +222,7 @@ class Planner:
     def _measuring(self, items: int) -> PipelinePlan:
         trials = self._trials()
         trial = min(len(self.measured), len(trials) - 1)
-        most = max(1, items // self.least_items)
-        count = min(self._measured_in, most)
-        if trial > 0 and not trials[trial]:  # smaller micro-batches, or larger ones if the batch allows no smaller ones
-            count = 2 * count if 2 * count <= most else max(1, count // 2)
+        count = self._counts(items)[-1 if trial > 0 and not trials[trial] else 0]
         if self.measured and not trials[trial]:
             plan = self.measured[0].plan
             cuts, order = plan.cuts, plan.order
@@ -229,6 +263,7 @@ class Planner:
         self.costs, self._speeds = list(costs), list(speeds)
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         self.balancer = self._balancer(self.costs, self._given)
+        self._steps_before = self._steps
 
     def layouts(self, items: int) -> list[dict[str, Any]]:
         """All ways of laying out the module for a batch of so many items, the best first. Requires: the costs are known."""
@@ -275,7 +310,8 @@ class Planner:
 
     @property
     def recent_moves(self) -> list[dict[str, Any]]:
-        return [] if self.balancer is None else self.balancer.recent_moves
+        moves = [] if self.balancer is None else self.balancer.recent_moves
+        return [{**move, "step": move["step"] + self._steps_before} for move in moves]
 
     @property
     def speeds(self) -> list[float]:
@@ -296,7 +332,7 @@ class Planner:
     def explain(self) -> str:
         if self.balancer is None:
             return "Measuring the blocks: the first steps run one micro-batch after the other.\n"
-        return f"{self.balancer.explain().rstrip()}\n"
+        return f"{self.balancer.explain(self._steps_before).rstrip()}\n"
 
 
 def sizes_of(items: int, count: int) -> tuple[int, ...]:

@@ -84,6 +84,7 @@ class ReplicasPlanner:
     """Plans the steps of all pipelines: their shares of the batch, and by their own planners all else."""
 
     measures = None  # all is known from the start
+    finds_order = False
     plans_micro_batches = True
 
     def __init__(self, groups: Sequence[DeviceGroup], planners: Sequence[Planner]) -> None:
@@ -100,6 +101,11 @@ class ReplicasPlanner:
 
     def follow(self, items: int, item_bytes: int) -> None:
         """Nothing is measured again: `layout` has measured all."""
+
+    def renewed(self, parameters: Sequence[Any]) -> None:
+        """Others have taken the place of the module's parameters, or not."""
+        for planner in self.planners:
+            planner.renewed(parameters)
 
     def plan(self, items: int) -> ReplicasPlan:
         """What the next step runs."""

@@ -253,6 +253,11 @@ class Replicas:
                 self.shared = False
                 raise
 
+    def renew(self) -> None:
+        """Make them anew, since parameters and buffers have got other memory."""
+        with torch.inference_mode(False):
+            self._build()
+
     def refresh(self, function: Any = None, *, hooks: bool = False) -> None:
         """Follow what the user changed on the module, before a step of `function`. Costs a pass over cached lists.
 

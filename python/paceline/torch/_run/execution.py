@@ -33,6 +33,10 @@ Gradients = list[torch.Tensor | None]
 class Execution(Runner):
     """Uses the replicas' gradients freely while a call runs, and writes the user's gradients at the end."""
 
+    # The cure of norms over micro-batches where `check` has found out: there is no device yet whose statistics count.
+    cure_of_running_statistics = (
+        "Use DataParallel(..., batch_norm='synchronised'), GroupNorm or LayerNorm, or evaluation mode for these."
+    )
     cannot_check = ""  # why `DataParallel.check` cannot run, and what to do
 
     def __init__(
@@ -64,7 +68,7 @@ class Execution(Runner):
             parameters = [self.replicas.parameters, *replicas]
             self._outside.begin(run.loss_fn, parameters, self.replicas.shared, carries=run.carries)
             if keep and self.faults is not None:
-                run.around.append(self.faults(self.calls))
+                self._inject(run, self.faults(self.calls))
             outcome = self._execute(work, run)
             user.check()
             run.part = keep and self.ranks is not None
@@ -100,6 +104,9 @@ class Execution(Runner):
             raise
         finally:
             self.drop_gradients()
+
+    def _inject(self, run: TrainRun, faults: Around) -> None:
+        run.around.append(faults)
 
     def join(self, ranks: Ranks) -> None:
         """Train together with other processes from now on."""

@@ -103,6 +103,9 @@ class Runner:
             synchronised,
         )
 
+    def fill(self) -> None:
+        """Give the module memory and values, if it has none yet."""
+
     @property
     def synchronised(self) -> bool:
         """Whether the module, as it is now, has batch normalisation that is over the batch of all devices."""

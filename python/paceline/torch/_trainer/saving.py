@@ -172,6 +172,7 @@ class Saving:
             states = (
                 None if optimizer is None else {name: one.state_dict() for name, one in _named(optimizer, "save_async")}
             )
+            self._execution.fill()
             model = self._module.state_dict()
             parts = {
                 "model": model,
@@ -245,6 +246,7 @@ class Saving:
             _check_state("load", parts["trainer"])
             self._data.check(parts["trainer"])
             try:
+                self._execution.fill()
                 model: Any = OrderedDict(parts["model"])
                 model._metadata = parts["versions"]
                 self._module.load_state_dict(model)

@@ -1,0 +1,121 @@
+"""Finds what a forward leaves for the forward of the next micro-batch, while blocks are measured."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.torch._pipeline.blocks import Block
+from paceline.torch._replicas.original import guarded
+from paceline.torch._replicas.reach import BARE
+
+Named = tuple[str, nn.Module]
+_Key = tuple[int, str]  # a module by number, and the name of its attribute
+_CONTAINERS = (list, dict, set, deque)
+
+
+class Carried:
+    """Looks at the first two micro-batches of each lane.
+
+    An attribute is carried if the first one sets it, and the second one reads it before it sets it again. One that is set before it is read is
+    a result of the forward, and one that is set once is a cache: both are fine.
+    """
+
+    def __init__(self, blocks: Sequence[Block], modules: Sequence[Named]) -> None:
+        self.found: dict[str, None] = {}  # in words
+        owners: dict[int, list[str]] = {}
+        for block in blocks:
+            for part in block.module.modules():
+                owners.setdefault(id(part), []).append(block.name)
+        # By name: the blocks that have a part, if there are several.
+        self._owners = {name: owners[id(part)] for name, part in modules if len(owners.get(id(part), ())) > 1}
+        self._set: dict[int, set[_Key]] = {}  # by lane: what its first micro-batch has set
+        self._over: set[int] = set()  # lanes that have run two
+
+    @contextlib.contextmanager
+    def micro_batch(self, lane: int, modules: list[Named]) -> Iterator[None]:
+        """Around a micro-batch that runs on these modules."""
+        if lane in self._over:
+            yield
+            return
+        before, written = _states(modules), self._buffers(modules)
+        wanted = self._set.get(lane)
+        read: set[_Key] = set()
+        looked_at = sorted({index for index, _ in wanted or ()})
+
+        def note(number: int, name: str) -> bool:
+            key = looked_at[number], name
+            if wanted is not None and key in wanted and vars(modules[key[0]][1]).get(name) is before[key][0]:
+                read.add(key)
+            return False  # it may be read
+
+        with guarded([modules[index] for index in looked_at], note):
+            yield
+        after = _states(modules)
+        changed = {key for key, state in after.items() if not _same(state, before.get(key))}
+        if wanted is None:
+            self._set[lane] = changed
+        else:
+            self._over.add(lane)
+            for index, name in sorted(changed & read):
+                self.found[f"the attribute {_path(modules[index][0], name)}"] = None
+        now = self._buffers(modules)
+        self.found |= dict.fromkeys(what for what, version in now.items() if version != written[what])
+
+    def _buffers(self, modules: list[Named]) -> dict[str, Any]:
+        """Versions of the buffers that several blocks share, by what to say of them."""
+        return {
+            f"the buffer {_path(name, buffer)}, which {' and '.join(self._owners[name][:2])} share": _version(
+                part, value
+            )
+            for name, part in modules
+            if name in self._owners
+            for buffer, value in part._buffers.items()
+            if value is not None
+        }
+
+
+def message(found: Sequence[str]) -> str:
+    """What to tell the user of it."""
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return (
+        f"Pipeline: a forward leaves something for the next micro-batch in {', '.join(found[:3])}{more}. Several micro-batches are under way at once, "
+        "so it finds what some earlier one has left, and gradients that depend on it are not those of one device. Pass it through the forward or "
+        "the batch, or keep it in a buffer that one block alone writes and reads. Where it only counts or logs, ignore this. Otherwise use one device."
+    )
+
+
+def _states(modules: Sequence[Named]) -> dict[_Key, tuple[Any, Any]]:
+    """The numbers, tensors and containers in attributes, each with what changes if it is written in place."""
+    found: dict[_Key, tuple[Any, Any]] = {}
+    for index, (_, module) in enumerate(modules):
+        for name, value in vars(module).items():
+            if name in BARE:
+                continue
+            if isinstance(value, torch.Tensor):
+                found[index, name] = value, 0 if value.is_inference() else value._version
+            elif isinstance(value, _CONTAINERS):
+                found[index, name] = value, len(value)
+            elif isinstance(value, (int, float, complex)) or value is None:
+                found[index, name] = value, value
+    return found
+
+
+def _same(state: tuple[Any, Any], before: tuple[Any, Any] | None) -> bool:
+    return before is not None and state[0] is before[0] and state[1] == before[1]
+
+
+def _version(module: nn.Module, buffer: torch.Tensor) -> Any:
+    """Changes when the buffer is written. Batch normalisation does not count what it writes."""
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return None if buffer.numel() == 0 else buffer.clone().tolist()
+    return id(buffer), buffer._version
+
+
+def _path(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name

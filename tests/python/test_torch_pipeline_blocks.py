@@ -1,0 +1,181 @@
+"""Which blocks are found, and in which order."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import InvalidArgument
+from paceline.torch import Pipeline, layout
+from paceline.torch._pipeline.blocks import blocks_of
+from torch_support import TWO
+
+
+class Translation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = nn.Transformer(16, 2, 3, 3, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Any) -> Any:
+        return self.transformer(x, x)
+
+
+class Conv(nn.Module):
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(before, after, 3, padding=1)
+
+    def forward(self, x: Any) -> Any:
+        return torch.relu(self.conv(x))
+
+
+class UNet(nn.Module):
+    """Its ups are registered before its downs, and a list has one more block that runs between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ups = nn.ModuleList([Conv(32, 8), Conv(16, 3)])
+        self.downs = nn.ModuleList([Conv(3, 8), Conv(8, 16)])
+        self.middle = nn.ModuleList([Conv(16, 16)])
+
+    def forward(self, x: Any) -> Any:
+        skips = []
+        for down in self.downs:
+            x = down(x)
+            skips.append(x)
+        for middle in self.middle:
+            x = middle(x)
+        for up in self.ups:
+            x = up(torch.cat([x, skips.pop()], 1))
+        return x
+
+
+class Levels(nn.Module):
+    """A list of dictionaries, which nothing calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels = nn.ModuleList(nn.ModuleDict({"down": Conv(3, 3), "up": Conv(3, 3)}) for _ in range(2))
+
+    def forward(self, x: Any) -> Any:
+        levels: Any = self.levels
+        for level in levels:
+            x = level["down"](x)
+        for level in reversed(levels):
+            x = level["up"](x)
+        return x
+
+
+IN_ORDER: dict[str, tuple[type[nn.Module], torch.Size, list[str]]] = {
+    "a translation transformer": (
+        Translation,
+        torch.Size((8, 5, 16)),
+        [f"transformer.{part}.layers.{index}" for part in ("encoder", "decoder") for index in range(3)],
+    ),
+    "a U-Net": (UNet, torch.Size((8, 3, 6, 6)), ["downs.0", "downs.1", "middle.0", "ups.0", "ups.1"]),
+    "dictionaries": (
+        Levels,
+        torch.Size((8, 3, 6, 6)),
+        ["levels.0.down", "levels.1.down", "levels.1.up", "levels.0.up"],
+    ),
+}
+
+
+def squares(module: Any, batch: Any) -> Any:
+    return module(batch).square().mean()
+
+
+def names_of(trainer: Pipeline) -> list[str]:
+    return [block["name"] for block in trainer.report()["pipeline"]["blocks"]]
+
+
+@pytest.mark.parametrize("what", IN_ORDER)
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_blocks_are_found_and_run_in_the_order_of_the_forward(what: str, on_meta: bool) -> None:
+    made, shape, order = IN_ORDER[what]
+    torch.manual_seed(0)
+    module, batch = made(), torch.randn(shape)
+    plain = copy.deepcopy(module)
+    options: dict[str, Any] = {"micro_batches": 4, "cuts": [0, 2]}
+    if on_meta:
+        module = module.to("meta")
+        parts = dict(plain.named_modules())
+        options["init"] = lambda name, part: part.load_state_dict(parts[name].state_dict())
+    with Pipeline(module, TWO, **options) as trainer:
+        for _ in range(4):
+            module.zero_grad()
+            trainer.step(squares, batch)
+        assert names_of(trainer) == order
+        assert len(trainer.report()["pipeline"]["stages"]) == 2
+        for part in batch.split(2):
+            (squares(plain, part) * (2 / 8)).backward()
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_a_layout_keeps_the_order() -> None:
+    batch = torch.randn(8, 3, 6, 6)
+    found = layout(UNet(), squares, batch, TWO)
+    with found.trainer("pipeline") as trainer:
+        trainer.step(squares, batch)
+        assert trainer.report()["pipeline"]["blocks"][0]["name"] == "downs.0"
+
+
+def test_a_prediction_may_come_first() -> None:
+    module, batch = UNet(), torch.randn(8, 3, 6, 6)
+    with Pipeline(module, TWO) as trainer:
+        torch.testing.assert_close(trainer.predict(batch), module(batch).detach())
+        trainer.step(squares, batch)
+
+
+class Alternates(nn.Module):
+    """Every other forward calls the blocks in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.count = 0
+
+    def forward(self, x: Any) -> Any:
+        self.count += 1
+        for index in (0, 1, 2, 3) if self.count % 2 else (1, 0, 2, 3):
+            x = self.blocks[index](x)
+        return x
+
+
+def test_an_order_that_changes_is_refused() -> None:
+    batch = torch.randn(8, 4)
+
+    def steps() -> None:
+        for _ in range(3):
+            trainer.step(squares, batch)
+
+    with Pipeline(Alternates(), TWO, micro_batches=4) as trainer:
+        with pytest.raises(InvalidArgument, match="in the order of the blocks"):
+            steps()
+
+
+def test_an_order_that_was_given_is_kept() -> None:
+    module = UNet()
+    with Pipeline(module, TWO, blocks=[*module.ups, *module.downs]) as trainer:
+        with pytest.raises(
+            InvalidArgument, match=r"calls ups\.0 after downs\.1.*Give blocks= in the order of the forward"
+        ):
+            trainer.step(squares, torch.randn(8, 3, 6, 6))
+
+
+def test_small_lists_beside_the_blocks_are_no_blocks() -> None:
+    module = nn.ModuleDict({"head": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
+    module["layers"] = nn.ModuleList(nn.LSTM(8, 8) for _ in range(4))
+    assert [block.name for block in blocks_of(module, None)] == [f"layers.{index}" for index in range(4)]
+
+
+def test_lists_are_no_blocks() -> None:
+    with pytest.raises(InvalidArgument, match=r"levels\.0, is a ModuleDict, which has no forward"):
+        Pipeline(Levels(), TWO, blocks="levels")
