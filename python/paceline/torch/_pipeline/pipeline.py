@@ -119,8 +119,7 @@ class Pipeline(StagesTrainer):
 
     With GPUs the parameters, buffers, gradients and optimizer states of a stage lie on its device until `close`, in the same objects. So only the
     trainer can run the module until then. The loss and what `predict` returns are where the module was. Exact then means: to the bit on GPUs of
-    one architecture whose kernels are deterministic, but for tensors that need a gradient and are used by several stages (the order of their sums
-    changes) and for random draws, since each GPU has a generator of its own.
+    one architecture whose kernels are deterministic, but for random draws, since each GPU has a generator of its own.
 
     Examples
     --------

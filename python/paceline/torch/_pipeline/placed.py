@@ -159,7 +159,7 @@ class PlacedJourney(Journey):
         try:
             return super().turn_back()
         finally:
-            self.crossings.forget()
+            self.crossings.turn_back()
 
     def forget(self) -> None:
         super().forget()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 from torch import nn
@@ -43,7 +44,13 @@ class PlacedExecution(PipelineExecution):
     def _passage_of(self, plan: PipelinePlan) -> PlacedPassage:
         outside = outside_of(self.replicas.named_modules, self.blocks)
         replica = self.replicas.list[0]
-        return PlacedPassage(self.blocks, plan, replica, self.places, self._placement, outside, strays=self._strays)
+        strays = self._strays or self._comes_back(plan)
+        return PlacedPassage(self.blocks, plan, replica, self.places, self._placement, outside, strays=strays)
+
+    def _comes_back(self, plan: PipelinePlan) -> bool:
+        """Whether stages of one memory have another one between them. No operator fails there on a tensor that has a later copy."""
+        memories = [memory for memory, _ in groupby(self.places.devices[device] for device in plan.order)]
+        return len(set(memories)) < len(memories)
 
     def _tries_again(self, error: BaseException) -> bool:
         if self._strays or not isinstance(error, RuntimeError) or _ELSEWHERE not in str(error):
