@@ -7,12 +7,14 @@ stage that it goes to. In the backward `_Arrive` begins to copy the gradient bac
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from itertools import dropwhile
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.torch._devices.stages import Sent, StagePlaces
@@ -42,11 +44,23 @@ class _Link(NamedTuple):
     chain: _Chain
 
 
+class Shared:
+    """The modules, by identity, that all lanes use: what is compiled, and what is in it. One lane at a time gives them tensors of its own.
+
+    No gate is in them, so who has the lock waits for no turn.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self.modules = set(map(id, modules))
+        self.lock = threading.RLock()
+
+
 class Crossings:
     """What has crossed in one micro-batch. Tensors are kept until `forget`, so that no other one gets their identity."""
 
-    def __init__(self, places: StagePlaces) -> None:
+    def __init__(self, places: StagePlaces, shared: Shared) -> None:
         self._places = places
+        self._shared = shared
         self._copies: dict[tuple[int, torch.device], tuple[torch.Tensor, int, Sent]] = {}  # of what needs no gradient
         self._chains: dict[int, _Link] = {}  # by the identity of each copy
         self._keeps_chains = True
@@ -134,8 +148,17 @@ class Crossings:
             self._chains[id(chain.last)] = _Link(chain.last, chain.last._version, chain)
 
     @contextlib.contextmanager
-    def borrowed(self, module: torch.nn.Module) -> Iterator[None]:
-        """While a module is called, let its own parameters and buffers be here, as copies if they live elsewhere."""
+    def borrowed(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+        """While modules are called, let their own parameters and buffers be here, as copies if they live elsewhere."""
+        with contextlib.ExitStack() as stack:
+            for module in modules:
+                if id(module) in self._shared.modules:
+                    stack.enter_context(self._shared.lock)
+                stack.enter_context(self._borrowed(module))
+            yield
+
+    @contextlib.contextmanager
+    def _borrowed(self, module: torch.nn.Module) -> Iterator[None]:
         here, moves = self._places.here, self.moves
         parameters, buffers = module._parameters, module._buffers
         away = {name: one for name, one in parameters.items() if one is not None and moves(one, here)}
@@ -204,6 +227,22 @@ class Strays(TorchFunctionMode):
     def __init__(self, crossings: Crossings) -> None:
         super().__init__()
         self._crossings = crossings
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the calls inside alone."""
+        above = list(dropwhile(lambda mode: mode is not self, _get_current_function_mode_stack()))
+        for _ in above:
+            _pop_mode()
+        for mode in above[1:]:
+            _push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in above[1:]:
+                _pop_mode()
+            for mode in above:
+                _push_mode(mode)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

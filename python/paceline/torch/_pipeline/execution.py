@@ -66,7 +66,8 @@ class PipelineExecution(Execution):
         if self.replicas.generation != self._generation:
             self._check_module()
         plan = work.plan_for(whole, frame.least, self._must_run_alone(work, whole))
-        self._place(plan, fn, hooks=hooks)
+        if self._place(plan, fn, hooks=hooks):
+            work.seen.follow(self.replicas, self.module, fn, frame.state)
         lanes = plan.lanes
         work.seen.sizes = [work.seen.sizes[0]] * lanes
         work.seen.ever = [work.seen.ever[0]] * lanes
@@ -93,8 +94,9 @@ class PipelineExecution(Execution):
             )
         self._generation = self.replicas.generation
 
-    def _place(self, plan: PipelinePlan, fn: Callable[..., Any], *, hooks: bool) -> None:
-        """Bring the module to where the plan's stages are."""
+    def _place(self, plan: PipelinePlan, fn: Callable[..., Any], *, hooks: bool) -> bool:
+        """Bring the module to where the plan's stages are. Returns whether anything has moved."""
+        return False
 
     def _places_of(self, plan: PipelinePlan) -> LanePlaces:
         return LanePlaces(self.places, plan.lanes)

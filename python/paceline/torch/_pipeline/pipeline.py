@@ -167,7 +167,7 @@ class Pipeline(StagesTrainer):
         local = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices(devices, module))
         owned = local is not devices
         try:
-            check_whole_gpus(local, found)
+            check_whole_gpus(local)
             if cuts is not None and len(cuts) > len(local):
                 raise InvalidArgument(
                     f"Pipeline: cuts is {list(cuts)!r}, and each stage needs a device of its own: there are {len(local)} devices. Leave out cuts, "

@@ -39,12 +39,19 @@ class Placement:
 
     def follow(self, plan: PipelinePlan) -> bool:
         """Bring everything to where the plan's stages are. Returns whether anything has moved."""
+        return self._move(self._wanted(plan))
+
+    def would_move(self, plan: PipelinePlan) -> bool:
+        """Whether something is not where the plan's stages are."""
+        return any(one.device != device for one, device in self._wanted(plan))
+
+    def _wanted(self, plan: PipelinePlan) -> list[tuple[torch.Tensor, torch.device]]:
         stage_of = plan.stage_of(len(self._blocks))
         wanted: dict[int, tuple[torch.Tensor, torch.device]] = {}
         for one, block in self._owned():
             device = self._places.devices[plan.order[stage_of[block]]]
             wanted.setdefault(id(one), (one, device))
-        return self._move(list(wanted.values()))
+        return list(wanted.values())
 
     def home(self) -> None:
         """Bring everything back to where the module was, as the trainer ends."""
