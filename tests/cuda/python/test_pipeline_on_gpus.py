@@ -153,11 +153,6 @@ def test_what_gpus_cannot_do_is_refused(gpus: Any) -> None:
         pytest.raises(InvalidArgument, match="hpu:6, which is none of the devices"),
     ):
         trainer.step(case.loss_fn, tuple(one.to(fake_device.device(6)) for one in case.batch))
-    with (
-        Pipeline(case.model, BOXES["two"]) as trainer,
-        pytest.raises(InvalidArgument, match="check: it runs the module on"),
-    ):
-        trainer.check(case.loss_fn, case.batch)
 
 
 def test_a_save_holds_what_lies_on_several_gpus(gpus: Any, tmp_path: Path) -> None:
@@ -176,3 +171,32 @@ def test_a_save_holds_what_lies_on_several_gpus(gpus: Any, tmp_path: Path) -> No
         assert all(torch.equal(one.cpu(), saved[name]) for name, one in case.model.state_dict().items())
         trainer.step(case.loss_fn, case.batch)
         optimizer.step()
+
+
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize(
+    ("box", "home"), [("two", "cpu"), ("two", "hpu:1"), ("host last", "cpu"), ("host between", "hpu:0")]
+)
+@pytest.mark.filterwarnings("ignore:random numbers drawn")
+def test_check_compares_what_gpus_compute_with_one_device(gpus: Any, box: str, home: str, draws: bool) -> None:
+    model: Any = text(tied=True).to(home)
+    case = Case(model, words(8), 2, {}, False)
+    if draws:
+        for layer in model.layers:
+            layer.norm.register_forward_hook(lambda module, args, result: nn.functional.dropout(result, 0.25))
+
+    def coupled(module: nn.Module, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = module(batch[0]).std(0).mean()
+        return loss
+
+    with Pipeline(model, BOXES[box], micro_batches=2) as trainer:
+        for _ in range(3):
+            trainer.step(case.loss_fn, case.batch)
+        before = [one.grad.cpu() for one in model.parameters() if one.grad is not None]
+        report = trainer.check(case.loss_fn, case.batch)
+        assert [cause.kind for cause in report.causes] == (["random draws"] if draws else []), report
+        assert report.splits[3].largest < report.tolerance, "on the devices"
+        assert not trainer.check(coupled, case.batch).exact
+        now = [one.grad.cpu() for one in model.parameters() if one.grad is not None]
+        assert all(torch.equal(one, other) for one, other in zip(now, before, strict=True))
+        trainer.step(case.loss_fn, case.batch)

@@ -29,7 +29,6 @@ class PlacedExecution(PipelineExecution):
     """A `PipelineExecution` whose stages have memories of their own."""
 
     places: StagePlaces
-    cannot_check = "it runs the module on one device as well, and its stages are on several. Check it with devices=['host:0', 'host:1'] before."
 
     def __init__(
         self, group: DeviceGroup, module: nn.Module, places: StagePlaces, replicas: LaneReplicas, blocks: list[Block]
@@ -79,6 +78,9 @@ class PlacedExecution(PipelineExecution):
             return False
         self._strays = True
         return True
+
+    def gather(self) -> None:
+        self._placement.gather()
 
     def release(self) -> None:
         super().release()

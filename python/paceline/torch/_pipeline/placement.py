@@ -56,10 +56,14 @@ class Placement:
     def home(self) -> None:
         """Bring everything back to where the module was, as the trainer ends."""
         self._hook.remove()
-        home = self._places.home
-        self._move([(one, home) for one in (*self._module.parameters(), *self._module.buffers())])
+        self.gather()
         for optimizer in self._optimizers:
             self._follow(optimizer)
+
+    def gather(self) -> None:
+        """Bring parameters and buffers back to where the module was, until the next plan is followed."""
+        home = self._places.home
+        self._move([(one, home) for one in (*self._module.parameters(), *self._module.buffers())])
 
     def _owned(self) -> list[tuple[torch.Tensor, int]]:
         """All parameters and buffers with their blocks, in the order of use: those that are tied belong to the first."""

@@ -49,7 +49,6 @@ class Execution:
     """Runs one call at a time. It uses the replicas' gradients freely, and writes the user's gradients at the end."""
 
     cure_of_norms = CURE  # that normalise over a part of the batch
-    cannot_check = ""  # why `DataParallel.check` cannot run, and what to do
 
     def __init__(
         self, group: DeviceGroup, module: nn.Module, places: Places, replicas: Replicas, *, synchronises: bool = False
@@ -368,6 +367,9 @@ class Execution:
         if self.replicas.shared:
             for replica in self.replicas.list:
                 replica.clear_gradients()
+
+    def gather(self) -> None:
+        """Bring the user's module to one device, until the next run."""
 
     def end(self) -> None:
         """Called when the workers have ended, or are left behind."""
