@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import nn
 import fake_device
 from paceline import InvalidArgument
 from paceline.torch import Pipeline, layout
+from paceline.torch._devices import cuda
+from paceline.torch._devices.stages import StagePlaces
 from pipeline_cases import Case, random_case
 from pipeline_gpu_cases import BOXES, Bridge, bridge_differences, differences, text, words
 
@@ -200,3 +203,53 @@ def test_check_compares_what_gpus_compute_with_one_device(gpus: Any, box: str, h
         now = [one.grad.cpu() for one in model.parameters() if one.grad is not None]
         assert all(torch.equal(one, other) for one, other in zip(now, before, strict=True))
         trainer.step(case.loss_fn, case.batch)
+
+
+def test_plans_keep_to_the_memory_that_is_free(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(text(), words(16), 2, {}, False)
+    size = sum(one.nbytes for one in case.model.parameters())
+    with Pipeline(case.model, BOXES["two"], micro_batches=4) as trainer:
+        assert {one["limit_bytes"] for one in trainer.report()["memory"].values()} == {2**34}
+    monkeypatch.setattr(
+        cuda, "free_memory", lambda index: 3 * size
+    )  # with gradients and Adam's states it takes four times its size
+    with Pipeline(case.model, BOXES["two"], micro_batches=4, memory={"cuda:1": 7 * size}) as trainer:
+        for _ in range(4):
+            trainer.step(case.loss_fn, case.batch)
+        report = trainer.report()
+        assert len(report["pipeline"]["stages"]) == 2
+        assert {name: one["limit_bytes"] for name, one in report["memory"].items()} == {
+            "cuda:0": 3 * size,
+            "cuda:1": 7 * size,
+        }
+        assert all(one["stage_bytes"] <= one["limit_bytes"] for one in report["memory"].values())
+    case.model.to(fake_device.device(0))
+    with Pipeline(case.model, BOXES["two"]) as trainer:
+        assert trainer.report()["memory"]["cuda:0"]["limit_bytes"] == 4 * size, "the module itself is there already"
+
+
+def test_plans_know_what_copies_take(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(text(), words(16), 2, {}, False)
+    seconds = {"fast": 1e-12, "slow": 1e-3}  # a byte
+    stages: dict[str, int] = {}
+    for name, one in seconds.items():
+
+        def copy_seconds(self: Any, source: Any, target: Any, size: int, one: float = one) -> float:
+            return 1e-5 + one * size
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StagePlaces, "copy_seconds", copy_seconds)
+            with Pipeline(case.model, BOXES["two"], micro_batches=4) as trainer:
+                for _ in range(4):
+                    trainer.step(case.loss_fn, case.batch)
+                stages[name] = len(trainer.report()["pipeline"]["stages"])
+                explained = trainer.explain()
+    assert "cuda:0 to cuda:1 1e-06 GB/s and 10 us" in explained
+    assert stages == {"fast": 2, "slow": 1}
+    streams = [gpus.device(), gpus.current(0), gpus.current(1)]
+    with Pipeline(case.model, BOXES["host between"], cuts=[0, 1, 2], micro_batches=4) as trainer:  # as measured
+        for _ in range(4):
+            trainer.step(case.loss_fn, case.batch)
+        assert [gpus.device(), gpus.current(0), gpus.current(1)] == streams, "the caller's"
+        for source, target in itertools.permutations(BOXES["host between"], 2):
+            assert f"{source} to {target} " in trainer.explain()

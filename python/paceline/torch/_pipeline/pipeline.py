@@ -82,7 +82,8 @@ class Pipeline(StagesTrainer):
     micro_batches
         How many micro-batches a batch is cut into, in place of a planned number.
     memory
-        How much memory each device has for its stage: bytes, or a fraction of its own, for all or by name. It holds the parameters of the
+        How much memory each device has for its stage: bytes, or a fraction of its own, for all or by name. None: what is free on a GPU, less
+        a sixteenth of all; no limit on the host. It holds the parameters of the
         stage with their gradients and the optimizer's state, and what is saved of each micro-batch in flight.
     reduction
         As for `DataParallel`.
@@ -176,6 +177,9 @@ class Pipeline(StagesTrainer):
             on_gpus = any(device.kind == "cuda" for device in local.devices)
             places = StagePlaces(local, module) if on_gpus else Places(local, module, 600.0, "auto")
             limits = memory_limits(memory, local)
+            if isinstance(places, StagePlaces):
+                free = places.free_bytes(module)
+                limits = [one if given is None else given for given, one in zip(limits, free, strict=True)]
             planner = Planner(
                 local,
                 found,
@@ -184,6 +188,7 @@ class Pipeline(StagesTrainer):
                 cuts=cuts,
                 schedule=schedule,
                 micro_batches=micro_batches,
+                link=places.slowest_link if isinstance(places, StagePlaces) else None,
             )
             self._planner = planner
             works = PipelineWorks(local, places, planner)
