@@ -71,6 +71,10 @@ class Queue:
         """An event, with the moment."""
         return extension().record(self.stream), time.perf_counter()
 
+    def has_finished(self) -> bool:
+        """It does its work during calls."""
+        return True
+
     def follow(self, event: tuple[int, float]) -> None:
         """Wait for it on the stream."""
         extension().wait(self.stream, event[0])
@@ -87,6 +91,7 @@ def replace(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "Queue", Queue)
     monkeypatch.setattr(cuda, "mark_current", lambda index: (built.record(built.current(index)), time.perf_counter()))
     monkeypatch.setattr(cuda, "wait_for_stream", lambda index: built.host_waits(built.record(built.current(index))))
+    monkeypatch.setattr(cuda, "follow_on_current", lambda index, event: built.wait(built.current(index), event[0]))
     monkeypatch.setattr(cuda, "wait", lambda event: built.host_waits(event[0]))
     monkeypatch.setattr(cuda, "seconds_between", lambda first, last: last[1] - first[1])
     monkeypatch.setattr(cuda, "free_memory", lambda index: 2**34)

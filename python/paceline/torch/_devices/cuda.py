@@ -88,6 +88,10 @@ class Queue:
         """An event after all that was enqueued so far. `wait` and `seconds_between` take it."""
         return _marked(self._stream)
 
+    def has_finished(self) -> bool:
+        """Whether it has done everything that was enqueued."""
+        return self._stream.query()
+
     def follow(self, event: Any) -> None:
         """Let what is enqueued from now on wait for the event."""
         self._stream.wait_event(event)
@@ -106,6 +110,11 @@ def _marked(stream: torch.cuda.Stream) -> torch.cuda.Event:
 def mark_current(index: int) -> Any:
     """An event after all that the calling thread's stream on that GPU has to do so far."""
     return _marked(torch.cuda.current_stream(index))
+
+
+def follow_on_current(index: int, event: Any) -> None:
+    """Let the calling thread's stream on that GPU wait for the event."""
+    torch.cuda.current_stream(index).wait_event(event)
 
 
 def wait(event: Any) -> None:

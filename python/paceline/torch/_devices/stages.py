@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -137,6 +138,11 @@ class StagePlaces(Places):
             for queues in (self._computes, self._sends, self._receives):
                 queues[cuda.device(gpu)].follow(event)
 
+    def lead_caller(self) -> None:
+        """Let what the calling thread will enqueue on the GPUs wait for the stages, whose gradients it may use."""
+        for gpu in self._gpus:
+            cuda.follow_on_current(gpu, self._computes[cuda.device(gpu)].mark())
+
     def drain(self) -> None:
         """Hold the calling thread until the GPUs have done everything, also what this thread has enqueued."""
         for gpu in self._gpus:
@@ -149,7 +155,12 @@ class StagePlaces(Places):
         return list(dict.fromkeys([torch.default_generator, *map(self.generator, range(len(self)))]))
 
     def has_finished(self, device: int) -> bool:
-        return True  # a step waits for its devices
+        queue = self._computes.get(self.devices[device])
+        if queue is None:
+            return True
+        with contextlib.suppress(RuntimeError):  # PyTorch's type for a failure of a GPU, which the next call reports
+            return queue.has_finished()
+        return True
 
     def release_memory(self) -> None:
         cuda.release_memory(False)

@@ -69,16 +69,23 @@ class PlacedPassage(Passage):
         self._journeys.clear()
         self._clocks.clear()
         self._starts = self.places.marks()
+        _wait_for(self._starts)  # so that the clocks of all devices begin at the same time
 
     def _end(self, outcome: Outcome) -> None:
-        self.places.drain()
+        if outcome.failed or self._clocks or len(self._journeys) < len(outcome.bounds):
+            self.places.drain()
         if outcome.failed or len(self._journeys) < len(outcome.bounds):
             return
         for clock in self._clocks:
             clock.settle()
-        outcome.record = [
-            [self._timed(stage, action) for action in actions] for stage, actions in enumerate(outcome.record)
-        ]
+        self.places.lead_caller()
+        ends, enqueued = self.places.marks(), outcome.record
+
+        def times() -> list[list[Action]]:
+            _wait_for(ends)
+            return [[self._timed(stage, action) for action in actions] for stage, actions in enumerate(enqueued)]
+
+        outcome.pending = times
 
     def _timed(self, stage: int, action: Action) -> Action:
         """The action with the times of its GPU, in place of those at which Python enqueued it."""
@@ -111,6 +118,12 @@ class PlacedPassage(Passage):
             for replica in replicas
             for one in self._visited
         )
+
+
+def _wait_for(events: Sequence[Any]) -> None:
+    for event in events:
+        if event is not None:
+            cuda.wait(event)
 
 
 class PlacedJourney(Journey):

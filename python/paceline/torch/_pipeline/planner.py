@@ -42,6 +42,7 @@ class Planner:
         micro_batches: int | None,
         link: Callable[[], tuple[float, float]] | None = None,
     ) -> None:
+        self.unsettled: Callable[[], None] | None = None  # takes note of the last step when its times are there
         self.retired: set[int] = set()
         self.least_items = 1
         self.measured: list[Measured] = []
