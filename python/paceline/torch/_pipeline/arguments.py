@@ -34,8 +34,8 @@ def check_whole_gpus(group: DeviceGroup) -> None:
     for device in group.devices:
         if device.part is not None:
             raise InvalidArgument(
-                f"Pipeline: {device.name} is a part of a GPU. Stages in one GPU's memory would share its allocator, which does not know when "
-                "another part's stream is done with a tensor. Use whole GPUs, or DataParallel on parts."
+                f"Pipeline: {device.name} is a part of a GPU. A tensor that a stage reaches by closure may come from another part. It lies in the "
+                "same memory, so no operator fails, and nothing tells that this part has to wait for it. Use whole GPUs, or DataParallel on parts."
             )
 
 
