@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,24 @@ class Queue:
         """Make it the calling thread's stream."""
         extension().enter(self._index, self.stream)
 
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make it the calling thread's stream inside of the ``with`` block."""
+        device, stream = extension().device(), extension().current(self._index)
+        self.enter()
+        try:
+            yield
+        finally:
+            extension().enter(self._index, stream)
+            extension().enter(device, extension().current(device))
+
     def mark(self) -> tuple[int, float]:
         """An event, with the moment."""
         return extension().record(self.stream), time.perf_counter()
+
+    def has_finished(self) -> bool:
+        """It does its work during calls."""
+        return True
 
     def follow(self, event: tuple[int, float]) -> None:
         """Wait for it on the stream."""
@@ -75,8 +91,10 @@ def replace(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "Queue", Queue)
     monkeypatch.setattr(cuda, "mark_current", lambda index: (built.record(built.current(index)), time.perf_counter()))
     monkeypatch.setattr(cuda, "wait_for_stream", lambda index: built.host_waits(built.record(built.current(index))))
+    monkeypatch.setattr(cuda, "follow_on_current", lambda index, event: built.wait(built.current(index), event[0]))
     monkeypatch.setattr(cuda, "wait", lambda event: built.host_waits(event[0]))
     monkeypatch.setattr(cuda, "seconds_between", lambda first, last: last[1] - first[1])
+    monkeypatch.setattr(cuda, "free_memory", lambda index: 2**34)
     monkeypatch.setattr(cuda, "pinned_like", lambda tensor: torch.empty_like(tensor, device="cpu"))
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.torch import DataParallel
+from paceline.torch import DataParallel, Pipeline
 from paceline.torch._run.seen import CompileGate
 from torch_support import TWO, assert_same_gradients, classifier, classify, plain
 
@@ -53,6 +53,28 @@ def test_gradients_are_exact_when_captured(how: str) -> None:
 @HOW
 def test_gradients_are_exact_when_compiled_to_machine_code(how: str) -> None:
     check(how, "inductor", torch.float32)
+
+
+class Layer(nn.Linear):
+    """The compiler leaves PyTorch's own modules alone."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x).tanh()
+
+
+@HOW
+@pytest.mark.parametrize("kind", [DataParallel, Pipeline])
+def test_parts_are_compiled_on_all_devices(kind: Any, how: str) -> None:
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    layers = [COMPILE[how](Layer(width, width + 1), backend=backend) for width in (3, 4, 5, 6)]
+    with kind(nn.Sequential(*layers), TWO) as trainer:
+        trainer.step(lambda module, part: module(part).square().mean(), torch.randn(8, 3))
+    assert len(compiled) >= len(layers)
 
 
 @HOW

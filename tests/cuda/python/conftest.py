@@ -18,9 +18,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+
 import fake_device  # noqa: E402
 from paceline import _core  # noqa: E402
-from paceline.torch._devices import cuda  # noqa: E402
+from paceline.torch._devices import caller_state, cuda  # noqa: E402
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -141,3 +143,19 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     text = ctypes.create_string_buffer(500)
     assert fake.library.paceline_fake_problems(text, 500) == 0, text.value.decode()
     assert fake.synchronizations == 0
+
+
+@pytest.fixture
+def gpus(fake: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The extension of the fake device. Nothing may be used that its stream has not waited for."""
+    built = fake_device.extension()
+    fake_device.replace(cuda, monkeypatch)
+    monkeypatch.setitem(caller_state._NEW_THREAD_AUTOCAST_DTYPE, "hpu", torch.get_autocast_dtype("hpu"))
+    built.take_problems()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    # Let the plain backward run on this thread, too, and attention on the host be in the operators that the fake device runs it in.
+    with torch.autograd.set_multithreading_enabled(False), sdpa_kernel(SDPBackend.MATH):
+        yield built
+    torch.set_num_threads(threads)
+    assert built.take_problems() == []

@@ -12,7 +12,8 @@ import torch
 
 import paceline
 from gpu_cases import expect_same, module_and_batch, plain
-from paceline.torch import DataParallel
+from paceline import InvalidArgument
+from paceline.torch import DataParallel, Pipeline
 from torch_support import classify
 
 BOXES = {
@@ -99,3 +100,10 @@ def test_parts_end_without_pytorch(fake: Any, monkeypatch: pytest.MonkeyPatch) -
     paceline.release_partitions("cuda:0")
     assert "torch" not in sys.modules
     assert fake.leftovers == 0
+
+
+@pytest.mark.usefixtures("whole_afterwards")
+def test_pipelines_want_whole_gpus() -> None:
+    paceline.partition("cuda:0", [0.5, 0.5])
+    with pytest.raises(InvalidArgument, match="cuda:0/0 is a part of a GPU"):
+        Pipeline(module_and_batch()[0], ["cuda:0/0", "cuda:0/1"], blocks="")

@@ -10,8 +10,9 @@ import torch
 
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.objective import Objective
-from paceline.torch._check.check import TrialRun, tolerance_for
+from paceline.torch._check.check import TrialRun
 from paceline.torch._check.probe import OutsideLeaves, Probe, Probed, Span, distances, loss_distance
+from paceline.torch._check.tolerance import tolerance_for
 from paceline.torch._devices.noise import Noise
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.buffers import KeptAttributes
@@ -97,7 +98,7 @@ def verify(
     """Run one micro-batch on the module itself, and on each of the `devices` alone. Commits nothing. `work` is for this call alone."""
     execution.replicas.refresh(loss_fn, hooks=True)
     module, places, replicas = execution.module, execution.places, execution.replicas
-    tolerance = tolerance_for(module, places.home) if tolerance is None else tolerance
+    tolerance = tolerance_for(module, places) if tolerance is None else tolerance
     span = _micro_batch(batch, objective, len(devices))
     if span is None:
         return ReplicaReport((0, 0), {}, tolerance, {}, "no item of the batch has weight")

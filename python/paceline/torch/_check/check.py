@@ -27,6 +27,7 @@ from paceline.torch._check.probe import (
     spans_of,
 )
 from paceline.torch._check.report import Cause, CheckReport, Kind, SplitResult
+from paceline.torch._check.tolerance import tolerance_for
 from paceline.torch._check.weights import known_tensors
 from paceline.torch._devices.noise import Noise
 from paceline.torch._devices.places import RandomStates
@@ -48,18 +49,6 @@ _DIVIDES = (
 # The result of the trainer's own devices: items by device, objective, gradients of the module and of leaves outside of it.
 Trained = tuple[dict[str, int], float, list[torch.Tensor | None]]
 
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-_TENSOR_CORES = 5e-3  # float32 on GPUs, where convolutions round to 10 bits by default
-
-
-def tolerance_for(module: nn.Module, home: torch.device) -> float:
-    """The largest relative difference that rounding alone may cause, by the least precise type in use."""
-    types = {parameter.dtype for parameter in module.parameters()}
-    worst = max((_TOLERANCE.get(dtype, 0.0) for dtype in types), default=0.0) or _TOLERANCE[torch.float32]
-    if torch.is_autocast_enabled(home.type):
-        worst = max(worst, _TOLERANCE.get(torch.get_autocast_dtype(home.type), 0.0))
-    return max(worst, _TENSOR_CORES) if home.type == "cuda" and torch.float32 in types else worst
-
 
 def check(
     execution: Execution,
@@ -78,9 +67,10 @@ def check(
     if batch.size < 2:
         raise InvalidArgument("check: the batch has one item, which cannot be split. Use a batch of at least 8.")
     execution.fill()
+    execution.gather()
     execution.replicas.refresh()
     module, places, replicas = execution.module, execution.places, execution.replicas
-    tolerance = tolerance_for(module, places.home) if tolerance is None else tolerance
+    tolerance = tolerance_for(module, places) if tolerance is None else tolerance
     noise = Noise(batch.size, places, max(tolerance, 1e-9))
     if is_compiled(module) or is_compiled_function(loss_fn):
         noise.recorded = True  # as an empty record, since the calls of compiled code cannot be seen
@@ -103,9 +93,13 @@ def check(
         mine = objective if frame.items is None else frame.items.objective(objective)
         options = {"loss_fn": loss_fn, "objective": mine, "scale": None, "names": replicas.names}
         run = TrialRun(frame, **options, leaves=outside, noise=noise)
-        loss, gradients, outcome = execution.train(work, run, keep=False)
+        try:
+            loss, gradients, outcome = execution.train(work, run, keep=False)
+        finally:
+            execution.gather()
         shares = dict(zip(places.names, outcome.items, strict=True))
-        return shares, loss.item(), [*gradients, *run.reached]
+        found = [*gradients, *run.reached]
+        return shares, loss.item(), [None if one is None else places.to_home(one) for one in found]
 
     user = UserGradients(replicas)
     random, attributes = RandomStates(places), KeptAttributes(replicas.all_modules)

@@ -80,9 +80,17 @@ class Queue:
         """Send to it what the calling thread does on its GPU from now on. The GPU becomes the thread's own."""
         torch.cuda.set_stream(self._stream)
 
+    def entered(self) -> contextlib.AbstractContextManager[Any]:
+        """Send to it what the calling thread does on its GPU inside of the ``with`` block."""
+        return torch.cuda.stream(self._stream)
+
     def mark(self) -> Any:
         """An event after all that was enqueued so far. `wait` and `seconds_between` take it."""
         return _marked(self._stream)
+
+    def has_finished(self) -> bool:
+        """Whether it has done everything that was enqueued."""
+        return self._stream.query()
 
     def follow(self, event: Any) -> None:
         """Let what is enqueued from now on wait for the event."""
@@ -102,6 +110,11 @@ def _marked(stream: torch.cuda.Stream) -> torch.cuda.Event:
 def mark_current(index: int) -> Any:
     """An event after all that the calling thread's stream on that GPU has to do so far."""
     return _marked(torch.cuda.current_stream(index))
+
+
+def follow_on_current(index: int, event: Any) -> None:
+    """Let the calling thread's stream on that GPU wait for the event."""
+    torch.cuda.current_stream(index).wait_event(event)
 
 
 def wait(event: Any) -> None:
@@ -164,6 +177,17 @@ def peak_memory(index: int) -> int:
 def memory_in_use(index: int) -> int:
     """The bytes that PyTorch has allocated on a GPU."""
     return torch.cuda.memory_allocated(index)
+
+
+def free_memory(index: int) -> int:
+    """The bytes of a GPU that nobody has, but for a sixteenth of all, and what PyTorch keeps of it without using it.
+
+    The sixteenth is for what plans do not know: cuBLAS's workspaces of each stream, the rounding of PyTorch's allocator, and gaps between
+    its blocks. It is a guess; if memory runs out nevertheless, the plan changes.
+    """
+    free, whole = torch.cuda.mem_get_info(index)
+    unused = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+    return max(0, free + unused - whole // 16)
 
 
 def release_memory(streams_end: bool) -> None:

@@ -167,7 +167,7 @@ class _Replaying(_Random):
         tolerance = self.noise.tolerance
         for theirs, mine in zip(draw.inputs, inputs, strict=True):
             part = self.noise.part(theirs, mine.shape, self._rows)
-            if part is None or not torch.allclose(part.double(), mine.double(), tolerance, tolerance):
+            if part is None or not torch.allclose(part.double().to(mine.device), mine.double(), tolerance, tolerance):
                 return False
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from paceline.torch._devices.lanes import LanePlaces
 from paceline.torch._devices.places import Places
 
 _HOST = torch.device("cpu")
+_COPIES = 2**14, 2**23  # bytes: one that is mostly latency, and one that is mostly bandwidth
 _here = threading.local()  # its `device` is the one whose turn the thread has
 
 
@@ -45,6 +47,7 @@ class StagePlaces(Places):
         self.own_generators = [None] * len(group)
         self._pool_peaks = {}
         self._open = True
+        self._links: dict[tuple[int, int], tuple[float, float]] = {}
         self._gpus = [gpu for gpu in self._gpu if gpu is not None]
         self._computes, self._sends, self._receives = (
             {cuda.device(gpu): cuda.Queue(gpu) for gpu in self._gpus} for _ in range(3)
@@ -72,6 +75,55 @@ class StagePlaces(Places):
     def close(self) -> None:
         self._open = False
 
+    def free_bytes(self, module: nn.Module) -> list[int | None]:
+        """For each GPU the bytes that are free, also those that the module itself has there now. None for devices on the host."""
+        lies = [(one.device, one.nbytes) for one in (*module.parameters(), *module.buffers())]
+        return [
+            None if gpu is None else cuda.free_memory(gpu) + sum(size for where, size in lies if where == place)
+            for gpu, place in zip(self._gpu, self.devices, strict=True)
+        ]
+
+    def slowest_link(self) -> tuple[float, float]:
+        """Of a copy from one memory to another: seconds that each takes, and bytes per second beyond that. Measured at the first call."""
+        if not self._links:
+            memories = {place: number for number, place in reversed(list(enumerate(self.devices)))}
+            for source, first in memories.items():
+                for target, last in memories.items():
+                    if source != target:
+                        self._links[first, last] = self._link(source, target)
+        if not self._links:
+            return 0.0, 0.0
+        return max(latency for latency, _ in self._links.values()), min(rate for _, rate in self._links.values())
+
+    def _link(self, source: torch.device, target: torch.device) -> tuple[float, float]:
+        small, large = (self.copy_seconds(source, target, size) for size in _COPIES)
+        rate = (_COPIES[1] - _COPIES[0]) / max(large - small, 1e-9)
+        return max(0.0, small - _COPIES[0] / rate), rate
+
+    def copy_seconds(self, source: torch.device, target: torch.device, size: int) -> float:
+        """Seconds of a copy of so many bytes, by the clock of the GPU that makes it. The shortest of a few, the first left out."""
+        tensor = torch.zeros(size, dtype=torch.uint8, device=source)
+        tensor = cuda.pin(tensor) if source == _HOST else tensor
+        queue = self._receives[target] if target in self._receives else self._sends[source]
+        self.drain()
+        found = []
+        for _ in range(4):
+            first = queue.mark()
+            with queue.entered():
+                there = cuda.pinned_like(tensor) if target == _HOST else torch.empty_like(tensor, device=target)
+                there.copy_(tensor, non_blocking=True)
+            last = queue.mark()
+            cuda.wait(last)
+            found.append(cuda.seconds_between(first, last))
+        return min(found[1:])
+
+    def explain(self) -> str:
+        links = [
+            f"{self.names[first]} to {self.names[last]} {rate / 1e9:.3g} GB/s and {1e6 * latency:.0f} us"
+            for (first, last), (latency, rate) in self._links.items()
+        ]
+        return f"Links, of which plans take the slowest: {', '.join(links)}.\n" if links else ""
+
     def marks(self) -> list[Any]:
         """For each device an event of its stream; None for those on the host."""
         return [
@@ -86,6 +138,11 @@ class StagePlaces(Places):
             for queues in (self._computes, self._sends, self._receives):
                 queues[cuda.device(gpu)].follow(event)
 
+    def lead_caller(self) -> None:
+        """Let what the calling thread will enqueue on the GPUs wait for the stages, whose gradients it may use."""
+        for gpu in self._gpus:
+            cuda.follow_on_current(gpu, self._computes[cuda.device(gpu)].mark())
+
     def drain(self) -> None:
         """Hold the calling thread until the GPUs have done everything, also what this thread has enqueued."""
         for gpu in self._gpus:
@@ -98,7 +155,12 @@ class StagePlaces(Places):
         return list(dict.fromkeys([torch.default_generator, *map(self.generator, range(len(self)))]))
 
     def has_finished(self, device: int) -> bool:
-        return True  # a step waits for its devices
+        queue = self._computes.get(self.devices[device])
+        if queue is None:
+            return True
+        with contextlib.suppress(RuntimeError):  # PyTorch's type for a failure of a GPU, which the next call reports
+            return queue.has_finished()
+        return True
 
     def release_memory(self) -> None:
         cuda.release_memory(False)

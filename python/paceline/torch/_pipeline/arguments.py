@@ -7,8 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 from paceline import DeviceGroup, InvalidArgument
-from paceline.torch._pipeline.blocks import Block
-from paceline.torch._replicas.replicas import is_compiled
 from paceline.torch._trainer.arguments import is_whole
 
 
@@ -31,19 +29,14 @@ def check_cuts(cuts: Any, blocks: int) -> None:
         )
 
 
-def check_whole_gpus(group: DeviceGroup, blocks: Sequence[Block]) -> None:
-    """Raise for parts of GPUs, and for compiled blocks on GPUs."""
+def check_whole_gpus(group: DeviceGroup) -> None:
+    """Raise for parts of GPUs."""
     for device in group.devices:
         if device.part is not None:
             raise InvalidArgument(
-                f"Pipeline: {device.name} is a part of a GPU. Stages in one GPU's memory would share its allocator, which does not know when "
-                "another part's stream is done with a tensor. Use whole GPUs, or DataParallel on parts."
+                f"Pipeline: {device.name} is a part of a GPU. A tensor that a stage reaches by closure may come from another part. It lies in the "
+                "same memory, so no operator fails, and nothing tells that this part has to wait for it. Use whole GPUs, or DataParallel on parts."
             )
-    if any(device.kind != "host" for device in group.devices) and any(is_compiled(block.module) for block in blocks):
-        raise InvalidArgument(
-            "Pipeline: compiled blocks on GPUs. Compiled code is made for one device and shared by all micro-batches, and a block may move. "
-            "Leave out compile()."
-        )
 
 
 def check_on_host(call: str, group: DeviceGroup) -> None:

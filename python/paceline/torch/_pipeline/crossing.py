@@ -7,49 +7,81 @@ stage that it goes to. In the backward `_Arrive` begins to copy the gradient bac
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from itertools import dropwhile
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.torch._devices.stages import Sent, StagePlaces
 
-
-class _Departed(NamedTuple):
-    tensor: torch.Tensor  # behind its `_Depart`
-    sent: Sent
-    gradients: list[Sent] | None  # on their way back, from one node to the other. None: it needs none
+Arrive = Callable[[], torch.Tensor]  # called with the turn of the device that a tensor goes to. Returns it there
 
 
 def nothing() -> None:
     """Nobody has to know."""
 
 
+class _Chain:
+    """A tensor that needs a gradient, and its copies. Each copy was made from the one before.
+
+    So gradients are added up as on one device. Autograd adds to a tensor's gradient in the reverse order of the tensor's uses. The next copy
+    is the last use of each copy, so what comes back from there is what the others are added to.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.last = tensor
+        self.leaving: tuple[torch.Tensor, Sent, list[Sent]] | None = None
+
+
+class _Link(NamedTuple):
+    tensor: torch.Tensor
+    version: int  # when the next copy was made
+    chain: _Chain
+
+
+class Shared:
+    """The modules, by identity, that all lanes use: what is compiled, and what is in it. One lane at a time gives them tensors of its own.
+
+    No gate is in them, so who has the lock waits for no turn.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self.modules = set(map(id, modules))
+        self.lock = threading.RLock()
+
+
 class Crossings:
-    """What has crossed in one micro-batch."""
+    """What has crossed in one micro-batch. Tensors are kept until `forget`, so that no other one gets their identity."""
 
-    def __init__(self, places: StagePlaces) -> None:
+    def __init__(self, places: StagePlaces, shared: Shared) -> None:
         self._places = places
-        # What needs no gradient goes over once, such as a mask for all blocks. The tensors are kept, so that no other gets their identity.
-        self._cached: dict[tuple[int, torch.device], tuple[torch.Tensor, int, Sent]] = {}
+        self._shared = shared
+        self._copies: dict[tuple[int, torch.device], tuple[torch.Tensor, int, Sent]] = {}  # of what needs no gradient
+        self._chains: dict[int, _Link] = {}  # by the identity of each copy
+        self._keeps_chains = True
 
-    def departed(self, nest: Any, target: torch.device, back: Callable[[], None] = nothing) -> dict[int, _Departed]:
+    def moves(self, tensor: torch.Tensor, target: torch.device) -> bool:
+        """Whether something else takes the tensor's place on a device: a copy there, or the last of its copies."""
+        return self._places.moves(tensor, target) or (self._has_later_copy(tensor) and torch.is_grad_enabled())
+
+    def departed(self, nest: Any, target: torch.device, back: Callable[[], None] = nothing) -> dict[int, Arrive]:
         """Begin to move the tensors of a nest of arguments, with the turn of the device that the micro-batch is about to leave.
 
         `back` is called when a gradient has come back.
         """
-        moves = self._places.moves
         tensors = {id(one): one for one in tree_leaves(nest) if isinstance(one, torch.Tensor)}
-        return {key: self._depart(one, target, back) for key, one in tensors.items() if moves(one, target)}
+        return {key: self._depart(one, target, back) for key, one in tensors.items() if self.moves(one, target)}
 
-    def arrived(self, nest: Any, departed: dict[int, _Departed]) -> Any:
+    def arrived(self, nest: Any, departed: dict[int, Arrive]) -> Any:
         """The nest with what had departed, with the turn of the device that it goes to."""
         if not departed:
             return nest
-        there = {key: self._arrive(one) for key, one in departed.items()}
+        there = {key: arrive() for key, arrive in departed.items()}
         return tree_map_only(torch.Tensor, lambda one: there.get(id(one), one), nest)
 
     def here(self, nest: Any) -> Any:
@@ -59,34 +91,75 @@ class Crossings:
     def one_here(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on the device whose turn the thread has."""
         here = self._places.here
-        return self._arrive(self._depart(tensor, here)) if self._places.moves(tensor, here) else tensor
+        return self._depart(tensor, here)() if self.moves(tensor, here) else tensor
+
+    def are_apart(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether these cannot be used together as they are."""
+        sized = [one for one in tensors if one.dim()]
+        return len({one.device for one in sized}) > 1 or any(map(self._has_later_copy, sized))
+
+    def turn_back(self) -> None:
+        """The forward is over. What checkpoints run again is used once, so nothing is kept that has a graph."""
+        self._keeps_chains = False
+        self.forget()
 
     def forget(self) -> None:
         """Drop what would keep tensors alive."""
-        self._cached.clear()
+        self._copies.clear()
+        self._chains.clear()
 
-    def _depart(self, tensor: torch.Tensor, target: torch.device, back: Callable[[], None] = nothing) -> _Departed:
+    def _depart(self, tensor: torch.Tensor, target: torch.device, back: Callable[[], None] = nothing) -> Arrive:
         if tensor.requires_grad and torch.is_grad_enabled():
-            gradients: list[Sent] = []
-            apply: Any = _Depart.apply
-            return _Departed(apply(tensor, gradients, back), self._places.send(tensor, target), gradients)
+            return self._depart_on(self._chain_of(tensor), target, back)
         key, version = (id(tensor), target), 0 if tensor.is_inference() else tensor._version
-        known = self._cached.get(key)
+        known = self._copies.get(key)
         if known is None or known[1] != version:
-            known = self._cached[key] = tensor, version, self._places.send(tensor, target)
-        return _Departed(tensor, known[2], None)
+            known = self._copies[key] = tensor, version, self._places.send(tensor, target)
+        return known[2].received
 
-    def _arrive(self, one: _Departed) -> torch.Tensor:
-        if one.gradients is None:
-            return one.sent.received()
-        apply: Any = _Arrive.apply
-        result: torch.Tensor = apply(one.tensor, one.sent, one.gradients, self._places)
-        return result
+    def _has_later_copy(self, tensor: torch.Tensor) -> bool:
+        link = self._chains.get(id(tensor))
+        return link is not None and link.chain.last is not tensor
+
+    def _chain_of(self, tensor: torch.Tensor) -> _Chain:
+        link = self._chains.get(id(tensor))
+        if link is not None and (tensor is link.chain.last or tensor._version == link.version):
+            return link.chain
+        return _Chain(tensor)  # also of a tensor that was written to since it was copied
+
+    def _depart_on(self, chain: _Chain, target: torch.device, back: Callable[[], None]) -> Arrive:
+        if chain.leaving is None and chain.last.device != target:
+            gradients: list[Sent] = []  # on their way back, from one node to the other
+            apply: Any = _Depart.apply
+            chain.leaving = apply(chain.last, gradients, back), self._places.send(chain.last, target), gradients
+            self._link(chain)
+        return lambda: self._arrive(chain)
+
+    def _arrive(self, chain: _Chain) -> torch.Tensor:
+        if chain.leaving is not None:
+            leaving, chain.leaving = chain.leaving, None
+            apply: Any = _Arrive.apply
+            chain.last = apply(*leaving, self._places)
+            self._link(chain)
+        return chain.last
+
+    def _link(self, chain: _Chain) -> None:
+        if self._keeps_chains:
+            self._chains[id(chain.last)] = _Link(chain.last, chain.last._version, chain)
 
     @contextlib.contextmanager
-    def borrowed(self, module: torch.nn.Module) -> Iterator[None]:
-        """While a module is called, let its own parameters and buffers be here, as copies if they live elsewhere."""
-        here, moves = self._places.here, self._places.moves
+    def borrowed(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+        """While modules are called, let their own parameters and buffers be here, as copies if they live elsewhere."""
+        with contextlib.ExitStack() as stack:
+            for module in modules:
+                if id(module) in self._shared.modules:
+                    stack.enter_context(self._shared.lock)
+                stack.enter_context(self._borrowed(module))
+            yield
+
+    @contextlib.contextmanager
+    def _borrowed(self, module: torch.nn.Module) -> Iterator[None]:
+        here, moves = self._places.here, self.moves
         parameters, buffers = module._parameters, module._buffers
         away = {name: one for name, one in parameters.items() if one is not None and moves(one, here)}
         away_buffers = {name: one for name, one in buffers.items() if one is not None and moves(one, here)}
@@ -107,6 +180,7 @@ class Crossings:
                 buffers[name] = value
             elif isinstance(module, _BatchNorm):  # version counters do not count what it writes
                 self._written_back(away_buffers[name].data, value)
+                self._copies.pop((id(away_buffers[name]), here), None)
             elif value is not copies[name] or value._version != versions[name]:
                 self._written_back(away_buffers[name], value)
 
@@ -154,17 +228,40 @@ class Strays(TorchFunctionMode):
         super().__init__()
         self._crossings = crossings
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the calls inside alone."""
+        above = list(dropwhile(lambda mode: mode is not self, _get_current_function_mode_stack()))
+        for _ in above:
+            _pop_mode()
+        for mode in above[1:]:
+            _push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in above[1:]:
+                _pop_mode()
+            for mode in above:
+                _push_mode(mode)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        writes = (
-            (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set")) or "out" in kwargs
-        )
-        if not writes and name not in _FREE:
-            places = {one.device for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor) and one.dim()}
-            if len(places) > 1:
+        if _takes_copies(func, kwargs):
+            tensors = (one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor))
+            if self._crossings.are_apart(tensors):
                 args, kwargs = self._crossings.here((args, kwargs))
         return func(*args, **kwargs)
 
 
 _FREE = {"to", "type_as", "backward"}  # these take tensors of several memories
+_FREE |= {"register_hook", "size", "dim", "numel", "stride", "is_contiguous"}  # these are about the tensor itself
+_OPERATORS = {"T", "H", "mT", "mH", "real", "imag"}  # among the attributes
+
+
+def _takes_copies(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function of PyTorch does the same with copies of its tensors."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return func.__self__.__name__ in _OPERATORS
+    writes = (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set")) or "out" in kwargs
+    return not writes and name not in _FREE

@@ -32,7 +32,8 @@ from paceline.torch._replicas.replicas import LaneReplicas, Replica
 from paceline.torch._run.around import Around
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.memory import is_out_of_memory
-from paceline.torch._run.run import Frame, Run, TrainRun
+from paceline.torch._run.run import Frame, Run
+from paceline.torch._run.train_run import TrainRun
 from paceline.torch._run.workload import Workload
 
 
@@ -87,7 +88,8 @@ class PipelineExecution(Execution):
             self._check_module()
             work.planner.renewed(self.replicas.parameters)
         plan = work.plan_for(whole, frame.least, self._must_run_alone(work, whole))
-        self._place(plan, fn, hooks=hooks)
+        if self._place(plan, fn, hooks=hooks):
+            work.seen.follow(self.replicas, self.module, fn, frame.state)
         lanes = plan.lanes
         work.seen.sizes = [work.seen.sizes[0]] * lanes
         work.seen.ever = [work.seen.ever[0]] * lanes
@@ -171,8 +173,9 @@ class PipelineExecution(Execution):
             )
         self._generation = self.replicas.generation
 
-    def _place(self, plan: PipelinePlan, fn: Callable[..., Any], *, hooks: bool) -> None:
-        """Bring the module to where the plan's stages are."""
+    def _place(self, plan: PipelinePlan, fn: Callable[..., Any], *, hooks: bool) -> bool:
+        """Bring the module to where the plan's stages are. Returns whether anything has moved."""
+        return False
 
     def _places_of(self, plan: PipelinePlan) -> LanePlaces:
         return LanePlaces(self.places, plan.lanes)

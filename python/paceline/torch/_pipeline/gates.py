@@ -151,6 +151,11 @@ class Journey:
             self._watcher.entered(index, (one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)))
         return args, kwargs
 
+    def run(self, index: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Bring the micro-batch to the stage of a block, and call the block."""
+        args, kwargs = self.enter(index, args, kwargs)
+        return call(*args, **kwargs)
+
     def check_order(self) -> None:
         """After a forward: raise if the blocks were called in another order than theirs."""
         if self._strays:
@@ -284,9 +289,11 @@ def gated(lanes: Iterable[Sequence[torch.nn.Module]]) -> Iterator[None]:
 def calls_replaced(modules: Iterable[tuple[torch.nn.Module, Callable[[Any, Any], Any], Any]]) -> Iterator[None]:
     """For each module, in the place of its call: what a function makes of something about the module, and of its call."""
     before = []
+    replaced = set()
     for module, make, about in modules:
-        if isinstance(module._compiled_call_impl, _Call):
+        if id(module) in replaced:
             continue  # lanes share what is compiled
+        replaced.add(id(module))
         before.append((module, vars(module).get("_compiled_call_impl")))
         vars(module)["_compiled_call_impl"] = make(about, module._compiled_call_impl or module._call_impl)
     try:
@@ -307,5 +314,5 @@ class _Call:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         journey = journey_here()
         if journey is not None:
-            args, kwargs = journey.enter(self._index, args, kwargs)
+            return journey.run(self._index, self._call, args, kwargs)
         return self._call(*args, **kwargs)

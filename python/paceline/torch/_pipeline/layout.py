@@ -16,7 +16,6 @@ from paceline.torch._batch.objective import Reduction, Weight
 from paceline.torch._batch.samples import Collate
 from paceline.torch._batch.splits import Split
 from paceline.torch._devices.places import RandomStates
-from paceline.torch._pipeline.arguments import check_on_host
 from paceline.torch._pipeline.blocks import Blocks, blocks_of
 from paceline.torch._pipeline.loop import PipelineWork
 from paceline.torch._pipeline.materialise import Init, unfilled
@@ -297,7 +296,7 @@ def layout(
         As for `step`. Use a batch of the size that you train with: how many items there are decides.
     memory
         How much memory each device has for everything: parameters, gradients, the optimizer's state, and what is saved of micro-batches.
-        Bytes, or a fraction of its own, for all or by name. None: no limit.
+        Bytes, or a fraction of its own, for all or by name. None: as for `Pipeline`.
     reduction
         As for `DataParallel`.
     optimizer
@@ -326,12 +325,13 @@ def layout(
     with Pipeline(
         module, devices, blocks=blocks, memory=memory, reduction=reduction, replicate=replicate, init=init
     ) as pipeline:
-        check_on_host("layout", pipeline.group)
         planner = pipeline._planner
         planner.optimized_by(optimizer, {})
         check_trains("layout", loss_fn)
         items = _measure(pipeline, loss_fn, batch, weight, BatchLayout(collate, batch_dim, split))
         found = planner.layouts(items)
+        if any(device.kind != "host" for device in pipeline.group.devices):
+            found = [_without_replicas_of_pipelines(one) for one in found]
         if not any(one["fits"] and one["runnable"] for one in found):
             raise OutOfMemory(f"layout: {next(one['reason'] for one in found if one['kind'] == 'pipeline')}")
         given = devices if isinstance(devices, DeviceGroup) else list(pipeline.group.devices)
@@ -339,6 +339,13 @@ def layout(
         asked = _Asked(module, given, found_blocks, memory, reduction, replicate, init)
         names = [device.name for device in pipeline.group.devices]
         return Layout(asked, names, planner.limits, items, *planner.known, found)
+
+
+def _without_replicas_of_pipelines(found: dict[str, Any]) -> dict[str, Any]:
+    """The same way, planned only if it has copies of the parameters on several GPUs, which nothing brings up to date."""
+    if found["kind"] != "replicas of pipelines" or not found["fits"]:
+        return found
+    return {**found, "runnable": False, "reason": f"cannot run on GPUs yet; {found['reason']}"}
 
 
 def _measure(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from paceline import DeviceGroup, InvalidArgument
@@ -30,7 +31,7 @@ class Outcome:
     divided = False
     reduce_seconds = 0.0  # gradients of micro-batches are added up on the way
     move = None
-    settled = True
+    pending: Callable[[], list[list[Action]]] | None = None  # waits for GPUs, and returns their times
     micro_batches = 1  # over which norms may warn. 1: the user has fixed their number
 
     def __init__(
@@ -57,7 +58,7 @@ class Outcome:
         self.failed_begin = begin  # the first item of the micro-batch that failed
         self.failed_stage: int | None = None
         self.failed_where = "the pipeline"
-        self.record: list[list[Action]] = step.record
+        self._record: list[list[Action]] = step.record
         self.started: float = step.started
         whole = sum(plan.sizes)
         self.items = [whole if device in plan.order else 0 for device in range(len(names))]
@@ -69,6 +70,19 @@ class Outcome:
             what = "the forward" if kind == "F" else "the backward"
             at = f"in or after block {within} " if within else ""
             self.failed_where = f"{names[plan.order[self.failed_stage]]} in {what} {at}(stage {self.failed_stage}, blocks {blocks[first].name} to {blocks[last].name})"
+
+    @property
+    def settled(self) -> bool:
+        """Whether its times are known."""
+        return self.pending is None
+
+    @property
+    def record(self) -> list[list[Action]]:
+        """What each stage ran. The first call may wait for GPUs."""
+        if self.pending is not None:
+            self._record = self.pending()
+            self.pending = None
+        return self._record
 
     @property
     def claims(self) -> list[Any]:
@@ -117,8 +131,21 @@ class PipelineLoop:
         self._per_row = 1
 
     def commit(self, outcome: Outcome) -> None:
-        """Take note of a step that succeeded and whose result was committed."""
+        """Take note of a step that was committed. Its times are read when somebody asks for them, or when the next step begins."""
+        self.settle()
         self.last = outcome
+        if outcome.settled:
+            self._add(outcome)
+        else:
+            self.planner.unsettled = partial(self._add, outcome)
+
+    def settle(self) -> None:
+        """Take note of the times of the last step of all kinds, if these are not known yet."""
+        add, self.planner.unsettled = self.planner.unsettled, None
+        if add is not None:
+            add()
+
+    def _add(self, outcome: Outcome) -> None:
         seconds, busy = outcome.seconds, outcome.busy()
         items = sum(outcome.plan.sizes)
         begun = self._seconds
@@ -187,6 +214,7 @@ class PipelineLoop:
     @property
     def metrics(self) -> dict[str, Any]:
         """The figures of `Reports.report`."""
+        self.settle()
         rates = [
             sum(n for n, _ in recent) / busy if (busy := sum(s for _, s in recent)) > 0 else 0.0
             for recent in self._recent
@@ -224,6 +252,7 @@ class PipelineLoop:
 
     def pipeline(self) -> dict[str, Any]:
         """The last step as a pipeline, and what is known of the blocks."""
+        self.settle()
         planner, last = self.planner, self.last
         costs = [
             {
@@ -273,13 +302,16 @@ class PipelineLoop:
 
     @property
     def events(self) -> list[dict[str, Any]]:
+        self.settle()
         return list(self._events)
 
     @property
     def history(self) -> list[dict[str, Any]]:
+        self.settle()
         return list(self._rows)
 
     def explain(self) -> str:
+        self.settle()
         return self.planner.explain()
 
     def cancel(self) -> None:
@@ -290,6 +322,7 @@ class PipelineLoop:
 
     def shrink(self, outcome: Outcome, limited: bool) -> bool:
         """After a step that ran out of memory: whether there is another plan that takes less."""
+        self.settle()
         if outcome.failed_stage is None:
             return False
         if not outcome.trains:
@@ -297,9 +330,11 @@ class PipelineLoop:
         return self.planner.out_of_memory(outcome.failed_stage)
 
     def retire(self, device: int) -> None:
+        self.settle()
         self.planner.retire(device)
 
     def restore(self, device: int) -> None:
+        self.settle()
         self.planner.restore(device)
 
     def speeds(self, by_cost: bool = False) -> list[tuple[float, float] | None]:
@@ -311,9 +346,6 @@ class PipelineLoop:
 
     def set_least_items(self, items: int) -> None:
         self.planner.least_items = items
-
-    def settle(self) -> None:
-        """Do nothing: times are known when a step is over."""
 
     def write_ledger(self, path: str) -> None:
         raise InvalidArgument("write_ledger: a pipeline has no ledger of shares. report()['pipeline'] has its plan.")
@@ -358,6 +390,7 @@ class PipelineWork(Workload):
 
     def plan_for(self, whole: Batch, least: int, must_run_alone: Callable[[PipelinePlan], bool]) -> PipelinePlan:
         """What the next step runs."""
+        self.step_loop.settle()
         least = 2 if self.normalises else least
         if self.predicts:
             plan = self.planner.predictions(whole.size, least)

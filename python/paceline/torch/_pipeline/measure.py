@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -104,7 +105,9 @@ class BlockClock:
                     self.saved[self._block] += storage.nbytes()
             return tensor.detach()  # not itself: an output that its own graph holds would be a cycle
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        # Else the compiler takes `pack` for a part of what it compiles. Where it is not loaded, nothing is compiled, and it loads slowly.
+        packs = torch.compiler.disable(pack) if "torch._dynamo" in sys.modules else pack
+        with torch.autograd.graph.saved_tensors_hooks(packs, lambda tensor: tensor):
             yield
 
 

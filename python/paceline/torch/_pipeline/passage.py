@@ -107,7 +107,7 @@ class Passage:
         lanes = Lanes(threads, schedule, carry)
         begun(lanes)
         self._begin()
-        with gated(modules), self._calls(dict.fromkeys(replicas)):
+        with self._calls(dict.fromkeys(replicas)), gated(modules):  # a gate is passed before anything else
             ran = run_pipeline(group, lanes, schedule, list(plan.order))
         begin = None
         if run.failures:

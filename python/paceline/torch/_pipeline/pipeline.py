@@ -93,7 +93,8 @@ class Pipeline(StagesTrainer):
     micro_batches
         How many micro-batches a batch is cut into, in place of a planned number.
     memory
-        How much memory each device has for its stage: bytes, or a fraction of its own, for all or by name. It holds the parameters of the
+        How much memory each device has for its stage: bytes, or a fraction of its own, for all or by name. None: what is free on a GPU, less
+        a sixteenth of all; no limit on the host. It holds the parameters of the
         stage with their gradients and the optimizer's state, and what is saved of each micro-batch in flight.
     reduction
         As for `DataParallel`.
@@ -135,8 +136,7 @@ class Pipeline(StagesTrainer):
 
     With GPUs the parameters, buffers, gradients and optimizer states of a stage lie on its device until `close`, in the same objects. So only the
     trainer can run the module until then. The loss and what `predict` returns are where the module was. Exact then means: to the bit on GPUs of
-    one architecture whose kernels are deterministic, but for tensors that need a gradient and are used by several stages (the order of their sums
-    changes) and for random draws, since each GPU has a generator of its own.
+    one architecture whose kernels are deterministic, but for random draws, since each GPU has a generator of its own.
 
     Examples
     --------
@@ -185,7 +185,7 @@ class Pipeline(StagesTrainer):
         local = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices(devices, module))
         owned = local is not devices
         try:
-            check_whole_gpus(local, found)
+            check_whole_gpus(local)
             if cuts is not None and len(cuts) > len(local):
                 raise InvalidArgument(
                     f"Pipeline: cuts is {list(cuts)!r}, and each stage needs a device of its own: there are {len(local)} devices. Leave out cuts, "
@@ -198,6 +198,9 @@ class Pipeline(StagesTrainer):
             known = nn.Module() if without_memory is not None else module  # what has to be where the devices are
             places = StagePlaces(local, module) if on_gpus else Places(local, known, 600.0, "auto")
             limits = memory_limits(memory, local)
+            if isinstance(places, StagePlaces):
+                free = places.free_bytes(module)
+                limits = [one if given is None else given for given, one in zip(limits, free, strict=True)]
             planner = Planner(
                 local,
                 found,
@@ -206,6 +209,7 @@ class Pipeline(StagesTrainer):
                 cuts=cuts,
                 schedule=schedule,
                 micro_batches=micro_batches,
+                link=places.slowest_link if isinstance(places, StagePlaces) else None,
             )
             planner.finds_order = blocks is None and not on_gpus
             self._planner = planner

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,20 +13,22 @@ from paceline._core.engine import Lanes
 from paceline.torch._devices import cuda
 from paceline.torch._devices.stages import StagePlaces
 from paceline.torch._pipeline.blocks import Block
-from paceline.torch._pipeline.crossing import Crossings, Strays, nothing
+from paceline.torch._pipeline.crossing import Crossings, Shared, Strays, nothing
 from paceline.torch._pipeline.gates import Journey, Turns, calls_replaced, journey_here
 from paceline.torch._pipeline.loop import Outcome
 from paceline.torch._pipeline.measure import BlockClock
 from paceline.torch._pipeline.passage import Passage
 from paceline.torch._pipeline.placement import Placement
 from paceline.torch._pipeline.plans import Action, PipelinePlan
+from paceline.torch._pipeline.visited import Visited
 from paceline.torch._replicas.replicas import Replica
 
 
 class PlacedPassage(Passage):
     """A `Passage` whose stages have memories of their own.
 
-    `strays`: whether tensors are brought to operators that they reach from elsewhere.
+    `visited`: the user's modules whose calls are followed. `compiled`: the compiled blocks, by number, with their modules that may have tensors
+    elsewhere. `strays`: whether tensors are brought to operators that they reach from elsewhere.
     """
 
     def __init__(
@@ -35,14 +38,23 @@ class PlacedPassage(Passage):
         replica: Replica,
         places: StagePlaces,
         placement: Placement,
-        outside: Sequence[tuple[str, torch.nn.Module]],
+        visited: Sequence[Visited],
+        compiled: Mapping[int, Sequence[torch.nn.Module]],
         *,
         strays: bool,
     ) -> None:
         super().__init__(blocks, plan, replica)
         self.places = places
         self.placement = placement
-        self._outside = outside  # the user's modules that get calls of their own
+        counterparts = replica.counterparts  # of all lanes, as to what is compiled
+        self.compiled = {
+            index: [counterparts.get(id(part), part) for part in parts] for index, parts in compiled.items()
+        }
+        wholes = [part for one in visited if one.compiled for part in one.module.modules()]
+        self.shared = Shared(
+            [*(counterparts.get(id(part), part) for part in wholes), *chain.from_iterable(self.compiled.values())]
+        )
+        self._visited = visited
         self._strays = strays
         self._journeys: dict[int, PlacedJourney] = {}
         self._clocks: list[EventClock] = []
@@ -57,16 +69,23 @@ class PlacedPassage(Passage):
         self._journeys.clear()
         self._clocks.clear()
         self._starts = self.places.marks()
+        _wait_for(self._starts)  # so that the clocks of all devices begin at the same time
 
     def _end(self, outcome: Outcome) -> None:
-        self.places.drain()
+        if outcome.failed or self._clocks or len(self._journeys) < len(outcome.bounds):
+            self.places.drain()
         if outcome.failed or len(self._journeys) < len(outcome.bounds):
             return
         for clock in self._clocks:
             clock.settle()
-        outcome.record = [
-            [self._timed(stage, action) for action in actions] for stage, actions in enumerate(outcome.record)
-        ]
+        self.places.lead_caller()
+        ends, enqueued = self.places.marks(), outcome.record
+
+        def times() -> list[list[Action]]:
+            _wait_for(ends)
+            return [[self._timed(stage, action) for action in actions] for stage, actions in enumerate(enqueued)]
+
+        outcome.pending = times
 
     def _timed(self, stage: int, action: Action) -> Action:
         """The action with the times of its GPU, in place of those at which Python enqueued it."""
@@ -91,15 +110,20 @@ class PlacedPassage(Passage):
 
     def _surround(self, stack: contextlib.ExitStack, journey: Journey) -> None:
         if self._strays and isinstance(journey, PlacedJourney):
-            stack.enter_context(Strays(journey.crossings))
+            journey.strays = stack.enter_context(Strays(journey.crossings))
 
     def _calls(self, replicas: Iterable[Replica]) -> contextlib.AbstractContextManager[None]:
         return calls_replaced(
-            (module, _Visit, (name, module))
+            (replica.counterparts.get(id(one.module), one.module), _Visit, (one, replica.counterparts))
             for replica in replicas
-            for name, ours in self._outside
-            for module in [replica.counterparts.get(id(ours), ours)]
+            for one in self._visited
         )
+
+
+def _wait_for(events: Sequence[Any]) -> None:
+    for event in events:
+        if event is not None:
+            cuda.wait(event)
 
 
 class PlacedJourney(Journey):
@@ -114,12 +138,14 @@ class PlacedJourney(Journey):
         trains: bool,
         watcher: EventClock | None = None,
     ) -> None:
-        self.crossings = Crossings(passage.places)
+        self.crossings = Crossings(passage.places, passage.shared)
         self.marks: dict[tuple[str, int], list[Any]] = {}  # when each action began and ended, by the device's clock
         self._places = passage.places
         self._order = passage.plan.order
         self._called = passage.placement.called
         self._clock = watcher
+        self._compiled = passage.compiled
+        self.strays: Strays | None = None
         self._action: list[Any] = []
         self._kind = "F"
         blocks, stage_of, separate = passage.of_journeys
@@ -147,19 +173,36 @@ class PlacedJourney(Journey):
             self._start()
         return args, kwargs
 
-    def visit(self, name: str, module: torch.nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, index: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        parts = self._compiled.get(index)
+        if parts is None:
+            return super().run(index, call, args, kwargs)
+        args, kwargs = self.enter(index, args, kwargs)
+        with self._at_once(parts):
+            return call(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _at_once(self, parts: Iterable[torch.nn.Module]) -> Iterator[None]:
+        """Around a call of compiled code, which shows nothing of what it calls: what these modules have is brought before."""
+        with self.crossings.borrowed(parts), contextlib.nullcontext() if self.strays is None else self.strays.paused():
+            yield
+
+    def visit(
+        self, visited: Visited, parts: Sequence[torch.nn.Module], call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         """Call a module that is no block, with what it has and what it gets on the device whose turn this micro-batch has."""
         if not self.backward:
-            self._called[name] = min(self._called.get(name, self.block), self.block)
+            for name, _ in visited.parts:
+                self._called[name] = min(self._called.get(name, self.block), self.block)
         args, kwargs = self.crossings.here((args, kwargs))
-        with self.crossings.borrowed(module):
+        with self._at_once(parts) if visited.compiled else self.crossings.borrowed(parts):
             return call(*args, **kwargs)
 
     def turn_back(self) -> list[torch.Tensor]:
         try:
             return super().turn_back()
         finally:
-            self.crossings.forget()
+            self.crossings.turn_back()
 
     def forget(self) -> None:
         super().forget()
@@ -175,14 +218,15 @@ class PlacedJourney(Journey):
 
 
 class _Visit:
-    def __init__(self, about: tuple[str, torch.nn.Module], call: Callable[..., Any]) -> None:
-        self._name, self._module = about
+    def __init__(self, about: tuple[Visited, Mapping[int, Any]], call: Callable[..., Any]) -> None:
+        self._visited, counterparts = about
+        self._parts = [counterparts.get(id(part), part) for _, part in self._visited.parts]
         self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         journey = journey_here()
         if isinstance(journey, PlacedJourney):
-            return journey.visit(self._name, self._module, self._call, args, kwargs)
+            return journey.visit(self._visited, self._parts, self._call, args, kwargs)
         return self._call(*args, **kwargs)
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 from torch import nn
 
 from paceline import DeviceGroup
+from paceline.torch._batch.batch import Batch
 from paceline.torch._devices.lanes import LanePlaces
 from paceline.torch._devices.stages import StageLanePlaces, StagePlaces
 from paceline.torch._pipeline.blocks import Block
 from paceline.torch._pipeline.execution import PipelineExecution
+from paceline.torch._pipeline.loop import PipelineWork
 from paceline.torch._pipeline.placed import PlacedPassage
 from paceline.torch._pipeline.placement import Placement
 from paceline.torch._pipeline.plans import PipelinePlan
+from paceline.torch._pipeline.visited import visited_in
 from paceline.torch._replicas.replicas import LaneReplicas
+from paceline.torch._run.workload import Workload
 
 _ELSEWHERE = "Expected all tensors to be on the same device"  # PyTorch's words, for which it has no type
 
@@ -24,7 +29,6 @@ class PlacedExecution(PipelineExecution):
     """A `PipelineExecution` whose stages have memories of their own."""
 
     places: StagePlaces
-    cannot_check = "it runs the module on one device as well, and its stages are on several. Check it with devices=['host:0', 'host:1'] before."
 
     def __init__(
         self, group: DeviceGroup, module: nn.Module, places: StagePlaces, replicas: LaneReplicas, blocks: list[Block]
@@ -33,17 +37,41 @@ class PlacedExecution(PipelineExecution):
         self._placement = Placement(module, blocks, places)
         self._strays = False  # whether an operator has failed since a tensor was elsewhere
 
-    def _place(self, plan: PipelinePlan, fn: Callable[..., Any], *, hooks: bool) -> None:
-        if self._placement.follow(plan):
+    def _place(self, plan: PipelinePlan, fn: Callable[..., Any], *, hooks: bool) -> bool:
+        moved = self._placement.follow(plan)
+        if moved:
             self.replicas.refresh(fn, hooks=hooks)
+        return moved
+
+    def _must_run_alone(self, work: Workload, whole: Batch) -> Callable[[PipelinePlan], bool]:
+        """Compiled code is compiled again for each device. Predictions need no plan for that: who compiles holds up only those behind it."""
+        must = super()._must_run_alone(work, whole)
+        assert isinstance(work, PipelineWork)
+        if work.predicts:
+            return lambda plan: False
+        return lambda plan: must(plan) or (work.seen.compiled and self._placement.would_move(plan))
 
     def _places_of(self, plan: PipelinePlan) -> LanePlaces:
         return StageLanePlaces(self.places, plan.lanes, plan.order[-1])
 
     def _passage_of(self, plan: PipelinePlan) -> PlacedPassage:
-        outside = outside_of(self.replicas.named_modules, self.blocks)
+        visited, compiled = visited_in(self.replicas.named_modules, self.blocks)
         replica = self.replicas.list[0]
-        return PlacedPassage(self.blocks, plan, replica, self.places, self._placement, outside, strays=self._strays)
+        return PlacedPassage(
+            self.blocks,
+            plan,
+            replica,
+            self.places,
+            self._placement,
+            visited,
+            compiled,
+            strays=self._strays or self._comes_back(plan),
+        )
+
+    def _comes_back(self, plan: PipelinePlan) -> bool:
+        """Whether stages of one memory have another one between them. No operator fails there on a tensor that has a later copy."""
+        memories = [memory for memory, _ in groupby(self.places.devices[device] for device in plan.order)]
+        return len(set(memories)) < len(memories)
 
     def _tries_again(self, error: BaseException) -> bool:
         if self._strays or not isinstance(error, RuntimeError) or _ELSEWHERE not in str(error):
@@ -51,28 +79,9 @@ class PlacedExecution(PipelineExecution):
         self._strays = True
         return True
 
+    def gather(self) -> None:
+        self._placement.gather()
+
     def release(self) -> None:
         super().release()
         self._placement.home()
-
-
-def outside_of(modules: list[tuple[str, nn.Module]], blocks: list[Block]) -> list[tuple[str, nn.Module]]:
-    """The modules with tensors of their own that may be called on another device than theirs: all but those that are in one block only."""
-    block_of: dict[int, int] = {}  # by identity of modules and tensors; -1: of several
-    for index, block in enumerate(blocks):
-        parts = list(block.module.modules())
-        for one in (*parts, *block.module.parameters(), *block.module.buffers()):
-            block_of[id(one)] = index if block_of.get(id(one), index) == index else -1
-    for _, part in modules:
-        if id(part) not in block_of:
-            for one in _own(part):
-                block_of[id(one)] = -1
-    return [
-        (name, part)
-        for name, part in modules
-        if _own(part) and (block_of.get(id(part), -1) < 0 or any(block_of[id(one)] < 0 for one in _own(part)))
-    ]
-
-
-def _own(part: nn.Module) -> list[Any]:
-    return [*part.parameters(recurse=False), *part.buffers(recurse=False)]

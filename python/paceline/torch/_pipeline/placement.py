@@ -39,20 +39,31 @@ class Placement:
 
     def follow(self, plan: PipelinePlan) -> bool:
         """Bring everything to where the plan's stages are. Returns whether anything has moved."""
+        return self._move(self._wanted(plan))
+
+    def would_move(self, plan: PipelinePlan) -> bool:
+        """Whether something is not where the plan's stages are."""
+        return any(one.device != device for one, device in self._wanted(plan))
+
+    def _wanted(self, plan: PipelinePlan) -> list[tuple[torch.Tensor, torch.device]]:
         stage_of = plan.stage_of(len(self._blocks))
         wanted: dict[int, tuple[torch.Tensor, torch.device]] = {}
         for one, block in self._owned():
             device = self._places.devices[plan.order[stage_of[block]]]
             wanted.setdefault(id(one), (one, device))
-        return self._move(list(wanted.values()))
+        return list(wanted.values())
 
     def home(self) -> None:
         """Bring everything back to where the module was, as the trainer ends."""
         self._hook.remove()
-        home = self._places.home
-        self._move([(one, home) for one in (*self._module.parameters(), *self._module.buffers())])
+        self.gather()
         for optimizer in self._optimizers:
             self._follow(optimizer)
+
+    def gather(self) -> None:
+        """Bring parameters and buffers back to where the module was, until the next plan is followed."""
+        home = self._places.home
+        self._move([(one, home) for one in (*self._module.parameters(), *self._module.buffers())])
 
     def _owned(self) -> list[tuple[torch.Tensor, int]]:
         """All parameters and buffers with their blocks, in the order of use: those that are tied belong to the first."""

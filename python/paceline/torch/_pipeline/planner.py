@@ -40,13 +40,16 @@ class Planner:
         cuts: Sequence[int] | None,
         schedule: str,
         micro_batches: int | None,
+        link: Callable[[], tuple[float, float]] | None = None,
     ) -> None:
+        self.unsettled: Callable[[], None] | None = None  # takes note of the last step when its times are there
         self.retired: set[int] = set()
         self.finds_order = False  # of the blocks, since it is not given, and nothing has run yet
         self.least_items = 1
         self.measured: list[Measured] = []
         self.balancer: StageBalancer | None = None
         self.costs: list[BlockCost] = []
+        self._link = link  # between memories: seconds of any copy, and bytes per second. None: nothing is copied
         self._names = [device.name for device in group.devices]
         spaces = list(dict.fromkeys(device.memory_space for device in group.devices))
         self._spaces = [spaces.index(device.memory_space) for device in group.devices]
@@ -262,7 +265,8 @@ class Planner:
         """Plan all steps from now on with these costs of blocks and speeds of devices."""
         self.costs, self._speeds = list(costs), list(speeds)
         self._trained = [parameter.requires_grad for parameter in self._parameters]
-        self.balancer = self._balancer(self.costs, self._given)
+        link = (0.0, 0.0) if self._link is None else self._link()
+        self.balancer = self._balancer(self.costs, {**self._given, "link": link})
         self._steps_before = self._steps
 
     def layouts(self, items: int) -> list[dict[str, Any]]:

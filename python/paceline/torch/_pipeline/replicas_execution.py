@@ -35,12 +35,12 @@ class ReplicasOutcome(Outcome):
         self.failed_begin = self.failed_stage = None
         self.started = min(part.started for part in parts)
         self.items = [0] * devices
-        self.record = []
+        self._record = []
         for part, stage, number in zip(parts, plan.first_stages, plan.first_micro_batches, strict=True):
             late = part.started - self.started
             for own, actions in enumerate(part.record):
                 self.items[plan.order[stage + own]] = sum(part.plan.sizes)
-                self.record.append(
+                self._record.append(
                     [(kind, number + one, start + late, finish + late) for kind, one, start, finish in actions]
                 )
 

@@ -86,6 +86,7 @@ class ReplicasPlanner:
     measures = None  # all is known from the start
     finds_order = False
     plans_micro_batches = True
+    unsettled = None  # on the host times are known when a step is over
 
     def __init__(self, groups: Sequence[DeviceGroup], planners: Sequence[Planner]) -> None:
         self.planners = planners

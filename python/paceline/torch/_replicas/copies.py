@@ -12,6 +12,7 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch._replicas.attributes import align, align_hooks
+from paceline.torch._replicas.compiled import carry_compiled
 from paceline.torch._replicas.derived import derived_in
 from paceline.torch._replicas.functions import Functions
 from paceline.torch._replicas.parametrized import give_own_cache
@@ -107,6 +108,9 @@ def copied(module: nn.Module, reach: Reach, alias: Alias) -> Copied:
     for one in (*(part for _, part in reach.modules), *reach.objects.values()):
         if id(one) in counterparts:
             functions.give(one, counterparts[id(one)])
+    for _, part in reach.modules:
+        if id(part) in counterparts:
+            carry_compiled(part, counterparts[id(part)])
     return Copied(made, counterparts, functions)
 
 

@@ -37,7 +37,6 @@ class Execution(Runner):
     cure_of_running_statistics = (
         "Use DataParallel(..., batch_norm='synchronised'), GroupNorm or LayerNorm, or evaluation mode for these."
     )
-    cannot_check = ""  # why `DataParallel.check` cannot run, and what to do
 
     def __init__(
         self, group: DeviceGroup, module: nn.Module, places: Places, replicas: Replicas, *, synchronises: bool = False
@@ -189,6 +188,9 @@ class Execution(Runner):
         if self.replicas.shared:
             for replica in self.replicas.list:
                 replica.clear_gradients()
+
+    def gather(self) -> None:
+        """Bring the user's module to one device, until the next run."""
 
     def end(self) -> None:
         """Called when the workers have ended, or are left behind."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from paceline import InvalidArgument
 from paceline.torch._batch.batch import BatchDim
 from paceline.torch._batch.items import Cost
 from paceline.torch._batch.layout import Layout
@@ -84,8 +83,6 @@ class Trials:
         """
         with self._lifetime.between_steps("check"), self._works.no_trace():
             check_trains("check", loss_fn)
-            if self._execution.cannot_check:
-                raise InvalidArgument(f"check: {self._execution.cannot_check}")
             layout = Layout(collate, batch_dim, split)
             whole, objective = self._training.prepared(batch, weight, total, layout)
             costs = self._training.costs(cost, batch, whole)
