@@ -94,6 +94,21 @@ TEST(Stages, KeepsFewerInFlightWhereMemoryEnds) {
   EXPECT_GT(tight.seconds, free.seconds);
 }
 
+TEST(Stages, NeighboursTakeTurnsWhereManyStagesHaveLittleMemory) {
+  // Each of 24 stages has room for 12 in flight: with twelve depths, two stages each, a micro-batch takes two turns.
+  // Not so where 12 are in flight on the first half of them, which then work one after the other.
+  constexpr std::size_t kStages = 24;
+  StageProblem problem = boxes(kStages, std::vector(kStages, 1.0), 96);
+  Sizes each(kStages);
+  std::iota(each.begin(), each.end(), std::size_t{0});
+  limit_memory(problem, 100 + 12 * 11 + 5);
+  const StagePlan given = plan_stages(problem, {.micro_batches = 96, .cuts = each, .order = each});
+  EXPECT_EQ(in_flight(given.schedule, 0), 12);
+  EXPECT_EQ(in_flight(given.schedule, kStages - 3), 2);
+  EXPECT_LT(given.seconds, 3.0 * (2 * 96 + kStages));
+  EXPECT_LE(plan_stages(problem).seconds, given.seconds);
+}
+
 TEST(Stages, SharedParametersCountOnceInOneMemorySpace) {
   StageProblem problem = boxes(2, {1.0, 1.0}, 4);
   problem.tied_bytes = 80;

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <limits>
 #include <map>
-#include <utility>
+#include <tuple>
 #include <vector>
 
 #include "plan/stages/stage_search.hpp"
@@ -51,7 +51,8 @@ class SetSearch {
   Bounds lower(std::int64_t m, const DepthRule& depth, double unmet = 0.0) {
     const double infinity = std::numeric_limits<double>::infinity();
     double& least_bound =
-        least_bounds_.try_emplace({depth.most == m ? 0 : depth.most, depth.stages}, infinity).first->second;
+        least_bounds_.try_emplace({depth.most == m ? 0 : depth.most, depth.stages, depth.alike}, infinity)
+            .first->second;
     const double limit =
         std::min(search_.finalists.best_seconds(), least_bound * (depth.stages == 0 ? kSlack : kTightSlack));
     double low = std::max(ideal(m), unmet);
@@ -60,7 +61,7 @@ class SetSearch {
     while (low * (1.0 + kPrecision) < std::min(high, limit)) {
       const std::optional<Partition> found = program_.find(goal);
       if (found) {
-        high = stage_bound(search_.costs, *found, goal.sizes);
+        high = depth.alike == 1 ? stage_bound(search_.costs, *found, goal.sizes) : goal.seconds;
         Depths depths = search_.offer(*found, m, search_.finalists.best_seconds());
         Candidate& best = best_[m];
         if (depths.seconds < best.seconds) best = {*found, m, std::move(depths.depths), depths.seconds, 0};
@@ -88,9 +89,23 @@ class SetSearch {
   const StageSearch& search_;
   SubsetProgram program_;
   double speeds_ = 0.0;
-  std::map<std::pair<std::int64_t, std::size_t>, double> least_bounds_;  // of each rule for depths
-  std::map<std::int64_t, Candidate> best_;                               // by the largest size of a micro-batch
+  std::map<std::tuple<std::int64_t, std::size_t, std::size_t>, double> least_bounds_;  // of each rule for depths
+  std::map<std::int64_t, Candidate> best_;  // by the largest size of a micro-batch
 };
+
+/// Where many stages have little memory, not each of them can have one more in flight than the next one.
+void try_alike(const StageSearch& search, SetSearch& program, std::size_t most_stages) {
+  const StageOptions& options = search.options;
+  const std::int64_t batch = search.costs.problem().batch_size;
+  for (const std::int64_t size : {1, 2, 4}) {
+    const std::int64_t m = options.micro_batches.value_or(std::min((batch - 1) / size + 1, kMostMicroBatches));
+    const std::int64_t most = options.most_in_flight == 0 ? m : std::min(m, options.most_in_flight);
+    for (const std::size_t alike : {2, 3, 4})
+      for (std::size_t stages = most_stages; stages > 1; stages -= std::min(most_stages / 8, stages))
+        (void)program.lower(m, {most, stages, alike});
+    if (options.micro_batches) break;
+  }
+}
 
 }  // namespace
 
@@ -132,10 +147,11 @@ std::vector<Candidate> try_sets(const StageSearch& search) {
     const SetSearch::Bounds shallow = program.lower(m, {1, 0});
     binds = shallow.met < deep.met * (1.0 - kPrecision) || binds;
     if (!binds) continue;
-    const std::size_t step = most_stages <= kFewDevices ? 1 : most_stages / 4;
+    const std::size_t step = std::max<std::size_t>(most_stages / 4, 1);
     for (std::size_t stages = most_stages; stages > 1; stages -= std::min(step, stages))
       (void)program.lower(m, {most, stages}, shallow.unmet);
   }
+  if (binds && most_stages > kFewDevices) try_alike(search, program, most_stages);
   return program.best();
 }
 

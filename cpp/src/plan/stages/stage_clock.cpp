@@ -2,6 +2,7 @@
 #include "plan/stages/stage_clock.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <numeric>
 
@@ -41,6 +42,54 @@ bool StageClock::set(const Partition& partition, const BatchSizes& sizes, std::i
   }
   bound_ = stage_bound(costs_, partition, sizes);
   return true;
+}
+
+// Stage j waits for a backward before its forward that is d_j later, and a later stage i for a forward before its
+// backward that is d_i - 1 earlier. So what lies between, from j to i and back, takes d_j - d_i + 1 cycles at most:
+//   (d_j - d_i + 1) * cycle >= seconds from the forward of j through that of i and its backward to the end of j's.
+std::vector<std::int64_t> StageClock::depths_for(double cycle) const {
+  std::vector<std::int64_t> depths(times_.size(), 1);
+  double after = 0.0;  // seconds from the end of a stage's forward to the beginning of its backward
+  double most = 0.0;   // of the later stages: what makes the stages before need more
+  for (std::size_t i = times_.size(); i-- > 0;) {
+    const Times& times = times_[i];
+    const double own = times.forward[0] + times.backward[0];
+    const double from = after + own;
+    const double needed = std::max(most + from, own) / cycle;
+    depths[i] = static_cast<std::int64_t>(std::ceil(std::min(needed * (1.0 - kTie), 1e9)));
+    const double above = static_cast<double>(depths[i] - 1) * cycle - after;
+    most = i + 1 == times_.size() ? above : std::max(most, above);
+    if (i > 0) after = from + times_[i - 1].send_forward[0] + times.send_backward[0];
+  }
+  return depths;
+}
+
+std::vector<std::int64_t> StageClock::steady_depths() const {
+  double low = 0.0;
+  double high = 0.0;
+  for (const Times& times : times_) {
+    const double own = times.forward[0] + times.backward[0];
+    low = std::max(low, own);
+    high += own + times.send_forward[0] + times.send_backward[0];
+  }
+  const auto fits = [&](const std::vector<std::int64_t>& depths) {
+    return std::ranges::equal(depths, most_, std::ranges::less_equal{});
+  };
+  if (low == 0.0) return std::vector<std::int64_t>(times_.size(), 1);
+  std::vector<std::int64_t> best = depths_for(low);
+  if (fits(best)) return best;
+  best = depths_for(high);
+  while (high - low > 1e-3 * low) {
+    const double middle = low + (high - low) / 2.0;
+    std::vector<std::int64_t> depths = depths_for(middle);
+    if (!fits(depths)) {
+      low = middle;
+      continue;
+    }
+    high = middle;
+    best = std::move(depths);
+  }
+  return best;
 }
 
 double StageClock::seconds(std::span<const std::int64_t> depths) {
@@ -124,6 +173,9 @@ Depths best_depths(StageClock& clock) {
   return best;
 }
 
+// Steps from depth to depth end after so many actions, a few milliseconds. Deep pipelines rarely gain more by them.
+constexpr std::int64_t kDepthActions = 4'000'000;
+
 Depths good_depths(StageClock& clock, double promising, std::span<const std::int64_t> hint) {
   const std::vector<std::int64_t>& most = clock.most_depths();
   const std::size_t stages = most.size();
@@ -136,21 +188,19 @@ Depths good_depths(StageClock& clock, double promising, std::span<const std::int
     const double seconds = clock.seconds(depths);
     if (improves(seconds, depths, best)) best = {std::move(depths), seconds};
   };
-  std::vector<std::int64_t> plain(stages);
-  std::vector<std::int64_t> hiding(stages);  // as many as hide a link between any two stages
-  for (std::size_t i = 0; i < stages; ++i) {
-    plain[i] = static_cast<std::int64_t>(stages - i);
-    hiding[i] = 2 * plain[i] - 1;
-  }
   const auto met = [&] { return best.seconds <= clock.bound() * (1.0 + kTie); };
-  offer(plain);
+  std::vector<std::int64_t> steady = clock.steady_depths();
+  offer(steady);
   if (!met() && hint.size() == stages) offer({hint.begin(), hint.end()});
-  if (!met()) offer(hiding);
+  for (std::int64_t& depth : steady) depth = 2 * depth - 1;  // what the pipeline needs while it fills and drains
+  if (!met()) offer(steady);
   if (!met()) offer(most);
   // A step up or down on one stage: neighbours follow where depths would rise.
+  const std::int64_t most_actions = clock.actions() + kDepthActions;
   for (bool improved = best.seconds < promising; improved && stages > 1 && !met();) {
     const double before = best.seconds;
     for (std::size_t i = stages - 1; i-- > 0;) {
+      if (clock.actions() > most_actions) return best;
       for (const std::int64_t change : {1, -1, 2, -2, 4, -4}) {
         std::vector<std::int64_t> depths = best.depths;
         depths[i] += change;

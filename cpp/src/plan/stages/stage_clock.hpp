@@ -25,12 +25,18 @@ class StageClock {
   [[nodiscard]] double bound() const { return bound_; }
   [[nodiscard]] std::int64_t micro_batches() const { return count_; }
 
+  /// The fewest in flight with which every stage begins a micro-batch as often as the slowest one can, or as often as
+  /// memory allows. Once the pipeline is full, that is the least time of a micro-batch.
+  [[nodiscard]] std::vector<std::int64_t> steady_depths() const;
+
   /// Seconds of a step with these depths, which are at most most_depths() and do not rise.
   [[nodiscard]] double seconds(std::span<const std::int64_t> depths);
   /// Actions that seconds() has gone through in all: what a search costs, independent of the machine.
   [[nodiscard]] std::int64_t actions() const { return actions_; }
 
  private:
+  [[nodiscard]] std::vector<std::int64_t> depths_for(double cycle) const;
+
   struct Times {
     double forward[2], backward[2], send_forward[2], send_backward[2];  // of a larger and of a smaller micro-batch
   };
@@ -57,8 +63,8 @@ struct Depths {
 [[nodiscard]] Depths best_depths(StageClock& clock);
 /// So many depths would best_depths() try; INT64_MAX if there are more.
 [[nodiscard]] std::int64_t depth_count(const StageClock& clock);
-/// The best of a few usual depths and `hint` (empty: none). If it is below `promising`, it is improved stage by stage
-/// until it meets the bound or stays.
+/// The best of steady_depths(), more than these, and `hint` (empty: none). If it is below `promising`, it is improved
+/// stage by stage until it meets the bound, stays, or has taken long.
 [[nodiscard]] Depths good_depths(StageClock& clock, double promising, std::span<const std::int64_t> hint);
 
 /// Equal but for rounding: sums of the same times in another order.

@@ -42,13 +42,14 @@ void SubsetProgram::extend(const PartitionGoal& goal, bool exact, std::size_t fi
   const std::size_t blocks = costs_.blocks();
   const std::size_t stage = sets_.used(set);
   const std::size_t from = reach.block;
-  std::int64_t depth = goal.depth.most;
-  if (goal.depth.stages != 0) depth = std::min(depth, static_cast<std::int64_t>(goal.depth.stages - stage));
+  const std::int64_t depth = goal.depth.depth(stage);
   // Each stage that must follow needs a block.
   const std::size_t stages = goal.depth.stages != 0 ? goal.depth.stages : options_.order.size();
   const std::size_t left = stages > stage ? stages - stage - 1 : 0;
   if (from + left >= blocks) return;
   if (!options_.cuts.empty() && stage >= options_.cuts.size()) return;
+  // The depth is also that of the next stage.
+  const bool shares = goal.depth.alike > 1 && stage + 1 < goal.depth.stages && !goal.depth.begins_alike(stage + 1);
   const bool given = !options_.cuts.empty();
   const std::size_t given_end = stage + 1 < options_.cuts.size() ? options_.cuts[stage + 1] : blocks;
   const auto first_size = static_cast<double>(goal.sizes.larger);
@@ -67,7 +68,7 @@ void SubsetProgram::extend(const PartitionGoal& goal, bool exact, std::size_t fi
     }
     const std::int64_t memory = saturating_add(costs_.problem().devices[device].memory_bytes, goal.extra_bytes);
     const auto fits = [&](std::size_t to) {
-      if (costs_.work(from, to, device, items, runs) + around > goal.seconds) return false;
+      if (costs_.work(from, to, device, items, runs) + reach.turns + around > goal.seconds) return false;
       const std::int64_t flying = saturating_multiply(depth, costs_.flight_bytes(from, to, goal.sizes.larger));
       std::int64_t bytes = saturating_add(costs_.fixed_bytes(from, to, goal.sizes.larger), flying);
       if (to == blocks && first != Reach::kNone && bytes != std::numeric_limits<std::int64_t>::max())
@@ -80,7 +81,7 @@ void SubsetProgram::extend(const PartitionGoal& goal, bool exact, std::size_t fi
       const std::size_t next = sets_.with(set, group);
       Reach& now = reached_[next * width_ + (exact ? to : 0)];
       if (now.group == Reach::kNone || to > now.block || (to == now.block && there < now.around))
-        now = {to, there, group, from};
+        now = {to, there, shares ? reach.turns + costs_.work(from, to, device, items, runs) : 0.0, group, from};
     };
     // Without the last block, both time and bytes grow with every further block; the last one may share parameters.
     if (given) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <optional>
 
 #include "plan/stages/device_sets.hpp"
@@ -10,7 +11,15 @@ namespace paceline::plan {
 /// How many micro-batches the stages of a partition must be able to keep in flight.
 struct DepthRule {
   std::int64_t most = 1;
-  std::size_t stages = 0;  ///< if not 0: stage i at most stages - i, and there are so many stages
+  std::size_t stages = 0;  ///< if not 0: there are so many stages, and `alike` says what each needs
+  /// So many stages have the same depth: the last ones 1, those before them 2, and so on. Of neighbours with the same
+  /// depth only one works at a time: the first one waits for a backward before it begins another micro-batch.
+  std::size_t alike = 1;
+
+  [[nodiscard]] bool begins_alike(std::size_t stage) const { return (stages - stage) % alike == 0 || stage == 0; }
+  [[nodiscard]] std::int64_t depth(std::size_t stage) const {
+    return stages == 0 ? most : std::min(most, static_cast<std::int64_t>((stages - stage + alike - 1) / alike));
+  }
 };
 
 /// What a partition must meet.
@@ -38,6 +47,7 @@ class SubsetProgram {
   struct Reach {
     std::size_t block = 0;
     double around = 0.0;
+    double turns = 0.0;         ///< of all micro-batches, on the stages before that have the depth of the next one
     std::size_t group = kNone;  ///< of the last device
     std::size_t from = 0;       ///< the first block of the last stage
     static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
