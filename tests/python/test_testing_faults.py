@@ -144,11 +144,12 @@ def test_a_hang_ends_by_itself_after_its_seconds_and_with_the_block() -> None:
         assert {entry.kind for entry in injection.log} == {"hang"}
         assert_same_gradients(module, wanted)
         module.zero_grad()
-        with faults.inject(trainer, faults.Hang("host:0")) as injection:
+        with faults.inject(trainer, faults.Hang(TWO)) as injection:
             step = threading.Thread(target=trainer.step, args=(classify, batch))
             step.start()
-            while not injection.hanging:
+            while not injection.hanging and step.is_alive():
                 time.sleep(0.01)
+            assert injection.hanging
         step.join(30)
         assert not step.is_alive()
     assert_same_gradients(module, wanted)

@@ -20,4 +20,5 @@ def _context_of(call: Any) -> Any:
     code, cells = getattr(call, "__code__", None), getattr(call, "__closure__", None)
     if code is None or cells is None or not hasattr(call, "_torchdynamo_orig_callable"):
         return None
-    return dict(zip(code.co_freevars, cells, strict=True))["self"].cell_contents
+    options = dict(zip(code.co_freevars, cells, strict=True)).get("self")
+    return options.cell_contents if options is not None and callable(options.cell_contents) else None
